@@ -1,0 +1,107 @@
+"""From a command line to a finished run."""
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config.check import check, remarks
+from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.world import World, read_world
+from megatron_lite.data.tokenizers import make_tokenizer
+from megatron_lite.errors import UserError
+from megatron_lite.instruments.base import Instruments
+from megatron_lite.instruments.choose import choose
+from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.parallel.host_memory import keep_freed_memory
+from megatron_lite.parallel.process_group import process_group
+from megatron_lite.run_folder import default_run_dir
+from megatron_lite.train.record import RunRecord
+from megatron_lite.train.run import run
+
+SECONDS_FOR_RANK_0 = 5  # what other ranks leave the first one to say an error that all of them have
+
+
+def main(argv: list[str]) -> int:
+    """Train as `argv` says; returns the exit code."""
+    world = read_world(torch.cuda.device_count())
+    try:
+        _run(argv, world)
+    except UserError as error:
+        _tell(error.lines, world)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _run(argv: list[str], world: World):
+    line = read_command_line(argv)
+    check(line, world)
+    d = line.args.data
+    tokenizer = make_tokenizer(
+        d.tokenizer_type or "GPT2BPETokenizer", vocab_file=d.vocab_file, merge_file=d.merge_file, vocab_size=d.vocab_size
+    )
+    plan = resolve(line.args, world, tokenizer.vocab_size)
+    say = print_flushed if world.is_first else _say_nothing
+    for remark in remarks(line, world):
+        say(f"  note: {remark}")
+    _prepare_torch(plan)
+    with process_group(plan):
+        run_dir = _agreed_run_dir(plan)
+        timeline = Timeline()
+        with RunRecord(plan, run_dir), Instruments(choose(plan, run_dir, timeline, print_flushed), print_flushed) as watching:
+            say(_headline(plan))
+            reason = run(plan, tokenizer.eod, timeline, watching, run_dir, say)
+    say(f"[{reason}]" if reason else f"  done: {run_dir}")
+
+
+def _headline(plan: Plan) -> str:
+    ranks = f"{plan.world.size} rank{'s' if plan.world.size > 1 else ''}"
+    where = torch.cuda.get_device_name() if plan.device == "cuda" else f"CPU, {torch.get_num_threads()} threads each"
+    passes = plan.micro_batches(plan.train_samples)
+    return (f"  {ranks} on {where} ({plan.backend}) | global batch {plan.batch.final} = micro-batch "
+            f"{plan.args.training.micro_batch_size} x {plan.world.size} x {passes} | {plan.train_iters} iterations")
+
+
+def _prepare_torch(plan: Plan):
+    if plan.device == "cpu":
+        keep_freed_memory()
+    if plan.args.training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _agreed_run_dir(plan: Plan):
+    """The same on all ranks, though it may be named by the time."""
+    w = plan.args.watch
+    agreed = [default_run_dir(w.run_dir, w.tensorboard_dir, plan.args.checkpoint.save)]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
+
+
+def _tell(lines: list[str], world: World):
+    """Once, although every rank may have the same to say; and to torchrun, for its summary."""
+    if world.local_rank:
+        time.sleep(SECONDS_FOR_RANK_0)  # the launcher ends this rank meanwhile, if rank 0 failed likewise
+    prefix = f"rank {world.rank}: " if world.local_rank else ""
+    for text in lines:
+        print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        message = {"message": "; ".join(lines), "extraInfo": {"timestamp": str(int(time.time()))}}
+        with open(error_file, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+
+
+def print_flushed(text: str):
+    """So that lines of several processes keep their order in a file."""
+    print(text, flush=True)
+
+
+def _say_nothing(text: str):
+    pass

@@ -1,0 +1,263 @@
+"""Every knob of the trainer, grouped by concern: what the user typed, nothing derived.
+
+Names, defaults and meanings are Megatron-LM's (0.16) unless the help says otherwise.
+"""
+
+from dataclasses import dataclass, field
+
+from megatron_lite.config.flags import flag
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Model"""
+
+    num_layers: int | None = flag(None, "Transformer layers.")
+    hidden_size: int | None = flag(None, "Width of the residual stream.")
+    num_attention_heads: int | None = flag(None, "Attention heads per layer.")
+    seq_length: int | None = flag(None, "Tokens per training sample.", aliases=("--encoder-seq-length",))
+    max_position_embeddings: int | None = flag(None, "Rows of the learned position table; at least seq-length.")
+    ffn_hidden_size: int | None = flag(None, "Width of the MLP; 4 x hidden, with --swiglu 8/3 x in steps of 64.")
+    kv_channels: int | None = flag(None, "Width of one head; hidden / heads when left out.")
+    group_query_attention: bool = flag(False, "Share keys and values between groups of heads.")
+    num_query_groups: int = flag(1, "Key/value heads, with --group-query-attention.")
+    position_embedding_type: str = flag(
+        "learned_absolute", "Learned table, rotary, or none.",
+        choices=("learned_absolute", "rope", "mrope", "relative", "none"),
+    )
+    rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.")
+    rotary_base: int = flag(10000, "Base of the rotary frequencies.")
+    rotary_interleaved: bool = flag(False, "Rotate neighbouring channels instead of halves.")
+    rotary_seq_len_interpolation_factor: int | None = flag(None, "Divide rotary positions by this.")
+    add_position_embedding: bool = flag(True, "No learned position table (old spelling).", off="--no-position-embedding")
+    normalization: str = flag("LayerNorm", "Norm of the residual stream.", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, "Epsilon of the norms.")
+    apply_layernorm_1p: bool = flag(False, "Keep norm weights minus one.")
+    swiglu: bool = flag(False, "Gated SiLU MLP.")
+    squared_relu: bool = flag(False, "Squared ReLU MLP.")
+    bias_gelu_fusion: bool = flag(
+        True, "As in Megatron, also changes GELU from the tanh formula to the exact one.", off="--no-bias-gelu-fusion"
+    )
+    add_bias_linear: bool = flag(
+        True, "No biases in linear layers; as in Megatron, GELU becomes the exact one.", off="--disable-bias-linear"
+    )
+    add_qkv_bias: bool = flag(False, "Bias in the QKV projection, also with --disable-bias-linear.")
+    qk_layernorm: bool = flag(False, "Normalise queries and keys per head.")
+    untie_embeddings_and_output_weights: bool = flag(False, "A separate output matrix.")
+    hidden_dropout: float = flag(0.1, "Dropout of embeddings and of each block's two outputs.")
+    attention_dropout: float = flag(0.1, "Dropout of attention probabilities.")
+    init_method_std: float = flag(0.02, "Std of initial weights; output projections: std / sqrt(2 x layers).")
+    make_vocab_size_divisible_by: int = flag(128, "The vocabulary is padded to a multiple of this.")
+    padded_vocab_size: int | None = flag(None, "The padded vocabulary outright.")
+    attention_backend: str = flag(
+        "auto", "Attention kernel: flash, fused (cuDNN), unfused, local, or the fastest that fits.",
+        choices=("auto", "flash", "fused", "unfused", "local"),
+    )
+    explain_attention: bool = flag(False, "Say why faster attention kernels were rejected. (ours)")
+    attention_softmax_in_fp32: bool = flag(False, "fp32 softmax in explicit attention (the kernels always do).")
+    apply_query_key_layer_scaling: bool = flag(False, "Scale scores by 1/layer inside explicit attention's softmax.")
+    transformer_impl: str = flag(
+        "transformer_engine", "Both name the one implementation here.", choices=("local", "transformer_engine")
+    )
+    recompute_granularity: str | None = flag(
+        None, "Recompute whole layers (full) or core attention (selective) in backward.", choices=("full", "selective")
+    )
+    recompute_method: str | None = flag(None, "Which layers a full recompute covers.", choices=("uniform", "block"))
+    recompute_num_layers: int | None = flag(None, "Layers per recomputed chunk (uniform) or from the first on (block).")
+
+
+@dataclass(frozen=True)
+class TrainingArgs:
+    """Training"""
+
+    micro_batch_size: int | None = flag(None, "Samples per rank per forward and backward.")
+    global_batch_size: int | None = flag(None, "Samples per optimizer step over all ranks.")
+    rampup_batch_size: tuple[int, ...] = flag((), "START INCREMENT SAMPLES: grow the global batch; with --train-samples.")
+    train_iters: int | None = flag(None, "Optimizer steps to run.")
+    train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.")
+    seed: int = flag(1234, "Seed of weights, dropout and data order.")
+    calculate_per_token_loss: bool = flag(False, "Normalise gradients by the unmasked tokens of the global batch.")
+    skip_train: bool = flag(False, "Only evaluate.")
+    exit_interval: int | None = flag(None, "Save and leave when the iteration is a multiple of this.")
+    exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.")
+    exit_signal_handler: bool = flag(False, "On the exit signal: finish the step, save, exit 0.")
+    exit_signal: str = flag("SIGTERM", "The signal of --exit-signal-handler.")
+    manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")
+    manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.")
+    deterministic_mode: bool = flag(False, "Refuse nondeterministic kernels.")
+
+
+@dataclass(frozen=True)
+class PrecisionArgs:
+    """Precision"""
+
+    fp16: bool = flag(False, "float16 model, fp32 masters, dynamic loss scale.")
+    bf16: bool = flag(False, "bfloat16 model, fp32 masters, gradients accumulated in fp32.")
+    loss_scale: float | None = flag(None, "A fixed fp16 loss scale; dynamic when left out.")
+    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.")
+    min_loss_scale: float = flag(1.0, "Floor of the dynamic loss scale.")
+    loss_scale_window: float = flag(1000, "Clean iterations until the loss scale doubles.")
+    hysteresis: int = flag(2, "Overflows tolerated before the loss scale halves.")
+    accumulate_allreduce_grads_in_fp32: bool = flag(False, "Accumulate and reduce 16-bit gradients in fp32.")
+    grad_reduce_in_bf16: bool = flag(False, "With --bf16: accumulate and reduce gradients in bf16.")
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True, "Do not stop at a NaN or Inf loss or gradient.", off="--no-check-for-nan-in-loss-and-grad"
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerArgs:
+    """Optimizer and schedule"""
+
+    optimizer: str = flag("adam", "adam is AdamW.", choices=("adam", "sgd", "muon", "dist_muon"))
+    lr: float | None = flag(None, "Peak learning rate.")
+    min_lr: float = flag(0.0, "Floor of the learning rate.")
+    lr_decay_style: str = flag(
+        "linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_decay_iters: int | None = flag(None, "Iterations of the decay; all of them when left out.")
+    lr_decay_samples: int | None = flag(None, "The same in samples, with --train-samples.")
+    lr_warmup_fraction: float | None = flag(None, "Warm-up as a share of the decay.")
+    lr_warmup_iters: int = flag(0, "Warm-up in iterations.")
+    lr_warmup_samples: int = flag(0, "Warm-up in samples, with --train-samples.")
+    lr_warmup_init: float = flag(0.0, "Learning rate at the first step of the warm-up.")
+    lr_wsd_decay_style: str = flag(
+        "exponential", "Shape of WSD's last phase.", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's last phase in iterations.")
+    lr_wsd_decay_samples: int | None = flag(None, "The same in samples.")
+    weight_decay: float = flag(0.01, "Decoupled weight decay of matrices; biases and norms get none.")
+    start_weight_decay: float | None = flag(None, "First weight decay, when it grows.")
+    end_weight_decay: float | None = flag(None, "Last weight decay, when it grows.")
+    weight_decay_incr_style: str = flag(
+        "constant", "How weight decay moves from start to end.", choices=("constant", "linear", "cosine")
+    )
+    adam_beta1: float = flag(0.9, "Decay of the first moment.")
+    adam_beta2: float = flag(0.999, "Decay of the second moment.")
+    adam_eps: float = flag(1e-8, "Epsilon of Adam.")
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.")
+    clip_grad: float = flag(1.0, "Limit of the gradients' global norm; 0: no clipping.")
+    override_opt_param_scheduler: bool = flag(
+        False, "The command line's schedule wins over the checkpoint's.", aliases=("--override-opt_param-scheduler",)
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, "The checkpoint's schedule wins over the command line's.", aliases=("--use-checkpoint-opt_param-scheduler",)
+    )
+
+
+@dataclass(frozen=True)
+class ParallelArgs:
+    """Ranks"""
+
+    distributed_backend: str | None = flag(None, "nccl with GPUs, else gloo, when left out.", choices=("nccl", "gloo"))
+    distributed_timeout_minutes: int = flag(10, "Time-out of a collective.")
+    ddp_bucket_size: int | None = flag(None, "Parameters per gradient bucket; 25 MiB of them when left out.")
+    tensor_model_parallel_size: int = flag(1, "Ranks that split a layer; only 1 for now.")
+    pipeline_model_parallel_size: int = flag(1, "Ranks that split the layers; only 1 for now.")
+    context_parallel_size: int = flag(1, "Ranks that split a sequence; only 1 for now.")
+    expert_model_parallel_size: int = flag(1, "Ranks that split the experts; only 1.")
+    use_cpu_initialization: bool = flag(False, "Initialise weights on the CPU.")
+
+
+@dataclass(frozen=True)
+class DataArgs:
+    """Data"""
+
+    data_path: tuple[str, ...] = flag((), "Prefix of a .bin/.idx pair, several, or WEIGHT PREFIX WEIGHT PREFIX ...")
+    train_data_path: tuple[str, ...] = flag((), "The same for training only; with --valid-data-path/--test-data-path.")
+    valid_data_path: tuple[str, ...] = flag((), "The same for validation only.")
+    test_data_path: tuple[str, ...] = flag((), "The same for the test only.")
+    split: str | None = flag(None, "Shares of train, validation and test; 969,30,1 when left out.")
+    mock_data: bool = flag(False, "Synthetic data instead of files.")
+    tokenizer_type: str | None = flag(
+        None, "GPT2BPETokenizer, ByteTokenizer (ours: 256 bytes and EOD) or NullTokenizer; GPT2BPETokenizer when left out."
+    )
+    vocab_file: str | None = flag(None, "GPT-2 style vocab.json.")
+    merge_file: str | None = flag(None, "GPT-2 style merges.txt.")
+    vocab_size: int | None = flag(None, "Vocabulary before padding, for NullTokenizer and --mock-data.")
+    dataloader_type: str = flag(
+        "single", "In order once (single) or shuffled anew each epoch (cyclic).", choices=("single", "cyclic", "external")
+    )
+    data_sharding: bool = flag(True, "cyclic: one permutation over all ranks.", off="--no-data-sharding")
+    num_workers: int = flag(2, "Loader processes per rank.")
+    reset_position_ids: bool = flag(False, "Positions restart after each end of document.")
+    reset_attention_mask: bool = flag(False, "No attention across documents.")
+    eod_mask_loss: bool = flag(False, "No loss where the input is an end of document.")
+
+
+@dataclass(frozen=True)
+class WatchArgs:
+    """Logging and evaluation"""
+
+    log_interval: int = flag(100, "Iterations between console lines.")
+    log_throughput: bool = flag(False, "TFLOP/s per GPU in the console line.")
+    log_progress: bool = flag(False, "A line per checkpoint in SAVE/progress.txt.")
+    log_params_norm: bool = flag(False, "Log the L2 norm of the parameters.")
+    log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradients.")
+    timing_log_level: int = flag(0, "1, 2: print each phase's host time per iteration, smallest and largest rank.")
+    timing_log_option: str = flag("minmax", "How those times are printed.", choices=("max", "minmax", "all"))
+    eval_interval: int = flag(1000, "Iterations between validations.")
+    eval_iters: int = flag(100, "Global batches per validation; 0: none.")
+    tensorboard_dir: str | None = flag(None, "TensorBoard folder.")
+    tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.")
+    tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.")
+    log_timers_to_tensorboard: bool = flag(False, "Iteration and phase times to TensorBoard.")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "Validation perplexity to TensorBoard.")
+    log_memory_to_tensorboard: bool = flag(False, "The allocator's counters to TensorBoard.")
+    log_world_size_to_tensorboard: bool = flag(False, "The number of ranks to TensorBoard.")
+    log_loss_scale_to_tensorboard: bool = flag(
+        True, "No loss scale to TensorBoard.", off="--no-log-loss-scale-to-tensorboard",
+        aliases=("--disable-log-loss-scale-to-tensorboard",),
+    )
+    log_memory_interval: int | None = flag(None, "Iterations between memory lines; a multiple of --log-interval.")
+    run_dir: str | None = flag(
+        None, "Folder of run.json and steps.jsonl; --tensorboard-dir, else --save, else runs/TIME when left out. (ours)"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointArgs:
+    """Checkpoints"""
+
+    save: str | None = flag(None, "Folder to write checkpoints to.")
+    load: str | None = flag(None, "Folder to read the latest checkpoint from; fresh start if it holds none.")
+    save_interval: int | None = flag(None, "Iterations between checkpoints.", aliases=("--persistent-save-interval",))
+    finetune: bool = flag(False, "Load weights only, start at iteration 0.")
+    pretrained_checkpoint: str | None = flag(None, "Weights to start from when --load holds nothing.")
+    no_load_optim: bool = flag(False, "Do not load the optimizer.")
+    no_load_rng: bool = flag(False, "Do not load random-number states.")
+    no_save_optim: bool = flag(False, "Do not save the optimizer.")
+    no_save_rng: bool = flag(False, "Do not save random-number states.")
+    exit_on_missing_checkpoint: bool = flag(False, "Stop when --load holds no checkpoint.")
+
+
+@dataclass(frozen=True)
+class ProfileArgs:
+    """Profiling"""
+
+    profile: bool = flag(False, "Profile the window: for Nsight Systems, or with --use-pytorch-profiler.")
+    use_pytorch_profiler: bool = flag(False, "A torch.profiler trace instead of Nsight Systems; implies --profile.")
+    profile_step_start: int = flag(10, "First profiled iteration of this run, counted from 1.")
+    profile_step_end: int = flag(12, "The iteration to stop before.")
+    profile_ranks: tuple[int, ...] = flag((0,), "Ranks to profile; -1: all.")
+    pytorch_profiler_collect_shapes: bool = flag(False, "Record operator shapes.")
+    pytorch_profiler_collect_callstack: bool = flag(False, "Record Python stacks.")
+    nvtx_ranges: bool = flag(False, "NVTX ranges for the phases of a step, on the Nsight Systems path.")
+    record_shapes: bool = flag(False, "NVTX ranges for every operator with its shapes, on the Nsight Systems path.")
+    record_memory_history: bool = flag(False, "Record GPU allocations and write a snapshot at the window's end.")
+    memory_snapshot_path: str = flag("snapshot.pickle", "File of that snapshot; the rank is put before the ending.")
+
+
+@dataclass(frozen=True)
+class Args:
+    """All groups."""
+
+    model: ModelArgs = field(default_factory=ModelArgs)
+    training: TrainingArgs = field(default_factory=TrainingArgs)
+    precision: PrecisionArgs = field(default_factory=PrecisionArgs)
+    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
+    parallel: ParallelArgs = field(default_factory=ParallelArgs)
+    data: DataArgs = field(default_factory=DataArgs)
+    watch: WatchArgs = field(default_factory=WatchArgs)
+    checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
+    profile: ProfileArgs = field(default_factory=ProfileArgs)

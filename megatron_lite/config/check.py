@@ -1,0 +1,52 @@
+"""All mistakes of a command line together, before a process group or a file is made."""
+
+import re
+
+from megatron_lite.config.command_line import CommandLine
+from megatron_lite.config.rules.machine import machine_rules
+from megatron_lite.config.rules.model import model_rules
+from megatron_lite.config.rules.optimizer import optimizer_rules
+from megatron_lite.config.rules.run import data_rules, rank_rules, watch_rules
+from megatron_lite.config.rules.training import precision_rules, training_rules
+from megatron_lite.config.world import World
+from megatron_lite.errors import ConfigError
+
+RULES = (
+    model_rules, training_rules, precision_rules, optimizer_rules, rank_rules, data_rules, watch_rules, machine_rules,
+)
+
+
+def check(line: CommandLine, world: World):
+    """Raise one ConfigError with every mistake: unreadable words first, then broken rules.
+
+    A rule that speaks of a flag whose value could not be read is left out: its value is unknown.
+    """
+    mistakes = list(line.mistakes)
+    for rule in RULES:
+        for mistake in rule(line.args, world):
+            if not line.broken.intersection(re.findall(r"--[\w-]+", mistake)):
+                mistakes.append(mistake)
+    if mistakes:
+        raise ConfigError(list(dict.fromkeys(mistakes)))
+
+
+def remarks(line: CommandLine, world: World) -> list[str]:
+    """What is worth a word but no reason to stop. Told once, by rank 0."""
+    args, notes = line.args, list(dict.fromkeys(line.notes))
+    m, p, t = args.model, args.profile, args.training
+    if m.num_query_groups > 1 and not m.group_query_attention:
+        notes.append(f"--num-query-groups {m.num_query_groups} has no effect without --group-query-attention.")
+    if p.use_pytorch_profiler and not p.profile:
+        notes.append("--use-pytorch-profiler without --profile: profiling all the same.")
+    profiling = p.profile or p.use_pytorch_profiler
+    if profiling and t.train_iters is not None and p.profile_step_start > t.train_iters:
+        notes.append(f"--profile-step-start {p.profile_step_start} lies beyond --train-iters {t.train_iters}: "
+                     "nothing will be profiled.")
+    if profiling and not p.use_pytorch_profiler and not world.gpus:
+        notes.append("--profile without --use-pytorch-profiler steers Nsight Systems, which sees GPUs only; "
+                     "add --use-pytorch-profiler for a trace of this CPU run.")
+    if p.record_memory_history and not world.gpus:
+        notes.append("--record-memory-history records a GPU's allocator; there is no GPU, so no snapshot is written.")
+    if args.precision.fp16 and not world.gpus:
+        notes.append("--fp16 is 4 to 20 times slower than fp32 on CPUs, which lack the hardware; prefer --bf16.")
+    return notes

@@ -1,0 +1,182 @@
+"""What will happen: every default filled in, every derived number computed. Frozen, and printed into run.json."""
+
+from dataclasses import dataclass
+
+from megatron_lite.config.args import Args
+from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.world import World
+from megatron_lite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LearningRatePlan:
+    """Learning rate and weight decay as functions of the samples that successful steps consumed."""
+
+    style: str
+    init: float
+    peak: float
+    floor: float
+    warmup_samples: float
+    decay_samples: int
+    wsd_style: str
+    wsd_samples: int
+    weight_decay_style: str
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_samples: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run."""
+
+    args: Args
+    world: World
+    shape: ModelShape
+    vocab_size: int  # before padding
+    device: str  # cuda | cpu
+    backend: str  # nccl | gloo
+    precision: str  # fp32 | fp16 | bf16
+    fp32_gradients: bool  # 16-bit gradients are accumulated and reduced in fp32
+    batch: BatchSchedule
+    train_iters: int
+    train_samples: int
+    learning_rate: LearningRatePlan
+    profile_window: range  # iterations of this run, from 1; empty without --profile
+    profile_ranks: frozenset[int]
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples of one micro-batch over all ranks."""
+        return self.args.training.micro_batch_size * self.world.size
+
+    def micro_batches(self, consumed: int) -> int:
+        """Micro-batches per rank in the step that starts after `consumed` samples."""
+        return self.batch.size(consumed) // self.samples_per_pass
+
+
+def resolve(args: Args, world: World, vocab_size: int) -> Plan:
+    """The plan of checked `args`. Raises ConfigError where the tokenizer's vocabulary does not fit."""
+    batch = _batch(args, world)
+    iterations, samples = _length(args, batch)
+    p, precision = args.profile, args.precision
+    profiling = p.profile or p.use_pytorch_profiler or p.record_memory_history
+    return Plan(
+        args=args,
+        world=world,
+        shape=_shape(args, vocab_size),
+        vocab_size=vocab_size,
+        device="cuda" if world.gpus else "cpu",
+        backend=args.parallel.distributed_backend or ("nccl" if world.gpus else "gloo"),
+        precision="fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32",
+        # Megatron turns this on by itself for bf16, whose 8 bits of mantissa lose small gradients in a sum
+        fp32_gradients=precision.accumulate_allreduce_grads_in_fp32 and (precision.fp16 or precision.bf16)
+        or precision.bf16 and not precision.grad_reduce_in_bf16,
+        batch=batch,
+        train_iters=iterations,
+        train_samples=samples,
+        learning_rate=_learning_rate(args, batch, samples),
+        profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if profiling else range(0),
+        profile_ranks=frozenset(range(world.size) if -1 in p.profile_ranks else p.profile_ranks),
+    )
+
+
+def _batch(args: Args, world: World) -> BatchSchedule:
+    t = args.training
+    final = t.global_batch_size or t.micro_batch_size * world.size
+    return BatchSchedule(final, *t.rampup_batch_size) if t.rampup_batch_size else BatchSchedule(final)
+
+
+def _length(args: Args, batch: BatchSchedule) -> tuple[int, int]:
+    """(iterations, samples) of the whole training."""
+    t = args.training
+    iterations = batch.iterations(t.train_samples) if t.train_iters is None else t.train_iters
+    if not iterations:
+        raise ConfigError([f"--train-samples {t.train_samples} is less than one global batch of {batch.size(0)}; raise it."])
+    return iterations, batch.samples(iterations)
+
+
+def _shape(args: Args, vocab_size: int) -> ModelShape:
+    m = args.model
+    position = m.position_embedding_type
+    if position == "learned_absolute" and not m.add_position_embedding:
+        position = "none"
+    return ModelShape(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.num_query_groups if m.group_query_attention else m.num_attention_heads,
+        kv_channels=m.kv_channels or m.hidden_size // m.num_attention_heads,
+        ffn_hidden_size=m.ffn_hidden_size or _ffn(m.hidden_size, m.swiglu),
+        seq_length=m.seq_length,
+        max_position_embeddings=m.max_position_embeddings or m.seq_length,
+        padded_vocab_size=_padded(args, vocab_size),
+        position_embedding=position,
+        rotary_percent=m.rotary_percent,
+        rotary_base=m.rotary_base,
+        rotary_interleaved=m.rotary_interleaved,
+        rotary_seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+        normalization=m.normalization,
+        norm_epsilon=m.norm_epsilon,
+        layernorm_1p=m.apply_layernorm_1p,
+        activation=_activation(args),
+        linear_bias=m.add_bias_linear,
+        qkv_bias=m.add_bias_linear or m.add_qkv_bias,
+        qk_layernorm=m.qk_layernorm,
+        tied_embeddings=not m.untie_embeddings_and_output_weights,
+        hidden_dropout=m.hidden_dropout,
+        attention_dropout=m.attention_dropout,
+        query_key_layer_scaling=m.apply_query_key_layer_scaling,
+        softmax_in_fp32=m.attention_softmax_in_fp32,
+        init_method_std=m.init_method_std,
+    )
+
+
+def _ffn(hidden_size: int, gated: bool) -> int:
+    """4 x hidden; a gated MLP has three matrices, so 8/3 x keeps its size, in steps of 64."""
+    return int(4 * hidden_size * 2 / 3) // 64 * 64 if gated else 4 * hidden_size
+
+
+def _activation(args: Args) -> str:
+    m = args.model
+    if m.swiglu:
+        return "swiglu"
+    if m.squared_relu:
+        return "squared_relu"
+    # the fused bias-GELU kernel is the only place where Megatron uses the tanh formula
+    return "gelu_tanh" if m.bias_gelu_fusion and m.add_bias_linear else "gelu_erf"
+
+
+def _padded(args: Args, vocab_size: int) -> int:
+    m = args.model
+    if m.padded_vocab_size is None:
+        step = m.make_vocab_size_divisible_by
+        return (vocab_size + step - 1) // step * step
+    if m.padded_vocab_size < vocab_size:
+        raise ConfigError([f"--padded-vocab-size {m.padded_vocab_size} is smaller than the tokenizer's vocabulary of "
+                           f"{vocab_size}; raise it, or leave it out."])
+    return m.padded_vocab_size
+
+
+def _learning_rate(args: Args, batch: BatchSchedule, total_samples: int) -> LearningRatePlan:
+    o, t = args.optimizer, args.training
+    by_iters = t.train_iters is not None
+    decay = (o.lr_decay_iters or t.train_iters) * batch.final if by_iters else o.lr_decay_samples or t.train_samples
+    warmup = o.lr_warmup_iters * batch.final if by_iters else o.lr_warmup_samples
+    wsd = (o.lr_wsd_decay_iters or 0) * batch.final if by_iters else o.lr_wsd_decay_samples or 0
+    constant = o.weight_decay_incr_style == "constant"
+    return LearningRatePlan(
+        style=o.lr_decay_style,
+        init=o.lr_warmup_init,
+        peak=o.lr or 0.0,
+        floor=o.min_lr,
+        warmup_samples=warmup if o.lr_warmup_fraction is None else o.lr_warmup_fraction * decay,
+        decay_samples=decay,
+        wsd_style=o.lr_wsd_decay_style,
+        wsd_samples=wsd,
+        weight_decay_style=o.weight_decay_incr_style,
+        start_weight_decay=o.weight_decay if constant else o.start_weight_decay,
+        end_weight_decay=o.weight_decay if constant else o.end_weight_decay,
+        weight_decay_samples=total_samples,
+    )

@@ -1,0 +1,90 @@
+"""What a model's flags must satisfy."""
+
+from collections.abc import Iterator
+
+from megatron_lite.config.args import Args
+from megatron_lite.config.world import World
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+
+def model_rules(args: Args, world: World) -> Iterator[str]:
+    """Mistakes among the model's flags."""
+    yield from _sizes(args)
+    yield from _heads(args)
+    yield from _positions(args)
+    yield from _switches(args)
+    yield from _recompute(args)
+
+
+def _sizes(args: Args) -> Iterator[str]:
+    for name in REQUIRED:
+        flag, value = "--" + name.replace("_", "-"), getattr(args.model, name)
+        if value is None:
+            yield f"{flag} is missing; every model needs it."
+        elif value < 1:
+            yield f"{flag} {value}: must be at least 1."
+    for name in ("ffn_hidden_size", "kv_channels", "padded_vocab_size"):
+        value = getattr(args.model, name)
+        if value is not None and value < 1:
+            yield f"--{name.replace('_', '-')} {value}: must be at least 1, or leave it out."
+    if args.model.make_vocab_size_divisible_by < 1:
+        yield f"--make-vocab-size-divisible-by {args.model.make_vocab_size_divisible_by}: must be at least 1."
+
+
+def _heads(args: Args) -> Iterator[str]:
+    m = args.model
+    if not m.hidden_size or not m.num_attention_heads or m.num_attention_heads < 1:
+        return
+    if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
+        yield (f"--hidden-size {m.hidden_size} is not divisible by --num-attention-heads {m.num_attention_heads}; "
+               "change one, or give --kv-channels.")
+    if m.group_query_attention and (m.num_query_groups < 1 or m.num_attention_heads % m.num_query_groups):
+        yield (f"--num-query-groups {m.num_query_groups} does not divide --num-attention-heads "
+               f"{m.num_attention_heads}; choose a divisor.")
+
+
+def _positions(args: Args) -> Iterator[str]:
+    m = args.model
+    learned = m.position_embedding_type == "learned_absolute" and m.add_position_embedding
+    if m.position_embedding_type in ("mrope", "relative"):
+        yield f"--position-embedding-type {m.position_embedding_type} is refused: not for GPTs; use rope."
+    if learned and m.max_position_embeddings is None:
+        yield "--max-position-embeddings is missing; give it --seq-length's value."
+    if learned and m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
+        yield (f"--max-position-embeddings {m.max_position_embeddings} is smaller than --seq-length {m.seq_length}; "
+               "raise it to at least that.")
+    if not 0 < m.rotary_percent <= 1:
+        yield f"--rotary-percent {m.rotary_percent}: must be above 0 and at most 1."
+    if m.rotary_base < 1:
+        yield f"--rotary-base {m.rotary_base}: must be at least 1; 10000 is usual."
+    if m.rotary_seq_len_interpolation_factor is not None and m.rotary_seq_len_interpolation_factor < 1:
+        yield (f"--rotary-seq-len-interpolation-factor {m.rotary_seq_len_interpolation_factor}: must be at least 1, "
+               "or leave it out.")
+
+
+def _switches(args: Args) -> Iterator[str]:
+    m = args.model
+    if m.swiglu and m.squared_relu:
+        yield "--swiglu and --squared-relu exclude each other; keep one."
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0 <= getattr(m, name) < 1:
+            yield f"--{name.replace('_', '-')} {getattr(m, name)}: must be at least 0 and below 1."
+    for name in ("norm_epsilon", "init_method_std"):
+        if getattr(m, name) <= 0:
+            yield f"--{name.replace('_', '-')} {getattr(m, name)}: must be above 0."
+    if m.attention_backend == "flash" and args.data.reset_attention_mask:
+        yield ("--attention-backend flash has no document masks, which --reset-attention-mask needs; "
+               "use --attention-backend auto.")
+
+
+def _recompute(args: Args) -> Iterator[str]:
+    m = args.model
+    if m.recompute_granularity == "full":
+        if m.recompute_method is None:
+            yield "--recompute-granularity full needs --recompute-method uniform or block."
+        if m.recompute_num_layers is not None and m.recompute_num_layers < 1:
+            yield f"--recompute-num-layers {m.recompute_num_layers}: must be at least 1."
+    elif m.recompute_method is not None:
+        yield (f"--recompute-method {m.recompute_method} works with --recompute-granularity full only; "
+               "add that, or drop it.")

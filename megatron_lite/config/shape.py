@@ -1,0 +1,51 @@
+"""What the model is, after every default has been filled in."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything that decides the parameters and the arithmetic of one GPT. Pure numbers: no device, no precision."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int  # key/value heads; equal to num_attention_heads without grouped-query attention
+    kv_channels: int  # width of one head
+    ffn_hidden_size: int
+    seq_length: int
+    max_position_embeddings: int
+    padded_vocab_size: int
+    position_embedding: str = "learned_absolute"  # learned_absolute | rope | none
+    rotary_percent: float = 1.0
+    rotary_base: float = 10000.0
+    rotary_interleaved: bool = False
+    rotary_seq_len_interpolation_factor: float | None = None
+    normalization: str = "LayerNorm"  # LayerNorm | RMSNorm
+    norm_epsilon: float = 1e-5
+    layernorm_1p: bool = False  # norm weights are stored minus one
+    activation: str = "gelu_tanh"  # gelu_tanh | gelu_erf | swiglu | squared_relu
+    linear_bias: bool = True  # biases of all linear layers
+    qkv_bias: bool = True  # bias of the QKV projection
+    qk_layernorm: bool = False
+    tied_embeddings: bool = True
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    query_key_layer_scaling: bool = False
+    softmax_in_fp32: bool = False
+    init_method_std: float = 0.02
+
+    @property
+    def qkv_width(self) -> int:
+        """Rows of the QKV projection: all queries plus one key and one value per group."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+
+    @property
+    def attention_width(self) -> int:
+        """Width of the concatenated heads, the input of the attention's output projection."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def fc1_width(self) -> int:
+        """Rows of the MLP's first matrix; a gated MLP holds gate and value in one."""
+        return self.ffn_hidden_size * (2 if self.activation == "swiglu" else 1)

@@ -1,0 +1,37 @@
+"""Where this process stands among the others, and what the machine has."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    """One process of the job. Without a launcher it is the only one."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    gpus: int = 0  # GPUs that this process sees
+
+    @property
+    def is_first(self) -> bool:
+        """The rank that speaks of the run as a whole."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The rank that logs, as in Megatron-LM, where the last pipeline stage holds the loss."""
+        return self.rank == self.size - 1
+
+
+def read_world(gpus: int, environment=os.environ) -> World:
+    """The launcher's variables (torchrun's names); `gpus` is what torch counts here."""
+    size = int(environment.get("WORLD_SIZE", 1))
+    return World(
+        rank=int(environment.get("RANK", 0)),
+        size=size,
+        local_rank=int(environment.get("LOCAL_RANK", 0)),
+        local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
+        gpus=gpus,
+    )

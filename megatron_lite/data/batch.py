@@ -1,0 +1,62 @@
+"""From raw samples to what the model and the loss take.
+
+Shapes: B samples of a micro-batch, T tokens of a sequence (T1 = T + 1: inputs and labels overlap).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.errors import DataError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. What an option adds is None while the option is off, so that the plain case costs nothing."""
+
+    tokens_BT: Tensor  # int64
+    labels_BT: Tensor  # int64
+    loss_mask_BT: Tensor | None  # float32, 0 where the loss does not count; --eod-mask-loss
+    positions_BT: Tensor | None  # int64, counted from the start of the document; --reset-position-ids
+    documents_BT: Tensor | None  # int64, attention stays inside equal numbers; --reset-attention-mask
+
+
+def make_batch(
+    raw_BT1: Tensor, *, eod: int | None, eod_mask_loss: bool, reset_position_ids: bool, reset_attention_mask: bool
+) -> Batch:
+    """int64 [B, T + 1] on any device -> Batch on that device, without waiting for it.
+
+    The end-of-document token belongs to the document that it ends; the loss is masked where it is the input.
+    DataError if an option needs that token and there is none.
+    """
+    tokens_BT = raw_BT1[:, :-1].contiguous()
+    labels_BT = raw_BT1[:, 1:].contiguous()
+    if not (eod_mask_loss or reset_position_ids or reset_attention_mask):
+        return Batch(tokens_BT, labels_BT, None, None, None)
+    if eod is None:
+        raise DataError(
+            "--eod-mask-loss, --reset-position-ids, --reset-attention-mask: this tokenizer has no end-of-document "
+            "token; leave them out or choose another --tokenizer-type"
+        )
+    is_eod_BT = tokens_BT == eod
+    return Batch(
+        tokens_BT,
+        labels_BT,
+        (~is_eod_BT).float() if eod_mask_loss else None,
+        _positions_from_document_start(is_eod_BT) if reset_position_ids else None,
+        _document_numbers(is_eod_BT) if reset_attention_mask else None,
+    )
+
+
+def _document_numbers(is_eod_BT: Tensor) -> Tensor:
+    ended_BT = is_eod_BT.long()
+    return ended_BT.cumsum(dim=1) - ended_BT
+
+
+def _positions_from_document_start(is_eod_BT: Tensor) -> Tensor:
+    positions_T = torch.arange(is_eod_BT.shape[1], device=is_eod_BT.device)
+    # A document starts one after the last EOD strictly before the token: its own EOD does not count.
+    starts_BT = torch.zeros_like(is_eod_BT, dtype=torch.int64)
+    starts_BT[:, 1:] = is_eod_BT[:, :-1] * positions_T[1:]
+    return positions_T - starts_BT.cummax(dim=1).values

@@ -1,0 +1,40 @@
+"""Mistakes that a user can make and mend.
+
+Every message is one line with three parts: the flag or file, the value, the way out.
+"""
+
+
+class UserError(Exception):
+    """A mistake the user can mend. Printed as one line, without a traceback; exit code 2."""
+
+    exit_code = 2
+
+    @property
+    def lines(self) -> list[str]:
+        return [str(self)]
+
+
+class ConfigError(UserError):
+    """All mistakes of one command line, one line each."""
+
+    def __init__(self, mistakes: list[str]):
+        self.mistakes = list(mistakes)
+        super().__init__("\n".join(self.mistakes))
+
+    @property
+    def lines(self) -> list[str]:
+        return self.mistakes
+
+
+class DataError(UserError):
+    """A data file that is missing, damaged, or does not fit the flags."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged, or does not fit the flags."""
+
+
+class DivergedError(UserError):
+    """The loss or a gradient became NaN or Inf and the run was stopped. Megatron's exit code for it is 16."""
+
+    exit_code = 16

@@ -1,0 +1,34 @@
+"""How many parameters a shape has."""
+
+from megatron_lite.config.shape import ModelShape
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """Parameters of the whole model, every one counted once (tied embeddings too).
+
+    For the plain GPT this is v*h + s*h + L*(12h^2 + 13h) + 2h.
+    """
+    hidden, vocabulary = shape.hidden_size, shape.padded_vocab_size
+    positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
+    output = 0 if shape.tied_embeddings else vocabulary * hidden
+    embeddings = (vocabulary + positions) * hidden
+    return embeddings + shape.num_layers * _layer(shape) + _norm(hidden, shape) + output
+
+
+def _layer(shape: ModelShape) -> int:
+    return _attention(shape) + _mlp(shape) + 2 * _norm(shape.hidden_size, shape)
+
+
+def _attention(shape: ModelShape) -> int:
+    matrices = (shape.qkv_width + shape.attention_width) * shape.hidden_size
+    biases = shape.qkv_bias * shape.qkv_width + shape.linear_bias * shape.hidden_size
+    return matrices + biases + 2 * shape.qk_layernorm * _norm(shape.kv_channels, shape)
+
+
+def _mlp(shape: ModelShape) -> int:
+    matrices = (shape.fc1_width + shape.ffn_hidden_size) * shape.hidden_size
+    return matrices + shape.linear_bias * (shape.fc1_width + shape.hidden_size)
+
+
+def _norm(width: int, shape: ModelShape) -> int:
+    return width * (2 if shape.normalization == "LayerNorm" else 1)

@@ -1,0 +1,235 @@
+"""The attention kernels and the choice between them.
+
+Letters: B batch, N query heads, G query groups (key/value heads), T positions, D width of one head.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.errors import UserError
+
+NAMES = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.MATH: "math",
+}
+FORCED = {"flash": SDPBackend.FLASH_ATTENTION, "fused": SDPBackend.CUDNN_ATTENTION}
+EXPLICIT = ("unfused", "local")
+CUDA_ONLY = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+
+
+@dataclass(frozen=True)
+class Attend:
+    """A chosen kernel.
+
+    function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, layer_number) -> out_BNTD; mask True = may attend, None =
+    causal; dropout is a probability; layer_number counts from 1.
+    name: what will run. why_not: one line for each fused kernel that cannot run here, if it was asked for.
+    """
+
+    function: Callable[..., Tensor]
+    name: str
+    why_not: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The arguments with which the model will call attention, as uninitialised tensors."""
+
+    q_BNTD: Tensor
+    k_BGTD: Tensor
+    mask_B1TT: Tensor | None
+    dropout: float
+
+    @property
+    def arguments(self) -> dict:
+        return {
+            "attn_mask": self.mask_B1TT,
+            "dropout_p": self.dropout,
+            "is_causal": self.mask_B1TT is None,
+            "enable_gqa": self.q_BNTD.shape[1] != self.k_BGTD.shape[1],
+        }
+
+
+def choose_attention(
+    backend: str,
+    shape: ModelShape,
+    *,
+    batch: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    masked: bool,
+    explain: bool = False,
+) -> Attend:
+    """The kernel for --attention-backend (auto | flash | fused | unfused | local) on this device.
+
+    batch: sequences in a micro-batch. dtype: what q, k, v will have (under autocast: autocast's). masked: documents
+    are kept apart by a mask. explain: fill why_not, which costs a few more queries to torch.
+    Raises UserError if the flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
+    """
+    if backend in EXPLICIT:
+        return _explicit(backend, shape, explain)
+    if backend != "auto" and backend not in FORCED:
+        raise UserError(f"--attention-backend {backend}: not one of auto, flash, fused, unfused, local; use auto")
+    probes = _probes(shape, batch, torch.device(device), dtype, masked)
+    return _automatic(probes, explain) if backend == "auto" else _forced(backend, probes)
+
+
+def document_mask(documents_BT: Tensor) -> Tensor:
+    """mask_B1TT, True where the row's token may attend to the column's: same document number, not later."""
+    same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
+    return same.tril()
+
+
+def explicit_attention(
+    q_BNTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    mask_B1TT: Tensor | None,
+    dropout: float,
+    layer_number: int,
+    *,
+    fp32_softmax: bool,
+    scale_by_layer: bool,
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v with the scores held in memory; arguments and result as in Attend.
+
+    scale_by_layer: the stored scores are divided by layer_number, which keeps them in fp16's range, and multiplied
+    back inside the softmax (which then is in fp32).
+    """
+    k_BNTD, v_BNTD = _per_head(k_BGTD, q_BNTD), _per_head(v_BGTD, q_BNTD)
+    damping = layer_number if scale_by_layer else 1
+    scale = 1 / (math.sqrt(q_BNTD.shape[-1]) * damping)
+    scores = (q_BNTD * scale) @ k_BNTD.transpose(-2, -1)
+    if mask_B1TT is None:
+        mask_B1TT = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if fp32_softmax or scale_by_layer:
+        scores = scores.float() * damping
+    probabilities = scores.masked_fill(~mask_B1TT, -math.inf).softmax(dim=-1).to(v_BNTD.dtype)
+    if dropout:
+        probabilities = F.dropout(probabilities, dropout)
+    return probabilities @ v_BNTD
+
+
+def sdpa_attention(
+    q_BNTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    mask_B1TT: Tensor | None,
+    dropout: float,
+    layer_number: int,
+    *,
+    backend: SDPBackend | None,
+    expand: bool,
+) -> Tensor:
+    """torch's scaled_dot_product_attention, restricted to one backend unless that is None.
+
+    expand: repeat keys and values per head, for kernels that know no groups. layer_number is not needed: the fused
+    kernels keep scores in fp32, so that dividing by it and multiplying back would change nothing.
+    """
+    if expand:
+        k_BGTD, v_BGTD = _per_head(k_BGTD, q_BNTD), _per_head(v_BGTD, q_BNTD)
+    arguments = Probe(q_BNTD, k_BGTD, mask_B1TT, dropout).arguments
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q_BNTD, k_BGTD, v_BGTD, **arguments)
+
+
+def _per_head(x_BGTD: Tensor, q_BNTD: Tensor) -> Tensor:
+    repeats = q_BNTD.shape[1] // x_BGTD.shape[1]
+    return x_BGTD if repeats == 1 else x_BGTD.repeat_interleave(repeats, dim=1)
+
+
+def _explicit(backend: str, shape: ModelShape, explain: bool) -> Attend:
+    function = partial(
+        explicit_attention, fp32_softmax=shape.softmax_in_fp32, scale_by_layer=shape.query_key_layer_scaling
+    )
+    why_not = (f"sdpa: --attention-backend {backend} asks for the explicit kernel",) if explain else ()
+    return Attend(function, "explicit", why_not)
+
+
+def _automatic(probes: list[Probe], explain: bool) -> Attend:
+    """torch's own choice; keys are expanded per head only where that makes a fused kernel possible."""
+    choices = [_ask_torch(probe)[0] for probe in probes]
+    fused = [i for i, choice in enumerate(choices) if choice not in (None, SDPBackend.MATH)]
+    chosen = fused[0] if fused else 0
+    name = f"sdpa {NAMES[choices[chosen]]}" if choices[chosen] in NAMES else "sdpa"
+    function = partial(sdpa_attention, backend=None, expand=chosen > 0)
+    return Attend(function, name, _rejections(probes[chosen]) if explain else ())
+
+
+def _forced(backend: str, probes: list[Probe]) -> Attend:
+    wanted = FORCED[backend]
+    answers = [_ask_torch(probe, wanted) for probe in probes]
+    able = [i for i, (choice, _) in enumerate(answers) if choice == wanted]
+    if not able:
+        reason = answers[-1][1]
+        raise UserError(f"--attention-backend {backend}: cannot run here ({reason}); use --attention-backend auto")
+    return Attend(partial(sdpa_attention, backend=wanted, expand=able[0] > 0), f"sdpa {NAMES[wanted]}")
+
+
+def _rejections(probe: Probe) -> tuple[str, ...]:
+    answers = {backend: _ask_torch(probe, backend) for backend in NAMES if backend != SDPBackend.MATH}
+    return tuple(f"sdpa {NAMES[b]}: {reason}" for b, (choice, reason) in answers.items() if choice != b)
+
+
+def _probes(shape: ModelShape, batch: int, device: torch.device, dtype: torch.dtype, masked: bool) -> list[Probe]:
+    """The model's arguments as they are, then (with grouped queries) with keys expanded per head."""
+
+    def heads(number: int) -> Tensor:
+        # The layout in which the model hands them over, since kernels look at strides, too.
+        rows = torch.empty(batch, shape.seq_length, number, shape.kv_channels, device=device, dtype=dtype)
+        return rows.transpose(1, 2).requires_grad_()
+
+    mask = None
+    if masked:
+        mask = torch.empty(batch, 1, shape.seq_length, shape.seq_length, device=device, dtype=torch.bool)
+    query = heads(shape.num_attention_heads)
+    key_heads = sorted({shape.num_query_groups, shape.num_attention_heads})
+    return [Probe(query, heads(number), mask, shape.attention_dropout) for number in key_heads]
+
+
+def _ask_torch(probe: Probe, backend: SDPBackend | None = None) -> tuple[SDPBackend | None, str]:
+    """Which backend torch would run for the probe, if allowed all or only the given one; and why that one cannot.
+
+    torch gives its reasons as warnings, and only while refusing; there is no call that returns them.
+    """
+    device = probe.q_BNTD.device.type
+    if backend in CUDA_ONLY and device != "cuda":
+        return None, f"it needs a CUDA device, not {device}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with nullcontext() if backend is None else sdpa_kernel(backend):
+                choice = torch._fused_sdp_choice(probe.q_BNTD, probe.k_BGTD, probe.k_BGTD, **probe.arguments)
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            return None, _reason([str(w.message) for w in caught], backend) or _first_line(error)
+    choice = SDPBackend(choice)
+    return choice, "" if choice == backend else f"torch takes {NAMES.get(choice, choice.name)} for {device} tensors"
+
+
+def _reason(messages: list[str], backend: SDPBackend | None) -> str:
+    """The lines below the heading "<kernel> not used because:" of this backend, on one line."""
+    titles = {"flash": "flash", "cudnn": "cudnn", "efficient": "memory efficient"}
+    title, found, inside = titles.get(NAMES.get(backend), ""), [], False
+    for message in messages:
+        text = message.split(" (Triggered internally")[0].strip()
+        if text.endswith("not used because:"):
+            inside = text.lower().startswith(title)
+        elif inside:
+            found.append(" ".join(text.split()))
+    return "; ".join(found)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,29 @@
+"""torch's fused AdamW and SGD in Megatron's parameter groups."""
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.plan import Plan
+
+
+def make_engine(plan: Plan, weights: list[nn.Parameter], lr: Tensor) -> torch.optim.Optimizer:
+    """A fused torch optimizer over `weights`, reading its learning rate from the device tensor `lr`.
+
+    Matrices and embeddings decay; vectors (biases, norms) do not. A weight decay that changes over
+    the run is not torch's to apply (it wants a number on the host), so it is 0 here: see Optimizer.
+    """
+    o = plan.args.optimizer
+    decay = o.weight_decay if plan.learning_rate.weight_decay_style == "constant" else 0.0
+    groups = [
+        {"params": [w for w in weights if w.ndim > 1], "weight_decay": decay},
+        {"params": [w for w in weights if w.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if o.optimizer == "adam":
+        return torch.optim.AdamW(groups, lr=lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
+    engine = torch.optim.SGD(groups, lr=lr, momentum=o.sgd_momentum, fused=True)
+    if o.sgd_momentum:
+        for weight in weights:
+            # torch leaves a buffer that it makes in a skipped first step uninitialised; zeros give the same first step
+            engine.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    return engine

@@ -1,0 +1,137 @@
+"""One optimizer step without the host waiting for the device.
+
+The loss scale, the clipping coefficient and whether to skip are tensors; the fused kernels divide by `grad_scale`
+and leave early at `found_inf`, so that unscaling, clipping and updating are one pass over the weights.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.optim.engine import make_engine
+from megatron_lite.optim.loss_scale import make_loss_scale
+from megatron_lite.optim.schedule import learning_rates, weight_decays
+from megatron_lite.optim.weights import MasterWeights
+from megatron_lite.phases import Phase
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step did; every field is a scalar tensor on the device."""
+
+    grad_norm: Tensor  # before clipping, after unscaling
+    skipped: Tensor  # bool
+    loss_scale: Tensor  # the one that this step ran with
+    good_samples: Tensor  # samples of all successful steps so far
+
+
+class Optimizer:
+    """Loss scale, clipping, AdamW or SGD, schedule. Takes gradients, updates the model's parameters."""
+
+    def __init__(self, plan: Plan, parameters: list[nn.Parameter], device: torch.device):
+        self.plan = plan
+        self.weights = MasterWeights(parameters)
+        self.scaler = make_loss_scale(plan, device)
+        self.lr = torch.zeros((), dtype=torch.float32, device=device)
+        self.engine = make_engine(plan, self.weights.masters, self.lr)
+        self.good_samples = torch.zeros((), dtype=torch.int64, device=device)
+        self.stopped = torch.zeros((), dtype=torch.bool, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self.follow(plan.learning_rate)
+
+    def follow(self, schedule):
+        """Take learning rate and weight decay from `schedule` from now on."""
+        batch = self.plan.batch
+        self.schedule = schedule
+        # every reachable number of samples is a multiple of this, so that a table holds the whole schedule
+        self._grain = math.gcd(batch.final, batch.start, batch.increment)
+        samples = np.arange(0, self.plan.train_samples + self._grain + 1, self._grain)
+        device = self.lr.device
+        self._lr_table = torch.from_numpy(learning_rates(schedule, samples)).float().to(device)
+        changing = schedule.weight_decay_style != "constant"
+        self._decay_table = torch.from_numpy(weight_decays(schedule, samples)).float().to(device) if changing else None
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """What to multiply the loss by before backward."""
+        return self._one if self.scaler is None else self.scaler.scale
+
+    @torch.no_grad()
+    def step(self, gradients: list[Tensor], samples: int, phase, divisor: Tensor | None = None) -> Update:
+        """Update the model from scaled `gradients`, in the order of the parameters, averaged over ranks.
+
+        samples: the global batch. divisor: an extra scalar to divide gradients by.
+        An overflow skips the step (with a loss scale). A NaN or Inf without one stops all further steps, so that the
+        weights stay good until the host has noticed.
+        """
+        scale = self.loss_scale.clone()
+        divide_by = scale if divisor is None else scale * divisor
+        with phase(Phase.UNSCALE):
+            self.weights.attach(gradients)
+        with phase(Phase.CLIP_GRAD):
+            norm = torch.nn.utils.get_total_norm(self._gradients()) / divide_by
+            skipped = self._must_skip(norm)
+            if self.plan.args.optimizer.clip_grad:
+                coefficient = (self.plan.args.optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+                divide_by = divide_by / coefficient
+        with phase(Phase.OPTIMIZER_STEP):
+            self._set_rates(skipped)
+            self._run_engine(torch.where(skipped, self._one, divide_by), skipped)
+            self.weights.write_back()
+            self.weights.detach()
+            self._account(skipped, samples)
+        return Update(norm, skipped, scale, self.good_samples.clone())
+
+    def _gradients(self) -> list[Tensor]:
+        return [w.grad for w in self.weights.masters if w.grad is not None]
+
+    def _must_skip(self, norm: Tensor) -> Tensor:
+        if self.scaler is not None:
+            return ~torch.isfinite(norm)
+        if self.plan.args.precision.check_for_nan_in_loss_and_grad:
+            self.stopped |= ~torch.isfinite(norm)
+        return self.stopped.clone()
+
+    def _set_rates(self, skipped: Tensor):
+        row = (self.good_samples // self._grain).clamp(max=len(self._lr_table) - 1).view(1)
+        self.lr.copy_(self._lr_table.index_select(0, row).view(()))
+        if self._decay_table is None:
+            return
+        decay = self._decay_table.index_select(0, row).view(())
+        keep = torch.where(skipped, self._one, 1 - self.lr * decay)
+        torch._foreach_mul_([w for w in self.weights.masters if w.ndim > 1], keep)
+
+    def _run_engine(self, divide_by: Tensor, skipped: Tensor):
+        # the attributes through which torch's own GradScaler speaks to fused optimizers
+        self.engine.grad_scale, self.engine.found_inf = divide_by, skipped.float()
+        self.engine.step()
+        del self.engine.grad_scale, self.engine.found_inf
+
+    def _account(self, skipped: Tensor, samples: int):
+        if self.scaler is not None:
+            self.scaler.update(skipped)
+        self.good_samples += (~skipped).long() * samples
+
+    def state_dict(self) -> dict:
+        """Everything that the next step depends on besides the model."""
+        return {
+            "engine": self.engine.state_dict()["state"],
+            "masters": self.weights.state_dict(),
+            "loss_scale": {} if self.scaler is None else self.scaler.state_dict(),
+            "good_samples": self.good_samples.clone(),
+        }
+
+    def load_state_dict(self, state: dict):
+        """The inverse of state_dict. The command line's betas, decay and so on stay."""
+        groups = self.engine.state_dict()["param_groups"]
+        self.engine.load_state_dict({"state": state["engine"], "param_groups": groups})
+        for group in self.engine.param_groups:
+            group["lr"] = self.lr  # torch copies groups when it loads: keep the one tensor that _set_rates writes
+        self.weights.load_state_dict(state["masters"])
+        if self.scaler is not None and state["loss_scale"]:
+            self.scaler.load_state_dict(state["loss_scale"])
+        self.good_samples.copy_(state["good_samples"])

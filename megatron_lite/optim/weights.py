@@ -1,0 +1,45 @@
+"""The fp32 weights that the optimizer updates, and their way back into the model."""
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterWeights:
+    """fp32 copies of 16-bit parameters; an fp32 model's parameters stand for themselves."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.model = parameters
+        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters]
+        self._pairs = [(p, m) for p, m in zip(parameters, self.masters) if p is not m]
+
+    def attach(self, gradients: list[Tensor]):
+        """Make `gradients`, in the order of the parameters, the masters' gradients, in fp32."""
+        for master, gradient in zip(self.masters, gradients):
+            master.grad = gradient if gradient.dtype == torch.float32 else gradient.float()
+
+    def detach(self):
+        """Let go of the gradients, so that fp32 copies of them do not live through the next forward."""
+        for master in self.masters:
+            master.grad = None
+
+    @torch.no_grad()
+    def write_back(self):
+        """Round the masters into the model."""
+        if self._pairs:
+            model, masters = map(list, zip(*self._pairs))
+            torch._foreach_copy_(model, masters)
+
+    @torch.no_grad()
+    def reload(self):
+        """Take the masters from the model, after weights were loaded without an optimizer."""
+        for parameter, master in self._pairs:
+            master.copy_(parameter)
+
+    def state_dict(self) -> list[Tensor]:
+        """The masters that the model does not hold itself."""
+        return [master.detach() for _, master in self._pairs]
+
+    @torch.no_grad()
+    def load_state_dict(self, state: list[Tensor]):
+        for (_, master), saved in zip(self._pairs, state):
+            master.copy_(saved)

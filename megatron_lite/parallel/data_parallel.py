@@ -1,0 +1,69 @@
+"""Replicas of the model that agree on their gradients, wrapped around a model that does not know."""
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.parallel.fp32_gradients import Fp32Gradients
+
+MIB = 2**20
+BUCKET_MIB = 25  # torch's default
+
+
+class DataParallel:
+    """The model as one rank calls it, and the gradients that all ranks share afterwards."""
+
+    def __init__(self, plan: Plan, model: nn.Module):
+        self.model = model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.fp32 = Fp32Gradients(self.parameters, plan.world.size) if plan.fp32_gradients else None
+        self.replica = self._wrap(plan) if plan.world.size > 1 else model
+
+    def _wrap(self, plan: Plan) -> DistributedDataParallel:
+        replica = DistributedDataParallel(
+            self.model, gradient_as_bucket_view=True, bucket_cap_mb=self._bucket_mib(plan)
+        )
+        if self.fp32 is not None:
+            replica.register_comm_hook(None, self.fp32.reduce_bucket)
+        return replica
+
+    def _bucket_mib(self, plan: Plan) -> float:
+        parameters = plan.args.parallel.ddp_bucket_size
+        return BUCKET_MIB if parameters is None else parameters * self.parameters[0].element_size() / MIB
+
+    def __call__(self, *inputs) -> Tensor:
+        """The model's forward."""
+        return self.replica(*inputs)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool):
+        """Around forward and backward of one micro-batch: only the last one's backward talks to other ranks."""
+        if self.fp32 is not None:
+            self.fp32.reducing = last and self.replica is not self.model
+        if last or self.replica is self.model:
+            yield
+        else:
+            with self.replica.no_sync():
+                yield
+
+    def gradients(self) -> list[Tensor]:
+        """One per parameter, averaged over ranks, after the last micro-batch's backward."""
+        if self.fp32 is not None:
+            return self.fp32.gradients()
+        return [p.grad for p in self.parameters]
+
+    def clear(self):
+        """Forget all gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.fp32 is not None:
+            self.fp32.clear()
+
+
+@torch.no_grad()
+def parameters_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """L2 norm of all parameters, a scalar on the device."""
+    return torch.nn.utils.get_total_norm([p.detach().float() for p in parameters])

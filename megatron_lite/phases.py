@@ -1,0 +1,22 @@
+"""The parts of a training step: the trainer emits these names, the analysis looks for them."""
+
+import enum
+
+
+class Phase(str, enum.Enum):
+    """Names of the spans inside one step, in the order in which they happen."""
+
+    DATA = "data"
+    DATA_TO_DEVICE = "data_to_device"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GRAD_SYNC = "grad_sync"
+    UNSCALE = "unscale"
+    CLIP_GRAD = "clip_grad"
+    OPTIMIZER_STEP = "optimizer_step"
+    LOG = "log"
+    EVAL = "eval"
+    SAVE = "save"
+
+    def __str__(self) -> str:
+        return self.value

@@ -1,0 +1,92 @@
+"""The lines that people and scripts read: Megatron-LM's, and one of our own."""
+
+import math
+from dataclasses import dataclass
+from datetime import datetime
+
+from megatron_lite.units import MIB, count
+
+
+@dataclass(frozen=True)
+class IntervalFigures:
+    """What a console line says of the steps since the last one."""
+
+    iteration: int
+    train_iters: int
+    consumed: int
+    seconds_per_iteration: float
+    tflops_per_gpu: float  # Megatron's count: causal attention
+    learning_rate: float  # of the next step, as Megatron prints it
+    batch_size: int
+    loss: float | None  # None: every step was skipped
+    loss_scale: float
+    grad_norm: float | None
+    zeros: float | None
+    params_norm: float | None
+    skipped: int
+    nan: int
+
+
+def iteration_line(f: IntervalFigures, with_throughput: bool) -> str:
+    """Megatron-LM 0.16's line, field by field."""
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {f.iteration:8d}/{f.train_iters:8d}",
+        f"consumed samples: {f.consumed:12d}",
+        f"elapsed time per iteration (ms): {f.seconds_per_iteration * 1000:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {f.tflops_per_gpu:.1f}" if with_throughput else None,
+        f"learning rate: {f.learning_rate:.6E}",
+        f"global batch size: {f.batch_size:5d}",
+        f"lm loss: {f.loss:.6E}" if f.loss is not None else None,
+        f"loss scale: {f.loss_scale:.1f}",
+        f"grad norm: {f.grad_norm:.3f}" if f.grad_norm is not None else None,
+        f"num zeros: {f.zeros:.1f}" if f.zeros is not None else None,
+        f"params norm: {f.params_norm:.3f}" if f.params_norm is not None else None,
+        f"number of skipped iterations: {f.skipped:3d}",
+        f"number of nan iterations: {f.nan:3d}",
+    ]
+    return " | ".join(part for part in parts if part) + " |"
+
+
+def speed_line(tokens_per_second: float, causal_tflops: float, full_tflops: float, peak: float | None) -> str:
+    """tokens/s of all ranks, and model FLOPs per GPU on both conventions against the table's peak."""
+    line = (f"   {count(tokens_per_second)} tokens/s | TFLOP/s per rank: {causal_tflops:.3g} causal (Megatron-LM), "
+            f"{full_tflops:.3g} full attention")
+    if peak is None:
+        return line + " | MFU unknown: this processor's peak is not in the table"
+    return line + (f" | MFU {100 * causal_tflops / peak:.1f}% causal, {100 * full_tflops / peak:.1f}% full, "
+                   f"of {peak:g} TFLOP/s")
+
+
+def evaluation_lines(title: str, loss: float) -> str:
+    """Megatron-LM's validation line between lines of dashes. `title`: 'iteration 5' or 'iteration 5 on test set'."""
+    line = f" validation loss at {title} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    return "\n".join(("-" * (len(line) + 1), line, "-" * (len(line) + 1)))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), held at exp(20), as Megatron-LM does."""
+    return math.exp(min(20.0, loss))
+
+
+def memory_line(rank: int, iteration: int, stats: dict[str, int]) -> str:
+    """Megatron-LM's memory line, from torch.cuda.memory_stats()."""
+    names = {"allocated": "allocated_bytes.all.current", "max allocated": "allocated_bytes.all.peak",
+             "reserved": "reserved_bytes.all.current", "max reserved": "reserved_bytes.all.peak"}
+    parts = " | ".join(f"{name}: {stats[key] / MIB:.2f}" for name, key in names.items())
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {parts}"
+
+
+def timer_lines(option: str, phases: dict[str, list[float]]) -> str:
+    """Megatron-LM's timer block. `phases`: milliseconds of every rank by phase name."""
+    heads = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):",
+             "all": "times across ranks (ms):"}
+    lines = [heads[option]]
+    for name, times in phases.items():
+        label = f"    {name} ".ljust(48, ".")
+        if option == "all":
+            lines += [f"{label} rank {rank}: {ms:.2f}" for rank, ms in enumerate(times)]
+        elif option == "max":
+            lines.append(f"{label}: {max(times):.2f}")
+        else:
+            lines.append(f"{label}: ({min(times):.2f}, {max(times):.2f})")
+    return "\n".join(lines)

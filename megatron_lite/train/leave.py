@@ -1,0 +1,56 @@
+"""Reasons to stop before the last iteration, agreed upon by all ranks."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.train.loop import Progress
+from megatron_lite.train.readback import Readback
+
+LAG = 2  # steps between a rank's wish and everybody's leaving
+STAY, TIME_OVER, SIGNALLED = 0.0, 1.0, 2.0
+
+
+class Leave:
+    """--exit-interval, --exit-duration-in-mins, --exit-signal-handler."""
+
+    def __init__(self, plan: Plan, device: torch.device):
+        t = plan.args.training
+        self._interval, self._minutes, self._signal = t.exit_interval, t.exit_duration_in_mins, t.exit_signal
+        self._device, self._started = device, time.monotonic()
+        self._signalled = False
+        self._votes = Readback()
+        if t.exit_signal_handler:
+            signal.signal(getattr(signal, self._signal), self._note)
+        # ranks see a signal or the clock at different steps: they must agree on one, or some would wait forever
+        self._must_agree = t.exit_signal_handler or t.exit_duration_in_mins is not None
+
+    def reason(self, progress: Progress) -> str | None:
+        """Why to leave now, in Megatron-LM's words; None to go on. Collective if the clock or a signal counts."""
+        agreed = self._agreed() if self._must_agree else STAY
+        if agreed == SIGNALLED:
+            return f"exiting program after receiving {self._signal}."
+        if agreed == TIME_OVER:
+            return f"exiting program after {self._minutes} minutes"
+        if self._interval and progress.iteration % self._interval == 0:
+            return f"exiting program at iteration {progress.iteration}"
+        return None
+
+    def _agreed(self) -> float:
+        wish = SIGNALLED if self._signalled else TIME_OVER if self._time_is_over() else STAY
+        vote = torch.tensor([wish], device=self._device)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+        self._votes.push(None, vote)
+        return max((values[0] for _, values in self._votes.pop(LAG)), default=STAY)
+
+    def _time_is_over(self) -> bool:
+        return self._minutes is not None and time.monotonic() - self._started >= 60 * self._minutes
+
+    def _note(self, number, frame):
+        if self._signalled:
+            os._exit(128 + number)  # a second signal means now
+        self._signalled = True

@@ -1,0 +1,160 @@
+"""What a run says while it trains: console lines, TensorBoard, steps.jsonl, the progress line."""
+
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.flops import step_flops
+from megatron_lite.estimate.hardware import peak_tflops
+from megatron_lite.instruments.timeline import StepTime, Timeline
+from megatron_lite.parallel.data_parallel import parameters_norm
+from megatron_lite.train.console import (
+    IntervalFigures,
+    evaluation_lines,
+    iteration_line,
+    memory_line,
+    speed_line,
+    timer_lines,
+)
+from megatron_lite.train.loop import Progress
+from megatron_lite.train.meter import Meter, StepFigures
+from megatron_lite.train.progress_line import ProgressLine
+from megatron_lite.train.step import StepResult
+from megatron_lite.train.steps_file import StepsFile
+from megatron_lite.train.tensorboard import TensorBoard
+
+TERA = 1e12
+
+
+class Log:
+    """Every rank has one, since summing over ranks takes all of them; only the last rank's speaks and writes."""
+
+    def __init__(self, plan: Plan, meter: Meter, timeline: Timeline, parameters, run_dir: Path, progress: Progress):
+        self.plan, self.meter, self._timeline, self._parameters = plan, meter, timeline, parameters
+        self._progress = progress
+        self._speaks = plan.world.is_last
+        self._tensorboard = TensorBoard(plan) if self._speaks and plan.args.watch.tensorboard_dir else None
+        self._steps_file = StepsFile(run_dir) if self._speaks else None
+        self._line = ProgressLine(progress.iteration, plan.train_iters, self._speaks)
+        self._unwritten: list[StepFigures] = []
+        self._params_norm: float | None = None
+        self._start_interval()
+
+    def say(self, text: str):
+        """Print on the last rank."""
+        if self._speaks:
+            self._line.wipe()
+            print(text, flush=True)
+
+    def record(self, progress: Progress, result: StepResult):
+        """After each step. Collective at the intervals' ends."""
+        self.meter.record(progress, result)
+        self._line.update(progress.iteration, self.meter.latest_loss)
+        ends = progress.iteration % self.plan.args.watch.log_interval == 0 or progress.iteration == self.plan.train_iters
+        if ends or progress.step == 1:
+            self._report()
+        if ends:
+            self._start_interval()  # as in Megatron, the line after the very first step ends no interval
+
+    def finish(self):
+        """Write what is left, after the last step."""
+        figures = self.meter.take()
+        self._unwritten += figures
+        self._write_steps(self._timeline.take())
+
+    def evaluation(self, title: str, which: str, loss: float):
+        """The result of one evaluation: `which` is validation or test."""
+        self.say(evaluation_lines(title, loss))
+        if self._tensorboard:
+            self._tensorboard.evaluation(which, loss, self._progress.iteration, self._progress.consumed)
+            self._tensorboard.flush()
+
+    def close(self):
+        """Close files. Also after errors."""
+        self._line.wipe()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._steps_file:
+            self._steps_file.close()
+
+    def _start_interval(self):
+        self._interval: list[StepFigures] = []
+        self._mark = time.perf_counter() - self._timeline.not_training_seconds
+
+    def _interval_seconds(self) -> float:
+        """Since the interval began, evaluations and saves left out, as in Megatron."""
+        return time.perf_counter() - self._timeline.not_training_seconds - self._mark
+
+    def _report(self):
+        w = self.plan.args.watch
+        figures, times = self.meter.take(), self._timeline.take()
+        self._interval += figures
+        self._unwritten += figures
+        self._params_norm = parameters_norm(self._parameters).item() if w.log_params_norm else None
+        if self._speaks:
+            self._say_interval(self._interval, self._interval_seconds())
+        self._write_steps(times)
+        self._say_timers(times)
+        self._say_memory()
+
+    def _say_interval(self, steps: list[StepFigures], seconds: float):
+        w, last = self.plan.args.watch, steps[-1]
+        losses = [s.loss for s in steps if s.loss is not None]
+        samples = sum(s.batch_size for s in steps)
+        causal, full = (
+            step_flops(self.plan.shape, samples, causal) / (seconds * TERA * self.plan.world.size)
+            for causal in (True, False)
+        )
+        self.say(iteration_line(IntervalFigures(
+            iteration=last.iteration, train_iters=self.plan.train_iters, consumed=last.consumed,
+            seconds_per_iteration=seconds / len(steps), tflops_per_gpu=causal, learning_rate=last.next_lr,
+            batch_size=last.batch_size, loss=sum(losses) / len(losses) if losses else None,
+            loss_scale=last.loss_scale, grad_norm=None if last.skipped else last.grad_norm,
+            zeros=last.zeros if w.log_num_zeros_in_grad else None, params_norm=self._params_norm,
+            skipped=sum(s.skipped for s in steps), nan=sum(math.isnan(loss) for loss in losses),
+        ), w.log_throughput))
+        self.say(speed_line(samples * self.plan.shape.seq_length / seconds, causal, full, self._peak()))
+        if self._tensorboard and (w.log_timers_to_tensorboard or w.log_throughput):
+            self._tensorboard.interval(last.iteration, {"throughput": causal})
+
+    def _peak(self) -> float | None:
+        return peak_tflops(torch.cuda.get_device_name(), self.plan.precision) if self.plan.device == "cuda" else None
+
+    def _write_steps(self, times: list[StepTime]):
+        """The steps that are over; the one that is being logged is written with the next ones."""
+        if not self._speaks:
+            return
+        over = {t.step + self._progress.started_at: t for t in times}
+        for figures in [f for f in self._unwritten if f.iteration in over]:
+            step_time = over[figures.iteration]
+            self._steps_file.write(figures, step_time)
+            if self._tensorboard:
+                self._tensorboard.step(figures, step_time.training_seconds, self._params_norm)
+        self._unwritten = [f for f in self._unwritten if f.iteration not in over]
+        self._steps_file.flush()
+
+    def _say_timers(self, times: list[StepTime]):
+        w = self.plan.args.watch
+        if not w.timing_log_level or not times:
+            return
+        names = list(times[0].phases)
+        mine = [1000 * sum(t.phases.get(name, 0.0) for t in times) / len(times) for name in names]
+        everyone: list = [None] * self.plan.world.size
+        dist.all_gather_object(everyone, mine)
+        phases = {name: [times[i] for times in everyone] for i, name in enumerate(names)}
+        self.say(timer_lines(w.timing_log_option, phases))
+        if self._tensorboard and w.log_timers_to_tensorboard:
+            self._tensorboard.interval(self._progress.iteration, {f"{n}-time": max(ms) for n, ms in phases.items()})
+
+    def _say_memory(self):
+        if self.plan.device != "cuda":
+            return
+        w, progress = self.plan.args.watch, self._progress
+        if progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0):
+            print(memory_line(self.plan.world.rank, progress.iteration, torch.cuda.memory_stats()), flush=True)
+        if self._tensorboard and w.log_memory_to_tensorboard:
+            self._tensorboard.memory(progress.iteration, torch.cuda.memory_stats())

@@ -1,0 +1,49 @@
+"""The training loop."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_lite.phases import Phase
+
+
+@dataclass
+class Progress:
+    """How far training is."""
+
+    iteration: int = 0
+    consumed: int = 0  # samples
+    started_at: int = 0  # iteration that this run started from
+
+    @property
+    def step(self) -> int:
+        """This run's own steps, from 1."""
+        return self.iteration - self.started_at
+
+
+class Chore(Protocol):
+    """Something between steps: evaluating, saving."""
+
+    phase: Phase
+
+    def due(self, progress: Progress) -> bool: ...
+
+    def act(self, progress: Progress): ...
+
+
+def train(last: int, progress: Progress, step, batches, log, chores: list[Chore], leave, instruments) -> str | None:
+    """Steps until iteration `last`; returns why it left earlier, or None."""
+    while progress.iteration < last:
+        with instruments.step(progress.step + 1):
+            result = step(batches, progress.consumed, instruments.phase)
+            progress.iteration += 1
+            progress.consumed += result.samples
+            with instruments.phase(Phase.LOG):
+                log.record(progress, result)
+            for chore in chores:
+                if chore.due(progress):
+                    with instruments.phase(chore.phase):
+                        chore.act(progress)
+        reason = leave.reason(progress)
+        if reason:
+            return reason
+    return None

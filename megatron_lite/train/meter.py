@@ -1,0 +1,98 @@
+"""Collects every step's figures and sums up what a console line says of an interval."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.errors import DivergedError
+from megatron_lite.optim.schedule import learning_rates
+from megatron_lite.train.loop import Progress
+from megatron_lite.train.readback import Readback
+from megatron_lite.train.step import StepResult
+
+LAG = 2  # steps that the host may be ahead of what it has read
+
+
+@dataclass
+class StepFigures:
+    """One step, on the host."""
+
+    iteration: int
+    consumed: int  # samples, this step's included
+    batch_size: int
+    loss_sum: float  # this rank's, until the interval is summed over ranks
+    tokens: float
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+    zeros: float
+    next_lr: float
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss per token in nats; None for a skipped step."""
+        return None if self.skipped else self.loss_sum / max(self.tokens, 1)
+
+
+class Meter:
+    """Figures since the last `take`."""
+
+    def __init__(self, plan: Plan, optimizer, device: torch.device):
+        self.plan, self.optimizer, self.device = plan, optimizer, device
+        self._readback = Readback()
+        self._steps: list[StepFigures] = []
+        self.latest_loss: float | None = None  # this rank's, a few steps old
+
+    def record(self, progress: Progress, result: StepResult):
+        """Take a step's figures in, and look at those of the step before last."""
+        u = result.update
+        values = (result.loss_sum, result.tokens, u.grad_norm, u.skipped, u.loss_scale, u.good_samples, result.zeros)
+        row = torch.stack([value.detach().double() for value in values])
+        self._readback.push((progress.iteration, progress.consumed, result.samples), row)
+        self.settle(LAG)
+
+    def settle(self, lag: int = 0):
+        """Read what has arrived. Raises DivergedError, on all ranks together, at the first NaN or Inf."""
+        for (iteration, consumed, samples), values in self._readback.pop(lag):
+            loss_sum, tokens, norm, skipped, scale, good, zeros = values
+            lr = float(learning_rates(self.optimizer.schedule, good))
+            figures = StepFigures(iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, zeros, lr)
+            if figures.skipped and self.optimizer.scaler is None:
+                self._stop(figures)
+            self._steps.append(figures)
+            self.latest_loss = figures.loss
+
+    def take(self) -> list[StepFigures]:
+        """All figures so far, losses summed over ranks. Collective: every rank calls it at the same iteration."""
+        self.settle()
+        steps, self._steps = self._steps, []
+        if steps and self.plan.world.size > 1:
+            sums = torch.tensor([(s.loss_sum, s.tokens) for s in steps], dtype=torch.float64, device=self.device)
+            dist.all_reduce(sums)
+            for step, (loss_sum, tokens) in zip(steps, sums.tolist()):
+                step.loss_sum, step.tokens = loss_sum, tokens
+        return steps
+
+    def _stop(self, figures: StepFigures):
+        finite = torch.tensor([float(math.isfinite(figures.loss_sum))], device=self.device)
+        everyone = _gathered(finite, self.plan.world.size)
+        ranks = [rank for rank, good in enumerate(everyone) if not good]
+        if ranks:
+            what = f"the loss on rank {', '.join(map(str, ranks))}"
+        else:
+            what = f"the gradient norm ({figures.grad_norm}), with finite losses on all ranks,"
+        raise DivergedError(
+            f"iteration {figures.iteration}: {what} is NaN or Inf; the weights are those before that iteration and were "
+            "not saved. Lower --lr or --clip-grad, warm up longer, or look at the data; "
+            "--no-check-for-nan-in-loss-and-grad goes on regardless."
+        )
+
+
+def _gathered(value: Tensor, ranks: int) -> list[float]:
+    parts = [torch.zeros_like(value) for _ in range(ranks)]
+    dist.all_gather(parts, value)
+    return [part.item() for part in parts]

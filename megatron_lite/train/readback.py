@@ -1,0 +1,35 @@
+"""Numbers on their way from the device to the host, without making either wait."""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class Readback:
+    """A queue of small tensors. What is read is old enough to have arrived, or read at a moment that may wait."""
+
+    def __init__(self):
+        self._waiting: deque[tuple[object, Tensor, torch.cuda.Event | None]] = deque()
+
+    def push(self, key, row: Tensor):
+        """Start copying `row` (1-d) to the host under `key`."""
+        if row.device.type != "cuda":
+            self._waiting.append((key, row, None))
+            return
+        host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        host.copy_(row, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._waiting.append((key, host, event))
+
+    def pop(self, lag: int):
+        """Yield (key, list of numbers) of all but the newest `lag` rows, waiting for each to arrive.
+
+        With a lag of 2 the device still has a whole step queued, so that the wait costs it nothing.
+        """
+        while len(self._waiting) > lag:
+            key, host, event = self._waiting.popleft()
+            if event is not None:
+                event.synchronize()
+            yield key, host.tolist()

@@ -1,0 +1,69 @@
+"""run.json: the plan, the versions, the hardware, the artefacts, and how the run ended."""
+
+import dataclasses
+import platform
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.hardware import peak_tflops
+from megatron_lite.estimate.params import parameter_count
+from megatron_lite.run_folder import STEPS_FILE, keep_previous_run, write_run
+
+
+class RunRecord:
+    """Written at the start, so that a killed run has one, and again at the end. By the last rank."""
+
+    def __init__(self, plan: Plan, run_dir: Path):
+        self._writes, self._folder = plan.world.is_last, run_dir
+        self._record = {
+            "status": "running",
+            "started": _now(),
+            "plan": _plain(dataclasses.asdict(plan)),
+            "parameters": parameter_count(plan.shape),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+            "hardware": _hardware(plan),
+            "artefacts": _artefacts(plan),
+        }
+        if self._writes:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            keep_previous_run(run_dir)
+            write_run(run_dir, self._record)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if self._writes:
+            status = "finished" if error is None else f"failed: {kind.__name__}: {error}"
+            write_run(self._folder, self._record | {"status": status, "ended": _now()})
+
+
+def _artefacts(plan: Plan) -> dict:
+    named = {"steps": STEPS_FILE, "tensorboard": plan.args.watch.tensorboard_dir, "checkpoints": plan.args.checkpoint.save}
+    return {name: path for name, path in named.items() if path is not None}
+
+
+def _hardware(plan: Plan) -> dict:
+    if plan.device != "cuda":
+        return {"device": "cpu", "processor": platform.processor() or platform.machine(), "peak_tflops": None,
+                "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(0)
+    return {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
+            "peak_tflops": peak_tflops(properties.name, plan.precision)}
+
+
+def _plain(value):
+    """JSON has no ranges and sets."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    return sorted(value) if isinstance(value, frozenset) else value
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

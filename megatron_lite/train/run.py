@@ -1,0 +1,114 @@
+"""One run from a plan: build everything, train, evaluate, save."""
+
+import contextlib
+import gc
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.params import parameter_count
+from megatron_lite.instruments.base import Instruments
+from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.model.attend import choose_attention
+from megatron_lite.model.gpt import GPT
+from megatron_lite.model.init import initialize
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.parallel.process_group import device_of
+from megatron_lite.parallel.recompute import recompute_layers
+from megatron_lite.train.checkpoint import Checkpoints, Saving
+from megatron_lite.train.collector import Collector
+from megatron_lite.train.evaluate import Evaluation
+from megatron_lite.train.feed import Feed
+from megatron_lite.train.leave import Leave
+from megatron_lite.train.log import Log
+from megatron_lite.train.loop import Progress, train
+from megatron_lite.train.meter import Meter
+from megatron_lite.train.step import BatchMaker, TrainingStep
+from megatron_lite.units import count, short_count
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def run(plan: Plan, eod: int | None, timeline: Timeline, instruments: Instruments, run_dir: Path, say) -> str | None:
+    """Train as planned inside a process group; returns why training left early, or None. `say` prints on rank 0."""
+    device = device_of(plan)
+    feed = Feed(plan, say)
+    model = build_model(plan, device, say)
+    replica = DataParallel(plan, model)
+    optimizer = Optimizer(plan, replica.parameters, device)
+    say(f"  {plan.args.optimizer.optimizer}: fused, {describe_precision(plan)}")
+    _seed(plan.args.training.seed + 1 + plan.world.rank)  # from here on each rank draws its own dropout
+    progress, checkpoints = Progress(), Checkpoints(plan, model, optimizer, device, say)
+    checkpoints.load(progress)
+    make = BatchMaker(plan, device, eod)
+    log = Log(plan, Meter(plan, optimizer, device), timeline, replica.parameters, run_dir, progress)
+    with contextlib.closing(log):
+        validation = Evaluation(plan, model, feed.validation(progress), make, log) if feed.has_validation else None
+        saving = Saving(plan, checkpoints, log)
+        reason = None
+        if not plan.args.training.skip_train:
+            step = TrainingStep(plan, replica, optimizer, make)
+            chores = [chore for chore in (validation, saving, Collector(plan)) if chore is not None]
+            leave = Leave(plan, device)
+            reason = train(
+                plan.train_iters, progress, step, feed.training(progress), log, chores, leave, instruments
+            )
+            log.finish()
+        if plan.args.checkpoint.save is not None and not plan.args.training.skip_train:
+            saving.act(progress)
+        if reason is None:
+            _evaluate_at_the_end(plan, feed, model, make, log, validation, progress)
+    return reason
+
+
+def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
+    """The initialised model on the device, in the plan's precision, with recomputation as the flags say."""
+    m, shape, dtype = plan.args.model, plan.shape, DTYPES[plan.precision]
+    attend = choose_attention(
+        m.attention_backend, shape, batch=plan.args.training.micro_batch_size, device=device, dtype=dtype,
+        masked=plan.args.data.reset_attention_mask, explain=m.explain_attention,
+    )
+    say(f"  attention: {attend.name}" + "".join(f"\n    not {reason}" for reason in attend.why_not))
+    _seed(plan.args.training.seed)
+    with torch.device("cpu" if plan.args.parallel.use_cpu_initialization else device):
+        model = GPT(shape, attend)
+        initialize(model, shape)
+    model.to(device=device, dtype=dtype)
+    number = parameter_count(shape)
+    say(f"  number of parameters: {count(number)} ({short_count(number)})")
+    recomputed = recompute_layers(m, model.decoder.layers)
+    if recomputed:
+        say(f"  recomputing the activations of {recomputed} of {shape.num_layers} layers")
+    gc.collect()
+    return model
+
+
+def describe_precision(plan: Plan) -> str:
+    """'fp16 weights, fp32 masters, gradients summed in fp16, dynamic loss scale from 4294967296'."""
+    if plan.precision == "fp32":
+        return "fp32 weights and gradients"
+    sums = "fp32" if plan.fp32_gradients else plan.precision
+    p = plan.args.precision
+    scale = f", loss scale {p.loss_scale:g}" if p.loss_scale else (
+        f", dynamic loss scale from {p.initial_loss_scale:.0f}" if plan.precision == "fp16" else ""
+    )
+    return f"{plan.precision} weights, fp32 masters and moments, gradients summed in {sums}{scale}"
+
+
+def _evaluate_at_the_end(plan: Plan, feed: Feed, model, make: BatchMaker, log: Log, validation, progress: Progress):
+    at = f"iteration {progress.iteration}"
+    if validation is not None:
+        validation.report(f"{at} on validation set", "validation")
+    if feed.has_test:
+        Evaluation(plan, model, feed.test(), make, log).report(f"{at} on test set", "test")
+
+
+def _seed(seed: int):
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

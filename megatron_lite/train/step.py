@@ -1,0 +1,96 @@
+"""One training step: micro-batches forward and backward, then one update. The host never waits for the device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.data.batch import Batch, make_batch
+from megatron_lite.optim.optimizer import Optimizer, Update
+from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.phases import Phase
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step's figures; tensors are scalars on the device."""
+
+    samples: int  # global batch
+    loss_sum: Tensor  # over this rank's unmasked tokens
+    tokens: Tensor  # unmasked tokens of this rank
+    update: Update
+    zeros: Tensor  # zeros among the gradients; 0 unless asked for
+
+
+class BatchMaker:
+    """Raw tokens from the loader -> a Batch on the device, with the data flags' masks and positions."""
+
+    def __init__(self, plan: Plan, device: torch.device, eod: int | None):
+        d = plan.args.data
+        self.device = device
+        self._options = {
+            "eod": eod, "eod_mask_loss": d.eod_mask_loss, "reset_position_ids": d.reset_position_ids,
+            "reset_attention_mask": d.reset_attention_mask,
+        }
+
+    def __call__(self, raw_BT1: Tensor) -> Batch:
+        return make_batch(raw_BT1.to(self.device, non_blocking=True), **self._options)
+
+
+def loss_and_tokens(model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(sum of the unmasked tokens' losses in nats, their number), scalars on the device."""
+    losses_BT = model(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    if batch.loss_mask_BT is None:
+        return losses_BT.sum(), torch.full((), losses_BT.numel(), dtype=torch.float32, device=losses_BT.device)
+    return (losses_BT * batch.loss_mask_BT).sum(), batch.loss_mask_BT.sum()
+
+
+class TrainingStep:
+    """Runs steps on the replica."""
+
+    def __init__(self, plan: Plan, replica: DataParallel, optimizer: Optimizer, make: BatchMaker):
+        self.plan, self.replica, self.optimizer, self.make = plan, replica, optimizer, make
+        self._per_token = plan.args.training.calculate_per_token_loss
+
+    def __call__(self, batches: Iterator[Tensor], consumed: int, phase) -> StepResult:
+        """The step that starts after `consumed` samples. `phase` marks its parts."""
+        number = self.plan.micro_batches(consumed)
+        sums = torch.zeros(2, dtype=torch.float32, device=self.make.device)
+        for index in range(number):
+            with phase(Phase.DATA):
+                raw_BT1 = next(batches)
+            with phase(Phase.DATA_TO_DEVICE):
+                batch = self.make(raw_BT1)
+            with self.replica.micro_batch(last=index == number - 1):
+                with phase(Phase.FORWARD):
+                    loss_sum, tokens = loss_and_tokens(self.replica, batch)
+                    # gradients: the mean over micro-batches of each one's mean over tokens, as in Megatron
+                    objective = loss_sum if self._per_token else loss_sum / tokens.clamp(min=1) / number
+                with phase(Phase.BACKWARD):
+                    (objective * self.optimizer.loss_scale).backward()
+            sums += torch.stack((loss_sum.detach(), tokens))
+        return self._update(sums, self.plan.batch.size(consumed), phase)
+
+    def _update(self, sums: Tensor, samples: int, phase) -> StepResult:
+        gradients = self.replica.gradients()
+        zeros = self._zeros(gradients)
+        update = self.optimizer.step(gradients, samples, phase, self._divisor(sums[1]))
+        self.replica.clear()
+        return StepResult(samples, sums[0], sums[1], update, zeros)
+
+    def _divisor(self, tokens: Tensor) -> Tensor | None:
+        """With --calculate-per-token-loss: gradients are sums over tokens, averaged over ranks."""
+        if not self._per_token:
+            return None
+        total = tokens.clone()
+        with torch.no_grad():
+            dist.all_reduce(total)
+        return (total / self.plan.world.size).clamp(min=1)
+
+    def _zeros(self, gradients: list[Tensor]) -> Tensor:
+        if not self.plan.args.watch.log_num_zeros_in_grad:
+            return torch.zeros((), device=self.make.device)
+        return torch.stack([(g == 0).sum() for g in gradients]).sum().float()

@@ -1,0 +1,72 @@
+"""TensorBoard's event file under Megatron-LM's names."""
+
+import dataclasses
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.train.console import perplexity
+from megatron_lite.train.meter import StepFigures
+
+
+class TensorBoard:
+    """Written by the last rank only."""
+
+    def __init__(self, plan: Plan):
+        w = plan.args.watch
+        self.plan = plan
+        self._writer = SummaryWriter(log_dir=w.tensorboard_dir, max_queue=w.tensorboard_queue_size)
+        for group in dataclasses.asdict(plan.args).values():
+            for name, value in group.items():
+                self._writer.add_text(name, str(value))
+
+    def step(self, f: StepFigures, seconds: float, params_norm: float | None):
+        """One step's scalars, over iterations and over samples."""
+        w = self.plan.args.watch
+        if f.iteration % w.tensorboard_log_interval:
+            return
+        scalars = {
+            "learning-rate": f.next_lr,
+            "batch-size": f.batch_size,
+            "lm loss": f.loss,
+            "loss-scale": f.loss_scale if w.log_loss_scale_to_tensorboard else None,
+            "grad-norm": None if f.skipped else f.grad_norm,
+            "num-zeros": f.zeros if w.log_num_zeros_in_grad else None,
+            "params-norm": params_norm,
+            "world-size": self.plan.world.size if w.log_world_size_to_tensorboard else None,
+            "iteration-time": seconds if w.log_timers_to_tensorboard else None,
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, f.iteration)
+                self._writer.add_scalar(f"{name} vs samples", value, f.consumed)
+
+    def interval(self, iteration: int, scalars: dict[str, float]):
+        """Scalars of a whole interval: throughput, phase times."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def memory(self, iteration: int, stats: dict[str, int]):
+        """The allocator's counters, from torch.cuda.memory_stats()."""
+        self.interval(iteration, {
+            "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+            "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+            "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+            "mem-allocated-count": stats["allocation.all.current"],
+        })
+
+    def evaluation(self, which: str, loss: float, iteration: int, consumed: int):
+        """'validation' or 'test' loss, and its perplexity if asked for."""
+        scalars = {f"lm loss {which}": loss}
+        if self.plan.args.watch.log_validation_ppl_to_tensorboard:
+            scalars[f"lm loss {which} ppl"] = perplexity(loss)
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, iteration)
+            self._writer.add_scalar(f"{name} vs samples", value, consumed)
+
+    def flush(self):
+        """Everything so far to disk."""
+        self._writer.flush()
+
+    def close(self):
+        self._writer.close()

@@ -1,0 +1,39 @@
+"""Numbers as people read them."""
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def count(value: float) -> str:
+    """12345 -> '12,345'."""
+    return f"{value:,.0f}"
+
+
+def short_count(value: float) -> str:
+    """355919872 -> '356M'; three significant digits with K, M, B, T."""
+    for unit in ("", "K", "M", "B"):
+        if abs(value) < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+def size(num_bytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """75 -> '1m15s', 7300 -> '2h01m', 0.25 -> '250ms'."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m"

@@ -1,0 +1,72 @@
+"""Masks, positions and document numbers against a walk over every token."""
+
+import pytest
+import torch
+
+from megatron_lite.data.batch import make_batch
+from megatron_lite.errors import DataError
+
+EOD = 0
+OFF = {"eod_mask_loss": False, "reset_position_ids": False, "reset_attention_mask": False}
+ON = dict.fromkeys(OFF, True)
+
+
+def slow(tokens):
+    mask, positions, documents = [], [], []
+    position = document = 0
+    for token in tokens:
+        mask.append(0.0 if token == EOD else 1.0)
+        positions.append(position)
+        documents.append(document)
+        position, document = (0, document + 1) if token == EOD else (position + 1, document)
+    return mask, positions, documents
+
+
+def random_raw(seed):
+    return torch.randint(0, 4, (3, 18), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_equals_the_slow_walk(seed):
+    raw_BT1 = random_raw(seed)
+    batch = make_batch(raw_BT1, eod=EOD, **ON)
+    for row in range(3):
+        mask, positions, documents = slow(raw_BT1[row, :-1].tolist())
+        assert batch.loss_mask_BT[row].tolist() == mask
+        assert batch.positions_BT[row].tolist() == positions
+        assert batch.documents_BT[row].tolist() == documents
+
+
+def test_labels_are_the_tokens_one_further():
+    raw_BT1 = random_raw(0)
+    batch = make_batch(raw_BT1, eod=None, **OFF)
+    assert torch.equal(batch.tokens_BT, raw_BT1[:, :-1])
+    assert torch.equal(batch.labels_BT, raw_BT1[:, 1:])
+    assert batch.tokens_BT.is_contiguous() and batch.labels_BT.is_contiguous()
+
+
+@pytest.mark.parametrize(("option", "field"), [
+    ("eod_mask_loss", "loss_mask_BT"), ("reset_position_ids", "positions_BT"), ("reset_attention_mask", "documents_BT"),
+])
+def test_each_option_adds_its_field_only(option, field):
+    batch = make_batch(random_raw(0), eod=EOD, **{**OFF, option: True})
+    extras = {name: getattr(batch, name) for name in ("loss_mask_BT", "positions_BT", "documents_BT")}
+    assert [name for name, value in extras.items() if value is not None] == [field]
+
+
+def test_types():
+    batch = make_batch(random_raw(0), eod=EOD, **ON)
+    assert (batch.loss_mask_BT.dtype, batch.positions_BT.dtype) == (torch.float32, torch.int64)
+    assert batch.documents_BT.dtype == torch.int64
+
+
+def test_never_waits_for_the_device():
+    """Meta tensors have no values: whatever had to look at one would fail."""
+    batch = make_batch(torch.empty(2, 9, dtype=torch.int64, device="meta"), eod=EOD, **ON)
+    assert batch.positions_BT.shape == (2, 8)
+
+
+@pytest.mark.parametrize("option", OFF)
+def test_option_without_an_end_of_document_token(option):
+    with pytest.raises(DataError, match=r"^--eod-mask-loss, .*: this tokenizer has no end-of-document token; .*$"):
+        make_batch(random_raw(0), eod=None, **{**OFF, option: True})

@@ -1,0 +1,147 @@
+"""From the words of the data flags to data sets."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.blend import BlendedDataset
+from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
+from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.data.mock import MockDataset
+from megatron_lite.errors import DataError
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Three data sets; the tokens of number n are all n, so that a sample tells where it is from."""
+    prefixes = []
+    for number, length in enumerate([400, 800, 1200], start=1):
+        prefixes.append(str(tmp_path / f"corpus{number}"))
+        with IndexedWriter(prefixes[-1], 10) as writer:
+            for _ in range(40):
+                writer.add_document([number] * (length // 40))
+    return prefixes
+
+
+def build(**changes):
+    spec = {"sizes": (30, 5, 5), "seq_length": 8, "seed": 1, "vocab_size": 10, "split": "8,1,1"}
+    return build_datasets(DataSpec(**{**spec, **changes}))
+
+
+def origins(dataset):
+    """How many samples come from each corpus."""
+    return np.bincount([dataset[i][0] for i in range(len(dataset))], minlength=4)[1:].tolist()
+
+
+def test_one_prefix_is_split(corpora):
+    built = build(data_path=(corpora[0],))
+    assert all(isinstance(dataset, GPTDataset) for dataset in (built.train, built.valid, built.test))
+    used = [set(dataset.document_index.tolist()) for dataset in (built.train, built.valid, built.test)]
+    assert used == [set(range(32)), set(range(32, 36)), set(range(36, 40))]
+    assert len(built.train) >= 30
+    assert built.train.indexed is built.test.indexed  # opened, and checked, once
+
+
+def test_what_is_not_wanted_is_not_built(corpora):
+    built = build(data_path=(corpora[0],), sizes=(30, 0, 0))
+    assert built.train is not None and built.valid is None and built.test is None
+
+
+def test_split_without_a_share_is_none(corpora):
+    built = build(data_path=(corpora[0],), split="9,1")
+    assert built.valid is not None and built.test is None
+
+
+def test_weights_give_proportions(corpora):
+    built = build(data_path=("3", corpora[0], "1", corpora[1]), sizes=(400, 0, 0))
+    assert isinstance(built.train, BlendedDataset)
+    assert origins(built.train) == [300, 100, 0]
+
+
+def test_without_weights_length_is_the_weight_and_one_epoch_the_limit(corpora):
+    built = build(data_path=tuple(corpora), sizes=(10_000, 5, 0))
+    assert origins(built.train) == [(400 * 8 // 10 - 1) // 8, (800 * 8 // 10 - 1) // 8, (1200 * 8 // 10 - 1) // 8]
+    assert len(built.valid) == 5
+
+
+def test_one_weighted_prefix_is_a_blend_of_one(corpora):
+    built = build(data_path=("0.5", corpora[2]))
+    assert isinstance(built.train, BlendedDataset) and len(built.train) == 30
+
+
+def test_own_paths_for_each_split(corpora):
+    built = build(train_data_path=("1", corpora[0], "1", corpora[1]), valid_data_path=(corpora[2],))
+    assert origins(built.train) == [15, 15, 0]
+    assert origins(built.valid)[:2] == [0, 0]
+    assert set(built.valid.document_index.tolist()) == set(range(40))
+    assert built.test is None
+
+
+def test_mock_data_needs_no_files():
+    built = build(mock=True, sizes=(3, 2, 0))
+    assert isinstance(built.train, MockDataset) and (len(built.train), len(built.valid)) == (3, 2)
+    assert built.test is None
+    assert not np.array_equal(built.train[0], built.valid[0])
+
+
+@pytest.mark.parametrize(("words", "prefixes", "weights"), [
+    (["a"], ["a"], None),
+    (["a", "b"], ["a", "b"], None),
+    (["a", "b", "c"], ["a", "b", "c"], None),
+    (["1", "b", "c"], ["1", "b", "c"], None),
+    (["0.3", " a ", "7e-1", "b"], ["a", "b"], [0.3, 0.7]),
+])
+def test_words_of_a_blend(words, prefixes, weights):
+    assert parse_blend(words, "--data-path") == (prefixes, weights)
+
+
+def test_mixture_of_weights_and_none():
+    with pytest.raises(DataError, match=r"^--valid-data-path 1 a b c: 'b' should be a weight; .*$"):
+        parse_blend(["1", "a", "b", "c"], "--valid-data-path")
+
+
+def test_weight_of_nothing(corpora):
+    with pytest.raises(DataError, match=r"^--data-path: weights \[0.0, 0.0\] must all be above 0; .*$"):
+        build(data_path=("0", corpora[0], "0", corpora[1]))
+
+
+@pytest.mark.parametrize("flag", ["data_path", "train_data_path", "valid_data_path"])
+def test_missing_file_blames_its_flag(corpora, flag):
+    paths = {"train_data_path": (corpora[0],)} if flag == "valid_data_path" else {}
+    with pytest.raises(DataError, match=rf"^--{flag.replace('_', '-')} /no/prefix: no file .*$"):
+        build(**{**paths, flag: ("/no/prefix",)})
+
+
+def test_id_outside_the_vocabulary(corpora):
+    with pytest.raises(DataError, match=r"^\S+corpus3\.bin: token id 3 is outside the vocabulary of 3; use the token.*$"):
+        build(data_path=tuple(corpora), vocab_size=3)
+
+
+def test_nothing_given():
+    with pytest.raises(DataError, match=r"^--data-path: missing; .*--mock-data$"):
+        build()
+
+
+def test_no_share_for_training(corpora):
+    with pytest.raises(DataError, match=r"^--split 0,1,1: no share is left for training; .*$"):
+        build(data_path=(corpora[0],), split="0,1,1")
+
+
+def test_share_of_no_sequence(corpora):
+    with pytest.raises(DataError, match=r"^--split 999,1,0: the validation share of \S+ is none of its 40 sequences; .*$"):
+        build(data_path=(corpora[0],), split="999,1,0")
+
+
+def test_no_training_path_beside_a_validation_path(corpora):
+    with pytest.raises(DataError, match=r"^--train-data-path: missing beside --valid-data-path .*$"):
+        build(valid_data_path=(corpora[0],))
+
+
+def test_everything_but_loader_and_batch_imports_without_torch():
+    names = ["indexed", "gpt_dataset", "blend", "mock", "samplers", "tokenizers", "train_bpe", "preprocess", "build"]
+    code = f"import sys, {', '.join('megatron_lite.data.' + name for name in names)}\n"
+    code += "assert not {'torch', 'tiktoken', 'regex'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

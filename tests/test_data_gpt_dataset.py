@@ -1,0 +1,162 @@
+"""Splits and the three indices, against a slow implementation that walks the stream token by token."""
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.gpt_dataset import NO_TOKEN, GPTDataset, split_bounds
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.errors import DataError
+
+
+def corpus(tmp_path, lengths):
+    """Tokens count up through the file, so that a token tells where it stands."""
+    prefix, first = str(tmp_path / "corpus"), 0
+    with IndexedWriter(prefix, 1_000_000) as writer:
+        for length in lengths:
+            writer.add_document(range(first, first + length))
+            first += length
+    return IndexedDataset(prefix)
+
+
+class InMemory:
+    """What GPTDataset needs of an IndexedDataset; unlike a file that we write, it can have empty sequences."""
+
+    prefix = "memory"
+
+    def __init__(self, lengths):
+        self.sequence_lengths = np.array(lengths, np.int32)
+        self.ends = np.cumsum(self.sequence_lengths)
+
+    def tokens(self, sequence, offset=0, length=None):
+        start, end = self.ends[sequence] - self.sequence_lengths[sequence] + offset, self.ends[sequence]
+        return np.arange(start, end if length is None else start + length)
+
+
+def slow_indices(lengths, sequences, num_samples, seq_length, seed):
+    tokens = sum(lengths[sequence] for sequence in sequences)
+    epochs = 1
+    while num_samples is not None and epochs * tokens < num_samples * seq_length + 1:
+        epochs += 1
+    before_last = ((epochs - 1) * tokens - 1) // seq_length
+    apart = epochs > 1 and num_samples - before_last < int(0.80 * ((tokens - 1) // seq_length))
+    random = np.random.RandomState(seed)
+
+    def shuffled(values):
+        values = list(values)
+        random.shuffle(values)
+        return values
+
+    if apart:
+        documents = shuffled(list(sequences) * (epochs - 1)) + shuffled(sequences)
+    else:
+        documents = shuffled(list(sequences) * epochs)
+    stream = [(place, offset) for place, sequence in enumerate(documents) for offset in range(lengths[sequence])]
+    samples = (len(stream) - 1) // seq_length
+    boundaries = [(0, 0)] + [stream[k * seq_length] for k in range(1, samples + 1)]
+    if apart:
+        order = shuffled(range(before_last)) + (shuffled(range(before_last, samples)) if samples > before_last else [])
+    else:
+        order = shuffled(range(samples))
+    return documents, boundaries, order, apart
+
+
+def random_cases(number):
+    random = np.random.default_rng(7)
+    for case in range(number):
+        lengths = random.integers(0, 30, size=random.integers(1, 30)).tolist()
+        lengths[random.integers(len(lengths))] += 5
+        start = int(random.integers(len(lengths)))
+        sequences = range(start, int(random.integers(start, len(lengths))) + 1)
+        if sum(lengths[sequence] for sequence in sequences):
+            seq_length, size = int(random.integers(1, 25)), int(random.integers(1, 120))
+            yield lengths, sequences, size, seq_length, case
+
+
+def test_indices_equal_the_slow_ones():
+    kinds = set()
+    for lengths, sequences, num_samples, seq_length, seed in random_cases(300):
+        dataset = GPTDataset(InMemory(lengths), sequences, num_samples, seq_length, seed)
+        documents, boundaries, order, apart = slow_indices(lengths, sequences, num_samples, seq_length, seed)
+        assert dataset.document_index.tolist() == documents
+        assert dataset.sample_index.tolist() == [list(boundary) for boundary in boundaries]
+        assert dataset.shuffle_index.tolist() == order
+        assert len(dataset) >= num_samples
+        kinds.add((len(documents) > len(sequences), apart))
+    assert kinds == {(False, False), (True, False), (True, True)}
+
+
+def test_one_epoch_without_a_size():
+    lengths = [10, 3, 8]
+    dataset = GPTDataset(InMemory(lengths), range(3), None, 5, 1)
+    assert [dataset.document_index.tolist(), dataset.shuffle_index.tolist()] == [
+        part for i, part in enumerate(slow_indices(lengths, range(3), None, 5, 1)) if i in (0, 2)
+    ]
+    assert len(dataset) == 4
+
+
+def test_index_types():
+    dataset = GPTDataset(InMemory([10, 3, 8]), range(3), 9, 5, 1)
+    assert (dataset.document_index.dtype, dataset.sample_index.dtype, dataset.shuffle_index.dtype) == (
+        np.int32, np.int32, np.uint32
+    )
+
+
+def test_samples_tile_the_stream_with_one_token_overlap(tmp_path):
+    indexed = corpus(tmp_path, [7, 1, 20, 2, 2, 9, 30])
+    dataset = GPTDataset(indexed, range(1, 7), 30, 6, 3)
+    stream = np.concatenate([indexed.tokens(sequence) for sequence in dataset.document_index])
+    by_place = {place: dataset[i] for i, place in enumerate(dataset.shuffle_index.tolist())}
+    for place, sample in by_place.items():
+        assert sample.tolist() == stream[place * 6 : place * 6 + 7].tolist()
+    assert sorted(by_place) == list(range((len(stream) - 1) // 6))
+    assert dataset[0].dtype == np.int64
+
+
+def test_last_epoch_that_is_hardly_used_comes_last():
+    dataset = GPTDataset(InMemory([40, 40, 40]), range(3), 25, 10, 0)
+    first = (2 * 120 - 1) // 10  # samples of the first two of three epochs
+    assert len(dataset.document_index) == 9
+    assert sorted(dataset.shuffle_index[:first].tolist()) == list(range(first))
+
+
+def test_cut_short_sample_is_kept_on_demand(tmp_path):
+    indexed = corpus(tmp_path, [4, 9])
+    whole, cut = (GPTDataset(indexed, range(2), None, 5, 0, drop_last=drop) for drop in (True, False))
+    assert (len(whole), len(cut)) == (2, 3)
+    last = cut[cut.shuffle_index.tolist().index(2)]
+    stream = np.concatenate([indexed.tokens(sequence) for sequence in cut.document_index])
+    assert last.tolist() == [*stream[10:].tolist(), NO_TOKEN, NO_TOKEN, NO_TOKEN]
+
+
+def test_short_split_is_repeated_until_it_fills_the_samples(tmp_path):
+    dataset = GPTDataset(corpus(tmp_path, [3]), range(1), 4, 16, 0)
+    assert dataset[0].tolist() == [0, 1, 2] * 5 + [0, 1]
+
+
+@pytest.mark.parametrize(("lengths", "num_samples", "tokens"), [([0, 0], 10, 0), ([3, 4], None, 7)])
+def test_too_few_tokens(lengths, num_samples, tokens):
+    message = rf"^memory: sequences 0 to 2 hold {tokens} tokens, too few for a sample of 9; .*--split.*$"
+    with pytest.raises(DataError, match=message):
+        GPTDataset(InMemory(lengths), range(2), num_samples, 8, 0)
+
+
+def test_split_of_tinyshakespeare():
+    assert [len(part) for part in split_bounds("949,50,1", 7222)] == [6854, 361, 7]
+
+
+def test_split_halves_round_to_even():
+    assert split_bounds("1,1", 5) == [range(2), range(2, 5), range(5, 5)]
+    assert split_bounds("1,1", 7) == [range(4), range(4, 7), range(7, 7)]
+
+
+@pytest.mark.parametrize("split", ["969,30,1", "100,0,0", "0.8,0.1,0.1", "7", "0,1,1", "1,2", "98/2/0", "1 1 1"])
+def test_splits_are_a_partition(split):
+    for num_sequences in (*range(30), 7222):
+        parts = split_bounds(split, num_sequences)
+        assert [i for part in parts for i in part] == list(range(num_sequences))
+
+
+@pytest.mark.parametrize("split", ["", "0,0,0", "1,2,3,4", "-1,2", "a,b,c", "nan,1,1", "inf,1,1"])
+def test_bad_split(split):
+    with pytest.raises(DataError, match=rf"^--split {split}: .*; for example 969,30,1$"):
+        split_bounds(split, 10)

@@ -1,0 +1,246 @@
+"""The .bin/.idx pair: its bytes, and what is said of one that is missing or damaged.
+
+Patterns that run from ^ to $ without a line break also hold that a message is one line.
+"""
+
+import hashlib
+import pickle
+import resource
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.tokenizers import make_tokenizer
+from megatron_lite.errors import DataError
+
+PUBLIC_DATA = Path(__file__).parents[2] / "shared" / "data"
+DOCUMENTS = [[1, 2, 3], [], [40_000, 5]]
+
+# Written by hand from the table of the format: two sequences, three documents, the second one empty.
+GOLDEN_BIN = bytes.fromhex("0100 0200 0300 409c 0500")
+GOLDEN_IDX = b"".join([
+    b"MMIDIDX\x00\x00",
+    bytes.fromhex("0100000000000000 08 0200000000000000 0400000000000000"),
+    bytes.fromhex("03000000 02000000"),
+    bytes.fromhex("0000000000000000 0600000000000000"),
+    bytes.fromhex("0000000000000000 0100000000000000 0100000000000000 0200000000000000"),
+])
+
+
+def write(prefix, documents, vocab_size=50_257):
+    with IndexedWriter(str(prefix), vocab_size) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return str(prefix)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write(tmp_path / "corpus", DOCUMENTS)
+
+
+def test_bytes_are_the_format(prefix):
+    assert Path(prefix + ".bin").read_bytes() == GOLDEN_BIN
+    assert Path(prefix + ".idx").read_bytes() == GOLDEN_IDX
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_499, np.uint16), (65_500, np.int32)])
+def test_token_type_follows_the_vocabulary(tmp_path, vocab_size, dtype):
+    indexed = IndexedDataset(write(tmp_path / "x", [[vocab_size - 1]], vocab_size))
+    assert indexed.dtype == dtype
+    assert indexed.tokens(0).tolist() == [vocab_size - 1]
+
+
+@pytest.mark.skipif(not PUBLIC_DATA.is_dir(), reason="no ../shared/data beside the repository")
+def test_same_bytes_as_megatron_for_tinyshakespeare(tmp_path):
+    gpt2 = PUBLIC_DATA / "gpt2"
+    tokenizer = make_tokenizer("GPT2BPETokenizer", vocab_file=gpt2 / "vocab.json", merge_file=gpt2 / "merges.txt")
+    blocks = (PUBLIC_DATA / "tinyshakespeare.txt").read_text().split("\n\n")
+    prefix = write(tmp_path / "x", [[*tokenizer.encode(block), tokenizer.eod] for block in blocks])
+    digests = [hashlib.sha256(Path(prefix + ending).read_bytes()).hexdigest()[:8] for ending in (".bin", ".idx")]
+    assert digests == ["4bbfe2d7", "c0d001bf"]
+    indexed = IndexedDataset(prefix)
+    assert (len(indexed), indexed.num_tokens, indexed.largest_token_id()) == (7222, 330_807, 50_256)
+
+
+def test_reads_back_what_was_written(prefix):
+    indexed = IndexedDataset(prefix)
+    assert [indexed.tokens(i).tolist() for i in range(len(indexed))] == [d for d in DOCUMENTS if d]
+    assert indexed.document_marks.tolist() == [0, 1, 1, 2]
+    assert indexed.tokens(0, offset=1).tolist() == [2, 3]
+    assert indexed.tokens(0, offset=1, length=1).tolist() == [2]
+    assert not indexed.tokens(0).flags.writeable
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 4), (2, 2), (-1, 1), (4, None)])
+def test_tokens_never_reach_into_the_next_sequence(prefix, offset, length):
+    with pytest.raises(IndexError):
+        IndexedDataset(prefix).tokens(0, offset, length)
+
+
+def test_pickling_opens_the_files_again(tmp_path):
+    pickled = pickle.dumps(IndexedDataset(write(tmp_path / "x", [np.arange(50_000)])))
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled).tokens(0, 49_999).tolist() == [49_999]
+
+
+def test_largest_token_id_sees_all_of_a_small_file_and_every_region_of_a_large_one(tmp_path):
+    ids = np.zeros(100_000, np.int64)
+    ids[77_777] = 9
+    assert IndexedDataset(write(tmp_path / "small", [ids])).largest_token_id() == 9
+    ids[60_000:70_000] = 8
+    assert IndexedDataset(write(tmp_path / "large", [ids])).largest_token_id(sample=10_000) >= 8
+
+
+def test_multimodal_file_is_read_without_its_modes(prefix):
+    with open(prefix + ".idx", "ab") as index:
+        index.write(b"\x00\x01")
+    assert len(IndexedDataset(prefix)) == 2
+
+
+@pytest.mark.parametrize(("document", "vocab_size", "message"), [
+    ([1, 70_000], 50_257, r"^\S+: token id 70000 in document 2 is outside the vocabulary of 50,257; .*--vocab-size$"),
+    ([-1], 50_257, r"^\S+: token id -1 in document 2 .*$"),
+    ([300], 300, r"^\S+: token id 300 .* of 300; .*$"),
+    ([1.5], 300, r"^\S+: token ids of type float64 are no integers; .*$"),
+    (np.broadcast_to(np.uint8(1), 2**31), 300, r"^\S+: document 2 has 2,147,483,648 tokens, .*; cut it into several$"),
+], ids=["70000-in-uint16", "negative", "vocabulary", "float", "too-long"])
+def test_refused_document_leaves_no_file(tmp_path, document, vocab_size, message):
+    with pytest.raises(DataError, match=message):
+        write(tmp_path / "x", [[1], document], vocab_size)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failure_keeps_the_files_of_an_earlier_run(prefix):
+    with pytest.raises(ZeroDivisionError), IndexedWriter(prefix, 50_257) as writer:
+        writer.add_document([7])
+        writer.add_document([1 // 0])
+    assert Path(prefix + ".bin").read_bytes() == GOLDEN_BIN
+    assert len(list(Path(prefix).parent.iterdir())) == 2
+
+
+def test_dying_between_the_renames_leaves_no_index_beside_a_foreign_bin(prefix, monkeypatch):
+    def replace(source, target):
+        if target.endswith(".idx"):
+            raise OSError(5, "Input/output error")
+        Path(source).rename(target)
+
+    monkeypatch.setattr("os.replace", replace)
+    with pytest.raises(DataError, match=r"^\S+: cannot be written \(Input/output error\); .*$"):
+        write(prefix, [[7]])
+    assert not Path(prefix + ".idx").exists()
+
+
+def test_no_token_at_all_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"^\S+: not a single token to write; .*$"):
+        write(tmp_path / "x", [[]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_below_a_file_is_refused(prefix):
+    with pytest.raises(DataError, match=r"^\S+: cannot be written \(.*\); .*$"):
+        write(prefix + ".bin/x", [[1]])
+
+
+@pytest.mark.parametrize("num_tokens", [100, 100_000], ids=["at-closing", "while-writing"])
+def test_full_disk_is_one_line_and_leaves_no_file(tmp_path, num_tokens):
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, old[1]))
+    try:
+        with pytest.raises(DataError, match=r"^\S+: cannot be written \(File too large\); free some space .*$"):
+            write(tmp_path / "x", [np.ones(num_tokens, int)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_files_are_named_with_the_flag(tmp_path):
+    with pytest.raises(DataError, match=r"^--data-path \S+x: no file \S+x\.bin and no file \S+x\.idx; give the path .*$"):
+        IndexedDataset(str(tmp_path / "x"))
+    with pytest.raises(DataError, match=r"^--valid-data-path .*$"):
+        IndexedDataset(str(tmp_path / "x"), "--valid-data-path")
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_prefix_with_an_ending(prefix, ending):
+    with pytest.raises(DataError, match=rf"^.*; leave the ending off: {prefix}$"):
+        IndexedDataset(prefix + ending)
+
+
+def test_prefix_without_text_document(tmp_path):
+    write(tmp_path / "x_text_document", DOCUMENTS)
+    with pytest.raises(DataError, match=r"^.*; did you mean \S+x_text_document\?$"):
+        IndexedDataset(str(tmp_path / "x"))
+
+
+def test_half_a_pair(prefix):
+    Path(prefix + ".bin").unlink()
+    with pytest.raises(DataError, match=r"^--data-path \S+: no file \S+\.bin; the two files belong together.*$"):
+        IndexedDataset(prefix)
+
+
+def test_unreadable_file(prefix, monkeypatch):
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(DataError, match=r"^\S+\.idx: cannot be read \(Permission denied\); check its permissions$"):
+        IndexedDataset(prefix)
+
+
+def patched(at, form, *values):
+    """GOLDEN_IDX with other values at one place."""
+    raw = bytearray(GOLDEN_IDX)
+    struct.pack_into(form, raw, at, *values)
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(("index", "message"), [
+    (b"", "0 bytes is too short"),
+    (GOLDEN_IDX[:20], "20 bytes is too short"),
+    (b"PK" + GOLDEN_IDX[2:], "starts with b'PKIDIDX.*not an indexed data set"),
+    (patched(9, "<Q", 2), "version 2 is unknown"),
+    (patched(17, "B", 9), "token type code 9 is unknown"),
+    (patched(17, "B", 7), "token type float32 holds no token ids"),
+    (patched(18, "<Q", 2**63), "bytes, but its 9,223,372,036,854,775,808 sequences"),
+    (GOLDEN_IDX[:-1], "89 bytes, but its 2 sequences and 4 document marks need 90"),
+    (GOLDEN_IDX + b"12345", "95 bytes, but"),
+    (GOLDEN_IDX[:18] + bytes(16), "document marks run from nothing"),
+    (patched(58, "<q", 1), "document marks run from 1 to 2, not from 0 to 2"),
+    (patched(82, "<q", 1), "document marks run from 0 to 1, not from 0 to 2"),
+    (patched(66, "<q", 2), "document marks go backwards"),
+    (patched(34, "<i", -3), "sequence 0 has a negative length"),
+    (patched(50, "<q", 4), "sequence 1 does not start where"),
+], ids=lambda value: value[:24] if isinstance(value, str) else "")
+def test_damaged_index(prefix, index, message):
+    Path(prefix + ".idx").write_bytes(index)
+    with pytest.raises(DataError, match=rf"^\S+\.idx: .*{message}.*; .*$|^\S+\.idx: .*{message}.*: preprocess.*$"):
+        IndexedDataset(prefix)
+
+
+def test_checks_reach_over_block_borders(prefix, monkeypatch):
+    monkeypatch.setattr("megatron_lite.data.index_format.BLOCK", 1)
+    assert IndexedDataset(prefix).num_tokens == 5
+    Path(prefix + ".idx").write_bytes(patched(50, "<q", 4))
+    with pytest.raises(DataError, match="sequence 1 does not start"):
+        IndexedDataset(prefix)
+    Path(prefix + ".idx").write_bytes(patched(66, "<q", 2))
+    with pytest.raises(DataError, match="backwards"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("tokens", [GOLDEN_BIN[:-2], GOLDEN_BIN + b"\0"])
+def test_tokens_that_do_not_fit_the_index(prefix, tokens):
+    Path(prefix + ".bin").write_bytes(tokens)
+    with pytest.raises(DataError, match=rf"^\S+\.bin: {len(tokens)} bytes, but its \.idx needs 10; .*$"):
+        IndexedDataset(prefix)
+
+
+def test_no_tokens(prefix):
+    Path(prefix + ".bin").write_bytes(b"")
+    Path(prefix + ".idx").write_bytes(GOLDEN_IDX[:18] + struct.pack("<QQq", 0, 1, 0))
+    with pytest.raises(DataError, match=r"^\S+\.bin: holds no tokens; .*$"):
+        IndexedDataset(prefix)

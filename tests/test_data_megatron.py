@@ -1,0 +1,156 @@
+"""Files, indices and samples against Megatron's own, bit for bit. Skipped where megatron-core is not installed."""
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.blend import BlendedDataset
+from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
+from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+
+VOCAB = 100
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    """The parts of megatron-core that are compared with."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        datasets = "megatron.core.datasets."
+        modules = [
+            pytest.importorskip(datasets + name, exc_type=ImportError)
+            for name in ("helpers", "indexed_dataset", "gpt_dataset", "blended_megatron_dataset_builder", "utils")
+        ]
+    names = ("helpers", "indexed", "gpt", "builder", "utils")
+    return SimpleNamespace(**dict(zip(names, modules)))
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    random = np.random.default_rng(11)
+    prefixes = []
+    for number in range(3):
+        prefixes.append(str(tmp_path / f"corpus{number}"))
+        with IndexedWriter(prefixes[-1], VOCAB) as writer:
+            for length in random.integers(1, 40, size=60 + 20 * number):
+                writer.add_document(random.integers(VOCAB, size=length))
+    return prefixes
+
+
+class FakeTokenizer:
+    eod, pad, vocab_size = 0, -1, VOCAB
+
+    @property
+    def unique_identifiers(self):
+        return {"class": "FakeTokenizer"}
+
+
+def config(megatron, seq_length, seed, **blend):
+    return megatron.gpt.GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        tokenizer=FakeTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        **blend,
+    )
+
+
+def assert_same_samples(ours, theirs):
+    assert len(ours) == len(theirs)
+    for i in range(len(ours)):
+        sample = theirs[i]
+        raw = ours[i]
+        assert np.array_equal(raw[:-1], sample["tokens"].numpy())
+        assert np.array_equal(raw[1:], sample["labels"].numpy())
+
+
+def test_file_is_read_alike(megatron, corpora):
+    ours, theirs = IndexedDataset(corpora[0]), megatron.indexed.IndexedDataset(corpora[0])
+    assert np.array_equal(ours.sequence_lengths, theirs.sequence_lengths)
+    assert np.array_equal(ours.document_marks, theirs.document_indices)
+    assert all(np.array_equal(ours.tokens(i), theirs[i]) for i in range(len(ours)))
+
+
+def test_file_is_written_alike(megatron, tmp_path):
+    documents = [[1, 2, 3], [99], list(range(50))]
+    builder = megatron.indexed.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    with IndexedWriter(str(tmp_path / "ours"), VOCAB) as writer:
+        for document in documents:
+            writer.add_document(document)
+            builder.add_document(document, [len(document)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_indices(megatron, corpora, seed, tmp_path):
+    random = np.random.default_rng(seed)
+    seq_length = int(random.integers(2, 60))
+    num_samples = None if seed % 6 == 0 else int(random.integers(1, 400))
+    drop_last = bool(seed % 4)
+    sequences = range(int(random.integers(20)), int(random.integers(40, 60)))
+    settings = config(
+        megatron, seq_length, seed, blend=([corpora[0]], None), split="1,0,0", path_to_cache=str(tmp_path / "cache"),
+        drop_last_partial_validation_sequence=drop_last,
+    )
+    numbers = np.arange(sequences.start, sequences.stop, dtype=np.int32)
+    low = megatron.indexed.IndexedDataset(corpora[0])
+    split = megatron.utils.Split.valid  # the one that looks at drop_last
+    theirs = megatron.gpt.GPTDataset(low, corpora[0], numbers, num_samples, split, settings)
+    ours = GPTDataset(IndexedDataset(corpora[0]), sequences, num_samples, seq_length, seed, drop_last)
+    for name in ("document_index", "sample_index", "shuffle_index"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        assert mine.dtype == other.dtype
+        assert np.array_equal(mine, other), name
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.3], [1 / 3, 1 / 3, 1 / 3], [5.0, 1.0, 2.5]])
+def test_blend_indices(megatron, weights):
+    size = 3000
+    shares = (np.array(weights) / np.sum(weights)).tolist()
+    datasets, samples = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    megatron.helpers.build_blending_indices(datasets, samples, shares, len(shares), size, False)
+    ours = BlendedDataset([range(size)] * len(shares), weights, size)
+    assert np.array_equal(ours.dataset_index, datasets)
+    assert np.array_equal(ours.dataset_sample_index, samples)
+
+
+def test_exhaustive_blend_indices(megatron):
+    lengths = [17, 301, 40]
+    datasets, samples = np.zeros(sum(lengths), np.int16), np.zeros(sum(lengths), np.int64)
+    megatron.helpers.build_exhaustive_blending_indices(datasets, samples, lengths, len(lengths))
+    ours = BlendedDataset([range(length) for length in lengths], lengths, None)
+    assert np.array_equal(ours.dataset_index, datasets)
+    assert np.array_equal(ours.dataset_sample_index, samples)
+
+
+@pytest.mark.parametrize("form", ["one", "weights", "one-weight", "lengths"])
+def test_shares_of_all_data(megatron, corpora, form):
+    first, second, third = corpora
+    words = {"one": [first], "weights": ["3", first, "1", second], "one-weight": ["2", third], "lengths": corpora}[form]
+    assert_build_alike(megatron, {"data_path": tuple(words)}, {"blend": parse_blend(words, ""), "split": "80,15,5"})
+
+
+def test_own_data_for_each_split(megatron, corpora):
+    paths = (("1", corpora[0], "2", corpora[1]), (corpora[2],), (corpora[0], corpora[1], corpora[2]))
+    ours = dict(zip(("train_data_path", "valid_data_path", "test_data_path"), paths))
+    assert_build_alike(megatron, ours, {"blend_per_split": [parse_blend(words, "") for words in paths]})
+
+
+def assert_build_alike(megatron, our_paths, their_paths):
+    sizes, seq_length, seed = (70, 12, 9), 16, 1234
+    ours = build_datasets(
+        DataSpec(sizes=sizes, seq_length=seq_length, seed=seed, vocab_size=VOCAB, split="80,15,5", **our_paths)
+    )
+    builder = megatron.builder.BlendedMegatronDatasetBuilder(
+        megatron.gpt.GPTDataset, sizes, lambda: True, config(megatron, seq_length, seed, **their_paths)
+    )
+    for mine, other in zip((ours.train, ours.valid, ours.test), builder.build()):
+        assert_same_samples(mine, other)

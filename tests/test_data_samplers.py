@@ -1,0 +1,92 @@
+"""Ranks read disjoint samples that cover a block, and a resumed run reads what an uninterrupted one would."""
+
+from itertools import islice
+
+import pytest
+import torch
+
+from megatron_lite.data.samplers import cyclic_batches, single_batches
+from megatron_lite.errors import DataError
+
+SIZES = [(100, 1, 1), (103, 4, 2), (64, 8, 4), (37, 3, 5), (10, 1, 4)]
+
+
+def cyclic(data_sharding):
+    def batches(*sizes):
+        return cyclic_batches(*sizes, data_sharding)
+
+    return batches
+
+
+ENDLESS = [pytest.param(cyclic(True), id="sharded"), pytest.param(cyclic(False), id="dealt")]
+
+
+@pytest.mark.parametrize(("samples", "micro", "ranks"), SIZES)
+def test_single_reads_blocks_in_order(samples, micro, ranks):
+    by_rank = [list(single_batches(samples, 0, micro, rank, ranks)) for rank in range(ranks)]
+    read = [i for parts in zip(*by_rank) for part in parts for i in part]
+    assert read == list(range(samples - samples % (micro * ranks)))
+    assert {len(batches) for batches in by_rank} == {samples // (micro * ranks)}
+
+
+def test_single_gives_each_rank_a_contiguous_slice():
+    assert list(single_batches(12, 4, 2, 1, 2)) == [[6, 7], [10, 11]]
+
+
+def test_single_resumes_at_any_sample_and_ends_with_the_data():
+    assert list(single_batches(11, 3, 2, 0, 2)) == [[3, 4], [7, 8]]
+    assert list(single_batches(11, 11, 2, 0, 2)) == []
+
+
+@pytest.mark.parametrize("make", ENDLESS)
+@pytest.mark.parametrize(("samples", "micro", "ranks"), SIZES)
+def test_cyclic_epoch_reads_each_sample_at_most_once_over_all_ranks(make, samples, micro, ranks):
+    blocks = samples // (micro * ranks)
+    for epoch in range(3):
+        by_rank = [
+            list(islice(make(samples, epoch * blocks * micro * ranks, micro, rank, ranks), blocks))
+            for rank in range(ranks)
+        ]
+        assert {len(batch) for batches in by_rank for batch in batches} == {micro}
+        read = [i for batches in by_rank for batch in batches for i in batch]
+        assert len(set(read)) == len(read) == blocks * micro * ranks
+        assert set(read) <= set(range(samples))
+
+
+@pytest.mark.parametrize("make", ENDLESS)
+@pytest.mark.parametrize(("samples", "micro", "ranks"), SIZES)
+def test_cyclic_resume_continues_the_same_stream(make, samples, micro, ranks):
+    for rank in (0, ranks - 1):
+        whole = list(islice(make(samples, 0, micro, rank, ranks), 40))
+        for done in (1, 7, 30):
+            assert list(islice(make(samples, done * micro * ranks, micro, rank, ranks), 40 - done)) == whole[done:]
+
+
+def test_cyclic_order_is_megatrons_permutation():
+    def permutation(epoch, size):
+        return torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+    sharded = [i for batch in islice(cyclic_batches(17, 8, 2, 1, 2, True), 6) for i in batch]
+    assert sharded == [8 + i for i in permutation(0, 8)[4:] + permutation(1, 8)]
+    dealt = [i for batch in islice(cyclic_batches(17, 8, 2, 1, 2, False), 6) for i in batch]
+    assert dealt == permutation(0, 16)[8:][1::2] + permutation(1, 16)[1::2]
+
+
+def test_cyclic_leaves_the_models_random_numbers_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    list(islice(cyclic_batches(10, 0, 1, 0, 1, True), 3))
+    assert torch.rand(1) == expected
+
+
+@pytest.mark.parametrize("make", [single_batches, *ENDLESS])
+def test_fewer_samples_than_a_block(make):
+    with pytest.raises(DataError, match=r"^--micro-batch-size 4: 7 samples are too few .* of 2 data-parallel ranks; .*$"):
+        make(7, 0, 4, 0, 2)
+
+
+def test_cyclic_refuses_to_resume_inside_a_block():
+    message = r"^--dataloader-type cyclic: 6 consumed samples are no multiple of micro-batch size 4 x 2 .*; .*$"
+    with pytest.raises(DataError, match=message):
+        cyclic_batches(100, 6, 4, 0, 2, True)

@@ -1,0 +1,155 @@
+"""Text to ids and back, and files that do not fit each other."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.data.byte_level import END_OF_TEXT, byte_alphabet
+from megatron_lite.data.tokenizers import make_tokenizer
+from megatron_lite.data.train_bpe import write_bpe
+from megatron_lite.errors import DataError, UserError
+
+GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
+needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="no ../shared/data/gpt2 beside the repository")
+TEXTS = ["", " ", "Hello world", "a\n\n  b\t\u00a0c ", "naïve café 東京 🎉🏽 ﷽", "it's I'LL we've 12345", "\u2028\x00\x85"]
+BYTES = list(byte_alphabet())
+MERGES = [("h", "e"), ("Ġ", "he"), ("l", "l")]
+
+
+def vocabulary(*more):
+    return {token: i for i, token in enumerate([*BYTES, *(a + b for a, b in MERGES), END_OF_TEXT, *more])}
+
+
+def bpe(folder, vocab=None, merges=MERGES):
+    write_bpe(folder, vocabulary() if vocab is None else vocab, merges)
+    return bpe_from(folder)
+
+
+def bpe_from(folder):
+    files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+    return make_tokenizer("GPT2BPETokenizer", **files)
+
+
+@needs_gpt2
+def test_gpt2_ids():
+    tokenizer = bpe_from(GPT2)
+    assert tokenizer.encode("Hello world") == [15496, 995]
+    assert tokenizer.encode("<|endoftext|>") == [27, 91, 437, 1659, 5239, 91, 29]  # text, not the token
+    assert tokenizer.encode("  It's 2024, naïve 東京\n\n\tx ") == [
+        220, 632, 338, 48609, 11, 41492, 10545, 251, 109, 12859, 105, 628, 197, 87, 220
+    ]
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50_257, 50_256)
+
+
+@needs_gpt2
+def test_gpt2_ids_are_those_of_the_reference_tokenizer():
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.GPT2Tokenizer(str(GPT2 / "vocab.json"), str(GPT2 / "merges.txt"))
+    tokenizer = bpe_from(GPT2)
+    text = (GPT2.parent / "tinyshakespeare.txt").read_text()[:50_000]
+    for piece in [text, *TEXTS]:
+        assert tokenizer.encode(piece) == reference(piece)["input_ids"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives(tmp_path, text):
+    for tokenizer in (bpe(tmp_path), make_tokenizer("ByteTokenizer")):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eod for i in ids)
+        assert tokenizer.decode([*ids, tokenizer.eod]).endswith(END_OF_TEXT)
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_mark(tmp_path):
+    for tokenizer in (bpe(tmp_path), make_tokenizer("ByteTokenizer")):
+        assert tokenizer.decode(tokenizer.encode("a\ud800b")) in ("a\ufffdb", "a?b")
+
+
+def test_merges_apply_in_their_order(tmp_path):
+    tokenizer = bpe(tmp_path)
+    vocab = vocabulary()
+    assert tokenizer.encode("hell hell") == [vocab[t] for t in ("he", "ll", "Ġhe", "ll")]
+
+
+def test_end_of_text_may_come_first_and_other_special_tokens_may_follow(tmp_path):
+    tokens = [END_OF_TEXT, *BYTES, *(a + b for a, b in MERGES), "<|pad|>"]
+    tokenizer = bpe(tmp_path, {token: i for i, token in enumerate(tokens)})
+    assert (tokenizer.eod, tokenizer.vocab_size) == (0, len(tokens))
+    assert tokenizer.encode("he") == [tokens.index("he")]
+    assert tokenizer.decode([len(tokens) - 1]) == "<|pad|>"
+
+
+def test_byte_tokenizer():
+    tokenizer = make_tokenizer("ByteTokenizer")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    assert tokenizer.encode("aé") == [97, 195, 169]
+
+
+def test_null_tokenizer():
+    tokenizer = make_tokenizer("NullTokenizer", vocab_size=100)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.encode(" 5 17\n99 ") == [5, 17, 99]
+    assert tokenizer.decode([5, 17]) == "5 17"
+
+
+def test_null_tokenizer_and_words():
+    with pytest.raises(DataError, match=r"^--tokenizer-type NullTokenizer: 'five' in the text is no integer; .*$"):
+        make_tokenizer("NullTokenizer", vocab_size=100).encode("1 five")
+
+
+@pytest.mark.parametrize("vocab_size", [None, 0, -1])
+def test_null_tokenizer_without_a_size(vocab_size):
+    with pytest.raises(UserError, match=rf"^--vocab-size {vocab_size}: NullTokenizer needs .*; for example 32000$"):
+        make_tokenizer("NullTokenizer", vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "SentencePieceTokenizer", "gpt2"])
+def test_other_types_get_a_way_out(name):
+    message = rf"^--tokenizer-type {name}: not available, only GPT2BPETokenizer, .*NullTokenizer --vocab-size N$"
+    with pytest.raises(UserError, match=message):
+        make_tokenizer(name)
+
+
+def test_missing_files(tmp_path):
+    bpe(tmp_path)
+    vocab, merges = str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")
+    for files, message in [
+        ({}, r"^--vocab-file: missing, GPT2BPETokenizer needs it; .*$"),
+        ({"vocab_file": vocab}, r"^--merge-file: missing, GPT2BPETokenizer needs it; .*$"),
+        ({"vocab_file": "/no/file"}, r"^--vocab-file /no/file: cannot be read \(No such file.*\); .*$"),
+        ({"vocab_file": vocab, "merge_file": "/no/file"}, r"^--merge-file /no/file: cannot be read .*$"),
+        ({"vocab_file": merges, "merge_file": vocab}, r"^--vocab-file \S+merges.txt: not JSON; .*$"),
+        ({"vocab_file": vocab, "merge_file": vocab}, r"^--merge-file \S+vocab.json: line 1 is not two tokens; .*$"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            make_tokenizer("GPT2BPETokenizer", **files)
+
+
+@pytest.mark.parametrize(("raw", "message"), [
+    (b"\xff\xfe", "not UTF-8; .*"),
+    (b"[" * 100_000, "not JSON; .*"),
+    (b"[1, 2]", "not a map from tokens to the ids .*"),
+    (b'{"a": 1}', "not a map from tokens to the ids .*"),
+    (b'{"a": "0"}', "not a map from tokens to the ids .*"),
+    (b'{"a": 0}', r"<\|endoftext\|> is missing; .*"),
+    (json.dumps({t: i for i, t in enumerate([END_OF_TEXT, *BYTES[1:]])}).encode(), "! is missing; .*"),
+], ids=["utf8", "deep", "list", "gap", "string-ids", "no-eod", "no-byte"])
+def test_malformed_vocabulary(tmp_path, raw, message):
+    bpe(tmp_path)
+    (tmp_path / "vocab.json").write_bytes(raw)
+    with pytest.raises(UserError, match=rf"^--vocab-file \S+vocab.json: {message}$"):
+        bpe_from(tmp_path)
+
+
+@pytest.mark.parametrize(("vocab", "merges", "message"), [
+    (None, [*MERGES, ("x", "y")], "merge 'x y' does not fit the vocabulary; .*"),
+    (None, [MERGES[1], MERGES[0], MERGES[2]], "merge 'Ġ he' does not fit the vocabulary; .*"),
+    (None, [*MERGES, MERGES[0]], "merge 'h e' does not fit the vocabulary; .*"),
+    (None, [MERGES[0], MERGES[2], MERGES[1]], "the ids do not follow the order of the merges; .*"),
+    (None, MERGES[:1], "no merge makes 2 tokens such as Ġhe; is the merge file complete?"),
+    (vocabulary("extra"), MERGES, "no merge makes 1 tokens such as extra; .*"),
+], ids=["unknown", "order", "twice", "ids", "truncated", "unmade"])
+def test_files_of_different_models(tmp_path, vocab, merges, message):
+    with pytest.raises(UserError, match=rf"^--vocab-file \S+ and --merge-file \S+: {message.replace('?', '[?]')}$"):
+        bpe(tmp_path, vocab, merges)

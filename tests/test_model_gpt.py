@@ -1,0 +1,169 @@
+"""Properties of the whole model: causality, documents, grouped queries, dropout, precision, construction."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from model_variants import PLAIN, VARIANTS, build, tokens
+
+from megatron_lite.model.gpt import GPT
+from megatron_lite.model.init import initialize
+from megatron_lite.model.loss import token_losses
+
+BACKENDS = ["auto", "flash", "unfused", "local"]
+DOCUMENT_VARIANTS = ["gelu_tanh", "rope", "gqa_swiglu_rmsnorm", "layer_scaling"]
+
+
+def input_gradients(model, inputs, t, **arguments):
+    """Gradient of all logits at position t with respect to each position's word vector, (B, T, H)."""
+    kept = []
+    handle = model.embedding.word_embeddings.register_forward_hook(lambda module, args, out: kept.append(out))
+    logits = model(inputs, **arguments)
+    handle.remove()
+    weights = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(0))
+    return torch.autograd.grad((logits[:, t] * weights).sum(), kept[0])[0]
+
+
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_position_sees_a_later_one(name, backend):
+    model, inputs = build(VARIANTS[name], backend), tokens(VARIANTS[name])
+    for t in (0, 5, 11):
+        gradients = input_gradients(model, inputs, t)
+        assert gradients[:, t + 1 :].abs().sum() == 0
+        assert (gradients[:, : t + 1].abs().amax(dim=-1) > 0).all(), "an earlier position is not seen"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", DOCUMENT_VARIANTS)
+def test_documents_in_one_row_equal_documents_run_alone(name, backend):
+    shape = VARIANTS[name]
+    model, inputs = build(shape, backend, masked=True), tokens(shape)
+    documents = torch.tensor([[7] * 5 + [8] * 7, [0] * 2 + [1] * 9 + [2]])
+    positions = torch.tensor([[*range(5), *range(7)], [*range(2), *range(9), 0]])
+    together = model(inputs, positions_BT=positions, documents_BT=documents)
+    for row, column, end in [(0, 0, 5), (0, 5, 12), (1, 0, 2), (1, 2, 11), (1, 11, 12)]:
+        alone = model(inputs[row : row + 1, column:end])
+        torch.testing.assert_close(together[row : row + 1, column:end], alone, rtol=0, atol=1e-5)
+    assert (together - model(inputs)).abs().max() > 0.01
+
+
+def test_no_gradient_crosses_a_document_boundary():
+    model, inputs = build(PLAIN, masked=True), tokens(PLAIN)
+    documents = torch.tensor([[0] * 5 + [1] * 7] * 2)
+    gradients = input_gradients(model, inputs, 8, documents_BT=documents)
+    assert gradients[:, :5].abs().sum() == 0 and (gradients[:, 5:9].abs().amax(dim=-1) > 0).all()
+
+
+def test_default_positions_count_from_zero():
+    for name in ("gelu_tanh", "rope"):
+        model, inputs = build(VARIANTS[name]), tokens(PLAIN)
+        positions = torch.arange(PLAIN.seq_length).expand_as(inputs)
+        assert torch.equal(model(inputs), model(inputs, positions_BT=positions))
+
+
+def test_rope_sees_only_distances():
+    """Shifting all positions changes learned vectors' logits but not rope's."""
+    for name, moves in [("rope", False), ("rope_partial_interleaved", False), ("gelu_tanh", True)]:
+        model, inputs = build(VARIANTS[name]), tokens(PLAIN)
+        shifted = torch.arange(3, 3 + PLAIN.seq_length)[None]
+        assert ((model(inputs) - model(inputs, positions_BT=shifted)).abs().max() > 1e-3) == moves
+
+
+def test_interpolation_divides_positions():
+    near, far = build(VARIANTS["rope"]), build(VARIANTS["rope_interpolated"])
+    inputs, positions = tokens(PLAIN), torch.arange(PLAIN.seq_length)[None]
+    torch.testing.assert_close(near(inputs, positions_BT=positions), far(inputs, positions_BT=positions * 4))
+
+
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_grouped_queries_equal_heads_with_repeated_keys(groups, backend):
+    shape = replace(PLAIN, num_query_groups=groups, position_embedding="rope")
+    per_group = shape.num_attention_heads // groups
+    grouped, full = build(shape, backend), build(replace(shape, num_query_groups=4), backend)
+    state = grouped.state_dict()
+    for name in [n for n in state if "linear_qkv" in n]:
+        rows = state[name].unflatten(0, (groups, per_group + 2, shape.kv_channels))
+        heads = [torch.cat((g[i : i + 1], g[-2:])) for g in rows for i in range(per_group)]
+        state[name] = torch.stack(heads).flatten(0, 2)
+    full.load_state_dict(state)
+    torch.testing.assert_close(grouped(tokens(shape)), full(tokens(shape)), rtol=0, atol=1e-5)
+
+
+def test_layernorm_1p_stores_the_weight_minus_one():
+    plain, minus_one = build(PLAIN), build(VARIANTS["layernorm_1p"])
+    state = plain.state_dict()
+    minus_one.load_state_dict({k: v - 1 if k.endswith("layernorm.weight") else v for k, v in state.items()})
+    torch.testing.assert_close(plain(tokens(PLAIN)), minus_one(tokens(PLAIN)), rtol=0, atol=1e-5)
+
+
+def test_losses_are_the_cross_entropy_of_the_logits():
+    model, inputs, labels = build(PLAIN), tokens(PLAIN), tokens(PLAIN, seed=2)
+    expected = -model(inputs).double().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    torch.testing.assert_close(model(inputs, labels).double(), expected, rtol=0, atol=1e-5)
+
+
+def test_another_loss_can_take_its_place():
+    inputs, labels = tokens(PLAIN), tokens(PLAIN, seed=2)
+    model = build(PLAIN)
+    doubled = GPT(PLAIN, model.decoder.layers[0].self_attention.attend, lambda *args: 2 * token_losses(*args))
+    doubled.load_state_dict(model.state_dict())
+    assert torch.equal(doubled(inputs, labels), 2 * model(inputs, labels))
+
+
+def test_hidden_dropout_strikes_the_embedding_and_both_outputs_of_each_block():
+    model = build(replace(PLAIN, hidden_dropout=0.25, hidden_size=128, kv_channels=32))
+    struck = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda module, args, out: struck.append((args[0], out)))
+    model(tokens(PLAIN))
+    assert len(struck) == 1 + 2 * PLAIN.num_layers
+    for before, after in struck:
+        assert 0.2 < (after == 0).float().mean() < 0.3
+        torch.testing.assert_close(after[after != 0], before[after != 0] / 0.75)
+    model.eval()
+    assert torch.equal(model(tokens(PLAIN)), model(tokens(PLAIN)))
+
+
+def test_low_precision_keeps_the_loss_in_fp32():
+    model, inputs, labels = build(PLAIN, "auto"), tokens(PLAIN), tokens(PLAIN, seed=2)
+    exact = model(inputs, labels).mean()
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast = model(inputs, labels)
+    assert autocast.dtype == torch.float32
+    assert abs(autocast.mean() - exact) < 0.02
+    for name, shape in VARIANTS.items():
+        model = build(shape, "auto")
+        exact, half = model(inputs, labels).mean(), model.bfloat16()(inputs, labels)
+        assert half.dtype == torch.float32 and abs(half.mean() - exact) < 0.05, name
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_model_built_without_memory_loses_nothing(name):
+    """Construction on the meta device and initialisation later gives the same model: no state outside parameters."""
+    shape = VARIANTS[name]
+    direct = build(shape)
+    torch.manual_seed(5)
+    initialize(direct, shape)
+    with torch.device("meta"):
+        empty = GPT(shape, direct.decoder.layers[0].self_attention.attend)
+    later = empty.to_empty(device="cpu")
+    torch.manual_seed(5)
+    initialize(later, shape)
+    assert torch.equal(direct(tokens(shape)), later(tokens(shape)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash", "unfused"])
+def test_a_layer_compiles_into_one_graph(backend):
+    shape = VARIANTS["qk_rmsnorm_rope"]
+    model = build(shape, backend)
+    inputs, labels = tokens(shape), tokens(shape, seed=2)
+    documents = torch.tensor([[0] * 5 + [1] * 7] * 2)
+    plain = [model(inputs, labels), model(inputs, labels, documents_BT=documents)]
+    for layer in model.decoder.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    compiled = [model(inputs, labels), model(inputs, labels, documents_BT=documents)]
+    compiled[1].mean().backward()
+    torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-5)
