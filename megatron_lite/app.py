@@ -14,6 +14,7 @@ from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import UserError
+from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.choose import choose
 from megatron_lite.instruments.timeline import Timeline
@@ -64,8 +65,10 @@ def _headline(plan: Plan) -> str:
     ranks = f"{plan.world.size} rank{'s' if plan.world.size > 1 else ''}"
     where = torch.cuda.get_device_name() if plan.device == "cuda" else f"CPU, {torch.get_num_threads()} threads each"
     passes = plan.micro_batches(plan.train_samples)
+    peak = peak_tflops(where, plan.precision) if plan.device == "cuda" else None
+    mfu = f"MFU against {peak:g} TFLOP/s" if peak else "MFU unknown: no peak for this processor in the table"
     return (f"  {ranks} on {where} ({plan.backend}) | global batch {plan.batch.final} = micro-batch "
-            f"{plan.args.training.micro_batch_size} x {plan.world.size} x {passes} | {plan.train_iters} iterations")
+            f"{plan.args.training.micro_batch_size} x {plan.world.size} x {passes} | {plan.train_iters} iterations\n  {mfu}")
 
 
 def _prepare_torch(plan: Plan):

@@ -12,10 +12,10 @@ from megatron_lite.config.flags import flag
 class ModelArgs:
     """Model"""
 
-    num_layers: int | None = flag(None, "Transformer layers.")
-    hidden_size: int | None = flag(None, "Width of the residual stream.")
-    num_attention_heads: int | None = flag(None, "Attention heads per layer.")
-    seq_length: int | None = flag(None, "Tokens per training sample.", aliases=("--encoder-seq-length",))
+    num_layers: int | None = flag(None, "Transformer layers. Required.")
+    hidden_size: int | None = flag(None, "Width of the residual stream. Required.")
+    num_attention_heads: int | None = flag(None, "Attention heads per layer. Required.")
+    seq_length: int | None = flag(None, "Tokens per training sample. Required.", aliases=("--encoder-seq-length",))
     max_position_embeddings: int | None = flag(None, "Rows of the learned position table; at least seq-length.")
     ffn_hidden_size: int | None = flag(None, "Width of the MLP; 4 x hidden, with --swiglu 8/3 x in steps of 64.")
     kv_channels: int | None = flag(None, "Width of one head; hidden / heads when left out.")
@@ -23,13 +23,15 @@ class ModelArgs:
     num_query_groups: int = flag(1, "Key/value heads, with --group-query-attention.")
     position_embedding_type: str = flag(
         "learned_absolute", "Learned table, rotary, or none.",
-        choices=("learned_absolute", "rope", "mrope", "relative", "none"),
+        choices=("learned_absolute", "rope", "none"),
     )
     rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.")
     rotary_base: int = flag(10000, "Base of the rotary frequencies.")
     rotary_interleaved: bool = flag(False, "Rotate neighbouring channels instead of halves.")
     rotary_seq_len_interpolation_factor: int | None = flag(None, "Divide rotary positions by this.")
-    add_position_embedding: bool = flag(True, "No learned position table (old spelling).", off="--no-position-embedding")
+    add_position_embedding: bool = flag(
+        True, "No learned position table (old spelling).", off="--no-position-embedding"
+    )
     normalization: str = flag("LayerNorm", "Norm of the residual stream.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, "Epsilon of the norms.")
     apply_layernorm_1p: bool = flag(False, "Keep norm weights minus one.")
@@ -70,10 +72,14 @@ class ModelArgs:
 class TrainingArgs:
     """Training"""
 
-    micro_batch_size: int | None = flag(None, "Samples per rank per forward and backward.")
-    global_batch_size: int | None = flag(None, "Samples per optimizer step over all ranks.")
-    rampup_batch_size: tuple[int, ...] = flag((), "START INCREMENT SAMPLES: grow the global batch; with --train-samples.")
-    train_iters: int | None = flag(None, "Optimizer steps to run.")
+    micro_batch_size: int | None = flag(None, "Samples per rank per forward and backward. Required.")
+    global_batch_size: int | None = flag(
+        None, "Samples per optimizer step over all ranks; micro-batch x ranks when left out."
+    )
+    rampup_batch_size: tuple[int, ...] = flag(
+        (), "Grow the global batch over the first samples; with --train-samples.", value="START INCREMENT SAMPLES",
+    )
+    train_iters: int | None = flag(None, "Optimizer steps to run. Required, or --train-samples.")
     train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.")
     seed: int = flag(1234, "Seed of weights, dropout and data order.")
     calculate_per_token_loss: bool = flag(False, "Normalise gradients by the unmasked tokens of the global batch.")
@@ -81,7 +87,7 @@ class TrainingArgs:
     exit_interval: int | None = flag(None, "Save and leave when the iteration is a multiple of this.")
     exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.")
     exit_signal_handler: bool = flag(False, "On the exit signal: finish the step, save, exit 0.")
-    exit_signal: str = flag("SIGTERM", "The signal of --exit-signal-handler.")
+    exit_signal: str = flag("SIGTERM", "The signal of --exit-signal-handler.", value="NAME")
     manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")
     manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.")
     deterministic_mode: bool = flag(False, "Refuse nondeterministic kernels.")
@@ -109,8 +115,8 @@ class PrecisionArgs:
 class OptimizerArgs:
     """Optimizer and schedule"""
 
-    optimizer: str = flag("adam", "adam is AdamW.", choices=("adam", "sgd", "muon", "dist_muon"))
-    lr: float | None = flag(None, "Peak learning rate.")
+    optimizer: str = flag("adam", "adam is AdamW.", choices=("adam", "sgd"))
+    lr: float | None = flag(None, "Peak learning rate. Required.")
     min_lr: float = flag(0.0, "Floor of the learning rate.")
     lr_decay_style: str = flag(
         "linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -141,7 +147,8 @@ class OptimizerArgs:
         False, "The command line's schedule wins over the checkpoint's.", aliases=("--override-opt_param-scheduler",)
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, "The checkpoint's schedule wins over the command line's.", aliases=("--use-checkpoint-opt_param-scheduler",)
+        False, "The checkpoint's schedule wins over the command line's.",
+        aliases=("--use-checkpoint-opt_param-scheduler",),
     )
 
 
@@ -163,20 +170,25 @@ class ParallelArgs:
 class DataArgs:
     """Data"""
 
-    data_path: tuple[str, ...] = flag((), "Prefix of a .bin/.idx pair, several, or WEIGHT PREFIX WEIGHT PREFIX ...")
-    train_data_path: tuple[str, ...] = flag((), "The same for training only; with --valid-data-path/--test-data-path.")
-    valid_data_path: tuple[str, ...] = flag((), "The same for validation only.")
-    test_data_path: tuple[str, ...] = flag((), "The same for the test only.")
-    split: str | None = flag(None, "Shares of train, validation and test; 969,30,1 when left out.")
+    data_path: tuple[str, ...] = flag(
+        (), "Prefix of a .bin/.idx pair, several, or each with its weight before it.", value="[WEIGHT] PREFIX ...",
+    )
+    train_data_path: tuple[str, ...] = flag(
+        (), "The same for training only; with --valid-data-path/--test-data-path.", value="[WEIGHT] PREFIX ...",
+    )
+    valid_data_path: tuple[str, ...] = flag((), "The same for validation only.", value="[WEIGHT] PREFIX ...")
+    test_data_path: tuple[str, ...] = flag((), "The same for the test only.", value="[WEIGHT] PREFIX ...")
+    split: str | None = flag(None, "Shares of train, validation and test; 969,30,1 when left out.", value="A,B,C")
     mock_data: bool = flag(False, "Synthetic data instead of files.")
     tokenizer_type: str | None = flag(
-        None, "GPT2BPETokenizer, ByteTokenizer (ours: 256 bytes and EOD) or NullTokenizer; GPT2BPETokenizer when left out."
+        None, "GPT2BPETokenizer (when left out), NullTokenizer, or ByteTokenizer: 256 bytes and EOD (ours).",
+        value="NAME",
     )
-    vocab_file: str | None = flag(None, "GPT-2 style vocab.json.")
-    merge_file: str | None = flag(None, "GPT-2 style merges.txt.")
+    vocab_file: str | None = flag(None, "GPT-2 style vocab.json.", value="FILE")
+    merge_file: str | None = flag(None, "GPT-2 style merges.txt.", value="FILE")
     vocab_size: int | None = flag(None, "Vocabulary before padding, for NullTokenizer and --mock-data.")
     dataloader_type: str = flag(
-        "single", "In order once (single) or shuffled anew each epoch (cyclic).", choices=("single", "cyclic", "external")
+        "single", "In order once (single) or shuffled anew each epoch (cyclic).", choices=("single", "cyclic")
     )
     data_sharding: bool = flag(True, "cyclic: one permutation over all ranks.", off="--no-data-sharding")
     num_workers: int = flag(2, "Loader processes per rank.")
@@ -194,11 +206,13 @@ class WatchArgs:
     log_progress: bool = flag(False, "A line per checkpoint in SAVE/progress.txt.")
     log_params_norm: bool = flag(False, "Log the L2 norm of the parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradients.")
-    timing_log_level: int = flag(0, "1, 2: print each phase's host time per iteration, smallest and largest rank.")
+    timing_log_level: int = flag(
+        0, "1, 2: print each phase's host time per iteration, smallest and largest rank.", choices=("0", "1", "2")
+    )
     timing_log_option: str = flag("minmax", "How those times are printed.", choices=("max", "minmax", "all"))
     eval_interval: int = flag(1000, "Iterations between validations.")
     eval_iters: int = flag(100, "Global batches per validation; 0: none.")
-    tensorboard_dir: str | None = flag(None, "TensorBoard folder.")
+    tensorboard_dir: str | None = flag(None, "TensorBoard folder.", value="FOLDER")
     tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.")
     tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.")
     log_timers_to_tensorboard: bool = flag(False, "Iteration and phase times to TensorBoard.")
@@ -211,7 +225,8 @@ class WatchArgs:
     )
     log_memory_interval: int | None = flag(None, "Iterations between memory lines; a multiple of --log-interval.")
     run_dir: str | None = flag(
-        None, "Folder of run.json and steps.jsonl; --tensorboard-dir, else --save, else runs/TIME when left out. (ours)"
+        None, "Folder of run.json and steps.jsonl; else --tensorboard-dir, else --save, else runs/TIME. (ours)",
+        value="FOLDER",
     )
 
 
@@ -219,11 +234,13 @@ class WatchArgs:
 class CheckpointArgs:
     """Checkpoints"""
 
-    save: str | None = flag(None, "Folder to write checkpoints to.")
-    load: str | None = flag(None, "Folder to read the latest checkpoint from; fresh start if it holds none.")
+    save: str | None = flag(None, "Folder to write checkpoints to.", value="FOLDER")
+    load: str | None = flag(
+        None, "Folder to read the latest checkpoint from; fresh start if it holds none.", value="FOLDER",
+    )
     save_interval: int | None = flag(None, "Iterations between checkpoints.", aliases=("--persistent-save-interval",))
     finetune: bool = flag(False, "Load weights only, start at iteration 0.")
-    pretrained_checkpoint: str | None = flag(None, "Weights to start from when --load holds nothing.")
+    pretrained_checkpoint: str | None = flag(None, "Weights to start from when --load holds nothing.", value="FOLDER")
     no_load_optim: bool = flag(False, "Do not load the optimizer.")
     no_load_rng: bool = flag(False, "Do not load random-number states.")
     no_save_optim: bool = flag(False, "Do not save the optimizer.")
@@ -239,13 +256,15 @@ class ProfileArgs:
     use_pytorch_profiler: bool = flag(False, "A torch.profiler trace instead of Nsight Systems; implies --profile.")
     profile_step_start: int = flag(10, "First profiled iteration of this run, counted from 1.")
     profile_step_end: int = flag(12, "The iteration to stop before.")
-    profile_ranks: tuple[int, ...] = flag((0,), "Ranks to profile; -1: all.")
+    profile_ranks: tuple[int, ...] = flag((0,), "Ranks to profile; -1: all.", value="RANK ...")
     pytorch_profiler_collect_shapes: bool = flag(False, "Record operator shapes.")
     pytorch_profiler_collect_callstack: bool = flag(False, "Record Python stacks.")
     nvtx_ranges: bool = flag(False, "NVTX ranges for the phases of a step, on the Nsight Systems path.")
     record_shapes: bool = flag(False, "NVTX ranges for every operator with its shapes, on the Nsight Systems path.")
     record_memory_history: bool = flag(False, "Record GPU allocations and write a snapshot at the window's end.")
-    memory_snapshot_path: str = flag("snapshot.pickle", "File of that snapshot; the rank is put before the ending.")
+    memory_snapshot_path: str = flag(
+        "snapshot.pickle", "File of that snapshot; the rank is put before the ending.", value="FILE",
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from megatron_lite.config.rules.model import model_rules
 from megatron_lite.config.rules.optimizer import optimizer_rules
 from megatron_lite.config.rules.run import data_rules, rank_rules, watch_rules
 from megatron_lite.config.rules.training import precision_rules, training_rules
+from megatron_lite.config.without_effect import without_effect
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
@@ -32,19 +33,22 @@ def check(line: CommandLine, world: World):
 
 def remarks(line: CommandLine, world: World) -> list[str]:
     """What is worth a word but no reason to stop. Told once, by rank 0."""
-    args, notes = line.args, list(dict.fromkeys(line.notes))
-    m, p, t = args.model, args.profile, args.training
-    if m.num_query_groups > 1 and not m.group_query_attention:
-        notes.append(f"--num-query-groups {m.num_query_groups} has no effect without --group-query-attention.")
+    args, notes = line.args, list(dict.fromkeys([*line.notes, *without_effect(line)]))
+    p, t = args.profile, args.training
     if p.use_pytorch_profiler and not p.profile:
         notes.append("--use-pytorch-profiler without --profile: profiling all the same.")
     profiling = p.profile or p.use_pytorch_profiler
     if profiling and t.train_iters is not None and p.profile_step_start > t.train_iters:
         notes.append(f"--profile-step-start {p.profile_step_start} lies beyond --train-iters {t.train_iters}: "
                      "nothing will be profiled.")
+    elif profiling and t.train_iters is not None and p.profile_step_end > t.train_iters + 1:
+        notes.append(f"--profile-step-end {p.profile_step_end} lies beyond --train-iters {t.train_iters}: "
+                     "the profile stops with the run.")
     if profiling and not p.use_pytorch_profiler and not world.gpus:
         notes.append("--profile without --use-pytorch-profiler steers Nsight Systems, which sees GPUs only; "
                      "add --use-pytorch-profiler for a trace of this CPU run.")
+    if args.checkpoint.save is not None and args.checkpoint.save_interval is None:
+        notes.append("--save without --save-interval: a checkpoint is written when the run ends, none before.")
     if p.record_memory_history and not world.gpus:
         notes.append("--record-memory-history records a GPU's allocator; there is no GPU, so no snapshot is written.")
     if args.precision.fp16 and not world.gpus:

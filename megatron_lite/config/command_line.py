@@ -1,16 +1,13 @@
 """argv and YAML -> Args, with every mistake collected instead of stopping at the first."""
 
 import difflib
+import math
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import yaml
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import Flag, build, dashed, flags_of
-from megatron_lite.config.megatron import ACCEPTED, REFUSED, RESPELLED, RETIRED, answers
-
-YAML_FLAG = "--yaml-cfg"
+from megatron_lite.config.flags import Flag, build, flags_of
+from megatron_lite.config.megatron import ACCEPTED, HARMLESS, REFUSED, RESPELLED, RETIRED, answers
+from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 
 
 @dataclass
@@ -23,23 +20,36 @@ class CommandLine:
     mistakes: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)  # fields named by the user
     broken: set[str] = field(default_factory=set)  # spellings whose value could not be read
+    spelled: dict[str, str] = field(default_factory=dict)  # {field: the spelling that set it}
 
 
 def read_command_line(argv: list[str]) -> CommandLine:
-    """Read `argv`, with the file of --yaml-cfg below it. Never raises: see `.mistakes`."""
+    """Read `argv`, with the files of --yaml-cfg below it. Never raises: see `.mistakes`."""
     line = CommandLine()
     known = {spelling: flag for flag in flags_of(Args) for spelling in flag.spellings}
     words = _words(argv, line)
-    for path in [values[0] for name, values in words if name == YAML_FLAG and len(values) == 1]:
-        words = _yaml_words(path, known, line) + words
     for name, values in words:
         if name == YAML_FLAG:
-            if len(values) != 1:
-                line.mistakes.append(f"{YAML_FLAG}: give one file.")
-            continue
-        _take(name, values, known, line)
+            _take_file(values, known, line)
+    line.spelled.clear()  # only two spellings in one place contradict each other
+    for name, values in words:
+        if name != YAML_FLAG:
+            _take(name, values, known, line)
     line.args = build(Args, line.values)
     return line
+
+
+def _take_file(values: list[str], known: dict[str, Flag], line: CommandLine):
+    if len(values) != 1:
+        line.mistakes.append(f"{YAML_FLAG} takes one file, got {len(values)}.")
+        return
+    line.spelled.clear()
+    words, mistakes = read_yaml(values[0], {flag.field: flag for flag in known.values()}, set(_all_names(known)))
+    line.mistakes += mistakes
+    before = len(line.mistakes)
+    for name, of_name in words:
+        _take(name, of_name, known, line)
+    line.mistakes[before:] = [f"{values[0]}: {mistake}" for mistake in line.mistakes[before:]]
 
 
 def _words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
@@ -69,8 +79,12 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
         line.notes.append(f"{name} has no effect here: {accepted[name]}.")
     elif name in retired:
         line.notes.append(f"{name} was retired by Megatron-LM and has no effect: {retired[name]}.")
+    elif name in refused and HARMLESS.get(name) == values:
+        line.notes.append(f"{name} has no effect here: its value asks for nothing.")
     elif name in refused:
         line.mistakes.append(f"{name} is refused: {refused[name]}.")
+    elif name == YAML_FLAG:
+        line.mistakes.append(f"{YAML_FLAG} stands in a file of settings; give all files on the command line.")
     else:
         _refuse_unknown(name, _all_names(known), line)
 
@@ -80,10 +94,24 @@ def _all_names(known: dict[str, Flag]) -> list[str]:
 
 
 def _refuse_unknown(name: str, names: list[str], line: CommandLine):
-    near = difflib.get_close_matches("--" + name.lstrip("-").replace("_", "-"), names, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else "--help lists them all."
+    near = _nearest(name, names)
+    hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
     line.mistakes.append(f"{name} is not a flag; {hint}")
     line.broken.update(near)  # most likely what was meant: do not call it missing as well
+
+
+def _nearest(name: str, names: list[str]) -> list[str]:
+    """The names that look almost like `name`, or up to three that it begins, or those that look most like it."""
+    wanted = "--" + name.lstrip("-").replace("_", "-").lower()
+    longer = [known for known in names if known.startswith(wanted) and len(wanted) > 3]
+    return _closest(wanted, names, 0.9) or longer[:3] or _closest(wanted, names, 0.65)
+
+
+def _closest(word: str, words: tuple[str, ...] | list[str], least: float) -> list[str]:
+    """The most similar of `words`, several if they are equally so."""
+    near = difflib.get_close_matches(word, words, n=3, cutoff=least) if word != "--" else []
+    ratios = [difflib.SequenceMatcher(None, other, word).ratio() for other in near]
+    return sorted(other for other, ratio in zip(near, ratios) if ratio == ratios[0])
 
 
 def _read_value(name: str, flag: Flag, values: list[str], line: CommandLine):
@@ -92,7 +120,11 @@ def _read_value(name: str, flag: Flag, values: list[str], line: CommandLine):
         line.mistakes.append(mistake)
         line.broken.update(flag.spellings)
         return
+    earlier = line.spelled.get(flag.field, name)
+    if earlier != name and line.values[flag.field] != value:
+        line.mistakes.append(f"{earlier} {line.values[flag.field]} and {name} {value} are one setting; keep one.")
     line.values[flag.field] = value
+    line.spelled[flag.field] = name
     line.given.add(flag.field)
 
 
@@ -100,11 +132,12 @@ def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | No
     """(value, None), or (None, what is wrong)."""
     if flag.is_switch:
         if values:
-            return None, f"{name} takes no value, got '{' '.join(values)}'; drop that."
+            return None, (f"{name} is a switch and takes no value, got '{' '.join(values)}'; "
+                          "drop the value, or the flag to switch it off.")
         return not flag.default, None
     if flag.many:
-        if not values and not flag.optional and flag.kind is not str:
-            return None, f"{name} needs at least one value."
+        if not values:
+            return None, f"{name} takes one value or more, got none."
         items = [_convert_one(name, flag, value) for value in values]
         wrong = [mistake for _, mistake in items if mistake]
         return (None, wrong[0]) if wrong else (tuple(item for item, _ in items), None)
@@ -116,14 +149,19 @@ def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | No
 
 def _convert_one(name: str, flag: Flag, text: str) -> tuple[object, str | None]:
     if flag.choices and text not in flag.choices:
-        near = difflib.get_close_matches(text, flag.choices, n=1, cutoff=0.5)
+        near = [name for name in flag.choices if name.lower() == text.lower()] or _closest(text, flag.choices, 0.5)
         hint = f"; did you mean {near[0]}?" if near else "."
         return None, f"{name} {text}: choose from {', '.join(flag.choices)}{hint}"
+    if not text.strip() or "\0" in text:
+        return None, f"{name} {text!r}: is no usable value; give one, or drop the flag."
     try:
-        return flag.kind(text), None
+        value = flag.kind(text)
     except ValueError:
         kind = {int: "a whole number", float: "a number"}[flag.kind]
         return None, f"{name} {text}: needs {kind}."
+    if flag.kind is float and not math.isfinite(value):
+        return None, f"{name} {text}: needs a finite number."
+    return value, None
 
 
 def _is_number(token: str) -> bool:
@@ -132,45 +170,3 @@ def _is_number(token: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _yaml_words(path: str, known: dict[str, Flag], line: CommandLine) -> list[tuple[str, list[str]]]:
-    """The file's settings as flags. Groups nest freely; names take - or _; true and false set switches."""
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        line.mistakes.append(f"{YAML_FLAG} {path}: cannot be read ({reason}); check the path.")
-        return []
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        line.mistakes.append(f"{YAML_FLAG} {path}: not YAML{where}; mend the file.")
-        return []
-    if not isinstance(content, dict):
-        line.mistakes.append(f"{YAML_FLAG} {path}: must hold NAME: VALUE lines.")
-        return []
-    by_field = {flag.field: flag for flag in known.values()}
-    names = set(_all_names(known))
-    return [word for name, value in _leaves(content) for word in _yaml_word(str(name), value, by_field, names)]
-
-
-def _leaves(content: dict):
-    for name, value in content.items():
-        if isinstance(value, dict):
-            yield from _leaves(value)
-        else:
-            yield name, value
-
-
-def _yaml_word(name: str, value, by_field: dict[str, Flag], names: set[str]) -> list[tuple[str, list[str]]]:
-    """`fp16: true` -> --fp16; `add_bias_linear: false` -> --disable-bias-linear; `lr: 1e-4` -> --lr 1e-4."""
-    flag = by_field.get(name.lstrip("-").replace("-", "_"))
-    if value is None:
-        return []
-    spelling = flag.spelling if flag else dashed(name.lstrip("-"))
-    if isinstance(value, bool):
-        off = flag.default if flag and flag.is_switch else False
-        return [(spelling, [])] if value != off or spelling not in names else []
-    values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    return [(spelling, values)]

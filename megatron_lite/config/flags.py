@@ -23,7 +23,7 @@ class Flag:
     default: object
     many: bool  # takes a list of values
     choices: tuple[str, ...]
-    optional: bool = False  # None is a value, meaning "not given"
+    value: str  # what help calls the value; empty for the kind's name
 
     @property
     def is_switch(self) -> bool:
@@ -34,9 +34,12 @@ class Flag:
         return (self.spelling, *self.aliases)
 
 
-def flag(default, help: str, *, choices: tuple[str, ...] = (), off: str | None = None, aliases: tuple[str, ...] = ()):
-    """Declare one knob. `off` is the spelling that switches a default-on bool off."""
-    meta = {"help": help, "choices": choices, "off": off, "aliases": aliases}
+def flag(
+    default, help: str, *, choices: tuple[str, ...] = (), off: str | None = None, aliases: tuple[str, ...] = (),
+    value: str = "",
+):
+    """Declare one knob. `off`: the spelling that switches a default-on bool off. `value`: what help calls its value."""
+    meta = {"help": help, "choices": choices, "off": off, "aliases": aliases, "value": value}
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -51,11 +54,11 @@ def flags_of(root_class: type) -> Iterator[Flag]:
         hints = typing.get_type_hints(group_class)
         title = group_class.__doc__.splitlines()[0]
         for field in dataclasses.fields(group_class):
-            kind, many, optional = _kind(hints[field.name])
+            kind, many = _kind(hints[field.name])
             meta = field.metadata
             yield Flag(
                 field.name, meta["off"] or dashed(field.name), meta["aliases"], title, meta["help"],
-                kind, field.default, many, meta["choices"], optional,
+                kind, field.default, many, meta["choices"], meta["value"],
             )
 
 
@@ -68,12 +71,10 @@ def build(root_class: type, values: dict[str, object]):
     return root_class(**groups)
 
 
-def _kind(annotation) -> tuple[type, bool, bool]:
-    """int | None -> (int, False, True); tuple[int, ...] -> (int, True, False)."""
+def _kind(annotation) -> tuple[type, bool]:
+    """int | None -> (int, False); tuple[int, ...] -> (int, True)."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        inner = next(a for a in typing.get_args(annotation) if a is not type(None))
-        kind, many, _ = _kind(inner)
-        return kind, many, True
+        return _kind(next(a for a in typing.get_args(annotation) if a is not type(None)))
     if typing.get_origin(annotation) is tuple:
-        return typing.get_args(annotation)[0], True, False
-    return annotation, False, False
+        return typing.get_args(annotation)[0], True
+    return annotation, False

@@ -16,6 +16,8 @@ the command line wins over it. Smallest run:
   pretrain_gpt.py --mock-data --vocab-size 256 --tokenizer-type NullTokenizer --num-layers 2 --hidden-size 64
     --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --train-iters 20
     --lr 1e-3 --log-interval 5
+Defaults stand in [brackets]; flags without a value are switches, off unless given. "(ours)" marks what
+Megatron-LM does not have. Of a flag given twice the last one counts. All mistakes are reported together.
 """
 
 
@@ -23,12 +25,17 @@ def help_text(width: int = 110) -> str:
     """The whole help page."""
     parts = [HEAD]
     for title, flags in groupby(flags_of(Args), key=lambda flag: flag.group):
-        parts.append(f"\n{title}\n" + "\n".join(_entry(flag, width) for flag in flags))
-    for title, families in (("Accepted without effect", (*ACCEPTED, *RETIRED)), ("Refused", REFUSED)):
+        parts.append(f"\n{title}\n" + "".join(_entry(flag, width) + "\n" for flag in flags))
+    for title, families in (
+        ("Accepted without effect, said once at the start", ACCEPTED),
+        ("Retired by Megatron-LM, accepted without effect", RETIRED),
+        ("Refused", REFUSED),
+    ):
         lines = (f"{', '.join(family.flags)}: {family.answer}." for family in families)
-        parts.append(f"\n\n{title}\n" + "\n".join(_wrapped("  ", line, width) for line in lines))
-    parts.append("\n\nOld spellings\n" + "\n".join(f"  {old} -> {' '.join(new)}" for old, new in RESPELLED.items()))
-    return "".join(parts) + "\n"
+        parts.append(f"\n{title}\n" + "".join(_wrapped("  ", line, width) + "\n" for line in lines))
+    lines = (f"{old} = {' '.join(new)}" for old, new in RESPELLED.items())
+    parts.append("\nOld spellings\n" + "".join(_wrapped("  ", line, width) + "\n" for line in lines))
+    return "".join(parts).rstrip("\n")
 
 
 def _entry(flag: Flag, width: int) -> str:
@@ -44,16 +51,18 @@ def _value_name(flag: Flag) -> str:
         return ""
     if flag.choices:
         return " {" + ",".join(flag.choices) + "}"
-    name = {int: "N", float: "X", str: "TEXT"}[flag.kind]
-    return f" {name} ..." if flag.many else f" {name}"
+    return " " + (flag.value or {int: "N", float: "X", str: "TEXT"}[flag.kind])
 
 
 def _default(flag: Flag) -> str:
     if flag.is_switch or flag.default is None or flag.default == ():
         return ""
-    shown = " ".join(map(str, flag.default)) if flag.many else flag.default
-    return f" [{shown}]"
+    shown = flag.default if flag.many else (flag.default,)
+    return f" [{' '.join(str(int(x)) if isinstance(x, float) and x > 1 else str(x) for x in shown)}]"
 
 
 def _wrapped(first: str, text: str, width: int) -> str:
-    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * (len(first) if len(first) > 4 else 6))
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=" " * (len(first) if len(first) > 4 else 6),
+        break_long_words=False, break_on_hyphens=False,
+    )

@@ -27,7 +27,7 @@ ACCEPTED = (
     Family(
         ("--sequence-parallel", "--tp-comm-overlap", "--no-async-tensor-model-parallel-allreduce",
          "--disable-async-tensor-model-parallel-allreduce", "--expert-tensor-parallel-size", "--cp-comm-type"),
-        "it concerns tensor, context or expert parallel sizes above 1, as in Megatron",
+        "as in Megatron, it matters only with tensor, context or expert parallel sizes above 1",
     ),
     Family(
         ("--no-masked-softmax-fusion", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion",
@@ -65,28 +65,52 @@ ACCEPTED = (
         "indices are built in memory in moments, .bin files are mapped, masks are made by the attention kernel",
     ),
     Family(
-        ("--use-mcore-models", "--legacy-tokenizer", "--trust-remote-code", "--local-rank"),
-        "there is one implementation here and the launcher's environment gives the rank",
+        ("--use-mcore-models", "--legacy-tokenizer"),
+        "there is one implementation here",
+    ),
+    Family(
+        ("--local-rank",),
+        "the launcher's environment (LOCAL_RANK) says it",
+    ),
+    Family(
+        ("--trust-remote-code",),
+        "no tokenizer is fetched from a hub, so no code of one is run",
     ),
     Family(
         ("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
         "Weights & Biases is not written; TensorBoard and steps.jsonl are",
     ),
     Family(
-        ("--logging-level", "--log-straggler", "--log-energy", "--log-device-memory-used", "--log-max-attention-logit"),
-        "that measurement is not taken here",
+        ("--log-straggler", "--log-energy", "--log-device-memory-used", "--log-max-attention-logit"),
+        "that measurement is not taken here; nothing else depends on it",
     ),
     Family(
-        ("--rerun-mode", "--check-for-spiky-loss"),
-        "no step is run again; a NaN or Inf still stops the run",
+        ("--logging-level",),
+        "what is said is said once and on one level",
+    ),
+    Family(
+        ("--rerun-mode",),
+        "no step is run again to tell hardware faults; a NaN or Inf stops the run",
+    ),
+    Family(
+        ("--check-for-spiky-loss",),
+        "losses are logged but not compared with earlier ones; a NaN or Inf stops the run",
     ),
     Family(
         ("--check-weight-hash-across-dp-replicas-interval",),
-        "replicas apply the same reduced gradients and are not compared",
+        "replicas start equal and apply the same reduced gradients; they are not compared",
     ),
     Family(
-        ("--no-manual-gc-eval", "--disable-manual-gc-eval", "--empty-unused-memory-level", "--train-sync-interval"),
-        "it bounds memory or run-ahead, which are bounded here already",
+        ("--no-manual-gc-eval", "--disable-manual-gc-eval"),
+        "no garbage is collected around evaluations anyway",
+    ),
+    Family(
+        ("--empty-unused-memory-level",),
+        "the allocator keeps its cache between steps, which is faster",
+    ),
+    Family(
+        ("--train-sync-interval",),
+        "the host is never more than a few steps ahead of the device",
     ),
     Family(
         ("--apply-residual-connection-post-layernorm",),
@@ -94,7 +118,7 @@ ACCEPTED = (
     ),
     Family(
         ("--tiktoken-pattern", "--tokenizer-model"),
-        "the tokenizers here take --vocab-file and --merge-file",
+        "no --tokenizer-type of this trainer reads it; GPT2BPETokenizer takes --vocab-file and --merge-file",
     ),
     Family(
         ("--inference-max-seq-length", "--inference-max-requests", "--decoder-seq-length", "--img-h", "--img-w",
@@ -134,28 +158,33 @@ RESPELLED = {
 }
 
 REFUSED = (
-    Family(("--num-experts", "--multi-latent-attention", "--spec", "--hierarchical-context-parallel-sizes"),
+    Family(("--num-experts", "--multi-latent-attention", "--spec"),
            "this trainer builds dense GPTs only; drop it, or train that model with Megatron-LM"),
+    Family(("--hierarchical-context-parallel-sizes",), "a sequence stays on one rank; drop it"),
     Family(("--fp8-format",), "there is no FP8 here; drop it and use --bf16 or --fp16"),
-    Family(("--num-layers-per-virtual-pipeline-stage",), "there is one pipeline stage; drop it"),
+    Family(("--num-layers-per-virtual-pipeline-stage",),
+           "as in Megatron, it needs --pipeline-model-parallel-size above 1, which is not built yet; drop it"),
     Family(("--use-torch-fsdp2",), "weights are not sharded yet; drop it to train with plain data parallel"),
     Family(("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--cpu-offloading-num-layers"),
-           "moments and masters stay in fp32 on the training device; drop it"),
+           "weights, moments and activations stay on the training device, masters and moments in fp32; drop it"),
     Family(("--use-rope-scaling",), "frequency scaling of Llama 3.1 is not built; drop it, or use "
            "--rotary-seq-len-interpolation-factor for linear interpolation"),
     Family(("--decoupled-lr", "--decoupled-min-lr"), "all parameters share one learning rate; drop it"),
-    Family(("--data-parallel-random-init",), "replicas must start equal; drop it"),
+    Family(("--data-parallel-random-init",),
+           "replicas start equal, or averaging their gradients would mean nothing; drop it"),
     Family(("--decrease-batch-size-if-needed", "--step-batch-size-schedule"),
-           "the batch grows by --rampup-batch-size only; drop it or use that"),
+           "the batch size is constant or grows by --rampup-batch-size; drop it, or use that"),
     Family(("--fp32-residual-connection",), "the residual stream has the model's precision; drop it, or train in fp32"),
     Family(("--full-validation",), "a validation is --eval-iters batches; drop it and raise --eval-iters"),
-    Family(("--iterations-to-skip",), "no iteration can be left out; drop it"),
+    Family(("--iterations-to-skip",), "every batch that is drawn is trained on; drop it"),
     Family(("--use-checkpoint-args",), "the command line describes the model; drop it and give the model's flags"),
     Family(("--pytorch-profiler-collect-chakra",), "no Chakra trace is written yet; drop it"),
     Family(("--grpo-clamp-eps-lower", "--grpo-clamp-eps-upper", "--grpo-group-size", "--grpo-iterations",
             "--grpo-kl-beta", "--grpo-prompts-per-step", "--langrl-env-config"),
-           "this trainer pretrains; drop it"),
+           "this trainer pretrains; drop it, or train by reinforcement with Megatron-LM"),
 )
+
+HARMLESS = {"--cpu-offloading-num-layers": ["0"], "--iterations-to-skip": []}  # values with which a refused flag passes
 
 
 def answers(families: tuple[Family, ...]) -> dict[str, str]:

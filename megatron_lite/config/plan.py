@@ -93,7 +93,8 @@ def _length(args: Args, batch: BatchSchedule) -> tuple[int, int]:
     t = args.training
     iterations = batch.iterations(t.train_samples) if t.train_iters is None else t.train_iters
     if not iterations:
-        raise ConfigError([f"--train-samples {t.train_samples} is less than one global batch of {batch.size(0)}; raise it."])
+        first = batch.size(0)
+        raise ConfigError([f"--train-samples {t.train_samples} is less than one global batch of {first}; raise it."])
     return iterations, batch.samples(iterations)
 
 
@@ -154,8 +155,8 @@ def _padded(args: Args, vocab_size: int) -> int:
         step = m.make_vocab_size_divisible_by
         return (vocab_size + step - 1) // step * step
     if m.padded_vocab_size < vocab_size:
-        raise ConfigError([f"--padded-vocab-size {m.padded_vocab_size} is smaller than the tokenizer's vocabulary of "
-                           f"{vocab_size}; raise it, or leave it out."])
+        given = f"--padded-vocab-size {m.padded_vocab_size}"
+        raise ConfigError([f"{given} is smaller than the vocabulary of {vocab_size}; raise or drop it."])
     return m.padded_vocab_size
 
 
@@ -178,5 +179,5 @@ def _learning_rate(args: Args, batch: BatchSchedule, total_samples: int) -> Lear
         weight_decay_style=o.weight_decay_incr_style,
         start_weight_decay=o.weight_decay if constant else o.start_weight_decay,
         end_weight_decay=o.weight_decay if constant else o.end_weight_decay,
-        weight_decay_samples=total_samples,
+        weight_decay_samples=total_samples if by_iters else t.train_samples,
     )

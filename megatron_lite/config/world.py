@@ -13,6 +13,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     gpus: int = 0  # GPUs that this process sees
+    under_nsys: bool = False  # Nsight Systems watches this process
 
     @property
     def is_first(self) -> bool:
@@ -34,4 +35,5 @@ def read_world(gpus: int, environment=os.environ) -> World:
         local_rank=int(environment.get("LOCAL_RANK", 0)),
         local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
         gpus=gpus,
+        under_nsys="NSYS_PROFILING_SESSION_ID" in environment,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_lite.config.data_paths import parse_blend
 from megatron_lite.data.blend import BlendedDataset, normalized, sizes_for_blend
 from megatron_lite.data.gpt_dataset import GPTDataset, split_bounds, split_weights
 from megatron_lite.data.indexed import IndexedDataset
@@ -49,25 +50,6 @@ def build_datasets(spec: DataSpec) -> Datasets:
         return Datasets(*(_share_of_all(spec, part, files) for part in range(3)))
     flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
     return Datasets(*(_own(spec, part, own_paths[part], flags[part], files) for part in range(3)))
-
-
-def parse_blend(words: tuple[str, ...] | list[str], flag: str) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights; weights are None for one or several bare prefixes. DataError for a mixture of both."""
-    words = [word.strip() for word in words]
-    if len(words) % 2 or not any(_is_number(word) for word in words[::2]):
-        return words, None
-    for word in words[::2]:
-        if not _is_number(word):
-            raise DataError(f"{flag} {' '.join(words)}: '{word}' should be a weight; give one for every prefix or none")
-    return words[1::2], [float(word) for word in words[::2]]
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 class _Files:

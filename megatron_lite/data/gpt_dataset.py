@@ -7,10 +7,10 @@ one and the first input of the other. The samples are served in a shuffled order
 
 import itertools
 import math
-import re
 
 import numpy as np
 
+from megatron_lite.config.data_paths import split_shares
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
@@ -22,15 +22,8 @@ NO_TOKEN = -1  # fills up a last sample that is cut short (drop_last=False)
 
 def split_weights(split: str) -> list[float]:
     """'949,50,1' -> three shares that sum to 1; missing ones are 0. DataError if that is not what it says."""
-    words = [word for word in re.split(r"[,/\s]+", split.strip()) if word]
-    try:
-        weights = [float(word) for word in words]
-    except ValueError:
-        weights = []
-    if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or sum(weights) == 0:
-        raise DataError(f"--split {split}: needs one to three numbers, none negative, not all 0; for example 969,30,1")
-    weights += [0.0] * (3 - len(weights))
-    return (np.array(weights) / np.sum(weights)).tolist()
+    shares = split_shares(split)
+    return (np.array(shares) / np.sum(shares)).tolist()
 
 
 def split_bounds(split: str, num_sequences: int) -> list[range]:

@@ -46,20 +46,40 @@ class Instruments:
 
     def phase(self, name):
         """Around one phase of a step: what every member wants to have there."""
-        contexts = [context for context in self._each("phase", name) if context is not None]
-        if len(contexts) < 2:
-            return contexts[0] if contexts else _NOTHING
-        stack = contextlib.ExitStack()
-        for context in contexts:
-            stack.enter_context(context)
-        return stack
+        contexts = [(member, context) for member, context in self._each("phase", name) if context is not None]
+        return _Phase(self, contexts) if contexts else _NOTHING
 
-    def _each(self, moment: str, *arguments) -> list:
-        results = []
-        for member in list(self.members):
-            try:
-                results.append(getattr(member, moment)(*arguments))
-            except Exception as error:  # whatever an instrument dies of must not take the training with it
+    def attempt(self, member: Instrument, moment: str, action, *arguments):
+        """(member, what `action` returns), or None if it fails: then the member watches no longer."""
+        try:
+            return member, action(*arguments)
+        except Exception as error:  # whatever an instrument dies of must not take the training with it
+            if member in self.members:
                 self.members.remove(member)
                 self._warn(f"{type(member).__name__}.{moment} failed and was switched off; training goes on: {error}")
-        return results
+            return None
+
+    def _each(self, moment: str, *arguments) -> list[tuple]:
+        done = [self.attempt(member, moment, getattr(member, moment), *arguments) for member in list(self.members)]
+        return [result for result in done if result is not None]
+
+
+class _Phase:
+    """Every member's context around one phase, entered and left one by one, so that a failing one stops no other."""
+
+    def __init__(self, instruments: Instruments, contexts: list[tuple]):
+        self.instruments, self.contexts = instruments, contexts
+
+    def __enter__(self):
+        attempt = self.instruments.attempt
+        entered = [attempt(member, "phase", self._enter, context) for member, context in self.contexts]
+        self.contexts = [result for result in entered if result is not None]
+
+    def __exit__(self, *error):
+        for member, context in reversed(self.contexts):
+            self.instruments.attempt(member, "phase", context.__exit__, *error)
+
+    @staticmethod
+    def _enter(context):
+        context.__enter__()
+        return context

@@ -19,11 +19,10 @@ class LossScale:
         """Called once a step with the bool tensor `overflow`."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"scale": self.scale.clone()}
+        return {}
 
     def load_state_dict(self, state: dict[str, Tensor]):
-        for name, value in state.items():
-            getattr(self, name).copy_(value)
+        """A fixed factor is the command line's, whatever an earlier run had."""
 
 
 class DynamicLossScale(LossScale):
@@ -48,8 +47,13 @@ class DynamicLossScale(LossScale):
         self.hysteresis_tracker.copy_(torch.where(grow, self.hysteresis, left))
 
     def state_dict(self) -> dict[str, Tensor]:
-        trackers = {"growth_tracker": self.growth_tracker, "hysteresis_tracker": self.hysteresis_tracker}
-        return super().state_dict() | {name: value.clone() for name, value in trackers.items()}
+        return {"scale": self.scale.clone(), "growth_tracker": self.growth_tracker.clone(),
+                "hysteresis_tracker": self.hysteresis_tracker.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]):
+        """Go on where `state` was taken. An empty one, of a run without a dynamic scale, changes nothing."""
+        for name, value in state.items():
+            getattr(self, name).copy_(value)
 
 
 def make_loss_scale(plan: Plan, device: torch.device) -> LossScale | None:

@@ -26,6 +26,7 @@ class Update:
     grad_norm: Tensor  # before clipping, after unscaling
     skipped: Tensor  # bool
     loss_scale: Tensor  # the one that this step ran with
+    next_loss_scale: Tensor
     good_samples: Tensor  # samples of all successful steps so far
 
 
@@ -79,12 +80,12 @@ class Optimizer:
                 coefficient = (self.plan.args.optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
                 divide_by = divide_by / coefficient
         with phase(Phase.OPTIMIZER_STEP):
-            self._set_rates(skipped)
+            self._set_rates(skipped, divide_by)
             self._run_engine(torch.where(skipped, self._one, divide_by), skipped)
             self.weights.write_back()
             self.weights.detach()
             self._account(skipped, samples)
-        return Update(norm, skipped, scale, self.good_samples.clone())
+        return Update(norm, skipped, scale, self.loss_scale.clone(), self.good_samples.clone())
 
     def _gradients(self) -> list[Tensor]:
         return [w.grad for w in self.weights.masters if w.grad is not None]
@@ -96,14 +97,19 @@ class Optimizer:
             self.stopped |= ~torch.isfinite(norm)
         return self.stopped.clone()
 
-    def _set_rates(self, skipped: Tensor):
+    def _set_rates(self, skipped: Tensor, divide_by: Tensor):
         row = (self.good_samples // self._grain).clamp(max=len(self._lr_table) - 1).view(1)
         self.lr.copy_(self._lr_table.index_select(0, row).view(()))
         if self._decay_table is None:
             return
         decay = self._decay_table.index_select(0, row).view(())
-        keep = torch.where(skipped, self._one, 1 - self.lr * decay)
-        torch._foreach_mul_([w for w in self.weights.masters if w.ndim > 1], keep)
+        matrices = [w for w in self.weights.masters if w.ndim > 1]
+        if self.plan.args.optimizer.optimizer == "adam":
+            keep = torch.where(skipped, self._one, 1 - self.lr * decay)
+            torch._foreach_mul_(matrices, keep)
+        else:  # SGD's decay is part of the gradient, and goes through the momentum
+            scaled = torch._foreach_mul([w.detach() for w in matrices], decay * divide_by)
+            torch._foreach_add_([w.grad for w in matrices], scaled)
 
     def _run_engine(self, divide_by: Tensor, skipped: Tensor):
         # the attributes through which torch's own GradScaler speaks to fused optimizers
@@ -119,6 +125,7 @@ class Optimizer:
     def state_dict(self) -> dict:
         """Everything that the next step depends on besides the model."""
         return {
+            "kind": self.plan.args.optimizer.optimizer,
             "engine": self.engine.state_dict()["state"],
             "masters": self.weights.state_dict(),
             "loss_scale": {} if self.scaler is None else self.scaler.state_dict(),
@@ -128,10 +135,11 @@ class Optimizer:
     def load_state_dict(self, state: dict):
         """The inverse of state_dict. The command line's betas, decay and so on stay."""
         groups = self.engine.state_dict()["param_groups"]
-        self.engine.load_state_dict({"state": state["engine"], "param_groups": groups})
+        if state["engine"]:  # SGD without momentum has nothing to tell one with
+            self.engine.load_state_dict({"state": state["engine"], "param_groups": groups})
         for group in self.engine.param_groups:
             group["lr"] = self.lr  # torch copies groups when it loads: keep the one tensor that _set_rates writes
         self.weights.load_state_dict(state["masters"])
-        if self.scaler is not None and state["loss_scale"]:
+        if self.scaler is not None:
             self.scaler.load_state_dict(state["loss_scale"])
         self.good_samples.copy_(state["good_samples"])

@@ -12,7 +12,7 @@ def learning_rates(plan: LearningRatePlan, samples: np.ndarray) -> np.ndarray:
     """Learning rate of the step that starts after `samples` successfully consumed samples; float64, same shape."""
     samples = np.asarray(samples, dtype=np.float64)
     warming = (samples <= plan.warmup_samples) & (plan.warmup_samples > 0)
-    warm = plan.init + (plan.peak - plan.init) * samples / max(plan.warmup_samples, 1e-300)
+    warm = plan.init + (plan.peak - plan.init) * samples / (plan.warmup_samples or 1)
     return np.where(warming, warm, _decayed(plan, samples))
 
 
@@ -39,7 +39,7 @@ def _remaining(plan: LearningRatePlan, samples: np.ndarray) -> np.ndarray:
     """Share of (peak - floor) that is left: 1 after the warm-up, 0 at the end of the decay."""
     if plan.style == "WSD":
         return _wsd_remaining(plan, samples)
-    span = max(plan.decay_samples - plan.warmup_samples, 1e-300)
+    span = (plan.decay_samples - plan.warmup_samples) or 1
     done = np.clip((samples - plan.warmup_samples) / span, 0, 1)
     return 1 - done if plan.style == "linear" else 0.5 * (np.cos(np.pi * done) + 1)
 

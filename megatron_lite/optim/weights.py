@@ -41,5 +41,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: list[Tensor]):
-        for (_, master), saved in zip(self._pairs, state):
+        """Take the masters of a run in any precision, after the model's own weights were loaded."""
+        if not state:  # saved by an fp32 run: the model, loaded before, holds all there is
+            return self.reload()
+        for master, saved in zip(self.masters, state, strict=True):
             master.copy_(saved)
+        self.write_back()

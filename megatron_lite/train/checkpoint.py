@@ -31,6 +31,21 @@ FORMAT = 1
 # fields of a shape that may differ between a checkpoint and the run that loads it
 FREE = {"hidden_dropout", "attention_dropout", "softmax_in_fp32", "query_key_layer_scaling", "init_method_std",
         "seq_length"}
+# the flags behind fields that are named otherwise
+SHAPE_FLAGS = {
+    "padded_vocab_size": "the padded --vocab-size", "position_embedding": "--position-embedding-type",
+    "layernorm_1p": "--apply-layernorm-1p", "activation": "the activation (--swiglu, --squared-relu, ...)",
+    "linear_bias": "having biases (--disable-bias-linear)", "qkv_bias": "having a QKV bias (--add-qkv-bias)",
+    "tied_embeddings": "tied output (--untie-embeddings-and-output-weights)",
+}
+SCHEDULE_FLAGS = {
+    "style": "--lr-decay-style", "init": "--lr-warmup-init", "peak": "--lr", "floor": "--min-lr",
+    "warmup_samples": "the warm-up in samples (--lr-warmup-...)",
+    "decay_samples": "the decay in samples (--lr-decay-..., --train-...)", "wsd_style": "--lr-wsd-decay-style",
+    "wsd_samples": "the last phase in samples (--lr-wsd-decay-...)",
+    "weight_decay_style": "--weight-decay-incr-style",
+    "weight_decay_samples": "the training in samples (--train-...)",
+}
 
 
 class Checkpoints:
@@ -50,9 +65,10 @@ class Checkpoints:
                 _write(folder, self._state(progress, random_states))
                 write_atomically(folder.parent / TRACKER_FILE, str(progress.iteration))
                 sync_folder(folder.parent)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError of several lines
+                why = getattr(error, "strerror", None) or str(error).splitlines()[0]
                 failure = [f"--save {c.save}: the checkpoint of iteration {progress.iteration} could not be written "
-                           f"({error.strerror or error}); earlier ones are untouched. Make room or choose another folder."]
+                           f"({why}); earlier ones are untouched. Make room or choose another folder."]
         dist.broadcast_object_list(failure, src=0)
         if failure[0]:
             raise CheckpointError(failure[0])
@@ -98,21 +114,28 @@ class Checkpoints:
             return
         progress.iteration = progress.started_at = state["iteration"]
         progress.consumed = state["consumed"]
-        self._restore_schedule(source, state["schedule"])
         if c.no_load_optim or state["optimizer"] is None:
             self.optimizer.weights.reload()
             self.optimizer.good_samples.fill_(progress.consumed)
         else:
+            self._check_optimizer(source, state["optimizer"]["kind"])
+            self._restore_schedule(source, state["schedule"])
             self.optimizer.load_state_dict(state["optimizer"])
         self._restore_random_state(state["random_states"])
         self._say(f"  loaded iteration {iteration}: {source}")
 
     def _check_shape(self, source: Path, saved: dict):
         mine = dataclasses.asdict(self.plan.shape)
-        wrong = [f"{dashed(name)} is {mine[name]}, the checkpoint's {saved.get(name)}" for name in mine
-                 if name not in FREE and mine[name] != saved.get(name)]
+        wrong = [f"{SHAPE_FLAGS.get(name, dashed(name))} is {mine[name]}, the checkpoint's {saved.get(name)}"
+                 for name in mine if name not in FREE and mine[name] != saved.get(name)]
         if wrong:
             raise CheckpointError(f"--load {source}: holds another model ({'; '.join(wrong)}); give its flags.")
+
+    def _check_optimizer(self, source: Path, saved: str):
+        mine = self.plan.args.optimizer.optimizer
+        if mine != saved:
+            raise CheckpointError(f"--load {source}: --optimizer is {mine}, the checkpoint's {saved}; give the same, or "
+                                  "--no-load-optim to start with fresh moments.")
 
     def _restore_schedule(self, source: Path, saved: dict):
         o = self.plan.args.optimizer
@@ -120,7 +143,8 @@ class Checkpoints:
         if o.use_checkpoint_opt_param_scheduler:
             self.optimizer.follow(LearningRatePlan(**saved))
         elif not o.override_opt_param_scheduler and mine != saved:
-            wrong = [f"{name} is {mine[name]}, the checkpoint's {saved[name]}" for name in mine if mine[name] != saved[name]]
+            wrong = [f"{SCHEDULE_FLAGS.get(name, dashed(name))} is {mine[name]}, the checkpoint's {saved[name]}"
+                     for name in mine if mine[name] != saved[name]]
             raise CheckpointError(
                 f"--load {source}: another schedule ({'; '.join(wrong)}); add --override-opt-param-scheduler to take the "
                 "command line's, or --use-checkpoint-opt-param-scheduler to take the checkpoint's."
@@ -171,20 +195,21 @@ def _write(folder: Path, state: dict):
     shutil.rmtree(unfinished, ignore_errors=True)
     path = checkpoint_file(unfinished)
     path.parent.mkdir(parents=True)
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(path.parent)
-    sync_folder(unfinished)
-    if folder.exists():  # the same iteration saved again: its old folder gives way only to a complete new one
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(folder, old)
-        os.replace(unfinished, folder)
-        shutil.rmtree(old)
-    else:
-        os.replace(unfinished, folder)
+    try:
+        with open(path, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(path.parent)
+        sync_folder(unfinished)
+        if checkpoint_file(folder).exists():  # the same iteration saved again: the tracker may name it already
+            os.replace(path, checkpoint_file(folder))
+            sync_folder(checkpoint_file(folder).parent)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)  # what is left of a failure would fill a full disk
 
 
 def _read(source: Path, iteration: int) -> dict:

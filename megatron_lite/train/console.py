@@ -19,7 +19,7 @@ class IntervalFigures:
     learning_rate: float  # of the next step, as Megatron prints it
     batch_size: int
     loss: float | None  # None: every step was skipped
-    loss_scale: float
+    loss_scale: float  # likewise
     grad_norm: float | None
     zeros: float | None
     params_norm: float | None
@@ -48,11 +48,11 @@ def iteration_line(f: IntervalFigures, with_throughput: bool) -> str:
 
 
 def speed_line(tokens_per_second: float, causal_tflops: float, full_tflops: float, peak: float | None) -> str:
-    """tokens/s of all ranks, and model FLOPs per GPU on both conventions against the table's peak."""
+    """tokens/s of all ranks, and model FLOPs per rank on both conventions, against the table's peak if it has one."""
     line = (f"   {count(tokens_per_second)} tokens/s | TFLOP/s per rank: {causal_tflops:.3g} causal (Megatron-LM), "
             f"{full_tflops:.3g} full attention")
     if peak is None:
-        return line + " | MFU unknown: this processor's peak is not in the table"
+        return line
     return line + (f" | MFU {100 * causal_tflops / peak:.1f}% causal, {100 * full_tflops / peak:.1f}% full, "
                    f"of {peak:g} TFLOP/s")
 

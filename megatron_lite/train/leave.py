@@ -11,6 +11,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.readback import Readback
 
+AGAIN_SECONDS = 5  # a signal to all processes comes twice, the second time from the launcher that passes it on
 LAG = 2  # steps between a rank's wish and everybody's leaving
 STAY, TIME_OVER, SIGNALLED = 0.0, 1.0, 2.0
 
@@ -22,7 +23,7 @@ class Leave:
         t = plan.args.training
         self._interval, self._minutes, self._signal = t.exit_interval, t.exit_duration_in_mins, t.exit_signal
         self._device, self._started = device, time.monotonic()
-        self._signalled = False
+        self._signalled_at: float | None = None
         self._votes = Readback()
         if t.exit_signal_handler:
             signal.signal(getattr(signal, self._signal), self._note)
@@ -41,7 +42,7 @@ class Leave:
         return None
 
     def _agreed(self) -> float:
-        wish = SIGNALLED if self._signalled else TIME_OVER if self._time_is_over() else STAY
+        wish = SIGNALLED if self._signalled_at is not None else TIME_OVER if self._time_is_over() else STAY
         vote = torch.tensor([wish], device=self._device)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
         self._votes.push(None, vote)
@@ -51,6 +52,8 @@ class Leave:
         return self._minutes is not None and time.monotonic() - self._started >= 60 * self._minutes
 
     def _note(self, number, frame):
-        if self._signalled:
-            os._exit(128 + number)  # a second signal means now
-        self._signalled = True
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+        elif now - self._signalled_at > AGAIN_SECONDS:
+            os._exit(128 + number)  # a second wish means now

@@ -42,6 +42,7 @@ class Log:
         self._line = ProgressLine(progress.iteration, plan.train_iters, self._speaks)
         self._unwritten: list[StepFigures] = []
         self._params_norm: float | None = None
+        self._peak = peak_tflops(torch.cuda.get_device_name(), plan.precision) if plan.device == "cuda" else None
         self._start_interval()
 
     def say(self, text: str):
@@ -113,16 +114,13 @@ class Log:
             iteration=last.iteration, train_iters=self.plan.train_iters, consumed=last.consumed,
             seconds_per_iteration=seconds / len(steps), tflops_per_gpu=causal, learning_rate=last.next_lr,
             batch_size=last.batch_size, loss=sum(losses) / len(losses) if losses else None,
-            loss_scale=last.loss_scale, grad_norm=None if last.skipped else last.grad_norm,
+            loss_scale=last.next_loss_scale, grad_norm=None if last.skipped else last.grad_norm,
             zeros=last.zeros if w.log_num_zeros_in_grad else None, params_norm=self._params_norm,
-            skipped=sum(s.skipped for s in steps), nan=sum(math.isnan(loss) for loss in losses),
+            skipped=sum(s.skipped for s in steps), nan=sum(not math.isfinite(s.loss_sum) for s in steps),
         ), w.log_throughput))
-        self.say(speed_line(samples * self.plan.shape.seq_length / seconds, causal, full, self._peak()))
+        self.say(speed_line(samples * self.plan.shape.seq_length / seconds, causal, full, self._peak))
         if self._tensorboard and (w.log_timers_to_tensorboard or w.log_throughput):
             self._tensorboard.interval(last.iteration, {"throughput": causal})
-
-    def _peak(self) -> float | None:
-        return peak_tflops(torch.cuda.get_device_name(), self.plan.precision) if self.plan.device == "cuda" else None
 
     def _write_steps(self, times: list[StepTime]):
         """The steps that are over; the one that is being logged is written with the next ones."""
@@ -141,7 +139,7 @@ class Log:
         w = self.plan.args.watch
         if not w.timing_log_level or not times:
             return
-        names = list(times[0].phases)
+        names = list(dict.fromkeys(name for t in times for name in t.phases))
         mine = [1000 * sum(t.phases.get(name, 0.0) for t in times) / len(times) for name in names]
         everyone: list = [None] * self.plan.world.size
         dist.all_gather_object(everyone, mine)

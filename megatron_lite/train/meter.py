@@ -29,6 +29,7 @@ class StepFigures:
     grad_norm: float
     skipped: bool
     loss_scale: float
+    next_loss_scale: float
     zeros: float
     next_lr: float
 
@@ -50,7 +51,8 @@ class Meter:
     def record(self, progress: Progress, result: StepResult):
         """Take a step's figures in, and look at those of the step before last."""
         u = result.update
-        values = (result.loss_sum, result.tokens, u.grad_norm, u.skipped, u.loss_scale, u.good_samples, result.zeros)
+        values = (result.loss_sum, result.tokens, u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale,
+                  u.good_samples, result.zeros)
         row = torch.stack([value.detach().double() for value in values])
         self._readback.push((progress.iteration, progress.consumed, result.samples), row)
         self.settle(LAG)
@@ -58,9 +60,10 @@ class Meter:
     def settle(self, lag: int = 0):
         """Read what has arrived. Raises DivergedError, on all ranks together, at the first NaN or Inf."""
         for (iteration, consumed, samples), values in self._readback.pop(lag):
-            loss_sum, tokens, norm, skipped, scale, good, zeros = values
+            loss_sum, tokens, norm, skipped, scale, next_scale, good, zeros = values
             lr = float(learning_rates(self.optimizer.schedule, good))
-            figures = StepFigures(iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, zeros, lr)
+            figures = StepFigures(iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale,
+                                  zeros, lr)
             if figures.skipped and self.optimizer.scaler is None:
                 self._stop(figures)
             self._steps.append(figures)

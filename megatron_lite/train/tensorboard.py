@@ -29,7 +29,7 @@ class TensorBoard:
             "learning-rate": f.next_lr,
             "batch-size": f.batch_size,
             "lm loss": f.loss,
-            "loss-scale": f.loss_scale if w.log_loss_scale_to_tensorboard else None,
+            "loss-scale": f.next_loss_scale if w.log_loss_scale_to_tensorboard else None,
             "grad-norm": None if f.skipped else f.grad_norm,
             "num-zeros": f.zeros if w.log_num_zeros_in_grad else None,
             "params-norm": params_norm,

@@ -2,58 +2,84 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.data_paths import prefixes
+from megatron_lite.config.data_paths import parse_blend
 from megatron_lite.config.world import World
+from megatron_lite.errors import DataError
 
 
 def machine_rules(args: Args, world: World) -> Iterator[str]:
     """Files that cannot be read and folders that cannot be written."""
-    d, c, w = args.data, args.checkpoint, args.watch
+    d, c, w, p = args.data, args.checkpoint, args.watch, args.profile
     if (d.tokenizer_type or "GPT2BPETokenizer") == "GPT2BPETokenizer":
         for name, path in (("--vocab-file", d.vocab_file), ("--merge-file", d.merge_file)):
             if path is not None:
                 yield from _readable(name, path)
     for name, words in (("--data-path", d.data_path), ("--train-data-path", d.train_data_path),
                         ("--valid-data-path", d.valid_data_path), ("--test-data-path", d.test_data_path)):
-        for prefix in prefixes(words):
-            yield from _data(name, prefix)
-    for name, path in (("--save", c.save), ("--tensorboard-dir", w.tensorboard_dir), ("--run-dir", w.run_dir)):
+        yield from _data(name, words)
+    named = c.save or w.tensorboard_dir or w.run_dir
+    for name, path in (("--save", c.save), ("--tensorboard-dir", w.tensorboard_dir),
+                       ("--run-dir", w.run_dir if named else "runs")):
         if path is not None:
             yield from _writable(name, path)
-    if c.load is not None and Path(c.load).is_file():
-        yield f"--load {c.load}: is a file; give the folder that holds latest_checkpointed_iteration.txt."
+    if p.record_memory_history:
+        yield from _writable("--memory-snapshot-path", os.path.dirname(p.memory_snapshot_path) or ".")
+    yield from _checkpoints(args)
 
 
-def _data(name: str, prefix: str) -> Iterator[str]:
-    missing = [prefix + ending for ending in (".bin", ".idx") if not Path(prefix + ending).is_file()]
+def _checkpoints(args: Args) -> Iterator[str]:
+    c = args.checkpoint
+    for name, path in (("--load", c.load), ("--pretrained-checkpoint", c.pretrained_checkpoint)):
+        if path is not None and os.path.isfile(path):
+            yield f"{name} {path}: is a file; give the folder that holds latest_checkpointed_iteration.txt."
+    fresh = c.load is None or not os.path.exists(c.load)
+    if fresh and c.pretrained_checkpoint is not None and not os.path.exists(c.pretrained_checkpoint):
+        yield f"--pretrained-checkpoint {c.pretrained_checkpoint}: there is no such folder; check the path, or drop it."
+    elif fresh and c.load is not None and c.exit_on_missing_checkpoint:
+        yield f"--load {c.load}: there is no such folder, which --exit-on-missing-checkpoint wants; check the path."
+
+
+def _data(name: str, words: tuple[str, ...]) -> Iterator[str]:
+    try:
+        prefixes, _ = parse_blend(words, name)
+    except DataError as error:
+        yield f"{error}."
+        return
+    for prefix in prefixes:
+        yield from _pair(name, prefix)
+
+
+def _pair(name: str, prefix: str) -> Iterator[str]:
+    missing = [prefix + ending for ending in (".bin", ".idx") if not os.path.isfile(prefix + ending)]
     if not missing:
         for ending in (".bin", ".idx"):
             yield from _readable(name, prefix + ending)
-    elif Path(prefix).suffix in (".bin", ".idx"):
-        yield f"{name} {prefix}: give the prefix without its ending: {Path(prefix).with_suffix('')}."
-    elif Path(f"{prefix}_text_document.idx").is_file():
+    elif prefix.endswith((".bin", ".idx")):
+        yield f"{name} {prefix}: is a file's name; give the prefix without its ending: {prefix[:-4]}."
+    elif os.path.isfile(f"{prefix}_text_document.idx"):
         yield f"{name} {prefix}: there is no {missing[0]}; did you mean {prefix}_text_document?"
+    elif os.path.isdir(missing[0]):
+        yield f"{name} {prefix}: {missing[0]} is a folder; give the prefix of a .bin/.idx pair of files."
     else:
         yield f"{name} {prefix}: there is no {missing[0]}; check the prefix, or make it with megatron-lite preprocess."
 
 
 def _readable(name: str, path: str) -> Iterator[str]:
-    if not Path(path).exists():
+    if not os.path.exists(path):
         yield f"{name} {path}: there is no such file; check the path."
-    elif Path(path).is_dir():
+    elif os.path.isdir(path):
         yield f"{name} {path}: is a folder; give the file."
     elif not os.access(path, os.R_OK):
         yield f"{name} {path}: may not be read; change its permissions."
 
 
 def _writable(name: str, path: str) -> Iterator[str]:
-    place = Path(path).absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
+    place = os.path.abspath(path)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
         yield f"{name} {path}: {place} is a file; give a folder."
     elif not os.access(place, os.W_OK | os.X_OK):
         yield f"{name} {path}: {place} may not be written; choose another folder, or change its permissions."

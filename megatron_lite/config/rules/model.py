@@ -14,6 +14,7 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
     yield from _heads(args)
     yield from _positions(args)
     yield from _switches(args)
+    yield from _attention(args, bool(world.gpus))
     yield from _recompute(args)
 
 
@@ -47,8 +48,6 @@ def _heads(args: Args) -> Iterator[str]:
 def _positions(args: Args) -> Iterator[str]:
     m = args.model
     learned = m.position_embedding_type == "learned_absolute" and m.add_position_embedding
-    if m.position_embedding_type in ("mrope", "relative"):
-        yield f"--position-embedding-type {m.position_embedding_type} is refused: not for GPTs; use rope."
     if learned and m.max_position_embeddings is None:
         yield "--max-position-embeddings is missing; give it --seq-length's value."
     if learned and m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
@@ -56,6 +55,8 @@ def _positions(args: Args) -> Iterator[str]:
                "raise it to at least that.")
     if not 0 < m.rotary_percent <= 1:
         yield f"--rotary-percent {m.rotary_percent}: must be above 0 and at most 1."
+    elif m.position_embedding_type == "rope":
+        yield from _rotated(args)
     if m.rotary_base < 1:
         yield f"--rotary-base {m.rotary_base}: must be at least 1; 10000 is usual."
     if m.rotary_seq_len_interpolation_factor is not None and m.rotary_seq_len_interpolation_factor < 1:
@@ -63,19 +64,44 @@ def _positions(args: Args) -> Iterator[str]:
                "or leave it out.")
 
 
+def _rotated(args: Args) -> Iterator[str]:
+    """Channels rotate in pairs."""
+    m = args.model
+    heads = m.num_attention_heads or 0
+    width = m.kv_channels or (m.hidden_size // heads if m.hidden_size and heads > 0 else 2)
+    rotated = int(width * m.rotary_percent)
+    if width > 0 and (rotated < 2 or rotated % 2):
+        yield (f"--rotary-percent {m.rotary_percent:g} rotates {rotated} of a head's {width} channels, but they rotate "
+               "in pairs; change it, or --kv-channels.")
+
+
 def _switches(args: Args) -> Iterator[str]:
     m = args.model
     if m.swiglu and m.squared_relu:
         yield "--swiglu and --squared-relu exclude each other; keep one."
+    if m.swiglu and m.ffn_hidden_size is None and 0 < (m.hidden_size or 0) < 24:
+        yield (f"--swiglu with --hidden-size {m.hidden_size} gives an MLP of width 0, because it is a multiple of 64; "
+               "give --ffn-hidden-size.")
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(m, name) < 1:
             yield f"--{name.replace('_', '-')} {getattr(m, name)}: must be at least 0 and below 1."
     for name in ("norm_epsilon", "init_method_std"):
         if getattr(m, name) <= 0:
             yield f"--{name.replace('_', '-')} {getattr(m, name)}: must be above 0."
-    if m.attention_backend == "flash" and args.data.reset_attention_mask:
-        yield ("--attention-backend flash has no document masks, which --reset-attention-mask needs; "
-               "use --attention-backend auto.")
+
+
+def _attention(args: Args, gpu: bool) -> Iterator[str]:
+    """What torch's kernels cannot do whatever the sizes; the rest shows when torch is asked."""
+    m, p = args.model, args.precision
+    name = f"--attention-backend {m.attention_backend}"
+    if m.attention_backend == "fused" and not gpu:
+        yield f"{name} is cuDNN's, which needs a GPU and this machine shows none; use --attention-backend auto."
+    elif m.attention_backend in ("flash", "fused") and gpu and not (p.fp16 or p.bf16):
+        yield f"{name} needs --bf16 or --fp16 on a GPU; add one, or use --attention-backend auto."
+    elif m.attention_backend == "flash" and gpu and args.data.reset_attention_mask:
+        yield f"{name} has no masks on a GPU, which --reset-attention-mask needs; use --attention-backend auto."
+    elif m.attention_backend == "flash" and not gpu and m.attention_dropout:
+        yield f"{name} has no dropout on a CPU; add --attention-dropout 0, or use --attention-backend auto."
 
 
 def _recompute(args: Args) -> Iterator[str]:
@@ -88,3 +114,6 @@ def _recompute(args: Args) -> Iterator[str]:
     elif m.recompute_method is not None:
         yield (f"--recompute-method {m.recompute_method} works with --recompute-granularity full only; "
                "add that, or drop it.")
+    elif m.recompute_granularity == "selective" and m.recompute_num_layers is not None:
+        yield (f"--recompute-num-layers {m.recompute_num_layers} does not go with --recompute-granularity selective, "
+               "which concerns all layers; drop it, or use full.")

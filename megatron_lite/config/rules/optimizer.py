@@ -22,8 +22,8 @@ def _learning_rate(args: Args) -> Iterator[str]:
         if not args.training.skip_train:
             yield "--lr is missing; give the peak learning rate, such as 6e-5."
         return
-    if o.lr <= 0:
-        yield f"--lr {o.lr:g}: must be above 0."
+    if o.lr < 0:
+        yield f"--lr {o.lr:g}: must be at least 0."
         return
     if o.min_lr < 0 or o.min_lr > o.lr:
         yield f"--min-lr {o.min_lr:g}: must be at least 0 and at most --lr {o.lr:g}."
@@ -38,8 +38,9 @@ def _schedule_units(args: Args) -> Iterator[str]:
     in_samples = {"--lr-decay-samples": o.lr_decay_samples, "--lr-warmup-samples": o.lr_warmup_samples,
                   "--lr-wsd-decay-samples": o.lr_wsd_decay_samples}
     for name, value in {**in_iters, **in_samples}.items():
-        if value is not None and value < 0:
-            yield f"{name} {value}: must be at least 0."
+        least = 1 if name.startswith("--lr-decay") else 0
+        if value is not None and value < least:
+            yield f"{name} {value}: must be at least {least}."
     wrong, unit = (in_samples, "--train-iters") if t.train_iters is not None else (in_iters, "--train-samples")
     for name, value in wrong.items():
         if value and (t.train_iters is None) != (t.train_samples is None):
@@ -50,8 +51,8 @@ def _schedule_units(args: Args) -> Iterator[str]:
 def _warmup(args: Args) -> Iterator[str]:
     o, t = args.optimizer, args.training
     if o.lr_warmup_fraction is not None:
-        if not 0 <= o.lr_warmup_fraction <= 1:
-            yield f"--lr-warmup-fraction {o.lr_warmup_fraction:g}: must be between 0 and 1."
+        if not 0 <= o.lr_warmup_fraction < 1:
+            yield f"--lr-warmup-fraction {o.lr_warmup_fraction:g}: must be at least 0 and below 1."
         for name, value in (("--lr-warmup-iters", o.lr_warmup_iters), ("--lr-warmup-samples", o.lr_warmup_samples)):
             if value:
                 yield f"--lr-warmup-fraction and {name} {value} exclude each other; keep one."
@@ -67,8 +68,11 @@ def _wsd(args: Args) -> Iterator[str]:
     if o.lr_decay_style != "WSD":
         return
     unit = "samples" if t.train_samples is not None else "iters"
-    if getattr(o, f"lr_wsd_decay_{unit}") is None:
-        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its last phase."
+    last, decay = getattr(o, f"lr_wsd_decay_{unit}"), getattr(o, f"lr_decay_{unit}") or getattr(t, f"train_{unit}")
+    if last is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its last phase; add it."
+    elif decay and last > decay:
+        yield f"--lr-wsd-decay-{unit} {last} is longer than the {decay} {unit} of decay; lower it."
 
 
 def _weight_decay(args: Args) -> Iterator[str]:
@@ -81,15 +85,14 @@ def _weight_decay(args: Args) -> Iterator[str]:
             yield ("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine; "
                    "add it, or use --weight-decay.")
     elif start is None or end is None:
-        yield f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay."
+        yield (f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and "
+               "--end-weight-decay; add them.")
     elif not 0 <= start <= end:
         yield f"--start-weight-decay {start:g}: must be at least 0 and at most --end-weight-decay {end:g}."
 
 
 def _moments(args: Args) -> Iterator[str]:
     o = args.optimizer
-    if o.optimizer in ("muon", "dist_muon"):
-        yield f"--optimizer {o.optimizer} is refused: not built; use adam or sgd."
     for name, value in (("--adam-beta1", o.adam_beta1), ("--adam-beta2", o.adam_beta2),
                         ("--sgd-momentum", o.sgd_momentum)):
         if not 0 <= value < 1:

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args
+from megatron_lite.config.data_paths import split_shares
 from megatron_lite.config.world import World
+from megatron_lite.errors import DataError
 
 TOKENIZERS = ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
 
@@ -17,9 +19,9 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
         if value != 1:
             yield f"--{name.replace('_', '-')} {value} is refused: ranks are data parallel only; give 1."
     if p.distributed_backend == "nccl" and not world.gpus:
-        yield "--distributed-backend nccl needs a GPU and this machine shows none; drop it, or give gloo to train on the CPU."
+        yield "--distributed-backend nccl needs a GPU and this machine shows none; drop it, or give gloo for CPUs."
     elif world.gpus and world.local_size > world.gpus:
-        yield (f"torchrun --nproc_per_node {world.local_size} starts more ranks than this machine's {world.gpus} GPUs; "
+        yield (f"torchrun --nproc_per_node {world.local_size}: more ranks than GPUs here, which are {world.gpus}; "
                f"give {world.gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU.")
     if p.distributed_timeout_minutes < 1:
         yield f"--distributed-timeout-minutes {p.distributed_timeout_minutes}: must be at least 1."
@@ -30,32 +32,32 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
 def data_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among data sources and tokenizers (whether files exist is asked elsewhere)."""
     d = args.data
-    per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(d, name)]
-    sources = [name for name, used in (("--data-path", d.data_path), ("--train-data-path", per_split),
+    own = [f"--{split}-data-path" for split in ("train", "valid", "test") if getattr(d, f"{split}_data_path")]
+    sources = [name for name, used in (("--data-path", d.data_path), (own[0] if own else "", own),
                                        ("--mock-data", d.mock_data)) if used]
     if not sources:
         yield "--data-path is missing; give the prefix of a .bin/.idx pair, or --mock-data."
     if len(sources) > 1:
         yield f"{' and '.join(sources)} exclude each other; keep one."
-    if per_split and d.split is not None:
-        yield f"--split {d.split} does not go with --{per_split[0].replace('_', '-')}; drop one."
+    if own and not d.train_data_path and not args.training.skip_train:
+        yield f"--train-data-path is missing beside {own[0]}; give it too."
+    if own and d.split is not None:
+        yield f"--split {d.split} does not go with {own[0]}; drop one."
     if d.split is not None:
-        yield from _split(d.split)
+        yield from _split(d.split, args.training.skip_train)
     yield from _tokenizer(args)
-    if d.dataloader_type == "external":
-        yield "--dataloader-type external is refused: no loader can be passed in; use single or cyclic."
     if d.num_workers < 0:
         yield f"--num-workers {d.num_workers}: must be at least 0."
 
 
-def _split(split: str) -> Iterator[str]:
-    parts = split.split(",")
+def _split(split: str, skip_train: bool) -> Iterator[str]:
     try:
-        shares = [float(part) for part in parts]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
-        yield f"--split {split}: needs up to three shares separated by commas, such as 949,50,1."
+        shares = split_shares(split)
+    except DataError as error:
+        yield f"{error}."
+        return
+    if not shares[0] and not skip_train:
+        yield f"--split {split}: no share is left for training; give one, such as 969,30,1."
 
 
 def _tokenizer(args: Args) -> Iterator[str]:
@@ -82,14 +84,12 @@ def watch_rules(args: Args, world: World) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} {getattr(w, name)}: must be at least 1."
     if w.eval_iters < 0:
         yield f"--eval-iters {w.eval_iters}: must be at least 0; 0 switches evaluation off."
-    if w.timing_log_level not in (0, 1, 2):
-        yield f"--timing-log-level {w.timing_log_level}: choose from 0, 1, 2."
-    if w.log_memory_interval is not None and (w.log_memory_interval < 1 or w.log_memory_interval % w.log_interval):
+    if w.log_memory_interval is not None and (
+        w.log_memory_interval < 1 or w.log_memory_interval % max(w.log_interval, 1)
+    ):
         yield f"--log-memory-interval {w.log_memory_interval}: must be a multiple of --log-interval {w.log_interval}."
     if c.save_interval is not None and c.save_interval < 1:
         yield f"--save-interval {c.save_interval}: must be at least 1."
-    if c.save_interval is not None and c.save is None:
-        yield f"--save-interval {c.save_interval} needs --save, the folder to write to; add it, or drop this."
     if c.exit_on_missing_checkpoint and c.load is None:
         yield "--exit-on-missing-checkpoint needs --load, the folder to read; add it, or drop this."
     if c.finetune and c.load is None and c.pretrained_checkpoint is None:
@@ -99,11 +99,17 @@ def watch_rules(args: Args, world: World) -> Iterator[str]:
 
 def _profile(args: Args, world: World) -> Iterator[str]:
     p = args.profile
+    if not (p.profile or p.use_pytorch_profiler or p.record_memory_history):
+        return
     if p.profile_step_start < 0:
         yield f"--profile-step-start {p.profile_step_start}: must be at least 0."
-    if p.profile_step_end <= p.profile_step_start:
+    if p.profile_step_end <= max(p.profile_step_start, 1):
         yield (f"--profile-step-end {p.profile_step_end}: must be greater than --profile-step-start "
-               f"{p.profile_step_start}; the end is not profiled itself.")
+               f"{p.profile_step_start} and than 1; the end is not profiled itself.")
     outside = [rank for rank in p.profile_ranks if not -1 <= rank < world.size]
-    if outside and (p.profile or p.use_pytorch_profiler or p.record_memory_history):
+    if outside:
         yield f"--profile-ranks {outside[0]}: there are ranks 0 to {world.size - 1}; -1 means all."
+    if p.use_pytorch_profiler and world.under_nsys and world.gpus:
+        # CUPTI serves one of the two, and torch's trace would silently lack all kernels
+        yield ("--use-pytorch-profiler does not work under nsys, which holds the GPU's counters; drop it, or start "
+               "without nsys.")

@@ -55,24 +55,28 @@ def _rampup(args: Args, world: World) -> Iterator[str]:
     if t.train_samples is None:
         yield f"{shown} counts samples; give --train-samples instead of --train-iters."
     start, increment, _ = t.rampup_batch_size
-    final, per_pass = t.global_batch_size, (t.micro_batch_size or 1) * world.size
+    final, per_pass = t.global_batch_size, max(t.micro_batch_size or 1, 1) * world.size
     if final is None:
         yield f"{shown} needs --global-batch-size, the size to grow to."
     elif start > final or (final - start) % increment:
-        yield f"{shown}: steps of {increment} from {start} do not reach --global-batch-size {final}; choose ones that do."
-    if start % per_pass or increment % per_pass:
+        yield (f"{shown}: steps of {increment} from {start} do not reach --global-batch-size {final}; "
+               "choose ones that do.")
+    if (t.micro_batch_size or 0) > 0 and (start % per_pass or increment % per_pass):
         yield (f"{shown}: start and increment must be divisible by --micro-batch-size {t.micro_batch_size} times "
                f"data parallel size {world.size} = {per_pass}.")
 
 
 def _exits(args: Args) -> Iterator[str]:
     t = args.training
+    if not 0 <= t.seed < 2**32:
+        yield f"--seed {t.seed}: must be at least 0 and below 2^32 = {2**32}."
     for name in ("exit_interval", "exit_duration_in_mins"):
         value = getattr(t, name)
         if value is not None and value < 1:
             yield f"--{name.replace('_', '-')} {value}: must be at least 1, or leave it out."
-    if not hasattr(signal, t.exit_signal) or not t.exit_signal.startswith("SIG"):
-        yield f"--exit-signal {t.exit_signal}: not a signal of this system; SIGTERM, SIGINT and SIGUSR1 are usual."
+    if t.exit_signal not in set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
+        yield (f"--exit-signal {t.exit_signal}: not a signal that a program can catch; SIGTERM, SIGINT and SIGUSR1 are "
+               "usual.")
     if t.manual_gc_interval < 0:
         yield f"--manual-gc-interval {t.manual_gc_interval}: must be at least 0."
 
@@ -88,9 +92,9 @@ def precision_rules(args: Args, world: World) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one."
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         value = getattr(p, name)
-        if value is not None and not 0 < value < float("inf"):
-            yield f"--{name.replace('_', '-')} {value}: must be above 0 and finite."
-    if p.min_loss_scale > p.initial_loss_scale:
+        if value is not None and value <= 0:
+            yield f"--{name.replace('_', '-')} {value:g}: must be above 0."
+    if 0 < p.initial_loss_scale < p.min_loss_scale:
         yield (f"--min-loss-scale {p.min_loss_scale:g} exceeds --initial-loss-scale {p.initial_loss_scale:g}; "
                "lower it.")
     if p.loss_scale_window < 1 or p.loss_scale_window != int(p.loss_scale_window):

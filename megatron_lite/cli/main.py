@@ -1,0 +1,48 @@
+"""megatron-lite COMMAND: what is done before and after training. Imports no torch, so that it answers at once."""
+
+import difflib
+import importlib
+import sys
+
+from megatron_lite.errors import UserError
+
+COMMANDS = {  # name: (module with run(argv), what it does)
+    "preprocess": ("megatron_lite.cli.preprocess", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
+    "make-corpus": ("megatron_lite.cli.corpus", "a data set from Python's own sources, for machines without any data"),
+}
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, or 2 after one line for each mistake of the user."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        _run(words)
+    except UserError as error:
+        for line in error.lines:
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def _run(words: list[str]):
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return
+    name, *rest = words
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise UserError(f"megatron-lite {name}: no such command; {hint}")
+    importlib.import_module(COMMANDS[name][0]).run(rest)
+
+
+def _overview() -> str:
+    lines = [f"  {name:<14}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    return "\n".join(["usage: megatron-lite COMMAND OPTIONS (COMMAND --help shows its options)", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Flags that were given but cannot matter, because another one that they depend on was not."""
+
+from collections.abc import Callable, Iterator
+
+from megatron_lite.config.args import Args
+from megatron_lite.config.command_line import CommandLine
+from megatron_lite.config.flags import dashed
+
+DEPENDS: tuple[tuple[tuple[str, ...], str, Callable[[Args], object]], ...] = (
+    (("loss_scale",), "--fp16 or --bf16", lambda a: a.precision.fp16 or a.precision.bf16),
+    (("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "--fp16", lambda a: a.precision.fp16),
+    (("accumulate_allreduce_grads_in_fp32",), "--fp16 or --bf16", lambda a: a.precision.fp16 or a.precision.bf16),
+    (("num_query_groups",), "--group-query-attention",
+     lambda a: a.model.group_query_attention or a.model.num_query_groups == 1),
+    (("recompute_num_layers",), "--recompute-granularity full", lambda a: a.model.recompute_granularity),
+    (("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "--lr-decay-style WSD",
+     lambda a: a.optimizer.lr_decay_style == "WSD"),
+    (("exit_signal",), "--exit-signal-handler", lambda a: a.training.exit_signal_handler),
+    (("manual_gc_interval",), "--manual-gc", lambda a: a.training.manual_gc),
+    (("save_interval", "log_progress", "no_save_optim", "no_save_rng"), "--save", lambda a: a.checkpoint.save),
+    (("no_load_optim", "no_load_rng"), "--load", lambda a: a.checkpoint.load),
+    (("profile_step_start", "profile_step_end", "profile_ranks"), "--profile",
+     lambda a: a.profile.profile or a.profile.use_pytorch_profiler or a.profile.record_memory_history),
+    (("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"), "--use-pytorch-profiler",
+     lambda a: a.profile.use_pytorch_profiler),
+    (("nvtx_ranges", "record_shapes"), "--profile for Nsight Systems",
+     lambda a: a.profile.profile and not a.profile.use_pytorch_profiler),
+    (("memory_snapshot_path",), "--record-memory-history", lambda a: a.profile.record_memory_history),
+)
+
+
+def without_effect(line: CommandLine) -> Iterator[str]:
+    """One sentence for each flag that the user gave in vain."""
+    for fields, needed, holds in DEPENDS:
+        for name in fields:
+            if name in line.given and not holds(line.args):
+                yield f"{dashed(name)} has no effect without {needed}."

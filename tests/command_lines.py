@@ -1,0 +1,82 @@
+"""Command lines for the tests of the configuration: a good one, changes to it, and what they are answered."""
+
+import ast
+import sys
+from pathlib import Path
+
+from megatron_lite.config.check import check
+from megatron_lite.config.command_line import CommandLine, read_command_line
+from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.world import World
+from megatron_lite.errors import ConfigError
+
+ALONE = World()
+REPO = Path(__file__).parent.parent
+GOOD = {
+    "--num-layers": "2",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "32",
+    "--max-position-embeddings": "32",
+    "--micro-batch-size": "2",
+    "--global-batch-size": "8",
+    "--train-iters": "100",
+    "--lr": "1e-3",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "99",
+    "--mock-data": "",
+}
+
+
+def argv(changes: str | list[str] = "") -> list[str]:
+    """GOOD with `changes` behind it; `!--lr` takes a flag of GOOD out."""
+    words = changes.split() if isinstance(changes, str) else changes
+    out = {word[1:] for word in words if word.startswith("!")}
+    good = [part for name, value in GOOD.items() if name not in out for part in (name, value) if part]
+    return good + [word for word in words if not word.startswith("!")]
+
+
+def read(changes: str | list[str] = "") -> CommandLine:
+    return read_command_line(argv(changes))
+
+
+def mistakes(changes: str | list[str] = "", world: World = ALONE) -> list[str]:
+    """The lines that the user sees."""
+    try:
+        check(read(changes), world)
+    except ConfigError as error:
+        return error.lines
+    return []
+
+
+def plan(changes: str | list[str] = "", world: World = ALONE, vocab_size: int = 100) -> Plan:
+    line = read(changes)
+    check(line, world)
+    return resolve(line.args, world, vocab_size)
+
+
+def yields_missed(files: list[Path], action) -> list[str]:
+    """The `yield` statements of `files` that `action` did not reach, as FILE:LINE."""
+    reached: set[tuple[str, int]] = set()
+    watched = {str(path) for path in files}
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename not in watched:
+            return None
+        if event == "line":
+            reached.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return [
+        f"{path.name}:{node.lineno}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Yield)
+        and not any((str(path), number) in reached for number in range(node.lineno, node.end_lineno + 1))
+    ]

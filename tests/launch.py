@@ -1,0 +1,222 @@
+"""Runs of the trainer for tests: inside this process, as N gloo processes over one group, or as a user starts it."""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config.check import check
+from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.world import World
+from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.data.tokenizers import make_tokenizer
+from megatron_lite.instruments.base import Instruments
+from megatron_lite.instruments.choose import choose
+from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.train.run import run
+
+REPO = Path(__file__).parent.parent
+VOCABULARY = 127  # with the end of document 128 ids: no padding
+EOD = VOCABULARY
+ALONE = World()
+MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
+         "--max-position-embeddings", "16"]
+DATA = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--num-workers", "0"]
+LENGTH = ["--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "6", "--lr", "1e-2"]
+QUIET = ["--eval-iters", "0", "--log-interval", "1000"]
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+BASE = [*MODEL, *DATA, *LENGTH, *QUIET, *NO_DROPOUT]  # what is given later on a command line wins
+
+
+def flags(*words: str | Path, data: Path | None = None) -> list[str]:
+    """BASE, mock data or the files at `data`, then `words`: strings of several words, and paths."""
+    source = ["--mock-data"] if data is None else ["--data-path", str(data)]
+    extra = (part for word in words for part in (word.split() if isinstance(word, str) else [str(word)]))
+    return [*BASE, *source, *extra]
+
+
+def plan_of(argv: list[str], world: World = ALONE) -> Plan:
+    line = read_command_line(argv)
+    check(line, world)
+    d = line.args.data
+    tokenizer = make_tokenizer(d.tokenizer_type, vocab_file=None, merge_file=None, vocab_size=d.vocab_size)
+    return resolve(line.args, world, tokenizer.vocab_size)
+
+
+def write_documents(prefix: Path, lengths, seed: int = 0) -> Path:
+    """A .bin/.idx pair of documents that count upwards, an end of document after each; learnable."""
+    random = np.random.default_rng(seed)
+    with IndexedWriter(str(prefix), VOCABULARY + 1) as writer:
+        for length in lengths:
+            first, step = random.integers(VOCABULARY), random.integers(1, 4)
+            writer.add_document([*((first + step * np.arange(length)) % VOCABULARY).tolist(), EOD])
+    return prefix
+
+
+@contextlib.contextmanager
+def alone():
+    """A process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def train(argv: list[str], run_dir: Path, world: World = ALONE, watchers=()) -> str | None:
+    """train.run.run with this process's group: everything of a run but its start and its end."""
+    plan = plan_of(argv, world)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    timeline = Timeline()
+    say = print if world.is_first else _say_nothing
+    with Instruments([*choose(plan, run_dir, timeline, print), *watchers], print) as watching:
+        return run(plan, EOD, timeline, watching, run_dir, say)
+
+
+def quietly(argv: list[str], run_dir: Path, watchers=()) -> tuple[str | None, str]:
+    """`train` without its output, which is returned after the reason for leaving early."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        reason = train(argv, run_dir, watchers=watchers)
+    return reason, out.getvalue()
+
+
+def _say_nothing(text: str):
+    pass
+
+
+def steps(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [step["loss"] for step in steps(run_dir)]
+
+
+def checkpoint(save: Path, iteration: int) -> dict:
+    return torch.load(save / f"iter_{iteration:07d}" / "mp_rank_00" / "model_optim_rng.pt", weights_only=True)
+
+
+def same(a, b) -> bool:
+    """Bitwise, through dicts and lists."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@dataclass
+class Ended:
+    """A process, or a launcher with its ranks, that has ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def figures(self) -> list[dict[str, str]]:
+        """The fields of each iteration line."""
+        lines = re.findall(r"^ \[[^\]]+\] iteration.*$", self.out, re.MULTILINE)
+        return [_fields(line) for line in lines]
+
+
+def _fields(line: str) -> dict[str, str]:
+    head, *parts = [part.strip() for part in line.split("|") if part.strip()]
+    return {"iteration": re.search(r"iteration +(\d+)/", head)[1]} | dict(part.rsplit(": ", 1) for part in parts)
+
+
+def pretrain(argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None) -> Ended:
+    """As a user starts it: python for 0 ranks, else torchrun."""
+    started = time.monotonic()
+    process = start(argv, ranks, script, cwd)
+    out, err = process.communicate(timeout=100)
+    return Ended(process.returncode, out, err, time.monotonic() - started)
+
+
+def start(argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None) -> subprocess.Popen:
+    """The same, still running."""
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_addr", "localhost",
+                     "--master_port", str(free_port())]
+    return subprocess.Popen([*launcher, str(script), *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=environment(), cwd=cwd or REPO)
+
+
+def environment() -> dict[str, str]:
+    """This one's, on the CPU, without what a launcher around the tests may have set."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        inherited.pop(name, None)
+    paths = [str(REPO), *filter(None, [inherited.get("PYTHONPATH")])]
+    return inherited | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return sock.getsockname()[1]
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Process ids of a torchrun's ranks."""
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+def send(pids: list[int], number: int = signal.SIGTERM):
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def on_ranks(function: str, folder: Path, *arguments: str, ranks: int = 2) -> list[str]:
+    """Call MODULE:FUNCTION(world, *arguments) on `ranks` processes that share a gloo group; returns their output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = folder / f"store_{time.time_ns()}"
+    processes = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(ranks), str(store), function, *arguments],
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=folder)
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    for rank, (process, output) in enumerate(zip(processes, outputs)):
+        assert process.returncode == 0, f"rank {rank}: {output}"
+    return outputs
+
+
+def train_all(world: World, scenarios: str):
+    """For on_ranks: train each of a JSON file's command lines, by name, into a folder of that name."""
+    for name, argv in json.loads(Path(scenarios).read_text()).items():
+        train(argv, Path(name), world)
+
+
+def _main(rank: str, size: str, store: str, function: str, *arguments: str):
+    sys.path.insert(0, str(Path(__file__).parent))
+    torch.set_num_threads(1)
+    world = World(int(rank), int(size), int(rank), int(size))
+    dist.init_process_group("gloo", store=dist.FileStore(store, world.size), rank=world.rank, world_size=world.size)
+    module, name = function.split(":")
+    getattr(importlib.import_module(module), name)(world, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

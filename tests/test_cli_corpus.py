@@ -1,0 +1,127 @@
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.cli.corpus import LEFT_OUT, MARK, library_sources, pieces
+from megatron_lite.cli.main import main
+from megatron_lite.data.gpt_dataset import split_bounds
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.tokenizers import ByteTokenizer, make_tokenizer
+
+SMALL = ["--max-mb", "0.2"]
+
+
+def make(prefix, *argv) -> int:
+    return main(["make-corpus", "--output-prefix", str(prefix), *argv])
+
+
+def contents(prefix) -> list[bytes]:
+    return [Path(f"{prefix}_text_document{ending}").read_bytes() for ending in (".bin", ".idx")]
+
+
+def test_the_usual_corpus_is_megabytes_of_text_with_something_for_each_split(tmp_path, capsys):
+    assert make(tmp_path / "a b" / "python") == 0
+    assert f"{tmp_path}/a b/python_text_document made in" in capsys.readouterr().out
+    data = IndexedDataset(str(tmp_path / "a b" / "python_text_document"))
+    assert 3e6 < data.num_tokens < 9e6
+    text = ByteTokenizer().decode(data.tokens(0))
+    assert "import" in "".join(ByteTokenizer().decode(data.tokens(i)) for i in range(20)) and text.endswith("<|endoftext|>")
+    assert all(sum(data.sequence_lengths[i] for i in part) > 2049 for part in split_bounds("949,50,1", len(data)))
+
+
+def test_two_builds_are_equal(tmp_path):
+    for folder in ("one", "two"):
+        make(tmp_path / folder / "python", *SMALL)
+    assert contents(tmp_path / "one" / "python") == contents(tmp_path / "two" / "python")
+
+
+def test_its_own_bpe_reads_back_the_sources(tmp_path):
+    make(tmp_path / "python", *SMALL, "--bpe", "400")
+    tokenizer = make_tokenizer("GPT2BPETokenizer", vocab_file=f"{tmp_path}/vocab.json", merge_file=f"{tmp_path}/merges.txt")
+    data = IndexedDataset(f"{tmp_path}/python_text_document")
+    first = next(library_sources(Path(sysconfig.get_paths()["stdlib"]), 1e6))
+    assert tokenizer.vocab_size == 400
+    assert tokenizer.decode(data.tokens(0)) == first + "<|endoftext|>"
+
+
+def test_a_complete_corpus_is_reused(tmp_path, capsys):
+    make(tmp_path / "python", *SMALL)
+    index = tmp_path / "python_text_document.idx"
+    os.utime(index, (1, 1))
+    capsys.readouterr()
+    assert make(tmp_path / "python", *SMALL) == 0
+    assert index.stat().st_mtime == 1 and "is there already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("spoil", ["other settings", "never finished", "cut short", "file gone"])
+def test_any_other_is_made_anew(spoil, tmp_path):
+    make(tmp_path / "python", *SMALL)
+    good = contents(tmp_path / "python")
+    mark, data = tmp_path / MARK, tmp_path / "python_text_document.bin"
+    if spoil == "other settings":
+        make(tmp_path / "python", "--max-mb", "0.1")
+        assert contents(tmp_path / "python") != good
+    elif spoil == "never finished":
+        mark.write_text(json.dumps(json.loads(mark.read_text()) | {"complete": False}))
+        data.write_bytes(bytes(data.stat().st_size))
+    elif spoil == "cut short":
+        data.write_bytes(b"")
+    else:
+        data.unlink()
+    assert make(tmp_path / "python", *SMALL) == 0
+    assert contents(tmp_path / "python") == good
+
+
+def test_files_of_other_origin_are_left_alone(tmp_path, capsys):
+    (tmp_path / "vocab.json").write_text("mine")
+    assert make(tmp_path / "python", *SMALL, "--bpe", "300") == 2
+    assert "vocab.json exists and is not make-corpus's; choose another folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["vocab.json"]
+
+
+def test_one_folder_holds_one_corpus(tmp_path, capsys):
+    make(tmp_path / "python", *SMALL)
+    assert make(tmp_path / "other", *SMALL) == 2
+    assert f"{tmp_path} holds another corpus; choose another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--bpe", "100"], "--vocab-size 100: 256 bytes and <|endoftext|> need 257 or more"),
+    (["--max-mb", "0"], "--max-mb 0: must be above 0; 8 is usual"),
+    (["--max-mb", "0.000001"], "has no .py sources"),
+])
+def test_impossible_sizes(argv, said, tmp_path, capsys):
+    assert make(tmp_path / "python", *argv) == 2
+    message = capsys.readouterr().err
+    assert said in message and message.count("\n") == 1
+
+
+def test_places_that_cannot_be_written_or_read(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert make(tmp_path / "file" / "python", *SMALL) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    (tmp_path / MARK).write_text("{")
+    assert make(tmp_path / "python", *SMALL) == 2
+    assert f"{tmp_path / MARK}: not readable as JSON" in capsys.readouterr().err
+
+
+def test_sources_keep_within_their_limit_and_leave_tables_and_tests_out(tmp_path):
+    for name in ("a.py", "b/c.py", "test/d.py", "b/tests/e.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(f"# {name}\n")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
+    assert sorted(library_sources(tmp_path, 1000)) == ["# a.py\n", "# b/c.py\n"]
+    assert len(list(library_sources(tmp_path, 10))) == 1
+    assert {"test", "tests", "site-packages"} <= LEFT_OUT
+
+
+def test_pieces_lose_nothing_and_begin_at_definitions():
+    text = "import x\n" + "".join(f"\n\ndef f{i}():\n" + "    pass  # so long\n" * 100 for i in range(20)) + "end"
+    documents = list(pieces(text))
+    assert "".join(documents) == text
+    assert len(documents) > 5 and all(document.startswith("def ") for document in documents[1:])
+    assert list(pieces("")) == []

@@ -1,0 +1,62 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.cli import main as cli
+from megatron_lite.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_no_command_lists_all_of_them(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name}" in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["make-corpos"], "make-corpos: no such command; did you mean make-corpus?"),
+    (["zzz"], "zzz: no such command; there are preprocess, make-corpus"),
+    (["make-corpus"], "megatron-lite make-corpus: the following arguments are required: --output-prefix"),
+    (["make-corpus", "--output-prefix", "x", "--bpe", "many"], "argument --bpe: invalid int value: 'many'"),
+    (["make-corpus", "--output-pre", "x"], "required: --output-prefix"),
+    (["preprocess", "--input", "x", "--output-prefix", "y", "--workers", "4"], "unrecognized arguments: --workers 4"),
+])
+def test_a_mistake_is_one_line_and_exit_code_2(argv, said, capsys):
+    assert main(argv) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ") and output.err.count("\n") == 1
+    assert said in output.err
+
+
+def test_interrupting_is_no_traceback(monkeypatch):
+    def interrupt(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupt)
+    assert main(["preprocess"]) == 130
+
+
+def test_commands_answer_without_importing_torch(tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n" * 100)
+    code = f"""
+import sys
+from megatron_lite.cli.main import main
+codes = [
+    main(["preprocess", "--input", r"{tmp_path}/a.txt", "--output-prefix", r"{tmp_path}/a",
+          "--tokenizer-type", "ByteTokenizer"]),
+    main(["make-corpus", "--output-prefix", r"{tmp_path}/corpus/python", "--bpe", "300", "--max-mb", "0.1"]),
+]
+assert codes == [0, 0], codes
+assert "tiktoken" in sys.modules and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_module_is_the_command():
+    run = subprocess.run([sys.executable, "-m", "megatron_lite.cli.main", "preproces"], check=False, cwd=ROOT,
+                         capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.endswith("did you mean preprocess?\n")

@@ -1,0 +1,243 @@
+"""What a user types wrong, and reads."""
+
+import pytest
+from command_lines import ALONE, argv, mistakes, read
+
+from megatron_lite.config.check import check, remarks
+from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.world import World
+from megatron_lite.errors import ConfigError
+
+FIVE_MISTAKES = {
+    "--num-layer 2 --hidden-size 1O24 --fp16 --bf16 --lr-decay-style cosin --micro-batch-size": [
+        "--num-layer is not a flag; did you mean --num-layers?",
+        "--hidden-size 1O24: needs a whole number.",
+        "--lr-decay-style cosin: choose from constant, linear, cosine, inverse-square-root, WSD; did you mean cosine?",
+        "--micro-batch-size takes one value, got none.",
+        "--fp16 and --bf16 exclude each other; keep one.",
+    ],
+    "--global-batch-size 9 --min-lr 1 --seq-length 64 --num-experts 8 --save-interval 0": [
+        "--num-experts is refused: this trainer builds dense GPTs only; drop it, or train that model with Megatron-LM.",
+        "--max-position-embeddings 32 is smaller than --seq-length 64; raise it to at least that.",
+        "--global-batch-size 9 is not divisible by --micro-batch-size 2 times data parallel size 1 = 2; try 8.",
+        "--min-lr 1: must be at least 0 and at most --lr 0.001.",
+        "--save-interval 0: must be at least 1.",
+    ],
+    "!--mock-data --data-path /no/such --fp16 true --train_iters 10 --distributed-backend nccl --split 1,2,3,4": [
+        "--fp16 is a switch and takes no value, got 'true'; drop the value, or the flag to switch it off.",
+        "--train_iters is not a flag; did you mean --train-iters?",
+        "--distributed-backend nccl needs a GPU and this machine shows none; drop it, or give gloo for CPUs.",
+        "--split 1,2,3,4: needs one to three numbers, none negative, not all 0; for example 969,30,1.",
+        "--data-path /no/such: there is no /no/such.bin; check the prefix, or make it with megatron-lite preprocess.",
+    ],
+}
+
+
+@pytest.mark.parametrize(("changes", "answers"), FIVE_MISTAKES.items(), ids=["typos", "numbers", "places"])
+def test_five_mistakes_are_five_lines(changes, answers):
+    assert mistakes(changes) == answers
+
+
+ONE_MISTAKE = [
+    ("--learning-rat 1", "--learning-rat is not a flag; --help lists them all."),
+    ("--lerning-rate-decay-style x", "--lerning-rate-decay-style is not a flag; did you mean --lr-decay-style?"),
+    ("--profile_ranks 0", "--profile_ranks is not a flag; did you mean --profile-ranks?"),
+    ("-seed 3", "-seed is not a flag; did you mean --seed?"),
+    ("--Adam-Beta1 0.9", "--Adam-Beta1 is not a flag; did you mean --adam-beta1?"),
+    ("--adam-beta 0.9", "--adam-beta is not a flag; did you mean --adam-beta1 or --adam-beta2?"),
+    ("--init-method 0.1", "--init-method is not a flag; did you mean --init-method-std?"),
+    (
+        "--lr-warmup 0.1",
+        "--lr-warmup is not a flag; did you mean --lr-warmup-fraction or --lr-warmup-iters or --lr-warmup-samples?",
+    ),
+    ("--moe-router-topkk 1", "--moe-router-topkk is not a flag; did you mean --moe-router-topk?"),
+    ("--x 1", "--x is not a flag; --help lists them all."),
+    ("--", "-- is not a flag; --help lists them all."),
+    ("--l 1", "--l is not a flag; did you mean --lr?"),
+    ("--seed 3 4", "--seed takes one value, got 2: '3 4'."),
+    ("--seed", "--seed takes one value, got none."),
+    ("--seed=", "--seed '': is no usable value; give one, or drop the flag."),
+    ("--seed 3.0", "--seed 3.0: needs a whole number."),
+    ("--clip-grad off", "--clip-grad off: needs a number."),
+    ("--clip-grad nan", "--clip-grad nan: needs a finite number."),
+    ("--clip-grad -inf", "--clip-grad -inf: needs a finite number."),
+    ("--profile-ranks", "--profile-ranks takes one value or more, got none."),
+    ("--profile-ranks 0 a", "--profile-ranks a: needs a whole number."),
+    ("--data-path", "--data-path takes one value or more, got none."),
+    ("--bf16=1", "--bf16 is a switch and takes no value, got '1'; drop the value, or the flag to switch it off."),
+    ("--normalization rmsnorm", "--normalization rmsnorm: choose from LayerNorm, RMSNorm; did you mean RMSNorm?"),
+    ("--optimizer lion", "--optimizer lion: choose from adam, sgd."),
+    ("--timing-log-level 3", "--timing-log-level 3: choose from 0, 1, 2."),
+    ("--yaml-cfg", "--yaml-cfg takes one file, got 0."),
+    ("--yaml-cfg a b", "--yaml-cfg takes one file, got 2."),
+    (
+        "--seq-length 32 --encoder-seq-length 64",
+        "--seq-length 32 and --encoder-seq-length 64 are one setting; keep one.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "answer"), ONE_MISTAKE)
+def test_one_mistake(changes, answer):
+    said = [text for text in mistakes(changes) if not text.startswith("--max-position-embeddings 32 is")]
+    assert said == [answer]
+
+
+def test_a_word_before_any_flag():
+    assert read_command_line(["train", "--seed", "1"]).mistakes == [
+        "'train' stands before any flag; put a flag in front of it, or drop it."
+    ]
+
+
+def test_empty_values_of_shell_variables_that_are_unset():
+    assert mistakes(["--save", "", "--tensorboard-dir", " "]) == [
+        "--save '': is no usable value; give one, or drop the flag.",
+        "--tensorboard-dir ' ': is no usable value; give one, or drop the flag.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("--seed=7", "seed", 7),
+        ("--seed 7 --seed 8", "seed", 8),
+        ("--profile-ranks -1", "profile_ranks", (-1,)),
+        ("--profile-ranks 3 1 2", "profile_ranks", (3, 1, 2)),
+        ("--profile-ranks 3 --profile-ranks 1", "profile_ranks", (1,)),
+        ("--lr 6.0e-5", "lr", 6e-5),
+        ("--lr .5", "lr", 0.5),
+        ("--lr -1e-3", "lr", -1e-3),
+        ("--save=a=b", "save", "a=b"),
+        ("--save=--odd", "save", "--odd"),
+        ("--fp16", "fp16", True),
+        ("--fp16 --fp16", "fp16", True),
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--seq-length 64 --encoder-seq-length 64", "seq_length", 64),
+        ("--encoder-seq-length 64", "seq_length", 64),
+        ("--persistent-save-interval 5", "save_interval", 5),
+        ("--data-path 0.5 a 0.5 b", "data_path", ("0.5", "a", "0.5", "b")),
+        ("--rampup-batch-size 16 16 5859375", "rampup_batch_size", (16, 16, 5859375)),
+    ],
+)
+def test_values(words, field, value):
+    line = read_command_line(words.split())
+    assert line.mistakes == [] and line.values == {field: value} and line.given == {field}
+
+
+def test_a_value_that_could_not_be_read_breaks_no_further_rule():
+    """Its default stands in for it, and nothing may be said about a value that the user did not give."""
+    for changes in (
+        "--hidden-size x",
+        "--num-attention-heads 3x",
+        "--seq-length 1k",
+        "--max-position-embeddings 2k",
+        "--micro-batch-size x",
+        "--train-iters 1e3",
+        "--lr 6e",
+        "--vocab-size 50k",
+        "--min-lr O.1",
+    ):
+        assert len(mistakes(changes)) == 1, changes
+
+
+def test_a_misspelt_flag_is_not_called_missing_too():
+    assert mistakes("!--lr --lr-rate 1") == [
+        "--lr-rate is not a flag; --help lists them all.",
+        "--lr is missing; give the peak learning rate, such as 6e-5.",
+    ]
+    assert mistakes("!--lr --Lr 1") == ["--Lr is not a flag; did you mean --lr?"]
+    assert mistakes("!--train-iters --trian-iters 10") == ["--trian-iters is not a flag; did you mean --train-iters?"]
+
+
+def test_the_same_mistake_twice_is_one_line():
+    assert mistakes("--foo 1 --foo 2") == ["--foo is not a flag; --help lists them all."]
+
+
+def notes(changes, world=ALONE):
+    line = read(changes)
+    check(line, world)
+    return remarks(line, world)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ("--sequence-parallel", "--sequence-parallel has no effect here: as in Megatron, it matters only with tensor"),
+        ("--data-impl mmap", "--data-impl was retired by Megatron-LM and has no effect: all data is memory-mapped"),
+        ("--use-flash-attn", "--use-flash-attn is an old spelling of --attention-backend auto."),
+        (
+            "--cpu-offloading-num-layers 0",
+            "--cpu-offloading-num-layers has no effect here: its value asks for nothing.",
+        ),
+        ("--num-query-groups 2", "--num-query-groups has no effect without --group-query-attention."),
+        ("--loss-scale 8", "--loss-scale has no effect without --fp16 or --bf16."),
+        ("--bf16 --initial-loss-scale 8", "--initial-loss-scale has no effect without --fp16."),
+        ("--save-interval 5", "--save-interval has no effect without --save."),
+        ("--profile-step-start 5", "--profile-step-start has no effect without --profile."),
+        ("--recompute-num-layers 1", "--recompute-num-layers has no effect without --recompute-granularity full."),
+        ("--lr-wsd-decay-iters 5", "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD."),
+        ("--exit-signal SIGINT", "--exit-signal has no effect without --exit-signal-handler."),
+        ("--manual-gc-interval 5", "--manual-gc-interval has no effect without --manual-gc."),
+        ("--no-load-rng", "--no-load-rng has no effect without --load."),
+        ("--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-shapes has no effect without --use-pytorch"),
+        ("--record-shapes", "--record-shapes has no effect without --profile for Nsight Systems."),
+        ("--memory-snapshot-path s.pickle", "--memory-snapshot-path has no effect without --record-memory-history."),
+        ("--save a", "--save without --save-interval: a checkpoint is written when the run ends, none before."),
+        ("--use-pytorch-profiler", "--use-pytorch-profiler without --profile: profiling all the same."),
+        (
+            "--profile --use-pytorch-profiler --profile-step-start 101 --profile-step-end 103",
+            "--profile-step-start 101 lies",
+        ),
+        (
+            "--profile --use-pytorch-profiler --profile-step-start 99 --profile-step-end 102",
+            "--profile-step-end 102 lies",
+        ),
+        ("--profile", "--profile without --use-pytorch-profiler steers Nsight Systems, which sees GPUs only; add"),
+        ("--record-memory-history", "--record-memory-history records a GPU's allocator; there is no GPU"),
+        ("--fp16", "--fp16 is 4 to 20 times slower than fp32 on CPUs"),
+    ],
+)
+def test_what_is_worth_a_word_is_told_once(changes, note):
+    told = notes(changes)
+    assert len(told) == 1 and told[0].startswith(note), told
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "",
+        "--bf16 --loss-scale 8",
+        "--save a --save-interval 5 --log-progress",
+        "--profile --use-pytorch-profiler --profile-step-start 99 --profile-step-end 101",
+        "--profile --use-pytorch-profiler --profile-step-start 100 --profile-step-end 101",
+    ],
+)
+def test_what_works_needs_no_word(changes):
+    assert notes(changes) == []
+
+
+def test_gpus_silence_the_words_about_cpus():
+    assert notes("--fp16 --profile --record-memory-history", World(gpus=1)) == []
+
+
+def test_nothing_given_asks_for_everything():
+    with pytest.raises(ConfigError) as caught:
+        check(read_command_line([]), World())
+    missing = [text.split(" is missing")[0] for text in caught.value.lines]
+    assert missing == [
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--max-position-embeddings",
+        "--train-iters",
+        "--micro-batch-size",
+        "--lr",
+        "--data-path",
+        "--vocab-file",
+        "--merge-file",
+    ]
+
+
+def test_good_is_good():
+    assert read_command_line(argv()).mistakes == mistakes() == []

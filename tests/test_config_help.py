@@ -1,0 +1,128 @@
+"""--help: whole, readable, at once."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from command_lines import REPO, argv
+
+from megatron_lite.config.args import Args
+from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.flags import flags_of
+from megatron_lite.config.help import help_text
+from megatron_lite.config.megatron import ACCEPTED, REFUSED, RESPELLED, RETIRED, answers
+
+PAGE = help_text()
+FLAGS = list(flags_of(Args))
+
+
+def entry(spelling: str) -> str:
+    """The lines of one knob, joined."""
+    lines = PAGE.splitlines()
+    start = next(i for i, line in enumerate(lines) if re.match(rf"  (\S+, )*{re.escape(spelling)}\b(?!-)", line))
+    end = next(i for i in range(start + 1, len(lines)) if not lines[i].startswith(" " * 38))
+    return " ".join(" ".join(lines[start:end]).split())
+
+
+def test_every_knob_has_an_entry_with_its_meaning_and_default():
+    for flag in FLAGS:
+        text = entry(flag.spelling)
+        assert flag.help in text, flag.spelling
+        assert all(spelling in text for spelling in flag.spellings)
+        assert all(choice in text for choice in flag.choices)
+        shown = not flag.is_switch and flag.default not in (None, ())
+        assert (re.search(r"\[\S+\]$", text) is not None) == shown, text
+
+
+@pytest.mark.parametrize(
+    ("spelling", "default"),
+    [
+        ("--initial-loss-scale", "[4294967296]"),
+        ("--adam-eps", "[1e-08]"),
+        ("--profile-ranks", "[0]"),
+        ("--min-lr", "[0.0]"),
+        ("--exit-signal", "[SIGTERM]"),
+        ("--loss-scale-window", "[1000]"),
+    ],
+)
+def test_defaults_are_shown_as_one_would_type_them(spelling, default):
+    text = entry(spelling)
+    assert text.endswith(default)
+    assert read_command_line([spelling, default[1:-1]]).mistakes == []
+
+
+def test_every_answer_of_the_tables_is_listed():
+    words = set(re.findall(r"--[\w-]+", PAGE))
+    for names in (answers(ACCEPTED), answers(RETIRED), answers(REFUSED), RESPELLED, ["--yaml-cfg"]):
+        assert set(names) <= words
+
+
+def test_groups_stand_in_order_apart_from_each_other():
+    titles = [
+        line
+        for line in PAGE.splitlines()
+        if line and not line.startswith((" ", "usage", "the ", "Trains", "Defaults", "Megatron"))
+    ]
+    groups = list(dict.fromkeys(flag.group for flag in FLAGS))
+    assert titles[: len(groups)] == groups and len(titles) == len(groups) + 4
+    for title in titles:
+        assert f"\n\n{title}\n  --" in PAGE
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_lines_fit_and_no_flag_is_broken(width):
+    page = help_text(width)
+    lines = page.splitlines()
+    head = lines.index("Model")
+    too_long = [line for line in lines[head:] if len(line) > width and len(line.split()) > 3]
+    assert too_long == [] or width == 80 and all(line.startswith("  --") for line in too_long)
+    assert max(map(len, PAGE.splitlines())) <= 110
+    assert not [line for line in lines if line.rstrip().endswith("-")]
+
+
+def test_required_flags_are_called_so():
+    required = {flag.spelling for flag in FLAGS if "Required" in flag.help}
+    assert (
+        required
+        == {
+            "--num-layers",
+            "--hidden-size",
+            "--num-attention-heads",
+            "--seq-length",
+            "--micro-batch-size",
+            "--train-iters",
+            "--lr",
+        }
+        <= {word for word in argv() if word.startswith("--")}
+    )
+
+
+def test_the_smallest_run_of_the_page_is_right():
+    example = PAGE[PAGE.index("  pretrain_gpt.py --mock-data") : PAGE.index("Defaults stand")].split()[1:]
+    line = read_command_line(example)
+    assert line.mistakes == [] and line.args.data.mock_data
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--lr", "1", "--help"]])
+def test_it_comes_at_once(words, tmp_path):
+    code = (
+        "import runpy, sys; sys.argv = ['pretrain_gpt.py', *sys.argv[1:]]\n"
+        "try: runpy.run_path('pretrain_gpt.py', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules), 'too slow'"
+    )
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, PAGE + "\n", "")
+    assert time.perf_counter() - start < 5  # 0.06 s on a quiet machine

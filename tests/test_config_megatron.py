@@ -1,0 +1,139 @@
+"""Every flag that Megatron-LM's launch scripts use has exactly one answer, and knobs have Megatron's defaults."""
+
+import re
+
+import pytest
+from command_lines import REPO, mistakes, read
+
+from megatron_lite.config.args import Args
+from megatron_lite.config.flags import dashed, flags_of
+from megatron_lite.config.megatron import ACCEPTED, HARMLESS, REFUSED, RESPELLED, RETIRED, answers
+
+TABLE = dict(
+    (line.rstrip("\n").split("\t") + [None])[:2]
+    for line in (REPO / "tests/megatron_flags.txt").read_text(encoding="utf-8").splitlines()
+    if line.startswith("--")
+)
+KNOBS = {spelling: flag for flag in flags_of(Args) for spelling in flag.spellings}
+ANSWERS = {
+    "knob": set(KNOBS),
+    "accepted": set(answers(ACCEPTED)),
+    "refused": set(answers(REFUSED)),
+    "respelled": set(RESPELLED),
+    "retired": set(answers(RETIRED)),
+}
+OTHER_DEFAULTS = {  # where a default differs from Megatron's: ours, and why
+    "--distributed-backend": (None, "chosen: nccl with GPUs, gloo without"),
+    "--eval-interval": (1000, "None crashes Megatron 0.16; 1000 is what it was before"),
+    "--dataloader-type": ("single", "what Megatron itself makes of None"),
+}
+OURS = {  # knobs of this trainer that Megatron does not have
+    "--explain-attention",
+    "--run-dir",
+}
+
+
+def our_default(flag):
+    """As Megatron's parser would print it."""
+    if flag.is_switch:
+        return "switch off" if flag.default else "switch"
+    if flag.many:
+        return str(list(flag.default)) if flag.default else "None"
+    return str(int(flag.default)) if flag.field == "initial_loss_scale" else str(flag.default)
+
+
+def test_the_table_is_whole():
+    assert len(TABLE) == 226
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_exactly_one_answer(name):
+    kinds = [kind for kind, names in ANSWERS.items() if name in names]
+    assert len(kinds) == 1, kinds
+    assert (kinds == ["knob"]) == (TABLE[name] is not None)
+
+
+def test_no_name_anywhere_has_two_answers():
+    names = [name for of_kind in ANSWERS.values() for name in of_kind]
+    assert len(names) == len(set(names))
+    tables = (ACCEPTED, RETIRED, REFUSED)
+    listed = [name for table in tables for family in table for name in family.flags]
+    assert len(listed) == len(set(listed))
+    assert len(KNOBS) == sum(len(flag.spellings) for flag in flags_of(Args))
+
+
+def test_how_many_are_what():
+    count = {kind: len(names & set(TABLE)) for kind, names in ANSWERS.items()}
+    print(f"of {len(TABLE)}: {count}")
+    assert count["knob"] >= 150 and count["refused"] <= 17 and sum(count.values()) == len(TABLE)
+
+
+@pytest.mark.parametrize("name", [name for name, default in TABLE.items() if default is not None])
+def test_default_is_megatrons(name):
+    flag = KNOBS[name]
+    if name in OTHER_DEFAULTS:
+        assert flag.default == OTHER_DEFAULTS[name][0] != TABLE[name]
+    else:
+        assert our_default(flag) == TABLE[name]
+
+
+def test_what_is_ours_is_marked_so():
+    for flag in flags_of(Args):
+        assert ("(ours)" in flag.help) == (flag.spelling in OURS or flag.field == "tokenizer_type"), flag.spelling
+
+
+@pytest.mark.parametrize("family", [*ACCEPTED, *RETIRED, *REFUSED], ids=lambda family: family.flags[0])
+def test_every_answer_is_said_in_one_line(family):
+    for name in family.flags:
+        line = read([name, "1"])
+        said = [text for text in line.notes + line.mistakes if text.startswith(f"{name} ")]
+        assert len(said) == 1 and family.answer in said[0] and "\n" not in said[0] and not family.answer.endswith(".")
+        refused = family in REFUSED
+        assert bool(line.mistakes) == refused
+        if refused:
+            assert re.search(r"\b(drop it|use that)\b", family.answer), "a refusal says the way out"
+
+
+def test_flags_named_in_an_answer_exist():
+    everything = set().union(*ANSWERS.values())
+    for family in [*ACCEPTED, *RETIRED, *REFUSED]:
+        assert set(re.findall(r"--[\w-]+", family.answer)) <= everything, family.answer
+
+
+@pytest.mark.parametrize(("old", "new"), RESPELLED.items())
+def test_old_spellings_mean_their_new_ones(old, new):
+    value = [] if KNOBS[new[-1 if len(new) == 1 else 0]].is_switch or len(new) > 1 else ["1"]
+    if old == "--warmup":
+        value = ["0.1"]
+    line = read([old, *value])
+    assert line.values == read([*new, *value]).values != read().values or old in (
+        "--use-flash-attn",
+        "--model-parallel-size",
+    )
+    assert line.notes == [f"{old} is an old spelling of {' '.join(new)}."] and line.mistakes == []
+
+
+def test_values_that_ask_for_nothing_pass():
+    for name, values in HARMLESS.items():
+        assert mistakes([name, *values]) == [] and name in answers(REFUSED)
+        assert len(mistakes([name, *values, "7"])) == 1
+
+
+def test_a_field_is_its_flag():
+    for flag in flags_of(Args):
+        if not (flag.is_switch and flag.default):
+            assert flag.spelling == dashed(flag.field)
+
+
+SEED = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
+--attention-backend auto --micro-batch-size 4 --global-batch-size 16 --train-iters 20000 --weight-decay 0.1
+--adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5
+--lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 20000
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --split 949,50,1 --log-interval 200
+--save-interval 10000 --eval-interval 1000 --save c --load c --eval-iters 10 --tensorboard-dir t --profile
+--use-pytorch-profiler --profile-step-start 110 --profile-step-end 112 --profile-ranks 0"""
+
+
+def test_a_usual_launch_script_passes_without_a_word(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert mistakes(SEED.split()) == [] and read(SEED.split()).notes == []

@@ -1,0 +1,219 @@
+"""From checked flags to what will happen."""
+
+import dataclasses
+import json
+
+import pytest
+from command_lines import plan
+
+from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.world import World, read_world
+
+GPT2 = 50257
+
+
+def shape(changes, vocab_size=GPT2):
+    return plan(changes, vocab_size=vocab_size).shape
+
+
+def test_seed_script_is_the_model_that_it_always_was():
+    s = shape(
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048"
+    )
+    assert (s.ffn_hidden_size, s.kv_channels, s.num_query_groups, s.padded_vocab_size) == (4096, 64, 16, 50304)
+    assert (s.tied_embeddings, s.linear_bias, s.qkv_bias, s.activation) == (True, True, True, "gelu_tanh")
+    v, h, n, t = s.padded_vocab_size, s.hidden_size, s.num_layers, s.max_position_embeddings
+    assert v * h + t * h + n * (12 * h * h + 13 * h) + 2 * h == 355_919_872
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(1008, 2688), (64, 128), (4096, 10880), (1024, 2688), (96, 256), (24, 64)])
+def test_gated_mlp_is_eight_thirds_wide_in_steps_of_64(hidden, ffn):
+    assert shape(f"--swiglu --hidden-size {hidden}").ffn_hidden_size == ffn
+    assert ffn % 64 == 0 and ffn <= hidden * 8 / 3 < ffn + 64
+    assert shape(f"--hidden-size {hidden}").ffn_hidden_size == 4 * hidden
+    assert shape(f"--swiglu --hidden-size {hidden} --ffn-hidden-size 77").ffn_hidden_size == 77
+
+
+@pytest.mark.parametrize(
+    ("changes", "activation"),
+    [
+        ("", "gelu_tanh"),
+        ("--no-bias-gelu-fusion", "gelu_erf"),
+        ("--disable-bias-linear", "gelu_erf"),
+        ("--disable-bias-linear --add-qkv-bias", "gelu_erf"),
+        ("--swiglu", "swiglu"),
+        ("--squared-relu", "squared_relu"),
+        ("--swiglu --disable-bias-linear", "swiglu"),
+        ("--squared-relu --no-bias-gelu-fusion", "squared_relu"),
+    ],
+)
+def test_activation(changes, activation):
+    assert shape(changes).activation == activation
+
+
+@pytest.mark.parametrize(
+    ("changes", "linear", "qkv"),
+    [
+        ("", True, True),
+        ("--disable-bias-linear", False, False),
+        ("--disable-bias-linear --add-qkv-bias", False, True),
+        ("--add-qkv-bias", True, True),
+    ],
+)
+def test_biases(changes, linear, qkv):
+    assert (shape(changes).linear_bias, shape(changes).qkv_bias) == (linear, qkv)
+
+
+@pytest.mark.parametrize(
+    ("changes", "position"),
+    [
+        ("", "learned_absolute"),
+        ("--no-position-embedding", "none"),
+        ("--position-embedding-type rope", "rope"),
+        ("--position-embedding-type rope --no-position-embedding", "rope"),
+        ("--position-embedding-type none", "none"),
+        ("--use-rotary-position-embeddings", "rope"),
+    ],
+)
+def test_positions(changes, position):
+    assert shape(changes).position_embedding == position
+
+
+def test_heads():
+    s = shape("--group-query-attention --num-query-groups 2 --kv-channels 24")
+    assert (s.num_query_groups, s.kv_channels, s.qkv_width, s.attention_width) == (2, 24, (4 + 4) * 24, 96)
+    assert shape("--num-query-groups 2").num_query_groups == 4  # only with --group-query-attention
+    assert shape("--group-query-attention").num_query_groups == 1
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "changes", "padded"),
+    [
+        (50257, "", 50304),
+        (50304, "", 50304),
+        (1, "", 128),
+        (257, "--make-vocab-size-divisible-by 1", 257),
+        (257, "--make-vocab-size-divisible-by 100", 300),
+        (257, "--padded-vocab-size 333", 333),
+        (257, "--padded-vocab-size 257", 257),
+    ],
+)
+def test_padded_vocabulary(vocab_size, changes, padded):
+    p = plan(changes, vocab_size=vocab_size)
+    assert (p.shape.padded_vocab_size, p.vocab_size) == (padded, vocab_size)
+
+
+def test_without_learned_positions_their_number_is_the_sequence():
+    assert shape("!--max-position-embeddings --position-embedding-type rope").max_position_embeddings == 32
+    assert shape("--max-position-embeddings 99").max_position_embeddings == 99
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision", "fp32_gradients"),
+    [
+        ("", "fp32", False),
+        ("--accumulate-allreduce-grads-in-fp32", "fp32", False),
+        ("--fp16", "fp16", False),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", "fp16", True),
+        ("--bf16", "bf16", True),
+        ("--bf16 --grad-reduce-in-bf16", "bf16", False),
+        ("--bf16 --accumulate-allreduce-grads-in-fp32", "bf16", True),
+    ],
+)
+def test_precision(changes, precision, fp32_gradients):
+    p = plan(changes)
+    assert (p.precision, p.fp32_gradients) == (precision, fp32_gradients)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "device", "backend"),
+    [
+        ("", 0, "cpu", "gloo"),
+        ("", 2, "cuda", "nccl"),
+        ("--distributed-backend gloo", 1, "cuda", "gloo"),
+        ("--distributed-backend nccl", 1, "cuda", "nccl"),
+    ],
+)
+def test_device_and_backend(changes, gpus, device, backend):
+    p = plan(changes, World(gpus=gpus))
+    assert (p.device, p.backend) == (device, backend)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ("", []),
+        ("--profile-step-start 3 --profile-step-end 9", []),
+        ("--profile", [10, 11]),
+        ("--use-pytorch-profiler --profile-step-start 110 --profile-step-end 112", [110, 111]),
+        ("--record-memory-history --profile-step-start 0 --profile-step-end 2", [1]),
+    ],
+)
+def test_profile_window_is_half_open_and_counted_from_1(changes, window):
+    assert list(plan(changes).profile_window) == window
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [("0", {0}), ("-1", {0, 1, 2, 3}), ("3 1", {1, 3}), ("2 -1", {0, 1, 2, 3})]
+)
+def test_profile_ranks(ranks, expected):
+    assert plan(f"--profile --profile-ranks {ranks}", World(size=4)).profile_ranks == expected
+
+
+def test_default_global_batch_is_one_pass():
+    p = plan("!--global-batch-size --micro-batch-size 3", World(size=4))
+    assert (p.batch.final, p.samples_per_pass, p.micro_batches(0)) == (12, 12, 1)
+    assert plan("--global-batch-size 24", World(size=4)).micro_batches(0) == 3
+
+
+def slow_sizes(start, increment, ramp_samples, final, samples):
+    """The global batch of each step, one after the other, while whole batches are left."""
+    each = ramp_samples / ((final - start) // increment) if final > start else 1
+    sizes, consumed = [], 0
+    while True:
+        size = final
+        if consumed <= ramp_samples and final > start:
+            size = start
+            for step in range(1, (final - start) // increment + 1):
+                if consumed >= each * step:
+                    size = start + step * increment
+        if consumed + size > samples:
+            return sizes
+        sizes.append(size)
+        consumed += size
+
+
+@pytest.mark.parametrize("ramp", [(2, 2, 100), (4, 4, 37), (2, 6, 1), (8, 2, 5), (2, 2, 5000), (2, 2, 8), (4, 2, 799)])
+@pytest.mark.parametrize("samples", [8, 99, 800, 3001])
+def test_growing_batches_against_counting_them_out(ramp, samples):
+    sizes = slow_sizes(*ramp, final=8, samples=samples)
+    p = plan(f"!--train-iters --train-samples {samples} --rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}")
+    consumed = [sum(sizes[:i]) for i in range(len(sizes))]
+    assert [p.batch.size(samples) for samples in consumed] == sizes
+    assert [p.micro_batches(samples) for samples in consumed] == [size // 2 for size in sizes]
+    assert p.train_iters == len(sizes) and p.train_samples == sum(sizes) <= samples
+    assert p.batch.samples(5) == sum(p.batch.size(p.batch.samples(i)) for i in range(5))
+
+
+def test_batches_grow_by_equal_steps_over_the_ramp():
+    batch = BatchSchedule(8, 2, 2, 90)
+    assert [batch.size(n) for n in (0, 29, 30, 59, 60, 89, 90, 91, 10**9)] == [2, 2, 4, 4, 6, 6, 8, 8, 8]
+
+
+def test_constant_batches():
+    batch = BatchSchedule(16)
+    assert {batch.size(n) for n in range(0, 500, 7)} == {16}
+    assert (batch.iterations(100), batch.samples(6), batch.iterations(15)) == (6, 96, 0)
+
+
+def test_a_plan_can_be_written_down():
+    written = json.loads(json.dumps(dataclasses.asdict(plan("--profile")), default=str))
+    assert written["shape"]["hidden_size"] == 64 and written["args"]["optimizer"]["lr"] == 1e-3
+
+
+def test_the_launcher_says_who_one_is():
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert read_world(4, torchrun) == World(5, 8, 1, 4, 4)
+    assert read_world(0, {}) == World() and World().is_first and World().is_last
+    assert not read_world(0, torchrun).is_first and read_world(0, {**torchrun, "RANK": "7"}).is_last
+    assert read_world(1, {"NSYS_PROFILING_SESSION_ID": "123"}).under_nsys

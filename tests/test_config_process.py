@@ -1,0 +1,118 @@
+"""A command line with mistakes, as its user meets it: a few lines, exit code 2, and nothing made."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from command_lines import REPO, argv
+
+from megatron_lite.app import main
+
+OUTPUTS = ["--save", "out/ckpt", "--tensorboard-dir", "out/tb", "--run-dir", "out/run"]
+FOUR_MISTAKES = argv(["--num-layer", "2", "--fp16", "--bf16", "--lr", "fast", "--global-batch-size", "9", *OUTPUTS])
+ANSWERS = [
+    "--num-layer is not a flag; did you mean --num-layers?",
+    "--lr fast: needs a number.",
+    "--global-batch-size 9 is not divisible by --micro-batch-size 2 times data parallel size {0} = {1}; try {2}.",
+    "--fp16 and --bf16 exclude each other; keep one.",
+]
+
+
+def environment() -> dict[str, str]:
+    """A home and a machine of its own: no GPU, no byte code beside the sources, no launcher's variables."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(REPO),
+    }
+
+
+def start(command: list[str], folder) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_one_process(tmp_path):
+    done = start([sys.executable, str(REPO / "pretrain_gpt.py"), *FOUR_MISTAKES], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: " + answer.format(1, 2, 8) for answer in ANSWERS]
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_ranks_say_it_once_and_torchrun_names_the_cause(tmp_path):
+    done = start(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            str(REPO / "pretrain_gpt.py"),
+            *FOUR_MISTAKES,
+        ],
+        tmp_path,
+    )
+    assert done.returncode == 1  # torchrun's for any failed rank
+    answers = ["error: " + answer.format(2, 4, 8) for answer in ANSWERS]
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if "error: --" in line] == answers
+    summary = done.stderr[done.stderr.index("Root Cause") :]
+    assert "; ".join(answer.removeprefix("error: ") for answer in answers) in summary
+    assert "exitcode  : 2" in summary and "rank      : 0" in summary
+    assert 'File "' + str(REPO) not in done.stderr  # no traceback of ours
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "vocab.json").write_text('{"a": 0, "<|endoftext|>": 1}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "not.json").write_text("no vocabulary")
+    (tmp_path / "settings.yaml").write_text("optimiser: adam\n")
+    return tmp_path
+
+
+BPE = "!--tokenizer-type !--vocab-size --merge-file merges.txt --vocab-file "
+
+
+@pytest.mark.parametrize(
+    ("changes", "start_of_lines"),
+    [
+        ("--yaml-cfg settings.yaml", ["error: settings.yaml: --optimiser is not a flag; did you mean --optimizer?"]),
+        (
+            "--save settings.yaml/below --tensorboard-dir not.json",
+            ["error: --save settings.yaml/below: ", "error: --tensorboard-dir not.json: "],
+        ),
+        (BPE + "none.json", ["error: --vocab-file none.json: there is no such file; check the path."]),
+        (BPE + "not.json", ["error: --vocab-file not.json: "]),
+        (
+            "--padded-vocab-size 64",
+            ["error: --padded-vocab-size 64 is smaller than the vocabulary of 100; raise or drop it."],
+        ),
+        (
+            "!--train-iters --train-samples 3",
+            ["error: --train-samples 3 is less than one global batch of 8; raise it."],
+        ),
+    ],
+)
+def test_found_before_a_process_group_or_a_file_is_made(changes, start_of_lines, folder, capsys):
+    before = sorted(folder.rglob("*"))
+    outputs = [] if "--save" in changes else OUTPUTS
+    assert main(argv([*changes.split(), *outputs])) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert len(lines) == len(start_of_lines)
+    assert all(line.startswith(start) for line, start in zip(lines, start_of_lines)), lines
+    assert sorted(folder.rglob("*")) == before

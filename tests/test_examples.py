@@ -1,0 +1,264 @@
+"""The start scripts, run as a user runs them."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.cli.main import main
+from megatron_lite.run_folder import RUN_FILE, STEPS_FILE, read_tracker
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
+QUICKSTART = ROOT / "examples" / "gpt3" / "quickstart.sh"
+SCRIPTS = [SCRIPT, QUICKSTART, ROOT / "examples" / "environment.sh", ROOT / "tests" / "run", ROOT / ".ci" / "run"]
+OURS = ("GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "STEPS", "OMP_NUM_THREADS")
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32",
+        "--max-position-embeddings", "32", "--num-workers", "0"]
+SHORT = ["--train-iters", "2", "--lr-decay-iters", "2", "--log-interval", "1", "--eval-iters", "1"]
+
+
+def start(script: Path, *arguments, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """The script under bash, without GPUs and with this interpreter."""
+    kept = {name: value for name, value in os.environ.items() if name not in OURS}
+    env = kept | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
+    return subprocess.run(
+        ["bash", str(script), *map(str, arguments)], check=False, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=540,
+    )
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> list[Path]:
+    """CKPT TB VOCAB MERGES DATA, in a folder with a space in its name."""
+    folder = tmp_path_factory.mktemp("a place")
+    assert main(["make-corpus", "--output-prefix", f"{folder}/in put/python", "--bpe", "300"]) == 0
+    inputs = folder / "in put"
+    return [folder / "check points", folder / "tensor board", inputs / "vocab.json", inputs / "merges.txt",
+            inputs / "python_text_document"]
+
+
+def assert_refused(run: subprocess.CompletedProcess, said: str):
+    assert run.returncode == 2
+    assert run.stdout == "" and run.stderr.count("\n") == 1 and run.stderr.startswith("error: "), run.stderr
+    assert said in run.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_can_be_executed(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK) or script.name == "environment.sh"
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-x", str(script)], check=True, cwd=ROOT)
+
+
+def test_each_missing_argument_is_named(places):
+    for number, name in enumerate(["TB", "VOCAB", "MERGES", "DATA"], start=1):
+        assert_refused(start(SCRIPT, *places[:number]), f"{name} is missing; give all of CKPT TB VOCAB MERGES DATA, or none")
+
+
+@pytest.mark.parametrize(("position", "value", "said"), [
+    (2, "no such.json", "VOCAB no such.json: there is no such file"),
+    (3, "no such.txt", "MERGES no such.txt: there is no such file"),
+    (4, "no such data", "DATA no such data: there is no no such data.bin; make it with megatron-lite preprocess"),
+    (4, "x/data.bin", "DATA x/data.bin: give the prefix without its ending: x/data"),
+])
+def test_each_missing_file_is_named(position, value, said, places):
+    arguments = [*places]
+    arguments[position] = value
+    assert_refused(start(SCRIPT, *arguments), said)
+    assert not places[0].exists() and not places[1].exists()
+
+
+@pytest.mark.parametrize(("extra", "said"), [
+    (["--train-iters", "2"], "--train-iters is not an option of this script; put the trainer's flags behind --"),
+    (["more"], "'more' is one argument too many"),
+])
+def test_flags_belong_behind_the_dashes(extra, said, places):
+    assert_refused(start(SCRIPT, *places, *extra), said)
+
+
+@pytest.mark.parametrize(("environment", "said"), [
+    ({"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE=two: needs a whole number, at least 1"),
+    ({"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0: needs a whole number, at least 1"),
+    ({"NODE_RANK": "-1"}, "NODE_RANK=-1: needs a whole number, at least 0"),
+    ({"MASTER_PORT": "http"}, "MASTER_PORT=http: needs a whole number"),
+    ({"NUM_NODES": "2"}, "NUM_NODES=2 needs MASTER_ADDR"),
+    ({"PYTHON": "/no/python"}, "/no/python: lacks one of torch"),
+])
+def test_an_impossible_environment_is_said(environment, said, places):
+    assert_refused(start(SCRIPT, *places, **environment), said)
+
+
+def test_a_taken_port_is_said(places):
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert_refused(start(SCRIPT, *places, MASTER_PORT=port), f"MASTER_PORT={port} is taken on this machine; set another")
+
+
+def test_nsys_must_be_there(places, tmp_path):
+    for tool in ("bash", "dirname", "sed"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    assert_refused(start(SCRIPT, *places, "--nsys", PATH=str(tmp_path)), "--nsys: there is no nsys on the PATH")
+
+
+def test_help_is_the_head_of_the_script():
+    run = start(SCRIPT, "--help")
+    assert run.returncode == 0 and "355,919,872 parameters" in run.stdout and "#" not in run.stdout
+
+
+def test_a_tiny_run_from_another_folder_with_spaces(places, tmp_path):
+    """Paths are the caller's; flags behind -- win; the window's profile is torch.profiler's."""
+    inputs = [os.path.relpath(path, tmp_path) for path in places]
+    window = ["--profile-step-start", "1", "--profile-step-end", "2"]
+    run = start(SCRIPT, *inputs, "--", *TINY, *SHORT, *window, cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "note: no GPU here" in run.stdout and "1 rank on CPU" in run.stdout
+    assert re.search(r"iteration        2/       2 \|.* global batch size:    16 \|", run.stdout)
+    assert read_tracker(places[0]) == 2
+    assert list(places[1].glob("*.pt.trace.json*")) and list(places[1].glob("events.out.tfevents.*"))
+    plan = json.loads((places[1] / RUN_FILE).read_text())["plan"]
+    assert plan["precision"] == "fp16" and plan["args"]["training"]["micro_batch_size"] == 4
+    assert not list(tmp_path.iterdir())
+
+
+def stub(folder: Path, help_text: str, makes_report: bool = False) -> Path:
+    """An `nsys` that knows the options of its help, and runs what comes after them."""
+    folder.mkdir(exist_ok=True)
+    tool = folder / "nsys"
+    report = 'touch "$(dirname "$report")/gpt3_857m.nsys-rep"' if makes_report else ":"
+    tool.write_text(f"""#!/usr/bin/env bash
+if [[ $2 == --help ]]; then echo "{help_text}"; exit 0; fi
+shift
+while [[ $1 == -* ]]; do
+    case $1 in
+        -o) report=$2; shift 2 ;;
+        -t | -s | --force-overwrite) echo "nsys got $1 $2"; shift 2 ;;
+        *) echo "nsys got $1"; shift ;;
+    esac
+done
+{report}
+"$@"
+""")
+    tool.chmod(0o755)
+    return folder
+
+
+def copy_without_trainer(folder: Path) -> Path:
+    """The script in a repository of its own, whose trainer only fails if torch.profiler is asked for beside nsys."""
+    copy = folder / "a copy"
+    shutil.copytree(ROOT / "examples", copy / "examples")
+    (copy / "pretrain_gpt.py").write_text("import sys; sys.exit('--use-pytorch-profiler' in sys.argv)\n")
+    return copy / "examples" / "gpt3" / SCRIPT.name
+
+
+def test_under_nsys_unknown_options_are_left_out_and_the_lack_of_a_report_is_said(places, tmp_path):
+    path = f"{stub(tmp_path / 'bin', '--capture-range= --capture-range-end= --kill=')}:{os.environ['PATH']}"
+    run = start(SCRIPT, *places, "--nsys", "--", "--num-layers", "0", PATH=path)
+    assert run.returncode != 0  # the trainer's own exit code: it refuses the model
+    assert "this nsys does not know --cuda-graph-trace=node --cpuctxsw=none; left out" in run.stdout
+    assert "nsys got --capture-range-end=stop\n" in run.stdout and "backtrace" not in run.stdout
+    assert "--num-layers 0: must be at least 1" in run.stderr
+    assert "no Nsight Systems report: its range is opened through CUDA, and there is no GPU here" in run.stderr
+
+
+def test_stacks_of_cuda_calls_come_with_the_sampling_that_they_need(places, tmp_path):
+    known = "--capture-range --kill --cudabacktrace --python-backtrace --cuda-graph-trace --cpuctxsw"
+    path = f"{stub(tmp_path / 'bin', known)}:{os.environ['PATH']}"
+    run = start(copy_without_trainer(tmp_path), *places, "--nsys", PATH=path, NSYS_BACKTRACES="1")
+    assert "nsys got -s process-tree\n" in run.stdout and "nsys got -s none\n" not in run.stdout
+    assert "nsys got --cudabacktrace=all\nnsys got --python-backtrace=cuda\n" in run.stdout
+
+
+def test_the_report_is_named(places, tmp_path):
+    path = f"{stub(tmp_path / 'bin', '--capture-range', makes_report=True)}:{os.environ['PATH']}"
+    run = start(copy_without_trainer(tmp_path), *places, "--nsys", PATH=path)
+    assert run.returncode == 0, run.stderr
+    assert f"Nsight Systems report: {tmp_path}/a copy/nsight_profile/gpt3_857m.nsys-rep" in run.stdout
+
+
+def test_bf16_behind_the_dashes_replaces_fp16(places, tmp_path):
+    (tmp_path / "torchrun").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\nexit 7\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    (tmp_path / "python").write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    run = start(SCRIPT, *places, "--", "--bf16", "--lr", "1", PYTHON=f"{tmp_path}/python", GPUS_PER_NODE="2")
+    words = run.stdout.splitlines()
+    assert run.returncode == 7  # what the launcher says is passed on
+    assert "--fp16" not in words and words[-3:] == ["--bf16", "--lr", "1"]
+    assert words[words.index("--nproc_per_node") + 1] == "2" and words[words.index("--data-path") + 1] == str(places[4])
+
+
+@pytest.mark.slow
+def test_without_arguments_it_trains_on_the_librarys_sources(tmp_path):
+    copy = tmp_path / "a copy"
+    ignored = shutil.ignore_patterns(".*", "quickstart", "runs", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    run = start(copy / "examples" / "gpt3" / SCRIPT.name, "--", *TINY, *SHORT, cwd=tmp_path, GPUS_PER_NODE="2")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "training on the sources of Python's library" in run.stdout and "2 ranks on CPU" in run.stdout
+    assert read_tracker(copy / "quickstart" / "857m" / "checkpoints") == 2
+
+
+@pytest.mark.slow
+def test_the_quickstart_from_start_to_end(tmp_path):
+    copy = tmp_path / "a copy"
+    ignored = shutil.ignore_patterns(".*", "quickstart", "runs", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    quickstart = copy / "examples" / "gpt3" / QUICKSTART.name
+    for number in (1, 2):  # started again it makes another folder
+        run = start(quickstart, cwd=tmp_path, STEPS="16")
+        assert run.returncode == 0, run.stdout + run.stderr
+        folder = copy / "quickstart" / f"run-{number}"
+        first, last = map(float, re.search(r"validation loss +([\d.]+) after 2 .* ([\d.]+) after 16", run.stdout).groups())
+        assert last < first - 0.3
+        assert json.loads((folder / RUN_FILE).read_text())["status"] == "finished"
+        assert len((folder / STEPS_FILE).read_text().splitlines()) == 16
+        assert read_tracker(folder / "checkpoints") == 16 and list((folder / "tensorboard").iterdir())
+        assert (folder / "console.log").read_text().count("validation loss at") == 10
+    assert "is there already" in run.stdout
+
+
+@pytest.mark.parametrize(("arguments", "environment", "said"), [
+    ([], {"STEPS": "none"}, "STEPS=none: needs a whole number"),
+    (["100"], {}, "'100': the quickstart takes no arguments"),
+])
+def test_the_quickstart_refuses_what_it_does_not_know(arguments, environment, said):
+    assert_refused(start(QUICKSTART, *arguments, **environment), said)
+
+
+@pytest.mark.slow
+def test_a_launch_script_of_megatron_lm_runs_as_it_is(places, tmp_path):
+    """Flags, their order and the torchrun line as such scripts have them, sizes reduced, from the repository's root."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    script = tmp_path / "launch.sh"
+    script.write_text(f"""#!/bin/bash
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+DISTRIBUTED_ARGS=(--nproc_per_node 2 --nnodes 1 --master_addr localhost --master_port {port})
+GPT_MODEL_ARGS=(--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+    --max-position-embeddings 64 --attention-backend auto)
+TRAINING_ARGS=(--micro-batch-size 4 --global-batch-size 16 --train-iters 40 --weight-decay 0.1 --adam-beta1 0.9
+    --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-3 --lr-decay-style cosine
+    --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 40)
+MODEL_PARALLEL_ARGS=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1)
+DATA_ARGS=(--data-path "$5" --vocab-file "$3" --merge-file "$4" --split 949,50,1)
+EVAL_AND_LOGGING_ARGS=(--log-interval 20 --save-interval 20 --eval-interval 20 --save "$1" --load "$1" --eval-iters 2
+    --tensorboard-dir "$2")
+PROFILER_ARGS=(--profile --use-pytorch-profiler --profile-step-start 10 --profile-step-end 12 --profile-ranks 0)
+exec torchrun ${{DISTRIBUTED_ARGS[@]}} pretrain_gpt.py ${{GPT_MODEL_ARGS[@]}} ${{TRAINING_ARGS[@]}} \\
+    ${{MODEL_PARALLEL_ARGS[@]}} "${{DATA_ARGS[@]}}" "${{EVAL_AND_LOGGING_ARGS[@]}}" ${{PROFILER_ARGS[@]}}
+""")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    outputs = [tmp_path / "checkpoints", tmp_path / "logs"]
+    run = start(script, *outputs, *places[2:], PATH=path, OMP_NUM_THREADS="1")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"iteration       40/      40 \|.* number of skipped iterations:   0 \|", run.stdout)
+    assert "validation loss at iteration 20 | lm loss value:" in run.stdout
+    assert read_tracker(outputs[0]) == 40 and list(outputs[1].glob("*.pt.trace.json*"))

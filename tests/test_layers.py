@@ -1,0 +1,132 @@
+"""The layers of the house, read from its imports."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parent.parent
+PACKAGE = REPO / "megatron_lite"
+LEVELS = [  # bottom up: what stands together does not know each other
+    {"errors", "units", "phases"},
+    {"config"},
+    {"run_folder", "estimate"},
+    {"data", "model", "parallel", "optim"},
+    {"instruments"},
+    {"train", "analysis"},
+    {"report"},
+    {"app", "cli"},
+]
+LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
+WITHOUT_TORCH = {"errors", "units", "phases", "config", "run_folder", "estimate", "analysis", "report", "cli"}
+READERS = {"analysis", "report", "cli"}  # they meet the trainer only in files
+TRAINERS = {"model", "parallel", "optim", "instruments", "train", "app"}
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
+FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+def place(path: Path) -> str:
+    """megatron_lite/config/args.py -> config."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Dotted names of all that is imported, inside functions too; `from a import b` counts as a.b."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names}
+    return names
+
+
+def objection(mine: str, name: str) -> str | None:
+    """What is wrong with a module of the place `mine` importing `name`."""
+    if name.startswith("."):
+        return "relative imports hide what is imported"
+    top, _, rest = name.partition(".")
+    if top == "torch" and mine in WITHOUT_TORCH:
+        return f"{mine} must work without torch"
+    if top != "megatron_lite":
+        return None
+    other = rest.partition(".")[0]
+    if other == mine:
+        return None
+    if other not in LEVEL or mine not in LEVEL:
+        return f"{other if other not in LEVEL else mine} has no place in LEVELS"
+    if LEVEL[other] == LEVEL[mine]:
+        return f"{mine} and {other} stand side by side"
+    if LEVEL[other] > LEVEL[mine]:
+        return f"{other} stands above {mine}"
+    return f"{mine} meets {other} only in files" if mine in READERS and other in TRAINERS else None
+
+
+def test_imports_point_down():
+    wrong = [
+        f"{path.relative_to(REPO)}: {name}: {why}"
+        for path, tree in TREES.items()
+        if path != PACKAGE / "__init__.py"
+        for name in sorted(imported(tree))
+        if (why := objection(place(path), name))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "name", "why"),
+    [
+        ("config", "megatron_lite.estimate.params.parameter_count", "estimate stands above config"),
+        ("data", "megatron_lite.model.gpt.GPT", "data and model stand side by side"),
+        ("report", "megatron_lite.optim.schedule", "report meets optim only in files"),
+        ("config", "torch.nn", "config must work without torch"),
+        ("train", "megatron_lite.utils.helper", "utils has no place in LEVELS"),
+        ("train", ".loop.train", "relative imports hide what is imported"),
+        ("train", "megatron_lite.train.loop", None),
+        ("train", "torch.nn", None),
+        ("cli", "megatron_lite.data.build", None),
+        ("config", "torchvision", None),
+    ],
+)
+def test_each_kind_of_wrong_import_would_be_seen(mine, name, why):
+    assert objection(mine, name) == why
+
+
+def test_imports_are_found_wherever_they_stand():
+    code = "import a.b\ndef f():\n    from c.d import e, g\n    from . import h\n"
+    assert imported(ast.parse(code)) == {"a.b", "c.d.e", "c.d.g", "..h"}
+
+
+def test_every_folder_and_file_has_its_place():
+    assert {place(path) for path in FILES} - {"__init__"} <= set(LEVEL)
+
+
+def test_init_files_are_empty():
+    inits = [path for path in FILES if path.name == "__init__.py"]
+    assert PACKAGE / "__init__.py" in inits
+    assert [path for path in inits if path.read_text(encoding="utf-8").strip()] == []
+
+
+def test_files_and_functions_stay_small():
+    long_files = [path for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > MOST_LINES]
+    long_functions = [
+        f"{path.name}: {node.name}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION
+    ]
+    assert (long_files, long_functions) == ([], [])
+
+
+def test_the_lower_layers_come_up_without_torch():
+    names = [
+        ".".join(path.relative_to(REPO).with_suffix("").parts)
+        for path in FILES
+        if path.name != "__init__.py" and place(path) in WITHOUT_TORCH
+    ]
+    code = f"import sys, {', '.join(names)}\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=REPO)

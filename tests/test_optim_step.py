@@ -1,0 +1,240 @@
+"""One folded step (unscale, clip, AdamW or SGD, schedule) against the same thing done plainly, one by one."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from launch import flags, plan_of, same
+from torch import nn
+
+from megatron_lite.optim.optimizer import Optimizer
+
+CPU = torch.device("cpu")
+SAMPLES = 4
+SHAPES = [(8, 6), (6,), (5, 3, 2), (1,)]
+
+
+def no_phase(name):
+    return contextlib.nullcontext()
+
+
+def parameters(dtype=torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def gradients(step: int, scale: float, dtype=torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in SHAPES]
+
+
+class Plainly:
+    """Host-side float64-free reference: scaler like torch's GradScaler, clip_grad_norm_, plain torch optimizer."""
+
+    def __init__(self, weights, make, clip, lr_of, decay_of=None):
+        self.weights = [nn.Parameter(w.detach().float().clone()) for w in weights]
+        matrices = [w for w in self.weights if w.ndim > 1]
+        vectors = [w for w in self.weights if w.ndim <= 1]
+        self.engine = make([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+        self.clip, self.lr_of, self.decay_of, self.good = clip, lr_of, decay_of, 0
+
+    def step(self, grads, scale) -> tuple[float, bool]:
+        for weight, grad in zip(self.weights, grads):
+            weight.grad = grad.float() / scale
+        norm = math.sqrt(sum(float(w.grad.double().square().sum()) for w in self.weights))
+        if not math.isfinite(norm):
+            return norm, True
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.weights, self.clip)
+        for group in self.engine.param_groups:
+            group["lr"] = self.lr_of(self.good)
+        if self.decay_of:
+            self.engine.param_groups[0]["weight_decay"] = self.decay_of(self.good)
+        self.engine.step()
+        self.good += SAMPLES
+        return norm, False
+
+
+def compare(plan, reference, infs=(), dtype=torch.float32, steps=20) -> tuple[float, Optimizer]:
+    """Largest difference of the weights over the steps; norms and skips are compared on the way."""
+    weights = parameters(dtype)
+    optimizer = Optimizer(plan, weights, CPU)
+    worst = 0.0
+    for step in range(steps):
+        scale = optimizer.loss_scale.item()
+        grads = gradients(step, scale * 0.3, dtype)
+        if step in infs:
+            grads[step % len(grads)].view(-1)[0] = infs[step]
+        norm, skip = reference.step([g.clone() for g in grads], scale)
+        update = optimizer.step([g.clone() for g in grads], SAMPLES, no_phase)
+        assert bool(update.skipped) is skip and float(update.loss_scale) == scale
+        assert float(update.next_loss_scale) == optimizer.loss_scale.item()
+        if not skip:
+            assert float(update.grad_norm) == pytest.approx(norm, rel=1e-5)
+        assert int(update.good_samples) == reference.good
+        worst = max(worst, max((m - r).abs().max().item() for m, r in zip(optimizer.weights.masters, reference.weights)))
+    return worst, optimizer
+
+
+def linear_lr(good, peak=1e-2, iterations=20):
+    return peak * (1 - good / (iterations * SAMPLES))
+
+
+def adamw(groups, decay=0.1):
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
+
+
+ADAM = "--train-iters 20 --weight-decay 0.1 --adam-beta2 0.95"
+INFS = {0: math.inf, 1: -math.inf, 6: math.nan, 7: math.inf, 13: math.inf}
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.01, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_fp16_step_with_infs_is_the_plain_one(clip, dtype):
+    """dtype: of the gradients; fp32 as with --accumulate-allreduce-grads-in-fp32."""
+    plan = plan_of(flags(ADAM, "--fp16 --initial-loss-scale 64 --loss-scale-window 3", f"--clip-grad {clip}"))
+    reference = Plainly(parameters(dtype), adamw, clip, linear_lr)
+    worst, optimizer = compare(plan, reference, INFS, dtype)
+    assert worst < 1e-6
+    assert optimizer.loss_scale.item() != 64
+    for model, master in zip(optimizer.weights.model, optimizer.weights.masters):
+        assert torch.equal(model, master.to(model.dtype)), "the model is the rounded masters"
+
+
+@pytest.mark.parametrize("words, dtype", [("", torch.float32), ("--bf16", torch.bfloat16), ("--fp16 --loss-scale 128", torch.float16)])
+def test_other_precisions_are_the_plain_step(words, dtype):
+    worst, _ = compare(plan_of(flags(ADAM, words)), Plainly(parameters(dtype), adamw, 1.0, linear_lr), dtype=dtype)
+    assert worst < 1e-6
+
+
+def test_a_skipped_step_changes_nothing_but_the_scale():
+    plan = plan_of(flags(ADAM, "--fp16 --initial-loss-scale 64 --hysteresis 1"))
+    optimizer = Optimizer(plan, parameters(torch.float16), CPU)
+    for step in range(3):
+        optimizer.step(gradients(step, 10, torch.float16), SAMPLES, no_phase)
+    before = [p.detach().clone() for p in optimizer.weights.model]
+    state = optimizer.state_dict()
+    state = {key: _copied(state[key]) for key in state}
+    bad = gradients(3, 10, torch.float16)
+    bad[1][2] = math.inf
+    update = optimizer.step(bad, SAMPLES, no_phase)
+    assert update.skipped and optimizer.loss_scale.item() == 32
+    after = optimizer.state_dict()
+    for key in ("engine", "masters", "good_samples"):
+        assert same(state[key], after[key]), key
+    assert same(before, [p.detach() for p in optimizer.weights.model])
+
+
+def _copied(value):
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("words", ["", "--bf16"])
+def test_nan_stops_all_further_steps_unless_told_not_to(words):
+    bad = gradients(0, 1.0)
+    bad[0][0, 0] = math.nan
+    careful = Optimizer(plan_of(flags(ADAM, words)), parameters(), CPU)
+    before = [p.detach().clone() for p in careful.weights.model]
+    for grads in (bad, gradients(1, 1.0)):
+        assert careful.step([g.clone() for g in grads], SAMPLES, no_phase).skipped
+    assert same(before, [p.detach() for p in careful.weights.model])
+    careless = Optimizer(plan_of(flags(ADAM, words, "--no-check-for-nan-in-loss-and-grad")), parameters(), CPU)
+    assert not careless.step([g.clone() for g in bad], SAMPLES, no_phase).skipped
+    assert careless.weights.model[0].isnan().any()
+
+
+def test_matrices_decay_and_vectors_do_not():
+    """With zero gradients AdamW does nothing but decay."""
+    plan = plan_of(flags("--train-iters 20 --lr-decay-style constant --lr 0.5 --weight-decay 0.1"))
+    weights = parameters()
+    before = [w.detach().clone() for w in weights]
+    Optimizer(plan, weights, CPU).step([torch.zeros_like(w) for w in weights], SAMPLES, no_phase)
+    for old, new in zip(before, weights):
+        expected = old * (1 - 0.5 * 0.1) if old.ndim > 1 else old
+        assert torch.allclose(new, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("words, dtype", [("", torch.float32), ("--fp16 --initial-loss-scale 64", torch.float16)])
+def test_sgd_is_torchs_plain_sgd(momentum, words, dtype):
+    plan = plan_of(flags("--train-iters 20 --optimizer sgd --weight-decay 0.1", f"--sgd-momentum {momentum}", words))
+    reference = Plainly(parameters(dtype), lambda groups: torch.optim.SGD(
+        groups, lr=0.0, momentum=momentum, weight_decay=0.1, foreach=False), 1.0, linear_lr)
+    worst, _ = compare(plan, reference, INFS if words else (), dtype)
+    assert worst < 1e-6
+
+
+def growing(style):
+    def decay_of(good):
+        share = good / (20 * SAMPLES)
+        return 0.02 + (0.5 - 0.02) * (share if style == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - share))))
+    return decay_of
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("words, dtype", [("", torch.float32), ("--fp16 --initial-loss-scale 64", torch.float16)])
+def test_a_growing_weight_decay_is_applied(style, optimizer, words, dtype):
+    plan = plan_of(flags("--train-iters 20 --start-weight-decay 0.02 --end-weight-decay 0.5 --adam-beta2 0.95",
+                         f"--weight-decay-incr-style {style} --optimizer {optimizer}", words))
+    def make(groups):
+        return adamw(groups) if optimizer == "adam" else torch.optim.SGD(groups, lr=0.0, momentum=0.9, foreach=False)
+    reference = Plainly(parameters(dtype), make, 1.0, linear_lr, growing(style))
+    worst, _ = compare(plan, reference, INFS if words else (), dtype)
+    assert worst < 1e-6
+    constant = Plainly(parameters(dtype), make, 1.0, linear_lr, lambda good: 0.02)
+    still, _ = compare(plan, constant, INFS if words else (), dtype)
+    assert still > 1e-4, "the comparison can tell a growing decay from a constant one"
+
+
+def test_skipped_steps_do_not_advance_the_schedule():
+    plan = plan_of(flags("--train-iters 20 --fp16 --initial-loss-scale 64 --lr-warmup-iters 4 --lr-decay-iters 20"))
+    optimizer = Optimizer(plan, parameters(torch.float16), CPU)
+    rates = []
+    for step in range(8):
+        grads = gradients(step, 1.0, torch.float16)
+        if step in (1, 2, 5):
+            grads[0][0, 0] = math.inf
+        optimizer.step(grads, SAMPLES, no_phase)
+        rates.append(round(optimizer.lr.item(), 6))
+    assert rates == [0.0, 0.0025, 0.0025, 0.0025, 0.005, 0.0075, 0.0075, 0.01]
+
+
+def test_a_state_goes_on_bitwise():
+    for words, dtype in (("--fp16 --initial-loss-scale 64", torch.float16), ("", torch.float32), ("--optimizer sgd", torch.float32)):
+        plan = plan_of(flags(ADAM, words))
+        one = Optimizer(plan, parameters(dtype), CPU)
+        for step in range(4):
+            one.step(gradients(step, 10, dtype), SAMPLES, no_phase)
+        weights = [nn.Parameter(p.detach().clone()) for p in one.weights.model]
+        other = Optimizer(plan, weights, CPU)
+        other.load_state_dict(_copied(one.state_dict()))
+        for step in range(4, 8):
+            for optimizer in (one, other):
+                optimizer.step(gradients(step, 10, dtype), SAMPLES, no_phase)
+        assert same(one.state_dict(), other.state_dict()) and same(one.weights.model, other.weights.model)
+
+
+def test_masters_of_an_fp32_run_are_its_weights():
+    """A checkpoint of fp32 training holds no masters: a 16-bit run takes them from the model."""
+    saved = Optimizer(plan_of(flags(ADAM)), parameters(), CPU)
+    saved.step(gradients(0, 1.0), SAMPLES, no_phase)
+    weights = [nn.Parameter(p.detach().to(torch.bfloat16)) for p in saved.weights.model]
+    resumed = Optimizer(plan_of(flags(ADAM, "--bf16")), [nn.Parameter(torch.zeros_like(w)) for w in weights], CPU)
+    for parameter, weight in zip(resumed.weights.model, weights):
+        parameter.data.copy_(weight)
+    resumed.load_state_dict(saved.state_dict())
+    assert same(resumed.weights.masters, [w.float() for w in weights])
+
+
+def test_an_fp32_run_takes_the_masters_of_a_16_bit_one():
+    saved = Optimizer(plan_of(flags(ADAM, "--bf16")), parameters(torch.bfloat16), CPU)
+    saved.step(gradients(0, 1.0, torch.bfloat16), SAMPLES, no_phase)
+    resumed = Optimizer(plan_of(flags(ADAM)), [nn.Parameter(p.detach().float()) for p in saved.weights.model], CPU)
+    resumed.load_state_dict(saved.state_dict())
+    assert same([p.detach() for p in resumed.weights.model], saved.state_dict()["masters"])

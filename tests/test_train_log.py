@@ -1,0 +1,135 @@
+"""What a run says and writes: console lines to Megatron-LM's formats, TensorBoard's names, steps.jsonl, run.json."""
+
+import json
+import math
+import re
+
+import pytest
+from launch import flags, pretrain, steps, write_documents
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+NUMBER = r"\d+\.\d{6}E[+-]\d\d"
+ITERATION_LINE = re.compile(
+    r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration [ \d]{7}\d/[ \d]{7}\d \| consumed samples: [ \d]{11}\d \| "
+    r"elapsed time per iteration \(ms\): \d+\.\d \| throughput per GPU \(TFLOP/s/GPU\): \d+\.\d \| "
+    rf"learning rate: {NUMBER} \| global batch size: [ \d]{{4}}\d \| (lm loss: {NUMBER} \| )?loss scale: \d+\.\d \| "
+    r"(grad norm: \d+\.\d{3} \| )?(num zeros: \d+\.\d \| )?(params norm: \d+\.\d{3} \| )?"
+    r"number of skipped iterations: [ \d]{2}\d \| number of nan iterations: [ \d]{2}\d \|$"
+)
+VALIDATION_LINE = re.compile(rf"^ validation loss at (.+?) \| lm loss value: ({NUMBER}) \| lm loss PPL: ({NUMBER}) \| $")
+FP16 = ("--fp16 --train-iters 24 --log-interval 4 --eval-interval 10 --eval-iters 2 --lr-warmup-iters 3 --log-throughput "
+        "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --log-timers-to-tensorboard "
+        "--log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --tensorboard-queue-size 5 "
+        "--split 80,15,5 --lr-decay-style cosine --min-lr 1e-3")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A whole run on two ranks that starts from a loss scale of 2**32."""
+    folder = tmp_path_factory.mktemp("log")
+    data = write_documents(folder / "data", [40, 25, 60, 33] * 100)
+    ended = pretrain(flags(FP16, "--tensorboard-dir", folder / "tb", "--run-dir", folder / "run", data=data), ranks=2)
+    assert ended.code == 0, ended.err
+    return folder, ended
+
+
+@pytest.fixture(scope="module")
+def records(run):
+    return steps(run[0] / "run")
+
+
+@pytest.fixture(scope="module")
+def board(run):
+    events = EventAccumulator(str(run[0] / "tb"), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def lines(run) -> list[str]:
+    found = [line for line in run[1].out.splitlines() if re.match(r" \[.*\] iteration ", line)]
+    assert found
+    return found
+
+
+def test_iteration_lines_are_megatrons(run):
+    for line in lines(run):
+        assert ITERATION_LINE.match(line), line
+    assert [figures["iteration"] for figures in run[1].figures] == ["1", "4", "8", "12", "16", "20", "24"]
+    assert [int(figures["consumed samples"]) for figures in run[1].figures] == [4, 16, 32, 48, 64, 80, 96]
+
+
+def test_an_interval_of_skipped_steps_has_no_loss(run, records):
+    for figures, interval in zip(run[1].figures[1:], intervals(records)):
+        losses = [record["loss"] for record in interval if not record["skipped"]]
+        assert int(figures["number of skipped iterations"]) == sum(record["skipped"] for record in interval)
+        assert ("lm loss" in figures) == bool(losses)
+        if losses:
+            assert float(figures["lm loss"]) == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+        assert ("grad norm" in figures) == (not interval[-1]["skipped"])
+    assert "lm loss" not in run[1].figures[0] and "lm loss" in run[1].figures[-1]
+
+
+def intervals(records) -> list[list[dict]]:
+    return [records[first:first + 4] for first in range(0, 24, 4)]
+
+
+def test_rate_and_scale_are_the_next_steps(run, records):
+    """As Megatron prints both after its update."""
+    for figures in run[1].figures:
+        now = int(figures["iteration"])
+        assert float(figures["learning rate"]) == pytest.approx(records[now - 1]["next_lr"], rel=1e-6)
+        if now < 24:
+            assert float(figures["loss scale"]) == records[now]["loss_scale"]
+
+
+def test_validation_lines_are_megatrons(run):
+    out = run[1].out.splitlines()
+    found = [(i, VALIDATION_LINE.match(line)) for i, line in enumerate(out) if VALIDATION_LINE.match(line)]
+    assert [match[1] for _, match in found] == [
+        "iteration 10", "iteration 20", "iteration 24 on validation set", "iteration 24 on test set"]
+    for i, match in found:
+        assert set(out[i - 1]) == set(out[i + 1]) == {"-"} and len(out[i - 1]) > len(out[i])
+        assert float(match[3]) == pytest.approx(math.exp(float(match[2])), rel=1e-4)
+
+
+def test_timers(run):
+    block = run[1].out[run[1].out.index("(min, max) time across ranks (ms):"):].splitlines()[1:]
+    for name in ("forward", "backward", "optimizer_step"):
+        assert any(re.match(rf"^    {name} \.+: \(\d+\.\d\d, \d+\.\d\d\)$", line) for line in block), name
+
+
+def test_every_step_is_in_the_file_once(records):
+    assert [record["iteration"] for record in records] == list(range(1, 25))
+    assert all(record["batch_size"] == 4 and record["ms"] > 0 for record in records)
+
+
+def test_tensorboard_has_megatrons_names(board, records):
+    tags = set(board.Tags()["scalars"])
+    stepwise = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "num-zeros", "params-norm",
+                "world-size"}
+    evaluations = {"lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl"}
+    for name in stepwise | evaluations:
+        assert {name, f"{name} vs samples"} <= tags, name
+    assert {"iteration-time", "throughput", "forward-time", "backward-time", "optimizer_step-time"} <= tags
+    assert "micro_batch_size/text_summary" in board.Tags()["tensors"]
+    losses = {event.step: event.value for event in board.Scalars("lm loss")}
+    assert losses == pytest.approx({r["iteration"]: r["loss"] for r in records if not r["skipped"]}, rel=1e-6)
+    assert [event.step for event in board.Scalars("lm loss vs samples")] == [4 * i for i in losses]
+    assert [event.step for event in board.Scalars("lm loss validation")] == [10, 20, 24]
+    assert {event.value for event in board.Scalars("world-size")} == {2.0}
+
+
+def test_run_json(run):
+    record = json.loads((run[0] / "run" / "run.json").read_text())
+    assert record["status"] == "finished" and record["ended"] >= record["started"]
+    assert record["parameters"] == 30080 and record["plan"]["world"]["size"] == 2
+    assert record["plan"]["args"]["watch"]["log_interval"] == 4
+
+
+def test_a_resumed_run_keeps_the_first_ones_story(tmp_path):
+    argv = flags("--train-iters 4 --lr-decay-style constant --save", tmp_path / "save")
+    first = pretrain([*argv, "--exit-interval", "2"])
+    second = pretrain([*argv, "--load", str(tmp_path / "save")])
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert [record["iteration"] for record in steps(tmp_path / "save")] == [1, 2, 3, 4]
+    assert len(list((tmp_path / "save").glob("run*.json"))) == 2

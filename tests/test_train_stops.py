@@ -1,0 +1,195 @@
+"""Ends before the last iteration: divergence, intervals, the clock, signals."""
+
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launch import (
+    DROPOUT,
+    alone,
+    flags,
+    losses,
+    on_ranks,
+    plan_of,
+    pretrain,
+    quietly,
+    ranks_of,
+    send,
+    start,
+    steps,
+    train,
+)
+
+from megatron_lite.errors import DivergedError
+from megatron_lite.instruments.base import Instrument
+from megatron_lite.model import gpt
+from megatron_lite.train import leave
+
+DIVERGING = "--lr 1e30 --lr-decay-style constant --clip-grad 0 --train-iters 8"
+LINE = r"iteration (\d+): the loss on rank (.+?) is NaN or Inf; .*not saved.*--no-check-for-nan-in-loss-and-grad"
+
+
+@pytest.fixture
+def group():
+    with alone():
+        yield
+
+
+# --- divergence
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+@pytest.mark.parametrize("interval", ["1", "3", "1000"])
+def test_nan_stops_the_run_and_saves_nothing(group, tmp_path, precision, interval):
+    argv = flags(DIVERGING, precision, f"--log-interval {interval} --save-interval 1 --save", tmp_path / "save")
+    with pytest.raises(DivergedError, match=LINE) as caught:
+        quietly(argv, tmp_path / "run")
+    assert caught.value.exit_code == 16 and len(caught.value.lines) == 1
+    iteration = int(str(caught.value).split(":")[0].removeprefix("iteration "))
+    assert str(caught.value).startswith(f"iteration {iteration}: the loss on rank 0 is NaN")
+    for file in (tmp_path / "save").glob("iter_*/*/*.pt"):
+        saved = torch.load(file, weights_only=True)
+        assert saved["iteration"] < iteration
+        assert all(weight.isfinite().all() for weight in saved["model"].values())
+
+
+def test_nan_goes_on_if_told_to(group, tmp_path):
+    _, out = quietly(flags(DIVERGING, "--no-check-for-nan-in-loss-and-grad --log-interval 1"), tmp_path)
+    assert len(steps(tmp_path)) == 8 and losses(tmp_path)[-1] is None
+    assert "number of nan iterations:   1 |" in out
+
+
+def test_fp16_counts_iterations_with_a_nan_loss(group, tmp_path):
+    """Unlike an overflow of gradients, which a smaller scale mends."""
+    _, out = quietly(flags(DIVERGING, "--fp16 --loss-scale 1 --log-interval 8"), tmp_path)
+    last = out.splitlines()[-2]
+    assert int(last.split("nan iterations:")[1].split("|")[0]) >= 5, last
+    _, calm = quietly(flags("--fp16 --log-interval 8 --train-iters 8"), tmp_path / "scale")
+    assert "number of skipped iterations:   8 | number of nan iterations:   0 |" in calm
+
+
+def diverge_on_one_rank(world):
+    """For on_ranks: rank 1 alone sees a NaN loss at iteration 3; both must stop there together."""
+    calls, inner = [], gpt.token_losses
+
+    def losses(*inputs):
+        calls.append(1)
+        return inner(*inputs) * (math.nan if world.rank == 1 and len(calls) == 5 else 1.0)  # 2 passes in a step
+
+    gpt.GPT.__init__.__defaults__ = (losses,)
+    try:
+        train(flags("--train-iters 9 --log-interval 9 --save", Path("save")), Path("run"), world)
+    except DivergedError as error:
+        print(f"refused: {error}")
+
+
+def test_the_rank_is_named_and_all_stop(tmp_path):
+    for output in on_ranks("test_train_stops:diverge_on_one_rank", tmp_path):
+        assert "refused: iteration 3: the loss on rank 1 is NaN or Inf" in output, output
+    assert not (tmp_path / "save").exists()
+
+
+def test_exit_code_16(tmp_path):
+    ended = pretrain(flags(DIVERGING, "--run-dir", tmp_path))
+    assert ended.code == 16
+    [line] = [line for line in ended.err.splitlines() if line.strip()]
+    assert line.startswith("error: iteration ") and "rank 0" in line
+    assert json.loads((tmp_path / "run.json").read_text())["status"].startswith("failed: DivergedError: iteration")
+
+
+# --- intervals and the clock
+
+
+def test_exit_interval(group, tmp_path):
+    reason, out = quietly(flags("--exit-interval 4 --train-iters 9 --save", tmp_path / "save"), tmp_path)
+    assert reason == "exiting program at iteration 4"
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert len(steps(tmp_path)) == 4 and out.count("saved iteration") == 1
+
+
+def test_exit_interval_on_a_save_interval_saves_once(group, tmp_path):
+    _, out = quietly(flags("--exit-interval 4 --save-interval 2 --train-iters 9 --save", tmp_path / "save"), tmp_path)
+    assert [line.split(":")[0] for line in out.splitlines() if "saved" in line] == ["  saved iteration 2", "  saved iteration 4"]
+
+
+def test_exit_duration(group, tmp_path, monkeypatch):
+    """The clock jumps by half an hour in the fourth step."""
+    class Clock:
+        def monotonic(self):
+            return 1800.0 * (len(done) >= 4)
+
+    done = []
+    monkeypatch.setattr(leave, "time", Clock())
+    class Count(Instrument):
+        def begin(self, step):
+            done.append(step)
+
+    argv = flags("--exit-duration-in-mins 30 --train-iters 20 --save", tmp_path / "save")
+    reason, _ = quietly(argv, tmp_path, watchers=[Count()])
+    assert reason == "exiting program after 30 minutes"
+    assert 4 <= len(steps(tmp_path)) <= 4 + leave.LAG
+    done.clear()
+    assert quietly(flags("--exit-duration-in-mins 31 --train-iters 9"), tmp_path / "longer")[0] is None
+
+
+# --- signals
+
+
+def test_sigterm_on_two_ranks_saves_once_and_ends_well(tmp_path):
+    """Both ranks get it twice at once, as when a batch system signals every process and torchrun passes its own on."""
+    argv = flags("--train-iters 100000 --exit-signal-handler --log-interval 20 --save", tmp_path / "save", *DROPOUT)
+    with start(argv, ranks=2) as launcher:
+        head = wait_for(launcher, " iteration       20/")
+        send(ranks_of(launcher))
+        time.sleep(0.05)
+        send(ranks_of(launcher))
+        out, err = launcher.communicate(timeout=60)
+    out = head + out
+    assert launcher.returncode == 0, err
+    assert out.count("saved iteration") == 1
+    assert "[exiting program after receiving SIGTERM.]" in out
+    iteration = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
+    records = steps(tmp_path / "save")
+    assert [record["iteration"] for record in records] == list(range(1, iteration + 1))
+    assert json.loads((tmp_path / "save" / "run.json").read_text())["status"] == "finished"
+
+
+def wait_for(process, text: str) -> str:
+    head = ""
+    for line in process.stdout:
+        head += line
+        if text in line:
+            return head
+    raise AssertionError(f"{text!r} never came: {head} {process.stderr.read()}")
+
+
+def test_a_second_signal_means_now(group, tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGUSR1)
+    ended, now = [], [100.0]
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(leave.time, "monotonic", lambda: now[0])
+    try:
+        leave.Leave(plan_of(flags("--exit-signal-handler --exit-signal SIGUSR1")), torch.device("cpu"))
+        for seconds in (0, 1, 3):
+            now[0] = 100.0 + seconds
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert ended == [], "the launcher passing it on is no second wish"
+        now[0] = 120.0
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert ended == [128 + signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_sigterm_without_a_handler_kills(tmp_path):
+    with start(flags("--train-iters 100000 --log-interval 20 --save", tmp_path / "save")) as process:
+        wait_for(process, " iteration       20/")
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+    assert not (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
