@@ -21,6 +21,8 @@ from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.parallel.host_memory import keep_freed_memory
 from megatron_lite.parallel.process_group import process_group
 from megatron_lite.run_folder import default_run_dir
+from megatron_lite.train.checkpoint import require_checkpoint
+from megatron_lite.train.feed import Feed
 from megatron_lite.train.record import RunRecord
 from megatron_lite.train.run import run
 
@@ -51,13 +53,15 @@ def _run(argv: list[str], world: World):
     say = print_flushed if world.is_first else _say_nothing
     for remark in remarks(line, world):
         say(f"  note: {remark}")
+    say(_headline(plan))
     _prepare_torch(plan)
+    feed = Feed(plan, say)  # damaged or unfitting data is said before ranks meet and files are made
+    require_checkpoint(plan)
     with process_group(plan):
         run_dir = _agreed_run_dir(plan)
         timeline = Timeline()
         with RunRecord(plan, run_dir), Instruments(choose(plan, run_dir, timeline, print_flushed), print_flushed) as watching:
-            say(_headline(plan))
-            reason = run(plan, tokenizer.eod, timeline, watching, run_dir, say)
+            reason = run(plan, feed, tokenizer.eod, timeline, watching, run_dir, say)
     say(f"[{reason}]" if reason else f"  done: {run_dir}")
 
 

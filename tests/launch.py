@@ -27,6 +27,8 @@ from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.choose import choose
 from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.train.checkpoint import require_checkpoint
+from megatron_lite.train.feed import Feed
 from megatron_lite.train.run import run
 
 REPO = Path(__file__).parent.parent
@@ -85,7 +87,8 @@ def train(argv: list[str], run_dir: Path, world: World = ALONE, watchers=()) -> 
     timeline = Timeline()
     say = print if world.is_first else _say_nothing
     with Instruments([*choose(plan, run_dir, timeline, print), *watchers], print) as watching:
-        return run(plan, EOD, timeline, watching, run_dir, say)
+        require_checkpoint(plan)
+        return run(plan, Feed(plan, say), EOD, timeline, watching, run_dir, say)
 
 
 def quietly(argv: list[str], run_dir: Path, watchers=()) -> tuple[str | None, str]:

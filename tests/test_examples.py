@@ -262,3 +262,34 @@ exec torchrun ${{DISTRIBUTED_ARGS[@]}} pretrain_gpt.py ${{GPT_MODEL_ARGS[@]}} ${
     assert re.search(r"iteration       40/      40 \|.* number of skipped iterations:   0 \|", run.stdout)
     assert "validation loss at iteration 20 | lm loss value:" in run.stdout
     assert read_tracker(outputs[0]) == 40 and list(outputs[1].glob("*.pt.trace.json*"))
+
+
+def python_that(folder: Path, fails_at: str) -> str:
+    """An interpreter like this one, except that code with these words in it fails, and that it lacks all packages."""
+    tool = folder / "python"
+    tool.write_text(f"""#!/usr/bin/env bash
+case "$2" in *find_spec* | *{fails_at}*) exit 1 ;; esac
+exec "{sys.executable}" "$@"
+""")
+    tool.chmod(0o755)
+    return str(tool)
+
+
+@pytest.mark.parametrize(("fails_at", "said"), [
+    ("version_info\\ \\<", "no Python of 3.10 or newer here; install one, or name it: PYTHON=/path/to/python3 bash"),
+    ("ensurepip", f"on Debian and Ubuntu: apt-get install python3.{sys.version_info[1]}-venv"),
+])
+def test_a_python_that_cannot_make_an_environment_is_said(fails_at, said, tmp_path):
+    shutil.copytree(ROOT / "examples", tmp_path / "copy" / "examples")
+    script = tmp_path / "copy" / "examples" / "gpt3" / QUICKSTART.name
+    assert_refused(start(script, PYTHON=python_that(tmp_path, fails_at)), said)
+    assert not (tmp_path / "copy" / ".venv").exists()
+
+
+def test_what_pip_said_is_shown_when_it_fails(tmp_path):
+    copy = tmp_path / "a copy"
+    shutil.copytree(ROOT / "examples", copy / "examples")  # and no pyproject.toml
+    run = start(copy / "examples" / "gpt3" / QUICKSTART.name, PYTHON=python_that(tmp_path, "nothing"))
+    assert run.returncode == 2
+    assert "neither 'setup.py' nor 'pyproject.toml' found" in run.stderr
+    assert run.stderr.endswith(f"see above; its whole log is {copy}/.venv/install.log\n")

@@ -206,7 +206,7 @@ def test_all_ranks_hear_of_a_failed_save(tmp_path):
     assert not (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
 
 
-@pytest.mark.parametrize("moment", ["torch.save", "os.replace", "os.fsync"])
+@pytest.mark.parametrize("moment", ["torch.save", "os.replace", pytest.param("os.fsync", marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_saving(copy, tmp_path, moment):
     """kill -9 at the worst moments: the earlier checkpoint still loads, and the next save succeeds."""
     module, name = moment.split(".")

@@ -42,7 +42,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("how", CAUSES)
+@pytest.mark.parametrize("how", ["exception", "user", pytest.param("killed", marks=pytest.mark.slow)])
 def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
     script = tmp_path / "dies.py"
     script.write_text(SCRIPT)

@@ -126,6 +126,7 @@ def test_run_json(run):
     assert record["plan"]["args"]["watch"]["log_interval"] == 4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_first_ones_story(tmp_path):
     argv = flags("--train-iters 4 --lr-decay-style constant --save", tmp_path / "save")
     first = pretrain([*argv, "--exit-interval", "2"])

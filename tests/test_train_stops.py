@@ -64,9 +64,21 @@ def test_nan_goes_on_if_told_to(group, tmp_path):
     assert "number of nan iterations:   1 |" in out
 
 
+@pytest.mark.parametrize("precision", ["--bf16 --loss-scale 8", "--fp16 --loss-scale 8"])
+def test_a_fixed_loss_scale_hides_no_nan_loss(group, tmp_path, precision):
+    with pytest.raises(DivergedError, match=LINE):
+        quietly(flags(DIVERGING, precision), tmp_path)
+
+
+def test_a_fixed_loss_scale_skips_what_overflows(group, tmp_path):
+    """Gradients beyond fp16's range with a finite loss: nothing is wrong with the model."""
+    quietly(flags("--fp16 --loss-scale 1e8"), tmp_path)
+    assert all(record["skipped"] for record in steps(tmp_path))
+
+
 def test_fp16_counts_iterations_with_a_nan_loss(group, tmp_path):
     """Unlike an overflow of gradients, which a smaller scale mends."""
-    _, out = quietly(flags(DIVERGING, "--fp16 --loss-scale 1 --log-interval 8"), tmp_path)
+    _, out = quietly(flags(DIVERGING, "--fp16 --initial-loss-scale 1 --log-interval 8"), tmp_path)
     last = out.splitlines()[-2]
     assert int(last.split("nan iterations:")[1].split("|")[0]) >= 5, last
     _, calm = quietly(flags("--fp16 --log-interval 8 --train-iters 8"), tmp_path / "scale")
@@ -186,6 +198,7 @@ def test_a_second_signal_means_now(group, tmp_path, monkeypatch):
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.slow
 def test_sigterm_without_a_handler_kills(tmp_path):
     with start(flags("--train-iters 100000 --log-interval 20 --save", tmp_path / "save")) as process:
         wait_for(process, " iteration       20/")

@@ -19,6 +19,9 @@ from megatron_lite.optim.weights import MasterWeights
 from megatron_lite.phases import Phase
 
 
+MAX_ROWS = 2**22  # of the schedule's table on the device
+
+
 @dataclass(frozen=True)
 class Update:
     """What one step did; every field is a scalar tensor on the device."""
@@ -48,8 +51,10 @@ class Optimizer:
         """Take learning rate and weight decay from `schedule` from now on."""
         batch = self.plan.batch
         self.schedule = schedule
-        # every reachable number of samples is a multiple of this, so that a table holds the whole schedule
-        self._grain = math.gcd(batch.final, batch.start, batch.increment)
+        # every reachable number of samples is a multiple of the divisor, so that a table holds the whole schedule; a
+        # run so long that its table would be huge gets rows further apart, still far less than a warm-up
+        divisor = math.gcd(batch.final, batch.start, batch.increment)
+        self._grain = divisor * math.ceil(self.plan.train_samples / divisor / MAX_ROWS)
         samples = np.arange(0, self.plan.train_samples + self._grain + 1, self._grain)
         device = self.lr.device
         self._lr_table = torch.from_numpy(learning_rates(schedule, samples)).float().to(device)

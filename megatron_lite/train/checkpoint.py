@@ -48,6 +48,14 @@ SCHEDULE_FLAGS = {
 }
 
 
+def require_checkpoint(plan: Plan):
+    """With --exit-on-missing-checkpoint: raise CheckpointError now, if --load holds none. Touches nothing."""
+    c = plan.args.checkpoint
+    if c.exit_on_missing_checkpoint and _newest(c.load) is None:
+        raise CheckpointError(f"--load {c.load}: holds no {TRACKER_FILE}, and --exit-on-missing-checkpoint is given; "
+                              "check the folder, or drop that flag to start afresh.")
+
+
 class Checkpoints:
     """Saves and loads everything that training depends on."""
 
@@ -84,9 +92,6 @@ class Checkpoints:
             iteration = _newest(source)
             if iteration is not None:
                 return self._restore(Path(source), iteration, weights_only, progress)
-            if source == c.load and source is not None and c.exit_on_missing_checkpoint:
-                raise CheckpointError(f"--load {source}: holds no {TRACKER_FILE}, and --exit-on-missing-checkpoint is "
-                                      "given; check the folder, or drop that flag to start afresh.")
         if c.load is not None:
             self._say(f"  --load {c.load}: no checkpoint yet, starting from random weights")
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DivergedError
+from megatron_lite.optim.loss_scale import DynamicLossScale
 from megatron_lite.optim.schedule import learning_rates
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.readback import Readback
@@ -58,14 +59,17 @@ class Meter:
         self.settle(LAG)
 
     def settle(self, lag: int = 0):
-        """Read what has arrived. Raises DivergedError, on all ranks together, at the first NaN or Inf."""
+        """Read what has arrived. Raises DivergedError, on all ranks together, at the first NaN or Inf.
+
+        With a dynamic loss scale there is nothing to raise: the step was skipped.
+        """
         for (iteration, consumed, samples), values in self._readback.pop(lag):
             loss_sum, tokens, norm, skipped, scale, next_scale, good, zeros = values
             lr = float(learning_rates(self.optimizer.schedule, good))
             figures = StepFigures(iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale,
                                   zeros, lr)
-            if figures.skipped and self.optimizer.scaler is None:
-                self._stop(figures)
+            if figures.skipped and self._must_look():
+                self._stop_if_diverged(figures)
             self._steps.append(figures)
             self.latest_loss = figures.loss
 
@@ -80,10 +84,17 @@ class Meter:
                 step.loss_sum, step.tokens = loss_sum, tokens
         return steps
 
-    def _stop(self, figures: StepFigures):
+    def _must_look(self) -> bool:
+        # a dynamic loss scale is expected to overflow now and then, and answers by itself
+        watched = self.plan.args.precision.check_for_nan_in_loss_and_grad
+        return watched and not isinstance(self.optimizer.scaler, DynamicLossScale)
+
+    def _stop_if_diverged(self, figures: StepFigures):
         finite = torch.tensor([float(math.isfinite(figures.loss_sum))], device=self.device)
         everyone = _gathered(finite, self.plan.world.size)
         ranks = [rank for rank, good in enumerate(everyone) if not good]
+        if not ranks and self.optimizer.scaler is not None:
+            return  # only the gradients overflowed, under a fixed loss scale
         if ranks:
             what = f"the loss on rank {', '.join(map(str, ranks))}"
         else:

@@ -34,10 +34,11 @@ from megatron_lite.units import count, short_count
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def run(plan: Plan, eod: int | None, timeline: Timeline, instruments: Instruments, run_dir: Path, say) -> str | None:
+def run(
+    plan: Plan, feed: Feed, eod: int | None, timeline: Timeline, instruments: Instruments, run_dir: Path, say
+) -> str | None:
     """Train as planned inside a process group; returns why training left early, or None. `say` prints on rank 0."""
     device = device_of(plan)
-    feed = Feed(plan, say)
     model = build_model(plan, device, say)
     replica = DataParallel(plan, model)
     optimizer = Optimizer(plan, replica.parameters, device)
