@@ -42,7 +42,7 @@ DROPPING = {f"dropout {number}": "--train-iters 1 --hidden-dropout 0.5" for numb
 # sums in bf16 9e-3, fp16 8e-4, fp16 with sums in fp32 5e-5. A rank's own 16-bit gradients round otherwise than one
 # rank's, and Adam makes a full step of the smallest gradient.
 TOLERANCES = dict.fromkeys(FP32 | MASKED, 5e-6) | {
-    "bf16": 5e-6, "bf16, small buckets": 5e-6, "bf16, sums in bf16": 3e-2,
+    "bf16": 5e-4, "bf16, small buckets": 5e-4, "bf16, sums in bf16": 3e-2,
     "fp16": 5e-3, "fp16, sums in fp32": 5e-4, "fp16, sums in fp32, small buckets": 5e-4,
 }
 

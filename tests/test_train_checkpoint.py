@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, quietly, same, steps
 
+from megatron_lite.errors import CheckpointError
+
 WHOLE = "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
 PRECISIONS = {"fp32": "", "fp16": "--fp16 --initial-loss-scale 4194304 --loss-scale-window 2 --hysteresis 1",
               "bf16": "--bf16", "sgd": "--optimizer sgd", "cyclic": "--dataloader-type cyclic"}
@@ -105,8 +107,21 @@ def test_no_save_optim_and_no_save_rng(tmp_path):
     quietly(flags(WHOLE, "--exit-interval 4 --no-save-optim --no-save-rng --save", tmp_path / "save"), tmp_path / "a")
     state = checkpoint(tmp_path / "save", 4)
     assert state["optimizer"] is None and state["random_states"] is None
-    quietly(flags(WHOLE, "--load", tmp_path / "save"), tmp_path / "b")
+    load = (WHOLE, "--load", tmp_path / "save")
+    with pytest.raises(CheckpointError, match="--no-save-optim and holds no optimizer; add --no-load-optim"):
+        quietly(flags(*load), tmp_path / "refused")
+    with pytest.raises(CheckpointError, match="--no-save-rng and holds no random states; add --no-load-rng"):
+        quietly(flags(*load, "--no-load-optim"), tmp_path / "refused")
+    quietly(flags(*load, "--no-load-optim --no-load-rng"), tmp_path / "b")
     assert [record["iteration"] for record in steps(tmp_path / "b")] == [5, 6, 7, 8]
+
+
+def test_without_the_optimizer_the_schedule_starts_over(tmp_path):
+    decaying = (WHOLE, "--lr-decay-style linear")
+    quietly(flags(*decaying, "--exit-interval 4 --save", tmp_path / "save"), tmp_path / "a")
+    quietly(flags(*decaying, "--no-load-optim --load", tmp_path / "save"), tmp_path / "b")
+    rates = [[record["next_lr"] for record in steps(tmp_path / run)] for run in "ab"]
+    assert rates[0] == rates[1] and rates[0][0] < rates[0][-1]
 
 
 @pytest.mark.parametrize("before, after", [("", "--bf16"), ("", "--fp16 --initial-loss-scale 4096"), ("--bf16", ""),

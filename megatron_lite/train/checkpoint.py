@@ -119,14 +119,14 @@ class Checkpoints:
             return
         progress.iteration = progress.started_at = state["iteration"]
         progress.consumed = state["consumed"]
-        if c.no_load_optim or state["optimizer"] is None:
-            self.optimizer.weights.reload()
-            self.optimizer.good_samples.fill_(progress.consumed)
+        if c.no_load_optim:
+            self.optimizer.weights.reload()  # as in Megatron, the schedule starts over as well
         else:
-            self._check_optimizer(source, state["optimizer"]["kind"])
+            self._check_optimizer(source, state["optimizer"])
             self._restore_schedule(source, state["schedule"])
             self.optimizer.load_state_dict(state["optimizer"])
-        self._restore_random_state(state["random_states"])
+        if not c.no_load_rng:
+            self._restore_random_state(source, state["random_states"])
         self._say(f"  loaded iteration {iteration}: {source}")
 
     def _check_shape(self, source: Path, saved: dict):
@@ -136,11 +136,14 @@ class Checkpoints:
         if wrong:
             raise CheckpointError(f"--load {source}: holds another model ({'; '.join(wrong)}); give its flags.")
 
-    def _check_optimizer(self, source: Path, saved: str):
+    def _check_optimizer(self, source: Path, saved: dict | None):
         mine = self.plan.args.optimizer.optimizer
-        if mine != saved:
-            raise CheckpointError(f"--load {source}: --optimizer is {mine}, the checkpoint's {saved}; give the same, or "
-                                  "--no-load-optim to start with fresh moments.")
+        if saved is None:
+            raise CheckpointError(f"--load {source}: was saved with --no-save-optim and holds no optimizer; add "
+                                  "--no-load-optim to start with fresh moments, or --finetune to start at iteration 0.")
+        if mine != saved["kind"]:
+            raise CheckpointError(f"--load {source}: --optimizer is {mine}, the checkpoint's {saved['kind']}; give the "
+                                  "same, or --no-load-optim to start with fresh moments.")
 
     def _restore_schedule(self, source: Path, saved: dict):
         o = self.plan.args.optimizer
@@ -155,11 +158,12 @@ class Checkpoints:
                 "command line's, or --use-checkpoint-opt-param-scheduler to take the checkpoint's."
             )
 
-    def _restore_random_state(self, states: list | None):
+    def _restore_random_state(self, source: Path, states: list | None):
         rank = self.plan.world.rank
-        if states is None or self.plan.args.checkpoint.no_load_rng:
-            return
-        if rank < len(states):
+        if states is None:
+            raise CheckpointError(f"--load {source}: was saved with --no-save-rng and holds no random states; add "
+                                  "--no-load-rng to go on with those of --seed.")
+        if rank < len(states):  # a rank that the saving run did not have keeps the state that its seed gave it
             _set_random_state(states[rank], self.device)
 
 

@@ -41,6 +41,14 @@ class Leave:
             return f"exiting program at iteration {progress.iteration}"
         return None
 
+    def over(self):
+        """After the last save: a signal that comes late must not kill a process that is about to end well.
+
+        Python takes its handlers away while it shuts down, but leaves a signal that is ignored alone.
+        """
+        if self._signalled_at is not None:
+            signal.signal(getattr(signal, self._signal), signal.SIG_IGN)
+
     def _agreed(self) -> float:
         wish = SIGNALLED if self._signalled_at is not None else TIME_OVER if self._time_is_over() else STAY
         vote = torch.tensor([wish], device=self._device)

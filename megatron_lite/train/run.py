@@ -60,8 +60,8 @@ def run(
                 plan.train_iters, progress, step, feed.training(progress), log, chores, leave, instruments
             )
             log.finish()
-        if plan.args.checkpoint.save is not None and not plan.args.training.skip_train:
             saving.act(progress)
+            leave.over()
         if reason is None:
             _evaluate_at_the_end(plan, feed, model, make, log, validation, progress)
     return reason
