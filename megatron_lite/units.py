@@ -37,3 +37,12 @@ def duration(seconds: float) -> str:
         return f"{minutes}m{rest:02d}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m"
+
+
+def is_number(text: str) -> bool:
+    """Does `text` spell a number, as float() reads them?"""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -115,7 +115,7 @@ def _build(prefix: Path, wanted: dict, progress: DocumentProgress) -> str:
 def _tokenizer(prefix: Path, texts: list[str], bpe: int | None, progress: DocumentProgress):
     if bpe is None:
         return make_tokenizer("ByteTokenizer")
-    progress.say(f"training a BPE of {count(bpe)} tokens")
+    progress.draw(f"training a BPE of {count(bpe)} tokens")
     write_bpe(prefix.parent, *train_bpe(texts, bpe))
     vocab, merges = _vocabulary(prefix)
     return make_tokenizer("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))

@@ -8,6 +8,7 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.flags import Flag, build, flags_of
 from megatron_lite.config.megatron import ACCEPTED, HARMLESS, REFUSED, RESPELLED, RETIRED, answers
 from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
+from megatron_lite.units import is_number
 
 
 @dataclass
@@ -56,7 +57,7 @@ def _words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
     """['--lr', '1', '--fp16'] -> [('--lr', ['1']), ('--fp16', [])]; `--lr=1` is the same."""
     words: list[tuple[str, list[str]]] = []
     for token in argv:
-        if token.startswith("-") and not _is_number(token):
+        if token.startswith("-") and not is_number(token):
             name, equals, value = token.partition("=")
             words.append((name, [value] if equals else []))
         elif words:
@@ -162,11 +163,3 @@ def _convert_one(name: str, flag: Flag, text: str) -> tuple[object, str | None]:
     if flag.kind is float and not math.isfinite(value):
         return None, f"{name} {text}: needs a finite number."
     return value, None
-
-
-def _is_number(token: str) -> bool:
-    try:
-        float(token)
-    except ValueError:
-        return False
-    return True

@@ -18,7 +18,6 @@ from megatron_lite.optim.schedule import learning_rates, weight_decays
 from megatron_lite.optim.weights import MasterWeights
 from megatron_lite.phases import Phase
 
-
 MAX_ROWS = 2**22  # of the schedule's table on the device
 
 

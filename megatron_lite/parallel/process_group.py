@@ -47,7 +47,7 @@ def _store(plan: Plan, timeout: timedelta) -> dist.Store:
             raise UserError(f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use on this machine; set another.")
         raise UserError(f"MASTER_ADDR:MASTER_PORT {where} cannot be reached ({_first_line(error)}); check both.")
     # a restarted job meets the same store, whose old keys would send gloo to ranks that are dead
-    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _first_line(error: Exception) -> str:

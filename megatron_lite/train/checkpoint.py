@@ -75,8 +75,8 @@ class Checkpoints:
                 sync_folder(folder.parent)
             except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError of several lines
                 why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-                failure = [f"--save {c.save}: the checkpoint of iteration {progress.iteration} could not be written "
-                           f"({why}); earlier ones are untouched. Make room or choose another folder."]
+                failure[0] = (f"--save {c.save}: the checkpoint of iteration {progress.iteration} could not be written "
+                              f"({why}); earlier ones are untouched. Make room or choose another folder.")
         dist.broadcast_object_list(failure, src=0)
         if failure[0]:
             raise CheckpointError(failure[0])

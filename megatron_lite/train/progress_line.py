@@ -1,38 +1,25 @@
-"""One line on a terminal that moves while training does; nothing where output goes to a file."""
+"""How far training is, and how long it will take."""
 
-import sys
 import time
 
+from megatron_lite.live_line import LiveLine
 from megatron_lite.units import duration
 
 WIDTH = 24
-SECONDS_BETWEEN = 0.2
 
 
-class ProgressLine:
-    """Drawn on stderr, wiped before anything else is printed."""
+class ProgressLine(LiveLine):
+    """From iteration `first`, where this run began, to `last`."""
 
     def __init__(self, first: int, last: int, active: bool):
+        super().__init__(active)
         self._first, self._last = first, last
-        self._active = active and sys.stderr.isatty()
         self._started = time.monotonic()
-        self._drawn = 0.0
 
     def update(self, iteration: int, loss: float | None):
-        """Draw, at most every fifth of a second."""
-        now = time.monotonic()
-        if not self._active or now - self._drawn < SECONDS_BETWEEN:
-            return
-        self._drawn = now
+        """Show `iteration`, the newest loss that has arrived, and the time left at the pace so far."""
         done = iteration - self._first
-        left = (now - self._started) / max(done, 1) * (self._last - iteration)
+        left = (time.monotonic() - self._started) / max(done, 1) * (self._last - iteration)
         bar = ("#" * (WIDTH * iteration // self._last)).ljust(WIDTH, ".")
         shown = "" if loss is None else f"  loss {loss:.4f}"
-        sys.stderr.write(f"\r\033[K[{bar}] {iteration}/{self._last}{shown}  {duration(left)} left")
-        sys.stderr.flush()
-
-    def wipe(self):
-        """Make room for a line."""
-        if self._active and self._drawn:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
+        self.draw(f"[{bar}] {iteration}/{self._last}{shown}  {duration(left)} left")

@@ -1,0 +1,28 @@
+"""One line on a terminal that is drawn anew while something long goes on; nothing where output goes to a file."""
+
+import sys
+import time
+
+SECONDS_BETWEEN = 0.2
+
+
+class LiveLine:
+    """Drawn on stderr, at most every fifth of a second; to be wiped before anything else is printed."""
+
+    def __init__(self, active: bool = True):
+        self._active = active and sys.stderr.isatty()
+        self._drawn = 0.0
+
+    def draw(self, text: str):
+        """Replace the line, unless that was just done."""
+        now = time.monotonic()
+        if self._active and now - self._drawn >= SECONDS_BETWEEN:
+            self._drawn = now
+            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.flush()
+
+    def wipe(self):
+        """Make room for other lines."""
+        if self._active and self._drawn:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
