@@ -11,6 +11,7 @@ def main() -> int:
         print(help_text())
         return 0
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; keeps the profiler's noise away
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # else the GPU stays slowed down after a profiled window
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from megatron_lite.app import main as train

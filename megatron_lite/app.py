@@ -18,6 +18,7 @@ from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.choose import choose
 from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.live_line import say
 from megatron_lite.parallel.host_memory import keep_freed_memory
 from megatron_lite.parallel.process_group import process_group
 from megatron_lite.run_folder import default_run_dir
@@ -50,19 +51,19 @@ def _run(argv: list[str], world: World):
         d.tokenizer_type or "GPT2BPETokenizer", vocab_file=d.vocab_file, merge_file=d.merge_file, vocab_size=d.vocab_size
     )
     plan = resolve(line.args, world, tokenizer.vocab_size)
-    say = print_flushed if world.is_first else _say_nothing
+    say_once = say if world.is_first else _say_nothing
     for remark in remarks(line, world):
-        say(f"  note: {remark}")
-    say(_headline(plan))
+        say_once(f"  note: {remark}")
+    say_once(_headline(plan))
     _prepare_torch(plan)
-    feed = Feed(plan, say)  # damaged or unfitting data is said before ranks meet and files are made
+    feed = Feed(plan, say_once)  # damaged or unfitting data is said before ranks meet and files are made
     require_checkpoint(plan)
     with process_group(plan):
         run_dir = _agreed_run_dir(plan)
         timeline = Timeline()
-        with RunRecord(plan, run_dir), Instruments(choose(plan, run_dir, timeline, print_flushed), print_flushed) as watching:
-            reason = run(plan, feed, tokenizer.eod, timeline, watching, run_dir, say)
-    say(f"[{reason}]" if reason else f"  done: {run_dir}")
+        with RunRecord(plan, run_dir) as record, Instruments(choose(plan, run_dir, timeline, say), say) as watching:
+            record.left_early = run(plan, feed, tokenizer.eod, timeline, watching, run_dir, say_once)
+    say_once(f"[{record.left_early}]" if record.left_early else f"  done: {run_dir}")
 
 
 def _headline(plan: Plan) -> str:
@@ -103,11 +104,6 @@ def _tell(lines: list[str], world: World):
         message = {"message": "; ".join(lines), "extraInfo": {"timestamp": str(int(time.time()))}}
         with open(error_file, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
-
-
-def print_flushed(text: str):
-    """So that lines of several processes keep their order in a file."""
-    print(text, flush=True)
 
 
 def _say_nothing(text: str):

@@ -24,5 +24,16 @@ class LiveLine:
     def wipe(self):
         """Make room for other lines."""
         if self._active and self._drawn:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
+            _clear()
+
+
+def say(text: str):
+    """Print a line at once, over whatever this rank or another one has drawn on the terminal."""
+    if sys.stderr.isatty():
+        _clear()
+    print(text, flush=True)
+
+
+def _clear():
+    sys.stderr.write("\r\033[K")
+    sys.stderr.flush()

@@ -131,8 +131,9 @@ def test_no_share_for_training(corpora):
 
 
 def test_share_of_no_sequence(corpora):
+    assert build(data_path=(corpora[0],), split="999,1,0").valid is None  # as in Megatron
     with pytest.raises(DataError, match=r"^--split 999,1,0: the validation share of \S+ is none of its 40 sequences; .*$"):
-        build(data_path=(corpora[0],), split="999,1,0")
+        build(data_path=("1", corpora[0], "1", corpora[0]), split="999,1,0")
 
 
 def test_no_training_path_beside_a_validation_path(corpora):

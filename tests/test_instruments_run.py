@@ -14,7 +14,7 @@ from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.phases import Phase
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
-STEP_PHASES = ["data", "data_to_device", "forward", "backward", "unscale", "clip_grad", "optimizer_step", "log"]
+STEP_PHASES = ["data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step", "log"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,6 +9,7 @@ from model_variants import PLAIN, VARIANTS, build, tokens
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.init import initialize
 from megatron_lite.model.loss import token_losses
+from megatron_lite.model.rotary import rotary_tables, rotate
 
 BACKENDS = ["auto", "flash", "unfused", "local"]
 DOCUMENT_VARIANTS = ["gelu_tanh", "rope", "gqa_swiglu_rmsnorm", "layer_scaling"]
@@ -62,18 +63,32 @@ def test_default_positions_count_from_zero():
         assert torch.equal(model(inputs), model(inputs, positions_BT=positions))
 
 
-def test_rope_sees_only_distances():
-    """Shifting all positions changes learned vectors' logits but not rope's."""
+def test_only_learned_positions_are_reset():
+    """As in Megatron, whose rotations count from the start of the sequence whatever --reset-position-ids does."""
+    restarted = torch.arange(PLAIN.seq_length)[None] % 5
     for name, moves in [("rope", False), ("rope_partial_interleaved", False), ("gelu_tanh", True)]:
         model, inputs = build(VARIANTS[name]), tokens(PLAIN)
-        shifted = torch.arange(3, 3 + PLAIN.seq_length)[None]
-        assert ((model(inputs) - model(inputs, positions_BT=shifted)).abs().max() > 1e-3) == moves
+        assert ((model(inputs) - model(inputs, positions_BT=restarted)).abs().max() > 1e-3) == moves
+
+
+@pytest.mark.parametrize("name", ["rope", "rope_partial_interleaved"])
+def test_rope_sees_only_distances(name):
+    shape = VARIANTS[name]
+    x_BNTD, y_BNTD = torch.randn(2, 1, 1, 1, shape.kv_channels)
+
+    def score(first: int, second: int) -> torch.Tensor:
+        turned = [rotate(v, *rotary_tables(torch.tensor([[p]]), shape), shape.rotary_interleaved)
+                  for v, p in ((x_BNTD, first), (y_BNTD, second))]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(score(3, 7), score(23, 27))
+    assert (score(3, 7) - score(3, 9)).abs() > 1e-3
 
 
 def test_interpolation_divides_positions():
-    near, far = build(VARIANTS["rope"]), build(VARIANTS["rope_interpolated"])
-    inputs, positions = tokens(PLAIN), torch.arange(PLAIN.seq_length)[None]
-    torch.testing.assert_close(near(inputs, positions_BT=positions), far(inputs, positions_BT=positions * 4))
+    positions = torch.arange(PLAIN.seq_length)[None]
+    near, far = VARIANTS["rope"], VARIANTS["rope_interpolated"]
+    torch.testing.assert_close(rotary_tables(positions, near), rotary_tables(positions * 4, far))
 
 
 @pytest.mark.parametrize("backend", ["auto", "unfused"])

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import DROPOUT, alone, checkpoint, environment, flags, losses, on_ranks, quietly, steps, train
+from launch import DROPOUT, alone, checkpoint, environment, flags, losses, on_ranks, plan_of, quietly, steps, train
 
 from megatron_lite.errors import CheckpointError
+from megatron_lite.optim.optimizer import Optimizer
 
 WHOLE = "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
+
+CPU = torch.device("cpu")
 
 
 def file_of(save: Path, iteration: int) -> Path:
@@ -88,6 +91,19 @@ def test_another_schedule_needs_a_word(saved, tmp_path):
     assert rates["--use-checkpoint-opt-param-scheduler"] == rates[""] == [1e-2] * 4
     assert rates["--override-opt-param-scheduler"][0] == pytest.approx(5e-3 * 0.5 * 1.3090169943749475)
     resumed(saved, tmp_path / "no optimizer", other, "--no-load-optim")
+
+
+def test_the_checkpoints_schedule_brings_its_weight_decay(saved):
+    """Constant or growing: what the matrices lose in a step is what the followed schedule says."""
+    plan = plan_of(flags(WHOLE, "--weight-decay 0"))
+    growing = plan_of(flags(WHOLE, "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.5"))
+    constant = plan_of(flags(WHOLE, "--weight-decay 0.5"))
+    for followed, in_engine, has_table in ((constant, 0.5, False), (growing, 0.0, True), (plan, 0.0, False)):
+        for start in (plan, growing, constant):
+            optimizer = Optimizer(start, [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))], CPU)
+            optimizer.follow(followed.learning_rate)
+            assert [group["weight_decay"] for group in optimizer.engine.param_groups] == [in_engine, 0.0]
+            assert (optimizer._decay_table is not None) == has_table
 
 
 def test_no_checkpoint_yet(tmp_path):
@@ -245,6 +261,13 @@ def test_saving_the_same_iteration_again_never_leaves_a_gap(copy, tmp_path, monk
         seen.append(checkpoint(copy, 4)["iteration"])
 
     monkeypatch.setattr(os, "replace", watch)
-    quietly(flags(WHOLE, *DROPOUT, "--train-iters 4 --lr-decay-iters 8 --override-opt-param-scheduler",
-                  "--save", copy, "--load", copy), tmp_path / "run")
+    quietly(flags(WHOLE, *DROPOUT, "--train-iters 4 --lr-decay-iters 8", "--save", copy), tmp_path / "run")
     assert seen and set(seen) == {4}
+
+
+def test_a_finished_run_that_is_started_again_keeps_its_checkpoint(copy, tmp_path):
+    """With --no-load-optim it would else replace the moments by fresh ones."""
+    before = (copy / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt").stat()
+    quietly(flags(WHOLE, *DROPOUT, "--train-iters 4 --no-load-optim", "--save", copy, "--load", copy), tmp_path / "run")
+    after = (copy / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)

@@ -52,6 +52,8 @@ def test_nan_stops_the_run_and_saves_nothing(group, tmp_path, precision, interva
     assert caught.value.exit_code == 16 and len(caught.value.lines) == 1
     iteration = int(str(caught.value).split(":")[0].removeprefix("iteration "))
     assert str(caught.value).startswith(f"iteration {iteration}: the loss on rank 0 is NaN")
+    told = steps(tmp_path / "run")  # what led to it is what explains it
+    assert [record["iteration"] for record in told] == list(range(1, iteration + 1)) and told[-1]["skipped"]
     for file in (tmp_path / "save").glob("iter_*/*/*.pt"):
         saved = torch.load(file, weights_only=True)
         assert saved["iteration"] < iteration
@@ -168,7 +170,7 @@ def test_sigterm_on_two_ranks_saves_once_and_ends_well(tmp_path):
     iteration = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
     records = steps(tmp_path / "save")
     assert [record["iteration"] for record in records] == list(range(1, iteration + 1))
-    assert json.loads((tmp_path / "save" / "run.json").read_text())["status"] == "finished"
+    assert json.loads((tmp_path / "save" / "run.json").read_text())["status"] == "exiting program after receiving SIGTERM."
 
 
 def wait_for(process, text: str) -> str:

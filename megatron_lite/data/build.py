@@ -102,7 +102,10 @@ def _share_of_all(spec: DataSpec, part: int, files: _Files) -> Dataset | None:
         return mine
 
     if len(prefixes) == 1 and weights is None:
-        return _one(spec, files.open(prefixes[0], "--data-path"), sequences, spec.sizes[part])
+        indexed = files.open(prefixes[0], "--data-path")
+        if part and not split_bounds(spec.split, len(indexed))[part]:
+            return None  # as in Megatron: too few documents for a small share are no mistake
+        return _one(spec, indexed, sequences, spec.sizes[part])
     opened = [files.open(prefix, "--data-path") for prefix in prefixes]
     return _blend(spec, part, opened, weights, sequences)
 

@@ -25,7 +25,7 @@ class Instrument:
 
 
 class Instruments:
-    """All instruments as one. A failing one is reported and switched off; the run goes on."""
+    """All instruments as one, the last of `members` innermost around a step. A failing one is reported and switched off; the run goes on."""
 
     def __init__(self, members: list[Instrument], warn):
         self.members, self._warn = list(members), warn
@@ -42,7 +42,7 @@ class Instruments:
         """Around one training step."""
         self._each("begin", step)
         yield
-        self._each("end", step)
+        self._each("end", step, innermost_first=True)
 
     def phase(self, name):
         """Around one phase of a step: what every member wants to have there."""
@@ -59,8 +59,9 @@ class Instruments:
                 self._warn(f"{type(member).__name__}.{moment} failed and was switched off; training goes on: {error}")
             return None
 
-    def _each(self, moment: str, *arguments) -> list[tuple]:
-        done = [self.attempt(member, moment, getattr(member, moment), *arguments) for member in list(self.members)]
+    def _each(self, moment: str, *arguments, innermost_first: bool = False) -> list[tuple]:
+        members = self.members[::-1] if innermost_first else list(self.members)
+        done = [self.attempt(member, moment, getattr(member, moment), *arguments) for member in members]
         return [result for result in done if result is not None]
 
 

@@ -13,9 +13,9 @@ from megatron_lite.instruments.torch_profiler import TorchProfiler
 def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrument]:
     """The instruments of this rank. One that does not concern it is not made."""
     p, rank = plan.args.profile, plan.world.rank
-    members: list[Instrument] = [timeline]
     if rank not in plan.profile_ranks or not plan.profile_window:
-        return members
+        return [timeline]
+    members: list[Instrument] = []
     if p.use_pytorch_profiler:
         folder = Path(plan.args.watch.tensorboard_dir or run_dir)
         members.append(TorchProfiler(
@@ -27,4 +27,4 @@ def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrume
     if p.record_memory_history and plan.device == "cuda":
         path = Path(p.memory_snapshot_path)
         members.append(MemoryHistory(plan.profile_window, path.with_stem(f"{path.stem}_rank{rank}"), tell))
-    return members
+    return [*members, timeline]  # innermost: what the others do between steps is not the step's time

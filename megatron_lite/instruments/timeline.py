@@ -41,15 +41,17 @@ class Timeline(Instrument):
 
     def __init__(self):
         self.current = StepTime(0)
-        self.not_training_seconds = 0.0  # evaluation and saving since the start of the run
+        self._trained_seconds = 0.0  # by the finished steps, taken or not
+        self._running = False
         self._finished: list[StepTime] = []
         self._started = time.perf_counter()
 
     def begin(self, step: int):
-        self.current, self._started = StepTime(step), time.perf_counter()
+        self.current, self._started, self._running = StepTime(step), time.perf_counter(), True
 
     def end(self, step: int):
-        self.current.seconds = time.perf_counter() - self._started
+        self.current.seconds, self._running = time.perf_counter() - self._started, False
+        self._trained_seconds += self.current.training_seconds
         self._finished.append(self.current)
 
     def phase(self, name):
@@ -63,5 +65,11 @@ class Timeline(Instrument):
     def add(self, name: str, seconds: float):
         """Count time towards a phase of the running step."""
         self.current.phases[name] = self.current.phases.get(name, 0.0) + seconds
-        if name in NOT_TRAINING:
-            self.not_training_seconds += seconds
+
+    def training_seconds(self) -> float:
+        """Inside steps since the run began, the running one included; evaluating, saving and what instruments do
+        between steps left out."""
+        if not self._running:
+            return self._trained_seconds
+        self.current.seconds = time.perf_counter() - self._started
+        return self._trained_seconds + self.current.training_seconds

@@ -24,6 +24,7 @@ class TorchProfiler(Instrument):
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
+                torch.cuda.synchronize()  # kernels of earlier steps are not the window's
             self._profiler = profile(activities=activities, **self._options)
             self._profiler.start()
         if self._profiler is not None:

@@ -90,13 +90,13 @@ class GPT(nn.Module):
     ) -> Tensor:
         """logits_BTV without labels, else the fp32 loss of each token, losses_BT (nats).
 
-        positions_BT: 0..T-1 if None. documents_BT: a token attends only within its own document number (and causally);
+        positions_BT: of learned positions, 0..T-1 if None. documents_BT: a token attends only within its own document number (and causally);
         plain causal attention if None.
         """
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
-        cos_B1TR, sin_B1TR = self._rotary(positions_BT)
+        cos_B1TR, sin_B1TR = self._rotary(tokens_BT)
         hidden_BTH = self.embedding(tokens_BT, positions_BT)
         hidden_BTH = self.decoder(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR)
         if labels_BT is None:
@@ -108,7 +108,8 @@ class GPT(nn.Module):
         """weight_VH of the output projection: the word embeddings' own when tied."""
         return self.embedding.word_embeddings.weight if self.output_layer is None else self.output_layer.weight
 
-    def _rotary(self, positions_BT: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _rotary(self, tokens_BT: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Rotations count from the start of the sequence, as in Megatron: only learned positions can be reset."""
         if self.shape.position_embedding != "rope":
             return None, None
-        return rotary_tables(positions_BT, self.shape)
+        return rotary_tables(torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None], self.shape)

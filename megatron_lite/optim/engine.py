@@ -9,13 +9,11 @@ from megatron_lite.config.plan import Plan
 def make_engine(plan: Plan, weights: list[nn.Parameter], lr: Tensor) -> torch.optim.Optimizer:
     """A fused torch optimizer over `weights`, reading its learning rate from the device tensor `lr`.
 
-    Matrices and embeddings decay; vectors (biases, norms) do not. A weight decay that changes over
-    the run is not torch's to apply (it wants a number on the host), so it is 0 here: see Optimizer.
+    The first group, matrices and embeddings, decays as Optimizer.follow sets it; vectors (biases, norms) do not.
     """
     o = plan.args.optimizer
-    decay = o.weight_decay if plan.learning_rate.weight_decay_style == "constant" else 0.0
     groups = [
-        {"params": [w for w in weights if w.ndim > 1], "weight_decay": decay},
+        {"params": [w for w in weights if w.ndim > 1], "weight_decay": 0.0},
         {"params": [w for w in weights if w.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]

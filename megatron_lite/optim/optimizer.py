@@ -58,6 +58,8 @@ class Optimizer:
         device = self.lr.device
         self._lr_table = torch.from_numpy(learning_rates(schedule, samples)).float().to(device)
         changing = schedule.weight_decay_style != "constant"
+        # torch applies a constant decay; one that changes it would want as a number on the host, so that step does it
+        self.engine.param_groups[0]["weight_decay"] = 0.0 if changing else schedule.start_weight_decay
         self._decay_table = torch.from_numpy(weight_decays(schedule, samples)).float().to(device) if changing else None
 
     @property

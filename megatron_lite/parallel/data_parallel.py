@@ -66,4 +66,5 @@ class DataParallel:
 @torch.no_grad()
 def parameters_norm(parameters: list[nn.Parameter]) -> Tensor:
     """L2 norm of all parameters, a scalar on the device."""
-    return torch.nn.utils.get_total_norm([p.detach().float() for p in parameters])
+    norms = [torch.linalg.vector_norm(p, dtype=torch.float32) for p in parameters]
+    return torch.linalg.vector_norm(torch.stack(norms))

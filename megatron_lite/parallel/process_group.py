@@ -30,7 +30,18 @@ def process_group(plan: Plan):
     try:
         yield
         dist.barrier()  # nobody leaves while another still needs it
-    finally:
+    except BaseException:
+        _leave_without_the_others(plan)
+        raise
+    dist.destroy_process_group()
+
+
+def _leave_without_the_others(plan: Plan):
+    """After an error. NCCL's orderly way out waits for all ranks, and the error would be told only at the time-out."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if plan.backend == "nccl" and abort is not None:
+        abort()
+    else:
         dist.destroy_process_group()
 
 

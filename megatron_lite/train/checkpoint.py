@@ -172,9 +172,11 @@ class Saving:
 
     phase = Phase.SAVE
 
-    def __init__(self, plan: Plan, checkpoints: Checkpoints, log):
+    def __init__(self, plan: Plan, checkpoints: Checkpoints, log, loaded: int):
         self.plan, self.checkpoints, self.log = plan, checkpoints, log
-        self.saved: int | None = None  # the newest saved iteration
+        c = plan.args.checkpoint
+        here = c.save is not None and c.load is not None and Path(c.save).resolve() == Path(c.load).resolve()
+        self.saved = loaded if here and loaded else None  # the newest iteration that the folder holds
 
     def due(self, progress: Progress) -> bool:
         interval = self.plan.args.checkpoint.save_interval

@@ -8,6 +8,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.data.build import DataSpec, build_datasets
 from megatron_lite.data.loader import batches
 from megatron_lite.data.samplers import cyclic_batches, single_batches
+from megatron_lite.errors import DataError
 from megatron_lite.train.loop import Progress
 from megatron_lite.units import count
 
@@ -21,15 +22,20 @@ class Feed:
         evaluated = w.eval_iters * plan.batch.final
         # one evaluation per interval and one at the end, each on samples of its own
         evaluations = plan.train_iters // w.eval_interval + 1
+        sizes = (0 if plan.args.training.skip_train else plan.train_samples, evaluations * evaluated, evaluated)
         self._sets = build_datasets(DataSpec(
-            sizes=(plan.train_samples, evaluations * evaluated, evaluated),
+            sizes=sizes,
             seq_length=plan.shape.seq_length, seed=plan.args.training.seed, vocab_size=plan.vocab_size,
             split=d.split or "969,30,1", mock=d.mock_data, data_path=d.data_path, train_data_path=d.train_data_path,
             valid_data_path=d.valid_data_path, test_data_path=d.test_data_path,
         ))
-        for name in ("train", "valid", "test"):
+        for name, size in zip(("train", "valid", "test"), sizes):
             samples = getattr(self._sets, name)
             say(f"  {name} data: {count(len(samples))} samples" if samples is not None else f"  {name} data: none")
+            if samples is not None and len(samples) < size and d.dataloader_type == "single":
+                raise DataError(f"--data-path: several data sets without weights are read once, and their {name} share of "
+                                f"{count(len(samples))} samples is less than the {count(size)} that the run takes; give "
+                                "each a weight, which repeats them, or train or evaluate less.")
 
     @property
     def has_validation(self) -> bool:

@@ -51,7 +51,7 @@ class Leave:
 
     def _agreed(self) -> float:
         wish = SIGNALLED if self._signalled_at is not None else TIME_OVER if self._time_is_over() else STAY
-        vote = torch.tensor([wish], device=self._device)
+        vote = torch.full((1,), wish, device=self._device)  # a fill does not make the host wait, a copy would
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
         self._votes.push(None, vote)
         return max((values[0] for _, values in self._votes.pop(LAG)), default=STAY)

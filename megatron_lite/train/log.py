@@ -1,7 +1,6 @@
 """What a run says while it trains: console lines, TensorBoard, steps.jsonl, the progress line."""
 
 import math
-import time
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.flops import step_flops
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.timeline import StepTime, Timeline
+from megatron_lite.live_line import say
 from megatron_lite.parallel.data_parallel import parameters_norm
 from megatron_lite.train.console import (
     IntervalFigures,
@@ -45,11 +45,24 @@ class Log:
         self._peak = peak_tflops(torch.cuda.get_device_name(), plan.precision) if plan.device == "cuda" else None
         self._start_interval()
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if error is not None:
+            self._timeline.training_seconds()  # brings the time of the interrupted step up to now
+            self._unwritten += self.meter.leftover()
+            self._write_steps([*self._timeline.take(), self._timeline.current])
+        self._line.wipe()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._steps_file:
+            self._steps_file.close()
+
     def say(self, text: str):
         """Print on the last rank."""
         if self._speaks:
-            self._line.wipe()
-            print(text, flush=True)
+            say(text)
 
     def record(self, progress: Progress, result: StepResult):
         """After each step. Collective at the intervals' ends."""
@@ -74,21 +87,9 @@ class Log:
             self._tensorboard.evaluation(which, loss, self._progress.iteration, self._progress.consumed)
             self._tensorboard.flush()
 
-    def close(self):
-        """Close files. Also after errors."""
-        self._line.wipe()
-        if self._tensorboard:
-            self._tensorboard.close()
-        if self._steps_file:
-            self._steps_file.close()
-
     def _start_interval(self):
         self._interval: list[StepFigures] = []
-        self._mark = time.perf_counter() - self._timeline.not_training_seconds
-
-    def _interval_seconds(self) -> float:
-        """Since the interval began, evaluations and saves left out, as in Megatron."""
-        return time.perf_counter() - self._timeline.not_training_seconds - self._mark
+        self._mark = self._timeline.training_seconds()
 
     def _report(self):
         w = self.plan.args.watch
@@ -97,7 +98,7 @@ class Log:
         self._unwritten += figures
         self._params_norm = parameters_norm(self._parameters).item() if w.log_params_norm else None
         if self._speaks:
-            self._say_interval(self._interval, self._interval_seconds())
+            self._say_interval(self._interval, self._timeline.training_seconds() - self._mark)
         self._write_steps(times)
         self._say_timers(times)
         self._say_memory()
@@ -119,6 +120,9 @@ class Log:
             skipped=sum(s.skipped for s in steps), nan=sum(not math.isfinite(s.loss_sum) for s in steps),
         ), w.log_throughput))
         self.say(speed_line(samples * self.plan.shape.seq_length / seconds, causal, full, self._peak))
+        if self._tensorboard and self._params_norm is not None:
+            self._tensorboard.interval(last.iteration, {"params-norm": self._params_norm})
+            self._tensorboard.interval(last.consumed, {"params-norm vs samples": self._params_norm})
         if self._tensorboard and (w.log_timers_to_tensorboard or w.log_throughput):
             self._tensorboard.interval(last.iteration, {"throughput": causal})
 
@@ -131,7 +135,7 @@ class Log:
             step_time = over[figures.iteration]
             self._steps_file.write(figures, step_time)
             if self._tensorboard:
-                self._tensorboard.step(figures, step_time.training_seconds, self._params_norm)
+                self._tensorboard.step(figures, step_time.training_seconds)
         self._unwritten = [f for f in self._unwritten if f.iteration not in over]
         self._steps_file.flush()
 
@@ -152,7 +156,8 @@ class Log:
         if self.plan.device != "cuda":
             return
         w, progress = self.plan.args.watch, self._progress
-        if progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0):
-            print(memory_line(self.plan.world.rank, progress.iteration, torch.cuda.memory_stats()), flush=True)
+        due = progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0)
+        if due and self.plan.world.is_first:
+            say(memory_line(self.plan.world.rank, progress.iteration, torch.cuda.memory_stats()))
         if self._tensorboard and w.log_memory_to_tensorboard:
             self._tensorboard.memory(progress.iteration, torch.cuda.memory_stats())

@@ -33,6 +33,7 @@ class StepFigures:
     next_loss_scale: float
     zeros: float
     next_lr: float
+    local: bool = False  # the loss is this rank's, though there are others
 
     @property
     def loss(self) -> float | None:
@@ -68,10 +69,10 @@ class Meter:
             lr = float(learning_rates(self.optimizer.schedule, good))
             figures = StepFigures(iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale,
                                   zeros, lr)
-            if figures.skipped and self._must_look():
-                self._stop_if_diverged(figures)
             self._steps.append(figures)
             self.latest_loss = figures.loss
+            if figures.skipped and self._must_look():
+                self._stop_if_diverged(figures)
 
     def take(self) -> list[StepFigures]:
         """All figures so far, losses summed over ranks. Collective: every rank calls it at the same iteration."""
@@ -82,6 +83,13 @@ class Meter:
             dist.all_reduce(sums)
             for step, (loss_sum, tokens) in zip(steps, sums.tolist()):
                 step.loss_sum, step.tokens = loss_sum, tokens
+        return steps
+
+    def leftover(self) -> list[StepFigures]:
+        """After a failure: what had arrived, with the losses of this rank only, since others may be gone."""
+        steps, self._steps = self._steps, []
+        for step in steps:
+            step.local = self.plan.world.size > 1
         return steps
 
     def _must_look(self) -> bool:

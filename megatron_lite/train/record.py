@@ -19,6 +19,7 @@ class RunRecord:
 
     def __init__(self, plan: Plan, run_dir: Path):
         self._writes, self._folder = plan.world.is_last, run_dir
+        self.left_early: str | None = None  # why, if before the last iteration
         self._record = {
             "status": "running",
             "started": _now(),
@@ -38,7 +39,7 @@ class RunRecord:
 
     def __exit__(self, kind, error, traceback):
         if self._writes:
-            status = "finished" if error is None else f"failed: {kind.__name__}: {error}"
+            status = self.left_early or "finished" if error is None else f"failed: {kind.__name__}: {error}"
             write_run(self._folder, self._record | {"status": status, "ended": _now()})
 
 
@@ -51,7 +52,7 @@ def _hardware(plan: Plan) -> dict:
     if plan.device != "cuda":
         return {"device": "cpu", "processor": platform.processor() or platform.machine(), "peak_tflops": None,
                 "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(plan.world.local_rank)
     return {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
             "peak_tflops": peak_tflops(properties.name, plan.precision)}
 

@@ -1,8 +1,8 @@
 """One run from a plan: build everything, train, evaluate, save."""
 
-import contextlib
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from megatron_lite.model.init import initialize
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.process_group import device_of
-from megatron_lite.parallel.recompute import recompute_layers
+from megatron_lite.parallel.recompute import recompute_layers, recomputed
 from megatron_lite.train.checkpoint import Checkpoints, Saving
 from megatron_lite.train.collector import Collector
 from megatron_lite.train.evaluate import Evaluation
@@ -48,9 +48,9 @@ def run(
     checkpoints.load(progress)
     make = BatchMaker(plan, device, eod)
     log = Log(plan, Meter(plan, optimizer, device), timeline, replica.parameters, run_dir, progress)
-    with contextlib.closing(log):
+    with log:
         validation = Evaluation(plan, model, feed.validation(progress), make, log) if feed.has_validation else None
-        saving = Saving(plan, checkpoints, log)
+        saving = Saving(plan, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
             step = TrainingStep(plan, replica, optimizer, make)
@@ -74,6 +74,8 @@ def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
         m.attention_backend, shape, batch=plan.args.training.micro_batch_size, device=device, dtype=dtype,
         masked=plan.args.data.reset_attention_mask, explain=m.explain_attention,
     )
+    if attend.name == "explicit" and m.recompute_granularity == "selective":
+        attend = replace(attend, function=recomputed(attend.function))
     say(f"  attention: {attend.name}" + "".join(f"\n    not {reason}" for reason in attend.why_not))
     _seed(plan.args.training.seed)
     with torch.device("cpu" if plan.args.parallel.use_cpu_initialization else device):
@@ -82,9 +84,9 @@ def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
     model.to(device=device, dtype=dtype)
     number = parameter_count(shape)
     say(f"  number of parameters: {count(number)} ({short_count(number)})")
-    recomputed = recompute_layers(m, model.decoder.layers)
-    if recomputed:
-        say(f"  recomputing the activations of {recomputed} of {shape.num_layers} layers")
+    forgetful = recompute_layers(m, model.decoder.layers)
+    if forgetful:
+        say(f"  recomputing the activations of {forgetful} of {shape.num_layers} layers")
     gc.collect()
     return model
 

@@ -75,9 +75,10 @@ class TrainingStep:
         return self._update(sums, self.plan.batch.size(consumed), phase)
 
     def _update(self, sums: Tensor, samples: int, phase) -> StepResult:
-        gradients = self.replica.gradients()
+        with phase(Phase.GRAD_SYNC):  # what is left of it: buckets were reduced while backward ran
+            gradients, divisor = self.replica.gradients(), self._divisor(sums[1])
         zeros = self._zeros(gradients)
-        update = self.optimizer.step(gradients, samples, phase, self._divisor(sums[1]))
+        update = self.optimizer.step(gradients, samples, phase, divisor)
         self.replica.clear()
         return StepResult(samples, sums[0], sums[1], update, zeros)
 

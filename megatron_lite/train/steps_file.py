@@ -16,7 +16,8 @@ class StepsFile:
         self._file = open(run_dir / STEPS_FILE, "a", encoding="utf-8")
 
     def write(self, figures: StepFigures, time: StepTime):
-        """One step. Milliseconds, nats, samples; null for what a skipped step has not."""
+        """One step. Milliseconds, nats, samples; null for what a skipped step has not; "local" if a failure
+        came before losses were summed over ranks."""
         record = {
             "iteration": figures.iteration,
             "step": time.step,
@@ -30,6 +31,8 @@ class StepsFile:
             "skipped": figures.skipped,
             "next_lr": figures.next_lr,
         }
+        if figures.local:
+            record["local"] = True
         self._file.write(json.dumps(record) + "\n")
 
     def flush(self):

@@ -20,7 +20,7 @@ class TensorBoard:
             for name, value in group.items():
                 self._writer.add_text(name, str(value))
 
-    def step(self, f: StepFigures, seconds: float, params_norm: float | None):
+    def step(self, f: StepFigures, seconds: float):
         """One step's scalars, over iterations and over samples."""
         w = self.plan.args.watch
         if f.iteration % w.tensorboard_log_interval:
@@ -32,7 +32,6 @@ class TensorBoard:
             "loss-scale": f.next_loss_scale if w.log_loss_scale_to_tensorboard else None,
             "grad-norm": None if f.skipped else f.grad_norm,
             "num-zeros": f.zeros if w.log_num_zeros_in_grad else None,
-            "params-norm": params_norm,
             "world-size": self.plan.world.size if w.log_world_size_to_tensorboard else None,
             "iteration-time": seconds if w.log_timers_to_tensorboard else None,
         }

@@ -1,0 +1,38 @@
+"""The streams of a run: long enough, or refused before ranks meet."""
+
+import contextlib
+import io
+
+import pytest
+from launch import alone, flags, plan_of, quietly, write_documents
+
+from megatron_lite.errors import DataError
+from megatron_lite.train.feed import Feed
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpora")
+    return [write_documents(folder / name, [40] * 60, seed) for seed, name in enumerate("ab")]
+
+
+def opened(argv: list[str]) -> Feed:
+    return Feed(plan_of(argv), lambda text: None)
+
+
+def test_data_sets_without_weights_are_not_repeated(corpora):
+    argv = flags("--eval-iters 0 --train-iters 5000", data=corpora[0])
+    place = argv.index(str(corpora[0]))
+    both = [*argv[:place], *map(str, corpora), *argv[place + 1:]]
+    with pytest.raises(DataError, match=r"^--data-path: several data sets without weights are read once, and their train "
+                                        r"share of [\d,]+ samples is less than the 20,000 that the run takes; give each"):
+        opened(both)
+    opened([*argv[:place], "1", str(corpora[0]), "1", str(corpora[1]), *argv[place + 1:]])
+    opened([*both, "--train-iters", "5"])
+
+
+@pytest.mark.parametrize("words", ["--split 0,50,50", "--split 0,100,0"])
+def test_evaluating_only_needs_no_training_data(corpora, tmp_path, words):
+    with alone(), contextlib.redirect_stderr(io.StringIO()):
+        _, out = quietly(flags("--skip-train --eval-iters 2", words, data=corpora[0]), tmp_path)
+    assert "train data: none" in out and "validation loss at iteration 0 on validation set" in out
