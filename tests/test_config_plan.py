@@ -216,4 +216,7 @@ def test_the_launcher_says_who_one_is():
     assert read_world(4, torchrun) == World(5, 8, 1, 4, 4)
     assert read_world(0, {}) == World() and World().is_first and World().is_last
     assert not read_world(0, torchrun).is_first and read_world(0, {**torchrun, "RANK": "7"}).is_last
+    own_gpu_only = read_world(1, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"})
+    assert own_gpu_only.local_size == 1 and own_gpu_only.gpu == 0
+    assert read_world(4, torchrun).gpu == 1
     assert read_world(1, {"NSYS_PROFILING_SESSION_ID": "123"}).under_nsys

@@ -16,6 +16,11 @@ class World:
     under_nsys: bool = False  # Nsight Systems watches this process
 
     @property
+    def gpu(self) -> int:
+        """The index of this rank's GPU among those it sees; launchers may show each rank its own one only."""
+        return self.local_rank % max(self.gpus, 1)
+
+    @property
     def is_first(self) -> bool:
         """The rank that speaks of the run as a whole."""
         return self.rank == 0
@@ -28,12 +33,12 @@ class World:
 
 def read_world(gpus: int, environment=os.environ) -> World:
     """The launcher's variables (torchrun's names); `gpus` is what torch counts here."""
-    size = int(environment.get("WORLD_SIZE", 1))
     return World(
         rank=int(environment.get("RANK", 0)),
-        size=size,
+        size=int(environment.get("WORLD_SIZE", 1)),
         local_rank=int(environment.get("LOCAL_RANK", 0)),
-        local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
+        # launchers other than torchrun may not say it; they place ranks themselves, and show each what it may use
+        local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
         gpus=gpus,
         under_nsys="NSYS_PROFILING_SESSION_ID" in environment,
     )

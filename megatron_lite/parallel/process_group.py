@@ -13,7 +13,7 @@ from megatron_lite.errors import UserError
 
 def device_of(plan: Plan) -> torch.device:
     """This rank's device."""
-    return torch.device("cuda", plan.world.local_rank) if plan.device == "cuda" else torch.device("cpu")
+    return torch.device("cuda", plan.world.gpu) if plan.device == "cuda" else torch.device("cpu")
 
 
 @contextlib.contextmanager

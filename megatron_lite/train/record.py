@@ -52,7 +52,7 @@ def _hardware(plan: Plan) -> dict:
     if plan.device != "cuda":
         return {"device": "cpu", "processor": platform.processor() or platform.machine(), "peak_tflops": None,
                 "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(plan.world.local_rank)
+    properties = torch.cuda.get_device_properties(plan.world.gpu)
     return {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
             "peak_tflops": peak_tflops(properties.name, plan.precision)}
 
