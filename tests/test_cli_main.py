@@ -18,11 +18,11 @@ def test_no_command_lists_all_of_them(capsys):
 
 @pytest.mark.parametrize(("argv", "said"), [
     (["make-corpos"], "make-corpos: no such command; did you mean make-corpus?"),
-    (["zzz"], "zzz: no such command; there are preprocess, make-corpus"),
+    (["zzz"], "zzz: no such command; there are preprocess, merge, inspect, make-corpus"),
     (["make-corpus"], "megatron-lite make-corpus: the following arguments are required: --output-prefix"),
     (["make-corpus", "--output-prefix", "x", "--bpe", "many"], "argument --bpe: invalid int value: 'many'"),
     (["make-corpus", "--output-pre", "x"], "required: --output-prefix"),
-    (["preprocess", "--input", "x", "--output-prefix", "y", "--workers", "4"], "unrecognized arguments: --workers 4"),
+    (["preprocess", "--input", "x", "--output-prefix", "y", "--partitions", "4"], "unrecognized arguments: --partitions 4"),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(argv, said, capsys):
     assert main(argv) == 2

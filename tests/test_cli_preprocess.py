@@ -1,13 +1,24 @@
+import hashlib
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from megatron_lite.cli.main import main
+from megatron_lite.cli.preprocess_line import PreprocessLine
+from megatron_lite.data import text_files, unfinished
 from megatron_lite.data.indexed import IndexedDataset
 
 BYTES = ["--tokenizer-type", "ByteTokenizer"]
+ROOT = Path(__file__).parents[1]
+PUBLIC_DATA = ROOT.parent / "shared" / "data"
 
 
 def test_a_text_file_becomes_one_document(tmp_path, capsys):
@@ -60,13 +71,101 @@ def test_a_mistake_is_one_line_and_exit_code_2(name, content, argv, said, tmp_pa
     assert said in message and message.count("\n") == 1
 
 
-def test_progress_on_a_terminal_is_wiped_before_the_summary(tmp_path, monkeypatch, capsys):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+
+def test_progress_on_a_terminal_is_wiped_before_the_summary(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", Terminal())
     (tmp_path / "a.txt").write_text("ab")
     main(["preprocess", "--input", f"{tmp_path}/a.txt", "--output-prefix", f"{tmp_path}/out", *BYTES])
-    assert sys.stderr.getvalue() == "\r\033[K1 documents, 2 B\r\033[K"
+    assert sys.stderr.getvalue() == "\r\033[K1 documents, 2 B, 100%\r\033[K"
     assert capsys.readouterr().out.startswith("1 documents")
+
+
+def test_the_line_tells_rates_and_the_time_left_of_this_process(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(time, "monotonic", iter([100.0, 100.0, 110.0, 110.0]).__next__)
+    line = PreprocessLine()
+    line(5000, 2**20, 0.5)  # an interrupted run had come so far
+    line(5100, 3 * 2**20, 0.6)
+    first, second = sys.stderr.getvalue().split("\r\033[K")[1:]
+    assert first == "5,000 documents, 1.0 MiB, 50%"
+    assert second == "5,100 documents, 3.0 MiB, 60%, 10 documents/s, 204.8 KiB/s, 40.0s left"
+
+
+def test_skipped_lines_are_named_and_counted(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text"}\n[1]\n')
+    argv = ["preprocess", "--input", f"{tmp_path}/a.jsonl", "--output-prefix", f"{tmp_path}/out", *BYTES]
+    assert main([*argv, "--on-error", "skip"]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("1 documents (2 B), 2 bad lines skipped: 2 tokens in")
+    assert [line.split(": ")[0] for line in output.err.splitlines()] == [f"skipped {tmp_path}/a.jsonl:{n}" for n in (2, 3)]
+    assert main([*argv, "--on-error", "stop"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/a.jsonl:2: not JSON")
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--workers", "0"], "--workers 0: must be 1 or more"),
+    (["--on-error", "ignore"], "argument --on-error: invalid choice: 'ignore'"),
+])
+def test_options_that_cannot_be(argv, said, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("x")
+    assert main(["preprocess", "--input", f"{tmp_path}/a.txt", "--output-prefix", f"{tmp_path}/out", *BYTES, *argv]) == 2
+    message = capsys.readouterr().err
+    assert said in message and message.count("\n") == 1
+
+
+def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(unfinished, "SECONDS_BETWEEN_STATES", 0)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(40_000)))
+    argv = ["preprocess", "--input", f"{tmp_path}/a.jsonl", *BYTES, "--output-prefix"]
+    state = tmp_path / "out.unfinished.json"
+
+    def interrupt():
+        while not state.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    hand = threading.Thread(target=interrupt)
+    hand.start()
+    code = main([*argv, f"{tmp_path}/out"])
+    hand.join()
+    assert code == 130
+    said = capsys.readouterr().err
+    assert said == f"{tmp_path}/out: what is done so far is kept; the same command goes on with it\n"
+    monkeypatch.undo()
+    assert main([*argv, f"{tmp_path}/out", "--workers", "2"]) == main([*argv, f"{tmp_path}/whole"]) == 0
+    assert f"{tmp_path}/out: goes on after " in capsys.readouterr().err
+    for ending in (".bin", ".idx"):
+        same = [(tmp_path / f"{name}_text_document{ending}").read_bytes() for name in ("out", "whole")]
+        assert same[0] == same[1]
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
+def test_memory_does_not_grow_with_the_input(tmp_path):
+    line = json.dumps({"text": "some words " * 30}) + "\n"
+    peaks = []
+    for repeats in (40_000, 120_000):  # 13 and 39 MB
+        (tmp_path / "a.jsonl").write_text(line * repeats)
+        code = "import sys; from megatron_lite.cli.main import main; main(sys.argv[1:])\n"
+        code += "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+        argv = ["preprocess", "--input", f"{tmp_path}/a.jsonl", "--output-prefix", f"{tmp_path}/x", *BYTES]
+        run = subprocess.run([sys.executable, "-c", code, *argv], check=True, cwd=ROOT, capture_output=True, text=True)
+        peaks.append(int(run.stdout.split()[-1]))
+    assert abs(peaks[1] - peaks[0]) < 8 * 1024  # KiB
+
+
+@pytest.mark.skipif(not PUBLIC_DATA.is_dir(), reason="no ../shared/data beside the repository")
+def test_same_bytes_as_megatrons_preprocess_data_for_tinyshakespeare(tmp_path):
+    blocks = (PUBLIC_DATA / "tinyshakespeare.txt").read_text().split("\n\n")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": block}) + "\n" for block in blocks))
+    gpt2 = ["--vocab-file", f"{PUBLIC_DATA}/gpt2/vocab.json", "--merge-file", f"{PUBLIC_DATA}/gpt2/merges.txt"]
+    argv = ["--input", f"{tmp_path}/a.jsonl", "--output-prefix", f"{tmp_path}/x", *gpt2, "--append-eod", "--workers", "2"]
+    assert main(["preprocess", *argv]) == 0
+    files = [tmp_path / f"x_text_document{ending}" for ending in (".bin", ".idx")]
+    assert [hashlib.sha256(path.read_bytes()).hexdigest()[:8] for path in files] == ["4bbfe2d7", "c0d001bf"]
+    assert main(["inspect", f"{tmp_path}/x_text_document", *gpt2]) == 0

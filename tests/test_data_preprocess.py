@@ -1,15 +1,17 @@
 """Text files in, indexed data sets out; or one line that names the file and the line."""
 
+import gzip
 import json
 import re
+import sys
 
 import pytest
 
-from megatron_lite.data import preprocess as module
+from megatron_lite.data import text_files
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.preprocess import preprocess
 from megatron_lite.data.tokenizers import make_tokenizer
-from megatron_lite.errors import DataError
+from megatron_lite.errors import DataError, UserError
 
 BYTES = make_tokenizer("ByteTokenizer")
 
@@ -35,6 +37,12 @@ def test_lines_and_files_become_documents(tmp_path):
     assert summary.tokens == summary.text_bytes + 3
 
 
+def test_loose_json_goes_by_either_name(tmp_path):
+    objects = [{"text": "one"}, {"text": "two"}]
+    summary = preprocess([jsonl(tmp_path / "a.json", *objects)], tmp_path / "x", BYTES, append_eod=False)
+    assert documents(summary.prefixes[0]) == ["one", "two"]
+
+
 def test_without_end_of_document(tmp_path):
     summary = preprocess([jsonl(tmp_path / "a.jsonl", {"text": "one"})], tmp_path / "x", BYTES, append_eod=False)
     assert documents(summary.prefixes[0]) == ["one"]
@@ -53,12 +61,13 @@ def test_blank_lines_are_no_documents(tmp_path):
     assert preprocess([path], tmp_path / "x", BYTES).documents == 2
 
 
-def test_progress_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "REPORT_EVERY", 2)
+def test_progress_is_reported_and_ends_with_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 1)
     seen = []
-    path = jsonl(tmp_path / "a.jsonl", *({"text": "abc"} for _ in range(5)))
-    preprocess([path], tmp_path / "x", BYTES, report=lambda *numbers: seen.append(numbers))
-    assert seen == [(2, 6), (4, 12), (5, 15)]
+    paths = [jsonl(tmp_path / f"{name}.jsonl", *({"text": "abc"} for _ in range(2))) for name in "ab"]
+    preprocess(paths, tmp_path / "x", BYTES, report=lambda *numbers: seen.append(numbers))
+    assert [(documents, text_bytes) for documents, text_bytes, _ in seen] == [(1, 3), (2, 6), (3, 9), (4, 12)]
+    assert seen[1][2] == 0.5 and seen[-1][2] == 1
 
 
 @pytest.mark.parametrize(("line", "message"), [
@@ -66,10 +75,12 @@ def test_progress_is_reported(tmp_path, monkeypatch):
     (b"[" * 100_000, r":2: not JSON \(.*\); .*"),
     (b'"text"', ":2: a str, not an object; .*"),
     (b'{"body": "x", "n": 1}', r":2: no text under 'text'; it has body, n \(--json-keys\)"),
+    (b'{"a\\n\\u001b[2J": 1, "b": 2}', r":2: no text under 'text'; it has 'a\\n\\x1b\[2J', b \(--json-keys\)"),
+    (json.dumps({f"k{i}": i for i in range(11)}).encode(), r":2: .*; it has k0, .*, k9, \.\.\. \(--json-keys\)"),
     (b"{}", r":2: no text under 'text'; it has nothing \(--json-keys\)"),
     (b'{"text": 5}', ":2: no text under 'text'; .*"),
     (b'{"text": "\xe9"}', ":2: byte 0xe9 is not UTF-8; .*"),
-], ids=["cut", "deep", "string", "other-key", "empty", "number", "latin-1"])
+], ids=["cut", "deep", "string", "other-key", "odd-key", "many-keys", "empty", "number", "latin-1"])
 def test_bad_line_is_named_and_nothing_is_written(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
@@ -97,3 +108,90 @@ def test_several_keys_of_a_plain_text(tmp_path):
     path.write_text("x")
     with pytest.raises(DataError, match=r"^--json-keys q a: \S+ is plain text without keys; give one key only$"):
         preprocess([path], tmp_path / "x", BYTES, json_keys=("q", "a"))
+
+
+def test_one_key_named_twice(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"text": "x"})
+    with pytest.raises(DataError, match=r"^--json-keys text text: one key is named twice; name it once$"):
+        preprocess([path], tmp_path / "x", BYTES, json_keys=("text", "text"))
+
+
+def test_skipped_lines_are_named_and_counted_and_the_rest_is_as_without_them(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n{"text": \n\n{"text": "two"}\n{"text": "\xe9"}\n{"no": 1}')
+    said = []
+    summary = preprocess([path], tmp_path / "x", BYTES, on_error="skip", say=said.append)
+    assert (summary.documents, summary.skipped) == (2, 3)
+    assert documents(summary.prefixes[0]) == ["one<|endoftext|>", "two<|endoftext|>"]
+    assert [line.split(": ")[0] for line in said] == [f"skipped {path}:{number}" for number in (2, 5, 6)]
+
+
+def test_a_line_that_is_bad_for_one_key_is_left_out_for_all(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"q": "1", "a": 2}, {"q": "3", "a": "4"})
+    summary = preprocess([path], tmp_path / "x", BYTES, json_keys=("q", "a"), append_eod=False, on_error="skip")
+    assert [documents(prefix) for prefix in summary.prefixes] == [["3"], ["4"]]
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("7 x", r"--tokenizer-type NullTokenizer: 'x' in the text is no integer; .*"),
+    ("7 33", r"token id 33 in the text is outside the vocabulary of 33; .*"),
+    ("7 99999999999999999999", r"token ids of type object are no integers; .*"),
+])
+def test_a_line_of_ids_that_are_none(tmp_path, text, message):
+    path = jsonl(tmp_path / "a.jsonl", {"text": "1 2"}, {"text": text})
+    with pytest.raises(DataError, match=rf"^{re.escape(str(path))}:2: {message}$"):
+        preprocess([path], tmp_path / "x", make_tokenizer("NullTokenizer", vocab_size=32))
+
+
+def packed_as(kind, raw: bytes) -> bytes:
+    if kind == "gz":
+        return gzip.compress(raw[:100]) + gzip.compress(raw[100:])  # two members, as `cat a.gz b.gz` makes
+    zstandard = pytest.importorskip("zstandard")
+    return zstandard.compress(raw[:100]) + zstandard.compress(raw[100:])
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_compressed_files_give_the_same_documents(tmp_path, monkeypatch, kind, chunk_bytes):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk_bytes)
+    lines = jsonl(tmp_path / "a.jsonl", *({"text": f"document {i} " * i} for i in range(1, 100)))
+    packed = tmp_path / f"b.jsonl.{kind}"
+    packed.write_bytes(packed_as(kind, lines.read_bytes()))
+    plain = tmp_path / f"c.txt.{kind}"
+    plain.write_bytes(packed_as(kind, b"one\n\nof lines " * 20))
+    summary = preprocess([lines, packed, plain], tmp_path / "x", BYTES, append_eod=False)
+    found = documents(summary.prefixes[0])
+    assert found[:99] == found[99:198] and found[198:] == ["one\n\nof lines " * 20]
+
+
+@pytest.mark.parametrize("spoil", ["cut", "foreign"])
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_damaged_compressed_file(tmp_path, kind, spoil):
+    path = tmp_path / f"a.jsonl.{kind}"
+    whole = packed_as(kind, b'{"text": "some words"}\n' * 1000)
+    path.write_bytes(whole[:-7] if spoil == "cut" else b"not compressed" * 9)
+    with pytest.raises(DataError, match=rf"^--input {re.escape(str(path))}: cannot be read \(.+\); .*copy the file again$"):
+        preprocess([path], tmp_path / "x", BYTES, on_error="skip")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_missing_package_for_zst(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"x")
+    with pytest.raises(UserError, match=r"^--input \S+a\.jsonl\.zst: the package .* is missing; pip install zstandard$"):
+        preprocess([path], tmp_path / "x", BYTES)
+
+
+def test_input_that_may_not_be_read(tmp_path, monkeypatch):
+    path = jsonl(tmp_path / "a.jsonl", {"text": "x"})
+    builtin = open
+
+    def refuse(name, *args, **kwargs):
+        if str(name) == str(path):
+            raise PermissionError(13, "Permission denied")
+        return builtin(name, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(DataError, match=r"^--input \S+: cannot be read \(Permission denied\); check its permissions, .*$"):
+        preprocess([path], tmp_path / "x", BYTES)

@@ -1,26 +1,43 @@
 """megatron-lite preprocess: text and jsonl files to PREFIX_KEY_document.{bin,idx}."""
 
+import argparse
+import sys
 import time
 
+from megatron_lite.cli.merge import merge_and_say
 from megatron_lite.cli.parser import Parser
-from megatron_lite.cli.progress import DocumentProgress
-from megatron_lite.data.preprocess import Summary, preprocess
+from megatron_lite.cli.preprocess_line import PreprocessLine
+from megatron_lite.data.preprocess import ON_ERROR, Summary, preprocess
 from megatron_lite.data.tokenizers import TYPES, make_tokenizer
+from megatron_lite.errors import UserError
 from megatron_lite.units import count, duration, size
 
 
 def run(argv: list[str]):
-    """Tokenize as `argv` says and print what was written. UserError for a mistake."""
+    """Tokenize, or merge, as `argv` says and print what was written. UserError for a mistake."""
     options = _parser().parse_args(argv)
+    if options.merge:
+        _refuse_beside_merge(argv)
+        merge_and_say(options.merge, options.output_prefix, "--merge")
+    else:
+        _preprocess(options)
+
+
+def _preprocess(options: argparse.Namespace):
     tokenizer = make_tokenizer(
         options.tokenizer_type, vocab_file=options.vocab_file, merge_file=options.merge_file,
         vocab_size=options.vocab_size,
     )
-    started, progress = time.monotonic(), DocumentProgress()
+    started, progress = time.monotonic(), PreprocessLine()
+
+    def say(line: str):
+        progress.wipe()
+        print(line, file=sys.stderr)
+
     try:
         summary = preprocess(
             options.input, options.output_prefix, tokenizer, json_keys=options.json_keys,
-            append_eod=options.append_eod, report=progress,
+            append_eod=options.append_eod, workers=options.workers, on_error=options.on_error, report=progress, say=say,
         )
     finally:
         progress.wipe()
@@ -28,9 +45,12 @@ def run(argv: list[str]):
 
 
 def _parser() -> Parser:
-    parser = Parser("preprocess", "Tokenizes documents into the files that --data-path names.")
+    parser = Parser("preprocess", "Tokenizes documents into the files that --data-path names, or merges such files.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--input", nargs="+", metavar="FILE",
+                        help=".jsonl, .json: one object a line; others: one document each; .gz and .zst are unpacked")
+    source.add_argument("--merge", nargs="+", metavar="PREFIX", help="data sets to join instead, without .bin or .idx")
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl: one object a line; others: one document each")
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
     add("--tokenizer-type", default="GPT2BPETokenizer", metavar="TYPE", help=f"{', '.join(TYPES)} [%(default)s]")
     add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json")
@@ -38,10 +58,20 @@ def _parser() -> Parser:
     add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields of a jsonl object [text]")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--workers", type=int, default=1, metavar="N", help="processes that tokenize [%(default)s]")
+    add("--on-error", choices=ON_ERROR, default="stop", help="what a bad line does: stop, or be named and left out [stop]")
     return parser
+
+
+def _refuse_beside_merge(argv: list[str]):
+    flags = [word.split("=")[0] for word in argv if word.startswith("--")]
+    for flag in flags:
+        if flag not in ("--merge", "--output-prefix"):
+            raise UserError(f"megatron-lite preprocess {flag}: means nothing beside --merge; leave it out")
 
 
 def _sentence(summary: Summary, seconds: float) -> str:
     left_out = f", {count(summary.empty)} empty ones left out" if summary.empty else ""
-    return (f"{count(summary.documents)} documents ({size(summary.text_bytes)}){left_out}: {count(summary.tokens)} tokens "
-            f"in {duration(seconds)}; --data-path {' '.join(summary.prefixes)}")
+    skipped = f", {count(summary.skipped)} bad lines skipped" if summary.skipped else ""
+    return (f"{count(summary.documents)} documents ({size(summary.text_bytes)}){left_out}{skipped}: "
+            f"{count(summary.tokens)} tokens in {duration(seconds)}; --data-path {' '.join(summary.prefixes)}")

@@ -13,6 +13,7 @@
     then     N x i8    mode of each sequence; multimodal files only, not read here
 """
 
+import shutil
 import struct
 
 import numpy as np
@@ -26,6 +27,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 UINT16_BELOW = 65_500  # ids in the vocabulary
 LONGEST_SEQUENCE = 2**31 - 1  # tokens; lengths are int32
+WRITTEN_BLOCK = 1 << 16  # sequences
 BLOCK = 1 << 22  # sequences checked at a time: bounds the memory that opening a huge file takes
 
 
@@ -34,13 +36,20 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size < UINT16_BELOW else "<i4")
 
 
-def write_index(file, dtype: np.dtype, lengths: list[int], marks: list[int]) -> None:
-    """The whole .idx: lengths [sequences] in tokens, marks [documents + 1] in sequences."""
+def write_index(file, dtype: np.dtype, num_sequences: int, num_documents: int, lengths, marks) -> None:
+    """The whole .idx, from open files of the lengths (i32) and of the marks (i64, without the 0 they start with)."""
     code = next(code for code, known in DTYPES.items() if np.dtype(known) == dtype)
-    file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(marks)))
-    pointers = np.cumsum([0, *lengths[:-1]], dtype="<i8") * dtype.itemsize
-    for table in (np.array(lengths, "<i4"), pointers, np.array(marks, "<i8")):
-        file.write(table.tobytes())
+    file.write(HEADER.pack(MAGIC, VERSION, code, num_sequences, num_documents + 1))
+    shutil.copyfileobj(lengths, file)
+    lengths.seek(0)
+    num_tokens = 0
+    while raw := lengths.read(4 * WRITTEN_BLOCK):
+        block = np.frombuffer(raw, "<i4")
+        ends = num_tokens + np.cumsum(block, dtype="<i8")
+        file.write(((ends - block) * dtype.itemsize).tobytes())
+        num_tokens = int(ends[-1])
+    file.write(bytes(8))
+    shutil.copyfileobj(marks, file)
 
 
 def damaged(path: str, what: str) -> DataError:

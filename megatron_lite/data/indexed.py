@@ -1,9 +1,8 @@
 """Megatron's indexed data set: PREFIX.bin holds the tokens one after another, PREFIX.idx where each sequence starts."""
 
-import contextlib
 import mmap
 import os
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from megatron_lite.data.index_format import (
     damaged,
     read_header,
     token_dtype,
-    write_index,
 )
+from megatron_lite.data.pair_writer import PairWriter, Written
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
@@ -59,6 +58,26 @@ class IndexedDataset:
         start = int(self._pointers[sequence]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
 
+    def token_blocks(self, size: int) -> Iterator[np.ndarray]:
+        """All tokens as read-only views, `size` at a time and the rest."""
+        for start in range(0, self.num_tokens, size):
+            yield self._tokens[start : start + size]
+
+    def tokens_at(self, where) -> np.ndarray:
+        """The tokens at these positions, an array of them or a slice, counted through the whole file."""
+        return self._tokens[where]
+
+    def file_bytes(self) -> int:
+        """The size of both files together."""
+        return sum(os.path.getsize(self.prefix + ending) for ending in (".bin", ".idx"))
+
+    def document_bounds(self) -> np.ndarray:
+        """int64 [documents + 1]: the number of tokens before each document, and of all."""
+        bounds = np.full(len(self.document_marks), self.num_tokens, np.int64)
+        inner = self.document_marks < len(self)
+        bounds[inner] = self._pointers[self.document_marks[inner]] // self.dtype.itemsize
+        return bounds
+
     def largest_token_id(self, sample: int = 1_000_000) -> int:
         """The largest id among about `sample` tokens, taken as runs evenly spread over the file; of all if it is small.
 
@@ -81,89 +100,53 @@ class IndexedWriter:
         self.prefix = str(prefix)
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
-        self.num_tokens = 0
-        self._lengths: list[int] = []
-        self._marks = [0]
-        self._temporary = {ending: f"{self.prefix}{ending}.tmp{os.getpid()}" for ending in (".bin", ".idx")}
+        self._pair = PairWriter(self.prefix, self.dtype, f".tmp{os.getpid()}")
+
+    @property
+    def num_tokens(self) -> int:
+        return self._pair.written.tokens
 
     def __enter__(self):
-        try:
-            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-            self._bin = open(self._temporary[".bin"], "wb")
-        except OSError as error:
-            raise self._unwritable(error) from None
+        self._pair.open()
+        self._pair.cut(Written())
         return self
 
     def add_document(self, token_ids) -> None:
         """Appends one document of one sequence; an empty document has no sequence. DataError for an id that is none."""
-        ids = np.asarray(token_ids)
-        if ids.size:
-            self._check_size(ids.size)
-            self._check_ids(ids)
-            self._append(ids.astype(self.dtype).tobytes())
-            self._lengths.append(ids.size)
-            self.num_tokens += ids.size
-        self._marks.append(len(self._lengths))
-
-    def _check_size(self, num_tokens: int) -> None:
-        if num_tokens > LONGEST_SEQUENCE:
-            raise DataError(
-                f"{self.prefix}: document {count(len(self._marks))} has {count(num_tokens)} tokens, the format ends at "
-                f"{count(LONGEST_SEQUENCE)}; cut it into several"
-            )
-
-    def _check_ids(self, ids: np.ndarray) -> None:
-        if ids.dtype.kind not in "iu":
-            raise DataError(f"{self.prefix}: token ids of type {ids.dtype} are no integers; check the tokenizer")
-        # Anything below the vocabulary fits the type: uint16 is chosen below 65,500 ids only.
-        for extreme in (int(ids.min()), int(ids.max())):
-            if not 0 <= extreme < self.vocab_size:
-                raise DataError(
-                    f"{self.prefix}: token id {extreme} in document {count(len(self._marks))} is outside the vocabulary "
-                    f"of {count(self.vocab_size)}; use the tokenizer's real --vocab-size"
-                )
-
-    def _append(self, raw: bytes) -> None:
-        try:
-            self._bin.write(raw)
-        except OSError as error:
-            raise self._unwritable(error) from None
-
-    def _unwritable(self, error: OSError) -> DataError:
-        return DataError(f"{self.prefix}: cannot be written ({error.strerror}); free some space or choose another output")
+        whose = f"document {count(self._pair.written.documents + 1)}"
+        ids = checked_ids(token_ids, self.vocab_size, self.prefix, whose)
+        lengths = np.array([ids.size] if ids.size else [], np.int32)
+        self._pair.append(ids.astype(self.dtype).tobytes(), lengths, np.array([lengths.size]))
 
     def __exit__(self, kind, error, trace) -> None:
         try:
             if kind is None:
-                self._finish()
-        except OSError as failure:
-            raise self._unwritable(failure) from None
+                self._pair.complete()
+                self._pair.place()
         finally:
-            self._discard()
-
-    def _discard(self) -> None:
-        # Closing writes out what is buffered, and fails again if that is what failed.
-        with contextlib.suppress(OSError):
-            self._bin.close()
-        for path in self._temporary.values():
-            Path(path).unlink(missing_ok=True)
-
-    def _finish(self) -> None:
-        if not self._lengths:
-            raise DataError(f"{self.prefix}: not a single token to write; check the input files and --json-keys")
-        _flush(self._bin)
-        with open(self._temporary[".idx"], "wb") as index:
-            write_index(index, self.dtype, self._lengths, self._marks)
-            _flush(index)
-        # The old .idx goes first: dying between the renames must not leave it beside a new .bin.
-        Path(self.prefix + ".idx").unlink(missing_ok=True)
-        for ending in (".bin", ".idx"):
-            os.replace(self._temporary[ending], self.prefix + ending)
+            self._pair.discard()
 
 
-def _flush(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def checked_ids(token_ids, vocab_size: int, source: str, whose: str) -> np.ndarray:
+    """The ids as an array of integers; DataError, naming source and whose they are, for one outside the vocabulary."""
+    ids = np.asarray(token_ids)
+    if ids.size == 0:
+        return ids.astype(np.int64)
+    if ids.size > LONGEST_SEQUENCE:
+        raise DataError(
+            f"{source}: {whose} has {count(ids.size)} tokens, the format ends at {count(LONGEST_SEQUENCE)}; "
+            "cut it into several"
+        )
+    if ids.dtype.kind not in "iu":
+        raise DataError(f"{source}: token ids of type {ids.dtype} are no integers; check the tokenizer")
+    # Anything below the vocabulary fits the type: uint16 is chosen below 65,500 ids only.
+    for extreme in (int(ids.min()), int(ids.max())):
+        if not 0 <= extreme < vocab_size:
+            raise DataError(
+                f"{source}: token id {extreme} in {whose} is outside the vocabulary of {count(vocab_size)}; "
+                "use the tokenizer's real --vocab-size"
+            )
+    return ids
 
 
 def _require_files(prefix: str, flag: str) -> None:

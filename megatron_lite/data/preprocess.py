@@ -1,16 +1,27 @@
 """Text files to indexed data sets."""
 
 import contextlib
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.data.indexed import IndexedWriter
-from megatron_lite.data.tokenizers import Tokenizer
-from megatron_lite.errors import DataError
+import numpy as np
 
-REPORT_EVERY = 1000  # documents
+from megatron_lite.data.index_format import token_dtype
+from megatron_lite.data.indexed import checked_ids
+from megatron_lite.data.pair_writer import PairWriter
+from megatron_lite.data.text_files import Chunk, chunks, is_jsonl, require_reader
+from megatron_lite.data.tokenizers import Tokenizer
+from megatron_lite.data.unfinished import ENDING, Unfinished, identity
+from megatron_lite.data.workers import in_order
+from megatron_lite.errors import DataError, UserError
+
+ON_ERROR = ("stop", "skip")
+NAMES_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,7 @@ class Summary:
     tokens: int
     text_bytes: int
     empty: int
+    skipped: int  # bad lines
 
 
 def preprocess(
@@ -31,63 +43,130 @@ def preprocess(
     *,
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = True,
-    report: Callable[[int, int], None] = lambda documents, text_bytes: None,
+    workers: int = 1,
+    on_error: str = "stop",
+    report: Callable[[int, int, float], None] = lambda documents, text_bytes, share: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Summary:
-    """Tokenizes documents one by one and writes PREFIX_KEY_document.bin and .idx for each of json_keys.
+    """Tokenizes documents and writes PREFIX_KEY_document.bin and .idx for each of json_keys.
 
-    .jsonl: one object a line, one document for each key; any other file: one document, its whole text.
-    A document that gives no token is left out, as in Megatron. report(documents, bytes so far) is called now and then
-    and at the end. DataError for a file, line or key that is missing or no text; nothing is written then.
+    .jsonl and .json: one object a line, one document for each key; any other file: one document, its whole text. Either may be
+    compressed, as .gz or .zst. The bytes are the same for any number of workers, and after any interruption, which
+    the next call with the same arguments goes on from. The tokenizer must be picklable.
+    A document that gives no token is left out, as in Megatron. report(documents, bytes of text, share of the input)
+    is called now and then; say(line) for each bad line that on_error="skip" leaves out, and for what is continued.
+    DataError for a file, line or key that is missing or no text, WorkerDied; no pair appears under its name then.
     """
-    _check_inputs(inputs, json_keys)
+    _check(inputs, json_keys, workers)
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
-    num_documents = text_bytes = empty = 0
-    with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefix, tokenizer.vocab_size)) for prefix in prefixes]
-        for number, texts in enumerate(_documents(inputs, json_keys), start=1):
-            for writer, text in zip(writers, texts):
-                ids = tokenizer.encode(text)
-                text_bytes += len(text.encode("utf-8", errors="replace"))
-                if not ids:
-                    empty += 1
-                    continue
-                writer.add_document([*ids, tokenizer.eod] if append_eod else ids)
-                num_documents += 1
-            if number % REPORT_EVERY == 0:
-                report(num_documents, text_bytes)
-    report(num_documents, text_bytes)
-    return Summary(prefixes, num_documents, sum(writer.num_tokens for writer in writers), text_bytes, empty)
+    pairs = [PairWriter(prefix, token_dtype(tokenizer.vocab_size), ENDING) for prefix in prefixes]
+    settings = _settings(inputs, json_keys, append_eod, tokenizer)
+    total = max(1, sum(os.path.getsize(path) for path in inputs))
+    with Unfinished(str(output_prefix), pairs, settings, on_error == "skip", say) as unfinished:
+        reached = unfinished.reached
+        tokenize = Tokenize(tokenizer, tuple(json_keys), append_eod)
+        with contextlib.closing(in_order(tokenize, chunks(inputs, reached.place), workers)) as results:
+            for chunk, result in results:
+                for mistake in result.mistakes:
+                    if on_error == "stop":
+                        raise DataError(mistake)
+                    say(f"skipped {mistake}")
+                for pair, (tokens, lengths) in zip(pairs, result.columns):
+                    pair.append(tokens, lengths, np.arange(1, len(lengths) + 1))
+                reached = reached.plus(
+                    chunk.end, result.documents, result.text_bytes, result.empty, len(result.mistakes)
+                )
+                unfinished.reach(reached)
+                report(reached.documents, reached.text_bytes, chunk.bytes_read / total)
+    num_tokens = sum(pair.written.tokens for pair in pairs)
+    return Summary(prefixes, reached.documents, num_tokens, reached.text_bytes, reached.empty, reached.skipped)
 
 
-def _is_jsonl(path: str | Path) -> bool:
-    return Path(path).suffix == ".jsonl"
+def _settings(inputs: Sequence[str | Path], json_keys: Sequence[str], append_eod: bool, tokenizer: Tokenizer) -> dict:
+    return {
+        "--input": [identity(path) for path in inputs],
+        "--json-keys": list(json_keys),
+        "--append-eod": append_eod,
+        "the tokenizer": hashlib.sha256(pickle.dumps(tokenizer)).hexdigest(),
+    }
 
 
-def _check_inputs(inputs: Sequence[str | Path], json_keys: Sequence[str]) -> None:
+def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int) -> None:
+    if workers < 1:
+        raise UserError(f"--workers {workers}: must be 1 or more; the number of cores is usual")
+    if len(set(json_keys)) < len(json_keys):
+        raise DataError(f"--json-keys {' '.join(json_keys)}: one key is named twice; name it once")
     for path in inputs:
         if not Path(path).is_file():
             what = "is a folder" if Path(path).is_dir() else "does not exist"
             raise DataError(f"--input {path}: {what}; give .jsonl or text files")
-        if len(json_keys) > 1 and not _is_jsonl(path):
+        if len(json_keys) > 1 and not is_jsonl(path):
             raise DataError(f"--json-keys {' '.join(json_keys)}: {path} is plain text without keys; give one key only")
+        require_reader(path)
 
 
-def _documents(inputs: Iterable[str | Path], json_keys: Sequence[str]) -> Iterator[list[str]]:
-    """The texts of each document, one for each key."""
-    for path in inputs:
-        if _is_jsonl(path):
-            yield from _json_lines(path, json_keys)
-        else:
-            with open(path, "rb") as file:
-                yield [_decoded(file.read(), str(path))]
+@dataclass(frozen=True)
+class Tokenized:
+    """What became of a chunk. columns: for each key the bytes of all tokens, and int32 [documents] lengths in tokens."""
+
+    columns: list[tuple[bytes, np.ndarray]]
+    text_bytes: int
+    empty: int
+    mistakes: list[str]  # FILE:LINE: what is wrong with it
+
+    @property
+    def documents(self) -> int:
+        return sum(len(lengths) for _, lengths in self.columns)
 
 
-def _json_lines(path: str | Path, json_keys: Sequence[str]) -> Iterator[list[str]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                where = f"{path}:{number}"
-                yield _texts(_decoded(line, where), json_keys, where)
+@dataclass(frozen=True)
+class Tokenize:
+    """The work on one chunk; sent to the worker processes."""
+
+    tokenizer: Tokenizer
+    json_keys: tuple[str, ...]
+    append_eod: bool
+
+    def __call__(self, chunk: Chunk) -> Tokenized:
+        columns = [[] for _ in self.json_keys]
+        text_bytes, mistakes = 0, []
+        for where, raw in _documents(chunk):
+            try:
+                text = _decoded(raw, where)
+                texts = [text] if chunk.first_line is None else _texts(text, self.json_keys, where)
+                documents = [self._ids(text, where) for text in texts]
+            except DataError as error:
+                mistakes.append(str(error))
+                continue
+            text_bytes += sum(len(text.encode("utf-8", errors="replace")) for text in texts)
+            for column, ids in zip(columns, documents):
+                column.append(ids)
+        return self._joined(columns, text_bytes, mistakes)
+
+    def _ids(self, text: str, where: str) -> np.ndarray:
+        try:
+            ids = self.tokenizer.encode(text)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        whole = [*ids, self.tokenizer.eod] if self.append_eod and len(ids) else ids
+        vocab_size = self.tokenizer.vocab_size
+        return checked_ids(whole, vocab_size, where, "the text").astype(token_dtype(vocab_size))
+
+    def _joined(self, columns: list[list[np.ndarray]], text_bytes: int, mistakes: list[str]) -> Tokenized:
+        full = [[ids for ids in column if ids.size] for column in columns]
+        empty = sum(map(len, columns)) - sum(map(len, full))
+        joined = [(b"".join(ids.tobytes() for ids in column), np.array([*map(len, column)], np.int32)) for column in full]
+        return Tokenized(joined, text_bytes, empty, mistakes)
+
+
+def _documents(chunk: Chunk) -> Iterator[tuple[str, bytes]]:
+    """(where it stands, its bytes) of each line that is not blank, or of the one document."""
+    if chunk.first_line is None:
+        yield chunk.path, chunk.raw
+        return
+    for number, line in enumerate(chunk.raw.split(b"\n"), start=chunk.first_line):
+        if line.strip():
+            yield f"{chunk.path}:{number}", line
 
 
 def _decoded(raw: bytes, where: str) -> str:
@@ -106,5 +185,11 @@ def _texts(line: str, json_keys: Sequence[str], where: str) -> list[str]:
         raise DataError(f"{where}: a {type(document).__name__}, not an object; write {{\"text\": \"...\"}} on each line")
     for key in json_keys:
         if not isinstance(document.get(key), str):
-            raise DataError(f"{where}: no text under '{key}'; it has {', '.join(document) or 'nothing'} (--json-keys)")
+            raise DataError(f"{where}: no text under '{key}'; it has {_names(document)} (--json-keys)")
     return [document[key] for key in json_keys]
+
+
+def _names(document: dict) -> str:
+    # repr for what would break the line, or command the terminal.
+    names = [name if name.isprintable() else repr(name) for name in list(document)[:NAMES_SHOWN]]
+    return ", ".join(names + ["..."] * (len(document) > NAMES_SHOWN)) or "nothing"

@@ -1,0 +1,146 @@
+"""Text and jsonl files, compressed or not, in pieces of bounded size."""
+
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lite.errors import DataError, UserError
+
+CHUNK_BYTES = 1 << 20
+JSON_LINES = (".jsonl", ".json")  # Megatron's "loose json" goes by either name
+COMPRESSED = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in the input: the number of the file, the bytes before it (decompressed) and the number of its line."""
+
+    file: int = 0
+    offset: int = 0
+    line: int = 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Whole lines of a jsonl file, or the one document that any other file is."""
+
+    path: str
+    first_line: int | None  # None: one document
+    raw: bytes
+    end: Place
+    bytes_read: int  # of all files as they lie on the disk, up to about here
+
+
+def is_jsonl(path: str | Path) -> bool:
+    """Does the file hold one object a line?"""
+    path = Path(path)
+    return Path(path.stem if path.suffix in COMPRESSED else path.name).suffix in JSON_LINES
+
+
+def chunks(inputs: Sequence[str | Path], start: Place) -> Iterator[Chunk]:
+    """All that lies behind `start`. DataError for a file that cannot be read or decompressed."""
+    before = sum(os.path.getsize(path) for path in inputs[: start.file])
+    for number in range(start.file, len(inputs)):
+        path = str(inputs[number])
+        here = start if number == start.file else Place(number)
+        with _reading(path), open(path, "rb") as packed, closing(_unpacked(path, packed)) as file:
+            if is_jsonl(path):
+                for raw, end in _blocks_of_lines(file, here):
+                    yield Chunk(path, here.line, raw, end, before + packed.tell())
+                    here = end
+            else:
+                yield Chunk(path, None, file.read(), Place(number + 1), before + packed.tell())
+        before += os.path.getsize(path)
+
+
+def _blocks_of_lines(file, here: Place) -> Iterator[tuple[bytes, Place]]:
+    if file.seekable():
+        file.seek(here.offset)
+    else:
+        _skip(file, here.offset)
+    while raw := file.read(CHUNK_BYTES):
+        if not raw.endswith(b"\n"):
+            raw += file.readline()
+        here = Place(here.file, here.offset + len(raw), here.line + raw.count(b"\n"))
+        yield raw, here
+
+
+def _skip(file, num_bytes: int) -> None:
+    while num_bytes and (skipped := len(file.read(min(num_bytes, CHUNK_BYTES)))):
+        num_bytes -= skipped
+
+
+def _unpacked(path: str, packed):
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=packed)
+    if path.endswith(".zst"):
+        return io.BufferedReader(_ZstandardReader(path, packed), CHUNK_BYTES)
+    return packed
+
+
+@contextmanager
+def _reading(path: str):
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"--input {path}: cannot be read ({why}); check its permissions, or copy the file again") from None
+
+
+def require_reader(path: str | Path) -> None:
+    """UserError if the package that decompresses the file is missing."""
+    if Path(path).suffix == ".zst":
+        _zstandard(str(path))
+
+
+def _zstandard(path: str):
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"--input {path}: the package that reads .zst is missing; pip install zstandard") from None
+    return zstandard
+
+
+class _ZstandardReader(io.RawIOBase):
+    """Frame after frame. The package's own stream_reader takes a file that was cut short for a complete one."""
+
+    def __init__(self, path: str, packed):
+        self._package = _zstandard(path)
+        self._packed = packed
+        self._frame = None
+        self._rest = b""  # what follows the frame that ended
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            compressed = self._rest or self._packed.read(1 << 16)
+            if not compressed and self._frame is None:
+                return 0
+            if not compressed:
+                raise EOFError("the file ends before its end-of-stream marker")
+            self._ready, self._rest = memoryview(self._decompress(compressed)), self._rest_of_frame()
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+    def _decompress(self, compressed: bytes) -> bytes:
+        self._frame = self._frame or self._package.ZstdDecompressor().decompressobj()
+        try:
+            return self._frame.decompress(compressed)
+        except self._package.ZstdError as error:
+            raise EOFError(str(error)) from None
+
+    def _rest_of_frame(self) -> bytes:
+        if not self._frame.eof:
+            return b""
+        rest, self._frame = self._frame.unused_data, None
+        return rest

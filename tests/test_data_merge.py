@@ -1,0 +1,123 @@
+"""Several data sets in one, byte for byte as Megatron joins them."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.cli.main import main
+from megatron_lite.data import index_format
+from megatron_lite.data import merge as module
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.merge import merge
+from megatron_lite.errors import DataError
+
+
+def write(prefix, documents, vocab_size=50_257):
+    with IndexedWriter(str(prefix), vocab_size) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return str(prefix)
+
+
+def contents(prefix):
+    return [Path(f"{prefix}{ending}").read_bytes() for ending in (".bin", ".idx")]
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """Three data sets; documents that are empty stand at their beginnings and ends, where marks could get lost."""
+    return [
+        write(tmp_path / "a", [[1, 2, 3], [4], []]),
+        write(tmp_path / "b", [[], [5, 6]]),
+        write(tmp_path / "c", [[7], [], [8, 9, 10]]),
+    ]
+
+
+@pytest.mark.parametrize("block", [1, 2, 1 << 22])
+def test_it_is_as_if_all_had_been_written_to_one(parts, tmp_path, monkeypatch, block):
+    monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(index_format, "WRITTEN_BLOCK", block)
+    seen = []
+    written = merge(parts, str(tmp_path / "new" / "all"), report=seen.append)
+    write(tmp_path / "one", [[1, 2, 3], [4], [], [], [5, 6], [7], [], [8, 9, 10]])
+    assert contents(tmp_path / "new" / "all") == contents(tmp_path / "one")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["all.bin", "all.idx"]
+    assert tuple(written) == (10, 5, 8) and seen[-1] == 10
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 100_000])
+def test_same_bytes_as_megatrons_add_index(tmp_path, vocab_size):
+    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    random = np.random.RandomState(3)
+    parts = []
+    for number in range(3):
+        documents = [random.randint(0, vocab_size, random.randint(0, 30)) for _ in range(200)]
+        parts.append(write(tmp_path / f"part{number}", documents, vocab_size))
+    # Documents of several sequences: ours are read from them, though preprocessing never makes them.
+    dtype = megatron.DType.optimal_dtype(vocab_size)
+    builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/several.bin", dtype=dtype)
+    builder.add_document(np.arange(9), [2, 3, 4])
+    builder.add_document(np.arange(5), [5])
+    builder.finalize(f"{tmp_path}/several.idx")
+    parts.insert(1, f"{tmp_path}/several")
+
+    theirs = megatron.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", dtype=dtype)
+    for part in parts:
+        theirs.add_index(part)
+    theirs.finalize(f"{tmp_path}/theirs.idx")
+    merge(parts, f"{tmp_path}/ours")
+    assert contents(f"{tmp_path}/ours") == contents(f"{tmp_path}/theirs")
+
+
+@pytest.mark.parametrize("command", [["merge", "--inputs"], ["preprocess", "--merge"]])
+def test_both_commands(parts, tmp_path, capsys, command):
+    assert main([*command, *parts, "--output-prefix", f"{tmp_path}/all"]) == 0
+    assert "8 documents of 3 data sets: 10 tokens in" in capsys.readouterr().out
+    assert IndexedDataset(f"{tmp_path}/all").num_tokens == 10
+
+
+def refused(parts, output, message):
+    with pytest.raises(DataError, match=rf"^{message}$"):
+        merge(parts, str(output))
+
+
+def test_token_types_that_differ(parts, tmp_path):
+    parts.append(write(tmp_path / "wide", [[1]], 100_000))
+    before = sorted(tmp_path.iterdir())
+    refused(parts, tmp_path / "all", r"--inputs \S+/wide: its tokens are int32, those of \S+/a uint16; preprocess both .*")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_output_that_is_an_input(parts, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    good = contents(parts[1])
+    refused(parts, tmp_path / "link" / "b", r"--output-prefix \S+/link/b: is one of the data sets to merge; choose .*")
+    assert contents(parts[1]) == good
+
+
+def test_missing_and_damaged_inputs(parts, tmp_path):
+    refused([*parts, f"{tmp_path}/none"], tmp_path / "all", r"--inputs \S+/none: no file \S+none\.bin and .*")
+    Path(parts[2] + ".bin").write_bytes(b"123")
+    refused(parts, tmp_path / "all", rf"{re.escape(parts[2])}\.bin: 3 bytes, but its \.idx needs 8; .*")
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_modes_of_a_multimodal_data_set_are_not_dropped(parts, tmp_path):
+    with open(parts[1] + ".idx", "ab") as index:
+        index.write(b"\x01")
+    refused(parts, tmp_path / "all", r"--inputs \S+/b: a multimodal data set, whose modes would be lost; .*")
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--merge", "x", "--output-prefix", "y", "--append-eod"], "preprocess --append-eod: means nothing beside --merge; leave"),
+    (["--merge", "x", "--output-prefix=y", "--workers=3"], "preprocess --workers: means nothing beside --merge; leave it out"),
+    (["--merge", "x", "--input", "z", "--output-prefix", "y"], "argument --input: not allowed with argument --merge"),
+    (["--output-prefix", "y"], "one of the arguments --input --merge is required"),
+    (["--merge", "/no/x", "--output-prefix", "y"], "--merge /no/x: no file /no/x.bin"),
+])
+def test_a_mistake_is_one_line_and_exit_code_2(argv, said, capsys):
+    assert main(["preprocess", *argv]) == 2
+    message = capsys.readouterr().err
+    assert said in message and message.count("\n") == 1

@@ -1,0 +1,120 @@
+"""Worker processes: the same bytes for any number of them, and an end in one line when one dies."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.cli.main import main
+from megatron_lite.data import text_files
+from megatron_lite.data.preprocess import preprocess
+from megatron_lite.data.tokenizers import ByteTokenizer, make_tokenizer
+from megatron_lite.data.workers import AHEAD, WorkerDied, in_order
+from megatron_lite.errors import DataError, UserError
+
+BYTES = make_tokenizer("ByteTokenizer")
+
+
+class FailingTokenizer(ByteTokenizer):
+    def encode(self, text: str) -> list[int]:
+        raise ZeroDivisionError("a mistake in a tokenizer")
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 500)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"number {i} " * (i % 9)}) + "\n" for i in range(500)))
+    return path
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def test_the_same_bytes_for_any_number_of_workers(lines, tmp_path):
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines.read_bytes()))
+    summaries = [preprocess([lines, packed], tmp_path / f"{n}" / "x", BYTES, workers=n) for n in (1, 2, 3)]
+    assert len({summary.tokens for summary in summaries}) == 1
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+    assert multiprocessing.active_children() == []
+
+
+def test_results_come_in_order_and_few_tasks_are_read_ahead():
+    read = []
+
+    def tasks():
+        for number in range(50):
+            read.append(number)
+            yield number
+
+    for number, (task, result) in enumerate(in_order(square, tasks(), 2)):
+        assert (task, result) == (number, number**2)
+        assert len(read) - number <= 2 * AHEAD + 1
+    assert number == 49
+
+
+def test_no_task_at_all():
+    assert list(in_order(square, [], 2)) == []
+
+
+def test_a_bad_line_ends_the_workers_too(lines, tmp_path):
+    with open(lines, "a") as file:
+        file.write("{\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:501: not JSON"):
+        preprocess([lines], tmp_path / "out" / "x", BYTES, workers=2)
+    assert contents(tmp_path / "out") == {} and multiprocessing.active_children() == []
+
+
+def test_a_killed_worker_ends_the_run(lines, tmp_path):
+    def kill(*numbers):
+        if multiprocessing.active_children():
+            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+    with pytest.raises(WorkerDied, match=r"^--workers: a worker process died \(SIGKILL\), mostly for lack of memory; .*$"):
+        preprocess([lines], tmp_path / "out" / "x", BYTES, workers=2, report=kill)
+    assert contents(tmp_path / "out") == {} and multiprocessing.active_children() == []
+
+
+def test_a_worker_that_fails_says_why(lines, tmp_path, capfd):
+    with pytest.raises(WorkerDied, match=r"^--workers: a worker process died \(exit code 1\), its own message .* processes$"):
+        preprocess([lines], tmp_path / "out" / "x", FailingTokenizer(), workers=2)
+    assert "ZeroDivisionError: a mistake in a tokenizer" in capfd.readouterr().err
+
+
+def test_kill_9_on_the_command_line_is_one_line_and_exit_code_1(lines, tmp_path, capfd):
+    raw = lines.read_text()
+    lines.write_text(raw * 600)
+    argv = ["preprocess", "--input", str(lines), "--output-prefix", f"{tmp_path}/out/x", "--tokenizer-type", "ByteTokenizer"]
+
+    def kill():
+        while not multiprocessing.active_children():
+            done.wait(0.01)
+        done.wait(0.3)
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+    done = threading.Event()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    code = main([*argv, "--workers", "2"])
+    done.set()
+    killer.join()
+    assert code == 1
+    shown = capfd.readouterr().err
+    assert shown.startswith("error: --workers: a worker process died (SIGKILL)") and shown.count("\n") == 1
+    assert contents(tmp_path / "out") == {}
+
+
+def test_no_workers(lines, tmp_path):
+    with pytest.raises(UserError, match=r"^--workers 0: must be 1 or more; the number of cores is usual$"):
+        preprocess([lines], tmp_path / "x", BYTES, workers=0)
