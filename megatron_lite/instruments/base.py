@@ -53,7 +53,7 @@ class Instruments:
         """(member, what `action` returns), or None if it fails: then the member watches no longer."""
         try:
             return member, action(*arguments)
-        except Exception as error:  # whatever an instrument dies of must not take the training with it
+        except Exception as error:  # noqa: BLE001 - whatever an instrument dies of must not take the training with it
             if member in self.members:
                 self.members.remove(member)
                 self._warn(f"{type(member).__name__}.{moment} failed and was switched off; training goes on: {error}")

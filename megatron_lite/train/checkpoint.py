@@ -230,7 +230,7 @@ def _read(source: Path, iteration: int) -> dict:
     except FileNotFoundError:
         raise CheckpointError(f"--load {source}: the tracker names iteration {iteration}, but there is no {path}; "
                               f"write the number of a checkpoint that exists into {TRACKER_FILE}.")
-    except Exception as error:  # damaged files make torch raise errors of many kinds
+    except Exception as error:  # noqa: BLE001 - damaged files make torch raise errors of many kinds
         raise CheckpointError(f"--load {path}: cannot be read ({type(error).__name__}); it is damaged or was written by "
                               f"another trainer. Write an earlier checkpoint's number into {TRACKER_FILE}.")
     if not isinstance(state, dict) or state.get("format") != FORMAT:
