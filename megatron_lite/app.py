@@ -20,7 +20,7 @@ from megatron_lite.instruments.choose import choose
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import say
 from megatron_lite.parallel.host_memory import keep_freed_memory
-from megatron_lite.parallel.process_group import process_group
+from megatron_lite.parallel.process_group import device_of, process_group
 from megatron_lite.run_folder import default_run_dir
 from megatron_lite.train.checkpoint import require_checkpoint
 from megatron_lite.train.feed import Feed
@@ -54,8 +54,8 @@ def _run(argv: list[str], world: World):
     say_once = say if world.is_first else _say_nothing
     for remark in remarks(line, world):
         say_once(f"  note: {remark}")
-    say_once(_headline(plan))
     _prepare_torch(plan)
+    say_once(_headline(plan))
     feed = Feed(plan, say_once)  # damaged or unfitting data is said before ranks meet and files are made
     require_checkpoint(plan)
     with process_group(plan):
@@ -79,6 +79,8 @@ def _headline(plan: Plan) -> str:
 def _prepare_torch(plan: Plan):
     if plan.device == "cpu":
         keep_freed_memory()
+    else:
+        torch.cuda.set_device(device_of(plan))  # before anything asks for "the" GPU: that would be the first one
     if plan.args.training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -19,13 +19,10 @@ def device_of(plan: Plan) -> torch.device:
 @contextlib.contextmanager
 def process_group(plan: Plan):
     """All ranks of the plan, as torch.distributed's default group. Raises UserError where the ranks cannot meet."""
-    device = device_of(plan)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     timeout = timedelta(minutes=plan.args.parallel.distributed_timeout_minutes)
     dist.init_process_group(
         plan.backend, store=_store(plan, timeout), rank=plan.world.rank, world_size=plan.world.size, timeout=timeout,
-        device_id=device if plan.backend == "nccl" else None,
+        device_id=device_of(plan) if plan.backend == "nccl" else None,
     )
     try:
         yield
