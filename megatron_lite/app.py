@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.data_defaults import TOKENIZER
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import make_tokenizer
@@ -48,7 +49,7 @@ def _run(argv: list[str], world: World):
     check(line, world)
     d = line.args.data
     tokenizer = make_tokenizer(
-        d.tokenizer_type or "GPT2BPETokenizer", vocab_file=d.vocab_file, merge_file=d.merge_file, vocab_size=d.vocab_size
+        d.tokenizer_type or TOKENIZER, vocab_file=d.vocab_file, merge_file=d.merge_file, vocab_size=d.vocab_size
     )
     plan = resolve(line.args, world, tokenizer.vocab_size)
     say_once = say if world.is_first else _say_nothing

@@ -1,8 +1,9 @@
 """megatron-lite inspect: is a .bin/.idx data set sound, and what is in it?"""
 
 from megatron_lite.cli.parser import Parser
+from megatron_lite.config.data_defaults import TOKENIZER, TOKENIZERS
 from megatron_lite.data.inspection import Inspection, inspect
-from megatron_lite.data.tokenizers import TYPES, Tokenizer, make_tokenizer
+from megatron_lite.data.tokenizers import Tokenizer, make_tokenizer
 from megatron_lite.errors import ConfigError, DataError, UserError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.units import count, size
@@ -14,7 +15,7 @@ def run(argv: list[str]):
     tokenizer = None
     if options.tokenizer_type or options.vocab_file or options.merge_file:
         tokenizer = make_tokenizer(
-            options.tokenizer_type or "GPT2BPETokenizer", vocab_file=options.vocab_file,
+            options.tokenizer_type or TOKENIZER, vocab_file=options.vocab_file,
             merge_file=options.merge_file, vocab_size=options.vocab_size,
         )
     elif options.vocab_size is not None and options.vocab_size < 1:
@@ -38,7 +39,7 @@ def _parser() -> Parser:
     parser = Parser("inspect", "Checks data sets and says what they hold; exit code 2 if one is damaged.")
     add = parser.add_argument
     add("prefixes", nargs="+", metavar="PREFIX", help="data sets, without .bin or .idx")
-    add("--tokenizer-type", metavar="TYPE", help=f"check all ids and show a sample: {', '.join(TYPES)}")
+    add("--tokenizer-type", metavar="TYPE", help=f"check all ids and show a sample: {', '.join(TOKENIZERS)}")
     add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json")
     add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt")
     add("--vocab-size", type=int, metavar="N", help="check that all ids are below N; or for NullTokenizer")

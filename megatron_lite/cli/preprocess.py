@@ -7,8 +7,9 @@ import time
 from megatron_lite.cli.merge import merge_and_say
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.preprocess_line import PreprocessLine
+from megatron_lite.config.data_defaults import TOKENIZER, TOKENIZERS
 from megatron_lite.data.preprocess import ON_ERROR, Summary, preprocess
-from megatron_lite.data.tokenizers import TYPES, make_tokenizer
+from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import UserError
 from megatron_lite.units import count, duration, size
 
@@ -52,7 +53,7 @@ def _parser() -> Parser:
     source.add_argument("--merge", nargs="+", metavar="PREFIX", help="data sets to join instead, without .bin or .idx")
     add = parser.add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
-    add("--tokenizer-type", default="GPT2BPETokenizer", metavar="TYPE", help=f"{', '.join(TYPES)} [%(default)s]")
+    add("--tokenizer-type", default=TOKENIZER, metavar="TYPE", help=f"{', '.join(TOKENIZERS)} [%(default)s]")
     add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json")
     add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt")
     add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_lite.config.data_defaults import SPLIT
 from megatron_lite.config.data_paths import parse_blend
 from megatron_lite.data.blend import BlendedDataset, normalized, sizes_for_blend
 from megatron_lite.data.gpt_dataset import GPTDataset, split_bounds, split_weights
@@ -23,7 +24,7 @@ class DataSpec:
     seq_length: int
     seed: int
     vocab_size: int  # the tokenizer's, before padding
-    split: str = "969,30,1"  # shares of --data-path
+    split: str = SPLIT  # shares of --data-path
     mock: bool = False
     data_path: tuple[str, ...] = ()
     train_data_path: tuple[str, ...] = ()

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from megatron_lite.config.data_defaults import TOKENIZERS
 from megatron_lite.data.byte_level import END_OF_TEXT, SPLIT_PATTERN, byte_alphabet
 from megatron_lite.errors import DataError, UserError
-
-TYPES = ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
 
 
 class Tokenizer(Protocol):
@@ -33,7 +32,7 @@ def make_tokenizer(
     if tokenizer_type == "NullTokenizer":
         return NullTokenizer(vocab_size)
     raise UserError(
-        f"--tokenizer-type {tokenizer_type}: not available, only {', '.join(TYPES)}; tokenize elsewhere and train on "
+        f"--tokenizer-type {tokenizer_type}: not available, only {', '.join(TOKENIZERS)}; tokenize elsewhere and train on "
         "the .bin/.idx files with --tokenizer-type NullTokenizer --vocab-size N"
     )
 

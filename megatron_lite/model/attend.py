@@ -54,12 +54,7 @@ class Probe:
 
     @property
     def arguments(self) -> dict:
-        return {
-            "attn_mask": self.mask_B1TT,
-            "dropout_p": self.dropout,
-            "is_causal": self.mask_B1TT is None,
-            "enable_gqa": self.q_BNTD.shape[1] != self.k_BGTD.shape[1],
-        }
+        return _sdpa_arguments(self.q_BNTD, self.k_BGTD, self.mask_B1TT, self.dropout)
 
 
 def choose_attention(
@@ -140,9 +135,18 @@ def sdpa_attention(
     """
     if expand:
         k_BGTD, v_BGTD = _per_head(k_BGTD, q_BNTD), _per_head(v_BGTD, q_BNTD)
-    arguments = Probe(q_BNTD, k_BGTD, mask_B1TT, dropout).arguments
+    arguments = _sdpa_arguments(q_BNTD, k_BGTD, mask_B1TT, dropout)
     with nullcontext() if backend is None else sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q_BNTD, k_BGTD, v_BGTD, **arguments)
+
+
+def _sdpa_arguments(q_BNTD: Tensor, k_BGTD: Tensor, mask_B1TT: Tensor | None, dropout: float) -> dict:
+    return {
+        "attn_mask": mask_B1TT,
+        "dropout_p": dropout,
+        "is_causal": mask_B1TT is None,
+        "enable_gqa": q_BNTD.shape[1] != k_BGTD.shape[1],
+    }
 
 
 def _per_head(x_BGTD: Tensor, q_BNTD: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.parallel.fp32_gradients import Fp32Gradients
+from megatron_lite.units import MIB
 
-MIB = 2**20
 BUCKET_MIB = 25  # torch's default
 
 

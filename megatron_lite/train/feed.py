@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from megatron_lite.config.data_defaults import SPLIT
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.build import DataSpec, build_datasets
 from megatron_lite.data.loader import batches
@@ -26,7 +27,7 @@ class Feed:
         self._sets = build_datasets(DataSpec(
             sizes=sizes,
             seq_length=plan.shape.seq_length, seed=plan.args.training.seed, vocab_size=plan.vocab_size,
-            split=d.split or "969,30,1", mock=d.mock_data, data_path=d.data_path, train_data_path=d.train_data_path,
+            split=d.split or SPLIT, mock=d.mock_data, data_path=d.data_path, train_data_path=d.train_data_path,
             valid_data_path=d.valid_data_path, test_data_path=d.test_data_path,
         ))
         for name, size in zip(("train", "valid", "test"), sizes):

@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.readback import Readback
+from megatron_lite.train.readback import LAG, Readback
 
 AGAIN_SECONDS = 5  # a signal to all processes comes twice, the second time from the launcher that passes it on
-LAG = 2  # steps between a rank's wish and everybody's leaving
 STAY, TIME_OVER, SIGNALLED = 0.0, 1.0, 2.0
 
 

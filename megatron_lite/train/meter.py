@@ -12,10 +12,8 @@ from megatron_lite.errors import DivergedError
 from megatron_lite.optim.loss_scale import DynamicLossScale
 from megatron_lite.optim.schedule import learning_rates
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.readback import Readback
+from megatron_lite.train.readback import LAG, Readback
 from megatron_lite.train.step import StepResult
-
-LAG = 2  # steps that the host may be ahead of what it has read
 
 
 @dataclass

@@ -5,6 +5,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
+LAG = 2  # steps that the host may be ahead of what it reads: enough that reading never keeps the device waiting
+
 
 class Readback:
     """A queue of small tensors. What is read is old enough to have arrived, or read at a moment that may wait."""

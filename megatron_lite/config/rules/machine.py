@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args
+from megatron_lite.config.data_defaults import TOKENIZER
 from megatron_lite.config.data_paths import parse_blend
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
@@ -12,7 +13,7 @@ from megatron_lite.errors import DataError
 def machine_rules(args: Args, world: World) -> Iterator[str]:
     """Files that cannot be read and folders that cannot be written."""
     d, c, w, p = args.data, args.checkpoint, args.watch, args.profile
-    if (d.tokenizer_type or "GPT2BPETokenizer") == "GPT2BPETokenizer":
+    if (d.tokenizer_type or TOKENIZER) == "GPT2BPETokenizer":
         for name, path in (("--vocab-file", d.vocab_file), ("--merge-file", d.merge_file)):
             if path is not None:
                 yield from _readable(name, path)

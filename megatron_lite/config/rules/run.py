@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args
+from megatron_lite.config.data_defaults import TOKENIZER, TOKENIZERS
 from megatron_lite.config.data_paths import split_shares
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
-
-TOKENIZERS = ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
 
 
 def rank_rules(args: Args, world: World) -> Iterator[str]:
@@ -62,7 +61,7 @@ def _split(split: str, skip_train: bool) -> Iterator[str]:
 
 def _tokenizer(args: Args) -> Iterator[str]:
     d = args.data
-    kind = d.tokenizer_type or "GPT2BPETokenizer"
+    kind = d.tokenizer_type or TOKENIZER
     if kind not in TOKENIZERS:
         yield (f"--tokenizer-type {kind} is refused: there are {', '.join(TOKENIZERS)}; data that is already tokenized "
                "trains with --tokenizer-type NullTokenizer --vocab-size N.")
