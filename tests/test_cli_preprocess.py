@@ -60,7 +60,7 @@ def test_ids_for_the_null_tokenizer(tmp_path):
     ("a.jsonl", "{\n", BYTES, "a.jsonl:1: not JSON"),
     ("a.txt", "x", [], "--vocab-file: missing, GPT2BPETokenizer needs it"),
     ("a.txt", "x", ["--tokenizer-type", "NullTokenizer"], "--vocab-size None: NullTokenizer needs the number of ids"),
-    ("a.txt", "x", ["--tokenizer-type", "Llama2Tokenizer"], "--tokenizer-type Llama2Tokenizer: not available"),
+    ("a.txt", "x", ["--tokenizer-type", "SFTTokenizer"], "--tokenizer-type SFTTokenizer: not available"),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(name, content, argv, said, tmp_path, capsys):
     path = tmp_path / (name or "missing.txt")

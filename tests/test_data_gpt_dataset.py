@@ -128,6 +128,29 @@ def test_cut_short_sample_is_kept_on_demand(tmp_path):
     assert last.tolist() == [*stream[10:].tolist(), NO_TOKEN, NO_TOKEN, NO_TOKEN]
 
 
+def test_sample_that_only_single_precision_finds_is_one_token_and_filling():
+    tokens, seq_length = 67_170_285, 16_403
+    exact = -(-(tokens - 1) // seq_length)
+    dataset = GPTDataset(InMemory([tokens]), range(1), None, seq_length, 0, drop_last=False)
+    assert len(dataset) == exact + 1
+    last = dataset[dataset.shuffle_index.tolist().index(exact)]
+    assert last[0] == tokens - 1 and set(last[1:].tolist()) == {NO_TOKEN}
+
+
+def test_indices_that_do_not_fit_the_data_are_met(tmp_path):
+    indexed = corpus(tmp_path, [7, 3, 20])
+    for index, place, value in (
+        ("document_index", 0, 99), ("document_index", 1, -7), ("sample_index", (1, 1), 90), ("sample_index", (1, 0), 80),
+        ("sample_index", (1, 1), -1), ("shuffle_index", 0, 77),
+    ):
+        dataset = GPTDataset(indexed, range(3), 5, 5, 0)
+        getattr(dataset, index)[place] = value
+        with pytest.raises(DataError, match=r"^\S+corpus: the indices of sample \d do not fit the data; report this .*$"):
+            [dataset[i] for i in range(5)]
+    with pytest.raises(IndexError):
+        GPTDataset(indexed, range(3), 5, 5, 0)[99]
+
+
 def test_short_split_is_repeated_until_it_fills_the_samples(tmp_path):
     dataset = GPTDataset(corpus(tmp_path, [3]), range(1), 4, 16, 0)
     assert dataset[0].tolist() == [0, 1, 2] * 5 + [0, 1]

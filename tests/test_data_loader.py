@@ -89,3 +89,21 @@ def test_worker_that_dies():
 def test_other_errors_keep_their_type(dataset):
     with pytest.raises(IndexError):
         list(batches(dataset, [[10]], num_workers=0, pin=False))
+
+
+class Damaged:
+    """A data set whose reader finds a mistake of the user."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        raise DataError("x.bin: is damaged; make it again")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_mistake_found_by_a_worker_stays_one_line(num_workers):
+    with pytest.raises(DataError) as caught:
+        list(batches(Damaged(), INDICES, num_workers=num_workers, pin=False))
+    assert str(caught.value) == "x.bin: is damaged; make it again"
+    assert wait_until_no_children()

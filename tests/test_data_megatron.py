@@ -1,5 +1,6 @@
 """Files, indices and samples against Megatron's own, bit for bit. Skipped where megatron-core is not installed."""
 
+import shutil
 import warnings
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import pytest
 from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
 from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.data.gpt_indices import sample_recipe
+from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 
 VOCAB = 100
@@ -89,31 +92,89 @@ def test_file_is_written_alike(megatron, tmp_path):
         assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_indices(megatron, corpora, seed, tmp_path):
-    random = np.random.default_rng(seed)
-    seq_length = int(random.integers(2, 60))
-    num_samples = None if seed % 6 == 0 else int(random.integers(1, 400))
-    drop_last = bool(seed % 4)
-    sequences = range(int(random.integers(20)), int(random.integers(40, 60)))
-    settings = config(
-        megatron, seq_length, seed, blend=([corpora[0]], None), split="1,0,0", path_to_cache=str(tmp_path / "cache"),
-        drop_last_partial_validation_sequence=drop_last,
-    )
-    numbers = np.arange(sequences.start, sequences.stop, dtype=np.int32)
+@pytest.fixture
+def both(megatron, corpora, tmp_path):
+    """The same data set by us and by Megatron, which writes its indices to tmp_path/cache."""
     low = megatron.indexed.IndexedDataset(corpora[0])
-    split = megatron.utils.Split.valid  # the one that looks at drop_last
-    theirs = megatron.gpt.GPTDataset(low, corpora[0], numbers, num_samples, split, settings)
-    ours = GPTDataset(IndexedDataset(corpora[0]), sequences, num_samples, seq_length, seed, drop_last)
+
+    def build(sequences, num_samples, seq_length, seed, drop_last, cache=None):
+        settings = config(
+            megatron, seq_length, seed, blend=([corpora[0]], None), split="1,0,0", path_to_cache=str(tmp_path / "cache"),
+            drop_last_partial_validation_sequence=drop_last,
+        )
+        numbers = np.arange(sequences.start, sequences.stop, dtype=np.int32)
+        split = megatron.utils.Split.valid  # the one that looks at drop_last
+        theirs = megatron.gpt.GPTDataset(low, corpora[0], numbers, num_samples, split, settings)
+        ours = GPTDataset(
+            IndexedDataset(corpora[0]), sequences, num_samples, seq_length, seed, drop_last, cache, split="valid"
+        )
+        return ours, theirs
+
+    return build
+
+
+def assert_same_indices(ours, theirs):
     for name in ("document_index", "sample_index", "shuffle_index"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         assert mine.dtype == other.dtype
         assert np.array_equal(mine, other), name
 
 
-@pytest.mark.parametrize("weights", [[0.7, 0.3], [1 / 3, 1 / 3, 1 / 3], [5.0, 1.0, 2.5]])
-def test_blend_indices(megatron, weights):
-    size = 3000
+@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+def test_indices(both, block, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_lite.data.gpt_indices.BLOCK_SEQUENCES", block)
+    kinds = set()
+    for seed in range(120):
+        random = np.random.default_rng(seed)
+        seq_length = int(random.integers(2, 60))
+        num_samples = None if seed % 6 == 5 else int(random.integers(1, random.choice([30, 80, 400])))
+        drop_last = bool(seed % 4)
+        sequences = range(int(random.integers(20)), int(random.integers(40, 61)))
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # Megatron's key does not know drop_last
+        ours, theirs = both(sequences, num_samples, seq_length, seed, drop_last)
+        assert_same_indices(ours, theirs)
+        epochs = len(ours.document_index) // len(sequences)
+        first_epochs = ours.document_index[: (epochs - 1) * len(sequences)]
+        apart = epochs > 1 and set(np.unique(first_epochs, return_counts=True)[1].tolist()) == {epochs - 1}
+        kinds.add((min(epochs, 3), apart, drop_last))
+    assert kinds == {
+        (epochs, apart, drop_last) for epochs in (1, 2, 3) for apart in (False, True) for drop_last in (False, True)
+        if epochs > 1 or not apart
+    }
+
+
+def test_one_folder_for_both_caches(both, tmp_path):
+    """Neither takes the other's files for its own, not even where Megatron takes its own stale ones."""
+    cache = IndexCache(str(tmp_path / "cache"))
+    names = []
+    for _ in range(2):
+        ours, theirs = both(range(60), None, 7, 1, True, cache)
+        assert_same_indices(ours, theirs)
+        names.append(sorted(path.name for path in (tmp_path / "cache").iterdir()))
+    assert names[0] == names[1] and len(names[0]) == 8
+    assert {name.split("-", 1)[1] for name in names[0]} == {
+        f"GPTDataset-valid-{ending}"
+        for ending in ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
+    }
+    ours, theirs = both(range(60), None, 7, 1, False, cache)
+    assert len(ours) == len(theirs) + 1  # theirs are those of drop_last
+
+
+def test_large_files_give_the_same_number_of_cut_samples(megatron):
+    """Megatron divides in single precision there, and so do we."""
+    for lengths, seq_length in (([2**20 + 7] * 40, 31), ([2**20 + 7] * 40, 511), ([67_170_285], 16_403)):
+        lengths, tokens = np.array(lengths, np.int32), sum(lengths)
+        recipe = sample_recipe(range(len(lengths)), tokens, None, seq_length, 1, False)
+        built = recipe.build(lengths)
+        theirs = megatron.helpers.build_sample_idx(
+            lengths, built["document_index"], seq_length, 1, tokens, False, True
+        )
+        assert np.array_equal(built["sample_index"], theirs)
+
+
+@pytest.mark.parametrize("size", [3000, 40_000])
+@pytest.mark.parametrize("weights", [[0.7, 0.3], [1 / 3, 1 / 3, 1 / 3], [5.0, 1.0, 2.5], [1.0, 1e-4, 0.3], [0.1] * 10])
+def test_blend_indices(megatron, weights, size):
     shares = (np.array(weights) / np.sum(weights)).tolist()
     datasets, samples = np.zeros(size, np.int16), np.zeros(size, np.int64)
     megatron.helpers.build_blending_indices(datasets, samples, shares, len(shares), size, False)
@@ -122,8 +183,8 @@ def test_blend_indices(megatron, weights):
     assert np.array_equal(ours.dataset_sample_index, samples)
 
 
-def test_exhaustive_blend_indices(megatron):
-    lengths = [17, 301, 40]
+@pytest.mark.parametrize("lengths", [[17, 301, 40], [30_000, 1, 20_000, 50]])
+def test_exhaustive_blend_indices(megatron, lengths):
     datasets, samples = np.zeros(sum(lengths), np.int16), np.zeros(sum(lengths), np.int64)
     megatron.helpers.build_exhaustive_blending_indices(datasets, samples, lengths, len(lengths))
     ours = BlendedDataset([range(length) for length in lengths], lengths, None)

@@ -1,6 +1,7 @@
 """Ranks read disjoint samples that cover a block, and a resumed run reads what an uninterrupted one would."""
 
-from itertools import islice
+from itertools import islice, product
+from random import Random
 
 import pytest
 import torch
@@ -70,6 +71,29 @@ def test_cyclic_order_is_megatrons_permutation():
     assert sharded == [8 + i for i in permutation(0, 8)[4:] + permutation(1, 8)]
     dealt = [i for batch in islice(cyclic_batches(17, 8, 2, 1, 2, False), 6) for i in batch]
     assert dealt == permutation(0, 16)[8:][1::2] + permutation(1, 16)[1::2]
+
+
+def oracle(samples, micro, rank, ranks, step, data_sharding):
+    """The step's batch of a rank, each index from its place in the epoch's permutation."""
+    per_epoch = samples // (micro * ranks)
+    epoch, block = divmod(step, per_epoch)
+    size = per_epoch * micro if data_sharding else samples - samples % micro
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist()
+    places = [block * micro + i for i in range(micro)]
+    if data_sharding:
+        return [rank * size + order[place] for place in places]
+    return [order[place * ranks + rank] for place in places]
+
+
+def test_cyclic_order_over_a_grid():
+    random = Random(4)
+    for _ in range(150):
+        micro, ranks = random.randint(1, 4), random.randint(1, 5)
+        samples, done = random.randint(micro * ranks, 6 * micro * ranks + 5), random.randint(0, 9)
+        for rank, data_sharding in product(range(ranks), (True, False)):
+            drawn = islice(cyclic_batches(samples, done * micro * ranks, micro, rank, ranks, data_sharding), 8)
+            for step, batch in enumerate(drawn, start=done):
+                assert batch == oracle(samples, micro, rank, ranks, step, data_sharding)
 
 
 def test_cyclic_leaves_the_models_random_numbers_alone():

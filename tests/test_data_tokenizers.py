@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from odd_texts import texts
 
 from megatron_lite.data.byte_level import END_OF_TEXT, byte_alphabet
 from megatron_lite.data.tokenizers import make_tokenizer
@@ -48,7 +49,7 @@ def test_gpt2_ids_are_those_of_the_reference_tokenizer():
     reference = transformers.GPT2Tokenizer(str(GPT2 / "vocab.json"), str(GPT2 / "merges.txt"))
     tokenizer = bpe_from(GPT2)
     text = (GPT2.parent / "tinyshakespeare.txt").read_text()[:50_000]
-    for piece in [text, *TEXTS]:
+    for piece in [text, *TEXTS, *texts()]:
         assert tokenizer.encode(piece) == reference(piece)["input_ids"]
 
 
@@ -104,7 +105,7 @@ def test_null_tokenizer_without_a_size(vocab_size):
         make_tokenizer("NullTokenizer", vocab_size=vocab_size)
 
 
-@pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "SentencePieceTokenizer", "gpt2"])
+@pytest.mark.parametrize("name", ["MultimodalTokenizer", "SFTTokenizer", "gpt2"])
 def test_other_types_get_a_way_out(name):
     message = rf"^--tokenizer-type {name}: not available, only GPT2BPETokenizer, .*NullTokenizer --vocab-size N$"
     with pytest.raises(UserError, match=message):
@@ -132,9 +133,10 @@ def test_missing_files(tmp_path):
     (b"[1, 2]", "not a map from tokens to the ids .*"),
     (b'{"a": 1}', "not a map from tokens to the ids .*"),
     (b'{"a": "0"}', "not a map from tokens to the ids .*"),
+    (b'{"a": [0]}', "not a map from tokens to the ids .*"),
     (b'{"a": 0}', r"<\|endoftext\|> is missing; .*"),
     (json.dumps({t: i for i, t in enumerate([END_OF_TEXT, *BYTES[1:]])}).encode(), "! is missing; .*"),
-], ids=["utf8", "deep", "list", "gap", "string-ids", "no-eod", "no-byte"])
+], ids=["utf8", "deep", "list", "gap", "string-ids", "list-ids", "no-eod", "no-byte"])
 def test_malformed_vocabulary(tmp_path, raw, message):
     bpe(tmp_path)
     (tmp_path / "vocab.json").write_bytes(raw)

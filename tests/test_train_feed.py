@@ -4,10 +4,11 @@ import contextlib
 import io
 
 import pytest
-from launch import alone, flags, plan_of, quietly, write_documents
+from launch import BASE, alone, flags, plan_of, quietly, write_documents
 
 from megatron_lite.errors import DataError
 from megatron_lite.train.feed import Feed
+from megatron_lite.train.loop import Progress
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,9 @@ def test_data_sets_without_weights_are_not_repeated(corpora):
     with pytest.raises(DataError, match=r"^--data-path: several data sets without weights are read once, and their train "
                                         r"share of [\d,]+ samples is less than the 20,000 that the run takes; give each"):
         opened(both)
+    split = [*argv[:place - 1], "--train-data-path", *map(str, corpora), *argv[place + 1:]]
+    with pytest.raises(DataError, match="^--train-data-path: several data sets without weights"):
+        opened(split)
     opened([*argv[:place], "1", str(corpora[0]), "1", str(corpora[1]), *argv[place + 1:]])
     opened([*both, "--train-iters", "5"])
 
@@ -36,3 +40,17 @@ def test_evaluating_only_needs_no_training_data(corpora, tmp_path, words):
     with alone(), contextlib.redirect_stderr(io.StringIO()):
         _, out = quietly(flags("--skip-train --eval-iters 2", words, data=corpora[0]), tmp_path)
     assert "train data: none" in out and "validation loss at iteration 0 on validation set" in out
+
+
+def test_words_of_the_data_flags_may_stand_in_files(tmp_path):
+    a, b = (write_documents(tmp_path / name, [40] * 2000, seed) for seed, name in enumerate("ab"))
+    (tmp_path / "words").write_text(f"0.3 {a}\n0.7\t{b}\n")
+    (tmp_path / "splits.json").write_text(f'{{"train": [0.3, "{a}", "0.7", "{b}"], "valid": ["{b}"], "test": null}}')
+    typed = ["--data-path", "0.3", str(a), "0.7", str(b)]
+    split = ["--train-data-path", *typed[1:], "--valid-data-path", str(b)]
+    for in_file, on_line in ((["--data-args-path", f"{tmp_path}/words"], typed),
+                             (["--per-split-data-args-path", f"{tmp_path}/splits.json"], split)):
+        feeds = [opened([*BASE, *words, "--eval-iters", "1"]) for words in (in_file, on_line)]
+        streams = [feed.training(Progress(0, 0)) for feed in feeds]
+        assert [next(streams[0]).tolist() for _ in range(20)] == [next(streams[1]).tolist() for _ in range(20)]
+        assert [feed.has_test for feed in feeds] == [on_line is typed] * 2

@@ -1,9 +1,9 @@
 """megatron-lite inspect: is a .bin/.idx data set sound, and what is in it?"""
 
 from megatron_lite.cli.parser import Parser
-from megatron_lite.config.data_defaults import TOKENIZER, TOKENIZERS
+from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags
 from megatron_lite.data.inspection import Inspection, inspect
-from megatron_lite.data.tokenizers import Tokenizer, make_tokenizer
+from megatron_lite.data.tokenizers import Tokenizer, tokenizer_of
 from megatron_lite.errors import ConfigError, DataError, UserError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.units import count, size
@@ -13,11 +13,8 @@ def run(argv: list[str]):
     """Print what each data set holds. ConfigError with one line for each that is not sound; the others are shown."""
     options = _parser().parse_args(argv)
     tokenizer = None
-    if options.tokenizer_type or options.vocab_file or options.merge_file:
-        tokenizer = make_tokenizer(
-            options.tokenizer_type or TOKENIZER, vocab_file=options.vocab_file,
-            merge_file=options.merge_file, vocab_size=options.vocab_size,
-        )
+    if options.tokenizer_type or options.vocab_file or options.merge_file or options.tokenizer_model:
+        tokenizer = tokenizer_of(options)
     elif options.vocab_size is not None and options.vocab_size < 1:
         raise UserError(f"--vocab-size {options.vocab_size}: must be 1 or more; give the number of ids")
     vocab_size, eod = (tokenizer.vocab_size, tokenizer.eod) if tokenizer else (options.vocab_size, None)
@@ -37,12 +34,8 @@ def run(argv: list[str]):
 
 def _parser() -> Parser:
     parser = Parser("inspect", "Checks data sets and says what they hold; exit code 2 if one is damaged.")
-    add = parser.add_argument
-    add("prefixes", nargs="+", metavar="PREFIX", help="data sets, without .bin or .idx")
-    add("--tokenizer-type", metavar="TYPE", help=f"check all ids and show a sample: {', '.join(TOKENIZERS)}")
-    add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json")
-    add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt")
-    add("--vocab-size", type=int, metavar="N", help="check that all ids are below N; or for NullTokenizer")
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data sets, without .bin or .idx")
+    add_tokenizer_flags(parser, None, "check that all ids are below N; or for NullTokenizer and TikTokenizer")
     return parser
 
 

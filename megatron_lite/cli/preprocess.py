@@ -7,9 +7,10 @@ import time
 from megatron_lite.cli.merge import merge_and_say
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.preprocess_line import PreprocessLine
-from megatron_lite.config.data_defaults import TOKENIZER, TOKENIZERS
+from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags
+from megatron_lite.config.data_defaults import TOKENIZER
 from megatron_lite.data.preprocess import ON_ERROR, Summary, preprocess
-from megatron_lite.data.tokenizers import make_tokenizer
+from megatron_lite.data.tokenizers import tokenizer_of
 from megatron_lite.errors import UserError
 from megatron_lite.units import count, duration, size
 
@@ -25,10 +26,7 @@ def run(argv: list[str]):
 
 
 def _preprocess(options: argparse.Namespace):
-    tokenizer = make_tokenizer(
-        options.tokenizer_type, vocab_file=options.vocab_file, merge_file=options.merge_file,
-        vocab_size=options.vocab_size,
-    )
+    tokenizer = tokenizer_of(options)
     started, progress = time.monotonic(), PreprocessLine()
 
     def say(line: str):
@@ -53,10 +51,7 @@ def _parser() -> Parser:
     source.add_argument("--merge", nargs="+", metavar="PREFIX", help="data sets to join instead, without .bin or .idx")
     add = parser.add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
-    add("--tokenizer-type", default=TOKENIZER, metavar="TYPE", help=f"{', '.join(TOKENIZERS)} [%(default)s]")
-    add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json")
-    add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt")
-    add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer")
+    add_tokenizer_flags(parser, TOKENIZER, "number of ids, for NullTokenizer and TikTokenizer")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields of a jsonl object [text]")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize [%(default)s]")

@@ -1,8 +1,12 @@
-"""What the words of --data-path and --split mean."""
+"""What the words of --data-path and --split mean, and the files that hold such words."""
 
+import json
 import math
 import re
+from dataclasses import replace
+from pathlib import Path
 
+from megatron_lite.config.args import DataArgs
 from megatron_lite.errors import DataError
 from megatron_lite.units import is_number
 
@@ -23,6 +27,48 @@ def parse_blend(words: tuple[str, ...] | list[str], flag: str) -> tuple[list[str
     if not all(0 < weight < math.inf for weight in weights):
         raise DataError(f"{flag}: weights {weights} must all be above 0; leave out a data set that is unused")
     return words[1::2], weights
+
+
+def with_files_read(d: DataArgs) -> DataArgs:
+    """The flags as if the words of --data-args-path or --per-split-data-args-path had been typed.
+
+    The first is white-space-separated words of --data-path; the second is JSON, {"train": [...], "valid": [...],
+    "test": [...]}, each the words of one split, null or left out for none. DataError if the file is neither.
+    """
+    if d.data_args_path is not None:
+        words = tuple(_read("--data-args-path", d.data_args_path).split())
+        if not words:
+            raise DataError(f"--data-args-path {d.data_args_path}: is empty; write what --data-path takes into it")
+        return replace(d, data_path=words)
+    if d.per_split_data_args_path is not None:
+        train, valid, test = _read_splits(d.per_split_data_args_path)
+        return replace(d, train_data_path=train, valid_data_path=valid, test_data_path=test)
+    return d
+
+
+def _read(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors put a byte order mark before the first word
+    except OSError as error:
+        raise DataError(f"{flag} {path}: cannot be read ({error.strerror}); check the path") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{flag} {path}: not UTF-8; give a text file") from None
+
+
+def _read_splits(path: str) -> tuple[tuple[str, ...], ...]:
+    flag, names = "--per-split-data-args-path", ("train", "valid", "test")
+    try:
+        splits = json.loads(_read(flag, path))
+    except (ValueError, RecursionError):
+        splits = None
+    if not isinstance(splits, dict) or set(splits) - set(names):
+        raise DataError(f'{flag} {path}: not JSON of the form {{"train": [...], "valid": [...], "test": [...]}}; write '
+                        "it so, or give --train-data-path and its kin")
+    for name in names:
+        words = splits.get(name)
+        if words is not None and not (isinstance(words, list) and all(isinstance(w, (str, int, float)) for w in words)):
+            raise DataError(f'{flag} {path}: "{name}" is no list of words; write what --{name}-data-path takes')
+    return tuple(tuple(str(word) for word in splits.get(name) or ()) for name in names)
 
 
 def split_shares(split: str) -> list[float]:

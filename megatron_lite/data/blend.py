@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_lite.data.index_cache import IndexCache
+from megatron_lite.data.index_files import Arrays, Entry
+from megatron_lite.data.mixing import mix
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
 SURPLUS = 0.005  # each data set is built a little larger than its share, as the greedy mixing may overdraw it
 MOST_DATASETS = 32_766  # the data set's number is an int16
+BLOCK = 1 << 20
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
@@ -34,19 +39,27 @@ class BlendedDataset:
 
     dataset_index: int16 [size], which data set; dataset_sample_index: int64 [size], which of its samples.
     size=None uses every data set up exactly; the weights must then be their lengths.
+    split: train, valid or test, for the names of the cache's files.
     Raises DataError for weights that are not positive and for a data set that is too small for its share.
     """
 
-    def __init__(self, datasets: Sequence, weights: Sequence[float], size: int | None):
+    def __init__(
+        self,
+        datasets: Sequence,
+        weights: Sequence[float],
+        size: int | None,
+        cache: IndexCache | None = None,
+        split: str = "train",
+    ):
         if len(datasets) > MOST_DATASETS:
             raise DataError(f"--data-path: {len(datasets)} data sets are more than {MOST_DATASETS}; merge some files")
         self.datasets = list(datasets)
-        shares = normalized(weights)
-        if size is None:
-            self.dataset_index = _mix(shares, sum(weights), list(weights))
-        else:
-            self.dataset_index = _mix(shares, size, None)
-        self.dataset_sample_index = _running_numbers(self.dataset_index, len(datasets))
+        shares = tuple(normalized(weights))
+        order = _Order(shares, sum(weights), tuple(weights)) if size is None else _Order(shares, size, None)
+        folder = cache and cache.folder_for("BlendedDataset", None, order.size)
+        indices = cache.get(folder, order.entry(split), order.build) if folder else order.build()
+        self.dataset_index = indices["dataset_index"]
+        self.dataset_sample_index = indices["dataset_sample_index"]
         self._require_enough()
 
     def __len__(self) -> int:
@@ -56,8 +69,10 @@ class BlendedDataset:
         return self.datasets[int(self.dataset_index[i])][int(self.dataset_sample_index[i])]
 
     def _require_enough(self) -> None:
-        taken = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
-        for number, (samples, dataset) in enumerate(zip(taken, self.datasets), start=1):
+        taken = np.zeros(len(self.datasets), np.int64)
+        for start in range(0, len(self), BLOCK):  # bincount makes int64 of all that it is given
+            taken += np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(taken))
+        for number, (samples, dataset) in enumerate(zip(taken.tolist(), self.datasets), start=1):
             if samples > len(dataset):
                 raise DataError(
                     f"--data-path: the blend takes {count(samples)} samples of data set {number}, which has only "
@@ -65,29 +80,19 @@ class BlendedDataset:
                 )
 
 
-def _mix(shares: list[float], size: int, limits: list[int] | None) -> np.ndarray:
-    """Greedy mixing: at step s the data set with the largest share * max(s, 1) - taken; the first one on a tie."""
-    chosen = np.empty(size, np.int16)
-    taken = [0] * len(shares)
-    open_datasets = list(range(len(shares)))
-    for step in range(size):
-        steps = step or 1
-        best, largest = -1, -math.inf
-        for number in open_datasets:
-            behind = shares[number] * steps - taken[number]
-            if behind > largest:
-                best, largest = number, behind
-        chosen[step] = best
-        taken[best] += 1
-        if limits is not None and taken[best] == limits[best]:
-            open_datasets.remove(best)
-    return chosen
+@dataclass(frozen=True)
+class _Order:
+    """All that the order of a blend depends on."""
 
+    shares: tuple[float, ...]
+    size: int
+    limits: tuple[int, ...] | None  # None: no data set comes to its end
 
-def _running_numbers(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
-    """For each entry how many equal ones come before it."""
-    numbers = np.empty(len(dataset_index), np.int64)
-    for dataset in range(num_datasets):
-        mine = dataset_index == dataset
-        numbers[mine] = np.arange(np.count_nonzero(mine))
-    return numbers
+    def entry(self, split: str) -> Entry:
+        key = {"shares": list(self.shares), "size": self.size, "limits": self.limits and list(self.limits)}
+        shapes = {"dataset_index": np.int16, "dataset_sample_index": np.int64}
+        return Entry("BlendedDataset", split, key, {name: ((self.size,), np.dtype(t)) for name, t in shapes.items()})
+
+    def build(self) -> Arrays:
+        dataset_index, dataset_sample_index = mix(list(self.shares), self.size, self.limits and list(self.limits))
+        return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}

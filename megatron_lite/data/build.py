@@ -1,12 +1,14 @@
 """From the data flags to the three data sets."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron_lite.config.data_defaults import SPLIT
 from megatron_lite.config.data_paths import parse_blend
 from megatron_lite.data.blend import BlendedDataset, normalized, sizes_for_blend
 from megatron_lite.data.gpt_dataset import GPTDataset, split_bounds, split_weights
+from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.mock import MockDataset
 from megatron_lite.errors import DataError
@@ -14,6 +16,7 @@ from megatron_lite.units import count
 
 Dataset = GPTDataset | BlendedDataset | MockDataset
 SPLITS = ("training", "validation", "test")
+FILE_SPLITS = ("train", "valid", "test")  # Megatron's names, in those of cached files
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class DataSpec:
     train_data_path: tuple[str, ...] = ()
     valid_data_path: tuple[str, ...] = ()
     test_data_path: tuple[str, ...] = ()
+    cache_path: str | None = None  # folder for the indices; None: large ones beside their data
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,14 @@ class Datasets:
     test: Dataset | None
 
 
-def build_datasets(spec: DataSpec) -> Datasets:
-    """Opens the files, checks their largest token id, builds the indices. DataError for all that cannot be trained on."""
+def build_datasets(spec: DataSpec, say: Callable[[str], None] = lambda text: None) -> Datasets:
+    """Opens the files, checks their largest token id, finds or builds the indices; `say` hears of a cache that fails.
+
+    DataError for all that cannot be trained on.
+    """
     if spec.mock:
         return Datasets(*(_mock(spec, part) for part in range(3)))
-    files = _Files(spec.vocab_size)
+    files = _Files(spec.vocab_size, IndexCache(spec.cache_path, say))
     own_paths = (spec.train_data_path, spec.valid_data_path, spec.test_data_path)
     if not any(own_paths):
         return Datasets(*(_share_of_all(spec, part, files) for part in range(3)))
@@ -54,9 +61,10 @@ def build_datasets(spec: DataSpec) -> Datasets:
 
 
 class _Files:
-    """Opens each prefix once, however many splits use it."""
+    """Opens each prefix once, however many splits use it; and the cache of the indices."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, cache: IndexCache):
+        self.cache = cache
         self._vocab_size = vocab_size
         self._opened: dict[str, IndexedDataset] = {}
 
@@ -72,7 +80,7 @@ class _Files:
         if largest >= self._vocab_size:
             raise DataError(
                 f"{indexed.prefix}.bin: token id {largest} is outside the vocabulary of {count(self._vocab_size)}; use "
-                "the tokenizer that the file was made with (--vocab-file, --merge-file, --vocab-size)"
+                "the tokenizer that the file was made with (--vocab-file, --merge-file, --tokenizer-model, --vocab-size)"
             )
 
 
@@ -106,9 +114,9 @@ def _share_of_all(spec: DataSpec, part: int, files: _Files) -> Dataset | None:
         indexed = files.open(prefixes[0], "--data-path")
         if part and not split_bounds(spec.split, len(indexed))[part]:
             return None  # as in Megatron: too few documents for a small share are no mistake
-        return _one(spec, indexed, sequences, spec.sizes[part])
+        return _one(spec, part, indexed, sequences(indexed), spec.sizes[part], files.cache)
     opened = [files.open(prefix, "--data-path") for prefix in prefixes]
-    return _blend(spec, part, opened, weights, sequences)
+    return _blend(spec, part, opened, weights, sequences, files.cache)
 
 
 def _own(spec: DataSpec, part: int, words: tuple[str, ...], flag: str, files: _Files) -> Dataset | None:
@@ -119,8 +127,8 @@ def _own(spec: DataSpec, part: int, words: tuple[str, ...], flag: str, files: _F
     prefixes, weights = parse_blend(words, flag)
     opened = [files.open(prefix, flag) for prefix in prefixes]
     if len(opened) == 1:
-        return _one(spec, opened[0], _everything, spec.sizes[part])
-    return _blend(spec, part, opened, weights, _everything)
+        return _one(spec, part, opened[0], _everything(opened[0]), spec.sizes[part], files.cache)
+    return _blend(spec, part, opened, weights, _everything, files.cache)
 
 
 def _everything(indexed: IndexedDataset) -> range:
@@ -130,20 +138,22 @@ def _everything(indexed: IndexedDataset) -> range:
 Sequences = Callable[[IndexedDataset], range]
 
 
-def _one(spec: DataSpec, indexed: IndexedDataset, sequences: Sequences, size: int | None) -> GPTDataset:
-    return GPTDataset(indexed, sequences(indexed), size, spec.seq_length, spec.seed)
+def _one(spec: DataSpec, part: int, indexed: IndexedDataset, sequences: range, size: int | None, cache) -> GPTDataset:
+    return GPTDataset(indexed, sequences, size, spec.seq_length, spec.seed, cache=cache, split=FILE_SPLITS[part])
 
 
 def _blend(
-    spec: DataSpec, part: int, opened: list[IndexedDataset], weights: list[float] | None, sequences: Sequences
+    spec: DataSpec, part: int, opened: list[IndexedDataset], weights: list[float] | None, sequences: Sequences, cache
 ) -> BlendedDataset:
+    def built(sizes: Iterable[int | None]) -> list[GPTDataset]:
+        return [_one(spec, part, indexed, sequences(indexed), size, cache) for indexed, size in zip(opened, sizes)]
+
     size = spec.sizes[part]
     if weights is None:
         # Without weights each data set gives what one epoch of it holds, and counts by that.
-        datasets = [_one(spec, indexed, sequences, None) for indexed in opened]
+        datasets = built(itertools.repeat(None))
         lengths = [len(dataset) for dataset in datasets]
-        return BlendedDataset(datasets, lengths, min(size, sum(lengths)))
+        return BlendedDataset(datasets, lengths, min(size, sum(lengths)), cache, FILE_SPLITS[part])
     shares = normalized(weights)
-    given, built = sizes_for_blend(size, shares)
-    datasets = [_one(spec, indexed, sequences, samples) for indexed, samples in zip(opened, built)]
-    return BlendedDataset(datasets, shares, sum(given))
+    given, wanted = sizes_for_blend(size, shares)
+    return BlendedDataset(built(wanted), shares, sum(given), cache, FILE_SPLITS[part])

@@ -41,11 +41,19 @@ def batches(dataset, index_batches: Iterable[list[int]], *, num_workers: int, pi
 def _each(loaded: Iterator[Tensor]) -> Iterator[Tensor]:
     try:
         yield from loaded
+    except DataError as error:  # torch puts the worker's traceback into the message of an error raised in it
+        raise DataError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2]) from error
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         reason = str(error).splitlines()[0].rstrip(". ")
         raise DataError(f"--num-workers: {reason}; check memory and /dev/shm, or try --num-workers 0") from error
+    finally:
+        # An error's traceback makes a cycle with the loader. When the collector finds it, the queues are closed before
+        # the loader can tell its workers to go, and they stay for ever.
+        shut_down = getattr(loaded, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:

@@ -58,6 +58,8 @@ def preprocess(
     DataError for a file, line or key that is missing or no text, WorkerDied; no pair appears under its name then.
     """
     _check(inputs, json_keys, workers)
+    if append_eod and tokenizer.eod is None:
+        raise UserError("--append-eod: this tokenizer has no end-of-document token; leave it out, or choose another")
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
     pairs = [PairWriter(prefix, token_dtype(tokenizer.vocab_size), ENDING) for prefix in prefixes]
     settings = _settings(inputs, json_keys, append_eod, tokenizer)

@@ -14,7 +14,7 @@ def single_batches(
     num_samples: int, consumed: int, micro_batch_size: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
     """In order, one pass, from sample `consumed` on; ends when less than a block is left. DataError: too few samples."""
-    _require_block(num_samples, micro_batch_size, num_ranks)
+    require_block(num_samples, micro_batch_size, num_ranks)
     block = micro_batch_size * num_ranks
     mine = range(rank * micro_batch_size, (rank + 1) * micro_batch_size)
     return ([start + i for i in mine] for start in range(consumed, num_samples - block + 1, block))
@@ -29,7 +29,7 @@ def cyclic_batches(
     permutation of everything is dealt out over the ranks.
     DataError: too few samples, or a `consumed` in the middle of a block.
     """
-    _require_block(num_samples, micro_batch_size, num_ranks)
+    require_block(num_samples, micro_batch_size, num_ranks)
     block = micro_batch_size * num_ranks
     if consumed % block:
         raise DataError(
@@ -40,7 +40,8 @@ def cyclic_batches(
     return _epochs(order, num_samples, consumed, micro_batch_size, rank, num_ranks)
 
 
-def _require_block(num_samples: int, micro_batch_size: int, num_ranks: int) -> None:
+def require_block(num_samples: int, micro_batch_size: int, num_ranks: int) -> None:
+    """DataError unless there is one micro-batch for every rank."""
     if num_samples < micro_batch_size * num_ranks:
         raise DataError(
             f"--micro-batch-size {micro_batch_size}: {count(num_samples)} samples are too few for one micro-batch on "
@@ -54,7 +55,8 @@ def _epochs(order, num_samples, consumed, micro_batch_size, rank, num_ranks) -> 
     while True:
         epoch, first = divmod(blocks_done, blocks_per_epoch)
         indices = order(epoch, num_samples, micro_batch_size, rank, num_ranks)
-        # The end is cut to whole blocks: dealt out unevenly, some ranks would otherwise get a batch more than others.
+        # The end is cut to whole blocks. Without sharding Megatron gives a batch more to the ranks for which the deal
+        # leaves one, in place of their first of the next epoch; a run resumed there does not see it. Here both agree.
         for i in range(first, blocks_per_epoch):
             yield indices[i * micro_batch_size : (i + 1) * micro_batch_size].tolist()
         blocks_done = (epoch + 1) * blocks_per_epoch

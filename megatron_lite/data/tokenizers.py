@@ -1,64 +1,77 @@
 """Text to token ids and back."""
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Protocol
 
-from megatron_lite.config.data_defaults import TOKENIZERS
-from megatron_lite.data.byte_level import END_OF_TEXT, SPLIT_PATTERN, byte_alphabet
+from megatron_lite.config.data_defaults import TIKTOKEN_PATTERN, TIKTOKEN_SPECIAL, TOKENIZER, TOKENIZERS
+from megatron_lite.data.byte_level import END_OF_TEXT
 from megatron_lite.errors import DataError, UserError
 
 
 class Tokenizer(Protocol):
-    """vocab_size counts the end-of-document token, whose id is eod; encode never returns that token."""
+    """vocab_size counts the end-of-document token, whose id is eod; None if there is no such token.
+
+    Can be pickled, to the same bytes in each process: that is how workers get it and a run that goes on knows it again.
+    """
 
     vocab_size: int
-    eod: int
+    eod: int | None
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
+def tokenizer_of(options) -> Tokenizer:
+    """The tokenizer that flags describe; options has an attribute for each, such as DataArgs or a command's options."""
+    return make_tokenizer(
+        options.tokenizer_type or TOKENIZER, vocab_file=options.vocab_file, merge_file=options.merge_file,
+        vocab_size=options.vocab_size, tokenizer_model=options.tokenizer_model,
+        tiktoken_pattern=options.tiktoken_pattern, tiktoken_num_special_tokens=options.tiktoken_num_special_tokens,
+        tokenizer_special_tokens=options.tokenizer_special_tokens,
+        tokenizer_hf_include_special_tokens=options.tokenizer_hf_include_special_tokens,
+    )
+
+
 def make_tokenizer(
-    tokenizer_type: str, *, vocab_file: str | None = None, merge_file: str | None = None, vocab_size: int | None = None
+    tokenizer_type: str, *, vocab_file: str | None = None, merge_file: str | None = None, vocab_size: int | None = None,
+    tokenizer_model: str | None = None, tiktoken_pattern: str | None = None,
+    tiktoken_num_special_tokens: int = TIKTOKEN_SPECIAL, tokenizer_special_tokens: tuple[str, ...] = (),
+    tokenizer_hf_include_special_tokens: bool = False,
 ) -> Tokenizer:
-    """The tokenizer of Megatron's --tokenizer-type. UserError for one that does not exist here or lacks its files."""
-    if tokenizer_type == "GPT2BPETokenizer":
-        return GPT2BPETokenizer(vocab_file, merge_file)
+    """The tokenizer of Megatron's --tokenizer-type. UserError for one that does not exist here or lacks its files.
+
+    Its module is imported only then: some need packages that others do without.
+    """
+    if tokenizer_type not in TOKENIZERS:
+        raise UserError(
+            f"--tokenizer-type {tokenizer_type}: not available, only {', '.join(TOKENIZERS)}; tokenize elsewhere and "
+            "train on the .bin/.idx files with --tokenizer-type NullTokenizer --vocab-size N"
+        )
     if tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
     if tokenizer_type == "NullTokenizer":
         return NullTokenizer(vocab_size)
-    raise UserError(
-        f"--tokenizer-type {tokenizer_type}: not available, only {', '.join(TOKENIZERS)}; tokenize elsewhere and train on "
-        "the .bin/.idx files with --tokenizer-type NullTokenizer --vocab-size N"
-    )
+    if tokenizer_type == "GPT2BPETokenizer":
+        from megatron_lite.data.gpt2_bpe import GPT2BPETokenizer
 
+        return GPT2BPETokenizer(vocab_file, merge_file)
+    if tokenizer_model is None:
+        raise UserError(f"--tokenizer-model: missing, {tokenizer_type} needs it; give its file or folder")
+    if tokenizer_type == "HuggingFaceTokenizer":
+        from megatron_lite.data.hugging_face import HuggingFaceTokenizer
 
-class GPT2BPETokenizer:
-    """Byte-level BPE from GPT-2-style files, OpenAI's or others. UserError if they are missing or do not match."""
-
-    def __init__(self, vocab_file: str | None, merge_file: str | None):
-        import tiktoken
-
-        vocab = _read_vocab(vocab_file)
-        merges = _read_merges(merge_file)
-        special = _check_match(vocab, merges, vocab_file, merge_file)
-        alphabet = byte_alphabet()
-        ranks = {bytes(alphabet[c] for c in token): i for token, i in vocab.items() if token not in special}
-        self.vocab_size = len(vocab)
-        self.eod = vocab[END_OF_TEXT]
-        self._bpe = tiktoken.Encoding(
-            name=str(vocab_file), pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        return HuggingFaceTokenizer(
+            tokenizer_model, tokenizer_hf_include_special_tokens, tokenizer_special_tokens or ()
         )
+    if tokenizer_type == "TikTokenizer":
+        from megatron_lite.data.tiktoken_json import TikTokenizer
 
-    def encode(self, text: str) -> list[int]:
-        return self._bpe.encode_ordinary(text)
+        return TikTokenizer(tokenizer_model, tiktoken_pattern or TIKTOKEN_PATTERN, vocab_size,
+                            tiktoken_num_special_tokens, tokenizer_special_tokens or ())
+    from megatron_lite.data.sentence_piece import SentencePieceTokenizer
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._bpe.decode([int(i) for i in ids])
+    return SentencePieceTokenizer(tokenizer_type, tokenizer_model)
 
 
 class ByteTokenizer:
@@ -95,64 +108,3 @@ class NullTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(i) for i in ids)
-
-
-def _read(flag: str, path: str | None) -> str:
-    if path is None:
-        raise UserError(f"{flag}: missing, GPT2BPETokenizer needs it; or use --tokenizer-type ByteTokenizer")
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be read ({error.strerror}); check the path") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{flag} {path}: not UTF-8; give GPT-2's vocab.json and merges.txt") from None
-
-
-def _read_vocab(path: str | None) -> dict[str, int]:
-    text = _read("--vocab-file", path)
-    try:
-        vocab = json.loads(text)
-    except (ValueError, RecursionError):
-        raise UserError(f"--vocab-file {path}: not JSON; give GPT-2's vocab.json, not merges.txt") from None
-    if not isinstance(vocab, dict) or set(vocab.values()) != set(range(len(vocab))):
-        raise UserError(f"--vocab-file {path}: not a map from tokens to the ids 0, 1, 2, ...; give GPT-2's vocab.json")
-    missing = [token for token in (END_OF_TEXT, *byte_alphabet()) if token not in vocab]
-    if missing:
-        raise UserError(
-            f"--vocab-file {path}: {missing[0]} is missing; a byte-level vocabulary has 256 bytes and {END_OF_TEXT}"
-        )
-    return vocab
-
-
-def _read_merges(path: str | None) -> list[tuple[str, str]]:
-    merges = []
-    for number, line in enumerate(_read("--merge-file", path).splitlines(), start=1):
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        pair = line.split(" ")
-        if len(pair) != 2:
-            raise UserError(f"--merge-file {path}: line {number} is not two tokens; give GPT-2's merges.txt")
-        merges.append((pair[0], pair[1]))
-    return merges
-
-
-def _check_match(vocab: dict[str, int], merges: list, vocab_file: str, merge_file: str) -> dict[str, int]:
-    """The vocabulary's entries that no merge makes: special tokens. UserError unless the rest fits the merges.
-
-    tiktoken merges by the ids' order and has no list of merges, so the ids must rise along that list.
-    """
-    both = f"--vocab-file {vocab_file} and --merge-file {merge_file}"
-    made = dict.fromkeys(byte_alphabet(), -1)
-    last = -1
-    for left, right in merges:
-        token = left + right
-        if token not in vocab or left not in made or right not in made or token in made:
-            raise UserError(f"{both}: merge '{left} {right}' does not fit the vocabulary; give two files of one model")
-        if vocab[token] < last:
-            raise UserError(f"{both}: the ids do not follow the order of the merges; write both with one tool")
-        made[token] = last = vocab[token]
-    special = {token: i for token, i in vocab.items() if token not in made}
-    unmade = [token for token in special if not (token[:1] in "<[" and token[-1:] in ">]")]
-    if unmade:
-        raise UserError(f"{both}: no merge makes {len(unmade)} tokens such as {unmade[0]}; is the merge file complete?")
-    return special

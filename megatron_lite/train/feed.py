@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from megatron_lite.config.data_defaults import SPLIT
+from megatron_lite.config.data_paths import with_files_read
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.build import DataSpec, build_datasets
+from megatron_lite.data.external import ExternalLoader, Request
 from megatron_lite.data.loader import batches
-from megatron_lite.data.samplers import cyclic_batches, single_batches
+from megatron_lite.data.samplers import cyclic_batches, require_block, single_batches
 from megatron_lite.errors import DataError
 from megatron_lite.train.loop import Progress
 from megatron_lite.units import count
@@ -19,7 +21,38 @@ class Feed:
 
     def __init__(self, plan: Plan, say):
         self.plan = plan
-        d, w = plan.args.data, plan.args.watch
+        external = plan.args.data.dataloader_type == "external"
+        self._streams = _ExternalStreams(plan, say) if external else _DatasetStreams(plan, say)
+
+    @property
+    def has_validation(self) -> bool:
+        return self._streams.has("valid")
+
+    @property
+    def has_test(self) -> bool:
+        return self._streams.has("test")
+
+    def training(self, progress: Progress) -> Iterator[Tensor]:
+        """From the first sample that has not been trained on."""
+        return self._streams.stream("train", progress.consumed)
+
+    def validation(self, progress: Progress) -> Iterator[Tensor]:
+        """From the first sample that earlier evaluations have not used."""
+        w = self.plan.args.watch
+        used = progress.iteration // w.eval_interval * w.eval_iters * self.plan.batch.final
+        return self._streams.stream("valid", used)
+
+    def test(self) -> Iterator[Tensor]:
+        """From the start."""
+        return self._streams.stream("test", 0)
+
+
+class _DatasetStreams:
+    """Streams of indexed data sets, or of mock data."""
+
+    def __init__(self, plan: Plan, say):
+        self.plan = plan
+        d, w = with_files_read(plan.args.data), plan.args.watch
         evaluated = w.eval_iters * plan.batch.final
         # one evaluation per interval and one at the end, each on samples of its own
         evaluations = plan.train_iters // w.eval_interval + 1
@@ -28,42 +61,47 @@ class Feed:
             sizes=sizes,
             seq_length=plan.shape.seq_length, seed=plan.args.training.seed, vocab_size=plan.vocab_size,
             split=d.split or SPLIT, mock=d.mock_data, data_path=d.data_path, train_data_path=d.train_data_path,
-            valid_data_path=d.valid_data_path, test_data_path=d.test_data_path,
-        ))
+            valid_data_path=d.valid_data_path, test_data_path=d.test_data_path, cache_path=d.data_cache_path,
+        ), say)
         for name, size in zip(("train", "valid", "test"), sizes):
             samples = getattr(self._sets, name)
             say(f"  {name} data: {count(len(samples))} samples" if samples is not None else f"  {name} data: none")
             if samples is not None and len(samples) < size and d.dataloader_type == "single":
-                raise DataError(f"--data-path: several data sets without weights are read once, and their {name} share of "
+                flag = f"--{name}-data-path" if getattr(d, f"{name}_data_path") else "--data-path"
+                raise DataError(f"{flag}: several data sets without weights are read once, and their {name} share of "
                                 f"{count(len(samples))} samples is less than the {count(size)} that the run takes; give "
                                 "each a weight, which repeats them, or train or evaluate less.")
+            if samples is not None:
+                require_block(len(samples), plan.args.training.micro_batch_size, plan.world.size)
 
-    @property
-    def has_validation(self) -> bool:
-        return self._sets.valid is not None
+    def has(self, split: str) -> bool:
+        return getattr(self._sets, split) is not None
 
-    @property
-    def has_test(self) -> bool:
-        return self._sets.test is not None
-
-    def training(self, progress: Progress) -> Iterator[Tensor]:
-        """From the first sample that has not been trained on."""
-        return self._stream(self._sets.train, progress.consumed)
-
-    def validation(self, progress: Progress) -> Iterator[Tensor]:
-        """From the first sample that earlier evaluations have not used."""
-        w = self.plan.args.watch
-        return self._stream(self._sets.valid, progress.iteration // w.eval_interval * w.eval_iters * self.plan.batch.final)
-
-    def test(self) -> Iterator[Tensor]:
-        """From the start."""
-        return self._stream(self._sets.test, 0)
-
-    def _stream(self, dataset, consumed: int) -> Iterator[Tensor]:
-        plan, d = self.plan, self.plan.args.data
+    def stream(self, split: str, consumed: int) -> Iterator[Tensor]:
+        plan, d, dataset = self.plan, self.plan.args.data, getattr(self._sets, split)
         place = (len(dataset), consumed, plan.args.training.micro_batch_size, plan.world.rank, plan.world.size)
         if d.dataloader_type == "cyclic":
             indices = cyclic_batches(*place, data_sharding=d.data_sharding)
         else:
             indices = single_batches(*place)
         return batches(dataset, indices, num_workers=d.num_workers, pin=plan.device == "cuda")
+
+
+class _ExternalStreams:
+    """Streams of --external-dataloader; those of an evaluation begin at once, to see whether there are any."""
+
+    def __init__(self, plan: Plan, say):
+        t, d = plan.args.training, plan.args.data
+        request = Request(t.micro_batch_size, plan.shape.seq_length, plan.world.rank, plan.world.size, t.seed)
+        self._loader = ExternalLoader(d.external_dataloader, request, plan.vocab_size, pin=plan.device == "cuda")
+        evaluated = ("valid", "test") if plan.args.watch.eval_iters else ()
+        self._begun = {split: self._loader.stream(split, 0) for split in evaluated}
+        for split in evaluated:
+            say(f"  {split} data: {d.external_dataloader if self.has(split) else 'none'}")
+
+    def has(self, split: str) -> bool:
+        return self._begun.get(split) is not None
+
+    def stream(self, split: str, consumed: int) -> Iterator[Tensor]:
+        begun = self._begun.get(split)
+        return begun if begun is not None and consumed == 0 else self._loader.stream(split, consumed)

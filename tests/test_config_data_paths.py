@@ -1,0 +1,76 @@
+"""Files that hold the words of --data-path and its kin."""
+
+import json
+
+import pytest
+from command_lines import mistakes
+
+from megatron_lite.config.args import DataArgs
+from megatron_lite.config.data_paths import with_files_read
+from megatron_lite.errors import DataError
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("a", ("a",)), (" 0.3 a\n0.7\tb\n\n", ("0.3", "a", "0.7", "b")), ("0.3\r\na", ("0.3", "a")), ("\ufeff0.3 a", ("0.3", "a")),
+])
+def test_words_are_what_white_space_separates(tmp_path, text, words):
+    (tmp_path / "words").write_text(text)
+    assert with_files_read(DataArgs(data_args_path=str(tmp_path / "words"))) == DataArgs(
+        data_args_path=str(tmp_path / "words"), data_path=words
+    )
+
+
+def test_words_of_each_split(tmp_path):
+    path = tmp_path / "splits.json"
+    path.write_text('{"train": [30, "a", 0.7, "b"], "test": ["c"], "valid": null}')
+    read = with_files_read(DataArgs(per_split_data_args_path=str(path)))
+    assert (read.train_data_path, read.valid_data_path, read.test_data_path) == (("30", "a", "0.7", "b"), (), ("c",))
+    assert with_files_read(DataArgs(data_path=("x",))) == DataArgs(data_path=("x",))
+
+
+@pytest.mark.parametrize(("raw", "message"), [
+    (b"", ": is empty; write what --data-path takes into it"),
+    (b" \n", ": is empty; write what --data-path takes into it"),
+    (b"\xff", ": not UTF-8; give a text file"),
+    (None, ": cannot be read (No such file or directory); check the path"),
+])
+def test_files_without_words(tmp_path, raw, message):
+    path = tmp_path / "words"
+    if raw is not None:
+        path.write_bytes(raw)
+    with pytest.raises(DataError) as caught:
+        with_files_read(DataArgs(data_args_path=str(path)))
+    assert str(caught.value) == f"--data-args-path {path}{message}"
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("a b", "not JSON of the form "),
+    ("[" * 100_000, "not JSON of the form "),
+    ('["a"]', "not JSON of the form "),
+    ('{"train": ["a"], "validation": ["b"]}', "not JSON of the form "),
+    ('{"train": "a"}', '"train" is no list of words; write what --train-data-path takes'),
+    ('{"train": ["a"], "test": [["a"]]}', '"test" is no list of words; write what --test-data-path takes'),
+])
+def test_files_without_splits(tmp_path, text, message):
+    path = tmp_path / "splits.json"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        with_files_read(DataArgs(per_split_data_args_path=str(path)))
+    assert str(caught.value).startswith(f"--per-split-data-args-path {path}: {message}")
+
+
+def test_a_split_file_obeys_the_rules_of_the_flags(tmp_path):
+    path, prefix = tmp_path / "splits.json", tmp_path / "a"
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"a{ending}").touch()
+    path.write_text(json.dumps({"valid": [str(prefix)]}))
+    words = f"!--mock-data --per-split-data-args-path {path}"
+    assert mistakes(words) == [f'--per-split-data-args-path {path}: names no data for "train"; add it.']
+    assert mistakes(f"{words} --skip-train") == []
+    path.write_text(json.dumps({"train": [str(prefix)]}))
+    assert mistakes(words) == []
+    assert mistakes(f"{words} --split 9,1") == ["--split 9,1 does not go with --per-split-data-args-path; drop one."]
+    assert mistakes(f"{words} --data-path {path}")[0] == (
+        "--data-path and --per-split-data-args-path exclude each other; keep one.")
+    assert mistakes(f"{words} --test-data-path {path}")[0] == (
+        "--test-data-path and --per-split-data-args-path exclude each other; keep one.")

@@ -1,0 +1,435 @@
+"""Indices on disk: the same numbers as without, made once, and nothing damaged or foreign is ever used."""
+
+import dataclasses
+import fcntl
+import json
+import multiprocessing
+import os
+import re
+import resource
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.data import index_cache, index_files
+from megatron_lite.data.blend import BlendedDataset
+from megatron_lite.data.file_lock import Lock, try_lock
+from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.data.gpt_indices import sample_recipe
+from megatron_lite.data.index_cache import IndexCache
+from megatron_lite.data.index_files import IndexFiles
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.errors import DataError
+
+NAMES = ("document_index", "sample_index", "shuffle_index")
+LENGTHS = [7, 1, 20, 2, 2, 9, 30, 11]
+
+
+@pytest.fixture
+def indexed(tmp_path):
+    with IndexedWriter(str(tmp_path / "corpus"), 1000) as writer:
+        for length in LENGTHS:
+            writer.add_document(range(length))
+    return IndexedDataset(str(tmp_path / "corpus"))
+
+
+@pytest.fixture
+def heard():
+    return []
+
+
+@pytest.fixture
+def cache(tmp_path, heard):
+    return IndexCache(str(tmp_path / "kept"), heard.append)
+
+
+def dataset(indexed, cache=None, num_samples=50, split="train"):
+    return GPTDataset(indexed, range(1, 8), num_samples, 6, 3, cache=cache, split=split)
+
+
+def indices(dataset):
+    return {name: getattr(dataset, name) for name in NAMES}
+
+
+def assert_same(mine, other):
+    for name in NAMES:
+        a, b = getattr(mine, name), getattr(other, name)
+        assert a.dtype == b.dtype and np.array_equal(a, b), name
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()} if Path(folder).exists() else {}
+
+
+def must_not_build(*args):
+    raise AssertionError("built although it is in the cache")
+
+
+def test_second_time_is_mapped_not_built(indexed, cache, monkeypatch, heard, tmp_path):
+    first = dataset(indexed, cache)
+    assert_same(first, dataset(indexed))
+    names = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    stem = names[0].removesuffix("-description.txt")
+    assert stem.endswith("-GPTDataset-train") and len(stem) == 32 + len("-GPTDataset-train")
+    assert names == [f"{stem}-{name}" for name in ("description.txt", *(f"{name}.npy" for name in NAMES))]
+    monkeypatch.setattr("megatron_lite.data.gpt_indices.Recipe.build", must_not_build)
+    second = dataset(indexed, cache)
+    assert all(isinstance(index, np.memmap) and not index.flags.writeable for index in indices(second).values())
+    assert_same(first, second)
+    assert [second[i].tolist() for i in range(len(second))] == [first[i].tolist() for i in range(len(first))]
+    assert heard == []
+
+
+def test_blend_is_kept_too(cache, monkeypatch, tmp_path):
+    parts = [range(100), range(100), range(100)]
+    for weights, size in (([3, 1, 2], 90), ([100, 100, 100], None)):
+        plain, first = BlendedDataset(parts, weights, size), BlendedDataset(parts, weights, size, cache, "valid")
+        with monkeypatch.context() as patch:
+            patch.setattr("megatron_lite.data.blend.mix", must_not_build)
+            second = BlendedDataset(parts, weights, size, cache, "valid")
+        for mixed in (first, second):
+            assert isinstance(mixed.dataset_index, np.memmap)
+            assert mixed.dataset_index.tolist() == plain.dataset_index.tolist()
+            assert mixed.dataset_sample_index.tolist() == plain.dataset_sample_index.tolist()
+    assert len(list((tmp_path / "kept").glob("*-BlendedDataset-valid-*"))) == 6
+
+
+def test_whatever_changes_an_index_changes_the_name():
+    random = np.random.default_rng(5)
+    by_name = {}
+    for _ in range(1500):
+        lengths = random.integers(1, 5, size=4).astype(np.int32)
+        first = int(random.integers(2))
+        sequences = range(first, int(random.integers(first + 1, 5)))
+        tokens = int(lengths[sequences.start : sequences.stop].sum())
+        wanted = [None, *random.integers(1, 12, size=6).tolist()][random.integers(7)]
+        if wanted is None and tokens < 4:
+            continue
+        recipe = sample_recipe(
+            sequences, tokens, wanted, int(random.integers(1, 4)), int(random.integers(3)), bool(random.integers(2))
+        )
+        made = {name: index.tolist() for name, index in recipe.build(lengths).items()}
+        assert by_name.setdefault(recipe.entry(lengths, "train").name, made) == made
+    assert len(by_name) > 500
+
+
+def test_name_knows_format_kind_and_split(indexed, monkeypatch):
+    recipe = sample_recipe(range(8), 82, 10, 6, 3, True)
+    entry = recipe.entry(indexed.sequence_lengths, "train")
+    names = {dataclasses.replace(entry, **change).name for change in ({}, {"kind": "Other"}, {"split": "test"})}
+    monkeypatch.setattr(index_files, "FORMAT", "another")
+    assert len(names | {entry.name}) == 4
+
+
+def test_other_tokens_of_the_same_lengths_share_the_indices(indexed, cache, monkeypatch, tmp_path):
+    dataset(indexed, cache)
+    with IndexedWriter(str(tmp_path / "elsewhere"), 1000) as writer:
+        for length in LENGTHS:
+            writer.add_document([7] * length)
+    monkeypatch.setattr("megatron_lite.data.gpt_indices.Recipe.build", must_not_build)
+    assert set(dataset(IndexedDataset(str(tmp_path / "elsewhere")), cache)[0].tolist()) == {7}
+
+
+def test_small_indices_leave_no_file_beside_the_data_and_large_ones_do(indexed, monkeypatch, tmp_path, heard):
+    before = content(tmp_path)
+    dataset(indexed, IndexCache(None, heard.append))
+    assert content(tmp_path) == before
+    monkeypatch.setattr(index_cache, "LARGE", 20)
+    kept = dataset(indexed, IndexCache(None, heard.append))
+    assert len(list((tmp_path / "corpus" / "cache" / "GPTDataset_indices").iterdir())) == 4
+    assert isinstance(kept.shuffle_index, np.memmap)
+    assert IndexCache(None).folder_for("BlendedDataset", None, 10**12) is None
+    assert heard == []
+
+
+def test_read_only_data_are_no_mistake(indexed, monkeypatch, tmp_path, heard):
+    monkeypatch.setattr(index_cache, "LARGE", 20)
+    (tmp_path / "corpus").write_text("in the way")
+    assert_same(dataset(indexed, IndexCache(None, heard.append)), dataset(indexed))
+    assert len(heard) == 1
+    assert heard[0].startswith("  indices of ") and heard[0].endswith("GPTDataset_indices cannot be written (Not a directory)")
+    assert sorted(content(tmp_path)) == ["corpus", "corpus.bin", "corpus.idx"]
+
+
+def test_a_flag_that_cannot_be_served_is_one_line(indexed, tmp_path):
+    (tmp_path / "file").write_text("")
+    before = content(tmp_path)
+    with pytest.raises(DataError, match=r"^--data-cache-path \S+/file/x: cannot be written \(Not a directory\); give .*$"):
+        dataset(indexed, IndexCache(str(tmp_path / "file" / "x")))
+    assert content(tmp_path) == before
+
+
+def test_read_only_cache_that_has_everything_serves(indexed, cache, monkeypatch):
+    dataset(indexed, cache)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.makedirs", refuse)
+    assert isinstance(dataset(indexed, cache).sample_index, np.memmap)
+    with pytest.raises(DataError, match=r"^--data-cache-path \S+: cannot be written \(Permission denied\); .*$"):
+        dataset(indexed, cache, num_samples=400)
+
+
+def test_full_disk_leaves_nothing_behind(indexed, cache, tmp_path, heard, monkeypatch):
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, old[1]))
+    try:
+        with pytest.raises(DataError, match=r"^--data-cache-path \S+: cannot be written \(File too large\); .*$"):
+            dataset(indexed, cache)
+        monkeypatch.setattr(index_cache, "LARGE", 20)
+        assert_same(dataset(indexed, IndexCache(None, heard.append)), dataset(indexed))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert len(heard) == 1 and content(tmp_path / "kept") == {}
+    assert content(tmp_path / "corpus/cache/GPTDataset_indices") == {}
+
+
+def entry_files(indexed, cache, tmp_path):
+    dataset(indexed, cache)
+    paths = sorted((tmp_path / "kept").iterdir())
+    return {next((name for name in NAMES if name in path.name), "description"): path for path in paths}
+
+
+def rewrite(path, raw):
+    """Replaces the file, None: removes it; as a write in place would not, this leaves arrays that are mapped alone."""
+    path.unlink()
+    if raw is not None:
+        path.write_bytes(raw)
+
+
+def flipped(raw, place):
+    return raw[:place] + bytes([raw[place] ^ 1 << place % 8]) + raw[place + 1 :]
+
+
+def described(change):
+    def changed(raw):
+        description = json.loads(raw)
+        change(description)
+        return json.dumps(description).encode()
+
+    return changed
+
+
+DAMAGE = {
+    "truncated": ("sample_index", lambda raw: raw[:-1], "has .* bytes, which are not as many as were written"),
+    "longer": ("shuffle_index", lambda raw: raw + b"\0", "has .* bytes, which are not"),
+    "empty": ("document_index", lambda raw: b"", "cannot be read"),
+    "missing": ("document_index", lambda raw: None, "cannot be read"),
+    "foreign": ("sample_index", lambda raw: os.urandom(len(raw)), "has changed since it was written"),
+    "other version": ("description", described(lambda d: d.update(format="1.0")), "describes something else"),
+    "other seed": ("description", described(lambda d: d["made_of"].update(seed=4)), "describes something else"),
+    "other files": ("description", described(lambda d: d["files"].pop("sample_index")), "lists other files"),
+    "no files": ("description", lambda raw: b"[]", "lists other files"),
+    "no sizes": ("description", described(lambda d: d["files"].update(sample_index=3)), "has .* bytes, which are not"),
+    "nested without end": ("description", lambda raw: b"[" * 200_000, "cannot be read"),
+    "no JSON": ("description", lambda raw: raw[: len(raw) // 2], "cannot be read"),
+    "no text": ("description", lambda raw: b"\xff" + raw, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_said_and_mended(indexed, cache, tmp_path, heard, kind):
+    which, change, message = DAMAGE[kind]
+    files = entry_files(indexed, cache, tmp_path)
+    sound = content(tmp_path / "kept")
+    rewrite(files[which], change(files[which].read_bytes()))
+    assert_same(dataset(indexed, cache), dataset(indexed))
+    assert len(heard) == 1
+    assert re.search(rf"^  index cache \S+: \S+ {message}.*; built again$", heard[0])
+    assert content(tmp_path / "kept") == sound
+
+
+def test_arrays_of_another_shape_are_refused_though_their_checksums_are_right(indexed, cache, tmp_path, heard):
+    """As if our own code had written too few: the description cannot vouch for that."""
+    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True)
+    entry = recipe.entry(indexed.sequence_lengths, "train")
+    good = recipe.build(indexed.sequence_lengths)
+    wrongs = {
+        "shuffle_index": good["shuffle_index"][:-1],
+        "document_index": good["document_index"].astype(np.int64),
+        "sample_index": np.asfortranarray(good["sample_index"]),
+    }
+    (tmp_path / "kept").mkdir()
+    for name, wrong in wrongs.items():
+        IndexFiles(str(tmp_path / "kept"), entry).write({**good, name: wrong})
+        assert_same(dataset(indexed, cache), dataset(indexed))
+        assert f"-{name}.npy is " in heard.pop() and heard == []
+
+
+def test_no_flipped_bit_gets_through(indexed, cache, tmp_path):
+    files = entry_files(indexed, cache, tmp_path)
+    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True)
+    entry = IndexFiles(str(tmp_path / "kept"), recipe.entry(indexed.sequence_lengths, "train"))
+    expected, harmless = entry.open(), 0
+    for which, path in files.items():
+        raw = path.read_bytes()
+        for place in range(0, len(raw), 13):
+            rewrite(path, flipped(raw, place))
+            try:
+                opened = entry.open()
+            except index_files.Damaged:
+                pass
+            else:
+                # White space of the description, at most.
+                assert which == "description" and all(np.array_equal(opened[name], expected[name]) for name in NAMES)
+                harmless += 1
+            rewrite(path, raw)
+    assert harmless < 20
+
+
+def test_of_a_huge_entry_blocks_all_over_are_checked_and_reading_meets_most_of_the_rest(
+    indexed, cache, tmp_path, monkeypatch
+):
+    """What no one can meet then is a flip that turns an index into another one that is as good."""
+    monkeypatch.setattr(index_files, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(index_files, "MOST_BLOCKS", 8)
+    files = entry_files(indexed, cache, tmp_path)
+    met = {"at the start": 0, "while reading": 0, "another order": 0}
+    for name in NAMES:
+        sound = files[name].read_bytes()
+        for place in range(128, len(sound), 5):
+            rewrite(files[name], flipped(sound, place))
+            met[_how_it_is_met(indexed, tmp_path / "kept")] += 1
+            rewrite(files[name], sound)
+    assert met["at the start"] > 10 and met["while reading"] > 60 > met["another order"]
+
+
+def _how_it_is_met(indexed, folder):
+    heard = []
+    damaged = dataset(indexed, IndexCache(str(folder), heard.append))
+    if heard:
+        return "at the start"
+    try:
+        samples = [damaged[i].tolist() for i in range(len(damaged))]
+    except DataError as error:
+        assert str(error).endswith(f"do not fit the data; delete {folder}") and "\n" not in str(error)
+        return "while reading"
+    assert all(min(sample) >= 0 for sample in samples)
+    return "another order"
+
+
+def test_half_written_entry_is_none(indexed, cache, tmp_path, heard):
+    files = entry_files(indexed, cache, tmp_path)
+    rewrite(files["description"], None)
+    assert_same(dataset(indexed, cache), dataset(indexed))
+    assert heard == [] and files["description"].exists()
+
+
+def test_what_a_killed_writer_left_is_removed(indexed, cache, tmp_path, monkeypatch):
+    child = multiprocessing.get_context("fork").Process(target=_die_while_writing, args=(indexed, cache, monkeypatch))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 9
+    assert any(name.endswith(".tmp") for name in content(tmp_path / "kept"))
+    assert_same(dataset(indexed, cache), dataset(indexed))
+    assert not any(name.startswith(".") or name.endswith(".lock") for name in content(tmp_path / "kept"))
+
+
+def _die_while_writing(indexed, cache, monkeypatch):
+    monkeypatch.setattr("os.replace", lambda *args: os._exit(9))
+    dataset(indexed, cache)
+
+
+def test_eight_ranks_at_once_build_once(indexed, cache, tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(8), context.Queue()
+    ranks = [context.Process(target=_one_rank, args=(indexed, cache, barrier, results, tmp_path)) for _ in range(8)]
+    for rank in ranks:
+        rank.start()
+    answers = [results.get(timeout=30) for _ in ranks]
+    for rank in ranks:
+        rank.join(20)
+    assert [rank.exitcode for rank in ranks] == [0] * 8
+    assert len(set(answers)) == 1
+    assert (tmp_path / "built").read_text() == "x"
+    assert not any(name.endswith(".lock") for name in content(tmp_path / "kept"))
+
+
+def _one_rank(indexed, cache, barrier, results, folder):
+    recipe = sample_recipe(range(8), 82, 50, 6, 3, True)
+
+    def build():
+        with open(folder / "built", "a") as file:
+            file.write("x")
+        time.sleep(0.3)
+        return recipe.build(indexed.sequence_lengths)
+
+    barrier.wait(20)
+    arrays = cache.get(str(folder / "kept"), recipe.entry(indexed.sequence_lengths, "train"), build)
+    results.put((all(isinstance(array, np.memmap) for array in arrays.values()), *(a.tobytes() for a in arrays.values())))
+
+
+@pytest.mark.parametrize("error", [OSError(37, "No locks available"), OSError(95, "Operation not supported")])
+def test_a_file_system_without_locks(indexed, cache, monkeypatch, tmp_path, error):
+    def refuse(*args):
+        raise error
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert isinstance(dataset(indexed, cache).sample_index, np.memmap)
+    assert_same(dataset(indexed, cache), dataset(indexed))
+    assert len(content(tmp_path / "kept")) == 4
+
+
+def test_a_builder_that_hangs_is_not_waited_for_for_ever(indexed, cache, monkeypatch, tmp_path, heard):
+    monkeypatch.setattr(index_cache, "LONGEST_WAIT_S", 0.25)
+    entry = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True).entry(indexed.sequence_lengths, "train")
+    (tmp_path / "kept").mkdir()
+    with open(tmp_path / "kept" / f"{entry.name}.lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert_same(dataset(indexed, cache), dataset(indexed))
+    assert len(heard) == 1 and heard[0].endswith("another process has been writing it for too long; built in memory")
+
+
+def test_who_comes_to_the_lock_as_another_finishes_does_not_build_again(indexed, cache, tmp_path, monkeypatch):
+    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True)
+    arrays, ask = recipe.build(indexed.sequence_lengths), index_cache.try_lock
+
+    def ask_late(path):
+        IndexFiles(str(tmp_path / "kept"), recipe.entry(indexed.sequence_lengths, "train")).write(arrays)
+        return ask(path)
+
+    monkeypatch.setattr(index_cache, "try_lock", ask_late)
+    monkeypatch.setattr("megatron_lite.data.gpt_indices.Recipe.build", must_not_build)
+    assert isinstance(dataset(indexed, cache).sample_index, np.memmap)
+
+
+@pytest.mark.parametrize("taken_again", [True, False])
+def test_a_lock_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch, taken_again):
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def removed_first(file, kind):
+        path.unlink()
+        if taken_again:
+            path.touch()
+        flock(file, kind)
+
+    monkeypatch.setattr("fcntl.flock", removed_first)
+    with try_lock(path) as lock:
+        assert lock is Lock.BUSY
+    assert path.exists() == taken_again
+
+
+def test_who_waits_takes_what_the_other_wrote(indexed, cache, tmp_path, monkeypatch):
+    """Also from a lock file that the other has removed meanwhile."""
+    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True)
+    entry = recipe.entry(indexed.sequence_lengths, "train")
+    (tmp_path / "kept").mkdir()
+    lock = tmp_path / "kept" / f"{entry.name}.lock"
+    other = open(lock, "w")
+    fcntl.flock(other, fcntl.LOCK_EX)
+    arrays = recipe.build(indexed.sequence_lengths)
+
+    def finish():
+        IndexFiles(str(tmp_path / "kept"), entry).write(arrays)
+        lock.unlink()
+        other.close()
+
+    timer = threading.Timer(0.3, finish)
+    timer.start()
+    monkeypatch.setattr("megatron_lite.data.gpt_indices.Recipe.build", must_not_build)
+    assert isinstance(dataset(indexed, cache).sample_index, np.memmap)
+    timer.join()
