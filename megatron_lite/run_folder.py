@@ -1,4 +1,25 @@
-"""Names and formats of all that a run writes: written by the trainer, read by the analysis. No torch here."""
+"""Names and formats of all that a run writes: written by the trainer, read by the analysis. No torch here.
+
+steps.jsonl has two kinds of lines. Times are milliseconds, memory is bytes, losses are nats.
+
+One per step of the rank that writes, the last one:
+    iteration, step (of this run, from 1), consumed_samples, batch_size, next_lr, loss_scale, skipped,
+    loss, grad_norm: null for what a skipped step has not
+    ms: the whole step on the host, evaluating and saving included
+    phases_ms: {phase: host time}; on a GPU that is handing work over. "data" is waiting for the loader.
+    gpu_ms, gpu_phases_ms: the same as the GPU passed through its stream, idle moments in between included; on a GPU only.
+        Gradients are reduced beside backward: what of it backward does not hide is part of backward's time, and
+        "grad_sync" is what is left after it.
+    host_memory_bytes: this process's own at the step's end (Linux); peak_memory_bytes: most that tensors took on the
+        GPU within the step
+    local, profiled, beside_profile, compiling: true where the loss is this rank's only because the run failed, or the
+        time is no ordinary one; else absent
+One per console line, {"ranks": {...}}, of the ordinary steps since the one before; every list has a number per rank:
+    iterations: [first, last]; steps: how many were ordinary
+    step_ms (without evaluating and saving), gpu_ms, phases_ms, gpu_phases_ms: medians over the steps (that had the phase)
+    host_memory_bytes: median; peak_memory_bytes: maximum
+With --no-step-timeline there are no lines of ranks, and of a step only its whole time.
+"""
 
 import json
 import os
@@ -8,6 +29,10 @@ from pathlib import Path
 RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder
+MANIFEST_FILE = "manifest.json"  # files of a checkpoint with sizes and checksums
+RECORD_FILE = "training_state.json"  # the plain values of a checkpoint
+ANNOUNCEMENT_FILE = ".committing"  # the checkpoint that is being renamed
 RUN_SCHEMA = 1
 
 
@@ -16,29 +41,21 @@ def default_run_dir(run_dir: str | None, tensorboard_dir: str | None, save: str 
     return Path(run_dir or tensorboard_dir or save or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def checkpoint_dir(save: Path, iteration: int) -> Path:
-    """SAVE/iter_0000010, as Megatron names it."""
-    return save / f"iter_{iteration:07d}"
+def checkpoint_name(iteration: int) -> str:
+    """iter_0000010, as Megatron names it."""
+    return f"iter_{iteration:07d}"
 
 
-def checkpoint_file(folder: Path) -> Path:
-    """The one file of a checkpoint folder, under Megatron's name for rank 0 of tensor and pipeline."""
-    return folder / "mp_rank_00" / "model_optim_rng.pt"
-
-
-def read_tracker(save: Path) -> int | None:
-    """The iteration of the newest complete checkpoint, or None. Raises ValueError for a file that holds no number."""
-    try:
-        text = (save / TRACKER_FILE).read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return int(text)
+def iteration_of(name: str) -> int | None:
+    """The inverse; None for another name."""
+    digits = name.removeprefix("iter_")
+    return int(digits) if name.startswith("iter_") and digits.isdecimal() and checkpoint_name(int(digits)) == name else None
 
 
 def write_atomically(path: Path, text: str):
     """All of `text` or the old file: never a half-written one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.partial")  # one name: what a killed process left is written over
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

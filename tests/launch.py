@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_lite.checkpoint.find import open_checkpoint
 from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import Plan, resolve
@@ -103,6 +104,15 @@ def _say_nothing(text: str):
 
 
 def steps(run_dir: Path) -> list[dict]:
+    return [line for line in _lines(run_dir) if "ranks" not in line]
+
+
+def intervals(run_dir: Path) -> list[dict]:
+    """What was written of all ranks, one per console line."""
+    return [line["ranks"] for line in _lines(run_dir) if "ranks" in line]
+
+
+def _lines(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -111,7 +121,16 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def checkpoint(save: Path, iteration: int) -> dict:
-    return torch.load(save / f"iter_{iteration:07d}" / "mp_rank_00" / "model_optim_rng.pt", weights_only=True)
+    """The record of a checkpoint under "record", and all its tensors by name."""
+    stored = open_checkpoint(save / f"iter_{iteration:07d}")
+    tensors = {name: torch.empty(stored.size_of(name), dtype=stored.dtype_of(name)) for name in sorted(stored.names())}
+    stored.read_into(tensors)
+    return {"record": stored.record, **tensors}
+
+
+def part(saved: dict, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
 
 
 def same(a, b) -> bool:
@@ -150,7 +169,11 @@ def pretrain(argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretr
     """As a user starts it: python for 0 ranks, else torchrun."""
     started = time.monotonic()
     process = start(argv, ranks, script, cwd)
-    out, err = process.communicate(timeout=100)
+    try:
+        out, err = process.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # ranks and their loaders would live on
+        raise
     return Ended(process.returncode, out, err, time.monotonic() - started)
 
 
@@ -161,7 +184,7 @@ def start(argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain
         launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_addr", "localhost",
                      "--master_port", str(free_port())]
     return subprocess.Popen([*launcher, str(script), *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=environment(), cwd=cwd or REPO)
+                            env=environment(), cwd=cwd or REPO, start_new_session=True)
 
 
 def environment() -> dict[str, str]:

@@ -4,13 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, quietly, same, steps
+import torch
+from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, part, quietly, same, steps
 
 from megatron_lite.errors import CheckpointError
 
 WHOLE = "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
 PRECISIONS = {"fp32": "", "fp16": "--fp16 --initial-loss-scale 4194304 --loss-scale-window 2 --hysteresis 1",
-              "bf16": "--bf16", "sgd": "--optimizer sgd", "cyclic": "--dataloader-type cyclic"}
+              "bf16": "--bf16", "sgd": "--optimizer sgd", "cyclic": "--dataloader-type cyclic",
+              "async": "--async-save --bf16 --save-interval 1", "torch": "--ckpt-format torch --bf16"}
+
+MEASURED = {"ms", "phases_ms", "step", "host_memory_bytes", "peak_memory_bytes"}  # of a step, and its number in its run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,10 +56,51 @@ def test_resuming_is_not_interrupting(two_ranks, name):
     assert whole.keys() == parts.keys()
     for key in whole:
         assert same(whole[key], parts[key]), key
-    timeless = [[{k: v for k, v in record.items() if k not in ("ms", "phases_ms", "step")} for record in records]
+    timeless = [[{k: v for k, v in record.items() if k not in MEASURED} for record in records]
                 for records in (steps(two_ranks / f"{name} whole"),
                                 steps(two_ranks / f"{name} first") + steps(two_ranks / f"{name} second"))]
     assert timeless[0] == timeless[1] and len(timeless[0]) == 8
+
+
+def test_formats_hold_the_same(two_ranks):
+    sharded, one_file = (checkpoint(two_ranks / f"{name} save", 8) for name in ("async", "torch"))
+    assert sharded.keys() == one_file.keys() and all(same(sharded[key], one_file[key]) for key in sharded)
+    files = {name: {path.name for path in (two_ranks / f"{name} save" / "iter_0000008").rglob("*") if path.is_file()}
+             for name in ("async", "torch")}
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} < files["async"] and "model_optim_rng.pt" in files["torch"]
+
+
+def test_ranks_write_about_as_much_each(two_ranks):
+    sizes = [(two_ranks / "bf16 save" / "iter_0000008" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+@pytest.fixture(scope="module")
+def changing_ranks(tmp_path_factory) -> Path:
+    """2 -> 1 -> 2 ranks, and 2 all the while; the global batch is the same."""
+    folder = tmp_path_factory.mktemp("changing")
+    common = flags(WHOLE, "--fp16 --initial-loss-scale 4096 --train-iters 9 --lr-decay-iters 9")
+
+    def two(name: str, *words: str):
+        (folder / "scenarios.json").write_text(json.dumps({name: [*common, "--save", str(folder / "save"), *words]}))
+        on_ranks("launch:train_all", folder, str(folder / "scenarios.json"))
+
+    two("whole", "--save", str(folder / "save whole"))
+    two("first", "--exit-interval", "3")
+    quietly([*common, "--exit-interval", "6", "--save", str(folder / "save"), "--load", str(folder / "save")], folder / "second")
+    two("third", "--load", str(folder / "save"))
+    return folder
+
+
+def test_the_number_of_ranks_may_change(changing_ranks):
+    """Bitwise what does not depend on the order of sums; the data goes on unbroken; the rest to float rounding."""
+    parts = [record for name in ("first", "second", "third") for record in steps(changing_ranks / name)]
+    whole = steps(changing_ranks / "whole")
+    assert [record["iteration"] for record in parts] == list(range(1, 10))
+    for key in ("consumed_samples", "loss_scale", "next_lr", "skipped"):
+        assert [record[key] for record in parts] == [record[key] for record in whole], key
+    assert [r["loss"] for r in parts[:3]] == [r["loss"] for r in whole[:3]]
+    assert [r["loss"] for r in parts] == pytest.approx([r["loss"] for r in whole], rel=2e-4)
 
 
 def test_the_loss_scale_moved_on_both_sides_of_the_interruption(two_ranks):
@@ -64,8 +109,8 @@ def test_the_loss_scale_moved_on_both_sides_of_the_interruption(two_ranks):
 
 
 def test_ranks_save_random_states_of_their_own(two_ranks):
-    one, other = checkpoint(two_ranks / "fp32 save", 8)["random_states"]
-    assert not same(one["torch"], other["torch"])
+    saved = checkpoint(two_ranks / "fp32 save", 8)
+    assert saved["record"].ranks == 2 and not same(saved["random.0.torch"], saved["random.1.torch"])
 
 
 def test_what_is_trained_on_is_left_out_after_resuming(saved, tmp_path):
@@ -106,9 +151,10 @@ def test_finetune_takes_weights_only(saved, tmp_path):
 def test_no_save_optim_and_no_save_rng(tmp_path):
     quietly(flags(WHOLE, "--exit-interval 4 --no-save-optim --no-save-rng --save", tmp_path / "save"), tmp_path / "a")
     state = checkpoint(tmp_path / "save", 4)
-    assert state["optimizer"] is None and state["random_states"] is None
+    assert state["record"].optimizer is None and state["record"].ranks == 0
+    assert {name.partition(".")[0] for name in state} == {"record", "model"}
     load = (WHOLE, "--load", tmp_path / "save")
-    with pytest.raises(CheckpointError, match="--no-save-optim and holds no optimizer; add --no-load-optim"):
+    with pytest.raises(CheckpointError, match="its optimizer was not saved .--no-save-optim.*; add --no-load-optim"):
         quietly(flags(*load), tmp_path / "refused")
     with pytest.raises(CheckpointError, match="--no-save-rng and holds no random states; add --no-load-rng"):
         quietly(flags(*load, "--no-load-optim"), tmp_path / "refused")
@@ -134,3 +180,22 @@ def test_precision_may_change(tmp_path, before, after):
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "same"), abs=5e-3)
     if "--loss-scale" in after:
         assert {record["loss_scale"] for record in steps(tmp_path / "other")} == {512.0}
+
+
+def saved_again(save: Path, tmp_path: Path, words: str) -> dict:
+    """The checkpoint of iteration 4 as a run with other flags has it after loading, before its first step."""
+    quietly(flags(WHOLE, "--train-iters 4 --use-checkpoint-opt-param-scheduler", words, "--load", save, "--save", tmp_path / "again"), tmp_path / "b")
+    return checkpoint(tmp_path / "again", 4)
+
+
+@pytest.mark.parametrize("before, after", [("", "--bf16"), ("--bf16", ""), ("--bf16", "--fp16 --initial-loss-scale 64")])
+def test_masters_pass_from_one_precision_to_another_whole(tmp_path, before, after):
+    quietly(flags(WHOLE, before, "--exit-interval 4 --save", tmp_path / "save"), tmp_path / "a")
+    one, other = checkpoint(tmp_path / "save", 4), saved_again(tmp_path / "save", tmp_path, after)
+    names = list(part(one, "model."))
+    exact = [{name: saved.get(f"optimizer.{name}.master", saved[f"model.{name}"]) for name in names} for saved in (one, other)]
+    assert same(*exact) and all(tensor.dtype == torch.float32 for tensor in exact[0].values())
+    moments = [{name: saved[name] for name in saved if name.endswith((".exp_avg", ".exp_avg_sq", ".step"))} for saved in (one, other)]
+    assert same(*moments) and len(moments[0]) == 3 * len(names)
+    rounded = part(other, "model.")
+    assert all(torch.equal(rounded[name], exact[1][name].to(rounded[name].dtype)) for name in names)

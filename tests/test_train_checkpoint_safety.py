@@ -1,28 +1,33 @@
 """Checkpoints that must not be loaded, and saves that fail: one line, and no earlier checkpoint is lost."""
 
+import hashlib
 import io
+import json
 import os
 import pickle
+import re
 import resource
 import shutil
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from launch import DROPOUT, alone, checkpoint, environment, flags, losses, on_ranks, plan_of, quietly, steps, train
+from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, plan_of, quietly, steps, train
 
+from megatron_lite.checkpoint.folder import missing, newest
 from megatron_lite.errors import CheckpointError
+from megatron_lite.instruments.base import Instrument
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.run_folder import TRACKER_FILE
 
 WHOLE = "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
 
 CPU = torch.device("cpu")
 
 
-def file_of(save: Path, iteration: int) -> Path:
-    return save / f"iter_{iteration:07d}" / "mp_rank_00" / "model_optim_rng.pt"
+def file_of(save: Path, iteration: int, name: str = "__0_0.distcp") -> Path:
+    return save / f"iter_{iteration:07d}" / name
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,26 +119,105 @@ def test_no_checkpoint_yet(tmp_path):
     assert "--exit-on-missing-checkpoint" in message
 
 
+def contents(folder: Path) -> dict:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
 def test_a_tracker_without_a_number(copy, tmp_path):
-    (copy / "latest_checkpointed_iteration.txt").write_text("soon")
-    assert "latest_checkpointed_iteration.txt" in refusal(copy, tmp_path)
+    (copy / TRACKER_FILE).write_text("soon")
+    assert f"{TRACKER_FILE} holds no iteration" in refusal(copy, tmp_path)
 
 
 def test_a_tracker_that_names_nothing(copy, tmp_path):
-    (copy / "latest_checkpointed_iteration.txt").write_text("6")
-    assert "iteration 6" in refusal(copy, tmp_path)
+    (copy / TRACKER_FILE).write_text("6")
+    message = refusal(copy, tmp_path)
+    assert "iter_0000006" in message and "complete ones of iteration 4" in message
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
-def test_a_truncated_file(copy, tmp_path, keep):
-    path = file_of(copy, 4)
-    path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
-    assert "damaged" in refusal(copy, tmp_path)
+def test_a_lost_tracker(copy, tmp_path):
+    """Starting from random weights beside weeks of work would be the worst answer."""
+    (copy / TRACKER_FILE).unlink()
+    message = refusal(copy, tmp_path)
+    assert f"no {TRACKER_FILE}" in message and "--ckpt-step" in message and "iteration 4" in message
+    resumed(copy, tmp_path, "--ckpt-step 4")
 
 
-def test_another_trainers_file(copy, tmp_path):
-    torch.save({"args": "something", "model": {}}, file_of(copy, 4))
-    assert "not a checkpoint of this trainer" in refusal(copy, tmp_path)
+def test_a_step_that_is_not_there(copy, tmp_path):
+    assert "--ckpt-step 3: there is no" in refusal(copy, tmp_path, "--ckpt-step 3")
+
+
+def flip(path: Path):
+    """One bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "cut": (lambda folder: os.truncate(folder / "__0_0.distcp", 5000), "__0_0.distcp has 5000 bytes instead of"),
+    "emptied": (lambda folder: os.truncate(folder / "__0_0.distcp", 0), "__0_0.distcp has 0 bytes instead of"),
+    "bit": (lambda folder: flip(folder / "__0_0.distcp"), "__0_0.distcp does not have the contents that were written"),
+    "lost": (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "metadata": (lambda folder: flip(folder / ".metadata"), ".metadata does not have the contents"),
+    "no metadata": (lambda folder: (folder / ".metadata").unlink(), ".metadata is missing"),
+    "record": (lambda folder: flip(folder / "training_state.json"), "training_state.json does not have the contents"),
+    "manifest": (lambda folder: os.truncate(folder / "manifest.json", 20), "manifest.json is damaged"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+    "no file": (lambda folder: [path.unlink() for path in folder.iterdir()], "manifest.json is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_without_an_earlier_one(copy, tmp_path, kind):
+    act, words = DAMAGES[kind]
+    act(copy / "iter_0000004")
+    before = contents(copy)
+    message = refusal(copy, tmp_path)
+    assert words in message and "no earlier one" in message
+    assert words in refusal(copy, tmp_path, "--ckpt-step 4")
+    assert contents(copy) == before, "nothing is changed on disk"
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    quietly(flags(WHOLE, *DROPOUT, "--save-interval 2 --exit-interval 6 --save", folder / "save"), folder / "run")
+    return folder / "save"
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_a_word(two_saved, tmp_path, kind):
+    copy = Path(shutil.copytree(two_saved, tmp_path / "copy"))
+    act, words = DAMAGES[kind]
+    act(copy / "iter_0000006")
+    _, out = quietly(flags(WHOLE, *DROPOUT, "--load", copy, "--save", copy), tmp_path / "run")
+    assert words in out and "iter_0000006 is damaged" in out and "going back to iter_0000004" in out
+    assert [record["iteration"] for record in steps(tmp_path / "run")] == [5, 6, 7, 8]
+    _, out = quietly(flags(WHOLE, *DROPOUT, "--load", copy), tmp_path / "again")
+    assert "is damaged" not in out and "loaded iteration 8" in out
+
+
+def test_two_damaged_checkpoints_are_passed_over(two_saved, tmp_path):
+    copy = Path(shutil.copytree(two_saved, tmp_path / "copy"))
+    flip(file_of(copy, 6))
+    flip(file_of(copy, 4))
+    _, out = quietly(flags(WHOLE, *DROPOUT, "--load", copy), tmp_path / "run")
+    assert "going back to iter_0000004" in out and "going back to iter_0000002" in out and "loaded iteration 2" in out
+
+
+def test_any_kept_iteration_can_be_named(two_saved, tmp_path):
+    for step in (2, 4):
+        quietly(flags(WHOLE, *DROPOUT, f"--ckpt-step {step} --load", two_saved), tmp_path / f"{step}")
+        assert [record["iteration"] for record in steps(tmp_path / f"{step}")] == list(range(step + 1, 9))
+
+
+def test_megatrons_sharded_format_is_named(copy, tmp_path):
+    for name in ("training_state.json", "manifest.json"):
+        file_of(copy, 4, name).unlink()
+    message = refusal(copy, tmp_path)
+    assert "manifest.json is missing" in message
+    (file_of(copy, 4, "common.pt")).write_bytes(b"")
+    assert "torch_dist format" in refusal(copy, tmp_path) and "--ckpt-format torch" in refusal(copy, tmp_path)
 
 
 class Evil:
@@ -144,25 +228,54 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("form", ["torch", "pickle"])
-def test_a_file_that_would_run_code(copy, tmp_path, form):
+def forge(folder: Path, name: str, data: bytes):
+    """A file of an attacker, who can also write the manifest."""
+    (folder / name).write_bytes(data)
+    manifest = folder / "manifest.json"
+    files = json.loads(manifest.read_text())
+    files["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest.write_text(json.dumps(files))
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_file_that_would_run_code(copy, tmp_path, name):
     trap = tmp_path / "ran"
-    path = file_of(copy, 4)
-    if form == "torch":
-        torch.save({"format": 1, "evil": Evil(trap)}, path)
+    data = io.BytesIO()
+    if name == ".metadata":
+        pickle.dump(Evil(trap), data)
     else:
-        path.write_bytes(pickle.dumps({"format": 1, "evil": Evil(trap)}))
+        torch.save(Evil(trap), data)
+    if name == "__0_0.distcp":  # every tensor is said to be where the trap is
+        metadata = pickle.loads(file_of(copy, 4, ".metadata").read_bytes())
+        for place in metadata.storage_data.values():
+            place.offset, place.length = 0, len(data.getvalue())
+        forge(copy / "iter_0000004", ".metadata", pickle.dumps(metadata))
+    forge(copy / "iter_0000004", name, data.getvalue())
     assert "cannot be read" in refusal(copy, tmp_path)
     assert not trap.exists()
-    torch.load(path, weights_only=False) if form == "torch" else pickle.loads(path.read_bytes())
+    data.seek(0)
+    torch.load(data, weights_only=False) if name == "__0_0.distcp" else pickle.load(data)
     assert trap.exists(), "the trap works where code is run"
+
+
+def test_metadata_that_points_elsewhere(copy, tmp_path):
+    metadata = pickle.loads(file_of(copy, 4, ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../{place.relative_path}"
+    forge(copy / "iter_0000004", ".metadata", pickle.dumps(metadata))
+    assert "cannot be read" in refusal(copy, tmp_path)
+
+
+def test_a_manifest_that_points_elsewhere(copy, tmp_path):
+    forge(copy / "iter_0000004", "../secret", b"x")
+    assert "manifest.json is damaged" in refusal(copy, tmp_path)
 
 
 # --- saving that fails
 
 
 def save_by(act):
-    """torch.save for the checkpoint's own file replaced by `act`; torch pickles messages between ranks with it too."""
+    """torch.save for a checkpoint's file replaced by `act`; torch pickles messages between ranks with it too."""
     inner = torch.save
 
     def save(state, file, **named):
@@ -171,23 +284,46 @@ def save_by(act):
     return save
 
 
-def contents(folder: Path) -> dict:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+WAYS = ["", "--async-save", "--ckpt-format torch"]
 
 
-def test_a_full_disk(copy, tmp_path):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_full_disk(copy, tmp_path, way):
     before = contents(copy)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(CheckpointError) as caught:
-            quietly(flags(WHOLE, *DROPOUT, "--save", copy, "--load", copy), tmp_path / "run")
+            quietly(flags(WHOLE, *DROPOUT, way, "--save", copy, "--load", copy), tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [line] = caught.value.lines
-    assert "\n" not in line and f"--save {copy}" in line and "iteration 8" in line and "untouched" in line
+    assert "\n" not in line and f"--save {copy}" in line and "iter_0000008" in line and "untouched" in line
+    assert re.search(r"\((rank 0: )(File too large|a file could not be written to its end), [0-9.]+ [KMGT]iB free there\)", line)
     assert contents(copy) == before, "nothing half-written stays"
     resumed(copy, tmp_path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_full_disk_need_not_stop_the_run(copy, tmp_path, way):
+    """The checkpoint of iteration 6 cannot be written; that of 8 can."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Room(Instrument):
+        def begin(self, step):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if step == 2 else limits[1], limits[1]))
+
+    try:
+        words = "--save-interval 2 --no-exit-on-save-failure"
+        if way == "--async-save":
+            words += " --log-interval 1"
+        _, out = quietly(flags(WHOLE, *DROPOUT, way, words, "--save", copy, "--load", copy), tmp_path / "run", [Room()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if way != "--async-save":  # whose thread may well write after the room is back
+        assert "warning: --save" in out and "iter_0000006" in out and "Training goes on" in out
+        assert not (copy / "iter_0000006").exists()
+    assert (copy / TRACKER_FILE).read_text() == "8" and checkpoint(copy, 8)["record"].iteration == 8
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("[enforce fail] unexpected pos\nmore")])
@@ -204,70 +340,90 @@ def test_a_save_that_fails_in_torch(copy, tmp_path, monkeypatch, error):
     assert "\n" not in str(caught.value) and contents(copy) == before
 
 
-def fail_to_save(world, save):
-    """For on_ranks: the first rank cannot write; every rank must hear of it."""
+def test_a_save_in_the_background_that_failed_stops_the_run(tmp_path, monkeypatch):
+    """Soon, not at the next save; and the state was that of the step when it began."""
+    monkeypatch.setattr(torch, "save", save_by(lambda state, file: (_ for _ in ()).throw(OSError(28, "No space left"))))
+    slow = Slow()
+    with pytest.raises(CheckpointError, match="No space left"):
+        quietly(flags("--train-iters 500 --async-save --save-interval 400 --save", tmp_path / "save"), tmp_path / "run", [slow])
+    assert 400 < len(steps(tmp_path / "run")) < 490
+
+
+class Slow(Instrument):
+    """Time for a thread."""
+
+    def begin(self, step):
+        if step > 400:
+            time.sleep(0.02)
+
+
+def fail_to_save(world, save, failing, words):
+    """For on_ranks: one rank cannot write; every rank must hear of it."""
     def fail(state, file):
         raise OSError(28, "No space left on device")
 
-    torch.save = save_by(fail)
+    if world.rank == int(failing):
+        torch.save = save_by(fail)
     try:
-        train(flags(WHOLE, "--save", Path(save)), Path(f"rank {world.rank}"), world)
+        train(flags(WHOLE, words, "--save", Path(save)), Path(f"rank {world.rank}"), world)
     except CheckpointError as error:
         print(f"refused: {error}")
 
 
-def test_all_ranks_hear_of_a_failed_save(tmp_path):
-    for output in on_ranks("test_train_checkpoint_safety:fail_to_save", tmp_path, str(tmp_path / "save")):
+@pytest.mark.parametrize("failing, words", [("0", ""), ("1", ""), ("1", "--async-save"), ("0", "--ckpt-format torch")])
+def test_all_ranks_hear_of_a_failed_save(tmp_path, failing, words):
+    save = str(tmp_path / "save")
+    for output in on_ranks("test_train_checkpoint_safety:fail_to_save", tmp_path, save, failing, words):
         assert output.count("refused: --save") == 1 and "No space left on device" in output
-    assert not (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
-
-
-@pytest.mark.parametrize("moment", ["torch.save", "os.replace", pytest.param("os.fsync", marks=pytest.mark.slow)])
-def test_killed_in_the_middle_of_saving(copy, tmp_path, moment):
-    """kill -9 at the worst moments: the earlier checkpoint still loads, and the next save succeeds."""
-    module, name = moment.split(".")
-    script = tmp_path / "killed.py"
-    script.write_text(f"""
-import os, pathlib, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch
-from launch import alone, train
-from test_train_checkpoint_safety import save_by
-def dies(*arguments):
-    if {moment!r} == "torch.save":
-        arguments[1].write(b"half of it")
-        arguments[1].flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-{module}.{name} = save_by(dies) if {moment!r} == "torch.save" else dies
-with alone():
-    train(sys.argv[2:], pathlib.Path(sys.argv[1]))
-""")
-    argv = flags(WHOLE, *DROPOUT, "--save", copy, "--load", copy)
-    ended = subprocess.run([sys.executable, script, tmp_path / "run", *argv], env=environment(), capture_output=True, check=False)
-    assert ended.returncode == -9, ended.stderr.decode()
-    assert (copy / "latest_checkpointed_iteration.txt").read_text() == "4"
-    quietly(argv, tmp_path / "again")
-    assert (copy / "latest_checkpointed_iteration.txt").read_text() == "8"
-    assert not [name for name in contents(copy) if "unfinished" in name and "0000008" in name]
-    assert checkpoint(copy, 8)["iteration"] == 8
+        assert f"rank {failing}" in output
+    assert list((tmp_path / "save").iterdir()) == []
 
 
 def test_saving_the_same_iteration_again_never_leaves_a_gap(copy, tmp_path, monkeypatch):
-    """The tracker names iteration 4 all the while; at every rename its file must be there, complete."""
+    """The tracker names iteration 4 all the while; after every rename it must be there, complete."""
     inner, seen = os.replace, []
 
     def watch(source, target):
         inner(source, target)
-        seen.append(checkpoint(copy, 4)["iteration"])
+        slot = newest(copy)
+        seen.append((slot.name, missing(slot.folder)))
 
     monkeypatch.setattr(os, "replace", watch)
     quietly(flags(WHOLE, *DROPOUT, "--train-iters 4 --lr-decay-iters 8", "--save", copy), tmp_path / "run")
-    assert seen and set(seen) == {4}
+    assert len(seen) >= 5 and set(seen) == {("iter_0000004", None)}
 
 
 def test_a_finished_run_that_is_started_again_keeps_its_checkpoint(copy, tmp_path):
     """With --no-load-optim it would else replace the moments by fresh ones."""
-    before = (copy / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt").stat()
+    before = file_of(copy, 4).stat()
     quietly(flags(WHOLE, *DROPOUT, "--train-iters 4 --no-load-optim", "--save", copy, "--load", copy), tmp_path / "run")
-    after = (copy / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt").stat()
+    after = file_of(copy, 4).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+# --- which ones stay
+
+
+def iterations(save: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in save.glob("iter_*"))
+
+
+def test_retention(tmp_path):
+    save = tmp_path / "save"
+    words = "--save-interval 1 --save-retain-interval 3"
+    quietly(flags(WHOLE, words, "--exit-interval 5 --save", save), tmp_path / "a")
+    assert iterations(save) == [3, 5]
+    quietly(flags(WHOLE, words, "--save", save, "--load", save), tmp_path / "b")
+    assert iterations(save) == [3, 6, 8] and [path.name for path in save.iterdir() if path.name.startswith(".")] == []
+
+
+def test_retention_spares_what_a_failed_save_would_leave_alone(copy, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "save", save_by(lambda state, file: (_ for _ in ()).throw(OSError(28, "No space left"))))
+    with pytest.raises(CheckpointError):
+        quietly(flags(WHOLE, *DROPOUT, "--save-interval 1 --save-retain-interval 3 --save", copy, "--load", copy), tmp_path / "run")
+    assert iterations(copy) == [4] and checkpoint(copy, 4)["record"].iteration == 4
+
+
+def test_another_folder_keeps_what_was_loaded(saved, tmp_path):
+    quietly(flags(WHOLE, *DROPOUT, "--save-interval 1 --save-retain-interval 3 --load", saved, "--save", tmp_path / "new"), tmp_path / "run")
+    assert iterations(saved) == [4] and iterations(tmp_path / "new") == [6, 8]

@@ -10,6 +10,7 @@ COMMANDS = {  # name: (module with run(argv), what it does)
     "preprocess": ("megatron_lite.cli.preprocess", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
     "merge": ("megatron_lite.cli.merge", "join .bin/.idx data sets to one"),
     "inspect": ("megatron_lite.cli.inspection", "check a .bin/.idx data set and say what it holds"),
+    "convert": ("megatron_lite.cli.convert", "checkpoints to and from Hugging Face folders, and from Megatron-LM's"),
     "make-corpus": ("megatron_lite.cli.corpus", "a data set from Python's own sources, for machines without any data"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it

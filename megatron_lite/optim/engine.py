@@ -18,10 +18,18 @@ def make_engine(plan: Plan, weights: list[nn.Parameter], lr: Tensor) -> torch.op
     ]
     groups = [group for group in groups if group["params"]]
     if o.optimizer == "adam":
-        return torch.optim.AdamW(groups, lr=lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
-    engine = torch.optim.SGD(groups, lr=lr, momentum=o.sgd_momentum, fused=True)
-    if o.sgd_momentum:
-        for weight in weights:
-            # torch leaves a buffer that it makes in a skipped first step uninitialised; zeros give the same first step
-            engine.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        engine = torch.optim.AdamW(groups, lr=lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
+    else:
+        engine = torch.optim.SGD(groups, lr=lr, momentum=o.sgd_momentum, fused=True)
+    for weight in weights:
+        engine.state[weight] |= _first_state(o.optimizer, o.sgd_momentum, weight)
     return engine
+
+
+def _first_state(kind: str, momentum: float, weight: nn.Parameter) -> dict[str, Tensor]:
+    """What torch would make in the first step. Made before it, a checkpoint finds tensors to be read into."""
+    if kind == "adam":
+        step = torch.zeros((), dtype=torch.float32, device=weight.device)
+        return {"step": step, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+    # torch would leave a buffer that it makes in a skipped first step uninitialised; zeros give the same first step
+    return {"momentum_buffer": torch.zeros_like(weight)} if momentum else {}

@@ -18,11 +18,9 @@ class LossScale:
     def update(self, overflow: Tensor):
         """Called once a step with the bool tensor `overflow`."""
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """What a resumed run goes on from, live; nothing, as a fixed factor is the command line's."""
         return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]):
-        """A fixed factor is the command line's, whatever an earlier run had."""
 
 
 class DynamicLossScale(LossScale):
@@ -46,14 +44,8 @@ class DynamicLossScale(LossScale):
         self.growth_tracker.copy_(torch.where(grow, 0, clean_steps))
         self.hysteresis_tracker.copy_(torch.where(grow, self.hysteresis, left))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"scale": self.scale.clone(), "growth_tracker": self.growth_tracker.clone(),
-                "hysteresis_tracker": self.hysteresis_tracker.clone()}
-
-    def load_state_dict(self, state: dict[str, Tensor]):
-        """Go on where `state` was taken. An empty one, of a run without a dynamic scale, changes nothing."""
-        for name, value in state.items():
-            getattr(self, name).copy_(value)
+    def tensors(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "growth_tracker": self.growth_tracker, "hysteresis_tracker": self.hysteresis_tracker}
 
 
 def make_loss_scale(plan: Plan, device: torch.device) -> LossScale | None:

@@ -128,24 +128,17 @@ class Optimizer:
             self.scaler.update(skipped)
         self.good_samples += (~skipped).long() * samples
 
-    def state_dict(self) -> dict:
-        """Everything that the next step depends on besides the model."""
-        return {
-            "kind": self.plan.args.optimizer.optimizer,
-            "engine": self.engine.state_dict()["state"],
-            "masters": self.weights.state_dict(),
-            "loss_scale": {} if self.scaler is None else self.scaler.state_dict(),
-            "good_samples": self.good_samples.clone(),
-        }
+    def tensors(self, names: list[str]) -> dict[str, Tensor]:
+        """Everything that the next step depends on besides the model, under checkpoint.record's flat names.
 
-    def load_state_dict(self, state: dict):
-        """The inverse of state_dict. The command line's betas, decay and so on stay."""
-        groups = self.engine.state_dict()["param_groups"]
-        if state["engine"]:  # SGD without momentum has nothing to tell one with
-            self.engine.load_state_dict({"state": state["engine"], "param_groups": groups})
-        for group in self.engine.param_groups:
-            group["lr"] = self.lr  # torch copies groups when it loads: keep the one tensor that _set_rates writes
-        self.weights.load_state_dict(state["masters"])
+        names: of the parameters, in their order. The tensors are the live ones: what is copied into them counts, a
+        master's way into the model being weights.write_back.
+        """
+        found = {"optimizer.good_samples": self.good_samples}
+        for name, parameter, master in zip(names, self.weights.model, self.weights.masters, strict=True):
+            if master is not parameter:
+                found[f"optimizer.{name}.master"] = master.detach()
+            found |= {f"optimizer.{name}.{key}": value for key, value in self.engine.state[master].items()}
         if self.scaler is not None:
-            self.scaler.load_state_dict(state["loss_scale"])
-        self.good_samples.copy_(state["good_samples"])
+            found |= {f"loss_scale.{key}": value for key, value in self.scaler.tensors().items()}
+        return found

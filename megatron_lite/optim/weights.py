@@ -34,16 +34,3 @@ class MasterWeights:
         """Take the masters from the model, after weights were loaded without an optimizer."""
         for parameter, master in self._pairs:
             master.copy_(parameter)
-
-    def state_dict(self) -> list[Tensor]:
-        """The masters that the model does not hold itself."""
-        return [master.detach() for _, master in self._pairs]
-
-    @torch.no_grad()
-    def load_state_dict(self, state: list[Tensor]):
-        """Take the masters of a run in any precision, after the model's own weights were loaded."""
-        if not state:  # saved by an fp32 run: the model, loaded before, holds all there is
-            return self.reload()
-        for master, saved in zip(self.masters, state, strict=True):
-            master.copy_(saved)
-        self.write_back()

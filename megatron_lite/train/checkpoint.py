@@ -1,266 +1,228 @@
-"""Checkpoints: one file, written beside its place, synced, renamed; the tracker last.
-
-At any moment the tracker names a complete checkpoint, or the one before it.
-"""
+"""A run's state, to a checkpoint and back."""
 
 import dataclasses
-import os
-import random
-import shutil
+import platform
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from megatron_lite.config.flags import dashed
+from megatron_lite.checkpoint import dcp, folder, torch_file
+from megatron_lite.checkpoint.background import Background, HostCopies
+from megatron_lite.checkpoint.find import chosen, newest_sound, open_checkpoint
+from megatron_lite.checkpoint.random_states import random_state, set_random_state
+from megatron_lite.checkpoint.record import Record, Stored
+from megatron_lite.checkpoint.shares import share_of
+from megatron_lite.checkpoint.write import Writer
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.errors import CheckpointError
-from megatron_lite.phases import Phase
-from megatron_lite.run_folder import (
-    TRACKER_FILE,
-    checkpoint_dir,
-    checkpoint_file,
-    read_tracker,
-    sync_folder,
-    write_atomically,
-)
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.process_group import time_limit
+from megatron_lite.run_folder import RELEASE
+from megatron_lite.train.checkpoint_fit import require_optimizer, require_schedule, require_shape
 from megatron_lite.train.loop import Progress
 
-FORMAT = 1
-# fields of a shape that may differ between a checkpoint and the run that loads it
-FREE = {"hidden_dropout", "attention_dropout", "softmax_in_fp32", "query_key_layer_scaling", "init_method_std",
-        "seq_length"}
-# the flags behind fields that are named otherwise
-SHAPE_FLAGS = {
-    "padded_vocab_size": "the padded --vocab-size", "position_embedding": "--position-embedding-type",
-    "layernorm_1p": "--apply-layernorm-1p", "activation": "the activation (--swiglu, --squared-relu, ...)",
-    "linear_bias": "having biases (--disable-bias-linear)", "qkv_bias": "having a QKV bias (--add-qkv-bias)",
-    "tied_embeddings": "tied output (--untie-embeddings-and-output-weights)",
-}
-SCHEDULE_FLAGS = {
-    "style": "--lr-decay-style", "init": "--lr-warmup-init", "peak": "--lr", "floor": "--min-lr",
-    "warmup_samples": "the warm-up in samples (--lr-warmup-...)",
-    "decay_samples": "the decay in samples (--lr-decay-..., --train-...)", "wsd_style": "--lr-wsd-decay-style",
-    "wsd_samples": "the last phase in samples (--lr-wsd-decay-...)",
-    "weight_decay_style": "--weight-decay-incr-style",
-    "weight_decay_samples": "the training in samples (--train-...)",
-}
+SECONDS_TO_FINISH = 60  # for a save in the background of a run that fails
 
 
 def require_checkpoint(plan: Plan):
-    """With --exit-on-missing-checkpoint: raise CheckpointError now, if --load holds none. Touches nothing."""
+    """Say now, before ranks meet, what --load, --ckpt-step and --pretrained-checkpoint cannot do. Touches nothing. CheckpointError."""
     c = plan.args.checkpoint
-    if c.exit_on_missing_checkpoint and _newest(c.load) is None:
-        raise CheckpointError(f"--load {c.load}: holds no {TRACKER_FILE}, and --exit-on-missing-checkpoint is given; "
-                              "check the folder, or drop that flag to start afresh.")
+    found = chosen(Path(c.load), c.ckpt_step) if c.load is not None else None
+    if c.exit_on_missing_checkpoint and found is None and c.pretrained_checkpoint is None:
+        raise CheckpointError(f"--load {c.load}: holds no checkpoint, and --exit-on-missing-checkpoint is given; check "
+                              "the folder, or drop that flag to start afresh.")
+    if c.pretrained_checkpoint is None or found is not None:
+        return
+    if chosen(Path(c.pretrained_checkpoint), None, "--pretrained-checkpoint") is None:
+        raise CheckpointError(f"--pretrained-checkpoint {c.pretrained_checkpoint}: holds no checkpoint; check the folder.")
 
 
 class Checkpoints:
-    """Saves and loads everything that training depends on."""
+    """Saves and loads everything that training depends on. A context: a save in the background ends with it."""
 
-    def __init__(self, plan: Plan, model, optimizer, device: torch.device, say):
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, device: torch.device, say):
         self.plan, self.model, self.optimizer, self.device, self._say = plan, model, optimizer, device, say
+        c = plan.args.checkpoint
+        # of its own: saving must not mix with training's operations, and needs no GPU to speak
+        used, limit = c.save or c.load or c.pretrained_checkpoint, time_limit(plan)
+        self._group = dist.new_group(backend="gloo", timeout=limit) if used else None
+        self._background = Background()
+        write_tensors = torch_file.writer(plan.args) if c.ckpt_format == "torch" else dcp.write
+        self._writer = Writer(Path(c.save), write_tensors, self._group, c.save_retain_interval) if c.save else None
+        self._copies = HostCopies(self._my_share()) if c.save and c.async_save else None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if error is None:
+            self.finish()
+        else:
+            self._background.give_up(SECONDS_TO_FINISH)
+            if self._background.busy:
+                self._say(f"  warning: the checkpoint in the background is given up after {SECONDS_TO_FINISH} s; the one "
+                          "before it is the newest")
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background is over and has failed; `finish` says how."""
+        return self._background.failed
+
+    def finish(self):
+        """Wait for a save in the background. CheckpointError if it failed, on every rank."""
+        self._background.finish()
 
     def save(self, progress: Progress):
-        """Write SAVE/iter_NNNNNNN and the tracker. Collective; a failure is raised on every rank."""
-        c = self.plan.args.checkpoint
-        folder = checkpoint_dir(Path(c.save), progress.iteration)
-        random_states = None if c.no_save_rng else _gather(_random_state(self.device), self.plan.world.size)
-        failure = [None]
-        if self.plan.world.is_first:
-            try:
-                _write(folder, self._state(progress, random_states))
-                write_atomically(folder.parent / TRACKER_FILE, str(progress.iteration))
-                sync_folder(folder.parent)
-            except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError of several lines
-                why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-                failure[0] = (f"--save {c.save}: the checkpoint of iteration {progress.iteration} could not be written "
-                              f"({why}); earlier ones are untouched. Make room or choose another folder.")
-        dist.broadcast_object_list(failure, src=0)
-        if failure[0]:
-            raise CheckpointError(failure[0])
-        self._say(f"  saved iteration {progress.iteration}: {folder}")
-        if self.plan.args.watch.log_progress and self.plan.world.is_first:
-            with open(folder.parent / "progress.txt", "a", encoding="utf-8") as file:
-                file.write(f"iteration {progress.iteration}, {progress.consumed} samples: {folder.name}\n")
+        """Write SAVE/iter_NNNNNNN and the tracker. Collective; a failure is raised on every rank.
+
+        With --async-save it returns as soon as the state is copied; `failed` and `finish` tell of a failure.
+        """
+        record, tensors = self._record(progress), self._my_share()
+        random = self._random_tensors()
+        if self._copies is None:
+            return self._write(record, tensors | random)
+        if self._background.busy:
+            self._say("  waiting for the last checkpoint to be written; a larger --save-interval would not wait")
+        self.finish()
+        copied = self._copies.take(tensors)
+        self._background.start(lambda: self._write_copies(record, copied | random))
 
     def load(self, progress: Progress):
         """Continue from --load's newest checkpoint, or start from --pretrained-checkpoint's weights, or do nothing."""
         c = self.plan.args.checkpoint
-        for source, weights_only in ((c.load, c.finetune), (c.pretrained_checkpoint, True)):
-            iteration = _newest(source)
-            if iteration is not None:
-                return self._restore(Path(source), iteration, weights_only, progress)
+        for flag, source, step, weights_only in (("--load", c.load, c.ckpt_step, c.finetune),
+                                                 ("--pretrained-checkpoint", c.pretrained_checkpoint, None, True)):
+            if source is None:
+                continue
+            slot = newest_sound(Path(source), step, self._damage, self._say, self._as_first_rank, flag)
+            if slot is not None:  # a release is weights, whatever it holds, as in Megatron
+                return self._restore(slot.expected, weights_only or slot.name == RELEASE, progress)
         if c.load is not None:
             self._say(f"  --load {c.load}: no checkpoint yet, starting from random weights")
 
-    def _state(self, progress: Progress, random_states) -> dict:
-        optimizer = None if self.plan.args.checkpoint.no_save_optim else self.optimizer.state_dict()
-        return {
-            "format": FORMAT,
-            "iteration": progress.iteration,
-            "consumed": progress.consumed,
-            "shape": dataclasses.asdict(self.plan.shape),
-            "schedule": dataclasses.asdict(self.optimizer.schedule),
-            "model": self.model.state_dict(),
-            "optimizer": optimizer,
-            "random_states": random_states,
-        }
+    def _my_share(self) -> dict[str, torch.Tensor]:
+        """What this rank writes of the state that all ranks have, live."""
+        c, world = self.plan.args.checkpoint, self.plan.world
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        if not c.no_save_optim:
+            tensors |= self.optimizer.tensors(self._names())
+        if c.ckpt_format == "torch":  # one file, of the first rank
+            return tensors if world.is_first else {}
+        return share_of(tensors, world.rank, world.size)
 
-    def _restore(self, source: Path, iteration: int, weights_only: bool, progress: Progress):
-        c = self.plan.args.checkpoint
-        state = _read(source, iteration)
-        self._check_shape(source, state["shape"])
-        self.model.load_state_dict(state["model"])
+    def _random_tensors(self) -> dict[str, torch.Tensor]:
+        if self.plan.args.checkpoint.no_save_rng:
+            return {}
+        return {f"random.{self.plan.world.rank}.{key}": value for key, value in random_state(self.device).items()}
+
+    def _record(self, progress: Progress) -> Record:
+        plan, c = self.plan, self.plan.args.checkpoint
+        return Record(
+            iteration=progress.iteration, consumed=progress.consumed, shape=dataclasses.asdict(plan.shape),
+            precision=plan.precision, vocab_size=plan.vocab_size,
+            schedule=dataclasses.asdict(self.optimizer.schedule),
+            optimizer=None if c.no_save_optim else plan.args.optimizer.optimizer,
+            ranks=0 if c.no_save_rng else plan.world.size,
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+        )
+
+    def _write_copies(self, record: Record, tensors: dict[str, torch.Tensor]):
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins with GPU 0, on which torch's writer would wait
+        self._copies.wait()
+        self._write(record, tensors)
+
+    def _write(self, record: Record, tensors: dict[str, torch.Tensor]):
+        try:
+            written = self._writer.write(record, tensors)
+        except CheckpointError as error:
+            if self.plan.args.checkpoint.exit_on_save_failure:
+                raise
+            return self._say(f"  warning: {error} Training goes on.")
+        self._say(f"  saved iteration {record.iteration}: {written}")
+        if self.plan.args.watch.log_progress and self.plan.world.is_first:
+            self._log_progress(record, written)
+
+    def _log_progress(self, record: Record, written: Path):
+        path = written.parent / "progress.txt"
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"iteration {record.iteration}, {record.consumed} samples: {written.name}\n")
+        except OSError as error:
+            self._say(f"  warning: --log-progress: {path} cannot be written ({error.strerror}); the checkpoint is complete.")
+
+    def _as_first_rank(self, look: Callable):
+        """What the first rank sees, on all: another run may save meanwhile, and a network's folder may look older elsewhere."""
+        found: list = [None]
+        if self.plan.world.is_first:
+            try:
+                found = [look()]
+            except CheckpointError as error:
+                found = [error]
+        dist.broadcast_object_list(found, src=0, group=self._group)
+        if isinstance(found[0], CheckpointError):
+            raise found[0]
+        return found[0]
+
+    def _damage(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint; each rank checks a part of it."""
+        world = self.plan.world
+        everyone: list = [None] * world.size
+        dist.all_gather_object(everyone, folder.wrong(path, slice(world.rank, None, world.size)), group=self._group)
+        return next((text for text in everyone if text is not None), None)
+
+    def _restore(self, path: Path, weights_only: bool, progress: Progress):
+        c, stored = self.plan.args.checkpoint, open_checkpoint(path)
+        record = stored.record
+        require_shape(path, record, self.plan)
+        if weights_only or c.no_load_optim:
+            self._load_weights(stored)
+        else:
+            require_optimizer(path, stored, self.plan)
+            schedule = require_schedule(path, record, self.plan)
+            if schedule is not None:
+                self.optimizer.follow(LearningRatePlan(**schedule))
+            self._load_everything(stored)
         if weights_only:
-            self.optimizer.weights.reload()
-            self._say(f"  loaded the weights of iteration {iteration}: {source}")
-            return
-        progress.iteration = progress.started_at = state["iteration"]
-        progress.consumed = state["consumed"]
-        if c.no_load_optim:
-            self.optimizer.weights.reload()  # as in Megatron, the schedule starts over as well
-        else:
-            self._check_optimizer(source, state["optimizer"])
-            self._restore_schedule(source, state["schedule"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            return self._say(f"  loaded the weights of iteration {record.iteration}: {path}")
+        progress.iteration = progress.started_at = record.iteration
+        progress.consumed = record.consumed
         if not c.no_load_rng:
-            self._restore_random_state(source, state["random_states"])
-        self._say(f"  loaded iteration {iteration}: {source}")
+            self._load_random_state(path, stored)
+        self._say(f"  loaded iteration {record.iteration}: {path}")
 
-    def _check_shape(self, source: Path, saved: dict):
-        mine = dataclasses.asdict(self.plan.shape)
-        wrong = [f"{SHAPE_FLAGS.get(name, dashed(name))} is {mine[name]}, the checkpoint's {saved.get(name)}"
-                 for name in mine if name not in FREE and mine[name] != saved.get(name)]
-        if wrong:
-            raise CheckpointError(f"--load {source}: holds another model ({'; '.join(wrong)}); give its flags.")
+    def _load_weights(self, stored: Stored):
+        """Without an optimizer the masters begin as the rounded weights; as in Megatron, the schedule starts over."""
+        stored.read_into({f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()})
+        self.optimizer.weights.reload()
 
-    def _check_optimizer(self, source: Path, saved: dict | None):
-        mine = self.plan.args.optimizer.optimizer
-        if saved is None:
-            raise CheckpointError(f"--load {source}: was saved with --no-save-optim and holds no optimizer; add "
-                                  "--no-load-optim to start with fresh moments, or --finetune to start at iteration 0.")
-        if mine != saved["kind"]:
-            raise CheckpointError(f"--load {source}: --optimizer is {mine}, the checkpoint's {saved['kind']}; give the "
-                                  "same, or --no-load-optim to start with fresh moments.")
+    def _load_everything(self, stored: Stored):
+        """Masters are read from masters or, of a run in fp32, from the weights; the weights are rounded from them."""
+        held = stored.names()
+        targets = {name: tensor for name, tensor in self.optimizer.tensors(self._names()).items()
+                   if not name.endswith(".master") and (name in held or not name.startswith("loss_scale."))}
+        for name, master in zip(self._names(), self.optimizer.weights.masters, strict=True):
+            source = f"optimizer.{name}.master"
+            targets[source if source in held else f"model.{name}"] = master.detach()
+        stored.read_into(targets)
+        self.optimizer.weights.write_back()
 
-    def _restore_schedule(self, source: Path, saved: dict):
-        o = self.plan.args.optimizer
-        mine = dataclasses.asdict(self.plan.learning_rate)
-        if o.use_checkpoint_opt_param_scheduler:
-            self.optimizer.follow(LearningRatePlan(**saved))
-        elif not o.override_opt_param_scheduler and mine != saved:
-            wrong = [f"{SCHEDULE_FLAGS.get(name, dashed(name))} is {mine[name]}, the checkpoint's {saved[name]}"
-                     for name in mine if mine[name] != saved[name]]
-            raise CheckpointError(
-                f"--load {source}: another schedule ({'; '.join(wrong)}); add --override-opt-param-scheduler to take the "
-                "command line's, or --use-checkpoint-opt-param-scheduler to take the checkpoint's."
-            )
-
-    def _restore_random_state(self, source: Path, states: list | None):
-        rank = self.plan.world.rank
-        if states is None:
-            raise CheckpointError(f"--load {source}: was saved with --no-save-rng and holds no random states; add "
+    def _load_random_state(self, path: Path, stored: Stored):
+        rank, record = self.plan.world.rank, stored.record
+        if record.ranks == 0 and record.trainer != Record.trainer:
+            return self._say(f"  random states of {record.trainer} mean nothing here; dropout goes on from --seed")
+        if record.ranks == 0:
+            raise CheckpointError(f"--load {path}: was saved with --no-save-rng and holds no random states; add "
                                   "--no-load-rng to go on with those of --seed.")
-        if rank < len(states):  # a rank that the saving run did not have keeps the state that its seed gave it
-            _set_random_state(states[rank], self.device)
+        prefix = f"random.{rank}."  # a rank that the saving run did not have keeps the state that its seed gave it
+        state = {name: torch.empty(stored.size_of(name), dtype=stored.dtype_of(name))
+                 for name in stored.names() if name.startswith(prefix)}
+        if state:
+            stored.read_into(state)
+            set_random_state({name.removeprefix(prefix): value for name, value in state.items()}, self.device)
 
-
-class Saving:
-    """The chore of saving at --save-interval."""
-
-    phase = Phase.SAVE
-
-    def __init__(self, plan: Plan, checkpoints: Checkpoints, log, loaded: int):
-        self.plan, self.checkpoints, self.log = plan, checkpoints, log
-        c = plan.args.checkpoint
-        here = c.save is not None and c.load is not None and Path(c.save).resolve() == Path(c.load).resolve()
-        self.saved = loaded if here and loaded else None  # the newest iteration that the folder holds
-
-    def due(self, progress: Progress) -> bool:
-        interval = self.plan.args.checkpoint.save_interval
-        return interval is not None and progress.iteration % interval == 0
-
-    def act(self, progress: Progress):
-        """Save, unless this iteration is saved already."""
-        if self.plan.args.checkpoint.save is None or self.saved == progress.iteration:
-            return
-        self.log.meter.settle()  # weights of a run that diverged must not be called a checkpoint
-        self.checkpoints.save(progress)
-        self.saved = progress.iteration
-
-
-def _newest(source: str | None) -> int | None:
-    if source is None:
-        return None
-    try:
-        return read_tracker(Path(source))
-    except ValueError as error:
-        raise CheckpointError(f"--load {source}: {TRACKER_FILE} holds no iteration ({error}); write the number into it.")
-
-
-def _write(folder: Path, state: dict):
-    """`folder` appears complete or not at all."""
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    path = checkpoint_file(unfinished)
-    path.parent.mkdir(parents=True)
-    try:
-        with open(path, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(path.parent)
-        sync_folder(unfinished)
-        if checkpoint_file(folder).exists():  # the same iteration saved again: the tracker may name it already
-            os.replace(path, checkpoint_file(folder))
-            sync_folder(checkpoint_file(folder).parent)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # what is left of a failure would fill a full disk
-
-
-def _read(source: Path, iteration: int) -> dict:
-    path = checkpoint_file(checkpoint_dir(source, iteration))
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)  # tensors and plain values only: runs no code
-    except FileNotFoundError:
-        raise CheckpointError(f"--load {source}: the tracker names iteration {iteration}, but there is no {path}; "
-                              f"write the number of a checkpoint that exists into {TRACKER_FILE}.")
-    except Exception as error:  # noqa: BLE001 - damaged files make torch raise errors of many kinds
-        raise CheckpointError(f"--load {path}: cannot be read ({type(error).__name__}); it is damaged or was written by "
-                              f"another trainer. Write an earlier checkpoint's number into {TRACKER_FILE}.")
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"--load {path}: is not a checkpoint of this trainer; load one that it saved.")
-    return state
-
-
-def _gather(value, size: int) -> list:
-    everyone: list = [None] * size
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
-def _random_state(device: torch.device) -> dict:
-    """Python's, numpy's, torch's and the device's generators, as plain values and tensors."""
-    version, internal, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state()
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def _set_random_state(state: dict, device: torch.device):
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    def _names(self) -> list[str]:
+        return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]

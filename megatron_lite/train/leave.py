@@ -8,30 +8,40 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.readback import LAG, Readback
 
 AGAIN_SECONDS = 5  # a signal to all processes comes twice, the second time from the launcher that passes it on
-STAY, TIME_OVER, SIGNALLED = 0.0, 1.0, 2.0
+STAY, TIME_OVER, SIGNALLED, SAVE_FAILED = 0.0, 1.0, 2.0, 3.0
 
 
 class Leave:
-    """--exit-interval, --exit-duration-in-mins, --exit-signal-handler."""
+    """--exit-interval, --exit-duration-in-mins, --exit-signal-handler, and a save in the background that failed."""
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: Plan, device: torch.device, checkpoints: Checkpoints):
         t = plan.args.training
+        self._checkpoints = checkpoints
         self._interval, self._minutes, self._signal = t.exit_interval, t.exit_duration_in_mins, t.exit_signal
         self._device, self._started = device, time.monotonic()
         self._signalled_at: float | None = None
         self._votes = Readback()
         if t.exit_signal_handler:
             signal.signal(getattr(signal, self._signal), self._note)
-        # ranks see a signal or the clock at different steps: they must agree on one, or some would wait forever
-        self._must_agree = t.exit_signal_handler or t.exit_duration_in_mins is not None
+        # ranks see a signal, the clock or a thread's end at different steps: they must agree on one, or some would
+        # wait forever
+        self._must_agree = (
+            t.exit_signal_handler or t.exit_duration_in_mins is not None or plan.args.checkpoint.async_save
+        )
 
     def reason(self, progress: Progress) -> str | None:
-        """Why to leave now, in Megatron-LM's words; None to go on. Collective if the clock or a signal counts."""
+        """Why to leave now, in Megatron-LM's words; None to go on. Collective if ranks must agree.
+
+        CheckpointError on every rank after a save in the background failed.
+        """
         agreed = self._agreed() if self._must_agree else STAY
+        if agreed == SAVE_FAILED:
+            self._checkpoints.finish()
         if agreed == SIGNALLED:
             return f"exiting program after receiving {self._signal}."
         if agreed == TIME_OVER:
@@ -49,11 +59,15 @@ class Leave:
             signal.signal(getattr(signal, self._signal), signal.SIG_IGN)
 
     def _agreed(self) -> float:
-        wish = SIGNALLED if self._signalled_at is not None else TIME_OVER if self._time_is_over() else STAY
-        vote = torch.full((1,), wish, device=self._device)  # a fill does not make the host wait, a copy would
+        vote = torch.full((1,), self._wish(), device=self._device)  # a fill does not make the host wait, a copy would
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
         self._votes.push(None, vote)
         return max((values[0] for _, values in self._votes.pop(LAG)), default=STAY)
+
+    def _wish(self) -> float:
+        if self._checkpoints.failed:
+            return SAVE_FAILED
+        return SIGNALLED if self._signalled_at is not None else TIME_OVER if self._time_is_over() else STAY
 
     def _time_is_over(self) -> bool:
         return self._minutes is not None and time.monotonic() - self._started >= 60 * self._minutes

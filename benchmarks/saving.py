@@ -1,0 +1,93 @@
+"""How long a checkpoint keeps training waiting: torch.save, a synchronous save and --async-save, alternating.
+
+    python benchmarks/saving.py FOLDER [--layers 12] [--hidden 768] [--rounds 7]
+
+Prints the seconds for which each kind keeps the training loop, as medians, and their ratio to torch.save. FOLDER should
+be on the disk that checkpoints go to; it is filled with some copies of the state and emptied again.
+"""
+
+import argparse
+import contextlib
+import io
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.world import World
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.train.checkpoint import Checkpoints
+from megatron_lite.train.loop import Progress
+from megatron_lite.train.run import build_model
+
+FLAGS = ("--num-attention-heads 12 --seq-length 128 --max-position-embeddings 1024 --micro-batch-size 1 --train-iters 9 "
+         "--lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 --fp16")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        kinds = _kinds(options)
+    times = {name: [] for name in kinds}
+    for number in range(1, options.rounds + 1):
+        for name, save in kinds.items():
+            started = time.perf_counter()
+            wait = save(number)
+            times[name].append(time.perf_counter() - started)
+            wait()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    for name, median in medians.items():
+        print(f"{name:<22}{median:8.3f} s   {median / medians['torch.save']:6.1%} of torch.save   "
+              f"({min(times[name]):.3f} to {max(times[name]):.3f})")
+    shutil.rmtree(options.folder)
+    dist.destroy_process_group()
+
+
+def _kinds(options) -> dict:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    words = [*FLAGS.split(), "--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
+    ours = {}
+    for name, extra in (("synchronous save", []), ("--async-save", ["--async-save"])):
+        plan = _plan([*words, "--save", str(options.folder / name), "--save-retain-interval", "1000", *extra])
+        model = build_model(plan, device, print)
+        optimizer = Optimizer(plan, list(model.parameters()), device)
+        ours[name] = (Checkpoints(plan, model, optimizer, device, _nothing), model, optimizer)
+    _, model, optimizer = ours["synchronous save"]
+
+    def torch_save(number: int):
+        state = {"model": model.state_dict(), "masters": optimizer.weights.masters, "engine": optimizer.engine.state_dict()}
+        torch.save(state, options.folder / "state.pt")
+        return _nothing
+
+    def save_with(checkpoints: Checkpoints):
+        def save(number: int):
+            checkpoints.save(Progress(iteration=number))
+            return checkpoints.finish
+
+        return save
+
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return {"torch.save": torch_save, **{name: save_with(checkpoints) for name, (checkpoints, _, _) in ours.items()}}
+
+
+def _plan(words: list[str]) -> Plan:
+    return resolve(read_command_line(words).args, World(), 50257)
+
+
+def _nothing(*_):
+    pass
+
+
+if __name__ == "__main__":
+    main()

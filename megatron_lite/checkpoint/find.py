@@ -1,0 +1,105 @@
+"""Which checkpoint to load, and opening it."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from megatron_lite.checkpoint import folder
+from megatron_lite.checkpoint.dcp import METADATA_FILE, DcpFile
+from megatron_lite.checkpoint.folder import Slot
+from megatron_lite.checkpoint.megatron_parts import open_megatron
+from megatron_lite.checkpoint.record import Stored
+from megatron_lite.errors import CheckpointError
+from megatron_lite.run_folder import RECORD_FILE, TRACKER_FILE, checkpoint_name, iteration_of
+
+
+def chosen(source: Path, step: int | None, flag: str = "--load") -> Slot | None:
+    """The checkpoint that --load and --ckpt-step name; None if the folder holds none. CheckpointError if it is gone.
+
+    flag: the one that names `source`.
+    """
+    if step is not None:
+        slot = Slot(source, checkpoint_name(step))
+        if slot.folder is None:
+            raise CheckpointError(f"--ckpt-step {step}: there is no {slot.final}; {_those_there_are(source)}.")
+        return slot
+    try:
+        slot = folder.newest(source)
+    except ValueError:
+        raise CheckpointError(f"{flag} {source}: {TRACKER_FILE} holds no iteration; write the number of a checkpoint into "
+                              f"it, {_those_there_are(source)}.") from None
+    except OSError as error:
+        raise CheckpointError(f"{flag} {source}: {TRACKER_FILE} cannot be read ({error.strerror}); make it readable, or "
+                              "choose another folder.") from None
+    if slot is None and _is_checkpoint(source):
+        raise CheckpointError(f"{flag} {source}: is a checkpoint itself; give the folder around it, {source.parent}, with a "
+                              f"{TRACKER_FILE} that names it.")
+    if slot is None and folder.complete(source):
+        raise CheckpointError(f"{flag} {source}: holds checkpoints, but no {TRACKER_FILE}; give --ckpt-step, "
+                              f"{_those_there_are(source)}.")
+    if slot is not None and slot.folder is None:
+        raise CheckpointError(f"{flag} {source}: {TRACKER_FILE} names {slot.name}, which is not there; give --ckpt-step, "
+                              f"{_those_there_are(source)}.")
+    return slot
+
+
+def newest_sound(
+    source: Path, step: int | None, damage: Callable[[Path], str | None], say: Callable,
+    agree: Callable = lambda look: look(), flag: str = "--load",
+) -> Slot | None:
+    """`chosen`, or the newest earlier one whose contents are what was written.
+
+    damage(folder): what is wrong with a checkpoint, the same on all ranks. agree(look): what look() gives one of them, or
+    raises, on all. What is passed over is said. CheckpointError if the one that --ckpt-step names, or every one, is damaged.
+    """
+    slot = agree(partial(chosen, source, step, flag))
+    if slot is None:
+        return None
+    wrong = damage(slot.expected)
+    if wrong is None:
+        return slot
+    if step is None and agree(partial(chosen, source, step, flag)) != slot:  # a run that saves here has gone on meanwhile
+        return newest_sound(source, step, damage, say, agree, flag)
+    if step is not None:
+        raise CheckpointError(f"--ckpt-step {step}: {slot.final} is damaged: {wrong}; choose another, "
+                              f"{_those_there_are(source, besides=slot)}.")
+    for earlier in agree(partial(_earlier, source, slot)):
+        say(f"  {slot.final} is damaged: {wrong}; going back to {earlier.name}")
+        slot, wrong = earlier, damage(earlier.expected)
+        if wrong is None:
+            return slot
+    raise CheckpointError(f"{flag} {source}: {slot.name} is damaged: {wrong}; there is no earlier one. Load another folder, "
+                          "or start afresh without --load.")
+
+
+def open_checkpoint(path: Path) -> Stored:
+    """A checkpoint's folder in one of the formats: ours, or the torch file of Megatron-LM and of --ckpt-format torch."""
+    if (path / METADATA_FILE).exists() and (path / RECORD_FILE).exists():
+        return DcpFile(path)
+    if (path / METADATA_FILE).exists():
+        raise CheckpointError(f"--load {path}: is in Megatron-LM's torch_dist format, which is not read here; save it "
+                              "there with --ckpt-format torch.")
+    return open_megatron(path)
+
+
+def open_newest(source: Path, step: int | None = None, say: Callable = print) -> Stored:
+    """The newest sound checkpoint of a folder, or iteration `step`, by this process alone. CheckpointError if none."""
+    slot = newest_sound(Path(source), step, folder.wrong, say)
+    if slot is None:
+        raise CheckpointError(f"--load {source}: holds no {TRACKER_FILE}; give the folder that --save wrote to.")
+    return open_checkpoint(slot.expected)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return any((path / name).exists() for name in (METADATA_FILE, RECORD_FILE, "mp_rank_00", "mp_rank_00_000"))
+
+
+def _earlier(source: Path, slot: Slot) -> list[Slot]:
+    iteration = iteration_of(slot.name)
+    return [other for other in folder.complete(source)
+            if iteration is not None and iteration_of(other.name) < iteration]
+
+
+def _those_there_are(source: Path, besides: Slot | None = None) -> str:
+    names = [str(iteration_of(slot.name)) for slot in folder.complete(source) if slot != besides]
+    return f"there are complete ones of iteration {', '.join(names)}" if names else "there is no complete one"

@@ -1,0 +1,263 @@
+"""The folders of checkpoints: how one appears at once or not at all, which one is the newest, whether it is whole.
+
+A checkpoint is written under a hidden name, listed with checksums in its manifest, announced, renamed, and then named by
+the tracker. Killed before the rename, the tracker's checkpoint is the newest complete one; killed after it, the
+announcement says so. At no instant is there none.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lite.run_folder import (
+    ANNOUNCEMENT_FILE,
+    MANIFEST_FILE,
+    RECORD_FILE,
+    RELEASE,
+    TRACKER_FILE,
+    checkpoint_name,
+    iteration_of,
+    sync_folder,
+    write_atomically,
+)
+
+UNFINISHED, PREVIOUS, RETIRED = ".unfinished", ".previous", ".retired"  # endings of hidden folders
+REMAINS = {UNFINISHED, RETIRED}
+PIECE = 2**22  # bytes read at once for a checksum
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one checkpoint among those of a folder. `name` is iter_NNNNNNN or release."""
+
+    save: Path
+    name: str
+
+    @property
+    def final(self) -> Path:
+        return self.save / self.name
+
+    @property
+    def unfinished(self) -> Path:
+        """Where it is written; hidden, so that neither people nor tools take it for a checkpoint."""
+        return self.save / f".{self.name}{UNFINISHED}"
+
+    @property
+    def previous(self) -> Path:
+        """Where one of the same name steps aside for a moment."""
+        return self.save / f".{self.name}{PREVIOUS}"
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it can be read; None if it does not exist."""
+        return next((path for path in (self.final, self.previous) if os.path.isdir(path)), None)
+
+    @property
+    def expected(self) -> Path:
+        """`folder`, or where it should be: a run that saves may just have retired it."""
+        return self.folder or self.final
+
+    @property
+    def tracker(self) -> str:
+        return self.name if self.name == RELEASE else str(iteration_of(self.name))
+
+
+def prepare(slot: Slot):
+    """Clear away what killed runs left, which may fill a disk. OSError if the folder cannot be written."""
+    slot.save.mkdir(parents=True, exist_ok=True)
+    for path in slot.save.glob(".*"):
+        name = path.name[1:].rpartition(".")[0]
+        if name != RELEASE and iteration_of(name) is None:
+            continue  # somebody else's, such as a conversion into this folder that is going on
+        if path.suffix == PREVIOUS and not (slot.save / name).exists():
+            os.replace(path, slot.save / name)  # its successor never came
+        elif path.suffix in REMAINS or path.suffix == PREVIOUS:
+            shutil.rmtree(path, ignore_errors=True)
+    slot.unfinished.mkdir()
+
+
+def discard(slot: Slot):
+    """Remove what was written of it so far: on a full disk the room is needed."""
+    shutil.rmtree(slot.unfinished, ignore_errors=True)
+
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict]:
+    """{file: {bytes, sha256}} of files in `folder`, for the manifest."""
+    return {name: _checksum(folder / name) for name in sorted(names)}
+
+
+def write_manifest(slot: Slot, files: dict[str, dict]):
+    """Say what the unfinished checkpoint consists of, and make all of it outlive a power cut."""
+    write_atomically(slot.unfinished / MANIFEST_FILE, json.dumps({"files": files}, indent=1) + "\n")
+    for folder in {(slot.unfinished / name).parent for name in files}:
+        sync_folder(folder)
+    sync_folder(slot.unfinished)
+
+
+def commit(slot: Slot):
+    """The unfinished checkpoint becomes the newest one."""
+    write_atomically(slot.save / ANNOUNCEMENT_FILE, f"{slot.name} {_mark(slot.unfinished)} {_tracked(slot.save)}")
+    sync_folder(slot.save)
+    if slot.final.exists():
+        shutil.rmtree(slot.previous, ignore_errors=True)
+        os.replace(slot.final, slot.previous)
+    os.replace(slot.unfinished, slot.final)
+    sync_folder(slot.save)
+    write_atomically(slot.save / TRACKER_FILE, slot.tracker)
+    sync_folder(slot.save)
+    (slot.save / ANNOUNCEMENT_FILE).unlink()
+    shutil.rmtree(slot.previous, ignore_errors=True)
+
+
+def newest(source: Path) -> Slot | None:
+    """The checkpoint that was completed last: the tracker's, but for an announced one that its run could not track.
+
+    None if the folder has no tracker. ValueError for a tracker that names none, OSError for one that cannot be read.
+    """
+    announced = _announced(source)
+    if announced is not None:
+        return announced
+    try:
+        text = (source / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if text == RELEASE:
+        return Slot(source, RELEASE)
+    if not (text.isascii() and text.isdecimal()):  # int() takes 1_0 and other scripts' digits too
+        raise ValueError(f"{TRACKER_FILE} holds {text!r}")
+    return Slot(source, checkpoint_name(int(text)))
+
+
+def complete(source: Path) -> list[Slot]:
+    """All checkpoints of a folder that lack no file, the newest first; their contents are not read."""
+    slots = [Slot(source, path.name) for path in _folders(source) if iteration_of(path.name) is not None]
+    slots.sort(key=lambda slot: iteration_of(slot.name), reverse=True)
+    return [slot for slot in slots if missing(slot.folder) is None]
+
+
+def missing(folder: Path) -> str | None:
+    """What a checkpoint lacks, judged by names and sizes; None if nothing. A foreign one without a manifest passes."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    for name, expected in manifest.items():
+        wrong = _wrong_size(folder / name, expected)
+        if wrong:
+            return f"{name} {wrong}"
+    return None
+
+
+def damage(folder: Path, names: Iterable[str]) -> str | None:
+    """What is wrong with the contents of these files of the manifest; None if nothing."""
+    manifest = read_manifest(folder)
+    for name in names:
+        wrong = _wrong_size(folder / name, manifest[name])
+        if wrong:
+            return f"{name} {wrong}"
+        try:
+            found = _checksum(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found != manifest[name]:
+            return f"{name} does not have the contents that were written (its checksum differs)"
+    return None
+
+
+def wrong(folder: Path, share: slice = slice(None)) -> str | None:
+    """What is wrong with a checkpoint: the sizes of all its files, and the contents of a share of them; None if nothing."""
+    try:
+        return missing(folder) or damage(folder, sorted(read_manifest(folder))[share])
+    except ValueError as error:  # it went between the two looks
+        return str(error)
+
+
+def read_manifest(folder: Path) -> dict[str, dict]:
+    """{file: {bytes, sha256}}; empty for a foreign checkpoint. ValueError for one of ours without, or a damaged one."""
+    try:
+        text = (folder / MANIFEST_FILE).read_bytes()
+    except FileNotFoundError:
+        if _is_foreign(folder):
+            return {}
+        raise ValueError(f"{MANIFEST_FILE} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{MANIFEST_FILE} cannot be read ({error.strerror})") from None
+    try:
+        files = json.loads(text)["files"]
+        if all(set(entry) == {"bytes", "sha256"} and _is_inside(name) for name, entry in files.items()):
+            return files
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ValueError(f"{MANIFEST_FILE} is damaged")
+
+
+def retire(slot: Slot):
+    """Delete a checkpoint. First it loses its name: half of one must not be taken for a damaged one."""
+    out_of_sight = slot.save / f".{slot.name}{RETIRED}"
+    shutil.rmtree(out_of_sight, ignore_errors=True)
+    os.replace(slot.final, out_of_sight)
+    shutil.rmtree(out_of_sight, ignore_errors=True)
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Megatron-LM's, in its torch or its torch_dist format."""
+    return not (folder / RECORD_FILE).exists() and (
+        (folder / "common.pt").exists() or any(folder.glob("mp_rank_*/*.pt")))
+
+
+def _announced(source: Path) -> Slot | None:
+    """The checkpoint that was renamed, but not tracked any more: the tracker is the one that its run found.
+
+    A tracker that was edited since is somebody's wish to go back.
+    """
+    try:
+        name, mark, tracked = (source / ANNOUNCEMENT_FILE).read_text(encoding="utf-8").split()
+        slot = Slot(source, name)
+        return slot if _mark(slot.final) == mark and _tracked(source) == tracked else None
+    except (OSError, ValueError):
+        return None
+
+
+def _mark(folder: Path) -> str:
+    return hashlib.sha256((folder / MANIFEST_FILE).read_bytes()).hexdigest()
+
+
+def _tracked(source: Path) -> str:
+    """The tracker's text as one word."""
+    try:
+        return hashlib.sha256((source / TRACKER_FILE).read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return "nothing"
+
+
+def _folders(source: Path) -> Iterator[Path]:
+    try:
+        yield from (path for path in source.iterdir() if path.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _checksum(path: Path) -> dict:
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+            size += len(piece)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _wrong_size(path: Path, expected: dict) -> str | None:
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return "is missing"
+    return None if size == expected["bytes"] else f"has {size} bytes instead of {expected['bytes']}"
+
+
+def _is_inside(name: str) -> bool:
+    """A manifest must not send its reader to files elsewhere."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts

@@ -1,0 +1,155 @@
+"""Megatron's arguments, as its files keep them in an argparse.Namespace, and what they say in our terms."""
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lite.checkpoint.record import Record
+from megatron_lite.config.args import Args
+from megatron_lite.config.plan import LearningRatePlan
+from megatron_lite.config.shape import ModelShape
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SAME_NAME = {"num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length",
+             "max_position_embeddings", "qk_layernorm", "normalization", "norm_epsilon", "rotary_percent", "rotary_base",
+             "rotary_interleaved", "rotary_seq_len_interpolation_factor", "hidden_dropout", "attention_dropout",
+             "init_method_std"}
+SCHEDULE = {"style": "lr_decay_style", "peak": "max_lr", "floor": "min_lr", "warmup_samples": "lr_warmup_steps",
+            "decay_samples": "lr_decay_steps", "weight_decay_style": "wd_incr_style", "start_weight_decay": "start_wd",
+            "end_weight_decay": "end_wd", "weight_decay_samples": "wd_incr_steps"}
+STYLES = {"constant", "linear", "cosine", "inverse-square-root", "WSD"}
+OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "tensor_model_parallel_size": "model_parallel_size"}
+
+
+@dataclass(frozen=True)
+class MegatronArgs:
+    """Reads a file's Namespace. `given` knows what an older Megatron left out."""
+
+    namespace: argparse.Namespace
+
+    def given(self, name: str, default=None):
+        """The argument, or what the same behaviour was before there was one."""
+        for spelling in (name, OLD_NAMES.get(name, name)):
+            value = getattr(self.namespace, spelling, None)
+            if value is not None:
+                return value
+        return default
+
+    @property
+    def splits(self) -> tuple[int, int, int]:
+        """Over how many files a model is spread: (tensor, pipeline, anything else) parallel."""
+        stages = self.given("virtual_pipeline_model_parallel_size", 1) * self.given("expert_model_parallel_size", 1)
+        return self.given("tensor_model_parallel_size", 1), self.given("pipeline_model_parallel_size", 1), stages
+
+    def shape(self, padded_vocab_size: int) -> dict:
+        """Fields of ModelShape. Raises KeyError for an argument that is missing."""
+        defaults = {field.name: field.default for field in dataclasses.fields(ModelShape)}
+        shape = {name: self._needed(name, defaults[name]) for name in SAME_NAME}
+        heads, hidden, biases = shape["num_attention_heads"], shape["hidden_size"], self.given("add_bias_linear", True)
+        return shape | {
+            "padded_vocab_size": padded_vocab_size,
+            "num_query_groups": self.given("num_query_groups", heads) if self.given("group_query_attention") else heads,
+            "kv_channels": self.given("kv_channels", hidden // heads),
+            "position_embedding": self._positions(),
+            "layernorm_1p": self.given("apply_layernorm_1p", False),
+            "activation": self._activation(biases),
+            "linear_bias": biases,
+            "qkv_bias": biases or self.given("add_qkv_bias", False),
+            "tied_embeddings": not self.given("untie_embeddings_and_output_weights", False),
+            "query_key_layer_scaling": self.given("apply_query_key_layer_scaling", False),
+            "softmax_in_fp32": self.given("attention_softmax_in_fp32", False),
+        }
+
+    def consumed(self, iteration: int) -> int:
+        """Samples drawn so far."""
+        return self.given("consumed_train_samples", iteration * self.given("global_batch_size", 0))
+
+    def schedule(self, scheduler: dict) -> dict | None:
+        """Fields of LearningRatePlan from a scheduler's state and these arguments; None where they say too little."""
+        known = {ours: scheduler.get(theirs) for ours, theirs in SCHEDULE.items()}
+        if None in known.values() or known["style"] not in STYLES:
+            return None
+        by_samples = self.given("train_samples") is not None
+        wsd = self.given("lr_wsd_decay_samples") if by_samples else self._in_samples("lr_wsd_decay_iters")
+        if known["style"] == "WSD" and wsd is None:
+            return None
+        plan = LearningRatePlan(**known, init=self.given("lr_warmup_init", 0.0), wsd_samples=wsd or 0,
+                                wsd_style=self.given("lr_wsd_decay_style", "exponential"))
+        return dataclasses.asdict(plan)
+
+    def _needed(self, name: str, default):
+        value = self.given(name, default)
+        if value is dataclasses.MISSING:
+            raise KeyError(f"args.{name}")
+        return value
+
+    def _positions(self) -> str:
+        if self.given("use_rotary_position_embeddings"):
+            return "rope"
+        kind = self.given("position_embedding_type", "learned_absolute")
+        return "none" if kind == "learned_absolute" and not self.given("add_position_embedding", True) else kind
+
+    def _activation(self, biases: bool) -> str:
+        if self.given("swiglu"):
+            return "swiglu"
+        if self.given("squared_relu"):
+            return "squared_relu"
+        fused = self.given("bias_gelu_fusion", True) and biases  # the one place where Megatron uses the tanh formula
+        return "gelu_tanh" if fused or self.given("openai_gelu") else "gelu_erf"
+
+    def _in_samples(self, name: str) -> int | None:
+        iterations = self.given(name)
+        return None if iterations is None else iterations * self.given("global_batch_size")
+
+
+def namespace_of(record: Record, args: Args) -> argparse.Namespace:
+    """The arguments under which Megatron would have trained this: `args` as typed, and what was derived from them."""
+    typed = {}
+    for group in dataclasses.fields(args):
+        typed |= vars(getattr(args, group.name))
+    del typed["exit_signal"]  # Megatron keeps an object of Python's signal module
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in typed.items()}
+    return argparse.Namespace(**plain | _model(record.shape) | {
+        "iteration": record.iteration,
+        "consumed_train_samples": record.consumed,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+        "params_dtype": DTYPES[record.precision],
+        "fp16": record.precision == "fp16",
+        "bf16": record.precision == "bf16",
+        "ckpt_format": "torch",
+        "use_distributed_optimizer": False,
+        "data_parallel_random_init": False,
+        "no_save_optim": record.optimizer is None,
+        "no_save_rng": record.ranks == 0,
+        "rank": 0,
+    })
+
+
+def scheduler_of(schedule: dict | None, good_samples: int) -> dict:
+    """The state of Megatron's OptimizerParamScheduler; of an unknown schedule, how far it had come."""
+    known = {theirs: schedule[ours] for ours, theirs in SCHEDULE.items()} if schedule else {}
+    return known | {"num_steps": good_samples}
+
+
+def _model(shape: dict) -> dict:
+    s = ModelShape(**shape)
+    return {name: shape[name] for name in SAME_NAME} | {
+        "encoder_seq_length": s.seq_length,
+        "padded_vocab_size": s.padded_vocab_size,
+        "group_query_attention": s.num_query_groups != s.num_attention_heads,
+        "num_query_groups": s.num_query_groups,
+        "kv_channels": s.kv_channels,
+        "position_embedding_type": s.position_embedding,
+        "apply_layernorm_1p": s.layernorm_1p,
+        "swiglu": s.activation == "swiglu",
+        "squared_relu": s.activation == "squared_relu",
+        "bias_gelu_fusion": s.activation == "gelu_tanh",
+        "add_bias_linear": s.linear_bias,
+        "add_qkv_bias": s.qkv_bias and not s.linear_bias,
+        "untie_embeddings_and_output_weights": not s.tied_embeddings,
+        "apply_query_key_layer_scaling": s.query_key_layer_scaling,
+        "attention_softmax_in_fp32": s.softmax_in_fp32,
+    }

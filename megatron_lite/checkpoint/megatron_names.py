@@ -1,0 +1,98 @@
+"""The names of weights in Megatron's files, of all its ages, and the order in which Megatron registers them.
+
+Ours are those of Megatron-Core's local layer specification. Transformer Engine's holds the two norms of a layer inside
+the linear module that follows; the files before Megatron-Core nest dicts and speak of query_key_value.
+"""
+
+import re
+from collections.abc import Iterable
+
+from torch import Tensor
+
+LEGACY = [  # (pattern, ours), of the names below language_model
+    (r"^(?:encoder|transformer)\.(layers\.)", r"decoder.\1"),
+    (r"^(?:encoder|transformer)\.final_(?:layer)?norm\.", "decoder.final_layernorm."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.post_attention_(?:layer)?norm\.", ".pre_mlp_layernorm."),
+    (r"\.(?:self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
+    (r"\.(?:self_)?attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+]
+FUSED_NORMS = [
+    (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
+    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+]
+ENDS = ["embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers", "decoder.final_layernorm",
+        "output_layer"]
+IN_A_LAYER = ["input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
+              "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1",
+              "mlp.linear_fc2"]
+IN_A_FUSED_LAYER = [IN_A_LAYER[1], IN_A_LAYER[0], *IN_A_LAYER[2:]]  # the first norm stands inside linear_qkv
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+
+
+def read_names(model: dict) -> dict[str, Tensor]:
+    """{our name: weight} of a file's "model", in the file's order, which is the order of its parameters."""
+    flat = _flat(model, "")
+    return {ours(name): value for name, value in flat.items() if _is_weight(name, value)}
+
+
+def ours(name: str) -> str:
+    """Our name for a file's; one that is not known stays as it is."""
+    rest = name.removeprefix("language_model.")
+    rules = FUSED_NORMS if rest == name else LEGACY
+    for pattern, replacement in rules:
+        rest = re.sub(pattern, replacement, rest)
+    return rest
+
+
+def in_file_order(names: Iterable[str], fused: bool) -> list[str]:
+    """Our names, as Megatron's named_parameters has them. fused: with Transformer Engine's layers."""
+    return sorted(names, key=lambda name: _place(name, IN_A_FUSED_LAYER if fused else IN_A_LAYER))
+
+
+def file_name(name: str, fused: bool) -> str:
+    """The file's name for one of ours."""
+    if not fused:
+        return name
+    name = re.sub(r"(\.layers\.\d+)\.input_layernorm\.", r"\1.self_attention.linear_qkv.layer_norm_", name)
+    return re.sub(r"(\.layers\.\d+)\.pre_mlp_layernorm\.", r"\1.mlp.linear_fc1.layer_norm_", name)
+
+
+def extra_states(names: Iterable[str]) -> list[str]:
+    """The keys of Megatron's linear modules' own (empty) state: it misses them in a strict load."""
+    modules = {name.rpartition(".")[0] for name in names}
+    linear = sorted(module for module in modules if module.rpartition(".")[2].startswith("linear_"))
+    return [f"{module}._extra_state" for module in [*linear, "output_layer"]]
+
+
+def in_todays_order(qkv: Tensor, version: float, heads: int) -> Tensor:
+    """Rows of a QKV projection (or of its moments), per head [query, key, value], of a file of any checkpoint_version.
+
+    Version 0 has all queries, all keys, all values; version 1 has the three of each channel side by side.
+    """
+    if version >= 2:
+        return qkv
+    if version == 0:
+        return qkv.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+    return qkv.unflatten(0, (heads, -1, 3)).transpose(1, 2).flatten(0, 2)
+
+
+def _flat(model: dict, prefix: str) -> dict:
+    flat = {}
+    for key, value in model.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _is_weight(name: str, value) -> bool:
+    return isinstance(value, Tensor) and not name.endswith(("_extra_state", "inv_freq"))
+
+
+def _place(name: str, in_a_layer: list[str]) -> tuple:
+    module, _, kind = name.rpartition(".")
+    layer = LAYER.match(module)
+    if layer:
+        return ENDS.index("decoder.layers"), int(layer[1]), in_a_layer.index(layer[2]), kind == "bias"
+    return ENDS.index(module), 0, 0, kind == "bias"

@@ -1,0 +1,146 @@
+"""Megatron's optimizer state, which numbers its parameters by group, and our flat names.
+
+Sources: megatron/core/optimizer of Megatron-Core 0.16.1: _get_param_groups in __init__.py; state_dict and load_state_dict
+of Float16OptimizerWithFloat16Params and FP32Optimizer in optimizer.py; grad_scaler.py.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.args import OptimizerArgs
+
+Take = Callable[[str], Tensor | None]
+COUNTERS = ("growth_tracker", "hysteresis_tracker")
+DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
+
+
+class Unmapped(Exception):
+    """Why the state cannot be told by names."""
+
+
+def read_optimizer(optimizer: dict, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The flat tensors of the optimizer, without its loss scale. weights: by our names, in the file's order.
+
+    Raises Unmapped.
+    """
+    inner = optimizer.get("optimizer", optimizer)
+    groups = inner["param_groups"]
+    masters = optimizer.get("fp32_from_fp16_params") or [[]] * len(groups)
+    found = {}
+    for names, group, group_masters in zip(_members(groups, inner["state"], weights), groups, masters, strict=True):
+        halves = [name for name in names if weights[name].dtype != torch.float32]
+        found |= {f"optimizer.{name}.master": master.detach() for name, master in zip(halves, group_masters)}
+        for name, number in zip(names, group["params"]):
+            found |= {f"optimizer.{name}.{key}": value for key, value in _entry(inner["state"], number, group).items()}
+    return found
+
+
+def _entry(state: dict, number: int, group: dict) -> dict[str, Tensor]:
+    """One parameter's tensors under our keys."""
+    entry = {"master" if key == "master_param" else key: value for key, value in state.get(number, {}).items()}
+    step = entry.pop("step", group.get("step", state.get("common_step")))  # Transformer Engine and Apex: the group's
+    if step is not None and "exp_avg" in entry:
+        entry["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
+    return {key: value for key, value in entry.items() if isinstance(value, Tensor)}
+
+
+def _members(groups: list[dict], state: dict, weights: dict[str, Tensor]) -> list[list[str]]:
+    """The names of each group's parameters: those that its settings select, in order, if all shapes agree."""
+    separate = any(group.get("is_decoupled_lr") for group in groups)
+    for decays in (_is_matrix, _is_matrix_or_norm_of_heads):  # the second: --apply-wd-to-qk-layernorm
+        kinds = {name: (decays(name, weight), separate and name in DECOUPLED) for name, weight in weights.items()}
+        members = [[name for name, kind in kinds.items() if kind == _kind(group)] for group in groups]
+        if all(_fits(names, group, state, weights) for names, group in zip(members, groups)):
+            return members
+    raise Unmapped("numbers its parameters in an order that does not fit these weights")
+
+
+def _kind(group: dict) -> tuple[bool, bool]:
+    """(decays, has a learning rate of its own)."""
+    decay = group["wd_mult"] if "wd_mult" in group else group.get("pre_wd_mult", group.get("weight_decay"))
+    return bool(decay), bool(group.get("is_decoupled_lr"))
+
+
+def _is_matrix(name: str, weight: Tensor) -> bool:
+    return weight.ndim > 1
+
+
+def _is_matrix_or_norm_of_heads(name: str, weight: Tensor) -> bool:
+    return weight.ndim > 1 or "q_layernorm." in name or "k_layernorm." in name
+
+
+def _fits(names: list[str], group: dict, state: dict, weights: dict[str, Tensor]) -> bool:
+    if len(names) != len(group["params"]):
+        return False
+    return all(
+        value.shape == weights[name].shape
+        for name, number in zip(names, group["params"])
+        for key, value in state.get(number, {}).items()
+        if isinstance(value, Tensor) and key != "step"
+    )
+
+
+def read_loss_scale(optimizer: dict) -> dict[str, Tensor]:
+    """The flat tensors of a dynamic loss scale; a constant one has no state."""
+    scaler = optimizer.get("grad_scaler", {})
+    found = {f"loss_scale.{key}": torch.tensor(scaler[key], dtype=torch.int32) for key in COUNTERS if key in scaler}
+    if "scale" in scaler:
+        found["loss_scale.scale"] = scaler["scale"].float().reshape(())
+    return found
+
+
+def write_optimizer(weights: dict[str, Tensor], take: Take, settings: dict, fused: bool) -> dict:
+    """What Megatron's optimizer loads. weights: by our names, in Megatron's order. take: a flat name's tensor, or None.
+
+    settings: of a parameter group, from group_settings. fused: for Transformer Engine's Adam, which counts steps per
+    group and stumbles over a count per parameter; torch's insists on the latter.
+    """
+    groups, state, masters, first = [], {}, [], 0
+    for decays in (True, False):
+        members = [name for name, weight in weights.items() if _is_matrix(name, weight) == decays]
+        group = _group(settings, decays) | {"params": list(range(first, first + len(members)))}
+        entries = [_taken(name, take) for name in members]
+        steps = {float(entry["step"]) for entry in entries if "step" in entry}
+        if steps:
+            group["step"] = int(max(steps))
+        for entry in entries if fused else ():
+            entry.pop("step", None)
+        state |= {number: entry for number, entry in zip(group["params"], entries) if entry}
+        masters.append([master for name in members if (master := take(f"optimizer.{name}.master")) is not None])
+        groups.append(group)
+        first += len(members)
+    inner = {"state": state, "param_groups": groups}
+    if all(weight.dtype == torch.float32 for weight in weights.values()):
+        return inner
+    return {"optimizer": inner, "fp32_from_fp16_params": masters} | _grad_scaler(take)
+
+
+def _taken(name: str, take: Take) -> dict[str, Tensor]:
+    keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+    return {key: value for key in keys if (value := take(f"optimizer.{name}.{key}")) is not None}
+
+
+def group_settings(args: OptimizerArgs, schedule: dict | None) -> dict:
+    """Of a parameter group that decays. Megatron's scheduler sets lr and weight_decay anew when it loads its own state."""
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "bias_correction": True}
+    sgd = {"momentum": args.sgd_momentum, "dampening": 0, "nesterov": False}
+    peak = schedule["peak"] if schedule else args.lr
+    return (adam if args.optimizer == "adam" else sgd) | {
+        "lr": peak, "max_lr": peak, "min_lr": schedule["floor"] if schedule else args.min_lr,
+        "weight_decay": schedule["start_weight_decay"] if schedule else args.weight_decay,
+        "wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False, "default_config": True,
+    }
+
+
+def _group(settings: dict, decays: bool) -> dict:
+    return settings if decays else settings | {"weight_decay": 0.0, "wd_mult": 0.0}
+
+
+def _grad_scaler(take: Take) -> dict:
+    scale = take("loss_scale.scale")
+    if scale is None:
+        return {}
+    counters = {key: int(take(f"loss_scale.{key}")) for key in COUNTERS}
+    return {"grad_scaler": {"scale": scale.reshape(1)} | counters}

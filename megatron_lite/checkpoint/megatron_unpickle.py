@@ -1,0 +1,71 @@
+"""Reads files of torch.save that name classes of programs which need not be installed, and runs none of their code.
+
+torch's restricted unpickler builds tensors and plain containers. A class of a known training program becomes an
+Inert, which keeps what the file says about the object; any other class is refused by name.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from megatron_lite.errors import CheckpointError
+
+# None of what these hold is needed here: enums, paths and recorders among the arguments, numpy's random state
+PACKAGES = {"megatron", "megatron_patch", "transformer_engine", "apex", "deepspeed", "modelopt", "nvidia_resiliency_ext",
+            "numpy", "signal", "pathlib", "datetime"}
+CLASSES = {"types.SimpleNamespace", "_io.BytesIO", "io.BytesIO", "builtins.range", "builtins.slice"}
+
+
+class Inert:
+    """Stands for an object of any class: `arguments` it was made with, and its `state`. Does nothing."""
+
+    def __new__(cls, *arguments):
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    def __init__(self, *arguments):
+        """Everything is kept by __new__, which pickles may call alone."""
+
+    def __setstate__(self, state):
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"an object of another program {self.arguments}"
+
+
+def load(path: Path) -> dict:
+    """The dict that torch.save wrote to `path`; its tensors stay in the file until they are used.
+
+    Raises CheckpointError for a file that is damaged, names a class outside PACKAGES and CLASSES, or holds no dict.
+    """
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"--load {path}: there is no such file; check the folder.") from None
+    except Exception as error:  # noqa: BLE001 - damaged files make torch raise errors of many kinds
+        raise CheckpointError(_unreadable(path, error)) from None
+    refused = sorted(name for name in named if not _harmless(name) and name != "argparse.Namespace")
+    if refused:
+        raise CheckpointError(f"--load {path}: names {refused[0]}, which is neither data nor a class of a known training "
+                              "program, and reading it might run its code; load a file that you trust, without it.")
+    allowed = [argparse.Namespace, *((Inert, name) for name in named if _harmless(name))]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # noqa: BLE001 - the same
+        raise CheckpointError(_unreadable(path, error)) from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"--load {path}: holds a {type(state).__name__}, not a checkpoint; check the file.")
+    return state
+
+
+def _harmless(name: str) -> bool:
+    return name in CLASSES or name.partition(".")[0] in PACKAGES
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    why = str(error).partition("\n")[0] or "no reason given"
+    return (f"--load {path}: cannot be read ({type(error).__name__}: {why}); it is damaged, or older than torch 1.6. "
+            "Load an earlier one, or save it again with a newer torch.")

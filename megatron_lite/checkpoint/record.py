@@ -1,0 +1,67 @@
+"""What a checkpoint holds: a record of plain values, and tensors under flat names.
+
+    model.NAME                          a weight, under Megatron-Core's name, in the run's precision
+    optimizer.NAME.master               its fp32 master, of a run in fp16 or bf16
+    optimizer.NAME.exp_avg|exp_avg_sq   AdamW's moments, fp32, and .step, a float32 scalar
+    optimizer.NAME.momentum_buffer      SGD's
+    optimizer.good_samples              int64 scalar: samples of all successful steps, the schedule's clock
+    loss_scale.scale|growth_tracker|hysteresis_tracker
+    random.RANK.python|numpy|torch|...  every rank's generators
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Protocol
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Record:
+    """The plain values of a checkpoint."""
+
+    iteration: int
+    consumed: int  # samples drawn so far, skipped steps included
+    shape: dict  # fields of ModelShape
+    precision: str  # fp32 | fp16 | bf16, of the weights
+    vocab_size: int | None = None  # before padding; None: unknown
+    schedule: dict | None = None  # fields of LearningRatePlan; None: unknown
+    optimizer: str | None = None  # adam | sgd; None: no optimizer is held
+    ranks: int = 0  # whose random states are held
+    trainer: str = "megatron_lite"  # or Megatron-LM, whose random states mean nothing here
+    versions: dict = field(default_factory=dict)
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Record":
+        """ValueError if `text` is not a record of this format."""
+        values = json.loads(text)
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError(f"format {values.get('format') if isinstance(values, dict) else None}, not {FORMAT}")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+
+
+class Stored(Protocol):
+    """An opened checkpoint, in whichever format. Raises CheckpointError for what cannot be read."""
+
+    record: Record
+    without_optimizer: str | None  # why record.optimizer is None, to go on from "its optimizer"
+
+    def names(self) -> set[str]:
+        """The flat names of all tensors that it holds."""
+
+    def size_of(self, name: str) -> tuple[int, ...]:
+        """The shape of one of them."""
+
+    def dtype_of(self, name: str):
+        """Its torch.dtype."""
+
+    def read_into(self, targets: dict) -> None:
+        """Copy the tensor of each name into the one given for it, casting; shapes must agree."""

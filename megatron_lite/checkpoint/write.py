@@ -1,0 +1,141 @@
+"""From the tensors of all ranks to a complete checkpoint on disk."""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_lite.checkpoint import dcp, folder
+from megatron_lite.checkpoint.folder import Slot
+from megatron_lite.checkpoint.record import Record
+from megatron_lite.errors import CheckpointError
+from megatron_lite.run_folder import (
+    MANIFEST_FILE,
+    RECORD_FILE,
+    RELEASE,
+    checkpoint_name,
+    iteration_of,
+    write_atomically,
+)
+from megatron_lite.units import size
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes checkpoints into `save`. Its methods are collective over `group`; None: this process alone.
+
+    write_tensors(folder, tensors, group): a format's own part.
+    retain_interval: checkpoints of other iterations are deleted once a newer one is complete; None: never.
+    """
+
+    save: Path
+    write_tensors: Callable
+    group: object = None
+    retain_interval: int | None = None
+
+    def write(self, record: Record, tensors: dict[str, Tensor], release: bool = False) -> Path:
+        """Write SAVE/iter_NNNNNNN, or SAVE/release, and the tracker; returns the folder.
+
+        tensors: this rank's share; each name is given by one rank.
+        CheckpointError on every rank if one of them fails; what was complete before is then untouched.
+        """
+        slot = Slot(self.save, RELEASE if release else checkpoint_name(record.iteration))
+        files = self._together(slot, lambda: self._write_files(slot, record, tensors))
+        self._together(slot, lambda: self._commit(slot, files) if self._is_first else None)
+        return slot.final
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._rank == 0
+
+    def _write_files(self, slot: Slot, record: Record, tensors: dict[str, Tensor]) -> dict[str, dict]:
+        """The manifest's entries for what this rank wrote."""
+        failure = None
+        if self._is_first:
+            try:
+                folder.prepare(slot)
+                write_atomically(slot.unfinished / RECORD_FILE, record.to_json())
+            except OSError as error:
+                failure = error
+        self._raise_together(failure)
+        self.write_tensors(slot.unfinished, tensors, self.group)
+        return folder.checksums(slot.unfinished, [name for name in _files(slot.unfinished) if self._wrote(name)])
+
+    def _wrote(self, name: str) -> bool:
+        # torch.distributed.checkpoint names files __RANK_NUMBER.distcp; all others are the first rank's
+        owner = name.split("_")[2] if name.startswith("__") else "0"
+        return owner == str(self._rank)
+
+    def _commit(self, slot: Slot, files: list[dict[str, dict]]):
+        folder.write_manifest(slot, {name: entry for part in files for name, entry in part.items()})
+        before = self._newest()
+        folder.commit(slot)
+        if before is not None and before.name != slot.name and self._may_go(before) and not folder.missing(slot.final):
+            with contextlib.suppress(OSError):  # one too many is no failure of the new one
+                folder.retire(before)
+
+    def _newest(self) -> Slot | None:
+        try:
+            return folder.newest(self.save)
+        except ValueError:
+            return None
+
+    def _may_go(self, slot: Slot) -> bool:
+        iteration = iteration_of(slot.name)
+        if self.retain_interval is None or iteration is None or iteration % self.retain_interval == 0:
+            return False
+        return slot.final.is_dir() and not slot.final.is_symlink()  # as in Megatron: what a link names is somebody's
+
+    def _together(self, slot: Slot, act: Callable) -> list:
+        """Every rank's result of `act`, on every rank; CheckpointError on all if it failed on one."""
+        try:
+            result, failure = act(), None
+        except CheckpointException as error:  # known to all ranks already, with the rank that failed
+            result, failure = None, f"rank {min(error.failures)}: {dcp.reason(error)}, {self._room()}"
+        except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
+            result, failure = None, f"rank {self._rank}: {dcp.reason(error)}, {self._room()}"
+        results = self._exchange((result, failure))
+        failures = [failure for _, failure in results if failure is not None]
+        if failures:
+            if self._is_first:
+                folder.discard(slot)
+            raise CheckpointError(f"--save {self.save}: {slot.name} could not be written ({failures[0]}); earlier "
+                                  "checkpoints are untouched. Make room or choose another folder.")
+        return [result for result, _ in results]
+
+    def _room(self) -> str:
+        try:
+            return f"{size(shutil.disk_usage(self.save).free)} free there"
+        except OSError:
+            return "and the folder cannot be asked for its room"
+
+    def _raise_together(self, failure: Exception | None):
+        raised = next((error for error in self._exchange(failure) if error is not None), None)
+        if raised is not None:
+            raise raised
+
+    def _exchange(self, value) -> list:
+        if self.group is None:
+            return [value]
+        everyone: list = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, value, group=self.group)
+        return everyone
+
+
+def write_alone(save: Path, record: Record, tensors: dict[str, Tensor], release: bool = False) -> Path:
+    """Write all of a checkpoint from this process, without a process group; returns its folder. CheckpointError."""
+    return Writer(Path(save), dcp.write).write(record, tensors, release)
+
+
+def _files(unfinished: Path) -> list[str]:
+    return [str(path.relative_to(unfinished)) for path in unfinished.rglob("*")
+            if path.is_file() and path.name != MANIFEST_FILE]

@@ -1,0 +1,133 @@
+"""megatron-lite convert: checkpoints of this trainer and of Megatron-LM to Hugging Face folders, and back."""
+
+import argparse
+import shlex
+import time
+from pathlib import Path
+
+from megatron_lite.cli.parser import Parser
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.errors import UserError
+from megatron_lite.estimate.params import parameter_count
+from megatron_lite.live_line import LiveLine
+from megatron_lite.run_folder import RELEASE
+from megatron_lite.units import duration, short_count
+
+PRECISIONS = ("fp32", "fp16", "bf16")
+DIVISIBLE_BY = 128  # Megatron's default
+MEANING = {  # flags that concern one direction only: (what must be given, too, and what they are about)
+    "ckpt_step": ("load", "which checkpoint to read"),
+    "vocab_file": ("save_hf", "the tokenizer's files"),
+    "merge_file": ("save_hf", "the tokenizer's files"),
+    "tokenizer_model": ("save_hf", "the tokenizer's files"),
+    "true_vocab_size": ("save_hf", "the ids that are kept"),
+    "make_vocab_size_divisible_by": ("load_hf", "the padding of its vocabulary"),
+}
+
+
+def run(argv: list[str]):
+    """Convert as `argv` says and print what was written. UserError for a mistake."""
+    options = _parser().parse_args(argv)
+    _check(options)
+    started = time.monotonic()
+    if options.save_hf:
+        lines = _to_hugging_face(options)
+    elif options.load_hf:
+        lines = _from_hugging_face(options)
+    else:
+        lines = _to_own_format(options)
+    lines[0] += f" in {duration(time.monotonic() - started)}"
+    print("\n".join(lines))
+
+
+def _parser() -> Parser:
+    parser = Parser("convert", "Converts checkpoints to Hugging Face folders and back, and Megatron-LM's torch files to "
+                               "this trainer's format.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--load", metavar="FOLDER", help="what --save of this trainer, or of Megatron-LM, wrote to")
+    source.add_argument("--load-hf", metavar="FOLDER", help="a GPT-2, Llama, Qwen2 or Qwen3 for causal language modelling")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--save", metavar="FOLDER", help="a new folder that --load of this trainer takes")
+    target.add_argument("--save-hf", metavar="FOLDER", help="a new folder that from_pretrained takes")
+    add = parser.add_argument
+    add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N [the newest]")
+    add("--dtype", choices=PRECISIONS,
+        help="of the written weights; other than the run's: made of its fp32 masters [that of the source]")
+    add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json, for --save-hf")
+    add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt, for --save-hf")
+    add("--tokenizer-model", metavar="FOLDER", help="a tokenizer in Hugging Face's form, for --save-hf")
+    add("--true-vocab-size", type=int, metavar="N",
+        help="ids without the padding, for --save-hf [what the checkpoint says, else the tokenizer's, else all rows]")
+    add("--make-vocab-size-divisible-by", type=int, metavar="N",
+        help=f"pad the vocabulary to a multiple of N, for --load-hf [{DIVISIBLE_BY}]")
+    return parser
+
+
+def _check(options: argparse.Namespace):
+    if options.load_hf and options.save_hf:
+        raise UserError(f"--save-hf {options.save_hf}: --load-hf is a Hugging Face folder already; give --save.")
+    for name, (needed, what) in MEANING.items():
+        if getattr(options, name) is not None and getattr(options, needed) is None:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: concerns {what}, with "
+                            f"--{needed.replace('_', '-')} only; leave it out.")
+    if options.dtype and options.load and options.save:
+        raise UserError(f"--dtype {options.dtype}: a checkpoint keeps the precision of its run; leave it out.")
+    if options.tokenizer_model and (options.vocab_file or options.merge_file):
+        raise UserError(f"--tokenizer-model {options.tokenizer_model}: excludes --vocab-file and --merge-file; keep one.")
+    for flag in ("make_vocab_size_divisible_by", "true_vocab_size"):
+        value = getattr(options, flag)
+        if value is not None and value < 1:
+            raise UserError(f"--{flag.replace('_', '-')} {value}: must be at least 1; give that, or leave it out.")
+
+
+def _to_hugging_face(options: argparse.Namespace) -> list[str]:
+    from megatron_lite.convert.folders import to_hugging_face
+    from megatron_lite.convert.tokenizer_files import copied_files, gpt2_files, no_files
+
+    if options.tokenizer_model:
+        tokenizer = copied_files(options.tokenizer_model)
+    elif options.vocab_file or options.merge_file:
+        tokenizer = gpt2_files(options.vocab_file, options.merge_file)
+    else:
+        tokenizer = no_files()
+        print("  no tokenizer: --vocab-file and --merge-file, or --tokenizer-model, would put it into the folder")
+    line = LiveLine()
+    try:
+        record = to_hugging_face(
+            Path(options.load), options.ckpt_step, Path(options.save_hf), options.dtype, tokenizer,
+            options.true_vocab_size, print, lambda done, total: line.draw(f"{done} of {total} tensors"),
+        )
+    finally:
+        line.wipe()
+    precision = options.dtype or record.precision
+    return [f"iteration {record.iteration} of {options.load}, {_parameters(record.shape)} in {precision}: {options.save_hf}"]
+
+
+def _from_hugging_face(options: argparse.Namespace) -> list[str]:
+    from megatron_lite.convert.folders import from_hugging_face
+    from megatron_lite.convert.model_flags import model_flags
+    from megatron_lite.convert.tokenizer_files import training_flags
+
+    source, save = Path(options.load_hf), Path(options.save)
+    divisor = DIVISIBLE_BY if options.make_vocab_size_divisible_by is None else options.make_vocab_size_divisible_by
+    record = from_hugging_face(source, save, divisor, options.dtype)
+    shape = ModelShape(**record.shape)
+    precision = [] if record.precision == "fp32" else [f"--{record.precision}"]
+    words = [*model_flags(shape), *precision, *training_flags(source), "--load", options.save, "--finetune"]
+    return [
+        f"{options.load_hf}, {_parameters(record.shape)} in {record.precision}, {record.vocab_size} ids: {save / RELEASE}",
+        "to train on: fresh moments (--finetune), and --seq-length may be smaller",
+        shlex.join(words),
+    ]
+
+
+def _to_own_format(options: argparse.Namespace) -> list[str]:
+    from megatron_lite.convert.folders import to_own_format
+
+    record, folder = to_own_format(Path(options.load), options.ckpt_step, Path(options.save), print)
+    held = f"with the state of {record.optimizer}" if record.optimizer else "without an optimizer (--no-load-optim)"
+    return [f"iteration {record.iteration} of {options.load}, {_parameters(record.shape)} in {record.precision}, {held}: {folder}"]
+
+
+def _parameters(shape: dict) -> str:
+    return f"{short_count(parameter_count(ModelShape(**shape)))} parameters"

@@ -1,0 +1,75 @@
+"""A Hugging Face folder's config.json, with mistakes that name the file and the key."""
+
+import json
+from pathlib import Path
+
+from megatron_lite.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+REQUIRED = object()
+
+
+class ConfigFile:
+    """The values of a config.json; a key that is missing takes the given default, which is transformers' own."""
+
+    def __init__(self, path: Path, values: dict):
+        self.path, self.values = path, values
+
+    def whole(self, key: str, default=REQUIRED) -> int | None:
+        """An integer above 0, or None where that is the default and the file says null."""
+        value = self._get(key, default)
+        if value is None and default is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0 or value < 1:
+            raise self.wrong(key, value, "must be a whole number above 0")
+        return int(value)
+
+    def number(self, key: str, default=REQUIRED) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, value, "must be a number")
+        return float(value)
+
+    def switch(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "must be true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        return str(self._get(key, default))
+
+    def refuse_unless(self, key: str, allowed: tuple, why: str):
+        """CheckpointError if the key is there with another value than those `allowed`."""
+        value = self.values.get(key, allowed[0])
+        if value not in allowed:
+            raise self.wrong(key, value, why)
+
+    def wrong(self, key: str, value, why: str) -> CheckpointError:
+        return CheckpointError(f"--load-hf {self.path}: {key} is {json.dumps(value)}: {why}; convert another model.")
+
+    def _get(self, key: str, default):
+        value = self.values.get(key, default)
+        if value is REQUIRED:
+            raise CheckpointError(f"--load-hf {self.path}: {key} is missing; give the folder of a whole model.")
+        return value
+
+
+def read_config(folder: Path) -> ConfigFile:
+    """The config.json of `folder`. CheckpointError if there is none, or it is no JSON object."""
+    path = folder / CONFIG_FILE
+    return ConfigFile(path, read_json(path))
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object. CheckpointError if it cannot be read or is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"--load-hf {path}: cannot be read ({error.strerror}); give the folder that "
+                              "save_pretrained wrote or that was downloaded.") from None
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"--load-hf {path}: is no JSON object; copy or download it again.")
+    return values

@@ -1,0 +1,182 @@
+"""Llama and its likes in both worlds: rotary positions, RMSNorm, SwiGLU.
+
+LlamaForCausalLM has all biases or none; Qwen2ForCausalLM those of queries, keys and values only; Qwen3ForCausalLM
+none, and normalises queries and keys.
+"""
+
+from collections.abc import Iterator
+
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.convert.config_file import ConfigFile
+from megatron_lite.convert.links import GatedHalves, Link, NormWeight, RotatedNormWeight, Same, Vocabulary, grouped_qkv
+from megatron_lite.convert.parameters import layer_prefix
+
+MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+DEFAULTS = {  # transformers' own, where they differ: of keys that a config.json leaves out
+    "llama": {"max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": None},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+BUFFERS = (".rotary_emb.inv_freq",)  # in old files
+
+
+def architecture(shape: ModelShape) -> str:
+    """Which of them the shape is, if it is one."""
+    if shape.qk_layernorm:
+        return "Qwen3ForCausalLM"
+    return "Qwen2ForCausalLM" if shape.qkv_bias and not shape.linear_bias else "LlamaForCausalLM"
+
+
+def objections(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    """(flag, what Llama and its likes have instead) for everything that none of them can be."""
+    if shape.normalization != "RMSNorm":
+        yield f"--normalization {shape.normalization}", "RMSNorm"
+    if shape.activation != "swiglu":
+        yield {"squared_relu": "--squared-relu"}.get(shape.activation, "GELU (no --swiglu)"), "--swiglu"
+    if shape.rotary_percent != 1:
+        yield f"--rotary-percent {shape.rotary_percent:g}", "heads that rotate as a whole"
+    if shape.qk_layernorm and (shape.linear_bias or shape.qkv_bias):
+        yield "--qk-layernorm with biases", "it without any bias"
+    if shape.hidden_size % shape.num_attention_heads and not shape.qk_layernorm:
+        yield f"--num-attention-heads {shape.num_attention_heads}", "a hidden size that is a multiple of the heads"
+
+
+def complete(shape: ModelShape) -> ModelShape:
+    """The shape with all that every one of them has, which is nothing more."""
+    return shape
+
+
+def notes(shape: ModelShape) -> Iterator[str]:
+    """What they do not know, or say otherwise, with the same result."""
+    if shape.hidden_dropout:
+        yield f"--hidden-dropout {shape.hidden_dropout:g}: they have none, and it matters in training only"
+    if shape.rotary_interleaved:
+        yield "--rotary-interleaved: the channels of queries and keys change places, so that halves rotate instead"
+
+
+def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
+    """All parameters, in the model's order."""
+    rows, norm = Vocabulary(vocab_size, shape.padded_vocab_size), NormWeight(shape.layernorm_1p)
+    yield Link("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)
+    for layer in range(shape.num_layers):
+        yield from _layer(shape, layer_prefix(layer), f"model.layers.{layer}.", norm)
+    yield Link("decoder.final_layernorm.weight", ("model.norm.weight",), norm)
+    if not shape.tied_embeddings:
+        yield Link("output_layer.weight", ("lm_head.weight",), rows)
+
+
+def _layer(shape: ModelShape, ours: str, theirs: str, norm: NormWeight) -> Iterator[Link]:
+    yield Link(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), norm)
+    yield Link(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",), norm)
+    for kind in ("weight", "bias"):
+        if kind == "weight" or shape.qkv_bias:
+            apart = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
+            yield Link(f"{ours}self_attention.linear_qkv.{kind}", apart, grouped_qkv(shape))
+        if kind == "weight" or shape.linear_bias:
+            gated = tuple(f"{theirs}mlp.{part}_proj.{kind}" for part in ("gate", "up"))
+            yield Link(f"{ours}self_attention.linear_proj.{kind}", (f"{theirs}self_attn.o_proj.{kind}",), Same())
+            yield Link(f"{ours}mlp.linear_fc1.{kind}", gated, GatedHalves())
+            yield Link(f"{ours}mlp.linear_fc2.{kind}", (f"{theirs}mlp.down_proj.{kind}",), Same())
+    if shape.qk_layernorm:
+        rotated = RotatedNormWeight(shape.layernorm_1p, shape.rotary_interleaved)
+        yield Link(f"{ours}self_attention.q_layernorm.weight", (f"{theirs}self_attn.q_norm.weight",), rotated)
+        yield Link(f"{ours}self_attention.k_layernorm.weight", (f"{theirs}self_attn.k_norm.weight",), rotated)
+
+
+def standard_name(name: str) -> str | None:
+    """The name of a tensor; None for what is no parameter."""
+    return None if name.endswith(BUFFERS) else name
+
+
+def config_of(shape: ModelShape, vocab_size: int) -> dict:
+    """What config.json says of the shape. rope_scaling is the spelling that old and new versions understand."""
+    name, factor = architecture(shape), shape.rotary_seq_len_interpolation_factor
+    return {
+        "architectures": [name],
+        "model_type": MODEL_TYPES[name],
+        "vocab_size": vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_query_groups,
+        "head_dim": shape.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rope_theta": shape.rotary_base,
+        "rope_scaling": None if factor is None else {"rope_type": "linear", "factor": float(factor)},
+        "rms_norm_eps": shape.norm_epsilon,
+        "attention_bias": shape.linear_bias,
+        "mlp_bias": shape.linear_bias,
+        "attention_dropout": shape.attention_dropout,
+        "initializer_range": shape.init_method_std,
+        "tie_word_embeddings": shape.tied_embeddings,
+        "use_sliding_window": False,
+    }
+
+
+def shape_of(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
+    """The inverse. CheckpointError for what is missing there or does not exist here."""
+    kind = MODEL_TYPES[config.values["architectures"][0]]
+    defaults = DEFAULTS[kind]
+    _refuse(config, kind)
+    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    groups = config.whole("num_key_value_heads", defaults["num_key_value_heads"]) or heads
+    width = config.whole("head_dim", defaults["head_dim"]) or hidden // heads
+    if heads % groups:
+        raise config.wrong("num_key_value_heads", groups, f"must divide num_attention_heads, which is {heads}")
+    base, factor = _rope(config)
+    linear_bias = config.switch("attention_bias", False) if kind == "llama" else False
+    return ModelShape(
+        num_layers=config.whole("num_hidden_layers"),
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=width,
+        ffn_hidden_size=config.whole("intermediate_size"),
+        seq_length=config.whole("max_position_embeddings", defaults["max_position_embeddings"]),
+        max_position_embeddings=config.whole("max_position_embeddings", defaults["max_position_embeddings"]),
+        padded_vocab_size=padded_vocab_size,
+        position_embedding="rope",
+        rotary_base=base,
+        rotary_seq_len_interpolation_factor=factor,
+        normalization="RMSNorm",
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        activation="swiglu",
+        linear_bias=linear_bias,
+        qkv_bias=linear_bias or kind == "qwen2",
+        qk_layernorm=kind == "qwen3",
+        tied_embeddings=config.switch("tie_word_embeddings", False),
+        hidden_dropout=0.0,
+        attention_dropout=config.number("attention_dropout", 0.0),
+        init_method_std=config.number("initializer_range", 0.02),
+    )
+
+
+def _refuse(config: ConfigFile, kind: str):
+    """CheckpointError for switches that do not exist here."""
+    config.refuse_unless("hidden_act", ("silu", "swish"), "the gate is SiLU here")
+    config.refuse_unless("use_sliding_window", (False, None), "attention always reaches back to the start here")
+    layers = config.values.get("layer_types") or []
+    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
+        raise config.wrong("layer_types", layers, "attention always reaches back to the start here")
+    attention_bias = config.switch("attention_bias", False)
+    if kind == "llama" and config.switch("mlp_bias", False) != attention_bias:
+        raise config.wrong("mlp_bias", not attention_bias, "attention and MLP both have biases here, or neither")
+    if kind == "qwen3" and attention_bias:
+        raise config.wrong("attention_bias", True, "attention and MLP both have biases here, or neither")
+
+
+def _rope(config: ConfigFile) -> tuple[float, float | None]:
+    """(base, interpolation factor) in either spelling: rope_parameters, or rope_theta and rope_scaling."""
+    key = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
+    rope = config.values.get(key) or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise config.wrong(key, rope, "all layers rotate alike here")
+    inner = ConfigFile(config.path, {**config.values, **rope})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear"):
+        raise config.wrong(key, rope, "only linear scaling of positions exists here")
+    inner.refuse_unless("partial_rotary_factor", (1.0, None), "heads of this architecture rotate as a whole")
+    base = inner.whole("rope_theta", 10000)  # whole numbers, as --rotary-base and its likes are
+    return float(base), float(inner.whole("factor")) if kind == "linear" else None

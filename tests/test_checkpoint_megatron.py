@@ -1,0 +1,577 @@
+"""Megatron's torch file without Megatron: the same tensors out as in, the names of all its ages, and no code run."""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import os
+import pickle
+import random
+import signal
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launch import flags, plan_of, same
+from model_variants import VARIANTS, build
+from torch import nn
+
+from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
+from megatron_lite.checkpoint.megatron_names import file_name, in_file_order, ours
+from megatron_lite.checkpoint.megatron_random import from_megatron, to_megatron
+from megatron_lite.checkpoint.megatron_unpickle import load
+from megatron_lite.checkpoint.record import Record
+from megatron_lite.errors import CheckpointError
+from megatron_lite.optim.optimizer import Optimizer
+
+CPU = torch.device("cpu")
+WORDS = "--train-iters 20 --lr-warmup-iters 3 --lr-decay-style cosine --min-lr 1e-4 --weight-decay 0.1"
+PRECISION = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 512"}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def random_states(ranks: int, cuda: bool) -> dict:
+    """Of generators that were used, with a Gaussian kept on odd ranks."""
+    flat = {}
+    for rank in range(ranks):
+        python, numpy = random.Random(rank), np.random.RandomState(rank)
+        if rank % 2:
+            python.gauss(0, 1), numpy.standard_normal()
+        version, internal, gauss = python.getstate()
+        _, keys, position, has_gauss, cached = numpy.get_state()
+        states = {
+            "python": torch.tensor([version, *internal, int(gauss is not None)]),
+            "numpy": torch.tensor([*keys.tolist(), position, has_gauss]),
+            "gauss": torch.tensor([gauss or 0.0, cached], dtype=torch.float64),
+            "torch": torch.Generator().manual_seed(rank).get_state(),
+        } | ({"cuda": torch.full((16,), rank, dtype=torch.uint8)} if cuda else {})
+        flat |= {f"random.{rank}.{kind}": state for kind, state in states.items()}
+    return flat
+
+
+def trained(precision: str, *words: str, variant: str = "gqa_swiglu_rmsnorm", steps: int = 3):
+    """(plan, record, flat tensors) of a run of this trainer."""
+    plan, shape = plan_of(flags(WORDS, PRECISION[precision], *words)), VARIANTS[variant]
+    model = build(shape).to(DTYPES[precision])
+    named = dict(model.named_parameters())
+    optimizer = Optimizer(plan, list(named.values()), CPU)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        optimizer.step([torch.randn_like(p) for p in named.values()], 4, lambda name: contextlib.nullcontext())
+    flat = {f"model.{name}": p.detach() for name, p in named.items()} | optimizer.tensors(list(named))
+    record = Record(iteration=steps, consumed=4 * steps, shape=dataclasses.asdict(shape), precision=precision,
+                    vocab_size=127, schedule=dataclasses.asdict(plan.learning_rate),
+                    optimizer=plan.args.optimizer.optimizer, versions={"torch": "2"})
+    return plan, record, flat
+
+
+def written(path: Path, record: Record, tensors: dict, plan) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        write_megatron_file(file, record, tensors, plan.args)
+    return path
+
+
+def read(file: MegatronFile) -> dict:
+    held = {name: torch.empty(file.size_of(name), dtype=file.dtype_of(name)) for name in file.names()}
+    file.read_into(held)
+    return held
+
+
+def place(folder: Path) -> Path:
+    return folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
+
+
+@pytest.mark.parametrize("impl", ["transformer_engine", "local"])
+@pytest.mark.parametrize("words", ["fp32", "bf16", "fp16", "fp32 --optimizer sgd"])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_what_was_written_is_read_bitwise(impl, words, cuda, tmp_path):
+    precision, _, more = words.partition(" ")
+    plan, record, tensors = trained(precision, more, f"--transformer-impl {impl}")
+    record, tensors = dataclasses.replace(record, ranks=3), tensors | random_states(3, cuda)
+    file = MegatronFile(written(place(tmp_path), record, tensors, plan))
+    assert file.record == record and file.without_optimizer is None
+    assert same(read(file), tensors)
+
+
+def test_without_optimizer_and_random_states(tmp_path):
+    plan, record, tensors = trained("bf16")
+    record = dataclasses.replace(record, optimizer=None)
+    weights = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    file = MegatronFile(written(place(tmp_path), record, weights, plan))
+    assert file.record == record and same(read(file), weights)
+    assert file.without_optimizer == "was not saved (--no-save-optim)"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_arguments_in_the_file_describe_the_model(variant, tmp_path):
+    """Without our mark it is a file of Megatron-LM: shape, schedule and samples must follow from its own keys."""
+    plan, record, tensors = trained("fp32", variant=variant, steps=1)
+    if not record.shape["linear_bias"]:  # there is no tanh without the fused kernel
+        record.shape["activation"] = "gelu_erf"
+    path = written(place(tmp_path), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    del state["megatron_lite"]
+    torch.save(state, path)
+    foreign = MegatronFile(path).record
+    expected = dataclasses.replace(record, vocab_size=None, trainer="Megatron-LM", versions={})
+    assert foreign == expected
+
+
+@pytest.mark.parametrize("words", [
+    "--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style cosine",
+    "--lr-decay-style inverse-square-root --lr-warmup-init 1e-5",
+    "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear",
+])
+def test_every_schedule_is_mapped_back(words, tmp_path):
+    plan, record, tensors = trained("fp32", words, steps=1)
+    path = written(place(tmp_path), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    del state["megatron_lite"]
+    torch.save(state, path)
+    assert MegatronFile(path).record.schedule == record.schedule
+    if record.schedule["style"] == "WSD":
+        state["args"].lr_wsd_decay_iters = None
+    else:
+        del state["opt_param_scheduler"]["lr_decay_style"]
+    torch.save(state, path)
+    assert MegatronFile(path).record.schedule is None, "what is not there is not made up"
+
+
+# Order and names as a checkpoint of Megatron-LM with Transformer Engine lists them
+FUSED = ["self_attention.linear_proj.weight", "self_attention.linear_proj.bias",
+         "self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias",
+         "self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias",
+         "self_attention.q_layernorm.weight", "self_attention.q_layernorm.bias",
+         "self_attention.k_layernorm.weight", "self_attention.k_layernorm.bias",
+         "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.layer_norm_bias", "mlp.linear_fc1.weight",
+         "mlp.linear_fc1.bias", "mlp.linear_fc2.weight", "mlp.linear_fc2.bias"]
+
+
+def test_transformer_engines_names_and_order():
+    held = [name for name, _ in build(VARIANTS["qk_layernorm"]).named_parameters()]
+    names = [file_name(name, fused=True) for name in in_file_order(held, fused=True)]
+    assert names == ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight",
+                     *(f"decoder.layers.{layer}.{name}" for layer in range(2) for name in FUSED),
+                     "decoder.final_layernorm.weight", "decoder.final_layernorm.bias"]
+    assert sorted(ours(name) for name in names) == sorted(held)
+    assert in_file_order(["decoder.layers.10.mlp.linear_fc2.bias", "decoder.layers.9.mlp.linear_fc2.bias"], True)[0][15] == "9"
+
+
+def test_transformer_engines_adam_counts_steps_per_group(tmp_path):
+    """Its load_state_dict knows no per-parameter "step"; torch's knows nothing else."""
+    for impl, per_parameter in (("transformer_engine", False), ("local", True)):
+        plan, record, tensors = trained("bf16", f"--transformer-impl {impl}")
+        state = torch.load(written(place(tmp_path), record, tensors, plan), weights_only=False)
+        inner = state["optimizer"]["optimizer"]
+        assert [group["step"] for group in inner["param_groups"]] == [3, 3]
+        assert all(("step" in entry) == per_parameter for entry in inner["state"].values())
+
+
+def test_extra_states_and_buffers_are_no_weights(tmp_path):
+    plan, record, tensors = trained("fp32")
+    path = written(place(tmp_path), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    del state["megatron_lite"]
+    state["model"] |= {"decoder.layers.0.mlp.linear_fc1._extra_state": torch.zeros(8, dtype=torch.uint8),
+                       "decoder.layers.0.mlp.linear_fc2._extra_state": io.BytesIO(b"fp8"),
+                       "decoder.layers.1.mlp.linear_fc2._extra_state": b"fp8",
+                       "rotary_pos_emb.inv_freq": torch.ones(4)}
+    torch.save(state, path)
+    assert same(read(MegatronFile(path)), tensors)
+
+
+OLD = [("embedding.", "language_model.embedding."), ("decoder.final_layernorm", "language_model.encoder.final_layernorm"),
+       ("decoder.layers", "language_model.encoder.layers"), ("pre_mlp_layernorm", "post_attention_layernorm"),
+       ("self_attention.linear_qkv", "attention.query_key_value"), ("self_attention.linear_proj", "attention.dense"),
+       ("mlp.linear_fc1", "mlp.dense_h_to_4h"), ("mlp.linear_fc2", "mlp.dense_4h_to_h")]
+NEWER = [("final_layernorm", "final_norm"), ("input_layernorm", "input_norm"), (".attention.", ".self_attention."),
+         ("post_attention_layernorm", "post_attention_norm")]
+
+
+def nested(names: dict) -> dict:
+    """{"a.b.weight": x} -> {"a": {"b": {"weight": x}}}, down to what Megatron nested."""
+    tree: dict = {}
+    for name, value in names.items():
+        *path, leaf = name.split(".", 2 if ".encoder." in name else 3)
+        branch = tree
+        for part in path:
+            branch = branch.setdefault(part, {})
+        branch[leaf] = value
+    return tree
+
+
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+def test_files_from_before_megatron_core(version, newer, tmp_path):
+    plan, record, tensors = trained("fp32", "--transformer-impl local", variant="gelu_tanh")
+    path = written(place(tmp_path), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    del state["megatron_lite"]
+    model = {name: tensor for name, tensor in state["model"].items() if tensor is not None}
+    heads = record.shape["num_attention_heads"]
+    for number, (name, weight) in enumerate(in_groups(model)):
+        entry = state["optimizer"]["state"][number]
+        if "linear_qkv" in name:
+            model[name] = as_it_was(weight, version, heads)
+            for key in ("exp_avg", "exp_avg_sq"):
+                entry[key] = as_it_was(entry[key], version, heads)
+    for new, old in [*OLD, *(NEWER if newer else [])]:
+        model = {name.replace(new, old): tensor for name, tensor in model.items()}
+    state["model"], state["checkpoint_version"] = nested(model), version
+    assert "language_model" in state["model"]
+    torch.save(state, path)
+    file = MegatronFile(path)
+    assert same(read(file), tensors)
+
+
+def in_groups(model: dict) -> list:
+    return sorted(model.items(), key=lambda item: item[1].ndim == 1)  # stable: matrices, then vectors
+
+
+def as_it_was(qkv: torch.Tensor, version: float, heads: int) -> torch.Tensor:
+    """[heads, 3, width] rows as version 0 had them, [3, heads, width], or version 1, [heads, width, 3]."""
+    today = qkv.view(heads, 3, -1, *qkv.shape[1:])
+    order = {0: (1, 0, 2), 1.0: (0, 2, 1)}.get(version, (0, 1, 2))
+    return today.permute(*order, *range(3, today.ndim)).reshape(qkv.shape)
+
+
+def test_random_states_are_pythons_and_numpys_own(tmp_path):
+    """What Megatron would set, and what comes back, after a pass through a file."""
+    flat = {name.removeprefix("random.1."): state for name, state in random_states(2, True).items() if ".1." in name}
+    entry = to_megatron(flat, seed=5)
+    python, numpy = random.Random(), np.random.RandomState()
+    python.setstate(entry["random_rng_state"])
+    numpy.set_state(entry["np_rng_state"])
+    expected_python, expected_numpy = random.Random(1), np.random.RandomState(1)
+    expected_python.gauss(0, 1), expected_numpy.standard_normal()
+    assert [python.gauss(0, 1) for _ in range(3)] == [expected_python.gauss(0, 1) for _ in range(3)]
+    assert same(numpy.standard_normal(3).tolist(), expected_numpy.standard_normal(3).tolist())
+    streams = entry["rng_tracker_states"]  # Megatron leaves if there are none
+    assert {name: state.view(torch.int64).tolist() for name, state in streams.items()} == {
+        "data-parallel-rng": [5, 0], "model-parallel-rng": [2723, 0], "expert-parallel-rng": [1029, 0]}
+
+
+def test_a_foreign_files_random_states_are_left_alone(tmp_path):
+    plan, record, tensors = trained("fp32")
+    record, tensors = dataclasses.replace(record, ranks=1), tensors | random_states(1, False)
+    path = written(place(tmp_path), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    del state["megatron_lite"]
+    torch.save(state, path)
+    file = MegatronFile(path)
+    assert file.record.ranks == 0 and not [name for name in file.names() if name.startswith("random.")]
+
+
+# ---- what a file may name
+
+
+def foreign_class(module: str, name: str) -> type:
+    """A class as a file refers to it, importable only while it is written."""
+    sys.modules.setdefault(module, types.ModuleType(module))
+    made = type(name, (), {"__module__": module, "__init__": lambda self: None})
+    setattr(sys.modules[module], name, made)
+    return made
+
+
+def test_classes_of_megatron_and_of_python_need_not_be_there(tmp_path):
+    plan, record, tensors = trained("fp32")
+    path = written(place(tmp_path), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    names = ["megatron_patch", "transformer_engine", "apex"]
+    for module in names:
+        setattr(state["args"], module, foreign_class(module, "Thing")())
+    state["args"].exit_signal, state["args"].folder = signal.SIGTERM, tmp_path
+    state["args"].more = types.SimpleNamespace(a=1)
+    torch.save(state, path)
+    for module in names:
+        del sys.modules[module]
+    assert same(read(MegatronFile(path)), tensors)
+    assert not [module for module in names if module in sys.modules]
+
+
+class Trap:
+    """Unpickled, it would leave a file behind."""
+
+    def __init__(self, function, *arguments):
+        self.called = (function, arguments)
+
+    def __reduce__(self):
+        return self.called
+
+
+@pytest.mark.parametrize("where", ["args", "model", "top"])
+@pytest.mark.parametrize("kind", ["os.mkdir", "eval", "getattr", "own"])
+def test_a_trap_does_not_snap(where, kind, tmp_path):
+    snapped = tmp_path / "snapped"
+    traps = {"os.mkdir": (Trap(os.mkdir, str(snapped)), "posix.mkdir"),
+             "eval": (Trap(eval, f"__import__('os').mkdir({str(snapped)!r})"), "builtins.eval"),
+             "getattr": (Trap(getattr, 1, "real"), "builtins.getattr"),
+             "own": (foreign_class("somebody", "Model")(), "somebody.Model")}
+    trap, name = traps[kind]
+    plan, record, tensors = trained("fp32", steps=1)
+    path = written(place(tmp_path), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    if where == "args":
+        state["args"].trap = trap
+    else:
+        (state["model"] if where == "model" else state)["trap"] = trap
+    torch.save(state, path)
+    with pytest.raises(CheckpointError) as caught:
+        MegatronFile(path)
+    assert not snapped.exists()
+    assert f"{path}: names {name}, which is neither data" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_trap_behind_a_harmless_name_is_inert(tmp_path):
+    """A class under an accepted package's name is never looked up, whatever stands there."""
+    plan, record, tensors = trained("fp32", steps=1)
+    path = written(place(tmp_path), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    calls = []
+    module = types.ModuleType("megatron")
+    module.spring = lambda *given: calls.append(given)
+    module.spring.__module__, module.spring.__qualname__ = "megatron", "spring"
+    kept, sys.modules["megatron"] = sys.modules.get("megatron"), module
+    try:
+        state["args"].trap = Trap(module.spring, "x")
+        torch.save(state, path)
+        assert same(read(MegatronFile(path)), tensors)
+    finally:
+        del sys.modules["megatron"]
+        if kept is not None:
+            sys.modules["megatron"] = kept
+    assert calls == []
+
+
+# ---- what cannot be loaded
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        MegatronFile(path)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"--load {path}: ")
+    return str(caught.value)
+
+
+def changed(folder: Path, change) -> Path:
+    plan, record, tensors = trained("bf16", steps=1)
+    path = written(place(folder), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    del state["megatron_lite"]
+    change(state)
+    torch.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "pipeline_model_parallel_size",
+                                  "virtual_pipeline_model_parallel_size"])
+def test_a_part_alone_is_refused(name, tmp_path):
+    path = changed(tmp_path, lambda state: setattr(state["args"], name, 2))
+    assert "is of a model in" in refusal(path) and "not 1 x 1 x 1; give the folder of all of its parts" in refusal(path)
+
+
+def test_damaged_missing_and_other_files(tmp_path):
+    assert "there is no such file" in refusal(place(tmp_path))
+    whole = changed(tmp_path, lambda state: None)
+    data = whole.read_bytes()
+    for damaged in (b"", b"no zip", data[:1000], data[: len(data) // 2]):
+        whole.write_bytes(damaged)
+        assert "cannot be read" in refusal(whole) and "damaged" in refusal(whole)
+    with zipfile.ZipFile(whole, "w") as archive:
+        archive.writestr("a/data.pkl", pickle.dumps({"model": 1}, protocol=4)[:-3])
+    assert "cannot be read" in refusal(whole)
+    torch.save([1, 2], whole)
+    assert "holds a list, not a checkpoint" in refusal(whole)
+    torch.save({"model": nn.Linear(2, 2).state_dict()}, whole)
+    assert "has not the form of a checkpoint by Megatron-LM or this trainer (KeyError: 'args')" in refusal(whole)
+    torch.save({"args": argparse.Namespace(), "model": {}}, whole)
+    assert "KeyError: 'embedding.word_embeddings.weight'" in refusal(whole)
+
+
+def test_an_argument_that_is_missing_is_named(tmp_path):
+    assert "'args.num_layers'" in refusal(changed(tmp_path, lambda state: delattr(state["args"], "num_layers")))
+
+
+def test_a_shape_that_cannot_be_is_one_line(tmp_path):
+    """Seven heads do not divide an old file's QKV."""
+    def change(state):
+        state["checkpoint_version"], state["args"].num_attention_heads = 0, 7
+    assert "has not the form of a checkpoint" in refusal(changed(tmp_path, change))
+
+
+def test_old_spellings_of_arguments(tmp_path):
+    def change(state):
+        args = state["args"]
+        args.layernorm_epsilon, args.add_position_embedding, args.consumed_train_samples = 1e-3, False, None
+        del args.norm_epsilon, args.group_query_attention, args.fp16
+        state["total_iters"] = state.pop("iteration")
+        state["lr_scheduler"] = state.pop("opt_param_scheduler")
+        state["lr_scheduler"]["num_iters"] = state["lr_scheduler"].pop("num_steps")
+    record = MegatronFile(changed(tmp_path, change)).record
+    assert (record.iteration, record.consumed) == (1, 4)
+    assert record.shape["norm_epsilon"] == 1e-3 and record.shape["position_embedding"] == "none"
+    assert record.shape["num_query_groups"] == 4
+    change_to_rope = changed(tmp_path, lambda state: setattr(state["args"], "use_rotary_position_embeddings", True))
+    assert MegatronFile(change_to_rope).record.shape["position_embedding"] == "rope"
+
+
+def test_a_record_of_another_version(tmp_path):
+    plan, record, tensors = trained("fp32", steps=1)
+    path = written(place(tmp_path), dataclasses.replace(record, format=99), tensors, plan)
+    assert "format 99, not 2" in refusal(path)
+
+
+def test_what_is_asked_for_must_be_there_and_fit(tmp_path):
+    path = changed(tmp_path, lambda state: None)
+    file = MegatronFile(path)
+    with pytest.raises(CheckpointError, match=r"holds no model\.nothing; give the flags"):
+        file.read_into({"model.nothing": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"has the shape \(128, 32\), this run's \(256, 32\)"):
+        file.read_into({"model.embedding.word_embeddings.weight": torch.zeros(256, 32)})
+
+
+def without_state(state):
+    del state["optimizer"]["optimizer"]["state"]
+
+
+def swapped(state):
+    groups = state["optimizer"]["optimizer"]["param_groups"]
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+
+
+def transposed(state):
+    groups = state["optimizer"]["optimizer"]["param_groups"]
+    groups[0]["params"][:2] = reversed(groups[0]["params"][:2])
+
+
+def shortened(state):
+    inner = state["optimizer"]["optimizer"]
+    inner["state"].clear()
+    inner["param_groups"][0]["params"].pop()
+
+
+@pytest.mark.parametrize("change, why", [
+    (transposed, "numbers its parameters in an order that does not fit these weights"),
+    (shortened, "numbers its parameters in an order that does not fit these weights"),
+    (without_state, "lies in distrib_optim.pt (--use-distributed-optimizer), which is not there"),
+    (swapped, "numbers its parameters in an order that does not fit these weights"),
+    (lambda state: state.update(optimizer=[{}, {}]), "is made of 2 chained ones"),
+    (lambda state: state.update(optimizer={"state": 1}), "has a form that is not known here"),
+    (lambda state: state.pop("optimizer"), "was not saved (--no-save-optim)"),
+])
+def test_an_optimizer_that_cannot_be_named_leaves_the_weights(change, why, tmp_path):
+    file = MegatronFile(changed(tmp_path, change))
+    assert file.record.optimizer is None and file.without_optimizer == why
+    assert file.names() and all(name.startswith("model.") for name in file.names())
+
+
+def buffers_of(tensors: dict, names: list) -> dict:
+    """distrib_optim.pt of one bucket, padded at each start, as the distributed optimizer fills it."""
+    flat = {}
+    for key, kept in (("param", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        buffer = torch.zeros(0)
+        for name in reversed(names):
+            padding = torch.zeros(-len(buffer) % 64)
+            buffer = torch.cat([buffer, padding, tensors[f"optimizer.{name}.{kept}"].flatten()])
+        flat[key] = buffer
+    return {0: {(torch.bfloat16, torch.float32): flat | {"numel_unpadded": len(flat["param"])}}, "buckets_coalesced": True}
+
+
+def set_step(state, step):
+    for group in state["optimizer"]["optimizer"]["param_groups"][:1]:
+        group["step"] = step
+
+
+@pytest.mark.parametrize("change, why", [
+    (lambda state, buffers: None, None),
+    (lambda state, buffers: buffers.pop("buckets_coalesced"), "is of several kinds of parameters, or from before February"),
+    (lambda state, buffers: buffers.update({1: buffers[0]}), "is of several kinds of parameters, or from before February"),
+    (lambda state, buffers: flat_of(buffers)["param"].mul_(2), "is laid out in a way that does not fit these weights"),
+    (lambda state, buffers: flat_of(buffers).update(param=flat_of(buffers)["param"][1:]), "is laid out in a way"),
+    (lambda state, buffers: set_step(state, 4), "has made [3, 4] steps, not one number of them"),
+    (lambda state, buffers: buffers.update(trap=Trap(eval, "1")), "cannot be read; it is damaged, or names classes"),
+])
+def test_the_distributed_optimizers_file_beside_it(change, why, tmp_path):
+    plan, record, tensors = trained("bf16")
+    path = written(place(tmp_path), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    names = [ours(name) for name, tensor in state["model"].items() if tensor is not None]
+    buffers = buffers_of(tensors, names)
+    del state["megatron_lite"], state["optimizer"]["optimizer"]["state"], state["optimizer"]["fp32_from_fp16_params"]
+    change(state, buffers)
+    torch.save(state, path)
+    torch.save(buffers, path.with_name("distrib_optim.pt"))
+    file = MegatronFile(path)
+    if why is None:
+        assert same(read(file), tensors) and file.record.optimizer == "adam"
+    else:
+        assert f"in distrib_optim.pt {why}" in file.without_optimizer
+        assert file.names() == {name for name in tensors if name.startswith("model.")}
+
+
+def flat_of(buffers: dict) -> dict:
+    (flat,) = buffers[0].values()
+    return flat
+
+
+def test_groups_of_their_own_learning_rate_and_decaying_head_norms(tmp_path):
+    """--decoupled-lr makes a third group; --apply-wd-to-qk-layernorm moves vectors into the decaying one."""
+    plan, record, tensors = trained("fp32", "--transformer-impl local", variant="qk_layernorm")
+    path = written(place(tmp_path), record, tensors, plan)
+    state = torch.load(path, weights_only=False)
+    del state["megatron_lite"]
+    names = [name for name, tensor in state["model"].items() if tensor is not None]
+    matrix = {name: state["model"][name].ndim > 1 for name in names}
+    number = {name: i for i, (name, _) in enumerate(in_groups({name: state["model"][name] for name in names}))}
+    inner, entries = state["optimizer"], state["optimizer"]["state"]
+    special = ["embedding.word_embeddings.weight"]
+    head_norms = [name for name in names if "q_layernorm" in name or "k_layernorm" in name]
+    decays = [name for name in names if (matrix[name] or name in head_norms) and name not in special]
+    groups = [([1.0, True], special), ([1.0, False], decays),
+              ([0.0, False], [name for name in names if name not in decays and name not in special])]
+    order = [name for _, members in groups for name in members]
+    assert sorted(order) == sorted(names)
+    inner["state"] = {i: entries[number[name]] for i, name in enumerate(order)}
+    inner["param_groups"] = [{"params": [order.index(name) for name in members], "wd_mult": wd, "is_decoupled_lr": own}
+                             for (wd, own), members in groups]
+    torch.save(state, path)
+    assert same(read(MegatronFile(path)), tensors)
+
+
+def test_megatrons_own_check_of_the_arguments(tmp_path):
+    """What check_checkpoint_args compares, and what load_checkpoint takes on from the arguments."""
+    plan, record, tensors = trained("bf16", "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64")
+    state = torch.load(written(place(tmp_path), record, tensors, plan), weights_only=False)
+    args = vars(state["args"])
+    expected = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "add_position_embedding": True,
+                "max_position_embeddings": 16, "make_vocab_size_divisible_by": 64, "padded_vocab_size": 128,
+                "tokenizer_type": "NullTokenizer", "data_parallel_random_init": False, "tensor_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 1, "consumed_train_samples": 12, "skipped_train_samples": 0,
+                "consumed_valid_samples": 0, "params_dtype": torch.bfloat16}
+    assert {name: args[name] for name in expected} == expected
+    assert state["checkpoint_version"] == 3.0 and state["iteration"] == 3
+    assert state["num_floating_point_operations_so_far"] > 1e6
+
+
+def test_a_view_is_written_alone(tmp_path):
+    """A weight inside a flat buffer must not take the whole buffer into the file."""
+    plan, record, tensors = trained("fp32", steps=1)
+    plain = written(place(tmp_path), record, tensors, plan).stat().st_size
+    buffer = torch.zeros(1_000_000)
+    name = "model.decoder.final_layernorm.weight"
+    view = buffer[: tensors[name].numel()].copy_(tensors[name])
+    path = written(place(tmp_path), record, tensors | {name: view}, plan)
+    assert path.stat().st_size < plain + 1000
+    assert same(read(MegatronFile(path)), tensors)
+
+
+def test_from_megatron_is_the_inverse(tmp_path):
+    flat = {name.removeprefix("random.0."): state for name, state in random_states(1, True).items()}
+    torch.save({"x": to_megatron(flat, 1)}, tmp_path / "x.pt")
+    assert same(from_megatron(load(tmp_path / "x.pt")["x"]), flat)

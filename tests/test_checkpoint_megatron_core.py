@@ -1,0 +1,412 @@
+"""Checkpoints go from Megatron-Core's own classes to this trainer and back, and training goes on as if it had not."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import random
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launch import flags, on_ranks, plan_of, same
+from model_variants import VARIANTS, build, tokens
+
+pytest.importorskip("megatron.core", reason="the oracle is megatron-core")
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
+from test_model_megatron_parity import megatron_on_cpu, reference  # noqa: F401 - a fixture
+
+from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
+from megatron_lite.checkpoint.megatron_parts import open_megatron
+from megatron_lite.checkpoint.record import Record
+from megatron_lite.optim.optimizer import Optimizer
+
+CPU = torch.device("cpu")
+SAMPLES = 4  # of a step
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TRAINING = ("--train-iters 20 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 "
+            "--adam-beta2 0.95 --clip-grad 1 --transformer-impl local")
+PRECISION = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"}
+
+
+@pytest.fixture
+def optimizers_on_cpu(megatron_on_cpu, monkeypatch):  # noqa: F811
+    pretend(monkeypatch)
+
+
+def pretend(monkeypatch):
+    """Megatron's optimizers ask for CUDA in three ways: scalars on it, its tensors' type names, and .cuda()."""
+    kind = torch.Tensor.type
+    def on_cpu(make):
+        return lambda *given, device=None, **named: make(*given, device="cpu" if device == "cuda" else device, **named)
+    def as_on_cuda(self, *given, **named):
+        return kind(self, *given, **named) if given or named else kind(self).replace("torch.", "torch.cuda.")
+    monkeypatch.setattr(torch, "tensor", on_cpu(torch.tensor))
+    monkeypatch.setattr(torch, "zeros", on_cpu(torch.zeros))
+    monkeypatch.setattr(torch.Tensor, "type", as_on_cuda)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *given: self)
+
+
+class Theirs:
+    """A run of Megatron-Core: its model, its optimizer in its groups, its scheduler; saved as Megatron-LM does."""
+
+    def __init__(self, plan, shape, weights=None):
+        o, p, schedule = plan.args.optimizer, plan.args.precision, plan.learning_rate
+        self.plan, self.shape = plan, shape
+        self.model = reference(shape).to(DTYPES[plan.precision])
+        if weights is not None:
+            self.model.load_state_dict(weights, strict=False)
+        self.model.ddp_config = DistributedDataParallelConfig()
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(
+            optimizer=o.optimizer, lr=o.lr, min_lr=o.min_lr, weight_decay=o.weight_decay, adam_beta1=o.adam_beta1,
+            adam_beta2=o.adam_beta2, adam_eps=o.adam_eps, sgd_momentum=o.sgd_momentum, clip_grad=o.clip_grad, fp16=p.fp16,
+            bf16=p.bf16, params_dtype=DTYPES[plan.precision], initial_loss_scale=p.initial_loss_scale,
+            min_loss_scale=p.min_loss_scale, loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis,
+        ), [self.model])
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, schedule.init, schedule.peak, schedule.floor, schedule.warmup_samples,
+            schedule.decay_samples, schedule.style, schedule.start_weight_decay, schedule.end_weight_decay,
+            schedule.weight_decay_samples, schedule.weight_decay_style, use_checkpoint_opt_param_scheduler=False,
+        )
+
+    def step(self, gradients: dict):
+        """gradients: by name, unscaled."""
+        scale = self.optimizer.get_loss_scale()
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = (gradients[name] * scale).to(parameter.dtype)
+        if self.optimizer.step()[0]:
+            self.scheduler.step(SAMPLES)
+
+    def train(self, batch) -> float:
+        """One step on (tokens, labels) through its own forward and backward."""
+        tokens, labels = batch
+        length = self.shape.seq_length
+        blocked = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        positions = torch.arange(length).expand_as(tokens)
+        self.optimizer.zero_grad()
+        loss = self.model(tokens, positions, blocked, labels=labels).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step(SAMPLES)
+        return loss.item()
+
+    def save(self, path: Path, iteration: int) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({
+            "args": self.namespace(iteration), "checkpoint_version": 3.0, "iteration": iteration,
+            "model": self.model.state_dict_for_save_checkpoint(), "optimizer": self.optimizer.state_dict(),
+            "opt_param_scheduler": self.scheduler.state_dict(), "num_floating_point_operations_so_far": 0,
+            "rng_state": [{
+                "random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(),
+                "torch_rng_state": torch.get_rng_state(), "cuda_rng_state": torch.zeros(16, dtype=torch.uint8),
+                "rng_tracker_states": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
+            }],
+        }, path)
+        return path
+
+    def namespace(self, iteration: int) -> argparse.Namespace:
+        """As Megatron-LM's: what was typed, and objects of its own classes."""
+        s, a = self.shape, self.plan.args
+        return argparse.Namespace(
+            **vars(a.training), **vars(a.optimizer), consumed_train_samples=iteration * SAMPLES,
+            num_layers=s.num_layers, hidden_size=s.hidden_size, ffn_hidden_size=s.ffn_hidden_size,
+            num_attention_heads=s.num_attention_heads, kv_channels=s.kv_channels, seq_length=s.seq_length,
+            max_position_embeddings=s.max_position_embeddings, group_query_attention=s.num_query_groups != s.num_attention_heads,
+            num_query_groups=s.num_query_groups, position_embedding_type=s.position_embedding,
+            rotary_percent=s.rotary_percent, rotary_base=s.rotary_base, rotary_interleaved=s.rotary_interleaved,
+            rotary_seq_len_interpolation_factor=s.rotary_seq_len_interpolation_factor, normalization=s.normalization,
+            norm_epsilon=s.norm_epsilon, swiglu=s.activation == "swiglu", squared_relu=s.activation == "squared_relu",
+            bias_gelu_fusion=s.activation == "gelu_tanh", add_bias_linear=s.linear_bias, add_qkv_bias=s.qkv_bias,
+            qk_layernorm=s.qk_layernorm, untie_embeddings_and_output_weights=not s.tied_embeddings, hidden_dropout=0.0,
+            attention_dropout=0.0, apply_query_key_layer_scaling=s.query_key_layer_scaling,
+            attention_softmax_in_fp32=s.softmax_in_fp32, init_method_std=s.init_method_std, apply_layernorm_1p=False,
+            fp16=a.precision.fp16, bf16=a.precision.bf16, params_dtype=DTYPES[self.plan.precision],
+            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+            pipeline_model_parallel_size=1, model_type=ModelType.encoder_or_decoder,
+            attention_backend=AttnBackend.auto, path=Path("somewhere"),
+        )
+
+    def flat(self) -> dict:
+        """Its live tensors under our names, found by the identity of its parameters."""
+        inner = self.optimizer.chained_optimizers[0]
+        found = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        for name, p in self.model.named_parameters():
+            master = getattr(p, "main_param", p)
+            if master is not p:
+                found[f"optimizer.{name}.master"] = master.detach()
+            found |= {f"optimizer.{name}.{key}": value for key, value in inner.optimizer.state[master].items()}
+        if getattr(inner, "grad_scaler", None):
+            found |= {"loss_scale.scale": inner.grad_scaler.scale.reshape(()),
+                      "loss_scale.growth_tracker": torch.tensor(inner.grad_scaler._growth_tracker, dtype=torch.int32),
+                      "loss_scale.hysteresis_tracker": torch.tensor(inner.grad_scaler._hysteresis_tracker, dtype=torch.int32)}
+        return found | {"optimizer.good_samples": torch.tensor(self.scheduler.num_steps)}
+
+
+class Distributed(Theirs):
+    """The same with --use-distributed-optimizer: flat buffers, in buckets with --overlap-grad-reduce."""
+
+    def __init__(self, plan, shape, weights, bucket_size):
+        o, p = plan.args.optimizer, plan.args.precision
+        self.plan, self.shape, self.bucket_size = plan, shape, bucket_size
+        self.model = reference(shape).to(DTYPES[plan.precision])
+        self.model.load_state_dict(weights, strict=False)
+        self.model.config.bf16 = p.bf16
+        self.wrapped = DistributedDataParallel(self.model.config, DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=bucket_size is not None,
+            bucket_size=bucket_size), self.model)
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(
+            optimizer="adam", lr=o.lr, min_lr=o.min_lr, weight_decay=o.weight_decay, clip_grad=o.clip_grad, bf16=p.bf16,
+            params_dtype=DTYPES[plan.precision], use_distributed_optimizer=True), [self.wrapped])
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, 0.0, o.lr, o.min_lr, 8, 80, "cosine", 0.1, 0.1, 80, "constant")
+
+    def step(self, gradients: dict):
+        for name, parameter in self.model.named_parameters():
+            parameter.main_grad.copy_(gradients[name])
+        assert self.optimizer.step()[0]
+        self.scheduler.step(SAMPLES)
+
+    def save(self, path: Path, iteration: int) -> Path:
+        super().save(path, iteration)
+        self.optimizer.save_parameter_state(str(path.with_name("distrib_optim.pt")))
+        return path
+
+    def namespace(self, iteration: int) -> argparse.Namespace:
+        typed = super().namespace(iteration)
+        typed.use_distributed_optimizer, typed.data_parallel_size, typed.ddp_bucket_size = True, 1, self.bucket_size
+        return typed
+
+    def flat(self) -> dict:
+        """Through the optimizer's own way to a parameter's state (world of one: the shard is the whole)."""
+        inner = self.optimizer.chained_optimizers[0]
+        found = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        for name, p in self.model.named_parameters():
+            states = inner._get_main_param_and_optimizer_states(p)
+            found |= {f"optimizer.{name}.{key}": states[key].detach().view(p.shape) for key in ("exp_avg", "exp_avg_sq")}
+            if p.dtype != torch.float32:
+                found[f"optimizer.{name}.master"] = states["param"].detach().view(p.shape)
+            found[f"optimizer.{name}.step"] = torch.tensor(float(self.scheduler.num_steps // SAMPLES))
+        return found | {"optimizer.good_samples": torch.tensor(self.scheduler.num_steps)}
+
+
+class Ours:
+    """The same of this trainer."""
+
+    def __init__(self, plan, shape):
+        self.plan, self.shape = plan, shape
+        self.model = build(shape, seed=7).to(DTYPES[plan.precision])
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = Optimizer(plan, list(self.parameters.values()), CPU)
+
+    def step(self, gradients: dict):
+        scale = self.optimizer.loss_scale
+        scaled = [(gradients[name] * scale).to(p.dtype) for name, p in self.parameters.items()]
+        self.optimizer.step(scaled, SAMPLES, lambda name: contextlib.nullcontext())
+
+    def train(self, batch) -> float:
+        loss = self.model(*batch).mean()
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
+        self.step(dict(zip(self.parameters, gradients)))
+        return loss.item()
+
+    def flat(self) -> dict:
+        weights = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
+        return weights | self.optimizer.tensors(list(self.parameters))
+
+    def load(self, file: MegatronFile):
+        file.read_into(self.flat())
+
+    def save(self, path: Path, iteration: int, argv_plan=None) -> Record:
+        plan = argv_plan or self.plan
+        record = Record(
+            iteration=iteration, consumed=iteration * SAMPLES, shape=dataclasses.asdict(self.shape),
+            precision=plan.precision, vocab_size=127, schedule=dataclasses.asdict(plan.learning_rate),
+            optimizer=plan.args.optimizer.optimizer,
+        )
+        with open(path, "wb") as file:
+            write_megatron_file(file, record, self.flat(), plan.args)
+        return record
+
+
+def gradients(shape, step: int, infinite: bool = False) -> dict:
+    generator = torch.Generator().manual_seed(step)
+    made = {name: torch.randn(p.shape, generator=generator) * 0.1 for name, p in build(shape).named_parameters()}
+    if infinite:
+        made["embedding.word_embeddings.weight"][0, 0] = float("inf")
+    return made
+
+
+def plan_for(precision: str, *words: str):
+    return plan_of(flags(TRAINING, PRECISION[precision], *words))
+
+
+def largest_difference(ours: dict, theirs: dict) -> float:
+    """Over all fp32 tensors: halves are their rounded masters, so that a last digit there may turn one over."""
+    assert ours.keys() == theirs.keys()
+    full = [name for name in ours if ours[name].dtype == torch.float32]
+    assert any(name.endswith("exp_avg_sq") for name in full)
+    return max((ours[name] - theirs[name]).abs().max().item() for name in full)
+
+
+def batches(shape, count: int) -> list:
+    return [(tokens(shape, SAMPLES, seed=2 * i), tokens(shape, SAMPLES, seed=2 * i + 1)) for i in range(count)]
+
+
+CASES = [("fp32", "gelu_tanh"), ("fp32", "untied"), ("fp32", "gqa_swiglu_rmsnorm"), ("fp32", "qk_rmsnorm_rope"),
+         ("bf16", "qk_layernorm"), ("fp16", "gelu_tanh")]
+
+
+@pytest.mark.parametrize("precision, variant", CASES)
+def test_what_megatron_saved_is_read_by_name_and_goes_on(precision, variant, tmp_path, optimizers_on_cpu):
+    plan, shape = plan_for(precision), VARIANTS[variant]
+    theirs = Theirs(plan, shape, build(shape).state_dict())
+    for step in range(4):
+        theirs.step(gradients(shape, step, infinite=precision == "fp16" and step == 1))
+    file = MegatronFile(theirs.save(tmp_path / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt", 4))
+    held = theirs.flat()
+    assert file.names() == held.keys()
+    read = {name: torch.empty(file.size_of(name), dtype=file.dtype_of(name)) for name in file.names()}
+    file.read_into(read)
+    assert same(read, held)
+    assert file.record == Record(
+        iteration=4, consumed=16, shape=dataclasses.asdict(shape), precision=precision,
+        schedule=dataclasses.asdict(plan.learning_rate), optimizer="adam", trainer="Megatron-LM",
+    )
+    ours = Ours(plan, shape)
+    ours.load(file)
+    for step in range(4, 8):
+        for run in (ours, theirs):
+            run.step(gradients(shape, step, infinite=precision == "fp16" and step == 5))
+    assert largest_difference(ours.flat(), theirs.flat()) < 1e-6
+
+
+@pytest.mark.parametrize("precision, variant", CASES)
+def test_megatron_loads_what_was_saved_here_and_goes_on(precision, variant, tmp_path, optimizers_on_cpu):
+    plan, shape = plan_for(precision), VARIANTS[variant]
+    ours = Ours(plan, shape)
+    for step in range(4):
+        ours.step(gradients(shape, step, infinite=precision == "fp16" and step == 1))
+    ours.save(tmp_path / "model_optim_rng.pt", 4)
+    state = torch.load(tmp_path / "model_optim_rng.pt", weights_only=False)
+    theirs = Theirs(plan, shape)
+    assert state["model"].keys() == theirs.model.state_dict().keys()
+    theirs.model.load_state_dict(state["model"], strict=True)
+    theirs.optimizer.load_state_dict(state["optimizer"])
+    theirs.scheduler.load_state_dict(state["opt_param_scheduler"])
+    assert same(theirs.flat(), ours.flat())
+    for step in range(4, 8):
+        for run in (ours, theirs):
+            run.step(gradients(shape, step, infinite=precision == "fp16" and step == 5))
+    assert largest_difference(ours.flat(), theirs.flat()) < 1e-6
+
+
+@pytest.mark.parametrize("variant", ["gelu_tanh", "gqa_swiglu_rmsnorm"])
+def test_training_that_megatron_began_ends_with_its_losses(variant, tmp_path, optimizers_on_cpu):
+    plan, shape = plan_for("fp32"), VARIANTS[variant]
+    fed = batches(shape, 8)
+    theirs = Theirs(plan, shape, build(shape).state_dict())
+    for batch in fed[:5]:
+        theirs.train(batch)
+    ours, fresh = Ours(plan, shape), Ours(plan, shape)
+    file = MegatronFile(theirs.save(tmp_path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt", 5))
+    ours.load(file)
+    file.read_into({name: tensor for name, tensor in fresh.flat().items() if name.startswith("model.")})
+    losses = [[run.train(batch) for batch in fed[5:]] for run in (theirs, ours, fresh)]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-6)
+    assert losses[2][-1] != pytest.approx(losses[0][-1], abs=1e-3), "the optimizer's state has an effect"
+
+
+def test_training_that_began_here_ends_in_megatron_with_the_same_losses(tmp_path, optimizers_on_cpu):
+    plan, shape = plan_for("fp32"), VARIANTS["gelu_tanh"]
+    fed = batches(shape, 8)
+    ours = Ours(plan, shape)
+    for batch in fed[:5]:
+        ours.train(batch)
+    ours.save(tmp_path / "model_optim_rng.pt", 5)
+    state = torch.load(tmp_path / "model_optim_rng.pt", weights_only=False)
+    theirs = Theirs(plan, shape)
+    theirs.model.load_state_dict(state["model"])
+    theirs.optimizer.load_state_dict(state["optimizer"])
+    theirs.scheduler.load_state_dict(state["opt_param_scheduler"])
+    losses = [[run.train(batch) for batch in fed[5:]] for run in (theirs, ours)]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-6)
+
+
+def test_sgds_momentum_crosses_over_both_ways(tmp_path, optimizers_on_cpu):
+    plan, shape = plan_for("fp32", "--optimizer sgd"), VARIANTS["gelu_tanh"]
+    theirs, ours = Theirs(plan, shape, build(shape).state_dict()), Ours(plan, shape)
+    for step in range(3):
+        theirs.step(gradients(shape, step))
+    file = MegatronFile(theirs.save(tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", 3))
+    assert file.record.optimizer == "sgd"
+    ours.load(file)
+    assert same(ours.flat(), theirs.flat())
+    ours.step(gradients(shape, 3))
+    ours.save(tmp_path / "model_optim_rng.pt", 4)
+    back = Theirs(plan, shape)
+    state = torch.load(tmp_path / "model_optim_rng.pt", weights_only=False)
+    back.model.load_state_dict(state["model"])
+    back.optimizer.load_state_dict(state["optimizer"])
+    back.scheduler.load_state_dict(state["opt_param_scheduler"])
+    assert same(back.flat(), ours.flat())
+    for run in (back, theirs):
+        run.step(gradients(shape, 3 if run is theirs else 4))
+    theirs.step(gradients(shape, 4))
+    assert max((a - b).abs().max() for a, b in zip(back.model.parameters(), theirs.model.parameters())) < 1e-6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("bucket_size", [None, 100])
+def test_the_distributed_optimizers_buffers_are_read(precision, bucket_size, tmp_path, optimizers_on_cpu):
+    plan, shape = plan_for(precision), VARIANTS["qk_layernorm"]
+    theirs = Distributed(plan, shape, build(shape).state_dict(), bucket_size)
+    buckets = len(theirs.wrapped.buffers[0].buckets)
+    assert buckets == 1 if bucket_size is None else buckets > 3
+    for step in range(3):
+        theirs.step(gradients(shape, step))
+    file = MegatronFile(theirs.save(tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", 3))
+    assert file.without_optimizer is None and file.record.optimizer == "adam"
+    held = theirs.flat()
+    assert file.names() == held.keys()
+    read = {name: torch.empty(file.size_of(name), dtype=file.dtype_of(name)) for name in file.names()}
+    file.read_into(read)
+    assert same(read, held)
+
+
+def train_in_parts(world, variant: str, folder: str):
+    """For on_ranks: Megatron trains in tensor parallel, saves after 3 steps, and writes the losses of 2 more."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
+    patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    pretend(patch)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world.size)
+    torch.manual_seed(1)
+    shape = VARIANTS[variant]
+    theirs = Theirs(plan_for("fp32"), shape)
+    fed = batches(shape, 5)
+    for batch in fed[:3]:
+        theirs.train(batch)
+    theirs.save(Path(folder) / f"mp_rank_{world.rank:02d}" / "model_optim_rng.pt", 3)
+    losses = [theirs.train(batch) for batch in fed[3:]]
+    if world.is_first:
+        (Path(folder) / "losses.json").write_text(json.dumps(losses))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["untied", "gqa_swiglu_rmsnorm"])
+def test_a_tensor_parallel_run_goes_on_as_one(variant, tmp_path):
+    on_ranks("test_checkpoint_megatron_core:train_in_parts", tmp_path, variant, str(tmp_path))
+    plan, shape = plan_for("fp32"), VARIANTS[variant]
+    ours = Ours(plan, shape)
+    ours.load(open_megatron(tmp_path))
+    losses = [ours.train(batch) for batch in batches(shape, 5)[3:]]
+    assert losses == pytest.approx(json.loads((tmp_path / "losses.json").read_text()), abs=2e-6)

@@ -1,0 +1,132 @@
+"""Checkpoints of tensor- and pipeline-parallel runs of Megatron, read as one model."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from launch import same
+from model_variants import VARIANTS
+from test_checkpoint_megatron import in_groups, read, trained, written
+
+from megatron_lite.checkpoint.megatron_file import MegatronFile
+from megatron_lite.checkpoint.megatron_names import ours
+from megatron_lite.checkpoint.megatron_parts import open_megatron
+from megatron_lite.errors import CheckpointError
+
+CASES = [("fp32", "gelu_tanh"), ("bf16", "gqa_swiglu_rmsnorm"), ("fp32", "untied"), ("fp16", "qk_layernorm")]
+
+
+def share(name: str, tensor: torch.Tensor, rank: int, ranks: int, gated: bool) -> torch.Tensor:
+    """A tensor-parallel rank's part of a weight, as Megatron's layers are described."""
+    rows = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", "word_embeddings.weight",
+            "output_layer.weight")
+    if gated and "linear_fc1" in name:
+        return torch.cat([half.chunk(ranks)[rank] for half in tensor.chunk(2)])
+    if name.endswith(rows):
+        return tensor.chunk(ranks)[rank]
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return tensor.chunk(ranks, dim=1)[rank]
+    return tensor
+
+
+def stage_names(names: list[str], stage: int, stages: int, tied: bool) -> dict[str, str]:
+    """{name in the stage: name in the whole}: two layers, one each if there are two stages."""
+    if stages == 1:
+        return {name: name for name in names}
+    def here(name):
+        if ".layers." in name:
+            return f".layers.{stage}." in name
+        return name.startswith("embedding.") == (stage == 0)
+    held = {name.replace(f".layers.{stage}.", ".layers.0."): name for name in names if here(name)}
+    return held | ({"output_layer.weight": "embedding.word_embeddings.weight"} if tied and stage == 1 else {})
+
+
+def spread(folder: Path, precision: str, variant: str, ranks: int, stages: int):
+    """(record, flat tensors) of a run whose file is cut into ranks x stages."""
+    plan, record, tensors = trained(precision, variant=variant)
+    whole = torch.load(written(folder / "whole.pt", record, tensors, plan), weights_only=False)
+    gated, tied = record.shape["activation"] == "swiglu", record.shape["tied_embeddings"]
+    in_file = {ours(name): name for name, tensor in whole["model"].items() if tensor is not None}
+    number = {name: i for i, (name, _) in enumerate(in_groups({n: whole["model"][in_file[n]] for n in in_file}))}
+    outer = whole["optimizer"]
+    inner = outer.get("optimizer", outer)
+    masters = [master for group in outer.get("fp32_from_fp16_params", []) for master in group]
+    for rank in range(ranks):
+        for stage in range(stages):
+            held = stage_names(list(in_file), stage, stages, tied)
+            def cut(name, tensor, rank=rank):
+                return share(name, tensor, rank, ranks, gated).clone() if tensor.ndim else tensor
+            model = {mine: cut(name, whole["model"][in_file[name]]) for mine, name in held.items()}
+            order = [mine for mine, _ in in_groups(model)]
+            state = {i: {key: cut(held[mine], value) for key, value in inner["state"][number[held[mine]]].items()}
+                     for i, mine in enumerate(order)}
+            matrices = sum(model[mine].ndim > 1 for mine in order)
+            groups = [group | {"params": list(numbers)} for group, numbers in
+                      zip(inner["param_groups"], (range(matrices), range(matrices, len(order))))]
+            part = whole | {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+            if masters:
+                flat = [cut(held[mine], masters[number[held[mine]]]) for mine in order]
+                part["optimizer"] = outer | {"optimizer": part["optimizer"],
+                                             "fp32_from_fp16_params": [flat[:matrices], flat[matrices:]]}
+            del part["megatron_lite"]
+            part["args"].tensor_model_parallel_size, part["args"].pipeline_model_parallel_size = ranks, stages
+            place = folder / (f"mp_rank_{rank:02d}_{stage:03d}" if stages > 1 else f"mp_rank_{rank:02d}")
+            place.mkdir()
+            torch.save(part, place / "model_optim_rng.pt")
+    return record, tensors
+
+
+@pytest.mark.parametrize("precision, variant", CASES)
+@pytest.mark.parametrize("ranks, stages", [(2, 1), (1, 2), (2, 2)])
+def test_parts_make_the_whole(precision, variant, ranks, stages, tmp_path):
+    record, tensors = spread(tmp_path, precision, variant, ranks, stages)
+    file = open_megatron(tmp_path)
+    assert file.without_optimizer is None
+    assert same(read(file), tensors)
+    assert file.record == dataclasses.replace(record, vocab_size=None, trainer="Megatron-LM", versions={})
+
+
+def test_a_whole_one_is_opened_as_itself(tmp_path):
+    plan, record, tensors = trained("fp32")
+    written(tmp_path / "mp_rank_00" / "model_optim_rng.pt", record, tensors, plan)
+    file = open_megatron(tmp_path)
+    assert type(file) is MegatronFile and file.record == record
+
+
+def test_an_optimizer_missing_in_one_part_is_missing(tmp_path):
+    spread(tmp_path, "fp32", "gelu_tanh", 2, 1)
+    path = tmp_path / "mp_rank_01" / "model_optim_rng.pt"
+    part = torch.load(path, weights_only=False)
+    del part["optimizer"]
+    torch.save(part, path)
+    file = open_megatron(tmp_path)
+    assert file.record.optimizer is None and file.without_optimizer == "was not saved (--no-save-optim)"
+    assert all(name.startswith("model.") for name in file.names())
+
+
+def test_parts_that_do_not_belong_together(tmp_path):
+    spread(tmp_path, "fp32", "gelu_tanh", 2, 2)
+    (tmp_path / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+    with pytest.raises(CheckpointError, match="holds 3 of 4 parts of a model; copy the rest"):
+        open_megatron(tmp_path)
+    for stage in range(2):
+        (tmp_path / f"mp_rank_01_{stage:03d}" / "model_optim_rng.pt").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match="is of a model in 2 x 2 x 1 parts .*, not 1 x 2 x 1; give the folder"):
+        open_megatron(tmp_path)
+    (tmp_path / "mp_rank_00_000_001").mkdir()
+    (tmp_path / "mp_rank_00_000_001" / "model_optim_rng.pt").touch()
+    with pytest.raises(CheckpointError, match="holds mp_rank_00_000_001, a part of a mixture of experts"):
+        open_megatron(tmp_path)
+
+
+def test_nothing_there_and_what_is_not_held(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        open_megatron(tmp_path)
+    spread(tmp_path, "fp32", "gelu_tanh", 2, 1)
+    with pytest.raises(CheckpointError, match="holds no model.other; give the flags"):
+        open_megatron(tmp_path).read_into({"model.other": torch.zeros(1)})
+
+
+def test_the_variants_cover_both_splits_of_fc1():
+    assert {VARIANTS[variant].activation == "swiglu" for _, variant in CASES} == {True, False}

@@ -1,0 +1,31 @@
+"""Killed around its saves, a run goes on from the newest complete checkpoint, and ends where it would have ended."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import environment
+
+
+def killed(tmp_path, *words: str):
+    script = Path(__file__).parent / "killed_saves.py"
+    ended = subprocess.run([sys.executable, script, tmp_path / "runs", *words], env=environment(), capture_output=True,
+                           text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_at_some_moments(tmp_path):
+    killed(tmp_path, "4", "1", "--save-retain-interval", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("30", "1"), ("20", "2"), ("10", "2", "--async-save"), ("10", "2", "--ckpt-format", "torch")],
+                         ids=" ".join)
+def test_at_random_moments(tmp_path, words):
+    killed(tmp_path, *words)
+
+
+@pytest.mark.slow
+def test_before_every_change_of_the_folder(tmp_path):
+    killed(tmp_path, "every", "1", "--save-interval", "4", "--save-retain-interval", "8")
