@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -10,15 +11,15 @@ import torch.distributed as dist
 
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.data_defaults import TOKENIZER
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World, read_world
-from megatron_lite.data.tokenizers import make_tokenizer
-from megatron_lite.errors import UserError
+from megatron_lite.data.tokenizers import tokenizer_of
+from megatron_lite.errors import ConfigError, RanksError, UserError
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.choose import choose
 from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.instruments.whereabouts import WhereaboutsKeeper
 from megatron_lite.live_line import say
 from megatron_lite.parallel.host_memory import keep_freed_memory
 from megatron_lite.parallel.process_group import device_of, process_group
@@ -29,6 +30,7 @@ from megatron_lite.train.record import RunRecord
 from megatron_lite.train.run import run
 
 SECONDS_FOR_RANK_0 = 5  # what other ranks leave the first one to say an error that all of them have
+SECONDS_FOR_THE_FIRST = SECONDS_FOR_RANK_0 + 3  # what ranks that lost others leave to the one to blame, to end before them
 
 
 def main(argv: list[str]) -> int:
@@ -37,20 +39,22 @@ def main(argv: list[str]) -> int:
     try:
         _run(argv, world)
     except UserError as error:
-        _tell(error.lines, world)
+        _end_with(error, world)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:
+        if not hasattr(error, "explained"):  # an instrument has said on this rank why memory ran out
+            raise
+        _write_error_file(ConfigError(error.explained))
+        return 1
     return 0
 
 
 def _run(argv: list[str], world: World):
     line = read_command_line(argv)
     check(line, world)
-    d = line.args.data
-    tokenizer = make_tokenizer(
-        d.tokenizer_type or TOKENIZER, vocab_file=d.vocab_file, merge_file=d.merge_file, vocab_size=d.vocab_size
-    )
+    tokenizer = tokenizer_of(line.args.data)
     plan = resolve(line.args, world, tokenizer.vocab_size)
     say_once = say if world.is_first else _say_nothing
     for remark in remarks(line, world):
@@ -59,10 +63,12 @@ def _run(argv: list[str], world: World):
     say_once(_headline(plan))
     feed = Feed(plan, say_once)  # damaged or unfitting data is said before ranks meet and files are made
     require_checkpoint(plan)
-    with process_group(plan):
+    with process_group(plan, lambda error: _tell(error, world)) as ranks:
         run_dir = _agreed_run_dir(plan)
+        ranks.report_to(run_dir)
         timeline = Timeline()
-        with RunRecord(plan, run_dir) as record, Instruments(choose(plan, run_dir, timeline, say), say) as watching:
+        watchers = [WhereaboutsKeeper(ranks.where), *choose(plan, run_dir, timeline, say)]
+        with RunRecord(plan, run_dir) as record, Instruments(watchers, say) as watching, ranks.explained():
             record.left_early = run(plan, feed, tokenizer.eod, timeline, watching, run_dir, say_once)
     say_once(f"[{record.left_early}]" if record.left_early else f"  done: {run_dir}")
 
@@ -95,16 +101,41 @@ def _agreed_run_dir(plan: Plan):
     return agreed[0]
 
 
-def _tell(lines: list[str], world: World):
-    """Once, although every rank may have the same to say; and to torchrun, for its summary."""
+def _end_with(error: UserError, world: World):
+    """Say it once, although every rank may have the same to say."""
+    if isinstance(error, RanksError):
+        return _end_with_others(error, world)
     if world.local_rank:
         time.sleep(SECONDS_FOR_RANK_0)  # the launcher ends this rank meanwhile, if rank 0 failed likewise
-    prefix = f"rank {world.rank}: " if world.local_rank else ""
-    for text in lines:
+    _tell(error, world)
+
+
+def _end_with_others(error: RanksError, world: World):
+    """One rank speaks for all; the rank to blame is to be the first that the launcher sees ending."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it was ignored until the failure was explained
+    if not error.told:
+        _print(error, world)
+    if error.told or error.ended:
+        time.sleep(SECONDS_FOR_THE_FIRST)
+    _write_error_file(error)
+
+
+def _tell(error: UserError, world: World):
+    """To people, and to torchrun for its summary."""
+    _print(error, world)
+    _write_error_file(error)
+
+
+def _print(error: UserError, world: World):
+    prefix = f"rank {world.rank}: " if world.local_rank and not isinstance(error, RanksError) else ""
+    for text in error.lines:
         print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
+
+
+def _write_error_file(error: UserError):
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        message = {"message": "; ".join(lines), "extraInfo": {"timestamp": str(int(time.time()))}}
+        message = {"message": "; ".join(error.lines), "extraInfo": {"timestamp": str(int(time.time()))}}
         with open(error_file, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
 

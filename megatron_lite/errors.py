@@ -38,3 +38,16 @@ class DivergedError(UserError):
     """The loss or a gradient became NaN or Inf and the run was stopped. Megatron's exit code for it is 16."""
 
     exit_code = 16
+
+
+class RanksError(UserError):
+    """Another rank died, hangs or left, and this one cannot go on. No mistake of the user's: exit code 1.
+
+    told: another rank says so already. ended: the rank to blame has ended, and its launcher is about to notice.
+    """
+
+    exit_code = 1
+
+    def __init__(self, line: str, *, told: bool = False, ended: bool = False):
+        self.told, self.ended = told, ended
+        super().__init__(line)

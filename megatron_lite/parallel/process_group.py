@@ -1,7 +1,9 @@
 """The process group: made from the launcher's environment, torn down on every path."""
 
 import contextlib
+import multiprocessing
 import os
+import signal
 from datetime import timedelta
 
 import torch
@@ -9,6 +11,12 @@ import torch.distributed as dist
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
+from megatron_lite.parallel.flight_recorder import FlightRecorder
+from megatron_lite.parallel.presence import Alone, Presence
+
+# NCCL's watchdog aborts the process without a word that names a rank; the presence speaks first
+NCCL_MARGIN = timedelta(minutes=1)
+STORE_TIMEOUT = timedelta(seconds=5)
 
 
 def device_of(plan: Plan) -> torch.device:
@@ -16,21 +24,65 @@ def device_of(plan: Plan) -> torch.device:
     return torch.device("cuda", plan.world.gpu) if plan.device == "cuda" else torch.device("cpu")
 
 
+def time_limit(plan: Plan) -> timedelta:
+    """Of a collective."""
+    return timedelta(minutes=plan.args.parallel.distributed_timeout_minutes)
+
+
 @contextlib.contextmanager
-def process_group(plan: Plan):
-    """All ranks of the plan, as torch.distributed's default group. Raises UserError where the ranks cannot meet."""
-    timeout = timedelta(minutes=plan.args.parallel.distributed_timeout_minutes)
-    dist.init_process_group(
-        plan.backend, store=_store(plan, timeout), rank=plan.world.rank, world_size=plan.world.size, timeout=timeout,
-        device_id=device_of(plan) if plan.backend == "nccl" else None,
+def process_group(plan: Plan, tell):
+    """All ranks of the plan, as torch.distributed's default group; gives this rank's presence among them.
+
+    Raises UserError where the ranks cannot meet, RanksError where they lose each other. `tell` prints an error of a rank
+    whose own thread cannot.
+    """
+    limit = time_limit(plan)
+    store, nccl = _store(plan, limit), plan.backend == "nccl"
+    with _presence(plan, store, limit, tell) as presence:
+        with presence.explained():
+            dist.init_process_group(
+                plan.backend, store=store, rank=plan.world.rank, world_size=plan.world.size,
+                timeout=limit + NCCL_MARGIN if nccl else limit, device_id=device_of(plan) if nccl else None,
+            )
+        try:
+            with presence.explained():
+                yield presence
+                dist.barrier()  # nobody leaves while another still needs it
+        except BaseException as error:
+            presence.leave(error)
+            _end_workers()
+            _leave_without_the_others(plan)
+            raise
+        presence.leave(None)
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _presence(plan: Plan, store: dist.Store, limit: timedelta, tell):
+    if plan.world.size == 1:
+        yield Alone()
+        return
+    own = store.clone()
+    own.set_timeout(STORE_TIMEOUT)
+    presence = Presence(
+        plan.world, own, FlightRecorder(plan.backend), limit.total_seconds(), tell, backstop=plan.backend == "nccl"
     )
+    presence.start()
     try:
-        yield
-        dist.barrier()  # nobody leaves while another still needs it
-    except BaseException:
-        _leave_without_the_others(plan)
-        raise
-    dist.destroy_process_group()
+        yield presence
+    finally:
+        presence.stop()
+
+
+def _end_workers():
+    """After an error: the data loader's workers, forked from here, hold this rank's connections open.
+
+    They do not listen to SIGTERM, and Python would wait for them at its exit for as long as a traceback keeps the loader.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's handler would raise
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _leave_without_the_others(plan: Plan):

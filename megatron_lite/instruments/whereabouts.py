@@ -1,0 +1,36 @@
+"""Keeps what this rank tells the others of itself up to date."""
+
+from megatron_lite.instruments.base import Instrument
+from megatron_lite.parallel.post import Whereabouts
+
+
+class _Stay:
+    """Around one phase; the same object each time, since phases of a kind do not nest."""
+
+    def __init__(self, where: Whereabouts, name: str):
+        self._where, self._name = where, name
+
+    def __enter__(self):
+        self._where.enter(self._name)
+
+    def __exit__(self, *exception):
+        if exception[0] is None:  # else the phase is where it failed
+            self._where.enter(None)
+
+
+class WhereaboutsKeeper(Instrument):
+    """Step and phase, for the other ranks' eyes. Costs less than a microsecond per phase."""
+
+    def __init__(self, where: Whereabouts):
+        self._where, self._stays = where, {}
+
+    def resume(self, iteration: int):
+        self._where.started_at = iteration
+
+    def begin(self, step: int):
+        self._where.step = step
+
+    def phase(self, name):
+        if name not in self._stays:
+            self._stays[name] = _Stay(self._where, str(name))
+        return self._stays[name]

@@ -1,0 +1,27 @@
+"""What a run whose ranks failed leaves in its folder: ranks.json, and an end for run.json where its writer has none."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+from megatron_lite.parallel.post import Post
+from megatron_lite.run_folder import RUN_FILE, write_atomically
+
+RANKS_FILE = "ranks.json"
+
+
+def write_posts(folder: Path, line: str, posts: dict[int, Post]):
+    """RUN/ranks.json: the verdict and every rank's last post, with stacks of those that answered."""
+    record = {"verdict": line, "ranks": {rank: dataclasses.asdict(post) for rank, post in sorted(posts.items())}}
+    write_atomically(folder / RANKS_FILE, json.dumps(record, indent=1) + "\n")
+
+
+def end_record(folder: Path, line: str):
+    """RUN/run.json says how the run ended, if nobody has said so yet."""
+    path = folder / RUN_FILE
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if record.get("status") == "running":
+        ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        record |= {"status": f"failed: RanksError: {line}", "ended": ended}
+        write_atomically(path, json.dumps(record, indent=1) + "\n")

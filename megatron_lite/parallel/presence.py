@@ -1,0 +1,233 @@
+"""Every rank tells the others where it is, and when ranks fail, one line says which and why.
+
+A thread beside the trainer writes a short post to the store every second and looks whether somebody asks. It runs no
+collective and never makes the device wait. It is the only one that uses its connection to the store, so that the
+trainer's thread can give up on a store that hangs.
+"""
+
+import contextlib
+import ctypes
+import os
+import queue
+import select
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_lite.config.world import World
+from megatron_lite.errors import RanksError
+from megatron_lite.parallel.board import Board
+from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
+from megatron_lite.parallel.inquiry import ANSWER_SECONDS, VERDICT_SECONDS, Inquiry
+from megatron_lite.parallel.post import Post, Whereabouts, post_of, stack_of
+from megatron_lite.parallel.verdict import CLOSED, LATE, TERMINATED
+
+BEAT_SECONDS = 1.0
+FAREWELL_SECONDS = 2.0
+LOOK_CLOSER = 0.1  # of the limit: a step that takes so long bears a look at the whole recorder
+GRACE_SECONDS = 30.0  # what a rank has to end by itself once the verdict is out
+WAKE = b"\xff"  # no signal has this number
+STORE_ERRORS = (dist.DistError, RuntimeError)
+# what gloo says of lost connections; its errors are plain RuntimeErrors
+LOST = ("gloo/transport", "pair closure", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def lost_connection(error: BaseException) -> str | None:
+    """What gloo says of a connection that broke or kept waiting; None for other errors, wrong sizes among them."""
+    text = (str(error).splitlines() or [""])[0]
+    lost = type(error) is RuntimeError and any(sign in text for sign in LOST) and "enforce fail" not in text
+    return text.rpartition("] ")[2].partition(". ")[0] if lost else None
+
+
+class Alone:
+    """The presence of a rank that has no others."""
+
+    def __init__(self):
+        self.where = Whereabouts()
+
+    def explained(self):
+        """Nothing to explain."""
+        return contextlib.nullcontext()
+
+    def report_to(self, run_dir: Path):
+        """There will be no report."""
+
+    def leave(self, error: BaseException | None):
+        """Nobody to tell."""
+
+
+class Presence:
+    """One rank's, from before the process group is made until it is left. `tell` prints an error's lines.
+
+    Where the backend's failures do not reach Python (nccl), `backstop` makes this thread end the process at the limit.
+    """
+
+    def __init__(self, world: World, store: dist.Store, recorder: FlightRecorder, limit_s: float, tell, *, backstop: bool):
+        self.where = Whereabouts()
+        self._world, self._recorder, self._limit_s, self._tell, self._backstop = world, recorder, limit_s, tell, backstop
+        self._board = Board(store, world.rank, world.size)
+        self._inquiry = Inquiry(world, self._board, limit_s, ends_record=backstop)
+        self._main = threading.get_ident()
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._stuck: tuple[int, float] | None = None  # (collective finished last, since when no further one)
+        self._waiting: Operation | None = None  # the one that does not finish
+        self._failed_since: float | None = None
+        self._speaks = self._over = False
+        self._thread = threading.Thread(target=self._watch, name="presence", daemon=True)
+
+    # --- the trainer's thread
+
+    def start(self):
+        """Begin to tell, and to listen for SIGTERM even while the trainer waits inside a collective."""
+        self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._old_handler = signal.getsignal(signal.SIGTERM)
+        if self._old_handler is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._wait_for_the_end)
+        self._thread.start()
+
+    def stop(self):
+        """After `leave`."""
+        self._over = True
+        os.write(self._wake_write, WAKE)
+        self._thread.join(FAREWELL_SECONDS)
+        signal.set_wakeup_fd(self._old_wakeup)
+        if signal.getsignal(signal.SIGTERM) == self._wait_for_the_end:
+            signal.signal(signal.SIGTERM, self._old_handler)
+        if not self._thread.is_alive():
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def report_to(self, run_dir: Path):
+        """Where what all ranks told is written when they fail."""
+        self._inquiry.run_dir = run_dir
+
+    @contextlib.contextmanager
+    def explained(self):
+        """Turns a collective's failure inside it into a RanksError that says which rank is to blame."""
+        try:
+            yield
+        except Exception as error:
+            if lost_connection(error) is None and not isinstance(error, dist.DistError):
+                raise
+            explained = self._explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def leave(self, error: BaseException | None):
+        """Say goodbye, before the connections to the others are closed; `error` is what this rank ends with."""
+        blameless = error is None or isinstance(error, (RanksError, KeyboardInterrupt))
+        said = "no error" if error is None else (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+        self._call(lambda: self._board.pin(self._post(left=said, blameless=blameless)), FAREWELL_SECONDS)
+
+    def _explain(self, error: Exception) -> RanksError | None:
+        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        # when one fails, gloo lets others fail with it: which one waited was noted before
+        operation = self._waiting or self._recorder.unfinished() or self._recorder.newest()
+        # a launcher that saw a rank die ends the others at once: this one does so by itself, after it has told why
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        mine, detail = self._post(), lost_connection(error)
+        done, found = self._call(
+            lambda: self._inquiry.into(LATE if late else CLOSED, mine, operation, detail), ANSWER_SECONDS + VERDICT_SECONDS
+        )
+        return found if done else RanksError(_store_is_gone(), ended=True)
+
+    def _call(self, function, within_s: float) -> tuple[bool, object]:
+        """(done, result) of a function that the other thread runs; not done where the store fails or hangs."""
+        box, ready = [], threading.Event()
+        self._calls.put((function, box, ready))
+        os.write(self._wake_write, WAKE)
+        ready.wait(within_s)
+        return (True, box[0]) if box else (False, None)
+
+    def _wait_for_the_end(self, number, frame):
+        time.sleep(ANSWER_SECONDS)  # the other thread ends the process long before
+        _die_of(number)
+
+    # --- the other thread
+
+    def _watch(self):
+        next_beat = time.monotonic()  # the first at once: a rank that dies early has said that it was there
+        while not self._over:
+            woken = select.select([self._wake_read], [], [], max(next_beat - time.monotonic(), 0))[0]
+            said = os.read(self._wake_read, 4096) if woken else b""
+            with contextlib.suppress(*STORE_ERRORS):  # whoever needs the store finds out
+                if signal.SIGTERM in said:
+                    self._terminated()
+                if time.monotonic() >= next_beat:  # whatever woke this thread: signals may come all the time
+                    next_beat = time.monotonic() + BEAT_SECONDS
+                    self._beat()
+            while not self._calls.empty():
+                self._run(*self._calls.get())
+
+    def _run(self, function, box: list, ready: threading.Event):
+        with contextlib.suppress(*STORE_ERRORS):
+            box.append(function())
+        ready.set()
+
+    def _beat(self):
+        self._notice_progress()
+        answers = self._board.failed()
+        self._board.pin(self._post(answers=answers))
+        if answers:
+            self._end_after_the_verdict()
+        elif self._backstop and self._stuck and time.monotonic() - self._stuck[1] >= self._limit_s:
+            self._give_up()
+
+    def _notice_progress(self):
+        begun, finished = self._recorder.counts()
+        if begun <= finished:
+            self._stuck = self._waiting = None
+        elif self._stuck is None or self._stuck[0] != finished:
+            self._stuck, self._waiting = (finished, time.monotonic()), None
+        elif self._waiting is None and time.monotonic() - self._stuck[1] >= LOOK_CLOSER * self._limit_s:
+            self._waiting = self._recorder.unfinished()
+
+    def _post(self, answers: bool = False, **more) -> Post:
+        stack = stack_of(self._main) if answers else []
+        return post_of(self.where, self._recorder.counts(), answers=answers, stack=stack, **more)
+
+    def _end_after_the_verdict(self):
+        """A rank that hangs for good must not outlive the others, whatever it hangs in."""
+        self._failed_since = self._failed_since or time.monotonic()
+        if time.monotonic() - self._failed_since > GRACE_SECONDS and self._board.published(0):
+            os._exit(RanksError.exit_code)
+
+    def _give_up(self):
+        waiting, self._stuck = self._recorder.unfinished(), None
+        found = self._inquiry.into(LATE, self._post(), waiting) if waiting is not None else None
+        if found is not None and not found.told:
+            self._tell(found)
+            os._exit(found.exit_code)
+
+    def _terminated(self):
+        """SIGTERM. A launcher sends it when a rank has died: the last moment to say which."""
+        ends = signal.getsignal(signal.SIGTERM) == self._wait_for_the_end  # else --exit-signal-handler wants to save
+        mine, operation = self._post(), self._recorder.unfinished()
+        with contextlib.suppress(*STORE_ERRORS):
+            if ends:
+                self._board.pin(self._post(left="SIGTERM", blameless=True))
+            if self._inquiry.dead_neighbour(mine, operation):
+                ends = True
+                found = self._inquiry.into(TERMINATED, mine, operation)
+                if found is not None and not found.told:
+                    self._tell(found)
+        if ends:
+            _die_of(signal.SIGTERM)
+
+
+def _die_of(number: int):
+    ctypes.CDLL(None).signal(number, None)  # Python's own way is open to the main thread only
+    os.kill(os.getpid(), number)
+
+
+def _store_is_gone() -> str:
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    holder = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    return (f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {holder}, which holds it, died, is stopped "
+            "or cut off; start again with --load to go on from the newest checkpoint.")

@@ -1,0 +1,76 @@
+"""The trainer with a rank that fails as it is told: faulty.py HOW LIMIT_SECONDS FLAGS, under a launcher.
+
+Rank 1 fails before the step that follows 8 samples. LIMIT_SECONDS replaces --distributed-timeout-minutes.
+"""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megatron_lite import app
+from megatron_lite.data import loader
+from megatron_lite.errors import DataError
+from megatron_lite.parallel import process_group
+from megatron_lite.train.step import TrainingStep
+
+CULPRIT, SAMPLES = "1", 8
+
+
+def never_ends():
+    while True:
+        pass
+
+
+class Endless:
+    """Batches that never come."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        never_ends()
+
+
+def fail(how: str, batches):
+    if how == "exception":
+        raise ZeroDivisionError("a mistake in this rank only")
+    if how == "user":
+        raise DataError("--data-path x: only this rank's file is damaged; mend it.")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "killed once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return Endless() if how == "loop" else batches
+
+
+def hang_in_a_worker(samples):
+    time.sleep(25)  # the launcher ends its rank before; the worker itself does not hear of it while it sleeps
+
+
+def main() -> int:
+    how, limit, inner = sys.argv[1], float(sys.argv[2]), TrainingStep.__call__
+    process_group.time_limit = lambda plan: timedelta(seconds=limit)
+
+    def step(self, batches, consumed, phase):
+        if consumed == SAMPLES and os.environ["RANK"] == CULPRIT:
+            batches = fail(how, batches)
+        return inner(self, batches, consumed, phase)
+
+    TrainingStep.__call__ = step
+    if how == "data loader" and os.environ["RANK"] == CULPRIT:
+        loader._stack = hang_in_a_worker
+    try:
+        return record(app.main)(sys.argv[3:])
+    finally:
+        print(f"rank {os.environ['RANK']} has a group: {dist.is_initialized()}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""What ranks tell each other, who speaks, and what ends a process that cannot end by itself."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import environment, on_ranks
+
+from megatron_lite.config.world import World
+from megatron_lite.errors import RanksError
+from megatron_lite.instruments.base import Instruments
+from megatron_lite.instruments.whereabouts import WhereaboutsKeeper
+from megatron_lite.parallel import inquiry, presence, process_state
+from megatron_lite.parallel.board import Board
+from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
+from megatron_lite.parallel.inquiry import Inquiry
+from megatron_lite.parallel.post import Post, Whereabouts, post_of
+from megatron_lite.parallel.verdict import CLOSED
+from megatron_lite.phases import Phase
+
+RESET = RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:5537: Connection reset by peer. "
+                     "This is typically caused by a remote worker hanging")
+LATE_ERROR = RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete")
+
+
+class Recorder:
+    """Says what a test wants of this rank's collectives."""
+
+    def __init__(self, begun=5, finished=5):
+        self.numbers = begun, finished
+
+    def counts(self):
+        return self.numbers
+
+    def unfinished(self):
+        return Operation(self.numbers[0], "barrier") if self.numbers[0] > self.numbers[1] else None
+
+    def newest(self):
+        return Operation(self.numbers[0], "barrier")
+
+
+def post(**more) -> Post:
+    return dataclasses.replace(post_of(Whereabouts(), (5, 5)), **more)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Makes rank 0's presence beside the posts of others, and stops it."""
+    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(inquiry, "ANSWER_SECONDS", 0.3)
+    made = []
+
+    def make(*others: Post, recorder=None, tell=None, limit_s=60.0, **more) -> presence.Presence:
+        store = dist.HashStore()
+        for rank, other in enumerate(others, start=1):
+            Board(store, rank, 1 + len(others)).pin(other)
+        world = World(0, 1 + len(others), 0, 1 + len(others))
+        made.append(presence.Presence(world, store, recorder or Recorder(), limit_s, tell, **({"backstop": False} | more)))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.stop()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def ask(one: presence.Presence, error: Exception):
+    with one.explained():
+        raise error
+
+
+# --- posts, boards, processes
+
+
+def test_a_post_survives_the_way():
+    there = post(stack=["f (a:1)"], left="x", phase="data", started_at=7)
+    assert Post.loads(there.dumps().encode()) == there
+
+
+def test_the_first_to_ask_speaks_for_all():
+    store = dist.HashStore()
+    first, second = (Inquiry(World(rank, 3), Board(store, rank, 3), 60.0, ends_record=False) for rank in (0, 1))
+    Board(store, 2, 3).pin(post(left="ValueError: no"))
+    said, repeated = first.into(CLOSED, post(), None), second.into(CLOSED, post(), None)
+    assert str(said) == str(repeated) and str(said).startswith("rank 2 ended in the start, before the first step, with ValueError: no")
+    assert (said.told, repeated.told, said.exit_code) == (False, True, 1)
+
+
+def test_the_record_of_a_terminated_writer_is_ended_for_it(tmp_path):
+    """run.json is the last rank's. One that got Ctrl-C writes it itself; SIGTERM leaves no time."""
+    for left, status in (("SIGTERM", "failed: RanksError: rank 1 ended in "), ("KeyboardInterrupt: ", "running")):
+        (tmp_path / "run.json").write_text('{"status": "running"}')
+        store = dist.HashStore()
+        Board(store, 1, 2).pin(post(left=left, blameless=True))
+        inquiry = Inquiry(World(0, 2), Board(store, 0, 2), 60.0, ends_record=False)
+        inquiry.run_dir = tmp_path
+        assert inquiry.into(CLOSED, post(), None, "Connection closed by peer").ended
+        assert json.loads((tmp_path / "run.json").read_text())["status"].startswith(status)
+
+
+def test_states_of_processes(tmp_path, monkeypatch):
+    child = subprocess.Popen(["sleep", "100"])
+    try:
+        assert process_state.process_state(child.pid) == "running"
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: process_state.process_state(child.pid) == "stopped")
+    finally:
+        child.kill()
+    wait_until(lambda: process_state.process_state(child.pid) == "dead")  # though nobody has asked for its exit code yet
+    child.wait()
+    assert process_state.process_state(child.pid) == "dead"
+    monkeypatch.setattr(process_state, "PROC", tmp_path)
+    assert (process_state.process_state(1), process_state.pid_space(), process_state.memory_kills()) == (None, None, None)
+    (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 3\n")
+    assert process_state.memory_kills() == 3
+
+
+def wait_until(true, within_s: float = 5.0):
+    end = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def record_on_two_ranks(world):
+    """For on_ranks: rank 0 begins what rank 1 joins only after rank 0 has looked."""
+    recorder, store = FlightRecorder("gloo"), dist.distributed_c10d._get_default_store()
+    before = recorder.counts()
+    dist.all_reduce(torch.ones(3, dtype=torch.float64))
+    wait_until(lambda: recorder.unfinished() is None)  # noted a moment after the collective
+    if world.rank == 0:
+        works = [dist.all_reduce(torch.ones(1000), async_op=True), dist.broadcast(torch.ones(8).bool(), 0, async_op=True)]
+        begun, finished = recorder.counts()
+        print("counts", begun - before[0], finished - before[1])
+        print("oldest", recorder.unfinished(), "|", recorder.newest(), "|", recorder.counts()[0] - begun)
+        store.set("looked", "")
+    else:
+        store.wait(["looked"])
+        works = [dist.all_reduce(torch.ones(1000), async_op=True), dist.broadcast(torch.ones(8).bool(), 0, async_op=True)]
+    for work in works:
+        work.wait()
+    wait_until(lambda: recorder.unfinished() is None)
+    print("newest", recorder.newest())
+
+
+def test_the_recorder_knows_what_waits(tmp_path):
+    first, second = on_ranks("test_parallel_presence:record_on_two_ranks", tmp_path)
+    assert "counts 3 1" in first
+    assert "oldest all_reduce #2 (3.9 KiB float32) | broadcast #3 (8 B bool) | 0" in first
+    for output in (first, second):
+        assert "newest broadcast #3 (8 B bool)" in output
+
+
+def test_whereabouts_keep_the_phase_that_failed():
+    where = Whereabouts()
+    with pytest.raises(KeyError), Instruments([WhereaboutsKeeper(where)], print) as watching, watching.step(3):
+        with watching.phase(Phase.DATA):
+            assert (where.step, where.phase) == (3, "data")
+        assert where.phase is None
+        with watching.phase(Phase.FORWARD):
+            raise KeyError
+    assert (where.step, where.phase) == (3, "forward")
+
+
+def test_a_rank_says_at_once_that_it_is_there(ranks, monkeypatch):
+    monkeypatch.setattr(presence, "BEAT_SECONDS", 60.0)
+    one = ranks(post())
+    wait_until(lambda: one._board.posts([0]))
+    assert not one._board.posts([0])[0].answers
+
+
+def test_signals_that_come_all_the_time_do_not_silence_a_rank(ranks, monkeypatch):
+    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.2)
+    one = ranks(post())
+    first = time.time()
+    while time.time() < first + 0.6:
+        os.write(one._wake_write, presence.WAKE)
+        time.sleep(0.02)
+    assert one._board.posts([0])[0].wall_time > first + 0.3
+
+
+# --- a failed collective
+
+
+def test_who_hangs_answers_with_its_stack(ranks):
+    """Two presences over one store: rank 1's thread answers while its trainer does something else."""
+    one = ranks(post(), recorder=Recorder(7, 6))
+    other = presence.Presence(World(1, 2), one._board._store, Recorder(6, 6), 60.0, None, backstop=False)
+    other._thread.start()  # as on another machine: signals are rank 0's in this process
+    try:
+        with pytest.raises(RanksError) as caught:
+            ask(one, LATE_ERROR)
+    finally:
+        other._over = True
+        other._thread.join()
+    assert "rank 1 did not join barrier #7 of rank 0 within 1m00s: since" in str(caught.value)
+    assert "after collective #6" in str(caught.value) and "_call (megatron_lite/parallel/presence.py:" in str(caught.value)
+
+
+def test_farewells(ranks):
+    for error, blameless in ((ValueError("no\nmore"), False), (RanksError("other"), True), (None, True), (KeyboardInterrupt(), True)):
+        one = ranks(post())
+        one.leave(error)
+        left = one._board.posts([0])[0]
+        assert left.blameless == blameless and left.left in ("ValueError: no", "RanksError: other", "no error", "KeyboardInterrupt: ")
+
+
+@pytest.mark.parametrize("error", [
+    ZeroDivisionError("Connection reset by peer"), RuntimeError("out of memory"),
+    RuntimeError("[enforce fail at /x/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
+])
+def test_other_errors_pass(ranks, error):
+    with pytest.raises(type(error)) as caught:
+        ask(ranks(post(left="ValueError: no")), error)
+    assert caught.value is error
+
+
+def test_a_store_that_fails_or_hangs_is_told(ranks, monkeypatch):
+    monkeypatch.setattr(presence, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(presence, "VERDICT_SECONDS", 0.0)
+    monkeypatch.setenv("MASTER_ADDR", "there")
+    monkeypatch.setenv("MASTER_PORT", "99")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for broken in (lambda *_: time.sleep(1), lambda *_: (_ for _ in ()).throw(dist.DistNetworkError("gone"))):
+        one = ranks(post())
+        one._inquiry.into = broken
+        with pytest.raises(RanksError, match="MASTER_ADDR:MASTER_PORT there:99: the store there .* rank 0, which holds it, died, is stopped"):
+            ask(one, RESET)
+
+
+# --- processes that cannot end by themselves
+
+
+def test_the_backstop_tells_and_ends_the_process(ranks, monkeypatch):
+    ended, told = [], []
+    monkeypatch.setattr(presence.os, "_exit", lambda code: (ended.append(code), setattr(one, "_over", True)))
+    recorder = Recorder(5, 5)
+    one = ranks(post(answers=True), recorder=recorder, tell=told.append, limit_s=0.4, backstop=True)
+    time.sleep(0.8)
+    assert ended == [], "nothing waits"
+    for finished in range(6, 12):  # one collective waits at any time, but not one for long
+        recorder.numbers = finished + 1, finished
+        time.sleep(0.15)
+    assert ended == []
+    wait_until(lambda: ended)
+    assert ended == [1] and str(told[0]).startswith("rank 1 did not join barrier #12 of rank 0 within 400ms"), told
+
+
+def test_nobody_outlives_the_verdict(ranks, monkeypatch):
+    ended = []
+    monkeypatch.setattr(presence, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(presence.os, "_exit", lambda code: (ended.append(code), setattr(one, "_over", True)))
+    one = ranks(post())
+    board = Board(one._board._store, 1, 2)
+    board.claim()
+    time.sleep(0.6)
+    assert ended == [], "no verdict yet"
+    board.publish("rank 0 hangs")
+    wait_until(lambda: ended)
+    assert ended == [1]
+
+
+TERMINATED = """
+import ctypes, dataclasses, os, sys
+import torch.distributed as dist
+from megatron_lite.config.world import World
+from megatron_lite.parallel.board import Board
+from megatron_lite.parallel.post import Whereabouts, post_of
+from megatron_lite.parallel.presence import Presence
+from test_parallel_presence import Recorder
+
+store, pid = dist.HashStore(), int(sys.argv[1])
+Board(store, 1, 2).pin(dataclasses.replace(post_of(Whereabouts(), (5, 5)), pid=pid))
+ranks = Presence(World(0, 2, 0, 2), store, Recorder(6, 5), 60.0, lambda error: print(error, flush=True), backstop=False)
+ranks.start()
+print("ready", flush=True)
+while True:
+    ctypes.CDLL(None).pause() if sys.argv[2] == "C" else sum(range(1000))
+"""
+
+
+def test_sigterm_tells_of_a_dead_neighbour_and_kills_as_ever(tmp_path):
+    """While the trainer's thread is inside C or in Python; with a neighbour that lives there is nothing to tell."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    script = tmp_path / "terminated.py"
+    script.write_text(TERMINATED)
+    path = os.pathsep.join([environment()["PYTHONPATH"], os.path.dirname(__file__)])
+    processes = {
+        (pid, busy_in): subprocess.Popen([sys.executable, str(script), str(pid), busy_in], stdout=subprocess.PIPE, text=True,
+                                         env=environment() | {"PYTHONPATH": path})
+        for pid, busy_in in ((gone.pid, "C"), (os.getpid(), "Python"))
+    }
+    for (pid, _), process in processes.items():
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        said = process.communicate(timeout=10)[0]
+        assert process.returncode == -signal.SIGTERM
+        assert said.startswith(f"rank 1 died (process {pid} on ") if pid == gone.pid else said == "", said
