@@ -82,9 +82,9 @@ find_launcher() {
     fi
 }
 
-# Is there a driver for GPUs?
+# Is there a driver for GPUs? Nsight Systems makes /dev/nvidiactl where there is none: such a file cannot be opened.
 has_driver() {
-    command -v nvidia-smi >/dev/null 2>&1 || [[ -e /dev/nvidiactl || -e /dev/kfd || -e /dev/dxg ]]
+    command -v nvidia-smi >/dev/null 2>&1 || [[ -e /dev/kfd || -e /dev/dxg ]] || { [[ -c /dev/nvidiactl ]] && : </dev/nvidiactl; } 2>/dev/null
 }
 
 # Prints how many GPUs torch sees; without a driver that is 0, and torch, which takes seconds, is not asked.

@@ -121,7 +121,7 @@ def test_empty_values_of_shell_variables_that_are_unset():
 )
 def test_values(words, field, value):
     line = read_command_line(words.split())
-    assert line.mistakes == [] and line.values == {field: value} and line.given == {field}
+    assert line.mistakes == [] and line.values == {field: value} and set(line.spelled) == {field}
 
 
 def test_a_value_that_could_not_be_read_breaks_no_further_rule():
@@ -172,7 +172,14 @@ def notes(changes, world=ALONE):
         ("--num-query-groups 2", "--num-query-groups has no effect without --group-query-attention."),
         ("--loss-scale 8", "--loss-scale has no effect without --fp16 or --bf16."),
         ("--bf16 --initial-loss-scale 8", "--initial-loss-scale has no effect without --fp16."),
+        ("--timing-log-option all", "--timing-log-option has no effect without --timing-log-level 1 or 2."),
+        ("--no-step-timeline --timing-log-level 2",
+         "--timing-log-level has no effect without the step timeline (drop --no-step-timeline)."),
+        ("--torch-compile-backend aot_eager", "--torch-compile-backend has no effect without --torch-compile."),
         ("--save-interval 5", "--save-interval has no effect without --save."),
+        ("--async-save", "--async-save has no effect without --save."),
+        ("--no-data-sharding", "--no-data-sharding has no effect without --dataloader-type cyclic."),
+        ("--tiktoken-pattern v1", "--tiktoken-pattern has no effect without --tokenizer-type TikTokenizer."),
         ("--profile-step-start 5", "--profile-step-start has no effect without --profile."),
         ("--recompute-num-layers 1", "--recompute-num-layers has no effect without --recompute-granularity full."),
         ("--lr-wsd-decay-iters 5", "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD."),
@@ -184,6 +191,9 @@ def notes(changes, world=ALONE):
         ("--memory-snapshot-path s.pickle", "--memory-snapshot-path has no effect without --record-memory-history."),
         ("--save a", "--save without --save-interval: a checkpoint is written when the run ends, none before."),
         ("--use-pytorch-profiler", "--use-pytorch-profiler without --profile: profiling all the same."),
+        ("--profile --use-pytorch-profiler --skip-train", "--skip-train: there are no steps to profile."),
+        ("--profile-ranks 0", "--profile-ranks has no effect without --profile, or a profile on demand."),
+        ("--profile-modules", "--profile-modules has no effect without --use-pytorch-profiler, or a profile on"),
         (
             "--profile --use-pytorch-profiler --profile-step-start 101 --profile-step-end 103",
             "--profile-step-start 101 lies",
@@ -192,8 +202,8 @@ def notes(changes, world=ALONE):
             "--profile --use-pytorch-profiler --profile-step-start 99 --profile-step-end 102",
             "--profile-step-end 102 lies",
         ),
-        ("--profile", "--profile without --use-pytorch-profiler steers Nsight Systems, which sees GPUs only; add"),
-        ("--record-memory-history", "--record-memory-history records a GPU's allocator; there is no GPU"),
+        ("--profile", "--profile without --use-pytorch-profiler steers Nsight Systems, and this run is not under"),
+        ("--memory-history-events 9", "--memory-history-events has no effect without --record-memory-history."),
         ("--fp16", "--fp16 is 4 to 20 times slower than fp32 on CPUs"),
     ],
 )
@@ -210,6 +220,7 @@ def test_what_is_worth_a_word_is_told_once(changes, note):
         "--save a --save-interval 5 --log-progress",
         "--profile --use-pytorch-profiler --profile-step-start 99 --profile-step-end 101",
         "--profile --use-pytorch-profiler --profile-step-start 100 --profile-step-end 101",
+        "--record-memory-history",
     ],
 )
 def test_what_works_needs_no_word(changes):
@@ -217,7 +228,7 @@ def test_what_works_needs_no_word(changes):
 
 
 def test_gpus_silence_the_words_about_cpus():
-    assert notes("--fp16 --profile --record-memory-history", World(gpus=1)) == []
+    assert notes("--fp16 --profile --record-memory-history", World(gpus=1, under_nsys=True)) == []
 
 
 def test_nothing_given_asks_for_everything():

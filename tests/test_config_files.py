@@ -154,12 +154,14 @@ def test_real_permissions(place):
     assert mistakes(UNREADABLE[2][0]) == [UNREADABLE[2][1].format(here=place)]
 
 
-def test_no_rule_is_left_out_here(place, forbidden):
+def test_no_rule_is_left_out_here(place, forbidden, monkeypatch):
     def everything():
         for changes, _ in CASES:
             mistakes(changes)
         forbidden("good.idx", "half.bin", "folder")
         for changes, _ in UNREADABLE:
             mistakes(changes)
+        monkeypatch.setenv("PATH", "")  # no compiler
+        mistakes("--torch-compile")
 
     assert yields_missed([REPO / "megatron_lite/config/rules/machine.py"], everything) == []

@@ -29,7 +29,19 @@ OTHER_DEFAULTS = {  # where a default differs from Megatron's: ours, and why
 }
 OURS = {  # knobs of this trainer that Megatron does not have
     "--explain-attention",
+    "--no-exit-on-save-failure",
+    "--external-dataloader",
     "--run-dir",
+    "--pytorch-profiler-collect-memory",
+    "--pytorch-profiler-collect-flops",
+    "--profile-modules",
+    "--memory-history-events",
+    "--profile-gzip",
+    "--no-profile-gzip",
+    "--no-profile-on-demand",
+    "--no-step-timeline",
+    "--torch-compile",
+    "--torch-compile-backend",
 }
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.cli.main import main
-from megatron_lite.run_folder import RUN_FILE, STEPS_FILE, read_tracker
+from megatron_lite.run_folder import RUN_FILE, STEPS_FILE, TRACKER_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
 QUICKSTART = ROOT / "examples" / "gpt3" / "quickstart.sh"
-SCRIPTS = [SCRIPT, QUICKSTART, ROOT / "examples" / "environment.sh", ROOT / "tests" / "run", ROOT / ".ci" / "run"]
+SOURCED = [ROOT / "examples" / "environment.sh", ROOT / "examples" / "nsight.sh"]
+SCRIPTS = [SCRIPT, QUICKSTART, *SOURCED, ROOT / "tests" / "run", ROOT / ".ci" / "run"]
 OURS = ("GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "STEPS", "OMP_NUM_THREADS")
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32",
         "--max-position-embeddings", "32", "--num-workers", "0"]
@@ -44,6 +45,11 @@ def places(tmp_path_factory) -> list[Path]:
             inputs / "python_text_document"]
 
 
+def read_tracker(save: Path) -> int:
+    """The iteration of the newest checkpoint."""
+    return int((save / TRACKER_FILE).read_text())
+
+
 def assert_refused(run: subprocess.CompletedProcess, said: str):
     assert run.returncode == 2
     assert run.stdout == "" and run.stderr.count("\n") == 1 and run.stderr.startswith("error: "), run.stderr
@@ -53,7 +59,7 @@ def assert_refused(run: subprocess.CompletedProcess, said: str):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse_and_can_be_executed(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
-    assert os.access(script, os.X_OK) or script.name == "environment.sh"
+    assert os.access(script, os.X_OK) or script in SOURCED
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "-x", str(script)], check=True, cwd=ROOT)
 
@@ -102,12 +108,6 @@ def test_a_taken_port_is_said(places):
         assert_refused(start(SCRIPT, *places, MASTER_PORT=port), f"MASTER_PORT={port} is taken on this machine; set another")
 
 
-def test_nsys_must_be_there(places, tmp_path):
-    for tool in ("bash", "dirname", "sed"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    assert_refused(start(SCRIPT, *places, "--nsys", PATH=str(tmp_path)), "--nsys: there is no nsys on the PATH")
-
-
 def test_help_is_the_head_of_the_script():
     run = start(SCRIPT, "--help")
     assert run.returncode == 0 and "355,919,872 parameters" in run.stdout and "#" not in run.stdout
@@ -126,61 +126,6 @@ def test_a_tiny_run_from_another_folder_with_spaces(places, tmp_path):
     plan = json.loads((places[1] / RUN_FILE).read_text())["plan"]
     assert plan["precision"] == "fp16" and plan["args"]["training"]["micro_batch_size"] == 4
     assert not list(tmp_path.iterdir())
-
-
-def stub(folder: Path, help_text: str, makes_report: bool = False) -> Path:
-    """An `nsys` that knows the options of its help, and runs what comes after them."""
-    folder.mkdir(exist_ok=True)
-    tool = folder / "nsys"
-    report = 'touch "$(dirname "$report")/gpt3_857m.nsys-rep"' if makes_report else ":"
-    tool.write_text(f"""#!/usr/bin/env bash
-if [[ $2 == --help ]]; then echo "{help_text}"; exit 0; fi
-shift
-while [[ $1 == -* ]]; do
-    case $1 in
-        -o) report=$2; shift 2 ;;
-        -t | -s | --force-overwrite) echo "nsys got $1 $2"; shift 2 ;;
-        *) echo "nsys got $1"; shift ;;
-    esac
-done
-{report}
-"$@"
-""")
-    tool.chmod(0o755)
-    return folder
-
-
-def copy_without_trainer(folder: Path) -> Path:
-    """The script in a repository of its own, whose trainer only fails if torch.profiler is asked for beside nsys."""
-    copy = folder / "a copy"
-    shutil.copytree(ROOT / "examples", copy / "examples")
-    (copy / "pretrain_gpt.py").write_text("import sys; sys.exit('--use-pytorch-profiler' in sys.argv)\n")
-    return copy / "examples" / "gpt3" / SCRIPT.name
-
-
-def test_under_nsys_unknown_options_are_left_out_and_the_lack_of_a_report_is_said(places, tmp_path):
-    path = f"{stub(tmp_path / 'bin', '--capture-range= --capture-range-end= --kill=')}:{os.environ['PATH']}"
-    run = start(SCRIPT, *places, "--nsys", "--", "--num-layers", "0", PATH=path)
-    assert run.returncode != 0  # the trainer's own exit code: it refuses the model
-    assert "this nsys does not know --cuda-graph-trace=node --cpuctxsw=none; left out" in run.stdout
-    assert "nsys got --capture-range-end=stop\n" in run.stdout and "backtrace" not in run.stdout
-    assert "--num-layers 0: must be at least 1" in run.stderr
-    assert "no Nsight Systems report: its range is opened through CUDA, and there is no GPU here" in run.stderr
-
-
-def test_stacks_of_cuda_calls_come_with_the_sampling_that_they_need(places, tmp_path):
-    known = "--capture-range --kill --cudabacktrace --python-backtrace --cuda-graph-trace --cpuctxsw"
-    path = f"{stub(tmp_path / 'bin', known)}:{os.environ['PATH']}"
-    run = start(copy_without_trainer(tmp_path), *places, "--nsys", PATH=path, NSYS_BACKTRACES="1")
-    assert "nsys got -s process-tree\n" in run.stdout and "nsys got -s none\n" not in run.stdout
-    assert "nsys got --cudabacktrace=all\nnsys got --python-backtrace=cuda\n" in run.stdout
-
-
-def test_the_report_is_named(places, tmp_path):
-    path = f"{stub(tmp_path / 'bin', '--capture-range', makes_report=True)}:{os.environ['PATH']}"
-    run = start(copy_without_trainer(tmp_path), *places, "--nsys", PATH=path)
-    assert run.returncode == 0, run.stderr
-    assert f"Nsight Systems report: {tmp_path}/a copy/nsight_profile/gpt3_857m.nsys-rep" in run.stdout
 
 
 def test_bf16_behind_the_dashes_replaces_fp16(places, tmp_path):
@@ -219,7 +164,8 @@ def test_the_quickstart_from_start_to_end(tmp_path):
         first, last = map(float, re.search(r"validation loss +([\d.]+) after 2 .* ([\d.]+) after 16", run.stdout).groups())
         assert last < first - 0.3
         assert json.loads((folder / RUN_FILE).read_text())["status"] == "finished"
-        assert len((folder / STEPS_FILE).read_text().splitlines()) == 16
+        written = [json.loads(line) for line in (folder / STEPS_FILE).read_text().splitlines()]
+        assert [line["iteration"] for line in written if "ranks" not in line] == list(range(1, 17))
         assert read_tracker(folder / "checkpoints") == 16 and list((folder / "tensorboard").iterdir())
         assert (folder / "console.log").read_text().count("validation loss at") == 10
     assert "is there already" in run.stdout

@@ -13,9 +13,9 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"errors", "units", "phases", "live_line"},
     {"config"},
     {"run_folder", "estimate"},
-    {"data", "model", "parallel", "optim"},
+    {"data", "model", "parallel", "optim", "checkpoint"},
     {"instruments"},
-    {"train", "analysis"},
+    {"train", "analysis", "convert"},
     {"report"},
     {"app", "cli"},
 ]

@@ -9,12 +9,14 @@
 #   VOCAB   GPT-2 style vocab.json
 #   MERGES  GPT-2 style merges.txt
 #   DATA    prefix of a .bin/.idx pair, as `megatron-lite preprocess` writes it (..._text_document)
-#   --nsys  profile iterations 110 and 111 with Nsight Systems instead of torch.profiler; report in nsight_profile/
+#   --nsys  profile iterations 110 and 111 with Nsight Systems instead of torch.profiler; a report per node lands in
+#           nsight_profile/. Without a GPU it holds steps and phases only, and needs the package nvtx
 #
 # TRAINER FLAGS are appended to those below, and the last one of a name wins: -- --train-iters 500 --lr 1e-4
 # From the environment: GPUS_PER_NODE (counted), NUM_NODES (1), NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (a
-# free one), PYTHON, OMP_NUM_THREADS; NSYS_BACKTRACES=1 adds stacks of CUDA calls to --nsys, which slows training.
-# Exits with the trainer's code; 2 for a mistake in the arguments.
+# free one), PYTHON, OMP_NUM_THREADS, NSYS (nsys, where it is not on the PATH); NSYS_BACKTRACES=1 adds stacks of CUDA
+# calls to --nsys, which slows training.
+# Exits with the trainer's code; 2 for a mistake in the arguments; 3 if training went well but left no report of --nsys.
 
 set -euo pipefail
 
@@ -22,6 +24,8 @@ here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(cd -- "$here/../.." && pwd -P)
 # shellcheck source=examples/environment.sh
 source "$root/examples/environment.sh"
+# shellcheck source=examples/nsight.sh
+source "$root/examples/nsight.sh"
 
 POSITIONAL=(CKPT TB VOCAB MERGES DATA)
 given=()
@@ -101,55 +105,38 @@ require_number() {
     fi
 }
 
-# Sets `nsys_options`: those of the options we would like that this version of nsys has.
-choose_nsys_options() {
-    local help wanted option missing=()
-    help=$(nsys profile --help 2>&1) || true
-    nsys_options=(-t "nvtx,cuda" -o "$report" --force-overwrite true)
-    # Collection ends with the window and training goes on; nsys's own default may end the training as well.
-    wanted=(--capture-range=cudaProfilerApi --capture-range-end=stop --kill=none --cuda-graph-trace=node)
-    if [[ ${NSYS_BACKTRACES:-0} == 1 ]]; then
-        # Stacks of CUDA calls need CPU sampling: with -s none nsys would drop them.
-        nsys_options+=(-s process-tree)
-        wanted+=(--cudabacktrace=all --python-backtrace=cuda)
-    else
-        nsys_options+=(-s none)
-        wanted+=(--cpuctxsw=none)
-    fi
-    for option in "${wanted[@]}"; do
-        if [[ $help == *"${option%%=*}"* ]]; then
-            nsys_options+=("$option")
+# Sets `trainer_flags` without --use-pytorch-profiler: the GPU's counters serve one profiler, and --nsys names it.
+leave_out_the_other_profiler() {
+    local flag kept=()
+    for flag in ${trainer_flags[@]+"${trainer_flags[@]}"}; do
+        if [[ $flag == --use-pytorch-profiler ]]; then
+            echo "note: --use-pytorch-profiler left out: with --nsys, Nsight Systems is the profiler"
         else
-            missing+=("$option")
+            kept+=("$flag")
         fi
     done
-    if ((${#missing[@]})); then
-        echo "note: this nsys does not know ${missing[*]}; left out"
-    fi
+    trainer_flags=(${kept[@]+"${kept[@]}"})
 }
 
-# Trains under nsys, then says where the report is, or why there is none.
-run_under_nsys() {
-    local report=$root/nsight_profile/gpt3_857m nsys_options started status=0 found
-    mkdir -p -- "$root/nsight_profile" # nsys makes no folders, and would lose the report
-    choose_nsys_options
-    started=$(mktemp)
-    nsys profile "${nsys_options[@]}" "$@" || status=$?
-    found=$(find "$root/nsight_profile" -name 'gpt3_857m*' -newer "$started")
-    rm -f -- "$started"
-    if [[ -n $found ]]; then
-        echo "Nsight Systems report: $found"
-        if [[ $found == *.qdstrm ]]; then
-            echo "note: this nsys came without its importer; QdstrmImporter -i FILE makes the .nsys-rep of it"
+# Is a rank of this node among the last --profile-ranks of these words?
+node_is_profiled() {
+    local word rank ranks=() reading=0 first=$((10#$NODE_RANK * 10#$GPUS_PER_NODE))
+    for word in "$@"; do
+        if [[ $word == --profile-ranks ]]; then
+            ranks=()
+            reading=1
+        elif ((reading)) && [[ $word =~ ^-?[0-9]+$ ]]; then
+            ranks+=("$word")
+        else
+            reading=0
         fi
-    elif ((GPUS == 0)); then
-        echo "no Nsight Systems report: its range is opened through CUDA, and there is no GPU here" >&2
-    elif ((status != 0)); then
-        echo "no Nsight Systems report: the run failed (exit code $status), see above" >&2
-    else
-        echo "no Nsight Systems report: did training reach iteration 110 (--profile-step-start)?" >&2
-    fi
-    return "$status"
+    done
+    for rank in "${ranks[@]}"; do
+        if ((rank == -1 || (rank >= first && rank < first + 10#$GPUS_PER_NODE))); then
+            return 0
+        fi
+    done
+    return 1
 }
 
 hint_for_cpu() {
@@ -161,11 +148,15 @@ END
 }
 
 read_arguments "$@"
+if ((use_nsys)); then
+    shed_secrets "$0" "$@"
+fi
 if ((${#given[@]})); then
     check_arguments
 fi
-if ((use_nsys)) && ! command -v nsys >/dev/null 2>&1; then
-    refuse "--nsys: there is no nsys on the PATH; install Nsight Systems, or leave --nsys out to use torch.profiler"
+if ((use_nsys)); then
+    find_nsys
+    leave_out_the_other_profiler
 fi
 python=$(find_python) ||
     refuse "${PYTHON:-no Python here}: lacks one of ${PACKAGES[*]}; run: cd '$root' && python3 -m venv .venv && .venv/bin/pip install -e ."
@@ -183,6 +174,10 @@ require_number GPUS_PER_NODE 1
 require_number NUM_NODES 1
 require_number NODE_RANK 0
 choose_address
+if ((use_nsys)); then
+    ((GPUS)) || require_nvtx
+    choose_nsys_report "$root/nsight_profile" gpt3_857m "$NODE_RANK"
+fi
 if ((${#given[@]} == 0)); then
     use_default_corpus
 fi
@@ -265,8 +260,12 @@ COMMAND=(
 if ((GPUS == 0)); then
     hint_for_cpu
 fi
+if ((use_nsys)) && ((NUM_NODES > 1)) && ! node_is_profiled "${COMMAND[@]}"; then
+    echo "note: no rank of node $NODE_RANK is among --profile-ranks: it trains without nsys, and has no report"
+    use_nsys=0
+fi
 if ((use_nsys)); then
-    run_under_nsys "${COMMAND[@]}"
+    run_under_nsys "$GPUS" "${COMMAND[@]}"
 else
     exec "${COMMAND[@]}"
 fi

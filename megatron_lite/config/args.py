@@ -91,6 +91,11 @@ class TrainingArgs:
     manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")
     manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.")
     deterministic_mode: bool = flag(False, "Refuse nondeterministic kernels.")
+    torch_compile: bool = flag(False, "Compile the transformer layers with torch.compile. (ours)")
+    torch_compile_backend: str = flag(
+        "inductor", "What it compiles with; aot_eager: nothing, for finding errors. (ours)",
+        choices=("inductor", "aot_eager"),
+    )
 
 
 @dataclass(frozen=True)
@@ -178,17 +183,46 @@ class DataArgs:
     )
     valid_data_path: tuple[str, ...] = flag((), "The same for validation only.", value="[WEIGHT] PREFIX ...")
     test_data_path: tuple[str, ...] = flag((), "The same for the test only.", value="[WEIGHT] PREFIX ...")
+    data_args_path: str | None = flag(None, "A file with the words of --data-path.", value="FILE")
+    per_split_data_args_path: str | None = flag(
+        None, 'A JSON file with the words of each split: {"train": [...], "valid": [...], "test": [...]}.',
+        value="FILE",
+    )
+    external_dataloader: str | None = flag(
+        None, "With --dataloader-type external: a function that yields int [micro-batch, seq-length + 1] arrays, called "
+        "as FUNCTION(split, consumed=, micro_batch_size=, seq_length=, rank=, num_ranks=, seed=). (ours)",
+        value="FILE.py:FUNCTION",
+    )
     split: str | None = flag(None, "Shares of train, validation and test; 969,30,1 when left out.", value="A,B,C")
     mock_data: bool = flag(False, "Synthetic data instead of files.")
+    data_cache_path: str | None = flag(
+        None, "Folder for the index files of the data; when left out, large ones go to PREFIX/cache.", value="FOLDER",
+    )
     tokenizer_type: str | None = flag(
-        None, "GPT2BPETokenizer (when left out), NullTokenizer, or ByteTokenizer: 256 bytes and EOD (ours).",
+        None, "GPT2BPETokenizer (when left out), HuggingFaceTokenizer, SentencePieceTokenizer, "
+        "GPTSentencePieceTokenizer, Llama2Tokenizer, TikTokenizer, NullTokenizer, or ByteTokenizer: 256 bytes and EOD "
+        "(ours).",
         value="NAME",
+    )
+    tokenizer_model: str | None = flag(
+        None, "The SentencePiece .model or TikTokenizer's .json; for HuggingFaceTokenizer a folder or a hub's name.",
+        value="FILE",
+    )
+    tiktoken_pattern: str | None = flag(None, "How TikTokenizer cuts words; v2 when left out.", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = flag(1000, "TikTokenizer's ids below its first byte.")
+    tokenizer_special_tokens: tuple[str, ...] = flag(
+        (), "Names of TikTokenizer's first ids; tokens to add to HuggingFaceTokenizer.", value="TOKEN ...",
+        aliases=("--tiktoken-special-tokens",),
+    )
+    tokenizer_hf_include_special_tokens: bool = flag(
+        False, "Keep what a HuggingFaceTokenizer puts around each text, such as <s>."
     )
     vocab_file: str | None = flag(None, "GPT-2 style vocab.json.", value="FILE")
     merge_file: str | None = flag(None, "GPT-2 style merges.txt.", value="FILE")
-    vocab_size: int | None = flag(None, "Vocabulary before padding, for NullTokenizer and --mock-data.")
+    vocab_size: int | None = flag(None, "Vocabulary before padding, for NullTokenizer (without its EOD) and TikTokenizer.")
     dataloader_type: str = flag(
-        "single", "In order once (single) or shuffled anew each epoch (cyclic).", choices=("single", "cyclic")
+        "single", "In order once (single), shuffled anew each epoch (cyclic), or from --external-dataloader (external).",
+        choices=("single", "cyclic", "external"),
     )
     data_sharding: bool = flag(True, "cyclic: one permutation over all ranks.", off="--no-data-sharding")
     num_workers: int = flag(2, "Loader processes per rank.")
@@ -206,8 +240,12 @@ class WatchArgs:
     log_progress: bool = flag(False, "A line per checkpoint in SAVE/progress.txt.")
     log_params_norm: bool = flag(False, "Log the L2 norm of the parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradients.")
+    step_timeline: bool = flag(
+        True, "Only each step's time: no times of its phases, no memory, no comparison of ranks. (ours)",
+        off="--no-step-timeline",
+    )
     timing_log_level: int = flag(
-        0, "1, 2: print each phase's host time per iteration, smallest and largest rank.", choices=("0", "1", "2")
+        0, "1: print times of a step's main phases; 2: of all. On a GPU its own time.", choices=("0", "1", "2")
     )
     timing_log_option: str = flag("minmax", "How those times are printed.", choices=("max", "minmax", "all"))
     eval_interval: int = flag(1000, "Iterations between validations.")
@@ -215,9 +253,11 @@ class WatchArgs:
     tensorboard_dir: str | None = flag(None, "TensorBoard folder.", value="FOLDER")
     tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.")
     tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.")
-    log_timers_to_tensorboard: bool = flag(False, "Iteration and phase times to TensorBoard.")
+    log_timers_to_tensorboard: bool = flag(
+        False, "Iteration times to TensorBoard, and each phase's: NAME-time of the slowest rank, NAME-time-min."
+    )
     log_validation_ppl_to_tensorboard: bool = flag(False, "Validation perplexity to TensorBoard.")
-    log_memory_to_tensorboard: bool = flag(False, "The allocator's counters to TensorBoard.")
+    log_memory_to_tensorboard: bool = flag(False, "The GPU allocator's counters and host memory to TensorBoard.")
     log_world_size_to_tensorboard: bool = flag(False, "The number of ranks to TensorBoard.")
     log_loss_scale_to_tensorboard: bool = flag(
         True, "No loss scale to TensorBoard.", off="--no-log-loss-scale-to-tensorboard",
@@ -239,6 +279,18 @@ class CheckpointArgs:
         None, "Folder to read the latest checkpoint from; fresh start if it holds none.", value="FOLDER",
     )
     save_interval: int | None = flag(None, "Iterations between checkpoints.", aliases=("--persistent-save-interval",))
+    save_retain_interval: int | None = flag(
+        None, "Keep checkpoints of multiples of this; others are deleted once a newer one is complete."
+    )
+    ckpt_format: str = flag(
+        "torch_dist", "torch_dist, torch_dcp: torch.distributed.checkpoint, a file per rank; torch: Megatron's one file.",
+        choices=("torch", "torch_dist", "torch_dcp"),
+    )
+    async_save: bool = flag(False, "Write checkpoints in a thread, from a copy in host memory, while training goes on.")
+    exit_on_save_failure: bool = flag(
+        True, "Go on training when a checkpoint cannot be written. (ours)", off="--no-exit-on-save-failure"
+    )
+    ckpt_step: int | None = flag(None, "The iteration to load, instead of the newest.")
     finetune: bool = flag(False, "Load weights only, start at iteration 0.")
     pretrained_checkpoint: str | None = flag(None, "Weights to start from when --load holds nothing.", value="FOLDER")
     no_load_optim: bool = flag(False, "Do not load the optimizer.")
@@ -259,11 +311,28 @@ class ProfileArgs:
     profile_ranks: tuple[int, ...] = flag((0,), "Ranks to profile; -1: all.", value="RANK ...")
     pytorch_profiler_collect_shapes: bool = flag(False, "Record operator shapes.")
     pytorch_profiler_collect_callstack: bool = flag(False, "Record Python stacks.")
-    nvtx_ranges: bool = flag(False, "NVTX ranges for the phases of a step, on the Nsight Systems path.")
+    pytorch_profiler_collect_chakra: bool = flag(False, "A Chakra execution trace of the window too, in chakra/.")
+    pytorch_profiler_collect_memory: bool = flag(False, "Record what operators allocate. (ours)")
+    pytorch_profiler_collect_flops: bool = flag(False, "FLOPs of matrix products in the operator table. (ours)")
+    profile_modules: bool = flag(
+        False, "Ranges of each layer, attention and MLP, forward and backward, in the trace. (ours)"
+    )
+    profile_gzip: bool = flag(False, "Compress every trace; without it, those of 16 MiB and more. (ours)")
+    no_profile_gzip: bool = flag(False, "Compress no trace. (ours)")
+    profile_on_demand: bool = flag(
+        True, "Do not watch for the file RUN/profile.now, which profiles a run going on. (ours)",
+        off="--no-profile-on-demand",
+    )
+    nvtx_ranges: bool = flag(False, "NVTX ranges for all steps and on all ranks; those of --profile have them anyway.")
     record_shapes: bool = flag(False, "NVTX ranges for every operator with its shapes, on the Nsight Systems path.")
-    record_memory_history: bool = flag(False, "Record GPU allocations and write a snapshot at the window's end.")
+    record_memory_history: bool = flag(
+        False, "Record every allocation with its Python stack; a snapshot for pytorch.org/memory_viz at the window's end."
+    )
     memory_snapshot_path: str = flag(
-        "snapshot.pickle", "File of that snapshot; the rank is put before the ending.", value="FILE",
+        "snapshot.pickle", "File of that snapshot; with several ranks _rankN is put before the ending.", value="FILE",
+    )
+    memory_history_events: int = flag(
+        1_000_000, "Allocations and frees that a snapshot holds at most, the newest ones. (ours)"
     )
 
 

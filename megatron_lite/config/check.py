@@ -6,6 +6,7 @@ from megatron_lite.config.command_line import CommandLine
 from megatron_lite.config.rules.machine import machine_rules
 from megatron_lite.config.rules.model import model_rules
 from megatron_lite.config.rules.optimizer import optimizer_rules
+from megatron_lite.config.rules.profile import profile_rules
 from megatron_lite.config.rules.run import data_rules, rank_rules, watch_rules
 from megatron_lite.config.rules.training import precision_rules, training_rules
 from megatron_lite.config.without_effect import without_effect
@@ -13,7 +14,8 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
 RULES = (
-    model_rules, training_rules, precision_rules, optimizer_rules, rank_rules, data_rules, watch_rules, machine_rules,
+    model_rules, training_rules, precision_rules, optimizer_rules, rank_rules, data_rules, watch_rules, profile_rules,
+    machine_rules,
 )
 
 
@@ -38,19 +40,19 @@ def remarks(line: CommandLine, world: World) -> list[str]:
     if p.use_pytorch_profiler and not p.profile:
         notes.append("--use-pytorch-profiler without --profile: profiling all the same.")
     profiling = p.profile or p.use_pytorch_profiler
-    if profiling and t.train_iters is not None and p.profile_step_start > t.train_iters:
+    if profiling and t.skip_train:
+        notes.append("--skip-train: there are no steps to profile.")
+    elif profiling and t.train_iters is not None and p.profile_step_start > t.train_iters:
         notes.append(f"--profile-step-start {p.profile_step_start} lies beyond --train-iters {t.train_iters}: "
                      "nothing will be profiled.")
     elif profiling and t.train_iters is not None and p.profile_step_end > t.train_iters + 1:
         notes.append(f"--profile-step-end {p.profile_step_end} lies beyond --train-iters {t.train_iters}: "
                      "the profile stops with the run.")
-    if profiling and not p.use_pytorch_profiler and not world.gpus:
-        notes.append("--profile without --use-pytorch-profiler steers Nsight Systems, which sees GPUs only; "
-                     "add --use-pytorch-profiler for a trace of this CPU run.")
+    if profiling and not p.use_pytorch_profiler and not world.under_nsys:
+        notes.append("--profile without --use-pytorch-profiler steers Nsight Systems, and this run is not under nsys: "
+                     "nothing will be recorded; start it with nsys profile, or add --use-pytorch-profiler.")
     if args.checkpoint.save is not None and args.checkpoint.save_interval is None:
         notes.append("--save without --save-interval: a checkpoint is written when the run ends, none before.")
-    if p.record_memory_history and not world.gpus:
-        notes.append("--record-memory-history records a GPU's allocator; there is no GPU, so no snapshot is written.")
     if args.precision.fp16 and not world.gpus:
         notes.append("--fp16 is 4 to 20 times slower than fp32 on CPUs, which lack the hardware; prefer --bf16.")
     return notes

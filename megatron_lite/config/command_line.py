@@ -19,9 +19,8 @@ class CommandLine:
     values: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
-    given: set[str] = field(default_factory=set)  # fields named by the user
     broken: set[str] = field(default_factory=set)  # spellings whose value could not be read
-    spelled: dict[str, str] = field(default_factory=dict)  # {field: the spelling that set it}
+    spelled: dict[str, str] = field(default_factory=dict)  # {field that the user set: the spelling that set it}
 
 
 def read_command_line(argv: list[str]) -> CommandLine:
@@ -126,7 +125,6 @@ def _read_value(name: str, flag: Flag, values: list[str], line: CommandLine):
         line.mistakes.append(f"{earlier} {line.values[flag.field]} and {name} {value} are one setting; keep one.")
     line.values[flag.field] = value
     line.spelled[flag.field] = name
-    line.given.add(flag.field)
 
 
 def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | None]:

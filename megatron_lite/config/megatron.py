@@ -56,17 +56,21 @@ ACCEPTED = (
         "it matters only with --multi-latent-attention",
     ),
     Family(
-        ("--ckpt-format", "--auto-detect-ckpt-format", "--dist-ckpt-strictness", "--use-dist-ckpt"),
-        "checkpoints have one format here, and it is recognised",
+        ("--auto-detect-ckpt-format", "--dist-ckpt-strictness", "--use-dist-ckpt"),
+        "the format of a checkpoint is recognised",
     ),
     Family(
-        ("--data-cache-path", "--num-dataset-builder-threads", "--no-mmap-bin-files",
-         "--no-create-attention-mask-in-dataloader"),
-        "indices are built in memory in moments, .bin files are mapped, masks are made by the attention kernel",
+        ("--num-dataset-builder-threads", "--no-mmap-bin-files", "--no-create-attention-mask-in-dataloader"),
+        "indices are built by one thread in moments, .bin files are mapped, masks are made by the attention kernel",
     ),
     Family(
-        ("--use-mcore-models", "--legacy-tokenizer"),
+        ("--use-mcore-models",),
         "there is one implementation here",
+    ),
+    Family(
+        ("--legacy-tokenizer", "--tokenizer-hf-use-fast"),
+        "tokenizers are those that Megatron 0.16 has without it, and fast ones where there are: no <s> before a text, "
+        "and </s> ends a document",
     ),
     Family(
         ("--local-rank",),
@@ -74,14 +78,18 @@ ACCEPTED = (
     ),
     Family(
         ("--trust-remote-code",),
-        "no tokenizer is fetched from a hub, so no code of one is run",
+        "code that a tokenizer's repository brings along is never run; a tokenizer that needs it is refused",
     ),
     Family(
         ("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
         "Weights & Biases is not written; TensorBoard and steps.jsonl are",
     ),
     Family(
-        ("--log-straggler", "--log-energy", "--log-device-memory-used", "--log-max-attention-logit"),
+        ("--log-straggler",),
+        "ranks are always compared, and one that is slower than the others is named",
+    ),
+    Family(
+        ("--log-energy", "--log-device-memory-used", "--log-max-attention-logit"),
         "that measurement is not taken here; nothing else depends on it",
     ),
     Family(
@@ -115,10 +123,6 @@ ACCEPTED = (
     Family(
         ("--apply-residual-connection-post-layernorm",),
         "Megatron's own layers ignore it too",
-    ),
-    Family(
-        ("--tiktoken-pattern", "--tokenizer-model"),
-        "no --tokenizer-type of this trainer reads it; GPT2BPETokenizer takes --vocab-file and --merge-file",
     ),
     Family(
         ("--inference-max-seq-length", "--inference-max-requests", "--decoder-seq-length", "--img-h", "--img-w",
@@ -178,7 +182,6 @@ REFUSED = (
     Family(("--full-validation",), "a validation is --eval-iters batches; drop it and raise --eval-iters"),
     Family(("--iterations-to-skip",), "every batch that is drawn is trained on; drop it"),
     Family(("--use-checkpoint-args",), "the command line describes the model; drop it and give the model's flags"),
-    Family(("--pytorch-profiler-collect-chakra",), "no Chakra trace is written yet; drop it"),
     Family(("--grpo-clamp-eps-lower", "--grpo-clamp-eps-upper", "--grpo-group-size", "--grpo-iterations",
             "--grpo-kl-beta", "--grpo-prompts-per-step", "--langrl-env-config"),
            "this trainer pretrains; drop it, or train by reinforcement with Megatron-LM"),

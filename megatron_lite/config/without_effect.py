@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import CommandLine
-from megatron_lite.config.flags import dashed
 
 DEPENDS: tuple[tuple[tuple[str, ...], str, Callable[[Args], object]], ...] = (
     (("loss_scale",), "--fp16 or --bf16", lambda a: a.precision.fp16 or a.precision.bf16),
@@ -15,17 +14,29 @@ DEPENDS: tuple[tuple[tuple[str, ...], str, Callable[[Args], object]], ...] = (
     (("recompute_num_layers",), "--recompute-granularity full", lambda a: a.model.recompute_granularity),
     (("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "--lr-decay-style WSD",
      lambda a: a.optimizer.lr_decay_style == "WSD"),
+    (("tiktoken_pattern", "tiktoken_num_special_tokens"), "--tokenizer-type TikTokenizer",
+     lambda a: a.data.tokenizer_type == "TikTokenizer"),
+    (("num_workers",), "--dataloader-type single or cyclic", lambda a: a.data.dataloader_type != "external"),
+    (("data_sharding",), "--dataloader-type cyclic", lambda a: a.data.dataloader_type == "cyclic"),
+    (("timing_log_level",), "the step timeline (drop --no-step-timeline)", lambda a: a.watch.step_timeline),
+    (("timing_log_option",), "--timing-log-level 1 or 2", lambda a: a.watch.timing_log_level),
+    (("torch_compile_backend",), "--torch-compile", lambda a: a.training.torch_compile),
     (("exit_signal",), "--exit-signal-handler", lambda a: a.training.exit_signal_handler),
     (("manual_gc_interval",), "--manual-gc", lambda a: a.training.manual_gc),
-    (("save_interval", "log_progress", "no_save_optim", "no_save_rng"), "--save", lambda a: a.checkpoint.save),
+    (("save_interval", "save_retain_interval", "log_progress", "no_save_optim", "no_save_rng", "ckpt_format", "async_save",
+      "exit_on_save_failure"), "--save", lambda a: a.checkpoint.save),
     (("no_load_optim", "no_load_rng"), "--load", lambda a: a.checkpoint.load),
-    (("profile_step_start", "profile_step_end", "profile_ranks"), "--profile",
+    (("profile_step_start", "profile_step_end"), "--profile",
      lambda a: a.profile.profile or a.profile.use_pytorch_profiler or a.profile.record_memory_history),
-    (("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"), "--use-pytorch-profiler",
+    (("profile_ranks",), "--profile, or a profile on demand",
+     lambda a: a.profile.profile or a.profile.use_pytorch_profiler or a.profile.record_memory_history),
+    (("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack", "pytorch_profiler_collect_chakra",
+      "pytorch_profiler_collect_memory", "pytorch_profiler_collect_flops", "profile_modules", "profile_gzip",
+      "no_profile_gzip"), "--use-pytorch-profiler, or a profile on demand",
      lambda a: a.profile.use_pytorch_profiler),
-    (("nvtx_ranges", "record_shapes"), "--profile for Nsight Systems",
+    (("record_shapes",), "--profile for Nsight Systems",
      lambda a: a.profile.profile and not a.profile.use_pytorch_profiler),
-    (("memory_snapshot_path",), "--record-memory-history", lambda a: a.profile.record_memory_history),
+    (("memory_snapshot_path", "memory_history_events"), "--record-memory-history", lambda a: a.profile.record_memory_history),
 )
 
 
@@ -33,5 +44,5 @@ def without_effect(line: CommandLine) -> Iterator[str]:
     """One sentence for each flag that the user gave in vain."""
     for fields, needed, holds in DEPENDS:
         for name in fields:
-            if name in line.given and not holds(line.args):
-                yield f"{dashed(name)} has no effect without {needed}."
+            if name in line.spelled and not holds(line.args):
+                yield f"{line.spelled[name]} has no effect without {needed}."

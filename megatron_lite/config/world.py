@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass
 
+INJECTIONS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD")
+
 
 @dataclass(frozen=True)
 class World:
@@ -40,5 +42,14 @@ def read_world(gpus: int, environment=os.environ) -> World:
         # launchers other than torchrun may not say it; they place ranks themselves, and show each what it may use
         local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
         gpus=gpus,
-        under_nsys="NSYS_PROFILING_SESSION_ID" in environment,
+        under_nsys=_is_under_nsys(environment),
     )
+
+
+def _is_under_nsys(environment) -> bool:
+    """`nsys profile` and `nsys launch` name their session, and bring their library into the process by a variable of
+    CUDA, of NVTX, or of the loader; a launcher between nsys and us may have dropped some of these."""
+    if "NSYS_PROFILING_SESSION_ID" in environment:
+        return True
+    libraries = " ".join(environment.get(name, "") for name in INJECTIONS)
+    return "nsight-systems" in libraries or "libToolsInjection" in libraries

@@ -11,6 +11,9 @@ class Instrument:
     def open(self):
         """Before the model is built."""
 
+    def resume(self, iteration: int):
+        """Once, before the first step: the iteration that training goes on from, 0 for a new run."""
+
     def begin(self, step: int):
         """Before a step's data is fetched. `step` counts this run's steps from 1."""
 
@@ -29,6 +32,7 @@ class Instruments:
 
     def __init__(self, members: list[Instrument], warn):
         self.members, self._warn = list(members), warn
+        self._concerned: dict[str, tuple[Instrument, ...]] = {}  # by moment: who does anything then
 
     def __enter__(self):
         self._each("open")
@@ -36,6 +40,10 @@ class Instruments:
 
     def __exit__(self, kind, error, traceback):
         self._each("close", error)
+
+    def resume(self, iteration: int):
+        """Tell everyone where training goes on from."""
+        self._each("resume", iteration)
 
     @contextlib.contextmanager
     def step(self, step: int):
@@ -56,11 +64,21 @@ class Instruments:
         except Exception as error:  # noqa: BLE001 - whatever an instrument dies of must not take the training with it
             if member in self.members:
                 self.members.remove(member)
+                self._concerned.clear()
                 self._warn(f"{type(member).__name__}.{moment} failed and was switched off; training goes on: {error}")
+                if moment != "close":
+                    with contextlib.suppress(Exception):
+                        member.close(error)  # what it has switched on must not stay on: some of it crashes at exit
             return None
 
     def _each(self, moment: str, *arguments, innermost_first: bool = False) -> list[tuple]:
-        members = self.members[::-1] if innermost_first else list(self.members)
+        members = self._concerned.get(moment)
+        if members is None:
+            overridden = getattr(Instrument, moment)
+            members = tuple(member for member in self.members if getattr(type(member), moment) is not overridden)
+            self._concerned[moment] = members
+        if innermost_first:
+            members = members[::-1]
         done = [self.attempt(member, moment, getattr(member, moment), *arguments) for member in members]
         return [result for result in done if result is not None]
 

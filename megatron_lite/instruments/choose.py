@@ -4,27 +4,80 @@ from pathlib import Path
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.memory_history import MemoryHistory
-from megatron_lite.instruments.nsys_range import NsysRange
+from megatron_lite.instruments.compiling import Compiling
+from megatron_lite.instruments.disturbance import Disturbance
+from megatron_lite.instruments.memory_history import memory_instruments
+from megatron_lite.instruments.nsys_range import nsys_range
+from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.instruments.torch_profiler import TorchProfiler
+from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
+from megatron_lite.instruments.window import Window
+from megatron_lite.parallel.compiled import expected_compilations
 
 
 def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrument]:
-    """The instruments of this rank. One that does not concern it is not made."""
-    p, rank = plan.args.profile, plan.world.rank
-    if rank not in plan.profile_ranks or not plan.profile_window:
-        return [timeline]
+    """The instruments of this rank, outermost first. One that does not concern it is not made."""
+    rank = plan.world.rank
+    # beside the window, a GPU's profiler gets ready, and other ranks wait for those that write
+    window = Window(plan.profile_window, margin=int(plan.device == "cuda" or plan.world.size > 1))
+    timeline.window = window
+    timeline.set_up(detailed=plan.args.watch.step_timeline, cuda=plan.device == "cuda")
+    leads, profiled = rank == min(plan.profile_ranks, default=-1), rank in plan.profile_ranks
     members: list[Instrument] = []
-    if p.use_pytorch_profiler:
-        folder = Path(plan.args.watch.tensorboard_dir or run_dir)
-        members.append(TorchProfiler(
-            plan.profile_window, folder, rank, p.pytorch_profiler_collect_shapes,
-            p.pytorch_profiler_collect_callstack, tell,
-        ))
-    elif p.profile and plan.device == "cuda":
-        members.append(NsysRange(plan.profile_window, p.nvtx_ranges, p.record_shapes))
-    if p.record_memory_history and plan.device == "cuda":
-        path = Path(p.memory_snapshot_path)
-        members.append(MemoryHistory(plan.profile_window, path.with_stem(f"{path.stem}_rank{rank}"), tell))
+    if plan.args.training.torch_compile:
+        members.append(Compiling(timeline, expected_compilations(plan), tell if rank == 0 else lambda text: None))
+    on_demand = _on_demand_is_possible(plan)
+    if on_demand and (profiled or plan.world.is_last):  # the last rank logs, and must know which steps not to average
+        members.append(_on_demand(plan, window, run_dir, leads, tell))
+    if leads and (on_demand or window):
+        members.append(Disturbance(window, timeline, lambda: plan.train_iters - window.started_at, tell))
+    if nsys := nsys_range(plan, window, tell):
+        members.append(nsys)
+    members += memory_instruments(plan, window, tell)
+    if profiled and _torch_is_asked(plan, on_demand):
+        members.append(_torch_profiler(plan, window, run_dir, tell))
     return [*members, timeline]  # innermost: what the others do between steps is not the step's time
+
+
+def _torch_profiler(plan: Plan, window: Window, run_dir: Path, tell) -> TorchProfiler:
+    p = plan.args.profile
+    details = Details(
+        cuda=plan.device == "cuda", shapes=p.pytorch_profiler_collect_shapes,
+        stacks=p.pytorch_profiler_collect_callstack, memory=p.pytorch_profiler_collect_memory,
+        flops=p.pytorch_profiler_collect_flops, chakra=p.pytorch_profiler_collect_chakra,
+        modules=p.profile_modules, compress=True if p.profile_gzip else False if p.no_profile_gzip else None,
+    )
+    folder = Path(plan.args.watch.tensorboard_dir or run_dir)
+    return TorchProfiler(
+        window, folder, plan.world.rank, details, tell, only_on_demand=not p.use_pytorch_profiler
+    )
+
+
+def _on_demand(plan: Plan, window: Window, run_dir: Path, leads: bool, tell) -> OnDemand:
+    p = plan.args.profile
+    followers = plan.profile_ranks | {plan.world.size - 1}
+    length = max(p.profile_step_end - max(p.profile_step_start, 1), 1)
+    return OnDemand(
+        window, run_dir, length, leads, alone=len(followers) == 1,
+        last_step=lambda: plan.train_iters - window.started_at, tell=tell,
+    )
+
+
+def _on_demand_is_possible(plan: Plan) -> bool:
+    return plan.args.profile.profile_on_demand and (_nsys_records(plan) or not _torch_is_blind(plan))
+
+
+def _torch_is_asked(plan: Plan, on_demand: bool) -> bool:
+    return plan.args.profile.use_pytorch_profiler or (
+        on_demand and not _nsys_records(plan) and not _torch_is_blind(plan)
+    )
+
+
+def _nsys_records(plan: Plan) -> bool:
+    p = plan.args.profile
+    return p.profile and not p.use_pytorch_profiler and plan.world.under_nsys
+
+
+def _torch_is_blind(plan: Plan) -> bool:
+    """nsys holds the GPU's counters, also where nothing asked it to record."""
+    return plan.world.under_nsys and plan.device == "cuda"

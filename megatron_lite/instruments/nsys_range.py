@@ -1,43 +1,117 @@
-"""The range that `nsys profile --capture-range=cudaProfilerApi` waits for. GPUs only."""
+"""The window as Nsight Systems sees it: where its collection begins and ends, and the steps and phases inside."""
+
+import contextlib
+import time
+from collections.abc import Sequence
 
 import torch
+from torch import distributed as dist
 
+from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument
+from megatron_lite.instruments.nvtx_ranges import Span, nvtx_for
+from megatron_lite.instruments.window import Window
+
+CAPTURE = "profile"  # what `nsys profile --capture-range=nvtx --nvtx-capture=profile` waits for
+SECONDS_FOR_NEIGHBOURS = 5
 
 
 class NsysRange(Instrument):
-    """cudaProfilerStart before the window's first step, cudaProfilerStop after its last; NVTX ranges inside."""
+    """Around the window cudaProfilerStart and -Stop (on a GPU) and the NVTX range CAPTURE; inside it a range for each
+    step and phase, and for each operator with its input shapes, where `operators` asks for it.
 
-    def __init__(self, window: range, phases: bool, operators: bool):
-        self.window, self.phases, self._operators = window, phases, operators
-        self._open = False
-        self._emit = None
+    all_steps: ranges for the steps outside the window too. neighbours: the other profiled ranks of this node.
+    """
+
+    def __init__(self, window: Window, device: str, tell, *, rank: int = 0, size: int = 1, neighbours: Sequence[int] = (),
+                 all_steps: bool = False, operators: bool = False, under_nsys: bool = True):
+        self.window, self._device, self._tell, self._rank = window, device, tell, rank
+        self._title, self._neighbours = f"rank {rank} of {size}", list(neighbours)
+        self._all_steps, self._operators, self._under_nsys = all_steps, operators, under_nsys
+        self._capture: contextlib.ExitStack | None = None
+        self._step, self._in_step = 0, False
+
+    def open(self):
+        self._nvtx = nvtx_for(self._device)
+        if self._operators and self._device != "cuda":
+            self._tell("note: --record-shapes: torch names operators for Nsight Systems on GPUs only; left out here")
+            self._operators = False
 
     def begin(self, step: int):
-        if step == self.window.start:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaProfilerStart()
-            self._open = True
-            if self._operators:
-                self._emit = torch.autograd.profiler.emit_nvtx(record_shapes=True)
-                self._emit.__enter__()
-        if self._open:
-            torch.cuda.nvtx.range_push(f"step {step}")
+        if self.window.opens(step):
+            self._start()
+        if self._marks:
+            self._nvtx.push(f"step {step}")
+            self._step, self._in_step = step, True
 
     def end(self, step: int):
-        if self._open:
-            torch.cuda.nvtx.range_pop()
-        if step == self.window.stop - 1:
-            self.close(None)
+        self._leave_step()
+        if self.window.closes(step):
+            self._wait_for_neighbours()
+            self._stop()
 
     def close(self, error: BaseException | None):
-        if not self._open:
-            return
-        self._open = False
-        torch.cuda.synchronize()
-        if self._emit is not None:
-            self._emit.__exit__(None, None, None)
-        torch.cuda.cudart().cudaProfilerStop()
+        self._leave_step()
+        self._stop()
 
     def phase(self, name):
-        return torch.cuda.nvtx.range(str(name)) if self._open and self.phases else None
+        return Span(self._nvtx, str(name)) if self._marks else None
+
+    @property
+    def _marks(self) -> bool:
+        return self._all_steps or self._capture is not None
+
+    def _start(self):
+        with contextlib.ExitStack() as capture:  # undone from its end, and also if its beginning fails halfway
+            if self._device == "cuda":
+                torch.cuda.synchronize()  # kernels of earlier steps are not the window's
+                torch.cuda.profiler.start()
+                capture.callback(torch.cuda.profiler.stop)
+            self._nvtx.push(CAPTURE)
+            capture.callback(self._nvtx.pop)
+            if self._device == "cuda":
+                capture.callback(torch.cuda.synchronize)  # the window's kernels must have run before it ends
+            self._nvtx.mark(f"{self._title}, window: {self.window.words()}")  # a report says nowhere else
+            if self._operators:
+                capture.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
+            self._capture = capture.pop_all()
+
+    def _leave_step(self):
+        if self._in_step:
+            self._in_step = False
+            self._nvtx.pop()
+
+    def _stop(self):
+        if self._capture is None:
+            return
+        capture, self._capture = self._capture, None
+        capture.close()
+        lost = "" if self._under_nsys else "; this run is not under nsys, which would have recorded them"
+        self._tell(f"marked for Nsight Systems: {self.window.words(self._step)}, rank {self._rank}{lost}")
+
+    def _wait_for_neighbours(self):
+        """nsys ends its collection on this node when the first rank leaves the range: the others' last phases would be
+        lost. No collective: who does not come is not waited for long."""
+        if not self._neighbours or not dist.is_initialized():
+            return
+        store = dist.distributed_c10d._get_default_store()
+        left = f"left the nsys range after step {self._step}/"
+        store.set(f"{left}{self._rank}", "")
+        deadline = time.monotonic() + SECONDS_FOR_NEIGHBOURS
+        while not store.check([f"{left}{rank}" for rank in self._neighbours]) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+def nsys_range(plan: Plan, window: Window, tell) -> NsysRange | None:
+    """This rank's instrument for Nsight Systems, if the plan wants one and a tool can be there to see it."""
+    p, world = plan.args.profile, plan.world
+    profiled = p.profile and not p.use_pytorch_profiler and world.rank in plan.profile_ranks
+    if not (profiled or p.nvtx_ranges) or not (plan.device == "cuda" or world.under_nsys):
+        return None
+    first = world.rank - world.local_rank
+    node = range(first, first + world.local_size)
+    return NsysRange(
+        window if profiled else Window(range(0)), plan.device, tell, rank=world.rank, size=world.size,
+        neighbours=[rank for rank in node if rank in plan.profile_ranks and rank != world.rank],
+        all_steps=p.nvtx_ranges, operators=p.record_shapes, under_nsys=world.under_nsys,
+    )

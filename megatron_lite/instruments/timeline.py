@@ -1,12 +1,17 @@
-"""Host time of every step and of its phases: always on, a few microseconds per phase."""
+"""Time of every step and of its phases, on the host and on the GPU, and memory: always on, a few microseconds per phase."""
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 
 from megatron_lite.instruments.base import Instrument
+from megatron_lite.instruments.gpu_times import GpuTimes
+from megatron_lite.instruments.memory_now import MemoryNow
+from megatron_lite.instruments.window import Window
 from megatron_lite.phases import Phase
 
 NOT_TRAINING = (Phase.EVAL.value, Phase.SAVE.value)
+ON_HOST_ONLY = (Phase.DATA.value, Phase.LOG.value, Phase.SAVE.value)  # the GPU gets no work in them
 
 
 @dataclass
@@ -16,6 +21,18 @@ class StepTime:
     step: int
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
+    profiled: bool = False
+    beside_profile: bool = False  # not recorded, but slowed down by what gets ready or writes
+    compiling: bool = False  # something was compiled in it
+    gpu_seconds: float | None = None  # None without a GPU, and where the step's end was not seen on it
+    gpu_phases: dict[str, float] = field(default_factory=dict)
+    host_bytes: int | None = None  # of memory, at the step's end
+    peak_bytes: int | None = None  # of the GPU's memory, within the step
+
+    @property
+    def disturbed(self) -> bool:
+        """Not to be averaged."""
+        return self.profiled or self.beside_profile or self.compiling
 
     @property
     def training_seconds(self) -> float:
@@ -36,29 +53,74 @@ class _Span:
         self.timeline.add(self.name, time.perf_counter() - self.started)
 
 
+class _GpuSpan(_Span):
+    """The same, and on the GPU."""
+
+    def __enter__(self):
+        self.first = self.timeline.gpu.edge()
+        self.started = time.perf_counter()
+
+    def __exit__(self, kind, *exception):
+        super().__exit__(kind, *exception)
+        if kind is None:  # after an error the GPU may be beyond asking
+            self.timeline.gpu.span(self.name, self.first)
+
+
 class Timeline(Instrument):
-    """Steps since the last `take`. On a GPU these are the host's times: kernels may still be running."""
+    """Steps since the last `take`.
+
+    Host times on a GPU are those of handing work over: kernels run later, and `gpu_seconds` and `gpu_phases` say how long.
+    """
 
     def __init__(self):
+        self.window = Window()  # whoever profiles puts in another one
+        self.detailed, self.gpu, self.memory = True, None, MemoryNow(cuda=False)
         self.current = StepTime(0)
         self._trained_seconds = 0.0  # by the finished steps, taken or not
         self._running = False
         self._finished: list[StepTime] = []
         self._started = time.perf_counter()
 
+    def set_up(self, detailed: bool, cuda: bool):
+        """Before the run. Not detailed: a step's time only, and that of what is not training."""
+        self.memory.close()
+        self.detailed, self.memory = detailed, MemoryNow(cuda and detailed)
+        self.gpu = GpuTimes() if cuda and detailed else None
+
+    def resume(self, iteration: int):
+        self.window.started_at = iteration
+
     def begin(self, step: int):
-        self.current, self._started, self._running = StepTime(step), time.perf_counter(), True
+        profiled = step in self.window
+        self.current = StepTime(step, profiled=profiled, beside_profile=self.window.disturbs(step) and not profiled)
+        if self.gpu is not None:
+            self._note_gpu_times()
+            self.gpu.begin(self.current)
+        self._started, self._running = time.perf_counter(), True
 
     def end(self, step: int):
         self.current.seconds, self._running = time.perf_counter() - self._started, False
         self._trained_seconds += self.current.training_seconds
         self._finished.append(self.current)
+        if self.gpu is not None:
+            self.gpu.end()
+        if self.detailed:
+            self.current.host_bytes, self.current.peak_bytes = self.memory.host_bytes(), self.memory.peak_bytes()
+
+    def close(self, error: BaseException | None):
+        self.memory.close()
 
     def phase(self, name):
-        return _Span(self, str(name))
+        name = str(name)
+        if not self.detailed and name not in NOT_TRAINING:
+            return None
+        return _Span(self, name) if self.gpu is None or name in ON_HOST_ONLY else _GpuSpan(self, name)
 
-    def take(self) -> list[StepTime]:
-        """The finished steps since the last call."""
+    def take(self, wait: bool = False) -> list[StepTime]:
+        """The finished steps since the last call, with the GPU times that have arrived. wait: until all have."""
+        if self.gpu is not None:
+            with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself has raised
+                self._note_gpu_times(wait)
         finished, self._finished = self._finished, []
         return finished
 
@@ -73,3 +135,7 @@ class Timeline(Instrument):
             return self._trained_seconds
         self.current.seconds = time.perf_counter() - self._started
         return self._trained_seconds + self.current.training_seconds
+
+    def _note_gpu_times(self, wait: bool = False):
+        for step_time, seconds, phases in self.gpu.arrived(wait):
+            step_time.gpu_seconds, step_time.gpu_phases = seconds, phases

@@ -1,59 +1,197 @@
 """torch.profiler over the profiled window: one trace per profiled rank, where TensorBoard looks for it."""
 
+import inspect
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
 
 from megatron_lite.instruments.base import Instrument
+from megatron_lite.instruments.chakra import ChakraTrace
+from megatron_lite.instruments.module_ranges import ModuleRanges
+from megatron_lite.instruments.quiet import without_notes
+from megatron_lite.instruments.trace_file import Found, LostFile, write_text, write_whole
+from megatron_lite.instruments.window import Window
+from megatron_lite.units import MIB
+
+TABLE_ROWS, NAME_WIDTH = 200, 80
+# summing up takes tens of microseconds per operator: a huge trace gets a table of its beginning (torch 2.13 can)
+HAS_LIMIT = "post_processing_timeout_s" in inspect.signature(_KinetoProfile.__init__).parameters
+TABLE_LIMIT = {"post_processing_timeout_s": 60} if HAS_LIMIT else {}
+CUDA, CPU = "self_cuda_time_total", "self_cpu_time_total"
+
+
+@dataclass(frozen=True)
+class Details:
+    """What is recorded beside names and times. Each costs time inside the window only."""
+
+    cuda: bool = False
+    shapes: bool = False
+    stacks: bool = False
+    memory: bool = False
+    flops: bool = False
+    chakra: bool = False
+    modules: bool = False
+    compress: bool | None = None  # None: large traces only
+
+    def profiler(self, chakra: ChakraTrace | None) -> _KinetoProfile:
+        """torch's profiler, off."""
+        return _KinetoProfile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])],
+            record_shapes=self.shapes, with_stack=self.stacks, profile_memory=self.memory, with_flops=self.flops,
+            # which stream or event a synchronisation waits for: critical paths need it
+            experimental_config=_ExperimentalConfig(enable_cuda_sync_events=self.cuda),
+            execution_trace_observer=chakra.observer if chakra else None, **TABLE_LIMIT,
+        )
 
 
 class TorchProfiler(Instrument):
-    """Records the steps of `window`. What was recorded is written also when the run ends inside it."""
+    """Records the window's steps. What was recorded is written also when the run ends inside it."""
 
-    def __init__(self, window: range, folder: Path, rank: int, shapes: bool, stacks: bool, tell):
-        self.window, self.folder, self.rank, self._tell = window, folder, rank, tell
-        self._options = {"record_shapes": shapes, "with_stack": stacks}
-        self._profiler: profile | None = None
+    def __init__(self, window: Window, folder: Path, rank: int, details: Details, tell, only_on_demand: bool = False):
+        self.window, self.folder, self.rank, self.details, self._tell = window, folder, rank, details, tell
+        self._only_on_demand = only_on_demand
+        self._profiler: _KinetoProfile | None = None
+        self._chakra: ChakraTrace | None = None
+        self._recording = False
+        self._span = None
         self._last = 0
+        self._modules = ModuleRanges(tell) if details.modules else None
 
     def begin(self, step: int):
-        if step == self.window.start:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-                torch.cuda.synchronize()  # kernels of earlier steps are not the window's
-            self._profiler = profile(activities=activities, **self._options)
-            self._profiler.start()
-        if self._profiler is not None:
+        window = self.window
+        if self._only_on_demand and not window.on_demand:
+            return
+        if self.details.cuda and window and step == window.first - 1:
+            self._prepare()  # this step pays for the start of CUPTI, and is not recorded
+        if window.opens(step):
+            self._start()
+        if self._recording:
             self._last = step
-            self._step_span = record_function(f"ProfilerStep#{step}")
-            self._step_span.__enter__()
+            self._span = record_function(f"ProfilerStep#{step}")
+            self._span.__enter__()
 
     def end(self, step: int):
-        if self._profiler is None:
-            return
-        self._step_span.__exit__(None, None, None)
-        if step == self.window.stop - 1:
-            self._write()
+        self._leave_step()
+        if self._recording and self.window.closes(step):
+            self._finish()
 
     def close(self, error: BaseException | None):
         # a profiler that is still on at interpreter exit crashes the process
-        if self._profiler is not None:
-            self._write()
+        broken_off = self._leave_step()
+        if self._recording:
+            self._finish(broken_off)
+        elif self._profiler is not None:
+            self._throw_away()
 
     def phase(self, name):
-        return record_function(str(name)) if self._profiler is not None else None
+        return record_function(str(name)) if self._recording else None
 
-    def _write(self):
-        profiler, self._profiler = self._profiler, None
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the window's kernels must have run before recording ends
-        profiler.stop()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"{socket.gethostname()}_rank{self.rank}.{time.time_ns()}.pt.trace.json"
-        profiler.export_chrome_trace(str(self.folder / name))
-        steps = f"{self.window.start}-{self._last}" if self._last > self.window.start else str(self._last)
-        self._tell(f"profiled steps {steps} of rank {self.rank}: {self.folder / name}")
+    def _prepare(self):
+        self._worker = f"{socket.gethostname()}_rank{self.rank}.{time.time_ns()}"
+        with without_notes():
+            self._chakra = ChakraTrace(self.folder, self._worker) if self.details.chakra else None
+            self._profiler = self.details.profiler(self._chakra)
+            self._profiler.prepare_trace()
+
+    def _start(self):
+        if self._profiler is None:
+            self._prepare()
+            if self.details.cuda:
+                torch.ones(1, device="cuda").add_(1)  # CUPTI's first kernel takes milliseconds
+        self._synchronize()  # kernels of earlier steps are not the window's
+        with without_notes():
+            older = torch.empty(1)
+            self._profiler.start_trace()
+            self._recording = True
+            del older  # with memory: the first free of something older is warned about, and only the first
+        if self._modules:
+            self._modules.open()
+
+    def _leave_step(self) -> bool:
+        """Whether there was a step to leave."""
+        span, self._span = self._span, None
+        if span is not None:
+            span.__exit__(None, None, None)
+        return span is not None
+
+    def _stop(self) -> _KinetoProfile:
+        profiler, self._profiler, self._recording = self._profiler, None, False
+        if self._modules:
+            self._modules.close()
+        try:
+            self._synchronize()  # the window's kernels must have run before recording ends
+            with without_notes():
+                profiler.stop_trace()
+        finally:
+            if torch.autograd._profiler_enabled():  # a GPU after a fatal error: stopping begins with waiting for it
+                torch.autograd._disable_profiler()
+        return profiler
+
+    def _throw_away(self):
+        """Prepared, but the run ended before the window began."""
+        if not torch.autograd._profiler_enabled():  # else it was started, and failed in that
+            with without_notes():
+                self._profiler.start_trace()
+        self._stop()
+        if self._chakra:
+            self._chakra.drop()
+
+    def _synchronize(self):
+        if self.details.cuda:
+            torch.cuda.synchronize()
+
+    def _finish(self, broken_off: bool = False):
+        started = time.perf_counter()
+        profiler = self._stop()
+        words = self.window.words(self._last) + (" (the last one broken off)" if broken_off else "")
+        try:
+            with without_notes():
+                path, found = write_whole(
+                    self.folder / f"{self._worker}.pt.trace.json", profiler.export_chrome_trace, self.details.compress
+                )
+        except LostFile as error:
+            self._tell(f"profile of {words}, rank {self.rank}, is lost; training goes on: {error}")
+            if self._chakra:
+                self._chakra.drop()
+            return
+        beside = [self._attempt(self._write_table, profiler)]
+        if self._chakra:
+            beside.append(self._attempt(self._chakra.write, self.details.compress))
+        seconds = time.perf_counter() - started
+        self._tell(f"profiled {words}, rank {self.rank}: {path} ({path.stat().st_size / MIB:.1f} MiB, "
+                   f"{seconds:.1f} s between steps)" + "".join(f"\n    {what}" for what in beside))
+        for complaint in self._complaints(found):
+            self._tell(f"trace of rank {self.rank}: {complaint}")
+
+    def _complaints(self, found: Found):
+        """What the trace itself shows to be missing."""
+        meant = tuple(range(self.window.first, self._last + 1))
+        if found.steps != meant:
+            yield f"holds the steps {_listed(found.steps)}, not {_listed(meant)} as it should."
+        if self.details.cuda and not found.kernels:
+            yield ("holds no GPU kernel. CUPTI, which reports them, serves one tool per process: Nsight Systems or "
+                   "Compute, a debugger or monitoring (DCGM's profiling metrics) has it; stop that, and profile again.")
+
+    @staticmethod
+    def _attempt(write, *arguments) -> str:
+        try:
+            return write(*arguments)
+        except LostFile as error:
+            return f"lost: {error}"
+
+    def _write_table(self, profiler: _KinetoProfile) -> str:
+        """Operators by the time that they spend themselves: on the device, where there is one."""
+        rows = profiler.key_averages(group_by_input_shape=self.details.shapes)
+        table = rows.table(CUDA if self.details.cuda else CPU, TABLE_ROWS, max_name_column_width=NAME_WIDTH)
+        path = self.folder / f"{self._worker}.operators.txt"
+        write_text(path, f"{self.window.words(self._last)}, rank {self.rank}\n{table}\n")
+        return f"operators: {path}"
+
+
+def _listed(steps: tuple[int, ...]) -> str:
+    return ", ".join(map(str, steps)) or "none"

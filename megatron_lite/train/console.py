@@ -4,7 +4,12 @@ import math
 from dataclasses import dataclass
 from datetime import datetime
 
+from megatron_lite.phases import Phase
 from megatron_lite.units import MIB, count
+
+MAIN_PHASES = frozenset(
+    phase.value for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.GRAD_SYNC, Phase.OPTIMIZER_STEP)
+)
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,18 @@ def memory_line(rank: int, iteration: int, stats: dict[str, int]) -> str:
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {parts}"
 
 
+def timed_phases(phases: dict[str, list[float]], level: int) -> dict[str, list[float]]:
+    """Those that --timing-log-level asks for: 1, the main ones; 2, all."""
+    return {name: times for name, times in phases.items() if level > 1 or name in MAIN_PHASES}
+
+
 def timer_lines(option: str, phases: dict[str, list[float]]) -> str:
-    """Megatron-LM's timer block. `phases`: milliseconds of every rank by phase name."""
+    """Megatron-LM's timer block. `phases`: milliseconds of every rank by phase name; NaN: it has none."""
     heads = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):",
              "all": "times across ranks (ms):"}
     lines = [heads[option]]
-    for name, times in phases.items():
+    for name, of_ranks in phases.items():
+        times = [0.0 if math.isnan(ms) else ms for ms in of_ranks]
         label = f"    {name} ".ljust(48, ".")
         if option == "all":
             lines += [f"{label} rank {rank}: {ms:.2f}" for rank, ms in enumerate(times)]

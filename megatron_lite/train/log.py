@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.flops import step_flops
@@ -12,20 +11,24 @@ from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.timeline import StepTime, Timeline
 from megatron_lite.live_line import say
 from megatron_lite.parallel.data_parallel import parameters_norm
+from megatron_lite.train.clean_time import CleanTime
 from megatron_lite.train.console import (
     IntervalFigures,
     evaluation_lines,
     iteration_line,
     memory_line,
     speed_line,
+    timed_phases,
     timer_lines,
 )
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.meter import Meter, StepFigures
 from megatron_lite.train.progress_line import ProgressLine
+from megatron_lite.train.rank_figures import gather
 from megatron_lite.train.step import StepResult
 from megatron_lite.train.steps_file import StepsFile
 from megatron_lite.train.tensorboard import TensorBoard
+from megatron_lite.train.worth_saying import WorthSaying
 
 TERA = 1e12
 
@@ -43,6 +46,8 @@ class Log:
         self._unwritten: list[StepFigures] = []
         self._params_norm: float | None = None
         self._peak = peak_tflops(torch.cuda.get_device_name(), plan.precision) if plan.device == "cuda" else None
+        self._worth_saying = WorthSaying()
+        self._time = CleanTime(timeline)
         self._start_interval()
 
     def __enter__(self):
@@ -67,6 +72,7 @@ class Log:
     def record(self, progress: Progress, result: StepResult):
         """After each step. Collective at the intervals' ends."""
         self.meter.record(progress, result)
+        self._time.step(progress.iteration)
         self._line.update(progress.iteration, self.meter.latest_loss)
         ends = progress.iteration % self.plan.args.watch.log_interval == 0 or progress.iteration == self.plan.train_iters
         if ends or progress.step == 1:
@@ -78,7 +84,7 @@ class Log:
         """Write what is left, after the last step."""
         figures = self.meter.take()
         self._unwritten += figures
-        self._write_steps(self._timeline.take())
+        self._write_steps(self._timeline.take(wait=True))
 
     def evaluation(self, title: str, which: str, loss: float):
         """The result of one evaluation: `which` is validation or test."""
@@ -89,41 +95,46 @@ class Log:
 
     def _start_interval(self):
         self._interval: list[StepFigures] = []
-        self._mark = self._timeline.training_seconds()
+        self._time.start()
 
     def _report(self):
         w = self.plan.args.watch
         figures, times = self.meter.take(), self._timeline.take()
+        self._time.lap()
         self._interval += figures
         self._unwritten += figures
         self._params_norm = parameters_norm(self._parameters).item() if w.log_params_norm else None
         if self._speaks:
-            self._say_interval(self._interval, self._timeline.training_seconds() - self._mark)
+            self._say_interval(self._interval)
         self._write_steps(times)
-        self._say_timers(times)
+        if self._timeline.detailed and self._progress.step > 1:  # else no step is over, on no rank
+            self._compare_ranks(times)
         self._say_memory()
 
-    def _say_interval(self, steps: list[StepFigures], seconds: float):
-        w, last = self.plan.args.watch, steps[-1]
+    def _say_interval(self, steps: list[StepFigures]):
+        w, last, seconds = self.plan.args.watch, steps[-1], self._time.seconds
         losses = [s.loss for s in steps if s.loss is not None]
-        samples = sum(s.batch_size for s in steps)
+        averaged = self._time.averaged([s.iteration for s in steps])
+        samples = sum(s.batch_size for s in steps if s.iteration in averaged)
         causal, full = (
             step_flops(self.plan.shape, samples, causal) / (seconds * TERA * self.plan.world.size)
             for causal in (True, False)
         )
         self.say(iteration_line(IntervalFigures(
             iteration=last.iteration, train_iters=self.plan.train_iters, consumed=last.consumed,
-            seconds_per_iteration=seconds / len(steps), tflops_per_gpu=causal, learning_rate=last.next_lr,
+            seconds_per_iteration=seconds / len(averaged), tflops_per_gpu=causal, learning_rate=last.next_lr,
             batch_size=last.batch_size, loss=sum(losses) / len(losses) if losses else None,
             loss_scale=last.next_loss_scale, grad_norm=None if last.skipped else last.grad_norm,
             zeros=last.zeros if w.log_num_zeros_in_grad else None, params_norm=self._params_norm,
             skipped=sum(s.skipped for s in steps), nan=sum(not math.isfinite(s.loss_sum) for s in steps),
         ), w.log_throughput))
         self.say(speed_line(samples * self.plan.shape.seq_length / seconds, causal, full, self._peak))
+        if self._time.left_out:
+            self.say(self._time.words())
         if self._tensorboard and self._params_norm is not None:
             self._tensorboard.interval(last.iteration, {"params-norm": self._params_norm})
             self._tensorboard.interval(last.consumed, {"params-norm vs samples": self._params_norm})
-        if self._tensorboard and (w.log_timers_to_tensorboard or w.log_throughput):
+        if self._tensorboard and (w.log_timers_to_tensorboard or w.log_throughput) and not self._time.nothing_clean:
             self._tensorboard.interval(last.iteration, {"throughput": causal})
 
     def _write_steps(self, times: list[StepTime]):
@@ -135,22 +146,22 @@ class Log:
             step_time = over[figures.iteration]
             self._steps_file.write(figures, step_time)
             if self._tensorboard:
-                self._tensorboard.step(figures, step_time.training_seconds)
+                self._tensorboard.step(figures, None if step_time.disturbed else step_time.training_seconds)
         self._unwritten = [f for f in self._unwritten if f.iteration not in over]
         self._steps_file.flush()
 
-    def _say_timers(self, times: list[StepTime]):
-        w = self.plan.args.watch
-        if not w.timing_log_level or not times:
+    def _compare_ranks(self, times: list[StepTime]):
+        w, world = self.plan.args.watch, self.plan.world
+        figures = gather(times, self._progress.started_at, self.meter.device, world.size)
+        if not self._speaks:
             return
-        names = list(dict.fromkeys(name for t in times for name in t.phases))
-        mine = [1000 * sum(t.phases.get(name, 0.0) for t in times) / len(times) for name in names]
-        everyone: list = [None] * self.plan.world.size
-        dist.all_gather_object(everyone, mine)
-        phases = {name: [times[i] for times in everyone] for i, name in enumerate(names)}
-        self.say(timer_lines(w.timing_log_option, phases))
-        if self._tensorboard and w.log_timers_to_tensorboard:
-            self._tensorboard.interval(self._progress.iteration, {f"{n}-time": max(ms) for n, ms in phases.items()})
+        self._steps_file.write_ranks(figures)
+        for line in self._worth_saying.of(figures):
+            self.say(line)
+        if w.timing_log_level:
+            self.say(timer_lines(w.timing_log_option, timed_phases(figures.mean_ms, w.timing_log_level)))
+        if self._tensorboard:
+            self._tensorboard.ranks(self._progress.iteration, figures)
 
     def _say_memory(self):
         if self.plan.device != "cuda":
@@ -158,6 +169,6 @@ class Log:
         w, progress = self.plan.args.watch, self._progress
         due = progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0)
         if due and self.plan.world.is_first:
-            say(memory_line(self.plan.world.rank, progress.iteration, torch.cuda.memory_stats()))
+            say(memory_line(self.plan.world.rank, progress.iteration, self._timeline.memory.stats()))
         if self._tensorboard and w.log_memory_to_tensorboard:
-            self._tensorboard.memory(progress.iteration, torch.cuda.memory_stats())
+            self._tensorboard.memory(progress.iteration, self._timeline.memory.stats())

@@ -17,10 +17,11 @@ from megatron_lite.model.attend import choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.init import initialize
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.compiled import compile_layers
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.process_group import device_of
 from megatron_lite.parallel.recompute import recompute_layers, recomputed
-from megatron_lite.train.checkpoint import Checkpoints, Saving
+from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.collector import Collector
 from megatron_lite.train.evaluate import Evaluation
 from megatron_lite.train.feed import Feed
@@ -28,6 +29,7 @@ from megatron_lite.train.leave import Leave
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress, train
 from megatron_lite.train.meter import Meter
+from megatron_lite.train.saving import Saving
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.units import count, short_count
 
@@ -46,16 +48,17 @@ def run(
     _seed(plan.args.training.seed + 1 + plan.world.rank)  # from here on each rank draws its own dropout
     progress, checkpoints = Progress(), Checkpoints(plan, model, optimizer, device, say)
     checkpoints.load(progress)
+    instruments.resume(progress.started_at)
     make = BatchMaker(plan, device, eod)
     log = Log(plan, Meter(plan, optimizer, device), timeline, replica.parameters, run_dir, progress)
-    with log:
+    with log, checkpoints:
         validation = Evaluation(plan, model, feed.validation(progress), make, log) if feed.has_validation else None
         saving = Saving(plan, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
             step = TrainingStep(plan, replica, optimizer, make)
             chores = [chore for chore in (validation, saving, Collector(plan)) if chore is not None]
-            leave = Leave(plan, device)
+            leave = Leave(plan, device, checkpoints)
             reason = train(
                 plan.train_iters, progress, step, feed.training(progress), log, chores, leave, instruments
             )
@@ -84,6 +87,10 @@ def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
     model.to(device=device, dtype=dtype)
     number = parameter_count(shape)
     say(f"  number of parameters: {count(number)} ({short_count(number)})")
+    t = plan.args.training
+    if t.torch_compile:
+        say(f"  compiling each of {compile_layers(plan, model.decoder.layers)} layers with {t.torch_compile_backend}: the "
+            "steps in which that happens take longer and are left out of averages")
     forgetful = recompute_layers(m, model.decoder.layers)
     if forgetful:
         say(f"  recomputing the activations of {forgetful} of {shape.num_layers} layers")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.batch import Batch, make_batch
+from megatron_lite.data.to_device import ToDevice
 from megatron_lite.optim.optimizer import Optimizer, Update
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.phases import Phase
@@ -31,13 +32,14 @@ class BatchMaker:
     def __init__(self, plan: Plan, device: torch.device, eod: int | None):
         d = plan.args.data
         self.device = device
+        self._to_device = ToDevice(device)
         self._options = {
             "eod": eod, "eod_mask_loss": d.eod_mask_loss, "reset_position_ids": d.reset_position_ids,
             "reset_attention_mask": d.reset_attention_mask,
         }
 
     def __call__(self, raw_BT1: Tensor) -> Batch:
-        return make_batch(raw_BT1.to(self.device, non_blocking=True), **self._options)
+        return make_batch(self._to_device(raw_BT1), **self._options)
 
 
 def loss_and_tokens(model, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""steps.jsonl: one line per step, what it cost and what came out."""
+"""steps.jsonl: one line per step, what it cost and what came out; and one per console line, of all ranks."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_lite.instruments.timeline import StepTime
 from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.train.meter import StepFigures
+from megatron_lite.train.rank_figures import RankFigures
 
 
 class StepsFile:
@@ -16,23 +17,33 @@ class StepsFile:
         self._file = open(run_dir / STEPS_FILE, "a", encoding="utf-8")
 
     def write(self, figures: StepFigures, time: StepTime):
-        """One step. Milliseconds, nats, samples; null for what a skipped step has not; "local" if a failure
-        came before losses were summed over ranks."""
+        """One step, as run_folder says."""
         record = {
             "iteration": figures.iteration,
             "step": time.step,
             "consumed_samples": figures.consumed,
             "batch_size": figures.batch_size,
             "ms": round(1000 * time.seconds, 3),
-            "phases_ms": {name: round(1000 * seconds, 3) for name, seconds in time.phases.items()},
+            "phases_ms": _milliseconds(time.phases),
             "loss": _finite(figures.loss),
             "grad_norm": None if figures.skipped else _finite(figures.grad_norm),
             "loss_scale": figures.loss_scale,
             "skipped": figures.skipped,
             "next_lr": figures.next_lr,
         }
-        if figures.local:
-            record["local"] = True
+        if time.gpu_seconds is not None:
+            record |= {"gpu_ms": round(1000 * time.gpu_seconds, 3), "gpu_phases_ms": _milliseconds(time.gpu_phases)}
+        memory = {"host_memory_bytes": time.host_bytes, "peak_memory_bytes": time.peak_bytes}
+        record |= {name: value for name, value in memory.items() if value is not None}
+        marks = {"local": figures.local, "profiled": time.profiled, "beside_profile": time.beside_profile,
+                 "compiling": time.compiling}
+        self._append(record | {name: True for name, holds in marks.items() if holds})
+
+    def write_ranks(self, figures: RankFigures):
+        """One interval of all ranks, as run_folder says."""
+        self._append({"ranks": figures.record()})
+
+    def _append(self, record: dict):
         self._file.write(json.dumps(record) + "\n")
 
     def flush(self):
@@ -45,3 +56,7 @@ class StepsFile:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def _milliseconds(phases: dict[str, float]) -> dict[str, float]:
+    return {name: round(1000 * seconds, 3) for name, seconds in phases.items()}

@@ -1,12 +1,14 @@
 """TensorBoard's event file under Megatron-LM's names."""
 
 import dataclasses
+import math
 
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.train.console import perplexity
 from megatron_lite.train.meter import StepFigures
+from megatron_lite.train.rank_figures import RankFigures
 
 
 class TensorBoard:
@@ -20,8 +22,8 @@ class TensorBoard:
             for name, value in group.items():
                 self._writer.add_text(name, str(value))
 
-    def step(self, f: StepFigures, seconds: float):
-        """One step's scalars, over iterations and over samples."""
+    def step(self, f: StepFigures, seconds: float | None):
+        """One step's scalars, over iterations and over samples. `seconds`: None for a profiled step."""
         w = self.plan.args.watch
         if f.iteration % w.tensorboard_log_interval:
             return
@@ -45,8 +47,20 @@ class TensorBoard:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
 
+    def ranks(self, iteration: int, f: RankFigures):
+        """Phase times (ms per iteration) and memory of an interval. Megatron's NAME-time is the slowest rank's."""
+        w, scalars = self.plan.args.watch, {}
+        if w.log_timers_to_tensorboard:
+            for name, of_ranks in f.mean_ms.items():
+                times = [ms for ms in of_ranks if not math.isnan(ms)]
+                scalars |= {f"{name}-time": max(times), f"{name}-time-min": min(times)}
+        if w.log_memory_to_tensorboard:
+            most = {"host-memory-bytes": f.host_memory_bytes, "mem-step-peak-bytes": f.peak_memory_bytes}
+            scalars |= {name: max(values) for name, values in most.items() if not any(map(math.isnan, values))}
+        self.interval(iteration, scalars)
+
     def memory(self, iteration: int, stats: dict[str, int]):
-        """The allocator's counters, from torch.cuda.memory_stats()."""
+        """The allocator's counters, as of torch.cuda.memory_stats()."""
         self.interval(iteration, {
             "mem-reserved-bytes": stats["reserved_bytes.all.current"],
             "mem-allocated-bytes": stats["allocated_bytes.all.current"],

@@ -1,11 +1,12 @@
 """What the files and folders that flags name must satisfy. Looks, and writes nothing."""
 
 import os
+import shutil
 from collections.abc import Iterator
 
-from megatron_lite.config.args import Args
+from megatron_lite.config.args import Args, DataArgs
 from megatron_lite.config.data_defaults import TOKENIZER
-from megatron_lite.config.data_paths import parse_blend
+from megatron_lite.config.data_paths import parse_blend, with_files_read
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
@@ -17,9 +18,7 @@ def machine_rules(args: Args, world: World) -> Iterator[str]:
         for name, path in (("--vocab-file", d.vocab_file), ("--merge-file", d.merge_file)):
             if path is not None:
                 yield from _readable(name, path)
-    for name, words in (("--data-path", d.data_path), ("--train-data-path", d.train_data_path),
-                        ("--valid-data-path", d.valid_data_path), ("--test-data-path", d.test_data_path)):
-        yield from _data(name, words)
+    yield from _all_data(d)
     named = c.save or w.tensorboard_dir or w.run_dir
     for name, path in (("--save", c.save), ("--tensorboard-dir", w.tensorboard_dir),
                        ("--run-dir", w.run_dir if named else "runs")):
@@ -28,6 +27,18 @@ def machine_rules(args: Args, world: World) -> Iterator[str]:
     if p.record_memory_history:
         yield from _writable("--memory-snapshot-path", os.path.dirname(p.memory_snapshot_path) or ".")
     yield from _checkpoints(args)
+    yield from _compiler(args, world)
+
+
+def _compiler(args: Args, world: World) -> Iterator[str]:
+    """What torch.compile's inductor calls: a C++ compiler for a CPU's kernels, a C compiler for a GPU's launchers."""
+    if not (args.training.torch_compile and args.training.torch_compile_backend == "inductor"):
+        return
+    variable, language, names = ("CC", "C", ("gcc", "clang")) if world.gpus else ("CXX", "C++", ("g++",))
+    chosen = os.environ.get(variable)
+    if not any(map(shutil.which, (chosen,) if chosen else names)):
+        yield (f"--torch-compile: there is no {language} compiler ({chosen or ' or '.join(names)}) on the PATH; install one, "
+               f"or name one in the variable {variable}, or drop it.")
 
 
 def _checkpoints(args: Args) -> Iterator[str]:
@@ -38,8 +49,22 @@ def _checkpoints(args: Args) -> Iterator[str]:
     fresh = c.load is None or not os.path.exists(c.load)
     if fresh and c.pretrained_checkpoint is not None and not os.path.exists(c.pretrained_checkpoint):
         yield f"--pretrained-checkpoint {c.pretrained_checkpoint}: there is no such folder; check the path, or drop it."
-    elif fresh and c.load is not None and c.exit_on_missing_checkpoint:
+    elif fresh and c.load is not None and c.exit_on_missing_checkpoint and c.pretrained_checkpoint is None:
         yield f"--load {c.load}: there is no such folder, which --exit-on-missing-checkpoint wants; check the path."
+
+
+def _all_data(typed: DataArgs) -> Iterator[str]:
+    try:
+        d = with_files_read(typed)
+    except DataError:
+        return  # the rules of data say it
+    if typed.mock_data and d is not typed:
+        return  # a file of words beside it is a mistake of another kind
+    whole = "--data-args-path" if typed.data_args_path else "--data-path"
+    split = "--per-split-data-args-path" if typed.per_split_data_args_path else None
+    for name, words in ((whole, d.data_path), (split or "--train-data-path", d.train_data_path),
+                        (split or "--valid-data-path", d.valid_data_path), (split or "--test-data-path", d.test_data_path)):
+        yield from _data(name, words)
 
 
 def _data(name: str, words: tuple[str, ...]) -> Iterator[str]:

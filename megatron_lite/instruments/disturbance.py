@@ -1,0 +1,54 @@
+"""What is said of a window: that it cannot or did not come, and how much it slowed its steps down."""
+
+from collections import deque
+from statistics import median
+
+from megatron_lite.instruments.base import Instrument
+from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.instruments.window import Window
+
+REMEMBERED = 50  # steps before the window
+WARMING_UP = 1  # the first step of a run allocates, compiles and fills caches
+
+
+class Disturbance(Instrument):
+    """On one rank only. Outside of the timeline, so that a step's time is complete when `end` is called."""
+
+    def __init__(self, window: Window, timeline: Timeline, last_step, tell):
+        self.window, self.timeline, self._last_step, self._tell = window, timeline, last_step, tell
+        self._asked = range(window.first, window.last + 1)
+        self._before: deque[float] = deque(maxlen=REMEMBERED)
+        self._inside: list[float] = []
+        self._steps, self._reached = 0, False
+
+    def begin(self, step: int):
+        if step == 1 and self._asked and self._asked.start > self._last_step() and self.window.started_at:
+            self._tell(f"--profile-step-start {self._asked.start} counts this run's own steps, and there are "
+                       f"{self._last_step()} left of it: nothing will be profiled. Give a smaller one.")
+        self._steps = step
+        self._reached = self._reached or step in self._asked
+
+    def end(self, step: int):
+        seconds = self.timeline.current.training_seconds
+        if step in self.window:
+            self._inside.append(seconds)
+        elif step > WARMING_UP and not self.window.disturbs(step):
+            self._before.append(seconds)
+        if self.window.closes(step):
+            self._say()
+
+    def close(self, error: BaseException | None):
+        if self._inside:
+            self._say()
+        if self._asked and not self._reached:
+            self._tell(f"--profile-step-start {self._asked.start} was never reached: the run ended after "
+                       f"{self._steps} of its steps, so there is no profile.")
+
+    def _say(self):
+        inside, self._inside = self._inside, []
+        if not self._before:
+            self._tell("profiled steps cannot be compared with others: none were timed before them.")
+            return
+        during, before = 1000 * median(inside), 1000 * median(self._before)
+        self._tell(f"profiled steps took {during / before:.2f} x as long as those before: median {during:.1f} ms of "
+                   f"{len(inside)} against {before:.1f} ms of {len(self._before)}")

@@ -1,0 +1,138 @@
+"""Memory that ran out: five lines that say what was asked and who held it, and a snapshot of that moment."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.instruments.base import Instrument
+from megatron_lite.instruments.memory_advice import advice
+from megatron_lite.instruments.memory_file import write_snapshot
+from megatron_lite.instruments.memory_place import Place
+from megatron_lite.instruments.memory_summary import ACTIVATIONS, by_category, by_site, held_at_the_end, place_words
+from megatron_lite.units import KIB, size
+
+LARGEST = 3  # sites that are named
+MOST_REPORTS = 3  # of failures that somebody caught; the newest stays
+# of libraries that allocate for themselves; their errors are plain RuntimeErrors
+SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory",
+         "not enough memory")
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Bytes when memory ran out; None where they are not known."""
+
+    asked: int | None
+    free: int
+    total: int
+    reserved: int  # taken by this process's allocator, used or not
+    all_known: bool = True  # every tensor that holds memory is in the snapshot
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether a run failed because memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """How much the CPU's allocator was asked for, from its message; None for other errors."""
+    found = re.search(r"you tried to allocate (\d+) bytes", str(error))
+    return int(found[1]) if found else None
+
+
+def report(plan: Plan, tag: str, shortage: Shortage, snapshot: dict, device: int, written: str) -> list[str]:
+    """The five lines. `written`: what became of the snapshot."""
+    held = held_at_the_end(snapshot, device)
+    sizes = by_category(held)
+    used = sum(amount for _, amount in sizes)
+    asked = "an unknown amount was" if shortage.asked is None else f"{size(shortage.asked)} were"
+    known = "" if shortage.all_known else "at least "
+    help_with = advice(plan, _with_unknown(dict(sizes), shortage), shortage.asked or 0, shortage.reserved - used)
+    sites = [f"{size(amount)} {name}" + (f" x {pieces}" if pieces > 1 else "") for name, amount, pieces in by_site(held)]
+    return [
+        f"{_headline(plan, tag)}: {asked} asked for; tensors hold {known}{size(used)}, {size(shortage.reserved)} are reserved, "
+        + f"{size(shortage.free)} of {size(shortage.total)} are free",
+        "  held by: " + (", ".join(f"{name} {size(amount)}" for name, amount in sizes) or "no tensor that is known"),
+        "  largest: " + ("; ".join(sites[:LARGEST]) or "unknown"),
+        "  would help: " + "; ".join(help_with),
+        f"  snapshot: {written}",
+    ]
+
+
+def _with_unknown(held: dict[str, int], shortage: Shortage) -> dict[str, int]:
+    """What was not recorded is what steps make anew each time."""
+    if shortage.all_known:
+        return held
+    return held | {ACTIVATIONS: held.get(ACTIVATIONS, 0) + max(shortage.reserved - sum(held.values()), 0)}
+
+
+def _headline(plan: Plan, tag: str) -> str:
+    return f"error: out of memory on rank {plan.world.rank}, {place_words(tag)}"
+
+
+class OutOfMemory(Instrument):
+    """Waits for it on this rank. `path`: where a snapshot is to be written; None for no file."""
+
+    def __init__(self, plan: Plan, place: Place, path: Path | None, recorder, tell):
+        self._plan, self._place, self._path, self._recorder, self._tell = plan, place, path, recorder, tell
+        self._lines: list[str] = []
+        self._reports = 0
+        self._over = False
+
+    def open(self):
+        self._recorder.watch_for_shortage(self._observe)
+
+    def close(self, error: BaseException | None):
+        if is_out_of_memory(error):
+            if not self._lines:  # not torch's allocator but a library ran out, or nobody called
+                self._observe(self._recorder.shortage(asked_bytes(error)))
+            for line in self._lines:
+                self._tell(line)
+            error.explained = self._lines  # a traceback would only bury them
+        elif self._lines:
+            self._tell(f"{self._lines[0].removeprefix('error: ')}; the run went on. {self._lines[-1].strip()}")
+        self._over = True  # torch knows no way to take an observer back
+
+    def _observe(self, shortage: Shortage):
+        """At the failing allocation. An error in here would take the place of the one that is being explained."""
+        if self._over or self._reports == MOST_REPORTS:
+            return
+        self._reports += 1
+        try:
+            snapshot, _ = self._recorder.snapshot()
+            written = self._write(snapshot)
+            self._lines = report(
+                self._plan, self._place.tag, shortage, snapshot, self._recorder.number, written
+            )
+        except Exception as problem:  # noqa: BLE001 - see above
+            self._lines = [f"{_headline(self._plan, self._place.tag)}; why could not be found out: {problem}"]
+
+    def _write(self, snapshot: dict) -> str:
+        if self._path is None:
+            return "none; --record-memory-history writes one, with the code that allocated each tensor"
+        try:
+            write_snapshot(self._path, snapshot)
+        except OSError as error:
+            return f"--memory-snapshot-path: {self._path} could not be written ({error.strerror})"
+        return f"{self._path}; draw it at pytorch.org/memory_viz"
+
+
+def host_memory() -> dict[str, int]:
+    """Bytes: total and free of this machine, and those this process has in memory. Linux; zeros elsewhere."""
+    found = {"total": 0, "free": 0, "mine": 0}
+    names = {"MemTotal": "total", "MemAvailable": "free", "VmRSS": "mine"}
+    for file in ("/proc/meminfo", "/proc/self/status"):
+        try:
+            lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name in names:
+                found[names[name]] = int(value.split()[0]) * KIB
+    return found

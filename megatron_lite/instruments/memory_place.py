@@ -1,0 +1,138 @@
+"""Where a run is, for the tag that every recorded allocation carries: 'step 10/forward/decoder.layers.0.mlp'."""
+
+import time
+import weakref
+from collections import deque
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_lite.instruments.base import Instrument
+from megatron_lite.phases import Phase
+
+SETUP = "setup"  # all before the first step: weights, optimizer state, what a checkpoint is read into
+RECOMPUTE = "recompute"  # forward once more, inside backward
+MOST_MARKS, MOST_STEPS = 20_000, 1_000
+
+
+class Place(Instrument):
+    """Step, phase and innermost module of the run at this moment. `told` is called with each new tag."""
+
+    def __init__(self, told=None):
+        self.step, self.phase_name, self.module = 0, SETUP, ""
+        self.tag = SETUP
+        self.marks: deque[tuple[int, str, str]] = deque(maxlen=MOST_MARKS)  # (time in us, START or END, name)
+        self.begun: dict[int, int] = {}  # the newest steps and when they began, in us
+        self._told = told
+        self._phases: dict[str, _Stay] = {}
+
+    def begin(self, step: int):
+        self.step = step
+        self.mark("START", f"step {step}")
+        self.begun[step] = self.marks[-1][0]
+        self.begun.pop(step - MOST_STEPS, None)
+        self.move("", "")
+
+    def end(self, step: int):
+        self.mark("END", f"step {step}")
+
+    def phase(self, name):
+        if name not in self._phases:
+            self._phases[name] = _Stay(self, str(name))
+        return self._phases[name]
+
+    def move(self, phase_name: str, module: str):
+        """Be in a phase and a module from now on; empty for in between."""
+        self.phase_name, self.module = phase_name, module
+        self.tag = self.tag_of(phase_name, module)
+        if self._told is not None:
+            self._told(self.tag)
+
+    def tag_of(self, phase_name: str, module: str) -> str:
+        """What an allocation there is tagged with."""
+        start = f"step {self.step}" if self.step else SETUP
+        return "/".join(part for part in (start, phase_name if self.step else "", module) if part)
+
+    def mark(self, stage: str, name: str):
+        self.marks.append((time.time_ns() // 1000, stage, name))
+
+
+class _Stay:
+    """Around one phase."""
+
+    def __init__(self, place: Place, name: str):
+        self.place, self.name = place, name
+
+    def __enter__(self):
+        self.place.mark("START", self.name)
+        self.place.move(self.name, "")
+
+    def __exit__(self, kind, error, traceback):
+        self.place.mark("END", self.name)
+        if error is None:  # else this is where it failed, and stays known
+            self.place.move("", "")
+
+
+class ModuleHooks:
+    """Tells a Place which module runs, with hooks from outside: no module and no graph is changed.
+
+    `in_backward`: also when gradients of a module's output arrive, on whatever thread that is (a GPU's backward runs on
+    one of its own, where the tag has to be set again).
+    """
+
+    def __init__(self, place: Place, in_backward: bool):
+        self.place, self._in_backward = place, in_backward
+        self._running: list[str] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._handles = []
+
+    def attach(self):
+        """From now on, for every module of the process."""
+        if not self._handles:
+            self._handles = [
+                register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)
+            ]
+
+    def detach(self):
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._running.clear()
+
+    def _enter(self, module: nn.Module, inputs):
+        if torch.compiler.is_compiling():
+            return
+        if module not in self._names:
+            self._learn(module)
+        self._running.append(self._names[module])
+        self._move(self._running[-1])
+
+    def _leave(self, module: nn.Module, inputs, output):
+        if torch.compiler.is_compiling() or not self._running:
+            return
+        name = self._running.pop()
+        node = output.grad_fn if self._in_backward and isinstance(output, Tensor) else None
+        if node is not None:
+            node.register_prehook(partial(self._gradient_arrives, name))
+        self._move(self._running[-1] if self._running else "")
+
+    def _move(self, name: str):
+        phase_name = self.place.phase_name
+        if phase_name in (Phase.BACKWARD.value, RECOMPUTE):
+            phase_name = RECOMPUTE if self._running else Phase.BACKWARD.value
+        self.place.move(phase_name, name)
+
+    def _gradient_arrives(self, name: str, gradients):
+        if self.place.phase_name in (Phase.BACKWARD.value, RECOMPUTE):
+            self.place.move(Phase.BACKWARD.value, name)
+
+    def _learn(self, root: nn.Module):
+        """Names of a module that is called for the first time, and of all inside it."""
+        inner = root.module if isinstance(root, DistributedDataParallel) else root
+        for module in (root, inner):
+            self._names.setdefault(module, type(inner).__name__)
+        for name, module in inner.named_modules():
+            self._names.setdefault(module, name)

@@ -1,0 +1,146 @@
+"""What a snapshot says in a few words: the peak and where it was, what held memory then, and who allocated it."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megatron_lite.instruments.memory_place import RECOMPUTE, SETUP
+from megatron_lite.phases import Phase
+
+ACTIVATIONS, GRADIENTS, WEIGHTS = "activations", "gradients and what backward computes", "weights"
+OPTIMIZER, INPUT, EVALUATION, OTHER = "optimizer", "input", "evaluation", "other"
+CATEGORY_OF_PHASE = {
+    Phase.DATA: INPUT, Phase.DATA_TO_DEVICE: INPUT, Phase.FORWARD: ACTIVATIONS, RECOMPUTE: ACTIVATIONS,
+    Phase.BACKWARD: GRADIENTS, Phase.GRAD_SYNC: GRADIENTS, Phase.UNSCALE: OPTIMIZER, Phase.CLIP_GRAD: OPTIMIZER,
+    Phase.OPTIMIZER_STEP: OPTIMIZER, Phase.EVAL: EVALUATION,
+}
+CATEGORY_OF_PHASE = {str(phase): category for phase, category in CATEGORY_OF_PHASE.items()}
+# whose stack a memory has that was allocated outside of phases, or whose tag has fallen out of the ring
+CATEGORY_OF_CODE = (
+    ("megatron_lite/optim/", OPTIMIZER), ("torch/optim/", OPTIMIZER), ("megatron_lite/parallel/", GRADIENTS),
+    ("torch/nn/parallel/", GRADIENTS), ("torch/autograd/", GRADIENTS), ("megatron_lite/train/evaluate.py", EVALUATION),
+    ("megatron_lite/train/step.py", ACTIVATIONS), ("megatron_lite/model/", WEIGHTS), ("megatron_lite/train/run.py", WEIGHTS),
+)
+PACKAGE, TORCH = "megatron_lite/", "/torch/"
+ALLOCATED, FREED = "alloc", "free_completed"
+
+
+@dataclass(frozen=True)
+class Held:
+    """One piece of memory. tag: where the run was when it was allocated, empty if that is unknown."""
+
+    size: int
+    tag: str
+    frames: list[dict] = field(repr=False)
+
+    @property
+    def category(self) -> str:
+        return category(self.tag, self.frames)
+
+    @property
+    def site(self) -> str:
+        return site(self.frames)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest sum of requested bytes in the time that a trace covers, and the allocation that reached it."""
+
+    size: int
+    tag: str
+    frames: list[dict] = field(repr=False)
+
+
+def held_at_the_end(snapshot: dict, device: int = 0) -> list[Held]:
+    """All memory that tensors hold when the snapshot was taken."""
+    tags = {e["addr"]: e.get("user_metadata", "") for e in _trace(snapshot, device) if e["action"] == ALLOCATED}
+    return [
+        Held(block.get("requested_size") or block["size"], block.get("user_metadata") or tags.get(address, ""),
+             block.get("frames") or [])
+        for address, block in _blocks(snapshot, device) if block["state"] != "inactive"
+    ]
+
+
+def peak(snapshot: dict, device: int = 0) -> Peak:
+    """Found backwards from the end, which the segments give: a trace's first events may have been dropped."""
+    now = sum(held.size for held in held_at_the_end(snapshot, device))
+    found = Peak(now, "", [])
+    for entry in reversed(_trace(snapshot, device)):
+        if entry["action"] == ALLOCATED:
+            if now > found.size or now == found.size and not found.frames:
+                found = Peak(now, entry.get("user_metadata", ""), entry.get("frames") or [])
+            now -= entry["size"]
+        elif entry["action"] == FREED:
+            now += entry["size"]
+    return found if now <= found.size else Peak(now, "", [])
+
+
+def by_category(held: Iterable[Held]) -> list[tuple[str, int]]:
+    """(category, bytes), largest first."""
+    sizes = Counter()
+    for piece in held:
+        sizes[piece.category] += piece.size
+    return sizes.most_common()
+
+
+def by_site(held: Iterable[Held]) -> list[tuple[str, int, int]]:
+    """(where in the code, bytes, pieces), largest first."""
+    sizes, pieces = Counter(), Counter()
+    for piece in held:
+        sizes[piece.site] += piece.size
+        pieces[piece.site] += 1
+    return [(name, size, pieces[name]) for name, size in sizes.most_common()]
+
+
+def category(tag: str, frames: list[dict]) -> str:
+    """What memory is for, from where the run was, else from the code that asked for it."""
+    step, _, rest = tag.partition("/")
+    if rest:
+        return CATEGORY_OF_PHASE.get(rest.partition("/")[0], OTHER)
+    if step not in ("", SETUP):
+        return OTHER  # between the phases of a step
+    for part, name in CATEGORY_OF_CODE:
+        if any(part in frame["filename"] for frame in frames):
+            return name
+    # a GPU's backward runs on a thread without Python frames
+    return OTHER if frames or step == SETUP else GRADIENTS
+
+
+def site(frames: list[dict]) -> str:
+    """'attend (model/attend.py:50)': the trainer's innermost frame, else the innermost outside of torch."""
+    own = [frame for frame in frames if PACKAGE in frame["filename"]]
+    python = [frame for frame in frames if frame["line"]]
+    foreign = [frame for frame in python if TORCH not in frame["filename"]]
+    for candidates in (own, foreign, python):
+        if candidates:
+            file = candidates[0]["filename"].rpartition(PACKAGE)[2] if own else "/".join(
+                candidates[0]["filename"].split("/")[-2:])
+            return f"{candidates[0]['name']} ({file}:{candidates[0]['line']})"
+    return "code without Python frames, such as backward"
+
+
+def operation(frames: list[dict]) -> str:
+    """'aten.mm.default from ', where the stack begins with what a CPU's tracker saw."""
+    return f"{frames[0]['name']} from " if frames and not frames[0]["line"] and frames[0]["name"].startswith("aten.") else ""
+
+
+def place_words(tag: str) -> str:
+    """'step 10/forward/decoder.layers.0' -> 'forward of step 10 in decoder.layers.0'."""
+    step, _, rest = tag.partition("/")
+    phase, _, module = rest.partition("/")
+    words = f"{phase} of {step}" if phase else step
+    return f"{words} in {module}" if module else words
+
+
+def _trace(snapshot: dict, device: int) -> list[dict]:
+    traces = snapshot["device_traces"]
+    return traces[device] if device < len(traces) else []
+
+
+def _blocks(snapshot: dict, device: int):
+    for segment in snapshot["segments"]:
+        if segment["device"] == device:
+            address = segment["address"]  # old snapshots give no address of a block
+            for block in segment["blocks"]:
+                yield address, block
+                address += block["size"]

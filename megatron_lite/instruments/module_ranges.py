@@ -1,0 +1,171 @@
+"""--profile-modules: ranges of layers, attention and MLP, forward and backward, put around modules from outside.
+
+Nothing is added to the autograd graph: backward ranges begin and end in hooks that nodes call before they run, so that
+numbers stay what they are, bit for bit.
+"""
+
+import threading
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.profiler import record_function
+
+from megatron_lite.model.gpt import TransformerLayer
+
+PARTS = ("self_attention", "mlp")  # of a layer
+EDGE = "megatron_lite.module_ranges"
+
+
+class ModuleRanges:
+    """Open from `open` to `close`. Modules are found at the first forward pass: the outermost module names the rest."""
+
+    def __init__(self, tell):
+        self._tell = tell
+        self._open = False
+        self._undo = []
+        self._ranges = threading.local()  # backward runs in threads of its own on a GPU
+
+    def open(self):
+        self._open = True
+        self._undo.append(register_module_forward_pre_hook(self._find).remove)
+
+    def close(self):
+        self._open = False
+        while self._undo:
+            self._undo.pop()()
+
+    def _find(self, module: nn.Module, inputs):
+        """Before the first module of all: put hooks on those inside it that are wanted."""
+        self._undo.pop()()
+        self._safely(self._watch_all, module)
+
+    def _watch_all(self, root: nn.Module):
+        wanted = wanted_modules(root)
+        if not wanted:
+            self._tell("--profile-modules: no layer is visible from outside; is the model compiled as a whole?")
+        for name, module in wanted.items():
+            self._undo += self._watch(name, module)
+
+    def _watch(self, name: str, module: nn.Module) -> list:
+        """Returns what takes the watching off again."""
+        if module._compiled_call_impl is not None:  # module.compile(): hooks would be inside what is compiled
+            return [self._wrap_compiled(name, module)]
+        before = module.register_forward_pre_hook(lambda _, inputs: self._safely(self._enter, name))
+        after = module.register_forward_hook(
+            lambda _, inputs, output: self._safely(self._leave, name, inputs, output), always_call=True
+        )
+        return [before.remove, after.remove]
+
+    def _wrap_compiled(self, name: str, module: nn.Module):
+        compiled = module._compiled_call_impl
+
+        def call(*inputs, **named):
+            self._safely(self._enter, name)
+            output = None
+            try:
+                output = compiled(*inputs, **named)
+            finally:
+                self._safely(self._leave, name, inputs, output)
+            return output
+
+        module._compiled_call_impl = call
+        return lambda: setattr(module, "_compiled_call_impl", compiled)
+
+    def _safely(self, action, *arguments):
+        """Hooks run inside the training's own calls, where nothing of ours may fail."""
+        if not self._open:
+            return
+        try:
+            action(*arguments)
+        except Exception as error:  # noqa: BLE001 - as for instruments
+            self._open = False
+            self._tell(f"--profile-modules failed and was switched off; training goes on: {error}")
+
+    def _enter(self, name: str):
+        self._push(name, "recompute" if _in_backward() else "forward")
+
+    def _leave(self, name: str, inputs, output):
+        """Also after an error, with no output then: recomputing stops so when it has all that it needs."""
+        if _in_backward():
+            self._pop(name, "recompute")
+            return
+        self._pop(name, "forward")
+        first, last = _node(inputs[0] if inputs else None), _node(output)
+        if first is not None and last is not None and first is not last:
+            self._edge(last)["begins"].append(name)
+            self._edge(first)["ends"].append(name)
+
+    def _edge(self, node) -> dict[str, list[str]]:
+        """The ranges that begin and end before `node` runs in backward: all its gradients have arrived then."""
+        edge = node.metadata.get(EDGE)
+        if edge is None:
+            edge = node.metadata[EDGE] = {"ends": [], "begins": []}
+            node.register_prehook(lambda gradients: self._safely(self._pass, edge))
+        return edge
+
+    def _pass(self, edge: dict[str, list[str]]):
+        for name in edge["ends"]:
+            self._pop(name, "backward")
+        for name in reversed(edge["begins"]):  # a layer left after its MLP: the layer's range is the outer one
+            self._push(name, "backward")
+
+    def _push(self, name: str, way: str):
+        span = record_function(f"{name} {way}")
+        span.__enter__()
+        self._stack().append((name, way, span))
+
+    def _pop(self, name: str, way: str):
+        """End this range, and with it what an error left open inside."""
+        stack = self._stack()
+        if any(entry[:2] == (name, way) for entry in stack):
+            while True:
+                *entry, span = stack.pop()
+                span.__exit__(None, None, None)
+                if entry == [name, way]:
+                    return
+
+    def _stack(self) -> list:
+        if not hasattr(self._ranges, "stack"):
+            self._ranges.stack = []
+        return self._ranges.stack
+
+
+def wanted_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """{range's name: module} of the layers, and of their attention and MLP where a layer is not compiled."""
+    wanted: dict[str, nn.Module] = {}
+    compiled: list[str] = []  # prefixes
+    for name, module in root.named_modules():
+        if any(name.startswith(prefix) for prefix in compiled):
+            continue
+        inner = getattr(module, "_orig_mod", module)
+        if isinstance(inner, TransformerLayer):
+            wanted[_short(name)] = module
+            if not _is_compiled(module):
+                wanted |= {f"{_short(name)}.{part}": getattr(inner, part) for part in PARTS}
+        if _is_compiled(module):
+            compiled.append(f"{name}." if name else "")
+    return wanted
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    if isinstance(forward, partial):  # recomputation around a compiled layer
+        forward = forward.args[0]
+    return (hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+            or hasattr(forward, "_torchdynamo_orig_callable"))
+
+
+def _short(name: str) -> str:
+    """module.decoder.layers.3 -> layers.3."""
+    return name[name.find("layers."):]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _node(value):
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    return value.grad_fn if isinstance(value, Tensor) else None

@@ -1,0 +1,104 @@
+"""`touch RUN/profile.now`: a window for a run that is already going on."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from megatron_lite.instruments.base import Instrument
+from megatron_lite.instruments.window import Window
+from megatron_lite.run_folder import write_atomically
+
+REQUEST = "profile.now"  # the user's: empty, or the number of steps
+ANSWER = "profile.next"  # of the rank that took it: "FIRST STOP", for the other ranks
+SECONDS_BETWEEN_LOOKS = 0.2  # a folder on a network may take milliseconds to answer
+HOSTS_APART = 5  # steps, at most: every rank reads back results that are two steps old, which need all ranks
+MOST_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held in memory until the end
+
+
+class OnDemand(Instrument):
+    """Moves the window when asked to. `leads`: this rank takes the request; `alone`: and no other follows it.
+
+    Ranks run no collective for this. The leading one names a step so far ahead that all see it in time, by the
+    clock at which they look and the pace of the steps; one that sees it late joins late.
+    """
+
+    def __init__(self, window: Window, run_dir: Path, length: int, leads: bool, alone: bool, last_step, tell):
+        self.window, self._length, self._leads, self._alone = window, length, leads, alone
+        self._request, self._answer = run_dir / REQUEST, run_dir / ANSWER
+        self._last_step, self._tell = last_step, tell  # last_step(): of this run
+        self._scheduled = range(window.first, window.last + 1)
+        self._seen = None  # the answer that was heeded
+        self._looked_at, self._looked_in_step = time.monotonic(), 0
+
+    def open(self):
+        if self._leads:  # an answer of an earlier run
+            self._answer.unlink(missing_ok=True)
+
+    def begin(self, step: int):
+        if self.window.on_demand and step > self.window.last + self.window.margin:
+            self._back_to_schedule(step)
+        now = time.monotonic()
+        if now - self._looked_at < SECONDS_BETWEEN_LOOKS:
+            return
+        if not self.window.on_demand:
+            pace = (step - self._looked_in_step) / max(now - self._looked_at, 1e-3)  # steps per second
+            if self._leads:
+                self._lead(step, pace)
+            else:
+                self._follow(step)
+        self._looked_at, self._looked_in_step = now, step
+
+    def close(self, error: BaseException | None):
+        if self._leads:
+            self._answer.unlink(missing_ok=True)
+            if os.access(self._request, os.F_OK):
+                self._tell(f"{self._request} came too late for this run and stays; the next run will take it.")
+
+    def _lead(self, step: int, pace: float):
+        if not os.access(self._request, os.F_OK):  # returns sooner than stat raises
+            return
+        length = self._take()
+        if length is None:
+            return
+        first = step + 2 if self._alone else step + HOSTS_APART + int(3 * SECONDS_BETWEEN_LOOKS * pace)
+        steps = range(first, first + length)
+        if self._scheduled and self._scheduled.start <= steps.stop and self._scheduled.stop > step:
+            self._tell(f"{self._request}: steps {self._scheduled.start}-{self._scheduled.stop - 1} are about to be "
+                       "profiled anyway; ask again after them.")
+            return
+        if first > self._last_step():
+            self._tell(f"{self._request}: the run ends before step {first}, so nothing is profiled.")
+            return
+        if not self._alone:
+            write_atomically(self._answer, f"{steps.start} {steps.stop}")
+        self.window.move_to(steps, on_demand=True)
+        self._tell(f"{self._request} taken: profiling {self.window.words()}.")
+
+    def _take(self) -> int | None:
+        """The number of steps asked for; None if it cannot be read. The file is gone afterwards."""
+        text = self._request.read_text(encoding="utf-8", errors="replace").strip()
+        self._request.unlink()
+        if not text:
+            return self._length
+        if text.isdecimal() and 0 < int(text) <= MOST_STEPS:
+            return int(text)
+        self._tell(f"{self._request}: {text[:40]!r} is no number of steps from 1 to {MOST_STEPS}; "
+                   f"leave the file empty for {self._length}, or write one into it.")
+        return None
+
+    def _follow(self, step: int):
+        if not os.access(self._answer, os.F_OK):
+            return
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            first, stop = map(int, self._answer.read_text(encoding="utf-8").split())
+            if self._seen == (first, stop):
+                return
+            self._seen = first, stop
+            if step < stop:
+                self.window.move_to(range(max(first, step), stop), on_demand=True)
+
+    def _back_to_schedule(self, step: int):
+        self.window.move_to(self._scheduled if self._scheduled.start > step else range(0))
+        if self._leads:
+            self._answer.unlink(missing_ok=True)

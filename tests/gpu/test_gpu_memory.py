@@ -1,0 +1,106 @@
+"""Memory history of a real GPU's allocator."""
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from launch import flags, losses, train
+from snapshots import protocol, read_snapshot
+
+from megatron_lite.config.world import World
+from megatron_lite.instruments.base import Instrument
+from megatron_lite.instruments.memory_summary import ACTIVATIONS, WEIGHTS, by_category, held_at_the_end, peak
+
+MODEL = ("--num-layers 4 --hidden-size 256 --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 "
+         "--global-batch-size 4 --train-iters 6 --deterministic-mode --attention-backend unfused --bf16")
+RECORD = "--record-memory-history --profile-step-start 3 --profile-step-end 5"
+ONE = World(gpus=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.use_deterministic_algorithms(False)
+
+
+def run(argv: list[str], folder, watchers=()) -> list[str]:
+    """What a run said of memory."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train(argv, folder, ONE, watchers)
+    return [line for line in out.getvalue().splitlines() if "memory" in line]
+
+
+class Peak(Instrument):
+    """What torch itself counts in the window."""
+
+    def begin(self, step):
+        if step == 3:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+
+    def end(self, step):
+        if step == 4:
+            self.requested = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder, count = tmp_path_factory.mktemp("gpu"), Peak()
+    lines = run(flags(MODEL, RECORD, "--memory-snapshot-path", folder / "m" / "s.pickle"), folder / "on", [count])
+    return folder, read_snapshot(folder / "m" / "s.pickle"), lines, count.requested
+
+
+def test_the_file_holds_the_window_and_the_peak_that_torch_counted(recorded):
+    folder, snapshot, lines, requested = recorded
+    assert protocol(folder / "m" / "s.pickle") == 4 and len(lines) == 1 and " of steps 3-4 of this run, peak " in lines[0]
+    tags = {event["user_metadata"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"}
+    assert {tag.split("/")[0] for tag in tags} == {"step 3", "step 4"}
+    assert abs(peak(snapshot).size - requested) < 0.01 * requested
+
+
+def test_phases_and_modules_are_on_allocations_of_both_threads(recorded):
+    tags = {event["user_metadata"] for event in recorded[1]["device_traces"][0] if event["action"] == "alloc"}
+    for phase in ("forward", "backward"):  # backward runs on a thread of its own
+        assert {f"step 3/{phase}/decoder.layers.{n}.self_attention" for n in range(4)} <= tags
+
+
+def test_weights_keep_their_stacks_though_the_history_begins_at_the_window(recorded):
+    held = held_at_the_end(recorded[1])
+    sizes = dict(by_category(held))
+    assert sizes[WEIGHTS] > 2 * 3_000_000 and sizes.get(ACTIVATIONS, 0) < sizes[WEIGHTS]
+    assert all(piece.frames for piece in held if piece.category == WEIGHTS)
+
+
+def test_recording_changes_no_bit(recorded, tmp_path):
+    run(flags(MODEL), tmp_path)
+    assert losses(tmp_path) == losses(recorded[0] / "on")
+
+
+def test_memory_that_really_runs_out_is_explained(tmp_path):
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.6 * 2**30 / torch.cuda.mem_get_info()[1])
+    argv = flags(MODEL, RECORD, "--micro-batch-size 64 --global-batch-size 64 --memory-snapshot-path", tmp_path / "s.pickle")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(torch.OutOfMemoryError):
+            train(argv, tmp_path / "run", ONE)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+    said = out.getvalue()[out.getvalue().index("error: "):].splitlines()
+    assert said[0].startswith("error: out of memory on rank 0, ") and "  would help: --micro-batch-size 32 instead" in said[3]
+    snapshot = read_snapshot(tmp_path / "s_oom_rank0.pickle")
+    assert any(event["action"] == "oom" for event in snapshot["device_traces"][0])
+    assert [path.name for path in tmp_path.glob("*.pickle")] == ["s_oom_rank0.pickle"]

@@ -1,0 +1,249 @@
+"""Memory that runs out: the five lines, the snapshot of that moment, the exit."""
+
+import copy
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from launch import ALONE, REPO, environment, flags, plan_of
+from snapshots import live_at_each_moment, protocol, read_snapshot, trace
+
+from megatron_lite.config.world import World
+from megatron_lite.instruments.base import Instruments
+from megatron_lite.instruments.memory_advice import EXPANDABLE, FULL_RECOMPUTE, LAST_RESORT, advice
+from megatron_lite.instruments.memory_history import memory_instruments
+from megatron_lite.instruments.memory_oom import asked_bytes, is_out_of_memory
+from megatron_lite.instruments.memory_summary import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    by_site,
+    held_at_the_end,
+    peak,
+)
+from megatron_lite.instruments.window import Window
+from megatron_lite.units import GIB
+
+REAL = REPO.parent / "shared" / "snapshots" / "cuda_gpt_24x1024_seq1024_bf16.pickle"
+LIMITED = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+from megatron_lite.app import main
+used = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]), -1))
+sys.exit(main(sys.argv[3:]))
+"""
+TOO_MUCH = ("--seq-length 128 --max-position-embeddings 128 --micro-batch-size 128 --global-batch-size 128 --hidden-size 128 "
+            "--train-iters 3 --vocab-size 9000")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
+def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
+    words = flags(TOO_MUCH, "--record-memory-history --profile-step-start 1 --profile-step-end 3 --memory-snapshot-path",
+                  tmp_path / "deep" / "s.pickle", "--run-dir", tmp_path / "run")
+    ended = subprocess.run([sys.executable, "-c", LIMITED, str(REPO), str(1200 * 2**20), *words], capture_output=True,
+                           text=True, timeout=100, env=environment(), cwd=tmp_path, check=False)
+    assert ended.returncode == 1
+    said = ended.stdout[ended.stdout.index("error: "):].splitlines()
+    assert len(said) == 5, said
+    assert re.match(r"error: out of memory on rank 0, (forward|backward) of step 1( in \S+)?: [\d.]+ [MG]iB were asked for; tensors "
+                    r"hold [\d.]+ [MG]iB, [\d.]+ [MG]iB are reserved, [\d.]+ GiB of [\d.]+ GiB are free$", said[0])
+    assert re.match(r"  held by: activations [\d.]+ [MG]iB, optimizer ", said[1])
+    assert re.match(r"  largest: [\d.]+ [MG]iB \w+ \(model/\w+\.py:\d+\)", said[2])
+    assert said[3].startswith("  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size; --recompute-")
+    path = tmp_path / "deep" / "s_oom_rank0.pickle"
+    assert said[4] == f"  snapshot: {path}; draw it at pytorch.org/memory_viz"
+    snapshot = read_snapshot(path)
+    asked = [event for event in trace(snapshot) if event["action"] == "oom"]
+    assert protocol(path) == 4 and len(asked) == 1 and asked[0]["size"] > 2**20 and "addr" not in asked[0]
+    assert list(live_at_each_moment(snapshot))[-1][0] is trace(snapshot)[-1] is asked[0]
+    assert sorted(p.name for p in path.parent.iterdir()) == [path.name]
+
+
+# --- a GPU's allocator, played from a real recording
+
+
+class Allocator:
+    """torch.cuda's side of memory history: what is called, and a recorded snapshot as the answer."""
+
+    def __init__(self, monkeypatch, snapshot: dict):
+        self.calls, self.observers, self.tags = [], [], []
+        memory = torch.cuda.memory
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=0: 25 * GIB)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (2 * GIB, 80 * GIB))
+        monkeypatch.setattr(memory, "_record_memory_history", lambda **given: self.calls.append(given))
+        monkeypatch.setattr(memory, "_snapshot", lambda: copy.copy(snapshot))
+        monkeypatch.setattr(memory, "_set_memory_metadata", self.tags.append)
+        monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", self.observers.append, raising=False)
+
+
+@pytest.fixture(scope="module")
+def real():
+    if not REAL.exists():
+        pytest.skip(f"needs {REAL.name}, a recording of a GPU, in ../shared/snapshots")
+    return read_snapshot(REAL)
+
+
+@pytest.fixture
+def allocator(monkeypatch, real):
+    return Allocator(monkeypatch, real)
+
+
+def on_gpu(words: str, path, window=range(3, 5)):
+    """(instruments of one GPU rank, what they said)."""
+    said = []
+    plan = plan_of(flags("--record-memory-history --profile-step-start 3 --profile-step-end 5", words,
+                         "--memory-snapshot-path", path), World(gpus=1))
+    return Instruments(memory_instruments(plan, Window(window), said.append), said.append), said
+
+
+def run_steps(watching, last: int):
+    for step in range(1, last + 1):
+        with watching.step(step), watching.phase("forward"):
+            pass
+
+
+def test_a_gpu_records_from_the_start_and_its_file_holds_the_window(tmp_path, allocator, real):
+    watching, said = on_gpu("--memory-history-events 300000", tmp_path / "new" / "s.pickle")
+    with watching:
+        assert [(call["enabled"], call["max_entries"]) for call in allocator.calls] == [("all", 100_000)]
+        run_steps(watching, 2)
+        assert len(allocator.calls) == 1
+        run_steps(watching, 6)
+    rings = [(call["enabled"], call.get("max_entries"), call.get("clear_history")) for call in allocator.calls]
+    assert rings == [("all", 100_000, True), ("all", 300_000, True), ("all", 100_000, True), (None, None, None)]
+    assert all(call["stacks"] == "python" and call["context"] == "all" for call in allocator.calls[:-1])
+    assert {"step 3", "step 3/forward", "step 4/forward"} <= set(allocator.tags)
+    written = read_snapshot(tmp_path / "new" / "s.pickle")
+    assert protocol(tmp_path / "new" / "s.pickle") == 4 and written["device_traces"] == real["device_traces"]
+    names = [a["name"] for a in written["external_annotations"]]
+    assert "step 4" in names and "Optimizer.step#AdamW.step" in names  # ours beside torch's own
+    assert len(said) == 1 and f"holds {len(trace(real)):,} events of steps 3-4 of this run, peak 22.5" in said[0]
+
+
+def test_a_gpu_writes_at_the_runs_last_step_before_all_is_freed(tmp_path, allocator):
+    watching, said = on_gpu("--train-iters 6", tmp_path / "s.pickle", range(5, 9))
+    with watching:
+        run_steps(watching, 6)
+        assert (tmp_path / "s.pickle").exists() and " of steps 5-6 of this run, " in said[0]
+    assert len(said) == 1
+
+
+def test_the_peak_of_a_real_recording_is_what_torch_counted(real):
+    # 24,207,167,496 bytes of requests: shared/notes/memory.md; the site is that of the attention's softmax
+    assert peak(real).size == 24_207_167_496
+    assert sum(piece.size for piece in held_at_the_end(real)) < 7 * GIB
+
+
+@pytest.mark.parametrize("observed", [True, False])
+def test_a_gpu_rank_that_runs_out_explains_itself(tmp_path, allocator, observed):
+    watching, said = on_gpu("--micro-batch-size 4", tmp_path / "s.pickle")
+    with pytest.raises(torch.OutOfMemoryError) as failed, watching, watching.step(1), watching.phase("forward"):
+        if observed:
+            assert allocator.observers[0](0, 3 * GIB, 80 * GIB, 2 * GIB) is None
+            assert (tmp_path / "s_oom_rank0.pickle").exists()  # while all still stands
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+    asked = "3.00 GiB were" if observed else "an unknown amount was"
+    assert said[0].startswith(f"error: out of memory on rank 0, forward of step 1: {asked} asked for; tensors hold ")
+    assert said[0].endswith(" GiB, 25.00 GiB are reserved, 2.00 GiB of 80.00 GiB are free") and len(said) == 5
+    assert failed.value.explained == said
+    assert EXPANDABLE in said[3] and said[4].startswith(f"  snapshot: {tmp_path / 's_oom_rank0.pickle'};")
+    assert [p.name for p in tmp_path.iterdir()] == ["s_oom_rank0.pickle"]
+    (tmp_path / "s_oom_rank0.pickle").unlink()
+    allocator.observers[0](0, GIB, 80 * GIB, 0)  # that of the next run in this process, say; torch forgets no observer
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shortage_that_somebody_caught_is_mentioned_once(tmp_path, allocator):
+    watching, said = on_gpu("", tmp_path / "s.pickle")
+    with watching:
+        for _ in range(5):
+            allocator.observers[0](0, GIB, 80 * GIB, 0)
+        run_steps(watching, 5)
+    [line] = [text for text in said if "out of memory" in text]
+    assert not line.startswith("error") and "; the run went on. snapshot: " in line
+
+
+def test_an_explanation_that_fails_takes_nothing_with_it(tmp_path, allocator, monkeypatch):
+    def broken():
+        raise ValueError("no snapshot")
+
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", broken)
+    watching, said = on_gpu("", tmp_path / "s.pickle")
+    with pytest.raises(torch.OutOfMemoryError), watching:
+        allocator.observers[0](0, GIB, 80 * GIB, 0)
+        raise torch.OutOfMemoryError
+    assert said == ["error: out of memory on rank 0, setup; why could not be found out: no snapshot"]
+
+
+def test_a_gpu_rank_that_does_not_record_explains_itself_too(tmp_path, allocator):
+    said = []
+    plan = plan_of(flags(""), World(gpus=1))
+    with pytest.raises(torch.OutOfMemoryError), Instruments(memory_instruments(plan, Window(), said.append), said.append):
+        allocator.observers[0](0, GIB, 80 * GIB, 0)
+        raise torch.OutOfMemoryError
+    assert len(said) == 5 and allocator.calls == []
+    assert said[4] == "  snapshot: none; --record-memory-history writes one, with the code that allocated each tensor"
+
+
+def test_cpu_ranks_that_do_not_record_are_left_alone():
+    assert memory_instruments(plan_of(flags("")), Window(), print) == []
+    ranks = [World(rank, 2, rank, 2) for rank in (0, 1)]
+    made = [memory_instruments(plan_of(flags("--record-memory-history"), world), Window(), print) for world in ranks]
+    assert [len(members) for members in made] == [3, 0]
+
+
+# --- words
+
+
+def test_sites_are_the_users_lines(real):
+    name, size, pieces = by_site(held_at_the_end(real))[0]
+    assert re.fullmatch(r".+ \(.+/.+\.py:\d+\)|code without Python frames, such as backward", name) and size > 0 and pieces > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "held", "unused", "found"),
+    [
+        ("--micro-batch-size 4", {ACTIVATIONS: 9}, 0, ["--micro-batch-size 2 instead of 4", FULL_RECOMPUTE, "--bf16"]),
+        ("--bf16 --micro-batch-size 2", {ACTIVATIONS: 9}, 0,
+         ["--micro-batch-size 1 instead of 2", FULL_RECOMPUTE, "--grad-reduce-in-bf16"]),
+        ("--bf16", {OPTIMIZER: 9}, 0, ["--grad-reduce-in-bf16", FULL_RECOMPUTE]),
+        ("--bf16 --grad-reduce-in-bf16", {OPTIMIZER: 9, GRADIENTS: 3}, 0, [FULL_RECOMPUTE]),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", {WEIGHTS: 9}, 0,
+         ["no --accumulate-allreduce-grads-in-fp32", FULL_RECOMPUTE]),
+        (f"--fp16 {FULL_RECOMPUTE}", {WEIGHTS: 9}, 0, [LAST_RESORT]),
+        ("--fp16 --recompute-granularity full --recompute-method block --recompute-num-layers 1", {ACTIVATIONS: 9}, 0,
+         ["--recompute-num-layers 2 instead of 1"]),
+        ("--fp16", {ACTIVATIONS: 9}, 100, [EXPANDABLE, FULL_RECOMPUTE]),
+    ],
+)
+def test_only_flags_that_help_are_advised(words, held, unused, found):
+    told = advice(plan_of(flags(words), World(gpus=1) if unused else ALONE), held, asked=100, unused=unused)
+    assert len(told) == len(found) and all(text.startswith(start) for text, start in zip(told, found))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), True),
+        (MemoryError(), True),
+        (RuntimeError("The size of tensor a must match"), False),
+        (KeyboardInterrupt(), False),
+        (None, False),
+    ],
+)
+def test_a_shortage_is_told_from_other_errors(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_what_the_cpu_was_asked_for_stands_in_its_message():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert asked_bytes(caught.value) == 2**60 and is_out_of_memory(caught.value)
+    assert asked_bytes(RuntimeError("another")) is None

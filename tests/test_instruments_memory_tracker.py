@@ -1,0 +1,246 @@
+"""The CPU's storage tracker against what torch says is alive, and the address space against its own rules."""
+
+import gc
+import random
+import threading
+
+import pytest
+import torch
+from snapshots import live_at_each_moment, live_blocks, trace
+
+from megatron_lite.instruments.memory_layout import Allocation, Layout, rounded
+from megatron_lite.instruments.memory_place import ModuleHooks, Place
+from megatron_lite.instruments.memory_tracker import StorageTracker
+from megatron_lite.units import MIB
+
+
+@pytest.fixture
+def tracker():
+    gc.collect()
+    tracker = StorageTracker(Place(), 100_000)
+    tracker.start()
+    yield tracker
+    tracker.stop()
+    assert tracker.failure is None
+
+
+def alive(*tensors: torch.Tensor) -> int:
+    """Bytes of their storages, shared ones once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+# --- what is seen
+
+
+def test_views_and_in_place_operations_take_no_memory(tracker):
+    a = torch.zeros(1000)
+    b, c = a.view(10, 100), a[5:9]
+    a.add_(1).mul_(2)
+    parts = a.split(100)
+    assert tracker.live_bytes() == alive(a, b, c, *parts) == 4000
+    del a, b, c
+    assert tracker.live_bytes() == 4000  # the parts hold it still
+    del parts
+    assert tracker.live_bytes() == 0
+
+
+def test_every_way_to_make_a_tensor_is_seen(tracker):
+    made = [
+        torch.empty(7), torch.tensor([1.0, 2.0]), torch.arange(9), torch.ones(3, 4).t().contiguous(), torch.zeros(5).bool(),
+        torch.ones(4) + 1, torch.eye(3).clone(), torch.cat([torch.ones(2), torch.ones(3)]), torch.empty(0).resize_(11),
+        torch.nn.Parameter(torch.zeros(6)), *torch.ones(4, 4).svd(), torch.randn(6).sort().values, torch.zeros(5).half(),
+    ]
+    assert tracker.live_bytes() == alive(*made)
+    live = sum(live_blocks(tracker.snapshot()).values())
+    assert live == alive(*made)
+
+
+def test_a_storage_that_grows_is_freed_and_taken_anew(tracker):
+    grown = torch.empty(100)
+    grown.resize_(300)
+    assert tracker.live_bytes() == alive(grown) == 1200
+    actions = [(event["action"], event["size"]) for event in trace(tracker.snapshot())]
+    assert actions == [("segment_alloc", 2 * MIB), ("alloc", 400), ("free_requested", 400), ("free_completed", 400),
+                       ("alloc", 1200)]
+
+
+def test_what_autograd_saves_is_held_until_backward_has_used_it(tracker):
+    x = torch.ones(1000, requires_grad=True)
+    y = (x * 2).exp()  # saves its result
+    z = (y * y).sum()
+    del y
+    before = tracker.live_bytes()
+    assert before == 4000 + 4000 + 4
+    z.backward()
+    assert tracker.live_bytes() == alive(x, x.grad, z) == 4000 + 4000 + 4
+
+
+def test_other_threads_free_and_are_heard(tracker):
+    held = [torch.zeros(1000)]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert tracker.live_bytes() == 0 and len(list(live_at_each_moment(tracker.snapshot()))) == 4
+
+
+def test_what_was_there_before_is_there_from_the_start():
+    old = torch.zeros(1000)
+    tracker = StorageTracker(Place(), 100)
+    tracker.start()
+    try:
+        new = old.view(10, 100) + 1
+        old.add_(1)
+    finally:
+        tracker.stop()
+    assert [event["size"] for event in trace(tracker.snapshot()) if event["action"] == "alloc"] == [4000]
+    assert sorted(live_blocks(tracker.snapshot()).values()) == [4000, 4000] and new is not None
+
+
+def test_stacks_name_the_line_and_the_operation(tracker):
+    kept = torch.zeros(3)  # this line
+    line = test_stacks_name_the_line_and_the_operation.__code__.co_firstlineno + 1
+    [event] = [event for event in trace(tracker.snapshot()) if event["action"] == "alloc"]
+    assert event["frames"][0] == {"filename": "??", "line": 0, "name": "aten.zeros.default"}
+    assert event["frames"][1] == {"filename": __file__, "line": line, "name": "test_stacks_name_the_line_and_the_operation"}
+    assert kept is not None and not any("/instruments/memory_" in frame["filename"] for frame in event["frames"])
+
+
+def test_an_error_of_an_operation_stays_what_it_is(tracker):
+    with pytest.raises(RuntimeError, match="must match the size"):
+        torch.zeros(3) + torch.zeros(4)
+    assert tracker.live_bytes() == 0
+
+
+def test_an_allocation_that_fails_is_reported_while_it_fails(tracker):
+    asked = []
+    tracker.out_of_memory = asked.append
+    with pytest.raises(RuntimeError):
+        torch.empty(2**60, dtype=torch.uint8)
+    [event] = trace(tracker.snapshot())
+    assert asked == [2**60] and (event["action"], event["size"], "addr" in event) == ("oom", 2**60, False)
+
+
+def test_a_snapshot_changes_nothing_that_follows(tracker):
+    a = torch.zeros(300)
+    first = tracker.snapshot()
+    b = torch.zeros(5)
+    del a
+    second, third = tracker.snapshot(), tracker.snapshot()
+    assert trace(second)[: len(trace(first))] == trace(first) and second == third and b is not None
+    assert sum(live_blocks(second).values()) == 20
+
+
+class Counts(torch.nn.Module):
+    """Begins with an operation that autograd does not record."""
+
+    def forward(self, x):
+        return x * torch.ones(8).cumsum(0)
+
+
+def test_backward_is_named_by_the_module_that_it_belongs_to():
+    place = Place()
+    tracker, hooks = StorageTracker(place, 1000), ModuleHooks(place, in_backward=False)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Counts(), torch.nn.Linear(8, 8))
+    hooks.attach()
+    tracker.start()
+    try:
+        place.begin(1)
+        with place.phase("forward"):
+            loss = model(torch.ones(2, 8)).sum()
+        with place.phase("backward"):
+            loss.backward()
+    finally:
+        hooks.detach()
+        tracker.stop()
+    found = {e["user_metadata"] for e in trace(tracker.snapshot()) if e["action"] == "alloc"}
+    assert {f"step 1/{phase}/{n}" for phase in ("forward", "backward") for n in "012"} <= found
+    made = [e for e in trace(tracker.snapshot()) if e["user_metadata"] == "step 1/forward" and e["action"] == "alloc"]
+    assert [e["frames"][0]["name"] for e in made] == ["aten.ones.default", "aten.sum.default"]  # in no module
+    of_backward = [e for e in trace(tracker.snapshot()) if e["user_metadata"] == "step 1/backward/0" and e["action"] == "alloc"]
+    assert {e["frames"][0]["name"] for e in of_backward} >= {"aten.mm.default"}  # the first layer's weight gradient
+    assert not torch.nn.modules.module._global_forward_hooks and not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_gradients_that_arrive_on_other_threads_bring_their_module():
+    told = []
+    place = Place(told.append)
+    hooks = ModuleHooks(place, in_backward=True)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    hooks.attach()
+    try:
+        place.begin(7)
+        with place.phase("forward"):
+            loss = model(torch.ones(2, 8)).sum()
+        del told[:]
+        with place.phase("backward"):
+            loss.backward()
+    finally:
+        hooks.detach()
+    # the whole model's result is that of its last layer
+    assert told == ["step 7/backward", "step 7/backward/1", "step 7/backward/Sequential", "step 7/backward/0", "step 7"]
+
+
+# --- the address space
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_fill_segments_and_never_overlap(seed):
+    chance, layout, held = random.Random(seed), Layout(), []
+    for _ in range(1500):
+        if held and chance.random() < 0.48:
+            layout.release(held.pop(chance.randrange(len(held))))
+        else:
+            held.append(Allocation(chance.choice((1, 512, 513, 100_000, MIB, MIB + 1, 9 * MIB, 10 * MIB, 33 * MIB)), "", []))
+            layout.place(held[-1])
+    check(layout, held)
+    other = layout.copy()
+    for allocation in held:
+        other.release(allocation)
+    check(other, [])
+    assert all(len(segment.starts) == 1 for segment in other.segments)  # all free blocks joined
+    check(layout, held)  # untouched by what became of its copy
+
+
+def check(layout: Layout, held: list[Allocation]):
+    found, free = set(), []
+    for number, segment in enumerate(layout.segments):
+        at = segment.address
+        for start, size, holder in zip(segment.starts, segment.sizes, segment.holders, strict=True):
+            assert start == at
+            at += size
+            if holder is None:
+                free.append((size, start, number))
+            else:
+                assert layout.address_of[holder] == start and size >= rounded(holder.size)
+                found.add(holder)
+        assert at == segment.address + segment.size
+        assert not any(a is b is None for a, b in zip(segment.holders, segment.holders[1:]))
+    assert found == set(held) == set(layout.address_of)
+    assert sorted(free) == sorted(layout._free["small"] + layout._free["large"])
+
+
+@pytest.mark.parametrize(
+    ("size", "segment"),
+    [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB + 1, 12 * MIB)],
+)
+def test_segments_are_as_large_as_cudas(size, segment):
+    assert Layout().place(Allocation(size, "", [])).size == segment
+
+
+def test_a_rest_of_at_most_1_mib_stays_with_a_large_block():
+    layout, size = Layout(), 10 * MIB - 512
+    for allocation in (Allocation(size, "", []), Allocation(size, "", [])):
+        layout.place(allocation)
+    [segment] = layout.segments
+    assert segment.sizes == [size, 20 * MIB - size]
+
+
+def test_a_freed_block_is_taken_again_and_the_smallest_that_fits():
+    layout = Layout()
+    a, b, c, d = (Allocation(size, "", []) for size in (4096, 512, 1024, 512))
+    for allocation in (a, b, c, d):
+        layout.place(allocation)
+    large, small = layout.release(a), layout.release(c)
+    e, f = Allocation(600, "", []), Allocation(2000, "", [])
+    assert layout.place(e) is None and layout.place(f) is None
+    assert (layout.address_of[e], layout.address_of[f]) == (small, large)

@@ -1,0 +1,337 @@
+"""What Nsight Systems is shown of a run: the window, its steps and phases, whatever becomes of the run."""
+
+import contextlib
+import importlib
+import re
+import sys
+import threading
+import time
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import DROPOUT, alone, flags, plan_of, quietly, steps
+
+from megatron_lite.config.world import World, read_world
+from megatron_lite.instruments import nsys_range
+from megatron_lite.instruments.base import Instrument, Instruments
+from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange
+from megatron_lite.instruments.nvtx_ranges import PackageNvtx, TorchNvtx, nvtx_for
+from megatron_lite.instruments.window import Window
+from megatron_lite.phases import Phase
+
+PHASES = {"data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step", "log"}
+WINDOW = "--profile --profile-step-start 3 --profile-step-end 5"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with alone():
+        yield
+
+
+class Notes:
+    """An NVTX that writes down what it is told, and knows which ranges are open."""
+
+    def __init__(self):
+        self.said, self.stack = [], []
+
+    def push(self, text):
+        self.stack.append(text)
+        self.said.append("/".join(self.stack))
+
+    def pop(self):
+        self.said.append(f"end of {self.stack.pop()}")
+
+    def mark(self, text):
+        self.said.append(f"mark {text}")
+
+    def step_names(self) -> list[str]:
+        return re.findall(r"^profile/(step \d+)$", "\n".join(self.said), re.MULTILINE)
+
+
+@pytest.fixture
+def notes(monkeypatch) -> Notes:
+    notes = Notes()
+    monkeypatch.setattr(nsys_range, "nvtx_for", lambda device: notes)
+    return notes
+
+
+def profiled(argv, run_dir, *watchers) -> list[str]:
+    """Train on the CPU as if under nsys, with the instrument that the plan asks for; returns what it said."""
+    said, plan = [], plan_of(argv, World(under_nsys=True))
+    quietly(argv, run_dir, [nsys_range.nsys_range(plan, Window(plan.profile_window), said.append), *watchers])
+    return said
+
+
+# --- the window
+
+
+def test_the_window_holds_its_steps_and_their_phases(notes, tmp_path):
+    said = profiled(flags("--train-iters 7", WINDOW), tmp_path / "run")
+    assert notes.step_names() == ["step 3", "step 4"] and notes.stack == []
+    assert notes.said[:2] == [CAPTURE, "mark rank 0 of 1, window: steps 3-4 of this run"] and notes.said[-1] == f"end of {CAPTURE}"
+    for step in ("step 3", "step 4"):
+        assert {said.split("/")[2] for said in notes.said if said.startswith(f"profile/{step}/")} == PHASES
+    assert said == ["marked for Nsight Systems: steps 3-4 of this run, rank 0"]
+
+
+def test_nothing_changes_by_it(notes, tmp_path):
+    argv = flags("--train-iters 6", *DROPOUT)
+    quietly(argv, tmp_path / "off")
+    profiled([*argv, *WINDOW.split()], tmp_path / "on")
+    off, on = (steps(tmp_path / name) for name in ("off", "on"))
+    assert notes.said and [(s["loss"], s["grad_norm"]) for s in on] == [(s["loss"], s["grad_norm"]) for s in off]
+
+
+def test_a_resumed_run_names_the_iterations_too(notes):
+    said = []
+    with Instruments([NsysRange(Window(range(3, 5), started_at=4), "cpu", said.append)], said.append) as watching:
+        for step in (2, 3, 4, 5):
+            with watching.step(step):
+                pass
+    assert notes.step_names() == ["step 3", "step 4"]
+    assert notes.said[1] == "mark rank 0 of 1, window: steps 3-4 of this run = iterations 7-8"
+    assert said == ["marked for Nsight Systems: steps 3-4 of this run = iterations 7-8, rank 0"]
+
+
+def test_a_run_that_ends_inside_the_window_ends_its_ranges(notes, tmp_path):
+    said = profiled(flags("--train-iters 3", WINDOW), tmp_path / "short")
+    assert notes.step_names() == ["step 3"] and notes.stack == []
+    assert said == ["marked for Nsight Systems: step 3 of this run, rank 0"]
+
+
+def test_an_exception_inside_the_window_ends_them_too(notes, tmp_path):
+    class Fails(Instrument):
+        def begin(self, step):
+            if step == 4:
+                raise KeyboardInterrupt  # from the training itself, as far as the others can tell
+
+    with pytest.raises(KeyboardInterrupt):
+        profiled(flags("--train-iters 9", WINDOW), tmp_path / "failed", Fails())
+    assert notes.step_names() == ["step 3", "step 4"]
+    assert notes.stack == [] and notes.said[-1] == f"end of {CAPTURE}"
+
+
+def test_a_window_that_was_not_reached_leaves_nothing(notes, tmp_path):
+    said = profiled(flags("--train-iters 2", WINDOW), tmp_path / "run")
+    assert notes.said == [] and said == []
+
+
+def test_nvtx_ranges_are_for_all_steps(notes, tmp_path):
+    profiled(flags("--train-iters 5", WINDOW, "--nvtx-ranges"), tmp_path / "run")
+    assert [said for said in notes.said if re.fullmatch(r"(.*/)?step \d+", said)] == [
+        "step 1", "step 2", "profile/step 3", "profile/step 4", "step 5"]
+    assert "step 1/forward" in notes.said and notes.stack == []
+    notes.said.clear()
+    profiled(flags("--train-iters 2 --nvtx-ranges"), tmp_path / "unprofiled")
+    assert "step 2/backward" in notes.said and CAPTURE not in notes.said
+
+
+def test_ranges_of_a_rank_that_is_not_profiled_start_no_collection(notes):
+    plan = plan_of(flags("--profile --profile-step-start 1 --profile-step-end 3 --nvtx-ranges"), World(1, 2, under_nsys=True))
+    nsys = nsys_range.nsys_range(plan, Window(plan.profile_window), print)
+    with Instruments([nsys], print) as watching, watching.step(1), watching.phase(Phase.FORWARD):
+        pass
+    assert notes.said == ["step 1", "step 1/forward", "end of forward", "end of step 1"]
+
+
+@pytest.mark.parametrize(("words", "world", "made"), [
+    ("--profile", World(), False),  # no tool sees a CPU run that is not under nsys
+    ("--profile", World(under_nsys=True), True),
+    ("--profile", World(gpus=1), True),  # other tools wait for cudaProfilerStart too
+    ("", World(gpus=1, under_nsys=True), False),
+    ("--nvtx-ranges", World(gpus=1), True),
+    ("--profile --use-pytorch-profiler", World(gpus=1), False),
+    ("--profile --profile-ranks 1", World(0, 2, 0, 2, gpus=2), False),
+    ("--profile --profile-ranks 1", World(1, 2, 1, 2, gpus=2), True),
+])
+def test_who_has_one(words, world, made):
+    plan = plan_of(flags("--global-batch-size 4", words), world)
+    assert (nsys_range.nsys_range(plan, Window(plan.profile_window), print) is not None) == made
+
+
+# --- several ranks on a node: the first to leave its range ends the collection for all
+
+
+def test_ranks_of_a_node_leave_the_range_together(notes):
+    plan = plan_of(flags("--profile --profile-ranks -1 --global-batch-size 6"), World(4, 6, 1, 3, under_nsys=True))
+    nsys = nsys_range.nsys_range(plan, Window(range(1, 2)), lambda text: None)
+    nsys.open()
+    nsys.begin(1)
+    store, waited = dist.distributed_c10d._get_default_store(), []
+
+    def others():
+        time.sleep(0.2)
+        store.set("left the nsys range after step 1/3", "")
+        time.sleep(0.2)
+        waited.append(CAPTURE in notes.stack)
+        store.set("left the nsys range after step 1/5", "")
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    nsys.end(1)
+    thread.join()
+    assert waited == [True] and notes.stack == [] and store.check(["left the nsys range after step 1/4"])
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for(notes, monkeypatch):
+    monkeypatch.setattr(nsys_range, "SECONDS_FOR_NEIGHBOURS", 0.1)
+    nsys = NsysRange(Window(range(2, 3)), "cpu", print, neighbours=[1])
+    nsys.open()
+    nsys.begin(2)
+    started = time.monotonic()
+    nsys.end(2)
+    assert notes.stack == [] and 0.1 <= time.monotonic() - started < 2
+
+
+# --- on a GPU, as far as calls go; what they do is seen in tests/gpu
+
+
+@pytest.fixture
+def cuda(notes, monkeypatch) -> list[str]:
+    """Calls of CUDA's profiler beside those of NVTX, in their order."""
+
+    @contextlib.contextmanager
+    def emit_nvtx(record_shapes):
+        notes.said.append(f"operators, shapes {record_shapes}")
+        yield
+        notes.said.append("no operators")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: notes.said.append("synchronize"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: notes.said.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: notes.said.append("stop"))
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", emit_nvtx)
+    return notes.said
+
+
+def test_on_a_gpu_everything_lies_between_start_and_stop(cuda):
+    nsys = NsysRange(Window(range(2, 3)), "cuda", cuda.append, operators=True)
+    with Instruments([nsys], cuda.append) as watching:
+        for step in (1, 2, 3):
+            with watching.step(step), watching.phase(Phase.FORWARD):
+                pass
+    assert cuda == [
+        "synchronize", "start", CAPTURE, "mark rank 0 of 1, window: step 2 of this run", "operators, shapes True", "profile/step 2",
+        "profile/step 2/forward", "end of forward", "end of step 2", "no operators", "synchronize", f"end of {CAPTURE}",
+        "stop", "marked for Nsight Systems: step 2 of this run, rank 0",
+    ]
+
+
+@pytest.mark.parametrize("fails", ["start", "emit_nvtx", "stop"])
+def test_a_profiler_that_fails_is_said_and_training_goes_on(cuda, notes, monkeypatch, fails):
+    def out_of_order(**options):
+        raise RuntimeError("profiler is out of order")
+
+    owner = torch.autograd.profiler if fails == "emit_nvtx" else torch.cuda.profiler
+    monkeypatch.setattr(owner, fails, out_of_order)
+    words, nsys = [], NsysRange(Window(range(1, 3)), "cuda", print, operators=True)
+    with Instruments([nsys], words.append) as watching:
+        for step in (1, 2, 3):
+            with watching.step(step), watching.phase(Phase.FORWARD):
+                pass
+    assert len(words) == 1 and words[0].endswith("failed and was switched off; training goes on: profiler is out of order")
+    assert notes.stack == [] and ("stop" in cuda) == (fails == "emit_nvtx")  # what had been started is not left on
+
+
+def test_without_nsys_the_loss_is_said(cuda):
+    said = []
+    with Instruments([NsysRange(Window(range(1, 2)), "cuda", said.append, under_nsys=False)], said.append) as watching, \
+            watching.step(1):
+        pass
+    [line] = said
+    assert line.endswith("step 1 of this run, rank 0; this run is not under nsys, which would have recorded them")
+
+
+def test_operators_on_a_cpu_are_left_out_with_a_word(notes):
+    said = []
+    with Instruments([NsysRange(Window(range(1, 2)), "cpu", said.append, operators=True)], said.append) as watching, \
+            watching.step(1):
+        pass
+    assert said[0].startswith("note: --record-shapes: torch names operators for Nsight Systems on GPUs only")
+    assert notes.said[-1] == f"end of {CAPTURE}"
+
+
+# --- the package
+
+
+def test_a_missing_package_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    words = []
+    with Instruments([NsysRange(Window(range(1, 2)), "cpu", print)], words.append) as watching, watching.step(1):
+        pass
+    if hasattr(torch._C, "_nvtx"):
+        assert isinstance(nvtx_for("cpu"), TorchNvtx)
+    else:
+        [line] = words
+        assert line.startswith("NsysRange.open failed and was switched off; training goes on: the package nvtx is missing")
+        assert line.endswith("pip install nvtx")
+
+
+def test_a_package_that_takes_an_older_nsys_for_none_is_woken(monkeypatch):
+    """As nvtx >= 0.2.12 does under nsys 2022 and 2023; a version that finds its tool is used as it is."""
+    pushed = []
+
+    class Domain:
+        def __new__(cls, name=None):
+            return DummyDomain()
+
+        def __init__(self, name=None):
+            self.name = name
+
+        def get_event_attributes(self, message):
+            return (self.handle, message)
+
+        def push_range(self, attributes):
+            pushed.append(attributes)
+
+        mark = push_range
+
+        def pop_range(self):
+            pushed.append("pop")
+
+    class DummyDomain:
+        pass
+
+    package, inner = types.ModuleType("nvtx"), types.ModuleType("nvtx._lib.lib")
+    inner.DomainHandle = lambda name: f"handle of {name}"
+    package.Domain, package.get_domain = Domain, lambda name: Domain(name)
+    package.push_range, package.mark, package.pop_range = pushed.append, pushed.append, lambda: pushed.append("pop")
+    for name, module in (("nvtx", package), ("nvtx._lib", types.ModuleType("nvtx._lib")), ("nvtx._lib.lib", inner)):
+        monkeypatch.setitem(sys.modules, name, module)
+    for expected in ([("handle of None", "a"), ("handle of None", "b"), "pop"], ["a", "b", "pop"]):
+        nvtx = PackageNvtx()
+        nvtx.push("a")
+        nvtx.mark("b")
+        nvtx.pop()
+        assert pushed == expected
+        pushed.clear()
+        package.get_domain = lambda name: object()
+
+
+def test_the_real_package_can_do_what_we_ask():
+    pytest.importorskip("nvtx")
+    importlib.import_module("nvtx")
+    nvtx = PackageNvtx()
+    nvtx.push("a")
+    nvtx.mark("b")
+    nvtx.pop()
+
+
+# --- who is under nsys
+
+TOOL = "/opt/nvidia/nsight-systems/2025.1/target-linux-x64/libToolsInjection64.so"
+
+
+@pytest.mark.parametrize(("environment", "under"), [
+    ({}, False),
+    ({"NSYS_PROFILING_SESSION_ID": "12"}, True),
+    ({"CUDA_INJECTION64_PATH": TOOL}, True),
+    ({"NVTX_INJECTION64_PATH": TOOL}, True),
+    ({"LD_PRELOAD": "/usr/lib/x/libToolsInjectionProxy64.so:/lib/other.so"}, True),
+    ({"LD_PRELOAD": "/lib/libjemalloc.so", "CUDA_INJECTION64_PATH": "/opt/other/libtool.so"}, False),
+    ({"PATH": "/opt/nvidia/nsight-systems/bin"}, False),
+])
+def test_nsys_is_known_by_what_it_puts_into_the_environment(environment, under):
+    assert read_world(0, environment).under_nsys == under

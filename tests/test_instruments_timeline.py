@@ -1,0 +1,303 @@
+"""The step timeline: GPU times without waiting, memory, ranks side by side, what of it is worth a line, and its cost."""
+
+import json
+import mmap
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import alone, flags, intervals, on_ranks, quietly, steps, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_lite.instruments.base import Instrument
+from megatron_lite.instruments.gpu_times import GpuTimes
+from megatron_lite.instruments.memory_now import MemoryNow
+from megatron_lite.instruments.timeline import StepTime, Timeline
+from megatron_lite.train.rank_figures import RankFigures, ordinary
+from megatron_lite.train.worth_saying import GROWING_INTERVALS, WorthSaying
+
+MIB = 2**20
+
+
+# --- GPU times, on a GPU made of numbers
+
+
+class Gpu:
+    """A stream of events. `now` is how far the host has queued work (ms), `done` how far the GPU has come."""
+
+    def __init__(self):
+        self.now = self.done = 0.0
+        self.events = self.waited = 0
+
+    def event(self):
+        return Event(self)
+
+
+class Event:
+    def __init__(self, gpu: Gpu):
+        self.gpu, self.at = gpu, None
+        gpu.events += 1
+
+    def record(self, stream):
+        assert stream == "the one that computes"
+        self.at = self.gpu.now
+
+    def query(self) -> bool:
+        return self.at <= self.gpu.done
+
+    def elapsed_time(self, other: "Event") -> float:
+        assert self.query() and other.query(), "torch raises for events that have not passed"
+        return other.at - self.at
+
+    def synchronize(self):
+        self.gpu.waited += 1
+        self.gpu.done = max(self.gpu.done, self.at)
+
+
+@pytest.fixture
+def gpu():
+    return Gpu()
+
+
+@pytest.fixture
+def timeline(gpu):
+    timeline = Timeline()
+    timeline.gpu = GpuTimes(gpu.event, lambda: "the one that computes")
+    return timeline
+
+
+def run_step(timeline: Timeline, gpu: Gpu, step: int, forward: float = 3.0):
+    timeline.begin(step)
+    for _ in range(2):
+        with timeline.phase("data"):
+            pass
+        with timeline.phase("forward"):
+            gpu.now += forward
+        with timeline.phase("backward"):
+            gpu.now += 7.0
+    gpu.now += 0.5  # outside of all phases
+    timeline.end(step)
+
+
+def test_gpu_times_arrive_when_the_gpu_has_passed(timeline, gpu):
+    for step in (1, 2, 3):
+        run_step(timeline, gpu, step, forward=step)
+    gpu.done = 30.0  # in the middle of step 2
+    first, second, third = timeline.take()
+    assert first.gpu_seconds == pytest.approx(0.0165) and second.gpu_seconds is third.gpu_seconds is None
+    assert first.gpu_phases == pytest.approx({"forward": 0.002, "backward": 0.014})  # no work of the GPU in "data"
+    assert set(first.phases) == {"data", "forward", "backward"}
+    assert gpu.waited == 0
+    run_step(timeline, gpu, 4)
+    times = timeline.take(wait=True)
+    assert gpu.waited == 1 and [t.step for t in times] == [4]
+    assert [t.gpu_seconds for t in (second, third, *times)] == pytest.approx([0.0185, 0.0205, 0.0205])
+
+
+def test_events_are_used_again(timeline, gpu):
+    for step in range(1, 200):
+        run_step(timeline, gpu, step)
+        gpu.done = gpu.now - 30.0  # the GPU is between one and two steps behind
+    assert gpu.events <= 4 * 10 and gpu.waited == 0
+    assert sum(t.gpu_seconds is not None for t in timeline.take()) >= 196
+
+
+def test_a_failed_gpu_hides_no_error(timeline, gpu, monkeypatch):
+    """Every call fails after a fatal error of the GPU; the times that the host has are still written."""
+    run_step(timeline, gpu, 1)
+    timeline.begin(2)
+
+    def broken(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(ZeroDivisionError), timeline.phase("forward"):
+        for method in ("record", "query", "synchronize"):
+            monkeypatch.setattr(Event, method, broken)
+        raise ZeroDivisionError
+    assert [(t.step, t.gpu_seconds) for t in timeline.take()] == [(1, None)]
+
+
+# --- memory
+
+
+def test_host_memory_is_the_process_own(tmp_path):
+    memory = MemoryNow(cuda=False)
+    before = memory.host_bytes()
+    held = np.ones(64 * MIB, dtype=np.uint8)
+    with_array = memory.host_bytes()
+    assert 60 * MIB < with_array - before < 72 * MIB
+    path = tmp_path / "data"
+    held.tofile(path)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[::4096]) == len(held) // 4096
+        assert abs(memory.host_bytes() - with_array) < 8 * MIB
+    del held
+    assert memory.host_bytes() < before + 8 * MIB
+    memory.close()
+    assert memory.host_bytes() is None and memory.peak_bytes() is None
+
+
+# --- what is worth a line
+
+
+def figures(**changes) -> RankFigures:
+    ranks = 4
+    usual = {
+        "first": 11, "last": 20, "steps": [10.0] * ranks, "step_ms": [100.0] * ranks,
+        "gpu_step_ms": [float("nan")] * ranks, "host_memory_bytes": [1e9] * ranks,
+        "peak_memory_bytes": [float("nan")] * ranks, "mean_ms": {}, "gpu_ms": {},
+        "host_ms": {"data": [0.1] * ranks, "forward": [30.0] * ranks, "backward": [60.0] * ranks},
+    }
+    return RankFigures(**usual | changes)
+
+
+def said(f: RankFigures) -> list[str]:
+    return list(WorthSaying().of(f))
+
+
+def test_a_slow_rank_is_named():
+    slow = figures(host_ms={"forward": [30.0, 31.0, 29.0, 35.4]})
+    line = ("   rank 3 is 18% slower than the median rank in forward (35.4 against 30.0 ms per step, iterations 11-20); "
+            "the others wait for it in backward")
+    assert said(slow) == [line]
+    two = figures(steps=[10.0, 10.0], step_ms=[100.0] * 2, host_ms={"forward": [40.0, 20.0]})
+    assert "rank 0 is 100% slower" in said(two)[0]
+
+
+@pytest.mark.parametrize("quiet", [
+    figures(),
+    figures(host_ms={"forward": [30.0, 30.0, 30.0, 32.9]}),  # below 10%
+    figures(host_ms={"forward": [1.0, 1.0, 1.0, 2.9]}),  # below 2% of the step
+    figures(host_ms={"backward": [60.0, 60.0, 60.0, 90.0]}),  # whoever is fast waits there
+    figures(steps=[10.0, 10.0, 10.0, 2.0], host_ms={"forward": [30.0, 30.0, 30.0, 60.0]}),
+    figures(steps=[5.0], step_ms=[100.0], host_ms={"forward": [60.0], "data": [9.0]}),
+    figures(step_ms=[5.0] * 4, host_ms={"data": [0.9] * 4}),
+    figures(host_ms={"forward": [30.0] * 4}, gpu_ms={"forward": [30.0, float("nan"), 50.0, 30.0]}),
+])
+def test_what_is_usual_is_not_said(quiet):
+    assert said(quiet) == []
+
+
+def test_the_gpus_own_time_counts_where_there_is_one():
+    f = figures(host_ms={"forward": [10.0, 10.0, 10.0, 90.0]}, gpu_ms={"forward": [30.0, 50.0, 30.0, 30.0]})
+    assert len(said(f)) == 1 and "rank 1 is 67% slower" in said(f)[0]
+
+
+def test_waiting_for_data_is_said():
+    [line] = said(figures(host_ms={"data": [0.1, 0.1, 12.0, 0.1]}))
+    assert line.startswith("   rank 2 waits 12.0 of 100.0 ms per step for data (iterations 11-20); more --num-workers")
+
+
+def test_the_same_is_not_said_again_until_it_has_stopped():
+    worth, slow = WorthSaying(), figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
+    assert [len(list(worth.of(f))) for f in (slow, slow, figures(), slow)] == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("which", ["host_memory_bytes", "peak_memory_bytes"])
+def test_growing_memory_is_said_and_counted_anew(which):
+    worth, kind = WorthSaying(), "host memory" if which.startswith("host") else "GPU memory"
+    lines = [list(worth.of(figures(**{which: [1e9, 1e9 + i * 32 * MIB, 1e9 - i, 1e9 + i]})))
+             for i in range(2 * GROWING_INTERVALS + 2)]
+    assert [len(found) for found in lines] == [0] * GROWING_INTERVALS + [1] + [0] * (GROWING_INTERVALS - 1) + [1, 0]
+    assert lines[GROWING_INTERVALS] == [
+        f"   {kind} of rank 1 grew in each of the last 4 intervals, by 128.0 MiB to 1.06 GiB"]
+
+
+# --- runs
+
+
+def test_a_run_says_its_memory_and_compares_its_one_rank(tmp_path):
+    with alone():
+        quietly(flags("--train-iters 9 --log-interval 4 --eval-interval 3 --eval-iters 1"), tmp_path)
+        quietly(flags("--train-iters 9 --log-interval 4 --eval-interval 3 --eval-iters 1 --no-step-timeline"),
+                tmp_path / "off")
+    records, found = steps(tmp_path), intervals(tmp_path)
+    assert all(record["host_memory_bytes"] > 20 * MIB for record in records)
+    assert [f["iterations"] for f in found] == [[1, 3], [4, 7], [8, 8]] and [f["steps"] for f in found] == [[3], [4], [1]]
+    for f in found:
+        mine = [r for r in records if f["iterations"][0] <= r["iteration"] <= f["iterations"][1]]
+        assert f["phases_ms"]["forward"] == [pytest.approx(np.median([r["phases_ms"]["forward"] for r in mine]), abs=0.002)]
+        assert f["host_memory_bytes"] == [round(np.median([r["host_memory_bytes"] for r in mine]))]
+        assert "gpu_ms" not in f and "peak_memory_bytes" not in f
+    off = steps(tmp_path / "off")
+    assert intervals(tmp_path / "off") == [] and [r["loss"] for r in off] == [r["loss"] for r in records]
+    assert all("host_memory_bytes" not in r and set(r["phases_ms"]) <= {"eval"} and r["ms"] > 0 for r in off)
+    assert [r["iteration"] for r in off if r["phases_ms"]] == [3, 6, 9]
+
+
+class SlowForward(Instrument):
+    """Lies inside the timeline: what it takes is the phase's time."""
+
+    def phase(self, name):
+        return self if name == "forward" else None
+
+    def __enter__(self):
+        time.sleep(0.02)
+
+    def __exit__(self, *error):
+        pass
+
+
+def one_of_two_is_slow(world, folder):
+    argv = flags("--train-iters 9 --log-interval 4 --timing-log-level 1 --log-timers-to-tensorboard "
+                 "--log-memory-to-tensorboard", f"--tensorboard-dir {folder}/tb")
+    train(argv, Path(folder), world, [SlowForward()] if world.rank == 0 else [])
+
+
+def test_two_ranks_are_compared(tmp_path):
+    *_, out = on_ranks("test_instruments_timeline:one_of_two_is_slow", tmp_path, str(tmp_path))
+    found = intervals(tmp_path)
+    assert [f["steps"] for f in found] == [[3, 3], [4, 4], [1, 1]]
+    for f in found:
+        slow, fast = f["phases_ms"]["forward"]
+        assert slow > 40 and slow > fast + 30
+        assert abs(f["step_ms"][0] - f["step_ms"][1]) < 20  # the fast one waits for the slow one
+        assert len(f["host_memory_bytes"]) == 2
+    assert len(re.findall(r"rank 0 is \d+% slower than the median rank in forward", out)) == 1
+    block = out[out.index("(min, max) time across ranks (ms):"):].splitlines()[1:5]
+    assert [line.split()[0] for line in block] == ["forward", "backward", "grad_sync", "optimizer_step"]
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    least, most = (board.Scalars(name) for name in ("forward-time-min", "forward-time"))
+    assert [event.step for event in most] == [4, 8, 9] and all(a.value + 30 < b.value for a, b in zip(least, most))
+    assert min(event.value for event in board.Scalars("host-memory-bytes")) > 20 * MIB
+
+
+def test_a_failed_run_writes_its_steps_without_the_ranks(tmp_path):
+    """Nothing is gathered on the way out, since others may be gone."""
+    class Fails(Instrument):
+        def begin(self, step):
+            if step == 6:
+                raise KeyboardInterrupt
+
+    with alone(), pytest.raises(KeyboardInterrupt):
+        quietly(flags("--train-iters 9"), tmp_path, [Fails()])
+    # figures of the last two steps were still on their way
+    assert [r["iteration"] for r in steps(tmp_path)] == [1, 2, 3] and intervals(tmp_path) == []
+
+
+def test_a_phase_and_a_step_cost_microseconds():
+    """The limit is far above what it takes, so that a busy machine does not fail it."""
+    timeline = Timeline()
+
+    def step(number: int):
+        timeline.begin(number)
+        for _ in range(25):
+            with timeline.phase("forward"):
+                pass
+        timeline.end(number)
+
+    best = float("inf")
+    for number in range(1, 200):
+        started = time.perf_counter()
+        step(number)
+        best = min(best, time.perf_counter() - started)
+    assert best < 0.005 * 0.050  # 0.5% of a step of 50 ms
+
+
+def test_disturbed_steps_are_left_out_of_figures():
+    times = [StepTime(1, compiling=True), StepTime(2, profiled=True), StepTime(3)]
+    assert ordinary(times) == times[2:] and ordinary(times[:2]) == times[:2]
+    assert json.dumps({"ranks": figures().record()}).count("NaN") == 0

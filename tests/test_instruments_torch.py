@@ -1,0 +1,338 @@
+"""Traces of torch.profiler: which steps they hold, what stands in them, and what becomes of them on a full disk."""
+
+import contextlib
+import gzip
+import io
+import json
+import re
+import resource
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from launch import alone, flags, losses, plan_of, quietly, same, train
+from traces import events, nested, spans, steps_of, trace, trace_files
+
+from megatron_lite.instruments.base import Instrument, Instruments
+from megatron_lite.instruments.choose import choose
+from megatron_lite.instruments.module_ranges import ModuleRanges, wanted_modules
+from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
+from megatron_lite.instruments.trace_file import Found, look_into, write_whole
+from megatron_lite.instruments.window import Window
+from megatron_lite.model.attend import choose_attention
+from megatron_lite.model.gpt import GPT
+from megatron_lite.parallel.recompute import recomputed
+from megatron_lite.phases import Phase
+
+PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
+STEP_PHASES = ["data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step",
+               "log"]
+FORWARD = [(0, f"layers.{i} forward") if part is None else (1, f"layers.{i}.{part} forward")
+           for i in range(2) for part in (None, "self_attention", "mlp")]
+BACKWARD = [(0, f"layers.{i} backward") if part is None else (1, f"layers.{i}.{part} backward")
+            for i in (1, 0) for part in (None, "mlp", "self_attention")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with alone():
+        yield
+
+
+# --- the window
+
+
+def test_the_trace_holds_the_window_and_its_phases(tmp_path):
+    _, out = quietly(flags("--train-iters 7 --global-batch-size 2", PROFILE, "--tensorboard-dir", tmp_path / "tb"),
+                     tmp_path / "run")
+    found = trace(tmp_path / "tb")
+    windows = spans(found, r"ProfilerStep#\d+")
+    assert [span["name"] for span in windows] == ["ProfilerStep#3", "ProfilerStep#4"]
+    twice = [name for name in STEP_PHASES[:4] for _ in range(2)]  # two micro-batches
+    for window in windows:
+        inside = [span["name"] for span in spans(found, "|".join(phase.value for phase in Phase))
+                  if window["ts"] <= span["ts"] and span["ts"] + span["dur"] <= window["ts"] + window["dur"]]
+        assert sorted(inside) == sorted([*twice, *STEP_PHASES[4:]])
+    operators = {event["name"] for event in found if event.get("cat") == "cpu_op"}
+    assert "aten::addmm" in operators or "aten::linear" in operators
+    assert re.search(r"^profiled steps 3-4 of this run, rank 0: .*/tb/.*_rank0\.\d+\.pt\.trace\.json \(", out,
+                     re.MULTILINE)
+    assert re.search(r"profiled steps took \d+\.\d\d x as long as those before: median .* ms of 2 against .* ms", out)
+    assert "trace of rank" not in out  # it found in the trace what it meant to record
+
+
+def test_a_run_that_ends_inside_the_window_writes_what_it_has(tmp_path):
+    _, out = quietly(flags("--train-iters 9 --exit-interval 4 --profile --use-pytorch-profiler",
+                           "--profile-step-start 3 --profile-step-end 8"), tmp_path / "left")
+    assert steps_of(tmp_path / "left") == [3, 4] and "profiled steps 3-4 of this run" in out and "took" in out
+    quietly(flags("--train-iters 4 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 99"),
+            tmp_path / "short")
+    assert steps_of(tmp_path / "short") == [3, 4]
+
+    class Fails(Instrument):
+        def begin(self, step):
+            if step == 5:
+                raise KeyboardInterrupt  # from the training itself, as far as the others can tell
+
+    said = io.StringIO()
+    with pytest.raises(KeyboardInterrupt), contextlib.redirect_stdout(said):
+        train(flags("--train-iters 9 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 8"),
+                tmp_path / "failed", watchers=[Fails()])
+    assert steps_of(tmp_path / "failed") == [3, 4, 5]
+    assert "profiled steps 3-5 of this run (the last one broken off), rank 0: " in said.getvalue()
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_a_resumed_run_counts_its_own_steps_and_names_both_counts(tmp_path):
+    common = flags("--train-iters 9 --lr-decay-style constant")
+    quietly([*common, "--exit-interval", "5", "--save", str(tmp_path / "save")], tmp_path / "first")
+    resumed = [*common, "--load", str(tmp_path / "save"), "--profile", "--use-pytorch-profiler"]
+    _, out = quietly([*resumed, "--profile-step-start", "2", "--profile-step-end", "4"], tmp_path / "second")
+    assert steps_of(tmp_path / "second") == [2, 3]
+    assert "profiled steps 2-3 of this run = iterations 7-8, rank 0" in out
+    _, out = quietly([*resumed, "--profile-step-start", "6", "--profile-step-end", "8"], tmp_path / "third")
+    assert out.count("--profile-step-start 6 counts this run's own steps, and there are 4 left of it") == 1
+    assert out.count("--profile-step-start 6 was never reached: the run ended after 4 of its steps") == 1
+    assert out.index("counts this run's own steps") < out.index("] iteration ") < out.index("was never reached")
+    assert trace_files(tmp_path / "third") == []
+
+
+# --- what is recorded
+
+
+def test_every_detail_is_where_its_reader_looks_for_it(tmp_path):
+    quietly(flags("--train-iters 5", PROFILE, "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-chakra",
+                  "--pytorch-profiler-collect-memory --pytorch-profiler-collect-flops --profile-gzip",
+                  "--pytorch-profiler-collect-callstack --profile-modules"), tmp_path)
+    [path] = trace_files(tmp_path)
+    assert path.name.endswith(".pt.trace.json.gz")  # what TensorBoard's plugin looks for
+    found = events(path)
+    assert steps_of(tmp_path) == [3, 4]
+    assert any("Input Dims" in event.get("args", {}) for event in found)
+    assert any(event["name"] == "[memory]" for event in found)
+    assert any(event.get("cat") == "python_function" and "loss_and_tokens" in event["name"] for event in found)
+    assert spans(found, r"layers\.1\.mlp backward")
+    [table] = tmp_path.glob("*.operators.txt")
+    lines = table.read_text().splitlines()
+    assert lines[0] == "steps 3-4 of this run, rank 0"
+    head = next(line for line in lines if "Self CPU" in line)
+    assert all(column in head for column in ("Input Shapes", "FLOPs", "Self CPU Mem"))
+    shares = [float(share) for share in re.findall(r"^.{80,}?\s(\d+\.\d+)%", "\n".join(lines), re.MULTILINE)]
+    assert len(shares) > 10 and shares == sorted(shares, reverse=True)
+    [chakra] = (tmp_path / "chakra").iterdir()  # apart: whatever reads traces takes every .json for one
+    assert chakra.name.endswith(".et.json.gz")
+
+
+def test_large_traces_are_compressed_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_lite.instruments.trace_file.LARGE", 100)
+    small, large = ('{"traceEvents": [{"name": "ProfilerStep#7"}]}', '{"traceEvents": [' + " " * 100 + "]}")
+    cases = ((small, None, "json"), (large, None, "gz"), (small, True, "gz"), (large, False, "json"))
+    for text, compress, ending in cases:
+        path, found = write_whole(tmp_path / "a.json", lambda name, text=text: Path(name).write_text(text), compress)
+        assert path.name == ("a.json.gz" if ending == "gz" else "a.json") and list(tmp_path.iterdir()) == [path]
+        whole = gzip.decompress(path.read_bytes()).decode() if ending == "gz" else path.read_text()
+        assert whole == text and found.steps == ((7,) if text is small else ())
+        path.unlink()
+    for flag, compress in (("", None), ("--profile-gzip", True), ("--no-profile-gzip", False)):
+        timeline = Timeline()
+        profiler = choose(plan_of(flags(PROFILE, flag)), tmp_path, timeline, print)[-2]
+        assert profiler.details.compress is compress
+
+
+def model(recompute: bool = False, dropout: float = 0.1) -> GPT:
+    torch.manual_seed(1)
+    shape = plan_of(flags(f"--hidden-dropout {dropout} --attention-dropout {dropout}")).shape
+    attend = choose_attention("auto", shape, batch=1, device=torch.device("cpu"), dtype=torch.float32, masked=False,
+                              explain=False)
+    gpt = GPT(shape, attend)
+    for layer in gpt.decoder.layers if recompute else ():
+        layer.forward = recomputed(layer.forward)
+    return gpt
+
+
+def pass_through(gpt: GPT) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(2)
+    tokens_BT = torch.arange(16)[None]
+    loss = gpt(tokens_BT, tokens_BT).sum()
+    loss.backward()
+    gradients = [parameter.grad for parameter in gpt.parameters()]
+    gpt.zero_grad()
+    return loss.detach(), gradients
+
+
+def ranges_of(gpt: GPT, tmp_path: Path) -> tuple[list[tuple[int, str]], tuple]:
+    """Ranges of one pass, and what it computed."""
+    told = []
+    ranges = ModuleRanges(told.append)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ranges.open()
+        computed = pass_through(gpt)
+        ranges.close()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert told == []
+    return nested(spans(events(tmp_path / "trace.json"), r"layers\..*")), computed
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_module_ranges_nest_and_change_no_bit(tmp_path, dropout):
+    plain = pass_through(model(dropout=dropout))
+    gpt = model(dropout=dropout)
+    ranges, computed = ranges_of(gpt, tmp_path)
+    assert ranges == FORWARD + BACKWARD
+    assert same(list(plain), list(computed))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in gpt.modules())
+    assert same(list(plain), list(pass_through(gpt)))  # and afterwards
+
+
+# where a layer's own dropout is undone first, it calls for recomputing; else the MLP does, and what is computed ends in
+# the middle of the MLP, by an exception
+AGAIN_FOR_DROPOUT = [(0, " backward"), (1, ".self_attention recompute"), (1, ".mlp recompute"), (1, ".mlp backward"),
+                     (1, ".self_attention backward")]
+AGAIN_FOR_MLP = [(0, " backward"), (1, ".mlp backward"), (2, ".self_attention recompute"), (2, ".mlp recompute"),
+                 (1, ".self_attention backward")]
+
+
+@pytest.mark.parametrize(("dropout", "again"), [(0.0, AGAIN_FOR_MLP), (0.1, AGAIN_FOR_DROPOUT)])
+def test_recomputed_layers_show_what_is_computed_twice(tmp_path, dropout, again):
+    plain = pass_through(model(dropout=dropout))
+    ranges, computed = ranges_of(model(recompute=True, dropout=dropout), tmp_path)
+    assert same(list(plain), list(computed))
+    assert ranges == FORWARD + [(depth, f"layers.{i}{name}") for i in (1, 0) for depth, name in again]
+    found = events(tmp_path / "trace.json")
+    undone = [event["ts"] for event in found if event.get("cat") == "cpu_op" and event["name"].endswith("Backward0")
+              and not event["name"].startswith("autograd::")]
+    for span in spans(found, r".* recompute"):  # over before what it recomputed is undone
+        assert not any(span["ts"] < at < span["ts"] + span["dur"] for at in undone)
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapped", "forward"])
+def test_compiled_blocks_keep_their_ranges(tmp_path, way):
+    """The three ways in which a block can be compiled; inside one there is nothing to put ranges around."""
+    torch._dynamo.reset()
+    compiling = {"backend": "aot_eager"}
+    plain, gpt = model(dropout=0.0), model(dropout=0.0)
+    for one in (plain, gpt):
+        for i, layer in enumerate(one.decoder.layers):
+            if way == "in place":
+                layer.compile(**compiling)
+            elif way == "wrapped":
+                one.decoder.layers[i] = torch.compile(layer, **compiling)
+            else:
+                layer.forward = torch.compile(layer.forward, **compiling)
+    expected = pass_through(plain)
+    pass_through(gpt)  # compiles
+    compilations = torch._dynamo.utils.counters["frames"]["total"]
+    ranges, computed = ranges_of(gpt, tmp_path)
+    assert ranges == [entry for entry in FORWARD + BACKWARD if entry[0] == 0]
+    assert same(list(expected), list(computed))
+    assert torch._dynamo.utils.counters["frames"]["total"] == compilations  # profiling compiles nothing, hooks neither
+
+
+def test_a_model_compiled_as_a_whole_shows_no_layers():
+    assert wanted_modules(torch.compile(model(), backend="eager")) == {}
+    assert list(wanted_modules(model())) == [name.removesuffix(" forward") for _, name in FORWARD]
+
+
+# --- what cannot be written, and what is missing
+
+
+def test_a_full_disk_costs_the_trace_and_one_line(tmp_path):
+    @contextlib.contextmanager
+    def files_of_at_most(size: int):
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+    with files_of_at_most(100_000):
+        _, out = quietly(flags("--train-iters 6", PROFILE, "--pytorch-profiler-collect-chakra"), tmp_path / "full")
+    quietly(flags("--train-iters 6"), tmp_path / "plain")
+    assert losses(tmp_path / "full") == losses(tmp_path / "plain") and len(losses(tmp_path / "full")) == 6
+    said = re.findall(r"^profile of steps 3-4 of this run, rank 0, is lost; training goes on: .*$", out, re.MULTILINE)
+    assert len(said) == 1 and said[0].endswith("trace.json: nothing was written: no room on the disk?"), out
+    assert [path for path in (tmp_path / "full").rglob("*") if "trace" in path.name or "rank0" in path.name] == []
+    assert "switched off" not in out
+
+
+def test_a_folder_that_is_in_the_way_costs_the_trace_and_one_line(tmp_path):
+    (tmp_path / "file").write_text("in the way of a folder")
+    out = []
+    profiler = TorchProfiler(Window(range(1, 2)), tmp_path / "file" / "tb", 0, Details(), out.append)
+    with Instruments([profiler], out.append) as watching, watching.step(1), watching.phase(Phase.FORWARD):
+        torch.ones(2).sum()
+    assert len(out) == 1 and out[0].startswith("profile of step 1 of this run, rank 0, is lost; training goes on: ")
+    assert not torch.autograd._profiler_enabled()
+
+
+class LikeOnAGpu(TorchProfiler):
+    """Gets ready as for a GPU, and records the CPU."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        details, cpu = self.details, replace(self.details, cuda=False)
+        self.details = mock.Mock(wraps=details, cuda=True, chakra=True, compress=False, shapes=False)
+        self.details.profiler.side_effect = cpu.profiler
+
+    def _synchronize(self):
+        pass
+
+
+@pytest.mark.parametrize(("last", "recorded"), [(5, (3, 4)), (2, None), (1, None)])
+def test_the_step_before_the_window_gets_ready_and_is_not_recorded(tmp_path, last, recorded):
+    out = []
+    profiler = LikeOnAGpu(Window(range(3, 5)), tmp_path, 0, Details(), out.append)
+    with Instruments([profiler], out.append) as watching:
+        for step in range(1, last + 1):
+            with watching.step(step), watching.phase(Phase.FORWARD):
+                torch.ones(2).sum()
+            assert (profiler._profiler is not None) == (step in (2, 3))
+    assert not torch.autograd._profiler_enabled() and profiler._profiler is None
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    if recorded is None:
+        assert files == [] and out == []  # it was ready for nothing, and leaves nothing
+    else:
+        assert look_into(*trace_files(tmp_path)).steps == recorded and len(files) == 3
+        assert len(out) == 2 and "holds no GPU kernel" in out[1]
+
+
+def test_a_profiler_is_off_even_if_stopping_it_fails(tmp_path, monkeypatch):
+    """As after an error that leaves a GPU unusable: nothing can be waited for, and nothing be written."""
+    out = []
+    profiler = TorchProfiler(Window(range(1, 9)), tmp_path, 0, Details(), out.append)
+    with Instruments([profiler], out.append) as watching, watching.step(1):
+        def fail(*arguments):
+            raise RuntimeError("an illegal memory access")
+
+        monkeypatch.setattr(profiler, "_synchronize", fail)
+        assert torch.autograd._profiler_enabled()
+    assert not torch.autograd._profiler_enabled()
+    [said] = out
+    assert said.startswith("TorchProfiler.close failed and was switched off") and said.endswith("illegal memory access")
+
+
+def test_a_trace_is_compared_with_what_was_meant(tmp_path):
+    profiler = TorchProfiler(Window(range(3, 6)), tmp_path, 0, Details(cuda=True), print)
+    profiler._last = 5
+    assert list(profiler._complaints(Found((3, 4, 5), 7, True))) == []
+    [few] = profiler._complaints(Found((3, 4), 7, True))
+    assert few == "holds the steps 3, 4, not 3, 4, 5 as it should."
+    [none] = profiler._complaints(Found((3, 4, 5), 0, True))
+    assert none.startswith("holds no GPU kernel. CUPTI, which reports them, serves one tool per process")
+
+
+def test_a_look_into_a_trace_counts_what_lies_across_its_pieces(tmp_path, monkeypatch):
+    event = {"ph": "X", "cat": "kernel", "name": "gemm"}
+    whole = {"traceEvents": [{"name": "ProfilerStep#12"}, *[event] * 500, {"name": "ProfilerStep#13"}]}
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(whole))
+    for size in (100, 101, 333, 1 << 20):
+        monkeypatch.setattr("megatron_lite.instruments.trace_file.CHUNK", size)
+        monkeypatch.setattr("megatron_lite.instruments.trace_file.OVERLAP", 60)
+        assert look_into(path) == Found((12, 13), 500, True)
+    path.write_text(json.dumps(whole)[:-20])
+    assert not look_into(path).whole

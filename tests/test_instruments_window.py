@@ -1,0 +1,246 @@
+"""The window's counts, what averages leave out, and windows that are asked for while a run goes on."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from launch import alone, flags, losses, on_ranks, plan_of, quietly, steps, train
+from traces import events, steps_in, steps_of, trace_files
+
+from megatron_lite.config.world import World
+from megatron_lite.instruments import on_demand
+from megatron_lite.instruments.base import Instrument
+from megatron_lite.instruments.choose import choose
+from megatron_lite.instruments.disturbance import Disturbance
+from megatron_lite.instruments.nsys_range import NsysRange
+from megatron_lite.instruments.on_demand import OnDemand
+from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.instruments.torch_profiler import TorchProfiler
+from megatron_lite.instruments.window import Window
+
+ALL = "megatron_lite.instruments.on_demand."
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with alone():
+        yield
+
+
+# --- counts
+
+
+def test_a_window_is_half_open_and_counted_from_1():
+    window = Window(range(10, 12))
+    assert [step for step in range(30) if step in window] == [10, 11] and len(window) == 2
+    assert [step for step in range(30) if window.opens(step)] == [10]
+    assert [step for step in range(30) if window.closes(step)] == [11]
+    assert [step for step in range(30) if window.disturbs(step)] == [10, 11]
+    window.margin = 1
+    assert [step for step in range(30) if window.disturbs(step)] == [9, 10, 11, 12]
+    assert window.words() == "steps 10-11 of this run" and window.words(10) == "step 10 of this run"
+    window.started_at = 100
+    assert window.words() == "steps 10-11 of this run = iterations 110-111"
+    assert window.words(10) == "step 10 of this run = iteration 110"
+
+
+def test_an_empty_window_does_nothing():
+    window = Window(range(0))
+    assert not window and len(window) == 0
+    assert not any(question(step) for step in range(-2, 3)
+                   for question in (window.opens, window.closes, window.disturbs, window.__contains__))
+
+
+# --- averages
+
+
+class Slow(Instrument):
+    """Makes some steps of the training long. Stands inside of the timeline."""
+
+    def __init__(self, *steps: int):
+        self.steps = steps
+
+    def begin(self, step):
+        if step in self.steps:
+            time.sleep(0.5)
+
+
+def elapsed(out: str) -> list[float]:
+    return [float(ms) for ms in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", out)]
+
+
+def test_averages_leave_profiled_steps_out_and_say_so(tmp_path):
+    argv = flags("--train-iters 12 --log-interval 4 --log-timers-to-tensorboard --log-throughput --tensorboard-dir",
+                 tmp_path / "tb", "--profile --use-pytorch-profiler --profile-step-start 6 --profile-step-end 8")
+    _, out = quietly(argv, tmp_path, [Slow(6, 7)])
+    assert len(elapsed(out)) == 4 and max(elapsed(out)) < 200, out  # the steps' own 500 ms are in none of them
+    assert re.findall(r"time and throughput .*", out) == ["time and throughput leave out 2 profiled steps"]
+    records = steps(tmp_path)
+    assert [record["step"] for record in records if record.get("profiled")] == [6, 7]
+    assert not any("beside_profile" in record for record in records)  # one rank on a CPU
+    assert min(record["ms"] for record in records if record.get("profiled")) > 500
+    ratio = float(re.search(r"profiled steps took ([\d.]+) x", out)[1])
+    assert ratio > 2
+    assert scalar(tmp_path / "tb", "iteration-time") == [*range(1, 6), *range(8, 13)]
+    assert scalar(tmp_path / "tb", "lm loss") == [*range(1, 13)]
+
+
+def scalar(folder: Path, name: str) -> list[int]:
+    """Iterations for which TensorBoard has it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    read.Reload()
+    return [event.step for event in read.Scalars(name)]
+
+
+def test_an_interval_of_profiled_steps_only_is_not_passed_off_as_others(tmp_path):
+    _, out = quietly(flags("--train-iters 5 --log-interval 1 --profile --use-pytorch-profiler",
+                           "--profile-step-start 3 --profile-step-end 4"), tmp_path, [Slow(3)])
+    assert [ms > 400 for ms in elapsed(out)][2] and sum(ms > 400 for ms in elapsed(out)) == 1
+    assert out.count("time and throughput are of 1 profiled step: there was no other since the last line") == 1
+
+
+# --- on demand
+
+
+class Asks(Instrument):
+    """Somebody who writes into the request's file before certain steps."""
+
+    def __init__(self, folder: Path, **requests: str):
+        self.requests = {int(step.removeprefix("at")): (folder, text) for step, text in requests.items()}
+
+    def begin(self, step):
+        if step in self.requests:
+            folder, text = self.requests[step]
+            (folder / "profile.now").write_text(text)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Watchers that look before every step, so that tests may be short."""
+    monkeypatch.setattr(ALL + "SECONDS_BETWEEN_LOOKS", 0.0)
+
+
+def captures(folder: Path, rank: int = 0) -> list[list[int]]:
+    return [steps_in(events(path)) for path in trace_files(folder, rank)]
+
+
+def test_a_live_run_is_profiled_on_demand(tmp_path, eager):
+    asks = Asks(tmp_path, at2="", at9="3\n")
+    _, out = quietly(flags("--train-iters 20 --log-interval 10"), tmp_path, [asks])
+    assert captures(tmp_path) == [[5, 6], [12, 13, 14]]  # seen one step later, begun two steps after that
+    assert f"{tmp_path}/profile.now taken: profiling steps 5-6 of this run." in out
+    assert "profiled steps 12-14 of this run, rank 0" in out and out.count("profiled steps took") == 2
+    assert [record["step"] for record in steps(tmp_path) if record.get("profiled")] == [5, 6, 12, 13, 14]
+    assert not (tmp_path / "profile.now").exists() and not (tmp_path / "profile.next").exists()
+    quietly(flags("--train-iters 20"), tmp_path / "plain")
+    assert losses(tmp_path) == losses(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("requests", "said", "left"),
+    [
+        ({"at2": "many"}, "profile.now: 'many' is no number of steps from 1 to 1000; leave the file empty", False),
+        ({"at2": "0"}, "profile.now: '0' is no number of steps", False),
+        ({"at7": ""}, "profile.now: the run ends before step 10, so nothing is profiled.", False),
+        ({"at8": ""}, "profile.now came too late for this run and stays", True),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_answered(tmp_path, eager, requests, said, left):
+    _, out = quietly(flags("--train-iters 8"), tmp_path, [Asks(tmp_path, **requests)])
+    assert out.count(said) == 1 and captures(tmp_path) == [], out
+    assert (tmp_path / "profile.now").exists() == left
+
+
+GPU, UNDER_NSYS, BOTH = World(gpus=1), World(under_nsys=True), World(gpus=1, under_nsys=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "watchers"),
+    [
+        ("", World(), [OnDemand, Disturbance, TorchProfiler, Timeline]),
+        ("", BOTH, [Timeline]),  # nothing could record: nsys holds the counters and was not asked to collect
+        ("", UNDER_NSYS, [OnDemand, Disturbance, TorchProfiler, Timeline]),
+        ("--profile", BOTH, [OnDemand, Disturbance, NsysRange, Timeline]),
+        ("--profile", GPU, [OnDemand, Disturbance, NsysRange, TorchProfiler, Timeline]),  # the last one on demand only
+        ("--profile --use-pytorch-profiler --no-profile-on-demand", GPU, [Disturbance, TorchProfiler, Timeline]),
+        ("--no-profile-on-demand", World(), [Timeline]),
+        ("", World(rank=1, size=3, local_rank=1, local_size=3), [Timeline]),
+        ("", World(rank=2, size=3, local_rank=2, local_size=3), [OnDemand, Timeline]),  # it logs
+    ],
+)
+def test_who_watches(tmp_path, words, world, watchers):
+    made = choose(plan_of(flags("--global-batch-size 6", words), world), tmp_path, Timeline(), print)
+    of_windows = (OnDemand, Disturbance, NsysRange, TorchProfiler, Timeline)
+    assert [type(member) for member in made if isinstance(member, of_windows)] == watchers
+
+
+def test_nobody_looks_when_told_not_to(tmp_path, eager):
+    _, out = quietly(flags("--train-iters 9 --no-profile-on-demand"), tmp_path, [Asks(tmp_path, at2="")])
+    assert captures(tmp_path) == [] and (tmp_path / "profile.now").exists() and "profile.now" not in out
+
+
+def test_a_request_leaves_the_planned_window_where_it_was(tmp_path, eager):
+    argv = flags("--train-iters 18 --profile --use-pytorch-profiler --profile-step-start 11 --profile-step-end 13")
+    _, out = quietly(argv, tmp_path / "before", [Asks(tmp_path / "before", at2="3")])
+    assert captures(tmp_path / "before") == [[5, 6, 7], [11, 12]] and "never reached" not in out
+    _, out = quietly(argv, tmp_path / "after", [Asks(tmp_path / "after", at14="1")])
+    assert captures(tmp_path / "after") == [[11, 12], [17]]
+    _, out = quietly(argv, tmp_path / "same", [Asks(tmp_path / "same", at8="")])
+    assert captures(tmp_path / "same") == [[11, 12]]
+    assert out.count("profile.now: steps 11-12 are about to be profiled anyway; ask again after them.") == 1
+
+
+def train_all_and_on_request(world, words):
+    """The request comes before step 3; `profile.next` is what ranks agree by."""
+    *planned, live = json.loads(words)
+    for number, argv in enumerate(planned):
+        train(argv, Path(f"run{number}"), world)
+    on_demand.SECONDS_BETWEEN_LOOKS = 0.0
+    Path("live").mkdir(exist_ok=True)
+    train(live, Path("live"), world, [Asks(Path("live"), at3="2")] if world.is_first else [])
+
+
+def test_each_profiled_rank_has_its_own_trace_of_the_same_steps(tmp_path):
+    argvs = [flags("--train-iters 5 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5",
+                   f"--profile-ranks {ranks}") for ranks in ("-1", "1", "0")]
+    argvs.append(flags("--train-iters 14 --profile-ranks -1 --log-interval 7"))
+    on_ranks("test_instruments_window:train_all_and_on_request", tmp_path, json.dumps(argvs))
+    assert steps_of(tmp_path / "run0", 0) == steps_of(tmp_path / "run0", 1) == [3, 4]
+    for run, rank in (("run1", 1), ("run2", 0)):
+        assert len(list((tmp_path / run).glob("*.trace.json"))) == 1 and steps_of(tmp_path / run, rank) == [3, 4]
+    [first], [second] = captures(tmp_path / "live", 0), captures(tmp_path / "live", 1)
+    assert len(first) == 2 and first == second
+    records = steps(tmp_path / "live")  # of the last rank
+    assert [record["step"] for record in records if record.get("profiled")] == first
+    assert [record["step"] for record in records if record.get("beside_profile")] == [first[0] - 1, first[1] + 1]
+
+
+def test_a_rank_that_sees_a_request_late_joins_late(tmp_path, eager):
+    words = []
+    window = Window()
+    follower = OnDemand(window, tmp_path, 2, leads=False, alone=False, last_step=lambda: 99, tell=words.append)
+    follower.begin(4)
+    (tmp_path / "profile.next").write_text("7 10")
+    follower.begin(8)
+    assert (window.first, window.last, window.on_demand) == (8, 9, True)
+    follower.begin(10)
+    follower.begin(11)  # the answer still lies there, but is over
+    assert not window and words == []
+
+
+@pytest.mark.slow
+def test_looking_costs_little(tmp_path, eager):
+    watcher = OnDemand(Window(), tmp_path, 2, leads=True, alone=True, last_step=lambda: 1 << 30, tell=print)
+    times = []
+    for attempt in range(5):
+        started = time.perf_counter()
+        for step in range(10_000):
+            watcher.begin(step)
+            watcher.end(step)
+        times.append((time.perf_counter() - started) / 10_000)
+    assert min(times) < 5e-6
+    print(f"{1e6 * min(times):.2f} us per step")

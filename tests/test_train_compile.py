@@ -1,0 +1,138 @@
+"""--torch-compile: the same losses and checkpoints, one compilation for all layers, steps that compile marked."""
+
+import json
+import os
+import re
+import stat
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+from command_lines import mistakes
+from launch import DROPOUT, alone, checkpoint, flags, intervals, losses, on_ranks, quietly, steps, train
+from torch._dynamo.utils import counters
+
+from megatron_lite.instruments.base import Instrument
+
+EAGER = "--torch-compile --torch-compile-backend aot_eager"
+UNFUSED = "--attention-backend unfused"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with alone():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
+    counters.clear()
+    limit, optimize = torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp
+    yield
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp = limit, optimize
+
+
+VARIANTS = {
+    "fp32, recomputing a layer": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    "fp16, recomputing attention": f"--fp16 --initial-loss-scale 4096 --recompute-activations {UNFUSED}",
+    "bf16, documents": "--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope --reset-attention-mask "
+                       "--reset-position-ids --eod-mask-loss",
+}
+
+
+@pytest.mark.parametrize("words", VARIANTS.values(), ids=VARIANTS)
+def test_nothing_changes_but_the_speed(tmp_path, words):
+    argv = flags("--train-iters 5 --eval-interval 2 --eval-iters 1 --log-interval 2", words, *DROPOUT)
+    quietly([*argv, "--save", str(tmp_path / "eager")], tmp_path / "eager")
+    _, out = quietly([*argv, *EAGER.split(), "--save", str(tmp_path / "compiled")], tmp_path / "compiled")
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=2e-3 if "16" in words else 1e-6)
+    assert "compiling each of 2 layers with aot_eager" in out and "expected" not in out
+    assert counters["stats"]["unique_graphs"] == 2  # one for training and one for evaluating, for all layers
+    saved, other = (checkpoint(tmp_path / name, 5) for name in ("compiled", "eager"))
+    assert saved.keys() == other.keys()
+    assert all(saved[name].shape == other[name].shape for name in saved if name != "record")
+
+
+def test_layers_that_know_their_number_are_all_compiled(tmp_path):
+    """More than torch's limit of 8 variants, beyond which it would run eagerly without a word."""
+    words = f"--num-layers 9 --fp16 --initial-loss-scale 4096 --apply-query-key-layer-scaling {UNFUSED} --train-iters 2"
+    _, out = quietly(flags(words, EAGER), tmp_path)
+    assert counters["stats"]["unique_graphs"] == 9 and "expected" not in out
+
+
+def test_steps_that_compile_are_marked_and_not_averaged(tmp_path):
+    _, out = quietly(flags("--train-iters 9 --log-interval 4 --eval-interval 6 --eval-iters 1", EAGER), tmp_path)
+    records = steps(tmp_path)
+    assert [r["iteration"] for r in records if r.get("compiling")] == [1, 6]  # a layer that evaluates is another
+    assert [f["steps"] for f in intervals(tmp_path)] == [[2], [3], [1]]
+    assert "time and throughput are of 1 compiling step: there was no other" in out
+    assert "time and throughput leave out 1 compiling step\n" in out
+    said = [float(ms) for ms in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", out)]
+    assert said[0] > records[0]["ms"] / 2 and max(said[1:]) < records[0]["ms"] / 2
+
+
+def test_too_many_compilations_are_said(tmp_path):
+    """Here something else that compiled code depends on changes between steps."""
+    class Meddles(Instrument):
+        def begin(self, step):
+            torch.use_deterministic_algorithms(step % 3 == 1, warn_only=step % 3 == 2)
+
+    try:
+        _, out = quietly(flags("--train-iters 6", EAGER), tmp_path, [Meddles()])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert re.search(r"--torch-compile compiled [3-9] variants of a layer, where 2 were expected: .*TORCH_LOGS=recompiles", out)
+
+
+def test_without_a_compiler_it_is_refused(tmp_path, monkeypatch):
+    line = ["--torch-compile"]
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = "--torch-compile: there is no C++ compiler (g++) on the PATH; install one, or name one in the variable CXX, or drop it."
+    assert mistakes(line) == [said]
+    assert mistakes([*line, "--torch-compile-backend", "aot_eager"]) == []
+    compiler = tmp_path / "mine"
+    compiler.write_text("#!/bin/sh\n")
+    os.chmod(compiler, stat.S_IRWXU)
+    monkeypatch.setenv("CXX", "mine")
+    assert mistakes(line) == []
+    monkeypatch.setenv("CXX", "theirs")
+    assert mistakes(line) == [said.replace("g++", "theirs")]
+
+
+@pytest.mark.slow
+def test_ranges_lie_around_compiled_layers(tmp_path):
+    """Hooks inside a compiled layer would have it compiled again."""
+    recompute = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+    window = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 4 --profile-modules"
+    quietly(flags("--train-iters 4", EAGER, recompute, window), tmp_path)
+    [trace] = tmp_path.glob("*.pt.trace.json")
+    names = Counter(event.get("name") for event in json.loads(trace.read_text())["traceEvents"])
+    assert all(names[f"layers.{i} {way}"] == 4 for i in (0, 1) for way in ("forward", "backward"))
+    assert not any(".mlp" in str(name) for name in names) and counters["stats"]["unique_graphs"] == 1
+
+
+def on_two_ranks(world, folder):
+    for name, words in (("eager", ""), ("compiled", EAGER)):
+        train(flags("--train-iters 5 --bf16 --ddp-bucket-size 2000", words, *DROPOUT), Path(folder) / name, world)
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    """Gradients are reduced by DistributedDataParallel, in fp32 by a hook of ours, in more than one bucket."""
+    outputs = on_ranks("test_train_compile:on_two_ranks", tmp_path, str(tmp_path))
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=2e-3)
+    assert not any("were expected" in out for out in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--bf16 --recompute-granularity full --recompute-method uniform"])
+def test_inductor(tmp_path, words):
+    argv = flags("--num-layers 3 --train-iters 5 --eval-interval 2 --eval-iters 1", words)
+    quietly(argv, tmp_path / "eager")
+    _, out = quietly([*argv, "--torch-compile"], tmp_path / "compiled")
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=5e-3 if words else 1e-5)
+    assert "expected" not in out and steps(tmp_path / "compiled")[0]["compiling"]
