@@ -15,12 +15,8 @@ def killed(tmp_path, *words: str):
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_at_some_moments(tmp_path):
-    killed(tmp_path, "4", "1", "--save-retain-interval", "2")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("30", "1"), ("20", "2"), ("10", "2", "--async-save"), ("10", "2", "--ckpt-format", "torch")],
+@pytest.mark.parametrize("words", [("30", "1", "--save-retain-interval", "2"), ("20", "2"), ("10", "2", "--async-save"), ("10", "2", "--ckpt-format", "torch")],
                          ids=" ".join)
 def test_at_random_moments(tmp_path, words):
     killed(tmp_path, *words)
