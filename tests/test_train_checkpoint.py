@@ -92,6 +92,7 @@ def changing_ranks(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_number_of_ranks_may_change(changing_ranks):
     """Bitwise what does not depend on the order of sums; the data goes on unbroken; the rest to float rounding."""
     parts = [record for name in ("first", "second", "third") for record in steps(changing_ranks / name)]

@@ -57,6 +57,7 @@ def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
         assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 died")
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
     ended = run_faulty("loop", tmp_path / "run", limit_s=3)
     line = verdict_of(ended)
