@@ -1,0 +1,43 @@
+"""All that was found out about one run, for the rules and the renderers."""
+
+from dataclasses import dataclass
+
+from megatron_lite.analysis.kernels.figures import RankKernels
+from megatron_lite.analysis.memory.figures import Snapshot
+from megatron_lite.analysis.ranks.figures import Ranks
+from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.time.figures import RankTime
+from megatron_lite.analysis.trace.columns import Trace
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One rank's trace and what was made of it."""
+
+    trace: Trace
+    time: RankTime
+    kernels: RankKernels
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One run. Every part may be absent; a rule that needs it then has nothing to say."""
+
+    ranks_seen: tuple[RankFacts, ...]  # by rank
+    ranks: Ranks | None
+    snapshots: tuple[Snapshot, ...]  # by rank
+    run: Run | None
+    gaps: tuple[str, ...]  # what could not be seen and why, a sentence each
+
+    @property
+    def critical(self) -> RankFacts | None:
+        """The rank whose time is the run's: the one that waits least for others (not simply rank 0)."""
+        if not self.ranks_seen:
+            return None
+        wanted = self.ranks.critical_rank if self.ranks else None
+        return next((one for one in self.ranks_seen if one.time.rank == wanted), self.ranks_seen[0])
+
+    @property
+    def plan(self) -> dict:
+        """The run's plan (flags as resolved); {} for foreign runs."""
+        return self.run.plan if self.run else {}

@@ -1,0 +1,104 @@
+"""What the kernel analysis says of one rank. Milliseconds and counts are means per steady step."""
+
+import enum
+from dataclasses import dataclass
+
+
+class Role(str, enum.Enum):
+    """What device work is for."""
+
+    GEMM = "matrix products"
+    ATTENTION = "attention"
+    NORM = "normalisation"
+    SOFTMAX = "softmax and loss"
+    ELEMENTWISE = "elementwise"
+    REDUCTION = "reductions"
+    EMBEDDING = "embedding and indexing"
+    OPTIMIZER = "optimizer"
+    CAST_COPY = "copies and casts on the device"
+    CONVOLUTION = "convolution"
+    FUSED = "compiled (fused)"
+    COMMUNICATION = "communication"
+    TRANSFER = "transfers"  # memcpy to and from the host, memset
+    OTHER = "other"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class TensorCores(str, enum.Enum):
+    YES = "yes"
+    NO = "no"  # could, but did not
+    UNKNOWN = "unknown"  # the name does not say
+    NOT_APPLICABLE = ""
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """All calls of one kernel."""
+
+    name: str
+    short: str  # readable: without template arguments
+    role: Role
+    phase: str  # where most of its time is
+    operator: str  # host operator that launched most of it
+    per_step: float
+    ms: float
+    share: float  # of all device time
+    tensor_cores: TensorCores
+    precision: str  # "fp16", "bf16", "tf32", "fp32", "" if the name does not say
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """All calls of one host operator; on CPU-only traces `self_ms` is the time that counts."""
+
+    name: str
+    role: Role
+    per_step: float
+    self_ms: float  # host time without children
+    device_ms: float  # device work it launched, children included
+    phase: str
+
+
+@dataclass(frozen=True)
+class RooflineRow:
+    """Calls of one operator with one set of shapes, against the hardware."""
+
+    operator: str
+    phase: str
+    shape: str  # "[8192, 1024] x [1024, 4096] bf16"
+    dims: tuple[int, ...]  # GEMM: (m, n, k); attention: (batch, heads, queries, keys, head width); else ()
+    role: Role
+    dtype: str
+    per_step: float
+    ms: float
+    flops: float  # per step
+    num_bytes: float  # per step, inputs and outputs once
+    achieved_tflops: float
+    achieved_gb_s: float
+    bound_ms: float | None  # max(flops / peak, bytes / bandwidth); None on unknown hardware
+    bound_by: str  # "compute", "memory", "" if unknown
+    efficiency: float | None  # bound_ms / ms
+
+
+@dataclass(frozen=True)
+class RankKernels:
+    """Kernels, operators and speed of light of one rank."""
+
+    rank: int | None
+    rows: tuple[KernelRow, ...]  # most time first
+    operators: tuple[OperatorRow, ...]  # most time first
+    roles: dict[Role, float]  # ms per step; sums to device_ms
+    device_ms: float  # sum over device events (parallel streams count twice)
+    matrix_ms: float  # GEMM + attention + convolution
+    tensor_core_ms: float
+    maybe_tensor_core_ms: float  # names that do not say
+    roofline: tuple[RooflineRow, ...]  # largest loss against the bound first; () without shapes
+    model_flops: float | None  # per step, from shapes: matrix products and attention
+    achieved_tflops: float | None  # model_flops / step time
+    peak_tflops: float | None  # of the device for the dtype that most FLOPs have
+    peak_dtype: str
+    mfu: float | None
+    compiled_regions: float  # calls per step
+    notes: tuple[str, ...]

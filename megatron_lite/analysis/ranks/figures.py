@@ -1,0 +1,64 @@
+"""What the ranks say of each other: collectives and who waits for whom. Milliseconds are means per steady step."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """All collectives of one kind and size in one phase."""
+
+    name: str  # all_reduce
+    algorithm: str  # from the kernel's name: "ring, LL128"; "" if it does not say
+    phase: str
+    group_size: int | None
+    per_step: float
+    num_bytes: int | None  # of one
+    dtype: str
+    kernel_ms: float  # mean over ranks, waiting included
+    transfer_ms: float | None  # shortest over ranks: without waiting; None with one rank
+    wait_ms: float | None  # kernel_ms - transfer_ms
+    exposed_ms: float  # not hidden by compute, mean over ranks
+    bus_gb_s: float | None  # by NCCL's definition: bytes * 2(n-1)/n / transfer for all_reduce
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank beside the others."""
+
+    rank: int
+    host: str
+    step_ms: float
+    compute_ms: float
+    communication_ms: float
+    exposed_communication_ms: float
+    wait_ms: float | None  # for others inside collectives
+    data_wait_ms: float
+    host_idle_ms: float  # device idle because of the host
+    last_in: float | None  # share of collectives in which it came last
+    caused_wait_ms: float | None  # wait of others for it: sum over collectives of (its start - median start) where it was last
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that others wait for, and why."""
+
+    rank: int
+    caused_wait_ms: float
+    share_last: float
+    cause: str  # "compute", "data_wait", "host", "copy"; "" if nothing explains 80% of the lag
+    cause_ms: float  # how much more of it the rank has than the median of the others
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of one run."""
+
+    world_size: int | None
+    present: tuple[int, ...]
+    missing: tuple[int, ...]
+    rows: tuple[RankRow, ...]
+    collectives: tuple[CollectiveRow, ...]  # most exposed first
+    straggler: Straggler | None
+    clocks_aligned: bool | None  # starts compared on one clock (ends of collectives coincide); None with one rank
+    critical_rank: int | None  # the one that waits least for others: its time is the run's
+    notes: tuple[str, ...]

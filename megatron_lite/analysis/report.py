@@ -1,0 +1,30 @@
+"""The result of an analysis: everything a renderer shows, nothing that it has to work out."""
+
+from dataclasses import dataclass
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Finding
+
+REPORT_SCHEMA = 1  # of report.json; raised when a reader of the old form would be wrong
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first line. INCONCLUSIVE is a legal verdict, with its reason."""
+
+    sentence: str  # "31% of peak; a fifth of each step waits for the gradient all-reduce, a tenth for the host"
+    bound: str  # "compute", "communication", "host", "data", "copy", "sync", "memory", "inconclusive"
+    confidence: str  # "high", "low"
+    why: str  # "3 steady steps"; for low and inconclusive the reason
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run or trace, read."""
+
+    paths: tuple[str, ...]
+    title: str  # "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"
+    verdict: Verdict
+    findings: tuple[Finding, ...]  # dearest first
+    facts: Facts
+    read_s: float  # how long reading and analysing took

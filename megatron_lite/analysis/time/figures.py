@@ -1,0 +1,122 @@
+"""What the time analysis says of one rank. Milliseconds are means per steady step unless a name says otherwise."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the window: [start, end) on the device's clock where there is a GPU, else on the host's."""
+
+    name: str  # "ProfilerStep#12" or the name of the range that marks steps
+    number: int | None
+    start_ns: int
+    end_ns: int
+    host_start_ns: int
+    host_end_ns: int
+    steady: bool  # counts; the first step of a window, cut ones and those that export or save do not
+    why_not: str = ""  # why it does not count
+
+    @property
+    def ms(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e6
+
+
+# Where a step goes, in the order of a report. Rows sum to the step exactly.
+ROW_TITLES = {
+    "compute": "compute",
+    "exposed_communication": "communication that compute does not hide",
+    "exposed_copy": "copies that nothing hides",
+    "data_wait": "waiting for the loader",
+    "sync": "after a synchronisation by the host",
+    "host": "host too slow to launch (Python, dispatch)",
+    "allocator": "cudaMalloc, cudaFree and pinning",
+    "garbage_collector": "Python's garbage collector",
+    "launch": "launch latency (gaps under 10 us)",
+    "dependency": "waiting for another stream",
+    "save": "saving and evaluating",
+    "unexplained": "unexplained",
+}
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """One phase of the step: the trainer's (phases.py) or, in foreign traces, any annotation under the step."""
+
+    name: str
+    host_ms: float  # duration of the range on the host: what a naive reading shows
+    device_sum_ms: float  # of kernels launched within it (by correlation, across threads), added up
+    device_ms: float  # union of their intervals: the real device time; on CPU-only traces the host's
+    device_span_ms: float  # from the first one's start to the last one's end
+    lag_ms: float  # its first kernel starts so long after the host entered it: depth of the queue
+    compute_ms: float
+    communication_ms: float
+    copy_ms: float
+    kernels: float  # device events per step
+
+
+@dataclass(frozen=True)
+class SyncSite:
+    """A place where the host waits for the device."""
+
+    call: str  # cudaStreamSynchronize, cudaMemcpyAsync (pageable), ...
+    operator: str  # aten::item ..., "" if none
+    frame: str  # innermost Python frame outside torch, "file.py(12): function"; "" without stacks
+    phase: str
+    per_step: float  # calls
+    host_ms: float  # that the host stood there
+    idle_ms: float  # device idle that followed because of it
+
+
+@dataclass(frozen=True)
+class HostSite:
+    """What the host did while the device waited for it, by top operator or frame."""
+
+    what: str
+    phase: str
+    idle_ms: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """An interval for pictures and evidence."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Where the steps of one rank go."""
+
+    rank: int | None
+    device: str | None  # GPU name; None for a CPU-only trace
+    on_gpu: bool
+    steps: tuple[Step, ...]
+    step_ms: float  # mean of the steady steps: the rows sum to it
+    rows: dict[str, float]  # keys of ROW_TITLES -> ms per step; absent keys are 0
+    busy_ms: float  # device working at all
+    communication_ms: float  # union of communication, hidden or not
+    copy_ms: float  # union of copies and memsets
+    overlap: float | None  # share of communication that compute hides; None without communication
+    phases: tuple[PhaseTime, ...]
+    syncs: tuple[SyncSite, ...]  # most idle first
+    hosts: tuple[HostSite, ...]  # most idle first
+    loader_host_ms: float  # host time in the loader, hidden or not
+    launches: float  # kernels per step
+    median_kernel_us: float
+    median_launch_interval_us: float  # between launches of the launching threads
+    median_queue_us: float  # kernel start - end of its launch call
+    launch_bound: bool
+    spilled_ms: float  # device work in the window whose launch lies outside of it
+    timeline: tuple[Span, ...]  # the phases of one representative step on the device, for the picture
+    timeline_step: int | None  # its index in steps
+    notes: tuple[str, ...]  # named gaps
+
+    @property
+    def steady_steps(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if step.steady)
+
+    @property
+    def idle_ms(self) -> float:
+        return max(0.0, self.step_ms - self.busy_ms)

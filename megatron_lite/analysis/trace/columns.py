@@ -1,0 +1,140 @@
+"""One process' trace as columns: a row per event, the same whoever wrote the file (PyTorch of any year, Nsight Systems).
+
+Times are whole nanoseconds since the trace's first event; -1 stands for "not given" in every column of ids.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+
+class Kind(enum.IntEnum):
+    """What an event is. Device work: KERNEL, MEMCPY, MEMSET. Old and new category names of a file map to the same kind."""
+
+    OP = 0  # an operator on the host: aten::mm, autograd::engine::evaluate_function: ...
+    ANNOTATION = 1  # a range that code named: ProfilerStep#5, forward, nccl:all_reduce, enumerate(DataLoader)#...
+    RUNTIME = 2  # a call of the CUDA runtime or driver: cudaLaunchKernel, cudaStreamSynchronize
+    KERNEL = 3
+    MEMCPY = 4
+    MEMSET = 5
+    GPU_ANNOTATION = 6  # what the profiler derives from ANNOTATION for the device; known to be wrong for backward
+    PYTHON = 7  # a Python frame
+    SYNC = 8  # cuda_sync: what a stream or the host waited for
+    OVERHEAD = 9  # the profiler's own
+    OTHER = 10
+
+
+DEVICE_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Arguments of an operator as the profiler saw them (record_shapes). Equal ones are one object."""
+
+    dims: tuple  # one tuple of ints per argument, () for what is no tensor; lists of tensors are nested
+    dtypes: tuple[str, ...]  # "c10::BFloat16", "float", "Scalar", "" ...
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a communication event says of itself; None for what its writer left out."""
+
+    name: str | None  # "allreduce", "_allgather_base"
+    group: str | None  # process group name
+    group_size: int | None
+    in_elements: int | None
+    out_elements: int | None
+    dtype: str | None  # "Float", "BFloat16"
+    sequence: int | None
+
+
+@dataclass(frozen=True)
+class Events:
+    """n events ordered by start, the longer one first where starts are equal (so a parent stands before its children)."""
+
+    name: np.ndarray  # int32 [n], index into Trace.names
+    kind: np.ndarray  # uint8 [n], a Kind
+    start_ns: np.ndarray  # int64 [n]
+    end_ns: np.ndarray  # int64 [n], >= start_ns
+    thread: np.ndarray  # int32 [n], index into Trace.threads; a device event's is its stream's row, of no use
+    device: np.ndarray  # int16 [n], GPU of device work; -1 for host events
+    stream: np.ndarray  # int32 [n], CUDA stream of device work; -1 for host events
+    correlation: np.ndarray  # int64 [n], joins a RUNTIME call with the device work that it launched
+    num_bytes: np.ndarray  # int64 [n], of copies and memsets
+    shapes: np.ndarray  # int32 [n], index into Trace.shapes
+    collective: np.ndarray  # int32 [n], index into Trace.collectives
+    sequence: np.ndarray  # int64 [n], autograd's sequence number of OP: forward op and its backward have the same
+    forward_thread: np.ndarray  # int64 [n], > 0 marks an op of the backward pass ("Fwd thread id")
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+@dataclass(frozen=True)
+class MemoryEvents:
+    """The profiler's "[memory]" instants (profile_memory), ordered by time."""
+
+    time_ns: np.ndarray  # int64 [m]
+    num_bytes: np.ndarray  # int64 [m], negative for a free
+    total_allocated: np.ndarray  # int64 [m], after it; -1: not given
+    total_reserved: np.ndarray  # int64 [m]
+    device: np.ndarray  # int16 [m], -1: host
+
+    def __len__(self) -> int:
+        return len(self.time_ns)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One process' events and what its file says about the machine."""
+
+    source: str  # the file's name, for people
+    writer: str  # "pytorch" or "nsys"
+    rank: int | None
+    world_size: int | None
+    devices: tuple[str, ...]  # GPU names by index; () without one
+    base_ns: int | None  # the first event's time on a clock shared by ranks, where the file has one
+    with_stack: bool
+    with_shapes: bool
+    names: tuple[str, ...]
+    threads: tuple[tuple[str, str], ...]  # (pid, tid) as written
+    shapes: tuple[Shapes, ...]
+    collectives: tuple[Collective, ...]
+    events: Events
+    memory: MemoryEvents
+    notes: tuple[str, ...] = ()  # named gaps: what this file lacks or where it is damaged, a sentence each
+    facts: dict = field(default_factory=dict)  # header values worth showing: distributed backend, NCCL version, ...
+
+    def name_of(self, event: int) -> str:
+        return self.names[self.events.name[event]]
+
+    @cached_property
+    def rows(self) -> dict[Kind, np.ndarray]:
+        """Rows of each kind, in order of start."""
+        return {kind: np.flatnonzero(self.events.kind == kind) for kind in Kind}
+
+    @cached_property
+    def device_rows(self) -> np.ndarray:
+        """Rows of kernels, copies and memsets, in order of start."""
+        return np.flatnonzero(np.isin(self.events.kind, DEVICE_KINDS))
+
+    @cached_property
+    def launch_of(self) -> np.ndarray:
+        """For every event the row of the RUNTIME call with its correlation; -1 for none (and for what is no device work)."""
+        events, launch = self.events, np.full(len(self.events), -1, np.int64)
+        calls = self.rows[Kind.RUNTIME]
+        calls = calls[events.correlation[calls] >= 0]
+        if not len(calls):
+            return launch
+        order = calls[np.argsort(events.correlation[calls], kind="stable")]
+        ids, wanted = events.correlation[order], events.correlation[self.device_rows]
+        at = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+        launch[self.device_rows] = np.where((ids[at] == wanted) & (wanted >= 0), order[at], -1)
+        return launch
+
+    def matching(self, test) -> np.ndarray:
+        """bool per row of `names`-indexed events: does the event's name pass `test(name)`? Each distinct name is asked once."""
+        passes = np.fromiter((bool(test(name)) for name in self.names), bool, len(self.names))
+        return passes[self.events.name] if len(self.names) else np.zeros(len(self.events), bool)
