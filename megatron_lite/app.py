@@ -25,6 +25,7 @@ from megatron_lite.parallel.host_memory import keep_freed_memory
 from megatron_lite.parallel.process_group import device_of, process_group
 from megatron_lite.run_folder import default_run_dir
 from megatron_lite.train.checkpoint import require_checkpoint
+from megatron_lite.train.end_report import end_with_report, wants_report
 from megatron_lite.train.feed import Feed
 from megatron_lite.train.record import RunRecord
 from megatron_lite.train.run import run
@@ -71,6 +72,8 @@ def _run(argv: list[str], world: World):
         with RunRecord(plan, run_dir) as record, Instruments(watchers, say) as watching, ranks.explained():
             record.left_early = run(plan, feed, tokenizer.eod, timeline, watching, run_dir, say_once)
     say_once(f"[{record.left_early}]" if record.left_early else f"  done: {run_dir}")
+    if world.is_first and wants_report(plan):
+        end_with_report(run_dir, say)
 
 
 def _headline(plan: Plan) -> str:

@@ -10,6 +10,8 @@ One per step of the rank that writes, the last one:
     gpu_ms, gpu_phases_ms: the same as the GPU passed through its stream, idle moments in between included; on a GPU only.
         Gradients are reduced beside backward: what of it backward does not hide is part of backward's time, and
         "grad_sync" is what is left after it.
+    reduce_wait_ms, gpu_reduce_wait_ms: that part of backward in which this rank had its own gradients and waited for their
+        reduction, and so for slower ranks; with several ranks only
     host_memory_bytes: this process's own at the step's end (Linux); peak_memory_bytes: most that tensors took on the
         GPU within the step
     local, profiled, beside_profile, compiling: true where the loss is this rank's only because the run failed, or the
@@ -17,6 +19,7 @@ One per step of the rank that writes, the last one:
 One per console line, {"ranks": {...}}, of the ordinary steps since the one before; every list has a number per rank:
     iterations: [first, last]; steps: how many were ordinary
     step_ms (without evaluating and saving), gpu_ms, phases_ms, gpu_phases_ms: medians over the steps (that had the phase)
+    own_backward_ms: median of backward without that waiting, of the GPU where there is one; with several ranks only
     host_memory_bytes: median; peak_memory_bytes: maximum
 With --no-step-timeline there are no lines of ranks, and of a step only its whole time.
 """

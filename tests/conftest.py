@@ -1,8 +1,13 @@
 """What all tests share."""
 
 import gc
+import os
 
 import pytest
+
+# Before torch is imported. Tests' models are tiny: a second thread gains nothing, and where cores are taken by others,
+# threads that wait for each other turn steps of 10 ms into steps of a second.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -165,21 +165,25 @@ def _fields(line: str) -> dict[str, str]:
     return {"iteration": re.search(r"iteration +(\d+)/", head)[1]} | dict(part.rsplit(": ", 1) for part in parts)
 
 
-def pretrain(argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None) -> Ended:
-    """As a user starts it: python for 0 ranks, else torchrun."""
+def pretrain(
+    argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None, under=(), seconds: float = 100
+) -> Ended:
+    """As a user starts it: python for 0 ranks, else torchrun. `under`: a command that starts commands, and its options."""
     started = time.monotonic()
-    process = start(argv, ranks, script, cwd)
+    process = start(argv, ranks, script, cwd, under)
     try:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # ranks and their loaders would live on
         raise
     return Ended(process.returncode, out, err, time.monotonic() - started)
 
 
-def start(argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None) -> subprocess.Popen:
+def start(
+    argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None, under=()
+) -> subprocess.Popen:
     """The same, still running."""
-    launcher = [sys.executable]
+    launcher = [*under, sys.executable]
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_addr", "localhost",
                      "--master_port", str(free_port())]

@@ -1,114 +1,170 @@
 """Every way of profiling in every kind of run, from a shell: what lies there afterwards, by opening it.
 
-    python tests/profile_matrix.py [WAY ...]     prints a table; exits with 1 if a window is not what it should be
+    python tests/profile_matrix.py [--way WAY] [--case CASE]
 
-A way of profiling is a Way in WAYS; add one there. Its `found` opens the files of one rank and returns steps.
+tells what it does, then prints a table; exits with 1 if a window is not what it should be.
 """
 
 import argparse
+import os
 import re
+import shlex
+import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch import Ended, flags, pretrain
-from traces import events, steps_in, trace_files
+from launch import Ended, flags, pretrain, send, start, steps
+from nsys_report import under_nsys, why_not
+from profile_ways import CASES, REPORT, WAYS, Case, Way
+
+LIMIT_SECONDS = 300  # a run takes 5 to 15; on a machine that does much else, minutes
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way of profiling. `flags` may name {run}, the run's folder; `expected` turns the intended steps into those
-    that its file must hold, for ways whose files hold more (or none, where it cannot work)."""
+@dataclass
+class Cell:
+    """What one run left."""
 
-    flags: str
-    found: Callable[[Path, int], list[int]]  # (run's folder, rank) -> steps in the file; [] if there is none
-    expected: Callable[[list[int]], list[int]] = list
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kind of run, and the steps that its window must hold."""
-
-    name: str
-    steps: list[int]
-    flags: str
-    rank: int = 0
-    ranks: int = 0  # 0: without torchrun
-    code: int = 0
-    before: str = ""  # a run before it
-    says: str = ""  # a pattern in its output
+    way: str
+    case: Case
+    command: str = ""
+    found: dict[str, list[int]] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+    skipped: str | None = None
 
 
-WINDOW = "--profile-step-start 3 --profile-step-end 5"
-CASES = [
-    Case("1 rank", [3, 4], f"--train-iters 7 {WINDOW}"),
-    Case("2 ranks, --profile-ranks 1", [3, 4], f"--train-iters 7 {WINDOW} --profile-ranks 1", rank=1, ranks=2),
-    Case("resumed at 5", [3, 4], f"--train-iters 12 {WINDOW} --load {{run}}/save",
-         before="--train-iters 12 --exit-interval 5 --save {run}/save", says="steps 3-4 of this run = iterations 8-9"),
-    Case("ends inside (--exit-interval 4)", [3, 4],
-         "--train-iters 9 --exit-interval 4 --profile-step-start 3 --profile-step-end 8"),
-    # weights of 1e30 make the next loss NaN, which stops the run two steps later
-    Case("exception inside", [1, 2, 3, 4], "--train-iters 9 --lr 1e30 --lr-decay-style constant "
-         "--profile-step-start 1 --profile-step-end 9", code=16, says="is NaN or Inf"),
-]
+def words(way: Way, case: Case, run: Path) -> str:
+    """The flags of a cell."""
+    return f"--lr-decay-style constant {case.flags} {way.flags} --run-dir {{run}}".format(run=run)
 
 
-def steps_of_traces(run: Path, rank: int) -> list[int]:
-    """From the only trace of the rank, unless other ranks left one too, where they should not."""
-    if len(list(run.glob("*.pt.trace.json*"))) != 1:
-        return []
-    return [step for path in trace_files(run, rank) for step in steps_in(events(path))]
+def one(name: str, case: Case, run: Path) -> Cell:
+    """Do one run and open what it left."""
+    way, cell = WAYS[name], Cell(name, case)
+    if way.nsys and why_not():
+        cell.skipped = why_not()
+        return cell
+    under = under_nsys(run / REPORT) if way.nsys else []
+    cell.command = _command(words(way, case, run), case.ranks, under, run)
+    try:
+        if case.before:
+            pretrain(flags(case.before.format(run=run), "--lr-decay-style constant"), seconds=LIMIT_SECONDS)
+        ended = _run(case, flags(words(way, case, run)), run, under)
+    except subprocess.TimeoutExpired as error:
+        cell.complaints = [f"did not end within {error.timeout:.0f} s"]
+        return cell
+    last = steps(run)[-1]["step"] if case.signalled else 0
+    cell.found = {kind: read(run, case.rank) for kind, read in way.found.items()}
+    cell.files = _files(run)
+    cell.complaints = [*complaints(case, ended, cell.found, last, under_tool=way.nsys)]
+    return cell
 
 
-WAYS = {
-    "torch profiler": Way("--profile --use-pytorch-profiler --run-dir {run}", steps_of_traces),
-    "torch profiler, all details": Way(
-        "--profile --use-pytorch-profiler --run-dir {run} --profile-modules --profile-gzip "
-        "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack "
-        "--pytorch-profiler-collect-memory --pytorch-profiler-collect-flops "
-        "--pytorch-profiler-collect-chakra", steps_of_traces),
-}
-
-
-def one(way: Way, case: Case, run: Path) -> tuple[str, list[str]]:
-    """(what was found, complaints) of one run."""
-    if case.before:
-        pretrain(flags(case.before.format(run=run), "--lr-decay-style constant"))
-    words = f"{case.flags} {way.flags}".format(run=run)
-    ended = pretrain(flags("--lr-decay-style constant", words), case.ranks)
-    found = way.found(run, case.rank)
-    return f"{found}", list(complaints(way, case, ended, found))
-
-
-def complaints(way: Way, case: Case, ended: Ended, found: list[int]):
-    wanted = way.expected(case.steps)
-    if found[: len(wanted)] != wanted or len(found) > len(wanted) + (case.code != 0):  # one more may be broken off
-        yield f"steps {wanted} were meant"
+def complaints(case: Case, ended: Ended, found: dict[str, list[int]], last: int, under_tool: bool) -> Iterator[str]:
+    """What is not as it should be. last: the step with which a signalled run ended."""
+    wanted = [*range(case.steps[0], last + 1)] if case.signalled else case.steps
+    for kind, held in found.items():
+        # where a run broke, the step it broke in may be there too
+        if held[: len(wanted)] != wanted or len(held) > len(wanted) + (case.code != 0):
+            yield f"{kind}: {_listed(wanted)} were meant"
     if ended.code != case.code and not (case.ranks and ended.code):
         yield f"exit code {ended.code}: {ended.err[-300:]}"
     if case.says and not re.search(case.says, ended.out + ended.err):
         yield f"does not say {case.says!r}"
-    if ended.err and not case.code and not case.ranks:  # torchrun has words of its own
+    if ended.err and not (ended.code or case.ranks or under_tool):  # torchrun and nsys have words of their own
         yield f"noise on stderr: {ended.err[:200]}"
+
+
+def _run(case: Case, argv: list[str], run: Path, under: list[str]) -> Ended:
+    if case.signalled:
+        return _run_and_signal(argv, run, under, beyond=case.steps[-1])
+    ended = pretrain(argv, case.ranks, under=under, seconds=LIMIT_SECONDS)
+    if under and ended.code and not ended.out:  # nsys 2022 may fail at once when another one has just ended
+        time.sleep(1)
+        ended = pretrain(argv, case.ranks, under=under, seconds=LIMIT_SECONDS)
+    return ended
+
+
+def _run_and_signal(argv: list[str], run: Path, under: list[str], beyond: int) -> Ended:
+    process, began, told = start(argv, under=under), time.monotonic(), run / "steps.jsonl"
+    while process.poll() is None and time.monotonic() < began + LIMIT_SECONDS:
+        if told.exists() and told.read_text().count("batch_size") > beyond:  # the last line may be half written
+            break
+        time.sleep(0.05)
+    send(_trainers(run))
+    try:
+        out, err = process.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return Ended(process.returncode, out, err, time.monotonic() - began)
+
+
+def _trainers(run: Path) -> list[int]:
+    """Process ids of the run's ranks, whoever started them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue  # it has ended
+        if words[0] == sys.executable and str(run) in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+def _files(run: Path) -> list[str]:
+    """Names of what profiling left, times taken out."""
+    kept = [path for path in run.rglob("*") if path.is_file() and re.search(r"_rank\d|\.pickle$|\.nsys-rep$", path.name)]
+    return sorted(re.sub(r"\d{12,}", "TIME", path.name) for path in kept)
+
+
+def _command(words: str, ranks: int, under: list[str], run: Path) -> str:
+    """As one would type it, the flags that all runs share left out."""
+    launcher = f"torchrun --nproc_per_node {ranks}" if ranks else "python"
+    parts = [shlex.join([*under, *launcher.split(), "pretrain_gpt.py"]), "...", words]
+    return " ".join(parts).replace(str(run), "RUN")
+
+
+def _listed(numbers: list[int]) -> str:
+    """3-5 for 3, 4, 5."""
+    if len(numbers) > 1 and numbers == [*range(numbers[0], numbers[-1] + 1)]:
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(map(str, numbers)) or "none"
+
+
+def table(cells: list[Cell]) -> Iterator[str]:
+    """Markdown: a line per cell."""
+    yield "| way | run | iterations in the files | files | command |"
+    yield "| --- | --- | --- | --- | --- |"
+    for cell in cells:
+        held = "; ".join(f"{kind} {_listed(found)}" for kind, found in cell.found.items())
+        wrong = "".join(f" WRONG: {text}" for text in cell.complaints)
+        yield (f"| {cell.way} | {cell.case.name} | {cell.skipped or held + wrong} | {', '.join(cell.files)} | "
+               f"`{cell.command}` |")
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS))
-    wrong = 0
-    print(f"| {'way':30} | {'run':34} | steps in the file | files |\n| --- | --- | --- | --- |")
-    for name in parser.parse_args(argv).ways or WAYS:
-        for case in CASES:
-            with tempfile.TemporaryDirectory() as folder:
-                found, said = one(WAYS[name], case, Path(folder))
-                names = [path.name for path in Path(folder).rglob("*_rank*") if path.is_file()]
-            files = sorted({re.sub(r"\d{12,}", "TIME", name) for name in names})
-            wrong += bool(said)
-            print(f"| {name:30} | {case.name:34} | {found}{'' if not said else ' WRONG: ' + '; '.join(said)} | "
-                  f"{', '.join(files)} |", flush=True)
-    return 1 if wrong else 0
+    parser.add_argument("--way", action="append", choices=WAYS, help="may be given several times; all when left out")
+    parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="likewise")
+    chosen = parser.parse_args(argv)
+    tasks = [(way, case) for way in chosen.way or WAYS for case in CASES if case.name in (chosen.case or [case.name])]
+    cells = []
+    for number, (way, case) in enumerate(tasks, 1):
+        print(f"[{number}/{len(tasks)}] {way}, {case.name}: ", end="", flush=True)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            cells.append(one(way, case, Path(folder)))
+        said = cells[-1].skipped or "; ".join(cells[-1].complaints) or "as it should be"
+        print(f"{said} ({time.monotonic() - began:.1f} s)", flush=True)
+    print("", *table(cells), sep="\n")
+    return 1 if any(cell.complaints for cell in cells) else 0
 
 
 if __name__ == "__main__":

@@ -91,3 +91,17 @@ def _at_the_start(snapshot: dict) -> dict[int, int]:
         elif event["action"] == "free_completed" and event["addr"] not in allocated:
             start[event["addr"]] = event["size"]
     return start | {address: size for address, size in live_blocks(snapshot).items() if address not in allocated}
+
+
+def steps_in_snapshot(path: Path) -> list[int]:
+    """Steps between whose annotations something was allocated or freed; tags must name the same ones."""
+    snapshot = read_snapshot(path)
+    marks = [(mark["time_us"], mark["stage"], int(mark["name"].removeprefix("step ")))
+             for mark in snapshot["external_annotations"] if mark["name"].startswith("step ")]
+    ends = {step: time_us for time_us, stage, step in marks if stage == "END"}
+    begins = {step: time_us for time_us, stage, step in marks if stage == "START"}
+    times = [event["time_us"] for event in trace(snapshot)]
+    held = [step for step, began in begins.items() if any(began <= time <= ends.get(step, time) for time in times)]
+    tagged = {event["user_metadata"].partition("/")[0] for event in trace(snapshot) if event["action"] == "alloc"}
+    assert tagged == {f"step {step}" for step in held}
+    return held

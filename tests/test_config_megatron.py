@@ -39,6 +39,7 @@ OURS = {  # knobs of this trainer that Megatron does not have
     "--profile-gzip",
     "--no-profile-gzip",
     "--no-profile-on-demand",
+    "--no-report",
     "--no-step-timeline",
     "--torch-compile",
     "--torch-compile-backend",

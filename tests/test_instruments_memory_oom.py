@@ -72,6 +72,7 @@ class Allocator:
     def __init__(self, monkeypatch, snapshot: dict):
         self.calls, self.observers, self.tags = [], [], []
         memory = torch.cuda.memory
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=0: 25 * GIB)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (2 * GIB, 80 * GIB))

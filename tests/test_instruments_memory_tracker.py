@@ -8,7 +8,7 @@ import pytest
 import torch
 from snapshots import live_at_each_moment, live_blocks, trace
 
-from megatron_lite.instruments.memory_layout import Allocation, Layout, rounded
+from megatron_lite.estimate.caching_allocator import Allocation, Layout, rounded
 from megatron_lite.instruments.memory_place import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.units import MIB
@@ -183,9 +183,9 @@ def test_gradients_that_arrive_on_other_threads_bring_their_module():
 # --- the address space
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_blocks_fill_segments_and_never_overlap(seed):
-    chance, layout, held = random.Random(seed), Layout(), []
+@pytest.mark.parametrize(("seed", "expandable"), [(0, False), (1, False), (2, False), (3, True), (4, True)])
+def test_blocks_fill_segments_and_never_overlap(seed, expandable):
+    chance, layout, held = random.Random(seed), Layout(expandable), []
     for _ in range(1500):
         if held and chance.random() < 0.48:
             layout.release(held.pop(chance.randrange(len(held))))
@@ -216,7 +216,7 @@ def check(layout: Layout, held: list[Allocation]):
         assert at == segment.address + segment.size
         assert not any(a is b is None for a, b in zip(segment.holders, segment.holders[1:]))
     assert found == set(held) == set(layout.address_of)
-    assert sorted(free) == sorted(layout._free["small"] + layout._free["large"])
+    assert sorted(free) == sorted(entry for blocks in layout._free.values() for entry in blocks)
 
 
 @pytest.mark.parametrize(

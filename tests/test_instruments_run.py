@@ -113,7 +113,7 @@ def test_phases_add_up_to_no_more_than_the_step(tmp_path):
                   tmp_path / "save"), tmp_path / "run")
     records = steps(tmp_path / "run")
     for record in records:
-        assert 0.5 * record["ms"] < sum(record["phases_ms"].values()) <= record["ms"] + 0.01
+        assert 0 < sum(record["phases_ms"].values()) <= record["ms"] + 0.01
         expected = {*STEP_PHASES, *(["eval"] if record["iteration"] % 4 == 0 else []),
                     *(["save"] if record["iteration"] % 5 == 0 else [])}
         assert set(record["phases_ms"]) == expected

@@ -1,5 +1,6 @@
 """The step timeline: GPU times without waiting, memory, ranks side by side, what of it is worth a line, and its cost."""
 
+import contextlib
 import json
 import mmap
 import re
@@ -8,15 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from launch import alone, flags, intervals, on_ranks, quietly, steps, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.modules.module import register_module_full_backward_hook
 
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.gpu_times import GpuTimes
 from megatron_lite.instruments.memory_now import MemoryNow
 from megatron_lite.instruments.timeline import StepTime, Timeline
-from megatron_lite.train.rank_figures import RankFigures, ordinary
-from megatron_lite.train.worth_saying import GROWING_INTERVALS, WorthSaying
+from megatron_lite.model.gpt import TransformerLayer
+from megatron_lite.train.rank_figures import RankFigures, gather, ordinary
+from megatron_lite.train.readback import Readback
+from megatron_lite.train.worth_saying import FEWEST_INTERVALS, GROWING_INTERVALS, SLOW_INTERVALS, WorthSaying
 
 MIB = 2**20
 
@@ -96,6 +101,36 @@ def test_gpu_times_arrive_when_the_gpu_has_passed(timeline, gpu):
     assert [t.gpu_seconds for t in (second, third, *times)] == pytest.approx([0.0185, 0.0205, 0.0205])
 
 
+def test_waiting_for_other_ranks_is_told_apart_from_a_ranks_own_backward(timeline, gpu):
+    for step, wait in ((1, 2.0), (2, 0.0)):
+        timeline.begin(step)
+        for last in (False, True):
+            with timeline.phase("backward"):
+                gpu.now += 7.0
+                if last:
+                    timeline.gradients_computed()
+                    gpu.now += wait
+        timeline.end(step)
+    first, second = timeline.take(wait=True)
+    assert first.gpu_phases == pytest.approx({"backward": 0.016}) and first.gpu_reduce_wait == pytest.approx(0.002)
+    assert first.own_backward == pytest.approx(0.014) == second.own_backward
+    assert 0 <= first.reduce_wait < first.phases["backward"] and gpu.events < 20
+
+
+def test_own_backward_is_of_the_gpu_or_of_the_host_and_never_mixed():
+    host = {"phases": {"backward": 0.5}, "reduce_wait": 0.1}
+    arrived = StepTime(1, gpu_phases={"backward": 0.016}, gpu_reduce_wait=0.002, **host)
+    for times, own_ms in (([arrived, StepTime(2, **host)], 14.0), ([StepTime(2, **host)], 400.0), ([StepTime(3)], None)):
+        record = gather(times, 0, torch.device("cpu"), ranks=1).record()
+        assert record.get("own_backward_ms") == (own_ms and [own_ms])
+
+
+def test_without_other_ranks_nothing_is_said_of_waiting(timeline, gpu):
+    run_step(timeline, gpu, 1)
+    [alone_] = timeline.take(wait=True)
+    assert alone_.reduce_wait is alone_.gpu_reduce_wait is alone_.own_backward is None
+
+
 def test_events_are_used_again(timeline, gpu):
     for step in range(1, 200):
         run_step(timeline, gpu, step)
@@ -146,7 +181,7 @@ def figures(**changes) -> RankFigures:
     ranks = 4
     usual = {
         "first": 11, "last": 20, "steps": [10.0] * ranks, "step_ms": [100.0] * ranks,
-        "gpu_step_ms": [float("nan")] * ranks, "host_memory_bytes": [1e9] * ranks,
+        "gpu_step_ms": [float("nan")] * ranks, "own_backward_ms": [float("nan")] * ranks, "host_memory_bytes": [1e9] * ranks,
         "peak_memory_bytes": [float("nan")] * ranks, "mean_ms": {}, "gpu_ms": {},
         "host_ms": {"data": [0.1] * ranks, "forward": [30.0] * ranks, "backward": [60.0] * ranks},
     }
@@ -154,7 +189,9 @@ def figures(**changes) -> RankFigures:
 
 
 def said(f: RankFigures) -> list[str]:
-    return list(WorthSaying().of(f))
+    """In as many intervals like this as it takes to say it."""
+    worth = WorthSaying()
+    return [line for _ in range(FEWEST_INTERVALS) for line in worth.of(f)]
 
 
 def test_a_slow_rank_is_named():
@@ -185,6 +222,13 @@ def test_the_gpus_own_time_counts_where_there_is_one():
     assert len(said(f)) == 1 and "rank 1 is 67% slower" in said(f)[0]
 
 
+def test_a_rank_that_is_slow_in_backward_is_named_by_its_own_time():
+    """All ranks' backward takes the same time, since the others wait in it."""
+    f = figures(host_ms={"backward": [60.0] * 4}, own_backward_ms=[40.0, 42.0, 41.0, 58.0])
+    [line] = said(f)
+    assert "rank 3 is 41% slower than the median rank in backward (58.0 against 41.0 ms per step" in line
+
+
 def test_waiting_for_data_is_said():
     [line] = said(figures(host_ms={"data": [0.1, 0.1, 12.0, 0.1]}))
     assert line.startswith("   rank 2 waits 12.0 of 100.0 ms per step for data (iterations 11-20); more --num-workers")
@@ -192,7 +236,20 @@ def test_waiting_for_data_is_said():
 
 def test_the_same_is_not_said_again_until_it_has_stopped():
     worth, slow = WorthSaying(), figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
-    assert [len(list(worth.of(f))) for f in (slow, slow, figures(), slow)] == [1, 0, 0, 1]
+    assert [len(list(worth.of(f))) for f in [slow] * 5 + [figures(), slow]] == [0, 0, 1, 0, 0, 0, 1]
+
+
+def test_a_rank_that_is_slow_now_and_then_is_no_slow_rank():
+    """On a busy machine now this rank is hit and now that one, each time by far."""
+    worth, hit = WorthSaying(), [figures(host_ms={"forward": [30.0] * rank + [180.0] + [30.0] * (3 - rank)}) for rank in (0, 1)]
+    assert [line for _ in range(20) for f in (*hit, *reversed(hit)) for line in worth.of(f)] == []
+    assert list(worth.of(figures(steps=[float("nan")] * 4, step_ms=[float("nan")] * 4))) == []
+
+
+def test_a_rank_that_becomes_slow_after_a_long_time_is_named_soon():
+    worth, slow = WorthSaying(), figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
+    lines = [len(list(worth.of(f))) for f in [figures()] * 100 + [slow] * SLOW_INTERVALS]
+    assert (sum(lines), lines.index(1)) == (1, 100 + 5)
 
 
 @pytest.mark.parametrize("which", ["host_memory_bytes", "peak_memory_bytes"])
@@ -234,34 +291,61 @@ class SlowForward(Instrument):
         return self if name == "forward" else None
 
     def __enter__(self):
-        time.sleep(0.02)
+        time.sleep(0.1)  # a busy machine delays either rank by tens of milliseconds
 
     def __exit__(self, *error):
         pass
 
 
+class SlowBackward(Instrument):
+    """The second block's gradients take long on this rank."""
+
+    def open(self):
+        self.handle = register_module_full_backward_hook(self._dawdle)
+
+    def close(self, error):
+        self.handle.remove()
+
+    @staticmethod
+    def _dawdle(module, *gradients):
+        if isinstance(module, TransformerLayer):
+            time.sleep(0.05)  # 2 layers, 2 micro-batches: 200 ms a step
+
+
 def one_of_two_is_slow(world, folder):
-    argv = flags("--train-iters 9 --log-interval 4 --timing-log-level 1 --log-timers-to-tensorboard "
+    argv = flags("--train-iters 13 --log-interval 4 --timing-log-level 1 --log-timers-to-tensorboard "
                  "--log-memory-to-tensorboard", f"--tensorboard-dir {folder}/tb")
-    train(argv, Path(folder), world, [SlowForward()] if world.rank == 0 else [])
+    train(argv, Path(folder, "forward"), world, [SlowForward()] if world.rank == 0 else [])
+    train(flags("--train-iters 13 --log-interval 4"), Path(folder, "backward"), world,
+          [SlowBackward()] if world.rank == 1 else [])
 
 
 def test_two_ranks_are_compared(tmp_path):
     *_, out = on_ranks("test_instruments_timeline:one_of_two_is_slow", tmp_path, str(tmp_path))
-    found = intervals(tmp_path)
-    assert [f["steps"] for f in found] == [[3, 3], [4, 4], [1, 1]]
+    _, of_forward, of_backward = out.split("iteration        1/")
+    _look_at_slow_forward(intervals(tmp_path / "forward"), of_forward, tmp_path / "tb")
+    for f in intervals(tmp_path / "backward"):
+        fast, slow = f["own_backward_ms"]
+        assert slow > 200 and slow > fast + 100
+        assert min(f["phases_ms"]["backward"]) > fast + 100  # what hides it
+    assert all(0 <= r["reduce_wait_ms"] < r["phases_ms"]["backward"] for r in steps(tmp_path / "backward"))
+    assert len(re.findall(r"rank 1 is \d+% slower than the median rank in backward", of_backward)) == 1
+
+
+def _look_at_slow_forward(found: list[dict], out: str, tensorboard: Path):
+    assert [f["steps"] for f in found] == [[3, 3], [4, 4], [4, 4], [1, 1]]
     for f in found:
         slow, fast = f["phases_ms"]["forward"]
-        assert slow > 40 and slow > fast + 30
-        assert abs(f["step_ms"][0] - f["step_ms"][1]) < 20  # the fast one waits for the slow one
+        assert slow > 200 and slow > fast + 100
+        assert f["step_ms"][1] > fast + 100  # the fast one waits for the slow one
         assert len(f["host_memory_bytes"]) == 2
     assert len(re.findall(r"rank 0 is \d+% slower than the median rank in forward", out)) == 1
     block = out[out.index("(min, max) time across ranks (ms):"):].splitlines()[1:5]
     assert [line.split()[0] for line in block] == ["forward", "backward", "grad_sync", "optimizer_step"]
-    board = EventAccumulator(str(tmp_path / "tb"))
+    board = EventAccumulator(str(tensorboard))
     board.Reload()
     least, most = (board.Scalars(name) for name in ("forward-time-min", "forward-time"))
-    assert [event.step for event in most] == [4, 8, 9] and all(a.value + 30 < b.value for a, b in zip(least, most))
+    assert [event.step for event in most] == [4, 8, 12, 13] and all(a.value + 100 < b.value for a, b in zip(least, most))
     assert min(event.value for event in board.Scalars("host-memory-bytes")) > 20 * MIB
 
 
@@ -274,8 +358,26 @@ def test_a_failed_run_writes_its_steps_without_the_ranks(tmp_path):
 
     with alone(), pytest.raises(KeyboardInterrupt):
         quietly(flags("--train-iters 9"), tmp_path, [Fails()])
-    # figures of the last two steps were still on their way
-    assert [r["iteration"] for r in steps(tmp_path)] == [1, 2, 3] and intervals(tmp_path) == []
+    records = steps(tmp_path)
+    assert [r["iteration"] for r in records] == [1, 2, 3, 4, 5] and intervals(tmp_path) == []
+    assert all(r["loss"] > 0 and r["ms"] > 0 for r in records)  # also of the last two, which were still on their way
+
+
+def test_figures_that_a_failed_gpu_still_owes_are_not_waited_for():
+    class Late:
+        def query(self):
+            return False
+
+    class Dead:
+        def query(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for event, raises in ((Late(), contextlib.nullcontext()), (Dead(), pytest.raises(RuntimeError))):
+        readback, found = Readback(), []
+        readback._waiting += [("first", torch.ones(1), None), ("second", torch.ones(1), event)]
+        with raises:
+            found += readback.arrived()
+            assert found == [("first", [1.0])]
 
 
 def test_a_phase_and_a_step_cost_microseconds():

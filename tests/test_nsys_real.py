@@ -1,20 +1,18 @@
 """The real Nsight Systems, started by the script, on the CPU: which steps are in its reports."""
 
-import importlib.util
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from launch import DATA, MODEL, NO_DROPOUT, write_documents
+from nsys_report import NSYS, Report, why_not
+from traces import steps_of
 
 ROOT = Path(__file__).resolve().parents[1]
-NSYS = os.environ.get("NSYS") or shutil.which("nsys")
 PHASES = {"data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step", "log"}
 TRAINER = """
 import os, sys, time
@@ -36,11 +34,7 @@ TrainingStep.__call__ = train_or_fail
 sys.exit(main(sys.argv[1:]))
 """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not NSYS, reason="no nsys here; NSYS=/path/to/nsys names one"),
-    pytest.mark.skipif(importlib.util.find_spec("nvtx") is None, reason="the package nvtx is missing"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 
 class Place:
@@ -71,35 +65,6 @@ class Place:
         assert run.returncode == code, run.stdout + run.stderr
         report = self.folder / "nsight_profile" / f"gpt3_857m_job{self.last}_node0.nsys-rep"
         return run.stdout + run.stderr, Report(report) if report.exists() else None
-
-
-class Report:
-    """What nsys itself exports of a report."""
-
-    def __init__(self, path: Path):
-        self.path, empty = path, path.with_name(f"{path.stem}.empty")
-        empty.mkdir()
-        database = empty / "report.sqlite"
-        subprocess.run([NSYS, "export", "--type", "sqlite", "--output", database, path], check=True, cwd=empty, capture_output=True)
-        with closing(sqlite3.connect(database)) as rows:
-            ranges = rows.execute("""SELECT coalesce(e.text, s.value), e.start, e.end, e.globalTid >> 24 & 0xffffff
-                FROM NVTX_EVENTS e LEFT JOIN StringIds s ON s.id = e.textId WHERE e.eventType IN (34, 59) ORDER BY e.start""")
-            self.events = [event for event in ranges if event[0]]
-            self.strings = {value for (value,) in rows.execute("SELECT value FROM StringIds")}
-
-    @property
-    def steps(self) -> list[list[str]]:
-        """The steps of each process."""
-        named = [(process, text) for text, _, _, process in self.events if text.startswith("step ")]
-        return [[text for p, text in named if p == process] for process in dict.fromkeys(p for p, _ in named)]
-
-    @property
-    def marks(self) -> list[str]:
-        return sorted(text for text, *_ in self.events if text.startswith("rank "))
-
-    def phases(self, step: str) -> set[str]:
-        [(start, end)] = [(start, end) for text, start, end, _ in self.events if text == step]
-        return {text for text, begun, ended, _ in self.events if start <= begun and ended and ended <= end} - {step}
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +118,13 @@ def test_an_exception_inside_the_window(place):
 def test_a_window_that_is_not_reached(place):
     said, report = place.train(code=3, window=(50, 52))
     assert report is None and "no Nsight Systems report, though nsys ended with exit code 0" in said
+
+
+def test_a_request_before_the_window_is_torchs_and_the_window_is_nsyss(place):
+    board = place.folder / f"board{place.last + 1}"
+    board.mkdir()
+    (board / "profile.now").write_text("2")
+    said, report = place.train(window=(20, 22), iterations=24)
+    assert report.steps == [["step 20", "step 21"]]  # nsys collects once: the request must not have used that up
+    first, second = steps_of(board)
+    assert second == first + 1 < 20 and f"taken: profiling steps {first}-{second} of this run" in said

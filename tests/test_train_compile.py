@@ -71,7 +71,7 @@ def test_steps_that_compile_are_marked_and_not_averaged(tmp_path):
     assert "time and throughput are of 1 compiling step: there was no other" in out
     assert "time and throughput leave out 1 compiling step\n" in out
     said = [float(ms) for ms in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", out)]
-    assert said[0] > records[0]["ms"] / 2 and max(said[1:]) < records[0]["ms"] / 2
+    assert said[0] > records[0]["ms"] / 2 and max(said[1:]) < 1.5 * max(r["ms"] for r in records if not r.get("compiling"))
 
 
 def test_too_many_compilations_are_said(tmp_path):

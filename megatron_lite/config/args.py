@@ -323,6 +323,9 @@ class ProfileArgs:
         True, "Do not watch for the file RUN/profile.now, which profiles a run going on. (ours)",
         off="--no-profile-on-demand",
     )
+    report: bool = flag(
+        True, "Do not end a profiled run with megatron-lite report, which takes a minute at most. (ours)", off="--no-report"
+    )
     nvtx_ranges: bool = flag(False, "NVTX ranges for all steps and on all ranks; those of --profile have them anyway.")
     record_shapes: bool = flag(False, "NVTX ranges for every operator with its shapes, on the Nsight Systems path.")
     record_memory_history: bool = flag(

@@ -34,6 +34,8 @@ DEPENDS: tuple[tuple[tuple[str, ...], str, Callable[[Args], object]], ...] = (
       "pytorch_profiler_collect_memory", "pytorch_profiler_collect_flops", "profile_modules", "profile_gzip",
       "no_profile_gzip"), "--use-pytorch-profiler, or a profile on demand",
      lambda a: a.profile.use_pytorch_profiler),
+    (("report",), "--use-pytorch-profiler or --record-memory-history",
+     lambda a: a.profile.use_pytorch_profiler or a.profile.record_memory_history),
     (("record_shapes",), "--profile for Nsight Systems",
      lambda a: a.profile.profile and not a.profile.use_pytorch_profiler),
     (("memory_snapshot_path", "memory_history_events"), "--record-memory-history", lambda a: a.profile.record_memory_history),

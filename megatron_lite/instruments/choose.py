@@ -26,15 +26,18 @@ def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrume
     members: list[Instrument] = []
     if plan.args.training.torch_compile:
         members.append(Compiling(timeline, expected_compilations(plan), tell if rank == 0 else lambda text: None))
-    on_demand = _on_demand_is_possible(plan)
-    if on_demand and (profiled or plan.world.is_last):  # the last rank logs, and must know which steps not to average
+    on_demand = plan.args.profile.profile_on_demand
+    nobody = not _records_on_demand(plan)  # then the rank that leads says so, and nobody follows
+    if on_demand and (leads or (profiled or plan.world.is_last) and not nobody):  # the last rank must not average them
         members.append(_on_demand(plan, window, run_dir, leads, tell))
     if leads and (on_demand or window):
-        members.append(Disturbance(window, timeline, lambda: plan.train_iters - window.started_at, tell))
+        members.append(Disturbance(
+            window, timeline, lambda: plan.train_iters - window.started_at, tell, cupti=_may_use_cupti(plan)
+        ))
     if nsys := nsys_range(plan, window, tell):
         members.append(nsys)
     members += memory_instruments(plan, window, tell)
-    if profiled and _torch_is_asked(plan, on_demand):
+    if profiled and (plan.args.profile.use_pytorch_profiler or on_demand and not _torch_is_blind(plan)):
         members.append(_torch_profiler(plan, window, run_dir, tell))
     return [*members, timeline]  # innermost: what the others do between steps is not the step's time
 
@@ -59,23 +62,23 @@ def _on_demand(plan: Plan, window: Window, run_dir: Path, leads: bool, tell) -> 
     length = max(p.profile_step_end - max(p.profile_step_start, 1), 1)
     return OnDemand(
         window, run_dir, length, leads, alone=len(followers) == 1,
-        last_step=lambda: plan.train_iters - window.started_at, tell=tell,
+        last_step=lambda: plan.train_iters - window.started_at, records=_records_on_demand(plan), tell=tell,
     )
 
 
-def _on_demand_is_possible(plan: Plan) -> bool:
-    return plan.args.profile.profile_on_demand and (_nsys_records(plan) or not _torch_is_blind(plan))
+def _records_on_demand(plan: Plan) -> str:
+    """What a window on demand does, for the line that announces it; empty: nothing could record it.
+
+    nsys does not: it was told before the run when to collect, and that is over or taken after one window.
+    """
+    if not _torch_is_blind(plan):
+        return "profiling"
+    return "nsys holds the GPU's counters, so only memory is recorded in" if plan.args.profile.record_memory_history else ""
 
 
-def _torch_is_asked(plan: Plan, on_demand: bool) -> bool:
-    return plan.args.profile.use_pytorch_profiler or (
-        on_demand and not _nsys_records(plan) and not _torch_is_blind(plan)
-    )
-
-
-def _nsys_records(plan: Plan) -> bool:
+def _may_use_cupti(plan: Plan) -> bool:
     p = plan.args.profile
-    return p.profile and not p.use_pytorch_profiler and plan.world.under_nsys
+    return plan.device == "cuda" and not _torch_is_blind(plan) and (p.use_pytorch_profiler or p.profile_on_demand)
 
 
 def _torch_is_blind(plan: Plan) -> bool:

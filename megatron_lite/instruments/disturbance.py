@@ -1,4 +1,4 @@
-"""What is said of a window: that it cannot or did not come, and how much it slowed its steps down."""
+"""What is said of a window: that it cannot or did not come, and how much it slowed its steps, and later ones, down."""
 
 from collections import deque
 from statistics import median
@@ -9,16 +9,19 @@ from megatron_lite.instruments.window import Window
 
 REMEMBERED = 50  # steps before the window
 WARMING_UP = 1  # the first step of a run allocates, compiles and fills caches
+STEPS_AFTER, LINGERS = 20, 1.05  # ratio; smaller ones are noise
 
 
 class Disturbance(Instrument):
     """On one rank only. Outside of the timeline, so that a step's time is complete when `end` is called."""
 
-    def __init__(self, window: Window, timeline: Timeline, last_step, tell):
+    def __init__(self, window: Window, timeline: Timeline, last_step, tell, cupti: bool = False):
+        """`cupti`: torch.profiler records on a GPU."""
         self.window, self.timeline, self._last_step, self._tell = window, timeline, last_step, tell
         self._asked = range(window.first, window.last + 1)
         self._before: deque[float] = deque(maxlen=REMEMBERED)
         self._inside: list[float] = []
+        self._cupti, self._usual, self._after = cupti, None, []  # seconds of a step before the window; those after it
         self._steps, self._reached = 0, False
 
     def begin(self, step: int):
@@ -34,6 +37,7 @@ class Disturbance(Instrument):
             self._inside.append(seconds)
         elif step > WARMING_UP and not self.window.disturbs(step):
             self._before.append(seconds)
+            self._compare_after(seconds)
         if self.window.closes(step):
             self._say()
 
@@ -44,11 +48,24 @@ class Disturbance(Instrument):
             self._tell(f"--profile-step-start {self._asked.start} was never reached: the run ended after "
                        f"{self._steps} of its steps, so there is no profile.")
 
+    def _compare_after(self, seconds: float):
+        """CUPTI, once it was used, stays attached and may slow every later step down (pytorch issue 144455)."""
+        if self._usual is None:
+            return
+        self._after.append(seconds)
+        if len(self._after) < STEPS_AFTER:
+            return
+        ratio, self._usual = median(self._after) / self._usual, None
+        if self._cupti and ratio > LINGERS:
+            self._tell(f"steps after the profile take {ratio:.2f} x as long as those before it: CUPTI may have stayed "
+                       "attached, which TEARDOWN_CUPTI=1 in the environment prevents.")
+
     def _say(self):
         inside, self._inside = self._inside, []
         if not self._before:
             self._tell("profiled steps cannot be compared with others: none were timed before them.")
             return
-        during, before = 1000 * median(inside), 1000 * median(self._before)
+        self._usual, self._after = median(self._before), []
+        during, before = 1000 * median(inside), 1000 * self._usual
         self._tell(f"profiled steps took {during / before:.2f} x as long as those before: median {during:.1f} ms of "
                    f"{len(inside)} against {before:.1f} ms of {len(self._before)}")

@@ -67,6 +67,7 @@ class CudaRecorder:
         def failed(device: int, asked: int, total: int, free: int):
             observe(Shortage(asked, free, total, torch.cuda.memory_reserved(device)))
 
+        torch.cuda.init()  # older allocators crash on an observer that comes before
         torch._C._cuda_attach_out_of_memory_observer(failed)
 
     def shortage(self, asked: int | None) -> Shortage:

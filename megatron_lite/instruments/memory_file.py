@@ -21,8 +21,8 @@ class SnapshotFiles:
         """What is written when memory runs out."""
         return self._named(f"_oom_rank{self._rank}")
 
-    def again(self, first: int, last: int) -> Path:
-        """For another window of the same run."""
+    def on_demand(self, first: int, last: int) -> Path:
+        """For a window that was asked for while the run went on."""
         return self.history.with_name(f"{self.history.stem}_steps{first}-{last}{self.history.suffix}")
 
     def prepare(self):

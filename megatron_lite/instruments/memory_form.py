@@ -7,7 +7,7 @@ pytorch.org/memory_viz read. Equal stacks are one list object, so that a pickle 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron_lite.instruments.memory_layout import Allocation, Layout, Segment
+from megatron_lite.estimate.caching_allocator import Allocation, Layout, Segment
 
 SETTINGS = {
     "PYTORCH_CUDA_ALLOC_CONF": "",

@@ -39,6 +39,7 @@ class MemoryHistory(Instrument):
         self.window, self._files, self._recorder, self._tell = window, files, recorder, tell
         self._last_step = last_step  # last_step(): of this run, as far as the flags say
         self._inside = False
+        self._planned = True  # the window in hand; one on demand has a file of its own, whichever comes first
         self._last = 0  # step that was recorded
         self._written = 0
 
@@ -51,7 +52,7 @@ class MemoryHistory(Instrument):
             self._leave_window()
         if self.window.opens(step):
             self._recorder.open_window()
-            self._inside, self._first = True, step
+            self._inside, self._first, self._planned = True, step, not self.window.on_demand
         elif not self._inside:
             self._recorder.pause()
         if self._inside:
@@ -79,7 +80,7 @@ class MemoryHistory(Instrument):
     def _write(self, ended: bool = False):
         """Tells what was written, or why not: a full disk costs the file, not the instrument."""
         snapshot, dropped = self._recorder.snapshot(of_last_step=ended)
-        path = self._files.history if not self._written else self._files.again(self._first, self._last)
+        path = self._files.history if self._planned else self._files.on_demand(self._first, self._last)
         self._written += 1
         try:
             write_snapshot(path, snapshot)

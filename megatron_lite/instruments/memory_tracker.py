@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.instruments.memory_form import ALLOC, FREE, OUT_OF_MEMORY, Event, annotations, settle, snapshot
-from megatron_lite.instruments.memory_layout import Allocation, Layout
 from megatron_lite.instruments.memory_oom import asked_bytes
 from megatron_lite.instruments.memory_place import RECOMPUTE, Place
 from megatron_lite.instruments.memory_stacks import Stacks

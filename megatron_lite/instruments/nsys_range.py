@@ -20,6 +20,7 @@ class NsysRange(Instrument):
     """Around the window cudaProfilerStart and -Stop (on a GPU) and the NVTX range CAPTURE; inside it a range for each
     step and phase, and for each operator with its input shapes, where `operators` asks for it.
 
+    A window on demand is none of its business: torch.profiler records that, where nsys leaves it the GPU's counters.
     all_steps: ranges for the steps outside the window too. neighbours: the other profiled ranks of this node.
     """
 
@@ -38,7 +39,7 @@ class NsysRange(Instrument):
             self._operators = False
 
     def begin(self, step: int):
-        if self.window.opens(step):
+        if self.window.opens(step) and not self.window.on_demand:  # nsys was told to collect once, the planned window
             self._start()
         if self._marks:
             self._nvtx.push(f"step {step}")
@@ -46,7 +47,7 @@ class NsysRange(Instrument):
 
     def end(self, step: int):
         self._leave_step()
-        if self.window.closes(step):
+        if self._capture is not None and self.window.closes(step):
             self._wait_for_neighbours()
             self._stop()
 

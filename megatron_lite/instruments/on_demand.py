@@ -19,14 +19,16 @@ MOST_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held
 class OnDemand(Instrument):
     """Moves the window when asked to. `leads`: this rank takes the request; `alone`: and no other follows it.
 
+    `records`: what is done in the window, for the announcement; empty: nothing can be, and a request is refused.
     Ranks run no collective for this. The leading one names a step so far ahead that all see it in time, by the
     clock at which they look and the pace of the steps; one that sees it late joins late.
     """
 
-    def __init__(self, window: Window, run_dir: Path, length: int, leads: bool, alone: bool, last_step, tell):
+    def __init__(self, window: Window, run_dir: Path, length: int, leads: bool, alone: bool, last_step, tell,
+                 records: str = "profiling"):
         self.window, self._length, self._leads, self._alone = window, length, leads, alone
         self._request, self._answer = run_dir / REQUEST, run_dir / ANSWER
-        self._last_step, self._tell = last_step, tell  # last_step(): of this run
+        self._last_step, self._tell, self._records = last_step, tell, records  # last_step(): of this run
         self._scheduled = range(window.first, window.last + 1)
         self._seen = None  # the answer that was heeded
         self._looked_at, self._looked_in_step = time.monotonic(), 0
@@ -61,6 +63,10 @@ class OnDemand(Instrument):
         length = self._take()
         if length is None:
             return
+        if not self._records:
+            self._tell(f"{self._request}: nsys holds the GPU's counters in this run and collects the planned window only, "
+                       "so nothing is profiled; start the run without nsys to profile on demand.")
+            return
         first = step + 2 if self._alone else step + HOSTS_APART + int(3 * SECONDS_BETWEEN_LOOKS * pace)
         steps = range(first, first + length)
         if self._scheduled and self._scheduled.start <= steps.stop and self._scheduled.stop > step:
@@ -73,7 +79,7 @@ class OnDemand(Instrument):
         if not self._alone:
             write_atomically(self._answer, f"{steps.start} {steps.stop}")
         self.window.move_to(steps, on_demand=True)
-        self._tell(f"{self._request} taken: profiling {self.window.words()}.")
+        self._tell(f"{self._request} taken: {self._records} {self.window.words()}.")
 
     def _take(self) -> int | None:
         """The number of steps asked for; None if it cannot be read. The file is gone afterwards."""

@@ -10,6 +10,7 @@ from megatron_lite.instruments.memory_now import MemoryNow
 from megatron_lite.instruments.window import Window
 from megatron_lite.phases import Phase
 
+BACKWARD, REDUCE_WAIT = Phase.BACKWARD.value, "reduce_wait"
 NOT_TRAINING = (Phase.EVAL.value, Phase.SAVE.value)
 ON_HOST_ONLY = (Phase.DATA.value, Phase.LOG.value, Phase.SAVE.value)  # the GPU gets no work in them
 
@@ -26,8 +27,17 @@ class StepTime:
     compiling: bool = False  # something was compiled in it
     gpu_seconds: float | None = None  # None without a GPU, and where the step's end was not seen on it
     gpu_phases: dict[str, float] = field(default_factory=dict)
+    reduce_wait: float | None = None  # part of backward: own gradients computed, waiting for their reduction over ranks
+    gpu_reduce_wait: float | None = None
     host_bytes: int | None = None  # of memory, at the step's end
     peak_bytes: int | None = None  # of the GPU's memory, within the step
+
+    @property
+    def own_backward(self) -> float | None:
+        """Seconds of backward without waiting for other ranks, on the GPU where there is one; None if not known."""
+        if self.gpu_reduce_wait is not None:
+            return self.gpu_phases[BACKWARD] - self.gpu_reduce_wait
+        return None if self.reduce_wait is None else self.phases[BACKWARD] - self.reduce_wait
 
     @property
     def disturbed(self) -> bool:
@@ -49,8 +59,11 @@ class _Span:
     def __enter__(self):
         self.started = time.perf_counter()
 
-    def __exit__(self, *exception):
-        self.timeline.add(self.name, time.perf_counter() - self.started)
+    def __exit__(self, kind, *exception):
+        now = time.perf_counter()
+        self.timeline.add(self.name, now - self.started)
+        if kind is None:
+            self.timeline.end_wait(now)
 
 
 class _GpuSpan(_Span):
@@ -78,6 +91,7 @@ class Timeline(Instrument):
         self.current = StepTime(0)
         self._trained_seconds = 0.0  # by the finished steps, taken or not
         self._running = False
+        self._computed: tuple[float, object] | None = None  # when this rank had its gradients
         self._finished: list[StepTime] = []
         self._started = time.perf_counter()
 
@@ -128,6 +142,20 @@ class Timeline(Instrument):
         """Count time towards a phase of the running step."""
         self.current.phases[name] = self.current.phases.get(name, 0.0) + seconds
 
+    def gradients_computed(self):
+        """Within backward, on autograd's thread: from here on this rank waits for others."""
+        with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself raises
+            self._computed = time.perf_counter(), self.gpu.edge() if self.gpu is not None else None
+
+    def end_wait(self, now: float):
+        """A phase ended; if this rank waited for others in it, so did that."""
+        if self._computed is None:
+            return
+        (since, edge), self._computed = self._computed, None
+        self.current.reduce_wait = now - since
+        if edge is not None:
+            self.gpu.span(REDUCE_WAIT, edge)
+
     def training_seconds(self) -> float:
         """Inside steps since the run began, the running one included; evaluating, saving and what instruments do
         between steps left out."""
@@ -138,4 +166,5 @@ class Timeline(Instrument):
 
     def _note_gpu_times(self, wait: bool = False):
         for step_time, seconds, phases in self.gpu.arrived(wait):
+            step_time.gpu_reduce_wait = phases.pop(REDUCE_WAIT, None)
             step_time.gpu_seconds, step_time.gpu_phases = seconds, phases

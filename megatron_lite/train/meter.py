@@ -1,5 +1,6 @@
 """Collects every step's figures and sums up what a console line says of an interval."""
 
+import contextlib
 import math
 from dataclasses import dataclass
 
@@ -62,11 +63,8 @@ class Meter:
 
         With a dynamic loss scale there is nothing to raise: the step was skipped.
         """
-        for (iteration, consumed, samples), values in self._readback.pop(lag):
-            loss_sum, tokens, norm, skipped, scale, next_scale, good, zeros = values
-            lr = float(learning_rates(self.optimizer.schedule, good))
-            figures = StepFigures(iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale,
-                                  zeros, lr)
+        for key, values in self._readback.pop(lag):
+            figures = self._figures(key, values)
             self._steps.append(figures)
             self.latest_loss = figures.loss
             if figures.skipped and self._must_look():
@@ -84,11 +82,19 @@ class Meter:
         return steps
 
     def leftover(self) -> list[StepFigures]:
-        """After a failure: what had arrived, with the losses of this rank only, since others may be gone."""
+        """After a failure: what has arrived, with the losses of this rank only, since others may be gone."""
+        with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself has raised
+            self._steps += [self._figures(key, values) for key, values in self._readback.arrived()]
         steps, self._steps = self._steps, []
         for step in steps:
             step.local = self.plan.world.size > 1
         return steps
+
+    def _figures(self, key: tuple[int, int, int], values: list[float]) -> StepFigures:
+        iteration, consumed, samples = key
+        loss_sum, tokens, norm, skipped, scale, next_scale, good, zeros = values
+        lr = float(learning_rates(self.optimizer.schedule, good))
+        return StepFigures(iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale, zeros, lr)
 
     def _must_look(self) -> bool:
         # a dynamic loss scale is expected to overflow now and then, and answers by itself
@@ -105,6 +111,7 @@ class Meter:
             what = f"the loss on rank {', '.join(map(str, ranks))}"
         else:
             what = f"the gradient norm ({figures.grad_norm}), with finite losses on all ranks,"
+        self._readback.forget()  # steps since then had the same weights, and tell nothing
         raise DivergedError(
             f"iteration {figures.iteration}: {what} is NaN or Inf; the weights are those before that iteration and were "
             "not saved. Lower --lr or --clip-grad, warm up longer, or look at the data; "

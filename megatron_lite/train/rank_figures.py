@@ -11,7 +11,7 @@ from megatron_lite.instruments.timeline import StepTime
 from megatron_lite.phases import Phase
 
 PHASES = tuple(phase.value for phase in Phase)
-OWN = ("steps", "step_ms", "gpu_ms", "host_memory_bytes", "peak_memory_bytes")  # of a rank, beside its phases'
+OWN = ("steps", "step_ms", "gpu_ms", "own_backward_ms", "host_memory_bytes", "peak_memory_bytes")  # of a rank, beside its phases'
 OF_PHASE = ("mean", "host", "gpu")
 NONE = math.nan
 
@@ -28,14 +28,17 @@ class RankFigures:
     steps: list[float]
     step_ms: list[float]
     gpu_step_ms: list[float]
+    own_backward_ms: list[float]  # of backward, without waiting for other ranks
     host_memory_bytes: list[float]
     peak_memory_bytes: list[float]
     mean_ms: dict[str, list[float]]  # by phase, in the order of a step
     host_ms: dict[str, list[float]]
     gpu_ms: dict[str, list[float]]
 
-    def phase_ms(self, name: str) -> list[float]:
-        """The GPU's own time of a phase where it has one, else the host's."""
+    def own_ms(self, name: str) -> list[float]:
+        """A rank's own time of a phase, without waiting for others: the GPU's where it has one, else the host's."""
+        if name == Phase.BACKWARD.value:
+            return self.own_backward_ms
         return self.gpu_ms.get(name) or self.host_ms[name]
 
     def record(self) -> dict:
@@ -44,6 +47,7 @@ class RankFigures:
             "iterations": [self.first, self.last], "steps": _plain(self.steps, 0), "step_ms": _plain(self.step_ms),
             "phases_ms": {name: _plain(ms) for name, ms in self.host_ms.items()},
             "gpu_ms": _plain(self.gpu_step_ms), "gpu_phases_ms": {name: _plain(ms) for name, ms in self.gpu_ms.items()},
+            "own_backward_ms": _plain(self.own_backward_ms),
             "host_memory_bytes": _plain(self.host_memory_bytes, 0),
             "peak_memory_bytes": _plain(self.peak_memory_bytes, 0),
         }
@@ -71,6 +75,7 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
     return RankFigures(
         first=started_at + min((t.step for t in times), default=0), last=started_at + max((t.step for t in times), default=0),
         steps=own["steps"], step_ms=own["step_ms"], gpu_step_ms=own["gpu_ms"],
+        own_backward_ms=own["own_backward_ms"],
         host_memory_bytes=own["host_memory_bytes"], peak_memory_bytes=own["peak_memory_bytes"],
         mean_ms=phases["mean"], host_ms=phases["host"], gpu_ms=phases["gpu"],
     )
@@ -87,6 +92,7 @@ def _row(times: list[StepTime]) -> list[float]:
         float(len(times)),
         _median([1000 * t.training_seconds for t in times]),
         _median([1000 * t.gpu_seconds for t in times if t.gpu_seconds is not None]),
+        _median([1000 * t.own_backward for t in _by_one_clock(times) if t.own_backward is not None]),
         _median([float(t.host_bytes) for t in times if t.host_bytes is not None]),
         max((float(t.peak_bytes) for t in times if t.peak_bytes is not None), default=NONE),
     ]
@@ -96,6 +102,11 @@ def _row(times: list[StepTime]) -> list[float]:
         own = [1000 * t.gpu_phases.get(name, t.phases.get(name, 0.0)) for t in times]
         row += [fmean(own) if host else NONE, _median(host), _median(gpu)]
     return row
+
+
+def _by_one_clock(times: list[StepTime]) -> list[StepTime]:
+    """On a GPU, only steps whose times have arrived from it."""
+    return [t for t in times if t.gpu_reduce_wait is not None] or times
 
 
 def _median(values: list[float]) -> float:

@@ -25,6 +25,19 @@ class Readback:
         event.record()
         self._waiting.append((key, host, event))
 
+    def forget(self):
+        """Read no more of what is on its way."""
+        self._waiting.clear()
+
+    def arrived(self):
+        """Yield (key, list of numbers) of what has arrived; waits for nothing, since after a failure nothing may come.
+
+        RuntimeError where the device itself has failed and answers no more.
+        """
+        while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].query()):
+            key, host, _ = self._waiting.popleft()
+            yield key, host.tolist()
+
     def pop(self, lag: int):
         """Yield (key, list of numbers) of all but the newest `lag` rows, waiting for each to arrive.
 

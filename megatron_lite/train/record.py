@@ -1,6 +1,7 @@
 """run.json: the plan, the versions, the hardware, the artefacts, and how the run ended."""
 
 import dataclasses
+import os
 import platform
 import time
 from pathlib import Path
@@ -12,6 +13,13 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.run_folder import STEPS_FILE, keep_previous_run, write_run
+
+# variables that change how fast a run is or how its memory is laid out; others may be secret, and are not written down
+TELLING_VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE",
+)
 
 
 class RunRecord:
@@ -26,7 +34,8 @@ class RunRecord:
             "plan": _plain(dataclasses.asdict(plan)),
             "parameters": parameter_count(plan.shape),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-            "hardware": _hardware(plan),
+            "hardware": {**_hardware(plan), "cpus": _cpus()},
+            "environment": {name: os.environ[name] for name in TELLING_VARIABLES if name in os.environ},
             "artefacts": _artefacts(plan),
         }
         if self._writes:
@@ -51,10 +60,20 @@ def _artefacts(plan: Plan) -> dict:
 def _hardware(plan: Plan) -> dict:
     if plan.device != "cuda":
         return {"device": "cpu", "processor": platform.processor() or platform.machine(), "peak_tflops": None,
-                "threads": torch.get_num_threads()}
+                "threads": torch.get_num_threads(), "bf16_products": _has_bf16_products()}
     properties = torch.cuda.get_device_properties(plan.world.gpu)
     return {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
             "peak_tflops": peak_tflops(properties.name, plan.precision)}
+
+
+def _cpus() -> int | None:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _has_bf16_products() -> bool:
+    """Does this processor multiply bf16 matrices faster than fp32 ones: AVX512-BF16 or AMX."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _plain(value):

@@ -56,7 +56,8 @@ def run(
         saving = Saving(plan, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
-            step = TrainingStep(plan, replica, optimizer, make)
+            waits = plan.world.size > 1 and timeline.detailed
+            step = TrainingStep(plan, replica, optimizer, make, timeline.gradients_computed if waits else None)
             chores = [chore for chore in (validation, saving, Collector(plan)) if chore is not None]
             leave = Leave(plan, device, checkpoints)
             reason = train(

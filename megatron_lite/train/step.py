@@ -12,6 +12,7 @@ from megatron_lite.data.batch import Batch, make_batch
 from megatron_lite.data.to_device import ToDevice
 from megatron_lite.optim.optimizer import Optimizer, Update
 from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.parallel.own_backward import call_when_computed
 from megatron_lite.phases import Phase
 
 
@@ -53,8 +54,9 @@ def loss_and_tokens(model, batch: Batch) -> tuple[Tensor, Tensor]:
 class TrainingStep:
     """Runs steps on the replica."""
 
-    def __init__(self, plan: Plan, replica: DataParallel, optimizer: Optimizer, make: BatchMaker):
-        self.plan, self.replica, self.optimizer, self.make = plan, replica, optimizer, make
+    def __init__(self, plan: Plan, replica: DataParallel, optimizer: Optimizer, make: BatchMaker, computed=None):
+        """`computed` is called within backward when this rank has its gradients and begins to wait for others'."""
+        self.plan, self.replica, self.optimizer, self.make, self._computed = plan, replica, optimizer, make, computed
         self._per_token = plan.args.training.calculate_per_token_loss
 
     def __call__(self, batches: Iterator[Tensor], consumed: int, phase) -> StepResult:
@@ -72,7 +74,10 @@ class TrainingStep:
                     # gradients: the mean over micro-batches of each one's mean over tokens, as in Megatron
                     objective = loss_sum if self._per_token else loss_sum / tokens.clamp(min=1) / number
                 with phase(Phase.BACKWARD):
-                    (objective * self.optimizer.loss_scale).backward()
+                    scaled = objective * self.optimizer.loss_scale
+                    if self._computed is not None and index == number - 1:  # other micro-batches wait for nobody
+                        call_when_computed(scaled, self._computed)
+                    scaled.backward()
             sums += torch.stack((loss_sum.detach(), tokens))
         return self._update(sums, self.plan.batch.size(consumed), phase)
 

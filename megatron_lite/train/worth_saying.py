@@ -1,22 +1,22 @@
 """What an interval's figures of all ranks have that a reader of the console should hear of."""
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median_low
 
+from megatron_lite.notable import FEWEST_STEPS, has_grown, is_mostly, slowest_rank
 from megatron_lite.phases import Phase
 from megatron_lite.train.rank_figures import RankFigures
 from megatron_lite.units import size
 
-# no rank waits for another in these, so that their times are the rank's own; in backward all wait for the slowest
-INDEPENDENT = (Phase.FORWARD.value, Phase.OPTIMIZER_STEP.value)
-FEWEST_STEPS = 3  # a median of fewer says little
-SLOWER = 0.10  # than the median rank, in one phase
-SHARE_OF_STEP = 0.02  # that a rank's delay must be, or it does not matter
+# where a rank's own time is known: it waits for no other, or the waiting can be taken off
+INDEPENDENT = (Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
+SLOW_INTERVALS = 8  # at most: those in which a rank must mostly be the slow one
+FEWEST_INTERVALS = 3  # at least: one or two may be a busy machine
 WAIT_SHARE, WAIT_MS = 0.10, 1.0  # of a step spent waiting for data
 GROWING_INTERVALS = 4
-GROWN_SHARE, GROWN_BYTES = 0.02, 16 * 2**20
 
 
 class WorthSaying:
@@ -24,34 +24,43 @@ class WorthSaying:
 
     def __init__(self):
         self._said: set[str] = set()
+        self._slow = SlowRanks()
         self._gpu, self._host = Growth("GPU memory"), Growth("host memory")
 
     def of(self, figures: RankFigures) -> Iterator[str]:
-        """Lines about one interval. To be called for every interval, since growth takes several."""
-        found = dict([*slow_ranks(figures), *waits_for_data(figures)])
+        """Lines about one interval. To be called for every interval, since slowness and growth take several."""
+        found = dict([*self._slow.of(figures), *waits_for_data(figures)])
         yield from (text for what, text in found.items() if what not in self._said)
         self._said = set(found)
         yield from self._gpu.of(figures.peak_memory_bytes)
         yield from self._host.of(figures.host_memory_bytes)
 
 
-def slow_ranks(f: RankFigures) -> Iterator[tuple[str, str]]:
-    """(what, line) for the rank whose own work takes clearly longer than the median rank's, in each phase."""
-    if len(f.steps) < 2 or min(f.steps) < FEWEST_STEPS:
-        return
-    step_ms = median_low(f.step_ms)
-    for name in (name for name in INDEPENDENT if name in f.host_ms):
-        times = f.phase_ms(name)
-        if any(map(math.isnan, times)):
-            continue
-        usual, slowest = median_low(times), max(times)
-        if slowest - usual > max(SLOWER * usual, SHARE_OF_STEP * step_ms):
-            rank = times.index(slowest)
-            yield f"{rank} {name}", (
-                f"   rank {rank} is {100 * (slowest / usual - 1):.0f}% slower than the median rank in {name} "
-                f"({slowest:.1f} against {usual:.1f} ms per step, iterations {f.first}-{f.last}); "
-                "the others wait for it in backward"
-            )
+class SlowRanks:
+    """Which rank was notably slower in each phase, over the last intervals."""
+
+    def __init__(self):
+        self._history: dict[str, deque[int | None]] = {name: deque(maxlen=SLOW_INTERVALS) for name in INDEPENDENT}
+
+    def of(self, f: RankFigures) -> Iterator[tuple[str, str]]:
+        """(what, line) for the rank that is slow now and mostly was in the last intervals, in each phase."""
+        if len(f.steps) < 2 or not min(f.steps) >= FEWEST_STEPS:  # NaN: a rank without steps
+            return
+        for name in (name for name in INDEPENDENT if name in f.host_ms):
+            times, history = f.own_ms(name), self._history[name]
+            found = slowest_rank(times, f.step_ms)
+            history.append(found and found[1])
+            if found and len(history) >= FEWEST_INTERVALS and is_mostly(found[1], history):
+                yield f"{found[1]} {name}", _slower(found[1], times, name, f)
+
+
+def _slower(rank: int, times: list[float], name: str, f: RankFigures) -> str:
+    usual = median_low(times)
+    return (
+        f"   rank {rank} is {100 * (times[rank] / usual - 1):.0f}% slower than the median rank in {name} "
+        f"({times[rank]:.1f} against {usual:.1f} ms per step, iterations {f.first}-{f.last}); "
+        "the others wait for it in backward"
+    )
 
 
 def waits_for_data(f: RankFigures) -> Iterator[tuple[str, str]]:
@@ -84,7 +93,7 @@ class Growth:
         for rank, values in enumerate(zip(*self._history)):
             by = values[-1] - values[0]
             steadily = all(earlier < later for earlier, later in pairwise(values))  # never with NaN
-            if steadily and by > max(GROWN_SHARE * values[0], GROWN_BYTES):
+            if steadily and has_grown(by, values[0]):
                 grown.append(f"   {self._what} of rank {rank} grew in each of the last {GROWING_INTERVALS} intervals, by "
                              f"{size(by)} to {size(values[-1])}")
         if grown:

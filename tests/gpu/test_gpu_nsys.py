@@ -59,7 +59,7 @@ def test_a_report_holds_the_steps_and_their_kernels(tmp_path, extra):
     with closing(sqlite3.connect(database)) as rows:
         ranges = {text: (start, end) for text, start, end in rows.execute(
             """SELECT coalesce(e.text, s.value), e.start, e.end FROM NVTX_EVENTS e LEFT JOIN StringIds s ON s.id = e.textId
-            WHERE e.end IS NOT NULL""")}
+            WHERE e.end IS NOT NULL AND coalesce(e.text, s.value) IS NOT NULL""")}
         starts = [start for (start,) in rows.execute("SELECT start FROM CUPTI_ACTIVITY_KIND_KERNEL")]
     assert [name for name in sorted(ranges) if name.startswith("step ")] == ["step 5", "step 6"]
     begun, ended = ranges["profile"]

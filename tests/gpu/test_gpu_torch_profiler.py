@@ -32,6 +32,7 @@ SIZE = ("--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 6
 
 @pytest.fixture(scope="module", autouse=True)
 def group():
+    torch.cuda.init()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -69,7 +70,8 @@ def test_every_profiled_step_has_its_kernels(tmp_path, first):
     for kernel in (e for e in found if e.get("cat") == "kernel"):
         at = launches.get(kernel["args"]["correlation"])
         kernels.update(s["name"] for s in steps if at is not None and s["ts"] <= at < s["ts"] + s["dur"])
-    assert len(kernels) == 3 and max(kernels.values()) <= 1.1 * min(kernels.values()), kernels  # no beginning is lost
+    counts = [kernels[step["name"]] for step in steps]
+    assert counts[0] >= 0.9 * max(counts[1:]) > 0, kernels  # no beginning is lost; a run's first step may have more
 
 
 def test_module_ranges_of_backward_stand_in_autograds_thread(tmp_path):
@@ -94,10 +96,10 @@ def test_the_table_sorts_by_device_time(tmp_path):
     assert len(shares) > 10 and shares == sorted(shares, reverse=True)
 
 
-def test_losses_are_the_same_and_steps_after_the_window_as_fast_as_before(tmp_path):
-    window = "--train-iters 60 --profile-step-start 20 --profile-step-end 22 --profile-modules"
-    profiled(window, tmp_path / "on")
-    profiled("--train-iters 60 --profile-step-start 61 --profile-step-end 62", tmp_path / "off")
+def test_losses_are_the_same_and_steps_after_the_window_as_fast_as_before(tmp_path, deterministic):
+    common = "--train-iters 60 --deterministic-mode --attention-backend unfused"
+    profiled(f"{common} --profile-step-start 20 --profile-step-end 22 --profile-modules", tmp_path / "on")
+    profiled(f"{common} --profile-step-start 61 --profile-step-end 62", tmp_path / "off")
     on, off = ([json.loads(line) for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()
                 if not line.startswith('{"ranks"')] for name in ("on", "off"))
     assert [s["loss"] for s in on] == [s["loss"] for s in off]

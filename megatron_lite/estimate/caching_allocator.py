@@ -1,0 +1,205 @@
+"""A model of CUDA's caching allocator: where it would put tensors, and how much memory it would reserve for them.
+
+Sizes are rounded up to 512 bytes. Blocks up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB,
+larger ones get a segment of their own, in steps of 2 MiB. The smallest free block that fits is taken and split; a freed
+block joins its free neighbours. Streams share nothing.
+With expandable segments there is one segment for each pool and stream, which grows by pages of 2 MiB (small blocks) or
+20 MiB; its last free block is taken last, and every rest is split off.
+(c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc, kRoundLarge,
+should_split, get_free_block, try_allocate_expandable_block)
+"""
+
+import bisect
+from dataclasses import dataclass, field
+
+from megatron_lite.units import MIB
+
+MIN_BLOCK = 512
+LARGEST_SMALL = MIB
+SMALL_SEGMENT, LARGE_SEGMENT, LARGE_STEP = 2 * MIB, 20 * MIB, 2 * MIB
+LEAST_OWN_SEGMENT = 10 * MIB
+FIRST_ADDRESS = 0x7F0000000000
+ARENA_DISTANCE = 2**42  # between expandable segments: more than any of them grows to
+
+
+@dataclass(eq=False)
+class Allocation:
+    """Memory of one tensor storage. frames: the Python stack, innermost first, a list that equal stacks share."""
+
+    size: int
+    tag: str
+    frames: list[dict]
+    stream: int = 0
+
+
+@dataclass
+class Segment:
+    """Blocks side by side without gaps: addresses, sizes and who is in them, None for free ones."""
+
+    address: int
+    size: int
+    pool: str  # small | large
+    frames: list[dict]
+    starts: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    holders: list[Allocation | None] = field(default_factory=list)
+
+    def copy(self) -> "Segment":
+        return Segment(
+            self.address, self.size, self.pool, self.frames, self.starts[:], self.sizes[:], self.holders[:]
+        )
+
+
+def rounded(size: int) -> int:
+    """What a block for `size` bytes takes."""
+    return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
+
+
+class Layout:
+    """Which allocation lies where."""
+
+    def __init__(self, expandable: bool = False):
+        self.segments: list[Segment] = []
+        self.address_of: dict[Allocation, int] = {}
+        self.reserved = 0  # bytes of all segments
+        self._expandable = expandable
+        self._free: dict[tuple[str, int], list] = {}  # of a pool and stream: (size, address, number of the segment), sorted
+        self._arena: dict[tuple[str, int], int] = {}  # number of its segment, if expandable
+        self._number_of: dict[Allocation, int] = {}
+        self._next = FIRST_ADDRESS
+
+    def copy(self) -> "Layout":
+        """Goes its own way from here; allocations stay the same objects."""
+        other = Layout(self._expandable)
+        other.segments = [segment.copy() for segment in self.segments]
+        other.address_of, other._number_of = dict(self.address_of), dict(self._number_of)
+        other._free = {key: blocks[:] for key, blocks in self._free.items()}
+        other._arena, other.reserved = dict(self._arena), self.reserved
+        other._next = self._next
+        return other
+
+    def place(self, allocation: Allocation) -> Segment | None:
+        """Find room; returns the segment where one had to be made for it."""
+        size = rounded(allocation.size)
+        pool = "small" if size <= LARGEST_SMALL else "large"
+        free = self._free.setdefault((pool, allocation.stream), [])
+        at, new = bisect.bisect_left(free, (size,)), None
+        if self._expandable and at < len(free) - 1 and self._is_tail(free[at], pool, allocation.stream):
+            at += 1
+        if at == len(free):
+            new = self._room(size, pool, allocation)
+            at = bisect.bisect_left(free, (size,))
+        found, address, number = free.pop(at)
+        segment = self.segments[number]
+        index = bisect.bisect_left(segment.starts, address)
+        rest = found - size
+        if rest >= (MIN_BLOCK if pool == "small" or self._expandable else LARGEST_SMALL + 1):
+            segment.sizes[index] = size
+            segment.starts.insert(index + 1, address + size)
+            segment.sizes.insert(index + 1, rest)
+            segment.holders.insert(index + 1, None)
+            bisect.insort(free, (rest, address + size, number))
+        segment.holders[index] = allocation
+        self.address_of[allocation], self._number_of[allocation] = address, number
+        return new
+
+    def release(self, allocation: Allocation) -> int:
+        """Free its block; returns the address it had."""
+        address, number = self.address_of.pop(allocation), self._number_of.pop(allocation)
+        segment = self.segments[number]
+        free = self._free[segment.pool, allocation.stream]
+        index = bisect.bisect_left(segment.starts, address)
+        segment.holders[index] = None
+        for left in (index, index - 1):  # join the block to its right, then the one to its left
+            if 0 <= left < len(segment.starts) - 1 and segment.holders[left] is segment.holders[left + 1] is None:
+                for part in (left, left + 1):
+                    self._forget(free, segment, part, number)
+                segment.sizes[left] += segment.sizes.pop(left + 1)
+                del segment.starts[left + 1], segment.holders[left + 1]
+                index = left
+        bisect.insort(free, (segment.sizes[index], segment.starts[index], number))
+        return address
+
+    def give_back(self):
+        """Return what is free to the device, as torch.cuda.empty_cache does: whole segments, or the last pages of growing
+        ones (CUDA's allocator returns pages in the middle too)."""
+        for (pool, _), free in self._free.items():
+            for entry in free[:]:
+                size, address, number = entry
+                segment, amount = self.segments[number], 0
+                if size == segment.size:
+                    amount = size
+                elif self._expandable and address == segment.starts[-1]:
+                    amount = size // _page(pool) * _page(pool)
+                if amount:
+                    free.remove(entry)
+                    self._cut(segment, amount)
+                    if amount < size:
+                        bisect.insort(free, (size - amount, address, number))
+
+    def _cut(self, segment: Segment, amount: int):
+        """Take bytes off the end of a segment, which are free."""
+        self.reserved -= amount
+        segment.size -= amount
+        segment.sizes[-1] -= amount
+        if not segment.sizes[-1]:
+            for column in (segment.starts, segment.sizes, segment.holders):
+                column.pop()
+
+    @staticmethod
+    def _forget(free: list, segment: Segment, index: int, number: int):
+        entry = (segment.sizes[index], segment.starts[index], number)
+        at = bisect.bisect_left(free, entry)
+        if at < len(free) and free[at] == entry:
+            del free[at]
+
+    def _is_tail(self, entry: tuple, pool: str, stream: int) -> bool:
+        """Whether a free block ends its growing segment, and so is as large as need be."""
+        segment = self.segments[self._arena[pool, stream]]
+        return entry[1] == segment.starts[-1]
+
+    def _room(self, size: int, pool: str, allocation: Allocation) -> Segment | None:
+        """Make a free block of at least `size`; returns a segment that is new."""
+        if not self._expandable:
+            return self._new_segment(_segment_bytes(size, pool), pool, allocation)
+        number = self._arena.get((pool, allocation.stream))
+        page = _page(pool)
+        if number is None or not self.segments[number].starts:
+            self._arena[pool, allocation.stream] = len(self.segments)
+            return self._new_segment(-(-size // page) * page, pool, allocation)
+        self._grow(number, size, page, self._free[pool, allocation.stream])
+        return None
+
+    def _grow(self, number: int, size: int, page: int, free: list):
+        segment = self.segments[number]
+        has_tail = segment.holders[-1] is None
+        have = segment.sizes[-1] if has_tail else 0
+        more = -(-(size - have) // page) * page
+        if has_tail:
+            self._forget(free, segment, len(segment.starts) - 1, number)
+            segment.sizes[-1] += more
+        else:
+            segment.starts.append(segment.address + segment.size)
+            segment.sizes.append(more)
+            segment.holders.append(None)
+        segment.size += more
+        self.reserved += more
+        bisect.insort(free, (segment.sizes[-1], segment.starts[-1], number))
+
+    def _new_segment(self, total: int, pool: str, allocation: Allocation) -> Segment:
+        segment = Segment(self._next, total, pool, allocation.frames, [self._next], [total], [None])
+        bisect.insort(self._free[pool, allocation.stream], (total, self._next, len(self.segments)))
+        self.segments.append(segment)
+        self.reserved += total
+        self._next += ARENA_DISTANCE if self._expandable else total + LARGE_STEP  # neighbours never touch
+        return segment
+
+
+def _segment_bytes(size: int, pool: str) -> int:
+    if pool == "small":
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else -(-size // LARGE_STEP) * LARGE_STEP
+
+
+def _page(pool: str) -> int:
+    return SMALL_SEGMENT if pool == "small" else LARGE_SEGMENT

@@ -1,0 +1,62 @@
+"""A profiled run ends with its report, made by another process that can neither fail it nor hold it up."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_lite.config.plan import Plan
+
+SECONDS_AT_MOST = 60
+PACKAGE_FOLDER = Path(__file__).parents[2]  # for the other process where the package is not installed
+
+
+def wants_report(plan: Plan) -> bool:
+    """Was something recorded that the report can read? Files of Nsight Systems are complete after the run only."""
+    profile = plan.args.profile
+    return bool(
+        profile.report and plan.profile_window and (profile.use_pytorch_profiler or profile.record_memory_history)
+    )
+
+
+def end_with_report(run_dir: Path, say, seconds: float = SECONDS_AT_MOST):
+    """Print what `megatron-lite report` finds in `run_dir`, which leaves report.html there; one line if it cannot."""
+    again = f"megatron-lite report {run_dir}"
+    try:
+        code, out, errors = _run([sys.executable, "-m", "megatron_lite.cli.main", "report", str(run_dir)], seconds)
+    except subprocess.TimeoutExpired:
+        say(f"  no report within {seconds:g} s; {again} makes it")
+    except OSError as error:
+        say(f"  no report: another process cannot be started ({error}); {again} makes it")
+    else:
+        last = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
+        say(f"\n{out.rstrip()}" if code == 0 else f"  no report: {last.removeprefix('error: ')}; {again} tries again")
+
+
+def _run(command: list[str], seconds: float) -> tuple[int, str, str]:
+    """(exit code, output, errors). A session of its own, so that the limit ends what it started, too."""
+    paths = [str(PACKAGE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONIOENCODING": sys.stdout.encoding or "utf-8",
+    }
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+        text=True,
+        encoding=sys.stdout.encoding or "utf-8",
+        errors="replace",
+    )
+    try:
+        out, errors = process.communicate(timeout=seconds)
+        return process.returncode, out, errors
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
