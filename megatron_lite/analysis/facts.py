@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from megatron_lite.analysis.kernels.figures import RankKernels
-from megatron_lite.analysis.memory.figures import Snapshot
+from megatron_lite.analysis.memory.figures import LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.ranks.figures import Ranks
 from megatron_lite.analysis.run.figures import Run
 from megatron_lite.analysis.time.figures import RankTime
+from megatron_lite.analysis.time.placing import Placing
 from megatron_lite.analysis.trace.columns import Trace
 
 
@@ -17,6 +18,7 @@ class RankFacts:
     trace: Trace
     time: RankTime
     kernels: RankKernels
+    placing: Placing  # step, phase and operator of each event
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Facts:
     snapshots: tuple[Snapshot, ...]  # by rank
     run: Run | None
     gaps: tuple[str, ...]  # what could not be seen and why, a sentence each
+    ledger: tuple[LedgerRow, ...] = ()  # of the snapshot with the highest peak; () without a plan of this trainer
+    traced_memory: tuple[TraceMemory, ...] = ()  # by rank, from the traces; () where there are snapshots
 
     @property
     def critical(self) -> RankFacts | None:
@@ -36,6 +40,11 @@ class Facts:
             return None
         wanted = self.ranks.critical_rank if self.ranks else None
         return next((one for one in self.ranks_seen if one.time.rank == wanted), self.ranks_seen[0])
+
+    @property
+    def highest_snapshot(self) -> Snapshot | None:
+        """The one that decides whether the run fits."""
+        return max(self.snapshots, key=lambda one: one.peak_bytes, default=None)
 
     @property
     def plan(self) -> dict:

@@ -2,44 +2,52 @@
 
 import difflib
 import importlib
+import os
 import sys
 
 from megatron_lite.errors import UserError
 
-COMMANDS = {  # name: (module with run(argv), what it does)
+COMMANDS = {  # name: (module with run(argv), which may return an exit code, and what it does)
     "preprocess": ("megatron_lite.cli.preprocess", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
     "merge": ("megatron_lite.cli.merge", "join .bin/.idx data sets to one"),
     "inspect": ("megatron_lite.cli.inspection", "check a .bin/.idx data set and say what it holds"),
     "convert": ("megatron_lite.cli.convert", "checkpoints to and from Hugging Face folders, and from Megatron-LM's"),
     "make-corpus": ("megatron_lite.cli.corpus", "a data set from Python's own sources, for machines without any data"),
+    "report": ("megatron_lite.cli.report", "why a run is slow and why memory peaks: from run folders, traces, snapshots"),
+    "explain": ("megatron_lite.cli.explain", "what a finding of the report means, or what a kernel's name says"),
+    "compare": ("megatron_lite.cli.compare", "what changed from one run or trace to another, and what did not"),
+    "audit": ("megatron_lite.cli.audit", "18 questions to a profiled run: pass, fail or not seen, and why"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+CUT_OFF = 141  # 128 + SIGPIPE
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, or 2 after one line for each mistake of the user."""
+    """Run one command; returns the exit code: its own or 0, or 2 after one line for each mistake of the user."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        _run(words)
+        return _run(words)
     except UserError as error:
         for line in error.lines:
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    return 0
+    except BrokenPipeError:  # whoever read our lines, head say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again while it ends
+        return CUT_OFF
 
 
-def _run(words: list[str]):
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
-        return
+        return 0
     name, *rest = words
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"megatron-lite {name}: no such command; {hint}")
-    importlib.import_module(COMMANDS[name][0]).run(rest)
+    return importlib.import_module(COMMANDS[name][0]).run(rest) or 0
 
 
 def _overview() -> str:

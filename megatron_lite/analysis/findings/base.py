@@ -21,12 +21,12 @@ class Finding:
 
     code: str
     title: str
-    cost_ms: float | None  # per step; None for what costs memory or trust rather than time
-    cost_bytes: int | None  # at the peak; None if it is about time
-    evidence: tuple[Evidence, ...]
-    advice: str  # one line, the flag to try first
-    flags: tuple[str, ...]  # ("--num-workers 4",)
-    gain_ms: float | None  # upper bound per step; ceilings of several findings do not add
-    gain_bytes: int | None
+    cost_ms: float | None = None  # per step; None for what costs memory or trust rather than time
+    cost_bytes: int | None = None  # at the peak; None if it is about time
+    evidence: tuple[Evidence, ...] = ()  # never empty, what counts most first
+    advice: str = ""  # never empty: one line, the flag to try first
+    flags: tuple[str, ...] = ()  # ("--num-workers 4",)
+    gain_ms: float | None = None  # upper bound per step; ceilings of several findings do not add
+    gain_bytes: int | None = None
     certain: bool = True  # False: likely, and the text says what would settle it
     rank: int | None = None  # if it is one rank's

@@ -1,7 +1,7 @@
 """What the kernel analysis says of one rank. Milliseconds and counts are means per steady step."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Role(str, enum.Enum):
@@ -79,7 +79,8 @@ class RooflineRow:
     achieved_gb_s: float
     bound_ms: float | None  # max(flops / peak, bytes / bandwidth); None on unknown hardware
     bound_by: str  # "compute", "memory", "" if unknown
-    efficiency: float | None  # bound_ms / ms
+    efficiency: float | None  # bound_ms / ms; above 1: the data was in a cache already
+    causal: bool | None = None  # attention: half of the scores are skipped, and not counted in flops; None: not known
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,13 @@ class RankKernels:
     tensor_core_ms: float
     maybe_tensor_core_ms: float  # names that do not say
     roofline: tuple[RooflineRow, ...]  # largest loss against the bound first; () without shapes
-    model_flops: float | None  # per step, from shapes: matrix products and attention
+    model_flops: float | None  # per step, from shapes: products and attention (all scores), recomputation left out
     achieved_tflops: float | None  # model_flops / step time
     peak_tflops: float | None  # of the device for the dtype that most FLOPs have
     peak_dtype: str
     mfu: float | None
     compiled_regions: float  # calls per step
     notes: tuple[str, ...]
+    without_tensor_cores: dict[str, float] = field(default_factory=dict)  # reason -> ms of matrix_ms
+    attention_flops: float | None = None  # part of model_flops: all scores; a causal model needs half of them
+    recomputed_flops: float = 0.0  # per step, in recomputed activations; not part of model_flops

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-# Categories of memory, in the order of a report.
+# Categories of memory, in the order of a report. Workspace is all that does not outlive its phase: temporaries of forward,
+# backward and the optimizer, and the buffers of libraries such as cublas.
 CATEGORIES = (
     "parameters", "gradients", "master weights", "moments", "activations", "logits and loss", "workspace", "communication",
     "other", "before the record",
@@ -16,6 +17,7 @@ class Held:
     category: str
     num_bytes: int
     blocks: int
+    requested_bytes: int = 0  # without the allocator's rounding: what a formula gives
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class SiteBytes:
     site: str  # "gpt.py:81 forward": innermost frame outside torch
     category: str
     phase: str  # when it was allocated
-    module: str  # "layers.3.mlp", "" if unknown
+    module: str  # "decoder.layers.*.mlp": the same line in several layers is one row; "" if unknown
     num_bytes: int
     blocks: int
 
@@ -77,6 +79,7 @@ class Fragmentation:
     largest_free_block: int  # at the end of the record
     expandable: bool  # expandable segments were on
     replay_reserved_bytes: int | None  # by replaying the record with expandable segments; None if it cannot be replayed
+    replay_as_it_was_bytes: int | None = None  # by the same replay of the allocator as it was: how far the replay can be trusted
 
 
 @dataclass(frozen=True)
@@ -107,5 +110,36 @@ class Snapshot:
     fragmentation: Fragmentation
     oom: OutOfMemory | None
     events: int
-    complete: bool  # the ring did not drop events that the peak needs
+    complete: bool  # at least 99% of the peak's bytes have a known origin: the record began early enough
     notes: tuple[str, ...]
+    highest: tuple[Held, ...] = ()  # each category at its own highest moment, which need not be the peak
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """What a formula says and what was measured, for one category; requested bytes, without the allocator's rounding."""
+
+    category: str
+    formula: str  # "2 bytes x 355,919,872 parameters"
+    formula_bytes: int
+    measured_bytes: int  # at the category's own highest moment
+
+    @property
+    def difference_bytes(self) -> int:
+        return self.measured_bytes - self.formula_bytes
+
+
+@dataclass(frozen=True)
+class TraceMemory:
+    """What a profiler's trace with memory events says, for runs without a snapshot. It does not say what held memory."""
+
+    source: str
+    rank: int | None
+    device: int  # -1: the host
+    peak_bytes: int  # allocated
+    peak_ns: int  # on the trace's clock
+    peak_phase: str  # "" if unknown
+    peak_operator: str  # "aten::log_softmax", "" if unknown
+    reserved_bytes: int | None  # most in the window; None if the trace does not say
+    curve: tuple[tuple[int, int], ...]  # (ns, bytes allocated), thinned to a picture's resolution; keeps the peak
+    total_is_given: bool  # False: sums of what the window saw, without what was there before

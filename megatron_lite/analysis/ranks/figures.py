@@ -28,14 +28,15 @@ class RankRow:
     rank: int
     host: str
     step_ms: float
-    compute_ms: float
-    communication_ms: float
-    exposed_communication_ms: float
+    compute_ms: float | None  # this and the next two: None without a trace
+    communication_ms: float | None
+    exposed_communication_ms: float | None
     wait_ms: float | None  # for others inside collectives
-    data_wait_ms: float
-    host_idle_ms: float  # device idle because of the host
+    data_wait_ms: float | None  # None: not seen
+    host_idle_ms: float | None  # device idle because of the host; None without a trace
     last_in: float | None  # share of collectives in which it came last
-    caused_wait_ms: float | None  # wait of others for it: sum over collectives of (its start - median start) where it was last
+    caused_wait_ms: float | None  # wait of others for it: sum over collectives of (its start - median of the others') where it was last
+    exposed_wait_ms: float | None = None  # of exposed_communication_ms what is waiting for others; the rest is transfer
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,10 @@ class Straggler:
 
     rank: int
     caused_wait_ms: float
-    share_last: float
+    share_last: float | None  # of the collectives; None without a trace
     cause: str  # "compute", "data_wait", "host", "copy"; "" if nothing explains 80% of the lag
     cause_ms: float  # how much more of it the rank has than the median of the others
+    phase: str = ""  # where the lag arises, if one phase explains 80% of it
 
 
 @dataclass(frozen=True)

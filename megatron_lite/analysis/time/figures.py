@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the window: [start, end) on the device's clock where there is a GPU, else on the host's."""
+    """One step of the window: [start, end) on the device's clock where there is a GPU, else on the host's.
+
+    On the device from the end of the step before it to its own end (step_windows.py says why): tiles without holes.
+    """
 
     name: str  # "ProfilerStep#12" or the name of the range that marks steps
     number: int | None
@@ -69,7 +72,7 @@ class SyncSite:
 
 @dataclass(frozen=True)
 class HostSite:
-    """What the host did while the device waited for it, by top operator or frame."""
+    """What the host did while the device waited for it, by top operator or frame; without a GPU what it did between operators."""
 
     what: str
     phase: str
@@ -108,8 +111,8 @@ class RankTime:
     median_launch_interval_us: float  # between launches of the launching threads
     median_queue_us: float  # kernel start - end of its launch call
     launch_bound: bool
-    spilled_ms: float  # device work in the window whose launch lies outside of it
-    timeline: tuple[Span, ...]  # the phases of one representative step on the device, for the picture
+    spilled_ms: float  # device work whose launch lies outside of the trace; of the whole trace, not per step
+    timeline: tuple[Span, ...]  # one representative step on the device: what computes by phase, "communication", "copies"
     timeline_step: int | None  # its index in steps
     notes: tuple[str, ...]  # named gaps
 

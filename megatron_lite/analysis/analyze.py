@@ -1,0 +1,156 @@
+"""From files to a Report: read, place, time, kernels, ranks, memory, run, findings, verdict. No printing here."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_lite.analysis.facts import Facts, RankFacts
+from megatron_lite.analysis.findings.rules import findings_of
+from megatron_lite.analysis.kernels.figures import RankKernels
+from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
+from megatron_lite.analysis.memory.figures import Snapshot
+from megatron_lite.analysis.memory.ledger import ledger
+from megatron_lite.analysis.memory.of_trace import memory_of_trace
+from megatron_lite.analysis.memory.read import read_snapshot
+from megatron_lite.analysis.ranks.figures import Ranks
+from megatron_lite.analysis.ranks.from_run import ranks_of_run
+from megatron_lite.analysis.ranks.ranks import ranks_of
+from megatron_lite.analysis.report import Report
+from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.read import read_run
+from megatron_lite.analysis.sources import sources_of
+from megatron_lite.analysis.time.placing_of import placing_of
+from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.title import title_of
+from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.analysis.trace.read_several import readers
+from megatron_lite.analysis.verdict import verdict_of
+from megatron_lite.errors import UserError
+
+
+class _Gaps:
+    """Runs a part of the analysis; one that fails becomes a named gap, so that the others still answer."""
+
+    def __init__(self):
+        self.found: list[str] = []
+
+    def add(self, text: str):
+        if text not in self.found:
+            self.found.append(text)
+
+    def attempt(self, what: str, work: Callable, *given):
+        """`work(*given)`, or None with a gap: one line for an unreadable file, the place for a mistake of ours."""
+        try:
+            return work(*given)
+        except UserError as error:
+            self.add(" ".join(error.lines))
+        except MemoryError:
+            self.add(f"{what}: not enough memory to read it")
+        except Exception as error:  # noqa: BLE001  a foreign file that nobody foresaw must not take the rest along
+            kind = f"{type(error).__name__} {_place(error)}: {error}"
+            self.add(f"{what}: could not be analysed, a mistake of this program ({kind}); please report it")
+        return None
+
+
+def analyze(paths: Sequence[Path | str], say: Callable[[str], None] | None = None) -> Report:
+    """Everything that the files under `paths` tell of one run. `say` is told what is being read.
+
+    Raises UserError where nothing can be read; what cannot be read beside readable files is a gap of the report.
+    """
+    started, say, gaps = time.monotonic(), say or _say_nothing, _Gaps()
+    sources = sources_of([Path(path) for path in paths])
+    for path, why in sources.ignored:
+        gaps.add(f"{path.name}: {why}")
+    seen = _seen(sources.traces, say, gaps)
+    snapshots = _snapshots(sources.snapshots, say, gaps)
+    run = _run(sources.run_folders, gaps)
+    if not (seen or snapshots or run):
+        raise UserError(_nothing(paths, gaps.found))
+    say("comparing ranks, looking for causes")
+    facts = Facts(ranks_seen=seen, ranks=_ranks(seen, run, gaps), snapshots=snapshots, run=run, gaps=())
+    facts = _with_memory(facts, gaps)
+    findings = gaps.attempt("findings", findings_of, facts, gaps.add) or ()
+    facts = dataclasses.replace(facts, gaps=tuple(gaps.found))
+    return Report(
+        paths=tuple(map(str, paths)), title=title_of(paths, facts), verdict=verdict_of(facts, findings),
+        findings=findings, facts=facts, read_s=time.monotonic() - started,
+    )
+
+
+def _seen(paths: Sequence[Path], say: Callable[[str], None], gaps: _Gaps) -> tuple[RankFacts, ...]:
+    """Each process of each file, by rank."""
+    seen = []
+    for number, (path, read) in enumerate(zip(paths, readers(paths)), 1):
+        say(f"reading {path.name} ({number} of {len(paths)})")
+        for trace in gaps.attempt(path.name, read) or ():
+            seen.append(gaps.attempt(trace.source, _rank, trace, gaps))
+    return tuple(sorted((one for one in seen if one), key=lambda one: (one.time.rank is None, one.time.rank or 0)))
+
+
+def _rank(trace: Trace, gaps: _Gaps) -> RankFacts:
+    placing = placing_of(trace)
+    times = rank_time(trace, placing)
+    kernels = gaps.attempt(f"kernels of {trace.source}", rank_kernels, trace, placing, times) or _no_kernels(trace.rank)
+    return RankFacts(trace=trace, placing=placing, time=times, kernels=kernels)
+
+
+def _no_kernels(rank: int | None) -> RankKernels:
+    return RankKernels(
+        rank=rank, rows=(), operators=(), roles={}, device_ms=0.0, matrix_ms=0.0, tensor_core_ms=0.0,
+        maybe_tensor_core_ms=0.0, roofline=(), model_flops=None, achieved_tflops=None, peak_tflops=None, peak_dtype="",
+        mfu=None, compiled_regions=0.0, notes=(),
+    )
+
+
+def _ranks(seen: Sequence[RankFacts], run: Run | None, gaps: _Gaps) -> Ranks | None:
+    """From the traces; without any from the run's medians per rank."""
+    if seen:
+        return gaps.attempt("ranks", ranks_of, [(rank.trace, rank.placing, rank.time) for rank in seen])
+    return gaps.attempt("ranks", ranks_of_run, run) if run else None
+
+
+def _snapshots(paths: Sequence[Path], say: Callable[[str], None], gaps: _Gaps) -> tuple[Snapshot, ...]:
+    """By rank."""
+    found = []
+    for path in paths:
+        say(f"reading {path.name}")
+        found.append(gaps.attempt(path.name, read_snapshot, path))
+    return tuple(sorted((one for one in found if one), key=lambda one: (one.rank is None, one.rank or 0)))
+
+
+def _with_memory(facts: Facts, gaps: _Gaps) -> Facts:
+    """The ledger of the highest snapshot; without a snapshot what the traces say."""
+    if facts.snapshots:
+        rows = gaps.attempt("memory formulas", ledger, facts.highest_snapshot, facts.plan)
+        return dataclasses.replace(facts, ledger=rows or ())
+    found = [gaps.attempt(f"memory of {one.trace.source}", memory_of_trace, one.trace, one.placing)
+             for one in facts.ranks_seen]
+    return dataclasses.replace(facts, traced_memory=tuple(one for one in found if one))
+
+
+def _run(folders: Sequence[Path], gaps: _Gaps) -> Run | None:
+    """The newest; comparing is another command's."""
+    runs = [gaps.attempt(folder.name, read_run, folder) for folder in folders[:1]]
+    for folder in folders[1:]:
+        gaps.add(f"{folder}: an older run's folder, left aside; name it alone, or use megatron-lite compare")
+    return runs[0] if runs else None
+
+
+def _nothing(paths: Sequence[Path | str], gaps: Sequence[str]) -> str:
+    if len(gaps) == 1:
+        return gaps[0]
+    more = f"; and {len(gaps) - 3} more" if len(gaps) > 3 else ""
+    return f"{', '.join(map(str, paths))}: nothing in it can be read ({'; '.join(gaps[:3])}{more})"
+
+
+def _place(error: Exception) -> str:
+    """in FILE:LINE of the innermost frame."""
+    frames = error.__traceback__
+    while frames.tb_next:
+        frames = frames.tb_next
+    return f"in {Path(frames.tb_frame.f_code.co_filename).name}:{frames.tb_lineno}"
+
+
+def _say_nothing(text: str):
+    pass

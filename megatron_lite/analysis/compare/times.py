@@ -1,0 +1,74 @@
+"""Steps, rates and peaks of two runs beside each other, and the phases of runs without traces."""
+
+from statistics import fmean
+
+from megatron_lite.analysis.compare.figures import Pair, PhasePair, Total
+from megatron_lite.analysis.compare.noise import band_of, exact, paired, paired_samples
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.run.figures import Run
+
+STEP, TRACED_STEP, TOKENS, MFU, PEAK = "step", "traced step", "tokens per second", "MFU, causal attention", "peak memory"
+
+
+def totals_of(a: Facts, b: Facts) -> list[Total]:
+    """Step, tokens per second, MFU and peak memory, of each source that both have."""
+    totals = _totals_of_runs(a.run, b.run) if a.run and b.run else []
+    traced = traced_step(a, b)
+    if traced:
+        numbers = (len(facts.critical.time.steady_steps) for facts in (a, b))
+        totals.append(Total(TRACED_STEP, "ms", "traces, {} and {} steady steps".format(*numbers), traced))
+    return [*totals, *_peak_memory(a, b)]
+
+
+def _totals_of_runs(a: Run, b: Run) -> list[Total]:
+    ordinary = [of_ordinary(run, run.training_ms) for run in (a, b)]
+    if not all(ordinary):
+        return []
+    of = f"steps.jsonl, {len(ordinary[0])} and {len(ordinary[1])} ordinary steps"
+    totals = [Total(STEP, "ms", of, paired_samples(*ordinary))]
+    # rates are of all ordinary time, as a report has them; they vary as one over the step does
+    relative = band_of(*([fmean(ms) / one for one in ms] for ms in ordinary))
+    for name, unit, mine, theirs in ((TOKENS, "tokens/s", a.tokens_per_second, b.tokens_per_second),
+                                     (MFU, "%", _percent(a.mfu_causal), _percent(b.mfu_causal))):
+        if mine is not None and theirs is not None:
+            totals.append(Total(name, unit, of, paired(mine, theirs, None if relative is None else relative * max(mine, theirs))))
+    return totals
+
+
+def traced_step(a: Facts, b: Facts) -> Pair | None:
+    """The mean steady step of the critical ranks' traces, as their rows sum to it."""
+    if not a.critical or not b.critical:
+        return None
+    samples = [[step.ms for step in facts.critical.time.steady_steps] for facts in (a, b)]
+    return paired(a.critical.time.step_ms, b.critical.time.step_ms, band_of(*samples)) if all(samples) else None
+
+
+def phases_of_runs(a: Run, b: Run) -> tuple[PhasePair, ...]:
+    """Medians over ordinary steps: of the host, and where there is a GPU as its stream passed through them."""
+    with_gpu = bool(a.gpu_phases_ms or b.gpu_phases_ms)
+    found = []
+    for name in {**a.phases_ms, **b.phases_ms}:
+        host = _of_phase(a, b, a.phases_ms, b.phases_ms, name)
+        found.append(PhasePair(name, host, _of_phase(a, b, a.gpu_phases_ms, b.gpu_phases_ms, name) if with_gpu else None))
+    return tuple(found)
+
+
+def _of_phase(a: Run, b: Run, mine: dict, theirs: dict, name: str) -> Pair:
+    return paired_samples(of_ordinary(a, mine.get(name, ())), of_ordinary(b, theirs.get(name, ())))
+
+
+def of_ordinary(run: Run, values) -> list[float]:
+    return [value for value, plain in zip(values, run.ordinary) if plain]
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _peak_memory(a: Facts, b: Facts) -> list[Total]:
+    """The most that tensors took: of snapshots, else as the GPU's allocator counted in each step."""
+    peaks = [max((one.peak_bytes for one in facts.snapshots), default=None) for facts in (a, b)]
+    if None not in peaks:
+        return [Total(PEAK, "bytes", "memory snapshots", exact(*peaks))]
+    peaks = [max((size for size in (facts.run.peak_memory_bytes if facts.run else ()) if size > 0), default=None) for facts in (a, b)]
+    return [Total(PEAK, "bytes", "steps.jsonl", exact(*peaks))] if None not in peaks else []

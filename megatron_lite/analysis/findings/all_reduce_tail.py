@@ -1,0 +1,41 @@
+"""Gradients are still being reduced when backward is over.
+
+Meaning: buckets are reduced while backward goes on, but the last ones are complete only at its
+    end (with tied embeddings the largest one is the very last), and nothing is left to hide them.
+Measured: communication that no kernel hides, after backward's last computation, per steady step.
+Cost: all of it, on every rank. A part may be waiting for a slower rank: see straggler.
+Do: smaller buckets (more of them are through before the end); reduce in 16 bits; more
+    micro-batches per step, which reduce less often; a faster network.
+Flags: --ddp-bucket-size N (parameters); --grad-reduce-in-bf16 with --bf16; a larger
+    --global-batch-size.
+False alarm: a trace of one rank only: whether it waits for others or for the network cannot be
+    told from it.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.no_overlap import NEVER_EARLY
+from megatron_lite.analysis.findings.seen.gradient_reduction import reduction_of
+from megatron_lite.analysis.findings.seen.steady import MATTERS, counted, in_ms, of_step, share, where
+
+CODE = "all-reduce-tail"
+TITLE = "gradient reduction after backward's end"
+
+
+def find(facts: Facts) -> Finding | None:
+    one = facts.critical
+    seen = reduction_of(one) if one is not None else None
+    if seen is None or seen.early_share < NEVER_EARLY or share(seen.tail_ms, one) < MATTERS:
+        return None
+    text = (f"the tail takes {of_step(seen.tail_ms, one)}; {counted(seen.collectives, 'collective')} of together "
+            f"{in_ms(seen.communication_ms)} per step, {seen.early_share:.0%} of it begun before backward's end")
+    alone = facts.ranks is None or len(facts.ranks.present) < 2
+    waiting = () if not alone else (Evidence("with one rank's trace alone, waiting for a slower rank is not told "
+                                             "apart"),)
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=seen.tail_ms, evidence=(Evidence(text, where(one)), *waiting),
+        advice="smaller buckets (--ddp-bucket-size), 16-bit reduction (--grad-reduce-in-bf16), or more micro-batches "
+               "per step",
+        flags=("--ddp-bucket-size", "--grad-reduce-in-bf16"), gain_ms=seen.tail_ms, certain=not alone,
+        rank=one.time.rank,
+    )

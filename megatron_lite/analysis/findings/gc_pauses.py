@@ -1,0 +1,36 @@
+"""Python's garbage collector interrupts steps.
+
+Meaning: collecting walks through all objects that Python holds, in the thread that launches
+    kernels. Each rank pauses in a different step, and in each of them all others wait.
+Measured: time in gc frames or events of the trace (with a GPU: idle time because of them), per
+    steady step.
+Cost: the pause, on every rank for every rank's pause.
+Do: collect at fixed steps, on all ranks in the same one.
+Flags: --manual-gc --manual-gc-interval 100.
+False alarm: a single collection in a short window, which this mean makes look like every step's.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, of_step, share, where
+
+CODE = "gc-pauses"
+TITLE = "pauses of Python's garbage collector"
+
+
+def find(facts: Facts) -> Finding | None:
+    one = facts.critical
+    if one is None:
+        return None
+    cost = one.time.rows.get("garbage_collector", 0.0)
+    if share(cost, one) < WORTH_A_LINE:
+        return None
+    manual = argument(facts, "manual_gc")
+    advice = ("--manual-gc is on: a larger "
+              "--manual-gc-interval") if manual else "collect on all ranks in the same, rare steps: --manual-gc"
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=cost,
+        evidence=(Evidence(f"garbage collection takes {of_step(cost, one)}", where(one)),), advice=advice,
+        flags=() if manual else ("--manual-gc --manual-gc-interval 100",), gain_ms=cost, rank=one.time.rank,
+    )

@@ -1,0 +1,67 @@
+"""torch.compile cut the model into pieces.
+
+Meaning: where the compiler meets Python that it cannot follow (print, .item(), a branch on a
+    tensor's value, an unknown extension) it ends the graph, lets Python run that line, and begins
+    another graph. Nothing is fused across the cut.
+Measured: frames that torch names torch_dynamo_resume_in_... (they exist only behind a break);
+    without stacks, different compiled regions per step, where the run compiles one layer many
+    times.
+Cost: not measured by itself: the launches and memory traffic between the pieces. See launch-bound
+    and unfused-elementwise.
+Do: TORCH_LOGS=graph_breaks names the lines; fullgraph=True turns them into errors.
+Flags: --torch-compile compiles each layer by itself, so that what stands between layers cannot
+    break a graph.
+False alarm: a model with several functions that are compiled apart on purpose.
+"""
+
+import re
+
+import numpy as np
+
+from megatron_lite.analysis.facts import Facts, RankFacts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.findings.seen.steady import rows_named, steady_steps, where
+from megatron_lite.analysis.trace.columns import Kind
+
+CODE = "graph-breaks"
+TITLE = "compiled graphs cut into pieces"
+REGION = re.compile(r"Torch-Compiled Region: (\d+)/\d+")
+RESUME = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")
+MOST_SHOWN = 4
+FEW = 3  # different regions in a foreign run: forward functions that are compiled apart are seldom more
+
+
+def find(facts: Facts) -> Finding | None:
+    one = facts.critical
+    if one is None:
+        return None
+    resumed = rows_named(one, RESUME.search, Kind.PYTHON, Kind.OP, Kind.ANNOTATION)
+    if len(resumed):
+        return _finding(one, _resumptions(one, resumed), certain=True)
+    regions = rows_named(one, REGION.match, Kind.OP, Kind.ANNOTATION)
+    frames = {REGION.match(name)[1] for name in _names(one, regions)}
+    if len(frames) <= (1 if argument(facts, "torch_compile") else FEW):
+        return None
+    text = (f"{len(frames)} different functions were compiled, {len(regions) / steady_steps(one):,.0f} regions run per "
+            "step")
+    return _finding(one, [Evidence(text, where(one, regions[0]))], certain=False)
+
+
+def _resumptions(one: RankFacts, rows: np.ndarray) -> list[Evidence]:
+    found = dict.fromkeys(RESUME.search(name).groups() for name in _names(one, rows))
+    return [Evidence(f"the graph of {function} breaks before line {line}", where(one, rows[0]))
+            for function, line in list(found)[:MOST_SHOWN]]
+
+
+def _names(one: RankFacts, rows: np.ndarray) -> list[str]:
+    """The distinct ones."""
+    return [one.trace.names[index] for index in np.unique(one.trace.events.name[rows])]
+
+
+def _finding(one: RankFacts, evidence: list[Evidence], certain: bool) -> Finding:
+    return Finding(
+        code=CODE, title=TITLE, evidence=tuple(evidence),
+        advice="start with TORCH_LOGS=graph_breaks to see the lines that break the graph",
+        flags=("TORCH_LOGS=graph_breaks",), certain=certain, rank=one.time.rank,
+    )

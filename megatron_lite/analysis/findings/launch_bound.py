@@ -1,0 +1,47 @@
+"""The device waits for the host to launch small kernels.
+
+Meaning: kernels finish faster than Python and PyTorch's dispatch hand over new ones. The device
+    is idle between them, and a faster device would not help.
+Measured: idle time in which the next kernel's launch call had not begun, and gaps under 10 us;
+    with the median kernel against the median interval between launches, and how long a launched
+    kernel waits in the queue (hardly at all here).
+Cost: all of that idle time. The profiler itself makes the host slower, so that without it the
+    share is smaller.
+Do: more work per kernel (a larger micro-batch instead of accumulation, if memory allows), fewer
+    kernels (torch.compile, fused operators), CUDA graphs, less Python between operators.
+Flags: --torch-compile; a larger --micro-batch-size at the same --global-batch-size; record
+    without --pytorch-profiler-collect-callstack, which slows the host most.
+False alarm: a trace with stacks or shapes of a run that is fine without them: compare with the
+    step time outside the window.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.headroom import larger_micro_batch
+from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, where
+
+CODE = "launch-bound"
+TITLE = "host too slow to launch small kernels"
+MOST_SHOWN = 3
+
+
+def find(facts: Facts) -> Finding | None:
+    one = facts.critical
+    if one is None or not one.time.on_gpu or not one.time.launch_bound:
+        return None
+    t = one.time
+    cost = t.rows.get("host", 0.0) + t.rows.get("launch", 0.0)
+    text = (f"the device idles {of_step(cost, one)}: {t.launches:,.0f} kernels per step; medians: "
+            f"{t.median_kernel_us:.1f} us per kernel, {t.median_launch_interval_us:.1f} us from launch to launch, "
+            f"{t.median_queue_us:.1f} us in the queue")
+    sites = tuple(Evidence(f"{in_ms(site.idle_ms)} while the host is in "
+                           f"{site.what}", site.phase) for site in t.hosts[:MOST_SHOWN])
+    larger = larger_micro_batch(facts)
+    flags = ((larger.flag,) if larger else ()) + (() if argument(facts, "torch_compile") else ("--torch-compile",))
+    advice = ("more work per launch: "
+              f"{larger.text}") if larger else "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one)), *sites), advice=advice, flags=flags,
+        gain_ms=cost, certain=not one.trace.with_stack, rank=one.time.rank,
+    )

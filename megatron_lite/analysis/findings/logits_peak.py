@@ -1,0 +1,42 @@
+"""Memory peaks at the logits.
+
+Meaning: the last layer writes a number per token and word of the vocabulary, and the loss copies
+    it, in fp32, more than once. With 50,000 words that is more than all layers' activations of a
+    small model.
+Measured: bytes of the category "logits and loss" at the snapshot's peak.
+Cost: those bytes at the moment that decides how large a micro-batch can be.
+Do: compute the loss in chunks of tokens (fused linear cross-entropy), compile logits and loss
+    together, or a smaller micro-batch with more of them per step.
+Flags: half the --micro-batch-size at the same --global-batch-size; in Megatron-LM
+    --cross-entropy-loss-fusion and tensor parallelism, which splits the vocabulary.
+False alarm: a peak far below the device's memory.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.memory_peaks import bytes_of, is_tight
+from megatron_lite.analysis.findings.seen.planned import argument, whole
+from megatron_lite.units import size
+
+CODE = "logits-peak"
+TITLE = "logits and loss at the memory peak"
+TOO_MUCH = 0.25  # of the peak: less than the layers' activations usually take
+
+
+def find(facts: Facts) -> Finding | None:
+    most = facts.highest_snapshot
+    if most is None or not is_tight(facts, most):
+        return None
+    held = bytes_of(most, "logits and loss")
+    if held < TOO_MUCH * most.peak_bytes:
+        return None
+    now = whole(argument(facts, "micro_batch_size"))
+    half = f"--micro-batch-size {now // 2}" if now and now > 1 else ""
+    text = (f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%}), in "
+            f"{most.peak_phase or 'an unknown phase'}")
+    return Finding(
+        code=CODE, title=TITLE, cost_bytes=held, evidence=(Evidence(text, most.source),),
+        advice="compute the loss in chunks of "
+               "tokens" + (f", or {half} (now {now}) with more micro-batches" if half else ""),
+        flags=(half,) if half else (), gain_bytes=held, rank=most.rank,
+    )

@@ -1,0 +1,85 @@
+"""Matrix products whose dimensions fit the hardware badly.
+
+Meaning: matrix units work on tiles. A dimension that is no multiple of 8 (16 bytes of fp16) may
+    lose tensor cores or wide loads altogether; one that is no multiple of 64 leaves part of the
+    last tile, and of each cache line, empty. hidden 1000 is a multiple of 8 and still no good:
+    1024 has the same number of tiles.
+Measured: dimensions of the products in the trace (needs --pytorch-profiler-collect-shapes), which
+    layer they are by the run's plan, and their time. The cost is the part of the tiles' work that
+    is padding: 1 - product of (dimension / next multiple of 64), which is arithmetic; that a lost
+    tensor core costs more is in no-tensor-cores.
+Cost: at least the padding; odd dimensions (no multiple of 8) often cost several times as much.
+Do: the next multiple of 128 where it is near, else of 64.
+Flags: --hidden-size, --ffn-hidden-size, --kv-channels, --make-vocab-size-divisible-by 128,
+    --seq-length.
+False alarm: products so small that launching them costs more than their tiles.
+"""
+
+from megatron_lite.analysis.facts import Facts, RankFacts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.layer_names import layer_of, meaning_of
+from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, in_ms, of_step, share, where
+from megatron_lite.analysis.kernels.figures import Role, RooflineRow
+from megatron_lite.estimate.alignment import TILE as USUAL_TILE
+from megatron_lite.estimate.alignment import best_multiple, least_multiple, padded
+
+CODE = "matmul-shapes"
+TITLE = "matrix dimensions off the tiles"
+TOO_MUCH = 0.10  # of the step in products with odd dimensions, whose cost the tiles alone do not tell
+HALF_BYTES = 2  # an element of fp16 or bf16
+LOAD, TILE, WIDE_TILE = least_multiple(HALF_BYTES), best_multiple(HALF_BYTES), USUAL_TILE  # 8, 64, 128
+NEAR = 0.05  # a dimension may grow by so much to reach a multiple of 128
+MOST_SHOWN = 4
+
+
+def find(facts: Facts) -> Finding | None:
+    one = facts.critical
+    if one is None:
+        return None
+    rows = [row for row in one.kernels.roofline if row.role is Role.GEMM and any(map(is_off, row.dims))]
+    ms, cost = sum(row.ms for row in rows), sum(row.ms * _padding(row.dims) for row in rows)
+    odd = sum(row.ms for row in rows if any(size > LOAD and size % LOAD for size in row.dims))
+    if share(odd, one) < TOO_MUCH and share(cost, one) < WORTH_A_LINE:
+        return None
+    dearest = sorted(rows, key=lambda row: -row.ms)
+    changes = _changes(facts, dearest)
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=cost, evidence=_evidence(facts, one, dearest, ms),
+        advice="; ".join(changes[:MOST_SHOWN]),
+        flags=tuple(change.partition(" (")[0] for change in changes if change.startswith("--")), gain_ms=cost,
+        certain=one.time.on_gpu, rank=one.time.rank,
+    )
+
+
+def is_off(dimension: int) -> bool:
+    """No multiple of 8, or large and no multiple of 64. Dimensions up to 8 are another matter: batches, heads."""
+    return dimension > LOAD and (dimension % LOAD != 0 or dimension > TILE and dimension % TILE != 0)
+
+
+def better(dimension: int) -> int:
+    """What to pad to: 1000 -> 1024, 50257 -> 50304, 20 -> 24, 72 -> 128."""
+    if dimension < TILE:
+        return padded(dimension, LOAD)
+    wide = padded(dimension, WIDE_TILE)
+    return wide if wide <= (1 + NEAR) * dimension else padded(dimension, TILE)
+
+
+def _padding(dims: tuple[int, ...]) -> float:
+    """Share of the tiles' work that is padding."""
+    useful = 1.0
+    for dimension in dims:
+        useful *= dimension / padded(dimension, TILE) if dimension > TILE else 1.0
+    return 1 - useful
+
+
+def _changes(facts: Facts, rows: list[RooflineRow]) -> list[str]:
+    seen = dict.fromkeys(dimension for row in rows for dimension in row.dims if is_off(dimension))
+    return list(dict.fromkeys(meaning_of(facts, dimension, better(dimension)) for dimension in seen))
+
+
+def _evidence(facts: Facts, one: RankFacts, rows: list[RooflineRow], ms: float) -> tuple[Evidence, ...]:
+    first = Evidence(f"products with such dimensions take {of_step(ms, one)}", where(one))
+    shown = [Evidence(f"{layer_of(facts, row.dims)} {row.shape}: {in_ms(row.ms)}, {row.per_step:,.3g} per "
+                      "step", row.phase)
+             for row in rows[:MOST_SHOWN]]
+    return (first, *shown)

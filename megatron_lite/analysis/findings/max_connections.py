@@ -1,0 +1,39 @@
+"""CUDA_DEVICE_MAX_CONNECTIONS=1 without tensor parallelism.
+
+Meaning: the variable gives the device one queue for all streams, so that work starts in the order
+    of its launches. Megatron-LM's tensor and sequence parallelism want that order. With data
+    parallelism alone it can make collectives wait behind kernels that were launched before them,
+    and the other way round: overlap is lost.
+Measured: the variable as the run wrote it down, the plan's parallel sizes, and the communication
+    that nothing hides.
+Cost: at most that exposed communication; whether the variable is to blame, a run without it
+    tells.
+Do: unset it, or set 8 to 32, for pure data parallelism; compare the exposed communication.
+Flags: CUDA_DEVICE_MAX_CONNECTIONS (many launch scripts export it); --tensor-model-parallel-size.
+False alarm: GPUs from Blackwell on order launches otherwise; a single GPU has nothing to overlap.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.planned import argument, part, variable, whole
+from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, of_step, share, where
+
+CODE = "max-connections"
+TITLE = "one hardware queue for all streams"
+
+
+def find(facts: Facts) -> Finding | None:
+    one = facts.critical
+    if one is None or not one.time.on_gpu or variable(facts, "CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        return None
+    tensor, context = (whole(argument(facts, f"{kind}_parallel_size")) for kind in ("tensor_model", "context"))
+    world, cost = whole(part(facts, "world", "size")), one.time.rows.get("exposed_communication", 0.0)
+    if (tensor or 1) > 1 or (context or 1) > 1 or not world or world < 2 or share(cost, one) < WORTH_A_LINE:
+        return None
+    text = (f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of "
+            f"{of_step(cost, one)}")
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one)),),
+        advice="unset CUDA_DEVICE_MAX_CONNECTIONS (or set 32) for pure data parallelism, and compare",
+        flags=("CUDA_DEVICE_MAX_CONNECTIONS=32",), gain_ms=cost, certain=False, rank=one.time.rank,
+    )

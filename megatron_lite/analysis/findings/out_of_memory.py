@@ -1,0 +1,46 @@
+"""The run ended because memory was full.
+
+Meaning: an allocation failed. The line it failed at is the last drop, not what filled the memory.
+Measured: the failed request in the snapshot, what was free on the device, and what held the
+    memory at the peak.
+Cost: the run.
+Do: begin with the largest category: activations or logits: a smaller micro-batch or
+    recomputation; moments and masters: more ranks or a smaller model; reserved but not allocated:
+    see fragmentation; growing: see memory-growth.
+Flags: --micro-batch-size, --recompute-granularity full,
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+False alarm: a failure that the program caught and got around; the snapshot keeps it.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.memory.figures import Snapshot
+from megatron_lite.units import size
+
+CODE = "out-of-memory"
+TITLE = "allocation that failed"
+MOST_SHOWN = 3
+GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
+
+
+def find(facts: Facts) -> Finding | None:
+    failed = next((one for one in facts.snapshots if one.oom is not None), None)
+    if failed is None:
+        return None
+    text = (f"{size(failed.oom.requested_bytes)} were asked for, {size(max(failed.oom.device_free_bytes, 0))} were "
+            "free on the device")
+    held = [Evidence(f"{part.category}: {size(part.num_bytes)}, {part.num_bytes / max(failed.peak_bytes, 1):.0%} of "
+                     "what tensors held")
+            for part in failed.held[:MOST_SHOWN]]
+    return Finding(
+        code=CODE, title=TITLE, cost_bytes=failed.peak_bytes,
+        evidence=(Evidence(text, failed.oom.site or failed.source), *held), advice=_advice(failed),
+        flags=("--micro-batch-size", "--recompute-granularity full"), rank=failed.rank,
+    )
+
+
+def _advice(failed: Snapshot) -> str:
+    most = failed.held[0].category if failed.held else ""
+    if most in GROWS_WITH_BATCH:
+        return f"{most} hold most: a smaller --micro-batch-size, or --recompute-granularity full"
+    return f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank"

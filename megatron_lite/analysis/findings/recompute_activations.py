@@ -1,0 +1,59 @@
+"""Recomputing activations would take most of the memory peak away.
+
+Meaning: every layer keeps its activations for backward. Recomputing keeps only each layer's input
+    and runs the layer's forward once more in backward, one layer at a time.
+Measured: activations by layer at the snapshot's peak; with recomputation the largest one and the
+    inputs of all would be left. The gain is what that takes off the peak, as long as nothing else
+    then becomes the peak.
+Cost: memory. Recomputing costs a second forward: a third more of the matrix products.
+Do: recompute if memory is what keeps the micro-batch small; selective recomputation first if
+    attention writes its scores.
+Flags: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1; or
+    --recompute-granularity selective.
+False alarm: a run that fits and whose micro-batch need not grow: then it only costs time.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.memory_peaks import is_tight
+from megatron_lite.analysis.findings.seen.planned import argument, part, whole
+from megatron_lite.analysis.memory.sites import OUTSIDE
+from megatron_lite.units import size
+
+CODE = "recompute-activations"
+TITLE = "activations that could be recomputed"
+WORTH_IT = 0.40  # of the peak, that it must save to be worth a second forward
+FEWEST_LAYERS = 4  # with fewer, the one being recomputed is most of it
+FLAG = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SIXTEEN_BITS = ("fp16", "bf16")
+
+
+def find(facts: Facts) -> Finding | None:
+    most = facts.highest_snapshot
+    if most is None or argument(facts, "recompute_granularity") or not is_tight(facts, most):
+        return None
+    layers = [layer.num_bytes for layer in most.layers if layer.name != OUTSIDE]
+    if len(layers) < FEWEST_LAYERS:
+        return None
+    held, inputs = sum(layers), _input_bytes(facts, len(layers))
+    gain = held - max(layers) - (inputs or 0)
+    if gain < WORTH_IT * most.peak_bytes:
+        return None
+    text = (f"{len(layers)} layers hold {size(held)} of the peak of {size(most.peak_bytes)}; with recomputation one "
+            "layer's "
+            f"{size(held / len(layers))} and the layers' inputs{f' of {size(inputs)}' if inputs else ''}")
+    return Finding(
+        code=CODE, title=TITLE, cost_bytes=held, evidence=(Evidence(text, most.source),),
+        advice=f"if memory keeps the micro-batch small: {FLAG} (costs a second forward)", flags=(FLAG,),
+        gain_bytes=int(gain), certain=inputs is not None, rank=most.rank,
+    )
+
+
+def _input_bytes(facts: Facts, layers: int) -> int | None:
+    """Of all layers: micro-batch x sequence x hidden each; None without a plan."""
+    sizes = [whole(part(facts, "shape", name)) for name in ("seq_length", "hidden_size")]
+    batch = whole(argument(facts, "micro_batch_size"))
+    if batch is None or None in sizes:
+        return None
+    width = 2 if facts.plan.get("precision") in SIXTEEN_BITS else 4
+    return layers * batch * sizes[0] * sizes[1] * width

@@ -1,0 +1,67 @@
+"""Training stands still for checkpoints and evaluations.
+
+Meaning: while a checkpoint is written or the validation loss is computed, no step runs. On
+    several ranks the slowest writer decides.
+Measured: time of the phases save and eval in steps.jsonl over all steps of the run, spread over
+    them.
+Cost: that time per step. It is in no profile of a few steady steps.
+Do: write in the background from a copy in host memory; save and evaluate less often, or on fewer
+    batches.
+Flags: --async-save, --save-interval, --eval-interval, --eval-iters.
+False alarm: a short run, in which one checkpoint weighs more than it will in a long one.
+"""
+
+import math
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms
+from megatron_lite.analysis.run.figures import Run
+from megatron_lite.phases import Phase
+
+CODE = "save-and-eval"
+TITLE = "stalls for checkpoints and evaluations"
+FEWEST_STEPS = 20  # a shorter run has its only checkpoint early, and says nothing of how often
+
+
+def find(facts: Facts) -> Finding | None:
+    run = facts.run
+    if run is None or run.steps < FEWEST_STEPS:
+        return None
+    whole_ms = _total(run.step_ms)
+    stalls = {name: _total(run.phases_ms.get(name, ())) for name in (Phase.SAVE.value, Phase.EVAL.value)}
+    if not whole_ms or sum(stalls.values()) < MATTERS * whole_ms:
+        return None
+    cost = sum(stalls.values()) / run.steps
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=cost,
+        evidence=tuple(_seen(run, name, total, whole_ms) for name, total in stalls.items() if total),
+        advice=f"stand still less: {' and '.join(_ways(facts, stalls))}", flags=tuple(_flags(facts, stalls)),
+        gain_ms=cost,
+    )
+
+
+def _total(values) -> float:
+    return math.fsum(value for value in values if not math.isnan(value))
+
+
+def _seen(run: Run, name: str, total: float, whole_ms: float) -> Evidence:
+    times = sum(value > 0 for value in run.phases_ms[name])
+    return Evidence(f"{name}: {times} times, {in_ms(total / times)} each, {total / whole_ms:.0%} of the run's "
+                    f"{run.steps} steps",
+                    "steps.jsonl")
+
+
+def _ways(facts: Facts, stalls: dict[str, float]) -> list[str]:
+    saving = ("save less often "
+              "(--save-interval)") if argument(facts, "async_save") else "write in the background (--async-save)"
+    ways = {Phase.SAVE.value: saving, Phase.EVAL.value: "evaluate less often (--eval-interval) or on less "
+                                                        "(--eval-iters)"}
+    return [ways[name] for name, total in stalls.items() if total]
+
+
+def _flags(facts: Facts, stalls: dict[str, float]) -> list[str]:
+    saving = "--save-interval" if argument(facts, "async_save") else "--async-save"
+    flags = {Phase.SAVE.value: saving, Phase.EVAL.value: "--eval-interval"}
+    return [flags[name] for name, total in stalls.items() if total]

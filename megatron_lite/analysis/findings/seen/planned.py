@@ -1,0 +1,46 @@
+"""What the run's own record says of its plan and machine; None for what it does not say. Foreign runs say nothing."""
+
+from megatron_lite.analysis.facts import Facts
+
+
+def argument(facts: Facts, name: str):
+    """A flag as resolved ("micro_batch_size"); None for unknown."""
+    return facts.run.args.get(name) if facts.run else None
+
+
+def part(facts: Facts, group: str, name: str):
+    """plan[group][name]: ("world", "size"), ("shape", "hidden_size"), ("batch", "final")."""
+    values = facts.plan.get(group)
+    return values.get(name) if isinstance(values, dict) else None
+
+
+def hardware(facts: Facts, name: str):
+    """run.json's hardware: "cpus", "memory_bytes", "threads"."""
+    values = facts.run.record.get("hardware") if facts.run else None
+    return values.get(name) if isinstance(values, dict) else None
+
+
+def variable(facts: Facts, name: str) -> str | None:
+    """An environment variable that the run wrote down."""
+    values = facts.run.record.get("environment") if facts.run else None
+    return values.get(name) if isinstance(values, dict) else None
+
+
+def whole(value) -> int | None:
+    """A number of things: a positive int, or None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def micro_batches(facts: Facts) -> int | None:
+    """Per rank and step, after a ramp-up; None for unknown."""
+    size, batch = whole(argument(facts, "micro_batch_size")), whole(part(facts, "batch", "final"))
+    world = whole(part(facts, "world", "size"))
+    return batch // (size * world) if size and batch and world else None
+
+
+def on_gpu(facts: Facts) -> bool | None:
+    """None for unknown."""
+    if facts.critical is not None:
+        return facts.critical.time.on_gpu
+    device = facts.plan.get("device")
+    return device == "cuda" if device else None

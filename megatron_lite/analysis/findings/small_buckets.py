@@ -1,0 +1,45 @@
+"""Gradients are reduced in many small collectives.
+
+Meaning: each collective pays a latency that does not depend on its size. Below about a megabyte
+    the latency, not the network's bandwidth, decides.
+Measured: collectives per steady step, their bytes as the trace tells them, and the communication
+    among the small ones that nothing hides.
+Cost: that exposed time; larger buckets pay fewer latencies.
+Do: larger buckets; fewer, larger tensors in collectives of your own.
+Flags: --ddp-bucket-size N (parameters): several millions.
+False alarm: small collectives of tensor or expert parallelism, which are not gradients.
+"""
+
+import numpy as np
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.gradient_reduction import num_bytes
+from megatron_lite.analysis.findings.seen.hidden import communication_rows, exposed_ms
+from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, of_step, share, steady_steps, where
+from megatron_lite.units import size
+
+CODE = "small-buckets"
+TITLE = "many small collectives"
+SMALL_BYTES = 2**20  # latency is about that of moving a megabyte, on NVLink as on a network
+MANY = 16  # per step: the loss, the norm and a few flags are fewer
+FLAG = "--ddp-bucket-size 6553600"  # parameters: 25 MiB of fp32, as torch has it
+
+
+def find(facts: Facts) -> Finding | None:
+    one = facts.critical
+    if one is None:
+        return None
+    rows = communication_rows(one)
+    sizes = num_bytes(one, rows)
+    small = rows[sizes <= SMALL_BYTES]
+    cost = exposed_ms(one, small)
+    if len(small) < MANY * steady_steps(one) or share(cost, one) < WORTH_A_LINE:
+        return None
+    median = float(np.median(sizes[sizes <= SMALL_BYTES]))
+    text = (f"{len(small) / steady_steps(one):,.0f} collectives per step of {size(median)} (median); nothing hides "
+            f"{of_step(cost, one)}")
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one, small[0])),),
+        advice=f"larger buckets: {FLAG}", flags=(FLAG,), gain_ms=cost, certain=False, rank=one.time.rank,
+    )

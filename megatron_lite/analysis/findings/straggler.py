@@ -1,0 +1,63 @@
+"""One rank makes the others wait.
+
+Meaning: every collective ends for all when the last rank has come. A rank that is slower, or that
+    waits for its data or its host, costs the time of all, and shows up on the others as
+    communication.
+Measured: by collectives of all ranks' traces, matched in order: who starts last, and how much
+    later than the median; the cause is the part of its time (computing, data, host, copies) that
+    covers at least 80% of the lag. Without traces of several ranks: every rank's median time in
+    phases where none waits for another.
+Cost: the others' wait per step.
+Do: by the cause: computing: a hot or throttled GPU, another process on it, an unequal share of
+    work; data: its loader or disk; host: another job on its cores, garbage collection. Swap the
+    node and see whether the number moves.
+Flags: --profile-ranks -1 records all ranks; --timing-log-level 1 --timing-log-option all prints
+    every rank's phases.
+False alarm: clocks of several nodes that are not aligned; the report says whether they are.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms
+from megatron_lite.analysis.ranks.figures import Straggler
+from megatron_lite.analysis.ranks.from_run import straggler_of_medians
+
+CODE = "straggler"
+TITLE = "rank that the others wait for"
+CAUSES = {
+    "compute": "it computes longer: look for a throttled or shared GPU (or cores), or more work on this rank",
+    "data_wait": "it waits for its data: its loader, disk or --num-workers",
+    "host": "its host is late: other jobs on its cores, garbage collection (--manual-gc), other Python work",
+    "copy": "it copies longer: its bus, or batches from pageable memory",
+}
+
+
+def find(facts: Facts) -> Finding | None:
+    found = facts.ranks.straggler if facts.ranks else None
+    step_ms = max((row.step_ms for row in facts.ranks.rows), default=0.0) if facts.ranks else 0.0
+    if found is None and facts.run is not None and facts.run.ranks is not None:
+        found, step_ms = straggler_of_medians(facts.run.ranks), facts.run.steady_step_ms or 0.0
+    if found is None or found.caused_wait_ms < MATTERS * step_ms:
+        return None
+    why = CAUSES.get(found.cause, "record all ranks (--profile-ranks -1) with stacks, and compare it with another one")
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=found.caused_wait_ms,
+        evidence=(Evidence(_lateness(found), f"rank {found.rank}"), Evidence(_reason(found))),
+        advice=f"rank {found.rank}: {why}", flags=("--profile-ranks -1",), gain_ms=found.caused_wait_ms,
+        certain=bool(found.cause) and found.share_last is not None, rank=found.rank,
+    )
+
+
+def _lateness(found: Straggler) -> str:
+    if found.share_last is None:  # no collectives were seen, only every rank's own clock
+        return (f"rank {found.rank} takes {in_ms(found.caused_wait_ms)} longer per step than the median rank (medians "
+                "in steps.jsonl)")
+    return (f"rank {found.rank} is last in {found.share_last:.0%} of the collectives; others wait "
+            f"{in_ms(found.caused_wait_ms)} per step")
+
+
+def _reason(found: Straggler) -> str:
+    if not found.cause:
+        return "no single cause covers 80% of its lag"
+    where = f", most of it in {found.phase}" if found.phase else ""
+    return f"{found.cause} takes {in_ms(found.cause_ms)} longer than on the median of the others{where}"

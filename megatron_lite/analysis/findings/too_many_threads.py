@@ -1,0 +1,33 @@
+"""More computing threads than cores.
+
+Meaning: every rank computes with as many threads as it sees cores, unless told otherwise. Several
+    ranks on one machine then run several threads per core, which wait for each other at the end
+    of every operator.
+Measured: threads per rank times the ranks of this machine against its cores, as the run wrote
+    them down (CPU runs).
+Cost: not measured: often more than half of the speed.
+Do: cores divided by ranks, a thread left for the loader.
+Flags: OMP_NUM_THREADS=N before the command (torchrun sets 1 by itself with several ranks).
+False alarm: cores that the run does not see because others use them: then even fewer threads are
+    right.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.planned import hardware, on_gpu, part, whole
+
+CODE = "too-many-threads"
+TITLE = "more computing threads than cores"
+
+
+def find(facts: Facts) -> Finding | None:
+    threads, cpus = whole(hardware(facts, "threads")), whole(hardware(facts, "cpus"))
+    ranks = whole(part(facts, "world", "local_size"))
+    if on_gpu(facts) is not False or not (threads and cpus and ranks) or threads * ranks <= cpus:
+        return None
+    flag = f"OMP_NUM_THREADS={max(1, cpus // ranks)}"
+    return Finding(
+        code=CODE, title=TITLE,
+        evidence=(Evidence(f"{threads} threads x {ranks} ranks of this machine on {cpus} cores", "run.json"),),
+        advice=f"share the cores out: {flag}", flags=(flag,), certain=False,
+    )

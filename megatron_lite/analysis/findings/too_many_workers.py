@@ -1,0 +1,46 @@
+"""More loader workers than cores, and training still waits for data.
+
+Meaning: worker processes take the cores from each other and from the training process: switching
+    between them, copies of the data set in memory and a disk that seeks cost more than they
+    bring.
+Measured: --num-workers times the ranks of this machine against the cores that a rank may use, and
+    the wait for the loader (as in starved-loader) that is left in spite of them.
+Cost: the wait; how much of it fewer workers save, only a run tells. More workers are not always
+    faster.
+Do: halve the workers until the wait grows; do less work per batch (tokenize before training).
+Flags: --num-workers N with N x ranks below the number of cores.
+False alarm: workers that mostly wait for a slow network disk may well outnumber the cores.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.loader_wait import loader_wait
+from megatron_lite.analysis.findings.seen.planned import argument, hardware, part, whole
+
+CODE = "too-many-workers"
+TITLE = "more loader workers than cores"
+
+
+def find(facts: Facts) -> Finding | None:
+    wait = loader_wait(facts)
+    if wait is None or not are_too_many(facts):
+        return None
+    workers, ranks, cpus = _counts(facts)
+    fewer = max(1, cpus // (2 * ranks))
+    seen = Evidence(f"{workers} workers x {ranks} ranks of this machine on {cpus} cores", "run.json")
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=wait.ms, evidence=(Evidence(wait.text, wait.where), seen),
+        advice=f"fewer workers than cores: --num-workers {fewer} (now {workers}), and less work per batch",
+        flags=(f"--num-workers {fewer}",), gain_ms=wait.ms, certain=False, rank=wait.rank,
+    )
+
+
+def are_too_many(facts: Facts) -> bool:
+    """More workers on this machine than cores; False where either is unknown. One worker is never too many."""
+    workers, ranks, cpus = _counts(facts)
+    return bool(workers and ranks and cpus) and workers > 1 and workers * ranks > cpus
+
+
+def _counts(facts: Facts) -> tuple[int | None, int | None, int | None]:
+    return (whole(argument(facts, "num_workers")), whole(part(facts, "world", "local_size")),
+            whole(hardware(facts, "cpus")))

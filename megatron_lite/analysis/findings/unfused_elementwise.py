@@ -1,0 +1,42 @@
+"""Elementwise kernels that a compiler would join.
+
+Meaning: bias, activation, dropout, residual and scaling each read a tensor from memory and write
+    one back, at one or two operations per number: memory is the limit, not arithmetic, so that
+    half precision alone does not halve them.
+Measured: device time of elementwise kernels outside of compiled regions, per steady step.
+Cost: up to that time. Joined, a chain of them costs one read and one write.
+Do: compile the layers; use fused operators (fused bias + activation, fused dropout + residual).
+Flags: --torch-compile here; in Megatron-LM its fusions are on unless a --no-...-fusion flag turns
+    them off.
+False alarm: a model whose own work is elementwise.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, share, where
+from megatron_lite.analysis.kernels.figures import Role
+
+CODE = "unfused-elementwise"
+TITLE = "elementwise kernels one by one"
+TOO_MUCH = 0.15  # of the step: below, compiling saves less than a run's noise against what it costs at the start
+MOST_SHOWN = 3
+
+
+def find(facts: Facts) -> Finding | None:
+    one = facts.critical
+    if one is None or not one.time.on_gpu or argument(facts, "torch_compile"):
+        return None
+    cost = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
+    if share(cost, one) < TOO_MUCH:
+        return None
+    rows = [row for row in one.kernels.rows if row.role is Role.ELEMENTWISE]
+    first = Evidence(f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take "
+                     f"{of_step(cost, one)}", where(one))
+    shown = [Evidence(f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per "
+                      "step", row.phase) for row in rows[:MOST_SHOWN]]
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=cost, evidence=(first, *shown),
+        advice="compile the layers, so that chains of elementwise operators become one kernel",
+        flags=("--torch-compile",), gain_ms=cost, certain=False, rank=one.time.rank,
+    )

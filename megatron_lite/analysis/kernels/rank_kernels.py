@@ -1,0 +1,129 @@
+"""What one rank's device runs, and how well."""
+
+import re
+
+from megatron_lite.analysis.kernels.figures import KernelRow, OperatorRow, RankKernels, Role, TensorCores
+from megatron_lite.analysis.kernels.kernel_name import KernelName
+from megatron_lite.analysis.kernels.kernel_table import kernel_rows
+from megatron_lite.analysis.kernels.names import MATRIX_ROLES
+from megatron_lite.analysis.kernels.operator_table import operator_rows
+from megatron_lite.analysis.kernels.roofline import Calls, calls_of, roofline_rows
+from megatron_lite.analysis.kernels.selection import Selection
+from megatron_lite.analysis.time.figures import RankTime
+from megatron_lite.analysis.time.placing import Placing
+from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.estimate.hardware import peak_tflops, processor_of
+
+_COMPILED = (re.compile(r"Torch-Compiled Region"), re.compile(r"## Call CompiledFxGraph"))
+COVERED = 0.95  # of the time of matrix work should have shapes; below it the sum of FLOPs says too little
+
+
+def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
+    """Kernels, operators, tensor cores and roofline of the steady steps. Empty, with a note, without a steady step."""
+    chosen, known = Selection(trace, placing), {}
+    if not chosen.steps:
+        return _nothing(trace)
+    kernels, operators = kernel_rows(chosen, known), operator_rows(chosen, time.on_gpu)
+    calls = calls_of(chosen, time.on_gpu, known)
+    roles = _roles(kernels) if time.on_gpu else _roles(operators)
+    matrix = [row for row in kernels if row.role in MATRIX_ROLES]
+    matrix_ms = sum(roles.get(role, 0.0) for role in MATRIX_ROLES)
+    speed = _speed(calls, time, matrix_ms, trace.with_shapes)
+    return RankKernels(
+        rank=trace.rank,
+        rows=kernels,
+        operators=operators,
+        roles=roles,
+        device_ms=sum(roles.values()),
+        matrix_ms=matrix_ms,
+        tensor_core_ms=sum(row.ms for row in matrix if row.tensor_cores is TensorCores.YES),
+        maybe_tensor_core_ms=sum(row.ms for row in matrix if row.tensor_cores is TensorCores.UNKNOWN),
+        roofline=roofline_rows(calls, time.device),
+        compiled_regions=_compiled_regions(chosen),
+        without_tensor_cores=_reasons(matrix, known),
+        **speed,
+    )
+
+
+def _roles(rows: tuple[KernelRow, ...] | tuple[OperatorRow, ...]) -> dict[Role, float]:
+    """ms by role, longest first. Without a GPU the operators' own time counts."""
+    sums: dict[Role, float] = {}
+    for row in rows:
+        sums[row.role] = sums.get(row.role, 0.0) + (row.ms if isinstance(row, KernelRow) else row.self_ms)
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
+
+
+def _reasons(matrix: list[KernelRow], known: dict[str, KernelName]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for row in matrix:
+        if row.tensor_cores is TensorCores.NO:
+            reason = known[row.name].why_not
+            sums[reason] = sums.get(reason, 0.0) + row.ms
+    return sums
+
+
+def _speed(calls: list[Calls], time: RankTime, matrix_ms: float, with_shapes: bool) -> dict:
+    """The fields of RankKernels about FLOPs; `notes` say what is missing."""
+    matrix = [one for one in calls if one.work.role in MATRIX_ROLES]
+    model = [one for one in matrix if not one.recomputed]
+    flops = sum(one.work.model_flops * one.per_step for one in model)
+    attention = sum(one.work.model_flops * one.per_step for one in model if one.work.role is Role.ATTENTION)
+    formats: dict[str, float] = {}
+    for one in model:
+        formats[one.precision] = formats.get(one.precision, 0.0) + one.work.model_flops * one.per_step
+    peak_dtype = max(formats, key=formats.get) if formats else ""
+    peak = peak_tflops(time.device, "fp16" if peak_dtype == "fp16/bf16" else peak_dtype)
+    achieved = flops / time.step_ms / 1e9 if flops and time.step_ms else None
+    return {
+        "model_flops": flops or None,
+        "attention_flops": attention if flops else None,
+        "recomputed_flops": sum(one.work.flops * one.per_step for one in matrix if one.recomputed),
+        "achieved_tflops": achieved,
+        "peak_tflops": peak,
+        "peak_dtype": peak_dtype,
+        "mfu": achieved / peak if achieved and peak else None,
+        "notes": _notes(matrix, time, matrix_ms, with_shapes, peak_dtype if peak is None else ""),
+    }
+
+
+def _notes(matrix: list[Calls], time: RankTime, matrix_ms: float, with_shapes: bool, peakless: str) -> tuple[str, ...]:
+    """`peakless`: number format of most FLOPs if no peak is known for it."""
+    if not with_shapes:
+        return ("the trace has no shapes, so no FLOPs and no roofline: --pytorch-profiler-collect-shapes records them",)
+    notes, covered = [], sum(one.ms for one in matrix)
+    if matrix_ms and time.on_gpu and covered < COVERED * matrix_ms:
+        notes.append(
+            f"shapes explain {covered / matrix_ms:.0%} of the time of matrix products and attention: FLOPs are too low"
+        )
+    if not time.on_gpu:
+        notes.append("no peak is known for this processor, so no share of it is given")
+    elif processor_of(time.device) is None:
+        notes.append(
+            f"no peak is known for {time.device or 'this GPU, whose name the trace lacks'}: no share of it is given"
+        )
+    elif peakless:
+        notes.append(f"no {peakless} peak of {time.device} is known, so no share of it is given")
+    unclear = [
+        one for one in matrix if one.work.role is Role.ATTENTION and (not one.kernel or one.kernel.causal is None)
+    ]
+    if time.on_gpu and unclear:
+        notes.append("attention's names do not say whether they skip what a causal mask hides: all scores are counted")
+    return tuple(notes)
+
+
+def _compiled_regions(chosen: Selection) -> float:
+    """Calls of torch.compile's regions per step; older versions mark only the graphs inside them."""
+    kinds = chosen.trace.events.kind
+    for pattern in _COMPILED:
+        marks = chosen.trace.matching(pattern.match) & chosen.counts & ((kinds == Kind.OP) | (kinds == Kind.ANNOTATION))
+        if marks.any():
+            return float(marks.sum() / chosen.steps)
+    return 0.0
+
+
+def _nothing(trace: Trace) -> RankKernels:
+    return RankKernels(
+        rank=trace.rank, rows=(), operators=(), roles={}, device_ms=0.0, matrix_ms=0.0, tensor_core_ms=0.0,
+        maybe_tensor_core_ms=0.0, roofline=(), model_flops=None, achieved_tflops=None, peak_tflops=None, peak_dtype="",
+        mfu=None, compiled_regions=0.0, notes=("no steady step, so no kernel figures",),
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+"""What each piece of memory is for, from where it was allocated and when it was given back. Works on anybody's snapshot:
+tags and annotations only make the phases surer.
+
+A weight is made before the first step and stays; its gradient comes in backward and outlives it; an optimizer's state comes
+in optimizer.step and stays; an activation comes in forward and waits for backward; what does not outlive its phase is
+workspace.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_lite.analysis.memory.figures import CATEGORIES
+from megatron_lite.analysis.memory.lives import Lives
+from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
+from megatron_lite.analysis.memory.record import Record
+from megatron_lite.analysis.memory.stacks import Code
+from megatron_lite.analysis.memory.unknown_origin import CUBLAS_WORKSPACE, assign_unknown
+
+INDEX = {name: number for number, name in enumerate(CATEGORIES)}
+UNDECIDED = -1
+LEAST_LOGITS = 2**16  # bytes; below it a size says nothing about what it is
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Facts about m lives that the rules ask for."""
+
+    code: np.ndarray  # int64 [m], Code of the stack
+    phase: np.ndarray  # int64 [m], of the allocation
+    freed_in: np.ndarray  # int64 [m], phase of the free; NOT_SAID if none
+    same_span: np.ndarray  # bool [m], given back before its phase was over
+    same_fine_span: np.ndarray  # bool [m], the same where recomputation is a phase of its own
+    unfinished: np.ndarray  # bool [m], neither it nor its phase ends in the record
+    outlives_step: np.ndarray  # bool [m]
+    known: np.ndarray  # bool [m], a stack, a tag or an event says where it comes from
+
+
+def placed(record: Record, lives: Lives, phases: Phases) -> Placed:
+    n = len(record)
+    old, kept = lives.begin < 0, lives.end >= n
+    begin, end = np.maximum(lives.begin, 0), np.minimum(lives.end, max(n - 1, 0))
+    code = record.stacks.code[lives.stack]
+    if n:
+        phase = np.where(old, _phase_of_old(lives, phases), phases.of_event[begin])
+        freed_in = np.where(kept, NOT_SAID, phases.of_event[end])
+        coarse, fine = (~old & ~kept & (span[begin] == span[end]) for span in (phases.span, phases.fine_span))
+        unfinished = ~old & kept & (phases.span[begin] == phases.span[-1])
+    else:
+        phase = _phase_of_old(lives, phases)
+        freed_in, (coarse, fine, unfinished) = np.full(len(lives), NOT_SAID), np.zeros((3, len(lives)), bool)
+    step_ends = np.array([step.last for step in phases.steps], np.int64)
+    outlives = np.searchsorted(step_ends, lives.begin) < np.searchsorted(step_ends, lives.end)
+    return Placed(code, phase, freed_in, coarse, fine, unfinished, outlives, ~old | (lives.stack > 0) | (lives.tag > 0))
+
+
+def _phase_of_old(lives: Lives, phases: Phases) -> np.ndarray:
+    """Of what was there before the record: its tag or stack; code without a name made it before training began."""
+    by_tag, by_stack = phases.of_tag[lives.tag], phases.of_stack[lives.stack]
+    by_stack = np.where(np.isin(by_stack, (NOT_SAID, NUMBER[UNKNOWN])) & (lives.stack > 0), NUMBER[SETUP], by_stack)
+    by_stack = np.where(lives.stack > 0, by_stack, NUMBER[UNKNOWN])
+    return np.where(by_tag == NOT_SAID, by_stack, by_tag)
+
+
+def categories_of(record: Record, lives: Lives, phases: Phases) -> np.ndarray:
+    """int64 [m]: an index into CATEGORIES for each life."""
+    seen = placed(record, lives, phases)
+    found = np.full(len(lives), UNDECIDED)
+
+    def decide(where: np.ndarray, category: str):
+        found[where & (found == UNDECIDED)] = INDEX[category]
+
+    unknown = ~seen.known & (lives.begin < 0)
+    decide(unknown & (lives.requested == CUBLAS_WORKSPACE), "workspace")
+    decide(seen.known & _has(seen, Code.WORKSPACE), "workspace")
+    decide(seen.known & _has(seen, Code.COMMUNICATION) & ~_has(seen, Code.GRADIENT_BUFFER), "communication")
+    _setup(seen, decide)
+    _optimizer(seen, decide)
+    _gradients(seen, lives, found, decide)
+    logits = _logits(seen, lives, phases)
+    _backward(seen, logits, decide)
+    _forward(seen, lives, logits, decide)
+    decide(seen.known, "other")
+    assign_unknown(lives, found, seen.freed_in, INDEX)
+    decide(np.ones(len(lives), bool), "before the record")
+    return found
+
+
+def _has(seen: Placed, code: Code) -> np.ndarray:
+    return (seen.code & int(code)) > 0
+
+
+def _in(seen: Placed, *phases: str) -> np.ndarray:
+    return np.isin(seen.phase, [NUMBER[str(phase)] for phase in phases])
+
+
+def _setup(seen: Placed, decide):
+    setup = seen.known & _in(seen, SETUP)
+    decide(setup & _has(seen, Code.GRADIENT_BUFFER), "gradients")
+    decide(setup & _has(seen, Code.MASTER), "master weights")
+    decide(setup & _has(seen, Code.OPTIMIZER), "moments")
+    decide(setup & _has(seen, Code.LOADER), "other")
+    decide(setup & seen.same_span, "workspace")
+    decide(setup, "parameters")
+
+
+def _optimizer(seen: Placed, decide):
+    stepping = _in(seen, "optimizer_step") & seen.known
+    decide(stepping & seen.same_span, "workspace")
+    decide(stepping & _has(seen, Code.MASTER), "master weights")
+    decide(stepping, "moments")
+    decide(_in(seen, "clip_grad", ZERO_GRAD) & seen.same_span, "workspace")
+    decide(_in(seen, "unscale"), "gradients")  # copies in the optimizer's precision
+    decide(_in(seen, "grad_sync"), "communication")
+
+
+def _gradients(seen: Placed, lives: Lives, found: np.ndarray, decide):
+    """What outlives its backward. In one that did not end, only a weight's size tells."""
+    computed = _in(seen, "backward") & seen.known & ~seen.same_span & ~_has(seen, Code.LOSS)
+    weights = lives.requested[found == INDEX["parameters"]]
+    decide(computed & ~seen.unfinished, "gradients")
+    sizes = np.union1d(weights, lives.requested[found == INDEX["gradients"]])
+    decide(computed & seen.unfinished & np.isin(lives.requested, sizes), "gradients")
+
+
+def _backward(seen: Placed, logits: np.ndarray, decide):
+    again = _in(seen, RECOMPUTE)
+    decide((_in(seen, "backward") | again) & (logits | _has(seen, Code.LOSS)), "logits and loss")
+    decide(_in(seen, "backward") & seen.known, "workspace")
+    decide(again & seen.same_fine_span, "workspace")
+    decide(again, "activations")
+
+
+def _forward(seen: Placed, lives: Lives, logits: np.ndarray, decide):
+    forward = _in(seen, "forward") & seen.known
+    decide(forward & (logits | _has(seen, Code.LOSS)), "logits and loss")
+    decide(forward & seen.same_span, "workspace")
+    decide(forward & seen.outlives_step & (seen.freed_in == NOT_SAID), "other")  # kept on purpose, or by mistake
+    decide(forward, "activations")
+
+
+def _logits(seen: Placed, lives: Lives, phases: Phases) -> np.ndarray:
+    """bool [m]: the logits come from an ordinary layer and go to one in backward. They have the size of what the loss
+    handles, and in forward a stack that comes once, where layers repeat; in backward they come before all else."""
+    loss = _has(seen, Code.LOSS) & _in(seen, "forward", "backward") & (lives.requested >= LEAST_LOGITS)
+    sized = np.isin(lives.requested, lives.requested[loss]) & (lives.begin >= 0)
+    found = np.zeros(len(lives), bool)
+    forward = np.flatnonzero(_in(seen, "forward") & (lives.begin >= 0))
+    stack_in_span = phases.fine_span[lives.begin[forward]] * (int(lives.stack.max(initial=0)) + 1) + lives.stack[forward]
+    _, where, times = np.unique(stack_in_span, return_inverse=True, return_counts=True)
+    found[forward] = sized[forward] & (times[where] == 1)
+    backward = np.flatnonzero(_in(seen, "backward") & (lives.begin >= 0) & (lives.requested >= LEAST_LOGITS))
+    span = phases.span[lives.begin[backward]]
+    first_other = np.full(int(phases.span.max(initial=0)) + 1, np.iinfo(np.int64).max)
+    others = ~sized[backward]
+    np.minimum.at(first_other, span[others], lives.begin[backward[others]])
+    found[backward] = sized[backward] & (lives.begin[backward] < first_other[span])
+    return found

@@ -1,0 +1,68 @@
+"""The ledger of a run: what formulas say each category takes, beside what a snapshot measured."""
+
+from dataclasses import fields
+
+from megatron_lite.analysis.memory.figures import LedgerRow, Snapshot
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.estimate.memory import (
+    FP32,
+    FUSED,
+    MATH,
+    UNFUSED,
+    activation_bytes,
+    element_bytes,
+    logits_bytes,
+    state_bytes,
+)
+from megatron_lite.estimate.params import parameter_count
+from megatron_lite.units import count
+
+
+def ledger(snapshot: Snapshot, plan: dict) -> tuple[LedgerRow, ...]:
+    """Rows in the order of a report; () where the plan is not this trainer's, so that there is nothing to compare with."""
+    try:
+        formulas = _formulas(plan)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return ()
+    measured = {held.category: held.requested_bytes for held in snapshot.highest}
+    return tuple(LedgerRow(category, formula, num_bytes, measured.get(category, 0))
+                 for category, (formula, num_bytes) in formulas.items())
+
+
+def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
+    """{category: (the formula in words, bytes)}."""
+    args, precision = plan["args"], plan["precision"]
+    shape = ModelShape(**{field.name: plan["shape"][field.name] for field in fields(ModelShape)})
+    batch, parameters = args["training"]["micro_batch_size"], parameter_count(shape)
+    optimizer = args["optimizer"]
+    state = state_bytes(parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], optimizer["sgd_momentum"] > 0)
+    if precision != "fp32" and not plan["fp32_gradients"]:
+        state["gradients"] += FP32 * parameters  # the optimizer's copies, during its step
+    found = {category: (f"{num_bytes // parameters} bytes x {count(parameters)} parameters", num_bytes)
+             for category, num_bytes in state.items()}
+    recomputed, attention = _recomputed(args["model"], shape), _attention(plan, shape)
+    whole = shape.num_layers - recomputed
+    kept = f"{whole} layers" + (f" and the inputs of {recomputed}, of which one is there again" if recomputed else "")
+    words = (f"{kept}, {attention} attention, micro-batch {batch} x {shape.seq_length} tokens, "
+             f"{element_bytes(precision)} bytes each")
+    on_cpu = plan["device"] == "cpu"
+    return found | {
+        "activations": (words, activation_bytes(shape, batch, precision, recomputed, attention, on_cpu)),
+        "logits and loss": (f"12 bytes x {count(batch * shape.seq_length)} tokens x {count(shape.padded_vocab_size)} words",
+                            logits_bytes(shape, batch)),
+    }
+
+
+def _recomputed(model: dict, shape: ModelShape) -> int:
+    if model["recompute_granularity"] != "full":
+        return 0
+    if model["recompute_method"] == "uniform":
+        return shape.num_layers
+    return min(model["recompute_num_layers"] or 1, shape.num_layers)
+
+
+def _attention(plan: dict, shape: ModelShape) -> str:
+    """As far as the plan says: the fused kernel of CPUs knows no dropout."""
+    if plan["args"]["model"]["attention_backend"] in ("unfused", "local"):
+        return UNFUSED
+    return MATH if plan["device"] == "cpu" and shape.attention_dropout > 0 else FUSED

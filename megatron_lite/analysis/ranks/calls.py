@@ -1,0 +1,136 @@
+"""The collectives of one rank's trace, in order: NCCL's kernels on a GPU, gloo's spans on the host without one."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_lite.analysis.intervals import NOTHING, Cover, Nesting, union
+from megatron_lite.analysis.kernels.roles import is_communication
+from megatron_lite.analysis.ranks.kinds import OTHER, algorithm_of, kind_of, message_bytes
+from megatron_lite.analysis.time.placing import Placing
+from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes, Trace
+
+LARGEST_SEQUENCE = 2**40
+HANDED_OVER = re.compile(r"c10d::(?!wait)\w+")
+SPAN = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl|rccl):")
+
+
+@dataclass(frozen=True)
+class What:
+    """What a collective is, apart from when it ran."""
+
+    kind: str
+    algorithm: str
+    num_bytes: int | None
+    dtype: str
+    group: str  # "" if the trace does not say
+    group_size: int | None
+
+
+@dataclass(frozen=True)
+class Calls:
+    """c collectives of one rank by start, on the trace's own clock."""
+
+    whats: tuple[What, ...]  # [c]; equal ones are one object
+    start_ns: np.ndarray  # int64 [c]
+    end_ns: np.ndarray  # int64 [c]
+    step: np.ndarray  # int32 [c], index into the placing's steps; -1: none
+    phase: tuple[str, ...]  # [c]
+    sequence: np.ndarray  # int64 [c], -1: not given
+    compute: Cover  # what may hide them
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    @cached_property
+    def exposed_ns(self) -> np.ndarray:
+        """int64 [c]: of each, what no compute runs beside."""
+        return self.end_ns - self.start_ns - self.compute.within(self.start_ns, self.end_ns)
+
+
+def calls_of(trace: Trace, placing: Placing, world_size: int | None) -> Calls:
+    """All that communicates in the trace. `world_size`: how many take part where the trace does not say and kind needs it."""
+    events = trace.events
+    on_gpu = len(trace.rows[Kind.KERNEL]) > 0
+    of_communication = trace.matching(is_communication)
+    rows = trace.rows[Kind.KERNEL] if on_gpu else trace.rows[Kind.ANNOTATION]
+    rows = rows[(of_communication if on_gpu else trace.matching(SPAN.match))[rows]]
+    called = rows if on_gpu else _called(trace, rows)
+    around, told = _told(trace, called)
+    whats = _whats(trace, rows, around, told, world_size)
+    return Calls(
+        whats=whats, start_ns=events.start_ns[rows], end_ns=events.end_ns[rows],
+        step=placing.step[called], phase=tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called]),
+        sequence=_sequences(trace)[told],
+        compute=_compute(trace, of_communication, on_gpu, rows),
+    )
+
+
+def _called(trace: Trace, rows: np.ndarray) -> np.ndarray:
+    """The operators that handed spans of a backend's own threads over: as many, in the same order. Else the spans."""
+    operators = trace.rows[Kind.OP]
+    operators = operators[trace.matching(HANDED_OVER.match)[operators]]
+    operators = operators[~np.isin(trace.events.thread[operators], trace.events.thread[rows])]
+    return operators if len(operators) == len(rows) else rows
+
+
+def _told(trace: Trace, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For every collective the row of backend's range around its launch, and the index of the Collective that tells of it."""
+    events, launch = trace.events, trace.launch_of[rows]
+    at = np.where(launch >= 0, launch, rows)
+    moment, thread = events.start_ns[at], events.thread[at]
+    spans = trace.rows[Kind.ANNOTATION]
+    spans = spans[trace.matching(SPAN.match)[spans]]
+    around = Nesting(spans, events.start_ns[spans], events.end_ns[spans], events.thread[spans]).row_at(moment, thread)
+    records = np.flatnonzero((events.kind == Kind.OP) & (events.collective >= 0))
+    record = Nesting(records, events.start_ns[records], events.end_ns[records], events.thread[records]).row_at(moment, thread)
+    from_op = np.where(record >= 0, events.collective[np.maximum(record, 0)], -1)
+    own = events.collective[rows]
+    return around, np.where(own >= 0, own, from_op)
+
+
+def _sequences(trace: Trace) -> np.ndarray:
+    """int64 by index of collective, -1 where it has none; the last entry is for -1."""
+    given = [one.sequence for one in trace.collectives]
+    return np.array([-1 if one is None or not 0 <= one < LARGEST_SEQUENCE else one for one in given] + [-1], np.int64)
+
+
+def _whats(trace: Trace, rows: np.ndarray, around: np.ndarray, told: np.ndarray, world_size: int | None) -> tuple[What, ...]:
+    """Each distinct combination of names, shapes and sizes is worked out once."""
+    events, known, whats = trace.events, {}, []
+    names, spans = events.name[rows].tolist(), np.where(around >= 0, events.name[around], -1).tolist()
+    shapes = np.where(events.shapes[rows] >= 0, events.shapes[rows], np.where(around >= 0, events.shapes[around], -1)).tolist()
+    for name, span, shape, record in zip(names, spans, shapes, told.tolist()):
+        one = trace.collectives[record] if record >= 0 else None
+        key = name, span, shape, one and (one.name, one.group, one.group_size, one.in_elements, one.out_elements, one.dtype)
+        if key not in known:
+            known[key] = _what(trace, name, span, one, trace.shapes[shape] if shape >= 0 else None, world_size)
+        whats.append(known[key])
+    return tuple(whats)
+
+
+def _what(
+    trace: Trace, name: int, span: int, told: Collective | None, shapes: Shapes | None, world_size: int | None
+) -> What:
+    """name, span: of the event and of the range around its launch, -1 without one. The most telling name decides."""
+    names = [told.name] if told and told.name else []
+    names += [trace.names[at] for at in (span, name) if at >= 0]
+    kind = next((kind for kind in map(kind_of, names) if kind != OTHER), OTHER)
+    group_size = told.group_size if told and (told.group_size or 0) > 0 else None
+    num_bytes, dtype = message_bytes(kind, told, shapes, group_size or world_size)
+    return What(kind, algorithm_of(trace.names[name]), num_bytes, dtype, (told.group if told else None) or "", group_size)
+
+
+def _compute(trace: Trace, of_communication: np.ndarray, on_gpu: bool, rows: np.ndarray) -> Cover:
+    """Kernels that do not communicate; without a GPU the operators of threads that do not."""
+    events = trace.events
+    if not len(rows):
+        return NOTHING
+    others = trace.rows[Kind.KERNEL if on_gpu else Kind.OP]
+    others = others[~of_communication[others]]
+    if not on_gpu:
+        waits = trace.matching(lambda name: name.startswith(("c10d::", "record_param_comms")))
+        others = others[~waits[others] & ~np.isin(events.thread[others], events.thread[rows])]
+    return union(events.start_ns[others], events.end_ns[others])

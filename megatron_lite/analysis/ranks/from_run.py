@@ -1,0 +1,58 @@
+"""Ranks beside each other without a trace: from the medians that every rank's own clock gave for steps.jsonl."""
+
+import math
+
+from megatron_lite.analysis.ranks.figures import RankRow, Ranks, Straggler
+from megatron_lite.analysis.run.figures import RankMedians, Run
+from megatron_lite.notable import FEWEST_STEPS, is_mostly, slowest_rank
+from megatron_lite.phases import Phase
+
+INDEPENDENT = (Phase.FORWARD.value, Phase.OPTIMIZER_STEP.value)  # no rank waits for another in these
+NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
+
+
+def ranks_of_run(run: Run) -> Ranks | None:
+    """Rows and a straggler from the run's own figures; no collectives, no waits. None for a run without ranks' figures."""
+    if run.ranks is None:
+        return None
+    rows = tuple(_row(run.ranks, rank) for rank in range(len(run.ranks.step_ms)))
+    straggler = straggler_of_medians(run.ranks)
+    slowest = max(rows, key=lambda row: 0.0 if math.isnan(row.step_ms) else row.step_ms).rank
+    return Ranks(
+        world_size=run.world_size or len(rows), present=tuple(row.rank for row in rows),
+        missing=tuple(range(len(rows), run.world_size or 0)), rows=rows, collectives=(), straggler=straggler,
+        clocks_aligned=None, critical_rank=straggler.rank if straggler else slowest,
+        notes=(NO_WAITS,) if len(rows) > 1 else (),
+    )
+
+
+def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
+    """The rank whose own work takes clearly longer than the median rank's, in the phase where that costs most."""
+    if len(ranks.step_ms) < 2 or not _enough_steps(ranks):
+        return None
+    late = [(*found, name) for name in (Phase.DATA.value, *INDEPENDENT)
+            if (found := slowest_rank(ranks.phase_ms(name), ranks.step_ms)) and _mostly(ranks, name, found[1])]
+    if not late:
+        return None
+    lag, rank, name = max(late)
+    cause = "data_wait" if name == Phase.DATA.value else "compute"
+    return Straggler(rank, lag, None, cause, lag, name)
+
+
+def _mostly(ranks: RankMedians, name: str, rank: int) -> bool:
+    found = [slowest_rank(one.phase_ms(name), one.step_ms) for one in ranks.intervals]
+    return is_mostly(rank, [one and one[1] for one in found])
+
+
+def _enough_steps(ranks: RankMedians) -> bool:
+    steps = [interval.steps for interval in ranks.intervals]
+    return all(sum(of_rank) >= FEWEST_STEPS for of_rank in zip(*steps))  # never with NaN
+
+
+def _row(ranks: RankMedians, rank: int) -> RankRow:
+    data = ranks.phases_ms.get(Phase.DATA.value, ())
+    return RankRow(
+        rank=rank, host="", step_ms=ranks.step_ms[rank], compute_ms=None, communication_ms=None,
+        exposed_communication_ms=None, wait_ms=None, data_wait_ms=data[rank] if data and not math.isnan(data[rank]) else None,
+        host_idle_ms=None, last_in=None, caused_wait_ms=None,
+    )

@@ -1,0 +1,137 @@
+"""The phase of every event: by the range around it (or around its launch), across threads."""
+
+import re
+
+import numpy as np
+
+from megatron_lite.analysis.intervals import Nesting, union
+from megatron_lite.analysis.time.host_steps import NUMBERED, PROFILER_STEP, HostSteps
+from megatron_lite.analysis.time.phase_names import known_phase, phase_label
+from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.phases import Phase
+
+AUTOGRAD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torch::autograd::AccumulateGrad")
+SENDS, TO_DEVICE = re.compile(r"aten::(to|_to_copy|copy_|cuda)$"), re.compile(r"HtoD|HostToDevice|Host ?-> ?Device", re.IGNORECASE)
+COMMUNICATION = re.compile(r"nccl|gloo:|c10d::|ucc:|mpi:", re.IGNORECASE)
+MOST_NAMES = 100  # of ranges that are phases
+WRAPPER_SHARE = 0.9  # a range over so much of its step says nothing: what lies inside it is the phase
+
+
+def phase_rows(trace: Trace, steps: HostSteps) -> np.ndarray:
+    """Rows of the ranges that are phases: known ones on any thread, and the outermost under a step on its thread."""
+    events, rows = trace.events, trace.rows[Kind.ANNOTATION]
+    marks = trace.matching(PROFILER_STEP.match) | trace.matching(NUMBERED.match) | trace.matching(COMMUNICATION.match)
+    rows = rows[~marks[rows]]
+    known = trace.matching(known_phase)
+    own = rows[(events.thread[rows] == steps.thread) & ~np.isin(events.name[rows], _names_of(trace, steps))]
+    return _most_of(trace, np.union1d(rows[known[rows]], _outermost(trace, steps, own, known)))
+
+
+def _names_of(trace: Trace, steps: HostSteps) -> list[int]:
+    marks = set(steps.names)
+    return [index for index, name in enumerate(trace.names) if name in marks]
+
+
+def _outermost(trace: Trace, steps: HostSteps, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Outermost ranges inside steps; a range that merely wraps a whole step gives way to what it holds."""
+    events, inside = trace.events, union(steps.start_ns, steps.end_ns)
+    rows = rows[inside.holds(events.start_ns[rows])]
+    nest = Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
+    rows, depth = nest.rows, nest.depth
+    for level in range(3):
+        top = rows[depth == level]
+        lengths = events.end_ns[top] - events.start_ns[top]
+        wraps = not known[top].any() and lengths.sum() > WRAPPER_SHARE * inside.length and (depth > level).any()
+        if not wraps:
+            return top
+    return rows[depth == 0]
+
+
+def _most_of(trace: Trace, rows: np.ndarray) -> np.ndarray:
+    """Without the ranges whose names add up to least, where there are too many names (a name per batch, say)."""
+    names, inverse = np.unique(trace.events.name[rows], return_inverse=True)
+    if len(names) <= MOST_NAMES:
+        return rows
+    lengths = np.bincount(inverse, trace.events.end_ns[rows] - trace.events.start_ns[rows])
+    return rows[np.isin(inverse, np.argsort(-lengths, kind="stable")[:MOST_NAMES])]
+
+
+def phases_of(trace: Trace, steps: HostSteps, thread: np.ndarray, moment: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+    """(names, index into names per event; -1: none). thread, moment [n]: where the host was for each event, -1: unknown.
+
+    The innermost phase around the moment on its own thread; else on the thread that drives the steps, which stands in
+    backward() while autograd's thread works; else what operators tell: autograd's, or that gradients will be taken.
+    """
+    events, rows = trace.events, phase_rows(trace, steps)
+    labels = {name: phase_label(trace.names[name]) for name in np.unique(events.name[rows])}
+    names = list(dict.fromkeys(labels[events.name[row]] for row in rows))
+    number_of = np.full(len(trace.names) + 1, -1, np.int16)
+    for name, label in labels.items():
+        number_of[name] = names.index(label)
+    found = _ranges_around(trace, Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows]), thread, moment)
+    elsewhere = np.flatnonzero((found < 0) & (thread >= 0) & (thread != steps.thread))
+    if steps.thread >= 0:
+        rows = rows[events.thread[rows] == steps.thread]
+        main = Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
+        found[elsewhere] = main.row_at(moment[elsewhere], np.full(len(elsewhere), steps.thread))
+    phase = np.where(found >= 0, number_of[events.name[np.maximum(found, 0)]], -1).astype(np.int16)
+    for name, told in _told_by_operators(trace, steps.thread):
+        unknown = np.flatnonzero((phase < 0) & (thread >= 0))
+        hit = unknown[told(thread[unknown], moment[unknown])]
+        if len(hit):
+            names = names if name in names else [*names, name]
+            phase[hit] = names.index(name)
+    return tuple(names), phase
+
+
+def _ranges_around(trace: Trace, nest: Nesting, thread: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """Rows of the innermost phases around the events, on their own threads; -1: none."""
+    events = trace.events
+    position = np.where(thread >= 0, nest.position_at(moment, np.maximum(thread, 0)), -1)
+    # a range that begins in the same nanosecond as a phase but lasts longer holds the phase, not the other way round
+    wider, ends = trace.rows[Kind.ANNOTATION], events.end_ns[nest.rows]
+    while len(wider := wider[position[wider] >= 0]):
+        inner = position[wider]
+        wider = wider[(events.start_ns[nest.rows[inner]] == moment[wider]) & (ends[inner] < events.end_ns[wider])]
+        position[wider] = nest.parent[position[wider]]
+    return np.where(position >= 0, nest.rows[np.maximum(position, 0)], -1) if len(nest.rows) else position
+
+
+def is_backward(trace: Trace) -> np.ndarray:
+    """bool [n]: operators of autograd's engine, by their names or by the forward thread that they name."""
+    events = trace.events
+    return (trace.matching(AUTOGRAD.match) | (events.forward_thread > 0)) & (events.kind == Kind.OP)
+
+
+def _told_by_operators(trace: Trace, main_thread: int):
+    """(phase, test of threads and moments): what lies inside operators of autograd, or on a thread of its own; then what
+    sends tensors to the device; then what gradients will be taken of. Nothing where there is no backward pass."""
+    events, backward = trace.events, is_backward(trace)
+    if not backward.any():
+        return
+    threads = np.setdiff1d(events.thread[backward], [main_thread])
+    inside = _inside(trace, np.flatnonzero(backward))
+    yield str(Phase.BACKWARD), lambda thread, moment: inside(thread, moment) | np.isin(thread, threads)
+    yield str(Phase.DATA_TO_DEVICE), _inside(trace, _sending(trace))
+    yield str(Phase.FORWARD), _inside(trace, np.flatnonzero((events.kind == Kind.OP) & ~backward & (events.sequence >= 0)))
+
+
+def _sending(trace: Trace) -> np.ndarray:
+    """Rows of the outermost operators that launch a copy to the device."""
+    events, rows = trace.events, trace.rows[Kind.OP]
+    rows = rows[trace.matching(SENDS.match)[rows]]
+    nest = Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
+    rows = nest.rows[nest.outermost()]
+    nest = Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
+    copies = trace.rows[Kind.MEMCPY]
+    calls = trace.launch_of[copies[trace.matching(TO_DEVICE.search)[copies]]]
+    calls = calls[calls >= 0]
+    found = nest.row_at(events.start_ns[calls], events.thread[calls])
+    return np.unique(found[found >= 0])
+
+
+def _inside(trace: Trace, rows: np.ndarray):
+    """A test: lies the moment inside one of these ranges of its thread?"""
+    events = trace.events
+    nest = Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
+    return lambda thread, moment: nest.position_at(moment, thread) >= 0

@@ -1,0 +1,48 @@
+"""megatron-lite explain: what a finding means, or what a kernel's name says."""
+
+import difflib
+import inspect
+import re
+from types import ModuleType
+
+from megatron_lite.analysis.kernels.figures import Role
+from megatron_lite.analysis.kernels.in_words import in_words
+from megatron_lite.analysis.kernels.readable import plain
+from megatron_lite.analysis.kernels.roles import role_of_kernel
+from megatron_lite.cli.parser import Parser
+from megatron_lite.errors import UserError
+
+
+def run(argv: list[str]):
+    """Print the page of a finding's code, or the name of a kernel taken apart; without words all codes."""
+    parser = Parser("explain", "Explains a code of the report's findings, or the name of a kernel (in quotes).")
+    parser.add_argument("what", nargs="*", metavar="CODE|KERNEL", help="a finding's code or a kernel's name")
+    # A name without quotes may hold "->": only what begins with a dash is an option.
+    named = bool(argv) and not argv[0].startswith("-")
+    words = " ".join(argv if named else parser.parse_args(argv).what).strip()
+    print("\n".join(_overview() if not words else _explanation(words)))
+
+
+def _explanation(words: str) -> list[str]:
+    pages = _pages()
+    if words in pages:
+        rule = pages[words]
+        return [f"{words}: {rule.TITLE}", "", inspect.cleandoc(rule.__doc__ or "")]
+    near = difflib.get_close_matches(words, pages, n=1)
+    # Kernels have no hyphens in their names, and codes nothing else.
+    if near and (re.fullmatch("[a-z0-9]+(-[a-z0-9]+)+", words) or role_of_kernel(words) is Role.OTHER):
+        raise UserError(f"megatron-lite explain {plain(words)}: no such code; did you mean {near[0]}?")
+    return in_words(words)
+
+
+def _overview() -> list[str]:
+    pages = _pages()
+    width = max(map(len, pages), default=0)
+    return ["megatron-lite explain CODE says what a finding means; with a kernel's name, what that says. Codes:", "",
+            *(f"  {code:<{width}}  {rule.TITLE}" for code, rule in sorted(pages.items()))]
+
+
+def _pages() -> dict[str, ModuleType]:
+    from megatron_lite.analysis.findings.rules import RULES  # imports every rule: only where they are asked for
+
+    return {rule.CODE: rule for rule in RULES}

@@ -1,0 +1,30 @@
+"""From where on a slower rank or growing memory is worth a word, on the console while a run goes on as in its report."""
+
+from collections.abc import Sequence
+from math import isnan
+from statistics import median_low
+
+FEWEST_STEPS = 3  # ordinary ones of every rank; a median of fewer says little
+SLOWER = 0.10  # than the median rank, in one phase
+SHARE_OF_STEP = 0.02  # that a rank's delay must be, or it does not matter
+MOSTLY = 0.75  # of the console lines in which the same rank must be that slow; a machine's noise changes sides
+GROWN_SHARE, GROWN_BYTES = 0.02, 16 * 2**20  # less is noise
+
+
+def slowest_rank(times_ms: Sequence[float], step_ms: Sequence[float]) -> tuple[float, int] | None:
+    """(lag behind the median rank in ms, rank), if one rank is notably slower. Both by rank; None if one has NaN."""
+    if len(times_ms) < 2 or any(map(isnan, (*times_ms, *step_ms))):
+        return None
+    usual, slowest = median_low(times_ms), max(times_ms)
+    least = max(SLOWER * usual, SHARE_OF_STEP * median_low(step_ms))
+    return (slowest - usual, times_ms.index(slowest)) if slowest - usual > least else None
+
+
+def is_mostly(rank: int, slowest: Sequence[int | None]) -> bool:
+    """Is it the same rank nearly always? `slowest`: the notably slower rank of each console line."""
+    return slowest.count(rank) >= MOSTLY * len(slowest)
+
+
+def has_grown(by_bytes: float, from_bytes: float) -> bool:
+    """Is that more memory than allocators take and give back by themselves?"""
+    return by_bytes > max(GROWN_SHARE * from_bytes, GROWN_BYTES)

@@ -1,0 +1,81 @@
+"""report.json: the same numbers for programs. Keys are the fields of the analysis' dataclasses: docs/report_json.md."""
+
+import dataclasses
+import enum
+import json
+import math
+
+from megatron_lite.analysis.facts import RankFacts
+from megatron_lite.analysis.report import REPORT_SCHEMA, Report
+from megatron_lite.analysis.run.figures import Run
+from megatron_lite.report.sections.all import gaps_of
+
+
+def json_text(report: Report) -> str:
+    """Keys in a fixed order; what is not known or no number is null. ASCII, so that any reader can read it."""
+    return json.dumps(as_json(report), indent=1, allow_nan=False) + "\n"
+
+
+def as_json(report: Report) -> dict:
+    """The report as plain dicts, lists, numbers and strings."""
+    facts = report.facts
+    critical = facts.critical
+    return {
+        "schema": REPORT_SCHEMA,
+        "title": report.title,
+        "paths": list(report.paths),
+        "read_s": plain(report.read_s),
+        "verdict": plain(report.verdict),
+        "findings": plain(report.findings),
+        "critical_rank": critical.time.rank if critical else None,
+        "ranks_seen": [_rank(one) for one in facts.ranks_seen],
+        "ranks": plain(facts.ranks),
+        "snapshots": plain(facts.snapshots),
+        "ledger": [plain(row) | {"difference_bytes": row.difference_bytes} for row in facts.ledger],
+        "traced_memory": plain(facts.traced_memory),
+        "run": _run(facts.run) if facts.run else None,
+        "gaps": gaps_of(report),
+    }
+
+
+def _rank(one: RankFacts) -> dict:
+    trace = one.trace
+    return {
+        "source": trace.source,
+        "writer": trace.writer,
+        "rank": trace.rank,
+        "world_size": trace.world_size,
+        "devices": list(trace.devices),
+        "facts": plain(trace.facts),
+        "time": plain(one.time) | {"idle_ms": plain(one.time.idle_ms)},
+        "kernels": plain(one.kernels),
+    }
+
+
+def _run(run: Run) -> dict:
+    """Without the columns that have an entry per step (they stand in steps.jsonl) and the plan (run.json)."""
+    whole = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    per_step = {
+        name
+        for name, value in whole.items()
+        if isinstance(value, tuple) and name not in ("notes", "growths", "gpu_growths")
+    }
+    left_out = per_step | {"plan", "record", "phases_ms", "gpu_phases_ms"}
+    return {"status": run.status, **{name: plain(value) for name, value in whole.items() if name not in left_out}}
+
+
+def plain(value):
+    """JSON's types only. NaN and infinity are null: they are numbers that nobody measured."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if hasattr(value, "item"):
+        return plain(value.item())
+    return (value if math.isfinite(value) else None) if isinstance(value, float) else str(value)

@@ -1,0 +1,116 @@
+"""Words and tables for a terminal of 100 columns."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_lite.report.section import Table
+
+WIDTH = 100
+NARROWEST = 6  # column of a table
+BAR_WIDTH = 28
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+REPLACEMENT = "?"
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a terminal may be written to."""
+
+    colour: bool = False
+    unicode: bool = False
+
+    def bold(self, text: str) -> str:
+        return self._in("1", text)
+
+    def dim(self, text: str) -> str:
+        return self._in("2", text)
+
+    def accent(self, text: str) -> str:
+        return self._in("36", text)
+
+    def warm(self, text: str) -> str:
+        return self._in("33", text)
+
+    def bar(self, share: float, width: int = BAR_WIDTH) -> str:
+        """A bar of `share` of `width` columns; what is more than nothing has at least the thinnest one."""
+        share = min(max(share, 0.0), 1.0)
+        if not self.unicode:
+            return "#" * max(round(share * width), 1 if share > 0 else 0)
+        eighths = max(round(share * width * 8), 1 if share > 0 else 0)
+        return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+
+    def _in(self, code: str, text: str) -> str:
+        return f"\033[{code}m{text}\033[0m" if self.colour and text else text
+
+
+def style_of(stream) -> Style:
+    """What `stream` can show: colour on a terminal only (and not with NO_COLOR), blocks where it takes UTF-8."""
+    encoding = (getattr(stream, "encoding", None) or "ascii").lower().replace("-", "")
+    colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Style(colour=colour, unicode=encoding == "utf8")
+
+
+def harmless(text: str) -> str:
+    """Names of foreign files without what a terminal would obey: control characters, direction marks, lone halves."""
+    return "".join(letter if letter.isprintable() else REPLACEMENT for letter in text)
+
+
+def fit(text: str, width: int) -> str:
+    """`text` in at most `width` columns, its middle left out: both ends of a kernel's name say something."""
+    text = harmless(text)
+    if len(text) <= width:
+        return text
+    tail = max(width - 2, 0) // 3
+    return (text[: max(width - 2 - tail, 0)] + ".." + (text[-tail:] if tail else ""))[:width]
+
+
+def wrapped(text: str, indent: str = "  ", hanging: str | None = None) -> list[str]:
+    """Lines of at most WIDTH columns; a word longer than a line is cut."""
+    hanging = indent if hanging is None else hanging
+    lines, line = [], ""
+    for word in harmless(text).split(" "):
+        word = fit(word, WIDTH - max(len(indent), len(hanging)))
+        if line and len(line) + 1 + len(word) > WIDTH:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}" if line else (hanging if lines else indent) + word
+    return [*lines, line] if line.strip() else lines
+
+
+def heading(text: str, right: str, style: Style) -> str:
+    """A section's title, and at the right what its numbers are of."""
+    text = fit(text, WIDTH)
+    right = fit(right, max(WIDTH - len(text) - 2, 0))
+    gap = " " * max(WIDTH - len(text) - len(right), 2)
+    return style.bold(text) + (gap + style.dim(right) if right else "")
+
+
+def table_lines(table: Table, style: Style) -> list[str]:
+    """Columns two spaces apart, the widest ones cut until they fit, and bars at the end."""
+    lines = [table.head, *table.rows] if table.head else list(table.rows)
+    cells = [[harmless(cell) for cell in line] for line in lines]
+    room = WIDTH - 2 - 2 * (len(table.align) - 1) - (BAR_WIDTH + 2 if table.shares else 0)
+    widths = _widths([max(len(line[at]) for line in cells) for at in range(len(table.align))], room)
+    drawn = [
+        "  "
+        + "  ".join(
+            f"{fit(cell, width):{'>' if side == 'r' else '<'}{width}}"
+            for cell, width, side in zip(line, widths, table.align)
+        )
+        for line in cells
+    ]
+    if table.head:
+        drawn[0] = style.dim(drawn[0].rstrip())
+    for at, share in enumerate(table.shares, 1 if table.head else 0):
+        drawn[at] += "" if share is None else "  " + style.accent(style.bar(share))
+    more = [style.dim(f"  and {table.hidden} more with --all")] if table.hidden else []
+    return [*(line.rstrip() for line in drawn), *more]
+
+
+def _widths(wanted: Sequence[int], room: int) -> list[int]:
+    """The widest give way first."""
+    widths = list(wanted)
+    while sum(widths) > room and max(widths) > NARROWEST:
+        widths[widths.index(max(widths))] -= 1
+    return widths

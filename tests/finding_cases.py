@@ -1,0 +1,344 @@
+"""For each rule a made run that it must find, and a near miss that it must not: CODE -> (trigger, near miss).
+
+Both are functions of an empty folder, into which they write traces, run.json and steps.jsonl, or a snapshot.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from snapshot_maker import LOSS, MadeSnapshot
+from trace_maker import COMPUTE_STREAM
+from training_maker import ADD, CAST, FP32_GEMM, SIMT_GEMM, SOFTMAX, Step, cpu, gpu, ordinary_steps, rank_lines, run
+
+FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, at::detail::Array<char*, 1>>"
+MIB, GIB = 2**20, 2**30
+PAGEABLE = "Memcpy HtoD (Pageable -> Device)"
+SCORES = [[4, 16, 2048, 2048], []]
+ODD = [[8192, 1000], [1000, 4000]]
+ODD_SHAPE = {"hidden_size": 1000, "ffn_hidden_size": 4000}
+LOOP = ("aten::lerp_", "aten::addcmul_", "aten::sqrt", "aten::addcdiv_")
+ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+THIN = [[2048, 4096], [4096, 16384]]  # 0.28 ms at the peak
+
+
+def on_gpu(**parts):
+    return partial(gpu, **parts)
+
+
+def on_cpu(**parts):
+    return partial(cpu, **parts)
+
+
+def recorded(**parts):
+    return partial(run, **parts)
+
+
+def remembered(**parts):
+    return partial(memory, **parts)
+
+
+def both(*parts):
+    """Several things of one run, into one folder."""
+    def write(folder: Path):
+        for part in parts:
+            part(folder)
+    return write
+
+
+def waits(us: float, call="cudaStreamSynchronize", operator: str | None = "aten::item", per_step: int = 1):
+    """The host waits until the device has nothing left, and then takes `us` to go on."""
+    def change(step: Step):
+        for _ in range(per_step):
+            asked = step.host
+            began, _ = step.gap(us)
+            step.made.sync(asked, began + us / 2, call, operator=operator)
+    return change
+
+
+def waits_with_a_full_queue(step: Step):
+    step.made.sync(step.host, step.host + 30, operator="aten::item")
+
+
+def host_does(name: str, us: float, category="python_function", thread=100):
+    """The device is idle for `us` while the host is in `name`."""
+    def change(step: Step):
+        start, end = step.gap(us)
+        step.made.add(category, name, start, end, thread)
+    return change
+
+
+def loads(us: float):
+    def change(step: Step):
+        start, end = step.gap(us)
+        step.made.annotation("data", start, end)
+    return change
+
+
+def small_kernels(number: int, us: float, every_us: float):
+    """Launched one by one, each after the one before has ended."""
+    def change(step: Step):
+        for _ in range(number):
+            step.host = max(step.host, step.gpu) + every_us
+            step.kernel(ADD, us, "aten::add", late=True)
+    return change
+
+
+def small_copies(number: int):
+    def change(step: Step):
+        for index in range(number):
+            start = step.gpu + 2 * index
+            step.made.copy("Memcpy HtoD (Pinned -> Device)", start, start + 1, step.host, 512, call_end=step.host + 6)
+            step.host += 8
+        step.gpu += 2 * number
+    return change
+
+
+def waits_for_stream(us: float):
+    """The next kernel is launched in time and waits for an event of another stream."""
+    def change(step: Step):
+        step.made.runtime("cudaStreamWaitEvent", step.host, step.host + 2)
+        step.host += 3
+        step.gpu += us
+    return change
+
+
+def zeroes(where: str):
+    def change(step: Step):
+        began = step.host
+        for _ in range(8):
+            step.kernel(FILL, 40, "aten::zero_")
+        step.made.annotation(where, began, step.host)
+    return change
+
+
+def micro_batch_run(**more):
+    return recorded(batch=32, world=1, **more)
+
+
+def cpu_reads(made, at):
+    made.op("aten::item", at + 3005, at + 3015)
+
+
+def fused_optimizer_reads(made, at):
+    """Inside an operator, as a CPU's fused AdamW reads its learning rate."""
+    made.op("aten::item", at + 1000, at + 1005)
+
+
+def compiles(made, at):
+    made.op("_compile.compile_inner (dynamo_timed)", at + 100, at + 2500)
+
+
+def math_attention(made, at):
+    made.op("aten::_scaled_dot_product_attention_math", at + 100, at + 1500)
+
+
+def breaks(made, at):
+    made.annotation("Torch-Compiled Region: 0/0", at + 100, at + 1000)
+    made.annotation("Torch-Compiled Region: 1/0", at + 1100, at + 1500)
+
+
+def resumes(made, at):
+    made.frame("model.py(31): torch_dynamo_resume_in_forward_at_31", at + 100, at + 1000)
+
+
+def one_graph(made, at):
+    made.annotation("Torch-Compiled Region: 0/0", at + 100, at + 1000)
+    made.annotation("Torch-Compiled Region: 0/0", at + 1100, at + 1500)
+
+
+def every(n: int, value, otherwise):
+    """A column that has `value` in every n-th step but the first."""
+    return lambda index: value if index and index % n == 0 else otherwise
+
+
+def ranks_late(late_us: float, ranks: int = 3):
+    """Rank 1 comes `late_us` later to its collectives; the others wait."""
+    def write(folder: Path):
+        for rank in range(ranks):
+            late = rank == 1
+            gpu(folder, rank, ranks, reduce="late", late_us=late_us if late else 0, wait_us=0 if late else late_us)
+    return write
+
+
+def profiled_steps(ms: float):
+    return ordinary_steps(ms=lambda index: ms if 20 <= index < 24 else 10.0, profiled=lambda index: 20 <= index < 24)
+
+
+def steps_with_evaluation(ms: float):
+    return ordinary_steps(ms=lambda index: 10 + ms * (index % 10 == 9), phase_eval=lambda index: ms * (index % 10 == 9))
+
+
+def scale(values):
+    return lambda index: values[min(index, len(values) - 1)]
+
+
+def memory(folder: Path, steps=3, layers=8, layer_gib=1.0, logits_gib=1.0, kept_mib=0.0, oom=False, frames=None):
+    """Parameters of 2 GiB, gradients of 2, moments of 4, and per step the layers' activations and the logits."""
+    made = MadeSnapshot()
+    made.alloc(2 * GIB, "setup")
+    moments = None
+    for number in range(1, steps + 1):
+        made.step(number)
+        tags = [f"step {number}/forward/decoder.layers.{k}" for k in range(layers)]
+        held = [made.alloc(int(layer_gib * GIB), tag, frames) for tag in tags]
+        held.append(made.alloc(int(logits_gib * GIB), f"step {number}/forward", LOSS))
+        if kept_mib:
+            made.alloc(int(kept_mib * MIB), f"step {number}/forward")
+        gradients = made.alloc(2 * GIB, f"step {number}/backward")
+        made.free(*reversed(held))
+        moments = moments or made.alloc(4 * GIB, f"step {number}/optimizer_step")
+        made.free(gradients)
+    if oom:
+        made.out_of_memory(8 * GIB, 2**20)
+    made.write(folder)
+
+
+def holes(freed: int):
+    """A segment of 8 pieces, `freed` of which lie free between live ones; a larger request does not fit there."""
+    def write(folder: Path):
+        made = MadeSnapshot()
+        made.step(1)
+        start = made.segment(8 * GIB)
+        pieces = [made.alloc(GIB, "step 1/forward", at=start + k * GIB) for k in range(8)]
+        made.free(*pieces[1::2][:freed])
+        made.alloc(2 * GIB, "step 1/forward")
+        made.write(folder)
+    return write
+
+
+def on_a_gpu_of(gib: int, **more):
+    return recorded(hardware={"memory_bytes": gib * GIB}, **more)
+
+
+IN_SOFTMAX, IN_GELU = ([{"filename": "model.py", "line": 6, "name": name}] for name in ("softmax", "gelu"))
+HALVED = [2.0**16 / 2**k for k in range(40)]
+
+CASES = {
+    "sync-in-step": (on_gpu(before_backward=waits(600)), on_gpu(before_backward=waits(20))),
+    "starved-loader": (on_gpu(before_data=loads(1500)), on_gpu(before_data=loads(100))),
+    "too-many-workers": (
+        both(on_gpu(before_data=loads(1500)), recorded(num_workers=64, hardware={"cpus": 16})),
+        both(on_gpu(before_data=loads(1500)), recorded(num_workers=4, hardware={"cpus": 16}))),
+    "unpinned-copies": (on_gpu(copy=PAGEABLE, copy_stream=COMPUTE_STREAM, copy_us=400),
+                        on_gpu(copy="Memcpy HtoD (Pinned -> Device)", copy_stream=COMPUTE_STREAM, copy_us=400)),
+    "small-copies": (on_gpu(before_forward=small_copies(64)), on_gpu(before_forward=small_copies(8))),
+    "exposed-copies": (on_gpu(copy_stream=COMPUTE_STREAM, copy_us=900), on_gpu(copy_us=900)),
+    "launch-bound": (on_gpu(before_forward=small_kernels(300, 4, 20)),
+                     on_gpu(before_forward=small_kernels(300, 40, -20))),
+    "host-gaps": (on_gpu(before_forward=host_does("train.py(7): think", 1500)),
+                  on_gpu(before_forward=host_does("train.py(7): think", 300))),
+    "tiny-micro-batches": (
+        both(on_cpu(micro_batches=8, between_us=120), micro_batch_run(device="cpu", shape={"seq_length": 64})),
+        both(on_cpu(micro_batches=2, between_us=120), micro_batch_run(device="cpu", shape={"seq_length": 64}))),
+    "gc-pauses": (on_gpu(before_optimizer=host_does("Python GC", 500)),
+                  on_gpu(before_optimizer=host_does("Python GC", 30))),
+    "allocator-stalls": (on_gpu(before_forward=host_does("cudaMalloc", 500, "cuda_runtime")),
+                         on_gpu(before_forward=host_does("cudaMalloc", 30, "cuda_runtime"))),
+    "stream-waits": (on_gpu(before_backward=waits_for_stream(900)), on_gpu(before_backward=waits_for_stream(100))),
+    "log-stalls": (recorded(steps=ordinary_steps(phase_log=2.0), device="cpu"),
+                   recorded(steps=ordinary_steps(phase_log=0.2), device="cpu")),
+    "save-and-eval": (recorded(steps=steps_with_evaluation(30)), recorded(steps=steps_with_evaluation(2))),
+    "no-tensor-cores": (on_gpu(gemm=SIMT_GEMM), gpu),
+    "fp32-products": (on_gpu(gemm=FP32_GEMM, dtypes=["float", "float"]), gpu),
+    "matmul-shapes": (both(on_gpu(dims=ODD), recorded(shape=ODD_SHAPE)), on_gpu(dims=[[8192, 1088], [1088, 4096]])),
+    "below-roofline": (on_gpu(dims=THIN), gpu),
+    "zeroed-gradients": (on_gpu(before_data=zeroes("Optimizer.zero_grad#AdamW.zero_grad")),
+                         on_gpu(before_data=zeroes("init"))),
+    "vocabulary-padding": (
+        both(on_gpu(dims=[[8192, 4096], [4096, 65536]]), recorded(shape={"padded_vocab_size": 65536})),
+        both(on_gpu(dims=[[8192, 4096], [4096, 50304]]), run)),
+    "attention-scores": (on_gpu(forward=[(SOFTMAX, 900, "aten::_softmax", SCORES, ["c10::BFloat16", "Scalar"])]),
+                         on_gpu(forward=[(SOFTMAX, 900, "aten::_log_softmax", [[8192, 50304]], ["float"])])),
+    "attention-dropout": (both(on_cpu(change=math_attention), recorded(device="cpu", attention_dropout=0.1)),
+                          both(on_cpu(change=math_attention), recorded(device="cpu"))),
+    "copy-share": (on_gpu(forward=[(CAST, 1500, "aten::copy_")]), on_gpu(forward=[(CAST, 500, "aten::copy_")])),
+    "unfused-elementwise": (on_gpu(forward=[(ADD, 500, "aten::add")] * 4),
+                            both(on_gpu(forward=[(ADD, 500, "aten::add")] * 4), recorded(torch_compile=True))),
+    "unfused-optimizer": (on_gpu(optimizer=LOOP * 8), gpu),
+    "all-reduce-tail": (on_gpu(reduce="tail"), gpu),
+    "no-overlap": (on_gpu(reduce="after"), on_gpu(reduce="tail")),
+    "small-buckets": (on_gpu(reduce="buckets"), on_gpu(reduce="tail")),
+    "reduce-every-micro-batch": (on_gpu(micro_batches=4, reduce="every"), on_gpu(micro_batches=4)),
+    "straggler": (ranks_late(1500), ranks_late(100)),
+    "max-connections": (
+        both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION)),
+        both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION, tensor_model_parallel_size=2))),
+    "recompilation": (
+        recorded(steps=ordinary_steps(ms=every(8, 500.0, 10.0), compiling=every(8, True, False))),
+        recorded(steps=ordinary_steps(ms=every(30, 500.0, 10.0), compiling=every(30, True, False)))),
+    "graph-breaks": (both(on_cpu(change=breaks), recorded(device="cpu", torch_compile=True)),
+                     both(on_cpu(change=one_graph), recorded(device="cpu", torch_compile=True))),
+    "first-step": (recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 20_000.0)),
+                   recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 2_000.0))),
+    "profiler-overhead": (recorded(steps=profiled_steps(15.0)), recorded(steps=profiled_steps(11.0))),
+    "debug-switches": (recorded(environment={"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+                       recorded(environment={"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"})),
+    "too-many-threads": (recorded(device="cpu", hardware={"threads": 8, "cpus": 8}),
+                         recorded(device="cpu", hardware={"threads": 4, "cpus": 8})),
+    "overflow-storm": (recorded(steps=ordinary_steps(skipped=every(6, True, False)), precision="fp16"),
+                       recorded(steps=ordinary_steps(skipped=lambda index: index < 15), precision="fp16")),
+    "scale-collapse": (recorded(steps=ordinary_steps(loss_scale=scale(HALVED)), precision="fp16"),
+                       recorded(steps=ordinary_steps(loss_scale=scale(HALVED[:6])), precision="fp16")),
+    "memory-growth": (recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + index * 2**22)),
+                      recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + min(index, 4) * 2**22))),
+    "fragmentation": (holes(4), holes(0)),
+    "logits-peak": (both(remembered(logits_gib=8), on_a_gpu_of(32)),
+                    both(remembered(logits_gib=8), on_a_gpu_of(80))),
+    "recompute-activations": (both(remembered(layer_gib=2), on_a_gpu_of(32)),
+                              both(remembered(layer_gib=2), on_a_gpu_of(32, recompute_granularity="full"))),
+    "out-of-memory": (remembered(oom=True), memory),
+    "attention-memory": (remembered(frames=IN_SOFTMAX, logits_gib=0.5), remembered(frames=IN_GELU, logits_gib=0.5)),
+    "micro-batch-headroom": (
+        both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=12 * 10**9))),
+        both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=70 * 10**9)))),
+}
+# a second way in which a rule can see its cause, or a second near miss
+MORE_TRIGGERS = [
+    ("graph-breaks", on_cpu(change=resumes)),
+    ("memory-growth", remembered(kept_mib=64, steps=5)),
+    ("sync-in-step", on_cpu(change=cpu_reads)),
+    ("starved-loader", recorded(steps=ordinary_steps(phase_data=3.0))),
+    ("straggler", recorded(ranks=rank_lines([3.0, 3.0, 5.0, 3.0]), world=4)),
+    ("recompilation", on_cpu(change=compiles)),
+    ("unfused-optimizer", on_cpu(optimizer=("aten::_foreach_lerp_", "aten::_foreach_addcdiv_"))),
+    ("fp32-products", both(on_cpu(dtype="float"), recorded(device="cpu", precision="fp32"))),
+    ("matmul-shapes", both(on_cpu(dims=ODD), recorded(device="cpu", shape=ODD_SHAPE))),
+]
+MORE_NEAR_MISSES = [
+    ("sync-in-step", on_cpu(change=fused_optimizer_reads)),
+    ("memory-growth", remembered(steps=5)),
+    ("recompute-activations", both(remembered(layer_gib=2), on_a_gpu_of(80))),
+    ("micro-batch-headroom", both(on_gpu(micro_batches=4), micro_batch_run())),
+    ("fp32-products",
+     both(on_cpu(dtype="float"), recorded(device="cpu", precision="fp32", hardware={"bf16_products": False}))),
+    ("straggler", recorded(ranks=rank_lines([3.0, 3.0, 3.1, 3.0]), world=4)),
+    ("sync-in-step", on_gpu(before_optimizer=waits_with_a_full_queue)),
+]
+CLEAN = {
+    "a GPU rank of two, with its run": both(gpu, recorded(batch=8)),
+    "a CPU rank, with its run": both(cpu, recorded(device="cpu", world=1, batch=4)),
+    "four ranks alike": both(*(on_gpu(rank=rank, world_size=4) for rank in range(4))),
+    "a run alone": run,
+}
+# known answers: ms per step of the first trigger, by how it is made
+COSTS_MS = {
+    "sync-in-step": 0.61, "starved-loader": 1.5, "too-many-workers": 1.5, "unpinned-copies": 0.4,
+    "exposed-copies": 0.9, "host-gaps": 1.5, "gc-pauses": 0.5, "allocator-stalls": 0.5, "stream-waits": 0.9,
+    "log-stalls": 2.0, "save-and-eval": 3.0, "no-tensor-cores": 7.5, "attention-scores": 0.9,
+    "attention-dropout": 1.4, "copy-share": 1.5, "unfused-elementwise": 2.0, "unfused-optimizer": 0.8,
+    "zeroed-gradients": 0.32, "all-reduce-tail": 0.8, "no-overlap": 1.2, "small-buckets": 0.96,
+    "reduce-every-micro-batch": 1.5, "straggler": 1.5, "max-connections": 0.8, "recompilation": 4 * 490 / 40,
+    "first-step": 19_990 / 40, "overflow-storm": 10 * 6 / 40,
+}
+# what the finding must say somewhere: flag and value, place, amount
+WORDS = {
+    "sync-in-step": "aten::item", "starved-loader": "the device waits for the loader 1.5 ms",
+    "too-many-workers": "64 workers x 2 ranks", "host-gaps": "train.py(7): think",
+    "matmul-shapes": "--hidden-size 1024 (now 1000)", "straggler": "rank 1", "vocabulary-padding": "50,257 of 65,536",
+    "micro-batch-headroom": "--micro-batch-size 16 (now 4)", "logits-peak": "--micro-batch-size 2 (now 4)",
+    "fragmentation": "10.00 GiB are reserved for tensors of 6.00 GiB", "out-of-memory": "8.00 GiB were asked for",
+    "attention-memory": "8.00 GiB of the peak",
+    "recompilation": "iterations 9, 17, 25, 33", "debug-switches": "DETAIL", "attention-scores": "2048 x 2048",
+    "unfused-optimizer": "a loop over 8 tensors", "max-connections": "2 ranks", "profiler-overhead": "1.50 x",
+    "scale-collapse": "from 65,536 to", "no-overlap": "--ddp-bucket-size", "first-step": "20,000.0 ms",
+}

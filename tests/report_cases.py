@@ -1,0 +1,348 @@
+"""Reports made by hand, for the renderers: of a GPU run with every part, of a CPU run, of a run folder alone."""
+
+import dataclasses
+import sys
+
+import numpy as np
+
+from megatron_lite.analysis.facts import Facts, RankFacts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.kernels.figures import KernelRow, OperatorRow, RankKernels, Role, RooflineRow, TensorCores
+from megatron_lite.analysis.memory.figures import (
+    CATEGORIES,
+    Fragmentation,
+    Growth,
+    Held,
+    Layer,
+    Moment,
+    SiteBytes,
+    Snapshot,
+    StepMemory,
+)
+from megatron_lite.analysis.ranks.figures import CollectiveRow, RankRow, Ranks, Straggler
+from megatron_lite.analysis.report import Report
+from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.time.figures import HostSite, PhaseTime, RankTime, Span, Step, SyncSite
+from megatron_lite.analysis.time.placing import Placing
+from megatron_lite.analysis.trace.columns import Events, MemoryEvents, Trace
+from megatron_lite.analysis.verdict import verdict_of
+
+PYTHON = sys.executable
+HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202e&\"'\ud800"
+ROWS = {
+    "compute": 60.0,
+    "exposed_communication": 20.0,
+    "host": 10.0,
+    "sync": 6.0,
+    "data_wait": 1.5,
+    "launch": 1.5,
+    "unexplained": 1.0,
+}
+
+
+def trace(
+    rank: int | None, device: str | None = "NVIDIA H100 80GB HBM3", notes=(), source="rank0.pt.trace.json"
+) -> Trace:
+    """A trace without events: renderers must not need them."""
+    none = {field.name: np.zeros(0, np.int64) for field in dataclasses.fields(Events)}
+    memory = {field.name: np.zeros(0, np.int64) for field in dataclasses.fields(MemoryEvents)}
+    return Trace(
+        source=source,
+        writer="pytorch",
+        rank=rank,
+        world_size=2,
+        devices=(device,) if device else (),
+        base_ns=0,
+        with_stack=True,
+        with_shapes=True,
+        names=(),
+        threads=(),
+        shapes=(),
+        collectives=(),
+        events=Events(**none),
+        memory=MemoryEvents(**memory),
+        notes=tuple(notes),
+    )
+
+
+def placing() -> Placing:
+    """Of no event."""
+    return Placing((), np.zeros(0, np.int32), (), np.zeros(0, np.int16), np.zeros(0, np.int64))
+
+
+def steps(number: int, ms: float = 100.0, steady: int | None = None) -> tuple[Step, ...]:
+    steady = number if steady is None else steady
+    return tuple(
+        Step(
+            f"ProfilerStep#{at}",
+            at,
+            int(at * ms * 1e6),
+            int((at + 1) * ms * 1e6),
+            int(at * ms * 1e6),
+            int((at + 1) * ms * 1e6),
+            at >= number - steady,
+            "" if at >= number - steady else "first of the window",
+        )
+        for at in range(number)
+    )
+
+
+def rank_time(
+    rank: int | None = 0,
+    device: str | None = "NVIDIA H100 80GB HBM3",
+    rows=None,
+    number=4,
+    steady=None,
+    name="forward",
+    step_ms=100.0,
+) -> RankTime:
+    rows = ROWS if rows is None else rows
+    on_gpu = device is not None
+    phases = tuple(
+        PhaseTime(phase, host, device_ms, device_ms, device_ms + 2, 1.0, device_ms - 1, 1.0, 0.0, 300.0)
+        for phase, host, device_ms in (("data_to_device", 28.0, 0.03), (name, 7.0, 26.0), ("backward", 11.0, 47.0))
+    )
+    return RankTime(
+        rank=rank,
+        device=device,
+        on_gpu=on_gpu,
+        steps=steps(number, step_ms, steady),
+        step_ms=step_ms,
+        rows=rows,
+        busy_ms=82.0,
+        communication_ms=35.0,
+        copy_ms=0.2,
+        overlap=0.43,
+        phases=phases,
+        syncs=(SyncSite("cudaStreamSynchronize", "aten::item", f"train.py(12): {name}", "forward", 4.0, 30.0, 6.0),),
+        hosts=(HostSite("aten::addmm", "forward", 8.0),),
+        loader_host_ms=3.0,
+        launches=900.0,
+        median_kernel_us=9.0,
+        median_launch_interval_us=7.0,
+        median_queue_us=40.0,
+        launch_bound=False,
+        spilled_ms=0.0,
+        timeline=(
+            Span("forward", 0, 30_000_000),
+            Span("backward", 30_000_000, 90_000_000),
+            Span(name, 90_000_000, 99_000_000),
+        ),
+        timeline_step=1,
+        notes=(),
+    )
+
+
+def rank_kernels(rank: int | None = 0, name="ampere_bf16_s16816gemm", on_gpu=True) -> RankKernels:
+    gemm = KernelRow(name, name, Role.GEMM, "forward", "aten::addmm", 96.0, 40.0, 0.6, TensorCores.YES, "bf16")
+    kernels = tuple(
+        dataclasses.replace(gemm, short=f"{name}_{at}", ms=40.0 / (at + 1), share=0.6 / (at + 1)) for at in range(12)
+    )
+    roofline = tuple(
+        RooflineRow(
+            "aten::addmm",
+            "forward",
+            f"[{8192 >> at}, 1024] x [1024, 4096] bf16",
+            (8192 >> at, 4096, 1024),
+            Role.GEMM,
+            "bf16",
+            24.0,
+            8.0 / (at + 1),
+            1.6e12 / (at + 1),
+            2e9,
+            200.0 + at,
+            250.0,
+            3.0 / (at + 1),
+            "compute",
+            0.375,
+        )
+        for at in range(6)
+    ) + (
+        RooflineRow(
+            "aten::add",
+            "forward",
+            "[8192, 4096] bf16",
+            (),
+            Role.ELEMENTWISE,
+            "bf16",
+            48.0,
+            3.0,
+            0.0,
+            6e9,
+            0.0,
+            2000.0,
+            2.0,
+            "memory",
+            0.66,
+        ),
+    )
+    roles = {
+        Role.GEMM: 40.0,
+        Role.ATTENTION: 10.0,
+        Role.COMMUNICATION: 35.0,
+        Role.ELEMENTWISE: 8.0,
+        Role.OPTIMIZER: 5.0,
+        Role.NORM: 2.0,
+    }
+    operators = (
+        OperatorRow("aten::addmm", Role.GEMM, 96.0, 31.0, 40.0, "forward"),
+        OperatorRow(name, Role.OTHER, 3.0, 2.0, 0.0, "backward"),
+    )
+    if not on_gpu:
+        return RankKernels(
+            rank,
+            (),
+            operators,
+            {Role.GEMM: 31.0, Role.OTHER: 2.0},
+            0.0,
+            31.0,
+            0.0,
+            0.0,
+            (),
+            1e9,
+            0.02,
+            None,
+            "fp32",
+            None,
+            0.0,
+            ("no peak known for this processor",),
+        )
+    return RankKernels(
+        rank, kernels, operators, roles, 100.0, 50.0, 45.0, 3.0, roofline, 3.1e13, 310.0, 989.0, "bf16", 0.31, 0.0, ()
+    )
+
+
+def ranks_of(name="all_reduce") -> Ranks:
+    rows = tuple(
+        RankRow(rank, f"node{rank}", 100.0, 60.0 + rank, 35.0, 20.0, 5.0 - rank, 1.5, 10.0, 0.5 * rank, 4.0 * rank)
+        for rank in (0, 1)
+    )
+    collectives = (
+        CollectiveRow(name, "ring, LL128", "backward", 2, 12.0, 25 * 2**20, "BFloat16", 35.0, 15.0, 20.0, 20.0, 140.0),
+    )
+    return Ranks(2, (0, 1), (), rows, collectives, Straggler(1, 4.0, 0.8, "compute", 3.5), True, 1, ())
+
+
+def snapshot(name="gpt.py:81 forward") -> Snapshot:
+    sizes = dict(zip(CATEGORIES, (2, 2, 4, 8, 12, 3, 1, 0, 0, 0)))
+    held = tuple(
+        Held(category, number * 2**30, 10)
+        for category, number in sorted(sizes.items(), key=lambda pair: -pair[1])
+        if number
+    )
+    curve = tuple(
+        Moment(
+            at * 1000,
+            (20 + at % 12) * 2**30,
+            34 * 2**30,
+            tuple(number * 2**30 if at % 12 or at == 0 else number * 2**29 for number in sizes.values()),
+        )
+        for at in range(200)
+    )
+    return Snapshot(
+        source="snapshot.pickle",
+        rank=0,
+        simulated=False,
+        peak_bytes=32 * 2**30,
+        peak_time_us=11000,
+        peak_phase="backward",
+        held=held,
+        sites=(SiteBytes(name, "activations", "forward", "layers.3.mlp", 2**30, 24),) * 6,
+        layers=tuple(Layer(f"layers.{at}", 2**29) for at in range(24)),
+        curve=curve,
+        steps=tuple(
+            StepMemory(f"step {at}", at * 50_000, (at + 1) * 50_000, 16 * 2**30, 32 * 2**30) for at in range(4)
+        ),
+        growth=Growth(12 * 2**20, 4, (SiteBytes("train.py:9 log", "other", "log", "", 12 * 2**20, 1),)),
+        fragmentation=Fragmentation(36 * 2**30, 32 * 2**30, 2**29, False, 33 * 2**30),
+        oom=None,
+        events=120_000,
+        complete=True,
+        notes=(),
+    )
+
+
+def run_of() -> Run:
+    return Run(
+        folder="run-1",
+        plan={"shape": {"num_layers": 24, "hidden_size": 1024}, "world": {"size": 2}},
+        record={"status": "finished"},
+        steps=3,
+        iterations=(1, 2, 3),
+        step_ms=(900.0, 95.0, 96.0),
+        ordinary=(False, True, True),
+        profiled=(False,) * 3,
+        phases_ms={},
+        loss_scale=(float("nan"),) * 3,
+        skipped=(False,) * 3,
+        host_memory_bytes=(float("nan"),) * 3,
+        peak_memory_bytes=(float("nan"),) * 3,
+        first_step_ms=900.0,
+        steady_step_ms=95.5,
+        profiled_step_ms=99.0,
+        tokens_per_second=171_000.0,
+        mfu_causal=0.33,
+        mfu_full=0.35,
+        model_tflops=326.0,
+        ranks=None,
+        notes=(),
+        before_profile_ms=95.0,
+        step_spread_ms=0.7,
+    )
+
+
+def findings(name="sync-in-step") -> tuple[Finding, ...]:
+    first = Finding(
+        name,
+        "the host waits for the device inside the step",
+        6.0,
+        None,
+        (Evidence(".item() 4 times per step in forward, 7.5 ms each", "train.py(12): forward"),),
+        "read the loss every 100 steps",
+        ("--log-interval 100",),
+        6.0,
+        None,
+        rank=0,
+    )
+    memory = Finding(
+        "logits-peak",
+        "the logits are the peak",
+        None,
+        3 * 2**30,
+        (Evidence("[4, 1024, 50304] in fp32, three times"),),
+        "a smaller micro-batch",
+        ("--micro-batch-size 2",),
+        None,
+        2 * 2**30,
+        certain=False,
+    )
+    return (first, *(dataclasses.replace(first, code=f"cause-{at}", cost_ms=5.0 / (at + 1)) for at in range(6)), memory)
+
+
+def report(device: str | None = "NVIDIA H100 80GB HBM3", name: str | None = None, **facts) -> Report:
+    """Every part filled in; `name` stands wherever a foreign string can; `facts` replaces parts of Facts."""
+    on_gpu = device is not None
+    foreign = {} if name is None else {"name": name}
+    seen = tuple(
+        RankFacts(
+            trace=trace(rank, device, (name,) if name else ()),
+            placing=placing(),
+            time=rank_time(rank, device, **foreign),
+            kernels=rank_kernels(rank, on_gpu=on_gpu, **foreign),
+        )
+        for rank in (0, 1)
+    )
+    whole = Facts(
+        **{
+            "ranks_seen": seen,
+            "ranks": ranks_of(**foreign),
+            "snapshots": (snapshot(**foreign),),
+            "run": run_of(),
+            "gaps": (name,) if name else (),
+            **facts,
+        }
+    )
+    found = findings(**foreign) if whole.ranks_seen else ()
+    return Report(
+        ("run-1",), name or "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024", verdict_of(whole, found), found, whole, 0.42
+    )

@@ -1,0 +1,26 @@
+"""The trainer with a rank whose loader is slow: slow_rank.py MILLISECONDS FLAGS, under a launcher. Rank 1 is the slow one."""
+
+import os
+import sys
+import time
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megatron_lite import app
+from megatron_lite.data import loader
+
+
+def main() -> int:
+    seconds, inner = float(sys.argv[1]) / 1000, loader._stack
+
+    def stack(samples):
+        time.sleep(seconds)
+        return inner(samples)
+
+    if os.environ["RANK"] == "1":
+        loader._stack = stack
+    return record(app.main)(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Every rule finds its made cause and passes by the near miss; every page says what a page must."""
+
+import dataclasses
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+from command_lines import plan as resolved_plan
+from finding_cases import CASES, CLEAN, COSTS_MS, MORE_NEAR_MISSES, MORE_TRIGGERS, WORDS
+
+from megatron_lite.analysis import findings
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.rules import RULES, findings_of, page_of
+
+PARTS = ("Meaning:", "Measured:", "Cost:", "Do:", "Flags:", "False alarm:")
+NOTHING = Facts((), None, (), None, ())
+triggers = [*((code, case[0]) for code, case in CASES.items()), *MORE_TRIGGERS]
+near_misses = [*((code, case[1]) for code, case in CASES.items()), *MORE_NEAR_MISSES]
+
+
+SHARED = Path(__file__).parents[2] / "shared"
+REAL = [*sorted((SHARED / "traces").glob("*/")), *sorted((SHARED / "snapshots").glob("*.pickle"))]
+
+
+def found_in(folder, write) -> list:
+    write(folder)
+    report = analyze([folder])
+    assert [gap for gap in report.facts.gaps if "mistake" in gap or "could not be" in gap] == []
+    return list(report.findings)
+
+
+@pytest.mark.parametrize(("code", "write"), triggers, ids=[code for code, _ in triggers])
+def test_the_cause_is_found(tmp_path, code, write):
+    mine = [one for one in found_in(tmp_path, write) if one.code == code]
+    assert len(mine) == 1
+    [one] = mine
+    assert one.evidence and all(piece.text and "\n" not in piece.text for piece in one.evidence)
+    assert one.advice and "\n" not in one.advice
+    assert one.gain_ms is None or 0 <= one.gain_ms <= one.cost_ms * (1 + 1e-9)
+    assert "nan" not in " ".join([one.advice, *(piece.text for piece in one.evidence)]).lower().split()
+
+
+@pytest.mark.parametrize("code", sorted(COSTS_MS.keys() | WORDS.keys()))
+def test_it_costs_what_was_made_and_names_it(tmp_path, code):
+    [one] = [one for one in found_in(tmp_path, CASES[code][0]) if one.code == code]
+    if code in COSTS_MS:
+        assert one.cost_ms == pytest.approx(COSTS_MS[code], rel=0.05)
+    assert WORDS.get(code, "") in " | ".join([one.advice, *(piece.text for piece in one.evidence)])
+
+
+@pytest.mark.parametrize(("code", "write"), near_misses, ids=[code for code, _ in near_misses])
+def test_the_near_miss_is_not(tmp_path, code, write):
+    assert code not in [one.code for one in found_in(tmp_path, write)]
+
+
+@pytest.mark.parametrize("what", CLEAN)
+def test_a_clean_run_has_no_finding_of_cost(tmp_path, what):
+    assert [one for one in found_in(tmp_path, CLEAN[what]) if one.cost_ms or one.cost_bytes] == []
+
+
+def test_every_rule_has_its_cases():
+    assert {rule.CODE for rule in RULES} == set(CASES)
+
+
+def test_codes_are_unique_and_speakable():
+    codes = [rule.CODE for rule in RULES]
+    assert len(set(codes)) == len(codes) >= 25
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) for code in codes)
+
+
+def test_every_file_of_a_rule_is_asked():
+    names = {module.name for module in pkgutil.iter_modules(findings.__path__) if not module.ispkg}
+    assert names - {"base", "rules"} == {rule.__name__.rpartition(".")[2] for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.CODE for rule in RULES])
+def test_a_page_says_all_that_it_must(rule):
+    page = page_of(rule.CODE)
+    assert [part for part in PARTS if f"\n{part} " not in page] == []
+    assert sorted(map(page.index, PARTS)) == list(map(page.index, PARTS))
+    assert 8 <= len(page.splitlines()) <= 20
+    assert rule.TITLE and rule.TITLE[0] in rule.TITLE.strip() and len(rule.TITLE) < 60
+
+
+def test_without_facts_no_rule_speaks():
+    assert findings_of(NOTHING) == ()
+    assert page_of("no-such-code") is None
+
+
+class Broken:
+    CODE = "broken-rule"
+
+    @staticmethod
+    def find(facts):
+        raise ZeroDivisionError("by a foreign file")
+
+
+def test_a_rule_that_fails_is_a_named_gap(monkeypatch):
+    gaps = []
+    monkeypatch.setattr("megatron_lite.analysis.findings.rules.RULES", (Broken, *RULES))
+    assert findings_of(NOTHING, gaps.append) == ()
+    assert len(gaps) == 1 and "broken-rule" in gaps[0] and "by a foreign file" in gaps[0]
+
+
+def test_the_dearest_comes_first(tmp_path):
+    write = CASES["starved-loader"][0]
+    some = found_in(tmp_path, write)[0]
+    prices = [(1.0, None), (None, 10), (3.0, None), (None, None), (None, 20)]
+    made = [dataclasses.replace(some, cost_ms=ms, cost_bytes=size) for ms, size in prices]
+    rules = [type("Made", (), {"CODE": f"made-{k}", "find": lambda facts, one=one: one}) for k, one in enumerate(made)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_lite.analysis.findings.rules.RULES", tuple(rules))
+        found = [(one.cost_ms, one.cost_bytes) for one in findings_of(NOTHING)]
+    assert found == [(3.0, None), (1.0, None), (None, 20), (None, 10), (None, None)]
+
+
+@pytest.mark.skipif(not REAL, reason="no ../shared/traces beside the repository")
+@pytest.mark.parametrize("path", REAL, ids=[path.name for path in REAL])
+def test_files_of_others_confuse_no_rule(path):
+    report = analyze([path])
+    assert [gap for gap in report.facts.gaps if gap.startswith("rule ")] == []
+    step_ms = max((one.time.step_ms for one in report.facts.ranks_seen), default=0.0)
+    assert all(0 <= one.cost_ms <= step_ms for one in report.findings if one.cost_ms is not None)
+
+
+@pytest.mark.skipif(not REAL, reason="no ../shared/traces beside the repository")
+def test_a_real_snapshot_with_explicit_attention_says_so():
+    report = analyze([SHARED / "snapshots" / "cuda_gpt_24x1024_seq1024_bf16.pickle"])
+    [one] = [one for one in report.findings if one.code == "attention-memory"]
+    assert one.cost_bytes == pytest.approx(24 * 4 * 16 * 1024 * 1024 * 4, rel=0.01)  # layers x batch x heads x T x T in fp32
+
+
+def test_the_pair_of_loaders_is_told_apart():
+    if not REAL:
+        pytest.skip("no ../shared/traces beside the repository")
+    traces = [SHARED / "traces" / f"v100_resnet50_loader_workers{workers}" for workers in (0, 4)]
+    codes = [[one.code for one in analyze([path]).findings] for path in traces]
+    assert ["starved-loader" in found for found in codes] == [True, False]
+
+
+def test_what_rules_ask_of_a_run_stands_in_its_plan():
+    plan = dataclasses.asdict(resolved_plan("--bf16", vocab_size=100))
+    flat = {name for group in plan["args"].values() for name in group}
+    sources = "".join(path.read_text() for folder in findings.__path__ for path in Path(folder).rglob("*.py"))
+    assert set(re.findall(r'argument\(facts, "(\w+)"\)', sources)) <= flat
+    parts = re.findall(r'part\(facts, "(\w+)", "(\w+)"\)', sources)
+    assert parts and [(group, name) for group, name in parts if name not in plan[group]] == []

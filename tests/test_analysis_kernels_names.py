@@ -1,0 +1,312 @@
+"""Names of kernels taken apart and put in words."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.analysis.kernels.compiled_names import fused_operators
+from megatron_lite.analysis.kernels.figures import Role, TensorCores
+from megatron_lite.analysis.kernels.in_words import in_words
+from megatron_lite.analysis.kernels.names import taken_apart
+from megatron_lite.analysis.kernels.readable import demangled, short_name
+from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.analysis.trace.read import read_traces
+
+TRACES = Path(__file__).parents[2] / "shared" / "traces"
+YES, NO, UNKNOWN, NONE = TensorCores.YES, TensorCores.NO, TensorCores.UNKNOWN, TensorCores.NOT_APPLICABLE
+ATEN = "void at::native::"
+FLASH = (
+    "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 64, 4, false, false, "
+    "cutlass::bfloat16_t, pytorch_flash::Flash_kernel_traits<64, 128, 64, 4, cutlass::bfloat16_t> >, false, {causal}, "
+    "false, false, true, true, false, "
+    "false>(pytorch_flash::Flash_fwd_params)"
+)
+MANGLED = (
+    "_ZN19cutlass_cudnn_train6KernelINS_4conv6kernel23ImplicitGemmConvolutionINS1_11threadblock22"
+    "ImplicitGemmMultistageINS_4gemm"
+    "9GemmShapeILi64ELi128ELi32EEENS_10tfloat32_tE"
+)
+
+
+def fields(name: str) -> dict[str, str]:
+    return {part.field: part.text for part in taken_apart(name).parts}
+
+
+def test_the_seeds_half_precision_kernel():
+    kernel = taken_apart("ampere_fp16_s1688gemm_fp16_128x128_ldg8_relu_f2f_stages_32x1_tn")
+    assert (kernel.role, kernel.family, kernel.tensor_cores, kernel.precision) == (Role.GEMM, "cuBLAS", YES, "fp16")
+    said = {part.text: part.meaning for part in kernel.parts}
+    assert list(said) == ["ampere", "fp16", "s", "1688", "128x128", "ldg8", "relu", "f2f", "stages_32x1", "tn"]
+    assert "sm80" in said["ampere"] and "fp32" in said["s"] and "16x8x8" in said["1688"]
+    assert said["ldg8"] == "each load takes 8 elements"
+    assert said["tn"].startswith("first operand transposed, second as it is")
+    assert {part.text for part in kernel.parts if part.inferred} == {"f2f", "stages_32x1"}
+
+
+def test_the_seeds_single_precision_kernel():
+    kernel = taken_apart("ampere_sgemm_128x64_tn")
+    assert (kernel.tensor_cores, kernel.precision, kernel.why_not) == (NO, "fp32", "fp32 operands")
+    assert fields("ampere_sgemm_128x64_tn") == {
+        "architecture": "ampere",
+        "operation": "sgemm",
+        "block tile": "128x64",
+        "layout": "tn",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "precision"),
+    [
+        ("volta_sgemm_32x32_sliced1x4_tn", NO, "fp32"),
+        ("volta_h884gemm_64x128_ldg8_nn", YES, "fp16"),
+        ("ampere_h16816gemm_128x64_ldg8_stages_64x3_nn", YES, "fp16"),
+        ("turing_fp16_s1688gemm_fp16_256x64_ldg8_f2f_nn", YES, "fp16"),
+        ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_64x3_tn", YES, "bf16"),
+        ("volta_fp16_sgemm_fp16_64x32_nn", NO, "fp16"),
+        (
+            "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x64_16x4_nt_align4>(x)",
+            YES,
+            "tf32",
+        ),  # no format: TF32
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(x)", NO, "fp32"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8>(x)", YES, "bf16"),
+        ("cutlass_80_tensorop_d884gemm_128x64_16x3_nt_align1", YES, "fp64"),
+        ("cutlass3x_sm90_tensorop_s64x128x16gemm_bf16_bf16_f32_bf16_bf16_128x128x64_2x1x1_0_tnn_align8", YES, "bf16"),
+        (
+            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_kernel__5x_cublas",
+            YES,
+            "bf16",
+        ),
+        (
+            "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma_aligna4_alignc4_execute",
+            NO,
+            "fp32",
+        ),
+        ("sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize64x64x32_stage3_tensor16x8x8_kernel", YES, "tf32"),
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", YES, "fp16"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNN", YES, "bf16"),
+        ("nvjet_sm100_qqtst_128x256_128x4_2x1_2cta_v_bz_NTT", YES, "fp8"),
+        ("nvjet_sss_128x128_32x4_1x1_h_bz_NNT", YES, "tf32"),
+        ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1_SN", YES, "bf16"),
+        ("Cijk_Ailk_Bljk_SB_MT64x64x16_SN_1LDSB0", NO, "fp32"),
+        ("Cijk_Alik_Bljk_F8B8BS_BH_UserArgs_MT256x256x128_MI16x16x1", YES, "fp8"),
+        ("void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, float>(x)", NONE, "bf16"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, float>(x)", NONE, "fp32"),
+        ("volta_scudnn_128x64_relu_interior_nn_v1", NO, "fp32"),
+        ("void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>(int)", NO, "fp32"),
+        (
+            "void cutlass_cudnn_infer::Kernel<cutlass_tensorop_s1688dgrad_optimized_tf32_64x256_16x4_nhwc_align4>(x)",
+            YES,
+            "tf32",
+        ),
+        (MANGLED, YES, "tf32"),
+        (
+            "void cutlass::device_kernel<cutlass::gemm::GemmUniversal<MainloopSm90Tma<5>, cutlass::float_e4m3_t> >(x)",
+            YES,
+            "fp8",
+        ),
+        ("fmha_cutlassF_f16_aligned_64x128_rf_sm80(x)", YES, "fp16"),
+        ("fmha_cutlassF_f32_aligned_64x64_rf_sm70(x)", NO, "fp32"),
+        ("fmha_cutlassB_f32_aligned_64x64_k64_sm80(x)", YES, "fp32"),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
+            YES,
+            "fp16/bf16",
+        ),
+        (
+            "void flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<64, 128, cutlass::half_t> >(x)",
+            NONE,
+            "fp16",
+        ),
+        (
+            "void flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<64, 128, 128, 8, cutlass::half_t> >(x)",
+            NONE,
+            "fp16",
+        ),
+        ("triton_tem_fused_mm_0", UNKNOWN, ""),
+        ("matmul_kernel", UNKNOWN, ""),
+        ("triton_poi_fused_add_0", NONE, ""),
+        (f"{ATEN}vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >(int)", NONE, "fp32"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", NONE, "bf16"),
+    ],
+)
+def test_tensor_cores_and_precision(name, cores, precision):
+    kernel = taken_apart(name)
+    assert (kernel.tensor_cores, kernel.precision) == (cores, precision)
+    assert bool(kernel.why_not) == (cores is NO)
+
+
+def test_pieces_of_cutlass_and_of_what_is_inferred():
+    assert fields("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8>(x)") == {
+        "architecture": "sm80",
+        "unit": "tensorop",
+        "format": "bf16",
+        "accumulator": "s",
+        "instruction tile": "16816",
+        "epilogue": "relu",
+        "block tile": "256x128",
+        "stages": "32x3",
+        "layout": "tn",
+        "alignment": "align8",
+    }
+    assert taken_apart("cutlass_80_simt_sgemm_128x32_8x5_nn_align1").alignment == 1
+    assert all(part.inferred for part in taken_apart("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNN").parts)
+    assert fields("nvjet_tst_192x192_64x4_2x1_v_bz_splitK_bias_TNN")["split-K"] == "splitK"
+    assert (
+        fields("sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x32_stage4_warpsize2x2x1_tensor16x8x16_kernel")[
+            "instruction tile"
+        ]
+        == "tensor16x8x16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "causal"), [("true", True), ("false", False), ("(bool)1", True), ("(bool)0", False)]
+)
+def test_flash_attention_says_whether_it_is_causal(written, causal):
+    kernel = taken_apart(FLASH.format(causal=written))
+    assert (kernel.causal, kernel.precision, kernel.role) == (causal, "bf16", Role.ATTENTION)
+    assert (fields(kernel.name)["head width"], fields(kernel.name)["block tile"]) == ("64", "128, 64")
+
+
+def test_flash_attention_with_divided_sequences_has_no_dropout_among_its_arguments():
+    traits = "Flash_fwd_kernel_traits<64, 128, 64, 4, false, false, cutlass::half_t, x>"
+    kernel = taken_apart(f"void flash::flash_fwd_splitkv_kernel<{traits}, true, false, false, true>(x)")
+    assert (kernel.causal, fields(kernel.name).get("dropout")) == (True, None)
+
+
+def test_collectives_of_all_years():
+    old = fields("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)")
+    new = fields("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
+    assert old == {
+        "operation": "AllReduce",
+        "algorithm": "RING",
+        "protocol": "LL",
+        "reduction": "Sum",
+        "format": "float",
+    }
+    assert new == old | {"format": "f32"}
+    assert "another protocol" in taken_apart("ncclDevKernel_AllGather_RING_LL(x)").note
+    assert fields("ncclDevKernel_SendRecv(x)") == {"operation": "SendRecv"}
+    assert taken_apart("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(x)").precision == ""  # bytes of whatever format
+
+
+def test_what_torch_compile_fused_stands_in_the_name():
+    assert fused_operators("_log_softmax__to_copy_sum") == ["_log_softmax", "_to_copy", "sum"]
+    assert fused_operators("add_native_layer_norm_backward_gelu_backward_what") == [
+        "add",
+        "native_layer_norm_backward",
+        "gelu_backward",
+        "what",
+    ]
+    assert fused_operators("") == fused_operators("___") == []
+    assert fields("triton_red_fused_add_native_layer_norm_12") == {
+        "kind": "red",
+        "fused operators": "add_native_layer_norm",
+        "number": "12",
+    }
+
+
+def test_lists_of_tensors_and_elementwise_functions():
+    adam = (
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<"
+        "at::native::FusedOptimizerTensorListMetadata<4>, "
+        "at::native::FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>, float const*, double>(x)"
+    )
+    assert (fields(adam)["function"], fields(adam)["lists"], taken_apart(adam).precision) == (
+        "FusedAdamMathFunctor",
+        "4",
+        "fp32",
+    )
+    copy = f"{ATEN}vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&), y>(int)"
+    assert fields(copy)["function"] == "bfloat16_copy_kernel_cuda"
+    assert fields("Memcpy HtoD (Pageable -> Device)") == {"direction": "HtoD", "memory": "Pageable"}
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (
+            f"{ATEN}vectorized_elementwise_kernel<4, at::native::FillFunctor<int>, at::detail::Array<char*, 1> >(int)",
+            "vectorized_elementwise_kernel<FillFunctor>",
+        ),
+        (f"{ATEN}(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 2>(float*)", "CatArrayBatchedCopy"),
+        (
+            "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(x)",
+            "cutlass_80_simt_sgemm_128x32_8x5_nn_align1",
+        ),
+        (
+            "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<x> > >(y)",
+            "cutlass::device_kernel<FlashAttnFwdSm90>",
+        ),
+        ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)"),
+        (MANGLED, "cutlass_cudnn_train::Kernel<ImplicitGemmConvolution>"),
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT"),
+        ("\x1b[31mred", "?[31mred"),
+        ("", ""),
+        ("<<<>>>", "<<<>>>"),
+    ],
+)
+def test_short_names(name, short):
+    assert short_name(name) == short
+
+
+def test_mangled_names_give_their_identifiers():
+    assert demangled("_ZN7cutlass6KernelINS_4GemmE") == "cutlass::Kernel<Gemm>"
+    assert demangled("_Z3foov") == "foo"
+    assert demangled("_ZN99999999999x") == "_ZN99999999999x"
+    assert demangled("plain") == "plain"
+
+
+def test_words_for_people():
+    text = "\n".join(in_words("ampere_sgemm_128x64_tn"))
+    assert "What it is for: a matrix product (by cuBLAS)." in text
+    assert "Tensor cores: no (fp32 operands); try --bf16 or --fp16" in text
+    inferred = "\n".join(in_words("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT"))
+    assert "(*) inferred: seen in use, documented by nobody." in inferred
+    assert in_words("my_own_thing")[-1] == "What it is for: unknown: no pattern of this tool fits the name."
+    assert any(line.startswith("Beware: NCCL") for line in in_words("ncclKernel_AllReduce_RING_LL_Sum_float(x)"))
+    assert "odd" in "\n".join(in_words("cutlass_80_simt_hgemm_128x32_8x5_nn_align1"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "\x00\x1b[2J\n",
+        "<script>alert(1)</script>",
+        "gemm_",
+        "_ZN",
+        "_ZN9",
+        "s1688gemm",
+        "nvjet_",
+        "Cijk_",
+        "x" * 100_000,
+        "<" * 50_000,
+        "(" * 50_000,
+        "1x" * 50_000,
+        "cutlass_" * 9_000,
+        "gemm_s1688" * 9_000,
+        "flash_" * 9_000,
+        "triton_poi_fused_" + "_a" * 40_000,
+        "_ZN" + "1a" * 40_000,
+        "\ud800",
+    ],
+)
+def test_no_string_fails_or_takes_long(name):
+    started = time.perf_counter()
+    lines = in_words(name)
+    assert time.perf_counter() - started < 1
+    assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="no ../shared/traces beside the repository")
+def test_every_kernel_of_real_traces_can_be_said():
+    for path in sorted(TRACES.glob("[ah]*/rank0*")):
+        trace = read_traces(path)[0]
+        for name in {trace.names[name] for name in trace.events.name[trace.rows[Kind.KERNEL]].tolist()}:
+            kernel = taken_apart(name)
+            assert len(in_words(name)) >= 2
+            assert short_name(name)
+            assert kernel.tensor_cores is not UNKNOWN

@@ -1,0 +1,186 @@
+"""Categories against what a training loop really holds, and without tags against with them."""
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from launch import alone, flags, plan_of, quietly
+from torch import nn
+from torch.nn import functional
+
+from megatron_lite.analysis.memory.categories import categories_of
+from megatron_lite.analysis.memory.figures import CATEGORIES
+from megatron_lite.analysis.memory.ledger import ledger
+from megatron_lite.analysis.memory.lives import held_bytes, lives_of
+from megatron_lite.analysis.memory.phases import phases_of
+from megatron_lite.analysis.memory.read import read_snapshot
+from megatron_lite.analysis.memory.record import record_of
+from megatron_lite.instruments.memory_place import Place
+from megatron_lite.instruments.memory_tracker import StorageTracker
+
+WIDTH, VOCABULARY, TOKENS = 64, 512, 256
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def num_bytes(tensors) -> int:
+    """Of their storages, shared ones once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def loop(model, optimizer, steps: int) -> int:
+    """Ordinary training; returns the bytes of all that autograd keeps for backward besides weights and tokens."""
+    saved: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.dtype == torch.float32:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    for _ in range(steps):
+        tokens = torch.randint(VOCABULARY, (TOKENS,))
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = functional.cross_entropy(model(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_a_foreign_loop_without_tags_to_the_byte(tmp_path, from_the_start):
+    """Recorded from before the model is made, or as people do it, from some step on."""
+    tracker = StorageTracker(Place(), 100_000)
+    if from_the_start:
+        tracker.start()
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=False)
+    if not from_the_start:
+        loop(model, optimizer, 1)
+        tracker.start()
+    try:
+        kept = loop(model, optimizer, 3)
+        snapshot = tracker.snapshot()
+    finally:
+        tracker.stop()
+    path = tmp_path / "s.pickle"
+    snapshot = without_tags(snapshot)
+    path.write_bytes(pickle.dumps(snapshot if from_the_start else without_old_stacks(snapshot), protocol=4))
+    found = read_snapshot(path)
+    highest = {one.category: one.requested_bytes for one in found.highest}
+    weights = num_bytes(model.parameters())
+    moments = num_bytes(state for states in optimizer.state.values() for state in states.values())
+    assert len(found.steps) == 3
+    if from_the_start:
+        assert highest["parameters"] == highest["gradients"] == weights
+        assert highest["moments"] == moments
+    else:  # frameless memory from before: told apart by counting sizes
+        assert highest["gradients"] == weights
+        assert abs(highest["parameters"] - weights) + abs(highest["moments"] - moments) < 0.01 * (weights + moments)
+    logits = TOKENS * VOCABULARY * 4
+    assert abs(highest["activations"] + logits - kept) < 0.03 * kept
+    assert 2 * logits <= highest["logits and loss"] <= 3 * logits + 4096
+
+
+# --- our own snapshots: tags are the truth
+
+
+RECORD = "--record-memory-history --profile-step-start 2 --profile-step-end 5 --train-iters 5 --num-layers 3"
+SHAPE = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2"
+WAYS = {"fp32": "", "bf16": "--bf16", "fp16, dropout": "--fp16 --hidden-dropout 0.1 --attention-dropout 0.1",
+        "recompute": "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"}
+
+
+@pytest.fixture(scope="module", params=[
+    pytest.param("fp32", marks=pytest.mark.slow), pytest.param("bf16", marks=pytest.mark.slow), "fp16, dropout", "recompute",
+])
+def own(request, tmp_path_factory):
+    """(path of a run's snapshot, its plan as run.json has it)."""
+    folder = tmp_path_factory.mktemp("own")
+    line = flags(SHAPE, RECORD, WAYS[request.param], "--memory-snapshot-path", folder / "s.pickle")
+    with alone():
+        quietly(line, folder / "run")
+    return folder / "s.pickle", json.loads(json.dumps(dataclasses.asdict(plan_of(line)), default=str))
+
+
+def without_tags(snapshot: dict) -> dict:
+    """As a GPU's allocator writes it for anybody: no tags, no annotations, no operators, and a backward on a thread of its
+    own where Python has no frames."""
+    snapshot = copy.deepcopy(snapshot)
+    snapshot["external_annotations"] = []
+    for entry in [*snapshot["device_traces"][0], *(block for segment in snapshot["segments"] for block in segment["blocks"])]:
+        entry.pop("user_metadata", None)
+        python = [frame for frame in entry["frames"] if frame["line"]]
+        names = [frame["name"] for frame in python]
+        entry["frames"] = python[: names.index("_engine_run_backward")] if "_engine_run_backward" in names else python
+    return snapshot
+
+
+def without_old_stacks(snapshot: dict) -> dict:
+    """An allocator that begins to record knows no stack of what is there; the tracker knows who touched it first."""
+    new = {event["addr"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"}
+    for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
+        if block["address"] not in new:
+            block["frames"] = []
+    return snapshot
+
+
+def categorised(raw: dict, path):
+    record = record_of(raw, path)
+    lives = lives_of(record)
+    return record, lives, categories_of(record, lives, phases_of(record))
+
+
+def test_without_tags_as_with_them(own):
+    path, _ = own
+    with open(path, "rb") as file:
+        raw = pickle.load(file)  # our own, written a moment ago
+    record, lives, told = categorised(raw, path)
+    _, same, guessed = categorised(without_tags(raw), path)
+    assert np.array_equal(lives.begin, same.begin) and np.array_equal(lives.num_bytes, same.num_bytes)
+    peak = lives.held_after(int(np.argmax(held_bytes(lives, len(record)))) - 1)
+    right = told[peak] == guessed[peak]
+    wrong = sorted({(CATEGORIES[a], CATEGORIES[b]) for a, b in zip(told[peak][~right], guessed[peak][~right])})
+    assert lives.num_bytes[peak][right].sum() >= 0.99 * lives.num_bytes[peak].sum(), wrong
+
+
+def test_the_ledger_agrees_with_what_was_measured(own):
+    path, plan = own
+    rows = {row.category: row for row in ledger(read_snapshot(path), plan)}
+    for category in ("parameters", "gradients", "master weights", "logits and loss"):
+        assert abs(rows[category].difference_bytes) <= 64, rows[category]
+    assert 0 <= rows["moments"].difference_bytes < 1024  # and a step counter per weight
+    assert abs(rows["activations"].difference_bytes) < 0.03 * rows["activations"].formula_bytes
+
+
+def test_no_ledger_without_a_plan_of_ours(own):
+    path, _ = own
+    assert ledger(read_snapshot(path), {}) == ledger(read_snapshot(path), {"args": 3, "precision": None}) == ()

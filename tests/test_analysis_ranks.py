@@ -1,0 +1,239 @@
+"""Ranks beside each other: made traces with known answers, the eight public DLRM ranks, and runs without traces."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from trace_maker import GLOO, MadeTrace, cpu_run, gpu_run
+
+from megatron_lite.analysis.ranks.from_run import ranks_of_run
+from megatron_lite.analysis.ranks.ranks import ranks_of
+from megatron_lite.analysis.run.read import read_run
+from megatron_lite.analysis.time.placing_of import placing_of
+from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.trace.read import read_traces
+
+DLRM = Path(__file__).parents[2] / "shared" / "traces" / "v100_dlrm_8ranks"
+TRANSFER_US, ELEMENTS = 40, 1_000_000
+BUS_GB_S = 4 * ELEMENTS * 2 * 3 / 4 / (TRANSFER_US * 1000)  # of 4 ranks
+KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL128(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def late_run(rank, world, late_us, latest_us, steps=3, first=5, sized=True, group="0", **header) -> MadeTrace:
+    """Forward on the GPU from 20 to 220 + late, then an all_reduce until 220 + latest + the transfer, after each other."""
+    made = MadeTrace(rank, world, **header)
+    for index in range(steps):
+        late, latest = (us[index] if isinstance(us, list) else us for us in (late_us, latest_us))
+        at, begin, end = 1000.0 * index, 1000.0 * index + 220 + late, 1000.0 * index + 220 + latest + TRANSFER_US
+        made.step(first + index, at, at + 990)
+        made.annotation("forward", at + 1, at + 15)
+        made.kernel("ampere_sgemm_128x64_tn", at + 20, begin, at + 5)
+        made.annotation("backward", at + 15, at + 60)
+        made.collective(begin, end, at + 30, elements=ELEMENTS, kernel=KERNEL, group=group, thread=100)
+        made.annotation("optimizer_step", at + 60, at + 80)
+        made.kernel("multi_tensor_apply_kernel<Adam>", at + 800, at + 950, at + 65)
+        if not sized:
+            made.events[-4]["args"].pop("Seq", None)
+    if not sized:
+        for event in made.events:
+            event["args"].pop("Seq", None)
+    return made
+
+
+def seen(folder, *made):
+    traces = [read_traces(one.write(folder / str(at)))[0] for at, one in enumerate(made)]
+    return [(trace, placing := placing_of(trace), rank_time(trace, placing)) for trace in traces]
+
+
+def four(folder, late=(0, 10, 20, 200), **more):
+    return seen(folder, *(late_run(rank, 4, us, max(late), **more) for rank, us in enumerate(late)))
+
+
+def test_waits_transfer_and_bandwidth_are_told_apart(tmp_path):
+    found = ranks_of(four(tmp_path))
+    [row] = found.collectives
+    assert (row.name, row.algorithm, row.phase, row.group_size, row.per_step, row.num_bytes, row.dtype) == (
+        "all_reduce", "ring, LL128", "backward", 4, 1, 4 * ELEMENTS, "Float")
+    assert row.transfer_ms == pytest.approx(0.040) and row.wait_ms == pytest.approx((200 + 190 + 180) / 4 / 1000)
+    assert row.kernel_ms == pytest.approx(row.transfer_ms + row.wait_ms) == pytest.approx(row.exposed_ms)
+    assert row.bus_gb_s == pytest.approx(BUS_GB_S)
+    assert [one.wait_ms for one in found.rows] == pytest.approx([0.2, 0.19, 0.18, 0])
+    assert [one.caused_wait_ms for one in found.rows] == pytest.approx([0, 0, 0, 0.19])
+    assert [one.last_in for one in found.rows] == [0, 0, 0, 1]
+    assert (found.clocks_aligned, found.critical_rank, found.missing, found.notes) == (True, 3, (), ())
+
+
+def test_exposed_communication_is_waiting_and_transfer(tmp_path):
+    for row in ranks_of(four(tmp_path)).rows:
+        assert row.exposed_communication_ms == pytest.approx(row.exposed_wait_ms + 0.040)
+
+
+def test_the_straggler_its_cause_and_its_phase(tmp_path):
+    late = ranks_of(four(tmp_path)).straggler
+    assert (late.rank, late.share_last, late.cause, late.phase) == (3, 1, "compute", "forward")
+    assert late.caused_wait_ms == pytest.approx(0.19) == pytest.approx(late.cause_ms)
+
+
+def test_a_slow_loader_is_the_cause(tmp_path):
+    slow = [cpu_run(rank=rank, gloo_us=300) for rank in range(2)]
+    for event in slow[1].events:  # 180 us later from "data" on, and gloo ends with the other's
+        at = (event["ts"] - 1e6) % 1000
+        if event["name"] == "data":
+            event["dur"] += 180
+        elif event["name"] == "gloo:all_reduce":
+            event["ts"], event["dur"] = event["ts"] + 180, event["dur"] - 180
+        elif not event["name"].startswith("ProfilerStep"):
+            event["ts"], event["dur"] = event["ts"] + 180, event["dur"] - (180 if event["name"] == "grad_sync" else 0)
+            event["ts"] -= 180 if at >= 800 else 0
+    found = ranks_of(seen(tmp_path, *slow))
+    assert (found.straggler.rank, found.straggler.cause, found.straggler.phase) == (1, "data_wait", "data")
+    assert found.straggler.caused_wait_ms == pytest.approx(0.18) and found.rows[0].wait_ms == pytest.approx(0.18)
+
+
+@pytest.mark.parametrize("late", [[0, 0, 0, 0], [0, 5, 0, 5], [[0, 200, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]],
+                                  [[200, 0, 0], [0, 200, 0], [0, 0, 0], [0, 0, 200]]])
+def test_ranks_that_take_turns_or_are_alike_have_no_straggler(tmp_path, late):
+    latest = [200] * 3 if isinstance(late[0], list) else max(late)
+    assert ranks_of(seen(tmp_path, *(late_run(rank, 4, us, latest) for rank, us in enumerate(late)))).straggler is None
+
+
+def test_no_cause_where_none_explains_the_lag(tmp_path):
+    made = [late_run(rank, 4, 200, 200) if rank == 3 else late_run(rank, 4, 0, 200) for rank in range(4)]
+    for event in made[3].events:  # the late rank computes no longer: it does nothing at all until then
+        if event["name"].startswith("ampere"):
+            event["dur"] -= 200
+    assert ranks_of(seen(tmp_path, *made)).straggler.cause == ""
+
+
+def test_the_order_of_the_traces_does_not_matter(tmp_path):
+    ranks = four(tmp_path)
+    assert ranks_of(ranks[::-1]) == ranks_of(ranks)
+
+
+def test_clocks_of_hosts_are_set_right_by_the_ends(tmp_path):
+    bases = (0, 0, 7_000_000, 7_000_000)
+    made = [late_run(rank, 4, us, 200, host_name=f"node{rank // 2}", baseTimeNanoseconds=1_700_000_000_000_000_000 + bases[rank])
+            for rank, us in enumerate((0, 10, 20, 200))]
+    found, plain = ranks_of(seen(tmp_path / "a", *made)), ranks_of(four(tmp_path / "b"))
+    assert found.clocks_aligned and "clocks differ" in found.notes[0] and "node" in found.notes[0]
+    assert [row.wait_ms for row in found.rows] == pytest.approx([row.wait_ms for row in plain.rows])
+    assert found.straggler == plain.straggler and found.rows[0].host == "node0"
+
+
+def test_ranks_of_one_host_share_its_clock(tmp_path):
+    made = [late_run(rank, 4, us, 200, host_name="one") for rank, us in enumerate((0, 10, 20, 200))]
+    found = ranks_of(seen(tmp_path, *made))
+    assert found.clocks_aligned and found.notes == () and found.straggler.rank == 3
+
+
+def test_traces_without_a_common_clock_are_laid_over_each_other(tmp_path):
+    ranks = [(replace(trace, base_ns=None), placing, time) for trace, placing, time in four(tmp_path)]
+    found = ranks_of(ranks)
+    assert found.straggler.rank == 3 and "no common clock" in found.notes[0]
+    assert [row.wait_ms for row in found.rows] == pytest.approx([0.2, 0.19, 0.18, 0])
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_windows_that_begin_apart_are_matched(tmp_path, sized):
+    """Rank 1 lacks the first step; with sequence numbers, and without them by order, step and time."""
+    whole, short = late_run(0, 2, 0, 100, steps=4, sized=sized), late_run(1, 2, 100, 100, steps=3, first=6, sized=sized)
+    for event in short.events:
+        event["ts"] += 1000
+        if "Seq" in event["args"]:
+            event["args"]["Seq"] += 1
+    found = ranks_of(seen(tmp_path, whole, short))
+    assert found.rows[0].wait_ms == pytest.approx(0.1) and found.rows[1].wait_ms == 0 and found.straggler.rank == 1
+
+
+def test_missing_ranks_are_named(tmp_path):
+    found = ranks_of(seen(tmp_path, late_run(1, 4, 0, 50), late_run(2, 4, 50, 50)))
+    assert (found.world_size, found.present, found.missing) == (4, (1, 2), (0, 3)) and found.straggler.rank == 2
+
+
+def test_one_rank_has_collectives_without_waits(tmp_path):
+    found = ranks_of(seen(tmp_path, gpu_run(all_reduce_us=300, world_size=2)))
+    [row] = found.collectives
+    assert (row.transfer_ms, row.wait_ms, row.bus_gb_s) == (None, None, None)
+    assert row.kernel_ms == pytest.approx(0.3) and row.exposed_ms == pytest.approx(0.1)
+    assert (found.critical_rank, found.missing, found.straggler, found.clocks_aligned) == (0, (1,), None, None)
+    assert found.rows[0].wait_ms is None and found.rows[0].exposed_wait_ms is None
+
+
+def test_other_collectives_and_names_used_twice_are_not_compared(tmp_path):
+    other = late_run(1, 2, 50, 50, sized=False)
+    for event in other.events:
+        event["args"].pop("Collective name", None)
+        event["name"] = event["name"].replace("AllReduce", "AllGather").replace("all_reduce", "all_gather")
+    found = ranks_of(seen(tmp_path / "a", late_run(0, 2, 0, 50), other))
+    assert "different collectives" in found.notes[0] and found.rows[0].wait_ms is None and found.straggler is None
+    pairs = seen(tmp_path / "b", *(late_run(rank, 4, 0, 0, group="tp") for rank in range(4)))
+    for trace, _, _ in pairs:
+        object.__setattr__(trace, "collectives", tuple(replace(one, group_size=2) for one in trace.collectives))
+    assert "more ranks use the name" in ranks_of(pairs).notes[0]
+
+
+def test_gloo_spans_belong_where_they_were_called(tmp_path):
+    made = [cpu_run(rank=rank) for rank in range(2)]
+    for one in made:
+        for index in range(4):
+            one.op("c10d::allreduce_", 1000 * index + 480, 1000 * index + 490)
+        for event in one.events:
+            if event["tid"] == GLOO:
+                event["ts"] += 450  # taken up in the next phase only
+    [row] = ranks_of(seen(tmp_path, *made)).collectives
+    assert (row.name, row.phase, row.per_step, row.num_bytes, row.bus_gb_s) == ("all_reduce", "backward", 1, None, None)
+
+
+def test_traces_without_rank_or_of_several_windows(tmp_path):
+    nameless = [(replace(trace, rank=None), placing, replace(time, rank=None)) for trace, placing, time in four(tmp_path)]
+    found = ranks_of(nameless)
+    assert found.rows == () and found.critical_rank is None and "only" in found.notes[0] and found.collectives
+    assert "left out" in ranks_of([*four(tmp_path), nameless[0]]).notes[0]
+    assert "several traces" in ranks_of([*four(tmp_path), four(tmp_path)[0]]).notes[0]
+    assert ranks_of([]) is None
+
+
+@pytest.mark.skipif(not DLRM.is_dir(), reason="no ../shared/traces beside the repository")
+def test_the_dlrm_ranks():
+    """Rank 7 comes last in 5 of 8 collectives; the first all-to-all lasts 7,635 us on an early rank, 10 us on the last."""
+    traces = [read_traces(path)[0] for path in sorted(DLRM.glob("*.json.gz"))]
+    found = ranks_of([(trace, placing := placing_of(trace), rank_time(trace, placing)) for trace in traces])
+    assert (found.straggler.rank, found.straggler.share_last, found.critical_rank) == (7, 5 / 8, 7)
+    assert found.clocks_aligned and found.missing == () and found.notes == () and len(found.rows) == 8
+    first = next(row for row in found.collectives if row.name == "all_to_all" and row.num_bytes == 24576 and row.phase == "forward")
+    assert first.transfer_ms == pytest.approx(0.010) and first.wait_ms > 3 and first.group_size == 8
+    assert sum(row.per_step for row in found.collectives) == 8
+    for row in found.collectives:
+        assert row.kernel_ms == pytest.approx(row.transfer_ms + row.wait_ms) and row.exposed_ms <= row.kernel_ms + 1e-9
+    for row in found.rows:
+        assert 0 <= row.exposed_wait_ms <= row.exposed_communication_ms <= row.communication_ms and row.wait_ms <= row.communication_ms
+
+
+@pytest.mark.parametrize("said", [
+    {"In msg nelems": -5, "Out msg nelems": 10**30, "Group size": 0, "Seq": -3}, {"dtype": "\x1b[31m", "Seq": 10**30},
+    {"In msg nelems": "many", "Group size": "all", "Process Group Name": 7, "Seq": None}, {"Collective name": "</script>", "Group size": -1},
+])
+def test_hostile_numbers_are_unknown_not_wrong(tmp_path, said):
+    made = [late_run(rank, 2, 50 * rank, 50) for rank in range(2)]
+    for event in (event for one in made for event in one.events if "Seq" in event["args"]):
+        event["args"] |= said
+    found = ranks_of(seen(tmp_path, *made))
+    assert all(row.num_bytes is None or 0 <= row.num_bytes < 2**50 for row in found.collectives) and found.collectives
+    assert found.rows[0].wait_ms == pytest.approx(0.05)
+
+
+@pytest.mark.slow
+def test_a_real_slow_rank_is_named_by_traces_and_without(tmp_path):
+    from launch import REPO, flags, pretrain  # torch: not for the fast tests
+
+    argv = flags("--micro-batch-size 2 --train-iters 11 --log-interval 4 --profile --use-pytorch-profiler --profile-step-start 6 "
+                 "--profile-step-end 10 --profile-ranks -1", "--run-dir", tmp_path)
+    ended = pretrain(["400", *argv], ranks=2, script=REPO / "tests" / "slow_rank.py")
+    assert ended.code == 0, ended.err
+    traces = [read_traces(path)[0] for path in sorted(tmp_path.glob("*.pt.trace.json*"))]
+    found = ranks_of([(trace, placing := placing_of(trace), rank_time(trace, placing)) for trace in traces])
+    assert (found.present, found.missing, found.clocks_aligned, found.critical_rank) == ((0, 1), (), True, 1)
+    assert (found.straggler.rank, found.straggler.phase) == (1, "data") and found.straggler.caused_wait_ms > 300
+    assert {row.name for row in found.collectives} >= {"all_reduce"}
+    from_steps = ranks_of_run(read_run(tmp_path)).straggler
+    assert (from_steps.rank, from_steps.cause, from_steps.phase) == (1, "data_wait", "data") and from_steps.caused_wait_ms > 300

@@ -1,0 +1,81 @@
+"""Names, sizes and bandwidths of collectives, and ranks by a run's own medians."""
+
+import pytest
+from run_maker import folder, ranks, step
+
+from megatron_lite.analysis.ranks.from_run import ranks_of_run
+from megatron_lite.analysis.ranks.kinds import algorithm_of, bus_bytes, dtype_bytes, kind_of, message_bytes
+from megatron_lite.analysis.run.read import read_run
+from megatron_lite.analysis.trace.columns import Collective, Shapes
+
+
+@pytest.mark.parametrize(("name", "kind", "algorithm"), [
+    ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)", "all_reduce", "ring, LL"),
+    ("ncclDevKernel_AllReduce_Sum_bf16_TREE_LL128(ncclDevKernelArgsStorage<4096ul>)", "all_reduce", "tree, LL128"),
+    ("ncclDevKernel_ReduceScatter_Sum_bf16_NVLS_SIMPLE(...)", "reduce_scatter", "nvls, simple"),
+    ("ncclDevKernel_AllGather_RING_LL(...)", "all_gather", "ring, LL"),
+    ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)", "send_recv", "ring, simple"),
+    ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "other", ""),
+    ("nccl:_all_gather_base", "all_gather", ""), ("_allgather_base", "all_gather", ""), ("nccl:_reduce_scatter_base", "reduce_scatter", ""),
+    ("alltoall_base", "all_to_all", ""), ("nccl:all_to_all", "all_to_all", ""), ("gloo:all_reduce", "all_reduce", ""),
+    ("nccl:send 0->1", "send", ""), ("nccl:coalesced", "other", ""), ("gloo:barrier", "barrier", ""), ("nccl:reduce", "reduce", ""),
+])
+def test_kinds_and_algorithms(name, kind, algorithm):
+    assert (kind_of(name), algorithm_of(name)) == (kind, algorithm)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("Float", 4), ("BFloat16", 2), ("c10::Half", 2), ("long int", 8), ("Double", 8), ("int", 4),
+                                              ("Float8_e4m3fn", 1), ("Bool", 1), ("", None), ("Quantum", None)])
+def test_widths(dtype, width):
+    assert dtype_bytes(dtype) == width
+
+
+@pytest.mark.parametrize(("kind", "given", "taken", "ranks", "expected"), [
+    ("all_reduce", 100, 100, 4, 400), ("all_gather", 100, 400, 4, 1600), ("all_gather", 100, None, 4, 1600),
+    ("all_gather", 100, None, None, None), ("reduce_scatter", 400, 100, 4, 1600), ("reduce_scatter", None, 100, 4, 1600),
+    ("broadcast", None, 100, 4, 400), ("all_reduce", None, None, 4, None),
+])
+def test_bytes_as_nccl_tests_count_them(kind, given, taken, ranks, expected):
+    assert message_bytes(kind, Collective(kind, "0", ranks, given, taken, "Float", None), None, ranks) == (expected, "Float")
+
+
+def test_bytes_from_shapes_of_older_traces():
+    shapes = Shapes(dims=((), (10, 2)), dtypes=("", "c10::BFloat16"))
+    assert message_bytes("all_reduce", None, shapes, None) == (40, "c10::BFloat16")
+    assert message_bytes("all_gather", None, shapes, 8) == (320, "c10::BFloat16")
+    assert message_bytes("all_gather", None, shapes, None)[0] is None
+    assert message_bytes("all_reduce", None, None, 8) == (None, "")
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("all_to_all", 0.875),
+                                              ("broadcast", 1), ("reduce", 1), ("send_recv", 1)])
+def test_bus_bytes(kind, factor):
+    assert bus_bytes(kind, 1000, 8) == 1000 * factor
+
+
+def of_run(path, forward, data=(1, 1, 1), lines=4, steps=5):
+    """Every line's medians; `forward` and `data` are a tuple, or one per line."""
+    def at(values, line):
+        return values[line] if isinstance(values, list) else values
+    told = [ranks(steps * n + 1, steps * n + steps, [20, 20, 20], phases_ms={"forward": list(at(forward, n)), "data": list(at(data, n))})
+            for n in range(lines)]
+    return ranks_of_run(read_run(folder(path, [*(step(n) for n in range(1, steps * lines + 1)), *told])))
+
+
+def test_steps_alone_name_a_straggler(tmp_path):
+    found = of_run(tmp_path, (4, 4.2, 9))
+    assert (found.straggler.rank, found.straggler.cause, found.straggler.phase) == (2, "compute", "forward")
+    assert found.straggler.caused_wait_ms == pytest.approx(4.8) and found.straggler.share_last is None
+    assert found.critical_rank == 2 and found.present == (0, 1, 2) and "who waits" in found.notes[0]
+    assert found.rows[0].step_ms == 20 and found.rows[0].data_wait_ms == 1 and found.rows[0].compute_ms is None
+    assert of_run(tmp_path, (4, 4, 4), data=(1, 7, 1)).straggler.cause == "data_wait"
+
+
+@pytest.mark.parametrize("forward", [(4, 4.1, 4.3), (0.1, 0.1, 0.2), [(9, 4, 4), (4, 9, 4), (4, 4, 9), (9, 4, 4)], (4, None, 9)])
+def test_alike_ranks_and_noise_that_changes_sides_have_none(tmp_path, forward):
+    assert of_run(tmp_path, forward).straggler is None
+
+
+def test_too_few_steps_and_no_ranks_say_nothing(tmp_path):
+    assert of_run(tmp_path, (4, 4, 9), lines=1, steps=2).straggler is None
+    assert ranks_of_run(read_run(folder(tmp_path, [step(1), step(2)]))) is None

@@ -1,0 +1,230 @@
+"""Files that are damaged, foreign or hostile: what can be read is read, and the rest is said in a sentence."""
+
+import gzip
+import itertools
+import json
+import threading
+
+import numpy as np
+import pytest
+from trace_maker import gpu_run, write
+
+from megatron_lite.analysis.trace.blocks import ahead
+from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.analysis.trace.kineto_chunks import Chunks
+from megatron_lite.analysis.trace.read import read_traces
+from megatron_lite.errors import UserError
+
+EVENTS = len([event for event in gpu_run(steps=3).events if event["ph"] == "X"])
+
+
+@pytest.fixture
+def text() -> str:
+    return json.dumps(gpu_run(steps=3).data())
+
+
+def read(folder, text: str | bytes, name="t.json"):
+    path = folder / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    [trace] = read_traces(path)
+    return trace
+
+
+def event(name="a", ts="1", dur="1", category="cpu_op", more="") -> str:
+    return f'{{"ph": "X", "cat": "{category}", "name": "{name}", "pid": 1, "tid": 7, "ts": {ts}, "dur": {dur}{more}}}'
+
+
+def of(*events: str) -> str:
+    return '{"schemaVersion": 1, "traceEvents": [' + ",\n".join(events) + ']}'
+
+
+def complaint(path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_traces(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).replace(str(path), path.name)
+
+
+def test_cut_off_json_is_read_up_to_there(tmp_path, text):
+    place = text.index('"ph"', len(text) // 2) + 40
+    trace = read(tmp_path, text[:place])
+    begin = text.rindex('{"ph"', 0, place)
+    assert trace.notes == (f"t.json: the JSON breaks off in the event at byte {begin:,}; what stands before it was read",)
+    assert len(trace.events) == text[:begin].count('"ph": "X"')
+    assert (trace.rank, trace.devices) == (0, ("NVIDIA A100-SXM4-80GB",)), "the header stands before"
+
+
+@pytest.mark.parametrize("share", np.linspace(0.3, 1, 15))
+def test_json_may_be_cut_anywhere(tmp_path, text, share):
+    cut = text[: int(len(text) * share) - 1]
+    trace = read(tmp_path, cut)
+    assert cut.count('"ph": "X"') - len(trace.events) in (0, 1)
+    assert len(trace.notes) == (0 if len(trace.events) == EVENTS and cut.endswith('"made.json"') else 1)
+
+
+def test_json_cut_between_events(tmp_path):
+    text = '{"traceEvents": [' + event("a") + "," + event("b")
+    for end in ("", ",", " , "):
+        trace = read(tmp_path, text + end)
+        assert len(trace.events) == 2
+        assert trace.notes == (f"t.json: the JSON breaks off after byte {len(text + end)}; what stands before it was read",)
+
+
+def test_a_damaged_event_in_the_middle_costs_only_itself(tmp_path, text):
+    place = text.index('"ph"', len(text) // 2)
+    trace = read(tmp_path, text[:place] + '"""' + text[place:])
+    assert (len(trace.events), trace.notes) == (EVENTS - 1, ("t.json: events that cannot be read: 1, left out",))
+
+
+def test_cut_off_gzip(tmp_path, text):
+    trace = read(tmp_path, gzip.compress(text.encode())[:-500], "t.json.gz")
+    [note] = trace.notes
+    assert note.startswith("t.json.gz: the gzip file ends early, after ") and 0 < len(trace.events) < EVENTS
+
+
+def test_damaged_gzip(tmp_path):
+    text = json.dumps(gpu_run(steps=100).data()).encode()
+    zipped = bytearray(gzip.compress(text))
+    zipped[len(zipped) // 2 : len(zipped) // 2 + 50] = bytes(50)
+    [note] = [note for note in read(tmp_path, bytes(zipped), "t.json.gz").notes if "gzip" in note]
+    assert note.startswith("t.json.gz: the gzip data is damaged after ")
+
+
+def test_values_that_are_no_numbers(tmp_path):
+    trace = read(tmp_path, of(
+        event("a"), event("nan", ts="NaN"), event("inf", dur="Infinity"), event("lower", ts="2", dur="inf"),
+        event("minus", ts="3", dur="-nan"), event("k", "4", "1", "kernel", ', "args": {"device": null, "stream": "x", "correlation": 1e99, "bytes": {}}'),
+        event("null", ts="null"), event("huge", ts="1e300"), event("text", ts='"5"'), event("list", ts="[6]"),
+        event("b", "7", "1", more=', "args": {"Sequence number": 99999999999999999999999, "Input Dims": "no"}'),
+        event("c", "8", "1", more=', "args": null'), event("d", "9", "1", more=', "args": [1, 2]'),
+    ))  # fmt: skip
+    names = [trace.name_of(i) for i in range(len(trace.events))]
+    assert names == ["a", "inf", "lower", "minus", "k", "text", "b", "c", "d"]
+    assert trace.notes == ("events without a start time: 4, left out",)
+    [kernel] = trace.rows[Kind.KERNEL]
+    assert (trace.events.device[kernel], trace.events.stream[kernel], trace.events.correlation[kernel]) == (1, 7, -1)
+    assert (trace.events.end_ns >= trace.events.start_ns).all()
+    assert (trace.events.sequence == -1).all()
+
+
+def test_exact_times_that_are_no_times(tmp_path):
+    """Absolute times with nanoseconds take another way through the decoder."""
+    fine = [event(f"e{i}", f"1711964646123456.{i}01") for i in range(3)]
+    trace = read(tmp_path, of(*fine, event("text", ts='"NaN"'), event("huge", ts="1e300"), event("null", ts="null")))
+    assert (len(trace.events), trace.notes) == (3, ("events without a start time: 3, left out",))
+    assert trace.events.start_ns.tolist() == [0, 100, 200]
+
+
+def test_control_characters_backslashes_and_broken_utf8(tmp_path):
+    lines = [event("a\x01b\nc"), event("C:\\Users\\x.py(1): f", "2"), event("caf\xe9", "3"), event('q\\"u\\\\', "4"), event("\\ud800 x \\ud83d\\ude00", "5")]
+    trace = read(tmp_path, of(*lines).encode("latin-1"))
+    names = [trace.name_of(i) for i in range(5)]
+    assert names[0] == "a b c" and names[1] == "C:\\Users\\x.py(1): f" and names[2] == "caf\ufffd" and names[3] == 'q"u\\'
+    assert names[4] == "\ufffd x \U0001f600", "half a character cannot be printed"
+    assert trace.notes == ()
+
+
+def test_negative_durations_are_instants(tmp_path):
+    trace = read(tmp_path, of(event("a"), event("b", "2", "-5")))
+    assert (trace.events.end_ns - trace.events.start_ns).tolist() == [1000, 0]
+    assert trace.notes == ("events with a negative duration: 1, taken as instants",)
+
+
+def test_zero_times_in_a_trace_of_absolute_ones_are_lost_times(tmp_path):
+    trace = read(tmp_path, of(*(event("a", f"16941282014354{i:02d}") for i in range(5)), event("zero", "0", category="kernel")))
+    assert (len(trace.events), trace.notes) == (5, ("events without a start time: 1, left out",))
+    assert len(read(tmp_path, of(event("a", "0"), event("b", "5"))).events) == 2, "here 0 is the beginning"
+
+
+def test_work_that_runs_into_the_next_on_its_stream_is_clipped(tmp_path):
+    def kernel(name, ts, dur, stream):
+        return event(name, ts, dur, "kernel", f', "args": {{"device": 0, "stream": {stream}}}')
+
+    trace = read(tmp_path, of(
+        kernel("a", 10, 100, 7), kernel("b", 20, 5, 7), kernel("c", 12, 50, 8), event("op", 9, 200), kernel("d", 30, 1, 7)
+    ))  # fmt: skip
+    lengths = {trace.name_of(i): int(trace.events.end_ns[i] - trace.events.start_ns[i]) for i in range(5)}
+    assert lengths == {"op": 200_000, "a": 10_000, "b": 5_000, "c": 50_000, "d": 1_000}
+    assert trace.notes == ("GPU operations that ran into the next one of their stream: 1, counted up to its start",)
+
+
+def test_headers_of_any_type(tmp_path):
+    header = {"distributedInfo": [1], "deviceProperties": {"a": 1}, "baseTimeNanoseconds": "soon", "schemaVersion": {}}
+    trace = read(tmp_path, json.dumps(header | {"traceEvents": [json.loads(event())]}))
+    assert (trace.rank, trace.world_size, trace.devices, trace.base_ns, trace.facts) == (None, None, (), None, {})
+    header = {"distributedInfo": {"rank": "2", "world_size": -1, "backend": "x" * 999}, "deviceProperties": [None, {"name": 5}, {}]}
+    trace = read(tmp_path, json.dumps(header | {"traceEvents": [json.loads(event())]}))
+    assert (trace.rank, trace.world_size, trace.devices, trace.facts) == (2, None, ("5", ""), {"backend": "x" * 200})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "t.json: empty; a trace holds a JSON object with traceEvents."),
+        (b" \n", "t.json: empty; a trace holds a JSON object with traceEvents."),
+        (b"hello", "t.json: not a trace: neither JSON nor gzipped JSON."),
+        (b"\x80\x04}", "t.json: not a trace: neither JSON nor gzipped JSON."),
+        (b'{"schema": 1, "plan": {}}', "t.json: JSON without traceEvents, so no trace of torch.profiler."),
+        (b'{"traceEvents": []}', "t.json: a trace without events; was the profiler on?"),
+        (b"[]", "t.json: a trace without events; was the profiler on?"),
+        (b"[1, 2, 3]", "t.json: the JSON breaks off in the event at byte 1; what stands before it was read"),
+        (b'{"traceEvents": [{"ph": "M", "name": "x"}]}', "t.json: a trace without events; was the profiler on?"),
+        (b'{"traceEvents": [{"ph": "X", "name": "x"}]}',
+         "t.json: no event of it has a start time, so there is nothing to analyse."),
+        (gzip.compress(b""), "t.json: empty; a trace holds a JSON object with traceEvents."),
+        (gzip.compress(b"{" * 1000)[:15], "t.json: the gzip file ends early, after 260 bytes of text; what stands before it was read, and holds no event."),
+        (b"\x1f\x8bgarbage!", "t.json: the gzip data is damaged after 0 bytes of text; what stands before it was read, and holds no event."),
+    ],
+)
+def test_what_is_no_trace_is_said_in_a_line(tmp_path, content, words):
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    assert complaint(path) == words
+
+
+def test_paths_that_cannot_be_read(tmp_path):
+    assert complaint(tmp_path).endswith(": a folder; name a file in it.")
+    assert complaint(tmp_path / "no.json") == "no.json: No such file or directory; name a trace that can be read."
+    assert "export it first: nsys export --type sqlite run.nsys-rep" in complaint(tmp_path / "run.nsys-rep")
+    assert "QdstrmImporter" in complaint(tmp_path / "run.qdstrm")
+
+
+def test_an_endless_string_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_lite.analysis.trace.kineto_chunks._MOST_EVENT_BYTES", 10_000)
+    path = tmp_path / "t.json"
+    path.write_text('{"traceEvents": [' + event() + ', {"ph": "X", "name": "' + "x" * 100_000)
+    chunks = Chunks(path, 1000)
+    assert sum(map(len, chunks)) == 1
+    assert chunks._at < 100 and "breaks off in the event at byte" in chunks.damage
+
+
+def test_blocks_made_ahead():
+    assert list(ahead(iter([b"a", b"b"] * 10), most=2)) == [b"a", b"b"] * 10
+
+    def failing():
+        yield b"a"
+        raise OSError("gone")
+
+    blocks = ahead(failing())
+    assert next(blocks) == b"a"
+    with pytest.raises(OSError, match="gone"):
+        next(blocks)
+    before = threading.active_count()
+    abandoned = ahead(iter(itertools.repeat(b"x")), most=2)
+    assert next(abandoned) == b"x"
+    abandoned.close()
+    assert threading.active_count() == before, "whoever stops reading leaves no thread behind"
+
+
+def test_deep_nesting_is_no_crash(tmp_path):
+    deep = "[" * 100_000 + "]" * 100_000
+    trace = read(tmp_path, of(event("a"), event("b", "2", more=f', "args": {{"x": {deep}}}'), event("c", "3")))
+    assert [trace.name_of(i) for i in range(len(trace.events))] in (["a", "b", "c"], ["a", "c"])
+
+
+def test_memory_of_a_trace_is_not_its_file(tmp_path):
+    """Chunks are let go: what is held at any time is a few chunks, however long the file is."""
+    path = write(gpu_run(steps=400).data(), tmp_path / "t.json")
+    chunks = Chunks(path, 4096)
+    longest = max(len(chunks._text) for _ in chunks)
+    assert longest < 3 * 4096 < path.stat().st_size / 20

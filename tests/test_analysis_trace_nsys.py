@@ -1,0 +1,190 @@
+"""Exports of Nsight Systems as columns."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.analysis.trace.columns import Kind, Shapes
+from megatron_lite.analysis.trace.nsys_names import memcpy_name, nvtx_name, runtime_name
+from megatron_lite.analysis.trace.read import read_traces
+from megatron_lite.errors import UserError
+
+REAL = Path(__file__).parents[2] / "shared" / "traces" / "nsys_sqlite" / "mfu_2gpu_before.sqlite"
+TABLES = {
+    "StringIds": "id, value",
+    "NVTX_EVENTS": "start, end, eventType, text, globalTid, textId",
+    "CUPTI_ACTIVITY_KIND_RUNTIME": "start, end, globalTid, correlationId, nameId",
+    "CUPTI_ACTIVITY_KIND_KERNEL": "start, end, deviceId, streamId, correlationId, globalPid, demangledName, shortName",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": "start, end, deviceId, streamId, correlationId, globalPid, bytes, copyKind, srcKind, dstKind",
+    "CUPTI_ACTIVITY_KIND_MEMSET": "start, end, deviceId, streamId, correlationId, globalPid, bytes",
+    "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": "start, end, deviceId, streamId, correlationId, globalPid, syncType",
+    "TARGET_INFO_GPU": "id, name",
+    "TARGET_INFO_SESSION_START_TIME": "utcEpochNs",
+    "META_DATA_EXPORT": "name, value",
+}
+
+
+def place(pid: int, tid: int = 0) -> int:
+    return 1 << 48 | pid << 24 | tid
+
+
+def export(folder: Path, **rows) -> Path:
+    """A database with the tables that are given, as nsys makes tables only where it has rows."""
+    path = folder / "report.sqlite"
+    path.unlink(missing_ok=True)
+    with closing(sqlite3.connect(path)) as database:
+        for table in {"StringIds": (), **rows}:
+            database.execute(f"CREATE TABLE {table} ({TABLES[table]})")
+            for row in rows.get(table, ()):
+                database.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+        database.commit()
+    return path
+
+
+def two_ranks(folder: Path) -> Path:
+    """Two processes; the first one has a step with a kernel, a copy, a memset and a sync."""
+    return export(
+        folder,
+        StringIds=[(1, "cudaLaunchKernel_v7000"), (2, "void gemm<float>(int)"), (3, "gemm"), (4, "step 8"), (5, "forward")],
+        NVTX_EVENTS=[
+            (1000, None, 34, "rank 1 of 2, window: steps 8-9", place(20, 20), None),
+            (1000, 9000, 59, None, place(20, 20), 4), (1500, 4000, 59, None, place(20, 20), 5),
+            (1600, 1900, 59, "aten::mm, seq = 5, op_id = 7, sizes = [[2, 3], [3, 4]], input_op_ids = []", place(20, 20), None),
+            (500, 9500, 60, "profile", place(10, 10), None), (700, None, 59, "never ended", place(10, 10), None),
+            (500, None, 34, "rank 0 of 2, window: steps 8-9", place(10, 10), None),
+        ],
+        CUPTI_ACTIVITY_KIND_RUNTIME=[(1700, 1750, place(20, 20), 77, 1)],
+        CUPTI_ACTIVITY_KIND_KERNEL=[(2000, 2500, 1, 7, 77, place(20), 2, 3)],
+        CUPTI_ACTIVITY_KIND_MEMCPY=[(3000, 3100, 1, 9, 78, place(20), 4096, 1, 0, 2)],
+        CUPTI_ACTIVITY_KIND_MEMSET=[(3200, 3300, 1, 9, 79, place(20), 64)],
+        CUPTI_ACTIVITY_KIND_SYNCHRONIZATION=[(3000, 3500, 1, 7, 80, place(20), 3)],
+        TARGET_INFO_GPU=[(1, "B"), (0, "A")], TARGET_INFO_SESSION_START_TIME=[(10**18,)],
+        META_DATA_EXPORT=[("EXPORT_PRODUCT_VERSION", "2026.2"), ("EXPORT_USER", "somebody")],
+    )  # fmt: skip
+
+
+def table(trace) -> list[tuple]:
+    e = trace.events
+    return [(Kind(k).name, trace.names[n], s, t) for k, n, s, t in zip(*map(np.ndarray.tolist, (
+        e.kind, e.name, e.start_ns, e.end_ns)))]
+
+
+def complaint(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_traces(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).replace(str(path), path.name)
+
+
+def test_each_process_is_a_trace(tmp_path):
+    first, second = read_traces(two_ranks(tmp_path))
+    assert [(t.rank, t.world_size, t.writer, t.source) for t in (first, second)] == [
+        (0, 2, "nsys", "report.sqlite (process 10)"), (1, 2, "nsys", "report.sqlite (process 20)")]
+    assert table(first) == [("ANNOTATION", "profile", 0, 9000)]
+    assert table(second) == [
+        ("ANNOTATION", "step 8", 0, 8000), ("ANNOTATION", "forward", 500, 3000), ("OP", "aten::mm", 600, 900),
+        ("RUNTIME", "cudaLaunchKernel", 700, 750), ("KERNEL", "void gemm<float>(int)", 1000, 1500),
+        ("SYNC", "Stream Sync", 2000, 2500), ("MEMCPY", "Memcpy HtoD (Pageable -> Device)", 2000, 2100),
+        ("MEMSET", "Memset (Device)", 2200, 2300),
+    ]  # fmt: skip
+    assert (first.base_ns, second.base_ns) == (10**18 + 500, 10**18 + 1000)
+    assert (second.devices, second.facts) == (("A", "B"), {"nsys_version": "2026.2"})
+    assert "no GPU work was recorded" in first.notes[0] and second.notes == ()
+
+
+def test_columns_of_a_process(tmp_path):
+    _, trace = read_traces(two_ranks(tmp_path))
+    e, [kernel], [op] = trace.events, trace.rows[Kind.KERNEL], trace.rows[Kind.OP]
+    assert trace.name_of(trace.launch_of[kernel]) == "cudaLaunchKernel"
+    assert (e.device[kernel], e.stream[kernel], e.device[op], e.stream[op]) == (1, 7, -1, -1)
+    assert (trace.shapes[e.shapes[op]], e.sequence[op]) == (Shapes(((2, 3), (3, 4)), ("", "")), 5)
+    assert trace.threads[e.thread[op]] == ("20", "20")
+    assert e.num_bytes[e.num_bytes >= 0].tolist() == [4096, 64]
+
+
+def test_tables_that_are_not_there(tmp_path):
+    [trace] = read_traces(export(tmp_path, NVTX_EVENTS=[(5, 9, 59, "forward", place(3, 3), None)]))
+    assert (table(trace), trace.rank, trace.devices, trace.base_ns) == ([("ANNOTATION", "forward", 0, 4)], None, (), None)
+    [trace] = read_traces(export(tmp_path, NVTX_EVENTS=[], CUPTI_ACTIVITY_KIND_KERNEL=[(5, 9, 0, 7, 1, place(3), None, None)]))
+    assert table(trace) == [("KERNEL", "unknown kernel", 0, 4)]
+
+
+def test_values_that_are_missing(tmp_path):
+    path = export(tmp_path, CUPTI_ACTIVITY_KIND_KERNEL=[
+        (None, 9, 0, 7, 1, place(3), None, None), (5, None, None, None, None, place(3), None, None), ("x", "y", 0, 7, 1, place(3), 9, 9)])
+    [trace] = read_traces(path)
+    assert (trace.events.end_ns >= trace.events.start_ns).all() and len(trace.events) == 2
+
+
+def test_values_of_the_wrong_type(tmp_path):
+    path = export(
+        tmp_path, NVTX_EVENTS=[("x", "9", 59, 17, "y", None), (-(2**63), 2**63 - 1, 59, b"blob", place(3), None), (1, 2, 59, "a", 2**62, "z")],
+        CUPTI_ACTIVITY_KIND_KERNEL=[(-(2**63), 2**63 - 1, 2**40, -5, "c", place(3), "n", None)],
+        TARGET_INFO_SESSION_START_TIME=[("soon",)], StringIds=[("a", b"\xff"), (1, None)],
+    )  # fmt: skip
+    for trace in read_traces(path):
+        assert (trace.events.end_ns >= trace.events.start_ns).all()
+        assert (np.diff(trace.events.start_ns) >= 0).all() and trace.events.start_ns[0] == 0
+
+
+def test_files_that_are_something_else(tmp_path):
+    assert complaint(export(tmp_path)) == (
+        "report.sqlite: an sqlite file, but not of Nsight Systems (nsys export --type sqlite makes one).")
+    assert complaint(export(tmp_path, NVTX_EVENTS=[])) == (
+        "report.sqlite: no CUDA or NVTX events in it; trace with -t cuda,nvtx.")
+    path = two_ranks(tmp_path)
+    path.write_bytes(path.read_bytes()[:5000])
+    assert complaint(path).startswith("report.sqlite: damaged, sqlite says: ")
+
+
+def test_nothing_is_written_beside_a_report(tmp_path):
+    read_traces(two_ranks(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.sqlite"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "kind", "sequence", "dims"),
+    [
+        ("aten::mul, seq = 45328, op_id = 990726", "aten::mul", Kind.OP, 45328, None),
+        ("AllToAll4D, seq = 45440, op_id = 990760", "AllToAll4D", Kind.OP, 45440, None),
+        ("aten::mm, op_id = 1, sizes = [[2, 3], [], [[4], [5, 6]]]", "aten::mm", Kind.OP, -1, ((2, 3), (), ((4,), (5, 6)))),
+        ("aten::mm", "aten::mm", Kind.OP, -1, None),
+        ("MmBackward0, seq = 5", "MmBackward0", Kind.OP, 5, None),
+        ("step 10", "step 10", Kind.ANNOTATION, -1, None),
+        ("layers.3.mlp", "layers.3.mlp", Kind.ANNOTATION, -1, None),
+        ("my range, twice", "my range, twice", Kind.ANNOTATION, -1, None),
+        ("a, sizes = [__import__('os')]", "a", Kind.OP, -1, None),
+        ("two\nlines", "two\nlines", Kind.ANNOTATION, -1, None),
+    ],
+)
+def test_texts_of_ranges(text, name, kind, sequence, dims):
+    found = nvtx_name(text)
+    assert (found.name, found.kind, found.sequence, found.shapes and found.shapes.dims) == (name, kind, sequence, dims)
+
+
+def test_names_as_pytorch_writes_them():
+    assert [runtime_name(name) for name in ("cudaLaunchKernel_v7000", "cudaMemcpyAsync_ptsz_v7000", "cuLaunchKernelEx",
+            "cudaStreamGetCaptureInfo_v2_v11030")] == [
+        "cudaLaunchKernel", "cudaMemcpyAsync", "cuLaunchKernelEx", "cudaStreamGetCaptureInfo_v2"]  # fmt: skip
+    assert memcpy_name(8, 2, 2) == "Memcpy DtoD (Device -> Device)"
+    assert memcpy_name(99, 200, 1) == "Memcpy Unknown (Unknown -> Pinned)"
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="no ../shared/traces beside the repository")
+def test_a_real_export_against_sql():
+    traces = read_traces(REAL)
+    with closing(sqlite3.connect(REAL)) as database:
+        for trace in traces:
+            pid = int(trace.threads[-1][0])
+            kernels, kernel_ns = database.execute(
+                "SELECT count(*), sum(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE globalPid >> 24 & 0xffffff = ?", (pid,)
+            ).fetchone()
+            rows = trace.rows[Kind.KERNEL]
+            assert len(rows) == kernels
+            assert (trace.events.end_ns[rows] - trace.events.start_ns[rows]).sum() == pytest.approx(kernel_ns, rel=1e-4)
+            assert (trace.launch_of[trace.device_rows] >= 0).mean() > 0.99
+            assert all("op_id" not in name for name in trace.names)
+    assert [len(trace.rows[Kind.MEMCPY]) for trace in traces] == [510, 510]

@@ -1,0 +1,33 @@
+"""This trainer under the real Nsight Systems, exported by it and read here."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from launch import DATA, MODEL, NO_DROPOUT
+from nsys_report import NSYS, REPO, import_report, under_nsys, why_not
+
+from megatron_lite.analysis.trace.read import read_traces
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+
+
+def test_the_trainer_under_nsys(tmp_path):
+    argv = [sys.executable, REPO / "pretrain_gpt.py", *MODEL, *DATA, *NO_DROPOUT, "--mock-data", "--micro-batch-size", "1", "--lr", "1e-3",
+            "--train-iters", "6", "--eval-iters", "0", "--profile", "--profile-step-start", "3", "--profile-step-end", "5",
+            "--run-dir", tmp_path / "run"]
+    subprocess.run([*under_nsys(tmp_path / "report"), *map(str, argv)], check=True, capture_output=True, timeout=300, cwd=tmp_path)
+    database = tmp_path / "report.sqlite"
+    report = import_report(tmp_path / "report")
+    subprocess.run([NSYS, "export", "--type", "sqlite", "--output", database, report], check=True, capture_output=True, cwd=tmp_path)
+    [trace] = read_traces(database)
+    assert (trace.rank, trace.world_size, trace.writer) == (0, 1, "nsys")
+    e = trace.events
+    spans = list(zip([trace.name_of(row) for row in range(len(e))], e.start_ns.tolist(), e.end_ns.tolist(), strict=True))
+    steps = [span for span in spans if span[0].startswith("step ")]
+    assert [name for name, *_ in steps] == ["step 3", "step 4"]
+    for _, start, end in steps:
+        inside = {name for name, begun, ended in spans if start <= begun and ended <= end}
+        assert {"data", "forward", "backward", "optimizer_step"} <= inside
+    assert trace.base_ns == pytest.approx(time.time_ns(), abs=600 * 10**9)

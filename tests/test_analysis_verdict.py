@@ -1,0 +1,185 @@
+"""The first line: true statements, or the reason why there is none."""
+
+import dataclasses
+
+import pytest
+import report_cases as cases
+
+from megatron_lite.analysis.facts import Facts, RankFacts
+from megatron_lite.analysis.title import title_of
+from megatron_lite.analysis.verdict import share_in_words, verdict_of
+
+NOTHING = {"ranks": None, "snapshots": (), "run": None, "gaps": ()}
+
+
+def facts(device="NVIDIA H100 80GB HBM3", mfu=None, **time) -> Facts:
+    """One rank alone."""
+    kernels = dataclasses.replace(cases.rank_kernels(0), mfu=mfu)
+    rank = RankFacts(
+        trace=cases.trace(0, device), placing=cases.placing(), time=cases.rank_time(0, device, **time), kernels=kernels
+    )
+    return Facts(**{**NOTHING, "ranks_seen": (rank,)})
+
+
+def sentence(**given) -> str:
+    return verdict_of(facts(**given), ()).sentence
+
+
+def test_the_largest_losses_are_named_with_the_peak():
+    assert sentence(mfu=0.31) == "31% of peak; a fifth of each step waits for communication, a tenth waits for the host"
+
+
+def test_without_a_peak_the_gpu_s_own_share_leads():
+    assert sentence().startswith("The GPU computes three fifths of each step; a fifth")
+
+
+def test_a_cpu_trace_never_speaks_of_gpus():
+    for rows in (cases.ROWS, {"compute": 30.0, "host": 50.0, "save": 20.0}, {"compute": 100.0}):
+        verdict = verdict_of(facts(device=None, rows=rows), cases.findings())
+        assert "GPU" not in verdict.sentence and "kernel" not in verdict.sentence
+    assert "half of each step goes to Python between operators" in sentence(
+        device=None, rows={"compute": 30.0, "host": 50.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "bound"),
+    [
+        ({"compute": 90.0, "host": 10.0}, "compute"),
+        ({"compute": 60.0, "exposed_communication": 40.0}, "communication"),
+        ({"compute": 60.0, "exposed_copy": 40.0}, "copy"),
+        ({"compute": 30.0, "data_wait": 50.0, "host": 20.0}, "data"),
+        ({"compute": 70.0, "host": 10.0, "launch": 8.0, "allocator": 7.0, "garbage_collector": 5.0}, "host"),
+        ({"compute": 60.0, "sync": 30.0, "host": 10.0}, "sync"),
+        ({"compute": 5.0, "host": 12.0}, "host"),
+        ({}, "compute"),
+    ],
+)
+def test_what_bounds_the_run_is_its_largest_loss_where_that_decides(rows, bound):
+    assert verdict_of(facts(rows=rows), ()).bound == bound
+
+
+def test_a_run_that_computes_says_what_is_dearest_in_it():
+    rows = {"compute": 97.0, "host": 3.0}
+    dear = dataclasses.replace(cases.findings()[0], title="matrix products in fp32", cost_ms=44.0)
+    assert "dearest cause: matrix products in fp32 (44 ms)" in verdict_of(facts(rows=rows), (dear,)).sentence
+    assert "40% of device time is matrix products" in verdict_of(facts(rows=rows), ()).sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"number": 3, "steady": 1}, "only one steady step; profile a window of 3 or more"),
+        ({"number": 2, "steady": 0}, "none of the 2 steps is steady (first of the window)"),
+        ({"number": 0}, "no complete step in the trace"),
+        ({"step_ms": 0.0}, "no complete step in the trace"),
+    ],
+)
+def test_too_little_to_say_anything_is_inconclusive(changes, why):
+    verdict = verdict_of(facts(**changes), ())
+    assert (verdict.bound, verdict.confidence, verdict.why) == ("inconclusive", "low", why)
+    assert verdict.sentence.startswith(f"INCONCLUSIVE: {why}")
+
+
+def test_what_nobody_can_explain_is_no_verdict():
+    verdict = verdict_of(facts(rows={"compute": 60.0, "host": 10.0, "unexplained": 30.0}), ())
+    assert (verdict.bound, verdict.why) == ("inconclusive", "30% of the step is unexplained, more than any cause")
+
+
+def test_a_trace_without_step_marks_says_so():
+    alone = facts(number=1)
+    step = dataclasses.replace(alone.critical.time.steps[0], number=None)
+    time = dataclasses.replace(alone.critical.time, steps=(step,))
+    unmarked = dataclasses.replace(alone, ranks_seen=(dataclasses.replace(alone.critical, time=time),))
+    assert "no step marks" in verdict_of(unmarked, ()).sentence
+
+
+def test_a_profiler_that_distorts_is_inconclusive_and_one_that_disturbs_lowers_confidence():
+    for profiled_ms, bound, confidence in (
+        (200.0, "inconclusive", "low"),
+        (120.0, "communication", "low"),
+        (101.0, "communication", "high"),
+    ):
+        run = dataclasses.replace(cases.run_of(), profiled_step_ms=profiled_ms, before_profile_ms=100.0)
+        verdict = verdict_of(dataclasses.replace(facts(), run=run), ())
+        assert (verdict.bound, verdict.confidence) == (bound, confidence)
+
+
+def test_confidence_needs_three_steps_alike_and_explained():
+    assert verdict_of(facts(), ()).confidence == "high"
+    assert verdict_of(facts(number=2), ()).why == "2 steady steps; 3 or more would say it with confidence"
+    assert (
+        "25% of the step is unexplained"
+        in verdict_of(facts(rows={"compute": 45.0, "host": 30.0, "unexplained": 25.0}), ()).why
+    )
+    uneven = tuple(
+        dataclasses.replace(step, end_ns=step.end_ns + at * 50_000_000) for at, step in enumerate(cases.steps(4))
+    )
+    alone = facts()
+    time = dataclasses.replace(alone.critical.time, steps=uneven)
+    verdict = verdict_of(dataclasses.replace(alone, ranks_seen=(dataclasses.replace(alone.critical, time=time),)), ())
+    assert verdict.confidence == "low" and "steps differ by" in verdict.why
+
+
+def test_a_rank_that_others_wait_for_is_named():
+    assert (
+        "the other ranks wait 15 ms per step for rank 1"
+        in verdict_of(
+            dataclasses.replace(
+                facts(),
+                ranks=dataclasses.replace(
+                    cases.ranks_of(), straggler=dataclasses.replace(cases.ranks_of().straggler, caused_wait_ms=15.0)
+                ),
+            ),
+            (),
+        ).sentence
+    )
+    assert (
+        "wait"
+        not in verdict_of(dataclasses.replace(facts(rows={"compute": 100.0}), ranks=cases.ranks_of()), ()).sentence
+    )
+
+
+def test_without_a_trace_memory_or_the_run_speaks():
+    alone = Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cases.snapshot(),)})
+    assert verdict_of(alone, ()).sentence == (
+        "Memory peaks at 32.00 GiB in backward: activations 38%, moments 25%, master weights 12%"
+    )
+    alone = Facts(**{**NOTHING, "ranks_seen": (), "run": cases.run_of()})
+    assert verdict_of(alone, ()).sentence.startswith(
+        "95.5 ms per step, 171,000 tokens/s, 33% of peak. INCONCLUSIVE: no trace"
+    )
+    cut = dataclasses.replace(cases.snapshot(), complete=False, peak_bytes=0, held=())
+    verdict = verdict_of(Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cut,)}), ())
+    assert (verdict.confidence, verdict.why) == ("low", "the record dropped older events")
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.1, "a tenth"),
+        (0.2, "a fifth"),
+        (0.23, "23%"),
+        (0.335, "a third"),
+        (0.5, "half"),
+        (0.75, "three quarters"),
+        (0.06, "6%"),
+        (0.0, "0%"),
+        (1.0, "100%"),
+    ],
+)
+def test_shares_in_words_are_true_to_a_point(share, words):
+    assert share_in_words(share) == words
+
+
+def test_the_title_names_what_is_known():
+    whole = cases.report().facts
+    assert title_of(["runs/run-1"], whole) == "run-1: 2 ranks, NVIDIA H100 80GB HBM3, GPT 24 x 1024"
+    fewer = dataclasses.replace(whole, ranks_seen=whole.ranks_seen[:1], run=None)
+    assert title_of(["a.json", "b.json"], fewer) == "a.json and 1 more: 1 of 2 ranks, NVIDIA H100 80GB HBM3"
+    assert (
+        title_of(["s.pickle"], Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cases.snapshot(),)}))
+        == "s.pickle: 1 rank"
+    )
+    odd = dataclasses.replace(cases.run_of(), plan={"shape": 3, "world": "x"}, record={"hardware": []})
+    assert title_of(["run-2"], Facts(**{**NOTHING, "ranks_seen": (), "run": odd})) == "run-2"

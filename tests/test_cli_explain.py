@@ -1,0 +1,94 @@
+"""megatron-lite explain."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.analysis.findings.rules import RULES
+from megatron_lite.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+
+
+def said(argv: list[str], capsys) -> str:
+    assert main(["explain", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_alone_it_lists_every_code(capsys):
+    text = said([], capsys)
+    assert all(f"  {rule.CODE} " in text and rule.TITLE in text for rule in RULES)
+
+
+def test_a_code_shows_its_page(capsys):
+    rule = RULES[0]
+    text = said([rule.CODE], capsys)
+    assert text.startswith(f"{rule.CODE}: {rule.TITLE}\n")
+    assert rule.__doc__.strip().splitlines()[0] in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["ampere_sgemm_128x64_tn"], "What it is for: a matrix product (by cuBLAS)."),
+        (
+            ["void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)"],
+            "What it is for: arithmetic element",
+        ),
+        (["Memcpy", "HtoD", "(Pageable", "->", "Device)"], "What it is for: a transfer to or from the host"),
+        (["what is this"], "What it is for: unknown"),
+    ],
+)
+def test_a_kernel_is_taken_apart(argv, line, capsys):
+    assert line in said(argv, capsys)
+
+
+def test_a_mistyped_code_that_sounds_like_a_kernel_is_still_a_code(capsys):
+    assert main(["explain", "matmul-shape"]) == 2
+    assert "did you mean matmul-shapes?" in capsys.readouterr().err
+
+
+def test_an_option_that_it_lacks_is_one_line(capsys):
+    assert main(["explain", "--all"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: megatron-lite explain: unrecognized arguments: --all; --help shows its options\n"
+    )
+
+
+def test_a_mistyped_code_gets_the_nearest(capsys):
+    code = RULES[0].CODE
+    assert main(["explain", f"{code}x"]) == 2
+    output = capsys.readouterr()
+    assert output.err == f"error: megatron-lite explain {code}x: no such code; did you mean {code}?\n"
+    assert output.out == ""
+
+
+def test_a_reader_that_leaves_is_no_mistake():
+    ours, theirs = os.pipe()
+    os.close(ours)  # as head does after its lines
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_lite.cli.main", "explain"],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_what_a_terminal_would_obey_is_not_printed(capsys):
+    assert "\x1b" not in said(["\x1b[31mampere_sgemm_128x64_tn"], capsys)
+
+
+def test_long_names_are_quick(capsys):
+    started = time.perf_counter()
+    said(["gemm_" * 50_000], capsys)
+    assert time.perf_counter() - started < 2

@@ -1,0 +1,125 @@
+"""megatron-lite report: what is printed, what is written and where."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trace_maker import gpu_run
+
+from megatron_lite.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def trace(tmp_path, monkeypatch):
+    """A trace in a folder of its own; the user stands in another one."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return gpu_run(steps=5).write(tmp_path / "traces")
+
+
+def written(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_foreign_files_are_reported_where_the_user_stands(trace, capsys):
+    assert main(["report", str(trace)]) == 0
+    shown = capsys.readouterr()
+    assert (
+        shown.out.startswith(trace.name)
+        and shown.out.endswith("written: report.html, report.json\n")
+        and shown.err == ""
+    )
+    assert written(Path()) == {"report.html", "report.json"} and written(trace.parent) == {trace.name}
+
+
+def test_a_run_is_reported_in_its_own_folder(trace, capsys):
+    run = trace.parent
+    (run / "run.json").write_text(json.dumps({"schema": 1, "status": "finished"}))
+    assert main(["report", str(run)]) == 0
+    assert f"written: {run / 'report.html'}, {run / 'report.json'}" in capsys.readouterr().out
+    assert written(Path()) == set()
+
+
+def test_files_are_named_by_flags(trace):
+    assert main(["report", str(trace), "--html", "a.html", "--json", "b.json"]) == 0
+    assert written(Path()) == {"a.html", "b.json"}
+
+
+def test_the_numbers_lie_beside_the_page(trace):
+    Path("pages").mkdir()
+    assert main(["report", str(trace), "--html", "pages/a.html"]) == 0
+    assert written(Path("pages")) == {"a.html", "report.json"}
+
+
+def test_printing_only(trace, capsys):
+    assert main(["report", str(trace), "--no-html"]) == 0
+    assert written(Path()) == set() and "written" not in capsys.readouterr().out
+    assert main(["report", str(trace), "--no-html", "--json", "b.json"]) == 0
+    assert written(Path()) == {"b.json"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--html", "a.html", "--no-html"], "--html and --no-html exclude each other; keep one."),
+        (
+            ["--html", "no/such/folder/a.html"],
+            "--html no/such/folder/a.html: cannot be written (No such file or directory)",
+        ),
+        (["--json", "no/such/b.json"], "--json no/such/b.json: cannot be written (No such file or directory)"),
+        (["--htm", "a.html"], "unrecognized arguments: --htm"),
+    ],
+)
+def test_mistakes_are_one_line(trace, words, said, capsys):
+    assert main(["report", str(trace), *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+@pytest.mark.parametrize("words", [["report"], ["report", "nowhere"]])
+def test_nothing_to_report_on_is_one_line(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and shown.out == "" and written(tmp_path) == set()
+
+
+def test_a_folder_that_takes_no_files_still_gets_its_report_printed(trace, capsys):
+    Path("report.html").mkdir()
+    assert main(["report", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    assert "Where a step goes" in shown and "written: report.json\n" in shown
+    assert "report.html: cannot be written (Is a directory); --html FILE and --json FILE name other places" in shown
+
+
+def test_a_terminal_without_unicode_is_no_error(trace):
+    names = trace.read_text().replace("ampere_sgemm_128x64_tn", "kernel_\\u4e2d_\\u2588")
+    trace.write_text(names)
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_lite.cli.main", "report", str(trace), "--all"],
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)},
+    )
+    assert b"kernel_" in run.stdout and run.stdout.isascii()
+
+
+def test_help_and_mistakes_answer_at_once():
+    """Nothing heavy is imported for them; how long that takes depends on who else is busy on the machine."""
+    command = [sys.executable, "-X", "importtime", "-m", "megatron_lite.cli.main", "report", "--help"]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stderr
+    assert "megatron_lite.run_folder" in loaded and "numpy" not in loaded and "msgspec" not in loaded
+
+
+def test_the_whole_command_imports_nothing_heavy():
+    code = (
+        "import sys, megatron_lite.analysis.analyze, megatron_lite.report.html, megatron_lite.report.terminal\n"
+        "heavy = {'torch', 'plotly', 'pandas', 'matplotlib', 'tensorboard', 'sqlite3', 'yaml'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

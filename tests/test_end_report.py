@@ -1,0 +1,90 @@
+"""A profiled run ends with its report, which can neither fail nor delay it."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from launch import flags, plan_of, pretrain
+
+from megatron_lite.train import end_report
+from megatron_lite.train.end_report import end_with_report, wants_report
+
+PROFILED = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4"
+
+
+@pytest.fixture
+def instead(monkeypatch):
+    """Runs other Python code in place of the report's command."""
+    def run(code: str):
+        whole = end_report._run
+        monkeypatch.setattr(end_report, "_run", lambda command, seconds: whole([sys.executable, "-c", code], seconds))
+    return run
+
+
+def said_of(run_dir, seconds=20.0) -> list[str]:
+    said = []
+    end_with_report(run_dir, said.append, seconds)
+    return said
+
+
+@pytest.mark.parametrize(("words", "wanted"), [
+    ("", False), (PROFILED, True), (f"{PROFILED} --no-report", False), ("--record-memory-history", True),
+    ("--profile --profile-step-start 2 --profile-step-end 4", False),  # Nsight Systems: no file yet
+])
+def test_a_report_is_made_of_what_it_can_read(words, wanted):
+    assert wants_report(plan_of(flags(words))) is wanted
+
+
+def test_its_lines_are_printed(instead, tmp_path):
+    instead("print('a verdict'); print('a step')")
+    assert said_of(tmp_path) == ["\na verdict\na step"]
+
+
+def test_a_report_that_takes_too_long_is_given_up_with_all_that_it_started(instead, tmp_path):
+    mark = tmp_path / "alive"
+    child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(mark)!r}).touch()"
+    instead(f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)")
+    begin = time.monotonic()
+    assert said_of(tmp_path, 0.8) == [f"  no report within 0.8 s; megatron-lite report {tmp_path} makes it"]
+    assert time.monotonic() - begin < 2.5
+    time.sleep(3.2 - (time.monotonic() - begin))
+    assert not mark.exists(), "what the report started must not outlive it"
+
+
+@pytest.mark.parametrize(("code", "said"), [
+    ("import sys; sys.exit('error: nothing in it can be read')", "nothing in it can be read"),
+    ("import sys; sys.exit(7)", "exit code 7"),
+    ("raise ValueError('odd')", "ValueError: odd"),
+])
+def test_a_report_that_fails_is_one_line(instead, tmp_path, code, said):
+    instead(code)
+    assert said_of(tmp_path) == [f"  no report: {said}; megatron-lite report {tmp_path} tries again"]
+
+
+def test_a_process_that_cannot_be_started_is_one_line(monkeypatch, tmp_path):
+    def refuse(*command, **options):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert said_of(tmp_path) == [
+        f"  no report: another process cannot be started (no more processes); megatron-lite report {tmp_path} makes it"]
+
+
+def test_a_folder_without_anything_is_said_by_the_real_command(tmp_path):
+    assert said_of(tmp_path)[0].startswith("  no report: ") and str(tmp_path) in said_of(tmp_path)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_profiled_run_ends_with_its_report(tmp_path, ranks):
+    run = tmp_path / "run"
+    words = f"--train-iters 6 {PROFILED} --profile-step-end 6 --profile-ranks -1 --run-dir"
+    ended = pretrain(flags(words, run), ranks=ranks)
+    done, report = ended.out.split(f"  done: {run}\n")
+    assert ended.code == 0 and "Where a step goes" in report and "Where" not in done
+    assert f"{max(ranks, 1)} rank" in report
+    assert report.rstrip().endswith(f"written: {run / 'report.html'}, {run / 'report.json'}")
+    ended = pretrain(flags(f"--train-iters 6 {PROFILED} --no-report --run-dir", tmp_path / "other"), ranks=ranks)
+    assert ended.code == 0 and "Where a step goes" not in ended.out
+    assert not (tmp_path / "other" / "report.html").exists()

@@ -1,0 +1,97 @@
+"""The table of processors, and sizes that the hardware likes."""
+
+import re
+
+import pytest
+
+from megatron_lite.estimate.alignment import best_multiple, least_multiple, padded
+from megatron_lite.estimate.hardware import PROCESSORS, peak_tflops, processor_of
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "half_tflops", "memory_gb_s"),
+    [
+        ("NVIDIA H200", "H200", 989.5, 4800),
+        ("NVIDIA H200 NVL", "H200 NVL", 835.5, 4800),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM 80 GB", 989.5, 3350),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 756.0, 2000),
+        ("NVIDIA H100 NVL", "H100 NVL", 835.5, 3900),
+        ("NVIDIA H100", "H100, board unknown", 989.5, None),
+        ("NVIDIA A100-SXM4-40GB", "A100 SXM 40 GB", 312.0, 1555),
+        ("NVIDIA A100-SXM4-80GB", "A100 SXM 80 GB", 312.0, 2039),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe 80 GB", 312.0, 1935),
+        ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40 GB", 312.0, 1555),
+        ("NVIDIA A100-PG509-200", "A100, board unknown", 312.0, None),
+        ("A100-SXM4-40GB", "A100 SXM 40 GB", 312.0, 1555),
+        ("Tesla V100-SXM2-32GB", "V100 SXM2/SXM3", 125.0, 900),
+        ("Tesla V100-PCIE-16GB", "V100 PCIe", 112.0, 900),
+        ("Tesla V100-DGXS-32GB", "V100 of a DGX Station", 125.0, 900),
+        ("Tesla V100S-PCIE-32GB", "V100S PCIe", 130.0, 1134),
+        ("Tesla T4", "T4", 65.0, 320),
+        ("NVIDIA A10G", "A10G", 70.0, 600),
+        ("NVIDIA A10", "A10", 125.0, 600),
+        ("NVIDIA L4", "L4", 121.0, 300),
+        ("NVIDIA L40", "L40", 181.05, 864),
+        ("NVIDIA L40S", "L40S", 362.05, 864),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090", 71.0, 936),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 165.2, 1008),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090", 209.5, 1792),
+        ("NVIDIA B200", "B200", 2250.0, 7750),
+        ("AMD Instinct MI300X", "MI300X", 1307.4, 5300),
+        ("AMD Instinct MI250X", "MI250X, one die", 191.5, 1638),
+    ],
+)
+def test_names_as_pytorch_gives_them(device, name, half_tflops, memory_gb_s):
+    processor = processor_of(device)
+    assert (processor.name, processor.half_tflops, processor.memory_gb_s) == (name, half_tflops, memory_gb_s)
+    assert peak_tflops(device, "fp16") == half_tflops
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        None,
+        "",
+        "cpu",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H800",
+        "NVIDIA GB200",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "GRID A100-10C",
+        "NVIDIA RTX A4000",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "Quadro T4000",
+        "NVIDIA A100X",
+    ],
+)
+def test_what_the_table_does_not_hold_is_unknown(device):
+    assert processor_of(device) is None
+    assert peak_tflops(device, "fp16") is None
+
+
+def test_peaks_by_number_format():
+    formats = ("fp32", "tf32", "fp16", "bf16", "fp8", "int4", "")
+    assert [peak_tflops("NVIDIA H200", one) for one in formats] == [66.9, 494.5, 989.5, 989.5, 1979.0, None, None]
+    assert [peak_tflops("Tesla V100-SXM2-32GB", one) for one in formats] == [15.7, None, 125.0, None, None, None, None]
+    assert peak_tflops("Tesla V100-DGXS-32GB", "fp32") is None
+
+
+def test_every_row_has_a_source_with_its_date():
+    assert len({one.name for one in PROCESSORS}) == len(PROCESSORS)
+    assert [one.name for one in PROCESSORS if not re.search(r"\b20[12]\d\b", one.source)] == []
+
+
+def test_peaks_are_ordered_as_hardware_is():
+    for one in PROCESSORS:
+        known = [
+            peak for peak in (one.fp32_tflops, one.tf32_tflops, one.half_tflops, one.fp8_tflops) if peak is not None
+        ]
+        assert known == sorted(known), one.name
+
+
+def test_sizes_that_tensor_cores_like():
+    assert [least_multiple(size) for size in (1, 2, 4, 8, 16, 32)] == [16, 8, 4, 2, 1, 1]
+    assert [best_multiple(size) for size in (1, 2, 4)] == [128, 64, 32]
+    assert (padded(50257, 64), padded(50304, 64), padded(1, 8), padded(0, 8)) == (50304, 50304, 8, 0)

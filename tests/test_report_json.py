@@ -1,0 +1,74 @@
+"""report.json: the numbers of the report, for programs; documented key by key."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import report_cases as cases
+
+from megatron_lite.analysis.report import REPORT_SCHEMA
+from megatron_lite.report.json_file import as_json, json_text
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "report_json.md").read_text(encoding="utf-8")
+EMPTY = cases.report(ranks_seen=(), snapshots=(), ranks=None, run=None)
+
+
+def keys_of(value) -> set[str]:
+    """All keys at all depths."""
+    if isinstance(value, dict):
+        return set(value) | set().union(*(keys_of(item) for item in value.values()), set())
+    return set().union(*(keys_of(item) for item in value), set()) if isinstance(value, list) else set()
+
+
+def test_it_holds_what_the_report_holds():
+    report = cases.report()
+    read = json.loads(json_text(report))
+    assert read["schema"] == REPORT_SCHEMA and read["verdict"]["sentence"] == report.verdict.sentence
+    assert read["critical_rank"] == 1 and [one["rank"] for one in read["ranks_seen"]] == [0, 1]
+    time = read["ranks_seen"][0]["time"]
+    assert sum(time["rows"].values()) == pytest.approx(time["step_ms"]) and time["idle_ms"] == pytest.approx(18.0)
+    assert read["ranks_seen"][0]["kernels"]["roles"]["matrix products"] == 40.0
+    assert read["snapshots"][0]["peak_bytes"] == 32 * 2**30
+    assert [one["code"] for one in read["findings"]] == [one.code for one in report.findings]
+    assert read["run"]["steady_step_ms"] == 95.5 and read["run"]["status"] == "finished"
+
+
+def test_it_is_the_same_text_each_time_and_ascii():
+    texts = {json_text(cases.report(name=cases.HOSTILE)) for _ in range(2)}
+    assert len(texts) == 1 and texts.pop().isascii()
+
+
+def test_numbers_that_nobody_measured_are_null():
+    odd = dataclasses.replace(cases.run_of(), steady_step_ms=math.nan, tokens_per_second=math.inf)
+    read = json.loads(json_text(cases.report(run=odd)), parse_constant=lambda word: pytest.fail(word))
+    assert read["run"]["steady_step_ms"] is None and read["run"]["tokens_per_second"] is None
+
+
+def test_what_stands_in_other_files_is_not_repeated():
+    read = as_json(cases.report())
+    assert not {"plan", "iterations", "step_ms", "losses"} & set(read["run"])
+    assert "events" not in read["ranks_seen"][0] and len(json_text(cases.report())) < 300_000
+
+
+def test_absent_parts_are_null_or_empty():
+    read = as_json(EMPTY)
+    assert (read["ranks"], read["run"], read["snapshots"], read["ranks_seen"], read["critical_rank"]) == (
+        None,
+        None,
+        [],
+        [],
+        None,
+    )
+
+
+def test_every_key_is_documented():
+    roles = set(as_json(cases.report())["ranks_seen"][0]["kernels"]["roles"]) | set(cases.ROWS)
+    documented = set(re.findall(r"`([\w ]+)`", DOCUMENT))
+    assert keys_of(as_json(cases.report())) - roles - documented == set()
+
+
+def test_the_document_names_the_schema():
+    assert f"`schema` is {REPORT_SCHEMA}" in DOCUMENT

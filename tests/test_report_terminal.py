@@ -1,0 +1,166 @@
+"""The report on a terminal: it fits, it adds up, it obeys no foreign name."""
+
+import dataclasses
+import io
+import re
+
+import pytest
+import report_cases as cases
+
+from megatron_lite.report.numbers import flops, milliseconds, percent
+from megatron_lite.report.section import Table
+from megatron_lite.report.sections.all import gaps_of, sections_of
+from megatron_lite.report.terminal import terminal_lines
+from megatron_lite.report.text import WIDTH, Style, fit, harmless, style_of, table_lines, wrapped
+
+PLAIN = Style(colour=False, unicode=False)
+MOST_LINES = 106  # every section and gap at once; the usual report has 40 to 80
+
+
+def text(report=None, style=PLAIN, everything=False) -> str:
+    return "\n".join(terminal_lines(report or cases.report(), style, everything))
+
+
+@pytest.mark.parametrize("name", [None, cases.HOSTILE, "x" * 5000, "a b " * 500])
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("device", [None, "NVIDIA H100 80GB HBM3"])
+def test_every_line_fits(name, everything, device):
+    lines = terminal_lines(cases.report(device, name), PLAIN, everything)
+    assert max(map(len, lines)) <= WIDTH
+    if not everything and (name is None or len(name) < 1000):
+        assert len(lines) <= MOST_LINES
+
+
+def test_the_order_is_verdict_step_findings_tables():
+    shown = text()
+    titles = [
+        "run-1: 2 ranks",
+        "31% of peak",
+        "Where a step goes",
+        "Findings",
+        "Phases",
+        "Kernels",
+        "Speed of light",
+        "Memory",
+        "Ranks",
+        "Collectives",
+        "The whole run",
+    ]
+    places = [shown.index(title) for title in titles]
+    assert places == sorted(places)
+
+
+def test_rows_of_a_step_sum_to_it():
+    table = next(section for section in sections_of(cases.report(), False) if section.key == "step").blocks[0]
+    *rows, total = [float(row[1]) for row in table.rows]
+    assert sum(rows) == pytest.approx(total) == 100.0
+    assert table.rows[0][0] == "compute" and table.rows[-2][0] == "unexplained"
+    assert rows[1:-1] == sorted(rows[1:-1], reverse=True)
+
+
+def test_host_time_stands_beside_device_time():
+    assert re.search(r"data_to_device +28\.0 +0\.0 ", text()) and re.search(r"forward +7\.0 +26\.0 ", text())
+
+
+def test_a_cpu_report_speaks_of_no_device():
+    shown = text(cases.report(None))
+    for word in ("device idle", "Kernels", "queue lag", "tensor cores", "GPU"):
+        assert word not in shown.split("Memory")[0].replace("cost per step", ""), word
+    assert "Python between operators" in shown and "waiting for communication" in shown
+
+
+def test_a_finding_shows_evidence_advice_cost_and_bound():
+    lines = text().splitlines()
+    at = next(at for at, line in enumerate(lines) if " 1. sync-in-step" in line)
+    assert lines[at].endswith("6.000 ms") and "train.py(12): forward" in lines[at + 1]
+    assert lines[at + 2].strip() == "try: read the loss every 100 steps: --log-interval 100 (saves at most 6.000 ms)"
+    assert any("likely: the logits are the peak" in line and line.endswith("3.00 GiB") for line in lines)
+
+
+def test_no_finding_is_said():
+    assert "no rule found a cause" in text(dataclasses.replace(cases.report(), findings=()))
+
+
+def test_everything_shows_all_rows():
+    short, long = text(), text(everything=True)
+    assert "and 8 more with --all" in short and "with --all" not in long
+    assert long.count("ampere_bf16_s16816gemm_") == 12
+
+
+def test_only_parts_that_exist_are_shown():
+    report = cases.report(ranks_seen=(), snapshots=(), ranks=None)
+    assert [section.key for section in sections_of(report, True)] == ["run"]
+    report = cases.report(ranks_seen=(), run=None, ranks=None)
+    assert [section.key for section in sections_of(report, True)] == ["memory"]
+
+
+def test_gaps_are_said_once_and_last():
+    one = cases.report(gaps=("the trace broke off at byte 12",))
+    assert text(one).rstrip().endswith("- the trace broke off at byte 12")
+    twice = dataclasses.replace(
+        one.facts.ranks_seen[0], trace=cases.trace(0, notes=("the trace broke off at byte 12",))
+    )
+    facts = dataclasses.replace(one.facts, ranks_seen=(twice, twice), ranks=None)
+    assert gaps_of(dataclasses.replace(one, facts=facts)) == ["the trace broke off at byte 12"]
+
+
+def test_foreign_names_command_no_terminal():
+    for name in ("\x1b[2J\x07", "\u202edrow", "a\nb\tc", "\x9b31m", "\ud800"):
+        assert harmless(name).isprintable()
+        shown = text(cases.report(name=name), everything=True)
+        assert all(letter.isprintable() for letter in shown.replace("\n", ""))
+
+
+def test_colour_is_for_terminals_only(monkeypatch):
+    class Terminal(io.StringIO):
+        encoding = "UTF-8"
+
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert style_of(Terminal()) == Style(colour=True, unicode=True)
+    assert "\x1b[1m" in text(style=Style(colour=True)) and "\x1b" not in text()
+    bare = re.sub(r"\x1b\[\d+m", "", text(style=Style(colour=True)))
+    assert bare == text()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not style_of(Terminal()).colour
+    assert style_of(io.StringIO()) == Style(colour=False, unicode=False)
+
+
+def test_bars_are_ascii_where_blocks_are_not_shown():
+    assert PLAIN.bar(0.5, 10) == "#####" and Style(unicode=True).bar(0.5, 10) == "█████"
+    assert PLAIN.bar(0.001, 10) == "#" and PLAIN.bar(0.0, 10) == "" and PLAIN.bar(7.0, 10) == "#" * 10
+    assert text().isascii() and not text(style=Style(unicode=True)).isascii()
+
+
+def test_tables_give_way_where_the_widest_column_is():
+    lines = table_lines(Table([["k" * 300, "forward", "1"]], "llr", ["kernel", "phase", "ms"]), PLAIN)
+    assert len(lines[1]) == WIDTH and lines[1].endswith("kkk  forward   1") and ".." in lines[1]
+    assert all(len(line) <= WIDTH + 60 for line in table_lines(Table([["x"] * 40], "l" * 40), PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("given", "width", "shown"), [("abcdefghijkl", 8, "abcd..kl"), ("abc", 8, "abc"), ("abcdef", 1, ".")]
+)
+def test_long_names_keep_both_ends(given, width, shown):
+    assert fit(given, width) == shown
+
+
+def test_sentences_wrap_under_their_beginning():
+    lines = wrapped("word " * 40, "  - ", "    ")
+    assert lines[0].startswith("  - word") and all(line.startswith("    word") for line in lines[1:]) and len(lines) > 1
+
+
+def test_numbers():
+    assert [milliseconds(value) for value in (1234.5, 12.345, 0.12345, None, float("nan"))] == [
+        "1,234.5",
+        "12.35",
+        "0.123",
+        "",
+        "",
+    ]
+    assert milliseconds(0.5, of=200) == "0.5"
+    assert [percent(share) for share in (0.0, 0.001, 0.126, None)] == ["0%", "<1%", "13%", ""]
+    assert [flops(value) for value in (31e12, 5e9, 12, 2e18)] == ["31 TFLOP", "5 GFLOP", "12 FLOP", "2e+03 PFLOP"]
