@@ -14,11 +14,14 @@ from megatron_lite.analysis.memory.figures import (
     Growth,
     Held,
     Layer,
+    LedgerRow,
     Moment,
     SiteBytes,
     Snapshot,
     StepMemory,
+    TraceMemory,
 )
+from megatron_lite.analysis.memory.sites import OUTSIDE
 from megatron_lite.analysis.ranks.figures import CollectiveRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.figures import Run
@@ -248,7 +251,7 @@ def snapshot(name="gpt.py:81 forward") -> Snapshot:
         peak_phase="backward",
         held=held,
         sites=(SiteBytes(name, "activations", "forward", "layers.3.mlp", 2**30, 24),) * 6,
-        layers=tuple(Layer(f"layers.{at}", 2**29) for at in range(24)),
+        layers=(Layer(OUTSIDE, 2**28), *(Layer(f"layers.{at}", 2**29) for at in range(24))),
         curve=curve,
         steps=tuple(
             StepMemory(f"step {at}", at * 50_000, (at + 1) * 50_000, 16 * 2**30, 32 * 2**30) for at in range(4)
@@ -260,6 +263,19 @@ def snapshot(name="gpt.py:81 forward") -> Snapshot:
         complete=True,
         notes=(),
     )
+
+
+def ledger() -> tuple[LedgerRow, ...]:
+    """One that agrees, one that does not, one of nothing."""
+    return (
+        LedgerRow("parameters", "2 bytes x 1,073,741,824 parameters", 2 * 2**30, 2 * 2**30),
+        LedgerRow("activations", "24 layers", 8 * 2**30, 12 * 2**30),
+        LedgerRow("master weights", "0 bytes x 1,073,741,824 parameters", 0, 0),
+    )
+
+
+def traced_memory(name="aten::log_softmax", given=True) -> TraceMemory:
+    return TraceMemory("rank0.json", 0, 0, 3 * 2**30, 5_000, "forward", name, 4 * 2**30, ((0, 0), (5_000, 3 * 2**30)), given)
 
 
 def run_of() -> Run:
@@ -339,6 +355,8 @@ def report(device: str | None = "NVIDIA H100 80GB HBM3", name: str | None = None
             "snapshots": (snapshot(**foreign),),
             "run": run_of(),
             "gaps": (name,) if name else (),
+            "ledger": ledger(),
+            "traced_memory": (),
             **facts,
         }
     )

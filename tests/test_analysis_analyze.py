@@ -41,6 +41,13 @@ def test_ranks_of_a_folder_stand_in_order(tmp_path):
     assert report.facts.ranks.present == (0, 1) and ": 2 ranks, " in report.title
 
 
+def test_memory_events_speak_where_there_is_no_snapshot(tmp_path):
+    made = gpu_run(steps=5)
+    made.memory(2000, 1000, 5000, 8192)
+    [found] = analyze([made.write(tmp_path)]).facts.traced_memory
+    assert (found.peak_bytes, found.reserved_bytes) == (5000, 8192)
+
+
 def test_progress_is_told(tmp_path):
     said = []
     analyze([two_ranks(tmp_path)], said.append)
@@ -96,7 +103,7 @@ def test_too_little_memory_is_a_gap(tmp_path, monkeypatch):
 
 
 def test_a_second_run_s_folder_is_left_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "read_run", lambda folder: types.SimpleNamespace(folder=str(folder)))
+    monkeypatch.setattr("megatron_lite.analysis.run.read.read_run", lambda folder: types.SimpleNamespace(folder=str(folder)))
     gaps = module._Gaps()
     assert module._run([tmp_path / "new", tmp_path / "old"], gaps).folder == str(tmp_path / "new")
     assert len(gaps.found) == 1 and "old: an older run's folder" in gaps.found[0]

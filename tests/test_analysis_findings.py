@@ -6,13 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+import report_cases
 from command_lines import plan as resolved_plan
 from finding_cases import CASES, CLEAN, COSTS_MS, MORE_NEAR_MISSES, MORE_TRIGGERS, WORDS
 
 from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings import fp32_products, profiler_overhead
 from megatron_lite.analysis.findings.rules import RULES, findings_of, page_of
+from megatron_lite.analysis.kernels.figures import TensorCores
 
 PARTS = ("Meaning:", "Measured:", "Cost:", "Do:", "Flags:", "False alarm:")
 NOTHING = Facts((), None, (), None, ())
@@ -147,3 +150,24 @@ def test_what_rules_ask_of_a_run_stands_in_its_plan():
     assert set(re.findall(r'argument\(facts, "(\w+)"\)', sources)) <= flat
     parts = re.findall(r'part\(facts, "(\w+)", "(\w+)"\)', sources)
     assert parts and [(group, name) for group, name in parts if name not in plan[group]] == []
+
+
+@pytest.mark.parametrize(("device", "gain_ms"), [
+    ("NVIDIA H100 80GB HBM3", 40.0 * (1 - 66.9 / 989.5)),  # both peaks are known
+    ("Tesla V100-DGXS-32GB", 40.0 - 1.25),  # 156.25 GFLOP at the fp16 peak of 125 TFLOP/s; no fp32 peak
+    ("GPU of nobody", None),
+])
+def test_the_gain_of_16_bits_is_bounded_by_the_hardware_or_not_at_all(device, gain_ms):
+    [one] = report_cases.report(device, ranks=None).facts.ranks_seen[:1]
+    row = dataclasses.replace(one.kernels.rows[0], ms=40.0, precision="fp32", tensor_cores=TensorCores.NO)
+    product = dataclasses.replace(one.kernels.roofline[0], dtype="fp32", flops=156.25e9)
+    kernels = dataclasses.replace(one.kernels, rows=(row,), roofline=(product,))
+    found = fp32_products.find(dataclasses.replace(NOTHING, ranks_seen=(dataclasses.replace(one, kernels=kernels),)))
+    assert found.gain_ms == (gain_ms and pytest.approx(gain_ms)) and found.cost_ms == pytest.approx(gain_ms or 40.0)
+
+
+@pytest.mark.parametrize(("device", "word"), [("cpu", "without --record-memory-history"), ("cuda", "device times, not gaps")])
+def test_a_disturbing_profiler_is_blamed_by_its_flags(device, word):
+    plan = {"device": device, "args": {"profile": {"record_memory_history": True}}}
+    slow = dataclasses.replace(report_cases.run_of(), plan=plan, profiled_step_ms=150.0)
+    assert word in profiler_overhead.find(dataclasses.replace(NOTHING, run=slow)).advice

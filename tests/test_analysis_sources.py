@@ -228,14 +228,17 @@ def test_a_run_inside_of_a_run_has_its_own_files(tmp_path):
     assert foreign.name in reasons(found)
 
 
-@pytest.mark.parametrize("text", ["{", '{"traceEvents": [{}, {', "{" + " " * 2**20 + "["])
-@pytest.mark.parametrize("ending", [".json", ".json.gz"])
-def test_a_damaged_newer_file_displaces_no_sound_one(tmp_path, text, ending):
+CUT = b'{"traceEvents": [{}, {'
+
+
+@pytest.mark.parametrize(("ending", "data"), [
+    (".json", b"{"), (".json", CUT), (".json", b"{" + b" " * 2**20 + b"["),
+    (".json.gz", gzip.compress(CUT)),
+])
+def test_a_damaged_newer_file_displaces_no_sound_one(tmp_path, ending, data):
     sound = tuple(trace(tmp_path, rank) for rank in range(2))
     damaged = tmp_path / f"host_rank0.{1_700_000_600 * SECOND}.pt.trace{ending}"
-    damaged.write_bytes(gzip.compress(text.encode()) if ending == ".json.gz" else text.encode())
-    if len(text) > 2**20 and ending == ".json.gz":
-        pytest.skip("the end of a long zipped file is not looked at")
+    damaged.write_bytes(data)
     found = sources_of([tmp_path])
     assert (found.traces, reasons(found)) == (sound, {damaged.name: DAMAGED})
     assert sources_of([damaged]).traces == (damaged,), "its reader says what is wrong with it"

@@ -238,3 +238,11 @@ def test_device_work_finds_its_launch():
         found[path.parent.name] = float((trace.launch_of[trace.device_rows] >= 0).mean())
     assert found.pop("h100_qwen_stacks") == pytest.approx(0.702, abs=0.001), "509 of 1,707 were launched before the window"
     assert set(found.values()) == {1.0}
+
+
+def test_only_names_of_the_wanted_kinds_are_asked(tmp_path):
+    events = [span("kernel", "a", 1, 1), span("cpu_op", "b", 2, 1), span("cpu_op", "a", 3, 1), span("python_function", "f", 4, 1)]
+    trace, asked = read(tmp_path, events), []
+    passes = trace.passing(lambda name: asked.append(name) or name == "a", Kind.OP, Kind.MEMCPY)
+    assert sorted(asked) == ["a", "b"]
+    assert passes.tolist() == [name == "a" for name in trace.names]

@@ -179,7 +179,16 @@ def test_the_title_names_what_is_known():
     assert title_of(["a.json", "b.json"], fewer) == "a.json and 1 more: 1 of 2 ranks, NVIDIA H100 80GB HBM3"
     assert (
         title_of(["s.pickle"], Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cases.snapshot(),)}))
-        == "s.pickle: 1 rank"
+        == "s.pickle: 1 snapshot"
     )
     odd = dataclasses.replace(cases.run_of(), plan={"shape": 3, "world": "x"}, record={"hardware": []})
     assert title_of(["run-2"], Facts(**{**NOTHING, "ranks_seen": (), "run": odd})) == "run-2"
+
+
+def test_processes_without_ranks_are_not_called_ranks():
+    seen = tuple(
+        dataclasses.replace(one, trace=dataclasses.replace(one.trace, rank=None, world_size=None),
+                            time=dataclasses.replace(one.time, rank=None))
+        for one in cases.report().facts.ranks_seen
+    )
+    assert title_of(["job.sqlite"], Facts(**{**NOTHING, "ranks_seen": seen})).startswith("job.sqlite: 2 processes, ")

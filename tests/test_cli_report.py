@@ -123,3 +123,14 @@ def test_the_whole_command_imports_nothing_heavy():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_reader_that_leaves_ends_the_printing_but_the_files_are_written(trace):
+    ours, theirs = os.pipe()
+    os.close(ours)  # as head does after its lines
+    command = [sys.executable, "-m", "megatron_lite.cli.main", "report", str(trace)]
+    ended = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+                           env=os.environ | {"PYTHONPATH": str(ROOT)})
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (141, "")
+    assert written(Path()) == {"report.html", "report.json"}

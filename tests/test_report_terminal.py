@@ -10,11 +10,10 @@ import report_cases as cases
 from megatron_lite.report.numbers import flops, milliseconds, percent
 from megatron_lite.report.section import Table
 from megatron_lite.report.sections.all import gaps_of, sections_of
-from megatron_lite.report.terminal import terminal_lines
+from megatron_lite.report.terminal import MOST_LINES, terminal_lines
 from megatron_lite.report.text import WIDTH, Style, fit, harmless, style_of, table_lines, wrapped
 
 PLAIN = Style(colour=False, unicode=False)
-MOST_LINES = 106  # every section and gap at once; the usual report has 40 to 80
 
 
 def text(report=None, style=PLAIN, everything=False) -> str:
@@ -28,11 +27,11 @@ def test_every_line_fits(name, everything, device):
     lines = terminal_lines(cases.report(device, name), PLAIN, everything)
     assert max(map(len, lines)) <= WIDTH
     if not everything and (name is None or len(name) < 1000):
-        assert len(lines) <= MOST_LINES
+        assert len(lines) <= MOST_LINES + 2
 
 
 def test_the_order_is_verdict_step_findings_tables():
-    shown = text()
+    shown = text(everything=True)
     titles = [
         "run-1: 2 ranks",
         "31% of peak",
@@ -83,7 +82,8 @@ def test_no_finding_is_said():
 
 def test_everything_shows_all_rows():
     short, long = text(), text(everything=True)
-    assert "and 8 more with --all" in short and "with --all" not in long
+    assert "and 4 more with --all" in short and "with --all" not in long.lower()
+    assert "With --all: Collectives, Speed of light" in short and "\nCollectives" not in short
     assert long.count("ampere_bf16_s16816gemm_") == 12
 
 
@@ -164,3 +164,43 @@ def test_numbers():
     assert milliseconds(0.5, of=200) == "0.5"
     assert [percent(share) for share in (0.0, 0.001, 0.126, None)] == ["0%", "<1%", "13%", ""]
     assert [flops(value) for value in (31e12, 5e9, 12, 2e18)] == ["31 TFLOP", "5 GFLOP", "12 FLOP", "2e+03 PFLOP"]
+
+
+def test_memory_is_measured_beside_the_formula():
+    shown = text().split("\nMemory")[1].split("\nRanks")[0]
+    assert re.search(r"activations +12\.00 GiB +8\.00 GiB\n", shown)
+    assert "formula and measurement agree within 10%: parameters\n" in shown
+    assert re.search(r"parameters +2\.00 GiB +2\.00 GiB +2 bytes x", text(everything=True))
+
+
+def test_what_lies_outside_of_layers_is_no_layer():
+    assert "activations of 24 layers: 12.00 GiB, outside of layers 256.0 MiB; most in layers.0 512.0 MiB" in " ".join(text().split())
+
+
+def test_without_a_snapshot_the_trace_tells_the_peak():
+    alone = {"snapshots": (), "ledger": ()}
+    shown = text(cases.report(**alone, traced_memory=(cases.traced_memory(),)))
+    assert re.search(r"0 +GPU 0 +3\.00 GiB +4\.00 GiB +forward +aten::log_softmax\n", shown)
+    assert "--record-memory-history" in shown and "before the window" not in shown
+    shown = text(cases.report(**alone, traced_memory=(cases.traced_memory(given=False),)))
+    assert " + 3.00 GiB " in shown and "+: on top of what was there before the window" in shown
+
+
+def test_a_failed_run_says_so_first_and_why():
+    failed = dataclasses.replace(cases.run_of(), record={"status": "failed: OutOfMemoryError: " + "long " * 40 + "end"})
+    shown = text(cases.report(ranks_seen=(), snapshots=(), ranks=None, ledger=(), run=failed))
+    assert "  The run failed after 3 steps. 95.5 ms per step" in shown
+    assert "3 steps, failed\n" in shown and "failed: OutOfMemoryError" in shown and " end\n" in shown
+
+
+def test_flags_for_another_job_are_called_this_trainers():
+    assert "the flags are megatron_lite's" in text(cases.report(run=None)) and "the flags are" not in text()
+
+
+def test_a_file_without_ranks_is_called_by_its_name():
+    seen = tuple(
+        dataclasses.replace(one, trace=cases.trace(None, source=f"job.sqlite (process {at})"), time=cases.rank_time(None))
+        for at, one in enumerate(cases.report().facts.ranks_seen)
+    )
+    shown = text(cases.report(ranks_seen=seen, ranks=None))
+    assert "job.sqlite (process 0), ms per step" in shown and "the one that waits least" not in shown

@@ -64,7 +64,8 @@ fi
 run=$(new_run_folder)
 corpus=$root/quickstart/corpus
 interval=$((STEPS < 8 ? 1 : STEPS / 8))
-window=$((STEPS / 2 + 1)) # first of five profiled steps: the report at the end is made of them
+window=$((STEPS / 2 + 1)) # first of up to four profiled steps: the report at the end is made of them
+last=$((window + 3 < STEPS ? window + 3 : STEPS))
 
 echo "quickstart: $ranks data-parallel ranks on $( ((gpus)) && echo "$gpus GPUs" || echo CPU), $precision, with $python"
 "$python" -m megatron_lite.cli.main make-corpus --output-prefix "$corpus/python" --bpe 2048
@@ -84,13 +85,13 @@ COMMAND=(
     --log-interval "$interval" --eval-interval "$interval" --eval-iters 16
     --save "$run/checkpoints" --tensorboard-dir "$run/tensorboard" --run-dir "$run"
     --profile --use-pytorch-profiler --pytorch-profiler-collect-shapes --profile-ranks -1
-    --profile-step-start "$window" --profile-step-end $((window + 5))
+    --profile-step-start "$window" --profile-step-end $((last + 1))
 )
 if [[ $precision != fp32 ]]; then
     COMMAND+=("--$precision")
 fi
 if ((gpus)); then
-    COMMAND+=(--record-memory-history) # on CPUs it would make such short steps half as long again
+    COMMAND+=(--record-memory-history) # on CPUs it slows such short steps: docs/profiling.md
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads_per_rank "$ranks")}
 mkdir -p -- "$run"
@@ -108,10 +109,10 @@ compare_validations "$run/console.log"
 echo
 echo "Made in quickstart/${run##*/}:"
 echo "  run.json      the plan, versions and hardware of the run"
-echo "  steps.jsonl   $(grep -c . "$run/steps.jsonl") steps: loss, gradient norm, time by phase"
+echo "  steps.jsonl   $(grep -c '"iteration":' "$run/steps.jsonl") steps: loss, gradient norm, time by phase"
 echo "  checkpoints/  weights and optimizer after iteration $(cat "$run/checkpoints/latest_checkpointed_iteration.txt")"
 echo "  report.html   where its steps go, as above, with charts; report.json: the same for programs"
-echo "  tensorboard/  curves, and traces of steps $window to $((window + 4)) for ui.perfetto.dev"
+echo "  tensorboard/  curves, and traces of steps $window to $last for ui.perfetto.dev"
 echo "  console.log   what you saw"
 echo "Next:"
 echo "  $(dirname -- "$python")/tensorboard --logdir quickstart"

@@ -1,4 +1,7 @@
-"""From files to a Report: read, place, time, kernels, ranks, memory, run, findings, verdict. No printing here."""
+"""From files to a Report: read, place, time, kernels, ranks, memory, run, findings, verdict. No printing here.
+
+What only snapshots or run folders need is imported where they are read: a trace's report is not to wait for it.
+"""
 
 import dataclasses
 import time
@@ -10,15 +13,12 @@ from megatron_lite.analysis.findings.rules import findings_of
 from megatron_lite.analysis.kernels.figures import RankKernels
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.memory.figures import Snapshot
-from megatron_lite.analysis.memory.ledger import ledger
 from megatron_lite.analysis.memory.of_trace import memory_of_trace
-from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.analysis.ranks.figures import Ranks
 from megatron_lite.analysis.ranks.from_run import ranks_of_run
 from megatron_lite.analysis.ranks.ranks import ranks_of
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.figures import Run
-from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.sources import sources_of
 from megatron_lite.analysis.time.placing_of import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
@@ -112,6 +112,10 @@ def _ranks(seen: Sequence[RankFacts], run: Run | None, gaps: _Gaps) -> Ranks | N
 
 def _snapshots(paths: Sequence[Path], say: Callable[[str], None], gaps: _Gaps) -> tuple[Snapshot, ...]:
     """By rank."""
+    if not paths:
+        return ()
+    from megatron_lite.analysis.memory.read import read_snapshot
+
     found = []
     for path in paths:
         say(f"reading {path.name}")
@@ -122,6 +126,8 @@ def _snapshots(paths: Sequence[Path], say: Callable[[str], None], gaps: _Gaps) -
 def _with_memory(facts: Facts, gaps: _Gaps) -> Facts:
     """The ledger of the highest snapshot; without a snapshot what the traces say."""
     if facts.snapshots:
+        from megatron_lite.analysis.memory.ledger import ledger
+
         rows = gaps.attempt("memory formulas", ledger, facts.highest_snapshot, facts.plan)
         return dataclasses.replace(facts, ledger=rows or ())
     found = [gaps.attempt(f"memory of {one.trace.source}", memory_of_trace, one.trace, one.placing)
@@ -131,10 +137,14 @@ def _with_memory(facts: Facts, gaps: _Gaps) -> Facts:
 
 def _run(folders: Sequence[Path], gaps: _Gaps) -> Run | None:
     """The newest; comparing is another command's."""
+    if not folders:
+        return None
+    from megatron_lite.analysis.run.read import read_run
+
     runs = [gaps.attempt(folder.name, read_run, folder) for folder in folders[:1]]
     for folder in folders[1:]:
         gaps.add(f"{folder}: an older run's folder, left aside; name it alone, or use megatron-lite compare")
-    return runs[0] if runs else None
+    return runs[0]
 
 
 def _nothing(paths: Sequence[Path | str], gaps: Sequence[str]) -> str:

@@ -14,9 +14,12 @@ def newest_set(files: Sequence[SourceFile]) -> tuple[list[SourceFile], list[tupl
     """(the newest window's files by rank, the others with the reason why they are left out)."""
     if not files:
         return [], []
-    whole = [file for file in files if file.whole or file.named] or files  # a damaged one tells not whose it is
+    damaged = [file for file in files if not (file.whole or file.named)]  # they tell not of which run they are
+    whole = [file for file in files if file.whole or file.named]
+    if not whole:
+        whole, damaged = damaged, []
     newest = max(whole, key=_age)
-    ignored, of_run = [(file.path, DAMAGED) for file in files if file not in whole], []
+    ignored, of_run = [(file.path, DAMAGED) for file in damaged], []
     for file in whole:
         if _run_of(file) != _run_of(newest):
             ignored.append((file.path, _other_run(file, newest)))

@@ -1,6 +1,8 @@
 """Of several runs under a folder the one that is read, and which files are not its own."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from megatron_lite.analysis.run_artefacts import artefacts_of
@@ -11,9 +13,12 @@ from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
 def one_run(folders: Sequence[Path], files: Sequence[SourceFile], newest: Sequence[Path]) -> tuple[list[Path], dict[Path, str]]:
     """(run folders, first the one to read, which wrote one of the `newest` files or is the newest run itself; those of
     `files` that other runs wrote, with the reason why they are left out)."""
-    written = {folder: set(artefacts_of(folder)) for folder in dict.fromkeys(folders)}
-    owners = {file.path: _owners(file.path, written) for file in files}
-    runs = sorted(written, key=lambda folder: (not any(folder in owners[path] for path in newest), -_time(folder)))
+    folders_seen, writers = set(folders), defaultdict(set)
+    for folder in folders_seen:
+        for path in artefacts_of(folder):
+            writers[path].add(folder)
+    owners = {file.path: writers[file.path] | _around(file.path, folders_seen) for file in files}
+    runs = sorted(folders_seen, key=lambda folder: (not any(folder in owners[path] for path in newest), -_time(folder), folder))
     of_others = {
         file.path: f"of another run than {runs[0]}; name {min(owners[file.path])} alone to read it"
         for file in files
@@ -22,10 +27,9 @@ def one_run(folders: Sequence[Path], files: Sequence[SourceFile], newest: Sequen
     return runs, of_others
 
 
-def _owners(path: Path, written: dict[Path, set[Path]]) -> set[Path]:
-    """The run folder in which it lies, the innermost one, and the runs whose flags name its place."""
-    around = max((folder for folder in written if path.is_relative_to(folder)), key=lambda folder: len(folder.parts), default=None)
-    return {folder for folder, paths in written.items() if folder == around or path in paths}
+def _around(path: Path, folders: set[Path]) -> set[Path]:
+    """The innermost of the run folders in which it lies."""
+    return set(islice((folder for folder in path.parents if folder in folders), 1))
 
 
 def _time(folder: Path) -> float:

@@ -202,7 +202,7 @@ def _of_memory(snapshots: Sequence[Snapshot]) -> Verdict:
 
 def _of_run(facts: Facts) -> Verdict:
     run, why = facts.run, f"no trace: without one the run says how fast it was, not why; {HOW_TO_TRACE}"
-    failed = f"The run {run.status}. " if run and run.status.startswith("failed") else ""
+    failed = f"The run failed after {run.steps:,} steps. " if run and run.status.startswith("failed") else ""
     if run is None or run.steady_step_ms is None:
         return Verdict(f"{failed}INCONCLUSIVE: {why}", "inconclusive", "low", why)
     speed = f", {count(run.tokens_per_second)} tokens/s" if run.tokens_per_second else ""

@@ -7,15 +7,24 @@ from megatron_lite.report.section import Card, Lines, Section, Table
 from megatron_lite.report.sections.all import confidence_of, gaps_of, sections_of
 from megatron_lite.report.text import WIDTH, Style, fit, harmless, heading, table_lines, wrapped
 
-GAPS_SHOWN = 4
+GAPS_SHOWN = 2
+MOST_LINES = 82  # with the line that says what was left out: two screens
+LEFT_OUT_FIRST = ("collectives", "roofline", "kernels", "operators", "phases")  # what says least to most people
 
 
 def terminal_lines(report: Report, style: Style, everything: bool = False) -> list[str]:
     """At most about 80 lines of WIDTH columns, or all rows of all tables."""
-    lines = _head(report, style)
-    for section in sections_of(report, everything):
-        lines += ["", *section_lines(section, style)]
-    return lines + _gaps(report, style, everything)
+    head, gaps = _head(report, style), _gaps(report, style, everything)
+    sections = {section.key: section for section in sections_of(report, everything)}
+    drawn = {key: ["", *section_lines(section, style)] for key, section in sections.items()}
+    left_out = []
+    for key in () if everything else LEFT_OUT_FIRST:
+        if len(head) + len(gaps) + sum(map(len, drawn.values())) <= MOST_LINES:
+            break
+        if drawn.pop(key, None):
+            left_out.append(sections[key].title)
+    more = ["", style.dim(f"With --all: {', '.join(left_out)}")] if left_out else []
+    return [*head, *(line for lines in drawn.values() for line in lines), *more, *gaps]
 
 
 def _head(report: Report, style: Style) -> list[str]:

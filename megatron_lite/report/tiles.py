@@ -32,7 +32,7 @@ def _of_trace(report: Report) -> list[Tile]:
         exposed = time.rows.get("exposed_communication", 0.0)
         tiles.append(Tile(percent(share(exposed, time.step_ms)), "communication not hidden"))
     if kernels.mfu is not None:
-        tiles.append(Tile(percent(kernels.mfu), f"of {kernels.peak_tflops:,.0f} TFLOP/s {kernels.peak_dtype}"))
+        tiles.append(Tile(percent(kernels.mfu), f"of {kernels.peak_tflops:,.4g} TFLOP/s {kernels.peak_dtype}"))
     return tiles
 
 

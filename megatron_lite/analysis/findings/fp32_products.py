@@ -6,8 +6,8 @@ Meaning: weights and activations are fp32. Tensor cores multiply fp16 and bf16 m
 Measured: time of fp32 matrix products and attention per steady step, by kernel names, or without
     a GPU by the operators' types; the operators' types need --pytorch-profiler-collect-shapes,
     else the run's plan says it.
-Cost: the time of these products. The bound of the gain is what the same products take at the
-    16-bit peak of the hardware table; none is given where that peak is unknown.
+Cost: what 16 bits could save of it at best, by the peaks in the hardware table, or by the FLOPs
+    at the 16-bit peak; all of it where that peak is unknown, and then no bound of the gain is given.
 Do: bf16 (no loss scale needed), or fp16 with a dynamic loss scale; masters and moments stay fp32.
 Flags: --bf16, or --fp16 on GPUs before Ampere.
 False alarm: an fp32 reference run, made on purpose.
@@ -38,11 +38,12 @@ def find(facts: Facts) -> Finding | None:
     if share(ms, one) < TOO_MUCH:
         return None
     flag = "--fp16" if "V100" in (one.time.device or "") else "--bf16"
+    gain = _gain_ms(one, ms, flag)
     return Finding(
-        code=CODE, title=TITLE, cost_ms=ms,
+        code=CODE, title=TITLE, cost_ms=ms if gain is None else gain,
         evidence=(Evidence(f"fp32 products (matrices, attention, convolution) take {of_step(ms, one)}", where(one)),
                   *_dearest(one)),
-        advice=f"train in mixed precision: {flag}", flags=(flag,), gain_ms=_gain_ms(one, ms, flag), rank=one.time.rank,
+        advice=f"train in mixed precision: {flag}", flags=(flag,), gain_ms=gain, rank=one.time.rank,
     )
 
 

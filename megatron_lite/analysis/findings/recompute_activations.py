@@ -17,7 +17,7 @@ from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.memory_peaks import is_tight
 from megatron_lite.analysis.findings.seen.planned import argument, part, whole
-from megatron_lite.analysis.memory.sites import OUTSIDE
+from megatron_lite.analysis.memory.figures import OUTSIDE
 from megatron_lite.units import size
 
 CODE = "recompute-activations"

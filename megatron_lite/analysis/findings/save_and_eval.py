@@ -48,8 +48,8 @@ def _total(values) -> float:
 
 def _seen(run: Run, name: str, total: float, whole_ms: float) -> Evidence:
     times = sum(value > 0 for value in run.phases_ms[name])
-    return Evidence(f"{name}: {times} times, {in_ms(total / times)} each, {total / whole_ms:.0%} of the run's "
-                    f"{run.steps} steps",
+    return Evidence(f"{name}: {times} times, {in_ms(total / times)} each, {total / whole_ms:.0%} of the time of "
+                    f"the run's {run.steps} steps",
                     "steps.jsonl")
 
 

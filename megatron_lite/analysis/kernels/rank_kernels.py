@@ -15,6 +15,7 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.estimate.hardware import peak_tflops, processor_of
 
 _COMPILED = (re.compile(r"Torch-Compiled Region"), re.compile(r"## Call CompiledFxGraph"))
+SHAPES_FLAG = "--pytorch-profiler-collect-shapes"
 COVERED = 0.95  # of the time of matrix work should have shapes; below it the sum of FLOPs says too little
 
 
@@ -89,7 +90,7 @@ def _speed(calls: list[Calls], time: RankTime, matrix_ms: float, with_shapes: bo
 def _notes(matrix: list[Calls], time: RankTime, matrix_ms: float, with_shapes: bool, peakless: str) -> tuple[str, ...]:
     """`peakless`: number format of most FLOPs if no peak is known for it."""
     if not with_shapes:
-        return ("the trace has no shapes, so no FLOPs and no roofline: --pytorch-profiler-collect-shapes records them",)
+        return (f"the trace has no shapes, so no FLOPs and no roofline: torch.profiler records them with {SHAPES_FLAG}",)
     notes, covered = [], sum(one.ms for one in matrix)
     if matrix_ms and time.on_gpu and covered < COVERED * matrix_ms:
         notes.append(

@@ -32,11 +32,14 @@ class SiteBytes:
     blocks: int
 
 
+OUTSIDE = "outside of layers"  # the name of the row for what belongs to none
+
+
 @dataclass(frozen=True)
 class Layer:
     """Activations of one layer at the peak."""
 
-    name: str
+    name: str  # or OUTSIDE
     num_bytes: int
 
 

@@ -5,14 +5,13 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from megatron_lite.analysis.memory.figures import CATEGORIES, Layer, SiteBytes
+from megatron_lite.analysis.memory.figures import CATEGORIES, OUTSIDE, Layer, SiteBytes
 from megatron_lite.analysis.memory.lives import Lives
 from megatron_lite.analysis.memory.phases import NOT_SAID, PHASES, Phases
 from megatron_lite.analysis.memory.record import Record
 
 NUMBERED = re.compile(r"^(.*?(?:^|\.)(\d+))(?:\.|$)")
 BETWEEN_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-OUTSIDE = "outside of layers"
 LEAST_EXPLAINED = 0.5  # of the activations' bytes, by stacks that come once per layer
 
 

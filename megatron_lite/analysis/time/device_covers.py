@@ -40,5 +40,5 @@ def device_covers(trace: Trace, rows: np.ndarray) -> DeviceCovers:
 
 
 def communication_names(trace: Trace) -> np.ndarray:
-    """bool per name of the trace."""
-    return np.fromiter((is_communication(name) for name in trace.names), bool, len(trace.names))
+    """bool per name of the trace: of a kernel or a host span that communicates?"""
+    return trace.passing(is_communication, Kind.KERNEL, Kind.ANNOTATION)

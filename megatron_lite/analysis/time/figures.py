@@ -54,7 +54,7 @@ class PhaseTime:
     compute_ms: float
     communication_ms: float
     copy_ms: float
-    kernels: float  # device events per step
+    kernels: float  # per step, copies left out; on CPU-only traces operators
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,21 @@ class Trace:
         launch[self.device_rows] = np.where((ids[at] == wanted) & (wanted >= 0), order[at], -1)
         return launch
 
+    @cached_property
+    def names_of(self) -> dict[Kind, np.ndarray]:
+        """Numbers of the distinct names of each kind's events."""
+        names, count = self.events.name, len(self.names)
+        return {kind: np.flatnonzero(np.bincount(names[rows], minlength=count)) for kind, rows in self.rows.items()}
+
+    def passing(self, test, *kinds: Kind) -> np.ndarray:
+        """bool per name: do events of these kinds have it, and does it pass `test(name)`? Others are not asked: traces
+        with stacks have many more names of Python functions than of all else."""
+        passes = np.zeros(len(self.names), bool)
+        for kind in kinds:
+            numbers = self.names_of[kind]
+            passes[numbers] = np.fromiter((bool(test(self.names[number])) for number in numbers), bool, len(numbers))
+        return passes
+
     def matching(self, test) -> np.ndarray:
         """bool per row of `names`-indexed events: does the event's name pass `test(name)`? Each distinct name is asked once."""
         passes = np.fromiter((bool(test(name)) for name in self.names), bool, len(self.names))

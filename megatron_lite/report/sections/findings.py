@@ -26,16 +26,16 @@ def findings_section(report: Report, everything: bool) -> Section | None:
         return Section("findings", "Findings", "", [Lines(["none: no rule found a cause worth naming"])])
     shown, hidden = first(report.findings, NAMED, everything)
     cards = [_card(finding, number, everything) for number, finding in enumerate(shown, 1)]
-    more = [f"and {hidden} more with --all"] if hidden else []
-    hint = Lines([*more, "megatron-lite explain CODE: what a finding means, and when it is a false alarm", *_whose_flags(report)], quiet=True)
-    return Section("findings", "Findings", "cost per step or at the memory peak; gains are upper bounds and do not add up", [*cards, hint])
+    more = f"and {hidden} more with --all; " if hidden else ""
+    hint = f"{more}megatron-lite explain CODE: what a finding means, its false alarms{_whose_flags(report)}"
+    of = "cost per step or at the memory peak; gains are upper bounds and do not add up"
+    return Section("findings", "Findings", of, [*cards, Lines([hint], quiet=True)])
 
 
-def _whose_flags(report: Report) -> list[str]:
+def _whose_flags(report: Report) -> str:
     """A job without a run folder is mostly another program's."""
-    if report.facts.run or not any(finding.flags for finding in report.findings):
-        return []
-    return ["flags are those of this trainer; for another job the text before them says what to change"]
+    foreign = not report.facts.run and any(finding.flags for finding in report.findings)
+    return "; the flags are megatron_lite's" if foreign else ""
 
 
 def _card(finding: Finding, number: int, everything: bool) -> Card:

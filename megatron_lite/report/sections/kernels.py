@@ -7,7 +7,7 @@ from megatron_lite.report.numbers import calls, milliseconds, percent, share
 from megatron_lite.report.section import Section, Table, first, with_some_value
 from megatron_lite.report.sections.step import whose
 
-ROLES_SHOWN, KERNELS_SHOWN, OPERATORS_SHOWN = 4, 4, 4
+ROLES_SHOWN, KERNELS_SHOWN, OPERATORS_SHOWN = 3, 3, 3
 
 
 def kernels_section(report: Report, everything: bool) -> Section | None:

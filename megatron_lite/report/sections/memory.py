@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.analysis.memory.figures import LedgerRow, Snapshot, TraceMemory
-from megatron_lite.analysis.memory.sites import OUTSIDE
+from megatron_lite.analysis.memory.figures import OUTSIDE, LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.report import Report
 from megatron_lite.report.numbers import percent, share
 from megatron_lite.report.section import Lines, Section, Table, first, with_some_value
 from megatron_lite.units import size
 
-SITES_SHOWN, LAYERS_SHOWN, OTHERS_SHOWN, GROWING_SHOWN = 3, 2, 8, 1
+SITES_SHOWN, LAYERS_SHOWN, OTHERS_SHOWN, GROWING_SHOWN = 2, 1, 8, 1
 
 SMALL = 0.01  # of the peak
 DIFFERS = 0.10  # of the formula: a category that the terminal shows although the rest agrees
@@ -35,7 +34,7 @@ def memory_section(report: Report, everything: bool) -> Section | None:
         _held(snapshot),
         _sites(snapshot, everything),
         _ledger(report.facts.ledger, everything),
-        Lines(texts),
+        Lines([*_agreement(report.facts.ledger), *texts]),
     ]
     return Section("memory", "Memory", f"{rank}{snapshot.source}{made}", [block for block in blocks if block])
 
@@ -61,17 +60,23 @@ def _sites(snapshot: Snapshot, everything: bool) -> Table | None:
 
 
 def _ledger(rows: Sequence[LedgerRow], everything: bool) -> Table | None:
-    """Formula beside measured; by default only where they differ, with what is largest."""
-    if not rows:
-        return None
-    largest = max(row.formula_bytes for row in rows)
-    chosen = [row for row in rows if everything or abs(row.difference_bytes) >= DIFFERS * max(row.formula_bytes, largest / 10)]
+    """Formula beside measured; by default only where they differ."""
+    chosen = [row for row in rows if everything or not _agrees(row)]
     body = [
         [row.category, size(row.measured_bytes), size(row.formula_bytes), *([row.formula] if everything else [])]
         for row in chosen
     ]
     head = ["at their own highest", "measured", "formula", "which is"][: 4 if everything else 3]
     return Table(body, "lrrl"[: len(head)], head) if body else None
+
+
+def _agrees(row: LedgerRow) -> bool:
+    return abs(row.difference_bytes) < DIFFERS * row.formula_bytes or row.difference_bytes == 0
+
+
+def _agreement(rows: Sequence[LedgerRow]) -> list[str]:
+    named = ", ".join(row.category for row in rows if _agrees(row) and row.formula_bytes)
+    return [f"formula and measurement agree within {DIFFERS:.0%}: {named}"] if named else []
 
 
 def _traced(seen: Sequence[TraceMemory]) -> Section | None:
@@ -124,7 +129,7 @@ def _fragmentation(snapshot: Snapshot) -> list[str]:
         return []
     unused = found.reserved_bytes - found.allocated_bytes
     part = percent(unused / found.reserved_bytes)
-    text = f"reserved: {size(found.reserved_bytes)} at most, {size(unused)} of it not allocated then ({part})"
+    text = f"reserved: {size(found.reserved_bytes)} at most, {size(unused)} not allocated then ({part})"
     if found.expandable:
         return [f"{text}; expandable segments are on"]
     if found.replay_reserved_bytes is None:
@@ -132,7 +137,7 @@ def _fragmentation(snapshot: Snapshot) -> list[str]:
     saved = found.reserved_bytes - found.replay_reserved_bytes
     gain = f"{size(saved)} less" if saved > 0 else "no less"
     return [
-        f"{text}; the same record replayed with expandable segments needs {size(found.replay_reserved_bytes)}, {gain}"
+        f"{text}; replayed with expandable segments: {size(found.replay_reserved_bytes)}, {gain}"
     ]
 
 

@@ -6,7 +6,7 @@ from megatron_lite.report.numbers import milliseconds
 from megatron_lite.report.section import Section, Table, first
 from megatron_lite.report.sections.step import whose
 
-PHASES_SHOWN = 8
+PHASES_SHOWN = 6
 WORTH_A_ROW = 0.003  # of a step
 
 

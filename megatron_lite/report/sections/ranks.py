@@ -8,7 +8,7 @@ from megatron_lite.report.numbers import calls, milliseconds, percent
 from megatron_lite.report.section import Lines, Section, Table, first, with_some_value
 from megatron_lite.units import size
 
-RANKS_SHOWN, COLLECTIVES_SHOWN, MISSING_SHOWN = 8, 2, 8
+RANKS_SHOWN, COLLECTIVES_SHOWN, MISSING_SHOWN = 4, 2, 8
 HEAD = ["rank", "host", "step", "compute", "comm.", "exposed", "waits", "data wait", "host idle", "last in", "awaited"]
 LEAST_GB_S = 0.001
 CAUSES = {"compute": "computing", "data_wait": "waiting for data", "host": "a slow host", "copy": "copies"}

@@ -9,7 +9,7 @@ from megatron_lite.report.section import Lines, Section, Table, first, with_some
 from megatron_lite.report.sections.step import whose
 from megatron_lite.report.text import fit
 
-ROWS_SHOWN = 3
+ROWS_SHOWN = 2
 WORTH_A_ROW = 0.01  # of a step
 OPERATOR_WIDTH = 16  # of the terminal's columns: a shape that is cut says nothing
 
@@ -33,11 +33,12 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
 def _arithmetic(kernels: RankKernels) -> list[str]:
     if not kernels.achieved_tflops:
         return []
-    work = f"{flops(kernels.model_flops)} per step in matrix products, attention and convolution: " if kernels.model_flops else ""
+    of = "of products, attention and convolution per step"
+    work = f"{flops(kernels.model_flops)} {of}: " if kernels.model_flops else ""
     if kernels.mfu is None or not kernels.peak_tflops:
         peak = f"{kernels.peak_dtype} peak" if kernels.peak_dtype else "peak"
         return [f"{work}{flops(kernels.achieved_tflops * 1e12)}/s; the {peak} of this device is not known"]
-    peak = f"{percent(kernels.mfu)} of the device's {kernels.peak_tflops:,.0f} in {kernels.peak_dtype}"
+    peak = f"{percent(kernels.mfu)} of the device's {kernels.peak_tflops:,.4g} TFLOP/s in {kernels.peak_dtype}"
     return [f"{work}{flops(kernels.achieved_tflops * 1e12)}/s, {peak}"]
 
 
@@ -45,9 +46,9 @@ def _tensor_cores(kernels: RankKernels) -> list[str]:
     if not kernels.matrix_ms:
         return []
     maybe = kernels.maybe_tensor_core_ms / kernels.matrix_ms
-    unsaid = f"; {percent(maybe)} is in kernels whose names do not say" if maybe > 0.005 else ""
+    unsaid = f"; names of {percent(maybe)} do not say" if maybe > 0.005 else ""
     used = percent(kernels.tensor_core_ms / kernels.matrix_ms)
-    of = f"{milliseconds(kernels.matrix_ms)} ms of matrix products, attention and convolution"
+    of = f"{milliseconds(kernels.matrix_ms)} ms of products, attention and convolution"
     return [f"tensor cores: {used} of the {of}{unsaid}"]
 
 

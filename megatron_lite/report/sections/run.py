@@ -31,7 +31,7 @@ def _speed(run: Run) -> list[str]:
         f"ordinary step {milliseconds(run.steady_step_ms)} ms",
         f"{count(run.tokens_per_second)} tokens/s" if run.tokens_per_second else "",
         f"{flops(run.model_tflops * 1e12)}/s per rank" if run.model_tflops else "",
-        f"MFU {percent(run.mfu_causal)} (causal attention), {percent(run.mfu_full)} (full)"
+        f"MFU {percent(run.mfu_causal)} (all of attention counted: {percent(run.mfu_full)})"
         if run.mfu_causal and run.mfu_full
         else "",
     ]

@@ -76,10 +76,10 @@ def _device(time: RankTime) -> list[str]:
         took = milliseconds(time.communication_ms, time.step_ms)
         lines.append(f"communication: {took} ms, {percent(time.overlap)} of it hidden by compute")
     if time.on_gpu and time.launches:
-        bound = ": the host launches too slowly" if time.launch_bound else ""
+        bound = ": the host is slow" if time.launch_bound else ""
         lines.append(
             f"kernels: {time.launches:,.0f} per step; medians: {time.median_kernel_us:,.1f} us each, "
-            f"{time.median_launch_interval_us:,.1f} us from launch to launch, "
+            f"a launch every {time.median_launch_interval_us:,.1f} us, "
             f"{time.median_queue_us:,.1f} us in the queue{bound}"
         )
     return lines
@@ -89,7 +89,7 @@ def _syncs(time: RankTime, everything: bool) -> list[str]:
     """With what they cost: the device's idle time; without a device the host's."""
     costs = [(site, site.idle_ms if time.on_gpu else site.host_ms) for site in time.syncs]
     shown = [(site, ms) for site, ms in costs if everything or ms > WORTH_A_LINE * time.step_ms]
-    what = "of an idle device because of it" if time.on_gpu else "on the host"
+    what = "device idle" if time.on_gpu else "on the host"
     return [
         f"{site.call}{_by(site.operator, site.frame)}{_in(site.phase)}: {site.per_step:,.3g} per step, "
         f"{milliseconds(ms, time.step_ms)} ms {what}"

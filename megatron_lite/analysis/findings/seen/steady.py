@@ -20,8 +20,7 @@ def rows_named(one: RankFacts, test: Callable[[str], object], *kinds: Kind) -> n
     """Rows of the steady steps of these kinds whose name passes `test`, in order; each distinct name is asked once."""
     trace = one.trace
     rows = trace.rows[kinds[0]] if len(kinds) == 1 else np.sort(np.concatenate([trace.rows[kind] for kind in kinds]))
-    passes = np.fromiter((bool(test(name)) for name in trace.names), bool, len(trace.names))
-    return _in_steady_steps(one, rows[passes[trace.events.name[rows]]])
+    return _in_steady_steps(one, rows[trace.passing(test, *kinds)[trace.events.name[rows]]])
 
 
 def work_rows(one: RankFacts) -> np.ndarray:

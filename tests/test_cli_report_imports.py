@@ -1,0 +1,62 @@
+"""What megatron-lite report loads before it answers: no more than it needs, since every import is waited for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from trace_maker import gpu_run, write
+
+ROOT = Path(__file__).parent.parent
+LOADED = "\nprint(*sorted(sys.modules), sep='\\n')"
+COMMAND = "import sys\nfrom megatron_lite.cli.main import main\n"
+HEAVY = ("torch", "pandas", "plotly", "matplotlib", "scipy", "yaml", "sqlite3", "multiprocessing", "importlib.metadata")
+OF_OTHER_SOURCES = (
+    "megatron_lite.analysis.memory.read", "megatron_lite.analysis.memory.ledger", "megatron_lite.analysis.run.read",
+    "megatron_lite.analysis.trace.nsys", "megatron_lite.analysis.compare", "megatron_lite.analysis.audit",
+    "megatron_lite.config",
+)  # fmt: skip
+ALL_OF_IT = (
+    "import megatron_lite.cli.report, megatron_lite.analysis.analyze, megatron_lite.report.terminal\n"
+    "import megatron_lite.report.html, megatron_lite.report.json_file\n"
+)
+CPU_SECONDS = "import os\ntimes = os.times()\nprint(times.user + times.system)"
+MOST_TIMES_NUMPY = 4.0  # was about 2.2 when this was written
+TRIES = 3  # the fastest counts: a busy machine only ever adds
+
+
+def printed(code: str, *argv: str, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], check=True, capture_output=True, text=True, cwd=ROOT, timeout=120,
+        env=os.environ | environment,
+    )  # fmt: skip
+    return done.stdout.splitlines()
+
+
+def loaded_of(modules: list[str], names: tuple[str, ...]) -> list[str]:
+    return [module for module in modules if module in names or module.startswith(tuple(f"{name}." for name in names))]
+
+
+def test_help_needs_nothing_but_the_parser():
+    modules = printed(f"{COMMAND}try: main(['report', '--help'])\nexcept SystemExit: pass{LOADED}")
+    assert "argparse" in modules
+    assert loaded_of(modules, (*HEAVY, "numpy", "msgspec", "megatron_lite.analysis", "megatron_lite.report")) == []
+
+
+def test_a_traces_report_loads_no_heavy_package_and_nothing_for_other_sources(tmp_path):
+    path = write(gpu_run(steps=6).data(), tmp_path / "rank0.pt.trace.json")
+    modules = printed(f"{COMMAND}assert main(sys.argv[1:]) == 0{LOADED}", "report", str(path), "--html", f"{tmp_path}/page.html")
+    assert "megatron_lite.report.html" in modules and (tmp_path / "page.html").exists()
+    assert loaded_of(modules, (*HEAVY, *OF_OTHER_SOURCES)) == []
+
+
+def test_all_imports_together_cost_a_few_times_numpys(tmp_path):
+    compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}  # as an installed package is
+    printed(ALL_OF_IT, **compiled)
+
+    def cpu_s(code: str) -> float:
+        return float(printed(code + CPU_SECONDS, **compiled)[-1])
+
+    tries = [(cpu_s("import numpy\n"), cpu_s(ALL_OF_IT)) for _ in range(TRIES)]
+    numpy_s, all_s = map(min, zip(*tries))
+    assert all_s < MOST_TIMES_NUMPY * numpy_s
