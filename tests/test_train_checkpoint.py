@@ -14,7 +14,8 @@ PRECISIONS = {"fp32": "", "fp16": "--fp16 --initial-loss-scale 4194304 --loss-sc
               "bf16": "--bf16", "sgd": "--optimizer sgd", "cyclic": "--dataloader-type cyclic",
               "async": "--async-save --bf16 --save-interval 1", "torch": "--ckpt-format torch --bf16"}
 
-MEASURED = {"ms", "phases_ms", "step", "host_memory_bytes", "peak_memory_bytes"}  # of a step, and its number in its run
+# of a step, and its number in its run
+MEASURED = {"ms", "phases_ms", "reduce_wait_ms", "step", "host_memory_bytes", "peak_memory_bytes"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,7 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: its own or 0, or 2 after one line for each mistake of the user."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        return _run(words)
+        code = _run(words)
+        sys.stdout.flush()  # here, not while Python ends, a reader that left is noticed
+        return code
     except UserError as error:
         for line in error.lines:
             print(f"error: {line}", file=sys.stderr)
