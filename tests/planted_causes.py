@@ -136,7 +136,8 @@ class Cause:
 CAUSES = {
     "a value read every step": Cause("sync-in-step", read_every_step),
     "a sleeping loader": Cause("starved-loader", sleeping_loader),
-    "hidden 1000": Cause("matmul-shapes", flags="--hidden-size 1000 --num-attention-heads 5"),
+    "hidden 1000": Cause(
+        "matmul-shapes", flags="--hidden-size 1000 --num-attention-heads 5 --micro-batch-size 16 --global-batch-size 16"),
     "fp32": Cause("fp32-products", flags="!--bf16"),
     "tiny micro-batches": Cause("tiny-micro-batches", flags="--micro-batch-size 1 --global-batch-size 12"),
     "all-reduce in every micro-batch": Cause(

@@ -1,9 +1,12 @@
 """Names, sizes and bandwidths of collectives, and ranks by a run's own medians."""
 
+from dataclasses import replace
+
 import pytest
 from run_maker import folder, ranks, step
 
-from megatron_lite.analysis.ranks.from_run import ranks_of_run
+from megatron_lite.analysis.ranks.figures import Straggler
+from megatron_lite.analysis.ranks.from_run import only_lasting, ranks_of_run
 from megatron_lite.analysis.ranks.kinds import algorithm_of, bus_bytes, dtype_bytes, kind_of, message_bytes
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.trace.columns import Collective, Shapes
@@ -79,3 +82,24 @@ def test_alike_ranks_and_noise_that_changes_sides_have_none(tmp_path, forward):
 def test_too_few_steps_and_no_ranks_say_nothing(tmp_path):
     assert of_run(tmp_path, (4, 4, 9), lines=1, steps=2).straggler is None
     assert ranks_of_run(read_run(folder(tmp_path, [step(1), step(2)]))) is None
+
+
+def with_own_backward(path, own_ms, steps=5):
+    told = [ranks(1 + steps * n, steps + steps * n, [20, 20, 20], own_backward_ms=list(own_ms),
+                  phases_ms={"data": [1, 1, 1], "forward": [4, 4, 4], "backward": [9, 9, 9], "optimizer_step": [1, 1, 1]}) for n in range(4)]
+    return read_run(folder(path, [*(step(n) for n in range(1, 4 * steps + 1)), *told]))
+
+
+def test_a_rank_that_is_slow_only_in_backward_is_named_by_its_own_part_of_it(tmp_path):
+    found = ranks_of_run(with_own_backward(tmp_path, (5, 9, 5))).straggler
+    assert (found.rank, found.phase, found.caused_wait_ms) == (1, "backward", 4)
+
+
+@pytest.mark.parametrize(("own_ms", "kept"), [((5, 9, 5), True), ((5, 5.3, 5), False), ((9, 5, 5), False), ((5, None, 5), True)])
+def test_a_straggler_of_a_profile_is_one_only_if_ordinary_steps_agree(tmp_path, own_ms, kept):
+    run = with_own_backward(tmp_path, own_ms)
+    seen = replace(ranks_of_run(run), straggler=Straggler(1, 3.25, 0.8, "compute", 3.0), notes=())
+    found = only_lasting(seen, run)
+    assert (found.straggler is not None, found.notes == ()) == (kept, kept)
+    if not kept:
+        assert found.notes[0].startswith("in the profiled steps the others wait 3.25 ms per step for rank 1; in the ordinary ones")

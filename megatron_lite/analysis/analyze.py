@@ -15,7 +15,7 @@ from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.memory.figures import Snapshot
 from megatron_lite.analysis.memory.of_trace import memory_of_trace
 from megatron_lite.analysis.ranks.figures import Ranks
-from megatron_lite.analysis.ranks.from_run import ranks_of_run
+from megatron_lite.analysis.ranks.from_run import only_lasting, ranks_of_run
 from megatron_lite.analysis.ranks.ranks import ranks_of
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.figures import Run
@@ -106,7 +106,8 @@ def _no_kernels(rank: int | None) -> RankKernels:
 def _ranks(seen: Sequence[RankFacts], run: Run | None, gaps: _Gaps) -> Ranks | None:
     """From the traces; without any from the run's medians per rank."""
     if seen:
-        return gaps.attempt("ranks", ranks_of, [(rank.trace, rank.placing, rank.time) for rank in seen])
+        ranks = gaps.attempt("ranks", ranks_of, [(rank.trace, rank.placing, rank.time) for rank in seen])
+        return only_lasting(ranks, run) if ranks and run else ranks
     return gaps.attempt("ranks", ranks_of_run, run) if run else None
 
 

@@ -1,13 +1,16 @@
 """Ranks beside each other without a trace: from the medians that every rank's own clock gave for steps.jsonl."""
 
 import math
+from dataclasses import replace
+from statistics import median_low
 
 from megatron_lite.analysis.ranks.figures import RankRow, Ranks, Straggler
 from megatron_lite.analysis.run.figures import RankMedians, Run
-from megatron_lite.notable import FEWEST_STEPS, is_mostly, slowest_rank
+from megatron_lite.notable import FEWEST_STEPS, SHARE_OF_STEP, is_mostly, slowest_rank
 from megatron_lite.phases import Phase
 
-INDEPENDENT = (Phase.FORWARD.value, Phase.OPTIMIZER_STEP.value)  # no rank waits for another in these
+# where a rank's own time is known: it waits for no other, or the waiting can be taken off
+OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
 NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
 
 
@@ -30,8 +33,8 @@ def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
     """The rank whose own work takes clearly longer than the median rank's, in the phase where that costs most."""
     if len(ranks.step_ms) < 2 or not _enough_steps(ranks):
         return None
-    late = [(*found, name) for name in (Phase.DATA.value, *INDEPENDENT)
-            if (found := slowest_rank(ranks.phase_ms(name), ranks.step_ms)) and _mostly(ranks, name, found[1])]
+    late = [(*found, name) for name in OWN
+            if (found := slowest_rank(ranks.own_ms(name), ranks.step_ms)) and _mostly(ranks, name, found[1])]
     if not late:
         return None
     lag, rank, name = max(late)
@@ -39,8 +42,30 @@ def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
     return Straggler(rank, lag, None, cause, lag, name)
 
 
+def only_lasting(ranks: Ranks, run: Run) -> Ranks:
+    """Traces' ranks without a straggler that the run's ordinary steps do not know: a profile is a moment, and disturbs."""
+    late = ranks.straggler
+    if late is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:
+        return ranks
+    note = (f"in the profiled steps the others wait {late.caused_wait_ms:,.3g} ms per step for rank {late.rank}; in the "
+            "ordinary ones its own work takes no longer (steps.jsonl): the recording or a moment's load, no straggler")
+    return replace(ranks, straggler=None, notes=(*ranks.notes, note))
+
+
+def slower_in_ordinary_steps(ranks: RankMedians, rank: int) -> bool | None:
+    """Is that rank's own work the longest also in the steps that nothing recorded? None if that cannot be known."""
+    works = [ranks.own_ms(name) for name in OWN]
+    if len(ranks.step_ms) < 2 or rank >= len(ranks.step_ms) or not all(works) or not _enough_steps(ranks):
+        return None
+    own_ms = [sum(of_rank) for of_rank in zip(*works)]
+    if any(map(math.isnan, own_ms)):
+        return None
+    lag = own_ms[rank] - median_low(own_ms[:rank] + own_ms[rank + 1:])
+    return lag > SHARE_OF_STEP * median_low(ranks.step_ms)
+
+
 def _mostly(ranks: RankMedians, name: str, rank: int) -> bool:
-    found = [slowest_rank(one.phase_ms(name), one.step_ms) for one in ranks.intervals]
+    found = [slowest_rank(one.own_ms(name), one.step_ms) for one in ranks.intervals]
     return is_mostly(rank, [one and one[1] for one in found])
 
 

@@ -6,13 +6,19 @@ A number that the folder does not have is NaN inside a tuple and None elsewhere;
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megatron_lite.phases import Phase
+
 
 class PhasesOfRanks:
-    """What has phases_ms and gpu_phases_ms: a number per rank for each phase."""
+    """What has phases_ms, gpu_phases_ms and own_backward_ms: a number per rank for each phase."""
 
     def phase_ms(self, name: str) -> tuple[float, ...]:
         """The GPU's own time of a phase where it has one, else the host's; () for a phase that no rank has."""
         return self.gpu_phases_ms.get(name) or self.phases_ms.get(name, ())
+
+    def own_ms(self, name: str) -> tuple[float, ...]:
+        """The same without waiting for other ranks, where the trainer could take that off: backward."""
+        return self.own_backward_ms if name == Phase.BACKWARD else self.phase_ms(name)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Interval(PhasesOfRanks):
     gpu_ms: tuple[float, ...]
     phases_ms: dict[str, tuple[float, ...]]
     gpu_phases_ms: dict[str, tuple[float, ...]]
+    own_backward_ms: tuple[float, ...]  # without waiting for other ranks
     host_memory_bytes: tuple[float, ...]
     peak_memory_bytes: tuple[float, ...]
 
@@ -38,6 +45,7 @@ class RankMedians(PhasesOfRanks):
     gpu_ms: tuple[float, ...]
     phases_ms: dict[str, tuple[float, ...]]
     gpu_phases_ms: dict[str, tuple[float, ...]]
+    own_backward_ms: tuple[float, ...]  # without waiting for other ranks; () if no rank knows it
     host_memory_bytes: tuple[tuple[float, ...], ...]  # [console line][rank], to see growth
     peak_memory_bytes: tuple[tuple[float, ...], ...]
     intervals: tuple[Interval, ...] = ()  # the console lines that the medians are of

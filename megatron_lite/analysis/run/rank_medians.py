@@ -17,6 +17,7 @@ def rank_medians(intervals: list[Interval], ordinary: set[int]) -> RankMedians |
     return RankMedians(
         step_ms=_median([one.step_ms for one in good]), gpu_ms=_some(_median([one.gpu_ms for one in good])),
         phases_ms=_by_phase(one.phases_ms for one in good), gpu_phases_ms=_by_phase(one.gpu_phases_ms for one in good),
+        own_backward_ms=_some(_median([one.own_backward_ms for one in good])),
         host_memory_bytes=tuple(one.host_memory_bytes for one in alike),
         peak_memory_bytes=tuple(one.peak_memory_bytes for one in alike), intervals=tuple(good),
     )

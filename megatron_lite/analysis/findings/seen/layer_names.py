@@ -7,11 +7,15 @@ from megatron_lite.analysis.findings.seen.planned import argument, part, whole
 
 
 def layer_of(facts: Facts, dims: tuple[int, ...]) -> str:
-    """"MLP fc1", by two of the product's three dimensions in any order (backward transposes)."""
-    for name, pair in _layers(facts):
-        if not Counter(pair) - Counter(dims):
-            return name
-    return "product"
+    """"MLP fc1", by two of the product's three dimensions in any order (backward transposes).
+
+    The third should be the micro-batch's tokens: these may number as many as another layer's features.
+    """
+    size, length = whole(argument(facts, "micro_batch_size")), whole(part(facts, "shape", "seq_length"))
+    tokens = size * length if size and length else None
+    fitting = [(tuple((Counter(dims) - Counter(pair)).elements()) != (tokens,), name)
+               for name, pair in _layers(facts) if not Counter(pair) - Counter(dims)]
+    return min(fitting, key=lambda one: one[0])[1] if fitting else "product"
 
 
 def meaning_of(facts: Facts, dimension: int, wanted: int) -> str:
