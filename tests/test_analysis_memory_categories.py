@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 from megatron_lite.analysis.memory.categories import categories_of
-from megatron_lite.analysis.memory.figures import CATEGORIES
 from megatron_lite.analysis.memory.ledger import ledger
 from megatron_lite.analysis.memory.lives import held_bytes, lives_of
 from megatron_lite.analysis.memory.phases import phases_of
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.analysis.memory.record import record_of
+from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.instruments.memory_place import Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from memory_maker import BACKWARD, TRAIN, MadeSnapshot, forward_stack, frames, training, write
 
-from megatron_lite.analysis.memory.figures import CATEGORIES
 from megatron_lite.analysis.memory.read import read_snapshot
+from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.units import MIB
 
 SNAPSHOTS = Path(__file__).parents[2] / "shared" / "snapshots"

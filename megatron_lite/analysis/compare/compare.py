@@ -8,8 +8,8 @@ from megatron_lite.analysis.compare.settings import flags_that_differ, objection
 from megatron_lite.analysis.compare.times import STEP, TRACED_STEP, phases_of_runs, totals_of
 from megatron_lite.analysis.compare.traced import phases_of, roles_of, rows_of, side_of
 from megatron_lite.analysis.facts import Facts
-from megatron_lite.analysis.memory.figures import CATEGORIES
 from megatron_lite.errors import ConfigError, UserError
+from megatron_lite.estimate.memory_categories import CATEGORIES
 
 ONE_START = ("one start of each: what differs from start to start (clock speeds, neighbours, placement) is not in the noise bands; "
              "repeat both, alternating, before a small difference is believed")

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.memory.figures import CATEGORIES
 from megatron_lite.analysis.memory.lives import Lives
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
 from megatron_lite.analysis.memory.record import Record
 from megatron_lite.analysis.memory.stacks import Code
 from megatron_lite.analysis.memory.unknown_origin import CUBLAS_WORKSPACE, assign_unknown
+from megatron_lite.estimate.memory_categories import CATEGORIES
 
 INDEX = {name: number for number, name in enumerate(CATEGORIES)}
 UNDECIDED = -1

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lite.analysis.memory.categories import INDEX, categories_of, placed
-from megatron_lite.analysis.memory.figures import CATEGORIES, Held, Moment, OutOfMemory, Snapshot
+from megatron_lite.analysis.memory.figures import Held, Moment, OutOfMemory, Snapshot
 from megatron_lite.analysis.memory.fragmentation import fragmentation_of, reserved_bytes
 from megatron_lite.analysis.memory.growth import FEWEST_STEPS, growth_of, step_memory
 from megatron_lite.analysis.memory.lives import Lives, held_bytes, lives_of
@@ -16,6 +16,7 @@ from megatron_lite.analysis.memory.phases import PHASES, Phases, phases_of
 from megatron_lite.analysis.memory.record import OOM, Record, record_of
 from megatron_lite.analysis.memory.sites import layers_of, sites_of
 from megatron_lite.analysis.memory.unpickle import plain_values
+from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.units import size
 
 CURVE_POINTS = 800

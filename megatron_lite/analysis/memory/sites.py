@@ -5,10 +5,11 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from megatron_lite.analysis.memory.figures import CATEGORIES, OUTSIDE, Layer, SiteBytes
+from megatron_lite.analysis.memory.figures import OUTSIDE, Layer, SiteBytes
 from megatron_lite.analysis.memory.lives import Lives
 from megatron_lite.analysis.memory.phases import NOT_SAID, PHASES, Phases
 from megatron_lite.analysis.memory.record import Record
+from megatron_lite.estimate.memory_categories import CATEGORIES
 
 NUMBERED = re.compile(r"^(.*?(?:^|\.)(\d+))(?:\.|$)")
 BETWEEN_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")

@@ -2,8 +2,9 @@
 
 from itertools import pairwise
 
-from megatron_lite.analysis.memory.figures import CATEGORIES, Moment, Snapshot
+from megatron_lite.analysis.memory.figures import Moment, Snapshot
 from megatron_lite.analysis.report import Report
+from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.report.charts.figure import DARK, GREY, PALE, SERIES, Figure, axis, layout, legend_above
 from megatron_lite.units import size
 
