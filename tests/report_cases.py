@@ -9,7 +9,6 @@ from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.kernels.figures import KernelRow, OperatorRow, RankKernels, Role, RooflineRow, TensorCores
 from megatron_lite.analysis.memory.figures import (
-    CATEGORIES,
     Fragmentation,
     Growth,
     Held,
@@ -29,6 +28,7 @@ from megatron_lite.analysis.time.figures import HostSite, PhaseTime, RankTime, S
 from megatron_lite.analysis.time.placing import Placing
 from megatron_lite.analysis.trace.columns import Events, MemoryEvents, Trace
 from megatron_lite.analysis.verdict import verdict_of
+from megatron_lite.estimate.memory_categories import CATEGORIES
 
 PYTHON = sys.executable
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202e&\"'\ud800"
