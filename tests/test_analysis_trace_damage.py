@@ -171,8 +171,8 @@ def test_headers_of_any_type(tmp_path):
         (b'{"traceEvents": [{"ph": "M", "name": "x"}]}', "t.json: a trace without events; was the profiler on?"),
         (b'{"traceEvents": [{"ph": "X", "name": "x"}]}',
          "t.json: no event of it has a start time, so there is nothing to analyse."),
-        (gzip.compress(b""), "t.json: empty; a trace holds a JSON object with traceEvents."),
-        (gzip.compress(b"{" * 1000)[:15], "t.json: the gzip file ends early, after 260 bytes of text; what stands before it was read, and holds no event."),
+        (gzip.compress(b"", mtime=0), "t.json: empty; a trace holds a JSON object with traceEvents."),
+        (gzip.compress(b"{" * 1000, mtime=0)[:15], "t.json: the gzip file ends early, after 260 bytes of text; what stands before it was read, and holds no event."),
         (b"\x1f\x8bgarbage!", "t.json: the gzip data is damaged after 0 bytes of text; what stands before it was read, and holds no event."),
     ],
 )
