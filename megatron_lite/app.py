@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.environment import hints
+from megatron_lite.config.machine import Machine, read_machine
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import tokenizer_of
@@ -27,6 +29,7 @@ from megatron_lite.run_folder import default_run_dir
 from megatron_lite.train.checkpoint import require_checkpoint
 from megatron_lite.train.end_report import end_with_report, wants_report
 from megatron_lite.train.feed import Feed
+from megatron_lite.train.forecast import Forecast, as_record, forecast, lines_of
 from megatron_lite.train.record import RunRecord
 from megatron_lite.train.run import run
 
@@ -58,10 +61,14 @@ def _run(argv: list[str], world: World):
     tokenizer = tokenizer_of(line.args.data)
     plan = resolve(line.args, world, tokenizer.vocab_size)
     say_once = say if world.is_first else _say_nothing
-    for remark in remarks(line, world):
+    machine = read_machine()
+    for remark in (*remarks(line, world), *hints(plan, os.environ, machine)):
         say_once(f"  note: {remark}")
     _prepare_torch(plan)
     say_once(_headline(plan))
+    expected = _forecast(plan, machine)
+    for text in lines_of(expected):
+        say_once(text)
     feed = Feed(plan, say_once)  # damaged or unfitting data is said before ranks meet and files are made
     require_checkpoint(plan)
     with process_group(plan, lambda error: _tell(error, world)) as ranks:
@@ -69,7 +76,7 @@ def _run(argv: list[str], world: World):
         ranks.report_to(run_dir)
         timeline = Timeline()
         watchers = [WhereaboutsKeeper(ranks.where), *choose(plan, run_dir, timeline, say)]
-        with RunRecord(plan, run_dir) as record, Instruments(watchers, say) as watching, ranks.explained():
+        with RunRecord(plan, run_dir, as_record(expected)) as record, Instruments(watchers, say) as watching, ranks.explained():
             record.left_early = run(plan, feed, tokenizer.eod, timeline, watching, run_dir, say_once)
     say_once(f"[{record.left_early}]" if record.left_early else f"  done: {run_dir}")
     if world.is_first and wants_report(plan):
@@ -84,6 +91,13 @@ def _headline(plan: Plan) -> str:
     mfu = f"MFU against {peak:g} TFLOP/s" if peak else "MFU unknown: no peak for this processor in the table"
     return (f"  {ranks} on {where} ({plan.backend}) | global batch {plan.batch.final} = micro-batch "
             f"{plan.args.training.micro_batch_size} x {plan.world.size} x {passes} | {plan.train_iters} iterations\n  {mfu}")
+
+
+def _forecast(plan: Plan, machine: Machine) -> Forecast:
+    if plan.device == "cpu":
+        return forecast(plan, None, machine.memory_bytes)
+    gpu = torch.cuda.get_device_properties(plan.world.gpu)
+    return forecast(plan, gpu.name, gpu.total_memory)
 
 
 def _prepare_torch(plan: Plan):

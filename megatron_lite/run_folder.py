@@ -1,5 +1,15 @@
 """Names and formats of all that a run writes: written by the trainer, read by the analysis. No torch here.
 
+run.json: the plan with all flags, versions, hardware, telling variables, artefacts, how the run ended, and what was
+predicted of one rank before its first step:
+    prediction: null if nothing was
+        peak_bytes, room_bytes: most that tensors hold; memory of the GPU, or of the machine on CPUs; null for unknown
+        memory: moments of a step, each with phase, where, rows of category, name, num_bytes, formula; null for unknown
+        time: the shortest possible step: gpu, rows of name, ms, bound, formula, which add up; tokens, flops_causal,
+            flops_full, peak_tflops, notes; null on CPUs and for a GPU that no table has
+        failures: why a part of it is missing
+(fields of estimate/prediction.py)
+
 steps.jsonl has two kinds of lines. Times are milliseconds, memory is bytes, losses are nats.
 
 One per step of the rank that writes, the last one:

@@ -13,7 +13,8 @@ from megatron_lite.analysis.time.placing_of import placing_of
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
-from megatron_lite.estimate.memory import MATH, UNFUSED, activation_bytes, logits_bytes, state_bytes
+from megatron_lite.estimate.memory import activation_bytes, logits_bytes, state_bytes
+from megatron_lite.estimate.sizes import MATH, UNFUSED, Setting
 from megatron_lite.units import MIB
 
 SHAPE = ModelShape(num_layers=24, hidden_size=1024, num_attention_heads=16, num_query_groups=16, kv_channels=64,
@@ -21,18 +22,31 @@ SHAPE = ModelShape(num_layers=24, hidden_size=1024, num_attention_heads=16, num_
 SBH = 2048 * 4 * 1024
 
 
+def kept(width: int, recomputed: int = 0, **kind) -> int:
+    return activation_bytes(Setting(SHAPE, 4, width, **kind), recomputed)
+
+
+def statistics(layers: int, heads: int = 16) -> int:
+    """fp32 numbers per token: two for each norm, and one for each head of fused attention."""
+    return 4 * 2048 * 4 * (layers * (2 * 2 + heads) + 2)
+
+
 def test_plain_gpts_activations_are_34_bytes_per_element():
     """Korthikanti et al. 2022, equation 2, and what stands around the layers: last norm, embedding's dropout."""
-    assert activation_bytes(SHAPE, 4, "bf16") == 24 * 34 * SBH + 5 * SBH
-    scores = 16 * 2048**2 * 4
-    assert activation_bytes(SHAPE, 4, "fp16", attention=UNFUSED) == 24 * (34 * SBH + 5 * scores) + 5 * SBH
-    assert activation_bytes(SHAPE, 4, "fp32", attention=MATH) == 24 * (66 * SBH + 12 * scores) + 9 * SBH
+    assert kept(2) == 24 * 34 * SBH + 5 * SBH + statistics(24)
+    scores, mask = 16 * 2048**2 * 4, 2048**2
+    unfused = 24 * (34 * SBH + 5 * scores + mask) + 5 * SBH + statistics(24, heads=0)
+    assert kept(2, attention=UNFUSED) == unfused
+    assert kept(4, attention=MATH) == 24 * (66 * SBH + 9 * scores) + 9 * SBH + statistics(24, 0)
+    on_cpu = 24 * (72 * SBH + 12 * scores) + 12 * SBH + statistics(24, 0)  # masks of fp32 numbers
+    assert kept(4, attention=MATH, on_cpu=True) == on_cpu
 
 
 def test_recomputed_layers_keep_their_input_and_one_is_there_again():
-    one = 34 * SBH
-    assert activation_bytes(SHAPE, 4, "bf16", recomputed_layers=24) == 24 * 2 * SBH + one + 3 * SBH
-    assert activation_bytes(SHAPE, 4, "bf16", recomputed_layers=1) == 23 * one + 2 * SBH + 5 * SBH
+    one, norm = 34 * SBH, statistics(0)
+    layer = one + statistics(1) - norm
+    assert kept(2, recomputed=24) == 24 * 2 * SBH + layer + 3 * SBH
+    assert kept(2, recomputed=1) == 23 * layer + 2 * SBH + 5 * SBH + norm
 
 
 def test_states_and_logits():

@@ -202,7 +202,6 @@ def notes(changes, world=ALONE):
             "--profile --use-pytorch-profiler --profile-step-start 99 --profile-step-end 102",
             "--profile-step-end 102 lies",
         ),
-        ("--profile", "--profile without --use-pytorch-profiler steers Nsight Systems, and this run is not under"),
         ("--memory-history-events 9", "--memory-history-events has no effect without --record-memory-history."),
         ("--fp16", "--fp16 is 4 to 20 times slower than fp32 on CPUs"),
     ],

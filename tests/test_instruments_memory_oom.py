@@ -11,6 +11,8 @@ from launch import ALONE, REPO, environment, flags, plan_of
 from snapshots import live_at_each_moment, protocol, read_snapshot, trace
 
 from megatron_lite.config.world import World
+from megatron_lite.estimate.peak import predict_memory
+from megatron_lite.instruments import memory_advice
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_advice import EXPANDABLE, FULL_RECOMPUTE, LAST_RESORT, advice
 from megatron_lite.instruments.memory_history import memory_instruments
@@ -25,7 +27,7 @@ from megatron_lite.instruments.memory_summary import (
     peak,
 )
 from megatron_lite.instruments.window import Window
-from megatron_lite.units import GIB
+from megatron_lite.units import GIB, size
 
 REAL = REPO.parent / "shared" / "snapshots" / "cuda_gpt_24x1024_seq1024_bf16.pickle"
 LIMITED = """
@@ -53,7 +55,7 @@ def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
                     r"hold [\d.]+ [MG]iB, [\d.]+ [MG]iB are reserved, [\d.]+ GiB of [\d.]+ GiB are free$", said[0])
     assert re.match(r"  held by: activations [\d.]+ [MG]iB, optimizer ", said[1])
     assert re.match(r"  largest: [\d.]+ [MG]iB \w+ \(model/\w+\.py:\d+\)", said[2])
-    assert said[3].startswith("  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size; --recompute-")
+    assert said[3].startswith("  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size (predicted peak ")
     path = tmp_path / "deep" / "s_oom_rank0.pickle"
     assert said[4] == f"  snapshot: {path}; draw it at pytorch.org/memory_viz"
     snapshot = read_snapshot(path)
@@ -225,6 +227,16 @@ def test_sites_are_the_users_lines(real):
 def test_only_flags_that_help_are_advised(words, held, unused, found):
     told = advice(plan_of(flags(words), World(gpus=1) if unused else ALONE), held, asked=100, unused=unused)
     assert len(told) == len(found) and all(text.startswith(start) for text, start in zip(told, found))
+
+
+def test_what_is_advised_tells_the_peak_that_it_leads_to(monkeypatch):
+    plan = plan_of(flags("--micro-batch-size 4 --bf16"), World(gpus=1))
+    now = predict_memory(plan).peak.num_bytes
+    smaller = predict_memory(plan_of(flags("--micro-batch-size 2 --bf16"), World(gpus=1))).peak.num_bytes
+    told = advice(plan, {ACTIVATIONS: 9}, asked=1, unused=0)[0]
+    assert told.endswith(f"(predicted peak {size(smaller)})") and smaller < now
+    monkeypatch.setattr(memory_advice, "variant_of", None)  # whatever happens in there must not hide the error
+    assert advice(plan, {ACTIVATIONS: 9}, asked=1, unused=0)[0].endswith("with the same --global-batch-size")
 
 
 @pytest.mark.parametrize(

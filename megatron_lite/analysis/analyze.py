@@ -69,7 +69,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[[str], None] | None = Non
         raise UserError(_nothing(paths, gaps.found))
     say("comparing ranks, looking for causes")
     facts = Facts(ranks_seen=seen, ranks=_ranks(seen, run, gaps), snapshots=snapshots, run=run, gaps=())
-    facts = _with_memory(facts, gaps)
+    facts = _with_prediction(_with_memory(facts, gaps), gaps)
     findings = gaps.attempt("findings", findings_of, facts, gaps.add) or ()
     facts = dataclasses.replace(facts, gaps=tuple(gaps.found))
     return Report(
@@ -134,6 +134,15 @@ def _with_memory(facts: Facts, gaps: _Gaps) -> Facts:
     found = [gaps.attempt(f"memory of {one.trace.source}", memory_of_trace, one.trace, one.placing)
              for one in facts.ranks_seen]
     return dataclasses.replace(facts, traced_memory=tuple(one for one in found if one))
+
+
+def _with_prediction(facts: Facts, gaps: _Gaps) -> Facts:
+    """What the run predicted of itself, beside what was measured."""
+    if facts.run is None or not facts.run.record.get("prediction"):
+        return facts
+    from megatron_lite.analysis.predicted.predicted import predicted_of
+
+    return dataclasses.replace(facts, predicted=gaps.attempt("prediction", predicted_of, facts))
 
 
 def _run(folders: Sequence[Path], gaps: _Gaps) -> Run | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron_lite.analysis.kernels.figures import RankKernels
 from megatron_lite.analysis.memory.figures import LedgerRow, Snapshot, TraceMemory
+from megatron_lite.analysis.predicted.figures import Predicted
 from megatron_lite.analysis.ranks.figures import Ranks
 from megatron_lite.analysis.run.figures import Run
 from megatron_lite.analysis.time.figures import RankTime
@@ -32,6 +33,7 @@ class Facts:
     gaps: tuple[str, ...]  # what could not be seen and why, a sentence each
     ledger: tuple[LedgerRow, ...] = ()  # of the snapshot with the highest peak; () without a plan of this trainer
     traced_memory: tuple[TraceMemory, ...] = ()  # by rank, from the traces; () where there are snapshots
+    predicted: Predicted | None = None  # what the run said of itself before it started, beside what was measured
 
     @property
     def critical(self) -> RankFacts | None:

@@ -13,6 +13,7 @@ COMMANDS = {  # name: (module with run(argv), which may return an exit code, and
     "inspect": ("megatron_lite.cli.inspection", "check a .bin/.idx data set and say what it holds"),
     "convert": ("megatron_lite.cli.convert", "checkpoints to and from Hugging Face folders, and from Megatron-LM's"),
     "make-corpus": ("megatron_lite.cli.corpus", "a data set from Python's own sources, for machines without any data"),
+    "plan": ("megatron_lite.cli.plan", "will a run fit, how fast can it be, what to change: from its launch command"),
     "report": ("megatron_lite.cli.report", "why a run is slow and why memory peaks: from run folders, traces, snapshots"),
     "explain": ("megatron_lite.cli.explain", "what a finding of the report means, or what a kernel's name says"),
     "compare": ("megatron_lite.cli.compare", "what changed from one run or trace to another, and what did not"),

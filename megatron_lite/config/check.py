@@ -1,7 +1,9 @@
 """All mistakes of a command line together, before a process group or a file is made."""
 
 import re
+from collections.abc import Callable, Iterator, Sequence
 
+from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import CommandLine
 from megatron_lite.config.rules.machine import machine_rules
 from megatron_lite.config.rules.model import model_rules
@@ -13,19 +15,20 @@ from megatron_lite.config.without_effect import without_effect
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
-RULES = (
+Rule = Callable[[Args, World], Iterator[str]]
+RULES_WITHOUT_FILES = (
     model_rules, training_rules, precision_rules, optimizer_rules, rank_rules, data_rules, watch_rules, profile_rules,
-    machine_rules,
 )
+RULES = (*RULES_WITHOUT_FILES, machine_rules)
 
 
-def check(line: CommandLine, world: World):
+def check(line: CommandLine, world: World, rules: Sequence[Rule] = RULES):
     """Raise one ConfigError with every mistake: unreadable words first, then broken rules.
 
     A rule that speaks of a flag whose value could not be read is left out: its value is unknown.
     """
     mistakes = list(line.mistakes)
-    for rule in RULES:
+    for rule in rules:
         for mistake in rule(line.args, world):
             if not line.broken.intersection(re.findall(r"--[\w-]+", mistake)):
                 mistakes.append(mistake)
@@ -48,9 +51,6 @@ def remarks(line: CommandLine, world: World) -> list[str]:
     elif profiling and t.train_iters is not None and p.profile_step_end > t.train_iters + 1:
         notes.append(f"--profile-step-end {p.profile_step_end} lies beyond --train-iters {t.train_iters}: "
                      "the profile stops with the run.")
-    if profiling and not p.use_pytorch_profiler and not world.under_nsys:
-        notes.append("--profile without --use-pytorch-profiler steers Nsight Systems, and this run is not under nsys: "
-                     "nothing will be recorded; start it with nsys profile, or add --use-pytorch-profiler.")
     if args.checkpoint.save is not None and args.checkpoint.save_interval is None:
         notes.append("--save without --save-interval: a checkpoint is written when the run ends, none before.")
     if args.precision.fp16 and not world.gpus:

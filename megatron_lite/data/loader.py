@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from megatron_lite.config.data_defaults import BATCHES_AHEAD
 from megatron_lite.errors import DataError
-
-BATCHES_AHEAD = 4  # per worker
 
 
 def batches(dataset, index_batches: Iterable[list[int]], *, num_workers: int, pin: bool) -> Iterator[Tensor]:

@@ -8,15 +8,21 @@ def parameter_count(shape: ModelShape) -> int:
 
     For the plain GPT this is v*h + s*h + L*(12h^2 + 13h) + 2h.
     """
-    hidden, vocabulary = shape.hidden_size, shape.padded_vocab_size
-    positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
-    output = 0 if shape.tied_embeddings else vocabulary * hidden
-    embeddings = (vocabulary + positions) * hidden
-    return embeddings + shape.num_layers * _layer(shape) + _norm(hidden, shape) + output
+    return sum(parameter_parts(shape).values())
 
 
-def _layer(shape: ModelShape) -> int:
-    return _attention(shape) + _mlp(shape) + 2 * _norm(shape.hidden_size, shape)
+def parameter_parts(shape: ModelShape) -> dict[str, int]:
+    """Parameters by part of the model; a part that the shape lacks is 0."""
+    hidden, vocabulary, layers = shape.hidden_size, shape.padded_vocab_size, shape.num_layers
+    learned = shape.position_embedding == "learned_absolute"
+    return {
+        "word embedding": vocabulary * hidden,
+        "position embedding": shape.max_position_embeddings * hidden if learned else 0,
+        "attention": layers * _attention(shape),
+        "MLP": layers * _mlp(shape),
+        "norms": (2 * layers + 1) * _norm(hidden, shape),
+        "output": 0 if shape.tied_embeddings else vocabulary * hidden,
+    }
 
 
 def _attention(shape: ModelShape) -> int:

@@ -1,7 +1,9 @@
 """What would help a run that does not fit: only flags that change its memory here."""
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.variant import variant_of
 from megatron_lite.instruments.memory_summary import ACTIVATIONS, EVALUATION, GRADIENTS, INPUT, OPTIMIZER, WEIGHTS
+from megatron_lite.units import size
 
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -26,17 +28,20 @@ def advice(plan: Plan, held: dict[str, int], asked: int, unused: int) -> list[st
 
 
 def _smaller_activations(plan: Plan) -> list[str]:
-    m, size = plan.args.model, plan.args.training.micro_batch_size
+    m, now, layers = plan.args.model, plan.args.training.micro_batch_size, plan.shape.num_layers
     found = []
-    if size > 1:
-        smaller = max(number for number in range(1, size) if size % number == 0)
-        found.append(f"--micro-batch-size {smaller} instead of {size}, with the same --global-batch-size")
+    if now > 1:
+        smaller = max(number for number in range(1, now) if now % number == 0)
+        words = f"--micro-batch-size {smaller} instead of {now}, with the same --global-batch-size"
+        found.append(_told(plan, words, micro_batch_size=smaller))
     if m.recompute_granularity != "full":
-        found.append(FULL_RECOMPUTE)
-    elif m.recompute_method == "block" and (m.recompute_num_layers or 1) < plan.shape.num_layers:
-        found.append(f"--recompute-num-layers {plan.shape.num_layers} instead of {m.recompute_num_layers or 1}")
+        found.append(_told(plan, FULL_RECOMPUTE, recompute_granularity="full", recompute_method="uniform",
+                           recompute_num_layers=1))
+    elif m.recompute_method == "block" and (m.recompute_num_layers or 1) < layers:
+        words = f"--recompute-num-layers {layers} instead of {m.recompute_num_layers or 1}"
+        found.append(_told(plan, words, recompute_num_layers=layers))
     if plan.precision == "fp32":
-        found.append("--bf16")
+        found.append(_told(plan, "--bf16", bf16=True))
     return found
 
 
@@ -44,5 +49,16 @@ def _smaller_state(plan: Plan) -> list[str]:
     if not plan.fp32_gradients:
         return []
     if plan.precision == "bf16":
-        return ["--grad-reduce-in-bf16: gradients without fp32 sums"]
-    return ["no --accumulate-allreduce-grads-in-fp32: gradients without fp32 sums"]
+        return [_told(plan, "--grad-reduce-in-bf16: gradients without fp32 sums", grad_reduce_in_bf16=True,
+                      accumulate_allreduce_grads_in_fp32=False)]
+    return [_told(plan, "no --accumulate-allreduce-grads-in-fp32: gradients without fp32 sums",
+                  accumulate_allreduce_grads_in_fp32=False)]
+
+
+def _told(plan: Plan, words: str, **changes) -> str:
+    """With the peak that the formulas give for the changed flags. Nothing may fail here: an error is being explained."""
+    try:
+        variant = variant_of(plan, **changes)
+    except Exception:  # noqa: BLE001 - see above
+        variant = None
+    return words + (f" (predicted peak {size(variant.peak_bytes)})" if variant else "")

@@ -67,6 +67,11 @@ class StorageTracker(TorchDispatchMode):
     def begin_step(self):
         self._module_of.clear()
 
+    def add_unseen(self, name: str, size: int):
+        """Memory that a library takes outside of torch's operations, and keeps; `name` stands for its stack."""
+        allocation = Allocation(size, self._tag(), [{"filename": "??", "line": 0, "name": name}])
+        self._add(Event(ALLOC, allocation, time.time_ns() // 1000, allocation.frames, allocation.tag))
+
     @property
     def seeing(self) -> bool:
         """Whether everything is seen at this moment."""

@@ -39,7 +39,7 @@ class Optimizer:
         self.plan = plan
         self.weights = MasterWeights(parameters)
         self.scaler = make_loss_scale(plan, device)
-        self.lr = torch.zeros((), dtype=torch.float32, device=device)
+        self.lr = torch.tensor(0.0, dtype=torch.float32, device=device)
         self.engine = make_engine(plan, self.weights.masters, self.lr)
         self.good_samples = torch.zeros((), dtype=torch.int64, device=device)
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)

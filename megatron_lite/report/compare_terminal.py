@@ -6,7 +6,7 @@ from megatron_lite.analysis.compare.figures import Change, Comparison, KernelPai
 from megatron_lite.analysis.time.figures import ROW_TITLES
 from megatron_lite.report.numbers import calls, milliseconds
 from megatron_lite.report.section import Lines, Section, Table, first, with_some_value
-from megatron_lite.report.terminal import section_lines
+from megatron_lite.report.section_text import section_lines
 from megatron_lite.report.text import Style, heading, wrapped
 from megatron_lite.units import count, size
 

@@ -6,6 +6,7 @@ import json
 import math
 
 from megatron_lite.analysis.facts import RankFacts
+from megatron_lite.analysis.predicted.figures import Compared
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.analysis.run.figures import Run
 from megatron_lite.report.sections.all import gaps_of
@@ -33,6 +34,7 @@ def as_json(report: Report) -> dict:
         "snapshots": plain(facts.snapshots),
         "ledger": [plain(row) | {"difference_bytes": row.difference_bytes} for row in facts.ledger],
         "traced_memory": plain(facts.traced_memory),
+        "predicted": _predicted(facts.predicted) if facts.predicted else None,
         "run": _run(facts.run) if facts.run else None,
         "gaps": gaps_of(report),
     }
@@ -50,6 +52,17 @@ def _rank(one: RankFacts) -> dict:
         "time": plain(one.time) | {"idle_ms": plain(one.time.idle_ms)},
         "kernels": plain(one.kernels),
     }
+
+
+def _predicted(value):
+    """As `plain`, with the difference of each pair of figures."""
+    if isinstance(value, Compared):
+        return plain(value) | {"difference": plain(value.difference)}
+    if isinstance(value, tuple):
+        return [_predicted(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return {field.name: _predicted(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return plain(value)
 
 
 def _run(run: Run) -> dict:

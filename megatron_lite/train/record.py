@@ -9,23 +9,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_lite.config.environment import TELLING_VARIABLES
+from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.run_folder import STEPS_FILE, keep_previous_run, write_run
 
-# variables that change how fast a run is or how its memory is laid out; others may be secret, and are not written down
-TELLING_VARIABLES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_BLOCKING_WAIT",
-    "TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE",
-)
-
 
 class RunRecord:
     """Written at the start, so that a killed run has one, and again at the end. By the last rank."""
 
-    def __init__(self, plan: Plan, run_dir: Path):
+    def __init__(self, plan: Plan, run_dir: Path, prediction: dict | None = None):
         self._writes, self._folder = plan.world.is_last, run_dir
         self.left_early: str | None = None  # why, if before the last iteration
         self._record = {
@@ -33,8 +28,9 @@ class RunRecord:
             "started": _now(),
             "plan": _plain(dataclasses.asdict(plan)),
             "parameters": parameter_count(plan.shape),
+            "prediction": prediction,
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-            "hardware": {**_hardware(plan), "cpus": _cpus()},
+            "hardware": {**_hardware(plan), "cpus": read_machine().cores},
             "environment": {name: os.environ[name] for name in TELLING_VARIABLES if name in os.environ},
             "artefacts": _artefacts(plan),
         }
@@ -64,11 +60,6 @@ def _hardware(plan: Plan) -> dict:
     properties = torch.cuda.get_device_properties(plan.world.gpu)
     return {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
             "peak_tflops": peak_tflops(properties.name, plan.precision)}
-
-
-def _cpus() -> int | None:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _has_bf16_products() -> bool:

@@ -13,7 +13,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.model.attend import choose_attention
+from megatron_lite.model.attend import Attend, choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.init import initialize
 from megatron_lite.optim.optimizer import Optimizer
@@ -73,30 +73,36 @@ def run(
 
 def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
     """The initialised model on the device, in the plan's precision, with recomputation as the flags say."""
-    m, shape, dtype = plan.args.model, plan.shape, DTYPES[plan.precision]
-    attend = choose_attention(
-        m.attention_backend, shape, batch=plan.args.training.micro_batch_size, device=device, dtype=dtype,
-        masked=plan.args.data.reset_attention_mask, explain=m.explain_attention,
-    )
-    if attend.name == "explicit" and m.recompute_granularity == "selective":
-        attend = replace(attend, function=recomputed(attend.function))
+    shape, attend = plan.shape, attention_of(plan, device)
     say(f"  attention: {attend.name}" + "".join(f"\n    not {reason}" for reason in attend.why_not))
     _seed(plan.args.training.seed)
     with torch.device("cpu" if plan.args.parallel.use_cpu_initialization else device):
         model = GPT(shape, attend)
         initialize(model, shape)
-    model.to(device=device, dtype=dtype)
+    model.to(device=device, dtype=DTYPES[plan.precision])
     number = parameter_count(shape)
     say(f"  number of parameters: {count(number)} ({short_count(number)})")
     t = plan.args.training
     if t.torch_compile:
         say(f"  compiling each of {compile_layers(plan, model.decoder.layers)} layers with {t.torch_compile_backend}: the "
             "steps in which that happens take longer and are left out of averages")
-    forgetful = recompute_layers(m, model.decoder.layers)
+    forgetful = recompute_layers(plan.args.model, model.decoder.layers)
     if forgetful:
         say(f"  recomputing the activations of {forgetful} of {shape.num_layers} layers")
     gc.collect()
     return model
+
+
+def attention_of(plan: Plan, device: torch.device) -> Attend:
+    """The kernel that the plan's flags and tensors lead to on the device, recomputed in backward if they say so."""
+    m = plan.args.model
+    attend = choose_attention(
+        m.attention_backend, plan.shape, batch=plan.args.training.micro_batch_size, device=device,
+        dtype=DTYPES[plan.precision], masked=plan.args.data.reset_attention_mask, explain=m.explain_attention,
+    )
+    if attend.name == "explicit" and m.recompute_granularity == "selective":
+        return replace(attend, function=recomputed(attend.function))
+    return attend
 
 
 def describe_precision(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import argument, part, variable, whole
 from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, of_step, share, where
+from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
 
 CODE = "max-connections"
 TITLE = "one hardware queue for all streams"
@@ -24,16 +25,17 @@ TITLE = "one hardware queue for all streams"
 
 def find(facts: Facts) -> Finding | None:
     one = facts.critical
-    if one is None or not one.time.on_gpu or variable(facts, "CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+    if one is None or not one.time.on_gpu:
         return None
     tensor, context = (whole(argument(facts, f"{kind}_parallel_size")) for kind in ("tensor_model", "context"))
     world, cost = whole(part(facts, "world", "size")), one.time.rows.get("exposed_communication", 0.0)
-    if (tensor or 1) > 1 or (context or 1) > 1 or not world or world < 2 or share(cost, one) < WORTH_A_LINE:
+    needless = has_needless_order(variable(facts, QUEUES), world or 1, tensor or 1, context or 1)
+    if not needless or share(cost, one) < WORTH_A_LINE:
         return None
     text = (f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of "
             f"{of_step(cost, one)}")
     return Finding(
         code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one)),),
-        advice="unset CUDA_DEVICE_MAX_CONNECTIONS (or set 32) for pure data parallelism, and compare",
-        flags=("CUDA_DEVICE_MAX_CONNECTIONS=32",), gain_ms=cost, certain=False, rank=one.time.rank,
+        advice=f"unset {QUEUES} (or set 32) for pure data parallelism, and compare",
+        flags=(MORE_QUEUES,), gain_ms=cost, certain=False, rank=one.time.rank,
     )

@@ -15,6 +15,7 @@ False alarm: cores that the run does not see because others use them: then even 
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import hardware, on_gpu, part, whole
+from megatron_lite.variables import THREADS, fitting_threads
 
 CODE = "too-many-threads"
 TITLE = "more computing threads than cores"
@@ -23,9 +24,12 @@ TITLE = "more computing threads than cores"
 def find(facts: Facts) -> Finding | None:
     threads, cpus = whole(hardware(facts, "threads")), whole(hardware(facts, "cpus"))
     ranks = whole(part(facts, "world", "local_size"))
-    if on_gpu(facts) is not False or not (threads and cpus and ranks) or threads * ranks <= cpus:
+    if on_gpu(facts) is not False or not (threads and cpus and ranks):
         return None
-    flag = f"OMP_NUM_THREADS={max(1, cpus // ranks)}"
+    fewer = fitting_threads(threads, ranks, cpus)
+    if fewer is None:
+        return None
+    flag = f"{THREADS}={fewer}"
     return Finding(
         code=CODE, title=TITLE,
         evidence=(Evidence(f"{threads} threads x {ranks} ranks of this machine on {cpus} cores", "run.json"),),

@@ -4,17 +4,10 @@ from dataclasses import fields
 
 from megatron_lite.analysis.memory.figures import LedgerRow, Snapshot
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate.memory import (
-    FP32,
-    FUSED,
-    MATH,
-    UNFUSED,
-    activation_bytes,
-    element_bytes,
-    logits_bytes,
-    state_bytes,
-)
+from megatron_lite.estimate.attention_kernel import setting_from
+from megatron_lite.estimate.memory import activation_bytes, element_bytes, logits_bytes, state_bytes
 from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.sizes import FP32
 from megatron_lite.units import count
 
 
@@ -40,14 +33,15 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
         state["gradients"] += FP32 * parameters  # the optimizer's copies, during its step
     found = {category: (f"{num_bytes // parameters} bytes x {count(parameters)} parameters", num_bytes)
              for category, num_bytes in state.items()}
-    recomputed, attention = _recomputed(args["model"], shape), _attention(plan, shape)
+    recomputed = _recomputed(args["model"], shape)
+    setting = setting_from(shape, batch, precision, plan["device"], args["model"]["attention_backend"],
+                           args["data"]["reset_attention_mask"], args["model"]["recompute_granularity"])
     whole = shape.num_layers - recomputed
     kept = f"{whole} layers" + (f" and the inputs of {recomputed}, of which one is there again" if recomputed else "")
-    words = (f"{kept}, {attention} attention, micro-batch {batch} x {shape.seq_length} tokens, "
+    words = (f"{kept}, {setting.attention} attention, micro-batch {batch} x {shape.seq_length} tokens, "
              f"{element_bytes(precision)} bytes each")
-    on_cpu = plan["device"] == "cpu"
     return found | {
-        "activations": (words, activation_bytes(shape, batch, precision, recomputed, attention, on_cpu)),
+        "activations": (words, activation_bytes(setting, recomputed)),
         "logits and loss": (f"12 bytes x {count(batch * shape.seq_length)} tokens x {count(shape.padded_vocab_size)} words",
                             logits_bytes(shape, batch)),
     }
@@ -59,10 +53,3 @@ def _recomputed(model: dict, shape: ModelShape) -> int:
     if model["recompute_method"] == "uniform":
         return shape.num_layers
     return min(model["recompute_num_layers"] or 1, shape.num_layers)
-
-
-def _attention(plan: dict, shape: ModelShape) -> str:
-    """As far as the plan says: the fused kernel of CPUs knows no dropout."""
-    if plan["args"]["model"]["attention_backend"] in ("unfused", "local"):
-        return UNFUSED
-    return MATH if plan["device"] == "cpu" and shape.attention_dropout > 0 else FUSED

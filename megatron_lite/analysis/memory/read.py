@@ -26,9 +26,12 @@ RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 def read_snapshot(path: Path) -> Snapshot:
     """Raises UserError where `path` is no memory snapshot."""
-    path = Path(path)
-    record = record_of(plain_values(path), path)
-    return _Reading(record, path).snapshot()
+    return snapshot_of(plain_values(Path(path)), Path(path))
+
+
+def snapshot_of(raw, path: Path) -> Snapshot:
+    """The same of what a file at `path` would hold. Raises UserError where that is no memory snapshot."""
+    return _Reading(record_of(raw, path), path).snapshot()
 
 
 class _Reading:

@@ -6,6 +6,7 @@ from megatron_lite.report.sections.findings import findings_section
 from megatron_lite.report.sections.kernels import kernels_section, operators_section
 from megatron_lite.report.sections.memory import memory_section
 from megatron_lite.report.sections.phases import phases_section
+from megatron_lite.report.sections.prediction import prediction_section
 from megatron_lite.report.sections.ranks import collectives_section, ranks_section
 from megatron_lite.report.sections.roofline import roofline_section
 from megatron_lite.report.sections.run import run_section
@@ -19,6 +20,7 @@ SECTIONS = (
     operators_section,
     roofline_section,
     memory_section,
+    prediction_section,
     ranks_section,
     collectives_section,
     run_section,

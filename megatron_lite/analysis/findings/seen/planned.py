@@ -22,8 +22,14 @@ def hardware(facts: Facts, name: str):
 
 def variable(facts: Facts, name: str) -> str | None:
     """An environment variable that the run wrote down."""
+    return variables(facts).get(name)
+
+
+def variables(facts: Facts) -> dict[str, str]:
+    """All that it wrote down."""
     values = facts.run.record.get("environment") if facts.run else None
-    return values.get(name) if isinstance(values, dict) else None
+    values = values if isinstance(values, dict) else {}
+    return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 def whole(value) -> int | None:

@@ -1,0 +1,151 @@
+"""Our trainer beside what people would use instead: the same work, the same tokens, in turn, each in a fresh process.
+
+    python -m benchmarks.train --work byte --precision bf16                   # about 4 minutes on two idle cores
+    python -m benchmarks.train --contestants ours plain --ours "compiled: --torch-compile" --rounds 5 --out FILE.json
+
+plain: a loop in plain PyTorch after nanoGPT; plain-compiled: under torch.compile; hf: transformers.Trainer. Ours runs
+with its own defaults. KIND@2 is on two ranks, which share out threads and micro-batches. To be run in the repository.
+"""
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from benchmarks.training import table
+from benchmarks.training.command_line import chosen, parser, work_of
+from benchmarks.training.contestants import Contestant, command
+from benchmarks.training.machine import clocks, cores, gpus, load, machine
+from benchmarks.training.process import environment_of, watch
+from benchmarks.training.result import Result, result_of
+from benchmarks.training.summary import line_of, loss_table, ratio_of
+from benchmarks.training.tokens import write_tokens
+from benchmarks.training.work import Work
+from megatron_lite.errors import UserError
+from megatron_lite.estimate.hardware import peak_tflops
+
+LINES_KEPT = 200  # of a failed run's output, in --out
+
+
+def main() -> int:
+    """Returns the exit code: 2 for a mistake in the flags, 1 unless every contestant finished a run."""
+    args = parser(__doc__).parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ends the run that is going on
+    try:
+        device = args.device or ("cuda" if gpus() else "cpu")
+        work, warm_up = work_of(args, device)
+        contestants = chosen(args, work, _tell)
+        with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+            return _compare(args, work, warm_up, contestants, Path(folder))
+    except UserError as error:
+        print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
+        return error.exit_code
+
+
+def _compare(args: argparse.Namespace, work: Work, warm_up: int, contestants: list[Contestant], folder: Path) -> int:
+    text = write_tokens(folder / "tokens", work.vocabulary, args.text, args.vocab_file, args.merge_file)
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    around = {"started": started, "machine": machine(), "text": text, "load_before": load()}
+    threads = args.threads or cores()
+    records = _run_all(args, work, warm_up, contestants, folder, threads)
+    around["load_after"] = load()
+    results = [record["result"] for record in records]
+    lines = [line_of(one.name, one.ranks, results, work, warm_up) for one in contestants]
+    ratios = [ratio_of(one.name, other.name, results, warm_up) for one, other in _pairs(contestants, results)]
+    _print(work, args, around, threads, lines, ratios, results)
+    if args.out:
+        everything = {
+            "command": sys.argv, **around, "work": dataclasses.asdict(work), "warm_up_steps": warm_up,
+            "threads": threads,
+            "runs": [{**record, "result": dataclasses.asdict(record["result"])} for record in records],
+            "summary": [dataclasses.asdict(line) for line in lines],
+            "ratios": [{**dataclasses.asdict(ratio), "median": ratio.median} for ratio in ratios],
+        }
+        args.out.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+    return 0 if _finished(results) == {one.name for one in contestants} else 1
+
+
+def _finished(results: list[Result]) -> set[str]:
+    """Contestants that have come to the end of a run."""
+    return {result.contestant for result in results if not result.failure}
+
+
+def _pairs(contestants: list[Contestant], results: list[Result]) -> list[tuple[Contestant, Contestant]]:
+    """Each of ours with every yardstick, and with the first of ours; of those who finished a run."""
+    here = [one for one in contestants if one.name in _finished(results)]
+    return [(ours, other) for ours in here if ours.is_ours for other in here
+            if not other.is_ours or (other is contestants[0] and other is not ours)]
+
+
+def _run_all(args: argparse.Namespace, work: Work, warm_up: int, contestants: list[Contestant], folder: Path,
+             threads: int) -> list[dict]:
+    """Round after round; who failed is not asked again."""
+    deadline = time.monotonic() + 60 * args.minutes
+    records, took = [], {}
+    for number in range(1, args.rounds + 1):
+        for one in contestants:
+            left_s = deadline - time.monotonic()
+            if left_s < took.get(one.name, 0):
+                _tell(f"--minutes {args.minutes:g} are up before round {number} of {one.name}")
+                return records
+            if any(record["result"].contestant == one.name and record["result"].failure for record in records):
+                continue
+            try:
+                record = _run(one, number, work, folder, threads, left_s)
+            except KeyboardInterrupt:
+                _tell(f"interrupted in round {number} of {one.name}; what was measured before:")
+                return records
+            records.append(record)
+            took[one.name] = record["result"].seconds
+            _tell(f"round {number} of {args.rounds}: {one.name}: {_words(record['result'], work, warm_up)}")
+    return records
+
+
+def _run(one: Contestant, number: int, work: Work, folder: Path, threads: int, limit_s: float) -> dict:
+    mine = folder / f"{number}-{one.name}".replace("/", "-").replace(" ", "-")
+    mine.mkdir()
+    words = command(one, work, folder / "tokens", mine)
+    environment = environment_of(work.device, max(threads // one.ranks, 1))
+    before = load()
+    run = watch(words, environment, one.ranks, limit_s, clocks)
+    result = result_of(one, number, run, mine, work.steps)
+    return {"command": words, "omp_num_threads": environment["OMP_NUM_THREADS"], "load_before": before,
+            "load_after": load(), "during": run.samples, "result": result,
+            "output": run.output[-LINES_KEPT:] if result.failure else []}
+
+
+def _words(result: Result, work: Work, warm_up: int) -> str:
+    if result.failure:
+        return f"failed: {result.failure}"
+    rate = work.tokens_per_step / median(result.step_s[warm_up:])
+    return f"{rate:,.0f} tokens/s, {result.seconds:.0f} s in all"
+
+
+def _print(work: Work, args: argparse.Namespace, around: dict, threads: int, lines, ratios, results: list[Result]):
+    found = around["machine"]
+    where = found["gpus"][0]["name"] if work.device == "cuda" and found["gpus"] else found["cpu"]
+    peak = peak_tflops(where, work.precision) if work.device == "cuda" else None
+    columns = loss_table(results)
+    print(f"{work.words()}; --steps {work.steps} --rounds {args.rounds}\n{around['text']}\n{where}, "
+          f"{found['cores']} cores, torch {found['versions']['torch']}; load {around['load_before']} before, "
+          f"{around['load_after']} after")
+    for part in (table.speeds(lines, threads, work.device, peak), table.ratios(ratios), table.losses(columns),
+                 table.remarks(lines, columns, around["load_before"], found["cores"])):
+        if part:
+            print("\n" + "\n".join(part))
+    for result in results:
+        if result.failure:
+            print(f"failed: {result.contestant}, round {result.round}: {result.failure}")
+
+
+def _tell(text: str):
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

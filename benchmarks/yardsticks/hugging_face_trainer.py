@@ -1,0 +1,74 @@
+"""GPT-2 from scratch by transformers.Trainer, set up as its documentation says.
+
+    [torchrun --nproc-per-node N -m] python -m benchmarks.yardsticks.hugging_face_trainer --help
+"""
+
+import argparse
+import os
+import tempfile
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.yardsticks.task import BETAS, CLIP, WEIGHT_DECAY, RandomWindows, StepLog, read_task
+
+
+class Watch(TrainerCallback):
+    """Times steps, and takes their losses from what the Trainer logs."""
+
+    def __init__(self, log: StepLog):
+        self._log = log
+
+    def on_step_end(self, *_, **__):
+        self._log.end_of_step()
+
+    def on_log(self, *_, logs=None, **__):
+        if "loss" in logs:
+            self._log.write(float(logs["loss"]))
+
+
+def main():
+    task = read_task(__doc__.splitlines()[0])
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(task.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=GPT2LMHeadModel(model_config(task)), args=training_arguments(task, folder), data_collator=collate,
+            train_dataset=RandomWindows(task, rank),
+        )
+        if rank == 0:
+            trainer.add_callback(Watch(StepLog(task, ranks)))
+        trainer.train()
+
+
+def model_config(task: argparse.Namespace) -> GPT2Config:
+    return GPT2Config(
+        vocab_size=task.vocabulary, n_positions=task.sequence, n_embd=task.hidden, n_layer=task.layers,
+        n_head=task.heads, activation_function="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, bos_token_id=None, eos_token_id=None,
+    )
+
+
+def training_arguments(task: argparse.Namespace, folder: str) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder, max_steps=task.steps, per_device_train_batch_size=task.micro_batch,
+        gradient_accumulation_steps=task.accumulation, learning_rate=task.lr, lr_scheduler_type="constant_with_warmup",
+        warmup_steps=task.lr_warm_up,
+        optim="adamw_torch_fused", adam_beta1=BETAS[0], adam_beta2=BETAS[1], weight_decay=WEIGHT_DECAY,
+        max_grad_norm=CLIP, bf16=task.precision == "bf16", fp16=task.precision == "fp16",
+        use_cpu=task.device == "cpu", torch_compile=task.compile, seed=task.seed, ddp_find_unused_parameters=False,
+        logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
+        dataloader_pin_memory=task.device == "cuda",
+    )
+
+
+def collate(windows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The model shifts labels itself: token i + 1 is the label of token i, and the last token of a window has none."""
+    tokens = torch.stack(windows)[:, :-1].contiguous()
+    labels = tokens.clone()
+    labels[:, 0] = -100  # nothing predicts it, but the Trainer's mean over labels would count it
+    return {"input_ids": tokens, "labels": labels}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What a launch script would start, found without starting anything: bash reads the script, and every command is left out."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from megatron_lite.cli.launcher import ASSIGNMENT, Launch, header_environment, launch_of, split_at_trainer
+from megatron_lite.cli.watched_shell import prologue
+from megatron_lite.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where a script is refused
+    fcntl = None
+
+SECONDS = 10  # scripts take milliseconds; one that waits for something waits for ever
+LONGEST_SAID = 200
+LEAST_DESCRIPTOR = 100
+DEEPEST = 4  # scripts that start scripts
+NOWHERE = os.devnull  # a PATH without programs; an empty one would be the current folder
+STARTS_NONE = "starts no pretrain_gpt.py"
+SHELLS = ("bash", "sh", "zsh")
+NOT_HANDED_ON = ("BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "HISTFILE")
+
+
+@dataclass(frozen=True)
+class _Script:
+    """A text for bash."""
+
+    name: str  # its $0
+    text: str
+    arguments: list[str]
+    environment: dict[str, str]
+    before: list[str]  # words of the launchers around it
+
+
+def read_launch_script(script: str, arguments: list[str]) -> Launch:
+    """The first command of `script`, or of what it hands on to, that starts pretrain_gpt.py.
+
+    UserError if there is none, or no bash.
+    """
+    bash = shutil.which("bash") if fcntl else None
+    if bash is None:
+        raise UserError(f"{script}: there is no bash here to read it; give the trainer's flags themselves.")
+    try:
+        text = Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{script}: cannot be read ({error.strerror}); check the path.") from None
+    header = header_environment(text)
+    found, why_not = _look(bash, _Script(script, text, arguments, {**header, **os.environ}, []), DEEPEST)
+    if found is None:
+        raise UserError(why_not)
+    return launch_of(*found, header)
+
+
+def _look(bash: str, script: _Script, depth: int) -> tuple[tuple[list[str], dict[str, str]] | None, str]:
+    """((words of the command, its environment), or None, and the reason)."""
+    record, said, code = _walk(bash, script)
+    why_not = _why_nothing(script.name, said, code)
+    for words, environment in _commands(record):
+        if split_at_trainer(words):
+            return ([*script.before, *words], environment), ""
+        inner = _inner(script.before, words, environment) if depth > 1 else None
+        found, inner_why_not = _look(bash, inner, depth - 1) if inner else (None, "")
+        if found:
+            return found, ""
+        why_not = inner_why_not if STARTS_NONE in why_not and inner else why_not
+    return None, why_not
+
+
+def _walk(bash: str, script: _Script) -> tuple[bytes, str, int]:
+    """(the record of the commands, what the script printed, its exit code)."""
+    environment = {name: value for name, value in script.environment.items() if name not in NOT_HANDED_ON}
+    with tempfile.TemporaryFile() as record, open(os.devnull, "wb") as nothing, _high(record) as out, _high(nothing) as null:
+        text = prologue(out.fileno(), null.fileno())
+        command = [bash, "--restricted", "--noprofile", "--norc", "-c", text, script.name, script.text, *script.arguments]
+        try:
+            shell = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env={**environment, "PATH": NOWHERE}, pass_fds=(out.fileno(), null.fileno()), start_new_session=True,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:  # longer than an argument may be; a zero byte
+            reason = getattr(error, "strerror", None) or "no text"
+            raise UserError(f"{script.name}: cannot be given to bash ({reason}); give the trainer's flags themselves.") from None
+        try:
+            said, _ = shell.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.communicate()
+            raise UserError(
+                f"{script.name}: still waits for something after {SECONDS} s, since none of its commands is run; "
+                "give the trainer's flags themselves."
+            ) from None
+        record.seek(0)
+        return record.read(), said.decode("utf-8", "replace"), shell.returncode
+
+
+def _high(file: IO[bytes]) -> IO[bytes]:
+    """The same open file under a number that no script uses for a file of its own."""
+    return open(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, LEAST_DESCRIPTOR), "wb", buffering=0)
+
+
+def _commands(record: bytes) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Each command: the number of its words and they, the number of variables and they."""
+    items = iter(record.decode("utf-8", "surrogateescape").split("\0")[:-1])
+    for number in items:
+        words = [next(items) for _ in range(int(number))]
+        variables = [next(items) for _ in range(int(next(items)))]
+        yield words, dict(variable.split("=", 1) for variable in variables)
+
+
+def _inner(before: list[str], words: list[str], environment: dict[str, str]) -> _Script | None:
+    """The script or the -c "..." that a command hands on to another shell."""
+    for at, word in enumerate(words):
+        around = [*before, *words[:at]]
+        environment = environment | dict(_assignments(words[:at]))
+        if re.fullmatch("-[a-z]*c", word) and any(other.rpartition("/")[2] in SHELLS for other in words[:at]):
+            text, name, *arguments = [*words[at + 1 :], "", ""][: max(2, len(words) - at - 1)]
+            return _Script(name or "bash", text, arguments, environment, around)
+        if word.endswith(".sh") and (path := Path(environment.get("PWD", ""), word)).is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            return _Script(str(path), text, words[at + 1 :], environment, around)
+    return None
+
+
+def _why_nothing(script: str, said: str, code: int) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if code and lines:
+        return f"{script}: {_shortened(lines[-1], script)} (the script says so, exit code {code})"
+    if code:
+        return f"{script}: ended with exit code {code} before it started pretrain_gpt.py; does it need arguments?"
+    return f"{script}: {STARTS_NONE}; give a script that does, or the trainer's flags themselves."
+
+
+def _shortened(line: str, script: str) -> str:
+    line = line.removeprefix(f"{script}: ").removeprefix("error: ")
+    line = re.sub(r"^((eval|environment): )?line \d+: ", "", line)
+    return line if len(line) <= LONGEST_SAID else f"{line[:LONGEST_SAID]}..."
+
+
+def _assignments(words: list[str]) -> list[tuple[str, str]]:
+    """NAME=VALUE in front of the command, or behind env."""
+    return [tuple(word.split("=", 1)) for word in words if ASSIGNMENT.match(word)]

@@ -1,0 +1,86 @@
+"""From the words of a launch command to a Plan, on a machine that has neither its data nor its GPUs."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_lite.cli.launcher import Launch, Ranks, launch_of, split_at_trainer
+from megatron_lite.cli.planned_vocabulary import planned_vocabulary
+from megatron_lite.config.args import DataArgs
+from megatron_lite.config.check import RULES_WITHOUT_FILES, check
+from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.world import World
+from megatron_lite.errors import UserError
+
+ENDINGS = (".sh", ".bash", ".slurm", ".sbatch")
+GPUS_PER_NODE = 8  # of a job of several nodes that does not say it
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A command as the trainer would take it."""
+
+    plan: Plan
+    flags: tuple[str, ...]  # of the trainer
+    environment: Mapping[str, str]  # of the trainer
+    notes: tuple[str, ...]  # what was assumed
+
+
+def is_script(word: str) -> bool:
+    """A launch script rather than a flag?"""
+    return word.endswith(ENDINGS) and not word.startswith("-")
+
+
+def planned_run(words: list[str], gpus: int | None) -> PlannedRun:
+    """words: SCRIPT.sh ARGUMENTS..., a launch command such as torchrun ... pretrain_gpt.py FLAGS, or the trainer's flags.
+
+    gpus: of the whole job; None for what the words say, else 1. Raises UserError for a script that cannot be read,
+    ConfigError with the trainer's own lines for flags it would refuse.
+    """
+    launch, notes = _launch(words), []
+    size = gpus or launch.ranks.size
+    if size is None:
+        raise UserError(f"{words[0]}: does not say how many GPUs it uses; give --gpus N before it.")
+    if size == 1 and not gpus and is_script(words[0]):
+        notes = ["1 GPU: so the script says where its own commands are not run; --gpus N for more."]
+    world = replace(_world(size, launch.ranks.nodes), under_nsys=launch.under_nsys)
+    plan, assumed = _resolved(launch.flags, world)
+    return PlannedRun(plan, launch.flags, launch.environment, (*assumed, *notes))
+
+
+def _launch(words: list[str]) -> Launch:
+    if is_script(words[0]):
+        from megatron_lite.cli.launch_script import read_launch_script
+
+        return read_launch_script(words[0], words[1:])
+    if split_at_trainer(words):
+        return launch_of(words, os.environ)
+    return Launch(tuple(words), Ranks(1), os.environ, under_nsys=False)
+
+
+def _world(size: int, nodes: int) -> World:
+    """Rank 0 of `size` ranks, each with a GPU of its own."""
+    per_node = size // nodes if size % nodes == 0 else size
+    if nodes == 1 and size > GPUS_PER_NODE and size % GPUS_PER_NODE == 0:
+        per_node = GPUS_PER_NODE
+    return World(size=size, local_size=per_node, gpus=per_node)
+
+
+def _resolved(flags: tuple[str, ...], world: World) -> tuple[Plan, list[str]]:
+    line = read_command_line(list(flags))
+    check(replace(line, args=replace(line.args, data=_without_files(line.args.data))), world, RULES_WITHOUT_FILES)
+    vocab_size, notes = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)
+    return resolve(line.args, world, vocab_size), [*line.notes, *notes]
+
+
+def _without_files(data: DataArgs) -> DataArgs:
+    """Data and files of words that are not here, or not named yet, decide neither memory nor speed: as if all were there."""
+    lists = ("data_args_path", "per_split_data_args_path")
+    absent = [name for name in lists if getattr(data, name) is not None and not Path(getattr(data, name)).exists()]
+    here = replace(data, **dict.fromkeys(absent))
+    named = (here.data_path or here.data_args_path or here.train_data_path or here.valid_data_path or here.test_data_path
+             or here.per_split_data_args_path or here.external_dataloader)  # fmt: skip
+    files = {name: getattr(data, name) or "to be named" for name in ("vocab_file", "merge_file")}
+    return replace(here, mock_data=data.mock_data or not named, **files)

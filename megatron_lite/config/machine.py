@@ -1,0 +1,87 @@
+"""What this machine lends to a process: cores, memory, shared memory, open files."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
+SHARED_MEMORY = "/dev/shm"
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+UNLIMITED = 2**60  # bytes: version 1 of control groups writes a number near 2**63 where there is no limit
+
+
+@dataclass(frozen=True)
+class Machine:
+    """None: not known here."""
+
+    cores: int  # that this process may keep busy at the same time
+    visible_cores: int  # that it sees; a container may see all of its host and be granted the time of a few
+    memory_bytes: int | None  # the machine's, or what the container is granted
+    shm_bytes: int | None  # the whole of /dev/shm
+    open_files: int | None  # most that one process may have
+    has_nsys: bool  # Nsight Systems is on the PATH
+
+
+def read_machine() -> Machine:
+    """The machine that this process runs on."""
+    visible = _visible_cores()
+    quota, limit = _limits(CONTROL_GROUPS, _own_groups(MEMBERSHIP))
+    return Machine(
+        cores=max(1, min(visible, round(quota))) if quota else visible,
+        visible_cores=visible,
+        memory_bytes=min(filter(None, (_memory_bytes(), limit)), default=None),
+        shm_bytes=shutil.disk_usage(SHARED_MEMORY).total if os.path.isdir(SHARED_MEMORY) else None,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else None,
+        has_nsys=shutil.which("nsys") is not None,
+    )
+
+
+def _visible_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _own_groups(membership: Path) -> list[str]:
+    """Folders of this process's group below the root of version 2 and those that enclose it, the root last."""
+    lines = (_text(membership) or "").splitlines()
+    path = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    return ["/".join(parts[:number]) for number in range(len(parts), -1, -1)]
+
+
+def _limits(root: Path, groups: list[str]) -> tuple[float | None, int | None]:
+    """(cores, bytes) that control groups grant, the least of a group and all around it; None for no limit."""
+    cores = [_quotient(_text(root / group / "cpu.max")) for group in groups]
+    cores.append(_quotient(f"{_text(root / 'cpu/cpu.cfs_quota_us')} {_text(root / 'cpu/cpu.cfs_period_us')}"))
+    memory = [_number(_text(root / group / "memory.max")) for group in groups]
+    memory.append(_number(_text(root / "memory/memory.limit_in_bytes")))
+    return min(filter(None, cores), default=None), min((m for m in memory if m and m < UNLIMITED), default=None)
+
+
+def _quotient(text: str | None) -> float | None:
+    """'200000 100000' -> 2.0; None for 'max 100000', '-1 100000' and what is no pair of numbers."""
+    numbers = [_number(word) for word in (text or "").split()]
+    return numbers[0] / numbers[1] if len(numbers) == 2 and all(numbers) else None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.strip().isdigit() else None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,47 @@
+"""Which kernel attention gets, as far as its memory depends on it, and with it the sizes of a plan's tensors."""
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.estimate.memory import element_bytes
+from megatron_lite.estimate.sizes import FUSED, MATH, UNFUSED, Setting
+
+EXPLICIT = ("unfused", "local")
+WIDEST_FLASH_HEAD = 256  # channels
+EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple of it
+
+
+def setting_of(plan: Plan) -> Setting:
+    """What the sizes of one micro-batch's tensors depend on."""
+    a = plan.args
+    return setting_from(plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
+                        a.data.reset_attention_mask, a.model.recompute_granularity)
+
+
+def setting_from(shape: ModelShape, micro_batch: int, precision: str, device: str, backend: str, masked: bool = False,
+                 recompute: str | None = None) -> Setting:
+    """The same from the plan's parts: --attention-backend, --reset-attention-mask, --recompute-granularity."""
+    width = element_bytes(precision)
+    kernel, flash = kernel_of(shape, width, device, backend, masked)
+    return Setting(shape, micro_batch, width, kernel, on_cpu=device == "cpu", is_flash=flash, masked=masked,
+                   recomputes_attention=kernel == UNFUSED and recompute == "selective")
+
+
+def attention_of(plan: Plan) -> tuple[str, bool]:
+    """(fused, unfused or math; whether a fused one is flash) of a plan."""
+    return kernel_of(plan.shape, element_bytes(plan.precision), plan.device, plan.args.model.attention_backend,
+                     plan.args.data.reset_attention_mask)
+
+
+def kernel_of(shape: ModelShape, width: int, device: str, backend: str, masked: bool) -> tuple[str, bool]:
+    """torch's own choice on a GPU since Ampere and on a CPU (sdp_utils.cpp, sdp_utils_cpp.cpp of torch 2.13). cuDNN's kernel
+    keeps what flash keeps. width: bytes of one activation.
+
+    On a GPU flash knows no mask and no fp32, the memory-efficient one no groups; a CPU's flash knows no dropout.
+    """
+    if backend in EXPLICIT:
+        return UNFUSED, False
+    if device == "cpu":
+        return (MATH, False) if shape.attention_dropout else (FUSED, True)
+    if width == 2 and not masked and shape.kv_channels <= WIDEST_FLASH_HEAD:
+        return FUSED, True
+    return (MATH, False) if shape.kv_channels * width % EFFICIENT_HEAD_BYTES else (FUSED, False)

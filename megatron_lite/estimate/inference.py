@@ -1,0 +1,94 @@
+"""What a trained model needs when it generates text: weights, and the keys and values of all tokens so far.
+
+Memory is that of the tensors alone, without the server's workspace. Time is a bound, as in step_time, by memory
+bandwidth alone: with hundreds of sequences at once arithmetic takes longer.
+"""
+
+from dataclasses import dataclass
+
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.estimate.hardware import Processor
+from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.prediction import LedgerRow, TimeRow
+from megatron_lite.units import count
+
+WEIGHT_BITS = {"fp32": 32, "fp16/bf16": 16, "int8/fp8": 8, "int4": 4}
+CACHE_BYTES = 2  # of one key's or value's element in fp16 and bf16
+
+
+@dataclass(frozen=True)
+class InferencePrediction:
+    """One GPU that holds the whole model and generates for `batch` sequences of `tokens` tokens at once."""
+
+    parameters: int
+    tokens: int  # of each sequence, prompt included
+    batch: int
+    weights: tuple[LedgerRow, ...]  # by number format; one of them is needed
+    cache: LedgerRow
+    batches_beyond_weights: tuple[int, ...]  # for each of `weights`, the smallest batch whose cache is larger
+    token_rows: tuple[TimeRow, ...]  # for each of `weights`: the next token of every sequence; empty without bandwidth
+
+    def num_bytes(self, weights: LedgerRow) -> int:
+        """Weights and cache."""
+        return weights.num_bytes + self.cache.num_bytes
+
+    def tokens_per_s(self, row: TimeRow) -> float:
+        """Of all sequences, at most."""
+        return 1000 * self.batch / row.ms
+
+
+def predict_inference(shape: ModelShape, batch: int = 1, tokens: int | None = None, processor: Processor | None = None,
+                      cache_bytes: int = CACHE_BYTES) -> InferencePrediction:
+    """`tokens` per sequence: seq_length when left out. cache_bytes: of one element of the cache."""
+    tokens = shape.seq_length if tokens is None else tokens
+    weights = tuple(_weights(shape, name, bits) for name, bits in WEIGHT_BITS.items())
+    cache = _cache(shape, batch, tokens, cache_bytes)
+    one = kv_cache_bytes(shape, 1, tokens, cache_bytes)
+    timed = processor is not None and processor.memory_gb_s is not None
+    return InferencePrediction(
+        parameters=parameter_count(shape),
+        tokens=tokens,
+        batch=batch,
+        weights=weights,
+        cache=cache,
+        batches_beyond_weights=tuple(row.num_bytes // one + 1 for row in weights),
+        token_rows=tuple(_token(shape, bits, cache, processor) for bits in WEIGHT_BITS.values()) if timed else (),
+    )
+
+
+def weight_bytes(parameters: int, bits: int) -> int:
+    """Plain arithmetic: scales and zero points, of which 4 and 8 bits need a few, come on top."""
+    return -(-parameters * bits // 8)
+
+
+def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: int = CACHE_BYTES) -> int:
+    """2*L*G*D*s*b*e: keys and values of L layers; G heads of them (fewer with grouped queries), each D wide."""
+    return 2 * shape.num_layers * shape.num_query_groups * shape.kv_channels * tokens * batch * element_bytes
+
+
+def _weights(shape: ModelShape, name: str, bits: int) -> LedgerRow:
+    number = parameter_count(shape)
+    formula = f"{bits / 8:g} bytes x {count(number)} parameters"
+    return LedgerRow("parameters", f"weights in {name}", weight_bytes(number, bits), formula)
+
+
+def _cache(shape: ModelShape, batch: int, tokens: int, element_bytes: int) -> LedgerRow:
+    formula = (f"2 x {shape.num_layers} layers x {shape.num_query_groups} heads x {shape.kv_channels} x "
+               f"{count(tokens)} tokens x {count(batch)} sequences x {element_bytes} bytes")
+    return LedgerRow("other", "cache of keys and values", kv_cache_bytes(shape, batch, tokens, element_bytes), formula)
+
+
+def _token(shape: ModelShape, bits: int, cache: LedgerRow, processor: Processor) -> TimeRow:
+    """Every weight that takes part is read once for the whole batch, the cache wholly."""
+    read = weight_bytes(parameter_count(shape) - _looked_up(shape), bits)
+    ms = (read + cache.num_bytes) / processor.memory_gb_s / 1e6
+    formula = (f"({read / 1e9:.2f} GB of weights + {cache.num_bytes / 1e9:.2f} GB of cache) at "
+               f"{processor.memory_gb_s:,.0f} GB/s")
+    return TimeRow("next token of each sequence", ms, "memory", formula)
+
+
+def _looked_up(shape: ModelShape) -> int:
+    """Parameters of tables of which a token reads one row only; a tied word embedding is the output matrix, too."""
+    words = 0 if shape.tied_embeddings else shape.padded_vocab_size
+    positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
+    return (words + positions) * shape.hidden_size

@@ -1,0 +1,66 @@
+"""Operations that are made of other parts on a GPU than on a CPU, so that fake tensors on the CPU leave the GPU's traces.
+
+Only what a training step's memory depends on: which kernel attention takes, dropout's one-byte mask, RMSNorm in one piece.
+What a kernel takes and gives back within itself stays unseen, as it does on the CPU.
+"""
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from megatron_lite.rehearsal.attention import cpu_attention, cpu_choice, cuda_attention, cuda_choice
+
+KEY = "AutogradCPU"  # where torch takes these apart; fake tensors on the CPU go there too
+
+
+def cuda_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """One kernel that keeps a bool mask; a CPU multiplies by a mask in the tensor's own type."""
+    return torch.native_dropout(x, p, train)[0] if train and p else x
+
+
+class FusedRmsNorm(torch.autograd.Function):
+    """aten::_fused_rms_norm as on a GPU: one kernel that keeps its input and one fp32 number per row, one for backward. On
+    a CPU torch takes that operator apart, and keeps three tensors more."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def cuda_rms_norm(x: Tensor, normalized_shape, weight: Tensor, eps: float | None = None) -> Tensor:
+    """RMSNorm in one piece."""
+    return FusedRmsNorm.apply(x, weight)
+
+
+ON = {
+    "cuda": {"scaled_dot_product_attention": cuda_attention, "_fused_sdp_choice": cuda_choice, "dropout": cuda_dropout,
+             "rms_norm": cuda_rms_norm},
+    "cpu": {"scaled_dot_product_attention": cpu_attention, "_fused_sdp_choice": cpu_choice},
+}
+
+
+# torch has no rule of what these do to tensors without data: nothing but change them in place
+UPDATES = ("_fused_adamw_.tensor_lr", "_fused_sgd_.tensor_lr")
+
+
+@contextlib.contextmanager
+def kernels_of(device: str):
+    """While this lasts, this process's operations on CPU tensors are those of `device`, cuda or cpu. For fake tensors only:
+    real ones cannot run what a CPU has no kernel for."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, function in ON[device].items():
+            library.impl(name, function, KEY)
+        for name in UPDATES:
+            library.impl(name, _update, "Meta")
+        yield
+
+
+def _update(*arguments, **options):
+    """In place, without memory."""

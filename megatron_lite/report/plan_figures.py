@@ -1,0 +1,66 @@
+"""What `megatron-lite plan` shows, before anybody draws it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.duration import Duration
+from megatron_lite.estimate.fit import MARGIN, Fit
+from megatron_lite.estimate.hardware import Processor
+from megatron_lite.estimate.inference import InferencePrediction
+from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
+from megatron_lite.estimate.variant import Variant
+from megatron_lite.units import GIB
+
+PLAN_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The plan on one kind of GPU."""
+
+    processor: Processor
+    time: TimePrediction
+    duration: Duration | None  # None where nothing of a step's time is known
+    fit: Fit | None = None  # where it does not fit as it is, with the margin
+    inference: InferencePrediction | None = None
+
+    @property
+    def room_bytes(self) -> int:
+        """Of one GPU."""
+        return int(self.processor.memory_gib * GIB)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What walking the real model and step under fake tensors gave."""
+
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    expandable_reserved_bytes: int
+    phase: str
+    where: str
+    categories: dict[str, int]
+    notes: Sequence[str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """One launch command, foretold."""
+
+    title: str  # the script's name
+    facts: str  # "GPT 24 x 1024, sequence 2048, fp16, 1 GPU, batch 16 = 4 x 1 x 4"
+    plan: Plan
+    parts: dict[str, int]  # parameters
+    flops_causal: int  # per token
+    flops_full: int
+    memory: MemoryPrediction
+    margin: float = MARGIN
+    outlooks: Sequence[Outlook] = ()  # by GPU, in the order in which they were named
+    variants: Sequence[Variant] = ()  # what if; on the first GPU
+    fit: Fit | None = None
+    inference: InferencePrediction | None = None  # without a GPU
+    exact: Exact | None = None
+    hints: Sequence[str] | None = None  # None: not asked for
+    notes: Sequence[str] = ()  # what was assumed

@@ -1,0 +1,65 @@
+"""The same for programs: docs/planning.md describes it."""
+
+import json
+
+from megatron_lite.estimate.fit import Fit
+from megatron_lite.estimate.variant import Variant
+from megatron_lite.report.json_file import plain
+from megatron_lite.report.plan_figures import PLAN_SCHEMA, Outlook, PlanReport
+from megatron_lite.report.plan_verdict import verdicts
+
+
+def plan_json(report: PlanReport) -> str:
+    """ASCII; null for what is not known."""
+    return json.dumps(as_json(report), indent=1, allow_nan=False) + "\n"
+
+
+def as_json(report: PlanReport) -> dict:
+    """Plain dicts, lists, numbers and strings."""
+    memory = report.memory
+    return {
+        "schema": PLAN_SCHEMA,
+        "title": report.title,
+        "facts": report.facts,
+        "verdicts": verdicts(report),
+        "notes": list(report.notes),
+        "plan": plain(report.plan),
+        "parameters": report.parts,
+        "flops_per_token": {"causal": report.flops_causal, "full": report.flops_full},
+        "memory": {
+            "peak_bytes": memory.peak.num_bytes, "phase": memory.peak.phase, "where": memory.peak.where,
+            "moments": [plain(moment) | {"num_bytes": moment.num_bytes} for moment in memory.moments],
+        },
+        "margin": report.margin,
+        "gpus": [_outlook(one) for one in report.outlooks],
+        "what_if": [_variant(one) for one in report.variants],
+        "fit": _fit(report.fit),
+        "inference": plain(report.inference),
+        "exact": plain(report.exact),
+        "hints": plain(report.hints),
+    }  # fmt: skip
+
+
+def _outlook(one: Outlook) -> dict:
+    time = {"step_ms": one.time.step_ms, "tokens_per_s": one.time.tokens_per_s} if one.time.peak_tflops else {}
+    length = one.duration
+    known = {"seconds": length.seconds, "days": length.days, "gpu_hours": length.gpu_hours} if length else {}
+    return {
+        "processor": plain(one.processor), "room_bytes": one.room_bytes, "time": plain(one.time) | time,
+        "duration": plain(length) | known if length else None, "fit": _fit(one.fit), "inference": plain(one.inference),
+    }  # fmt: skip
+
+
+def _variant(one: Variant | None) -> dict | None:
+    if one is None:
+        return None
+    step_ms = one.time.step_ms if one.time and one.time.peak_tflops else None
+    return {"add": list(one.add), "drop": list(one.drop), "peak_bytes": one.peak_bytes, "step_ms": step_ms}
+
+
+def _fit(found: Fit | None) -> dict | None:
+    if found is None:
+        return None
+    variants = {name: _variant(getattr(found, name)) for name in ("given", "found", "least", "way_out")}
+    gpu, budget = found.processor.name, found.budget_bytes
+    return {"gpu": gpu, "budget_bytes": budget, "margin": found.margin, "fits": found.fits, **variants}

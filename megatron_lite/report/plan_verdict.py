@@ -1,0 +1,73 @@
+"""The first lines of a plan: does it fit, how fast can it be, how long does it take."""
+
+from megatron_lite.estimate.duration import Duration
+from megatron_lite.estimate.fit import Fit
+from megatron_lite.report.numbers import milliseconds, percent
+from megatron_lite.report.plan_figures import Outlook, PlanReport
+from megatron_lite.units import GIB, count, duration, short_count, size
+
+
+def verdicts(report: PlanReport) -> list[str]:
+    """A sentence for each GPU that was named; without any the peak, and how to learn more."""
+    if not report.outlooks:
+        peak = f"peak {size(peak_bytes(report))} of tensors on each GPU, {where(report)}"
+        return [f"{peak}; --gpu NAME shows whether it fits and how fast it can be"]
+    return [_verdict(report, outlook) for outlook in report.outlooks]
+
+
+def peak_bytes(report: PlanReport) -> int:
+    """The exact one if it was asked for."""
+    return report.exact.allocated_peak_bytes if report.exact else report.memory.peak.num_bytes
+
+
+def where(report: PlanReport) -> str:
+    """'at cross entropy (backward)'."""
+    peak = report.memory.peak
+    same = report.exact is None or report.exact.phase == peak.phase
+    return f"at {peak.where} ({peak.phase})" if same else f"in {report.exact.phase}"
+
+
+def _verdict(report: PlanReport, outlook: Outlook) -> str:
+    peak, room = peak_bytes(report), outlook.room_bytes
+    of_room = f"peak {peak / GIB:.1f} of {room / GIB:.1f} GiB ({percent(peak / room)}), {where(report)}"
+    name = outlook.processor.name
+    if peak > room:
+        return f"does not fit in one {name}: {of_room}{_way_out(outlook)}"
+    if peak > room * (1 - report.margin):
+        left = f"less than {percent(report.margin)} is left for CUDA, NCCL and what the allocator loses"
+        return f"may fit in one {name}: {of_room}; {left}{_way_out(outlook)}; {speed(outlook)}"
+    return f"fits in one {name}: {of_room}; {speed(outlook)}"
+
+
+def _way_out(outlook: Outlook) -> str:
+    return f"; {fit_sentence(outlook.fit)}" if outlook.fit else ""
+
+
+def fit_sentence(fit: Fit) -> str:
+    """'it fits with --micro-batch-size 2 (10.84 GiB)'."""
+    if fit.found:
+        words = fit.found.words or "no change at all, by formula"
+        return f"it fits with {words} ({size(fit.found.peak_bytes)})"
+    too_much = f"{size(fit.least.peak_bytes - fit.budget_bytes)} more than there is with {percent(fit.margin)} left free"
+    least = f"no micro-batch and no recomputation makes it fit: at least {size(fit.least.peak_bytes)}, {too_much}"
+    if fit.way_out is None:
+        return f"{least}; nor do a shorter sequence or fewer layers: it needs a larger GPU or a narrower model"
+    return f"{least}; smallest change that fits: {fit.way_out.words} ({size(fit.way_out.peak_bytes)})"
+
+
+def speed(outlook: Outlook) -> str:
+    """'at best 163 ms per step, 201,000 tokens/s, 17.3 days for 300B tokens'."""
+    if not outlook.time.peak_tflops or outlook.duration is None:
+        return "how fast it can be is not known: the table has no peak of this GPU in this precision"
+    step = milliseconds(outlook.time.step_ms)
+    return f"at best {step} ms per step, {count(outlook.time.tokens_per_s)} tokens/s, {lasting(outlook.duration)}"
+
+
+def lasting(found: Duration) -> str:
+    """'17.3 days for 300B tokens'."""
+    return f"{span(found)} for {short_count(found.tokens)} tokens"
+
+
+def span(found: Duration) -> str:
+    """Days above two of them, else hours, minutes, seconds."""
+    return f"{found.days:,.1f} days" if found.days >= 2 else duration(found.seconds)

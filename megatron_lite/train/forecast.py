@@ -1,0 +1,120 @@
+"""What is said of a run's memory and speed before its first step, and kept to be held against what is measured."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.fit import MARGIN, fit
+from megatron_lite.estimate.hardware import Processor, processor_of
+from megatron_lite.estimate.peak import predict_memory
+from megatron_lite.estimate.prediction import MemoryPrediction, Moment, TimePrediction
+from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.units import GIB, count, size
+
+NAMED = 4  # categories of the peak, in the console's line
+SMALL = 0.02  # of the peak: not named there
+NO_WAY_OUT = "training may run out of memory"
+# for CPUs and GPUs that no table has: only the memory, which is measured, decides what fits
+ANY = Processor("any", "", None, None, None, None, None, None, None, None, "none")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """None: there is nothing to tell: no training, a failure, or, of the time, a processor that no table has."""
+
+    memory: MemoryPrediction | None
+    time: TimePrediction | None
+    room_bytes: int | None  # of one GPU, or of this machine
+    sharing: int  # ranks that share this room
+    failures: tuple[str, ...] = ()
+    way_out: str = ""  # flags with which it would fit, where it does not
+
+    def exceeds(self, margin: float) -> bool:
+        """Do tensors take more than the room without this share of it? False where nothing is known."""
+        if self.memory is None or self.room_bytes is None:
+            return False
+        return self.sharing * self.memory.peak.num_bytes > (1 - margin) * self.room_bytes
+
+
+def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> Forecast:
+    """`device_name`: the GPU's, as torch names it; None on CPUs. Never raises: no estimate is worth a run."""
+    sharing = 1 if plan.device == "cuda" else plan.world.local_size
+    if plan.args.training.skip_train:
+        return Forecast(None, None, room_bytes, sharing)
+    processor = processor_of(device_name)
+    failures: list[str] = []
+    seen = Forecast(
+        memory=_attempt(failures, "memory", predict_memory, plan),
+        time=_attempt(failures, "time", predict_time, plan, processor) if processor else None,
+        room_bytes=room_bytes,
+        sharing=sharing,
+    )
+    way_out = _attempt(failures, "way out", _way_out, plan, processor, seen) if seen.exceeds(MARGIN) else ""
+    return dataclasses.replace(seen, way_out=way_out or "", failures=tuple(failures))
+
+
+def lines_of(seen: Forecast) -> Iterator[str]:
+    """For the console: memory and speed; a line for each part of the prediction that failed, and for too little room."""
+    yield from (f"  predicted: {text}" for text in (*_memory(seen), *_time(seen)))
+    yield from (f"  no prediction of the {failure}" for failure in seen.failures)
+    if seen.exceeds(MARGIN):
+        yield f"  note: the predicted peak {_tightness(seen)}; {seen.way_out or NO_WAY_OUT}."
+
+
+def as_record(seen: Forecast) -> dict:
+    """For run.json, whose format run_folder.py describes."""
+    return {
+        "peak_bytes": seen.memory.peak.num_bytes if seen.memory else None,
+        "room_bytes": seen.room_bytes,
+        "memory": dataclasses.asdict(seen.memory) if seen.memory else None,
+        "time": dataclasses.asdict(seen.time) if seen.time else None,
+        "failures": list(seen.failures),
+    }
+
+
+def _tightness(seen: Forecast) -> str:
+    if seen.exceeds(0):
+        return f"is {size(seen.sharing * seen.memory.peak.num_bytes - seen.room_bytes)} more than there is"
+    return f"leaves less than {MARGIN:.0%} of the memory for libraries and what the allocator loses"
+
+
+def _attempt(failures: list[str], what: str, predict, *given):
+    try:
+        return predict(*given)
+    except Exception as error:  # noqa: BLE001  a mistake in a formula must not cost anybody a training
+        failures.append(f"{what}: {type(error).__name__}: {error}; please report it")
+        return None
+
+
+def _way_out(plan: Plan, processor: Processor | None, seen: Forecast) -> str:
+    """'--micro-batch-size 2 would need 12.30 GiB': what fits into the room that there is."""
+    gib = seen.room_bytes / seen.sharing / GIB
+    fitting = fit(plan, dataclasses.replace(processor or ANY, memory_gib=gib))
+    found = fitting.found or fitting.way_out
+    return f"{found.words} would need {size(found.peak_bytes)}" if found else ""
+
+
+def _memory(seen: Forecast) -> Iterator[str]:
+    if seen.memory is None:
+        return
+    peak = seen.memory.peak
+    each = f"{seen.sharing} x " if seen.sharing > 1 else ""
+    room = f" of {size(seen.room_bytes)}" if seen.room_bytes else ""
+    yield f"tensors peak at {each}{size(peak.num_bytes)}{room}, at {peak.where} ({peak.phase}):\n    {_held(peak)}"
+
+
+def _held(peak: Moment) -> str:
+    """'activations 7.65 GiB, logits and loss 4.60 GiB, ...': the largest categories."""
+    held: dict[str, int] = {}
+    for row in peak.rows:
+        held[row.category] = held.get(row.category, 0) + row.num_bytes
+    largest = sorted(held.items(), key=lambda item: -item[1])[:NAMED]
+    named = [f"{category} {size(num_bytes)}" for category, num_bytes in largest if num_bytes >= SMALL * peak.num_bytes]
+    return ", ".join(named)
+
+
+def _time(seen: Forecast) -> Iterator[str]:
+    if seen.time is not None and seen.time.rows:
+        ms = seen.time.step_ms
+        yield f"at best {ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f} ms per step, {count(seen.time.tokens_per_s)} tokens/s"

@@ -1,0 +1,78 @@
+"""Environment variables that decide how fast a run is, and from where on they are worth a word: before it and in its report."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+QUEUES, THREADS = "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"
+MORE_QUEUES = f"{QUEUES}=32"
+
+
+class Place(NamedTuple):
+    """Where a run computes, as far as it decides which switches matter."""
+
+    on_gpu: bool
+    ranks: int
+    local_ranks: int  # on one machine
+
+
+def _gpu(place: Place) -> bool:
+    return place.on_gpu
+
+
+def _several(place: Place) -> bool:
+    return place.ranks > 1
+
+
+def _several_gpus(place: Place) -> bool:
+    return place.on_gpu and place.ranks > 1
+
+
+def _side_by_side(place: Place) -> bool:
+    return place.on_gpu and place.local_ranks > 1
+
+
+def _several_machines(place: Place) -> bool:
+    return place.on_gpu and place.ranks > place.local_ranks
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A variable for finding errors, or for going round broken hardware, which makes runs slower."""
+
+    variable: str
+    cost: str
+    matters: Callable[[Place], bool]
+    harmless: tuple[str, ...] = ("", "0", "OFF", "FALSE")
+
+
+SWITCHES = (
+    Switch("CUDA_LAUNCH_BLOCKING", "the host waits for every kernel", _gpu),
+    Switch("TORCH_NCCL_ENABLE_TIMING", "events around every collective, which hinder overlap", _several_gpus),
+    Switch("TORCH_NCCL_BLOCKING_WAIT", "the host waits for every collective", _several_gpus),
+    # INFO only logs at the start
+    Switch("TORCH_DISTRIBUTED_DEBUG", "every collective is checked on all ranks first", _several, ("", "OFF", "INFO")),
+    Switch("PYTORCH_NO_CUDA_MEMORY_CACHING", "every tensor is a cudaMalloc and a cudaFree", _gpu),
+    Switch("NCCL_DEBUG", "every collective is printed", _several_gpus, ("", "VERSION", "WARN", "INFO")),
+    Switch("NCCL_P2P_DISABLE", "GPUs of one machine talk through host memory", _side_by_side),
+    Switch("NCCL_SHM_DISABLE", "ranks of one machine talk over the network", _side_by_side),
+    Switch("NCCL_IB_DISABLE", "InfiniBand is not used", _several_machines),
+)
+
+
+def has_needless_order(value: str | None, ranks: int, tensor: int = 1, context: int = 1) -> bool:
+    """Does CUDA_DEVICE_MAX_CONNECTIONS=`value` give all streams one queue, which only tensor and context parallelism want?"""
+    return value == "1" and ranks > 1 and tensor == context == 1
+
+
+def fitting_threads(threads: int, ranks: int, cores: int) -> int | None:
+    """Threads per rank that do not wait for each other; None where `threads` is well already."""
+    fitting = max(1, cores // ranks)
+    return fitting if threads * ranks > cores and threads > fitting else None
+
+
+def switches_on(environ: Mapping[str, str], place: Place) -> dict[str, str]:
+    """{VARIABLE=value: what it costs} for switches that were left on."""
+    found = [(environ.get(switch.variable), switch) for switch in SWITCHES if switch.matters(place)]
+    return {f"{switch.variable}={value}": switch.cost for value, switch in found
+            if value is not None and value.upper() not in switch.harmless}

@@ -1,0 +1,139 @@
+"""Memory in closed form beside the rehearsed one, over plans that turn every flag which memory depends on.
+
+    python tests/estimate_grid.py [WORD ...]    the table; of plans only whose flags or names hold all words
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_lite.config.check import check
+from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.world import World
+from megatron_lite.estimate.peak import predict_memory
+from megatron_lite.estimate.prediction import MemoryPrediction
+from megatron_lite.rehearsal.rehearse import Rehearsal, rehearse
+from megatron_lite.units import size
+
+VOCABULARY = 50257
+SEED = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 4 --fp16 "
+MEDIUM = "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 4 "
+SHORT = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 "  # states decide
+LARGE = ("--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
+         "--hidden-dropout 0 --attention-dropout 0 ")
+BYTES = "--vocab-size 256 --padded-vocab-size 512 "  # logits are small: layers decide
+LLAMA = ("--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+         "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 ")
+GROUPED = "--group-query-attention --num-query-groups 2 "
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers "
+UNFUSED = "--attention-backend unfused "
+
+GRID = {  # name: (flags, ranks)
+    "857m script, 1 rank": (SEED, 1),
+    "857m script, 4 ranks": (SEED, 4),
+    "857m script, 4 ranks, 4 micro-batches": (SEED + "--global-batch-size 64", 4),
+    "857m script, recompute": (SEED + FULL, 1),
+    "857m script, recompute a block": (SEED + BLOCK + "6", 1),
+    "857m script, unfused": (SEED + UNFUSED, 1),
+    "857m script, unfused, selective": (SEED + UNFUSED + "--recompute-activations", 1),
+    "1.3B, fp16, recompute": (LARGE + "--fp16 " + FULL, 1),
+    "1.3B, llama, short": (LARGE + LLAMA + "--bf16 --seq-length 256 --global-batch-size 2", 1),
+    "medium, fp32": (MEDIUM, 1),
+    "medium, fp32, 2 ranks": (MEDIUM, 2),
+    "medium, fp32, sgd": (MEDIUM + "--optimizer sgd", 1),
+    "medium, bf16": (MEDIUM + "--bf16", 1),
+    "medium, bf16, 2 ranks, 3 micro-batches": (MEDIUM + "--bf16 --global-batch-size 24", 2),
+    "medium, bf16, reduced in bf16": (MEDIUM + "--bf16 --grad-reduce-in-bf16 --global-batch-size 8", 1),
+    "medium, fp16, summed in fp32": (MEDIUM + "--fp16 --accumulate-allreduce-grads-in-fp32", 1),
+    "medium, llama": (MEDIUM + LLAMA + GROUPED + "--bf16", 1),
+    "medium, no positions, per token": (MEDIUM + "--no-position-embedding --bf16 --calculate-per-token-loss", 1),
+    "bytes, bf16, recompute": (MEDIUM + BYTES + "--bf16 " + FULL, 1),
+    "bytes, bf16, recompute a block": (MEDIUM + BYTES + "--bf16 " + BLOCK + "4", 1),
+    "bytes, fp32, no dropout": (MEDIUM + BYTES + "--hidden-dropout 0 --attention-dropout 0", 1),
+    "bytes, fp32, grouped": (MEDIUM + BYTES + "--group-query-attention --num-query-groups 4", 1),
+    "bytes, squared relu": (MEDIUM + BYTES + "--bf16 --squared-relu --hidden-dropout 0", 1),
+    "bytes, part rotated, interleaved": (MEDIUM + BYTES + "--bf16 --position-embedding-type rope --rotary-percent 0.5 "
+                                         "--rotary-interleaved", 1),
+    "bytes, norm weights minus one": (MEDIUM + BYTES + "--bf16 --apply-layernorm-1p", 1),
+    "bytes, wide heads, exact gelu": (MEDIUM + BYTES + "--bf16 --kv-channels 128 --no-bias-gelu-fusion", 1),
+    "bytes, heads of 100 channels": (MEDIUM + BYTES + "--bf16 --kv-channels 100", 1),
+    "bytes, documents apart": (MEDIUM + BYTES + "--bf16 --reset-attention-mask", 1),
+    "bytes, unfused, softmax in fp32": (MEDIUM + BYTES + UNFUSED + "--bf16 --attention-softmax-in-fp32", 1),
+    "bytes, unfused, scaled by layer": (MEDIUM + BYTES + "--attention-backend local --fp16 "
+                                        "--apply-query-key-layer-scaling --attention-dropout 0", 1),
+    "bytes, unfused, grouped, 1 sequence": (MEDIUM + BYTES + UNFUSED + GROUPED + "--bf16 --micro-batch-size 1", 1),
+    "bytes, unfused, recompute": (MEDIUM + BYTES + UNFUSED + "--bf16 " + FULL, 1),
+    "bytes, llama, recompute": (MEDIUM + BYTES + LLAMA + GROUPED + "--bf16 " + FULL, 1),
+    "bytes, llama, fp32, norms of heads": (MEDIUM + BYTES + LLAMA + "--qk-layernorm", 1),
+    "short, fp16": (SHORT + "--fp16", 1),
+    "short, bf16, 2 ranks": (SHORT + BYTES + "--bf16", 2),
+    "short, fp32, 2 micro-batches": (SHORT + "--global-batch-size 2", 1),
+    "short, fp32, untied, plain sgd": (SHORT + "--optimizer sgd --sgd-momentum 0 --untie-embeddings-and-output-weights", 1),
+    "short, sgd, decay that grows": (SHORT + BYTES + "--optimizer sgd --weight-decay-incr-style linear "
+                                     "--start-weight-decay 0 --end-weight-decay 0.1", 1),
+    "tiny": ("--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 " + BYTES, 1),
+}
+QUICK = ("tiny", "short, fp16", "short, bf16, 2 ranks", "bytes, llama, recompute", "bytes, unfused, grouped, 1 sequence")
+
+
+def plan_of(words: str, ranks: int = 1, device: str = "cuda") -> Plan:
+    """Of the trainer's flags, as checked and resolved by it; the last one of a name wins."""
+    always = "--max-position-embeddings 2048 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
+    vocabulary = "" if "--vocab-size" in words else f"--vocab-size {VOCABULARY - 1} "
+    line = read_command_line([*always.split(), *vocabulary.split(), *words.split()])
+    world = World(size=ranks, local_size=ranks, gpus=ranks if device == "cuda" else 0)
+    check(line, world)
+    return resolve(line.args, world, line.args.data.vocab_size + 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan, predicted in two ways."""
+
+    name: str
+    device: str = "cuda"
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan_of(*GRID[self.name], self.device)
+
+    @cached_property
+    def formula(self) -> MemoryPrediction:
+        return predict_memory(self.plan)
+
+    @cached_property
+    def exact(self) -> Rehearsal:
+        return rehearse(self.plan)
+
+    @property
+    def error(self) -> float:
+        """Share by which the formula is above the rehearsal."""
+        return self.formula.peak.num_bytes / self.exact.allocated_peak_bytes - 1
+
+    @property
+    def exact_phase(self) -> str:
+        """A Phase's value: computing again is part of backward."""
+        return "backward" if self.exact.phase == "recompute" else self.exact.phase
+
+    @property
+    def names_the_phase(self) -> bool:
+        """Or a moment of the phase that the rehearsal names is within 1% of the formula's highest one."""
+        there = [moment.num_bytes for moment in self.formula.moments if moment.phase == self.exact_phase]
+        return max(there, default=0) >= 0.99 * self.formula.peak.num_bytes
+
+    def line(self) -> str:
+        peak = self.formula.peak
+        return (f"{self.name:40} {size(peak.num_bytes):>10} {size(self.exact.allocated_peak_bytes):>10} {100 * self.error:+6.2f}%"
+                f"  {'' if self.names_the_phase else 'NOT '}{peak.phase}: {peak.where} | {self.exact.where}")
+
+
+def main(words: list[str]):
+    for name, (flags, _) in GRID.items():
+        if all(word in f"{name} {flags}" for word in words):
+            print(Case(name).line(), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

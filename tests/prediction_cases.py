@@ -1,0 +1,61 @@
+"""Predictions made by hand, as run.json holds them, and reports that hold them against a measurement."""
+
+import dataclasses
+
+import report_cases as cases
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.memory.figures import Held, Snapshot
+from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
+from megatron_lite.train.forecast import Forecast, as_record
+from megatron_lite.units import GIB
+
+STATES = {"parameters": 2, "gradients": 2, "master weights": 4, "moments": 8}
+
+
+def moment(phase: str, where: str, **gib: float) -> Moment:
+    held = STATES | {name.replace("_", " "): value for name, value in gib.items()}
+    rows = [LedgerRow(category, f"{category} of the model", int(value * GIB), "by hand") for category, value in held.items()]
+    return Moment(phase, where, tuple(rows))
+
+
+def memory() -> MemoryPrediction:
+    """31 GiB at its peak; `cases.snapshot()` has 32."""
+    return MemoryPrediction((
+        moment("forward", "last layer", activations=12),
+        moment("backward", "cross entropy", activations=12, logits_and_loss=3),
+        moment("optimizer_step", "update of the weights"),
+    ))
+
+
+def time() -> TimePrediction:
+    """50 ms; the made run's steps take 95.5, the made trace's 100."""
+    rows = (
+        TimeRow("matrix products", 25.0, "compute", "by hand"),
+        TimeRow("attention", 5.0, "compute", "by hand"),
+        TimeRow("loss", 10.0, "memory", "by hand"),
+        TimeRow("all-reduce that nothing hides", 10.0, "link", "by hand"),
+    )
+    return TimePrediction("H100 SXM 80 GB", rows, 16384, 10**12, 2 * 10**12, 989.5, ("2 nodes: the network is not known",))
+
+
+def record(memory: MemoryPrediction | None = None, time: TimePrediction | None = None) -> dict:
+    """run.json without its plan."""
+    return {"status": "finished", "prediction": as_record(Forecast(memory, time, 80 * GIB, 1))}
+
+
+def measured(snapshot: Snapshot | None = None) -> Snapshot:
+    """The made snapshot with the bytes that tensors asked for, as real ones have."""
+    snapshot = snapshot or cases.snapshot()
+    held = tuple(dataclasses.replace(one, requested_bytes=one.num_bytes) for one in snapshot.held)
+    return dataclasses.replace(snapshot, held=held)
+
+
+def facts(predicted: dict, device: str = "cuda", snapshots=(), ranks_seen=(), **of_run) -> Facts:
+    run = cases.run_of()
+    run = dataclasses.replace(run, plan=run.plan | {"device": device, "world": {"rank": 1, "size": 2}}, record=predicted, **of_run)
+    return Facts(ranks_seen=ranks_seen, ranks=None, snapshots=snapshots, run=run, gaps=())
+
+
+def held(**gib: float) -> tuple[Held, ...]:
+    return tuple(Held(name.replace("_", " "), int(value * GIB), 1, int(value * GIB)) for name, value in gib.items())

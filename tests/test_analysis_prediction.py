@@ -1,0 +1,121 @@
+"""A prediction read back from run.json and held against what was measured."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import report_cases as cases
+from prediction_cases import GIB, facts, held, measured, memory, record, time
+from training_maker import run as write_run
+
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.memory.figures import OutOfMemory
+from megatron_lite.analysis.predicted.figures import Compared
+from megatron_lite.analysis.predicted.predicted import predicted_of
+from megatron_lite.analysis.predicted.read import predicted_memory, predicted_time
+from megatron_lite.analysis.run.read import read_run
+
+
+def of(snapshot=None, device="cuda", **parts):
+    snapshots = () if snapshot is None else (snapshot,)
+    return predicted_of(facts(record(memory(), time()), device, snapshots, **parts))
+
+
+def test_a_prediction_comes_back_as_it_was_written():
+    written = json.loads(json.dumps(record(memory(), time())))
+    assert predicted_memory(written) == memory() and predicted_time(written) == time()
+    assert written["prediction"]["peak_bytes"] == 31 * GIB
+
+
+@pytest.mark.parametrize("prediction", [None, "soon", [], {}, {"memory": None, "time": None}, {"memory": {"moments": []}}])
+def test_a_run_that_predicted_nothing_is_compared_with_nothing(prediction):
+    assert predicted_of(facts({"prediction": prediction})) is None
+
+
+def test_damage_leaves_out_the_part_that_it_hits():
+    whole = json.loads(json.dumps(record(memory(), time())))
+    for change in ({"num_bytes": "many"}, {"num_bytes": math.nan}, {"num_bytes": math.inf}, {"num_bytes": None}):
+        broken = copy.deepcopy(whole)
+        broken["prediction"]["memory"]["moments"][0]["rows"][0] |= change
+        assert predicted_memory(broken) is None and predicted_time(broken) == time()
+    for change in ({"rows": []}, {"rows": 3}, {"rows": [{}]}, {"tokens": "x"}, {"notes": 1}):
+        broken = copy.deepcopy(whole)
+        broken["prediction"]["time"] |= change
+        assert predicted_time(broken) is None and predicted_memory(broken) == memory()
+
+
+def test_a_snapshot_is_compared_category_by_category():
+    found = of(measured()).memory
+    assert found.peak == Compared("peak of tensors", 31 * GIB, 32 * GIB)
+    assert found.peak.difference == pytest.approx(1 / 31)
+    assert sum(row.predicted for row in found.categories) == found.peak.predicted
+    assert sum(row.measured for row in found.categories) == found.peak.measured
+    assert found.categories[-1] == Compared("workspace", 0, GIB) and found.categories[-1].difference is None
+    assert (found.predicted_at, found.measured_in) == ("cross entropy (backward)", "backward")
+
+
+def test_a_record_that_began_late_tells_the_peak_only():
+    found = of(replace(measured(), complete=False))
+    assert found.memory.categories == () and found.memory.peak.measured == 32 * GIB
+    assert "snapshot.pickle began late" in found.notes[0]
+
+
+def test_memory_that_ran_out_never_reached_its_peak():
+    found = of(replace(measured(), oom=OutOfMemory(GIB, 0, "loss.py:3")))
+    assert found.memory is None
+    assert found.notes[0] == "memory ran out before its peak, which was predicted as 31.00 GiB at cross entropy (backward)."
+
+
+def test_without_a_snapshot_the_gpus_own_counter_is_compared():
+    found = of(peak_memory_bytes=(math.nan, 30 * GIB, 33 * GIB))
+    assert found.memory.peak.measured == 33 * GIB and found.memory.categories == ()
+    assert (found.memory.source, found.memory.rank) == ("steps.jsonl", 1)
+    assert "no peak of GPU memory" in of().notes[0]
+
+
+def test_host_memory_is_not_what_tensors_hold():
+    found = of(device="cpu", host_memory_bytes=(9e9,) * 3, peak_memory_bytes=(9e9,) * 3)
+    assert found.memory is None and "--record-memory-history" in found.notes[0]
+    assert of(measured(), device="cpu").memory.peak.measured == 32 * GIB
+
+
+def test_the_step_is_compared_with_the_shortest_possible_one():
+    found = of().time
+    assert found.step == Compared("step", 50.0, 95.5) and found.parts == ()
+    assert found.tokens == Compared("tokens per second", 1000 * 16384 / 50, 171_000.0)
+    assert found.not_predicted == time().notes
+    nothing = of(steady_step_ms=None)
+    assert nothing.time is None and "no ordinary step" in nothing.notes[-1]
+
+
+def test_parts_of_a_trace_add_up_to_its_step():
+    parts = of(ranks_seen=cases.report().facts.ranks_seen[:1]).time.parts
+    assert [(part.name, part.predicted, part.measured) for part in parts] == [
+        ("matrix products, attention", 30.0, 50.0), ("all other computing", 10.0, 10.0),
+        ("communication that nothing hides", 10.0, 20.0), ("not computing", 0.0, 20.0),
+    ]
+    assert sum(part.measured for part in parts) == 100.0
+
+
+def test_a_whole_folder_is_analysed_with_its_prediction(tmp_path):
+    folder = write_run(tmp_path / "run")
+    path = folder / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | record(memory(), time())))
+    found = analyze([folder]).facts.predicted
+    assert found.time.step.predicted == 50.0 and found.memory is None
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"prediction": None}))
+    assert read_run(folder).record["prediction"] is None and analyze([folder]).facts.predicted is None
+
+
+def test_categories_that_only_one_side_knows_stand_beside_nothing():
+    snapshot = replace(measured(), held=held(parameters=2, communication=1), peak_phase="")
+    rows = {row.name: row for row in of(snapshot).memory.categories}
+    assert rows["communication"].predicted == 0 and rows["moments"].measured == 0
+    assert rows["moments"].difference == -1.0
+
+
+def test_a_damaged_plan_costs_the_rank_only():
+    run = replace(facts(record(memory())).run, plan={"device": "cuda", "world": 3}, peak_memory_bytes=(33 * GIB,))
+    assert predicted_of(replace(facts(record(memory())), run=run)).memory.rank is None

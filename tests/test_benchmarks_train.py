@@ -1,0 +1,161 @@
+"""benchmarks/train.py: that its figures are what was measured, and that its mistakes are said."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from benchmarks.training import table
+from benchmarks.training.command_line import chosen, parser, work_of
+from benchmarks.training.contestants import Contestant, command, contestants_of
+from benchmarks.training.process import environment_of, watch
+from benchmarks.training.result import Result, result_of
+from benchmarks.training.summary import line_of, loss_distance, loss_table, ratio_of
+from benchmarks.training.tokens import write_tokens
+from megatron_lite.errors import UserError
+
+TINY = ["--layers", "1", "--hidden", "16", "--heads", "2", "--sequence", "16", "--micro-batch", "2", "--steps", "3",
+        "--warm-up", "1"]
+COUNTING = """
+import time
+block = bytearray(64 * 2**20)
+for step in (1, 2):
+    time.sleep(0.3)
+    print(f"step {step}/2: loss 1", flush=True)
+"""
+
+
+def of_flags(words: list[str], device: str = "cpu"):
+    args = parser("").parse_args(words)
+    work, _ = work_of(args, device)
+    return work, chosen(args, work, print)
+
+
+def test_known_answers_of_the_table():
+    work, _ = of_flags(TINY)  # 4 sequences of 16 tokens per step
+    fast = [Result("ours", 1, [9.0, 0.5, 0.5, 0.7], [5.0, 4.0, 3.0, 2.0], 10.0, 100, outside_s=0.6),
+            Result("ours", 2, [9.0, 0.1, 0.2, 0.3], [5.0, 4.0, 3.0, 2.2], 12.0, 300)]
+    slow = [Result("plain", 1, [1.0, 1.0, 1.0, 1.0], [5.0, 4.0, 3.1, 2.1]),
+            Result("plain", 2, [1.0, 9.0, 9.0, 9.0], failure="exit code 1")]
+    line = line_of("ours", 1, fast + slow, work, warm_up=1)
+    times = [0.5, 0.5, 0.7, 0.1, 0.2, 0.3]
+    assert line.tokens_s == pytest.approx(64 / 0.4)
+    assert (line.fast_tokens_s, line.slow_tokens_s) == pytest.approx(tuple(64 / np.percentile(times, (10, 90))))
+    assert (line.first_step_s, line.peak_bytes) == (11.0, 300)
+    assert line.unexplained == pytest.approx(1 - (1.7 / 3) / 0.6)
+    multiply_adds = 4 * 16 * (12 * 16**2 + 2 * 16 * 16 + 16 * 256)  # linear maps, scores, logits
+    assert line.tflops_full == pytest.approx(6 * multiply_adds / 0.4 / 1e12)
+    assert line_of("hf", 1, fast, work, 1).tokens_s is None
+    ratio = ratio_of("ours", "plain", fast + slow, warm_up=1)
+    assert ratio.rounds == (2.0,) and ratio.median == 2.0  # of round 2 only one is known
+    losses = loss_table(fast + slow)
+    assert losses == {"ours": [5.0, 4.0, 3.0, pytest.approx(2.1)], "plain": [5.0, 4.0, 3.1, 2.1]}
+    assert loss_distance(losses) == pytest.approx(0.05 / 2.575)
+
+
+def test_remarks_say_what_speaks_against_the_figures():
+    work, _ = of_flags(TINY)
+    results = [Result("ours", 1, [1.0] * 4, [3.0] * 4, outside_s=2.0),
+               Result("plain", 1, [1.0] * 4, [4.0] * 4, outside_s=1.0)]
+    lines = [line_of(name, 1, results, work, 1) for name in ("ours", "plain")]
+    apart, outside, busy = table.remarks(lines, loss_table(results), load_before=1.5, cores=2)
+    assert "29% apart" in apart and "ours: its steps add up to 50%" in outside and "not idle (load 1.5 on 2" in busy
+    assert table.remarks(lines[1:], {"ours": [3.0, 3.0], "plain": [3.0, 3.1]}, load_before=0.1, cores=2) == []
+
+
+def test_a_run_is_watched_from_outside(tmp_path):
+    run = watch([sys.executable, "-c", COUNTING], environment_of("cpu", 1), ranks=1, limit_s=60)
+    assert run.exit_code == 0 and 0.25 < run.seen[2] - run.seen[1] < 5 and run.seen[1] < run.seconds
+    assert run.peak_bytes is None or 64 * 2**20 < run.peak_bytes < 2**30
+    one = Contestant("plain", 1, "plain")
+    assert result_of(one, 1, run, tmp_path, steps=2).failure == "wrote 0 of 2 steps"
+    rows = [{"seconds": 0.3, "loss": 1.0}] * 2
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    good = result_of(one, 1, run, tmp_path, steps=2)
+    assert good.step_s == [0.3, 0.3] and good.failure is None and good.outside_s == run.seen[2] - run.seen[1]
+
+
+@pytest.mark.parametrize("code, limit_s, said", [
+    ("import sys; print('error: --lr'); print('end'); sys.exit(2)", 60, "exit code 2: error: --lr"),
+    ("raise ValueError('no tokens')", 60, "exit code 1: ValueError: no tokens"),
+    ("import time; time.sleep(60)", 0.3, "ended: the time of --minutes was up"),
+])
+def test_a_failure_says_why(tmp_path, code, limit_s, said):
+    run = watch([sys.executable, "-c", code], environment_of("cpu", 1), 1, limit_s)
+    assert result_of(Contestant("hf", 1, "hf"), 1, run, tmp_path, steps=2).failure == said
+
+
+def test_token_files_are_ids_and_nothing_else(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("to be or not to be " * 50)
+    assert "950 tokens, bytes" in write_tokens(tmp_path / "bytes", 256, text, None, None)
+    assert np.fromfile(tmp_path / "bytes.bin", "<u2").astype(np.uint8).tobytes() == text.read_bytes()
+    said = write_tokens(tmp_path / "bpe", 50304, text, None, None)
+    assert "475 tokens, pairs of bytes, spread pseudo-randomly over 50,304 ids" in said
+    ids = np.fromfile(tmp_path / "bpe.bin", "<u2")
+    pairs = np.frombuffer(text.read_bytes(), "<u2")
+    assert len(ids) == 475 and ids.max() < 50304 and len(np.unique(ids)) == len(np.unique(pairs))
+
+
+def test_contestants_get_the_same_task(tmp_path):
+    work, found = of_flags([*TINY, "--contestants", "plain@2", "ours", "--ours", "mine@2: --torch-compile --seed 5"])
+    assert [one.name for one in found] == ["ours", "mine@2", "plain@2"]
+    alone, mine, plain = (command(one, work, tmp_path / "tokens", tmp_path) for one in found)
+    assert "torch.distributed.run" not in alone and "torch.distributed.run" in mine
+    assert mine[-3:] == ["--torch-compile", "--seed", "5"]
+    assert plain[plain.index("--accumulation") + 1] == "1" and mine[mine.index("--global-batch-size") + 1] == "4"
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--vocabulary", "100"], "--vocabulary 100: must be a multiple of 128"),
+    (["--hidden", "10", "--heads", "3"], "--hidden 10: is not divisible by --heads 3"),
+    (["--contestants", "ours@3"], "--accumulation 2: cannot be shared out to 3 ranks"),
+    (["--contestants", "megatron"], "--contestants megatron: no such contestant; there are ours, plain"),
+    (["--contestants", "ours@x"], "--contestants ours@x: @x is no number of ranks"),
+    (["--contestants"], "--contestants: nobody is left to compete"),
+    (["--ours=--torch-compile"], "needs a name before the flags"),
+    (["--ours", "ours: --seed 2"], "two contestants are called ours"),
+    (["--vocab-file", "v"], "--vocab-file and --merge-file belong together"),
+    (["--vocab-file", "v", "--merge-file", "m"], "--vocab-file goes with --work bpe"),
+    (["--steps", "3", "--warm-up", "3"], "--warm-up 3: must be at least 1 and below --steps 3"),
+    (["--rounds", "0"], "--rounds 0: must be at least 1"),
+    (["--out", "no/such/folder/x.json"], "--out no/such/folder/x.json: there is no folder no/such/folder"),
+])
+def test_mistakes_are_one_line(words, said):
+    with pytest.raises(UserError, match="^[^\n]+$") as error:
+        of_flags([*TINY, *words])
+    assert said in str(error.value)
+
+
+def test_missing_packages_and_texts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.training.contestants.NEEDED", {"hf": ("no_such_package",)})
+    assert "hf" not in [one.name for one in of_flags(TINY)[1]]
+    assert "hf needs no_such_package: pip install no_such_package; left out" in capsys.readouterr().out
+    with pytest.raises(UserError, match="^--contestants hf needs no_such_package"):
+        of_flags([*TINY, "--contestants", "hf"])
+    with pytest.raises(UserError, match="^--text .*missing: cannot be read"):
+        write_tokens(tmp_path / "tokens", 256, tmp_path / "missing", None, None)
+    assert contestants_of(["ours"], []) == [Contestant("ours", 1, "ours")]
+
+
+@pytest.mark.slow
+def test_two_contestants_run(tmp_path):
+    out = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.train", *TINY, "--rounds", "1", "--contestants", "ours", "plain", "--device",
+         "cpu", "--precision", "fp32", "--threads", "1", "--out", str(out)],
+        check=False, cwd=REPO, capture_output=True, text=True, timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert [line["name"] for line in found["summary"]] == ["ours", "plain"]
+    assert all(len(run["result"]["step_s"]) == 3 and run["result"]["first_step_s"] > 0 for run in found["runs"])
+    firsts = [run["result"]["losses"][0] for run in found["runs"]]
+    assert firsts == pytest.approx([np.log(256)] * 2, abs=0.1)  # of a model that knows nothing yet
+    assert found["ratios"][0]["median"] > 0 and "tokens/s of" in done.stdout

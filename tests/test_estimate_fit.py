@@ -1,0 +1,157 @@
+"""Flags that are found are fed back: what they promise is what the plan made of them needs."""
+
+import dataclasses
+
+import pytest
+from command_lines import argv
+
+from megatron_lite.config.check import RULES_WITHOUT_FILES, check
+from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.world import World
+from megatron_lite.estimate.fit import NO_RECOMPUTE, fit, what_if
+from megatron_lite.estimate.hardware import Processor, processor_called
+from megatron_lite.estimate.peak import predict_memory
+from megatron_lite.estimate.variant import Variant, variant_of
+from megatron_lite.units import GIB
+
+MEDIUM = ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
+          "--micro-batch-size 4 --global-batch-size 16 --vocab-size 50256")  # fmt: skip
+LONG = "--seq-length 32768 --max-position-embeddings 32768"
+GPU = World(gpus=1)
+H200 = processor_called("H200")
+
+
+def plan_of(words: list[str], world: World = GPU) -> Plan:
+    line = read_command_line(words)
+    check(line, world, RULES_WITHOUT_FILES)
+    return resolve(line.args, world, line.args.data.vocab_size + 1)
+
+
+def plan(changes: str = "", world: World = GPU) -> Plan:
+    return plan_of(argv(f"{MEDIUM} {changes}"), world)
+
+
+def pasted(changes: str, one: Variant, world: World = GPU) -> Plan:
+    """The plan of the command line that a user would make of the advice."""
+    words, dropping = [], False
+    for word in argv(f"{MEDIUM} {changes}"):
+        dropping = word in one.drop if word.startswith("--") else dropping
+        words += [] if dropping else [word]
+    return plan_of([*words, *(word for flag in one.add for word in flag.split())], world)
+
+
+def processor_of(gib: float, processor: Processor = H200) -> Processor:
+    return dataclasses.replace(processor, memory_gib=gib)
+
+
+@pytest.mark.parametrize("changes", ["", "--fp16", "--bf16", "--fp16 --accumulate-allreduce-grads-in-fp32",
+                                     "--bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 3",
+                                     "--attention-backend unfused --optimizer sgd"])  # fmt: skip
+def test_every_what_if_can_be_pasted(changes):
+    now = plan(changes)
+    found = what_if(now, H200)
+    assert len(found) >= 7
+    for one in found:
+        again = pasted(changes, one)
+        assert again == one.plan != now
+        assert predict_memory(again) == one.memory
+        assert one.words and one.time is not None
+
+
+def test_what_if_shows_the_usual_changes():
+    words = [one.words for one in what_if(plan("--fp16"))]
+    assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in words
+    assert {"--micro-batch-size 2", "--micro-batch-size 8", "--bf16 instead of --fp16", "without --fp16 (fp32)",
+            "--accumulate-allreduce-grads-in-fp32", "--optimizer sgd",
+            "--hidden-dropout 0 --attention-dropout 0"} <= set(words)  # fmt: skip
+    # SDPA holds no scores: there is nothing for selective recomputation to save
+    assert "--recompute-granularity selective" not in words
+    assert "--recompute-granularity selective" in [one.words for one in what_if(plan("--fp16 --attention-backend unfused"))]
+
+
+def test_what_the_trainer_would_refuse_is_not_offered():
+    assert "--micro-batch-size 8" not in [one.words for one in what_if(plan("--global-batch-size 4"))]
+    assert variant_of(plan(), None, micro_batch_size=3) is None
+    assert variant_of(plan("--attention-backend flash --bf16"), None, fp16=False, bf16=False) is None
+
+
+def test_the_batch_stays_when_it_was_not_given():
+    changes = "!--global-batch-size"
+    one = variant_of(plan_of(argv(f"{MEDIUM} {changes}".replace("--global-batch-size 16", ""))), None, micro_batch_size=2)
+    assert one.plan.batch.final == 4 and set(one.add) == {"--global-batch-size 4", "--micro-batch-size 2"}
+
+
+@pytest.mark.parametrize("changes", ["--fp16", "--bf16", "", "--bf16 --attention-backend unfused"])
+@pytest.mark.parametrize("gib", [9.0, 12.0, 16.0, 24.0, 80.0])
+def test_what_is_found_fits_and_can_be_pasted(changes, gib):
+    found = fit(plan(changes), processor_of(gib), 0.1)
+    assert found.budget_bytes == int(gib * GIB * 0.9)
+    if found.found is None:
+        assert found.least.peak_bytes > found.budget_bytes
+        return
+    again = pasted(changes, found.found)
+    assert predict_memory(again).peak.num_bytes == found.found.peak_bytes <= found.budget_bytes
+    assert again.batch == plan(changes).batch
+
+
+def test_the_largest_micro_batch_that_divides_the_batch():
+    """Each larger divisor, with the same recomputation, is too large."""
+    found = fit(plan("--fp16"), processor_of(24.0)).found
+    larger = [variant_of(plan("--fp16"), None, micro_batch_size=size) for size in (4, 8, 16)
+              if size > found.plan.args.training.micro_batch_size]  # fmt: skip
+    assert larger and all(one.peak_bytes > 24.0 * GIB * 0.92 for one in larger)
+    assert found.plan.args.model.recompute_granularity is None
+
+
+def test_ranks_share_the_batch():
+    four = World(size=4, local_size=4, gpus=4)
+    assert fit(plan("--fp16", four), processor_of(1000.0)).found.plan.args.training.micro_batch_size == 4
+
+
+def test_recomputation_is_as_little_as_possible():
+    """A layer less would not fit."""
+    changes = "--fp16 --seq-length 16384 --max-position-embeddings 16384"
+    found = fit(plan(changes), processor_of(22.0)).found
+    model = found.plan.args.model
+    assert (model.recompute_method, found.plan.args.training.micro_batch_size) == ("block", 1)
+    assert 1 < model.recompute_num_layers < 24
+    fewer = variant_of(found.plan, None, recompute_num_layers=model.recompute_num_layers - 1)
+    assert fewer.peak_bytes > 22.0 * GIB * 0.92
+
+
+def test_recomputation_that_is_not_needed_is_dropped():
+    changes = "--fp16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    found = fit(plan(changes), H200)
+    assert found.fits and "--recompute-granularity" in found.found.drop
+    assert all(getattr(found.found.plan.args.model, name) is None for name in NO_RECOMPUTE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib", "way_out"),
+    [
+        (LONG, 27.0 / 0.92, "--bf16"),
+        (f"--bf16 {LONG}", 26.2 / 0.92, "--grad-reduce-in-bf16"),
+        ("--fp16 --seq-length 131072 --max-position-embeddings 131072", 40.0, "--seq-length"),
+        ("--fp16", 5.0, "--num-layers"),
+    ],
+)
+def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, way_out):
+    found = fit(plan(changes), processor_of(gib))
+    assert found.found is None and found.least.peak_bytes > found.budget_bytes
+    assert found.way_out.peak_bytes <= found.budget_bytes
+    assert any(flag.startswith(way_out) for flag in found.way_out.add), found.way_out.words
+    assert predict_memory(pasted(changes, found.way_out)).peak.num_bytes == found.way_out.peak_bytes
+    if way_out == "--num-layers":
+        more = variant_of(found.way_out.plan, None, num_layers=found.way_out.plan.shape.num_layers + 1)
+        assert more.peak_bytes > found.budget_bytes
+
+
+def test_nothing_fits_where_a_single_layer_does_not():
+    found = fit(plan("--hidden-size 16384"), processor_of(4.0))
+    assert (found.found, found.way_out) == (None, None)
+
+
+def test_a_gpu_without_bf16_is_offered_fp16():
+    found = fit(plan(LONG), processor_of(27.0 / 0.92, processor_called("V100")))
+    assert "--fp16" in found.way_out.add

@@ -1,0 +1,117 @@
+"""Memory and speed of generating text: known answers for models that everybody knows."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.estimate.hardware import processor_called, processor_of
+from megatron_lite.estimate.inference import kv_cache_bytes, predict_inference, weight_bytes
+from megatron_lite.estimate.memory import state_bytes
+from megatron_lite.estimate.prediction import LedgerRow
+from megatron_lite.units import GIB
+
+GB = 10**9
+LLAMA_7B = ModelShape(
+    num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=32, kv_channels=128,
+    ffn_hidden_size=11008, seq_length=4096, max_position_embeddings=4096, padded_vocab_size=32000,
+    position_embedding="rope", normalization="RMSNorm", activation="swiglu", linear_bias=False, qkv_bias=False,
+    tied_embeddings=False,
+)  # fmt: skip
+LLAMA_13B = replace(
+    LLAMA_7B, num_layers=40, hidden_size=5120, num_attention_heads=40, num_query_groups=40, ffn_hidden_size=13824
+)
+
+
+def gb(row: LedgerRow) -> float:
+    return row.num_bytes / GB
+
+
+def test_seven_billion_round_parameters():
+    """The numbers of every guide: 28, 14, 7 and 3.5 GB; 14 + 14 + 84 = 112 GB in training, without activations."""
+    assert [weight_bytes(7 * GB, bits) / GB for bits in (32, 16, 8, 4)] == [28, 14, 7, 3.5]
+    training = state_bytes(7 * GB, "fp16", False, "adam")
+    assert (training["parameters"] / GB, training["gradients"] / GB) == (14, 14)
+    assert (training["master weights"] + training["moments"]) / GB == 84
+    assert sum(training.values()) / GB == 112
+
+
+def test_thirteen_billion_round_parameters():
+    """26 GB to run, 208 GB to train: more than two GPUs of 80 GB."""
+    assert weight_bytes(13 * GB, 16) / GB == 26
+    assert sum(state_bytes(13 * GB, "fp16", False, "adam").values()) / GB == 208
+
+
+def test_llama_7b():
+    seen = predict_inference(LLAMA_7B)
+    assert (seen.parameters, seen.tokens, seen.batch) == (6_738_415_616, 4096, 1)
+    assert [row.name for row in seen.weights] == [
+        "weights in fp32", "weights in fp16/bf16", "weights in int8/fp8", "weights in int4"
+    ]  # fmt: skip
+    assert [gb(row) for row in seen.weights] == pytest.approx([26.95, 13.48, 6.74, 3.37], abs=0.005)
+    assert seen.weights[1].formula == "2 bytes x 6,738,415,616 parameters"
+    assert seen.weights[3].formula == "0.5 bytes x 6,738,415,616 parameters"
+    assert seen.cache.num_bytes == 2 * GIB
+    assert seen.cache.formula == "2 x 32 layers x 32 heads x 128 x 4,096 tokens x 1 sequences x 2 bytes"
+    assert seen.num_bytes(seen.weights[1]) == seen.weights[1].num_bytes + 2 * GIB
+
+
+def test_llama_13b():
+    seen = predict_inference(LLAMA_13B)
+    assert seen.parameters == 13_015_864_320
+    assert gb(seen.weights[1]) == pytest.approx(26.03, abs=0.005)
+    assert seen.cache.num_bytes == kv_cache_bytes(LLAMA_13B, 1, 4096) == 2 * 40 * 5120 * 4096 * 2
+
+
+def test_the_cache_outgrows_the_weights():
+    """With 4,096 tokens from the 7th sequence on in 16 bits; 8 sequences hold 16 GiB."""
+    seen = predict_inference(LLAMA_7B, batch=8)
+    assert seen.cache.num_bytes == 16 * GIB > seen.weights[1].num_bytes
+    assert seen.batches_beyond_weights == (13, 7, 4, 2)
+    for row, batch in zip(seen.weights, seen.batches_beyond_weights):
+        assert kv_cache_bytes(LLAMA_7B, batch - 1, 4096) <= row.num_bytes < kv_cache_bytes(LLAMA_7B, batch, 4096)
+
+
+def test_grouped_queries_shrink_the_cache():
+    grouped = replace(LLAMA_7B, num_query_groups=8)
+    assert predict_inference(grouped).cache.num_bytes == 2 * GIB // 4
+    assert "x 8 heads x" in predict_inference(grouped).cache.formula
+
+
+def test_tokens_batch_and_width_scale_the_cache():
+    assert predict_inference(LLAMA_7B, tokens=1024).cache.num_bytes == GIB // 2
+    assert predict_inference(LLAMA_7B, batch=3, tokens=4096, cache_bytes=1).cache.num_bytes == 3 * GIB
+
+
+def test_time_of_a_token():
+    """The weights, but for the rows of the embedding that nobody asked for, and the cache, once per token."""
+    seen = predict_inference(LLAMA_7B, processor=processor_called("A100"))
+    read = 2 * (6_738_415_616 - 32000 * 4096) + 2 * GIB
+    assert seen.token_rows[1].ms == pytest.approx(read / 2039e6) and seen.token_rows[1].bound == "memory"
+    assert seen.token_rows[1].formula == "(13.21 GB of weights + 2.15 GB of cache) at 2,039 GB/s"
+    assert seen.tokens_per_s(seen.token_rows[1]) == pytest.approx(132.7, abs=0.1)
+    assert [row.ms for row in seen.token_rows] == sorted((row.ms for row in seen.token_rows), reverse=True)
+
+
+def test_more_sequences_share_the_weights():
+    one, eight = (predict_inference(LLAMA_7B, batch=b, processor=processor_called("A100")) for b in (1, 8))
+    gain = eight.tokens_per_s(eight.token_rows[1]) / one.tokens_per_s(one.token_rows[1])
+    assert 1 < gain < 8
+
+
+def test_tied_embeddings_are_read_as_the_output_matrix():
+    tied = replace(LLAMA_7B, tied_embeddings=True)
+    gpu = processor_called("H200")
+    assert predict_inference(tied, processor=gpu).token_rows == predict_inference(LLAMA_7B, processor=gpu).token_rows
+
+
+def test_positions_are_looked_up():
+    learned = replace(LLAMA_7B, position_embedding="learned_absolute")
+    gpu = processor_called("H200")
+    assert predict_inference(learned, processor=gpu).token_rows == predict_inference(LLAMA_7B, processor=gpu).token_rows
+    assert predict_inference(learned).parameters == 6_738_415_616 + 4096**2
+
+
+def test_without_a_known_bandwidth_there_is_no_time():
+    assert predict_inference(LLAMA_7B).token_rows == ()
+    assert predict_inference(LLAMA_7B, processor=processor_of("NVIDIA A100-PG509-200")).token_rows == ()

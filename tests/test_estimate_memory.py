@@ -1,0 +1,178 @@
+"""Memory in closed form: known answers, and what must hold for every plan."""
+
+import re
+
+import pytest
+from estimate_grid import FULL, GRID, LARGE, MEDIUM, SEED, SHORT, UNFUSED, plan_of
+from model_variants import VARIANTS
+
+from megatron_lite.estimate.activations import kept_at_ends, kept_by_layer, layer_parameters, total
+from megatron_lite.estimate.attention_kernel import attention_of
+from megatron_lite.estimate.memory import state_bytes
+from megatron_lite.estimate.memory_categories import CATEGORIES
+from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.peak import predict_memory
+from megatron_lite.estimate.prediction import Moment
+from megatron_lite.estimate.sizes import MATH, Setting
+from megatron_lite.estimate.theoretical import counted_parameters, megatron_theoretical_bytes
+from megatron_lite.phases import Phase
+from megatron_lite.units import GIB, MIB
+
+SEED_PARAMETERS = 355_919_872
+WORKSPACES = 2 * 8_519_680
+
+
+def peak_of(words: str, ranks: int = 1, device: str = "cuda") -> Moment:
+    return predict_memory(plan_of(words, ranks, device)).peak
+
+
+def named(moment: Moment) -> dict[str, int]:
+    return {row.name: row.num_bytes for row in moment.rows}
+
+
+def at(words: str, where: str, ranks: int = 1) -> Moment:
+    [found] = [moment for moment in predict_memory(plan_of(words, ranks)).moments if moment.where == where
+               and moment.phase != Phase.FORWARD]
+    return found
+
+
+def value(formula: str) -> int:
+    """'2 x 4 bytes x 8 heads x 1,024^2 tokens + ...' -> the number."""
+    products = []
+    for term in formula.replace(",", "").split(" + "):
+        product = 1
+        for factor in term.split(" x "):
+            number, power = re.match(r"(\d+)(\^2)?", factor).groups()
+            product *= int(number) ** (2 if power else 1)
+        products.append(product)
+    return sum(products)
+
+
+def test_seven_billion_parameters_with_adam_in_mixed_precision():
+    """14 GB of weights, 14 GB of gradients, 84 GB of masters and moments: 112 GB (Rajbhandari et al. 2020, ZeRO)."""
+    found = {name: num_bytes / 1e9 for name, num_bytes in state_bytes(7 * 10**9, "fp16", False, "adam").items()}
+    assert (found["parameters"], found["gradients"], sum(found.values())) == (14, 14, 112)
+    assert found["master weights"] + found["moments"] == 84
+
+
+@pytest.mark.parametrize(("words", "per_parameter"), [
+    (SEED, 20),  # 16 and fp32 copies of the gradients, during the update
+    (SEED.replace("--fp16", "--bf16"), 18),
+    (SEED.replace("--fp16", ""), 16),
+    (SEED.replace("--fp16", "--bf16 --optimizer sgd"), 14),
+    (SEED.replace("--fp16", "--bf16 --grad-reduce-in-bf16 --optimizer sgd --sgd-momentum 0"), 12),
+])
+def test_the_update_takes_so_many_bytes_per_parameter(words, per_parameter):
+    others = WORKSPACES + 2 * 8 * 4 * 2048  # tokens and labels
+    assert at(words, "update of the weights").num_bytes == per_parameter * SEED_PARAMETERS + others
+
+
+def test_buckets_of_several_ranks_hold_the_gradients():
+    """fp16: the optimizer finds them there, and nothing more; with fp32 sums, and beside earlier micro-batches' gradients,
+    they come on top."""
+    assert at(SEED, "update of the weights").num_bytes == at(SEED, "update of the weights", 4).num_bytes
+    for words, more in ((SEED, 2), (SEED.replace("--fp16", "--bf16"), 2), (SEED.replace("--fp16", ""), 4)):
+        assert peak_of(words, 4).num_bytes - peak_of(words).num_bytes == more * SEED_PARAMETERS
+    several = SEED + "--global-batch-size 64"
+    assert peak_of(several, 4).num_bytes - peak_of(SEED, 4).num_bytes == 2 * SEED_PARAMETERS
+
+
+def test_the_857m_script_is_highest_in_cross_entropy():
+    peak, tokens = peak_of(SEED), 4 * 2048
+    assert (peak.phase, peak.where) == ("backward", "cross entropy")
+    assert peak.num_bytes / GIB == pytest.approx(15.69, abs=0.005)
+    logits = sum(row.num_bytes for row in peak.rows if row.category == "logits and loss")
+    assert logits == 12 * tokens * 50304
+    activations = sum(row.num_bytes for row in peak.rows if row.category == "activations")
+    plain, statistics = 24 * 34 * tokens * 1024, 24 * (2 * 2 + 16) * 4 * tokens  # two norms, 16 heads
+    assert activations == plain + statistics + tokens * (5 * 1024 + 2 * 4)  # and the last norm, the embedding's dropout
+
+
+@pytest.mark.parametrize(("words", "where"), [
+    (SEED + FULL, "cross entropy"), (LARGE + "--fp16 " + FULL, "gradient norm"), (SHORT, "embedding"),
+    (MEDIUM + UNFUSED + "--padded-vocab-size 50304 --recompute-granularity selective", "cross entropy"),
+])
+def test_where_it_is_highest(words, where):
+    assert peak_of(words).where == where
+
+
+def test_recomputation_keeps_a_vector_per_token_and_layer():
+    plain, again = named(peak_of(SEED)), named(peak_of(SEED + FULL))
+    assert again["inputs of recomputed layers"] == 24 * 2 * 8192 * 1024
+    assert "queries, keys and values" in plain and "queries, keys and values" not in again
+
+
+@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_rows_say_what_they_are_made_of(name, device):
+    words, ranks = GRID[name]
+    for moment in predict_memory(plan_of(words, ranks, device)).moments:
+        assert moment.rows and {row.category for row in moment.rows} <= set(CATEGORIES)
+        assert [row for row in moment.rows if value(row.formula) != row.num_bytes] == []
+        assert len({row.name for row in moment.rows}) == len(moment.rows)
+        assert [row.num_bytes for row in moment.rows] == sorted((row.num_bytes for row in moment.rows), reverse=True)
+
+
+@pytest.mark.parametrize(("more", "less"), [
+    (SEED, SEED + FULL), (SEED + UNFUSED, SEED + UNFUSED + "--recompute-activations"), (SEED + UNFUSED, SEED),
+    (SEED, SEED + "--micro-batch-size 2"), (SEED, SEED + "--hidden-dropout 0"), (SEED + "--global-batch-size 8", SEED),
+    (MEDIUM, MEDIUM + "--bf16"), (MEDIUM, MEDIUM + "--optimizer sgd"), (MEDIUM + "--swiglu", MEDIUM + "--num-layers 5"),
+])
+def test_what_takes_more(more, less):
+    assert peak_of(more).num_bytes > peak_of(less).num_bytes
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_operations_hold_every_parameter_of_a_layer(name):
+    shape = VARIANTS[name]
+    hidden, words = shape.hidden_size, shape.padded_vocab_size * shape.hidden_size
+    positions = shape.max_position_embeddings * hidden if shape.position_embedding == "learned_absolute" else 0
+    norm = hidden * (2 if shape.normalization == "LayerNorm" else 1)
+    ends = words * (1 if shape.tied_embeddings else 2) + positions + norm
+    assert shape.num_layers * layer_parameters(Setting(shape, 2, 4)) + ends == parameter_count(shape)
+
+
+def test_cpus_keep_wider_masks_and_have_no_workspace():
+    plain = MEDIUM + "--bf16 --attention-dropout 0"
+    on_gpu, on_cpu = named(peak_of(plain)), named(peak_of(plain, device="cpu"))
+    assert on_cpu["dropout masks"] == 2 * on_gpu["dropout masks"]
+    assert on_gpu["cuBLAS workspaces"] == WORKSPACES and "cuBLAS workspaces" not in on_cpu
+
+
+@pytest.mark.parametrize(("words", "device", "found"), [
+    ("--bf16", "cuda", ("fused", True)), ("", "cuda", ("fused", False)), ("--kv-channels 10", "cuda", (MATH, False)),
+    ("--bf16 --reset-attention-mask", "cuda", ("fused", False)), ("--bf16 --kv-channels 264", "cuda", ("fused", False)),
+    (UNFUSED, "cuda", ("unfused", False)), ("--bf16", "cpu", (MATH, False)), ("--attention-dropout 0", "cpu", ("fused", True)),
+])
+def test_attention_is_torchs_choice(words, device, found):
+    assert attention_of(plan_of(MEDIUM + words, device=device)) == found
+
+
+def test_sums_are_twice_there_while_they_move_into_buckets():
+    words = SHORT + "--bf16"
+    moving = at(words, "fp32 sums move into buckets", 2)
+    assert moving.num_bytes - at(words, "update of the weights", 2).num_bytes == 4 * parameter_count(plan_of(words).shape)
+    assert all(moment.where != moving.where for moment in predict_memory(plan_of(words)).moments)
+
+
+def test_megatron_lm_says_so_much_of_the_857m_script():
+    """Measured by running its own function: 6069.97 + 7704.97 = 13774.94 MB."""
+    found = megatron_theoretical_bytes(plan_of(SEED))
+    assert [round(part / MIB, 2) for part in (found.states_bytes, found.activations_bytes, found.num_bytes)] == [
+        6069.97, 7704.97, 13774.94]
+    assert "353,601,536 parameters" in found.formula and "biases and learned positions" in found.leaves_out
+    assert counted_parameters(plan_of(SEED).shape) + 24 * 9 * 1024 + 2048 * 1024 == SEED_PARAMETERS
+
+
+def test_what_megatron_lm_leaves_out_depends_on_the_flags():
+    found = megatron_theoretical_bytes(plan_of(MEDIUM + UNFUSED + FULL + "--swiglu", 2)).leaves_out
+    for words in ("recomputation", "fp32 activations", "attention scores", "buckets", "18 bytes", "widths"):
+        assert any(words in line for line in found)
+    assert len(megatron_theoretical_bytes(plan_of(MEDIUM + "--bf16 --disable-bias-linear --no-position-embedding")).leaves_out) == 2
+
+
+def test_the_layers_of_a_plain_gpt_keep_34_bytes_per_element():
+    setting = Setting(plan_of(SEED).shape, 4, 2)
+    element, rows = 8192 * 1024, 8192 * 4
+    assert total(kept_by_layer(setting)) == 34 * element + rows * (2 * 2 + 16)
+    assert total(kept_at_ends(setting)) == 5 * element + rows * 2

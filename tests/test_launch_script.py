@@ -1,0 +1,277 @@
+"""What a launch script would start is found, and nothing of it is started."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.cli import launch_script
+from megatron_lite.cli.launch_script import read_launch_script
+from megatron_lite.cli.launcher import Ranks
+from megatron_lite.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+OUR_SCRIPT = str(ROOT / "examples/gpt3/train_gpt3_857m_distributed.sh")
+IN_MEGATRONS_FORM = r"""#!/bin/bash
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+PER_NODE=8
+NODES=2
+WORLD=$(($PER_NODE*$NODES))
+SAVE=$1 #<a comment>
+DATA=$2 #<a comment>_text_document
+LAUNCHER_ARGS=(
+    --nproc_per_node $PER_NODE 
+    --nnodes $NODES 
+)
+MODEL=(
+    --num-layers 96 
+    --seq-length 2048   # of it
+)
+DATA_ARGS=(
+    --data-path $DATA 
+    --split 949,50,1
+)
+torchrun ${LAUNCHER_ARGS[@]} some/folder/pretrain_gpt.py \
+    ${MODEL[@]} \
+    ${DATA_ARGS[@]} \
+    --save $SAVE
+"""
+OF_SLURM = "#SBATCH --nodes=4\n#SBATCH --gres=gpu:a100:8\n"
+# Two forms that many public scripts have.
+WITH_EXPORTED_COMMAND = """#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=1  # each starts its own
+set -x -e
+source $nowhere/start
+export STARTER="python -u -m torch.distributed.launch \\
+  --nproc_per_node 4 --nnodes 16 "
+export CMD=" `pwd`/pretrain_gpt.py \\
+  --a 1
+  --b "
+clear
+srun --jobid $SLURM_JOBID bash -c '$STARTER --node_rank $SLURM_PROCID $CMD'"""
+WITH_EVAL = """DIR=`pwd`
+sed s/A/B/ x.json | sed s/C/D/ > y.json
+run_cmd="deepspeed ${DIR}/../pretrain_gpt.py --a &> ${DIR}/x.log"
+echo ${run_cmd}
+eval ${run_cmd}
+set +x"""
+# Each line would change the folder, end the shell, or leave it.
+HARMFUL = r"""
+rm -rf keep.txt
+echo overwritten > keep.txt
+echo more >> keep.txt
+: > keep.txt
+/bin/touch touched
+/bin/rm -f keep.txt
+x=$(touch touched; rm keep.txt; echo 1)
+y=`/bin/touch touched`
+(mkdir touched) & wait
+cat > touched <<EOF
+hello
+EOF
+python -c 'open("touched", "w")'
+tee touched < keep.txt
+printf x > "touched"
+exec 5> touched
+exec > >(tee touched)
+export PATH=/bin:/usr/bin
+PATH=/bin touch touched
+command touch touched
+builtin echo hi > touched
+command -p touch touched
+env touch touched
+history -w touched
+eval 'touch touched; echo x > touched'
+trap 'touch touched' EXIT
+f() { /bin/touch touched; echo hi > touched; }
+f > touched
+if f &> touched; then :; fi
+kill -9 $$
+cd /tmp
+for i in 1 2; do nohup touch touched; done
+while read -r line; do touch touched; done < keep.txt
+coproc touch touched
+ls "$(/bin/touch touched; touch touched; echo x > touched; echo words)" $(rm keep.txt)
+HISTFILE=touched; set -o history; echo remembered
+hash -p /bin/touch tt; tt touched
+"""
+# What takes the first of three walls down leaves the two behind it.
+HARMFUL_WITHOUT_THE_TRAP = r"""
+builtin trap - DEBUG
+set +r
+shopt -u restricted_shell
+touch touched; /bin/touch touched; /bin/rm keep.txt
+echo a > touched
+(builtin exec /bin/touch touched)
+PATH=/bin
+touch touched
+enable -f /lib/x.so x
+enable kill
+kill -9 $$
+HISTFILE=touched
+set -o history
+builtin kill -9 $$
+torchrun pretrain_gpt.py --reached
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Writes the text into a script of a folder of its own, where the user stands; returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        Path("launch.sh").write_text(text)
+        return "launch.sh"
+
+    return write
+
+
+def said(script: str, *arguments: str) -> str:
+    with pytest.raises(UserError) as raised:
+        read_launch_script(script, list(arguments))
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_our_own_script_is_read_whatever_it_is_given(monkeypatch):
+    for name in ("GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "MASTER_PORT", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    files = ["no/CKPT", "no/TB", "no/VOCAB", "no/MERGES", "no/DATA"]
+    plain = read_launch_script(OUR_SCRIPT, files)
+    assert plain.ranks == Ranks(1, 1) and not plain.under_nsys
+    assert plain.flags[:4] == ("--num-layers", "24", "--hidden-size", "1024") and "--use-pytorch-profiler" in plain.flags
+    assert plain.flags[plain.flags.index("--data-path") + 1] == "no/DATA"
+    assert plain.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    monkeypatch.setenv("GPUS_PER_NODE", "4")
+    watched = read_launch_script(OUR_SCRIPT, [*files, "--nsys", "--", "--train-iters", "500"])
+    assert watched.ranks.size == 4 and watched.under_nsys
+    assert watched.flags[-2:] == ("--train-iters", "500") and "--use-pytorch-profiler" not in watched.flags
+
+
+def test_its_own_refusals_are_passed_on():
+    assert "VOCAB is missing; give all of CKPT TB VOCAB MERGES DATA" in said(OUR_SCRIPT, "CKPT", "TB")
+    assert "--lr is not an option of this script" in said(OUR_SCRIPT, "--lr", "1")
+
+
+def test_a_script_in_megatrons_form(script):
+    found = read_launch_script(script(IN_MEGATRONS_FORM), ["my saves", "d"])
+    assert (found.ranks, found.ranks.size) == (Ranks(8, 2), 16)
+    # unquoted, as there: the blank makes two words of one
+    assert found.flags == ("--num-layers", "96", "--seq-length", "2048", "--data-path", "d", "--split", "949,50,1",
+                           "--save", "my", "saves")  # fmt: skip
+    assert read_launch_script("launch.sh", []).flags[4:6] == ("--data-path", "--split")
+
+
+@pytest.mark.parametrize("harm", [HARMFUL, HARMFUL_WITHOUT_THE_TRAP])
+def test_nothing_on_the_machine_changes(script, harm):
+    Path("keep.txt").write_text("keep\n")
+    Path("touch").write_text("#!/bin/sh\necho x > touched\n")  # nor is a program of the current folder run
+    Path("touch").chmod(0o755)
+    name = script(harm + "torchrun --nproc_per_node=8 x/pretrain_gpt.py --a 'b c' &> log_$(date).txt\n")
+    before = {path: path.stat().st_mtime_ns for path in Path().iterdir()}
+    if harm is HARMFUL:
+        assert read_launch_script(name, []).flags == ("--a", "b c")
+    else:
+        assert read_launch_script(name, []).flags == ("--reached",)
+    assert {path: path.stat().st_mtime_ns for path in Path().iterdir()} == before
+    assert Path("keep.txt").read_text() == "keep\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "flags"),
+    [
+        ("torchrun --nproc_per_node 8 pretrain_gpt.py --a 1 2>&1 | tee log", Ranks(8), "--a 1"),
+        ("torchrun --nproc-per-node=2 --nnodes=1:4 pretrain_gpt.py --a > log 2>&1 &", Ranks(2, 4), "--a"),
+        ("python -m torch.distributed.launch --nproc_per_node 4 $PWD/pretrain_gpt.py $@", Ranks(4), "one 2"),
+        ("/opt/bin/python -u pretrain_gpt.py --a $((i=3))", Ranks(1), "--a 3"),
+        ('A="x y" B=$(nproc) torchrun pretrain_gpt.py --a "$HOME_OF"', Ranks(1), "--a "),
+        ('CMD="deepspeed --num_gpus 3 pretrain_gpt.py --x y"; eval $CMD', Ranks(3), "--x y"),
+        ('run() { echo "$@"; "$@"; }; run python pretrain_gpt.py "${1:?a size}" --z', Ranks(1), "one --z"),
+        ("set -euo pipefail; nsys profile -o x torchrun pretrain_gpt.py --a", Ranks(1), "--a"),
+        ("nohup env A=1 torchrun --nproc_per_node gpu pretrain_gpt.py --x > o.log 2> e.log &", Ranks(None), "--x"),
+        ('srun -N 2 --ntasks-per-node=4 bash -c "python pretrain_gpt.py --lr 1 && echo done"', Ranks(4, 2), "--lr 1"),
+        ("mpirun -np 8 python pretrain_gpt.py --lr 1", Ranks(8), "--lr 1"),
+        ("srun python pretrain_gpt.py --a", Ranks(None), "--a"),
+        (f"{OF_SLURM}torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE pretrain_gpt.py --q", Ranks(8, 4), "--q"),
+        ("#SBATCH -N 2  # of them\n#SBATCH --ntasks-per-node 8\nsrun python pretrain_gpt.py --q", Ranks(8, 2), "--q"),
+        ("if [[ -f one.bin && -e $1 ]]; then exit 4; fi; [ -f $1.bin ] && torchrun pretrain_gpt.py --d", Ranks(1), "--d"),
+        ("which torchrun && cd sub/../other && torchrun pretrain_gpt.py --at $(basename $(pwd))", Ranks(1), "--at other"),
+        ("words=(a b); words+=(c); for w in ${words[@]}; do A+=(--$w); done; exec torchrun pretrain_gpt.py ${A[@]}",
+         Ranks(1), "--a --b --c"),
+        ("command -v nothing >/dev/null 2>&1 || exit 3; x=$(ls &>/dev/null); torchrun pretrain_gpt.py --x$x", Ranks(1), "--x"),
+        (WITH_EXPORTED_COMMAND, Ranks(4, 16), "--a 1 --b"),
+        (WITH_EVAL, Ranks(None), "--a"),
+        ('srun -l --ntasks-per-node=8 --output=logs/%x.log sh -c "python -u /code/pretrain_gpt.py --b"', Ranks(8), "--b"),
+        ("docker run -v $PWD:/w image bash -lc 'cd /w; pip install x; SIZE=3 torchrun --nproc_per_node 8 pretrain_gpt.py --s'",
+         Ranks(8), "--s"),
+        ("bash -c 'echo $0'; sh -c 'exec torchrun pretrain_gpt.py --a \"$@\"' name 1 2", Ranks(1), "--a 1 2"),
+        ("cd sub; LAYERS=5 bash inner.sh --more; torchrun pretrain_gpt.py --not-me", Ranks(2), "--num-layers 5 --more"),
+        ("cp x/pretrain_gpt.py . && echo pretrain_gpt.py is here >&3; python pretrain_gpt.py --really", Ranks(1), "--really"),
+        ("exec 3>&1 4>log 2>&1; echo x >&3; echo y >&4; torchrun pretrain_gpt.py --a", Ranks(1), "--a"),
+        ("set -u; [[ --x=12 =~ ^--x=([0-9]+)$ ]] && ls >/dev/null; N=${BASH_REMATCH[1]}; torchrun pretrain_gpt.py $N", Ranks(1), "12"),
+        ("WHERE=${WHERE:-<a place>}; N=${N:-${M:-4 }}; torchrun pretrain_gpt.py --to $WHERE $N", Ranks(1), "--to <a place> 4"),
+        ("torchrun pretrain_gpt.py --first; torchrun pretrain_gpt.py --second", Ranks(1), "--first"),
+    ],
+)  # fmt: skip
+def test_launchers_and_shells(script, text, ranks, flags):
+    Path("sub").mkdir()
+    Path("sub/inner.sh").write_text("torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers $LAYERS $@\n")
+    found = read_launch_script(script(text + "\n"), ["one", "2"])
+    assert (found.ranks, " ".join(found.flags)) == (ranks, flags)
+
+
+def test_what_it_sources_belongs_to_it(script):
+    Path("lib").mkdir()
+    Path("lib/settings.sh").write_text('echo "$0" >/dev/null\nLAYERS=7\nhelper() { echo "--by ${BASH_SOURCE[0]##*/} ${BASH_SOURCE##*/}"; }\n')
+    name = script('here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\nsource "$here/lib/settings.sh"; . no/such/file\n'
+                  "torchrun pretrain_gpt.py --num-layers $LAYERS $(helper)\n")  # fmt: skip
+    assert read_launch_script(name, []).flags == ("--num-layers", "7", "--by", "settings.sh", "settings.sh")
+
+
+def test_the_environment_is_the_trainers(script, monkeypatch):
+    monkeypatch.setenv("OF_THE_USER", "two\nlines")
+    name = script("export NCCL_DEBUG=INFO; NOT_EXPORTED=1; OMP_NUM_THREADS=3 torchrun pretrain_gpt.py\n")
+    environment = read_launch_script(name, []).environment
+    assert (environment["NCCL_DEBUG"], environment["OMP_NUM_THREADS"], environment["OF_THE_USER"]) == ("INFO", "3", "two\nlines")
+    assert "NOT_EXPORTED" not in environment
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("echo nothing to do", "launch.sh: starts no pretrain_gpt.py; give a script that does"),
+        ("echo usage: launch.sh SIZE; exit 1", "launch.sh: usage: launch.sh SIZE (the script says so, exit code 1)"),
+        ("exit 3", "launch.sh: ended with exit code 3 before it started pretrain_gpt.py; does it need arguments?"),
+        ("set -u; torchrun pretrain_gpt.py $1", "launch.sh: $1: unbound variable (the script says so, exit code"),
+        ("((x > 3", "unexpected EOF while looking for matching"),
+        ('bash -c "torchrun pretrain_gpt.py --a \'b"', "unexpected EOF while looking for matching"),
+        ("bash launch.sh", "launch.sh: starts no pretrain_gpt.py"),  # itself, over and over
+    ],
+)
+def test_a_script_that_starts_no_training_is_one_line(script, text, answer):
+    assert answer in said(script(text + "\n"))
+
+
+def test_a_script_that_waits_is_left(script, monkeypatch):
+    monkeypatch.setattr(launch_script, "SECONDS", 0.3)
+    assert "still waits for something after 0.3 s" in said(script("while true; do sleep 1; done\n"))
+
+
+def test_no_bash_and_no_file_are_one_line(script, monkeypatch):
+    assert said("no/such.sh") == "no/such.sh: cannot be read (No such file or directory); check the path."
+    name = script("torchrun pretrain_gpt.py\n")
+    monkeypatch.setenv("PATH", "")
+    assert said(name) == "launch.sh: there is no bash here to read it; give the trainer's flags themselves."
+
+
+def test_what_is_no_script_is_one_line(script):
+    assert "launch.sh: cannot be given to bash (no text)" in said(script("torchrun\0pretrain_gpt.py\n"))
+    assert "launch.sh: cannot be given to bash (Argument list too long)" in said(script("x" * 3_000_000))
+
+
+def test_startup_files_of_the_user_are_not_run(script, monkeypatch):
+    Path("startup").write_text("echo hi; touch touched; LAYERS=9\n")
+    monkeypatch.setenv("BASH_ENV", os.path.abspath("startup"))
+    assert read_launch_script(script("torchrun pretrain_gpt.py --n ${LAYERS-none}\n"), []).flags == ("--n", "none")
+    assert not Path("touched").exists()

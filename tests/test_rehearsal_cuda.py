@@ -1,0 +1,115 @@
+"""What a rehearsal takes for a GPU's kernels: attention, dropout, norms, cuBLAS, and their refusals."""
+
+import functools
+
+import pytest
+import torch
+from rehearsal_cases import GPU, planned
+from torch import nn
+
+from megatron_lite.errors import UserError
+from megatron_lite.instruments.memory_summary import peak
+from megatron_lite.phases import Phase
+from megatron_lite.rehearsal.rehearse import Rehearsal, rehearse
+from megatron_lite.rehearsal.walk import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER, walk
+
+LAYERS, HIDDEN, TOKENS, POSITIONS = 2, 64, 64, 32
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+@functools.cache
+def on_gpu(words: str) -> Rehearsal:
+    return rehearse(planned(f"--global-batch-size 2 {words}", GPU), steps=1)
+
+
+def sizes(rehearsal: Rehearsal, operation: str, phase: str = "forward") -> list[int]:
+    """Of what this operation allocated."""
+    return [event["size"] for event in rehearsal.snapshot["device_traces"][0]
+            if event["action"] == "alloc" and event["user_metadata"].startswith(f"step 1/{phase}")
+            and event["frames"][0]["name"] == f"aten.{operation}.default"]
+
+
+@pytest.mark.parametrize(("words", "kernel"), [
+    ("--bf16", "flash"), ("--fp16 --attention-backend flash " + DROPOUT, "flash"), ("--bf16 --attention-backend fused", "flash"),
+    ("", "efficient"), ("--bf16 --reset-attention-mask", "efficient"),
+    ("--bf16 --group-query-attention --num-query-groups 2", "flash"),
+    ("--group-query-attention --num-query-groups 2", "efficient"),
+    ("--bf16 --kv-channels 10", "flash"),
+])
+def test_attention_is_the_kernel_that_a_gpu_takes(words, kernel):
+    found = on_gpu(words)
+    outputs = sizes(found, f"_scaled_dot_product_{kernel}_attention")
+    assert len(outputs) >= 2 * LAYERS and not sizes(found, "_softmax")
+    assert sizes(found, f"_scaled_dot_product_{kernel}_attention_backward", "backward")
+
+
+@pytest.mark.parametrize("words", ["--bf16 --attention-backend unfused", "--kv-channels 10"])
+def test_scores_are_written_down_where_no_kernel_keeps_them_away(words):
+    scores = TOKENS * POSITIONS * 4 * (2 if "bf16" in words else 4)
+    assert scores in sizes(on_gpu(words), "_softmax") + sizes(on_gpu(words), "_safe_softmax")
+
+
+def test_heads_of_odd_width_are_padded():
+    even, odd = (sizes(on_gpu(f"--bf16 --kv-channels {width}"), "_scaled_dot_product_flash_attention")[0] for width in (16, 10))
+    assert even == odd
+
+
+def test_a_mask_of_documents_is_written_down_per_layer():
+    events = on_gpu("--bf16 --reset-attention-mask").snapshot["device_traces"][0]
+    masks = [event for event in events if event["action"] == "alloc" and event["frames"][0]["name"].startswith("aten.where.")
+             and event["user_metadata"].startswith("step 1/forward")]
+    assert [event["size"] for event in masks] == LAYERS * [2 * POSITIONS * POSITIONS * 2]  # two sequences, in bf16
+
+
+def test_dropout_keeps_a_byte_per_element():
+    masks = [size for size in sizes(on_gpu("--bf16 " + DROPOUT), "native_dropout") if size == TOKENS * HIDDEN]
+    assert len(masks) == 1 + 2 * LAYERS  # the embedding's, two per layer
+
+
+def test_rms_norm_keeps_one_number_per_row():
+    events = on_gpu("--bf16 --normalization RMSNorm").snapshot["device_traces"][0]
+    found = {event["size"] for event in events if event["user_metadata"] == "step 1/forward/decoder.final_layernorm"
+             and event["action"] == "alloc"}
+    assert found == {4 * TOKENS, 2 * TOKENS * HIDDEN}
+
+
+def test_a_kernel_that_cannot_run_is_refused_as_by_the_trainer():
+    with pytest.raises(UserError) as caught:
+        on_gpu("--bf16 --attention-backend flash --kv-channels 264")
+    assert str(caught.value) == ("--attention-backend flash: cannot run here (no such kernel for torch.bfloat16, heads of 264 and "
+                                 "no mask); use --attention-backend auto")
+
+
+def test_cublas_takes_two_workspaces():
+    plan = planned("--bf16", GPU)
+    older, newer = (rehearse(plan, 1, size) for size in (CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER))
+    assert newer.allocated_peak_bytes - older.allocated_peak_bytes == 2 * (32 * 2**20 - 8_519_680)
+    assert older.categories["workspace"] >= 2 * 8_519_680
+
+
+def test_any_model_and_step_can_be_walked():
+    def prepare():
+        layer = nn.Linear(100, 1000, bias=False)
+
+        def step(phase):
+            layer.weight.grad = None
+            with phase(Phase.FORWARD):
+                loss = layer(torch.empty(10, 100)).exp().sum()
+            with phase(Phase.BACKWARD):
+                loss.backward()
+
+        return step
+
+    found = peak(walk(prepare, 3, "cpu"))
+    # the weight and its gradient, input, gradient of the product, loss and its own gradient; the result of exp is gone
+    assert (found.size, found.tag) == (2 * 400_000 + 4_000 + 40_000 + 8, "step 3/backward/Linear")  # the last of equals
+
+
+def test_an_operation_without_rule_never_runs_on_real_memory():
+    with torch.library._scoped_library("rehearsal_test", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        ran = []
+        library.impl("twice", lambda x: ran.append(x) or x + x, "CPU")
+        with pytest.raises(RuntimeError, match="twice"):
+            walk(lambda: lambda phase: torch.ops.rehearsal_test.twice(torch.empty(3)), 1, "cpu")
+        assert ran == []

@@ -1,0 +1,110 @@
+"""Rehearsals against what others measured: snapshots of a real GPU, and the figures of the example that GPU users start with."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launch import flags, plan_of
+from medium_lm import prepare as prepare_medium
+from rehearsal_cases import EXAMPLE, FULL
+from snapshots import read_snapshot
+from torch import Tensor
+
+from megatron_lite.analysis.memory.read import read_snapshot as analyse
+from megatron_lite.config.world import World
+from megatron_lite.instruments.memory_summary import peak
+from megatron_lite.rehearsal.rehearse import prepare, rehearsal_of
+from megatron_lite.rehearsal.replica import without_other_ranks
+from megatron_lite.rehearsal.walk import CUBLAS_WORKSPACE, walk
+from megatron_lite.units import GIB
+
+TESTS = Path(__file__).parent
+SNAPSHOTS = TESTS.parents[1] / "shared" / "snapshots"
+needs_real = pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason="no ../shared/snapshots beside the repository")
+ONE, FOUR = World(gpus=1), World(size=4, local_size=4, gpus=4)
+
+
+@needs_real
+@pytest.mark.slow
+@pytest.mark.parametrize(("positions", "bf16"), [(128, False), (1024, True)])
+def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
+    """Somebody's GPU, model and training step; fp32 without, and bf16 with autocast."""
+    path = SNAPSHOTS / f"cuda_gpt_24x1024_seq{positions}_{'bf16' if bf16 else 'fp32'}.pickle"
+    found = rehearsal_of(walk(lambda: prepare_medium(positions, bf16), 2, "cuda"))
+    real = analyse(path)
+    assert peak(found.snapshot).size == peak(read_snapshot(path)).size == {128: 7_013_335_044, 1024: 24_207_167_496}[positions]
+    assert (found.allocated_peak_bytes, found.phase) == (real.peak_bytes, real.peak_phase)
+    assert found.reserved_peak_bytes == pytest.approx(real.fragmentation.reserved_bytes, rel=0.015)
+    for held in real.held:
+        if held.num_bytes > 0.05 * real.peak_bytes:
+            assert found.categories[held.category] == pytest.approx(held.num_bytes, rel=0.03), held.category
+
+
+def example(words: str = "", world: World = FOUR, losses=None):
+    plan = plan_of(flags(EXAMPLE, words), world)
+    with without_other_ranks():
+        return rehearsal_of(walk(lambda: prepare(plan, losses) if losses else prepare(plan), 2, plan.device))
+
+
+class InPlaceLoss(torch.autograd.Function):
+    """Megatron-LM's way: one fp32 copy of the logits, which becomes softmax and then gradient."""
+
+    @staticmethod
+    def forward(ctx, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        softmax_NV, rows_N = logits_NV.float(), torch.arange(len(labels_N))
+        softmax_NV -= softmax_NV.max(dim=-1, keepdim=True)[0]
+        chosen_N = softmax_NV[rows_N, labels_N]
+        sums_N = softmax_NV.exp_().sum(dim=-1)
+        softmax_NV /= sums_N[:, None]
+        ctx.save_for_backward(softmax_NV, labels_N, rows_N)
+        ctx.dtype = logits_NV.dtype
+        return sums_N.log() - chosen_N
+
+    @staticmethod
+    def backward(ctx, gradient_N: Tensor):
+        softmax_NV, labels_N, rows_N = ctx.saved_tensors
+        softmax_NV[rows_N, labels_N] -= 1
+        softmax_NV *= gradient_N[:, None]
+        return softmax_NV.to(ctx.dtype), None
+
+
+def in_place_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor) -> Tensor:
+    logits_NV = torch.nn.functional.linear(hidden_BTH, weight_VH).flatten(0, 1)
+    return InPlaceLoss.apply(logits_NV, labels_BT.flatten()).view(labels_BT.shape)
+
+
+@pytest.mark.slow
+def test_the_example_peaks_in_cross_entropy():
+    """The chart that comes with this example, of Megatron-LM on four GPUs, shows about 15 GB, at cross entropy."""
+    found = example(losses=in_place_losses)
+    assert found.where.startswith("forward of step 1 in GPT: aten.sub")  # of the labels' logits, with the fp32 copy there
+    assert found.allocated_peak_bytes == pytest.approx(15.07e9 + 2 * CUBLAS_WORKSPACE, rel=0.001)
+
+
+@pytest.mark.slow
+def test_the_example_with_this_trainers_loss():
+    """Three fp32 copies of the logits where one would do."""
+    found = example()
+    assert (found.phase, "_log_softmax_backward_data" in found.where) == ("backward", True)
+    assert found.allocated_peak_bytes / GIB == pytest.approx(16.36, rel=0.002)
+    assert found.categories["logits and loss"] == 3 * 4 * 4 * 2048 * 50304
+    alone = example("--global-batch-size 4", ONE)
+    gradients = found.allocated_peak_bytes - alone.allocated_peak_bytes
+    assert gradients == pytest.approx(2 * 355_919_872, rel=0.001)  # the buckets' of 16 bits
+    assert example(FULL, ONE).allocated_peak_bytes / GIB == pytest.approx(10.34, rel=0.002)
+
+
+@pytest.mark.slow
+def test_the_example_takes_seconds():
+    """The whole process, torch's import included."""
+    code = ("import json, sys; sys.path.insert(0, sys.argv[1]); from launch import flags, plan_of; from rehearsal_cases import "
+            "EXAMPLE, GPU; from megatron_lite.rehearsal.rehearse import rehearse; "
+            "print(json.dumps(rehearse(plan_of(flags(EXAMPLE), GPU)).categories))")
+    began = time.perf_counter()
+    said = subprocess.run([sys.executable, "-c", code, str(TESTS)], check=True, capture_output=True, text=True, timeout=120)
+    assert time.perf_counter() - began < 20
+    assert sum(json.loads(said.stdout).values()) > 15 * 10**9 and said.stderr == ""

@@ -1,0 +1,109 @@
+"""A plan's lines on made values: what is not known is said, never guessed."""
+
+import dataclasses
+from pathlib import Path
+
+from command_lines import plan
+
+from megatron_lite.cli.plan_options import _parser
+from megatron_lite.config.world import World
+from megatron_lite.estimate.duration import duration_of
+from megatron_lite.estimate.hardware import Processor, processor_called
+from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
+from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
+from megatron_lite.report.plan_json import as_json
+from megatron_lite.report.plan_sections import exact
+from megatron_lite.report.plan_terminal import plan_lines
+from megatron_lite.report.plan_time import time
+from megatron_lite.report.plan_verdict import verdicts
+from megatron_lite.report.text import Style
+from megatron_lite.units import GIB
+
+PLAN = plan("--bf16", World(gpus=1))
+ROWS = (
+    LedgerRow("activations", "activations of the layers", 6 * GIB, "6 x 1 GiB"),
+    LedgerRow("moments", "moments", 3 * GIB, "3 x 1 GiB"),
+    LedgerRow("other", "tiny", 2**20, "1 MiB"),
+)
+MEMORY = MemoryPrediction((
+    Moment("forward", "cross entropy", ROWS), Moment("optimizer_step", "update of the weights", ROWS[1:]),
+))  # fmt: skip
+
+
+def report(*processors: Processor, **changes) -> PlanReport:
+    outlooks = []
+    for processor in processors:
+        predicted = predict_time(PLAN, processor)
+        outlooks.append(Outlook(processor, predicted, duration_of(PLAN, predicted.tokens_per_s) if predicted.peak_tflops else None))
+    parts = {"word embedding": 10, "MLP": 30, "output": 0}
+    made = PlanReport("plan", "GPT 2 x 64", PLAN, parts, 1000, 1100, MEMORY, outlooks=outlooks)
+    return dataclasses.replace(made, **changes)
+
+
+def test_rows_of_the_ledger_add_up_to_the_peak():
+    lines = plan_lines(report(), Style())
+    at = next(number for number, line in enumerate(lines) if line.startswith("Memory at the peak"))
+    assert lines[at].endswith("one GPU, cross entropy (forward)")
+    assert [line.split()[:4] for line in lines[at + 1 : at + 5]] == [
+        ["activations", "of", "the", "layers"], ["moments", "3.00", "GiB", "33%"],
+        ["smaller", "ones", "1.0", "MiB"], ["peak", "9.00", "GiB"],
+    ]  # fmt: skip
+    assert not any("6 x 1 GiB" in line for line in lines)
+    assert "  activations of the layers = 6 x 1 GiB" in plan_lines(report(), Style(), why=True)
+
+
+def test_parts_that_the_model_lacks_are_left_out():
+    lines = plan_lines(report(), Style())
+    assert not any(line.strip().startswith("output") for line in lines)
+    assert any(line.split()[:3] == ["MLP", "30", "75%"] for line in lines)
+
+
+def test_an_unknown_peak_is_no_time():
+    """A V100 does not calculate in bf16."""
+    made = report(processor_called("V100"))
+    assert verdicts(made)[0].endswith("how fast it can be is not known: the table has no peak of this GPU in this precision")
+    told = [line for block in time(made, False).blocks for line in getattr(block, "texts", ())]
+    assert any("bf16" in line for line in told)
+    sums = dict(row[:2] for row in time(made, False).blocks[0].rows)
+    assert (sums["step"], sums["tokens/s"], sums["whole training"]) == ("not known", "", "")
+
+
+def test_a_gpu_without_any_rates_is_a_column_of_unknowns():
+    known = processor_called("H200")
+    blank = dataclasses.replace(known, name="X1", half_tflops=None, memory_gb_s=None, link_gb_s=None, pcie_gb_s=None)
+    table = time(report(known, blank), False).blocks[0]
+    assert list(table.head) == ["", "H200", "X1"]
+    assert {row[2] for row in table.rows} == {"not known", ""}
+    assert all(row[1] for row in table.rows)
+
+
+def test_of_peak_is_the_share_of_arithmetic_in_the_bound():
+    made = report(processor_called("H200"))
+    predicted = made.outlooks[0].time
+    row = next(row for row in time(made, False).blocks[0].rows if row[0] == "of peak at best")
+    ideal_ms = predicted.flops_causal / predicted.peak_tflops / 1e9
+    assert row[1] == f"{ideal_ms / predicted.step_ms:.0%}"
+
+
+def test_the_exact_peak_is_the_verdicts():
+    walked = Exact(10 * GIB, 11 * GIB, 11 * GIB, "backward", "backward of step 2 in GPT", {"activations": 10 * GIB}, ["a note"], 3.0)
+    made = report(processor_called("H200"), exact=walked)
+    assert "peak 10.0 of 139.7 GiB (7%), in backward" in verdicts(made)[0]
+    table, lines = exact(made).blocks
+    assert ["activations", "10.00 GiB", "6.00 GiB", "-40.0%"] in map(list, table.rows)
+    assert ["moments", "0 B", "3.00 GiB", "not there"] in map(list, table.rows)
+    assert lines.texts[-1] == "a note"
+
+
+def test_the_page_names_every_key_of_the_json():
+    page = (Path(__file__).parent.parent / "docs/planning.md").read_text(encoding="utf-8")
+    found = as_json(report(processor_called("H200")))
+    keys = {*found, *found["gpus"][0], *found["memory"], *found["memory"]["moments"][0], *found["memory"]["moments"][0]["rows"][0]}
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+
+
+def test_the_page_names_every_option():
+    page = (Path(__file__).parent.parent / "docs/planning.md").read_text(encoding="utf-8")
+    options = [name for action in _parser()._actions for name in action.option_strings if name not in ("-h", "--help")]
+    assert [name for name in options if f"`{name}" not in page] == []
