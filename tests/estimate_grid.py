@@ -7,16 +7,17 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_lite.config.check import check
-from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.plan import Plan, resolve
+from launch import plan_of
+
+from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
 from megatron_lite.estimate.peak import predict_memory
 from megatron_lite.estimate.prediction import MemoryPrediction
 from megatron_lite.rehearsal.rehearse import Rehearsal, rehearse
 from megatron_lite.units import size
 
-VOCABULARY = 50257
+ALWAYS = ("--max-position-embeddings 2048 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
+          "--vocab-size 50256 ")
 SEED = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 4 --fp16 "
 MEDIUM = "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 4 "
 SHORT = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 "  # states decide
@@ -78,14 +79,9 @@ GRID = {  # name: (flags, ranks)
 QUICK = ("tiny", "short, fp16", "short, bf16, 2 ranks", "bytes, llama, recompute", "bytes, unfused, grouped, 1 sequence")
 
 
-def plan_of(words: str, ranks: int = 1, device: str = "cuda") -> Plan:
-    """Of the trainer's flags, as checked and resolved by it; the last one of a name wins."""
-    always = "--max-position-embeddings 2048 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
-    vocabulary = "" if "--vocab-size" in words else f"--vocab-size {VOCABULARY - 1} "
-    line = read_command_line([*always.split(), *vocabulary.split(), *words.split()])
-    world = World(size=ranks, local_size=ranks, gpus=ranks if device == "cuda" else 0)
-    check(line, world)
-    return resolve(line.args, world, line.args.data.vocab_size + 1)
+def plan_for(words: str, ranks: int = 1, device: str = "cuda") -> Plan:
+    """Of the trainer's flags, as it checks and resolves them; the last one of a name wins."""
+    return plan_of([*ALWAYS.split(), *words.split()], World(size=ranks, local_size=ranks, gpus=ranks if device == "cuda" else 0))
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
-        return plan_of(*GRID[self.name], self.device)
+        return plan_for(*GRID[self.name], self.device)
 
     @cached_property
     def formula(self) -> MemoryPrediction:

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from estimate_grid import FULL, GRID, LARGE, MEDIUM, SEED, SHORT, UNFUSED, plan_of
+from estimate_grid import FULL, GRID, LARGE, MEDIUM, SEED, SHORT, UNFUSED, plan_for
 from model_variants import VARIANTS
 
 from megatron_lite.estimate.activations import kept_at_ends, kept_by_layer, layer_parameters, total
@@ -23,7 +23,7 @@ WORKSPACES = 2 * 8_519_680
 
 
 def peak_of(words: str, ranks: int = 1, device: str = "cuda") -> Moment:
-    return predict_memory(plan_of(words, ranks, device)).peak
+    return predict_memory(plan_for(words, ranks, device)).peak
 
 
 def named(moment: Moment) -> dict[str, int]:
@@ -31,7 +31,7 @@ def named(moment: Moment) -> dict[str, int]:
 
 
 def at(words: str, where: str, ranks: int = 1) -> Moment:
-    [found] = [moment for moment in predict_memory(plan_of(words, ranks)).moments if moment.where == where
+    [found] = [moment for moment in predict_memory(plan_for(words, ranks)).moments if moment.where == where
                and moment.phase != Phase.FORWARD]
     return found
 
@@ -106,7 +106,7 @@ def test_recomputation_keeps_a_vector_per_token_and_layer():
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_rows_say_what_they_are_made_of(name, device):
     words, ranks = GRID[name]
-    for moment in predict_memory(plan_of(words, ranks, device)).moments:
+    for moment in predict_memory(plan_for(words, ranks, device)).moments:
         assert moment.rows and {row.category for row in moment.rows} <= set(CATEGORIES)
         assert [row for row in moment.rows if value(row.formula) != row.num_bytes] == []
         assert len({row.name for row in moment.rows}) == len(moment.rows)
@@ -145,34 +145,34 @@ def test_cpus_keep_wider_masks_and_have_no_workspace():
     (UNFUSED, "cuda", ("unfused", False)), ("--bf16", "cpu", (MATH, False)), ("--attention-dropout 0", "cpu", ("fused", True)),
 ])
 def test_attention_is_torchs_choice(words, device, found):
-    assert attention_of(plan_of(MEDIUM + words, device=device)) == found
+    assert attention_of(plan_for(MEDIUM + words, device=device)) == found
 
 
 def test_sums_are_twice_there_while_they_move_into_buckets():
     words = SHORT + "--bf16"
     moving = at(words, "fp32 sums move into buckets", 2)
-    assert moving.num_bytes - at(words, "update of the weights", 2).num_bytes == 4 * parameter_count(plan_of(words).shape)
-    assert all(moment.where != moving.where for moment in predict_memory(plan_of(words)).moments)
+    assert moving.num_bytes - at(words, "update of the weights", 2).num_bytes == 4 * parameter_count(plan_for(words).shape)
+    assert all(moment.where != moving.where for moment in predict_memory(plan_for(words)).moments)
 
 
 def test_megatron_lm_says_so_much_of_the_857m_script():
     """Measured by running its own function: 6069.97 + 7704.97 = 13774.94 MB."""
-    found = megatron_theoretical_bytes(plan_of(SEED))
+    found = megatron_theoretical_bytes(plan_for(SEED))
     assert [round(part / MIB, 2) for part in (found.states_bytes, found.activations_bytes, found.num_bytes)] == [
         6069.97, 7704.97, 13774.94]
     assert "353,601,536 parameters" in found.formula and "biases and learned positions" in found.leaves_out
-    assert counted_parameters(plan_of(SEED).shape) + 24 * 9 * 1024 + 2048 * 1024 == SEED_PARAMETERS
+    assert counted_parameters(plan_for(SEED).shape) + 24 * 9 * 1024 + 2048 * 1024 == SEED_PARAMETERS
 
 
 def test_what_megatron_lm_leaves_out_depends_on_the_flags():
-    found = megatron_theoretical_bytes(plan_of(MEDIUM + UNFUSED + FULL + "--swiglu", 2)).leaves_out
+    found = megatron_theoretical_bytes(plan_for(MEDIUM + UNFUSED + FULL + "--swiglu", 2)).leaves_out
     for words in ("recomputation", "fp32 activations", "attention scores", "buckets", "18 bytes", "widths"):
         assert any(words in line for line in found)
-    assert len(megatron_theoretical_bytes(plan_of(MEDIUM + "--bf16 --disable-bias-linear --no-position-embedding")).leaves_out) == 2
+    assert len(megatron_theoretical_bytes(plan_for(MEDIUM + "--bf16 --disable-bias-linear --no-position-embedding")).leaves_out) == 2
 
 
 def test_the_layers_of_a_plain_gpt_keep_34_bytes_per_element():
-    setting = Setting(plan_of(SEED).shape, 4, 2)
+    setting = Setting(plan_for(SEED).shape, 4, 2)
     element, rows = 8192 * 1024, 8192 * 4
     assert total(kept_by_layer(setting)) == 34 * element + rows * (2 * 2 + 16)
     assert total(kept_at_ends(setting)) == 5 * element + rows * 2

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megatron_lite.analysis.memory.read import read_snapshot as analyse
 from megatron_lite.config.world import World
+from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.rehearsal.rehearse import prepare, rehearsal_of
 from megatron_lite.rehearsal.replica import without_other_ranks
-from megatron_lite.rehearsal.walk import CUBLAS_WORKSPACE, walk
+from megatron_lite.rehearsal.walk import walk
 from megatron_lite.units import GIB
 
 TESTS = Path(__file__).parent

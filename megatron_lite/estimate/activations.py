@@ -9,8 +9,6 @@ from megatron_lite.estimate.norms import norm_ops
 from megatron_lite.estimate.sizes import NORMS, Setting
 from megatron_lite.estimate.tape import Op, Sized, Tape, gradient_of
 
-NO_WEIGHTS = Sized("gradients", "gradients", 0, "parameters", is_element=True)
-
 
 @dataclass(frozen=True)
 class Highest:
@@ -77,7 +75,7 @@ def _kept(ops: tuple[Op, ...], setting: Setting) -> Counter[Sized]:
 
 
 def _forward(ops: tuple[Op, ...], setting: Setting) -> Tape:
-    tape = Tape(ops, NO_WEIGHTS, stays=False)
+    tape = Tape(ops)
     tape.begin("in", setting.hidden(NORMS))
     tape.forward()
     return tape

@@ -5,7 +5,6 @@ from megatron_lite.estimate.tape import Op, Sized, Tape
 
 NAME = "core_attention"
 FLASH_HEAD_STEP = 8  # channels
-NO_WEIGHTS = Sized("gradients", "gradients", 0, "parameters", is_element=True)
 
 
 def core_ops(setting: Setting, inputs: tuple[str, str, str], result: str) -> tuple[Op, ...]:
@@ -58,14 +57,11 @@ def _explicit(setting: Setting, inputs: tuple[str, str, str]) -> tuple[Op, ...]:
     """model/attend.explicit_attention."""
     repeat, (q, k, v) = _repeated(setting, inputs, setting.element_bytes)
     order, names = _in_rows(setting, ("q.scaled", k, v), bool(repeat), setting.element_bytes)
-    scale = Op(NAME, (q,), (("q.scaled", _queries(setting, QKV)),))
-    narrow, each = setting.scores(setting.element_bytes), setting.element_bytes
-    ops, held = [Op(NAME, names[:2], (("scores", narrow),), names[:2])], "scores"
+    narrow, each, held = setting.scores(setting.element_bytes), setting.element_bytes, "scores"
+    ops = [Op(NAME, (q,), (("q.scaled", _queries(setting, QKV)),)), *order,
+           Op(NAME, names[:2], (("scores", narrow),), names[:2])]
     if setting.shape.softmax_in_fp32 or setting.shape.query_key_layer_scaling:
-        if each < FP32:
-            ops.append(Op(NAME, ("scores",), (("scores.fp32", setting.scores(FP32)),)))
-        each, held = FP32, "scores.damped"
-        ops.append(Op(NAME, ops[-1].makes[0][:1], (("scores.damped", setting.scores(FP32)),), holds=("scores",)))
+        ops, each, held = [*ops, *_in_fp32(setting)], FP32, "scores.damped"
     mask = setting.matrices(SCORES, 1, 1, "mask") if not setting.masked else (
         setting.matrices(SCORES, setting.micro_batch, 1, "masks"))
     ops += [
@@ -76,24 +72,34 @@ def _explicit(setting: Setting, inputs: tuple[str, str, str]) -> tuple[Op, ...]:
     if each > setting.element_bytes:
         ops.append(Op(NAME, ("softmax",), (("probabilities", narrow),)))
         probabilities = "probabilities"
-    return *repeat, scale, *order, *ops, *_weighted(setting, probabilities, names[2], narrow, (held, *inputs))
+    return *repeat, *ops, *_weighted(setting, probabilities, names[2], narrow, (held, *inputs))
+
+
+def _in_fp32(setting: Setting) -> tuple[Op, ...]:
+    """Scores times the layer's number, or times one."""
+    damped = ("scores.damped", setting.scores(FP32))
+    if setting.element_bytes == FP32:
+        return (Op(NAME, ("scores",), (damped,)),)
+    return (Op(NAME, ("scores",), (("scores.fp32", setting.scores(FP32)),)),
+            Op(NAME, ("scores.fp32",), (damped,), holds=("scores",)))
 
 
 def _math(setting: Setting, inputs: tuple[str, str, str]) -> tuple[Op, ...]:
     """aten::_scaled_dot_product_attention_math: all in fp32, queries and keys scaled each."""
-    ops, scores = [], setting.scores(FP32)
-    wide = {"q": _queries(setting, QKV, FP32), "k": setting.rows(QKV, setting.key_width, FP32)}
-    names = inputs
+    scores, wide, keys = setting.scores(FP32), _queries(setting, QKV, FP32), setting.rows(QKV, setting.key_width, FP32)
+    casts, names = (), inputs
     if setting.element_bytes < FP32:
         names = tuple(f"{name}.fp32" for name in inputs)
-        ops = [Op(NAME, (name,), ((copy, wide["q" if at == 0 else "k"]),))
-               for at, (name, copy) in enumerate(zip(inputs, names))]
+        casts = (Op(NAME, (name,), ((copy, size),)) for name, copy, size in zip(inputs, names, (wide, keys, keys)))
     repeat, (q, k, v) = _repeated(setting, names, FP32)
-    ops += [*repeat, *(Op(NAME, (name,), ((f"{value}.scaled", wide["q"]),)) for value, name in (("q", q), ("k", k)))]
+    scale = (Op(NAME, (name,), ((scaled, wide),)) for name, scaled in ((q, "q.scaled"), (k, "k.scaled")))
     order, (q, k, v) = _in_rows(setting, ("q.scaled", "k.scaled", v), bool(repeat), FP32)
-    ops += [*order, Op(NAME, (q, k), (("scores", scores),), (q, k)), Op(NAME, ("scores",), (("softmax", scores),), ("softmax",))]
-    ops += _weighted(setting, "softmax", v, scores, inputs, FP32)
-    return tuple(ops)
+    return (
+        *casts, *repeat, *scale, *order,
+        Op(NAME, (q, k), (("scores", scores),), (q, k)),
+        Op(NAME, ("scores",), (("softmax", scores),), ("softmax",)),
+        *_weighted(setting, "softmax", v, scores, inputs, FP32),
+    )
 
 
 def _weighted(setting: Setting, probabilities: str, v: str, scores: Sized, held: tuple[str, ...],
@@ -134,7 +140,7 @@ def _recomputed(setting: Setting, ops: tuple[Op, ...], inputs: tuple[str, str, s
     """Keeps its inputs only; backward does all again first."""
     shape = setting.shape
     sizes = (shape.attention_width, setting.key_width, setting.key_width)
-    tape = Tape(ops, NO_WEIGHTS, stays=False)
+    tape = Tape(ops)
     for name, width in zip(inputs, sizes):
         tape.begin(name, setting.rows(QKV, width), counted=False)
     tape.forward(again=True)

@@ -23,7 +23,7 @@ from megatron_lite.estimate.loss import (
 )
 from megatron_lite.estimate.moment import moment, times
 from megatron_lite.estimate.prediction import Moment
-from megatron_lite.estimate.states import earlier_gradients, gradient_weight, gradients_stay, lasting
+from megatron_lite.estimate.states import earlier_gradients, gradient_weight, gradients_stay
 from megatron_lite.estimate.tape import Sized, gradient_of
 from megatron_lite.phases import Phase
 
@@ -39,12 +39,12 @@ def recomputed_layers(plan: Plan) -> int:
 
 
 class MicroBatch:
-    """The last of a step: it finds the gradients of those before it, and so holds most."""
+    """The last of a step: it finds the gradients of those before it, and so holds most. `always`: what lives anyway."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, always: Counter[Sized]):
         self._shape, self._setting = plan.shape, setting_of(plan)
         self._recomputed = recomputed_layers(plan)
-        self._base = lasting(plan) + earlier_gradients(plan)
+        self._base = always + earlier_gradients(plan)
         self._weight, self._stay = gradient_weight(plan), gradients_stay(plan)
 
     def moments(self) -> list[Moment]:

@@ -6,14 +6,12 @@ Letters: N parameters.
 from collections import Counter
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.cublas import THREADS_WITH_CUBLAS
 from megatron_lite.estimate.memory import element_bytes, state_bytes
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.sizes import FP32
 from megatron_lite.estimate.tape import Sized
 
-# ATen/cuda/CUDABlas.cpp, parseChosenWorkspaceSize: ":4096:2:16:8"; Hopper and Blackwell take 32 MiB. One for each thread
-# that multiplies: forward's and backward's.
-CUBLAS_WORKSPACE_BYTES, THREADS_WITH_CUBLAS = (2 * 4096 + 8 * 16) * 1024, 2
 INT64 = 8
 
 
@@ -55,7 +53,7 @@ def lasting(plan: Plan) -> Counter[Sized]:
         kept[of_parameters("gradients", "fp32 sums of gradients", FP32)] = number
     if is_reduced(plan):
         kept[of_parameters("gradients", "DistributedDataParallel's buckets", element_bytes(plan.precision))] = number
-    return kept + _workspaces(plan) + _tokens(plan)
+    return kept + _tokens(plan)
 
 
 def earlier_gradients(plan: Plan) -> Counter[Sized]:
@@ -80,11 +78,11 @@ def optimizer_copies(plan: Plan) -> Counter[Sized]:
     return Counter({of_parameters("gradients", "fp32 copies of gradients", FP32): parameter_count(plan.shape)})
 
 
-def _workspaces(plan: Plan) -> Counter[Sized]:
+def workspaces(plan: Plan, workspace_bytes: int) -> Counter[Sized]:
+    """cuBLAS', one for each thread, from the first step on."""
     if plan.device == "cpu":
         return Counter()
-    one = Sized("workspace", "cuBLAS workspaces", CUBLAS_WORKSPACE_BYTES, f"{CUBLAS_WORKSPACE_BYTES:,} bytes")
-    return Counter({one: THREADS_WITH_CUBLAS})
+    return Counter({Sized("workspace", "cuBLAS workspaces", workspace_bytes, f"{workspace_bytes:,} bytes"): THREADS_WITH_CUBLAS})
 
 
 def _tokens(plan: Plan) -> Counter[Sized]:

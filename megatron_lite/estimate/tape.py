@@ -63,6 +63,9 @@ class Live:
         self.most_bytes, self.most, self.most_in = self.num_bytes, +self.tensors, ""
 
 
+NO_WEIGHTS = Sized("gradients", "gradients", 0, "parameters", is_element=True)  # for who does not ask about gradients
+
+
 @dataclass(eq=False)
 class _Storage:
     """A tensor's memory, which views of it share."""
@@ -74,7 +77,7 @@ class _Storage:
 class Tape:
     """Runs operations forward and backward. The gradient of a parameter's element is `weight`; it lives on if `stays`."""
 
-    def __init__(self, ops: tuple[Op, ...], weight: Sized, stays: bool):
+    def __init__(self, ops: tuple[Op, ...], weight: Sized = NO_WEIGHTS, stays: bool = False):
         self.live = Live()
         self._ops, self._weight, self._stays = ops, weight, stays
         self._values: dict[str, _Storage] = {}
@@ -90,7 +93,7 @@ class Tape:
     def forward(self, again: bool = False):
         """All operations. again: as torch's recomputation does, only until all is there that backward needs."""
         last_use = {name: at for at, op in enumerate(self._ops) for name in (*op.reads, *op.holds)}
-        last_kept = max(at for at, op in enumerate(self._ops) if op.keeps or op.keeps_too)
+        last_kept = max((at for at, op in enumerate(self._ops) if op.keeps or op.keeps_too), default=-1)
         for at, op in enumerate(self._ops):
             if again and at > last_kept:
                 break

@@ -7,13 +7,14 @@ from megatron_lite.estimate.moment import moment
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.prediction import Moment
 from megatron_lite.estimate.sizes import FP32
-from megatron_lite.estimate.states import is_reduced, lasting, of_parameters, optimizer_copies, whole_gradients
+from megatron_lite.estimate.states import is_reduced, of_parameters, optimizer_copies, whole_gradients
+from megatron_lite.estimate.tape import Sized
 from megatron_lite.phases import Phase
 
 
-def update_moments(plan: Plan) -> list[Moment]:
-    """In the order of the step."""
-    states = lasting(plan) + whole_gradients(plan)
+def update_moments(plan: Plan, always: Counter[Sized]) -> list[Moment]:
+    """In the order of the step. `always`: what lives anyway."""
+    states = always + whole_gradients(plan)
     ready = states + optimizer_copies(plan)
     decayed = _decayed_copies(plan)
     moving = [moment(Phase.BACKWARD, "fp32 sums move into buckets", states + _old_sums(plan))] if _moves_sums(plan) else []
@@ -29,12 +30,12 @@ def _moves_sums(plan: Plan) -> bool:
     return plan.fp32_gradients and is_reduced(plan)
 
 
-def _old_sums(plan: Plan) -> Counter:
+def _old_sums(plan: Plan) -> Counter[Sized]:
     """Where sums were: one tensor, which lives until its last part has moved (parallel/fp32_gradients.py)."""
     return Counter({of_parameters("gradients", "fp32 sums before they move", FP32): parameter_count(plan.shape)})
 
 
-def _decayed_copies(plan: Plan) -> Counter:
+def _decayed_copies(plan: Plan) -> Counter[Sized]:
     """SGD's weight decay that changes is added to gradients by hand: weights times decay (optim/optimizer.py)."""
     if plan.args.optimizer.optimizer != "sgd" or plan.learning_rate.weight_decay_style == "constant":
         return Counter()

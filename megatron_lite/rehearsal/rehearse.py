@@ -11,6 +11,7 @@ from megatron_lite.analysis.memory.read import snapshot_of
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.caching_allocator import rounded
+from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_file import write_snapshot as write_file
 from megatron_lite.instruments.memory_summary import operation, place_words, site
 from megatron_lite.model.gpt import GPT
@@ -18,7 +19,7 @@ from megatron_lite.model.loss import token_losses
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.recompute import recompute_layers
 from megatron_lite.rehearsal.replica import RehearsedReplica, without_other_ranks
-from megatron_lite.rehearsal.walk import CUBLAS_WORKSPACE, walk
+from megatron_lite.rehearsal.walk import walk
 from megatron_lite.train.run import DTYPES, attention_of
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
@@ -44,7 +45,7 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
     """Walk the real model, loss, backward and optimizer under fake tensors, as on one GPU of the plan (or on its CPU).
 
     No more micro-batches than differ from each other are walked. workspace: bytes of each cuBLAS
-    workspace; walk.CUBLAS_WORKSPACE_SINCE_HOPPER on newer GPUs.
+    workspace; cublas.CUBLAS_WORKSPACE_SINCE_HOPPER on newer GPUs.
     Raises UserError where a flag names an attention kernel that cannot run.
     """
     with without_other_ranks():

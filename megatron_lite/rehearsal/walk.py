@@ -4,15 +4,12 @@ from collections.abc import Callable
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, THREADS_WITH_CUBLAS
 from megatron_lite.instruments.memory_place import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.rehearsal.kernels import kernels_of
 
 MOST_EVENTS = 10_000_000
-# ATen/cuda/CUDABlas.cpp, parseChosenWorkspaceSize: ":4096:2:16:8", 32 MiB on Hopper and Blackwell. One for each thread
-# that multiplies: forward's and backward's.
-CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER = 4096 * 1024 * 2 + 16 * 1024 * 8, 4096 * 1024 * 8
-THREADS_WITH_CUBLAS = 2
 SIMULATED = "rehearsed without data; addresses and segments are where CUDA's caching allocator would put them"
 
 

@@ -14,7 +14,8 @@ from megatron_lite.analysis.memory.lives import Lives
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
 from megatron_lite.analysis.memory.record import Record
 from megatron_lite.analysis.memory.stacks import Code
-from megatron_lite.analysis.memory.unknown_origin import CUBLAS_WORKSPACE, assign_unknown
+from megatron_lite.analysis.memory.unknown_origin import assign_unknown
+from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE
 from megatron_lite.estimate.memory_categories import CATEGORIES
 
 INDEX = {name: number for number, name in enumerate(CATEGORIES)}
@@ -71,7 +72,7 @@ def categories_of(record: Record, lives: Lives, phases: Phases) -> np.ndarray:
         found[where & (found == UNDECIDED)] = INDEX[category]
 
     unknown = ~seen.known & (lives.begin < 0)
-    decide(unknown & (lives.requested == CUBLAS_WORKSPACE), "workspace")
+    decide(unknown & (lives.requested == CUBLAS_WORKSPACE), "workspace")  # Hopper's has a size that weights have too
     decide(seen.known & _has(seen, Code.WORKSPACE), "workspace")
     decide(seen.known & _has(seen, Code.COMMUNICATION) & ~_has(seen, Code.GRADIENT_BUFFER), "communication")
     _setup(seen, decide)

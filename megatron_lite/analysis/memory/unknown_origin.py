@@ -12,9 +12,6 @@ import numpy as np
 from megatron_lite.analysis.memory.lives import Lives
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, ZERO_GRAD
 
-# cublas' default workspace of one handle, :4096:2:16:8 (docs.nvidia.com/cuda/cublas, CUBLAS_WORKSPACE_CONFIG; Hopper's is
-# :4096:8, 32 MiB, a size that weights have too)
-CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) * 1024
 MOST_UNEXPLAINED = 0.5  # of the candidates' bytes; beyond it the sizes do not fit and nothing is claimed
 
 

@@ -1,0 +1,7 @@
+"""The memory that cuBLAS works in, which torch takes from its allocator at the first matrix product and keeps."""
+
+# ATen/cuda/CUDABlas.cpp, parseChosenWorkspaceSize: ":4096:2:16:8", on Hopper and Blackwell ":4096:8"
+# (docs.nvidia.com/cuda/cublas, CUBLAS_WORKSPACE_CONFIG). One for each thread that multiplies: forward's and backward's.
+CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) * 1024
+CUBLAS_WORKSPACE_SINCE_HOPPER = 8 * 4096 * 1024
+THREADS_WITH_CUBLAS = 2
