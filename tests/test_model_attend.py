@@ -180,3 +180,11 @@ def test_kernels_on_a_gpu_equal_the_explicit_one(backend, masked):
     mask = document_mask((torch.arange(128, device="cuda") // 50).expand(2, 128)) if masked else None
     expected = choose("unfused", shape).function(q.float(), k.float(), v.float(), mask, 0.0, 1)
     assert (chosen.function(q, k, v, mask, 0.0, 1).float() - expected).abs().max() < 0.03
+
+
+@pytest.mark.parametrize(("dtype", "positions", "masked", "explicit"), [
+    (torch.bfloat16, 256, False, True), (torch.bfloat16, 257, False, False), (torch.float32, 64, False, False), (torch.bfloat16, 64, True, False)])
+def test_short_sequences_in_bf16_on_a_cpu_take_the_explicit_kernel(dtype, positions, masked, explicit):
+    chosen = choose("auto", replace(PLAIN, seq_length=positions), dtype=dtype, masked=masked, explain=True)
+    assert (chosen.name == "explicit") == explicit
+    assert any("in bf16 on a CPU it is slower for up to 256 positions" in reason for reason in chosen.why_not) == explicit

@@ -26,6 +26,9 @@ NAMES = {
 }
 FORCED = {"flash": SDPBackend.FLASH_ATTENTION, "fused": SDPBackend.CUDNN_ATTENTION}
 EXPLICIT = ("unfused", "local")
+# positions up to which, in bf16 on a CPU, the explicit kernel is the faster one: torch's fused backward is slow there
+# (docs/benchmarks.md); in fp32 it is not
+SHORT = 256
 CUDA_ONLY = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
@@ -78,7 +81,9 @@ def choose_attention(
     if backend != "auto" and backend not in FORCED:
         raise UserError(f"--attention-backend {backend}: not one of auto, flash, fused, unfused, local; use auto")
     probes = _probes(shape, batch, torch.device(device), dtype, masked)
-    return _automatic(probes, explain) if backend == "auto" else _forced(backend, probes)
+    if backend in FORCED:
+        return _forced(backend, probes)
+    return _explicit(backend, shape, explain) if _is_short(probes[0]) else _automatic(probes, explain)
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:
@@ -106,15 +111,25 @@ def explicit_attention(
     k_BNTD, v_BNTD = _per_head(k_BGTD, q_BNTD), _per_head(v_BGTD, q_BNTD)
     damping = layer_number if scale_by_layer else 1
     scale = 1 / (math.sqrt(q_BNTD.shape[-1]) * damping)
-    scores = (q_BNTD * scale) @ k_BNTD.transpose(-2, -1)
-    if mask_B1TT is None:
-        mask_B1TT = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = _scores(q_BNTD, k_BNTD, scale, mask_B1TT)
     if fp32_softmax or scale_by_layer:
         scores = scores.float() * damping
-    probabilities = scores.masked_fill(~mask_B1TT, -math.inf).softmax(dim=-1).to(v_BNTD.dtype)
+    probabilities = scores.softmax(dim=-1).to(v_BNTD.dtype)
     if dropout:
         probabilities = F.dropout(probabilities, dropout)
     return probabilities @ v_BNTD
+
+
+def _scores(q_BNTD: Tensor, k_BNTD: Tensor, scale: float, mask_B1TT: Tensor | None) -> Tensor:
+    """scale * q k^T, -inf where a token must not look; BNTT."""
+    if mask_B1TT is not None:
+        return ((q_BNTD * scale) @ k_BNTD.transpose(-2, -1)).masked_fill(~mask_B1TT, -math.inf)
+    rows, positions, width = q_BNTD.shape[:2].numel(), *q_BNTD.shape[2:]
+    future = torch.full((positions, positions), -math.inf, dtype=q_BNTD.dtype, device=q_BNTD.device).triu(1)
+    # scaling and masking within the product: no pass of their own over the scores
+    scores = torch.baddbmm(future.expand(rows, -1, -1), q_BNTD.reshape(rows, positions, width),
+                           k_BNTD.reshape(rows, positions, width).transpose(1, 2), alpha=scale)
+    return scores.view(*q_BNTD.shape[:3], positions)
 
 
 def sdpa_attention(
@@ -158,8 +173,14 @@ def _explicit(backend: str, shape: ModelShape, explain: bool) -> Attend:
     function = partial(
         explicit_attention, fp32_softmax=shape.softmax_in_fp32, scale_by_layer=shape.query_key_layer_scaling
     )
-    why_not = (f"sdpa: --attention-backend {backend} asks for the explicit kernel",) if explain else ()
-    return Attend(function, "explicit", why_not)
+    reason = (f"in bf16 on a CPU it is slower for up to {SHORT} positions" if backend == "auto"
+              else f"--attention-backend {backend} asks for the explicit kernel")
+    return Attend(function, "explicit", (f"sdpa: {reason}",) if explain else ())
+
+
+def _is_short(probe: Probe) -> bool:
+    query = probe.q_BNTD
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= SHORT and probe.mask_B1TT is None
 
 
 def _automatic(probes: list[Probe], explain: bool) -> Attend:

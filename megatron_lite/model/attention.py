@@ -51,6 +51,7 @@ class SelfAttention(nn.Module):
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The number of groups is left to the tensor: a tensor-parallel rank holds only its share of them.
         grouped = qkv.unflatten(-1, (-1, self.heads_per_group + 2, self.kv_channels))
-        q_BTND = grouped[..., : self.heads_per_group, :].flatten(2, 3)
-        k_BTGD, v_BTGD = grouped[..., -2, :], grouped[..., -1, :]
+        # one split, whose backward is one copy; a slice each would fill a whole tensor with zeros and add it
+        q, k, v = grouped.split((self.heads_per_group, 1, 1), dim=-2)
+        q_BTND, k_BTGD, v_BTGD = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         return q_BTND.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2)

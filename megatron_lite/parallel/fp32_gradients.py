@@ -19,29 +19,47 @@ class Fp32Gradients:
         self.reducing = False  # the running backward is the one whose buckets are reduced
         self._sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in parameters}
         self._flat: dict[tuple[int, ...], Tensor] = {}
+        self._begun: set[nn.Parameter] = set()  # those whose sum belongs to the running step
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._add)
 
     def gradients(self) -> list[Tensor]:
         """In the order of the parameters."""
+        self._zero_others(self.parameters)
         return [self._sums[p] for p in self.parameters]
 
     def clear(self):
-        """Zero all sums."""
-        torch._foreach_zero_(self.gradients())
+        """Forget all sums. They are not zeroed: the next step's first gradients are written over them."""
+        self._begun.clear()
 
     @torch.no_grad()
     def _add(self, parameter: nn.Parameter):
         if self.reducing:
             return  # reduce_bucket adds this one, when its whole bucket is there
-        self._sums[parameter] += parameter.grad
+        self._take([parameter], [parameter.grad])
         parameter.grad = None
+
+    def _take(self, parameters: list[nn.Parameter], gradients: list[Tensor]):
+        """Of a micro-batch: written for the first one of a step, added for the others."""
+        sums = [self._sums[p] for p in parameters]
+        if self._begun.isdisjoint(parameters):
+            torch._foreach_copy_(sums, gradients)
+        else:
+            self._zero_others(parameters)
+            torch._foreach_add_(sums, gradients)
+        self._begun.update(parameters)
+
+    def _zero_others(self, parameters: list[nn.Parameter]):
+        """Those that had no part in this step's losses so far hold an earlier step's sums."""
+        for parameter in parameters:
+            if parameter not in self._begun:
+                self._sums[parameter].zero_()
 
     @torch.no_grad()
     def reduce_bucket(self, _state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DistributedDataParallel's communication hook: mean over ranks of the bucket's fp32 sums."""
         flat = self._side_by_side(bucket.parameters())
-        torch._foreach_add_([self._sums[p] for p in bucket.parameters()], bucket.gradients())
+        self._take(bucket.parameters(), bucket.gradients())
         flat.div_(self.ranks)
         work = dist.all_reduce(flat, async_op=True)
         return work.get_future().then(lambda _: bucket.buffer())

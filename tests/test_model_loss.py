@@ -1,0 +1,77 @@
+"""The loss against torch's cross entropy on whole fp32 logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lite.model import loss
+from megatron_lite.model.loss import token_losses
+
+B, T, H, V = 2, 7, 16, 50
+
+
+def made(dtype, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(B, T, H, generator=draw), torch.randn(V, H, generator=draw)
+    labels = torch.randint(V, (B, T), generator=draw)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels, torch.rand(B, T, generator=draw)
+
+
+def whole(hidden_BTH, weight_VH, labels_BT):
+    logits_MV = F.linear(hidden_BTH, weight_VH).float().flatten(0, 1)
+    return F.cross_entropy(logits_MV, labels_BT.flatten(), reduction="none").view(labels_BT.shape)
+
+
+def gradients(losses, seed=0, dtype=torch.float32):
+    hidden, weight, labels, factors = made(dtype, seed)
+    (losses(hidden, weight, labels) * factors).sum().backward()
+    return hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 14, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_and_gradients_are_those_of_whole_fp32_logits(monkeypatch, dtype, rows_at_once):
+    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", rows_at_once * V)
+    hidden, weight, labels, _ = made(dtype)
+    assert torch.allclose(token_losses(hidden, weight, labels), whole(hidden, weight, labels), atol=2e-6)
+    for mine, theirs in zip(gradients(token_losses, dtype=dtype), gradients(whole, dtype=dtype)):
+        assert torch.allclose(mine, theirs, atol=2e-6, rtol=1.6e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+def test_small_gradients_survive_fp16_with_the_loss_scale():
+    """A mean over many tokens makes each logit's gradient vanish in fp16, unless it is rounded after the scale came in."""
+    hidden, weight, labels, _ = made(torch.float16)
+    mean, scale = 1 / 32768, 2.0**12
+    (token_losses(hidden, weight, labels).sum() * mean * scale).backward()
+    exact = made(torch.float64)
+    (F.cross_entropy(F.linear(exact[0], exact[1]).flatten(0, 1), labels.flatten(), reduction="sum") * mean * scale).backward()
+    for mine, theirs in ((hidden, exact[0]), (weight, exact[1])):
+        assert (mine.grad.double() - theirs.grad).norm() < 5e-3 * theirs.grad.norm()
+
+
+def test_fp32_logits_are_never_whole(monkeypatch):
+    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", 3 * V)
+    largest = 0
+
+    class Sizes(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype is torch.float32:
+                largest = max(largest, result.numel())
+            return result
+
+    hidden, weight, labels, _ = made(torch.bfloat16)
+    with Sizes():
+        token_losses(hidden, weight, labels)
+    assert largest == 3 * V
+
+
+def test_without_gradients_and_twice():
+    hidden, weight, labels, _ = made(torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(token_losses(hidden, weight, labels), whole(hidden, weight, labels), atol=2e-6)
+    total = token_losses(hidden, weight, labels).sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
