@@ -1,5 +1,7 @@
 """Closed forms of memory, the model of the caching allocator with growing segments, and memory from a profiler's trace."""
 
+from dataclasses import replace
+
 import pytest
 from memory_maker import MadeSnapshot
 from trace_maker import MadeTrace
@@ -34,8 +36,8 @@ def statistics(layers: int, heads: int = 16) -> int:
 def test_plain_gpts_activations_are_34_bytes_per_element():
     """Korthikanti et al. 2022, equation 2, and what stands around the layers: last norm, embedding's dropout."""
     assert kept(2) == 24 * 34 * SBH + 5 * SBH + statistics(24)
-    scores, mask = 16 * 2048**2 * 4, 2048**2
-    unfused = 24 * (34 * SBH + 5 * scores + mask) + 5 * SBH + statistics(24, heads=0)
+    scores = 16 * 2048**2 * 4
+    unfused = 24 * (34 * SBH + 5 * scores) + 5 * SBH + statistics(24, heads=0)
     assert kept(2, attention=UNFUSED) == unfused
     assert kept(4, attention=MATH) == 24 * (66 * SBH + 9 * scores) + 9 * SBH + statistics(24, 0)
     on_cpu = 24 * (72 * SBH + 12 * scores) + 12 * SBH + statistics(24, 0)  # masks of fp32 numbers
@@ -53,7 +55,10 @@ def test_states_and_logits():
     assert sum(state_bytes(100, "fp16", False, "adam").values()) == sum(state_bytes(100, "fp32", False, "adam").values()) == 1600
     assert sum(state_bytes(100, "bf16", True, "adam").values()) == 1800
     assert state_bytes(100, "fp32", False, "sgd", momentum=False)["moments"] == 0
-    assert logits_bytes(SHAPE, 4) == 12 * 4 * 2048 * 50304
+    rows = 2**24 // 50304  # whose logits are in fp32, beside their softmax
+    assert logits_bytes(Setting(SHAPE, 4, 2)) == (2 * 4 * 2048 + 8 * rows) * 50304
+    assert logits_bytes(Setting(SHAPE, 4, 4)) == (4 * 4 * 2048 + 4 * rows) * 50304
+    assert logits_bytes(Setting(replace(SHAPE, padded_vocab_size=256), 1, 2)) == (2 + 8) * 2048 * 256
 
 
 def sized(size: int, stream: int = 0) -> Allocation:

@@ -168,8 +168,8 @@ def test_tokens_set_the_length(capsys):
 
 
 def test_what_does_not_fit_gets_the_flags_that_do(capsys):
-    shown = flat(printed(capsys, "--gpu", "T4", *SEED))
-    assert "does not fit in one T4: peak 1" in shown and "; it fits with --micro-batch-size 2 (" in shown
+    shown = flat(printed(capsys, "--gpu", "T4", *SEED, "--micro-batch-size", "8"))
+    assert "does not fit in one T4: peak 19.8" in shown and "; it fits with --micro-batch-size 4 (" in shown
     wide = flat(printed(capsys, "--fit", "T4", *SEED, "--hidden-size", "4096"))
     assert "no micro-batch and no recomputation makes it fit: at least" in wide
     assert "smallest change that fits: --micro-batch-size 1" in wide and "--num-layers" in wide
@@ -186,8 +186,8 @@ def test_what_hardly_fits_is_called_so(capsys):
 def test_fit_names_flags_to_paste(capsys):
     shown = printed(capsys, "--fit", "4090", *SEED)
     assert "\nFit into one RTX 4090" in shown and "  fits as it is: " in shown
-    shown = printed(capsys, "--fit", "T4", *SEED)
-    assert "\n  fits with: --micro-batch-size 2\n" in shown
+    shown = printed(capsys, "--fit", "T4", *SEED, "--micro-batch-size", "8")
+    assert "\n  fits with: --micro-batch-size 4\n" in shown
 
 
 def test_why_prints_the_formula_behind_each_line(capsys):
@@ -214,7 +214,7 @@ def test_env_says_what_can_cost_something(capsys):
 
 
 def test_json_holds_all_of_it(capsys):
-    shown = printed(capsys, "--json", "plan.json", "--gpu", "H200", "T4", "--fit", "T4", "--inference", "--env", *SEED)
+    shown = printed(capsys, "--json", "plan.json", "--gpu", "H200", "T4", "--fit", "T4", "--inference", "--env", *SEED, "--micro-batch-size", "8")
     assert shown.endswith("\nwritten: plan.json\n")
     text = Path("plan.json").read_text()
     assert text.isascii()
@@ -226,7 +226,7 @@ def test_json_holds_all_of_it(capsys):
     assert all(sum(row["num_bytes"] for row in moment["rows"]) == moment["num_bytes"] for moment in memory["moments"])
     h200, t4 = found["gpus"]
     assert h200["time"]["step_ms"] == pytest.approx(sum(row["ms"] for row in h200["time"]["rows"]))
-    assert h200["fit"] is None and t4["fit"]["found"]["add"] == ["--micro-batch-size 2"] and found["fit"] == t4["fit"]
+    assert h200["fit"] is None and t4["fit"]["found"]["add"] == ["--micro-batch-size 4"] and found["fit"] == t4["fit"]
     assert h200["duration"]["days"] > 0 and found["inference"]["batch"] == 1 and found["hints"] == [] and found["exact"] is None
     assert found["plan"]["world"] == vars(World(gpus=1)) and found["what_if"][0]["step_ms"] > 0
 

@@ -79,25 +79,25 @@ def test_buckets_of_several_ranks_hold_the_gradients():
 
 def test_the_857m_script_is_highest_in_cross_entropy():
     peak, tokens = peak_of(SEED), 4 * 2048
-    assert (peak.phase, peak.where) == ("backward", "cross entropy")
-    assert peak.num_bytes / GIB == pytest.approx(15.69, abs=0.005)
+    assert (peak.phase, peak.where) == ("forward", "cross entropy")
+    assert peak.num_bytes / GIB == pytest.approx(11.98, abs=0.005)
     logits = sum(row.num_bytes for row in peak.rows if row.category == "logits and loss")
-    assert logits == 12 * tokens * 50304
+    assert logits == (2 * tokens + 8 * (2**24 // 50304)) * 50304
     activations = sum(row.num_bytes for row in peak.rows if row.category == "activations")
     plain, statistics = 24 * 34 * tokens * 1024, 24 * (2 * 2 + 16) * 4 * tokens  # two norms, 16 heads
     assert activations == plain + statistics + tokens * (5 * 1024 + 2 * 4)  # and the last norm, the embedding's dropout
 
 
 @pytest.mark.parametrize(("words", "where"), [
-    (SEED + FULL, "cross entropy"), (LARGE + "--fp16 " + FULL, "gradient norm"), (SHORT, "embedding"),
-    (MEDIUM + UNFUSED + "--padded-vocab-size 50304 --recompute-granularity selective", "cross entropy"),
+    (SEED + FULL, "gradient norm"), (LARGE + "--fp16 " + FULL, "gradient norm"), (SHORT, "embedding"),
+    (MEDIUM + UNFUSED + "--padded-vocab-size 50304 --recompute-granularity selective", "output layer"),
 ])
 def test_where_it_is_highest(words, where):
     assert peak_of(words).where == where
 
 
 def test_recomputation_keeps_a_vector_per_token_and_layer():
-    plain, again = named(peak_of(SEED)), named(peak_of(SEED + FULL))
+    plain, again = named(at(SEED, "cross entropy")), named(at(SEED + FULL, "cross entropy"))
     assert again["inputs of recomputed layers"] == 24 * 2 * 8192 * 1024
     assert "queries, keys and values" in plain and "queries, keys and values" not in again
 

@@ -9,6 +9,7 @@ from model_variants import PLAIN, VARIANTS, build, tokens
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.errors import UserError
+from megatron_lite.estimate.attention_kernel import explicit_is_faster
 from megatron_lite.model import attend
 from megatron_lite.model.attend import choose_attention, document_mask, explicit_attention, sdpa_attention
 
@@ -182,9 +183,13 @@ def test_kernels_on_a_gpu_equal_the_explicit_one(backend, masked):
     assert (chosen.function(q, k, v, mask, 0.0, 1).float() - expected).abs().max() < 0.03
 
 
-@pytest.mark.parametrize(("dtype", "positions", "masked", "explicit"), [
-    (torch.bfloat16, 256, False, True), (torch.bfloat16, 257, False, False), (torch.float32, 64, False, False), (torch.bfloat16, 64, True, False)])
-def test_short_sequences_in_bf16_on_a_cpu_take_the_explicit_kernel(dtype, positions, masked, explicit):
-    chosen = choose("auto", replace(PLAIN, seq_length=positions), dtype=dtype, masked=masked, explain=True)
-    assert (chosen.name == "explicit") == explicit
-    assert any("in bf16 on a CPU it is slower for up to 256 positions" in reason for reason in chosen.why_not) == explicit
+def test_auto_means_the_explicit_kernel_where_that_is_preferred():
+    chosen = choose_attention("auto", PLAIN, batch=2, device="cpu", dtype=torch.bfloat16, masked=False, prefer_explicit=True, explain=True)
+    assert chosen.name == "explicit" and "slower for so few positions" in chosen.why_not[0]
+
+
+@pytest.mark.parametrize(("precision", "device", "positions", "masked", "faster"), [
+    ("bf16", "cpu", 256, False, True), ("bf16", "cpu", 257, False, False), ("fp32", "cpu", 64, False, False),
+    ("bf16", "cuda", 64, False, False), ("bf16", "cpu", 64, True, False)])
+def test_it_is_preferred_for_short_sequences_in_bf16_on_a_cpu(precision, device, positions, masked, faster):
+    assert explicit_is_faster(replace(PLAIN, seq_length=positions), precision, device, masked) == faster

@@ -1,10 +1,11 @@
 """The loss against torch's cross entropy on whole fp32 logits."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.model import loss
 from megatron_lite.model.loss import token_losses
 
 B, T, H, V = 2, 7, 16, 50
@@ -22,7 +23,7 @@ def whole(hidden_BTH, weight_VH, labels_BT):
     return F.cross_entropy(logits_MV, labels_BT.flatten(), reduction="none").view(labels_BT.shape)
 
 
-def gradients(losses, seed=0, dtype=torch.float32):
+def gradients(losses, dtype, seed=0):
     hidden, weight, labels, factors = made(dtype, seed)
     (losses(hidden, weight, labels) * factors).sum().backward()
     return hidden.grad, weight.grad
@@ -30,12 +31,12 @@ def gradients(losses, seed=0, dtype=torch.float32):
 
 @pytest.mark.parametrize("rows_at_once", [1, 3, 14, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_and_gradients_are_those_of_whole_fp32_logits(monkeypatch, dtype, rows_at_once):
-    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", rows_at_once * V)
+def test_losses_and_gradients_are_those_of_whole_fp32_logits(dtype, rows_at_once):
+    mine = partial(token_losses, rows_at_once=rows_at_once)
     hidden, weight, labels, _ = made(dtype)
-    assert torch.allclose(token_losses(hidden, weight, labels), whole(hidden, weight, labels), atol=2e-6)
-    for mine, theirs in zip(gradients(token_losses, dtype=dtype), gradients(whole, dtype=dtype)):
-        assert torch.allclose(mine, theirs, atol=2e-6, rtol=1.6e-2 if dtype is torch.bfloat16 else 1e-5)
+    assert torch.allclose(mine(hidden, weight, labels), whole(hidden, weight, labels), atol=2e-6)
+    for one, other in zip(gradients(mine, dtype), gradients(whole, dtype)):
+        assert torch.allclose(one, other, atol=2e-6, rtol=1.6e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
 def test_small_gradients_survive_fp16_with_the_loss_scale():
@@ -49,8 +50,7 @@ def test_small_gradients_survive_fp16_with_the_loss_scale():
         assert (mine.grad.double() - theirs.grad).norm() < 5e-3 * theirs.grad.norm()
 
 
-def test_fp32_logits_are_never_whole(monkeypatch):
-    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", 3 * V)
+def test_fp32_logits_are_never_whole():
     largest = 0
 
     class Sizes(torch.overrides.TorchFunctionMode):
@@ -63,7 +63,7 @@ def test_fp32_logits_are_never_whole(monkeypatch):
 
     hidden, weight, labels, _ = made(torch.bfloat16)
     with Sizes():
-        token_losses(hidden, weight, labels)
+        token_losses(hidden, weight, labels, rows_at_once=3)
     assert largest == 3 * V
 
 

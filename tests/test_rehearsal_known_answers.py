@@ -88,15 +88,15 @@ def test_the_example_peaks_in_cross_entropy():
 
 @pytest.mark.slow
 def test_the_example_with_this_trainers_loss():
-    """Three fp32 copies of the logits where one would do."""
+    """The logits once in fp16, and some rows of them in fp32: 2.1 GiB less."""
     found = example()
-    assert (found.phase, "_log_softmax_backward_data" in found.where) == ("backward", True)
-    assert found.allocated_peak_bytes / GIB == pytest.approx(16.36, rel=0.002)
-    assert found.categories["logits and loss"] == 3 * 4 * 4 * 2048 * 50304
+    assert (found.phase, "_log_softmax" in found.where) == ("forward", True)
+    assert found.allocated_peak_bytes / GIB == pytest.approx(12.64, rel=0.002)
+    assert found.categories["logits and loss"] == (2 * 4 * 2048 + 8 * (2**24 // 50304)) * 50304 + 4 * 4 * 2048
     alone = example("--global-batch-size 4", ONE)
     gradients = found.allocated_peak_bytes - alone.allocated_peak_bytes
     assert gradients == pytest.approx(2 * 355_919_872, rel=0.001)  # the buckets' of 16 bits
-    assert example(FULL, ONE).allocated_peak_bytes / GIB == pytest.approx(10.34, rel=0.002)
+    assert example(FULL, ONE).allocated_peak_bytes / GIB == pytest.approx(6.65, rel=0.003)
 
 
 @pytest.mark.slow
@@ -108,4 +108,4 @@ def test_the_example_takes_seconds():
     began = time.perf_counter()
     said = subprocess.run([sys.executable, "-c", code, str(TESTS)], check=True, capture_output=True, text=True, timeout=120)
     assert time.perf_counter() - began < 20
-    assert sum(json.loads(said.stdout).values()) > 15 * 10**9 and said.stderr == ""
+    assert sum(json.loads(said.stdout).values()) > 13 * 10**9 and said.stderr == ""

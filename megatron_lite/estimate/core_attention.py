@@ -56,23 +56,35 @@ def _padded(setting: Setting, inputs: tuple[str, str, str], kept: list[Sized], r
 def _explicit(setting: Setting, inputs: tuple[str, str, str]) -> tuple[Op, ...]:
     """model/attend.explicit_attention."""
     repeat, (q, k, v) = _repeated(setting, inputs, setting.element_bytes)
-    order, names = _in_rows(setting, ("q.scaled", k, v), bool(repeat), setting.element_bytes)
     narrow, each, held = setting.scores(setting.element_bytes), setting.element_bytes, "scores"
-    ops = [Op(NAME, (q,), (("q.scaled", _queries(setting, QKV)),)), *order,
-           Op(NAME, names[:2], (("scores", narrow),), names[:2])]
+    ops, names = _scores(setting, (q, k, v), bool(repeat), narrow)
     if setting.shape.softmax_in_fp32 or setting.shape.query_key_layer_scaling:
         ops, each, held = [*ops, *_in_fp32(setting)], FP32, "scores.damped"
-    mask = setting.matrices(SCORES, 1, 1, "mask") if not setting.masked else (
-        setting.matrices(SCORES, setting.micro_batch, 1, "masks"))
-    ops += [
-        Op(NAME, (held,), (("scores.masked", setting.scores(each)),), keeps_too=(mask,)),
-        Op(NAME, ("scores.masked",), (("softmax", setting.scores(each)),), ("softmax",)),
-    ]
+    ops.append(Op(NAME, (held,), (("softmax", setting.scores(each)),), ("softmax",)))
     probabilities = "softmax"
     if each > setting.element_bytes:
         ops.append(Op(NAME, ("softmax",), (("probabilities", narrow),)))
         probabilities = "probabilities"
     return *repeat, *ops, *_weighted(setting, probabilities, names[2], narrow, (held, *inputs))
+
+
+def _scores(setting: Setting, inputs: tuple[str, str, str], repeated: bool, narrow: Sized):
+    """(operations up to masked scores, names of queries, keys and values as products take them). Without documents' masks
+    the product itself scales and adds the mask; its backward scales the queries' and the keys' gradients afterwards."""
+    q, k, v = inputs
+    if not setting.masked:
+        order, names = _in_rows(setting, (q, k, v), repeated, setting.element_bytes)
+        future = setting.matrices(SCORES, 1, setting.element_bytes, "mask")
+        product = Op(NAME, names[:2], (("scores", narrow),), names[:2], scratch=(future,),
+                     backward_scratch=(_queries(setting, PASSING),))
+        return [*order, product], names
+    order, names = _in_rows(setting, ("q.scaled", k, v), repeated, setting.element_bytes)
+    mask = setting.matrices(SCORES, setting.micro_batch, 1, "masks")
+    return [
+        Op(NAME, (q,), (("q.scaled", _queries(setting, QKV)),)), *order,
+        Op(NAME, names[:2], (("scores.unmasked", narrow),), names[:2]),
+        Op(NAME, ("scores.unmasked",), (("scores", narrow),), keeps_too=(mask,)),
+    ], names
 
 
 def _in_fp32(setting: Setting) -> tuple[Op, ...]:

@@ -7,27 +7,29 @@ from collections import Counter
 
 from megatron_lite.estimate.sizes import FP32, Setting
 from megatron_lite.estimate.tape import Sized, gradient_of
+from megatron_lite.units import count
+
+
+def rows_at_once(vocabulary: int, on_cpu: bool) -> int:
+    """How many tokens' logits the loss holds in fp32 at a time: in a processor's cache, or enough to fill a GPU."""
+    return max(1, (2**21 if on_cpu else 2**24) // vocabulary)
 
 
 def in_cross_entropy(setting: Setting) -> Counter[Sized]:
-    """In forward: fp32 logits, which a variable holds, and their log softmax. 8*n*V. (The 16-bit logits are gone.)"""
-    return Counter([_logits(setting, "logits in fp32", FP32), _logits(setting, "log softmax", FP32)])
-
-
-def in_cross_entropy_backward(setting: Setting) -> Counter[Sized]:
-    """Log softmax, its gradient and the logits' gradient. 12*n*V."""
-    return Counter([_logits(setting, name, FP32) for name in ("log softmax", "gradient of log softmax", "gradient of logits")])
+    """The logits in the model's precision, kept for backward; of some rows their fp32 copy and its log softmax. e*n*V and
+    more. In backward the same with the softmax."""
+    copies = 1 if setting.element_bytes == FP32 else 2
+    rows = min(setting.tokens, rows_at_once(setting.shape.padded_vocab_size, setting.on_cpu))
+    num_bytes = rows * setting.shape.padded_vocab_size * FP32
+    chunk = Sized("logits and loss", "rows of logits in fp32", num_bytes,
+                  f"{FP32} bytes x {count(rows)} tokens at a time x {count(setting.shape.padded_vocab_size)} words")
+    return Counter({_logits(setting): 1, chunk: copies})
 
 
 def in_output_backward(setting: Setting, weight: Sized) -> Counter[Sized]:
-    """The logits' gradient and what the output layer makes of it: the gradients of hidden vectors and of its weights; or,
-    before that, the logits' gradient in fp32 and again in 16 bits."""
-    gradient = _logits(setting, "gradient of logits", setting.element_bytes)
-    products = Counter([gradient, gradient_of(setting.hidden(""))]) + output_weights(setting, weight)
-    if setting.element_bytes == FP32:
-        return products
-    rounding = Counter([_logits(setting, "gradient of logits", FP32), gradient])
-    return max(products, rounding, key=lambda tensors: sum(sized.num_bytes * times for sized, times in tensors.items()))
+    """The logits' gradient, in the logits' place, and what the output layer makes of it: the gradients of hidden vectors and
+    of its weights."""
+    return Counter([_logits(setting), gradient_of(setting.hidden(""))]) + output_weights(setting, weight)
 
 
 def output_weights(setting: Setting, weight: Sized) -> Counter[Sized]:
@@ -35,6 +37,6 @@ def output_weights(setting: Setting, weight: Sized) -> Counter[Sized]:
     return Counter({weight: setting.shape.padded_vocab_size * setting.shape.hidden_size})
 
 
-def _logits(setting: Setting, name: str, num_bytes: int) -> Sized:
-    sized = setting.rows(name, setting.shape.padded_vocab_size, num_bytes)
-    return Sized("logits and loss", name, sized.num_bytes, f"{sized.formula} words")
+def _logits(setting: Setting) -> Sized:
+    sized = setting.rows("logits, later their gradients", setting.shape.padded_vocab_size)
+    return Sized("logits and loss", sized.name, sized.num_bytes, f"{sized.formula} words")

@@ -4,8 +4,8 @@ Letters: N parameters, L layers, b micro-batch, s sequence, h hidden, V padded v
 fragmentation and workspaces of libraries come on top.
 """
 
-from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.activations import input_of_layer, kept_at_ends, kept_by_embedding, kept_by_layer, total
+from megatron_lite.estimate.loss import in_cross_entropy
 from megatron_lite.estimate.sizes import FP32, PASSING, Setting
 
 
@@ -44,7 +44,6 @@ def activation_bytes(setting: Setting, recomputed_layers: int = 0) -> int:
     return max(at_logits, again)
 
 
-def logits_bytes(shape: ModelShape, micro_batch: int) -> int:
-    """12*s*b*V: torch's cross entropy holds three fp32 copies at its highest, in backward: log softmax, its gradient and
-    the logits' gradient."""
-    return 3 * FP32 * micro_batch * shape.seq_length * shape.padded_vocab_size
+def logits_bytes(setting: Setting) -> int:
+    """Of the loss at its highest: all logits in the model's precision, e*s*b*V, and some rows of them in fp32."""
+    return total(in_cross_entropy(setting))

@@ -17,7 +17,6 @@ from megatron_lite.estimate.activations import (
 from megatron_lite.estimate.attention_kernel import setting_of
 from megatron_lite.estimate.loss import (
     in_cross_entropy,
-    in_cross_entropy_backward,
     in_output_backward,
     output_weights,
 )
@@ -56,7 +55,7 @@ class MicroBatch:
         return [
             *self._last_forward(),
             moment(Phase.FORWARD, "cross entropy", at_loss + in_cross_entropy(setting)),
-            moment(Phase.BACKWARD, "cross entropy", at_loss + in_cross_entropy_backward(setting)),
+            moment(Phase.BACKWARD, "cross entropy", at_loss + in_cross_entropy(setting)),
             moment(Phase.BACKWARD, "output layer", at_loss + in_output_backward(setting, self._weight)),
             *(self._backward(turn) for turn in turns),
             moment(Phase.BACKWARD, "embedding", self._base + self._in_embedding),

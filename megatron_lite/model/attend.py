@@ -26,9 +26,6 @@ NAMES = {
 }
 FORCED = {"flash": SDPBackend.FLASH_ATTENTION, "fused": SDPBackend.CUDNN_ATTENTION}
 EXPLICIT = ("unfused", "local")
-# positions up to which, in bf16 on a CPU, the explicit kernel is the faster one: torch's fused backward is slow there
-# (docs/benchmarks.md); in fp32 it is not
-SHORT = 256
 CUDA_ONLY = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
@@ -68,22 +65,23 @@ def choose_attention(
     device: torch.device | str,
     dtype: torch.dtype,
     masked: bool,
+    prefer_explicit: bool = False,
     explain: bool = False,
 ) -> Attend:
     """The kernel for --attention-backend (auto | flash | fused | unfused | local) on this device.
 
     batch: sequences in a micro-batch. dtype: what q, k, v will have (under autocast: autocast's). masked: documents
-    are kept apart by a mask. explain: fill why_not, which costs a few more queries to torch.
+    are kept apart by a mask. prefer_explicit: what auto means. explain: fill why_not, which costs a few more queries to torch.
     Raises UserError if the flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
     """
-    if backend in EXPLICIT:
+    if backend in EXPLICIT or backend == "auto" and prefer_explicit:
         return _explicit(backend, shape, explain)
     if backend != "auto" and backend not in FORCED:
         raise UserError(f"--attention-backend {backend}: not one of auto, flash, fused, unfused, local; use auto")
     probes = _probes(shape, batch, torch.device(device), dtype, masked)
     if backend in FORCED:
         return _forced(backend, probes)
-    return _explicit(backend, shape, explain) if _is_short(probes[0]) else _automatic(probes, explain)
+    return _automatic(probes, explain)
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:
@@ -173,14 +171,10 @@ def _explicit(backend: str, shape: ModelShape, explain: bool) -> Attend:
     function = partial(
         explicit_attention, fp32_softmax=shape.softmax_in_fp32, scale_by_layer=shape.query_key_layer_scaling
     )
-    reason = (f"in bf16 on a CPU it is slower for up to {SHORT} positions" if backend == "auto"
+    reason = ("in bf16 on a CPU it is slower for so few positions" if backend == "auto"
               else f"--attention-backend {backend} asks for the explicit kernel")
     return Attend(function, "explicit", (f"sdpa: {reason}",) if explain else ())
 
-
-def _is_short(probe: Probe) -> bool:
-    query = probe.q_BNTD
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= SHORT and probe.mask_B1TT is None
 
 
 def _automatic(probes: list[Probe], explain: bool) -> Attend:

@@ -15,12 +15,11 @@ from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_file import write_snapshot as write_file
 from megatron_lite.instruments.memory_summary import operation, place_words, site
 from megatron_lite.model.gpt import GPT
-from megatron_lite.model.loss import token_losses
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.recompute import recompute_layers
 from megatron_lite.rehearsal.replica import RehearsedReplica, without_other_ranks
 from megatron_lite.rehearsal.walk import walk
-from megatron_lite.train.run import DTYPES, attention_of
+from megatron_lite.train.run import DTYPES, attention_of, losses_of
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 END_OF_DOCUMENT = 0  # any id: nothing is read
@@ -52,9 +51,9 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
         return rehearsal_of(walk(lambda: prepare(plan), steps, plan.device, workspace), _notes(plan))
 
 
-def prepare(plan: Plan, losses: Callable[..., Tensor] = token_losses) -> Callable:
-    """Everything of a run that holds device memory, made; returns its step(phase). losses: as of model.gpt.GPT."""
-    model = _model(plan, losses)
+def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None) -> Callable:
+    """Everything of a run that holds device memory, made; returns its step(phase). losses: as of model.gpt.GPT, else the plan's."""
+    model = _model(plan, losses or losses_of(plan))
     replica = RehearsedReplica(plan, model)
     optimizer = Optimizer(plan, replica.parameters, HOST)
     batch = _shortened(plan)

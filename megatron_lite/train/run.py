@@ -2,7 +2,9 @@
 
 import gc
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,15 @@ import torch
 from torch import nn
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.attention_kernel import explicit_is_faster
+from megatron_lite.estimate.loss import rows_at_once
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.model.attend import Attend, choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.init import initialize
+from megatron_lite.model.loss import token_losses
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import compile_layers
 from megatron_lite.parallel.data_parallel import DataParallel
@@ -77,7 +82,7 @@ def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
     say(f"  attention: {attend.name}" + "".join(f"\n    not {reason}" for reason in attend.why_not))
     _seed(plan.args.training.seed)
     with torch.device("cpu" if plan.args.parallel.use_cpu_initialization else device):
-        model = GPT(shape, attend)
+        model = GPT(shape, attend, losses_of(plan))
         initialize(model, shape)
     model.to(device=device, dtype=DTYPES[plan.precision])
     number = parameter_count(shape)
@@ -95,14 +100,20 @@ def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
 
 def attention_of(plan: Plan, device: torch.device) -> Attend:
     """The kernel that the plan's flags and tensors lead to on the device, recomputed in backward if they say so."""
-    m = plan.args.model
+    m, masked = plan.args.model, plan.args.data.reset_attention_mask
     attend = choose_attention(
         m.attention_backend, plan.shape, batch=plan.args.training.micro_batch_size, device=device,
-        dtype=DTYPES[plan.precision], masked=plan.args.data.reset_attention_mask, explain=m.explain_attention,
+        dtype=DTYPES[plan.precision], masked=masked, explain=m.explain_attention,
+        prefer_explicit=explicit_is_faster(plan.shape, plan.precision, plan.device, masked),
     )
     if attend.name == "explicit" and m.recompute_granularity == "selective":
         return replace(attend, function=recomputed(attend.function))
     return attend
+
+
+def losses_of(plan: Plan) -> Callable[..., torch.Tensor]:
+    """The model's loss, with as many logits in fp32 at a time as suit the plan's device."""
+    return partial(token_losses, rows_at_once=rows_at_once(plan.shape.padded_vocab_size, plan.device == "cpu"))
 
 
 def describe_precision(plan: Plan) -> str:

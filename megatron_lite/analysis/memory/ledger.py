@@ -40,10 +40,11 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
     kept = f"{whole} layers" + (f" and the inputs of {recomputed}, of which one is there again" if recomputed else "")
     words = (f"{kept}, {setting.attention} attention, micro-batch {batch} x {shape.seq_length} tokens, "
              f"{element_bytes(precision)} bytes each")
+    logits = (f"{element_bytes(precision)} bytes x {count(setting.tokens)} tokens x {count(shape.padded_vocab_size)} words, "
+              "and some rows in fp32")
     return found | {
         "activations": (words, activation_bytes(setting, recomputed)),
-        "logits and loss": (f"12 bytes x {count(batch * shape.seq_length)} tokens x {count(shape.padded_vocab_size)} words",
-                            logits_bytes(shape, batch)),
+        "logits and loss": (logits, logits_bytes(setting)),
     }
 
 
