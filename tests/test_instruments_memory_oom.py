@@ -46,7 +46,7 @@ TOO_MUCH = ("--seq-length 128 --max-position-embeddings 128 --micro-batch-size 1
 def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
     words = flags(TOO_MUCH, "--record-memory-history --profile-step-start 1 --profile-step-end 3 --memory-snapshot-path",
                   tmp_path / "deep" / "s.pickle", "--run-dir", tmp_path / "run")
-    ended = subprocess.run([sys.executable, "-c", LIMITED, str(REPO), str(1200 * 2**20), *words], capture_output=True,
+    ended = subprocess.run([sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *words], capture_output=True,
                            text=True, timeout=100, env=environment(), cwd=tmp_path, check=False)
     assert ended.returncode == 1
     said = ended.stdout[ended.stdout.index("error: "):].splitlines()
