@@ -120,7 +120,7 @@ def test_options_that_cannot_be(argv, said, tmp_path, capsys):
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(unfinished, "SECONDS_BETWEEN_STATES", 0)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(40_000)))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(120_000)))
     argv = ["preprocess", "--input", f"{tmp_path}/a.jsonl", *BYTES, "--output-prefix"]
     state = tmp_path / "out.unfinished.json"
 
