@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from launch import DROPOUT, alone, flags, quietly
+from launch import DROPOUT, alone, flags, plan_of, quietly
 from snapshots import live_blocks, read_snapshot, trace
 
 VIZ = Path(os.environ.get("MEMORY_VIZ", "nowhere"))
@@ -123,3 +123,17 @@ def test_the_timeline_shows_every_allocation_and_the_story(site, written):
 def test_the_other_views_draw_too(site, written, view):
     page = drawn(site, written[1], view)
     assert ("simulated" in page) if view == "Allocator Settings" else page.count("<rect") + page.count("<polygon") > 5
+
+
+def test_a_run_that_never_ran_is_drawn_too(site, tmp_path):
+    """The 857m example on one GPU, two steps of it, two of the four micro-batches each."""
+    from rehearsal_cases import EXAMPLE, GPU
+
+    from megatron_lite.rehearsal.rehearse import rehearse, write_snapshot
+
+    pictures = os.environ.get("MEMORY_PICTURES")
+    path = tmp_path / "predicted.pickle"
+    write_snapshot(rehearse(plan_of(flags(EXAMPLE), GPU)), path)
+    page = drawn(site, path, "Active Memory Timeline", Path(pictures) / "memory_predicted.png" if pictures else None)
+    curve = heights(page)
+    assert summits(curve, by=0.4 * max(curve)) == 4
