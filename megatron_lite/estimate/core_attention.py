@@ -4,7 +4,7 @@ from megatron_lite.estimate.sizes import ATTENTION, FP32, MATH, PASSING, QKV, SC
 from megatron_lite.estimate.tape import Op, Sized, Tape
 
 NAME = "core_attention"
-FLASH_HEAD_STEP = 8  # channels
+FLASH_HEAD_STEP = 8  # channels: heads of another width are padded
 
 
 def core_ops(setting: Setting, inputs: tuple[str, str, str], result: str) -> tuple[Op, ...]:

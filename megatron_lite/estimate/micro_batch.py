@@ -4,6 +4,7 @@ from collections import Counter
 from functools import cached_property
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.recompute import recomputed_layers
 from megatron_lite.estimate.activations import (
     backward_of_layer,
     forward_of_layer,
@@ -27,14 +28,10 @@ from megatron_lite.estimate.tape import Sized, gradient_of
 from megatron_lite.phases import Phase
 
 
-def recomputed_layers(plan: Plan) -> int:
-    """The first so many forget their activations (parallel/recompute.py)."""
-    model = plan.args.model
-    if model.recompute_granularity != "full":
-        return 0
-    if model.recompute_method == "uniform":
-        return plan.shape.num_layers
-    return min(model.recompute_num_layers or 1, plan.shape.num_layers)
+def layers_recomputed(plan: Plan) -> int:
+    """The first so many forget their activations."""
+    m = plan.args.model
+    return recomputed_layers(m.recompute_granularity, m.recompute_method, m.recompute_num_layers, plan.shape.num_layers)
 
 
 class MicroBatch:
@@ -42,7 +39,7 @@ class MicroBatch:
 
     def __init__(self, plan: Plan, always: Counter[Sized]):
         self._shape, self._setting = plan.shape, setting_of(plan)
-        self._recomputed = recomputed_layers(plan)
+        self._recomputed = layers_recomputed(plan)
         self._base = always + earlier_gradients(plan)
         self._weight, self._stay = gradient_weight(plan), gradients_stay(plan)
 

@@ -7,7 +7,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate import flops, traffic
 from megatron_lite.estimate.attention_kernel import attention_of
-from megatron_lite.estimate.micro_batch import recomputed_layers
+from megatron_lite.estimate.micro_batch import layers_recomputed
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.sizes import FUSED
 from megatron_lite.units import count
@@ -85,7 +85,7 @@ def _loss(plan: Plan) -> Iterator[Part]:
 
 def _recomputed(plan: Plan) -> Iterator[Part]:
     """Time, but no part of the FLOPs by which utilisation is counted."""
-    shape, sequences, layers, stored = plan.shape, sequences_of(plan), recomputed_layers(plan), stores_scores(plan)
+    shape, sequences, layers, stored = plan.shape, sequences_of(plan), layers_recomputed(plan), stores_scores(plan)
     selective = stored and plan.args.model.recompute_granularity == "selective"
     attended = shape.num_layers if selective else layers
     tokens = sequences * shape.seq_length

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
+from megatron_lite.estimate.attention_kernel import EXPLICIT
 
 NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -25,7 +26,6 @@ NAMES = {
     SDPBackend.MATH: "math",
 }
 FORCED = {"flash": SDPBackend.FLASH_ATTENTION, "fused": SDPBackend.CUDNN_ATTENTION}
-EXPLICIT = ("unfused", "local")
 CUDA_ONLY = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 

@@ -6,21 +6,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.config.args import ModelArgs
+from megatron_lite.config.recompute import recomputed_layers
 
 
 def recompute_layers(args: ModelArgs, layers: nn.ModuleList) -> int:
-    """Make layers forget their activations, as --recompute-method says; returns how many.
-
-    uniform: every layer (Megatron keeps one activation per chunk of --recompute-num-layers; here one per layer, which
-    costs a little more memory and the same time). block: the first --recompute-num-layers layers. With
-    --recompute-granularity selective none: core attention alone is recomputed, which the fused kernels do by themselves.
+    """Make layers forget their activations, as the flags say; returns how many. With --recompute-granularity selective none:
+    core attention alone is recomputed, which the fused kernels do by themselves.
     """
-    if args.recompute_granularity != "full":
-        return 0
-    number = len(layers) if args.recompute_method == "uniform" else args.recompute_num_layers or 1
+    number = recomputed_layers(args.recompute_granularity, args.recompute_method, args.recompute_num_layers, len(layers))
     for layer in layers[:number]:
         layer.forward = recomputed(layer.forward)
-    return min(number, len(layers))
+    return number
 
 
 def recomputed(function):

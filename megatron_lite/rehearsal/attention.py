@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.estimate.attention_kernel import EFFICIENT_HEAD_BYTES, WIDEST_FLASH_HEAD
+from megatron_lite.estimate.core_attention import FLASH_HEAD_STEP
 
 HALF = (torch.float16, torch.bfloat16)
-FLASH_HEAD_STEP = 8  # elements: heads of another width are padded
 MASK_STEP = 16  # elements: rows of a mask are padded to it
 
 

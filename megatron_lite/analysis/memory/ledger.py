@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 from megatron_lite.analysis.memory.figures import LedgerRow, Snapshot
+from megatron_lite.config.recompute import recomputed_layers
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.attention_kernel import setting_from
 from megatron_lite.estimate.memory import activation_bytes, element_bytes, logits_bytes, state_bytes
@@ -33,7 +34,8 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
         state["gradients"] += FP32 * parameters  # the optimizer's copies, during its step
     found = {category: (f"{num_bytes // parameters} bytes x {count(parameters)} parameters", num_bytes)
              for category, num_bytes in state.items()}
-    recomputed = _recomputed(args["model"], shape)
+    recomputed = recomputed_layers(*(args["model"][f"recompute_{name}"] for name in ("granularity", "method", "num_layers")),
+                                   shape.num_layers)
     setting = setting_from(shape, batch, precision, plan["device"], args["model"]["attention_backend"],
                            args["data"]["reset_attention_mask"], args["model"]["recompute_granularity"])
     whole = shape.num_layers - recomputed
@@ -46,11 +48,3 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
         "activations": (words, activation_bytes(setting, recomputed)),
         "logits and loss": (logits, logits_bytes(setting)),
     }
-
-
-def _recomputed(model: dict, shape: ModelShape) -> int:
-    if model["recompute_granularity"] != "full":
-        return 0
-    if model["recompute_method"] == "uniform":
-        return shape.num_layers
-    return min(model["recompute_num_layers"] or 1, shape.num_layers)
