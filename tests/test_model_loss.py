@@ -23,20 +23,36 @@ def whole(hidden_BTH, weight_VH, labels_BT):
     return F.cross_entropy(logits_MV, labels_BT.flatten(), reduction="none").view(labels_BT.shape)
 
 
-def gradients(losses, dtype, seed=0):
+def gradients(losses, dtype, seed=0, computed_in=None):
     hidden, weight, labels, factors = made(dtype, seed)
+    if computed_in is not None:
+        hidden, weight = (one.detach().to(computed_in).requires_grad_() for one in (hidden, weight))
     (losses(hidden, weight, labels) * factors).sum().backward()
     return hidden.grad, weight.grad
 
 
+def exactly(hidden_BTH, weight_VH, labels_BT):
+    logits_MV = F.linear(hidden_BTH, weight_VH).flatten(0, 1)
+    return F.cross_entropy(logits_MV, labels_BT.flatten(), reduction="none").view(labels_BT.shape)
+
+
 @pytest.mark.parametrize("rows_at_once", [1, 3, 14, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_losses_and_gradients_are_those_of_whole_fp32_logits(dtype, rows_at_once):
+    """Gradients in 16 bits are not the same, but as near to the exact ones (seen: 0.95 to 1.10 times)."""
     mine = partial(token_losses, rows_at_once=rows_at_once)
     hidden, weight, labels, _ = made(dtype)
     assert torch.allclose(mine(hidden, weight, labels), whole(hidden, weight, labels), atol=2e-6)
-    for one, other in zip(gradients(mine, dtype), gradients(whole, dtype)):
-        assert torch.allclose(one, other, atol=2e-6, rtol=1.6e-2 if dtype is torch.bfloat16 else 1e-5)
+    exact = gradients(exactly, dtype, computed_in=torch.float64)
+    for one, other, right in zip(gradients(mine, dtype), gradients(whole, dtype), exact):
+        assert (one - right).norm() < 1.3 * (other - right).norm() + 1e-6 * right.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_loss_of_hundreds_of_nats_is_exact(dtype):
+    """Where softmax itself is zero."""
+    hidden, weight = torch.full((1, 1, 1), 100.0, dtype=dtype), torch.tensor([[1.0], [-2.0]], dtype=dtype)
+    assert token_losses(hidden, weight, torch.tensor([[1]])).item() == 300
 
 
 def test_small_gradients_survive_fp16_with_the_loss_scale():
@@ -71,6 +87,15 @@ def test_without_gradients_and_twice():
     hidden, weight, labels, _ = made(torch.float32)
     with torch.no_grad():
         assert torch.allclose(token_losses(hidden, weight, labels), whole(hidden, weight, labels), atol=2e-6)
+    total = token_losses(hidden, weight, labels).sum()
+    total.backward(retain_graph=True)
+    once = weight.grad.clone()
+    total.backward()
+    assert torch.equal(weight.grad, 2 * once)
+
+
+def test_in_fp16_a_second_backward_is_noticed():
+    hidden, weight, labels, _ = made(torch.float16)
     total = token_losses(hidden, weight, labels).sum()
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -24,7 +24,7 @@ def setting_from(shape: ModelShape, micro_batch: int, precision: str, device: st
     width = element_bytes(precision)
     kernel, flash = kernel_of(shape, precision, device, backend, masked)
     return Setting(shape, micro_batch, width, kernel, on_cpu=device == "cpu", is_flash=flash, masked=masked,
-                   recomputes_attention=kernel == UNFUSED and recompute == "selective")
+                   recomputes_attention=kernel == UNFUSED and recompute == "selective", in_fp16=precision == "fp16")
 
 
 def attention_of(plan: Plan) -> tuple[str, bool]:

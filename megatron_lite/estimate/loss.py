@@ -12,18 +12,17 @@ from megatron_lite.units import count
 
 def rows_at_once(vocabulary: int, on_cpu: bool) -> int:
     """How many tokens' logits the loss holds in fp32 at a time: in a processor's cache, or enough to fill a GPU."""
-    return max(1, (2**21 if on_cpu else 2**24) // vocabulary)
+    return max(1, (2**20 if on_cpu else 2**24) // vocabulary)
 
 
 def in_cross_entropy(setting: Setting) -> Counter[Sized]:
-    """The logits in the model's precision, kept for backward; of some rows their fp32 copy and its log softmax. e*n*V and
-    more. In backward the same with the softmax."""
-    copies = 1 if setting.element_bytes == FP32 else 2
+    """The logits in the model's precision, kept for backward; of some rows their fp32 copy, which becomes softmax. In fp16 the
+    copy and its softmax; in backward once more. e*n*V and more."""
     rows = min(setting.tokens, rows_at_once(setting.shape.padded_vocab_size, setting.on_cpu))
     num_bytes = rows * setting.shape.padded_vocab_size * FP32
     chunk = Sized("logits and loss", "rows of logits in fp32", num_bytes,
                   f"{FP32} bytes x {count(rows)} tokens at a time x {count(setting.shape.padded_vocab_size)} words")
-    return Counter({_logits(setting): 1, chunk: copies})
+    return Counter({_logits(setting): 1, chunk: 2 if setting.in_fp16 else 1})
 
 
 def in_output_backward(setting: Setting, weight: Sized) -> Counter[Sized]:

@@ -32,6 +32,7 @@ class Setting:
     is_flash: bool = True  # which fused kernel: flash, or the memory-efficient one
     masked: bool = False  # attention stays within documents
     recomputes_attention: bool = False  # core attention alone
+    in_fp16: bool = False
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Cross entropy of the next token. Letters: B batch, T positions, M = B*T, H hidden, V padded vocabulary."""
+"""Cross entropy of the next token. Letters: B batch, T positions, M = B*T, R rows at a time, H hidden, V padded vocabulary."""
 
 import torch
 import torch.nn.functional as F
@@ -9,21 +9,55 @@ from torch.autograd.function import once_differentiable
 def token_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, rows_at_once: int = 512) -> Tensor:
     """losses_BT in fp32, in nats: -log softmax(hidden @ weight^T)[label], over the whole padded vocabulary.
 
-    Logits are held once, in the model's precision; in fp32 only `rows_at_once` rows of them are at any time. Backward turns them
-    into their own gradient; torch refuses a second one, since it notices that.
+    Logits are held once, in the model's precision, and become their own gradient; in fp32 only `rows_at_once` rows of them are at
+    any time.
     """
-    logits_MV = F.linear(hidden_BTH.flatten(0, 1), weight_VH)
-    return _RowLosses.apply(logits_MV, labels_BT.flatten(), rows_at_once).view(labels_BT.shape)
+    hidden_MH, labels_M = hidden_BTH.flatten(0, 1), labels_BT.flatten()
+    if hidden_BTH.dtype == torch.float16:
+        losses_M = _ScaledLosses.apply(F.linear(hidden_MH, weight_VH), labels_M, rows_at_once)
+    else:
+        losses_M = _Losses.apply(hidden_MH, weight_VH, labels_M, rows_at_once)
+    return losses_M.view(labels_BT.shape)
 
 
-class _RowLosses(torch.autograd.Function):
-    """losses_M of logits_MV, which are overwritten: nobody else may hold them."""
+class _Losses(torch.autograd.Function):
+    """losses_M whose gradient with respect to the logits is made along with them, since softmax is at hand: softmax - one-hot.
+    What backward brings along multiplies the small factors of the products, instead of the many logits."""
+
+    @staticmethod
+    def forward(ctx, hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, rows_at_once: int) -> Tensor:
+        logits_MV = F.linear(hidden_MH, weight_VH)
+        losses_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
+        room_RV = logits_MV.new_empty(min(rows_at_once, len(logits_MV)), logits_MV.shape[1], dtype=torch.float32)
+        for rows, labels_R1 in _chunks(labels_M, rows_at_once):
+            logits_RV = logits_MV[rows]
+            wide_RV = room_RV[: len(logits_RV)].copy_(logits_RV)
+            torch.log_softmax(wide_RV, -1, out=wide_RV)
+            losses_M[rows] = -wide_RV.gather(1, labels_R1).squeeze(1)
+            if any(ctx.needs_input_grad):
+                logits_RV.copy_(_minus_one_hot(wide_RV.exp_(), labels_R1))
+        ctx.save_for_backward(hidden_MH, weight_VH, logits_MV)
+        return losses_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden_MH, weight_VH, gradients_MV = ctx.saved_tensors
+        gradient_M1 = gradient_M[:, None]  # stays in fp32: rounded, it would be wrong in the same way for all tokens
+        of_weight_VH = gradients_MV.t() @ (hidden_MH * gradient_M1).to(hidden_MH.dtype)
+        of_hidden_MH = (gradients_MV @ weight_VH).mul_(gradient_M1)
+        return of_hidden_MH, of_weight_VH, None, None
+
+
+class _ScaledLosses(torch.autograd.Function):
+    """The same of logits_MV, which are overwritten: nobody else may hold them. fp16 cannot hold softmax itself, of which most is too
+    small; multiplied by a gradient into which the loss scale went, it can."""
 
     @staticmethod
     def forward(ctx, logits_MV: Tensor, labels_M: Tensor, rows_at_once: int) -> Tensor:
         losses_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
         for rows, labels_R1 in _chunks(labels_M, rows_at_once):
-            losses_M[rows] = row_losses(logits_MV[rows], labels_R1)
+            losses_M[rows] = _row_losses(logits_MV[rows], labels_R1)
         ctx.save_for_backward(logits_MV, labels_M)
         ctx.rows_at_once = rows_at_once
         return losses_M
@@ -31,23 +65,26 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, None, None]:
+        """To be called once; torch notices a second time."""
         logits_MV, labels_M = ctx.saved_tensors
         for rows, labels_R1 in _chunks(labels_M, ctx.rows_at_once):
-            # in fp32 down to here: a small gradient times a large loss scale is what fp16 can hold
-            logits_MV[rows] = row_gradients(logits_MV[rows], labels_R1, gradient_M[rows, None])
+            logits_MV[rows] = _row_gradients(logits_MV[rows], labels_R1, gradient_M[rows, None])
         return logits_MV, None, None
 
 
-def row_losses(logits_RV: Tensor, labels_R1: Tensor) -> Tensor:
-    """losses_R in fp32."""
+def _row_losses(logits_RV: Tensor, labels_R1: Tensor) -> Tensor:
+    """losses_R in fp32. A function of its own, like the next, so that no rows in fp32 outlive their turn."""
     return -logits_RV.log_softmax(-1, dtype=torch.float32).gather(1, labels_R1).squeeze(1)
 
 
-def row_gradients(logits_RV: Tensor, labels_R1: Tensor, gradient_R1: Tensor) -> Tensor:
-    """Of the losses with respect to the logits: (softmax - one-hot) * gradient, in fp32."""
-    gradients_RV = logits_RV.softmax(-1, dtype=torch.float32)
-    gradients_RV.scatter_add_(1, labels_R1, gradient_R1.new_full((), -1.0).expand_as(labels_R1))
-    return gradients_RV.mul_(gradient_R1)
+def _row_gradients(logits_RV: Tensor, labels_R1: Tensor, gradient_R1: Tensor) -> Tensor:
+    """Of the losses with respect to the logits, in fp32."""
+    return _minus_one_hot(logits_RV.softmax(-1, dtype=torch.float32), labels_R1).mul_(gradient_R1)
+
+
+def _minus_one_hot(softmax_RV: Tensor, labels_R1: Tensor) -> Tensor:
+    """Changes and returns softmax_RV."""
+    return softmax_RV.scatter_add_(1, labels_R1, softmax_RV.new_full((), -1.0).expand_as(labels_R1))
 
 
 def _chunks(labels_M: Tensor, rows_at_once: int):

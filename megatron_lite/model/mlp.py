@@ -4,10 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.shape import ModelShape
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+from megatron_lite.model.gelu import gelu_tanh
 
 
 def gelu_erf(x: Tensor) -> Tensor:

@@ -1,0 +1,89 @@
+"""The CPU's own tanh GELU against torch's, which is exact in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lite.model import gelu
+from megatron_lite.model.gelu import gelu_tanh
+
+BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+
+
+def torchs(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def values(dtype):
+    """All that bf16 can hold between -60 and 60, more than a piece of it; and some in between."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    every = every[every.abs() < 60]
+    return torch.cat([every, torch.randn(3 * gelu.PIECE, generator=torch.Generator().manual_seed(1)) * 2]).to(dtype)
+
+
+def with_slope(function, x):
+    x = x.clone().requires_grad_()
+    result = function(x)
+    return result.detach(), torch.autograd.grad(result.sum(), x)[0]
+
+
+@pytest.mark.parametrize("dtype", list(BITS))
+def test_values_and_slopes_are_right_to_the_last_bits(dtype):
+    x = values(dtype)
+    wide = x.double()
+    room = 2.0**-22 + (2.0**-22 + 2.0 ** -BITS[dtype]) * torchs(wide).abs()  # fp32 inside, then rounded
+    result, slope = with_slope(gelu_tanh, x)
+    exact, exact_slope = with_slope(torchs, wide)
+    assert ((result - exact).abs() <= room).all()
+    assert ((slope - exact_slope).abs() <= 2.0**-18 + 2.0 ** -BITS[dtype] * exact_slope.abs()).all()
+
+
+def test_the_limits():
+    x = torch.tensor([-1e10, -1e4, -60.0, -0.0, 0.0, 60.0, 1e4])
+    result, slope = with_slope(gelu_tanh, x)
+    assert result.tolist() == [0, 0, 0, 0, 0, 60, 1e4] and slope.tolist() == [0, 0, 0, 0.5, 0.5, 1, 1]
+    assert gelu_tanh(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_neither_pieces_nor_threads_show(monkeypatch):
+    x = torch.randn(3, 1001, generator=torch.Generator().manual_seed(1))
+    whole = with_slope(gelu_tanh, x)
+    monkeypatch.setattr(gelu, "PIECE", 64)
+    assert all(torch.equal(one, other) for one, other in zip(whole, with_slope(gelu_tanh, x)))
+
+
+def test_a_transposed_and_an_empty_tensor():
+    x = torch.randn(5, 7).t()
+    assert torch.allclose(gelu_tanh(x), torchs(x), atol=1e-6) and gelu_tanh(torch.empty(0, 3)).shape == (0, 3)
+
+
+def test_without_a_graph_its_argument_stays():
+    x = torch.randn(100)
+    before = x.clone()
+    with torch.no_grad():
+        gelu_tanh(x)
+    gelu_tanh(x)
+    assert torch.equal(x, before)
+
+
+def test_whoever_still_needs_the_argument_is_told():
+    weight = torch.randn(8, requires_grad=True)
+    squared = weight * 2
+    loss = squared.square().sum() + gelu_tanh(squared).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_it_keeps_one_tensor():
+    kept = []
+    x = torch.randn(4, 64, requires_grad=True) * 1
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        gelu_tanh(x)
+    assert [one.data_ptr() for one in kept] == [x.data_ptr()]
+
+
+@pytest.mark.slow
+def test_compiled_it_is_the_same():
+    x = values(torch.bfloat16)
+    for mine, theirs in zip(with_slope(torch.compile(gelu_tanh), x), with_slope(gelu_tanh, x)):
+        assert torch.allclose(mine.float(), theirs.float(), rtol=2.0**-7, atol=1e-6)
