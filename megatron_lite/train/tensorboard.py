@@ -3,8 +3,6 @@
 import dataclasses
 import math
 
-from torch.utils.tensorboard import SummaryWriter
-
 from megatron_lite.config.plan import Plan
 from megatron_lite.train.console import perplexity
 from megatron_lite.train.meter import StepFigures
@@ -15,6 +13,8 @@ class TensorBoard:
     """Written by the last rank only."""
 
     def __init__(self, plan: Plan):
+        from torch.utils.tensorboard import SummaryWriter  # runs without --tensorboard-dir do without its packages
+
         w = plan.args.watch
         self.plan = plan
         self._writer = SummaryWriter(log_dir=w.tensorboard_dir, max_queue=w.tensorboard_queue_size)

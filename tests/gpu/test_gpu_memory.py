@@ -21,7 +21,8 @@ from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_summary import ACTIVATIONS, WEIGHTS, by_category, held_at_the_end, peak
 
-MODEL = ("--num-layers 4 --hidden-size 256 --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 "
+# compiled layers would hide the modules inside them
+MODEL = ("--torch-compile none --num-layers 4 --hidden-size 256 --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 "
          "--global-batch-size 4 --train-iters 6 --deterministic-mode --attention-backend unfused --bf16")
 RECORD = "--record-memory-history --profile-step-start 3 --profile-step-end 5"
 ONE = World(gpus=1)

@@ -22,7 +22,7 @@ from megatron_lite.phases import Phase
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = ("--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16 "
         "--micro-batch-size 2 --global-batch-size 4 --train-iters 12 --lr 1e-3 --mock-data --eval-iters 0 --log-interval 4 "
-        "--tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0")
+        "--tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --torch-compile none")
 
 
 def test_the_profiler_starts_and_stops_around_the_window(monkeypatch):

@@ -63,7 +63,7 @@ def measured_peak(plan: Plan) -> int:
     "--num-layers 4 --attention-backend unfused --seq-length 1024",
 ])
 def test_a_rehearsal_takes_what_a_gpu_takes(words):
-    plan = plan_of(flags(EXAMPLE, words), GPU)
+    plan = plan_of(flags(EXAMPLE, words, "--torch-compile none"), GPU)
     hopper = torch.cuda.get_device_capability()[0] >= 9
     expected = rehearse(plan, STEPS, CUBLAS_WORKSPACE_SINCE_HOPPER if hopper else CUBLAS_WORKSPACE).allocated_peak_bytes
     assert measured_peak(plan) == pytest.approx(expected, rel=MOST_OFF)
@@ -75,5 +75,9 @@ def test_a_rehearsal_takes_what_a_gpu_takes(words):
 def test_the_rules_of_attention_are_torchs(dtype, width, groups, masked):
     arguments = attention_arguments(dtype, width, groups, masked, "cuda")
     choice = SDPBackend(torch._fused_sdp_choice(**arguments))
-    alike = {SDPBackend.CUDNN_ATTENTION: (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)}
-    assert SDPBackend(cuda_choice(*arguments.values())) in alike.get(choice, (choice,))
+    foretold = SDPBackend(cuda_choice(*arguments.values()))
+    if choice == SDPBackend.CUDNN_ATTENTION and foretold == SDPBackend.MATH:
+        assert masked and groups != 4  # cuDNN alone takes grouped keys with a mask: foretold is more memory than it needs
+    else:
+        alike = {SDPBackend.CUDNN_ATTENTION: (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)}
+        assert foretold in alike.get(choice, (choice,))

@@ -27,7 +27,7 @@ from megatron_lite.train.run import run
 
 SIZE = ("--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
         "--micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
-        "--vocab-size 1023 --eval-iters 0 --log-interval 10 --bf16 --num-workers 0")
+        "--vocab-size 1023 --eval-iters 0 --log-interval 10 --bf16 --num-workers 0 --torch-compile none")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,8 +78,8 @@ def test_a_span_is_what_the_gpu_took():
     for _ in range(3):
         matrix @ matrix
     torch.cuda.synchronize()
-    times.begin("step")
     started = time.perf_counter()
+    times.begin("step")
     first = times.edge()
     for _ in range(20):
         matrix @ matrix
@@ -140,6 +140,6 @@ def test_the_hosts_cost_of_a_step():
 def test_compiled_layers_learn_the_same(tmp_path):
     torch._dynamo.reset()
     eager, _ = trained("--train-iters 8 --hidden-dropout 0 --attention-dropout 0", tmp_path / "eager")
-    compiled, _ = trained("--train-iters 8 --hidden-dropout 0 --attention-dropout 0 --torch-compile", tmp_path / "compiled")
+    compiled, _ = trained("--train-iters 8 --hidden-dropout 0 --attention-dropout 0 --torch-compile layers", tmp_path / "compiled")
     assert [r["loss"] for r in compiled] == pytest.approx([r["loss"] for r in eager], rel=5e-3)
     assert [r["iteration"] for r in compiled if r.get("compiling")] == [1]

@@ -1,0 +1,381 @@
+"""python tests/gpu: what it decides about time, results and files, without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPO), str(REPO / "tests" / "gpu")]
+
+from gpu_checks import budget, device, main, out_folder, outcome, parts, process, speed, table
+from gpu_checks.agreed import DEVICE_VARIABLE, KEEP_VARIABLE, MOST_FILES
+from gpu_checks.outcome import Outcome
+from gpu_checks.outcomes_plugin import FILE_VARIABLE, LONGEST
+from gpu_checks.parts import PARTS, SPEED, Part
+
+from benchmarks.training.command_line import chosen, parser, work_of
+from benchmarks.training.contestants import Contestant, command
+from megatron_lite.cli.planned_run import planned_run
+from megatron_lite.estimate.peak import predict_memory
+
+A, B, C = (Part(name, name, share) for name, share in (("a", 1), ("b", 1), ("c", 2)))
+TESTS = """
+import pytest
+def test_good(record_property): record_property("off", 0.5)
+def test_bad(): assert 1 == 2, "x" * 1000
+def test_other(): pytest.skip("needs nsys")
+@pytest.fixture
+def broken(): raise OSError("no disk")
+def test_of_broken(broken): pass
+"""
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print("child", child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+# --- time
+
+def test_each_part_gets_its_share_of_what_is_left():
+    assert budget.limit_s(A, [B, C], 105) == 25
+    assert budget.limit_s(B, [C], 105) == pytest.approx(100 / 3)  # a took nothing: b and c have its time
+    assert budget.limit_s(C, [], 105) == 100
+    assert budget.limit_s(C, [], 3) == 0 and not budget.is_enough(0)
+
+
+def test_nine_minutes_are_enough_to_start_every_part_though_all_use_up_their_time():
+    left = 9 * 60 - 30
+    for at, part in enumerate(PARTS):
+        limit = budget.limit_s(part, PARTS[at + 1 :], left)
+        assert budget.is_enough(limit)
+        left -= limit
+    assert limit > 180 and left == pytest.approx(budget.TO_THE_END_S)
+
+
+def test_a_process_that_ends_by_itself(tmp_path):
+    ended = process.run([sys.executable, "-c", "print('hello'); raise SystemExit(4)"], dict(os.environ), 60, tmp_path / "log")
+    assert ended.code == 4 and ended.seconds < 60 and (tmp_path / "log").read_text() == "hello\n"
+
+
+def test_when_time_is_up_all_that_was_started_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "SECONDS_TO_END", 0.2)
+    ended = process.run([sys.executable, "-c", STUBBORN], dict(os.environ), 1.5, tmp_path / "log")
+    words = (tmp_path / "log").read_text().split()
+    assert ended.code is None and words[0] == "child" and words[2:] == ["asked"]
+    assert not _runs(int(words[1]))
+
+
+def _runs(pid: int) -> bool:
+    for _ in range(50):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except OSError:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# --- results
+
+def test_every_test_is_noted_as_soon_as_it_is_over(tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_skipped.py").write_text("import pytest; pytest.skip('needs a GPU', allow_module_level=True)")
+    (tmp_path / "test_unreadable.py").write_text("import nothing_of_that_name")
+    found = tmp_path / "tests.jsonl"
+    paths = os.pathsep.join([str(REPO), str(parts.GPU_TESTS)])
+    environment = os.environ | {"PYTHONPATH": paths, FILE_VARIABLE: str(found), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    words = [sys.executable, *parts.PYTEST, "--continue-on-collection-errors", "."]
+    done = subprocess.run(words, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    tests = {test["test"]: test for test in outcome.read_tests(found)}
+    assert {name: test["outcome"] for name, test in tests.items()} == {
+        "test_some.py::test_good": "passed", "test_some.py::test_bad": "failed", "test_some.py::test_other": "skipped",
+        "test_some.py::test_of_broken": "failed", "test_skipped.py": "skipped", "test_unreadable.py": "failed"}
+    messages = {name: test["message"] for name, test in tests.items() if test["message"]}
+    assert len(messages["test_some.py::test_bad"]) == LONGEST and "no disk" in messages["test_some.py::test_of_broken"]
+    assert messages["test_some.py::test_other"] == "needs nsys" and messages["test_skipped.py"] == "needs a GPU"
+    assert "nothing_of_that_name" in messages["test_unreadable.py"]
+    assert tests["test_some.py::test_good"]["figures"] == {"off": 0.5}
+
+
+def noted(*outcomes: str) -> list[dict]:
+    return [{"test": f"t{at}", "outcome": kind, "message": "why" if kind != "passed" else "", "figures": {}}
+            for at, kind in enumerate(outcomes)]
+
+
+@pytest.mark.parametrize(("kinds", "code", "result", "words"), [
+    (("passed", "passed", "skipped"), 0, "passed", "2 passed, 1 skipped"),
+    (("passed", "failed"), 1, "failed", "1 passed, 1 failed"),
+    (("skipped", "skipped"), 0, "left out", "2 skipped"),
+    (("skipped",), 5, "left out", "1 skipped"),  # a file that skips itself as a whole
+    ((), 5, "failed", "no test ran, exit code 5"),
+    ((), -11, "failed", "no test ran, exit code -11"),
+    (("passed",), -6, "failed", "1 passed, exit code -6"),
+    (("passed",), None, "out of time", "1 passed, ended after its 30 s"),
+    ((), None, "out of time", "no test was over, ended after its 30 s"),
+    (("failed",), None, "failed", "1 failed, ended after its 30 s"),
+])
+def test_what_a_part_comes_to(kinds, code, result, words):
+    found = outcome.of_tests("memory", noted(*kinds), code, 12.0, 30.0)
+    assert (found.result, found.words) == (result, words)
+    assert found.is_good == (result in ("passed", "left out"))
+    assert ("failed: t1: why" in found.remarks) == (kinds == ("passed", "failed"))
+
+
+def test_what_cannot_run_here_at_all():
+    assert parts.lacks(Part("x", "x", 1, packages=("no_such_package",)), "cuda") == "needs the package no_such_package"
+    assert parts.lacks(Part("x", "x", 1, program="no-such-program"), "cuda") == "needs no-such-program on the PATH"
+    assert parts.lacks(PARTS[1], "cpu") == "needs a GPU" and parts.lacks(PARTS[0], "cpu") is None
+
+
+def test_a_line_that_was_cut_off_does_not_count(tmp_path):
+    (tmp_path / "t").write_text(json.dumps(noted("passed")[0]) + "\n" + '{"test": "t1", "outc')
+    assert len(outcome.read_tests(tmp_path / "t")) == 1 and outcome.read_tests(tmp_path / "none") == []
+
+
+def test_no_test_of_a_gpu_is_forgotten():
+    named = [name for part in PARTS for name in part.files]
+    assert sorted(named) == sorted(path.name for path in parts.GPU_TESTS.glob("test_*.py"))
+
+
+# --- speed
+
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+def test_the_benchmark_understands_its_command(tmp_path, on):
+    words = parts.command_of(PARTS[-1], on, 200, tmp_path)
+    args = parser("").parse_args(words[words.index("benchmarks.train") + 1 :])
+    work, warm_up = work_of(args, args.device)
+    assert args.minutes == 3 and args.out == tmp_path / "speed.json" and warm_up < work.steps
+    assert chosen(args, work, print)[0].name == "ours" and work.device == on
+    assert work.precision == ("fp16" if on == "cuda" else "fp32")
+
+
+def measured(peak: int, tokens_s: float | None = 200_000.0, gpus=("NVIDIA H200",)) -> dict:
+    args = parser("").parse_args(["--device", "cuda"])
+    work, _ = work_of(args, "cuda")
+    words = command(Contestant("ours", 1, "ours"), work, Path("tokens"), Path("run"))
+    failed = {"contestant": "hf", "round": 1, "failure": "exit code 1: Error"}
+    return {
+        "machine": {"gpus": [{"name": name} for name in gpus]}, "work": {"precision": "fp16"},
+        "summary": [{"name": "ours", "tokens_s": tokens_s, "first_step_s": 30.0, "tflops_full": 500.0, "tflops_causal": 450.0,
+                     "peak_bytes": peak}],
+        "ratios": [{"ours": "ours", "other": "plain", "median": 1.5},
+                   {"ours": "ours", "other": "plain-compiled", "median": 1.01}],
+        "runs": [{"command": words, "result": {"contestant": "ours", "round": 1, "failure": None}},
+                 {"command": [], "result": failed}],
+    }
+
+
+def judged(folder: Path, content: dict, code: int | None = 0, on: str = "cuda") -> Outcome:
+    (folder / "speed.json").write_text(json.dumps(content))
+    return speed.outcome_of(folder / "speed.json", SPEED, on, code, 100.0, 200.0)
+
+
+def planned_peak() -> int:
+    words = measured(1)["runs"][0]["command"]
+    return predict_memory(planned_run(words[words.index("pretrain_gpt.py") + 1 :], 1).plan).peak.num_bytes
+
+
+def test_speed_is_held_against_the_bars_and_memory_against_the_plan(tmp_path):
+    planned = planned_peak()
+    found = judged(tmp_path, measured(planned))
+    assert found.result == "passed" and found.words == "2 runs measured, 1 failed"
+    assert found.figures["planned_peak_bytes"] == planned > 2**30
+    assert found.figures["mfu_full"] == pytest.approx(0.505, abs=0.001)
+    assert "MFU: 50.5% full, 45.5% causal; gate 45% reached, goal 52% MISSED, best hoped for 56% MISSED" in found.remarks
+    assert "over plain: 1.50 x; bar 1.4 reached" in found.remarks
+    assert "over plain-compiled: 1.01 x; bar 1.05 MISSED" in found.remarks
+    assert "failed: hf, round 1: exit code 1: Error" in found.remarks
+    more = judged(tmp_path, measured(planned + 1))
+    assert more.result == "failed" and "failed: ours takes more memory than planned" in more.remarks
+
+
+def test_bars_are_those_of_one_kind_of_gpu(tmp_path):
+    remarks = judged(tmp_path, measured(1, gpus=["NVIDIA H100 80GB HBM3"])).remarks
+    assert "over plain: 1.50 x" in remarks and not any("bar" in remark for remark in remarks)
+    unknown = judged(tmp_path, measured(1, gpus=["Some GPU"]))
+    assert unknown.figures["mfu_full"] is None and not any("MFU" in remark for remark in unknown.remarks)
+
+
+@pytest.mark.parametrize(("code", "tokens_s", "result"), [(1, 1.0, "out of time"), (1, None, "failed"), (None, 1.0, "out of time")])
+def test_a_speed_table_that_was_not_finished(tmp_path, code, tokens_s, result):
+    assert judged(tmp_path, measured(1, tokens_s), code).result == result
+
+
+def test_nothing_measured_and_nothing_of_a_gpu(tmp_path):
+    assert judged(tmp_path, measured(1), on="cpu").figures["planned_peak_bytes"] is None
+    gone = tmp_path / "gone.json"
+    assert speed.outcome_of(gone, SPEED, "cuda", 2, 1.0, 9.0).words == "exit code 2, nothing was measured"
+    assert speed.outcome_of(gone, SPEED, "cuda", None, 9.0, 9.0).result == "out of time"
+
+
+# --- files
+
+def test_few_and_small_files_are_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(out_folder, "MOST_BYTES", 5000)
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    out.mkdir()
+    (scratch / SPEED).mkdir(parents=True)
+    (scratch / SPEED / "speed.json").write_text("{}")
+    (scratch / "equal.log").write_text("some output")
+    for at in range(MOST_FILES):
+        (out / f"{at}.gz").write_bytes(bytes(2000 + at))
+    (out / "large.gz").write_bytes(bytes(5001))
+    said = out_folder.write(out, scratch, {"torch": {}}, [Outcome("equal", "passed", "1 passed")])
+    left = {path.name for path in out.iterdir()}
+    assert len(left) == MOST_FILES and {"results.json", "log.txt", "speed.json"} <= left and "large.gz" not in left
+    assert len(said) == 4 and all(line.endswith("at most 8 files of 0 MiB") for line in said)
+    assert "===== equal\nsome output" in (out / "log.txt").read_text()
+    assert json.loads((out / "results.json").read_text())["parts"][0]["words"] == "1 passed"
+
+
+def test_what_is_worth_keeping_is_kept_if_it_is_small(tmp_path, monkeypatch):
+    (tmp_path / "trace").write_bytes(os.urandom(1000))
+    device.keep(tmp_path / "trace", "nowhere")
+    monkeypatch.setenv(KEEP_VARIABLE, str(tmp_path / "out"))
+    (tmp_path / "out").mkdir()
+    device.keep(tmp_path / "trace", "trace")
+    monkeypatch.setattr(device, "MOST_BYTES", 999)
+    device.keep(tmp_path / "trace", "too-large")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["trace.gz"]
+
+
+@pytest.mark.parametrize(("gpu", "asked", "device_to_use"), [
+    (True, "", "cuda"), (True, "cuda", "cuda"), (False, "cpu", "cpu"), (False, "", None), (False, "cuda", None)])
+def test_where_tests_run(monkeypatch, gpu, asked, device_to_use):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setenv(DEVICE_VARIABLE, asked)
+    assert device.checked_device() == device_to_use
+
+
+# --- the command
+
+NO_GPU = "finds no CUDA device here; run this on a machine with a GPU, or rehearse it with --device cpu"
+FOUND = {"torch": "2.13.0", "device": "NVIDIA H200"}
+
+
+@pytest.fixture
+def command_with(monkeypatch, capsys):
+    """Runs the command with a fake machine and fake parts: `does(name)` gives (tests' outcomes, exit code)."""
+    def run(words: list[str], does, found=FOUND):
+        def pretend(command, environment, limit_s, log):
+            log.write_text(f"output of {log.stem}")
+            kinds, code = does(log.stem)
+            lines = "".join(json.dumps(test) + "\n" for test in noted(*kinds))
+            Path(environment[FILE_VARIABLE]).write_text(lines)
+            return process.Ended(code, 2.0)
+
+        monkeypatch.setattr(main, "_torch_facts", lambda: found)
+        monkeypatch.setattr(main, "lacks", lambda part, device: "needs nsys on the PATH" if part.name == "nsys" else None)
+        monkeypatch.setattr(main, "run", pretend)
+        code = main.main(words, "")
+        return code, capsys.readouterr()
+    return run
+
+
+def test_the_command_goes_on_after_a_failure(command_with, tmp_path):
+    names = [part.name for part in PARTS if part.name != SPEED]
+    code, said = command_with(["--out", str(tmp_path / "out" / "of"), "--parts", *names],
+                              lambda name: (("passed", "failed"), 1) if name == "syncs" else (("passed",), 0))
+    assert code == 1 and said.err == ""
+    lines = said.out.splitlines()
+    assert lines[0] == "NVIDIA H200, torch 2.13.0; at most 9 minutes"
+    assert [line.split()[0] for line in lines[1:8]] == names  # as it went
+    assert [line.split()[0] for line in lines[9:16]] == names  # the table
+    assert "  syncs: failed: t1: why" in lines and lines[-1].startswith("not good: syncs; ")
+    kept = json.loads((tmp_path / "out" / "of" / "results.json").read_text())
+    assert [part["result"] for part in kept["parts"]] == ["passed", "failed", *["passed"] * 4, "left out"]
+    assert kept["torch"] == FOUND and kept["machine"]["versions"]["torch"]
+
+
+def test_all_good(command_with):
+    code, said = command_with(["--parts", "equal", "nsys"], lambda name: (("passed",), 0))
+    assert code == 0 and "left out     needs nsys on the PATH" in said.out
+    assert said.out.splitlines()[-1].startswith("all that could run here passed; ")
+
+
+def test_what_could_not_be_started_is_named(command_with, monkeypatch):
+    monkeypatch.setattr(budget, "LEAST_S", 1000)
+    code, said = command_with(["--parts", "equal", "memory"], lambda name: pytest.fail("was started"))
+    assert code == 1 and said.out.count("not started") == 4 and "s of --minutes were left" in said.out
+
+
+def test_what_was_found_before_an_interruption_is_shown(command_with, tmp_path):
+    def does(name):
+        if name == "syncs":
+            raise KeyboardInterrupt
+        return ("passed",), 0
+
+    code, said = command_with(["--out", str(tmp_path / "out"), "--parts", "equal", "syncs", "memory"], does)
+    assert code == 130 and [line.split()[:2] for line in said.out.splitlines()[3:6]] == [
+        ["equal", "passed"], ["syncs", "not"], ["memory", "not"]]
+    assert (tmp_path / "out" / "results.json").exists()
+
+
+@pytest.mark.parametrize(("found", "words"), [
+    ({"torch": "2.13.0+cpu", "device": None}, f"torch 2.13.0+cpu {NO_GPU}"),
+    ({"torch": None}, "cannot import torch; start this with the Python that has it"),
+    ({"torch": None, "why": "exit code -11"}, "cannot import torch (exit code -11); start this with the Python that has it"),
+])
+def test_where_nothing_can_be_checked_one_line_says_so(command_with, found, words):
+    code, said = command_with([], lambda name: pytest.fail("was started"), found)
+    assert code == 3 and said.out == "" and said.err.startswith("error: ") and said.err.endswith(words + "\n")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--minutes", "0.5"], "--minutes 0.5: must be at least 1"),
+    (["--parts", "speeed"], "--parts speeed: no such part; there are equal, syncs,"),
+    (["--out", str(REPO)], "is there already and not an empty folder; name another"),
+])
+def test_mistakes_in_the_flags(words, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main.main(words, "")
+    assert caught.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_lines_stay_in_their_columns():
+    assert table.line_of(Outcome("equal", "passed", "5 passed", 43.2, 60.0)) == (
+        "equal     passed       5 passed                                      43 s of 60")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_real_command_ends_at_once():
+    done = subprocess.run([sys.executable, REPO / "tests" / "gpu"], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr == f"error: torch {torch.__version__} {NO_GPU}\n"
+
+
+def test_a_package_that_everything_needs_is_named():
+    start = f"import runpy, sys; sys.modules['yaml'] = None; runpy.run_path({str(parts.GPU_TESTS)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", start], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and done.stderr == (
+        f"error: {sys.executable} has no yaml, without which nothing can be trained; install it there\n")
+
+
+def test_training_and_measuring_do_without_packages_that_only_some_flags_need():
+    start = ("import sys; sys.modules |= dict.fromkeys(['tensorboard', 'tiktoken', 'regex', 'msgspec', 'plotly', 'nvtx']); "
+             "import megatron_lite.app, benchmarks.train")
+    subprocess.run([sys.executable, "-c", start], check=True, cwd=REPO, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_rehearsal_on_the_cpu_runs_all_that_can_run_there(tmp_path):
+    out = tmp_path / "out"
+    done = subprocess.run([sys.executable, REPO / "tests" / "gpu", "--device", "cpu", "--out", out], check=False,
+                          capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {part["part"]: part for part in json.loads((out / "results.json").read_text())["parts"]}
+    assert {name for name, part in results.items() if part["result"] == "passed"} == {"equal", "explain", "speed"}
+    assert all(part["words"] == "needs a GPU" for part in results.values() if part["result"] == "left out")
+    assert results["speed"]["figures"]["tokens_per_s"] > 0
+    assert {"log.txt", "speed.json", "trace.json.gz", "snapshot.pickle.gz"} <= {path.name for path in out.iterdir()}
