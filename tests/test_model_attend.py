@@ -189,7 +189,7 @@ def test_auto_means_the_explicit_kernel_where_that_is_preferred():
 
 
 @pytest.mark.parametrize(("precision", "device", "positions", "masked", "faster"), [
-    ("bf16", "cpu", 256, False, True), ("bf16", "cpu", 257, False, False), ("fp32", "cpu", 64, False, False),
+    ("bf16", "cpu", 512, False, True), ("bf16", "cpu", 513, False, False), ("fp32", "cpu", 64, False, False),
     ("bf16", "cuda", 64, False, False), ("bf16", "cpu", 64, True, False)])
 def test_it_is_preferred_for_short_sequences_in_bf16_on_a_cpu(precision, device, positions, masked, faster):
     assert explicit_is_faster(replace(PLAIN, seq_length=positions), precision, device, masked) == faster

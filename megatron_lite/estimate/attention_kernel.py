@@ -6,7 +6,7 @@ from megatron_lite.estimate.memory import element_bytes
 from megatron_lite.estimate.sizes import FUSED, MATH, UNFUSED, Setting
 
 EXPLICIT = ("unfused", "local")
-SHORT = 256  # positions
+SHORT = 512  # positions
 WIDEST_FLASH_HEAD = 256  # channels
 EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple of it
 
@@ -34,8 +34,8 @@ def attention_of(plan: Plan) -> tuple[str, bool]:
 
 
 def explicit_is_faster(shape: ModelShape, precision: str, device: str, masked: bool) -> bool:
-    """Than torch's fused kernel, whose backward is slow on a CPU in bf16: up to twice and more below 256 positions, alike at
-    512; in fp32 never (docs/benchmarks.md)."""
+    """Than torch's fused kernel, whose backward is slow on a CPU in bf16: twice up to 256 positions, 1.4 to 1.7
+    times at 512, alike at 1,024; in fp32 never (docs/benchmarks.md)."""
     return device == "cpu" and precision == "bf16" and shape.seq_length <= SHORT and not masked
 
 
