@@ -3,8 +3,10 @@
     python -m benchmarks.train --work byte --precision bf16                   # about 4 minutes on two idle cores
     python -m benchmarks.train --contestants ours plain --ours "compiled: --torch-compile" --rounds 5 --out FILE.json
 
-plain: a loop in plain PyTorch after nanoGPT; plain-compiled: under torch.compile; hf: transformers.Trainer. Ours runs
-with its own defaults. KIND@2 is on two ranks, which share out threads and micro-batches. To be run in the repository.
+plain: a loop in plain PyTorch after nanoGPT; plain-compiled: under torch.compile; hf: transformers.Trainer. Ours runs with
+its own defaults, among which is that a CPU's C library keeps freed memory; plain-malloc and plain-compiled-malloc have that
+from variables of the environment. plain-erf has nanoGPT's own GELU, less work than the tanh form of GPT-2, Megatron and all
+others here. KIND@2 is on two ranks, which share out threads and micro-batches. To be run in the repository.
 """
 
 import argparse
@@ -18,12 +20,14 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.training import table
+from benchmarks.training.bars import bars_of
+from benchmarks.training.ceiling import ceiling_tflops
 from benchmarks.training.command_line import chosen, parser, work_of
 from benchmarks.training.contestants import Contestant, command
 from benchmarks.training.machine import clocks, cores, gpus, load, machine
 from benchmarks.training.process import environment_of, watch
 from benchmarks.training.result import Result, result_of
-from benchmarks.training.summary import line_of, loss_table, ratio_of
+from benchmarks.training.summary import Limits, line_of, loss_table, ratio_of
 from benchmarks.training.tokens import write_tokens
 from benchmarks.training.work import Work
 from megatron_lite.errors import UserError
@@ -52,12 +56,16 @@ def _compare(args: argparse.Namespace, work: Work, warm_up: int, contestants: li
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     around = {"started": started, "machine": machine(), "text": text, "load_before": load()}
     threads = args.threads or cores()
+    around["ceiling_tflops"] = [ceiling_tflops(work, threads)]
     records = _run_all(args, work, warm_up, contestants, folder, threads)
+    around["ceiling_tflops"].append(ceiling_tflops(work, threads))
     around["load_after"] = load()
     results = [record["result"] for record in records]
-    lines = [line_of(one.name, one.ranks, results, work, warm_up) for one in contestants]
+    limits = _limits(work, around)
+    lines = [line_of(one.name, one.ranks, results, work, warm_up, limits) for one in contestants]
+    bars = bars_of(contestants, results, work, warm_up) if args.bars else []
     ratios = [ratio_of(one.name, other.name, results, warm_up) for one, other in _pairs(contestants, results)]
-    _print(work, args, around, threads, lines, ratios, results)
+    _print(work, args, around, threads, lines, ratios, bars, results)
     if args.out:
         everything = {
             "command": sys.argv, **around, "work": dataclasses.asdict(work), "warm_up_steps": warm_up,
@@ -65,6 +73,8 @@ def _compare(args: argparse.Namespace, work: Work, warm_up: int, contestants: li
             "runs": [{**record, "result": dataclasses.asdict(record["result"])} for record in records],
             "summary": [dataclasses.asdict(line) for line in lines],
             "ratios": [{**dataclasses.asdict(ratio), "median": ratio.median} for ratio in ratios],
+            "bars": [{**dataclasses.asdict(ratio), "median": ratio.median, "goal": goal} for ratio, goal in bars],
+            "limits": dataclasses.asdict(limits),
         }
         args.out.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
     return 0 if _finished(results) == {one.name for one in contestants} else 1
@@ -110,11 +120,12 @@ def _run(one: Contestant, number: int, work: Work, folder: Path, threads: int, l
     mine = folder / f"{number}-{one.name}".replace("/", "-").replace(" ", "-")
     mine.mkdir()
     words = command(one, work, folder / "tokens", mine)
-    environment = environment_of(work.device, max(threads // one.ranks, 1))
+    environment = environment_of(work.device, max(threads // one.ranks, 1)) | one.environment
     before = load()
     run = watch(words, environment, one.ranks, limit_s, clocks)
     result = result_of(one, number, run, mine, work.steps)
-    return {"command": words, "omp_num_threads": environment["OMP_NUM_THREADS"], "load_before": before,
+    return {"command": words, "omp_num_threads": environment["OMP_NUM_THREADS"],
+            "environment": one.environment, "load_before": before,
             "load_after": load(), "during": run.samples, "result": result,
             "output": run.output[-LINES_KEPT:] if result.failure else []}
 
@@ -126,15 +137,24 @@ def _words(result: Result, work: Work, warm_up: int) -> str:
     return f"{rate:,.0f} tokens/s, {result.seconds:.0f} s in all"
 
 
-def _print(work: Work, args: argparse.Namespace, around: dict, threads: int, lines, ratios, results: list[Result]):
+def _limits(work: Work, around: dict) -> Limits:
+    peak = peak_tflops(_processor(work, around), work.precision) if work.device == "cuda" else None
+    return Limits(peak, max((one for one in around["ceiling_tflops"] if one is not None), default=None))
+
+
+def _processor(work: Work, around: dict) -> str:
     found = around["machine"]
-    where = found["gpus"][0]["name"] if work.device == "cuda" and found["gpus"] else found["cpu"]
-    peak = peak_tflops(where, work.precision) if work.device == "cuda" else None
+    return found["gpus"][0]["name"] if work.device == "cuda" and found["gpus"] else found["cpu"]
+
+
+def _print(work: Work, args: argparse.Namespace, around: dict, threads: int, lines, ratios, bars, results: list[Result]):
+    found, where = around["machine"], _processor(work, around)
     columns = loss_table(results)
     print(f"{work.words()}; --steps {work.steps} --rounds {args.rounds}\n{around['text']}\n{where}, "
           f"{found['cores']} cores, torch {found['versions']['torch']}; load {around['load_before']} before, "
           f"{around['load_after']} after")
-    for part in (table.speeds(lines, threads, work.device, peak), table.ratios(ratios), table.losses(columns),
+    for part in (table.speeds(lines, threads, work.device), table.ceiling(around["ceiling_tflops"], work.device),
+                 table.ratios(ratios), table.bars(bars), table.losses(columns),
                  table.remarks(lines, columns, around["load_before"], found["cores"])):
         if part:
             print("\n" + "\n".join(part))

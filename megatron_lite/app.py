@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from megatron_lite.instruments.choose import choose
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.whereabouts import WhereaboutsKeeper
 from megatron_lite.live_line import say
+from megatron_lite.parallel.compile_cache import keep_compiled
+from megatron_lite.parallel.compiled import no_compiler
 from megatron_lite.parallel.host_memory import keep_freed_memory
 from megatron_lite.parallel.process_group import device_of, process_group
 from megatron_lite.run_folder import default_run_dir
@@ -33,6 +36,8 @@ from megatron_lite.train.forecast import Forecast, as_record, forecast, lines_of
 from megatron_lite.train.record import RunRecord
 from megatron_lite.train.run import run
 
+KEPT = "the C library keeps freed blocks for the next step (mallopt)"
+GIVEN_BACK = "this C library may give freed blocks back, which slows steps down; LD_PRELOAD=libtcmalloc.so.4 keeps them"
 SECONDS_FOR_RANK_0 = 5  # what other ranks leave the first one to say an error that all of them have
 SECONDS_FOR_THE_FIRST = SECONDS_FOR_RANK_0 + 3  # what ranks that lost others leave to the one to blame, to end before them
 
@@ -59,13 +64,13 @@ def _run(argv: list[str], world: World):
     line = read_command_line(argv)
     check(line, world)
     tokenizer = tokenizer_of(line.args.data)
-    plan = resolve(line.args, world, tokenizer.vocab_size)
+    plan = resolve(line.args, replace(world, no_compiler=no_compiler(world)), tokenizer.vocab_size)
     say_once = say if world.is_first else _say_nothing
     machine = read_machine()
     for remark in (*remarks(line, world), *hints(plan, os.environ, machine)):
         say_once(f"  note: {remark}")
-    _prepare_torch(plan)
-    say_once(_headline(plan))
+    allocator = _prepare_torch(plan)
+    say_once(_headline(plan) + allocator)
     expected = _forecast(plan, machine)
     for text in lines_of(expected):
         say_once(text)
@@ -100,14 +105,19 @@ def _forecast(plan: Plan, machine: Machine) -> Forecast:
     return forecast(plan, gpu.name, gpu.total_memory)
 
 
-def _prepare_torch(plan: Plan):
+def _prepare_torch(plan: Plan) -> str:
+    """Returns a line on the CPU's allocator."""
+    allocator = ""
     if plan.device == "cpu":
-        keep_freed_memory()
+        allocator = f"\n  host memory: {KEPT if keep_freed_memory() else GIVEN_BACK}"
     else:
         torch.cuda.set_device(device_of(plan))  # before anything asks for "the" GPU: that would be the first one
+    if plan.compiles_layers:
+        keep_compiled(os.environ)
     if plan.args.training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    return allocator
 
 
 def _agreed_run_dir(plan: Plan):

@@ -13,11 +13,15 @@ class LiveLine:
         self._active = active and sys.stderr.isatty()
         self._drawn = 0.0
 
+    @property
+    def due(self) -> bool:
+        """Whether `draw` would draw now: there is a terminal, and it was not just done."""
+        return self._active and time.monotonic() - self._drawn >= SECONDS_BETWEEN
+
     def draw(self, text: str):
         """Replace the line, unless that was just done."""
-        now = time.monotonic()
-        if self._active and now - self._drawn >= SECONDS_BETWEEN:
-            self._drawn = now
+        if self.due:
+            self._drawn = time.monotonic()
             sys.stderr.write(f"\r\033[K{text}")
             sys.stderr.flush()
 

@@ -24,6 +24,7 @@ One per step of the rank that writes, the last one:
         reduction, and so for slower ranks; with several ranks only
     host_memory_bytes: this process's own at the step's end (Linux); peak_memory_bytes: most that tensors took on the
         GPU within the step
+    compile_ms: the part of ms in which torch.compile compiled, or read from its cache; in compiling steps only
     local, profiled, beside_profile, compiling: true where the loss is this rank's only because the run failed, or the
         time is no ordinary one; else absent
 One per console line, {"ranks": {...}}, of the ordinary steps since the one before; every list has a number per rank:

@@ -133,8 +133,8 @@ def math_attention(made, at):
 
 
 def breaks(made, at):
-    made.annotation("Torch-Compiled Region: 0/0", at + 100, at + 1000)
-    made.annotation("Torch-Compiled Region: 1/0", at + 1100, at + 1500)
+    for number in range(4):
+        made.annotation(f"Torch-Compiled Region: {number}/0", at + 100 + 500 * number, at + 500 + 500 * number)
 
 
 def resumes(made, at):
@@ -142,8 +142,8 @@ def resumes(made, at):
 
 
 def one_graph(made, at):
-    made.annotation("Torch-Compiled Region: 0/0", at + 100, at + 1000)
-    made.annotation("Torch-Compiled Region: 0/0", at + 1100, at + 1500)
+    for start, name in enumerate(("0/0", "0/0", "1/0", "2/0")):  # two layers, the loss forward and backward
+        made.annotation(f"Torch-Compiled Region: {name}", at + 100 + 500 * start, at + 500 + 500 * start)
 
 
 def every(n: int, value, otherwise):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,13 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from benchmarks.training import table
+from benchmarks.training.bars import bars_of
+from benchmarks.training.ceiling import ceiling_tflops
 from benchmarks.training.command_line import chosen, parser, work_of
 from benchmarks.training.contestants import Contestant, command, contestants_of
 from benchmarks.training.process import environment_of, watch
 from benchmarks.training.result import Result, result_of
-from benchmarks.training.summary import line_of, loss_distance, loss_table, ratio_of
+from benchmarks.training.summary import Limits, line_of, loss_distance, loss_table, ratio_of
 from benchmarks.training.tokens import write_tokens
 from megatron_lite.errors import UserError
 
@@ -47,16 +50,58 @@ def test_known_answers_of_the_table():
     times = [0.5, 0.5, 0.7, 0.1, 0.2, 0.3]
     assert line.tokens_s == pytest.approx(64 / 0.4)
     assert (line.fast_tokens_s, line.slow_tokens_s) == pytest.approx(tuple(64 / np.percentile(times, (10, 90))))
-    assert (line.first_step_s, line.peak_bytes) == (11.0, 300)
+    assert (line.first_step_s, line.peak_bytes, line.step_s) == (11.0, 300, pytest.approx(0.4))
     assert line.unexplained == pytest.approx(1 - (1.7 / 3) / 0.6)
     multiply_adds = 4 * 16 * (12 * 16**2 + 2 * 16 * 16 + 16 * 256)  # linear maps, scores, logits
     assert line.tflops_full == pytest.approx(6 * multiply_adds / 0.4 / 1e12)
     assert line_of("hf", 1, fast, work, 1).tokens_s is None
     ratio = ratio_of("ours", "plain", fast + slow, warm_up=1)
     assert ratio.rounds == (2.0,) and ratio.median == 2.0  # of round 2 only one is known
+    other = [Result("other", 1, [1.0, 2.0, 2.0, 2.0]), Result("other", 2, [1.0] * 4)]
+    assert ratio_of("ours", ["plain", "other"], fast + slow + other, warm_up=1).rounds == (2.0,)  # plain's was the faster
     losses = loss_table(fast + slow)
     assert losses == {"ours": [5.0, 4.0, 3.0, pytest.approx(2.1)], "plain": [5.0, 4.0, 3.1, 2.1]}
     assert loss_distance(losses) == pytest.approx(0.05 / 2.575)
+
+
+def test_rates_are_shares_of_a_gpu_or_of_the_whole_processor():
+    limits = Limits(peak=100.0, ceiling=80.0)
+    assert limits.shares(40.0, ranks=2, device="cuda") == (0.2, 0.25)
+    assert limits.shares(40.0, ranks=2, device="cpu")[1] == 0.5  # threads of both ranks share what was measured
+    assert Limits().shares(40.0, 1, "cuda") == (None, None)
+    work, _ = of_flags(TINY)
+    line = line_of("ours", 1, [Result("ours", 1, [1.0] * 4, [3.0] * 4)], work, 1, Limits(ceiling=1e-5))
+    assert line.ceiling_full == pytest.approx(line.tflops_full / 1e-5) and line.mfu_full is None
+    head, row = table.speeds([line], threads=2, device="cpu")
+    assert "MFU" not in head and row.endswith(f"{line.ceiling_full:.1%}, {line.ceiling_causal:.1%}") and "1,000 ms" in row
+    assert "MFU full, causal" in table.speeds([replace(line, mfu_full=0.5, mfu_causal=0.4)], 2, "cuda")[0]
+    assert table.ceiling([None, None], "cpu") == [] and "at 10 and 12 GFLOP/s" in table.ceiling([0.01, 0.012], "cpu")[0]
+
+
+def test_bars_take_the_faster_of_the_plain_ones():
+    work, found = of_flags(["--bars"])
+    assert [one.name for one in found] == ["ours", "ours@2", "plain", "plain-compiled", "hf"]
+    speeds = {"ours": 1.0, "ours@2": 0.8, "plain": 1.2, "plain-compiled": 1.4, "hf": 2.0}
+    results = [Result(name, number, [number * seconds] * 3) for name, seconds in speeds.items() for number in (1, 2)]
+    lines = table.bars(bars_of(found, results, work, warm_up=1))
+    assert [line.split()[-2:] for line in lines[1:]] == [["1.35", "missed"], ["1.8", "reached"], ["1.35", "reached"],
+                                                         ["1.8", "reached"]]
+    assert "the faster of plain and plain-compiled     1.20   1.20 to 1.20" in lines[1]
+    for other in (["--vocabulary", "512"], ["--layers", "2"]):
+        unknown, _ = of_flags(["--bars", *other])
+        assert {goal for _, goal in bars_of(found, results, unknown, 1)} == {None}
+    assert bars_of(found[:1], results, work, 1) == [] and table.bars([]) == []
+
+
+def test_allocator_settings_are_a_contestants_own():
+    ours, malloc, plain = contestants_of(["ours", "plain-malloc", "plain"], [])
+    assert plain.environment == ours.environment == {}
+    assert malloc.environment["MALLOC_MMAP_MAX_"] == "0" and len(malloc.environment) == 3
+
+
+def test_the_ceiling_is_a_rate_that_a_machine_can_have():
+    work, _ = of_flags(TINY)
+    assert 1e-6 < ceiling_tflops(work, threads=1, seconds=0.1) < 1e4
 
 
 def test_remarks_say_what_speaks_against_the_figures():
@@ -158,4 +203,5 @@ def test_two_contestants_run(tmp_path):
     assert all(len(run["result"]["step_s"]) == 3 and run["result"]["first_step_s"] > 0 for run in found["runs"])
     firsts = [run["result"]["losses"][0] for run in found["runs"]]
     assert firsts == pytest.approx([np.log(256)] * 2, abs=0.1)  # of a model that knows nothing yet
+    assert all(line["ceiling_full"] > line["ceiling_causal"] > 0 and line["step_s"] > 0 for line in found["summary"])
     assert found["ratios"][0]["median"] > 0 and "tokens/s of" in done.stdout

@@ -105,6 +105,50 @@ def test_a_failing_phase_hides_no_error_of_the_step():
     assert len(words) == 1 and [type(member) for member in watching.members] == [Timeline]
 
 
+class Asked(Instrument):
+    """Counts what it is asked for, and how often its contexts are entered."""
+
+    def __init__(self, same: bool):
+        self.same_contexts, self.asked, self.entered = same, 0, 0
+
+    def phase(self, name):
+        self.asked += 1
+        return self
+
+    def __enter__(self):
+        self.entered += 1
+
+    def __exit__(self, *error):
+        pass
+
+
+def in_phases(watching: Instruments, times: int):
+    for _ in range(times):
+        with watching.phase(Phase.FORWARD):
+            pass
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_contexts_are_asked_for_once_only_where_everyone_says_so(same):
+    constant, other = Asked(True), Asked(same)
+    in_phases(Instruments([constant, Timeline(), other], print), 3)
+    assert constant.asked == other.asked == (1 if same else 3) and constant.entered == other.entered == 3
+
+
+def test_a_kept_context_goes_with_its_instrument():
+    broken, asked = Broken("entering"), Asked(True)
+    broken.same_contexts = True
+    words = []
+    in_phases(Instruments([broken, asked], words.append), 3)
+    assert broken.asked == 1 and len(words) == 1 and asked.entered == 3
+
+
+def test_one_that_fails_does_not_make_others_contexts_last():
+    changing = Asked(False)
+    in_phases(Instruments([Broken("phase"), changing], lambda text: None), 3)
+    assert changing.asked == 3
+
+
 # --- the timeline
 
 

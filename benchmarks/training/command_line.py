@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from benchmarks.training import bars
 from benchmarks.training.contestants import YARDSTICKS, Contestant, contestants_of, missing_packages
 from benchmarks.training.work import SIZES, VOCABULARIES, Work, check
 from megatron_lite.errors import UserError
@@ -22,6 +23,8 @@ def parser(description: str) -> argparse.ArgumentParser:
         f"[{' '.join(CONTESTANTS['cpu'])}; on a GPU {' '.join(CONTESTANTS['cuda'])}]")
     add("--ours", action="append", default=[], metavar='"NAME[@RANKS]: FLAGS"',
         help="one more of ours, with these flags of the trainer; may be repeated")
+    add("--bars", action="store_true", help="also print ours over the faster of plain and plain-compiled, and over hf (on a GPU "
+        "over each of plain and plain-compiled), beside the project's goals; these are then the contestants by default")
     add("--rounds", type=int, default=3, help="runs of each contestant [%(default)s]")
     add("--steps", type=int, help="of each run [12; on a GPU 40]")
     add("--warm-up", type=int, help="steps at a run's start that do not count [3; on a GPU 10]")
@@ -61,7 +64,8 @@ def work_of(args: argparse.Namespace, device: str) -> tuple[Work, int]:
 
 def chosen(args: argparse.Namespace, work: Work, say) -> list[Contestant]:
     """Who competes. Without --contestants, one whose packages are missing is left out, with a word to `say`."""
-    words = CONTESTANTS[work.device] if args.contestants is None else args.contestants
+    usual = bars.CONTESTANTS if args.bars else CONTESTANTS
+    words = usual[work.device] if args.contestants is None else args.contestants
     found = []
     for one in contestants_of(words, args.ours):
         work.accumulation_of(one.ranks)

@@ -3,21 +3,39 @@
 import importlib.util
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.training.work import Work
 from megatron_lite.errors import UserError
+from megatron_lite.parallel.host_memory import GROW_BY_BYTES, KEEP_BYTES
 
 REPO = Path(__file__).resolve().parents[2]
 OURS = "ours"
 # steps, linear from 0: at a constant rate AdamW's first steps now and then make the loss of this model jump
 LR_WARM_UP = 100
 STEP_FILE = "steps.jsonl"  # of a yardstick
-YARDSTICKS = {  # name: (module, its flags)
-    "plain": ("benchmarks.yardsticks.plain_loop", ()),
-    "plain-compiled": ("benchmarks.yardsticks.plain_loop", ("--compile",)),
-    "hf": ("benchmarks.yardsticks.hugging_face_trainer", ()),
+PLAIN = "benchmarks.yardsticks.plain_loop"
+# what megatron_lite.parallel.host_memory sets by itself, in the variables of glibc's mallopt(3)
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(KEEP_BYTES), "MALLOC_TOP_PAD_": str(GROW_BY_BYTES)}
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """A module to start, with flags and variables of its own."""
+
+    module: str
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+YARDSTICKS = {
+    "plain": Yardstick(PLAIN),
+    "plain-compiled": Yardstick(PLAIN, ("--compile",)),
+    "plain-erf": Yardstick(PLAIN, ("--gelu", "none")),
+    "plain-malloc": Yardstick(PLAIN, environment=KEEP_FREED_MEMORY),
+    "plain-compiled-malloc": Yardstick(PLAIN, ("--compile",), KEEP_FREED_MEMORY),
+    "hf": Yardstick("benchmarks.yardsticks.hugging_face_trainer"),
 }
 NEEDED = {"hf": ("transformers", "accelerate")}
 
@@ -34,6 +52,11 @@ class Contestant:
     @property
     def is_ours(self) -> bool:
         return self.kind == OURS
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that it needs besides everyone's."""
+        return {} if self.is_ours else YARDSTICKS[self.kind].environment
 
 
 def contestants_of(words: list[str], variants: list[str]) -> list[Contestant]:
@@ -66,9 +89,9 @@ def command(contestant: Contestant, work: Work, tokens: Path, folder: Path) -> l
     """What to start in the repository; it writes its figures into `folder`."""
     if contestant.is_ours:
         return [*_launcher(contestant.ranks), "pretrain_gpt.py", *_our_flags(work, tokens, folder), *contestant.flags]
-    module, flags = YARDSTICKS[contestant.kind]
+    yardstick = YARDSTICKS[contestant.kind]
     task = _yardstick_flags(work, contestant.ranks, tokens, folder)
-    return [*_launcher(contestant.ranks), "-m", module, *task, *flags]
+    return [*_launcher(contestant.ranks), "-m", yardstick.module, *task, *yardstick.flags]
 
 
 def _name_and_ranks(word: str, flag: str) -> tuple[str, int]:

@@ -7,16 +7,28 @@ UNKNOWN = "-"
 STEPS_SHOWN = 6
 
 
-def speeds(lines: list[Line], threads: int, device: str, peak_tflops: float | None) -> list[str]:
-    """A line per contestant. `threads`: of all ranks together. `peak_tflops`: of one GPU, for the MFU."""
+def speeds(lines: list[Line], threads: int, device: str) -> list[str]:
+    """A line per contestant. `threads`: of all ranks together."""
     memory = "GPU memory" if device == "cuda" else "ranks' memory"
-    rate = "MFU full, causal" if peak_tflops else "GFLOP/s full, causal"
-    rows = [["", "ranks x threads", "tokens/s", "of 80% of steps", "first step", memory, rate]]
+    with_mfu = any(line.mfu_full is not None for line in lines)
+    head = ["", "ranks x threads", "tokens/s", "of 80% of steps", "step", "first step", memory]
+    rows = [[*head, *(["MFU full, causal"] if with_mfu else []), "of the ceiling"]]
     for line in lines:
         many = f"{line.ranks} x {max(threads // line.ranks, 1)}"
-        rows.append([line.name, many, _count(line.tokens_s), _span(line), _seconds(line.first_step_s),
-                     UNKNOWN if line.peak_bytes is None else size(line.peak_bytes), _rate(line, peak_tflops)])
+        mfu = [_shares(line.mfu_full, line.mfu_causal)] if with_mfu else []
+        rows.append([line.name, many, _count(line.tokens_s), _span(line), _milliseconds(line.step_s),
+                     _seconds(line.first_step_s), UNKNOWN if line.peak_bytes is None else size(line.peak_bytes), *mfu,
+                     _shares(line.ceiling_full, line.ceiling_causal)])
     return _aligned(rows)
+
+
+def ceiling(tflops: list[float | None], device: str) -> list[str]:
+    """What the last column is a share of. `tflops`: measured before and after the contestants ran."""
+    where = "one GPU" if device == "cuda" else "this machine"
+    found = " and ".join(f"{1000 * one:,.0f}" for one in tflops if one is not None)
+    words = (f"ceiling: {where} multiplies the model's own matrices at {found} GFLOP/s, before and after; shares are of the "
+             "larger, attention counted in full and causally")
+    return [words] if found else []
 
 
 def ratios(ratios: list[Ratio]) -> list[str]:
@@ -27,6 +39,20 @@ def ratios(ratios: list[Ratio]) -> list[str]:
     for ratio in ratios:
         each = "  ".join(f"{value:.2f}" for value in ratio.rounds) or UNKNOWN
         rows.append([ratio.ours, ratio.other, UNKNOWN if ratio.median is None else f"{ratio.median:.2f}", each])
+    return _aligned(rows, left=2)
+
+
+def bars(found: list[tuple[Ratio, float | None]]) -> list[str]:
+    """A line per pair and goal."""
+    if not found:
+        return []
+    rows = [["goal: tokens/s of", "over those of", "median", "range", "goal", ""]]
+    for ratio, goal in found:
+        known = ratio.median is not None
+        rows.append([ratio.ours, ratio.other, f"{ratio.median:.2f}" if known else UNKNOWN,
+                     f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f}" if known else UNKNOWN,
+                     UNKNOWN if goal is None else f"{goal:g}",
+                     "" if goal is None or not known else "reached" if ratio.median >= goal else "missed"])
     return _aligned(rows, left=2)
 
 
@@ -77,9 +103,9 @@ def _seconds(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.1f} s"
 
 
-def _rate(line: Line, peak_tflops: float | None) -> str:
-    if line.tflops_full is None:
-        return UNKNOWN
-    if peak_tflops is None:
-        return f"{1000 * line.tflops_full:.0f}, {1000 * line.tflops_causal:.0f}"
-    return ", ".join(f"{rate / line.ranks / peak_tflops:.1%}" for rate in (line.tflops_full, line.tflops_causal))
+def _milliseconds(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else f"{1000 * seconds:,.0f} ms"
+
+
+def _shares(full: float | None, causal: float | None) -> str:
+    return UNKNOWN if full is None else f"{full:.1%}, {causal:.1%}"

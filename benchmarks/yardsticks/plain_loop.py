@@ -18,16 +18,16 @@ from benchmarks.yardsticks.task import BETAS, CLIP, WEIGHT_DECAY, WORKS_OF_16_BI
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, heads: int):
+    def __init__(self, hidden: int, heads: int, gelu: str):
         super().__init__()
-        self.heads = heads
+        self.heads, self.gelu = heads, gelu
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.fc1, self.fc2 = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm1(x))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate=self.gelu))
 
     def attend(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
@@ -43,7 +43,7 @@ class GPT(nn.Module):
         super().__init__()
         self.words = nn.Embedding(task.vocabulary, task.hidden)
         self.positions = nn.Embedding(task.sequence, task.hidden)
-        self.blocks = nn.ModuleList(Block(task.hidden, task.heads) for _ in range(task.layers))
+        self.blocks = nn.ModuleList(Block(task.hidden, task.heads, task.gelu) for _ in range(task.layers))
         self.norm = nn.LayerNorm(task.hidden)
         self.head = nn.Linear(task.hidden, task.vocabulary, bias=False)
         self.head.weight = self.words.weight
@@ -78,7 +78,7 @@ def main():
     if ranks > 1:
         model = DistributedDataParallel(model, device_ids=[device] if task.device == "cuda" else None,
                                         gradient_as_bucket_view=True)
-    train(task, model, optimizer, RandomWindows(task, rank), device, StepLog(task, ranks) if rank == 0 else None)
+    train(task, model, optimizer, RandomWindows(task, rank), device, StepLog(task, ranks))
     if ranks > 1:
         dist.destroy_process_group()
 
@@ -91,7 +91,7 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True)
 
 
-def train(task, model, optimizer, windows: RandomWindows, device, log: StepLog | None):
+def train(task, model, optimizer, windows: RandomWindows, device, log: StepLog):
     """All steps."""
     dtype = WORKS_OF_16_BITS.get(task.precision)
     scaler = torch.amp.GradScaler(task.device, enabled=task.precision == "fp16")
@@ -114,13 +114,7 @@ def train(task, model, optimizer, windows: RandomWindows, device, log: StepLog |
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        if log:
-            log.end_of_step()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-            total /= dist.get_world_size()
-        if log:
-            log.write(total.item())
+        log.end_of_step(total)
 
 
 def next_batch(task, windows: RandomWindows, device) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,16 @@ import argparse
 import json
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+STEPS_BETWEEN_LOOKS = 10
 WORKS_OF_16_BITS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -28,6 +31,8 @@ def read_task(description: str) -> argparse.Namespace:
     add("--step-file", type=Path, required=True, help="gets a JSON line per step")
     add("--device", choices=("cpu", "cuda"), required=True)
     add("--seed", type=int, default=1234)
+    add("--gelu", choices=("tanh", "none"), default="tanh",
+        help="its approximation; none: the exact one, nanoGPT's, which is less work on a CPU; ours is the tanh form")
     add("--compile", action="store_true", help="torch.compile of the whole model")
     return parser.parse_args()
 
@@ -50,28 +55,55 @@ class RandomWindows:
 
 
 class StepLog:
-    """A JSON line per step (seconds since the step before ended, tokens, loss), and a line to the console."""
+    """The figures of steps: a JSON line each (seconds since the step before ended, tokens, loss), and one to the console.
+
+    As in nanoGPT losses are looked at every 10 steps only: on a GPU a look waits for all work, and each step would begin with
+    an idle GPU. Every rank has a log, since losses are averaged over ranks; the first one's writes.
+    """
 
     def __init__(self, task: argparse.Namespace, ranks: int):
-        self._task = task
+        self._task, self._ranks = task, ranks
+        self._writes = int(os.environ.get("RANK", "0")) == 0
         self._tokens = task.sequence * task.micro_batch * task.accumulation * ranks
-        self._file = open(task.step_file, "w", encoding="utf-8")
-        self._times: list[float] = []
-        self._ended = time.perf_counter()
+        self._file = open(task.step_file, "w", encoding="utf-8") if self._writes else None
+        self._losses: list[Tensor] = []  # of this rank, not looked at yet
+        self._ends = [self._now()]
+        self._written = 0
 
-    def end_of_step(self):
-        """Take the time; on a GPU, when it has done the step."""
-        if self._task.device == "cuda":
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self._times.append(now - self._ended)
-        self._ended = now
+    def end_of_step(self, loss: Tensor):
+        """The step is over, or on a GPU handed over; `loss`, a scalar on the device, is this rank's mean per token in nats."""
+        self._ends.append(self._now())
+        self._losses.append(loss.detach())
+        number = self._written + len(self._losses)
+        if number == 1 or number % STEPS_BETWEEN_LOOKS == 0 or number == self._task.steps:
+            self._write()
 
-    def write(self, loss: float):
-        """The step whose time was taken last, with its mean loss per token in nats."""
-        number, record = len(self._times), {"seconds": self._times[-1], "tokens": self._tokens, "loss": loss}
-        if self._task.device == "cuda":
-            record["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-        self._file.write(json.dumps({"step": number, **record}) + "\n")
-        self._file.flush()
-        print(f"step {number}/{self._task.steps}: loss {loss:.4f}", flush=True)
+    def _now(self):
+        """Seconds; on a GPU an event."""
+        if self._task.device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _write(self):
+        losses = torch.stack(self._losses).float()
+        if self._ranks > 1:
+            dist.all_reduce(losses)
+            losses /= self._ranks
+        values = losses.tolist()  # waits for the GPU
+        seconds = [self._between(*pair) for pair in pairwise(self._ends)]
+        self._losses, self._ends = [], self._ends[-1:]
+        memory = {"peak_memory_bytes": torch.cuda.max_memory_allocated()} if self._task.device == "cuda" else {}
+        for loss, taken in zip(values, seconds):
+            self._written += 1
+            if self._writes:
+                record = {"step": self._written, "seconds": taken, "tokens": self._tokens, "loss": loss, **memory}
+                self._file.write(json.dumps(record) + "\n")
+                print(f"step {self._written}/{self._task.steps}: loss {loss:.4f}", flush=True)
+        if self._writes:
+            self._file.flush()
+
+    @staticmethod
+    def _between(before, after) -> float:
+        return after - before if isinstance(after, float) else before.elapsed_time(after) / 1000

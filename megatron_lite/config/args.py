@@ -91,7 +91,10 @@ class TrainingArgs:
     manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")
     manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.")
     deterministic_mode: bool = flag(False, "Refuse nondeterministic kernels.")
-    torch_compile: bool = flag(False, "Compile the transformer layers with torch.compile. (ours)")
+    torch_compile: str = flag(
+        "auto", "What torch.compile compiles: the transformer layers and the loss, or nothing. auto: layers on GPUs, none on "
+        "CPUs. Without a value: layers. (ours)", choices=("auto", "layers", "none"), as_switch=("layers", "none"),
+    )
     torch_compile_backend: str = flag(
         "inductor", "What it compiles with; aot_eager: nothing, for finding errors. (ours)",
         choices=("inductor", "aot_eager"),

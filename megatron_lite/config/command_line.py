@@ -134,6 +134,8 @@ def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | No
             return None, (f"{name} is a switch and takes no value, got '{' '.join(values)}'; "
                           "drop the value, or the flag to switch it off.")
         return not flag.default, None
+    if flag.as_switch and not values:
+        return flag.as_switch[0], None
     if flag.many:
         if not values:
             return None, f"{name} takes one value or more, got none."

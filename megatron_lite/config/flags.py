@@ -24,6 +24,7 @@ class Flag:
     many: bool  # takes a list of values
     choices: tuple[str, ...]
     value: str  # what help calls the value; empty for the kind's name
+    as_switch: tuple[str, ...]  # values that true (and the spelling alone) and false stand for; () for none
 
     @property
     def is_switch(self) -> bool:
@@ -36,10 +37,13 @@ class Flag:
 
 def flag(
     default, help: str, *, choices: tuple[str, ...] = (), off: str | None = None, aliases: tuple[str, ...] = (),
-    value: str = "",
+    value: str = "", as_switch: tuple[str, ...] = (),
 ):
-    """Declare one knob. `off`: the spelling that switches a default-on bool off. `value`: what help calls its value."""
-    meta = {"help": help, "choices": choices, "off": off, "aliases": aliases, "value": value}
+    """Declare one knob. `off`: the spelling that switches a default-on bool off. `value`: what help calls its value.
+
+    `as_switch`: for a knob that may also be used like a switch, the values that this means: (on, off).
+    """
+    meta = {"help": help, "choices": choices, "off": off, "aliases": aliases, "value": value, "as_switch": as_switch}
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -58,7 +62,7 @@ def flags_of(root_class: type) -> Iterator[Flag]:
             meta = field.metadata
             yield Flag(
                 field.name, meta["off"] or dashed(field.name), meta["aliases"], title, meta["help"],
-                kind, field.default, many, meta["choices"], meta["value"],
+                kind, field.default, many, meta["choices"], meta["value"], meta["as_switch"],
             )
 
 

@@ -50,7 +50,8 @@ def _value_name(flag: Flag) -> str:
     if flag.is_switch:
         return ""
     if flag.choices:
-        return " {" + ",".join(flag.choices) + "}"
+        values = "{" + ",".join(flag.choices) + "}"
+        return f" [{values}]" if flag.as_switch else f" {values}"
     return " " + (flag.value or {int: "N", float: "X", str: "TEXT"}[flag.kind])
 
 

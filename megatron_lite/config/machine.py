@@ -2,7 +2,9 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 try:
@@ -40,6 +42,19 @@ def read_machine() -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else None,
         has_nsys=shutil.which("nsys") is not None,
     )
+
+
+def missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
+    """What torch.compile's inductor lacks here, with the way out: a C++ compiler for a CPU's kernels; for a GPU's Triton,
+    and a C compiler for what launches its kernels. Empty: nothing."""
+    if on_gpu and find_spec("triton") is None:
+        return "Triton is not installed, which compiles kernels for GPUs; pip install triton"
+    variable, language, names = ("CC", "C", ("gcc", "clang")) if on_gpu else ("CXX", "C++", ("g++",))
+    chosen = environ.get(variable)
+    if any(map(shutil.which, (chosen,) if chosen else names)):
+        return ""
+    return (f"there is no {language} compiler ({chosen or ' or '.join(names)}) on the PATH; install one, or name one in the "
+            f"variable {variable}")
 
 
 def _visible_cores() -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.compilation import LAYERS, Compilation, compilation_of
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
@@ -45,6 +46,12 @@ class Plan:
     learning_rate: LearningRatePlan
     profile_window: range  # iterations of this run, from 1; empty without --profile
     profile_ranks: frozenset[int]
+    compilation: Compilation
+
+    @property
+    def compiles_layers(self) -> bool:
+        """The transformer layers, each by itself, and the loss; else everything runs eagerly."""
+        return self.compilation.target == LAYERS
 
     @property
     def samples_per_pass(self) -> int:
@@ -79,6 +86,7 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         learning_rate=_learning_rate(args, batch, samples),
         profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if profiling else range(0),
         profile_ranks=frozenset(range(world.size) if -1 in p.profile_ranks else p.profile_ranks),
+        compilation=compilation_of(args, world),
     )
 
 

@@ -20,7 +20,6 @@ DEPENDS: tuple[tuple[tuple[str, ...], str, Callable[[Args], object]], ...] = (
     (("data_sharding",), "--dataloader-type cyclic", lambda a: a.data.dataloader_type == "cyclic"),
     (("timing_log_level",), "the step timeline (drop --no-step-timeline)", lambda a: a.watch.step_timeline),
     (("timing_log_option",), "--timing-log-level 1 or 2", lambda a: a.watch.timing_log_level),
-    (("torch_compile_backend",), "--torch-compile", lambda a: a.training.torch_compile),
     (("exit_signal",), "--exit-signal-handler", lambda a: a.training.exit_signal_handler),
     (("manual_gc_interval",), "--manual-gc", lambda a: a.training.manual_gc),
     (("save_interval", "save_retain_interval", "log_progress", "no_save_optim", "no_save_rng", "ckpt_format", "async_save",

@@ -16,6 +16,7 @@ class World:
     local_size: int = 1
     gpus: int = 0  # GPUs that this process sees
     under_nsys: bool = False  # Nsight Systems watches this process
+    no_compiler: str = ""  # why torch.compile can make no kernels for this process's GPU; empty: it can, as far as is known
 
     @property
     def gpu(self) -> int:

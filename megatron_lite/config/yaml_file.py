@@ -37,6 +37,8 @@ def _words(path: str, content: dict, knobs: dict[str, Flag], names: set[str]):
         mistake = _mistake(name, value, flag)
         if mistake:
             mistakes.append(f"{path}: {mistake}")
+        elif isinstance(value, bool) and flag is not None and flag.as_switch:
+            words.append((spelling, [flag.as_switch[not value]]))
         elif isinstance(value, bool):
             off = flag is not None and flag.default
             if value != off or spelling not in names:
@@ -59,6 +61,6 @@ def _mistake(name: str, value, flag: Flag | None) -> str | None:
         return None
     if flag.is_switch and not isinstance(value, bool):
         return f"{name}: {value}: is a switch; give true or false."
-    if not flag.is_switch and isinstance(value, bool):
+    if isinstance(value, bool) and not (flag.is_switch or flag.as_switch):
         return f"{name}: {str(value).lower()}: is no switch; give its value, or null."
     return None

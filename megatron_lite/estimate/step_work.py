@@ -58,9 +58,8 @@ def _layers(plan: Plan) -> Iterator[Part]:
     if stores_scores(plan):
         per_token = traffic.scores_bytes_per_token(shape, plan.precision)
         yield _moved("attention's scores", layers * tokens, per_token, of_tokens, 3 / 5)
-    compiled = plan.args.training.torch_compile
-    per_token = traffic.layers_bytes_per_token(shape, plan.precision, compiled)
-    again = traffic.forward_bytes_per_token(shape, plan.precision, compiled)
+    per_token = traffic.layers_bytes_per_token(shape, plan.precision, plan.compiles_layers)
+    again = traffic.forward_bytes_per_token(shape, plan.precision, plan.compiles_layers)
     yield _moved("norms, activations, dropout", layers * tokens, per_token, of_tokens, 1 - again / per_token)
 
 
@@ -91,7 +90,7 @@ def _recomputed(plan: Plan) -> Iterator[Part]:
     tokens = sequences * shape.seq_length
     linear = flops.linear_flops(shape, sequences) - _not_repeated(shape, sequences)
     attention = flops.attention_flops(shape, sequences, causal=not stored)
-    again = traffic.forward_bytes_per_token(shape, plan.precision, plan.args.training.torch_compile)
+    again = traffic.forward_bytes_per_token(shape, plan.precision, plan.compiles_layers)
     yield Part("recomputed products", COMPUTE, layers * linear,
                f"{layers} layers x 2 x {count(tokens)} tokens x {count(linear // (2 * tokens))} weights", 1.0)
     yield Part("recomputed attention", COMPUTE, attended * attention,

@@ -8,6 +8,8 @@ _NOTHING = contextlib.nullcontext()
 class Instrument:
     """Override the moments you need."""
 
+    same_contexts = False  # `phase` gives the same object for the same name all through the run, or None each time
+
     def open(self):
         """Before the model is built."""
 
@@ -32,7 +34,8 @@ class Instruments:
 
     def __init__(self, members: list[Instrument], warn):
         self.members, self._warn = list(members), warn
-        self._concerned: dict[str, tuple[Instrument, ...]] = {}  # by moment: who does anything then
+        self._concerned: dict[str, tuple[Instrument, ...]] = {}  # by moment
+        self._kept: dict[str, object] = {}  # contexts of phases, by name
 
     def __enter__(self):
         self._each("open")
@@ -54,33 +57,52 @@ class Instruments:
 
     def phase(self, name):
         """Around one phase of a step: what every member wants to have there."""
-        contexts = [(member, context) for member, context in self._each("phase", name) if context is not None]
-        return _Phase(self, contexts) if contexts else _NOTHING
+        # A step has a dozen phases, and work on tensors drives the interpreter's memory out of the caches between them:
+        # what is looked up and made anew here costs ten times what it costs in a loop of its own.
+        return self._kept.get(name) or self._context_of(name)
 
     def attempt(self, member: Instrument, moment: str, action, *arguments):
         """(member, what `action` returns), or None if it fails: then the member watches no longer."""
         try:
             return member, action(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever an instrument dies of must not take the training with it
-            if member in self.members:
-                self.members.remove(member)
-                self._concerned.clear()
-                self._warn(f"{type(member).__name__}.{moment} failed and was switched off; training goes on: {error}")
-                if moment != "close":
-                    with contextlib.suppress(Exception):
-                        member.close(error)  # what it has switched on must not stay on: some of it crashes at exit
+            self.switch_off(member, moment, error)
             return None
 
+    def switch_off(self, member: Instrument, moment: str, error: Exception):
+        """It failed at `moment`, and watches no longer."""
+        if member not in self.members:
+            return
+        self.members.remove(member)
+        self._concerned.clear()
+        self._kept.clear()
+        self._warn(f"{type(member).__name__}.{moment} failed and was switched off; training goes on: {error}")
+        if moment != "close":
+            with contextlib.suppress(Exception):
+                member.close(error)  # what it has switched on must not stay on: some of it crashes at exit
+
+    def _context_of(self, name):
+        contexts = [(member, context) for member, context in self._each("phase", name) if context is not None]
+        made = _Phase(self, contexts) if contexts else _NOTHING
+        if all(member.same_contexts for member in self._who("phase")):
+            self._kept[name] = made
+        return made
+
     def _each(self, moment: str, *arguments, innermost_first: bool = False) -> list[tuple]:
+        members = self._who(moment)
+        if innermost_first:
+            members = members[::-1]
+        done = [self.attempt(member, moment, getattr(member, moment), *arguments) for member in members]
+        return [result for result in done if result is not None]
+
+    def _who(self, moment: str) -> tuple[Instrument, ...]:
+        """Those who do anything then."""
         members = self._concerned.get(moment)
         if members is None:
             overridden = getattr(Instrument, moment)
             members = tuple(member for member in self.members if getattr(type(member), moment) is not overridden)
             self._concerned[moment] = members
-        if innermost_first:
-            members = members[::-1]
-        done = [self.attempt(member, moment, getattr(member, moment), *arguments) for member in members]
-        return [result for result in done if result is not None]
+        return members
 
 
 class _Phase:
@@ -90,15 +112,16 @@ class _Phase:
         self.instruments, self.contexts = instruments, contexts
 
     def __enter__(self):
-        attempt = self.instruments.attempt
-        entered = [attempt(member, "phase", self._enter, context) for member, context in self.contexts]
-        self.contexts = [result for result in entered if result is not None]
+        for member_context in tuple(self.contexts):
+            try:
+                member_context[1].__enter__()
+            except Exception as error:  # noqa: BLE001 - as in Instruments.attempt
+                self.contexts.remove(member_context)  # what was not entered must not be left
+                self.instruments.switch_off(member_context[0], "phase", error)
 
     def __exit__(self, *error):
         for member, context in reversed(self.contexts):
-            self.instruments.attempt(member, "phase", context.__exit__, *error)
-
-    @staticmethod
-    def _enter(context):
-        context.__enter__()
-        return context
+            try:
+                context.__exit__(*error)
+            except Exception as failure:  # noqa: BLE001 - as in Instruments.attempt
+                self.instruments.switch_off(member, "phase", failure)

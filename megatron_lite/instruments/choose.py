@@ -9,6 +9,7 @@ from megatron_lite.instruments.disturbance import Disturbance
 from megatron_lite.instruments.memory_history import memory_instruments
 from megatron_lite.instruments.nsys_range import nsys_range
 from megatron_lite.instruments.on_demand import OnDemand
+from megatron_lite.instruments.small_blocks import RoomForNames
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
 from megatron_lite.instruments.window import Window
@@ -24,7 +25,7 @@ def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrume
     timeline.set_up(detailed=plan.args.watch.step_timeline, cuda=plan.device == "cuda")
     leads, profiled = rank == min(plan.profile_ranks, default=-1), rank in plan.profile_ranks
     members: list[Instrument] = []
-    if plan.args.training.torch_compile:
+    if plan.compiles_layers:
         members.append(Compiling(timeline, expected_compilations(plan), tell if rank == 0 else lambda text: None))
     on_demand = plan.args.profile.profile_on_demand
     nobody = not _records_on_demand(plan)  # then the rank that leads says so, and nobody follows
@@ -38,6 +39,8 @@ def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrume
         members.append(nsys)
     members += memory_instruments(plan, window, tell)
     if profiled and (plan.args.profile.use_pytorch_profiler or on_demand and not _torch_is_blind(plan)):
+        if plan.device == "cpu":
+            members.append(RoomForNames(window, plan.shape.num_layers, plan.micro_batches(plan.train_samples)))
         members.append(_torch_profiler(plan, window, run_dir, tell))
     return [*members, timeline]  # innermost: what the others do between steps is not the step's time
 

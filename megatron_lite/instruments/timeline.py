@@ -25,6 +25,7 @@ class StepTime:
     profiled: bool = False
     beside_profile: bool = False  # not recorded, but slowed down by what gets ready or writes
     compiling: bool = False  # something was compiled in it
+    compile_seconds: float = 0.0  # of it; launching what was compiled for the first time may take longer besides
     gpu_seconds: float | None = None  # None without a GPU, and where the step's end was not seen on it
     gpu_phases: dict[str, float] = field(default_factory=dict)
     reduce_wait: float | None = None  # part of backward: own gradients computed, waiting for their reduction over ranks
@@ -85,6 +86,8 @@ class Timeline(Instrument):
     Host times on a GPU are those of handing work over: kernels run later, and `gpu_seconds` and `gpu_phases` say how long.
     """
 
+    same_contexts = True
+
     def __init__(self):
         self.window = Window()  # whoever profiles puts in another one
         self.detailed, self.gpu, self.memory = True, None, MemoryNow(cuda=False)
@@ -93,11 +96,13 @@ class Timeline(Instrument):
         self._running = False
         self._computed: tuple[float, object] | None = None  # when this rank had its gradients
         self._finished: list[StepTime] = []
+        self._spans: dict[str, _Span] = {}
         self._started = time.perf_counter()
 
     def set_up(self, detailed: bool, cuda: bool):
         """Before the run. Not detailed: a step's time only, and that of what is not training."""
         self.memory.close()
+        self._spans.clear()
         self.detailed, self.memory = detailed, MemoryNow(cuda and detailed)
         self.gpu = GpuTimes() if cuda and detailed else None
 
@@ -125,10 +130,14 @@ class Timeline(Instrument):
         self.memory.close()
 
     def phase(self, name):
+        """The same one for a name each time: phases of a kind do not nest."""
         name = str(name)
         if not self.detailed and name not in NOT_TRAINING:
             return None
-        return _Span(self, name) if self.gpu is None or name in ON_HOST_ONLY else _GpuSpan(self, name)
+        if name not in self._spans:
+            on_gpu = self.gpu is not None and name not in ON_HOST_ONLY
+            self._spans[name] = (_GpuSpan if on_gpu else _Span)(self, name)
+        return self._spans[name]
 
     def take(self, wait: bool = False) -> list[StepTime]:
         """The finished steps since the last call, with the GPU times that have arrived. wait: until all have."""

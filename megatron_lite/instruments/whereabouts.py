@@ -21,6 +21,8 @@ class _Stay:
 class WhereaboutsKeeper(Instrument):
     """Step and phase, for the other ranks' eyes. Costs less than a microsecond per phase."""
 
+    same_contexts = True
+
     def __init__(self, where: Whereabouts):
         self._where, self._stays = where, {}
 
@@ -31,6 +33,4 @@ class WhereaboutsKeeper(Instrument):
         self._where.step = step
 
     def phase(self, name):
-        if name not in self._stays:
-            self._stays[name] = _Stay(self._where, str(name))
-        return self._stays[name]
+        return self._stays.setdefault(name, _Stay(self._where, str(name)))

@@ -35,12 +35,14 @@ class Attend:
 
     function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, layer_number) -> out_BNTD; mask True = may attend, None =
     causal; dropout is a probability; layer_number counts from 1.
-    name: what will run. why_not: one line for each fused kernel that cannot run here, if it was asked for.
+    name: what will run. why_not: one line for each fused kernel that cannot run here, if it was asked for. timed: what a race
+    of kernels measured, in words.
     """
 
     function: Callable[..., Tensor]
     name: str
     why_not: tuple[str, ...] = ()
+    timed: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,14 @@ def choose_attention(
     masked: bool,
     prefer_explicit: bool = False,
     explain: bool = False,
+    pick: Callable | None = None,
 ) -> Attend:
     """The kernel for --attention-backend (auto | flash | fused | unfused | local) on this device.
 
     batch: sequences in a micro-batch. dtype: what q, k, v will have (under autocast: autocast's). masked: documents
     are kept apart by a mask. prefer_explicit: what auto means. explain: fill why_not, which costs a few more queries to torch.
+    pick(probe, names of the fused kernels that can run, torch's own choice among them or None): a race of them, as of
+    attention_race.fastest, for auto; None: torch's own choice.
     Raises UserError if the flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
     """
     if backend in EXPLICIT or backend == "auto" and prefer_explicit:
@@ -81,7 +86,7 @@ def choose_attention(
     probes = _probes(shape, batch, torch.device(device), dtype, masked)
     if backend in FORCED:
         return _forced(backend, probes)
-    return _automatic(probes, explain)
+    return _automatic(probes, explain, pick)
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:
@@ -177,14 +182,19 @@ def _explicit(backend: str, shape: ModelShape, explain: bool) -> Attend:
 
 
 
-def _automatic(probes: list[Probe], explain: bool) -> Attend:
-    """torch's own choice; keys are expanded per head only where that makes a fused kernel possible."""
+def _automatic(probes: list[Probe], explain: bool, pick: Callable | None) -> Attend:
+    """torch's own choice or the race's; keys are expanded per head only where that makes a fused kernel possible."""
     choices = [_ask_torch(probe)[0] for probe in probes]
     fused = [i for i, choice in enumerate(choices) if choice not in (None, SDPBackend.MATH)]
     chosen = fused[0] if fused else 0
-    name = f"sdpa {NAMES[choices[chosen]]}" if choices[chosen] in NAMES else "sdpa"
-    function = partial(sdpa_attention, backend=None, expand=chosen > 0)
-    return Attend(function, name, _rejections(probes[chosen]) if explain else ())
+    own, backend, timed = NAMES.get(choices[chosen]), None, ""
+    if pick is not None:
+        able = {NAMES[b]: b for b in NAMES if b != SDPBackend.MATH and _ask_torch(probes[chosen], b)[0] == b}
+        race = pick(probes[chosen], tuple(able), own)
+        if race.winner == own or race.winner in able:  # the race was another rank's; this GPU may lack its winner
+            backend, own, timed = None if race.winner == own else able[race.winner], race.winner, race.words
+    function = partial(sdpa_attention, backend=backend, expand=chosen > 0)
+    return Attend(function, f"sdpa {own}" if own else "sdpa", _rejections(probes[chosen]) if explain else (), timed)
 
 
 def _forced(backend: str, probes: list[Probe]) -> Attend:

@@ -18,7 +18,7 @@ PIECE = 2**16  # elements of a thread: its five pieces in fp32, 1.3 MB, fit a co
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Any shape, any precision. On a CPU x, if it takes part in a graph, is overwritten: nobody else may need it."""
+    """Any shape, any precision."""
     if torch.compiler.is_compiling():  # would keep torch's slow tanh, and fuses this formula
         wide = x.float()
         return (wide * torch.sigmoid(OUTER * wide * (1 + CUBIC * wide * wide))).to(x.dtype)
@@ -28,13 +28,13 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class _InPieces(torch.autograd.Function):
-    """Keeps the slope instead of x, in x's own memory."""
+    """Keeps the slope instead of x."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         x = x.contiguous()
         result = torch.empty_like(x)
-        slope = x if ctx.needs_input_grad[0] else None
+        slope = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         _fill(x.view(-1), result.view(-1), None if slope is None else slope.view(-1))
         if slope is not None:
             ctx.save_for_backward(slope)
@@ -48,7 +48,7 @@ class _InPieces(torch.autograd.Function):
 
 
 def _fill(x: Tensor, result: Tensor, slope: Tensor | None):
-    """result = gelu(x) and, where it is asked for, slope = gelu'(x); flat, and slope may be x."""
+    """result = gelu(x) and, where it is asked for, slope = gelu'(x); flat."""
     length = max(1, min(PIECE * torch.get_num_threads(), x.numel()))
     room = torch.empty(4, length, dtype=torch.float32)
     is_wide = x.dtype == room.dtype

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu
 
 from megatron_lite.analysis.memory.read import snapshot_of
 from megatron_lite.config.batch_schedule import BatchSchedule
@@ -14,6 +16,7 @@ from megatron_lite.estimate.caching_allocator import rounded
 from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_file import write_snapshot as write_file
 from megatron_lite.instruments.memory_summary import operation, place_words, site
+from megatron_lite.model.gelu import gelu_tanh
 from megatron_lite.model.gpt import GPT
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.recompute import recompute_layers
@@ -102,6 +105,9 @@ def _model(plan: Plan, losses) -> nn.Module:
         model = GPT(plan.shape, attention_of(_without_cudnn(plan), HOST), losses)
     finally:
         torch.set_default_dtype(before)
+    for layer in model.decoder.layers:
+        if layer.mlp.activation is gelu_tanh:  # in pieces it keeps as much, but walking through them takes minutes
+            layer.mlp.activation = partial(gelu, approximate="tanh")
     recompute_layers(plan.args.model, model.decoder.layers)
     return model
 
@@ -131,6 +137,6 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         outside = "CUDA's own memory" + (" and NCCL's" if plan.world.size > 1 else "")
         notes.append(f"{outside}, outside of torch's allocator, is not counted, nor what a kernel takes and gives back within "
                      "itself")
-    if plan.args.training.torch_compile:
-        notes.append("--torch-compile is not rehearsed: compiled layers hold less")
+    if plan.compiles_layers:
+        notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
     return tuple(notes)

@@ -22,6 +22,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.process_group import time_limit
 from megatron_lite.run_folder import RELEASE
 from megatron_lite.train.checkpoint_fit import require_optimizer, require_schedule, require_shape
+from megatron_lite.train.kernels import kernels_of, other_kernels
 from megatron_lite.train.loop import Progress
 
 SECONDS_TO_FINISH = 60  # for a save in the background of a run that fails
@@ -126,7 +127,7 @@ class Checkpoints:
             schedule=dataclasses.asdict(self.optimizer.schedule),
             optimizer=None if c.no_save_optim else plan.args.optimizer.optimizer,
             ranks=0 if c.no_save_rng else plan.world.size,
-            versions={"torch": torch.__version__, "python": platform.python_version()},
+            versions={"torch": torch.__version__, "python": platform.python_version()}, kernels=kernels_of(plan, self.model),
         )
 
     def _write_copies(self, record: Record, tensors: dict[str, torch.Tensor]):
@@ -192,6 +193,8 @@ class Checkpoints:
         progress.consumed = record.consumed
         if not c.no_load_rng:
             self._load_random_state(path, stored)
+        for text in other_kernels(record.kernels, kernels_of(self.plan, self.model)):
+            self._say(f"  note: --load {path}: {text}")
         self._say(f"  loaded iteration {record.iteration}: {path}")
 
     def _load_weights(self, stored: Stored):

@@ -59,9 +59,9 @@ class Leave:
             signal.signal(getattr(signal, self._signal), signal.SIG_IGN)
 
     def _agreed(self) -> float:
-        vote = torch.full((1,), self._wish(), device=self._device)  # a fill does not make the host wait, a copy would
+        vote = torch.full((), self._wish(), device=self._device)  # a fill does not make the host wait, a copy would
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-        self._votes.push(None, vote)
+        self._votes.push(None, (vote,))
         return max((values[0] for _, values in self._votes.pop(LAG)), default=STAY)
 
     def _wish(self) -> float:

@@ -30,8 +30,9 @@ class StepFigures:
     skipped: bool
     loss_scale: float
     next_loss_scale: float
+    good_samples: int  # of all successful steps so far
     zeros: float
-    next_lr: float
+    next_lr: float = math.nan  # known when the interval is taken
     local: bool = False  # the loss is this rank's, though there are others
 
     @property
@@ -54,8 +55,7 @@ class Meter:
         u = result.update
         values = (result.loss_sum, result.tokens, u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale,
                   u.good_samples, result.zeros)
-        row = torch.stack([value.detach().double() for value in values])
-        self._readback.push((progress.iteration, progress.consumed, result.samples), row)
+        self._readback.push((progress.iteration, progress.consumed, result.samples), values)
         self.settle(LAG)
 
     def settle(self, lag: int = 0):
@@ -73,7 +73,7 @@ class Meter:
     def take(self) -> list[StepFigures]:
         """All figures so far, losses summed over ranks. Collective: every rank calls it at the same iteration."""
         self.settle()
-        steps, self._steps = self._steps, []
+        steps = self._hand_over()
         if steps and self.plan.world.size > 1:
             sums = torch.tensor([(s.loss_sum, s.tokens) for s in steps], dtype=torch.float64, device=self.device)
             dist.all_reduce(sums)
@@ -85,16 +85,24 @@ class Meter:
         """After a failure: what has arrived, with the losses of this rank only, since others may be gone."""
         with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself has raised
             self._steps += [self._figures(key, values) for key, values in self._readback.arrived()]
-        steps, self._steps = self._steps, []
+        steps = self._hand_over()
         for step in steps:
             step.local = self.plan.world.size > 1
+        return steps
+
+    def _hand_over(self) -> list[StepFigures]:
+        steps, self._steps = self._steps, []
+        rates = learning_rates(self.optimizer.schedule, [step.good_samples for step in steps])
+        for step, rate in zip(steps, rates.tolist()):
+            step.next_lr = rate
         return steps
 
     def _figures(self, key: tuple[int, int, int], values: list[float]) -> StepFigures:
         iteration, consumed, samples = key
         loss_sum, tokens, norm, skipped, scale, next_scale, good, zeros = values
-        lr = float(learning_rates(self.optimizer.schedule, good))
-        return StepFigures(iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale, zeros, lr)
+        return StepFigures(
+            iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale, int(good), zeros
+        )
 
     def _must_look(self) -> bool:
         # a dynamic loss scale is expected to overflow now and then, and answers by itself

@@ -18,6 +18,8 @@ class ProgressLine(LiveLine):
 
     def update(self, iteration: int, loss: float | None):
         """Show `iteration`, the newest loss that has arrived, and the time left at the pace so far."""
+        if not self.due:
+            return
         done = iteration - self._first
         left = (time.monotonic() - self._started) / max(done, 1) * (self._last - iteration)
         bar = ("#" * (WIDTH * iteration // self._last)).ljust(WIDTH, ".")

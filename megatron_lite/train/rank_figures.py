@@ -59,12 +59,7 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
 
     Raises nothing for a rank that has no steps to tell of: all its numbers are NaN.
     """
-    mine = torch.tensor(_row(times), dtype=torch.float64, device=device if ranks > 1 else None)
-    rows = [mine]
-    if ranks > 1:
-        rows = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(rows, mine)
-    columns = list(zip(*torch.stack(rows).tolist()))
+    columns = list(zip(*_of_all_ranks(_row(times), device, ranks)))
     own = dict(zip(OWN, map(list, columns)))
     phases = {what: {} for what in OF_PHASE}
     for i, name in enumerate(PHASES):
@@ -79,6 +74,15 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
         host_memory_bytes=own["host_memory_bytes"], peak_memory_bytes=own["peak_memory_bytes"],
         mean_ms=phases["mean"], host_ms=phases["host"], gpu_ms=phases["gpu"],
     )
+
+
+def _of_all_ranks(row: list[float], device: torch.device, ranks: int) -> list[list[float]]:
+    if ranks == 1:
+        return [row]
+    mine = torch.tensor(row, dtype=torch.float64, device=device)
+    rows = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows).tolist()
 
 
 def ordinary(times: list[StepTime]) -> list[StepTime]:

@@ -1,6 +1,8 @@
 """Numbers on their way from the device to the host, without making either wait."""
 
+from array import array
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,16 +11,17 @@ LAG = 2  # steps that the host may be ahead of what it reads: enough that readin
 
 
 class Readback:
-    """A queue of small tensors. What is read is old enough to have arrived, or read at a moment that may wait."""
+    """A queue of rows of numbers. What is read is old enough to have arrived, or read at a moment that may wait."""
 
     def __init__(self):
-        self._waiting: deque[tuple[object, Tensor, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[object, Tensor | array, torch.cuda.Event | None]] = deque()
 
-    def push(self, key, row: Tensor):
-        """Start copying `row` (1-d) to the host under `key`."""
-        if row.device.type != "cuda":
-            self._waiting.append((key, row, None))
+    def push(self, key, values: Sequence[Tensor]):
+        """Start copying `values`, scalars of any type on one device, to the host under `key`, in double precision."""
+        if values[0].device.type != "cuda":
+            self._waiting.append((key, array("d", [value.tolist() for value in values]), None))
             return
+        row = torch.stack([value.detach().double() for value in values])
         host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
         host.copy_(row, non_blocking=True)
         event = torch.cuda.Event()

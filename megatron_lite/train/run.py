@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.config.plan import Plan
@@ -17,12 +18,14 @@ from megatron_lite.estimate.loss import rows_at_once
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.model.attend import Attend, choose_attention
+from megatron_lite.model.attend import Attend, Probe, choose_attention
+from megatron_lite.model.attention_race import Race, fastest
+from megatron_lite.model.fused_loss import Pieces, fused_token_losses
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.init import initialize
 from megatron_lite.model.loss import token_losses
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.compiled import compile_layers
+from megatron_lite.parallel.compiled import compile_layers, compiled, words_of
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.process_group import device_of
 from megatron_lite.parallel.recompute import recompute_layers, recomputed
@@ -78,19 +81,19 @@ def run(
 
 def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
     """The initialised model on the device, in the plan's precision, with recomputation as the flags say."""
-    shape, attend = plan.shape, attention_of(plan, device)
-    say(f"  attention: {attend.name}" + "".join(f"\n    not {reason}" for reason in attend.why_not))
+    shape, attend = plan.shape, attention_of(plan, device, _race_of(plan, device))
+    say(f"  attention: {attend.name}" + (f" ({attend.timed})" if attend.timed else "")
+        + "".join(f"\n    not {reason}" for reason in attend.why_not))
     _seed(plan.args.training.seed)
     with torch.device("cpu" if plan.args.parallel.use_cpu_initialization else device):
-        model = GPT(shape, attend, losses_of(plan))
+        model = GPT(shape, attend, _compiled_losses(plan) if plan.compiles_layers else losses_of(plan))
         initialize(model, shape)
     model.to(device=device, dtype=DTYPES[plan.precision])
     number = parameter_count(shape)
     say(f"  number of parameters: {count(number)} ({short_count(number)})")
-    t = plan.args.training
-    if t.torch_compile:
-        say(f"  compiling each of {compile_layers(plan, model.decoder.layers)} layers with {t.torch_compile_backend}: the "
-            "steps in which that happens take longer and are left out of averages")
+    say(f"  {words_of(plan)}")
+    if plan.compiles_layers:
+        compile_layers(plan, model.decoder.layers)
     forgetful = recompute_layers(plan.args.model, model.decoder.layers)
     if forgetful:
         say(f"  recomputing the activations of {forgetful} of {shape.num_layers} layers")
@@ -98,22 +101,40 @@ def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
     return model
 
 
-def attention_of(plan: Plan, device: torch.device) -> Attend:
-    """The kernel that the plan's flags and tensors lead to on the device, recomputed in backward if they say so."""
+def attention_of(plan: Plan, device: torch.device, pick: Callable[..., Race] | None = None) -> Attend:
+    """The kernel that the plan's flags and tensors lead to on the device, recomputed in backward if they say so. pick: as of
+    choose_attention."""
     m, masked = plan.args.model, plan.args.data.reset_attention_mask
     attend = choose_attention(
         m.attention_backend, plan.shape, batch=plan.args.training.micro_batch_size, device=device,
         dtype=DTYPES[plan.precision], masked=masked, explain=m.explain_attention,
-        prefer_explicit=explicit_is_faster(plan.shape, plan.precision, plan.device, masked),
+        prefer_explicit=explicit_is_faster(plan.shape, plan.precision, plan.device, masked), pick=pick,
     )
     if attend.name == "explicit" and m.recompute_granularity == "selective":
         return replace(attend, function=recomputed(attend.function))
     return attend
 
 
+def _race_of(plan: Plan, device: torch.device) -> Callable[..., Race] | None:
+    """A race of attention kernels that the first rank runs for all, who must not differ; None where none is to be run."""
+    if device.type == "cpu" or plan.args.training.deterministic_mode:
+        return None
+
+    def pick(probe: Probe, able: tuple[str, ...], own: str | None) -> Race:
+        found = [fastest(probe, able, own) if plan.world.is_first else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    return pick
+
+
 def losses_of(plan: Plan) -> Callable[..., torch.Tensor]:
-    """The model's loss, with as many logits in fp32 at a time as suit the plan's device."""
+    """The model's loss as it runs eagerly, with as many logits in fp32 at a time as suit the plan's device."""
     return partial(token_losses, rows_at_once=rows_at_once(plan.shape.padded_vocab_size, plan.device == "cpu"))
+
+
+def _compiled_losses(plan: Plan) -> Callable[..., torch.Tensor]:
+    return partial(fused_token_losses, pieces=Pieces(*(compiled(plan, piece) for piece in Pieces())))
 
 
 def describe_precision(plan: Plan) -> str:

@@ -39,6 +39,8 @@ class StepsFile:
         record |= {name: value for name, value in memory.items() if value is not None}
         marks = {"local": figures.local, "profiled": time.profiled, "beside_profile": time.beside_profile,
                  "compiling": time.compiling}
+        if time.compiling:
+            record["compile_ms"] = round(1000 * time.compile_seconds, 3)
         self._append(record | {name: True for name, holds in marks.items() if holds})
 
     def write_ranks(self, figures: RankFigures):

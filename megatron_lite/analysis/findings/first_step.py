@@ -2,12 +2,13 @@
 
 Meaning: the first step creates the CUDA context, picks kernels, fills the allocator and, with
     torch.compile, compiles. None of it comes again.
-Measured: the first step against the median of ordinary steps, in steps.jsonl.
+Measured: the first step against the median of ordinary steps, in steps.jsonl, with the time in
+    which torch.compile compiled.
 Cost: the difference, spread over the run's steps; in a long run it vanishes. It is no part of
     steady throughput.
 Do: for short runs, no compiling, or a compile cache that outlives the run; keep warm-up out of
     any comparison.
-Flags: without --torch-compile in short runs; TORCHINDUCTOR_CACHE_DIR on a disk that stays.
+Flags: --torch-compile none in short runs; TORCHINDUCTOR_CACHE_DIR on a disk that stays.
 False alarm: a trial of a few steps of what will be a long run.
 """
 
@@ -15,8 +16,9 @@ import math
 
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.findings.seen.planned import compiles
 from megatron_lite.analysis.findings.seen.steady import in_ms
+from megatron_lite.analysis.run.figures import Run
 
 CODE = "first-step"
 TITLE = "long first step of a short run"
@@ -33,13 +35,19 @@ def find(facts: Facts) -> Finding | None:
     total = math.fsum(ms for ms in run.step_ms if not math.isnan(ms))
     if extra < max(LEAST_MS, TOO_MUCH * total):
         return None
-    compiles = bool(argument(facts, "torch_compile"))
+    compiled = bool(compiles(facts))
     text = (f"the first step took {in_ms(run.first_step_ms)}, ordinary ones {in_ms(run.steady_step_ms)}: "
-            f"{extra / total:.0%} of {run.steps} steps")
-    advice = ("compiling does not pay in so short a run: drop --torch-compile, or keep its cache "
+            f"{extra / total:.0%} of {run.steps} steps{_compiling(run)}")
+    advice = ("compiling does not pay in so short a run: --torch-compile none, or keep its cache where the next run finds it "
               "(TORCHINDUCTOR_CACHE_DIR)"
-              if compiles else "leave the first steps out of comparisons; a longer run hides them")
+              if compiled else "leave the first steps out of comparisons; a longer run hides them")
     return Finding(
         code=CODE, title=TITLE, cost_ms=extra / run.steps, evidence=(Evidence(text, "steps.jsonl"),), advice=advice,
-        flags=("TORCHINDUCTOR_CACHE_DIR",) if compiles else (), gain_ms=extra / run.steps, certain=compiles,
+        flags=("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR") if compiled else (), gain_ms=extra / run.steps, certain=compiled,
     )
+
+
+def _compiling(run: Run) -> str:
+    """', 18 s of the first for compiling'; empty where nothing says it."""
+    compiling_ms = run.compile_ms[0] if run.compile_ms else math.nan
+    return f", {in_ms(compiling_ms)} of the first for compiling" if compiling_ms > 0 else ""

@@ -4,13 +4,12 @@ Meaning: where the compiler meets Python that it cannot follow (print, .item(), 
     tensor's value, an unknown extension) it ends the graph, lets Python run that line, and begins
     another graph. Nothing is fused across the cut.
 Measured: frames that torch names torch_dynamo_resume_in_... (they exist only behind a break);
-    without stacks, different compiled regions per step, where the run compiles one layer many
-    times.
+    without stacks, more different compiled regions per step than a layer and a loss explain.
 Cost: not measured by itself: the launches and memory traffic between the pieces. See launch-bound
     and unfused-elementwise.
 Do: TORCH_LOGS=graph_breaks names the lines; fullgraph=True turns them into errors.
-Flags: --torch-compile compiles each layer by itself, so that what stands between layers cannot
-    break a graph.
+Flags: --torch-compile compiles each layer by itself and the loss, so that what stands between
+    them cannot break a graph.
 False alarm: a model with several functions that are compiled apart on purpose.
 """
 
@@ -20,7 +19,6 @@ import numpy as np
 
 from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import argument
 from megatron_lite.analysis.findings.seen.steady import rows_named, steady_steps, where
 from megatron_lite.analysis.trace.columns import Kind
 
@@ -29,7 +27,7 @@ TITLE = "compiled graphs cut into pieces"
 REGION = re.compile(r"Torch-Compiled Region: (\d+)/\d+")
 RESUME = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")
 MOST_SHOWN = 4
-FEW = 3  # different regions in a foreign run: forward functions that are compiled apart are seldom more
+FEW = 3  # different regions: here a layer and the loss' two pieces; elsewhere functions compiled apart are seldom more
 
 
 def find(facts: Facts) -> Finding | None:
@@ -41,7 +39,7 @@ def find(facts: Facts) -> Finding | None:
         return _finding(one, _resumptions(one, resumed), certain=True)
     regions = rows_named(one, REGION.match, Kind.OP, Kind.ANNOTATION)
     frames = {REGION.match(name)[1] for name in _names(one, regions)}
-    if len(frames) <= (1 if argument(facts, "torch_compile") else FEW):
+    if len(frames) <= FEW:
         return None
     text = (f"{len(frames)} different functions were compiled, {len(regions) / steady_steps(one):,.0f} regions run per "
             "step")

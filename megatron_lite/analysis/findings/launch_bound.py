@@ -18,7 +18,7 @@ False alarm: a trace with stacks or shapes of a run that is fine without them: c
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.headroom import larger_micro_batch
-from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.findings.seen.planned import compiles
 from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, where
 
 CODE = "launch-bound"
@@ -38,7 +38,7 @@ def find(facts: Facts) -> Finding | None:
     sites = tuple(Evidence(f"{in_ms(site.idle_ms)} while the host is in "
                            f"{site.what}", site.phase) for site in t.hosts[:MOST_SHOWN])
     larger = larger_micro_batch(facts)
-    flags = ((larger.flag,) if larger else ()) + (() if argument(facts, "torch_compile") else ("--torch-compile",))
+    flags = ((larger.flag,) if larger else ()) + (() if compiles(facts) else ("--torch-compile",))
     advice = ("more work per launch: "
               f"{larger.text}") if larger else "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
     return Finding(

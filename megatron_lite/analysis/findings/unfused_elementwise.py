@@ -13,7 +13,7 @@ False alarm: a model whose own work is elementwise.
 
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.findings.seen.planned import compiles
 from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.figures import Role
 
@@ -25,7 +25,7 @@ MOST_SHOWN = 3
 
 def find(facts: Facts) -> Finding | None:
     one = facts.critical
-    if one is None or not one.time.on_gpu or argument(facts, "torch_compile"):
+    if one is None or not one.time.on_gpu or compiles(facts):
         return None
     cost = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
     if share(cost, one) < TOO_MUCH:

@@ -29,6 +29,7 @@ class Columns:
     skipped: tuple[bool, ...]
     profiled: tuple[bool, ...]
     compiling: tuple[bool, ...]
+    compile_ms: tuple[float, ...]  # of it, in compiling steps
     evaluating: tuple[bool, ...]
     saving: tuple[bool, ...]
     undisturbed: tuple[bool, ...]  # neither the first nor profiled, beside a profile or compiling
@@ -55,6 +56,7 @@ def columns_of(steps: list[dict]) -> Columns:
         grad_norms=_numbers(steps, "grad_norm"), loss_scale=_numbers(steps, "loss_scale"),
         host_memory_bytes=_numbers(steps, "host_memory_bytes"), peak_memory_bytes=_numbers(steps, "peak_memory_bytes"),
         skipped=_marks(steps, "skipped"), profiled=marks["profiled"], compiling=marks["compiling"],
+        compile_ms=_numbers(steps, "compile_ms"),
         evaluating=tuple(ms > 0 for ms in evaluating_ms), saving=tuple(ms > 0 for ms in saving_ms),
         undisturbed=tuple(step["step"] > 1 and not any(odd) for step, *odd in zip(steps, *marks.values())),
     )

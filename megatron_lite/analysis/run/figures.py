@@ -91,6 +91,7 @@ class Run:
     evaluating: tuple[bool, ...] = ()
     saving: tuple[bool, ...] = ()
     compiling: tuple[bool, ...] = ()
+    compile_ms: tuple[float, ...] = ()  # the part of step_ms in which torch.compile compiled
     undisturbed: tuple[bool, ...] = ()  # neither the first nor profiled, beside a profile or compiling
     gpu_ms: tuple[float, ...] = ()
     gpu_phases_ms: dict[str, tuple[float, ...]] = field(default_factory=dict)

@@ -1,12 +1,13 @@
 """What the files and folders that flags name must satisfy. Looks, and writes nothing."""
 
 import os
-import shutil
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, DataArgs
+from megatron_lite.config.compilation import LAYERS
 from megatron_lite.config.data_defaults import TOKENIZER
 from megatron_lite.config.data_paths import parse_blend, with_files_read
+from megatron_lite.config.machine import missing_compiler
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
@@ -31,14 +32,10 @@ def machine_rules(args: Args, world: World) -> Iterator[str]:
 
 
 def _compiler(args: Args, world: World) -> Iterator[str]:
-    """What torch.compile's inductor calls: a C++ compiler for a CPU's kernels, a C compiler for a GPU's launchers."""
-    if not (args.training.torch_compile and args.training.torch_compile_backend == "inductor"):
-        return
-    variable, language, names = ("CC", "C", ("gcc", "clang")) if world.gpus else ("CXX", "C++", ("g++",))
-    chosen = os.environ.get(variable)
-    if not any(map(shutil.which, (chosen,) if chosen else names)):
-        yield (f"--torch-compile: there is no {language} compiler ({chosen or ' or '.join(names)}) on the PATH; install one, "
-               f"or name one in the variable {variable}, or drop it.")
+    """What torch.compile's inductor needs, where it was asked for; where it was not, its lack decides against compiling."""
+    asked = args.training.torch_compile == LAYERS and args.training.torch_compile_backend == "inductor"
+    if asked and (missing := missing_compiler(bool(world.gpus), os.environ)):
+        yield f"--torch-compile: {missing}, or take --torch-compile none."
 
 
 def _checkpoints(args: Args) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What the run's own record says of its plan and machine; None for what it does not say. Foreign runs say nothing."""
 
 from megatron_lite.analysis.facts import Facts
+from megatron_lite.config.compilation import LAYERS
 
 
 def argument(facts: Facts, name: str):
@@ -12,6 +13,15 @@ def part(facts: Facts, group: str, name: str):
     """plan[group][name]: ("world", "size"), ("shape", "hidden_size"), ("batch", "final")."""
     values = facts.plan.get(group)
     return values.get(name) if isinstance(values, dict) else None
+
+
+def compiles(facts: Facts) -> bool | None:
+    """Layers through torch.compile, as the run decided; None for unknown. Runs of before that wrote the flag: true or false."""
+    target = part(facts, "compilation", "target")
+    if target is not None:
+        return target == LAYERS
+    flag = argument(facts, "torch_compile")
+    return flag if isinstance(flag, bool) else None
 
 
 def hardware(facts: Facts, name: str):

@@ -1,0 +1,65 @@
+"""Where the loop's time goes: its parts' own time, without that of parts inside them."""
+
+import functools
+import time
+from collections import Counter
+
+from megatron_lite.instruments.base import Instruments
+from megatron_lite.instruments.memory_now import MemoryNow
+from megatron_lite.train import log
+from megatron_lite.train.clean_time import CleanTime
+from megatron_lite.train.leave import Leave
+from megatron_lite.train.meter import Meter
+from megatron_lite.train.progress_line import ProgressLine
+from megatron_lite.train.step import BatchMaker, TrainingStep
+from megatron_lite.train.steps_file import StepsFile
+from megatron_lite.train.tensorboard import TensorBoard
+from megatron_lite.train.worth_saying import WorthSaying
+
+STEP = "step: its phases, and arithmetic on a model of one number"
+PARTS = (
+    (TrainingStep, "__call__", STEP),
+    (BatchMaker, "__call__", "one batch taken apart"),
+    (Instruments, "_each", "instruments, per step and phase"),
+    (MemoryNow, "host_bytes", "host memory read"),
+    (Meter, "record", "figures of a step collected"),
+    (Meter, "take", "figures summed over ranks"),
+    (CleanTime, "step", "time of clean steps"),
+    (ProgressLine, "update", "progress line"),
+    (log.Log, "_say_interval", "console line"),
+    (StepsFile, "write", "steps.jsonl, a step"),
+    (StepsFile, "write_ranks", "steps.jsonl, an interval of all ranks"),
+    (StepsFile, "flush", "steps.jsonl, flushed"),
+    (TensorBoard, "step", "TensorBoard, a step"),
+    (TensorBoard, "ranks", "TensorBoard, an interval of all ranks"),
+    (log, "gather", "figures of all ranks gathered"),
+    (WorthSaying, "of", "what is worth saying"),
+    (Leave, "reason", "reasons to leave"),
+)
+
+
+class Stopwatch:
+    """Own time of each part, in seconds."""
+
+    def __init__(self):
+        self.seconds: Counter[str] = Counter()
+        self._inside = [0.0]  # of each open part: time of parts within it
+
+    def watch(self):
+        """Put it around all parts, for the rest of the process."""
+        for owner, name, label in PARTS:
+            setattr(owner, name, self._around(getattr(owner, name), label))
+
+    def _around(self, function, label: str):
+        @functools.wraps(function)
+        def timed(*arguments, **named):
+            self._inside.append(0.0)
+            started = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                seconds = time.perf_counter() - started
+                self.seconds[label] += seconds - self._inside.pop()
+                self._inside[-1] += seconds
+
+        return timed

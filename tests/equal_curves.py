@@ -1,0 +1,79 @@
+"""Runs of 200 iterations on real text, whose loss curves tests lay upon each other."""
+
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from launch import VOCABULARY, flags, plan_of, quietly, steps
+from plain_gpt import Curve, Recipe, train_plainly
+
+from megatron_lite.cli.corpus import library_sources
+from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.train.feed import Feed
+from megatron_lite.train.loop import Progress
+from megatron_lite.train.run import build_model
+
+STEPS = 200
+FIRST_STEPS = 10
+TEXT_BYTES = 60_000  # several epochs are read
+CPU = torch.device("cpu")
+# lr about as high as learns steadily (at 4e-3 the least rounding becomes 0.1 nats within 200 steps), clip so low that every
+# step is clipped
+WORDS = (f"--train-iters {STEPS} --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
+         "--clip-grad 0.4 --weight-decay 0.1 --seq-length 32 --max-position-embeddings 32")
+
+
+def write_text(prefix: Path) -> Path:
+    """A .bin/.idx pair of Python's own sources, a token per character, those beyond ASCII as one."""
+    with IndexedWriter(str(prefix), VOCABULARY + 1) as writer:
+        for document in library_sources(Path(sysconfig.get_paths()["stdlib"]), TEXT_BYTES):
+            writer.add_document([min(ord(character), VOCABULARY - 1) for character in document])
+    return prefix
+
+
+def curve_of(data: Path, folder: Path, *words: str) -> Curve:
+    """Of the trainer."""
+    quietly(flags(WORDS, *words, data=data), folder)
+    return read_curve(folder)
+
+
+def read_curve(folder: Path) -> Curve:
+    """From a run's steps."""
+    records = steps(folder)
+    return Curve(*([record[name] for record in records] for name in ("loss", "grad_norm", "loss_scale")))
+
+
+def plain_curve(data: Path, *words: str, steps: int = STEPS, **changes) -> Curve:
+    """Of plain PyTorch from the same command line, with `changes` of its Recipe."""
+    plan = plan_of(flags(WORDS, *words, data=data))
+    o, p = plan.args.optimizer, plan.args.precision
+    recipe = Recipe(
+        heads=plan.shape.num_attention_heads, lr=o.lr, clip=o.clip_grad, decay=o.weight_decay,
+        betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, micro_batches=plan.micro_batches(0),
+        precision=plan.precision, first_scale=p.initial_loss_scale, growth_interval=int(p.loss_scale_window),
+    )
+    model = build_model(plan, CPU, lambda text: None)
+    batches = Feed(plan, lambda text: None).training(Progress())
+    return train_plainly(dict(model.named_parameters()), batches, steps, replace(recipe, **changes))
+
+
+def apart(one: list[float | None], other: list[float | None]) -> float:
+    """Largest distance of what both have; infinite if they do not skip the same steps."""
+    pairs = list(zip(one, other))
+    if any((a is None) != (b is None) for a, b in pairs):
+        return float("inf")
+    return max(abs(a - b) for a, b in pairs if a is not None)
+
+
+def offset(one: Curve, other: Curve) -> float:
+    """Between the mean losses of the last half: rounding that adds as often as it takes away is not in it."""
+    halves = [[loss for loss in curve.losses[STEPS // 2 :] if loss is not None] for curve in (one, other)]
+    means = [sum(half) / len(half) for half in halves]
+    return abs(means[0] - means[1])
+
+
+def norms_apart(one: Curve, other: Curve) -> float:
+    """Largest |a / b - 1| of the gradients' norms over the first steps, before rounding has grown."""
+    pairs = list(zip(one.norms[:FIRST_STEPS], other.norms))
+    return max(abs(a / b - 1) for a, b in pairs)

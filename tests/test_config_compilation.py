@@ -1,0 +1,114 @@
+"""--torch-compile auto | layers | none: what a command line comes to, and where it is read."""
+
+import json
+
+import pytest
+from command_lines import mistakes, plan, read
+from training_maker import ordinary_steps, run
+
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.audit.compiling import compiling_apart
+from megatron_lite.analysis.audit.figures import Case
+from megatron_lite.analysis.findings.seen.planned import compiles
+from megatron_lite.config import machine
+from megatron_lite.config.check import remarks
+from megatron_lite.config.compilation import Compilation, compilation_of
+from megatron_lite.config.help import help_text
+from megatron_lite.config.machine import missing_compiler
+from megatron_lite.config.world import World
+
+CPU, GPU = World(), World(gpus=1)
+NO_GCC = World(gpus=1, no_compiler="there is no C compiler (gcc or clang) on the PATH; install one")
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "target", "why"),
+    [
+        ("", CPU, "none", "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"),
+        ("--torch-compile auto", CPU, "none", "on a CPU its start"),
+        ("", GPU, "layers", "automatic on a GPU; --torch-compile none trains without"),
+        ("", NO_GCC, "none", "there is no C compiler (gcc or clang) on the PATH; install one; layers would be faster compiled"),
+        ("--torch-compile-backend aot_eager", NO_GCC, "layers", "automatic on a GPU"),
+        ("--deterministic-mode", GPU, "none", "--deterministic-mode is given, and compiled kernels may be picked by timing them"),
+        ("--torch-compile none", GPU, "none", ""),
+        ("--torch-compile-backend aot_eager --torch-compile", GPU, "layers", ""),
+        ("--torch-compile layers", CPU, "layers", ""),
+        ("--torch-compile --lr 1e-3", CPU, "layers", ""),
+    ],
+)
+def test_the_choice_and_its_reason(changes, world, target, why):
+    found = plan(changes, world)
+    assert found.compilation.target == target and found.compiles_layers is (target == "layers")
+    assert found.compilation.why.startswith(why) and bool(found.compilation.why) is bool(why)
+
+
+def test_other_values_are_refused():
+    assert mistakes("--torch-compile layer") == [
+        "--torch-compile layer: choose from auto, layers, none; did you mean layers?"]
+    assert mistakes("--torch-compile layers none") == ["--torch-compile takes one value, got 2: 'layers none'."]
+
+
+@pytest.mark.parametrize(("value", "taken"), [("true", "layers"), ("false", "none"), ("none", "none"), ("auto", "auto")])
+def test_files_of_settings_may_still_say_true_or_false(value, taken, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"torch_compile: {value}\n")
+    assert read(f"--yaml-cfg {path}").args.training.torch_compile == taken
+    assert mistakes(f"--yaml-cfg {path}") == []
+
+
+def test_help_shows_that_the_value_may_be_left_out():
+    assert "--torch-compile [{auto,layers,none}]" in help_text()
+
+
+@pytest.mark.parametrize(("world", "changes", "told"), [
+    (CPU, "", True), (GPU, "", False), (GPU, "--torch-compile none", True), (CPU, "--torch-compile", False),
+])
+def test_a_backend_without_anything_to_compile_is_remarked(world, changes, told):
+    line = read(f"--torch-compile-backend aot_eager {changes}")
+    assert ("--torch-compile-backend has no effect without --torch-compile." in remarks(line, world)) is told
+
+
+def test_what_a_gpu_lacks(monkeypatch):
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    assert missing_compiler(True, {}) == "Triton is not installed, which compiles kernels for GPUs; pip install triton"
+    said = ("--torch-compile: Triton is not installed, which compiles kernels for GPUs; pip install triton, or take "
+            "--torch-compile none.")
+    assert mistakes("--torch-compile", GPU) == [said]
+    assert mistakes("", GPU) == []
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine.shutil, "which", {"clang": "/bin/clang"}.get)
+    assert missing_compiler(True, {}) == ""
+    lacks = "there is no C compiler (icc) on the PATH; install one, or name one in the variable CC"
+    assert missing_compiler(True, {"CC": "icc"}) == lacks
+
+
+@pytest.mark.parametrize(("change", "answer"), [
+    ({}, False),  # ARGS of the made runs: torch_compile false, as before there was a choice
+    ({"torch_compile": True}, True),
+    ({"torch_compile": "layers"}, None),  # no such run was ever written
+])
+def test_older_runs_are_read(change, answer, tmp_path):
+    assert compiles(analyze([run(tmp_path, **change)]).facts) is answer
+
+
+def test_a_run_says_what_it_decided(tmp_path):
+    path = run(tmp_path, torch_compile="auto") / "run.json"
+    record = json.loads(path.read_text())
+    record["plan"]["compilation"] = {"target": "layers", "why": ""}
+    path.write_text(json.dumps(record))
+    assert compiles(analyze([tmp_path]).facts) is True
+
+
+def test_the_flag_is_asked_before_the_machine():
+    assert compilation_of(read("--torch-compile layers").args, NO_GCC) == Compilation("layers", "")
+
+
+def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):
+    steps = ordinary_steps(ms=lambda index: 10.0 if index else 30_000.0, compiling=lambda index: index == 0)
+    steps[0]["compile_ms"] = 18_000.0
+    report = analyze([run(tmp_path, torch_compile=True, steps=steps)])
+    [found] = [one for one in report.findings if one.code == "first-step"]
+    assert found.evidence[0].text.endswith("99% of 40 steps, 18,000.0 ms of the first for compiling")
+    assert found.flags == ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR") and "--torch-compile none" in found.advice
+    outcome = compiling_apart(Case(report.facts, (), None))
+    assert "first step 30,000.0 ms (18,000.0 ms of it compiling), ordinary ones" in outcome.evidence[0].text

@@ -1,0 +1,158 @@
+"""Each fast piece of the trainer trains as the plain path does: 200 iterations on real text, losses laid upon each other.
+
+Where tolerances come from. Two paths that compute the same round differently, by some 2^-24 of a number in fp32, 2^-11 in
+fp16, 2^-8 in bf16. The first steps' gradient norms differ by about that. Training then amplifies it, whatever the piece:
+what was seen of several pairs of correct paths is written beside each tolerance, and every tolerance is below what planted
+mistakes do. Adam is blind to a wrong scale of all gradients, so that the norms have to show that one.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from equal_curves import WORDS, apart, curve_of, norms_apart, offset, plain_curve, read_curve, write_text
+from launch import alone, flags, on_ranks
+from plain_gpt import Curve
+
+from megatron_lite.parallel import data_parallel
+from megatron_lite.parallel.fp32_gradients import Fp32Gradients
+from megatron_lite.train import run
+
+FP16 = "--fp16 --initial-loss-scale 4096 --loss-scale-window 40"  # doubles four times
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """loss: at any step, nats; offset: of the last half's mean, nats; norm: of the first gradients, relative."""
+
+    loss: float
+    offset: float
+    norm: float
+
+    def holds(self, one: Curve, other: Curve) -> bool:
+        found = apart(one.losses, other.losses), offset(one, other), norms_apart(one, other)
+        print("apart: losses {:.1e}, offset {:.1e}, norms {:.1e}".format(*found))
+        return all(value < limit for value, limit in zip(found, (self.loss, self.offset, self.norm)))
+
+
+# most that was seen of correct pairs: fp32 3e-5, 5e-6, 3e-7; fp16 5e-3, 1e-4, 1e-4; bf16 2.5e-2, 9e-3, 7e-4
+IN_FP32, IN_FP16, IN_BF16 = Tolerance(3e-4, 5e-5, 1e-5), Tolerance(1.5e-2, 2e-3, 1e-3), Tolerance(5e-2, 2e-2, 1e-2)
+BETWEEN_PRECISIONS = Tolerance(5e-2, 2e-2, 2e-2)  # fp16 against fp32 1.4e-2, 5e-3, 1e-4; bf16 1.5e-2, 3e-3, 3e-3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with alone():
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text")
+
+
+@pytest.fixture(scope="module")
+def plain(data) -> Curve:
+    return plain_curve(data)
+
+
+@pytest.fixture(scope="module")
+def ours(data, tmp_path_factory) -> Curve:
+    """In fp32, with the loss in rows: 18 whole chunks of 7 tokens, and one of 2."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "rows_at_once", lambda vocabulary, on_cpu: 7)
+        return curve_of(data, tmp_path_factory.mktemp("ours") / "run")
+
+
+def test_the_trainer_in_fp32_is_plain_pytorch(ours, plain):
+    """torch's attention, GELU, the loss in rows, unscaling and clipping folded into the optimizer, the schedule."""
+    assert ours.losses[-1] < ours.losses[0] - 2, "it learns"
+    assert min(ours.norms) > 0.4, "every step is clipped"
+    assert IN_FP32.holds(ours, plain)
+
+
+@pytest.mark.parametrize("mistake", [{"divide_by": 2.001}, {"summed": 1}], ids=str)
+def test_a_wrong_scale_is_seen_in_the_first_norms(data, ours, mistake):
+    assert norms_apart(ours, plain_curve(data, steps=2, **mistake)) > 10 * IN_FP32.norm
+
+
+def test_a_missing_clip_is_seen_in_the_losses(data, ours):
+    assert apart(ours.losses, plain_curve(data, steps=60, clip=1e9).losses) > 10 * IN_FP32.loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [{"clip": 0.44}, {"lr": 1.01e-3}, {"decay": 0.11}, {"decay_all": True}, {"eps": 1e-7}],
+                         ids=str)
+def test_a_small_mistake_is_seen_in_fp32(data, ours, mistake):
+    assert not IN_FP32.holds(ours, plain_curve(data, **mistake))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words, tolerance", [(FP16, IN_FP16), ("--bf16", IN_BF16)], ids=["fp16", "bf16"])
+def test_16_bits_are_plain_pytorch(data, tmp_path, ours, words, tolerance):
+    curve, reference = curve_of(data, tmp_path, words), plain_curve(data, words)
+    assert tolerance.holds(curve, reference) and BETWEEN_PRECISIONS.holds(curve, ours)
+    assert curve.scales == reference.scales and curve.scales[-1] == (65536 if words == FP16 else 1)
+    for mistake in ({"summed": 1}, {"clip": 1e9}, {"divide_by": 2.2}):
+        assert not tolerance.holds(curve, plain_curve(data, words, **mistake)), mistake
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words, tolerance", [("", IN_FP32), (FP16, IN_FP16), ("--bf16", IN_BF16)],
+                         ids=["fp32", "fp16", "bf16"])
+def test_kernels_of_attention_agree(data, tmp_path, words, tolerance):
+    """On a CPU auto is torch's kernel in fp32 and fp16, and the explicit one in bf16."""
+    curves = [curve_of(data, tmp_path / kernel, words, f"--attention-backend {kernel}")
+              for kernel in ("auto", "flash", "unfused")]
+    assert apart(curves[1].losses, curves[2].losses) > 0, "they are different kernels"
+    assert tolerance.holds(curves[1], curves[2])
+    assert curves[0] == curves[2 if words == "--bf16" else 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words, tolerance", [("", IN_FP32), ("--bf16", IN_BF16)], ids=["fp32", "bf16"])
+def test_compiled_layers_agree_with_eager_ones(data, tmp_path, words, tolerance):
+    eager, compiled = (curve_of(data, tmp_path / kind, words, f"--torch-compile {kind}") for kind in ("none", "layers"))
+    assert apart(eager.losses, compiled.losses) > 0, "they are different kernels"
+    assert tolerance.holds(eager, compiled)
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_with_one(data, tmp_path, ours):
+    scenarios = tmp_path / "scenarios.json"
+    scenarios.write_text(json.dumps({name: flags(WORDS, words, data=data) for name, words in (("fp32", ""), ("bf16", "--bf16"))}))
+    on_ranks("launch:train_all", tmp_path, str(scenarios))
+    assert IN_FP32.holds(read_curve(tmp_path / "fp32"), ours)
+    assert IN_BF16.holds(read_curve(tmp_path / "bf16"), curve_of(data, tmp_path / "alone", "--bf16"))
+
+
+class Sums(Fp32Gradients):
+    """In another precision."""
+
+    dtype = torch.float64
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._sums = {p: torch.zeros_like(p, dtype=self.dtype) for p in self.parameters}
+
+    def gradients(self):
+        return [gradient.float() for gradient in super().gradients()]
+
+
+class SumsOf16Bits(Sums):
+    dtype = torch.bfloat16
+
+
+@pytest.mark.slow
+def test_sums_in_fp32_are_as_good_as_exact_ones(data, tmp_path, monkeypatch):
+    """Of 8 micro-batches: those in bf16 leave them at the first step."""
+    words, curves = "--bf16 --micro-batch-size 1", []
+    for number, sums in enumerate((Fp32Gradients, Sums, SumsOf16Bits)):
+        monkeypatch.setattr(data_parallel, "Fp32Gradients", sums)
+        curves.append(curve_of(data, tmp_path / str(number), words))
+    ours, exact, rough = curves
+    assert abs(ours.norms[0] / exact.norms[0] - 1) < 1e-6
+    assert abs(rough.norms[0] / exact.norms[0] - 1) > 1e-4
+    assert IN_BF16.holds(ours, exact)

@@ -1,0 +1,42 @@
+"""Kernels that the last bits depend on: kept in checkpoints, and said where a resumed run takes others."""
+
+import re
+
+import pytest
+from launch import alone, checkpoint, flags, quietly
+
+from megatron_lite.train.kernels import other_kernels
+
+SAVED = {"attention": "sdpa flash", "torch_compile": "none"}
+CUDNN_NOW = ("attention was sdpa flash and is sdpa cudnn: losses may differ in their last digits from those of an uninterrupted "
+             "run; --attention-backend flash goes on as before.")
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "lines"),
+    [
+        (SAVED, SAVED, []),
+        ({}, SAVED, []),  # from before, or Megatron-LM's
+        (SAVED, SAVED | {"attention": "sdpa cudnn"},
+         [CUDNN_NOW]),
+        (SAVED | {"attention": "sdpa cudnn"}, SAVED, ["--attention-backend fused goes"]),
+        (SAVED | {"attention": "explicit"}, SAVED, ["--attention-backend unfused goes"]),
+        (SAVED, SAVED | {"torch_compile": "layers"}, ["torch.compile was none and is layers"]),
+        (SAVED | {"torch_compile": "layers"}, SAVED, ["--torch-compile layers goes on as before."]),
+    ],
+)
+def test_other_kernels_than_the_checkpoints_are_said(saved, now, lines):
+    found = list(other_kernels(saved, now))
+    assert len(found) == len(lines) and all(line in text for line, text in zip(lines, found))
+
+
+def test_a_resumed_run_says_what_computes_differently(tmp_path):
+    argv = flags("--train-iters 3 --exit-interval 2 --save", tmp_path / "save")
+    more = flags("--train-iters 3 --load", tmp_path / "save")
+    with alone():
+        quietly(argv, tmp_path / "one")
+        assert checkpoint(tmp_path / "save", 2)["record"].kernels == SAVED
+        _, same = quietly(more, tmp_path / "two")
+        _, other = quietly([*more, "--attention-backend", "unfused"], tmp_path / "three")
+    assert "note: --load" not in same
+    assert re.search(r"note: --load \S+: attention was sdpa flash and is explicit: .*; --attention-backend flash goes on", other)
