@@ -124,5 +124,5 @@ def test_profiled_steps_reuse_freed_memory(tmp_path):
     assert ended.code == 0, ended.err
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     resident = {line["step"]: line["host_memory_bytes"] for line in lines if "step" in line}
-    # the profiler itself takes about 3 MiB per step; where freed blocks are lost, 30 and more
-    assert (resident[LAST] - resident[FIRST - 1]) / (LAST - FIRST + 1) < 8 * MIB
+    # cured 1 to 2 MiB per step; with room but the thread's cache 10 and more, without both about 41
+    assert (resident[LAST] - resident[FIRST - 1]) / (LAST - FIRST + 1) < 5 * MIB
