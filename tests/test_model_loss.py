@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_lite.model import loss
 from megatron_lite.model.loss import token_losses
 
 B, T, H, V = 2, 7, 16, 50
@@ -92,6 +93,14 @@ def test_without_gradients_and_twice():
     once = weight.grad.clone()
     total.backward()
     assert torch.equal(weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_evaluating_makes_no_gradient(dtype, monkeypatch):
+    hidden, weight, labels, _ = made(dtype)
+    monkeypatch.setattr(loss, "_minus_one_hot", None)
+    with torch.no_grad():
+        token_losses(hidden, weight, labels)
 
 
 def test_in_fp16_a_second_backward_is_noticed():

@@ -16,7 +16,7 @@ def token_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, rows_
     if hidden_BTH.dtype == torch.float16:
         losses_M = _ScaledLosses.apply(F.linear(hidden_MH, weight_VH), labels_M, rows_at_once)
     else:
-        losses_M = _Losses.apply(hidden_MH, weight_VH, labels_M, rows_at_once)
+        losses_M = _Losses.apply(hidden_MH, weight_VH, labels_M, rows_at_once, torch.is_grad_enabled())
     return losses_M.view(labels_BT.shape)
 
 
@@ -25,7 +25,7 @@ class _Losses(torch.autograd.Function):
     What backward brings along multiplies the small factors of the products, instead of the many logits."""
 
     @staticmethod
-    def forward(ctx, hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, rows_at_once: int) -> Tensor:
+    def forward(ctx, hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, rows_at_once: int, learns: bool) -> Tensor:
         logits_MV = F.linear(hidden_MH, weight_VH)
         losses_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
         room_RV = logits_MV.new_empty(min(rows_at_once, len(logits_MV)), logits_MV.shape[1], dtype=torch.float32)
@@ -34,19 +34,19 @@ class _Losses(torch.autograd.Function):
             wide_RV = room_RV[: len(logits_RV)].copy_(logits_RV)
             torch.log_softmax(wide_RV, -1, out=wide_RV)
             losses_M[rows] = -wide_RV.gather(1, labels_R1).squeeze(1)
-            if any(ctx.needs_input_grad):
+            if learns:
                 logits_RV.copy_(_minus_one_hot(wide_RV.exp_(), labels_R1))
         ctx.save_for_backward(hidden_MH, weight_VH, logits_MV)
         return losses_M
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_MH, weight_VH, gradients_MV = ctx.saved_tensors
         gradient_M1 = gradient_M[:, None]  # stays in fp32: rounded, it would be wrong in the same way for all tokens
         of_weight_VH = gradients_MV.t() @ (hidden_MH * gradient_M1).to(hidden_MH.dtype)
         of_hidden_MH = (gradients_MV @ weight_VH).mul_(gradient_M1)
-        return of_hidden_MH, of_weight_VH, None, None
+        return of_hidden_MH, of_weight_VH, None, None, None
 
 
 class _ScaledLosses(torch.autograd.Function):
