@@ -20,8 +20,9 @@ class LiveLine:
 
     def draw(self, text: str):
         """Replace the line, unless that was just done."""
-        if self.due:
-            self._drawn = time.monotonic()
+        now = time.monotonic()
+        if self._active and now - self._drawn >= SECONDS_BETWEEN:
+            self._drawn = now
             sys.stderr.write(f"\r\033[K{text}")
             sys.stderr.flush()
 

@@ -121,7 +121,8 @@ def test_activations_climb_to_the_loss_and_fall(plain):
     live = [(event["user_metadata"], total) for event, total in live_at_each_moment(snapshot) if event["action"] == "alloc"]
     highest = peak(snapshot)
     assert highest.size == max(total for _, total in live)
-    assert re.fullmatch(r"step [34]/(forward|backward)/GPT", highest.tag) and "of step" in line
+    # at the loss, or in the last MLP, whose GELU makes its slope beside its result
+    assert re.fullmatch(r"step [34]/((forward|backward)/GPT|forward/decoder.layers.3.mlp)", highest.tag) and "of step" in line
     layers = [max(total for tag, total in live if tag.startswith(f"step 3/forward/decoder.layers.{n}.")) for n in range(4)]
     back = [max(total for tag, total in live if tag.startswith(f"step 3/backward/decoder.layers.{n}.")) for n in range(4)]
     assert layers == sorted(layers) and back == sorted(back)  # up through the layers, down through them backwards

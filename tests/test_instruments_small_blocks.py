@@ -45,7 +45,7 @@ def test_small_blocks_stay_free_and_apart_until_they_are_given_back():
     blocks.add(10_000)
     apart = free_blocks() - before
     blocks.close()
-    assert 8_000 < apart < 11_000
+    assert 7_000 < apart < 11_000  # some of the room was there before, as free small blocks of others
     assert free_blocks() - before < 0.6 * apart  # some lay beside each other, and are one now
 
 
@@ -99,7 +99,7 @@ class Counted:
         self.closed += 1
 
 
-def test_room_is_made_before_every_profiled_step_and_given_back_after_the_last(monkeypatch):
+def test_room_is_made_before_the_first_profiled_step_and_given_back_after_the_last(monkeypatch):
     monkeypatch.setattr(small_blocks, "SmallBlocks", Counted)
     room = RoomForNames(Window(range(3, 5)), layers=6, passes=2)
     for step in (1, 2, 3, 4):
@@ -107,7 +107,7 @@ def test_room_is_made_before_every_profiled_step_and_given_back_after_the_last(m
         assert room._blocks.closed == 0
         room.end(step)
     room.begin(5)
-    assert room._blocks.added == [8_192 + 12 * 1_024] * 2 and room._blocks.closed == 1
+    assert room._blocks.added == [2 * (8_192 + 12 * 1_024)] and room._blocks.closed == 1
 
 
 @pytest.mark.parametrize(("ways", "rooms"), [(PROFILE, 1), ("--no-profile-on-demand", 0), ("", 1)])

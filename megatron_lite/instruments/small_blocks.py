@@ -6,10 +6,12 @@ from megatron_lite.parallel.host_memory import SmallBlocks
 
 # Of torch 2.13, 6 layers and 2 micro-batches: 5,700 names of operators per step, and blocks that live as long as one.
 PER_LAYER_AND_PASS, PER_STEP = 1_024, 8_192
+MOST_STEPS = 20  # of a window: room costs 3 MB and 10 ms for each
 
 
 class RoomForNames(Instrument):
-    """On a CPU, on a rank that records: before every profiled step, outside of its time."""
+    """On a CPU, on a rank that records: all of it before the first profiled step, since readers of a trace take what lies between
+    two steps for the first one's."""
 
     def __init__(self, window: Window, layers: int, passes: int):
         """`passes`: micro-batches of a rank per step."""
@@ -17,8 +19,8 @@ class RoomForNames(Instrument):
         self.per_step = PER_STEP + PER_LAYER_AND_PASS * layers * passes
 
     def begin(self, step: int):
-        if step in self.window:
-            self._blocks.add(self.per_step)
+        if self.window.opens(step):
+            self._blocks.add(self.per_step * min(len(self.window), MOST_STEPS))
 
     def end(self, step: int):
         if self.window.closes(step):
