@@ -49,8 +49,8 @@ class _InPieces(torch.autograd.Function):
 
 def _fill(x: Tensor, result: Tensor, slope: Tensor | None):
     """result = gelu(x) and, where it is asked for, slope = gelu'(x); flat."""
-    length = max(1, min(PIECE * torch.get_num_threads(), x.numel()))
-    room = torch.empty(4, length, dtype=torch.float32)
+    room = room_for(x)
+    length = room.shape[1]
     is_wide = x.dtype == room.dtype
     for first in range(0, x.numel(), length):
         piece, result_piece = x[first : first + length], result[first : first + length]
@@ -66,3 +66,8 @@ def _fill(x: Tensor, result: Tensor, slope: Tensor | None):
             torch.addcmul(wide, wide, square, value=3 * CUBIC, out=square)
             torch.addcmul(gate, gate, gate, value=-1, out=spare)
             slope[first : first + length].copy_(gate.addcmul_(spare, square, value=OUTER))
+
+
+def room_for(x: Tensor) -> Tensor:
+    """fp32 buffers of a piece of x."""
+    return torch.empty(4, max(1, min(PIECE * torch.get_num_threads(), x.numel())), dtype=torch.float32)

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 
 from megatron_lite.analysis.memory.read import snapshot_of
 from megatron_lite.config.batch_schedule import BatchSchedule
@@ -20,6 +18,7 @@ from megatron_lite.model.gelu import gelu_tanh
 from megatron_lite.model.gpt import GPT
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.recompute import recompute_layers
+from megatron_lite.rehearsal.gelu import cuda_gelu, rehearsed_gelu
 from megatron_lite.rehearsal.replica import RehearsedReplica, without_other_ranks
 from megatron_lite.rehearsal.walk import walk
 from megatron_lite.train.run import DTYPES, attention_of, losses_of
@@ -106,8 +105,8 @@ def _model(plan: Plan, losses) -> nn.Module:
     finally:
         torch.set_default_dtype(before)
     for layer in model.decoder.layers:
-        if layer.mlp.activation is gelu_tanh:  # in pieces it keeps as much, but walking through them takes minutes
-            layer.mlp.activation = partial(gelu, approximate="tanh")
+        if layer.mlp.activation is gelu_tanh:
+            layer.mlp.activation = cuda_gelu if plan.device == "cuda" else rehearsed_gelu
     recompute_layers(plan.args.model, model.decoder.layers)
     return model
 
