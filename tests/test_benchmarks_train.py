@@ -80,6 +80,8 @@ def test_rates_are_shares_of_a_gpu_or_of_the_whole_processor():
 
 def test_bars_take_the_faster_of_the_plain_ones():
     work, found = of_flags(["--bars"])
+    if found[-1].kind != "hf":  # left out where transformers is not installed
+        found += contestants_of(["hf"], [])
     assert [one.name for one in found] == ["ours", "ours@2", "plain", "plain-compiled", "hf"]
     speeds = {"ours": 1.0, "ours@2": 0.8, "plain": 1.2, "plain-compiled": 1.4, "hf": 2.0}
     results = [Result(name, number, [number * seconds] * 3) for name, seconds in speeds.items() for number in (1, 2)]
