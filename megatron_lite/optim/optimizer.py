@@ -75,9 +75,9 @@ class Optimizer:
         An overflow skips the step (with a loss scale). A NaN or Inf without one stops all further steps, so that the
         weights stay good until the host has noticed.
         """
-        scale = self.loss_scale.clone()
-        divide_by = scale if divisor is None else scale * divisor
         with phase(Phase.UNSCALE):
+            scale = self.loss_scale.clone()
+            divide_by = scale if divisor is None else scale * divisor
             self.weights.attach(gradients)
         with phase(Phase.CLIP_GRAD):
             norm = torch.nn.utils.get_total_norm(self._gradients()) / divide_by
@@ -91,7 +91,7 @@ class Optimizer:
             self.weights.write_back()
             self.weights.detach()
             self._account(skipped, samples)
-        return Update(norm, skipped, scale, self.loss_scale.clone(), self.good_samples.clone())
+            return Update(norm, skipped, scale, self.loss_scale.clone(), self.good_samples.clone())
 
     def _gradients(self) -> list[Tensor]:
         return [w.grad for w in self.weights.masters if w.grad is not None]

@@ -68,18 +68,26 @@ class TrainingStep:
                 raw_BT1 = next(batches)
             with phase(Phase.DATA_TO_DEVICE):
                 batch = self.make(raw_BT1)
-            with self.replica.micro_batch(last=index == number - 1):
-                with phase(Phase.FORWARD):
-                    loss_sum, tokens = loss_and_tokens(self.replica, batch)
-                    # gradients: the mean over micro-batches of each one's mean over tokens, as in Megatron
-                    objective = loss_sum if self._per_token else loss_sum / tokens.clamp(min=1) / number
-                with phase(Phase.BACKWARD):
-                    scaled = objective * self.optimizer.loss_scale
-                    if self._computed is not None and index == number - 1:  # other micro-batches wait for nobody
-                        call_when_computed(scaled, self._computed)
-                    scaled.backward()
-            sums += torch.stack((loss_sum.detach(), tokens))
+                del raw_BT1  # a loader's shared memory is unmapped here, not somewhere in the loop
+            last = index == number - 1
+            with self.replica.micro_batch(last):
+                sums += self._forward_backward(batch, number, last, phase)
         return self._update(sums, self.plan.batch.size(consumed), phase)
+
+    def _forward_backward(self, batch: Batch, micro_batches: int, last: bool, phase) -> Tensor:
+        """Of one micro-batch: its losses' sum and its tokens, two numbers on the device."""
+        with phase(Phase.FORWARD):
+            loss_sum, tokens = loss_and_tokens(self.replica, batch)
+            # gradients: the mean over micro-batches of each one's mean over tokens, as in Megatron
+            objective = loss_sum if self._per_token else loss_sum / tokens.clamp(min=1) / micro_batches
+        with phase(Phase.BACKWARD):
+            scaled = objective * self.optimizer.loss_scale
+            if self._computed is not None and last:  # other micro-batches wait for nobody
+                call_when_computed(scaled, self._computed)
+            scaled.backward()
+            loss_sum = loss_sum.detach()
+            del objective, scaled  # autograd's graph goes here, not somewhere in the loop
+        return torch.stack((loss_sum, tokens))
 
     def _update(self, sums: Tensor, samples: int, phase) -> StepResult:
         with phase(Phase.GRAD_SYNC):  # what is left of it: buckets were reduced while backward ran
