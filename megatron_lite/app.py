@@ -44,7 +44,7 @@ SECONDS_FOR_THE_FIRST = SECONDS_FOR_RANK_0 + 3  # what ranks that lost others le
 
 def main(argv: list[str]) -> int:
     """Train as `argv` says; returns the exit code."""
-    world = read_world(torch.cuda.device_count())
+    world = read_world(torch.cuda.device_count(), torch.get_num_threads())
     try:
         _run(argv, world)
     except UserError as error:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from launch import plan_of
 
 from megatron_lite.config.plan import Plan
@@ -81,7 +82,8 @@ QUICK = ("tiny", "short, fp16", "short, bf16, 2 ranks", "bytes, llama, recompute
 
 def plan_for(words: str, ranks: int = 1, device: str = "cuda") -> Plan:
     """Of the trainer's flags, as it checks and resolves them; the last one of a name wins."""
-    return plan_of([*ALWAYS.split(), *words.split()], World(size=ranks, local_size=ranks, gpus=ranks if device == "cuda" else 0))
+    world = World(size=ranks, local_size=ranks, gpus=ranks if device == "cuda" else 0, threads=torch.get_num_threads())
+    return plan_of([*ALWAYS.split(), *words.split()], world)
 
 
 @dataclass(frozen=True)

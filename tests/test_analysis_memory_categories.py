@@ -115,12 +115,13 @@ def test_a_foreign_loop_without_tags_to_the_byte(tmp_path, from_the_start):
 
 RECORD = "--record-memory-history --profile-step-start 2 --profile-step-end 5 --train-iters 5 --num-layers 3"
 SHAPE = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2"
-WAYS = {"fp32": "", "bf16": "--bf16", "fp16, dropout": "--fp16 --hidden-dropout 0.1 --attention-dropout 0.1",
+WAYS = {"fp32": "", "untied": "--untie-embeddings-and-output-weights", "bf16": "--bf16",
+        "fp16, dropout": "--fp16 --hidden-dropout 0.1 --attention-dropout 0.1",
         "recompute": "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"}
 
 
 @pytest.fixture(scope="module", params=[
-    pytest.param("fp32", marks=pytest.mark.slow), pytest.param("bf16", marks=pytest.mark.slow), "fp16, dropout", "recompute",
+    *(pytest.param(way, marks=pytest.mark.slow) for way in ("fp32", "untied", "bf16")), "fp16, dropout", "recompute",
 ])
 def own(request, tmp_path_factory):
     """(path of a run's snapshot, its plan as run.json has it)."""
@@ -169,8 +170,7 @@ def test_without_tags_as_with_them(own):
     peak = lives.held_after(int(np.argmax(held_bytes(lives, len(record)))) - 1)
     right = told[peak] == guessed[peak]
     wrong = sorted({(CATEGORIES[a], CATEGORIES[b]) for a, b in zip(told[peak][~right], guessed[peak][~right])})
-    # the loss' own backward runs in Python, of which such a snapshot has no frames: 5% here, with 128 tokens
-    assert lives.num_bytes[peak][right].sum() >= 0.94 * lives.num_bytes[peak].sum(), wrong
+    assert lives.num_bytes[peak][right].sum() >= 0.99 * lives.num_bytes[peak].sum(), wrong
 
 
 def test_the_ledger_agrees_with_what_was_measured(own):
@@ -178,12 +178,9 @@ def test_the_ledger_agrees_with_what_was_measured(own):
     rows = {row.category: row for row in ledger(read_snapshot(path), plan)}
     for category in ("parameters", "gradients", "master weights"):
         assert abs(rows[category].difference_bytes) <= 64, rows[category]
-    # and numbers per token; in backward the hidden vectors times the incoming gradient, in fp32 and rounded
-    assert 0 <= rows["logits and loss"].difference_bytes <= 2048 + 6 * 128 * 64
+    assert 0 <= rows["logits and loss"].difference_bytes <= 1024  # and a number per token
     assert 0 <= rows["moments"].difference_bytes < 1024  # and a step counter per weight
-    # with recomputation the loss' backward is the peak of so small a model, and no layer is there again
-    room = 0.2 if plan["args"]["model"]["recompute_granularity"] else 0.03
-    assert abs(rows["activations"].difference_bytes) < room * rows["activations"].formula_bytes
+    assert abs(rows["activations"].difference_bytes) < 0.03 * rows["activations"].formula_bytes
 
 
 def test_no_ledger_without_a_plan_of_ours(own):

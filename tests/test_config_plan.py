@@ -213,10 +213,10 @@ def test_a_plan_can_be_written_down():
 
 def test_the_launcher_says_who_one_is():
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert read_world(4, torchrun) == World(5, 8, 1, 4, 4)
-    assert read_world(0, {}) == World() and World().is_first and World().is_last
-    assert not read_world(0, torchrun).is_first and read_world(0, {**torchrun, "RANK": "7"}).is_last
-    own_gpu_only = read_world(1, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"})
+    assert read_world(4, 2, torchrun) == World(5, 8, 1, 4, 4, threads=2)
+    assert read_world(0, 1, {}) == World() and World().is_first and World().is_last
+    assert not read_world(0, 1, torchrun).is_first and read_world(0, 1, {**torchrun, "RANK": "7"}).is_last
+    own_gpu_only = read_world(1, 1, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"})
     assert own_gpu_only.local_size == 1 and own_gpu_only.gpu == 0
-    assert read_world(4, torchrun).gpu == 1
-    assert read_world(1, {"NSYS_PROFILING_SESSION_ID": "123"}).under_nsys
+    assert read_world(4, 1, torchrun).gpu == 1
+    assert read_world(1, 1, {"NSYS_PROFILING_SESSION_ID": "123"}).under_nsys

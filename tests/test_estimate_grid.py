@@ -16,7 +16,7 @@ def test_formula_and_rehearsal_agree(name):
     check(name)
 
 
-@pytest.mark.parametrize("name", ["tiny", "bytes, llama, recompute"])
+@pytest.mark.parametrize("name", ["tiny", "bytes, llama, recompute", "bytes, fp32, no dropout", "bytes, bf16, recompute"])
 def test_they_agree_on_cpus(name):
     check(name, "cpu")
 

@@ -121,8 +121,8 @@ def test_activations_climb_to_the_loss_and_fall(plain):
     live = [(event["user_metadata"], total) for event, total in live_at_each_moment(snapshot) if event["action"] == "alloc"]
     highest = peak(snapshot)
     assert highest.size == max(total for _, total in live)
-    # at the loss, or in the last MLP, whose GELU makes its slope beside its result
-    assert re.fullmatch(r"step [34]/((forward|backward)/GPT|forward/decoder.layers.3.mlp)", highest.tag) and "of step" in line
+    # of so small a model in the last MLP: its GELU works in fp32 rooms as large as all it computes
+    assert re.fullmatch("step [34]/forward/decoder.layers.3.mlp", highest.tag) and "of step" in line
     layers = [max(total for tag, total in live if tag.startswith(f"step 3/forward/decoder.layers.{n}.")) for n in range(4)]
     back = [max(total for tag, total in live if tag.startswith(f"step 3/backward/decoder.layers.{n}.")) for n in range(4)]
     assert layers == sorted(layers) and back == sorted(back)  # up through the layers, down through them backwards
@@ -137,8 +137,7 @@ def test_the_peak_is_what_torchs_own_allocator_counted(tmp_path, plain):
     start = counted[0]["Total Allocated"] - counted[0]["Bytes"]
     moments = list(live_at_each_moment(plain[1]))
     ours = peak(plain[1]).size - (moments[0][1] - moments[0][0]["size"])
-    batch = 2 * (32 + 1) * 8  # made by numpy: ours sees the tensor, torch's allocator did not make it
-    assert abs(ours - batch - (max(event["Total Allocated"] for event in counted) - start)) <= 64  # a scalar or two
+    assert abs(ours - (max(event["Total Allocated"] for event in counted) - start)) <= 64  # a scalar or two
 
 
 def test_recomputing_lowers_the_peak_and_shows_itself(tmp_path, plain):

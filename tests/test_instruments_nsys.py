@@ -334,4 +334,4 @@ TOOL = "/opt/nvidia/nsight-systems/2025.1/target-linux-x64/libToolsInjection64.s
     ({"PATH": "/opt/nvidia/nsight-systems/bin"}, False),
 ])
 def test_nsys_is_known_by_what_it_puts_into_the_environment(environment, under):
-    assert read_world(0, environment).under_nsys == under
+    assert read_world(0, 1, environment).under_nsys == under

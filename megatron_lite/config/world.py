@@ -15,6 +15,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     gpus: int = 0  # GPUs that this process sees
+    threads: int = 1  # that its operations on CPU tensors use
     under_nsys: bool = False  # Nsight Systems watches this process
     no_compiler: str = ""  # why torch.compile can make no kernels for this process's GPU; empty: it can, as far as is known
 
@@ -34,8 +35,8 @@ class World:
         return self.rank == self.size - 1
 
 
-def read_world(gpus: int, environment=os.environ) -> World:
-    """The launcher's variables (torchrun's names); `gpus` is what torch counts here."""
+def read_world(gpus: int, threads: int, environment=os.environ) -> World:
+    """The launcher's variables (torchrun's names); `gpus` and `threads` are what torch counts here."""
     return World(
         rank=int(environment.get("RANK", 0)),
         size=int(environment.get("WORLD_SIZE", 1)),
@@ -43,6 +44,7 @@ def read_world(gpus: int, environment=os.environ) -> World:
         # launchers other than torchrun may not say it; they place ranks themselves, and show each what it may use
         local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
         gpus=gpus,
+        threads=threads,
         under_nsys=_is_under_nsys(environment),
     )
 

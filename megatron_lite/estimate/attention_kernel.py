@@ -1,5 +1,7 @@
 """Which kernel attention gets, as far as its memory depends on it, and with it the sizes of a plan's tensors."""
 
+from dataclasses import replace
+
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.memory import element_bytes
@@ -14,8 +16,9 @@ EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple 
 def setting_of(plan: Plan) -> Setting:
     """What the sizes of one micro-batch's tensors depend on."""
     a = plan.args
-    return setting_from(plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
-                        a.data.reset_attention_mask, a.model.recompute_granularity)
+    setting = setting_from(plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
+                           a.data.reset_attention_mask, a.model.recompute_granularity)
+    return replace(setting, threads=plan.world.threads)
 
 
 def setting_from(shape: ModelShape, micro_batch: int, precision: str, device: str, backend: str, masked: bool = False,

@@ -3,6 +3,7 @@
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.attention_inputs import input_ops
 from megatron_lite.estimate.core_attention import core_ops
+from megatron_lite.estimate.gelu import gelu_op
 from megatron_lite.estimate.norms import norm_ops
 from megatron_lite.estimate.sizes import MLP, NORMS, PASSING, Setting
 from megatron_lite.estimate.tape import Op, gradient_of
@@ -44,7 +45,8 @@ def _attention(setting: Setting) -> tuple[Op, ...]:
 
 
 def _mlp(setting: Setting) -> tuple[Op, ...]:
-    """Linear layers keep their inputs, and activation functions too, but for the squared relu, which keeps relu's result."""
+    """Linear layers keep their inputs, and activation functions too, but for the squared relu, which keeps relu's result, and
+    for GELU on a CPU."""
     shape, width = setting.shape, setting.shape.ffn_hidden_size
     inner, outer = setting.rows(MLP, width), setting.rows(MLP, shape.fc1_width)
     middle = {
@@ -59,7 +61,7 @@ def _mlp(setting: Setting) -> tuple[Op, ...]:
             Op("squared_relu", ("relu",), (("activated", inner),), ("relu",), holds=("fc1",),
                backward_scratch=(gradient_of(inner), gradient_of(inner))),
         ),
-    }.get(shape.activation, (Op("gelu", ("fc1",), (("activated", inner),), ("fc1",)),))
+    }.get(shape.activation, (gelu_op(setting, inner),))
     return (
         Op("linear_fc1", ("mlp.normed",), (("fc1", outer),), ("mlp.normed",),
            weights=shape.fc1_width * (shape.hidden_size + shape.linear_bias)),

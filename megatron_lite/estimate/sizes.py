@@ -29,6 +29,7 @@ class Setting:
     element_bytes: int  # of activations
     attention: str = FUSED
     on_cpu: bool = False
+    threads: int = 1  # of a CPU, for one rank
     is_flash: bool = True  # which fused kernel: flash, or the memory-efficient one
     masked: bool = False  # attention stays within documents
     recomputes_attention: bool = False  # core attention alone

@@ -36,7 +36,8 @@ class Op:
     passes: bool = False
     holds: tuple[str, ...] = ()  # values that Python's variables hold until this operation is through
     scratch: tuple[Sized, ...] = ()  # what lives only while its forward or backward runs, before there are results
-    backward_scratch: tuple[Sized, ...] = ()  # the same of backward alone, beside the results
+    forward_scratch: tuple[Sized, ...] = ()  # the same of forward alone, beside the results
+    backward_scratch: tuple[Sized, ...] = ()
 
 
 class Live:
@@ -141,6 +142,7 @@ class Tape:
             if name in op.keeps:
                 kept.append(self._hold(self._values[name], op.name))
         kept += [self._hold(_Storage(sized), op.name) for sized in op.keeps_too]
+        self._pass_over(op.forward_scratch, op.name)
 
     def _bind(self, name: str, sized: Sized, storage: _Storage, op: str):
         self._values[name], self._sizes[name] = self._hold(storage, op), sized

@@ -150,8 +150,9 @@ class StorageTracker(TorchDispatchMode):
             return place.tag
         node = torch._C._current_autograd_node()
         module = place.module or (self._module_of.get(node._sequence_nr(), "") if node is not None else "")
-        # only a forward that is repeated for its activations records gradients inside backward
-        again = node is not None and torch.is_grad_enabled()
+        # Only a forward that is repeated for its activations records gradients inside backward; inside of a Function of
+        # its own it does not, but modules run.
+        again = node is not None and (torch.is_grad_enabled() or place.phase_name == RECOMPUTE)
         return place.tag_of(RECOMPUTE if again else BACKWARD, module)
 
     def _returns_arguments(self, func) -> bool:

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lite.estimate.gelu import COPIES, PIECE
+
 # gelu(x) = x * (1 + tanh(sqrt(2 / pi) * (x + CUBIC * x^3))) / 2 = x * sigmoid(OUTER * (x + CUBIC * x^3))
 CUBIC = 0.044715
 OUTER = 2 * math.sqrt(2 / math.pi)
-PIECE = 2**16  # elements of a thread: its five pieces in fp32, 1.3 MB, fit a core's second-level cache
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -70,4 +71,4 @@ def _fill(x: Tensor, result: Tensor, slope: Tensor | None):
 
 def room_for(x: Tensor) -> Tensor:
     """fp32 buffers of a piece of x."""
-    return torch.empty(4, max(1, min(PIECE * torch.get_num_threads(), x.numel())), dtype=torch.float32)
+    return torch.empty(COPIES, max(1, min(PIECE * torch.get_num_threads(), x.numel())), dtype=torch.float32)

@@ -33,18 +33,18 @@ class _Losses(torch.autograd.Function):
             logits_RV = logits_MV[rows]
             wide_RV = room_RV[: len(logits_RV)].copy_(logits_RV)
             torch.log_softmax(wide_RV, -1, out=wide_RV)
-            losses_M[rows] = -wide_RV.gather(1, labels_R1).squeeze(1)
+            torch.gather(wide_RV, 1, labels_R1, out=losses_M[rows, None])
             if learns:
                 logits_RV.copy_(_minus_one_hot(wide_RV.exp_(), labels_R1))
         ctx.save_for_backward(hidden_MH, weight_VH, logits_MV)
-        return losses_M
+        return losses_M.neg_()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_MH, weight_VH, gradients_MV = ctx.saved_tensors
         gradient_M1 = gradient_M[:, None]  # stays in fp32: rounded, it would be wrong in the same way for all tokens
-        of_weight_VH = gradients_MV.t() @ (hidden_MH * gradient_M1).to(hidden_MH.dtype)
+        of_weight_VH = gradients_MV.t() @ torch.mul(hidden_MH, gradient_M1, out=torch.empty_like(hidden_MH))
         of_hidden_MH = (gradients_MV @ weight_VH).mul_(gradient_M1)
         return of_hidden_MH, of_weight_VH, None, None, None
 

@@ -117,11 +117,11 @@ def _optimizer(seen: Placed, decide):
 
 def _gradients(seen: Placed, lives: Lives, found: np.ndarray, decide):
     """What outlives its backward. In one that did not end, only a weight's size tells."""
-    computed = _in(seen, "backward") & seen.known & ~seen.same_span & ~_has(seen, Code.LOSS)
+    computed, in_loss = _in(seen, "backward") & seen.known & ~seen.same_span, _has(seen, Code.LOSS)
     weights = lives.requested[found == INDEX["parameters"]]
-    decide(computed & ~seen.unfinished, "gradients")
+    decide(computed & ~seen.unfinished & (~in_loss | np.isin(lives.requested, weights)), "gradients")
     sizes = np.union1d(weights, lives.requested[found == INDEX["gradients"]])
-    decide(computed & seen.unfinished & np.isin(lives.requested, sizes), "gradients")
+    decide(computed & seen.unfinished & ~in_loss & np.isin(lives.requested, sizes), "gradients")
 
 
 def _backward(seen: Placed, logits: np.ndarray, decide):
@@ -150,7 +150,10 @@ def _logits(seen: Placed, lives: Lives, phases: Phases) -> np.ndarray:
     stack_in_span = phases.fine_span[lives.begin[forward]] * (int(lives.stack.max(initial=0)) + 1) + lives.stack[forward]
     _, where, times = np.unique(stack_in_span, return_inverse=True, return_counts=True)
     found[forward] = sized[forward] & (times[where] == 1)
-    backward = np.flatnonzero(_in(seen, "backward") & (lives.begin >= 0) & (lives.requested >= LEAST_LOGITS))
+    # of a small model all that a layer makes may have that size: what comes between may be smaller
+    least = min(LEAST_LOGITS, int(lives.requested[loss].max(initial=0)) // 8)
+    computed = _in(seen, "backward") & ~_has(seen, Code.RECOMPUTE) & (lives.begin >= 0)
+    backward = np.flatnonzero(computed & (lives.requested >= least))
     span = phases.span[lives.begin[backward]]
     first_other = np.full(int(phases.span.max(initial=0)) + 1, np.iinfo(np.int64).max)
     others = ~sized[backward]
