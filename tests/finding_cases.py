@@ -132,9 +132,13 @@ def math_attention(made, at):
     made.op("aten::_scaled_dot_product_attention_math", at + 100, at + 1500)
 
 
-def breaks(made, at):
-    for number in range(4):
-        made.annotation(f"Torch-Compiled Region: {number}/0", at + 100 + 500 * number, at + 500 + 500 * number)
+def breaks(made, at, regions=("0/0", "1/0")):
+    for start, name in enumerate(regions):
+        made.annotation(f"Torch-Compiled Region: {name}", at + 100 + 500 * start, at + 500 + 500 * start)
+
+
+def more_than_a_layer_and_the_loss(made, at):
+    breaks(made, at, ("0/0", "1/0", "2/0", "3/0"))
 
 
 def resumes(made, at):
@@ -142,8 +146,11 @@ def resumes(made, at):
 
 
 def one_graph(made, at):
-    for start, name in enumerate(("0/0", "0/0", "1/0", "2/0")):  # two layers, the loss forward and backward
-        made.annotation(f"Torch-Compiled Region: {name}", at + 100 + 500 * start, at + 500 + 500 * start)
+    breaks(made, at, ("0/0", "0/0"))
+
+
+def layers_and_the_loss(made, at):
+    breaks(made, at, ("0/0", "0/0", "1/0", "2/0"))  # two layers, the loss forward and backward
 
 
 def every(n: int, value, otherwise):
@@ -295,6 +302,7 @@ CASES = {
 # a second way in which a rule can see its cause, or a second near miss
 MORE_TRIGGERS = [
     ("graph-breaks", on_cpu(change=resumes)),
+    ("graph-breaks", both(on_cpu(change=more_than_a_layer_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("memory-growth", remembered(kept_mib=64, steps=5)),
     ("sync-in-step", on_cpu(change=cpu_reads)),
     ("starved-loader", recorded(steps=ordinary_steps(phase_data=3.0))),
@@ -305,6 +313,7 @@ MORE_TRIGGERS = [
     ("matmul-shapes", both(on_cpu(dims=ODD), recorded(device="cpu", shape=ODD_SHAPE))),
 ]
 MORE_NEAR_MISSES = [
+    ("graph-breaks", both(on_cpu(change=layers_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("sync-in-step", on_cpu(change=fused_optimizer_reads)),
     ("memory-growth", remembered(steps=5)),
     ("recompute-activations", both(remembered(layer_gib=2), on_a_gpu_of(80))),

@@ -94,13 +94,13 @@ def test_older_runs_are_read(change, answer, tmp_path):
 def test_a_run_says_what_it_decided(tmp_path):
     path = run(tmp_path, torch_compile="auto") / "run.json"
     record = json.loads(path.read_text())
-    record["plan"]["compilation"] = {"target": "layers", "why": ""}
+    record["plan"]["compilation"] = {"layers": True, "why": ""}
     path.write_text(json.dumps(record))
     assert compiles(analyze([tmp_path]).facts) is True
 
 
 def test_the_flag_is_asked_before_the_machine():
-    assert compilation_of(read("--torch-compile layers").args, NO_GCC) == Compilation("layers", "")
+    assert compilation_of(read("--torch-compile layers").args, NO_GCC) == Compilation(True, "")
 
 
 def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):

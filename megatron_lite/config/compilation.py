@@ -12,20 +12,25 @@ AUTO, LAYERS, NONE = "auto", "layers", "none"
 class Compilation:
     """What torch.compile is to compile."""
 
-    target: str  # layers (each by itself, and the loss) | none
+    layers: bool  # each by itself, and the loss
     why: str  # of an automatic choice, with the way out; empty: the flag says it
+
+    @property
+    def target(self) -> str:
+        """In the flag's words."""
+        return LAYERS if self.layers else NONE
 
 
 def compilation_of(args: Args, world: World) -> Compilation:
     """The flag's word, or for auto: layers where there is a GPU that kernels can be compiled for."""
     asked = args.training.torch_compile
     if asked != AUTO:
-        return Compilation(asked, "")
+        return Compilation(asked == LAYERS, "")
     if not world.gpus:
-        return Compilation(NONE, "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles")
+        return Compilation(False, "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles")
     if args.training.deterministic_mode:
-        return Compilation(NONE, "--deterministic-mode is given, and compiled kernels may be picked by timing them; "
-                                 "--torch-compile layers compiles all the same")
+        return Compilation(False, "--deterministic-mode is given, and compiled kernels may be picked by timing them; "
+                                  "--torch-compile layers compiles all the same")
     if world.no_compiler and args.training.torch_compile_backend == "inductor":
-        return Compilation(NONE, f"{world.no_compiler}; layers would be faster compiled")
-    return Compilation(LAYERS, "automatic on a GPU; --torch-compile none trains without")
+        return Compilation(False, f"{world.no_compiler}; layers would be faster compiled")
+    return Compilation(True, "automatic on a GPU; --torch-compile none trains without")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.compilation import LAYERS, Compilation, compilation_of
+from megatron_lite.config.compilation import Compilation, compilation_of
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
@@ -51,7 +51,7 @@ class Plan:
     @property
     def compiles_layers(self) -> bool:
         """The transformer layers, each by itself, and the loss; else everything runs eagerly."""
-        return self.compilation.target == LAYERS
+        return self.compilation.layers
 
     @property
     def samples_per_pass(self) -> int:

@@ -2,8 +2,6 @@
 
 from megatron_lite.analysis.facts import Facts
 
-LAYERS = "layers"  # config/compilation.py's word; importing that for one word would make every report start slower
-
 
 def argument(facts: Facts, name: str):
     """A flag as resolved ("micro_batch_size"); None for unknown."""
@@ -18,9 +16,12 @@ def part(facts: Facts, group: str, name: str):
 
 def compiles(facts: Facts) -> bool | None:
     """Layers through torch.compile, as the run decided; None for unknown. Runs of before that wrote the flag: true or false."""
-    target = part(facts, "compilation", "target")
-    if target is not None:
-        return target == LAYERS
+    found = part(facts, "compilation", "layers")
+    return found if found is not None else compiled_as_asked(facts)
+
+
+def compiled_as_asked(facts: Facts) -> bool | None:
+    """The same of runs of before, which compiled where the flag was true, and no loss; None of others."""
     flag = argument(facts, "torch_compile")
     return flag if isinstance(flag, bool) else None
 
