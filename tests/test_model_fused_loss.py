@@ -6,31 +6,18 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from loss_cases import V, made, whole
 from torch._dynamo.utils import counters
 
 from megatron_lite.model.fused_loss import Pieces, fused_token_losses
 from megatron_lite.model.loss import token_losses
 from megatron_lite.parallel.compiled import LOSS_PIECES
 
-B, T, H, V = 2, 7, 16, 50
-
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_before():
     torch._dynamo.reset()
     counters.clear()
-
-
-def made(dtype, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    hidden, weight = torch.randn(B, T, H, generator=draw), torch.randn(V, H, generator=draw)
-    labels = torch.randint(V, (B, T), generator=draw)
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels, torch.rand(B, T, generator=draw)
-
-
-def whole(hidden_BTH, weight_VH, labels_BT):
-    logits_MV = F.linear(hidden_BTH, weight_VH).float().flatten(0, 1)
-    return F.cross_entropy(logits_MV, labels_BT.flatten(), reduction="none").view(labels_BT.shape)
 
 
 def results(losses, dtype):

@@ -5,23 +5,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from loss_cases import V, made, whole
 
 from megatron_lite.model import loss
 from megatron_lite.model.loss import token_losses
-
-B, T, H, V = 2, 7, 16, 50
-
-
-def made(dtype, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    hidden, weight = torch.randn(B, T, H, generator=draw), torch.randn(V, H, generator=draw)
-    labels = torch.randint(V, (B, T), generator=draw)
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels, torch.rand(B, T, generator=draw)
-
-
-def whole(hidden_BTH, weight_VH, labels_BT):
-    logits_MV = F.linear(hidden_BTH, weight_VH).float().flatten(0, 1)
-    return F.cross_entropy(logits_MV, labels_BT.flatten(), reduction="none").view(labels_BT.shape)
 
 
 def gradients(losses, dtype, seed=0, computed_in=None):
