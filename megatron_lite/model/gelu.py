@@ -4,6 +4,7 @@ On a CPU torch computes it several times slower than the memory could hand it th
 pieces that stay in the processor's cache, from operations that torch does fast, and backward is left one product.
 """
 
+import itertools
 import math
 
 import torch
@@ -51,22 +52,30 @@ class _InPieces(torch.autograd.Function):
 def _fill(x: Tensor, result: Tensor, slope: Tensor | None):
     """result = gelu(x) and, where it is asked for, slope = gelu'(x); flat."""
     room = room_for(x)
-    length = room.shape[1]
-    is_wide = x.dtype == room.dtype
-    for first in range(0, x.numel(), length):
-        piece, result_piece = x[first : first + length], result[first : first + length]
-        wide, square, gate, spare = room[:, : len(piece)]
-        wide = piece if is_wide else wide.copy_(piece)
-        torch.mul(wide, wide, out=square)
-        torch.addcmul(wide, wide, square, value=CUBIC, out=gate).mul_(OUTER).sigmoid_()
-        torch.mul(wide, gate, out=result_piece if is_wide else spare)
-        if not is_wide:  # an out of another precision would take memory of its own
-            result_piece.copy_(spare)
-        if slope is not None:
-            # gate + x * gate' with gate' = gate * (1 - gate) * OUTER * (1 + 3 * CUBIC * x^2)
-            torch.addcmul(wide, wide, square, value=3 * CUBIC, out=square)
-            torch.addcmul(gate, gate, gate, value=-1, out=spare)
-            slope[first : first + length].copy_(gate.addcmul_(spare, square, value=OUTER))
+    length, buffers, outer = room.shape[1], room.unbind(), torch.full((), OUTER)
+    slopes = itertools.repeat(None) if slope is None else slope.split(length)
+    for piece, result_piece, slope_piece in zip(x.split(length), result.split(length), slopes):
+        fitting = buffers if len(piece) == length else room[:, : len(piece)].unbind()
+        _fill_piece(piece, result_piece, slope_piece, fitting, outer)
+
+
+def _fill_piece(x: Tensor, result: Tensor, slope: Tensor | None, buffers: tuple[Tensor, ...], outer: Tensor):
+    wide, inner, gate, spare = buffers
+    is_wide = x.dtype == wide.dtype  # else an out of that precision would take memory of its own
+    wide = x if is_wide else wide.copy_(x)
+    torch.addcmul(outer, wide, wide, value=OUTER * CUBIC, out=inner).mul_(wide)
+    torch.sigmoid(inner, out=gate)
+    torch.mul(wide, gate, out=result if is_wide else spare)
+    if not is_wide:
+        result.copy_(spare)
+    if slope is None:
+        return
+    # gate + x * gate' with gate' = gate * (1 - gate) * inner' and x * inner' = 3 * inner - 2 * OUTER * x
+    inner.sub_(wide, alpha=2 / 3 * OUTER)
+    torch.addcmul(gate, gate, gate, value=-1, out=spare)
+    torch.addcmul(gate, spare, inner, value=3, out=slope if is_wide else gate)
+    if not is_wide:
+        slope.copy_(gate)
 
 
 def room_for(x: Tensor) -> Tensor:

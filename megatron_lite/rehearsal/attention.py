@@ -21,7 +21,8 @@ MASK_STEP = 16  # elements: rows of a mask are padded to it
 def cuda_choice(q_BNTD, k_BGTD, v_BGTD, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> int:
     """What torch._fused_sdp_choice answers on a GPU since Ampere (sdp_utils.cpp of torch 2.13), as a number of SDPBackend.
 
-    cuDNN is never named: it keeps what flash and the memory-efficient kernel keep.
+    cuDNN is never named: it keeps what flash and the memory-efficient kernel keep. Where torch prefers it, it alone takes
+    grouped keys with a mask; here they are then repeated for each head, more than it needs.
     """
     flags, width = torch.backends.cuda, q_BNTD.shape[-1]
     fits = attn_mask is None and q_BNTD.dtype in HALF and width <= WIDEST_FLASH_HEAD
