@@ -121,8 +121,7 @@ def test_activations_climb_to_the_loss_and_fall(plain):
     live = [(event["user_metadata"], total) for event, total in live_at_each_moment(snapshot) if event["action"] == "alloc"]
     highest = peak(snapshot)
     assert highest.size == max(total for _, total in live)
-    # of so small a model in the last MLP: its GELU works in fp32 rooms as large as all it computes
-    assert re.fullmatch("step [34]/forward/decoder.layers.3.mlp", highest.tag) and "of step" in line
+    assert re.fullmatch(r"step [34]/(forward|backward)/GPT", highest.tag) and "of step" in line
     layers = [max(total for tag, total in live if tag.startswith(f"step 3/forward/decoder.layers.{n}.")) for n in range(4)]
     back = [max(total for tag, total in live if tag.startswith(f"step 3/backward/decoder.layers.{n}.")) for n in range(4)]
     assert layers == sorted(layers) and back == sorted(back)  # up through the layers, down through them backwards
@@ -267,12 +266,13 @@ def test_a_full_disk_costs_the_file_only(tmp_path, plain):
     assert losses(tmp_path / "run") == losses(plain[0] / "run") and [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_tracker_that_fails_says_so_and_training_goes_on(tmp_path, plain, monkeypatch):
+@pytest.mark.parametrize("frees", [False, True], ids=["at an allocation", "at the end of one"])
+def test_a_tracker_that_fails_says_so_and_training_goes_on(tmp_path, plain, monkeypatch, frees):
     capture, calls = Stacks.capture, []
 
     def failing(self, operation=""):
         calls.append(operation)
-        if len(calls) == 300:
+        if len(calls) > 300 and frees is not bool(operation):
             raise ValueError("no stack")
         return capture(self, operation)
 

@@ -1,17 +1,17 @@
-"""The memory of GELU: torch's kernel keeps its input. On a CPU the tanh formula is computed in pieces (model/gelu.py): its
-slope is kept instead, and of the pieces that are at work there are copies in fp32."""
+"""The memory of GELU: torch's kernel keeps its input. On a CPU in 16 bits the tanh formula is computed in pieces
+(model/gelu.py): its slope is kept instead, and of the pieces that are at work there are copies in fp32."""
 
 from megatron_lite.estimate.sizes import FP32, Setting
 from megatron_lite.estimate.tape import Op, Sized
 from megatron_lite.units import count
 
-PIECE = 2**16  # elements of a thread: with what they become, 1.3 MB in fp32, they fit a core's second-level cache
+PIECE = 2**16  # elements of a thread: their copies, 1 MB, fit a core's second-level cache
 COPIES = 4
 
 
 def gelu_op(setting: Setting, inner: Sized) -> Op:
     """From the value "fc1" to "activated", both of the size `inner`."""
-    if not setting.on_cpu or setting.shape.activation != "gelu_tanh":
+    if not setting.on_cpu or setting.element_bytes == FP32 or setting.shape.activation != "gelu_tanh":
         return Op("gelu", ("fc1",), (("activated", inner),), ("fc1",))
     elements = min(PIECE * setting.threads, setting.tokens * setting.shape.ffn_hidden_size)
     pieces = Sized("workspace", "pieces of GELU in fp32", COPIES * FP32 * elements,

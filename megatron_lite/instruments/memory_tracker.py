@@ -125,11 +125,17 @@ class StorageTracker(TorchDispatchMode):
         if not size:
             return
         allocation = Allocation(size, self._tag(), self._stacks.capture(str(func)))
-        self._live[id(storage)] = _Watch(storage, self._lose, allocation)
+        self._live[id(storage)] = _Watch(storage, self._gone, allocation)
         if self._returns_arguments(func):
             self._layout.place(allocation)  # it was there before it was first seen
         else:
             self._add(Event(ALLOC, allocation, time.time_ns() // 1000, allocation.frames, allocation.tag))
+
+    def _gone(self, watch: "_Watch"):
+        try:
+            self._lose(watch)
+        except Exception as error:  # noqa: BLE001 - nobody hears of what fails in a weak reference's callback
+            self.failure, self._recording = error, False
 
     def _lose(self, watch: "_Watch"):
         if self._live.pop(watch.key, None) is not None:

@@ -1,7 +1,7 @@
 """GELU in its tanh form, as GPT-2 and Megatron have it.
 
-On a CPU torch computes it several times slower than the memory could hand it the numbers (docs/benchmarks.md). There it is done here in
-pieces that stay in the processor's cache, from operations that torch does fast, and backward is left one product.
+On a CPU in 16 bits torch computes it more slowly than the memory could hand it the numbers (docs/benchmarks.md). There it is done here
+in pieces that stay in the processor's cache, from operations that torch does fast, and backward is left one product.
 """
 
 import itertools
@@ -24,9 +24,9 @@ def gelu_tanh(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # would keep torch's slow tanh, and fuses this formula
         wide = x.float()
         return (wide * torch.sigmoid(OUTER * wide * (1 + CUBIC * wide * wide))).to(x.dtype)
-    if x.device.type != "cpu":
-        return F.gelu(x, approximate="tanh")
-    return _InPieces.apply(x)
+    if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        return _InPieces.apply(x)
+    return F.gelu(x, approximate="tanh")
 
 
 class _InPieces(torch.autograd.Function):
@@ -51,8 +51,8 @@ class _InPieces(torch.autograd.Function):
 
 def _fill(x: Tensor, result: Tensor, slope: Tensor | None):
     """result = gelu(x) and, where it is asked for, slope = gelu'(x); flat."""
-    room = room_for(x)
-    length, buffers, outer = room.shape[1], room.unbind(), torch.full((), OUTER)
+    room, outer = room_for(x)
+    length, buffers = room.shape[1], room.unbind()
     slopes = itertools.repeat(None) if slope is None else slope.split(length)
     for piece, result_piece, slope_piece in zip(x.split(length), result.split(length), slopes):
         fitting = buffers if len(piece) == length else room[:, : len(piece)].unbind()
@@ -61,23 +61,18 @@ def _fill(x: Tensor, result: Tensor, slope: Tensor | None):
 
 def _fill_piece(x: Tensor, result: Tensor, slope: Tensor | None, buffers: tuple[Tensor, ...], outer: Tensor):
     wide, inner, gate, spare = buffers
-    is_wide = x.dtype == wide.dtype  # else an out of that precision would take memory of its own
-    wide = x if is_wide else wide.copy_(x)
+    wide.copy_(x)
     torch.addcmul(outer, wide, wide, value=OUTER * CUBIC, out=inner).mul_(wide)
     torch.sigmoid(inner, out=gate)
-    torch.mul(wide, gate, out=result if is_wide else spare)
-    if not is_wide:
-        result.copy_(spare)
-    if slope is None:
-        return
-    # gate + x * gate' with gate' = gate * (1 - gate) * inner' and x * inner' = 3 * inner - 2 * OUTER * x
-    inner.sub_(wide, alpha=2 / 3 * OUTER)
-    torch.addcmul(gate, gate, gate, value=-1, out=spare)
-    torch.addcmul(gate, spare, inner, value=3, out=slope if is_wide else gate)
-    if not is_wide:
-        slope.copy_(gate)
+    result.copy_(torch.mul(wide, gate, out=spare))  # straight into the result it would take memory of its own
+    if slope is not None:
+        # gate + x * gate' with gate' = gate * (1 - gate) * inner' and x * inner' = 3 * inner - 2 * OUTER * x
+        inner.sub_(wide, alpha=2 / 3 * OUTER)
+        torch.addcmul(gate, gate, gate, value=-1, out=spare)
+        slope.copy_(gate.addcmul_(spare, inner, value=3))
 
 
-def room_for(x: Tensor) -> Tensor:
-    """fp32 buffers of a piece of x."""
-    return torch.empty(COPIES, max(1, min(PIECE * torch.get_num_threads(), x.numel())), dtype=torch.float32)
+def room_for(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 buffers of a piece of x, and OUTER."""
+    length = max(1, min(PIECE * torch.get_num_threads(), x.numel()))
+    return torch.empty(COPIES, length, dtype=torch.float32), torch.full((), OUTER)

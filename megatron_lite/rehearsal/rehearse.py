@@ -18,7 +18,7 @@ from megatron_lite.model.gelu import gelu_tanh
 from megatron_lite.model.gpt import GPT
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.recompute import recompute_layers
-from megatron_lite.rehearsal.gelu import cuda_gelu, rehearsed_gelu
+from megatron_lite.rehearsal.gelu import rehearsed_gelu, torchs_gelu
 from megatron_lite.rehearsal.replica import RehearsedReplica, without_other_ranks
 from megatron_lite.rehearsal.walk import walk
 from megatron_lite.train.run import DTYPES, attention_of, losses_of
@@ -106,7 +106,7 @@ def _model(plan: Plan, losses) -> nn.Module:
         torch.set_default_dtype(before)
     for layer in model.decoder.layers:
         if layer.mlp.activation is gelu_tanh:
-            layer.mlp.activation = cuda_gelu if plan.device == "cuda" else rehearsed_gelu
+            layer.mlp.activation = torchs_gelu if plan.device == "cuda" or plan.precision == "fp32" else rehearsed_gelu
     recompute_layers(plan.args.model, model.decoder.layers)
     return model
 
