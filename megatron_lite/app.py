@@ -38,6 +38,7 @@ from megatron_lite.train.run import run
 
 KEPT = "the C library keeps freed blocks for the next step (mallopt)"
 GIVEN_BACK = "this C library may give freed blocks back, which slows steps down; LD_PRELOAD=libtcmalloc.so.4 keeps them"
+NO_LOADERS = "read by the training process, since on a CPU loaders would take its cores; --num-workers N starts N per rank"
 SECONDS_FOR_RANK_0 = 5  # what other ranks leave the first one to say an error that all of them have
 SECONDS_FOR_THE_FIRST = SECONDS_FOR_RANK_0 + 3  # what ranks that lost others leave to the one to blame, to end before them
 
@@ -95,7 +96,14 @@ def _headline(plan: Plan) -> str:
     peak = peak_tflops(where, plan.precision) if plan.device == "cuda" else None
     mfu = f"MFU against {peak:g} TFLOP/s" if peak else "MFU unknown: no peak for this processor in the table"
     return (f"  {ranks} on {where} ({plan.backend}) | global batch {plan.batch.final} = micro-batch "
-            f"{plan.args.training.micro_batch_size} x {plan.world.size} x {passes} | {plan.train_iters} iterations\n  {mfu}")
+            f"{plan.args.training.micro_batch_size} x {plan.world.size} x {passes} | {plan.train_iters} iterations\n  {mfu}{_loaders(plan)}")
+
+
+def _loaders(plan: Plan) -> str:
+    """A line where their number was chosen, and is not Megatron's."""
+    d = plan.args.data
+    chosen = plan.device == "cpu" and d.num_workers is None and d.dataloader_type != "external"
+    return f"\n  data: {NO_LOADERS}" if chosen else ""
 
 
 def _forecast(plan: Plan, machine: Machine) -> Forecast:

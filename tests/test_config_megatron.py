@@ -25,6 +25,7 @@ ANSWERS = {
 OTHER_DEFAULTS = {  # where a default differs from Megatron's: ours, and why
     "--distributed-backend": (None, "chosen: nccl with GPUs, gloo without"),
     "--eval-interval": (1000, "None crashes Megatron 0.16; 1000 is what it was before"),
+    "--num-workers": (None, "chosen: Megatron's 2 with GPUs, 0 without"),
     "--dataloader-type": ("single", "what Megatron itself makes of None"),
 }
 OURS = {  # knobs of this trainer that Megatron does not have

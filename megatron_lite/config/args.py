@@ -228,7 +228,7 @@ class DataArgs:
         choices=("single", "cyclic", "external"),
     )
     data_sharding: bool = flag(True, "cyclic: one permutation over all ranks.", off="--no-data-sharding")
-    num_workers: int = flag(2, "Loader processes per rank.")
+    num_workers: int | None = flag(None, "Loader processes per rank [2; 0 on a CPU, whose cores they would take].")
     reset_position_ids: bool = flag(False, "Positions restart after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
     eod_mask_loss: bool = flag(False, "No loss where the input is an end of document.")

@@ -91,7 +91,7 @@ def _shared_memory(plan: Plan, environ: Mapping[str, str], machine: Machine | No
     batch = plan.args.training.micro_batch_size * (plan.shape.seq_length + 1) * TOKEN_BYTES
     needed = plan.world.local_size * _batches_under_way(plan) * batch
     if needed > machine.shm_bytes:
-        yield (f"--num-workers {plan.args.data.num_workers}: loaders of {plan.world.local_size} ranks put up to {size(needed)} "
+        yield (f"--num-workers {plan.loader_workers}: loaders of {plan.world.local_size} ranks put up to {size(needed)} "
                f"into /dev/shm, which has {size(machine.shm_bytes)}; give a container --shm-size, or take fewer workers.")
     elif plan.backend == "nccl" and plan.world.local_size > 1 and machine.shm_bytes <= LEAST_SHM:
         yield (f"/dev/shm has {size(machine.shm_bytes)}: NCCL may fail for lack of room between the GPUs of this machine; "
@@ -102,7 +102,7 @@ def _batches_under_way(plan: Plan) -> int:
     """Micro-batches of one rank that lie between its loaders' workers and itself; training and validation have theirs."""
     if plan.args.data.dataloader_type == "external":
         return 0
-    return BATCHES_AHEAD * plan.args.data.num_workers * (2 if plan.args.watch.eval_iters else 1)
+    return BATCHES_AHEAD * plan.loader_workers * (2 if plan.args.watch.eval_iters else 1)
 
 
 def _open_files(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:

@@ -47,6 +47,7 @@ class Plan:
     profile_window: range  # iterations of this run, from 1; empty without --profile
     profile_ranks: frozenset[int]
     compilation: Compilation
+    loader_workers: int  # processes per rank
 
     @property
     def compiles_layers(self) -> bool:
@@ -87,7 +88,14 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if profiling else range(0),
         profile_ranks=frozenset(range(world.size) if -1 in p.profile_ranks else p.profile_ranks),
         compilation=compilation_of(args, world),
+        loader_workers=_loader_workers(args, world),
     )
+
+
+def _loader_workers(args: Args, world: World) -> int:
+    if args.data.num_workers is not None:
+        return args.data.num_workers
+    return 2 if world.gpus else 0  # Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
 
 
 def _batch(args: Args, world: World) -> BatchSchedule:

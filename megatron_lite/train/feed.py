@@ -84,7 +84,7 @@ class _DatasetStreams:
             indices = cyclic_batches(*place, data_sharding=d.data_sharding)
         else:
             indices = single_batches(*place)
-        return batches(dataset, indices, num_workers=d.num_workers, pin=plan.device == "cuda")
+        return batches(dataset, indices, num_workers=plan.loader_workers, pin=plan.device == "cuda")
 
 
 class _ExternalStreams:

@@ -19,7 +19,7 @@ from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings import too_many_workers
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.loader_wait import LoaderWait, loader_wait
-from megatron_lite.analysis.findings.seen.planned import argument, part, whole
+from megatron_lite.analysis.findings.seen.planned import loader_workers, part, whole
 from megatron_lite.analysis.findings.seen.steady import in_ms
 
 CODE = "starved-loader"
@@ -30,7 +30,7 @@ def find(facts: Facts) -> Finding | None:
     wait = loader_wait(facts)
     if wait is None or too_many_workers.are_too_many(facts):
         return None
-    workers = argument(facts, "num_workers")
+    workers = loader_workers(facts)
     wanted = _workers(wait, workers, whole(part(facts, "world", "local_size")))
     advice = ("load ahead with more workers: --num-workers "
               f"{wanted}") if wanted else "load ahead with more worker processes"

@@ -15,7 +15,7 @@ False alarm: workers that mostly wait for a slow network disk may well outnumber
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.loader_wait import loader_wait
-from megatron_lite.analysis.findings.seen.planned import argument, hardware, part, whole
+from megatron_lite.analysis.findings.seen.planned import hardware, loader_workers, part, whole
 
 CODE = "too-many-workers"
 TITLE = "more loader workers than cores"
@@ -42,5 +42,5 @@ def are_too_many(facts: Facts) -> bool:
 
 
 def _counts(facts: Facts) -> tuple[int | None, int | None, int | None]:
-    return (whole(argument(facts, "num_workers")), whole(part(facts, "world", "local_size")),
+    return (whole(loader_workers(facts)), whole(part(facts, "world", "local_size")),
             whole(hardware(facts, "cpus")))

@@ -47,7 +47,7 @@ def data_rules(args: Args, world: World) -> Iterator[str]:
     if d.split is not None:
         yield from _split(d.split, args.training.skip_train)
     yield from _tokenizer(args)
-    if d.num_workers < 0:
+    if d.num_workers is not None and d.num_workers < 0:
         yield f"--num-workers {d.num_workers}: must be at least 0."
 
 

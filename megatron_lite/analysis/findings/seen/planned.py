@@ -26,6 +26,12 @@ def compiled_as_asked(facts: Facts) -> bool | None:
     return flag if isinstance(flag, bool) else None
 
 
+def loader_workers(facts: Facts) -> int | None:
+    """Processes per rank, as the run decided; runs of before wrote the flag only."""
+    found = facts.plan.get("loader_workers", argument(facts, "num_workers"))
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
 def hardware(facts: Facts, name: str):
     """run.json's hardware: "cpus", "memory_bytes", "threads"."""
     values = facts.run.record.get("hardware") if facts.run else None
