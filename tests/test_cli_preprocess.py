@@ -129,10 +129,13 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monkey
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
+    # a shell starts what runs in its background with this signal ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     hand = threading.Thread(target=interrupt)
     hand.start()
     code = main([*argv, f"{tmp_path}/out"])
     hand.join()
+    signal.signal(signal.SIGINT, before)
     assert code == 130
     said = capsys.readouterr().err
     assert said == f"{tmp_path}/out: what is done so far is kept; the same command goes on with it\n"

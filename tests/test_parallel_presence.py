@@ -302,6 +302,6 @@ def test_sigterm_tells_of_a_dead_neighbour_and_kills_as_ever(tmp_path):
     for (pid, _), process in processes.items():
         assert process.stdout.readline() == "ready\n"
         process.terminate()
-        said = process.communicate(timeout=10)[0]
+        said = process.communicate(timeout=30)[0]
         assert process.returncode == -signal.SIGTERM
         assert said.startswith(f"rank 1 died (process {pid} on ") if pid == gone.pid else said == "", said

@@ -51,7 +51,7 @@ def _least_s(left: Tensor, right: Tensor, result: Tensor, share_s: float) -> flo
         torch.mm(left, right, out=result)
     _wait(left)
     began, least = time.perf_counter(), float("inf")
-    while time.perf_counter() - began < share_s:
+    while least == float("inf") or time.perf_counter() - began < share_s:  # once at least, however busy the machine is
         started = time.perf_counter()
         torch.mm(left, right, out=result)
         _wait(left)

@@ -146,7 +146,9 @@ class Presence:
         return (True, box[0]) if box else (False, None)
 
     def _wait_for_the_end(self, number, frame):
-        time.sleep(ANSWER_SECONDS)  # the other thread ends the process long before
+        # The other thread ends the process long before, unless the machine is too busy for it or another rank speaks; a
+        # launcher waits for half a minute.
+        time.sleep(ANSWER_SECONDS + VERDICT_SECONDS)
         _die_of(number)
 
     # --- the other thread
