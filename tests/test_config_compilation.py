@@ -100,7 +100,7 @@ def test_a_run_says_what_it_decided(tmp_path):
 
 
 def test_the_flag_is_asked_before_the_machine():
-    assert compilation_of(read("--torch-compile layers").args, NO_GCC) == Compilation(True, "")
+    assert compilation_of(read("--torch-compile layers").args, NO_GCC) == Compilation(True, loss=True)
 
 
 def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):

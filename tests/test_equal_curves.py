@@ -62,7 +62,7 @@ def plain(data) -> Curve:
 def ours(data, tmp_path_factory) -> Curve:
     """In fp32, with the loss in rows: 18 whole chunks of 7 tokens, and one of 2."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "rows_at_once", lambda vocabulary, on_cpu: 7)
+        patch.setattr(run, "rows_at_once", lambda vocabulary, threads: 7)
         return curve_of(data, tmp_path_factory.mktemp("ours") / "run")
 
 

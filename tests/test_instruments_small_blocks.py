@@ -111,15 +111,16 @@ class Counted:
         self.closed += 1
 
 
-def test_room_is_made_before_the_first_profiled_step_and_given_back_after_the_last(monkeypatch):
+@pytest.mark.parametrize(("shapes", "times"), [(False, 1), (True, 2)])
+def test_room_is_made_before_the_first_profiled_step_and_given_back_after_the_last(monkeypatch, shapes, times):
     monkeypatch.setattr(small_blocks, "SmallBlocks", Counted)
-    room = RoomForNames(Window(range(3, 5)), layers=6, passes=2)
+    room = RoomForNames(Window(range(3, 5)), layers=6, passes=2, chunks=100, shapes=shapes)
     for step in (1, 2, 3, 4):
         room.begin(step)
         assert room._blocks.closed == 0
         room.end(step)
     room.begin(5)
-    assert room._blocks.added == [2 * (8_192 + 12 * 1_024)] and room._blocks.closed == 1
+    assert room._blocks.added == [2 * times * (8_192 + 12 * 1_024 + 200 * 32)] and room._blocks.closed == 1
 
 
 @pytest.mark.parametrize(("ways", "rooms"), [(PROFILE, 1), ("--no-profile-on-demand", 0), ("", 1)])

@@ -92,7 +92,7 @@ class TrainingArgs:
     manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.")
     deterministic_mode: bool = flag(False, "Refuse nondeterministic kernels.")
     torch_compile: str = flag(
-        "auto", "What torch.compile compiles: the transformer layers and the loss, or nothing. auto: layers on GPUs, none on "
+        "auto", "What torch.compile compiles: the transformer layers, with the loss on GPUs, or nothing. auto: layers on GPUs, none on "
         "CPUs. Without a value: layers. (ours)", choices=("auto", "layers", "none"), as_switch=("layers", "none"),
     )
     torch_compile_backend: str = flag(

@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def compiles_layers(self) -> bool:
-        """The transformer layers, each by itself, and the loss; else everything runs eagerly."""
+        """The transformer layers, each by itself, and on a GPU the loss; else everything runs eagerly."""
         return self.compilation.layers
 
     @property

@@ -1,6 +1,7 @@
 """The memory of GELU: torch's kernel keeps its input. On a CPU in 16 bits the tanh formula is computed in pieces
 (model/gelu.py): its slope is kept instead, and of the pieces that are at work there are copies in fp32."""
 
+from megatron_lite.estimate.pieces import works_in_pieces
 from megatron_lite.estimate.sizes import FP32, Setting
 from megatron_lite.estimate.tape import Op, Sized
 from megatron_lite.units import count
@@ -11,7 +12,8 @@ COPIES = 4
 
 def gelu_op(setting: Setting, inner: Sized) -> Op:
     """From the value "fc1" to "activated", both of the size `inner`."""
-    if not setting.on_cpu or setting.element_bytes == FP32 or setting.shape.activation != "gelu_tanh":
+    in_pieces = works_in_pieces(setting.on_cpu, setting.element_bytes)
+    if not in_pieces or setting.shape.activation != "gelu_tanh":
         return Op("gelu", ("fc1",), (("activated", inner),), ("fc1",))
     elements = min(PIECE * setting.threads, setting.tokens * setting.shape.ffn_hidden_size)
     pieces = Sized("workspace", "pieces of GELU in fp32", COPIES * FP32 * elements,

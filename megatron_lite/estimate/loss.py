@@ -10,15 +10,18 @@ from megatron_lite.estimate.tape import Sized, gradient_of
 from megatron_lite.units import count
 
 
-def rows_at_once(vocabulary: int, on_cpu: bool) -> int:
-    """How many tokens' logits the loss holds in fp32 at a time: in a processor's cache, or enough to fill a GPU."""
-    return max(1, (2**20 if on_cpu else 2**24) // vocabulary)
+def rows_at_once(vocabulary: int, threads: int) -> int:
+    """How many tokens' logits the loss works on in fp32 at a time: 1 MB for each thread of a CPU, which fits a core's second-level
+    cache, or enough to fill a GPU (`threads` 0)."""
+    return max(1, (threads * 2**18 or 2**24) // vocabulary)
 
 
 def in_cross_entropy(setting: Setting) -> Counter[Sized]:
-    """The logits in the model's precision, kept for backward; of some rows their fp32 copy, which becomes softmax. In fp16 the
-    copy and its softmax; in backward once more. e*n*V and more."""
-    rows = min(setting.tokens, rows_at_once(setting.shape.padded_vocab_size, setting.on_cpu))
+    """The logits in the model's precision, kept for backward; in 16 bits of some rows their fp32 copy, which becomes softmax. In
+    fp16 the copy and its softmax; in backward once more. e*n*V and more."""
+    if setting.element_bytes == FP32:
+        return Counter([_logits(setting)])
+    rows = min(setting.tokens, rows_at_once(setting.shape.padded_vocab_size, setting.threads if setting.on_cpu else 0))
     num_bytes = rows * setting.shape.padded_vocab_size * FP32
     chunk = Sized("logits and loss", "rows of logits in fp32", num_bytes,
                   f"{FP32} bytes x {count(rows)} tokens at a time x {count(setting.shape.padded_vocab_size)} words")
@@ -26,9 +29,13 @@ def in_cross_entropy(setting: Setting) -> Counter[Sized]:
 
 
 def in_output_backward(setting: Setting, weight: Sized) -> Counter[Sized]:
-    """The logits' gradient, in the logits' place, and what the output layer makes of it: the gradients of hidden vectors and
-    of its weights."""
-    return Counter([_logits(setting), gradient_of(setting.hidden(""))]) + output_weights(setting, weight)
+    """What the output layer makes in backward: the gradients of hidden vectors and of its weights."""
+    return in_loss_backward(setting) + output_weights(setting, weight)
+
+
+def in_loss_backward(setting: Setting) -> Counter[Sized]:
+    """The logits' gradient, in the logits' place, and that of hidden vectors, or before it as large a copy of them."""
+    return Counter([_logits(setting), gradient_of(setting.hidden(""))])
 
 
 def output_weights(setting: Setting, weight: Sized) -> Counter[Sized]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.loss import rows_at_once
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.compiling import Compiling
 from megatron_lite.instruments.disturbance import Disturbance
@@ -40,9 +41,16 @@ def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrume
     members += memory_instruments(plan, window, tell)
     if profiled and (plan.args.profile.use_pytorch_profiler or on_demand and not _torch_is_blind(plan)):
         if plan.device == "cpu":
-            members.append(RoomForNames(window, plan.shape.num_layers, plan.micro_batches(plan.train_samples)))
+            members.append(_room_for_names(plan, window))
         members.append(_torch_profiler(plan, window, run_dir, tell))
     return [*members, timeline]  # innermost: what the others do between steps is not the step's time
+
+
+def _room_for_names(plan: Plan, window: Window) -> RoomForNames:
+    tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
+    chunks = -(-tokens // rows_at_once(plan.shape.padded_vocab_size, plan.world.threads))
+    return RoomForNames(window, plan.shape.num_layers, plan.micro_batches(plan.train_samples), chunks,
+                        plan.args.profile.pytorch_profiler_collect_shapes)
 
 
 def _torch_profiler(plan: Plan, window: Window, run_dir: Path, tell) -> TorchProfiler:

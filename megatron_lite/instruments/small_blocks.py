@@ -6,6 +6,8 @@ from megatron_lite.parallel.host_memory import SmallBlocks
 
 # Of torch 2.13, 6 layers and 2 micro-batches: 5,700 names of operators per step, and blocks that live as long as one.
 PER_LAYER_AND_PASS, PER_STEP = 1_024, 8_192
+PER_CHUNK = 32  # of the loss' rows (model/loss.py): 18 operators
+WITH_SHAPES = 2  # times as many: --pytorch-profiler-collect-shapes keeps those of each operator
 MOST_STEPS = 20  # of a window: room costs 3 MB and 10 ms for each
 
 
@@ -13,10 +15,11 @@ class RoomForNames(Instrument):
     """On a CPU, on a rank that records: all of it before the first profiled step, since readers of a trace take what lies between
     two steps for the first one's."""
 
-    def __init__(self, window: Window, layers: int, passes: int):
-        """`passes`: micro-batches of a rank per step."""
+    def __init__(self, window: Window, layers: int, passes: int, chunks: int, shapes: bool):
+        """`passes`: micro-batches of a rank per step; `chunks`: of rows that the loss makes of one."""
         self.window, self._blocks = window, SmallBlocks()
-        self.per_step = PER_STEP + PER_LAYER_AND_PASS * layers * passes
+        per_pass = PER_LAYER_AND_PASS * layers + PER_CHUNK * chunks
+        self.per_step = (PER_STEP + per_pass * passes) * (WITH_SHAPES if shapes else 1)
 
     def begin(self, step: int):
         if self.window.opens(step):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.estimate.gelu import COPIES, PIECE
+from megatron_lite.estimate.pieces import works_in_pieces
 
 # gelu(x) = x * (1 + tanh(sqrt(2 / pi) * (x + CUBIC * x^3))) / 2 = x * sigmoid(OUTER * (x + CUBIC * x^3))
 CUBIC = 0.044715
@@ -24,7 +25,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # would keep torch's slow tanh, and fuses this formula
         wide = x.float()
         return (wide * torch.sigmoid(OUTER * wide * (1 + CUBIC * wide * wide))).to(x.dtype)
-    if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+    if works_in_pieces(x.device.type == "cpu", x.element_size()):
         return _InPieces.apply(x)
     return F.gelu(x, approximate="tanh")
 

@@ -1,16 +1,22 @@
-"""Cross entropy of the next token. Letters: B batch, T positions, M = B*T, R rows at a time, H hidden, V padded vocabulary."""
+"""Cross entropy of the next token. Letters: B batch, T positions, M = B*T, R rows at a time, H hidden, V padded vocabulary, W words
+of it.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lite.estimate.pieces import works_in_pieces
+
+WORDS_AT_ONCE = 2048
+
 
 def token_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, rows_at_once: int = 512) -> Tensor:
     """losses_BT in fp32, in nats: -log softmax(hidden @ weight^T)[label], over the whole padded vocabulary.
 
-    Logits are held once, in the model's precision, and become their own gradient; in fp32 only `rows_at_once` rows of them are at
-    any time.
+    Logits are held once, in the model's precision, and become their own gradient; of 16-bit ones `rows_at_once` rows are held in
+    fp32 at any time.
     """
     hidden_MH, labels_M = hidden_BTH.flatten(0, 1), labels_BT.flatten()
     if hidden_BTH.dtype == torch.float16:
@@ -26,18 +32,20 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, rows_at_once: int, learns: bool) -> Tensor:
-        logits_MV = F.linear(hidden_MH, weight_VH)
-        losses_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
-        room_RV = logits_MV.new_empty(min(rows_at_once, len(logits_MV)), logits_MV.shape[1], dtype=torch.float32)
+        logits_MV = _logits(hidden_MH, weight_VH)
+        losses_M1 = torch.empty(len(logits_MV), 1, dtype=torch.float32, device=logits_MV.device)
+        in_fp32 = logits_MV.dtype == torch.float32
+        room_RV = None if in_fp32 else torch.empty_like(logits_MV[:rows_at_once], dtype=torch.float32)
         for rows, labels_R1 in _chunks(labels_M, rows_at_once):
             logits_RV = logits_MV[rows]
-            wide_RV = room_RV[: len(logits_RV)].copy_(logits_RV)
-            torch.log_softmax(wide_RV, -1, out=wide_RV)
-            torch.gather(wide_RV, 1, labels_R1, out=losses_M[rows, None])
+            wide_RV = logits_RV if in_fp32 else room_RV[: len(logits_RV)].copy_(logits_RV)
+            sums_R1 = _exponentials(wide_RV, labels_R1, losses_M1[rows])
             if learns:
-                logits_RV.copy_(_minus_one_hot(wide_RV.exp_(), labels_R1))
+                _minus_one_hot(wide_RV.mul_(sums_R1.reciprocal_()), labels_R1)
+            if learns and not in_fp32:
+                logits_RV.copy_(wide_RV)
         ctx.save_for_backward(hidden_MH, weight_VH, logits_MV)
-        return losses_M.neg_()
+        return losses_M1.squeeze(1)
 
     @staticmethod
     @once_differentiable
@@ -47,6 +55,26 @@ class _Losses(torch.autograd.Function):
         of_weight_VH = gradients_MV.t() @ torch.mul(hidden_MH, gradient_M1, out=torch.empty_like(hidden_MH))
         of_hidden_MH = (gradients_MV @ weight_VH).mul_(gradient_M1)
         return of_hidden_MH, of_weight_VH, None, None, None
+
+
+def _logits(hidden_MH: Tensor, weight_VH: Tensor) -> Tensor:
+    """logits_MV. In 16 bits on a CPU, some words at a time take oneDNN half as long as all at once (docs/benchmarks.md)."""
+    if not works_in_pieces(hidden_MH.device.type == "cpu", hidden_MH.element_size()):
+        return F.linear(hidden_MH, weight_VH)
+    logits_MV = hidden_MH.new_empty(len(hidden_MH), len(weight_VH))
+    for words_MW, weight_WH in zip(logits_MV.split(WORDS_AT_ONCE, 1), weight_VH.split(WORDS_AT_ONCE)):
+        torch.mm(hidden_MH, weight_WH.t(), out=words_MW)
+    return logits_MV
+
+
+def _exponentials(logits_RV: Tensor, labels_R1: Tensor, losses_R1: Tensor) -> Tensor:
+    """Turn each row of fp32 logits into exp(logit - the highest), write its loss, and return the sums_R1 of what they became:
+    softmax by hand, as on CPUs torch's takes longer than its parts."""
+    logits_RV.sub_(logits_RV.amax(-1, keepdim=True))
+    of_labels_R1 = logits_RV.gather(1, labels_R1)
+    sums_R1 = logits_RV.exp_().sum(-1, keepdim=True)
+    torch.log(sums_R1, out=losses_R1).sub_(of_labels_R1)
+    return sums_R1
 
 
 class _ScaledLosses(torch.autograd.Function):

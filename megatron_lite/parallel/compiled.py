@@ -1,4 +1,4 @@
-"""--torch-compile layers: transformer layers and the loss through torch.compile, put on from outside.
+"""--torch-compile layers: transformer layers, and on GPUs the loss, through torch.compile, put on from outside.
 
 One layer at a time: layers are alike, so that one compilation serves all; and gradients of a layer are there for
 DistributedDataParallel to reduce as soon as its backward is through, which a graph of the whole model would keep until
@@ -34,7 +34,7 @@ def expected_compilations(plan: Plan) -> int:
     """At most, if nothing about the layers' inputs changes while training."""
     # a layer that scales by its number is a variant of its own
     layers = TRAINING_AND_EVALUATION * (plan.shape.num_layers if plan.shape.query_key_layer_scaling else 1)
-    return layers + LOSS_PIECES
+    return layers + (LOSS_PIECES if plan.compilation.loss else 0)
 
 
 def compile_layers(plan: Plan, layers: nn.ModuleList):
@@ -61,5 +61,6 @@ def words_of(plan: Plan) -> str:
     if not plan.compiles_layers:
         return f"torch.compile: none{why and f' ({why})'}"
     backend = plan.args.training.torch_compile_backend
-    return (f"compiling each of {plan.shape.num_layers} layers and the loss with {backend}{why and f' ({why})'}: the steps in "
+    what = f"each of {plan.shape.num_layers} layers" + " and the loss" * plan.compilation.loss
+    return (f"compiling {what} with {backend}{why and f' ({why})'}: the steps in "
             "which that happens take longer and are left out of averages")

@@ -12,6 +12,7 @@ from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.caching_allocator import rounded
 from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE
+from megatron_lite.estimate.pieces import works_in_pieces
 from megatron_lite.instruments.memory_file import write_snapshot as write_file
 from megatron_lite.instruments.memory_summary import operation, place_words, site
 from megatron_lite.model.gelu import gelu_tanh
@@ -104,9 +105,10 @@ def _model(plan: Plan, losses) -> nn.Module:
         model = GPT(plan.shape, attention_of(_without_cudnn(plan), HOST), losses)
     finally:
         torch.set_default_dtype(before)
+    in_pieces = works_in_pieces(plan.device == "cpu", DTYPES[plan.precision].itemsize)
     for layer in model.decoder.layers:
         if layer.mlp.activation is gelu_tanh:
-            layer.mlp.activation = torchs_gelu if plan.device == "cuda" or plan.precision == "fp32" else rehearsed_gelu
+            layer.mlp.activation = rehearsed_gelu if in_pieces else torchs_gelu
     recompute_layers(plan.args.model, model.decoder.layers)
     return model
 

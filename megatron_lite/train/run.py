@@ -86,7 +86,7 @@ def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
         + "".join(f"\n    not {reason}" for reason in attend.why_not))
     _seed(plan.args.training.seed)
     with torch.device("cpu" if plan.args.parallel.use_cpu_initialization else device):
-        model = GPT(shape, attend, _compiled_losses(plan) if plan.compiles_layers else losses_of(plan))
+        model = GPT(shape, attend, _compiled_losses(plan) if plan.compilation.loss else losses_of(plan))
         initialize(model, shape)
     model.to(device=device, dtype=DTYPES[plan.precision])
     number = parameter_count(shape)
@@ -130,7 +130,8 @@ def _race_of(plan: Plan, device: torch.device) -> Callable[..., Race] | None:
 
 def losses_of(plan: Plan) -> Callable[..., torch.Tensor]:
     """The model's loss as it runs eagerly, with as many logits in fp32 at a time as suit the plan's device."""
-    return partial(token_losses, rows_at_once=rows_at_once(plan.shape.padded_vocab_size, plan.device == "cpu"))
+    threads = plan.world.threads if plan.device == "cpu" else 0
+    return partial(token_losses, rows_at_once=rows_at_once(plan.shape.padded_vocab_size, threads))
 
 
 def _compiled_losses(plan: Plan) -> Callable[..., torch.Tensor]:
