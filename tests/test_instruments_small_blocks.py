@@ -120,7 +120,7 @@ def test_room_is_made_before_the_first_profiled_step_and_given_back_after_the_la
         assert room._blocks.closed == 0
         room.end(step)
     room.begin(5)
-    assert room._blocks.added == [2 * times * (8_192 + 12 * 1_024 + 200 * 32)] and room._blocks.closed == 1
+    assert room._blocks.added == [2 * times * (8_192 + 12 * 1_024 + 200 * 24)] and room._blocks.closed == 1
 
 
 @pytest.mark.parametrize(("ways", "rooms"), [(PROFILE, 1), ("--no-profile-on-demand", 0), ("", 1)])

@@ -6,7 +6,7 @@ from megatron_lite.parallel.host_memory import SmallBlocks
 
 # Of torch 2.13, 6 layers and 2 micro-batches: 5,700 names of operators per step, and blocks that live as long as one.
 PER_LAYER_AND_PASS, PER_STEP = 1_024, 8_192
-PER_CHUNK = 32  # of the loss' rows (model/loss.py): 18 operators
+PER_CHUNK = 24  # of the loss' rows (model/loss.py): 12 operators
 WITH_SHAPES = 2  # times as many: --pytorch-profiler-collect-shapes keeps those of each operator
 MOST_STEPS = 20  # of a window: room costs 3 MB and 10 ms for each
 

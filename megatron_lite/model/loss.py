@@ -33,19 +33,14 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, rows_at_once: int, learns: bool) -> Tensor:
         logits_MV = _logits(hidden_MH, weight_VH)
-        losses_M1 = torch.empty(len(logits_MV), 1, dtype=torch.float32, device=logits_MV.device)
-        in_fp32 = logits_MV.dtype == torch.float32
-        room_RV = None if in_fp32 else torch.empty_like(logits_MV[:rows_at_once], dtype=torch.float32)
-        for rows, labels_R1 in _chunks(labels_M, rows_at_once):
-            logits_RV = logits_MV[rows]
-            wide_RV = logits_RV if in_fp32 else room_RV[: len(logits_RV)].copy_(logits_RV)
-            sums_R1 = _exponentials(wide_RV, labels_R1, losses_M1[rows])
-            if learns:
-                _minus_one_hot(wide_RV.mul_(sums_R1.reciprocal_()), labels_R1)
-            if learns and not in_fp32:
-                logits_RV.copy_(wide_RV)
+        below_M1 = logits_MV.gather(1, labels_M[:, None]).float()
+        highest_M1, sums_M1 = _softmax(logits_MV, rows_at_once, learns)
+        below_M1.sub_(highest_M1)  # the label's logit, counted from the highest
+        if learns:  # the label's own number, in fp32 until it is written; scatter_ takes a hundred times as long in 16 bits
+            own_M = (below_M1.exp() / sums_M1 - 1).squeeze(1)
+            logits_MV[torch.arange(len(labels_M), device=labels_M.device), labels_M] = own_M.to(logits_MV.dtype)
         ctx.save_for_backward(hidden_MH, weight_VH, logits_MV)
-        return losses_M1.squeeze(1)
+        return sums_M1.log_().sub_(below_M1).squeeze(1)
 
     @staticmethod
     @once_differentiable
@@ -67,14 +62,21 @@ def _logits(hidden_MH: Tensor, weight_VH: Tensor) -> Tensor:
     return logits_MV
 
 
-def _exponentials(logits_RV: Tensor, labels_R1: Tensor, losses_R1: Tensor) -> Tensor:
-    """Turn each row of fp32 logits into exp(logit - the highest), write its loss, and return the sums_R1 of what they became:
-    softmax by hand, as on CPUs torch's takes longer than its parts."""
-    logits_RV.sub_(logits_RV.amax(-1, keepdim=True))
-    of_labels_R1 = logits_RV.gather(1, labels_R1)
-    sums_R1 = logits_RV.exp_().sum(-1, keepdim=True)
-    torch.log(sums_R1, out=losses_R1).sub_(of_labels_R1)
-    return sums_R1
+def _softmax(logits_MV: Tensor, rows_at_once: int, learns: bool) -> tuple[Tensor, Tensor]:
+    """highest_M1 and sums_M1: each row's highest logit, and the sum of exp(logit - highest), in fp32. Logits become softmax, if anyone
+    learns from it. In steps of its own, as on CPUs torch's softmax takes longer than these."""
+    highest_M1, sums_M1 = torch.empty(2, len(logits_MV), 1, dtype=torch.float32, device=logits_MV.device)
+    in_fp32 = logits_MV.dtype == torch.float32
+    room_RV = None if in_fp32 else torch.empty_like(logits_MV[:rows_at_once], dtype=torch.float32)
+    for logits_RV, highest_R1, sums_R1 in zip(*(all_M.split(rows_at_once) for all_M in (logits_MV, highest_M1, sums_M1))):
+        wide_RV = logits_RV if in_fp32 else room_RV[: len(logits_RV)].copy_(logits_RV)
+        torch.amax(wide_RV, -1, keepdim=True, out=highest_R1)
+        torch.sum(wide_RV.sub_(highest_R1).exp_(), -1, keepdim=True, out=sums_R1)
+        if learns:
+            wide_RV.mul_(sums_R1.reciprocal())
+        if learns and not in_fp32:
+            logits_RV.copy_(wide_RV)
+    return highest_M1, sums_M1
 
 
 class _ScaledLosses(torch.autograd.Function):
