@@ -50,6 +50,25 @@ def free_blocks_with_and_after(count: int) -> tuple[int, int]:
     return apart, free_blocks() - before
 
 
+def free_blocks_of_runs() -> tuple[int, int]:
+    """How many more there are after a run has begun, and another one in the same process."""
+    before = free_blocks()
+    host_memory.keep_freed_memory()
+    first = free_blocks() - before
+    host_memory.keep_freed_memory()
+    return first, free_blocks() - before
+
+
+@GLIBC
+def test_a_run_makes_room_for_what_is_small_once():
+    code = f"import {__name__} as here; print(*here.free_blocks_of_runs())"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment(), capture_output=True,
+                           text=True, check=True)
+    first, second = map(int, ended.stdout.split())
+    assert 0.8 * host_memory.SMALL_BLOCKS < first < 1.1 * host_memory.SMALL_BLOCKS
+    assert abs(second - first) < 1_000
+
+
 @GLIBC
 def test_small_blocks_stay_free_and_apart_until_they_are_given_back():
     """In a process of its own: this one's heap has free small blocks of others, which they would take."""

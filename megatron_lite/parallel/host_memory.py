@@ -3,7 +3,7 @@
 By default glibc gives every large block back to the kernel when it is freed and faults it in again, page by page, at
 the next allocation: training on a CPU then spends a large part of each step in page faults.
 
-A profiler brings them back. torch asks for blocks aligned to 64 bytes; glibc takes a longer one and frees what is left
+What is small and stays brings some of them back, where it is cut from a large block while that is free. A profiler brings back more. torch asks for blocks aligned to 64 bytes; glibc takes a longer one and frees what is left
 over at both ends, 32 to 112 bytes. The names of operators, kept until the window's end, are as small and go there: the
 block, once freed, is too short for its own size, and the heap grows. glibc up to 2.38 keeps leftovers in a cache of the
 thread, which serves the next small request before anything else (sourceware bug 30723).
@@ -13,6 +13,7 @@ import ctypes
 import os
 import sys
 from collections import deque
+from functools import cache
 from itertools import repeat
 
 # glibc's malloc.h
@@ -21,6 +22,7 @@ KEEP_BYTES = 2**31 - 1
 GROW_BY_BYTES = 64 * 2**20
 NO_THREAD_CACHE = "glibc.malloc.tcache_count=0"
 FIRST_WITHOUT_BUG = (2, 39)
+SMALL_BLOCKS = 80_000  # 11 MB; 40,000 were too few in some runs of a GPT of 6 layers, 60,000 enough
 # requests that leftovers would serve, and their shares: most names have 16 to 24 bytes
 SMALL_BYTES = {24: 0.6, 40: 0.13, 56: 0.13, 72: 0.1, 88: 0.02, 104: 0.02}
 
@@ -32,7 +34,9 @@ def keep_freed_memory() -> bool:
         return False
     # M_MXFAST: small blocks that wait to be used again would not be merged with large neighbours
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, KEEP_BYTES), (M_TOP_PAD, GROW_BY_BYTES), (M_MXFAST, 0))
-    return all(libc.mallopt(name, value) for name, value in settings)
+    kept = all(libc.mallopt(name, value) for name, value in settings)
+    _keep_small_blocks_apart()
+    return kept
 
 
 def without_thread_cache(environ: dict[str, str], libc: str | None) -> dict[str, str] | None:
@@ -45,6 +49,13 @@ def without_thread_cache(environ: dict[str, str], libc: str | None) -> dict[str,
     if name != "glibc" or "tcache_count" in tunables or tuple(map(int, version.split(".")[:2])) >= FIRST_WITHOUT_BUG:
         return None
     return {**environ, "GLIBC_TUNABLES": ":".join(filter(None, (tunables, NO_THREAD_CACHE)))}
+
+
+@cache
+def _keep_small_blocks_apart():
+    """For as long as the process lives, so once: what is small and stays would go into the place of the freed logits, the largest
+    block of a step, which then need another."""
+    SmallBlocks().add(SMALL_BLOCKS)
 
 
 class SmallBlocks:
