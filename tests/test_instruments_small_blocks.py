@@ -59,23 +59,24 @@ def free_blocks_of_runs() -> tuple[int, int]:
     return first, free_blocks() - before
 
 
-@GLIBC
-def test_a_run_makes_room_for_what_is_small_once():
-    code = f"import {__name__} as here; print(*here.free_blocks_of_runs())"
+def of_a_process(call: str) -> tuple[int, ...]:
+    """What `call` of a function here prints in a process of its own: this one's heap has free small blocks of others."""
+    code = f"import {__name__} as here; print(*here.{call})"
     ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment(), capture_output=True,
                            text=True, check=True)
-    first, second = map(int, ended.stdout.split())
+    return tuple(map(int, ended.stdout.split()))
+
+
+@GLIBC
+def test_a_run_makes_room_for_what_is_small_once():
+    first, second = of_a_process("free_blocks_of_runs()")
     assert 0.8 * host_memory.SMALL_BLOCKS < first < 1.1 * host_memory.SMALL_BLOCKS
     assert abs(second - first) < 1_000
 
 
 @GLIBC
 def test_small_blocks_stay_free_and_apart_until_they_are_given_back():
-    """In a process of its own: this one's heap has free small blocks of others, which they would take."""
-    code = f"import {__name__} as here; print(*here.free_blocks_with_and_after(10_000))"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment(), capture_output=True,
-                           text=True, check=True)
-    apart, after = map(int, ended.stdout.split())
+    apart, after = of_a_process("free_blocks_with_and_after(10_000)")
     assert 8_000 < apart < 11_000
     assert after < 0.6 * apart  # some lay beside each other, and are one now
 
