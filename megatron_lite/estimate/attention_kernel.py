@@ -1,7 +1,5 @@
 """Which kernel attention gets, as far as its memory depends on it, and with it the sizes of a plan's tensors."""
 
-from dataclasses import replace
-
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.memory import element_bytes
@@ -16,17 +14,16 @@ EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple 
 def setting_of(plan: Plan) -> Setting:
     """What the sizes of one micro-batch's tensors depend on."""
     a = plan.args
-    setting = setting_from(plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
-                           a.data.reset_attention_mask, a.model.recompute_granularity)
-    return replace(setting, threads=plan.world.threads)
+    return setting_from(plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
+                        a.data.reset_attention_mask, a.model.recompute_granularity, plan.world.threads)
 
 
 def setting_from(shape: ModelShape, micro_batch: int, precision: str, device: str, backend: str, masked: bool = False,
-                 recompute: str | None = None) -> Setting:
-    """The same from the plan's parts: --attention-backend, --reset-attention-mask, --recompute-granularity."""
+                 recompute: str | None = None, threads: int = 1) -> Setting:
+    """The same from the plan's parts: --attention-backend, --reset-attention-mask, --recompute-granularity, threads of a rank."""
     width = element_bytes(precision)
     kernel, flash = kernel_of(shape, precision, device, backend, masked)
-    return Setting(shape, micro_batch, width, kernel, on_cpu=device == "cpu", is_flash=flash, masked=masked,
+    return Setting(shape, micro_batch, width, kernel, on_cpu=device == "cpu", threads=threads, is_flash=flash, masked=masked,
                    recomputes_attention=kernel == UNFUSED and recompute == "selective", in_fp16=precision == "fp16")
 
 

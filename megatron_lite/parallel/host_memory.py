@@ -3,7 +3,9 @@
 By default glibc gives every large block back to the kernel when it is freed and faults it in again, page by page, at
 the next allocation: training on a CPU then spends a large part of each step in page faults.
 
-What is small and stays brings some of them back, where it is cut from a large block while that is free. A profiler brings back more. torch asks for blocks aligned to 64 bytes; glibc takes a longer one and frees what is left
+What is small and stays brings some of them back, where it is cut from a large block while that is free.
+
+A profiler brings back more. torch asks for blocks aligned to 64 bytes; glibc takes a longer one and frees what is left
 over at both ends, 32 to 112 bytes. The names of operators, kept until the window's end, are as small and go there: the
 block, once freed, is too short for its own size, and the heap grows. glibc up to 2.38 keeps leftovers in a cache of the
 thread, which serves the next small request before anything else (sourceware bug 30723).

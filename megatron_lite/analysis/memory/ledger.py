@@ -1,6 +1,6 @@
 """The ledger of a run: what formulas say each category takes, beside what a snapshot measured."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from megatron_lite.analysis.memory.figures import LedgerRow, Snapshot
 from megatron_lite.config.recompute import recomputed_layers
@@ -36,9 +36,9 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
              for category, num_bytes in state.items()}
     recomputed = recomputed_layers(*(args["model"][f"recompute_{name}"] for name in ("granularity", "method", "num_layers")),
                                    shape.num_layers)
-    parts = setting_from(shape, batch, precision, plan["device"], args["model"]["attention_backend"],
-                         args["data"]["reset_attention_mask"], args["model"]["recompute_granularity"])
-    setting = replace(parts, threads=plan["world"].get("threads", 1))
+    setting = setting_from(shape, batch, precision, plan["device"], args["model"]["attention_backend"],
+                           args["data"]["reset_attention_mask"], args["model"]["recompute_granularity"],
+                           plan["world"].get("threads", 1))
     # the loss' own gradient of the output weights ends as soon as it is added to another: only one that is all there is stays
     passing = shape.tied_embeddings or plan["fp32_gradients"] or plan["batch"]["final"] > batch
     whole = shape.num_layers - recomputed
