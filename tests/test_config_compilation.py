@@ -82,6 +82,21 @@ def test_what_a_gpu_lacks(monkeypatch):
     assert missing_compiler(True, {"CC": "icc"}) == lacks
 
 
+@pytest.mark.parametrize("world", [CPU, GPU])
+def test_python_without_headers_compiles_nothing(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name, scheme: str(tmp_path / "none"))
+    said = missing_compiler(bool(world.gpus), {})
+    assert said.startswith(f"Python's headers are missing ({tmp_path}/none/Python.h); install them (on Debian and Ubuntu the ")
+    assert mistakes("--torch-compile", world) == [f"--torch-compile: {said}, or take --torch-compile none."]
+    (tmp_path / "Python.h").touch()
+    assert missing_compiler(bool(world.gpus), {"CPATH": f"/nowhere:{tmp_path}"}) == ""
+    monkeypatch.setattr(machine.sys, "platform", "darwin")  # headers come with every Python there
+    assert missing_compiler(bool(world.gpus), {}) == ""
+
+
 @pytest.mark.parametrize(("change", "answer"), [
     ({}, False),  # ARGS of the made runs: torch_compile false, as before there was a choice
     ({"torch_compile": True}, True),

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -46,15 +48,27 @@ def read_machine() -> Machine:
 
 def missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
     """What torch.compile's inductor lacks here, with the way out: a C++ compiler for a CPU's kernels; for a GPU's Triton,
-    and a C compiler for what launches its kernels. Empty: nothing."""
+    and a C compiler for what launches its kernels; Python's headers for either. Empty: nothing."""
     if on_gpu and find_spec("triton") is None:
         return "Triton is not installed, which compiles kernels for GPUs; pip install triton"
     variable, language, names = ("CC", "C", ("gcc", "clang")) if on_gpu else ("CXX", "C++", ("g++",))
     chosen = environ.get(variable)
-    if any(map(shutil.which, (chosen,) if chosen else names)):
+    if not any(map(shutil.which, (chosen,) if chosen else names)):
+        return (f"there is no {language} compiler ({chosen or ' or '.join(names)}) on the PATH; install one, or name one in "
+                f"the variable {variable}")
+    return _missing_headers(environ)
+
+
+def _missing_headers(environ: Mapping[str, str]) -> str:
+    """Linux distributions ship Python without the headers that compiled kernels are built with; others do not."""
+    if sys.platform != "linux":
         return ""
-    return (f"there is no {language} compiler ({chosen or ' or '.join(names)}) on the PATH; install one, or name one in the "
-            f"variable {variable}")
+    own = sysconfig.get_path("include", scheme="posix_prefix")  # where inductor and Triton look
+    if any((Path(folder) / "Python.h").exists() for folder in (own, *filter(None, environ.get("CPATH", "").split(":")))):
+        return ""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (f"Python's headers are missing ({own}/Python.h); install them (on Debian and Ubuntu the package "
+            f"python{version}-dev), or name their folder in the variable CPATH")
 
 
 def _visible_cores() -> int:
