@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,12 +104,10 @@ def complete(save: Path) -> list[int]:
     """Iterations whose folder holds all of its manifest, byte for byte: told by other code than the trainer's."""
     found = []
     for folder in save.glob("iter_*"):
-        try:
+        with suppress(OSError):
             files = json.loads((folder / "manifest.json").read_text())["files"]
             if all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"] for name, entry in files.items()):
                 found.append(int(folder.name[5:]))
-        except OSError:
-            pass
     return sorted(found)
 
 

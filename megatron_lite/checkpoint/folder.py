@@ -188,11 +188,12 @@ def read_manifest(folder: Path) -> dict[str, dict]:
         raise ValueError(f"{MANIFEST_FILE} cannot be read ({error.strerror})") from None
     try:
         files = json.loads(text)["files"]
-        if all(set(entry) == {"bytes", "sha256"} and _is_inside(name) for name, entry in files.items()):
-            return files
+        sound = all(set(entry) == {"bytes", "sha256"} and _is_inside(name) for name, entry in files.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ValueError(f"{MANIFEST_FILE} is damaged")
+        sound = False
+    if not sound:
+        raise ValueError(f"{MANIFEST_FILE} is damaged")
+    return files
 
 
 def retire(slot: Slot):

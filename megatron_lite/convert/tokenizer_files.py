@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,11 +89,9 @@ def training_flags(folder: Path) -> list[str]:
     """The flags that train with the tokenizer of a Hugging Face folder; none if it holds none."""
     if (folder / VOCAB_FILE).is_file() and (folder / MERGES_FILE).is_file():
         files = [str(folder / VOCAB_FILE), str(folder / MERGES_FILE)]
-        try:
+        with suppress(UserError):  # another byte-level BPE, such as Qwen's: the general tokenizer reads it
             make_tokenizer("GPT2BPETokenizer", vocab_file=files[0], merge_file=files[1])
             return ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", files[0], "--merge-file", files[1]]
-        except UserError:
-            pass  # another byte-level BPE, such as Qwen's: the general tokenizer reads it
     if any((folder / name).is_file() for name in CARRIERS):
         return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     return []

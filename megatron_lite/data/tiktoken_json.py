@@ -90,8 +90,9 @@ def _read_tokens(path: str) -> list[bytes]:
 
 def _token_bytes(path: str, rank: int, entry) -> bytes:
     try:
-        if entry["rank"] == rank:
-            return base64.b64decode(entry["token_bytes"], validate=True)
+        token = base64.b64decode(entry["token_bytes"], validate=True) if entry["rank"] == rank else None
     except (TypeError, KeyError, binascii.Error, ValueError):
-        pass
-    raise UserError(f"--tokenizer-model {path}: entry {rank} is not that rank's token; give {FORMAT}")
+        token = None
+    if token is None:
+        raise UserError(f"--tokenizer-model {path}: entry {rank} is not that rank's token; give {FORMAT}")
+    return token
