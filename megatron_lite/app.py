@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.compilation import AUTO
 from megatron_lite.config.environment import hints
 from megatron_lite.config.machine import Machine, read_machine
 from megatron_lite.config.plan import Plan, resolve
@@ -65,7 +66,9 @@ def _run(argv: list[str], world: World):
     line = read_command_line(argv)
     check(line, world)
     tokenizer = tokenizer_of(line.args.data)
-    plan = resolve(line.args, replace(world, no_compiler=no_compiler(world)), tokenizer.vocab_size)
+    if line.args.training.torch_compile == AUTO:
+        world = replace(world, no_compiler=no_compiler(world))
+    plan = resolve(line.args, world, tokenizer.vocab_size)
     say_once = say if world.is_first else _say_nothing
     machine = read_machine()
     for remark in (*remarks(line, world), *hints(plan, os.environ, machine)):

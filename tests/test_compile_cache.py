@@ -2,7 +2,10 @@
 
 import os
 import re
+import sys
 from pathlib import Path
+from subprocess import CalledProcessError
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +63,30 @@ def test_an_old_gpu_is_seen_before_a_missing_compiler(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr("megatron_lite.config.machine.find_spec", lambda name: None)
     assert no_compiler(World(gpus=1)).startswith("Triton is not installed")
+
+
+@pytest.mark.parametrize(("failure", "told"), [
+    (None, ""),
+    (AssertionError("libcuda.so cannot found!\nPlease run ldconfig"), "Triton does not start here (libcuda.so cannot found!)"),
+    (CalledProcessError(1, ["gcc", "main.c"]),
+     "Triton does not start here (gcc failed to build what launches its kernels, see above)"),
+    (ImportError("failed to map segment from shared object"),
+     "Triton does not start here (failed to map segment from shared object)"),
+    (RuntimeError(), "Triton does not start here (RuntimeError)"),
+])
+def test_triton_is_asked_whether_it_starts(failure, told, monkeypatch):
+    class Driver:
+        @property
+        def active(self):
+            if failure is not None:
+                raise failure
+
+    for name, module in (("triton", ModuleType("triton")), ("triton.runtime", ModuleType("triton.runtime")),
+                         ("triton.runtime.driver", SimpleNamespace(driver=Driver()))):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("megatron_lite.parallel.compiled.missing_compiler", lambda on_gpu, environ: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert no_compiler(World(gpus=1)) == told
 
 
 class Happening:

@@ -7,6 +7,7 @@ its end.
 
 import os
 from collections.abc import Callable
+from subprocess import CalledProcessError
 
 import torch
 from torch import nn
@@ -27,7 +28,21 @@ def no_compiler(world: World) -> str:
     capability = torch.cuda.get_device_capability(world.gpu)
     if capability < OLDEST:
         return f"Triton compiles for GPUs of compute capability 7.0 and later, and this one has {'.'.join(map(str, capability))}"
-    return missing_compiler(on_gpu=True, environ=os.environ)
+    return missing_compiler(on_gpu=True, environ=os.environ) or _refusal()
+
+
+def _refusal() -> str:
+    """Why Triton does not start; empty: it does. The first thing it does is to build and load a helper that launches its
+    kernels, which fails without libcuda, the C library's headers or a folder whose files may be run."""
+    try:
+        from triton.runtime.driver import driver
+
+        driver.active  # noqa: B018  made here
+    except CalledProcessError as error:
+        return f"Triton does not start here ({error.cmd[0]} failed to build what launches its kernels, see above)"
+    except (ImportError, AssertionError, RuntimeError) as error:
+        return f"Triton does not start here ({(str(error).splitlines() or [type(error).__name__])[0]})"
+    return ""
 
 
 def expected_compilations(plan: Plan) -> int:
