@@ -58,6 +58,25 @@ def test_a_cut_step_does_not_count(tmp_path):
     assert steps(made, tmp_path)[-1].why_not == "the trace cuts it"
 
 
+def test_a_record_of_the_gpu_that_ends_early_cuts_the_step_in_which_it_ends(tmp_path):
+    """As when Kineto's buffer of GPU events is full; the host's record goes on."""
+    made = gpu_run(steps=6)
+    on_gpu = ("kernel", "gpu_memcpy", "gpu_memset")
+    times = sorted(event["ts"] for event in made.events if event["cat"] in on_gpu)
+    made.events = [event for event in made.events if event["cat"] not in on_gpu or event["ts"] < times[len(times) * 7 // 12]]
+    [trace] = read_traces(made.write(tmp_path))
+    found = placing_of(trace)
+    assert [step.why_not for step in found.steps][3:] == ["the trace cuts it", "no work in it", "no work in it"]
+    assert any(step.steady for step in found.steps)
+    names = f"{found.steps[4].name} to {found.steps[5].name}"
+    assert [note for note in found.notes if f"no work of the GPU in {names}: a full buffer ends" in note]
+
+
+def test_a_whole_record_has_no_early_end(tmp_path):
+    [trace] = read_traces(gpu_run(steps=6).write(tmp_path))
+    assert not [note for note in placing_of(trace).notes if "buffer" in note]
+
+
 @pytest.mark.parametrize("chore", ["eval", "save"])
 @pytest.mark.parametrize("make", [gpu_run, cpu_run])
 def test_steps_that_evaluate_or_save_do_not_count(tmp_path, chore, make):

@@ -1,6 +1,7 @@
 """torch.profiler over the profiled window: one trace per profiled rank, where TensorBoard looks for it."""
 
 import inspect
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
 
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.chakra import ChakraTrace
+from megatron_lite.instruments.kineto_room import make_room, record_is_full
 from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.instruments.quiet import without_notes
 from megatron_lite.instruments.trace_file import Found, LostFile, write_text, write_whole
@@ -59,6 +61,8 @@ class TorchProfiler(Instrument):
         self._chakra: ChakraTrace | None = None
         self._recording = False
         self._span = None
+        self._room = None
+        self._full = False  # the record of the GPU was over before the window was
         self._last = 0
         self._modules = ModuleRanges(tell) if details.modules else None
 
@@ -92,6 +96,8 @@ class TorchProfiler(Instrument):
         return record_function(str(name)) if self._recording else None
 
     def _prepare(self):
+        if self.details.cuda:
+            self._room = self._room or make_room(os.environ)
         self._worker = f"{socket.gethostname()}_rank{self.rank}.{time.time_ns()}"
         with without_notes():
             self._chakra = ChakraTrace(self.folder, self._worker) if self.details.chakra else None
@@ -125,6 +131,7 @@ class TorchProfiler(Instrument):
             self._modules.close()
         try:
             self._synchronize()  # the window's kernels must have run before recording ends
+            self._full = self.details.cuda and record_is_full()
             with without_notes():
                 profiler.stop_trace()
         finally:
@@ -173,7 +180,10 @@ class TorchProfiler(Instrument):
         meant = tuple(range(self.window.first, self._last + 1))
         if found.steps != meant:
             yield f"holds the steps {_listed(found.steps)}, not {_listed(meant)} as it should."
-        if self.details.cuda and not found.kernels:
+        if self._full:
+            yield ("the record of the GPU ends early: Kineto's room for events was full; profile fewer steps "
+                   "(--profile-step-end), or fewer micro-batches in each.")
+        elif self.details.cuda and not found.kernels:
             yield ("holds no GPU kernel. CUPTI, which reports them, serves one tool per process: Nsight Systems or "
                    "Compute, a debugger or monitoring (DCGM's profiling metrics) has it; stop that, and profile again.")
 

@@ -6,7 +6,7 @@ from megatron_lite.analysis.intervals import Nesting
 from megatron_lite.analysis.time.host_steps import HostSteps, host_steps
 from megatron_lite.analysis.time.phases_of import phases_of
 from megatron_lite.analysis.time.placing import Placing
-from megatron_lite.analysis.time.step_windows import steady_or_all, steps_of
+from megatron_lite.analysis.time.step_windows import empty_end, steady_or_all, steps_of
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 
@@ -16,7 +16,9 @@ def placing_of(trace: Trace) -> Placing:
     thread, moment = _where_the_host_was(trace)
     step = _step_at(host, _has_a_step(trace, thread), moment)
     phases, phase = phases_of(trace, host, thread, moment)
-    steps, notes = steady_or_all(steps_of(trace, host, step, phases, phase))
+    found = steps_of(trace, host, step, phases, phase)
+    steps, notes = steady_or_all(found)
+    notes += empty_end(found, len(trace.device_rows) > 0)
     return Placing(steps, step, phases, phase, _operators(trace, thread, moment), host.thread, host.notes + notes)
 
 

@@ -21,6 +21,7 @@ from megatron_lite.phases import Phase
 
 LONGER = 1.25  # a first or last step so much longer than the median of the others pays for the profiler
 ENOUGH = 3  # complete steps: then the window's first one is not needed
+NO_WORK = "no work in it"
 FEWER = 0.8  # of the others' device events: the trace cuts the step
 
 
@@ -95,9 +96,10 @@ def _chores(trace: Trace, phases, phase, host: HostSteps, start, end) -> dict[st
 def _why_not(lengths: np.ndarray, counts: np.ndarray, chores: dict[str, np.ndarray]) -> list[str]:
     """A reason per step, "" for steady ones."""
     why = [next((f"has {name} in it" for name, hit in chores.items() if hit[k]), "") for k in range(len(lengths))]
-    why = ["no work in it" if not counts[k] or not lengths[k] else why[k] for k in range(len(lengths))]
-    for k in (0, len(why) - 1):
-        inner = [j for j in range(1, len(why) - 1) if not why[j]]
+    why = [NO_WORK if not counts[k] or not lengths[k] else why[k] for k in range(len(lengths))]
+    last = max(np.flatnonzero(counts), default=0)  # behind it a full buffer may have ended the record of the GPU
+    for k in (0, last):
+        inner = [j for j in range(1, last) if not why[j]]
         others = inner or [j for j in range(len(why)) if j != k and not why[j]]
         if why[k] or not others:
             continue
@@ -108,11 +110,21 @@ def _why_not(lengths: np.ndarray, counts: np.ndarray, chores: dict[str, np.ndarr
     return why
 
 
+def empty_end(steps: tuple[Step, ...], on_gpu: bool) -> tuple[str, ...]:
+    """A note on steps behind the last one with work on the GPU: the profiler may have stopped recording before its window ended."""
+    full = [k for k, step in enumerate(steps) if step.why_not != NO_WORK]
+    empty = steps[full[-1] + 1 :] if full and on_gpu else ()
+    if not empty:
+        return ()
+    names = empty[0].name if len(empty) == 1 else f"{empty[0].name} to {empty[-1].name}"
+    return (f"the trace holds no work of the GPU in {names}: a full buffer ends the record of the GPU early; profile fewer steps",)
+
+
 def steady_or_all(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """The steps with at least one that counts, and a note if none was steady."""
     if not steps or any(step.steady for step in steps):
         return steps, ()
-    usable = [step.end_ns > step.start_ns and step.why_not != "no work in it" for step in steps]
+    usable = [step.end_ns > step.start_ns and step.why_not != NO_WORK for step in steps]
     if not any(usable):
         return steps, ("no step has any work in it",)
     reasons = ", ".join(dict.fromkeys(step.why_not for step in steps))
