@@ -91,7 +91,7 @@ shed_secrets() {
     local name names=() options=()
     while read -r name; do
         case $(tr '[:lower:]' '[:upper:]' <<<"$name") in
-            TOKENIZERS_*) ;;
+            TOKENIZERS_* | *_PKEY) ;; # a partition of InfiniBand is no secret
             *TOKEN* | *KEY* | *SECRET* | *PASSWORD* | *PASSWD* | *CREDENTIAL*)
                 options+=(-u "$name")
                 names+=("$name")

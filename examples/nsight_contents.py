@@ -9,7 +9,7 @@ import sqlite3
 import sys
 from contextlib import closing
 
-SECRET = re.compile(r"(?!TOKENIZERS_).*(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)", re.IGNORECASE)
+SECRET = re.compile(r"(?!TOKENIZERS_|.*_PKEY$).*(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)", re.IGNORECASE)
 
 
 def tables(database: sqlite3.Connection) -> set[str]:

@@ -61,7 +61,7 @@ class Desk:
             (self.folder / name).touch()
         # torchrun shows its words and a variable or two; this Python has the package nvtx unless it is told otherwise
         self.tool("python", f'case "$2" in *nvtx*) exit ${{LACKS_NVTX:-0}} ;; esac\nexec "{sys.executable}" "$@"')
-        self.tool("torchrun", 'printf "%s\\n" "$@"; env | grep -E "MY_|HF_|TOKENIZERS|REGISTER"; exit ${TRAINER:-0}')
+        self.tool("torchrun", 'printf "%s\\n" "$@"; env | grep -E "MY_|HF_|TOKENIZERS|REGISTER|_PKEY"; exit ${TRAINER:-0}')
 
         self.tool("sleep", "exit 0")
 
@@ -187,12 +187,12 @@ def test_torch_profiler_gives_way_and_other_words_stay_as_they_are(desk):
 def test_secrets_stay_out_of_the_environment_that_reports_hold(desk):
     desk.nsys()
     run = desk.start(HF_TOKEN="hunter2", my_api_key="hunter2", MY_PASSWORD="hunter2\nMY_NAME=x", MY_NAME="Jo",
-                     TOKENIZERS_PARALLELISM="false")
+                     TOKENIZERS_PARALLELISM="false", NCCL_IB_PKEY="1")
     assert "hunter2" not in run.stdout + run.stderr
     noted = re.search(r"note: (.*): kept from the run, since Nsight Systems' reports hold the environment\n", run.stdout)[1].split()
-    assert {"HF_TOKEN", "my_api_key", "MY_PASSWORD"} <= set(noted) and "TOKENIZERS_PARALLELISM" not in noted
+    assert {"HF_TOKEN", "my_api_key", "MY_PASSWORD"} <= set(noted) and not {"TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY"} & set(noted)
     seen = run.stdout.splitlines()
-    assert "MY_NAME=Jo" in seen and "TOKENIZERS_PARALLELISM=false" in seen and "NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in seen
+    assert "NCCL_IB_PKEY=1" in seen and "MY_NAME=Jo" in seen and "TOKENIZERS_PARALLELISM=false" in seen and "NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in seen
 
 
 def test_nodes_without_a_profiled_rank_train_without_nsys(desk):
@@ -267,7 +267,7 @@ def test_an_nsys_that_stumbles_at_its_start_is_started_again(desk):
 
 def test_secrets_that_are_in_a_report_all_the_same_are_named(desk):
     desk.nsys(writes='cp "$REPORT" "$report.nsys-rep"')
-    environment = "HOME=/root\0SOME_API_KEY=hunter2\0TOKENIZERS_PARALLELISM=false\0EMPTY_TOKEN=\0my_password=hunter2"
+    environment = "HOME=/root\0SOME_API_KEY=hunter2\0UCX_IB_PKEY=0x1\0TOKENIZERS_PARALLELISM=false\0EMPTY_TOKEN=\0my_password=hunter2"
     run = desk.start(REPORT=str(desk.report("step 3", environment, "TOKEN=in a range")))
     assert run.returncode == 0 and "hunter2" not in run.stdout
     assert "\n  it holds SOME_API_KEY, my_password from the environment of processes here: look before" in run.stdout

@@ -119,7 +119,8 @@ def test_a_gpu_records_from_the_start_and_its_file_holds_the_window(tmp_path, al
         run_steps(watching, 6)
     rings = [(call["enabled"], call.get("max_entries"), call.get("clear_history")) for call in allocator.calls]
     assert rings == [("all", 100_000, True), ("all", 300_000, True), ("all", 100_000, True), (None, None, None)]
-    assert all(call["stacks"] == "python" and call["context"] == "all" for call in allocator.calls[:-1])
+    assert [(call["stacks"], call["context"]) for call in allocator.calls[:-1]] == [
+        ("python", "alloc"), ("python", "all"), ("python", "alloc")]  # who frees is told in the window only
     assert {"step 3", "step 3/forward", "step 4/forward"} <= set(allocator.tags)
     written = read_snapshot(tmp_path / "new" / "s.pickle")
     assert protocol(tmp_path / "new" / "s.pickle") == 4 and written["device_traces"] == real["device_traces"]
@@ -171,6 +172,27 @@ def test_a_shortage_that_somebody_caught_is_mentioned_once(tmp_path, allocator):
     assert not line.startswith("error") and "; the run went on. snapshot: " in line
 
 
+def test_after_many_that_somebody_caught_the_one_that_ends_the_run_is_explained(tmp_path, allocator):
+    watching, said = on_gpu("", tmp_path / "s.pickle")
+    with pytest.raises(torch.OutOfMemoryError), watching:
+        for _ in range(5):
+            allocator.observers[0](0, GIB, 80 * GIB, 0)
+        with watching.step(1), watching.phase("forward"):
+            allocator.observers[0](0, 3 * GIB, 80 * GIB, 2 * GIB)
+            raise torch.OutOfMemoryError
+    assert said[0].startswith("error: out of memory on rank 0, forward of step 1: 3.00 GiB were asked for")
+    assert said[4] == f"  snapshot: {tmp_path / 's_oom_rank0.pickle'} is of an earlier failure; a run writes at most 3"
+
+
+def test_segments_that_can_grow_are_not_advised_twice(tmp_path, monkeypatch, real):
+    allocator = Allocator(monkeypatch, {**real, "allocator_settings": {"expandable_segments": True}})
+    watching, said = on_gpu("", tmp_path / "s.pickle")
+    with pytest.raises(torch.OutOfMemoryError), watching:
+        allocator.observers[0](0, GIB, 80 * GIB, 0)
+        raise torch.OutOfMemoryError
+    assert said[3].startswith("  would help: --recompute-granularity full") and EXPANDABLE not in said[3]
+
+
 def test_an_explanation_that_fails_takes_nothing_with_it(tmp_path, allocator, monkeypatch):
     def broken():
         raise ValueError("no snapshot")
@@ -183,13 +205,23 @@ def test_an_explanation_that_fails_takes_nothing_with_it(tmp_path, allocator, mo
     assert said == ["error: out of memory on rank 0, setup; why could not be found out: no snapshot"]
 
 
-def test_a_gpu_rank_that_does_not_record_explains_itself_too(tmp_path, allocator):
-    said = []
+def without_history(snapshot: dict) -> dict:
+    """As torch gives it where nothing was recorded."""
+    segments = [{**segment, "frames": [], "blocks": [{**block, "frames": []} for block in segment["blocks"]]}
+                for segment in snapshot["segments"]]
+    return {**snapshot, "segments": segments, "device_traces": [[] for _ in snapshot["device_traces"]]}
+
+
+def test_a_gpu_rank_that_does_not_record_explains_itself_too(tmp_path, monkeypatch, real):
+    allocator, said = Allocator(monkeypatch, without_history(real)), []
     plan = plan_of(flags(""), World(gpus=1))
     with pytest.raises(torch.OutOfMemoryError), Instruments(memory_instruments(plan, Window(), said.append), said.append):
         allocator.observers[0](0, GIB, 80 * GIB, 0)
         raise torch.OutOfMemoryError
     assert len(said) == 5 and allocator.calls == []
+    assert said[1] == "  held by: 885 tensors; what they are is known with --record-memory-history"
+    assert re.fullmatch(r"  largest: [\d.]+ MiB( x \d+)?; [\d.]+ MiB( x \d+)?; [\d.]+ MiB( x \d+)?", said[2])
+    assert EXPANDABLE in said[3]
     assert said[4] == "  snapshot: none; --record-memory-history writes one, with the code that allocated each tensor"
 
 

@@ -108,13 +108,14 @@ def test_an_interval_of_profiled_steps_only_is_not_passed_off_as_others(tmp_path
 
 
 @pytest.mark.parametrize(("after", "cupti", "said"), [
-    (0.110, True, True),
-    (0.104, True, False),
-    (0.110, False, False),
+    (0.110, {"cupti_planned": True}, True),
+    (0.104, {"cupti_planned": True}, False),
+    (0.110, {}, False),
+    (0.110, {"cupti_on_demand": True}, False),  # it could have been used, and was not
 ])
 def test_a_profiler_that_slows_later_steps_down_is_said_once(after, cupti, said):
     timeline, words = Timeline(), []
-    watcher = Disturbance(Window(range(10, 12)), timeline, lambda: 99, words.append, cupti=cupti)
+    watcher = Disturbance(Window(range(10, 12)), timeline, lambda: 99, words.append, **cupti)
     for step in range(1, 60):
         watcher.begin(step)
         timeline.current = StepTime(step, 0.1 if step < 10 else 0.2 if step < 12 else after)

@@ -34,7 +34,8 @@ def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrume
         members.append(_on_demand(plan, window, run_dir, leads, tell))
     if leads and (on_demand or window):
         members.append(Disturbance(
-            window, timeline, lambda: plan.train_iters - window.started_at, tell, cupti=_may_use_cupti(plan)
+            window, timeline, lambda: plan.train_iters - window.started_at, tell, cupti_on_demand=_uses_cupti(plan),
+            cupti_planned=_uses_cupti(plan) and plan.args.profile.use_pytorch_profiler,
         ))
     if nsys := nsys_range(plan, window, tell):
         members.append(nsys)
@@ -87,9 +88,9 @@ def _records_on_demand(plan: Plan) -> str:
     return "nsys holds the GPU's counters, so only memory is recorded in" if plan.args.profile.record_memory_history else ""
 
 
-def _may_use_cupti(plan: Plan) -> bool:
-    p = plan.args.profile
-    return plan.device == "cuda" and not _torch_is_blind(plan) and (p.use_pytorch_profiler or p.profile_on_demand)
+def _uses_cupti(plan: Plan) -> bool:
+    """Whether torch.profiler does, where it records."""
+    return plan.device == "cuda" and not _torch_is_blind(plan)
 
 
 def _torch_is_blind(plan: Plan) -> bool:

@@ -15,13 +15,15 @@ STEPS_AFTER, LINGERS = 20, 1.05  # ratio; smaller ones are noise
 class Disturbance(Instrument):
     """On one rank only. Outside of the timeline, so that a step's time is complete when `end` is called."""
 
-    def __init__(self, window: Window, timeline: Timeline, last_step, tell, cupti: bool = False):
-        """`cupti`: torch.profiler records on a GPU."""
+    def __init__(self, window: Window, timeline: Timeline, last_step, tell, cupti_planned: bool = False,
+                 cupti_on_demand: bool = False):
+        """`cupti_...`: in such a window torch.profiler records a GPU."""
         self.window, self.timeline, self._last_step, self._tell = window, timeline, last_step, tell
         self._asked = range(window.first, window.last + 1)
         self._before: deque[float] = deque(maxlen=REMEMBERED)
         self._inside: list[float] = []
-        self._cupti, self._usual, self._after = cupti, None, []  # seconds of a step before the window; those after it
+        self._cupti_in, self._cupti = {False: cupti_planned, True: cupti_on_demand}, False
+        self._usual, self._after = None, []  # seconds of a step before the window; those after it
         self._steps, self._reached = 0, False
 
     def begin(self, step: int):
@@ -62,6 +64,7 @@ class Disturbance(Instrument):
 
     def _say(self):
         inside, self._inside = self._inside, []
+        self._cupti = self._cupti or self._cupti_in[self.window.on_demand]
         if not self._before:
             self._tell("profiled steps cannot be compared with others: none were timed before them.")
             return

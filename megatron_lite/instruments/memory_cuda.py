@@ -25,7 +25,7 @@ class CudaRecorder:
         self._full_at = OUTSIDE
 
     def open(self):
-        self._record(min(OUTSIDE, self._most), clear=True)
+        self._record(min(OUTSIDE, self._most))
 
     def begin_step(self):
         """Nothing to do: the allocator records by itself."""
@@ -34,12 +34,12 @@ class CudaRecorder:
         """Recording goes on: memory may run out in any step."""
 
     def open_window(self):
-        self._record(self._most, clear=True)
+        self._record(self._most, stacks_of="all")
         self._hooks.attach()
 
     def close_window(self):
         self._hooks.detach()
-        self._record(min(OUTSIDE, self._most), clear=True)
+        self._record(min(OUTSIDE, self._most))
 
     def close(self):
         self._hooks.detach()
@@ -80,9 +80,10 @@ class CudaRecorder:
         """Of the device in the snapshot."""
         return torch.cuda.current_device()
 
-    def _record(self, most: int, clear: bool):
+    def _record(self, most: int, stacks_of: str = "alloc"):
+        """stacks_of: "alloc", or with those of frees, which nobody reads outside of the window, "all"."""
         # C++ frames would make a snapshot take minutes instead of seconds
         torch.cuda.memory._record_memory_history(
-            enabled="all", context="all", stacks="python", max_entries=most, clear_history=clear
+            enabled="all", context=stacks_of, stacks="python", max_entries=most, clear_history=True
         )
         self._full_at = most

@@ -1,6 +1,7 @@
 """Memory that ran out: five lines that say what was asked and who held it, and a snapshot of that moment."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +12,18 @@ from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_advice import advice
 from megatron_lite.instruments.memory_file import write_snapshot
 from megatron_lite.instruments.memory_place import Place
-from megatron_lite.instruments.memory_summary import ACTIVATIONS, by_category, by_site, held_at_the_end, place_words
+from megatron_lite.instruments.memory_summary import (
+    ACTIVATIONS,
+    Held,
+    by_category,
+    by_site,
+    held_at_the_end,
+    place_words,
+)
 from megatron_lite.units import KIB, size
 
 LARGEST = 3  # sites that are named
-MOST_REPORTS = 3  # of failures that somebody caught; the newest stays
+MOST_FILES = 3  # of failures that somebody caught: a snapshot may be gigabytes
 # of libraries that allocate for themselves; their errors are plain RuntimeErrors
 SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory",
          "not enough memory")
@@ -48,20 +56,38 @@ def asked_bytes(error: BaseException) -> int | None:
 def report(plan: Plan, tag: str, shortage: Shortage, snapshot: dict, device: int, written: str) -> list[str]:
     """The five lines. `written`: what became of the snapshot."""
     held = held_at_the_end(snapshot, device)
-    sizes = by_category(held)
-    used = sum(amount for _, amount in sizes)
+    recorded = any(piece.tag or piece.frames for piece in held)  # without a history, blocks have sizes only
+    sizes = by_category(held) if recorded else []
+    used = sum(piece.size for piece in held)
     asked = "an unknown amount was" if shortage.asked is None else f"{size(shortage.asked)} were"
     known = "" if shortage.all_known else "at least "
-    help_with = advice(plan, _with_unknown(dict(sizes), shortage), shortage.asked or 0, shortage.reserved - used)
-    sites = [f"{size(amount)} {name}" + (f" x {pieces}" if pieces > 1 else "") for name, amount, pieces in by_site(held)]
+    # segments that can grow leave nothing that could not be used
+    unused = 0 if snapshot.get("allocator_settings", {}).get("expandable_segments") else shortage.reserved - used
+    help_with = advice(plan, _with_unknown(dict(sizes), shortage), shortage.asked or 0, unused)
     return [
         f"{_headline(plan, tag)}: {asked} asked for; tensors hold {known}{size(used)}, {size(shortage.reserved)} are reserved, "
         + f"{size(shortage.free)} of {size(shortage.total)} are free",
-        "  held by: " + (", ".join(f"{name} {size(amount)}" for name, amount in sizes) or "no tensor that is known"),
-        "  largest: " + ("; ".join(sites[:LARGEST]) or "unknown"),
+        "  held by: " + _holders(sizes, len(held)),
+        "  largest: " + ("; ".join((_sites if recorded else _blocks)(held)[:LARGEST]) or "unknown"),
         "  would help: " + "; ".join(help_with),
         f"  snapshot: {written}",
     ]
+
+
+def _holders(sizes: list[tuple[str, int]], number: int) -> str:
+    if number and not sizes:
+        return f"{number:,} tensors; what they are is known with --record-memory-history"
+    return ", ".join(f"{name} {size(amount)}" for name, amount in sizes) or "no tensor that is known"
+
+
+def _sites(held: list[Held]) -> list[str]:
+    return [f"{size(amount)} {name}" + (f" x {pieces}" if pieces > 1 else "") for name, amount, pieces in by_site(held)]
+
+
+def _blocks(held: list[Held]) -> list[str]:
+    """By size, the largest first."""
+    numbers = Counter(piece.size for piece in held)
+    return [size(amount) + (f" x {numbers[amount]}" if numbers[amount] > 1 else "") for amount in sorted(numbers, reverse=True)]
 
 
 def _with_unknown(held: dict[str, int], shortage: Shortage) -> dict[str, int]:
@@ -81,7 +107,7 @@ class OutOfMemory(Instrument):
     def __init__(self, plan: Plan, place: Place, path: Path | None, recorder, tell):
         self._plan, self._place, self._path, self._recorder, self._tell = plan, place, path, recorder, tell
         self._lines: list[str] = []
-        self._reports = 0
+        self._files = 0
         self._over = False
 
     def open(self):
@@ -100,9 +126,8 @@ class OutOfMemory(Instrument):
 
     def _observe(self, shortage: Shortage):
         """At the failing allocation. An error in here would take the place of the one that is being explained."""
-        if self._over or self._reports == MOST_REPORTS:
+        if self._over:
             return
-        self._reports += 1
         try:
             snapshot, _ = self._recorder.snapshot()
             written = self._write(snapshot)
@@ -115,6 +140,9 @@ class OutOfMemory(Instrument):
     def _write(self, snapshot: dict) -> str:
         if self._path is None:
             return "none; --record-memory-history writes one, with the code that allocated each tensor"
+        if self._files == MOST_FILES:
+            return f"{self._path} is of an earlier failure; a run writes at most {MOST_FILES}"
+        self._files += 1
         try:
             write_snapshot(self._path, snapshot)
         except OSError as error:

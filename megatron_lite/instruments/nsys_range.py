@@ -95,6 +95,8 @@ class NsysRange(Instrument):
         lost. No collective: who does not come is not waited for long."""
         if not self._neighbours or not dist.is_initialized():
             return
+        if self._device == "cuda":
+            torch.cuda.synchronize()  # not before its own kernels have run has a rank left
         store = dist.distributed_c10d._get_default_store()
         left = f"left the nsys range after step {self._step}/"
         store.set(f"{left}{self._rank}", "")

@@ -68,7 +68,8 @@ def recorded(tmp_path_factory):
 def test_the_file_holds_the_window_and_the_peak_that_torch_counted(recorded):
     folder, snapshot, lines, requested = recorded
     assert protocol(folder / "m" / "s.pickle") == 4 and len(lines) == 1 and " of steps 3-4 of this run, peak " in lines[0]
-    tags = {event["user_metadata"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"}
+    # what backward's thread allocates before the first module's hook, a few scalars, has none in its first step
+    tags = {event["user_metadata"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"} - {""}
     assert {tag.split("/")[0] for tag in tags} == {"step 3", "step 4"}
     assert abs(peak(snapshot).size - requested) < 0.01 * requested
 
@@ -102,7 +103,7 @@ def test_memory_that_really_runs_out_is_explained(tmp_path):
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
     said = out.getvalue()[out.getvalue().index("error: "):].splitlines()
-    assert said[0].startswith("error: out of memory on rank 0, ") and "  would help: --micro-batch-size 32 instead" in said[3]
+    assert said[0].startswith("error: out of memory on rank 0, ") and "--micro-batch-size 32 instead" in said[3]
     snapshot = read_snapshot(tmp_path / "s_oom_rank0.pickle")
     assert any(event["action"] == "oom" for event in snapshot["device_traces"][0])
     assert [path.name for path in tmp_path.glob("*.pickle")] == ["s_oom_rank0.pickle"]

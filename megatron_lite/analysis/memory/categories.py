@@ -15,7 +15,7 @@ from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SE
 from megatron_lite.analysis.memory.record import Record
 from megatron_lite.analysis.memory.stacks import Code
 from megatron_lite.analysis.memory.unknown_origin import assign_unknown
-from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE
+from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER, THREADS_WITH_CUBLAS
 from megatron_lite.estimate.memory_categories import CATEGORIES
 
 INDEX = {name: number for number, name in enumerate(CATEGORIES)}
@@ -83,6 +83,9 @@ def categories_of(record: Record, lives: Lives, phases: Phases) -> np.ndarray:
     _forward(seen, lives, logits, decide)
     decide(seen.known, "other")
     assign_unknown(lives, found, seen.freed_in, INDEX)
+    left = (found == UNDECIDED) & unknown & (lives.requested == CUBLAS_WORKSPACE_SINCE_HOPPER)
+    if left.sum() <= THREADS_WITH_CUBLAS:  # more are weights of the same size
+        decide(left, "workspace")
     decide(np.ones(len(lives), bool), "before the record")
     return found
 
