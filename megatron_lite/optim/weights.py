@@ -12,10 +12,14 @@ class MasterWeights:
         self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters]
         self._pairs = [(p, m) for p, m in zip(parameters, self.masters) if p is not m]
 
+    @torch.no_grad()
     def attach(self, gradients: list[Tensor]):
         """Make `gradients`, in the order of the parameters, the masters' gradients, in fp32."""
+        if gradients[0].dtype != torch.float32:  # all at once: a launch takes longer than a GPU needs for a bias
+            short, gradients = gradients, [torch.empty_like(g, dtype=torch.float32) for g in gradients]
+            torch._foreach_copy_(gradients, short)
         for master, gradient in zip(self.masters, gradients):
-            master.grad = gradient if gradient.dtype == torch.float32 else gradient.float()
+            master.grad = gradient
 
     def detach(self):
         """Let go of the gradients, so that fp32 copies of them do not live through the next forward."""
