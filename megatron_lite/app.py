@@ -5,11 +5,14 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_lite.checkpoint.find import chosen
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.compilation import AUTO
@@ -51,15 +54,25 @@ def main(argv: list[str]) -> int:
         _run(argv, world)
     except UserError as error:
         _end_with(error, world)
-        return error.exit_code
+        return _leave(error.exit_code, world)
     except KeyboardInterrupt:
-        return 130
+        return _leave(130, world)
     except RuntimeError as error:
         if not hasattr(error, "explained"):  # an instrument has said on this rank why memory ran out
             raise
         _write_error_file(ConfigError(error.explained))
-        return 1
+        return _leave(1, world)
     return 0
+
+
+def _leave(code: int, world: World) -> int:
+    """With other ranks, end here. Behind the error stand DistributedDataParallel and perhaps a reduction on its way: taking them
+    apart waits for gloo's threads, which may in turn wait for the interpreter's lock, for ever."""
+    if world.size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _run(argv: list[str], world: World):
@@ -80,7 +93,7 @@ def _run(argv: list[str], world: World):
         say_once(text)
     feed = Feed(plan, say_once)  # damaged or unfitting data is said before ranks meet and files are made
     require_checkpoint(plan)
-    with process_group(plan, lambda error: _tell(error, world)) as ranks:
+    with _an_interrupt_told(plan, say_once), process_group(plan, lambda error: _tell(error, world)) as ranks:
         run_dir = _agreed_run_dir(plan)
         ranks.report_to(run_dir)
         timeline = Timeline()
@@ -90,6 +103,17 @@ def _run(argv: list[str], world: World):
     say_once(f"[{record.left_early}]" if record.left_early else f"  done: {run_dir}")
     if world.is_first and wants_report(plan):
         end_with_report(run_dir, say)
+
+
+@contextmanager
+def _an_interrupt_told(plan: Plan, say):
+    try:
+        yield
+    except KeyboardInterrupt:
+        save = plan.args.checkpoint.save
+        slot = chosen(Path(save), None, "--save") if save and Path(save).is_dir() else None
+        say("interrupted; " + (f"--load {save} goes on from {slot.name}" if slot else "no checkpoint was written"))
+        raise
 
 
 def _headline(plan: Plan) -> str:

@@ -86,7 +86,7 @@ class TrainingArgs:
     skip_train: bool = flag(False, "Only evaluate.")
     exit_interval: int | None = flag(None, "Save and leave when the iteration is a multiple of this.")
     exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.")
-    exit_signal_handler: bool = flag(False, "On the exit signal: finish the step, save, exit 0.")
+    exit_signal_handler: bool = flag(False, "On the exit signal: finish the step (on GPUs the two after it), save, exit 0; torchrun waits --shutdown-timeout, 30 s.")
     exit_signal: str = flag("SIGTERM", "The signal of --exit-signal-handler.", value="NAME")
     manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")
     manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.")

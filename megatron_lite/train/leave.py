@@ -62,7 +62,8 @@ class Leave:
         vote = torch.full((), self._wish(), device=self._device)  # a fill does not make the host wait, a copy would
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
         self._votes.push(None, (vote,))
-        return max((values[0] for _, values in self._votes.pop(LAG)), default=STAY)
+        # all ranks read the same step's vote: on GPUs one that has arrived, on CPUs there is none to wait for
+        return max((values[0] for _, values in self._votes.pop(LAG if self._device.type == "cuda" else 0)), default=STAY)
 
     def _wish(self) -> float:
         if self._checkpoints.failed:
