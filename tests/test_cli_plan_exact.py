@@ -55,7 +55,7 @@ def test_a_mistake_that_only_the_walk_sees_is_the_trainers_line(in_process, caps
     from megatron_lite.errors import UserError
     from megatron_lite.rehearsal import command
 
-    def refuse(plan):
+    def refuse(plan, workspace):
         raise UserError("--attention-backend flash: no.")
 
     monkeypatch.setattr(command, "rehearse", refuse)

@@ -55,7 +55,7 @@ def test_every_what_if_can_be_pasted(changes):
     for one in found:
         again = pasted(changes, one)
         assert again == one.plan != now
-        assert predict_memory(again) == one.memory
+        assert predict_memory(again, H200) == one.memory
         assert one.words and one.time is not None
 
 
@@ -91,7 +91,7 @@ def test_what_is_found_fits_and_can_be_pasted(changes, gib):
         assert found.least.peak_bytes > found.budget_bytes
         return
     again = pasted(changes, found.found)
-    assert predict_memory(again).peak.num_bytes == found.found.peak_bytes <= found.budget_bytes
+    assert predict_memory(again, H200).peak.num_bytes == found.found.peak_bytes <= found.budget_bytes
     assert again.batch == plan(changes).batch
 
 
@@ -141,7 +141,7 @@ def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, way_
     assert found.found is None and found.least.peak_bytes > found.budget_bytes
     assert found.way_out.peak_bytes <= found.budget_bytes
     assert any(flag.startswith(way_out) for flag in found.way_out.add), found.way_out.words
-    assert predict_memory(pasted(changes, found.way_out)).peak.num_bytes == found.way_out.peak_bytes
+    assert predict_memory(pasted(changes, found.way_out), H200).peak.num_bytes == found.way_out.peak_bytes
     if way_out == "--num-layers":
         more = variant_of(found.way_out.plan, None, num_layers=found.way_out.plan.shape.num_layers + 1)
         assert more.peak_bytes > found.budget_bytes

@@ -3,10 +3,14 @@
 import re
 
 import pytest
+from launch import flags, plan_of
 
+from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.alignment import best_multiple, least_multiple, padded
+from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER, workspace_bytes
 from megatron_lite.estimate.hardware import PROCESSORS, peak_tflops, peak_tflops_of, processor_called, processor_of
+from megatron_lite.estimate.peak import predict_memory
 
 
 @pytest.mark.parametrize(
@@ -188,3 +192,19 @@ def test_sizes_that_tensor_cores_like():
     assert [least_multiple(size) for size in (1, 2, 4, 8, 16, 32)] == [16, 8, 4, 2, 1, 1]
     assert [best_multiple(size) for size in (1, 2, 4)] == [128, 64, 32]
     assert (padded(50257, 64), padded(50304, 64), padded(1, 8), padded(0, 8)) == (50304, 50304, 8, 0)
+
+
+@pytest.mark.parametrize(("words", "gpu", "expected"), [
+    ("", None, CUBLAS_WORKSPACE),
+    ("", "A100", CUBLAS_WORKSPACE),
+    ("", "4090", CUBLAS_WORKSPACE),
+    ("", "H200", CUBLAS_WORKSPACE_SINCE_HOPPER),
+    ("", "B200", CUBLAS_WORKSPACE_SINCE_HOPPER),
+    ("--deterministic-mode", "A100", CUBLAS_WORKSPACE_SINCE_HOPPER),  # the trainer sets CUBLAS_WORKSPACE_CONFIG
+])
+def test_cublas_takes_more_on_newer_gpus(words, gpu, expected):
+    plan = plan_of(flags(words), World(gpus=1))
+    processor = processor_called(gpu) if gpu else None
+    assert workspace_bytes(plan, processor) == expected
+    [row] = [row for row in predict_memory(plan, processor).peak.rows if row.category == "workspace" and "cuBLAS" in row.name]
+    assert row.num_bytes == 2 * expected

@@ -165,7 +165,8 @@ def test_gradients_that_arrive_on_other_threads_bring_their_module():
     told = []
     place = Place(told.append)
     hooks = ModuleHooks(place, in_backward=True)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    # what an Identity hands on is another module's
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Identity())
     hooks.attach()
     try:
         place.begin(7)

@@ -193,3 +193,11 @@ def test_auto_means_the_explicit_kernel_where_that_is_preferred():
     ("bf16", "cuda", 64, False, False), ("bf16", "cpu", 64, True, False)])
 def test_it_is_preferred_for_short_sequences_in_bf16_on_a_cpu(precision, device, positions, masked, faster):
     assert explicit_is_faster(replace(PLAIN, seq_length=positions), precision, device, masked) == faster
+
+
+@pytest.mark.parametrize(("scaled", "numbers"), [(False, {1}), (True, None)])
+def test_layers_differ_by_their_number_only_where_it_counts(scaled, numbers):
+    """What differs is compiled again for each layer."""
+    model = build(replace(PLAIN, query_key_layer_scaling=scaled))
+    found = [layer.self_attention.layer_number for layer in model.decoder.layers]
+    assert len(found) > 1 and (set(found) == numbers if numbers else found == list(range(1, len(found) + 1)))

@@ -45,7 +45,7 @@ def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, ex
     plan, shape = found.plan, found.plan.shape
     processors = _processors(options)
     margin = MARGIN if options.margin is None else options.margin
-    memory = predict_memory(plan)
+    memory = predict_memory(plan, processors[0] if processors else None)
     peak_bytes = exact.allocated_peak_bytes if exact else memory.peak.num_bytes
     return PlanReport(
         title=Path(words[0]).name if is_script(words[0]) else "plan",
@@ -111,7 +111,7 @@ def _with_exact(options: argparse.Namespace, words: list[str], found: PlannedRun
         _require_writable(Path(options.snapshot))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(options.snapshot or Path(folder) / "predicted.pickle")
-        report = _report(options, words, found, exact(found, path))
+        report = _report(options, words, found, exact(found, path, next(iter(_processors(options)), None)))
         kept = ["", f"written: {path}"] if options.snapshot else []
         return report, [*snapshot_lines(path, style, options.all), *kept]
 

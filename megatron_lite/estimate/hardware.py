@@ -26,6 +26,11 @@ class Processor:
     mesh: bool = False  # the link is made of one to each other GPU, so that a pair has only its own
     sums_in_switch: bool = False  # NVLink's switches can add up what they pass on (NVLink SHARP)
 
+    @property
+    def since_hopper(self) -> bool:
+        """Compute capability 9.0 or 10.0."""
+        return self.name.startswith(("H100", "H200", "B200"))
+
 
 _V100 = "NVIDIA V100 datasheet, 2020-01"
 _A100 = "NVIDIA A100 datasheet, 2021-06"

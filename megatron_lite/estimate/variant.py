@@ -55,7 +55,7 @@ def variant_of(plan: Plan, processor: Processor | None = None, **changes) -> Var
     changed = resolve(args, plan.world, plan.vocab_size)
     add, drop = _spelled(before, changes)
     return Variant(
-        changed, add, drop, predict_memory(changed), predict_time(changed, processor) if processor else None
+        changed, add, drop, predict_memory(changed, processor), predict_time(changed, processor) if processor else None
     )
 
 

@@ -115,7 +115,7 @@ class ModuleHooks:
             return
         name = self._running.pop()
         node = output.grad_fn if self._in_backward and isinstance(output, Tensor) else None
-        if node is not None:
+        if node is not None and not any(output is given for given in inputs):  # an Identity hands on what another made
             node.register_prehook(partial(self._gradient_arrives, name))
         self._move(self._running[-1] if self._running else "")
 

@@ -20,7 +20,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, shape: ModelShape, layer_number: int, attend: Attend):
         super().__init__()
-        self.layer_number = layer_number
+        # the same for all layers where it is not used, so that a compiled layer serves all
+        self.layer_number = layer_number if shape.query_key_layer_scaling else 1
         self.attend = attend
         self.heads_per_group = shape.num_attention_heads // shape.num_query_groups
         self.kv_channels = shape.kv_channels

@@ -1,6 +1,6 @@
 """python -m megatron_lite.rehearsal.command < REQUEST: the rehearsal for a program that does without torch.
 
-REQUEST is JSON: flags of the trainer, world (fields of World), vocab_size, snapshot (a path to write). Prints the figures
+REQUEST is JSON: flags of the trainer, world (fields of World), vocab_size, snapshot (a path to write), workspace (bytes of one of cuBLAS'). Prints the figures
 as JSON, without the snapshot. Exit code 2 and one line for each mistake of the user.
 """
 
@@ -21,7 +21,7 @@ def main() -> int:
     request = json.load(sys.stdin)
     plan = resolve(read_command_line(request["flags"]).args, World(**request["world"]), request["vocab_size"])
     try:
-        found = rehearse(plan)
+        found = rehearse(plan, workspace=request["workspace"])
     except UserError as error:
         print("\n".join(error.lines), file=sys.stderr)
         return error.exit_code

@@ -45,7 +45,7 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
     processor = processor_of(device_name)
     failures: list[str] = []
     seen = Forecast(
-        memory=_attempt(failures, "memory", predict_memory, plan),
+        memory=_attempt(failures, "memory", predict_memory, plan, processor),
         time=_attempt(failures, "time", predict_time, plan, processor) if processor else None,
         room_bytes=room_bytes,
         sharing=sharing,

@@ -40,7 +40,7 @@ def run(argv: list[str], folder, watchers=()) -> list[str]:
     """What a run said of memory."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         train(argv, folder, ONE, watchers)
-    return [line for line in out.getvalue().splitlines() if "memory" in line]
+    return [line for line in out.getvalue().splitlines() if "memory" in line and not line.startswith("[Rank ")]
 
 
 class Peak(Instrument):

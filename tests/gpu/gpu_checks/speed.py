@@ -6,13 +6,14 @@ from pathlib import Path
 from benchmarks.training.contestants import OURS
 from gpu_checks.outcome import FAILED, OUT_OF_TIME, PASSED, Outcome
 from megatron_lite.cli.planned_run import planned_run
-from megatron_lite.estimate.hardware import peak_tflops
+from megatron_lite.estimate.hardware import peak_tflops, processor_of
 from megatron_lite.estimate.peak import predict_memory
 from megatron_lite.units import count, size
 
 MFU_BARS = {"gate": 0.45, "goal": 0.52, "best hoped for": 0.56}  # full attention, of one H200
 RATIO_BARS = {"plain-compiled": 1.05, "plain": 1.4}  # tokens/s of ours over theirs, on one H200
 BARS_ARE_OF = "H200"
+LIBRARIES = 1.005  # of the plan: what libraries take from torch's allocator for themselves, which differs by version
 
 
 def outcome_of(path: Path, part: str, device: str, code: int | None, seconds: float, limit_s: float) -> Outcome:
@@ -24,7 +25,7 @@ def outcome_of(path: Path, part: str, device: str, code: int | None, seconds: fl
     figures = figures_of(measured, device)
     failures = [f"failed: {result['contestant']}, round {result['round']}: {result['failure']}"
                 for result in _results(measured) if result["failure"]]
-    too_much = figures["peak_bytes"] is not None and figures["peak_bytes"] > figures["planned_peak_bytes"]
+    too_much = figures["peak_bytes"] is not None and figures["peak_bytes"] > LIBRARIES * figures["planned_peak_bytes"]
     if too_much:
         failures.append("failed: ours takes more memory than planned")
     result = FAILED if too_much or figures["tokens_per_s"] is None else PASSED if code == 0 else OUT_OF_TIME
@@ -42,7 +43,7 @@ def figures_of(measured: dict, device: str) -> dict:
         "gpu": gpu, "tokens_per_s": line["tokens_s"], "first_step_s": line["first_step_s"],
         "mfu_full": _over(line["tflops_full"], peak), "mfu_causal": _over(line["tflops_causal"], peak),
         "peak_bytes": line["peak_bytes"] if device == "cuda" else None,
-        "planned_peak_bytes": _planned(measured) if device == "cuda" else None,
+        "planned_peak_bytes": _planned(measured, gpu) if device == "cuda" else None,
         "over": {ratio["other"]: ratio["median"] for ratio in measured["ratios"] if ratio["ours"] == OURS},
     }
 
@@ -51,11 +52,11 @@ def _results(measured: dict) -> list[dict]:
     return [run["result"] for run in measured["runs"]]
 
 
-def _planned(measured: dict) -> int:
-    """What the trainer foretells for the very flags that were run."""
+def _planned(measured: dict, gpu: str | None) -> int:
+    """What the trainer foretells for the very flags that were run, on this GPU."""
     words = next(run["command"] for run in measured["runs"] if run["result"]["contestant"] == OURS)
     flags = words[words.index("pretrain_gpt.py") + 1 :]
-    return predict_memory(planned_run(flags, 1).plan).peak.num_bytes
+    return predict_memory(planned_run(flags, 1).plan, processor_of(gpu)).peak.num_bytes
 
 
 def _over(value: float | None, whole: float | None) -> float | None:
