@@ -25,6 +25,7 @@ from megatron_lite.errors import ConfigError, RanksError, UserError
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.choose import choose
+from megatron_lite.instruments.memory_oom import is_out_of_memory, unrecorded
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.whereabouts import WhereaboutsKeeper
 from megatron_lite.live_line import say
@@ -93,7 +94,7 @@ def _run(argv: list[str], world: World):
         say_once(text)
     feed = Feed(plan, say_once)  # damaged or unfitting data is said before ranks meet and files are made
     require_checkpoint(plan)
-    with _an_interrupt_told(plan, say_once), process_group(plan, lambda error: _tell(error, world)) as ranks:
+    with _early_end_told(plan, say_once), process_group(plan, lambda error: _tell(error, world)) as ranks:
         run_dir = _agreed_run_dir(plan)
         ranks.report_to(run_dir)
         timeline = Timeline()
@@ -106,13 +107,20 @@ def _run(argv: list[str], world: World):
 
 
 @contextmanager
-def _an_interrupt_told(plan: Plan, say):
+def _early_end_told(plan: Plan, say_once):
+    """What no traceback says of Ctrl-C, and of memory that ran out where no instrument watches it."""
     try:
         yield
+    except RuntimeError as error:
+        if is_out_of_memory(error) and not hasattr(error, "explained"):
+            error.explained = unrecorded(plan, error)
+            for line in error.explained:
+                say(line)
+        raise
     except KeyboardInterrupt:
         save = plan.args.checkpoint.save
         slot = chosen(Path(save), None, "--save") if save and Path(save).is_dir() else None
-        say("interrupted; " + (f"--load {save} goes on from {slot.name}" if slot else "no checkpoint was written"))
+        say_once("interrupted; " + (f"--load {save} goes on from {slot.name}" if slot else "no checkpoint was written"))
         raise
 
 

@@ -65,6 +65,17 @@ def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
+def test_a_cpu_run_that_does_not_record_says_it_in_two_lines(tmp_path):
+    words = flags(TOO_MUCH, "--run-dir", tmp_path / "run")
+    ended = subprocess.run([sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *words], capture_output=True,
+                           text=True, timeout=100, env=environment(), cwd=tmp_path, check=False)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+    first, second = ended.stdout[ended.stdout.index("error: "):].splitlines()
+    assert re.match(r"error: out of memory on rank 0: [\d.]+ [MG]iB were asked for; [\d.]+ GiB of [\d.]+ GiB are free$", first)
+    assert second.startswith("  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size (predicted peak ")
+
+
 # --- a GPU's allocator, played from a real recording
 
 

@@ -74,6 +74,16 @@ def report(plan: Plan, tag: str, shortage: Shortage, snapshot: dict, device: int
     ]
 
 
+def unrecorded(plan: Plan, error: BaseException) -> list[str]:
+    """Two lines, where nothing watches: on a CPU without --record-memory-history."""
+    asked, memory = asked_bytes(error), host_memory()
+    words = "" if asked is None else f" {size(asked)} were asked for;"
+    return [
+        f"error: out of memory on rank {plan.world.rank}:{words} {size(memory['free'])} of {size(memory['total'])} are free",
+        "  would help: " + "; ".join(advice(plan, {}, 0, 0)),
+    ]
+
+
 def _holders(sizes: list[tuple[str, int]], number: int) -> str:
     if number and not sizes:
         return f"{number:,} tensors; what they are is known with --record-memory-history"
