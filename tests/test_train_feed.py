@@ -42,6 +42,15 @@ def test_evaluating_only_needs_no_training_data(corpora, tmp_path, words):
     assert "train data: none" in out and "validation loss at iteration 0 on validation set" in out
 
 
+def test_a_split_that_leaves_nothing_to_evaluate_is_said(tmp_path):
+    one = write_documents(tmp_path / "one", [4000], 1)  # as a text file that was not cut into documents
+    with alone(), contextlib.redirect_stderr(io.StringIO()):
+        _, out = quietly(flags("--train-iters 1 --eval-iters 1 --split 949,50,1", data=one), tmp_path / "run")
+        _, quiet = quietly(flags("--train-iters 1 --eval-iters 0 --split 949,50,1", data=one), tmp_path / "quiet")
+    assert "  valid data: none (--split 949,50,1 leaves it no document)\n" in out and "  test data: none (" in out
+    assert "  valid data: none\n" in quiet
+
+
 def test_words_of_the_data_flags_may_stand_in_files(tmp_path):
     a, b = (write_documents(tmp_path / name, [40] * 2000, seed) for seed, name in enumerate("ab"))
     (tmp_path / "words").write_text(f"0.3 {a}\n0.7\t{b}\n")

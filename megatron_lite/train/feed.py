@@ -65,7 +65,8 @@ class _DatasetStreams:
         ), say)
         for name, size in zip(("train", "valid", "test"), sizes):
             samples = getattr(self._sets, name)
-            say(f"  {name} data: {count(len(samples))} samples" if samples is not None else f"  {name} data: none")
+            why = f" (--split {d.split or SPLIT} leaves it no document)" if size and d.data_path else ""
+            say(f"  {name} data: {count(len(samples))} samples" if samples is not None else f"  {name} data: none{why}")
             if samples is not None and len(samples) < size and d.dataloader_type == "single":
                 flag = f"--{name}-data-path" if getattr(d, f"{name}_data_path") else "--data-path"
                 raise DataError(f"{flag}: several data sets without weights are read once, and their {name} share of "
