@@ -11,8 +11,9 @@ from command_lines import argv
 from megatron_lite.cli.main import main
 from megatron_lite.cli.plan_options import _parser
 from megatron_lite.config.args import Args
+from megatron_lite.config.family import answers
 from megatron_lite.config.flags import flags_of
-from megatron_lite.config.megatron import ACCEPTED, REFUSED, RESPELLED, RETIRED, answers
+from megatron_lite.config.megatron import ACCEPTED, REFUSED, RESPELLED, RETIRED
 from megatron_lite.config.world import World
 
 ROOT = Path(__file__).parent.parent

@@ -1,10 +1,15 @@
 """What a user types wrong, and reads."""
 
+import re
+
 import pytest
 from command_lines import ALONE, argv, mistakes, read
 
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.family import answers
+from megatron_lite.config.megatron import ACCEPTED, REFUSED
+from megatron_lite.config.not_here import FIRST_WORDS, NOT_HERE
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
@@ -51,6 +56,13 @@ ONE_MISTAKE = [
         "--lr-warmup is not a flag; did you mean --lr-warmup-fraction or --lr-warmup-iters or --lr-warmup-samples?",
     ),
     ("--moe-router-topkk 1", "--moe-router-topkk is not a flag; did you mean --moe-router-topk?"),
+    ("--num-expert 8", "--num-expert is not a flag, and --num-experts of Megatron-LM is not here either; leave it out."),
+    ("--fp4_format e2m1", "--fp4_format is not a flag, and --fp4-format of Megatron-LM is not here either; leave it out."),
+    ("--recompute-m x", "--recompute-m is not a flag; did you mean --recompute-method?"),
+    ("--recompute-modules core_attn mlp", f"--recompute-modules is refused: {answers(REFUSED)['--recompute-modules']}."),
+    ("--window-size (128,0)", f"--window-size {FIRST_WORDS}: {answers(NOT_HERE)['--window-size']}."),
+    ("--fp4-format e2m1", f"--fp4-format {FIRST_WORDS}, and use --bf16 or --fp16."),
+    ("--dump-param-to-param-group-map a b", f"--dump-param-to-param-group-map {FIRST_WORDS}."),
     ("--x 1", "--x is not a flag; --help lists them all."),
     ("--", "-- is not a flag; --help lists them all."),
     ("--l 1", "--l is not a flag; did you mean --lr?"),
@@ -81,6 +93,15 @@ ONE_MISTAKE = [
 def test_one_mistake(changes, answer):
     said = [text for text in mistakes(changes) if not text.startswith("--max-position-embeddings 32 is")]
     assert said == [answer]
+
+
+def test_no_guess_is_itself_refused():
+    lacking = answers((*REFUSED, *NOT_HERE))
+    for name in [*lacking, *answers(ACCEPTED)]:
+        for typo in (name[:-1], name[:-2] + name[-1], name + "s", name.replace("-", "_")[2:], name[: len(name) // 2]):
+            for line in read_command_line([f"--{typo.lstrip('-')}", "1"]).mistakes:
+                guesses = re.findall(r"--[\w-]+", line.partition("; did you mean ")[2])
+                assert not lacking.keys() & set(guesses), line
 
 
 def test_a_word_before_any_flag():
@@ -167,8 +188,16 @@ def notes(changes, world=ALONE):
         ("--use-flash-attn", "--use-flash-attn is an old spelling of --attention-backend auto."),
         (
             "--cpu-offloading-num-layers 0",
-            "--cpu-offloading-num-layers has no effect here: its value asks for nothing.",
+            "--cpu-offloading-num-layers 0 has no effect here: it is so anyway.",
         ),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn",
+            "--recompute-modules core_attn has no effect here: it is so anyway.",
+        ),
+        ("--te-rng-tracker", "--te-rng-tracker has no effect here: random numbers are torch's own."),
+        ("--no-one-logger", "--no-one-logger has no effect here: there is no such logger here"),
+        ("--use-tp-pp-dp-mapping", "--use-tp-pp-dp-mapping has no effect here: it matters only with tensor"),
+        ("--sharp-enabled-group dp", "--sharp-enabled-group has no effect here: it changes how ranks are connected"),
         ("--num-query-groups 2", "--num-query-groups has no effect without --group-query-attention."),
         ("--loss-scale 8", "--loss-scale has no effect without --fp16 or --bf16."),
         ("--bf16 --initial-loss-scale 8", "--initial-loss-scale has no effect without --fp16."),

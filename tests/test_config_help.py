@@ -11,9 +11,10 @@ from command_lines import REPO, argv
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.family import answers
 from megatron_lite.config.flags import flags_of
 from megatron_lite.config.help import help_text
-from megatron_lite.config.megatron import ACCEPTED, REFUSED, RESPELLED, RETIRED, answers
+from megatron_lite.config.megatron import ACCEPTED, REFUSED, RESPELLED, RETIRED
 
 PAGE = help_text()
 FLAGS = list(flags_of(Args))

@@ -6,8 +6,10 @@ import pytest
 from command_lines import REPO, mistakes, read
 
 from megatron_lite.config.args import Args
+from megatron_lite.config.family import answers
 from megatron_lite.config.flags import dashed, flags_of
-from megatron_lite.config.megatron import ACCEPTED, HARMLESS, REFUSED, RESPELLED, RETIRED, answers
+from megatron_lite.config.megatron import ACCEPTED, HARMLESS, REFUSED, RESPELLED, RETIRED
+from megatron_lite.config.not_here import FIRST_WORDS, NOT_HERE
 
 TABLE = dict(
     (line.rstrip("\n").split("\t") + [None])[:2]
@@ -21,6 +23,7 @@ ANSWERS = {
     "refused": set(answers(REFUSED)),
     "respelled": set(RESPELLED),
     "retired": set(answers(RETIRED)),
+    "not here": set(answers(NOT_HERE)),
 }
 OTHER_DEFAULTS = {  # where a default differs from Megatron's: ours, and why
     "--distributed-backend": (None, "chosen: nccl with GPUs, gloo without"),
@@ -70,7 +73,7 @@ def test_exactly_one_answer(name):
 def test_no_name_anywhere_has_two_answers():
     names = [name for of_kind in ANSWERS.values() for name in of_kind]
     assert len(names) == len(set(names))
-    tables = (ACCEPTED, RETIRED, REFUSED)
+    tables = (ACCEPTED, RETIRED, REFUSED, NOT_HERE)
     listed = [name for table in tables for family in table for name in family.flags]
     assert len(listed) == len(set(listed))
     assert len(KNOBS) == sum(len(flag.spellings) for flag in flags_of(Args))
@@ -110,15 +113,14 @@ def test_every_answer_is_said_in_one_line(family):
 
 def test_flags_named_in_an_answer_exist():
     everything = set().union(*ANSWERS.values())
-    for family in [*ACCEPTED, *RETIRED, *REFUSED]:
+    for family in [*ACCEPTED, *RETIRED, *REFUSED, *NOT_HERE]:
         assert set(re.findall(r"--[\w-]+", family.answer)) <= everything, family.answer
 
 
 @pytest.mark.parametrize(("old", "new"), RESPELLED.items())
 def test_old_spellings_mean_their_new_ones(old, new):
     value = [] if KNOBS[new[-1 if len(new) == 1 else 0]].is_switch or len(new) > 1 else ["1"]
-    if old == "--warmup":
-        value = ["0.1"]
+    value = {"--warmup": ["0.1"], "--checkpoint-granularity": ["full"], "--checkpoint-method": ["block"]}.get(old, value)
     line = read([old, *value])
     assert line.values == read([*new, *value]).values != read().values or old in (
         "--use-flash-attn",
@@ -129,8 +131,19 @@ def test_old_spellings_mean_their_new_ones(old, new):
 
 def test_values_that_ask_for_nothing_pass():
     for name, values in HARMLESS.items():
-        assert mistakes([name, *values]) == [] and name in answers(REFUSED)
+        assert mistakes([name, *values]) == [] and name in answers((*REFUSED, *NOT_HERE))
+        assert read([name, *values]).notes == [f"{' '.join((name, *values))} has no effect here: it is so anyway."]
         assert len(mistakes([name, *values, "7"])) == 1
+
+
+@pytest.mark.parametrize("family", NOT_HERE, ids=lambda family: family.flags[0])
+def test_what_is_not_here_is_said_in_one_line_whatever_follows_it(family):
+    for name in family.flags:
+        assert re.fullmatch(r"--[a-z0-9-]+", name)
+        for words in ([name], [name, "7"], [f"{name}=7"], [name, "a", "1,-2", "-1,0", "-3", "[1]*3"]):
+            assert len(said := mistakes(words)) == 1, said
+            assert said[0].startswith(f"{name} {FIRST_WORDS}") and said[0].endswith(".") and ".." not in said[0]
+            assert family.answer in said[0]
 
 
 def test_a_field_is_its_flag():
@@ -151,3 +164,18 @@ SEED = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-leng
 def test_a_usual_launch_script_passes_without_a_word(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert mistakes(SEED.split()) == [] and read(SEED.split()).notes == []
+
+
+HARMLESS_NAMES = """
+    cuda-graph-impl te-rng-tracker ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save
+    ckpt-assume-constant-structure disable-jit-fuser no-one-logger use-tp-pp-dp-mapping align-grad-reduce
+    no-align-grad-reduce align-param-gather use-persistent-ckpt-worker distributed-timeout-seconds-after-init nccl-ub
+    fp8-recipe num-distributed-optimizer-instances ddp-num-buckets ddp-average-in-collective overlap-p2p-communication
+    main-params-dtype exp-avg-dtype delay-wgrad-compute init-model-with-meta-device cross-entropy-fusion-impl
+"""
+
+
+@pytest.mark.parametrize("name", HARMLESS_NAMES.split())
+def test_what_changes_no_number_passes_with_a_word(name):
+    line = read([f"--{name}", "1"])
+    assert line.mistakes == [] and len(line.notes) == 1 and line.notes[0].startswith(f"--{name} has no effect here: ")

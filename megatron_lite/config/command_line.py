@@ -5,10 +5,14 @@ import math
 from dataclasses import dataclass, field
 
 from megatron_lite.config.args import Args
+from megatron_lite.config.family import answers
 from megatron_lite.config.flags import Flag, build, flags_of
-from megatron_lite.config.megatron import ACCEPTED, HARMLESS, REFUSED, RESPELLED, RETIRED, answers
+from megatron_lite.config.megatron import ACCEPTED, HARMLESS, REFUSED, RESPELLED, RETIRED
+from megatron_lite.config.not_here import FIRST_WORDS, NOT_HERE
 from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 from megatron_lite.units import is_number
+
+ALMOST = 0.9  # similarity of a typo
 
 
 @dataclass
@@ -56,7 +60,7 @@ def _words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
     """['--lr', '1', '--fp16'] -> [('--lr', ['1']), ('--fp16', [])]; `--lr=1` is the same."""
     words: list[tuple[str, list[str]]] = []
     for token in argv:
-        if token.startswith("-") and not is_number(token):
+        if token.startswith("-") and not is_number(token) and not token[1:2].isdigit():  # --window-size -1,0
             name, equals, value = token.partition("=")
             words.append((name, [value] if equals else []))
         elif words:
@@ -67,7 +71,7 @@ def _words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
 
 
 def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLine):
-    accepted, refused, retired = answers(ACCEPTED), answers(REFUSED), answers(RETIRED)
+    accepted, refused, retired, not_here = (answers(table) for table in (ACCEPTED, REFUSED, RETIRED, NOT_HERE))
     if name in known:
         _read_value(name, known[name], values, line)
     elif name in RESPELLED:
@@ -79,32 +83,48 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
         line.notes.append(f"{name} has no effect here: {accepted[name]}.")
     elif name in retired:
         line.notes.append(f"{name} was retired by Megatron-LM and has no effect: {retired[name]}.")
-    elif name in refused and HARMLESS.get(name) == values:
-        line.notes.append(f"{name} has no effect here: its value asks for nothing.")
+    elif HARMLESS.get(name) == tuple(values):
+        line.notes.append(f"{' '.join((name, *values))} has no effect here: it is so anyway.")
     elif name in refused:
         line.mistakes.append(f"{name} is refused: {refused[name]}.")
+    elif name in not_here:
+        line.mistakes.append(f"{name} {FIRST_WORDS}{_besides(not_here[name])}.")
     elif name == YAML_FLAG:
         line.mistakes.append(f"{YAML_FLAG} stands in a file of settings; give all files on the command line.")
     else:
-        _refuse_unknown(name, _all_names(known), line)
+        _refuse_unknown(name, known, line)
+
+
+def _besides(answer: str) -> str:
+    """'or do that' -> ', or do that'; 'it is so' -> ': it is so'."""
+    return f"{',' if answer.startswith(('or ', 'and ')) else ':'} {answer}" if answer else ""
 
 
 def _all_names(known: dict[str, Flag]) -> list[str]:
-    return [*known, *answers(ACCEPTED), *answers(RETIRED), *answers(REFUSED), *RESPELLED, YAML_FLAG]
+    return [*known, *RESPELLED, YAML_FLAG, *answers((*ACCEPTED, *RETIRED)), *_lacking()]
 
 
-def _refuse_unknown(name: str, names: list[str], line: CommandLine):
-    near = _nearest(name, names)
+def _lacking() -> dict[str, str]:
+    return answers((*REFUSED, *NOT_HERE))
+
+
+def _refuse_unknown(name: str, known: dict[str, Flag], line: CommandLine):
+    lacking, wanted = _lacking(), "--" + name.lstrip("-").replace("_", "-").lower()
+    twins = _closest(wanted, _all_names(known), ALMOST)
+    if twins and lacking.keys() >= set(twins):
+        line.mistakes.append(f"{name} is not a flag, and {' or '.join(twins)} of Megatron-LM is not here either; leave it out.")
+        return
+    near = _nearest(wanted, known, [name for name in _all_names(known) if name not in lacking])
     hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
     line.mistakes.append(f"{name} is not a flag; {hint}")
     line.broken.update(near)  # most likely what was meant: do not call it missing as well
 
 
-def _nearest(name: str, names: list[str]) -> list[str]:
-    """The names that look almost like `name`, or up to three that it begins, or those that look most like it."""
-    wanted = "--" + name.lstrip("-").replace("_", "-").lower()
-    longer = [known for known in names if known.startswith(wanted) and len(wanted) > 3]
-    return _closest(wanted, names, 0.9) or longer[:3] or _closest(wanted, names, 0.65)
+def _nearest(wanted: str, known: dict[str, Flag], names: list[str]) -> list[str]:
+    """Those of `names` that look almost like `wanted`, or up to three knobs that it begins, or those most like it."""
+    knobs = [*known, *RESPELLED]
+    longer = [name for name in knobs if name.startswith(wanted) and len(wanted) > 3]
+    return _closest(wanted, names, ALMOST) or longer[:3] or _closest(wanted, knobs, 0.65)
 
 
 def _closest(word: str, words: tuple[str, ...] | list[str], least: float) -> list[str]:

@@ -6,6 +6,7 @@ from itertools import groupby
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import Flag, flags_of
 from megatron_lite.config.megatron import ACCEPTED, REFUSED, RESPELLED, RETIRED
+from megatron_lite.config.not_here import NOT_HERE
 
 HEAD = """\
 usage: pretrain_gpt.py [--yaml-cfg FILE] FLAGS
@@ -19,6 +20,9 @@ the command line wins over it. Smallest run:
 Defaults stand in [brackets]; flags without a value are switches, off unless given. "(ours)" marks what
 Megatron-LM does not have. Of a flag given twice the last one counts. All mistakes are reported together.
 """
+NOT_HERE_LINE = (
+    f"And {sum(len(family.flags) for family in NOT_HERE)} more flags of Megatron-LM, each of which is answered by name."
+)
 
 
 def help_text(width: int = 110) -> str:
@@ -33,6 +37,7 @@ def help_text(width: int = 110) -> str:
     ):
         lines = (f"{', '.join(family.flags)}: {family.answer}." for family in families)
         parts.append(f"\n{title}\n" + "".join(_wrapped("  ", line, width) + "\n" for line in lines))
+    parts.append(_wrapped("  ", NOT_HERE_LINE, width) + "\n")
     lines = (f"{old} = {' '.join(new)}" for old, new in RESPELLED.items())
     parts.append("\nOld spellings\n" + "".join(_wrapped("  ", line, width) + "\n" for line in lines))
     return "".join(parts).rstrip("\n")
