@@ -1,11 +1,16 @@
 """--yaml-cfg: the same names in a file, below the command line."""
 
 import pytest
-from command_lines import argv, mistakes
+from command_lines import ALONE, argv, mistakes
 
 from megatron_lite.config.args import Args
+from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.family import answers
 from megatron_lite.config.flags import flags_of
+from megatron_lite.config.megatron import REFUSED
+from megatron_lite.config.not_here import FIRST_WORDS, NOT_HERE
+from megatron_lite.errors import ConfigError
 
 
 @pytest.fixture
@@ -51,6 +56,17 @@ def values(path: str, more: str = "") -> dict:
         ("persistent-save-interval: 5", {"save_interval": 5}),
         ("sequence_parallel: false\nnum_experts: null\nspec:", {}),
         ("a: &shared\n  lr: 1\nb: *shared", {"lr": 1.0}),
+        ("bias_gelu_fusion: false", {"bias_gelu_fusion": False}),
+        ("load_optim: false\nload_rng: true", {"no_load_optim": True}),
+        ("layernorm_zero_centered_gamma: true\nlayernorm_epsilon: 1.e-6", {"apply_layernorm_1p": True, "norm_epsilon": 1e-6}),
+        ("activation_func: swiglu\ngated_linear_unit: false\nswiglu: true", {"swiglu": True}),
+        ("activation_func: silu\ngated_linear_unit: true", {"swiglu": True}),
+        ("swiglu: true\ngated_linear_unit: true", {"swiglu": True}),
+        ("model:\n  activation_func: squaredrelu\nswiglu: false", {"squared_relu": True}),
+        ("activation_func: gelu", {"bias_gelu_fusion": False}),
+        ("activation_func: null\ngated_linear_unit: null", {}),
+        ("zzz: false\nyyy: null\nuse_legacy_models: false\nwandb_project: ''", {}),
+        ("num_moe_experts: null\nfp8: null\nvirtual_pipeline_model_parallel_size: null", {}),
     ],
 )
 def test_settings(file, text, expected):
@@ -116,6 +132,28 @@ def test_another_spelling_in_the_file_is_no_contradiction(file):
                 "{path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16.",
             ],
         ),
+        ("num_moe_experts: 8", [f"{{path}}: --num-experts is refused: {answers(REFUSED)['--num-experts']}."]),
+        ("fp8: e4m3", ["{path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16."]),
+        ("window_size: [128, 0]", [f"{{path}}: --window-size {FIRST_WORDS}: {answers(NOT_HERE)['--window-size']}."]),
+        (
+            "init_method: xavier_uniform",
+            [f"{{path}}: --init-method-xavier-uniform {FIRST_WORDS}: {answers(NOT_HERE)['--init-method-xavier-uniform']}."],
+        ),
+        ("zzz: true", ["{path}: --zzz is not a flag; --help lists them all."]),
+        ("masked_softmax_fusion: 3", ["{path}: masked_softmax_fusion: 3: is a switch; give true or false."]),
+        ("layernorm_zero_centered_gamma: 1", ["{path}: layernorm_zero_centered_gamma: 1: is a switch; give true or false."]),
+        ("activation_func: geglu", ["{path}: activation_func: geglu: choose from swiglu, squaredrelu, gelu."]),
+        ("activation_func: silu", ["{path}: activation_func: silu: choose from swiglu, squaredrelu, gelu."]),
+        ("activation_func: [gelu]", ["{path}: activation_func: ['gelu']: choose from swiglu, squaredrelu, gelu."]),
+        (
+            "activation_func: gelu\ngated_linear_unit: true",
+            ["{path}: gated_linear_unit: true: goes with activation_func: swiglu only, not gelu; give false."],
+        ),
+        ("gated_linear_unit: true", ["{path}: gated_linear_unit: true: needs activation_func: swiglu; add it, or give false."]),
+        (
+            "activation_func: gelu\nswiglu: true",
+            ["{path}: swiglu: true: contradicts activation_func: gelu; keep one."],
+        ),
         ("yaml_cfg: other", ["--yaml-cfg stands in a file of settings; give all files on the command line."]),
         (
             "seq_length: 8\nencoder-seq-length: 9",
@@ -155,7 +193,90 @@ def test_a_group_that_holds_itself_ends(file):
 def test_files_that_cannot_be_read(tmp_path, make, reason):
     path = tmp_path / "settings.yaml"
     make(path)
-    assert mistakes(["--yaml-cfg", str(path)]) == [f"--yaml-cfg {path}: cannot be read ({reason}); check the path."]
+    told = f"--yaml-cfg {path}: cannot be read ({reason}); check the path."
+    assert mistakes(["--yaml-cfg", str(path)]) == [told]
+    alone = read_command_line(["--yaml-cfg", str(path), "--sede", "1"])
+    with pytest.raises(ConfigError) as caught:
+        check(alone, ALONE)
+    assert caught.value.lines == [told, "--sede is not a flag; did you mean --seed?"]  # and nothing is called missing
+
+
+SWITCHED_OFF = [
+    ("bias_swiglu_fusion", "--no-bias-swiglu-fusion"),
+    ("masked_softmax_fusion", "--no-masked-softmax-fusion"),
+    ("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion"),
+    ("bias_dropout_fusion", "--no-bias-dropout-fusion"),
+    ("apply_rope_fusion", "--no-rope-fusion"),
+    ("manual_gc_eval", "--no-manual-gc-eval"),
+    ("persist_layer_norm", "--no-persist-layer-norm"),
+    ("fp8_wgrad", "--no-fp8-wgrad"),
+    ("tp_comm_split_ag", "--disable-tp-comm-split-ag"),
+    ("async_tensor_model_parallel_allreduce", "--no-async-tensor-model-parallel-allreduce"),
+    ("clone_scatter_output_in_embedding", "--no-clone-scatter-output-in-embedding"),
+    ("perform_initialization", "--no-initialization"),
+    ("bert_binary_head", "--bert-no-binary-head"),
+    ("scatter_gather_tensors_in_pipeline", "--no-scatter-gather-tensors-in-pipeline"),
+    ("overlap_p2p_comm", "--no-overlap-p2p-communication"),
+    ("barrier_with_L1_time", "--no-barrier-with-level-1-timing"),
+    ("mmap_bin_files", "--no-mmap-bin-files"),
+    ("use_mamba_mem_eff_path", "--disable-mamba-mem-eff-path"),
+]
+
+
+@pytest.mark.parametrize(("key", "flag"), SWITCHED_OFF)
+def test_what_a_flag_switches_off_is_a_switch_in_a_file(file, key, flag):
+    line = read_command_line(["--yaml-cfg", file(f"{key}: True")])
+    assert (line.mistakes, line.notes, line.values) == ([], [], {})
+    line = read_command_line(["--yaml-cfg", file(f"{key}: False")])
+    assert line.mistakes == [] and len(line.notes) == 1 and line.notes[0].startswith(f"{flag} "), line.notes
+
+
+# In the form of the files that Megatron-LM brings along: fields of its configuration classes beside flags' names.
+IN_MEGATRONS_FORM = """
+language_model:
+  size: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, num_query_groups: null, window_size: null, init_method: null}
+  layernorm_epsilon: 1.e-5
+  layernorm_zero_centered_gamma: True
+  add_bias_linear: False
+  bias_activation_fusion: False
+  gated_linear_unit: False
+  activation_func: swiglu
+  persist_layer_norm: False
+  fp8_margin: 0
+  fp8_wgrad: True
+  moe_token_dropping: False
+model_parallel:
+  sequence_parallel: True
+  perform_initialization: True
+  params_dtype: null
+  tp_comm_split_ag: True
+  tp_comm_atomic_ag: True
+  pipeline_dtype: null
+  enable_autocast: False
+  batch_p2p_comm: True
+  cpu_offloading_num_layers: 0
+  _cpu_offloading_context: null
+  cpu_offloading_activations: True
+add_position_embedding: False
+bert_binary_head: True
+vocab_extra_ids: 0
+sample_rate: 1.0
+delay_grad_reduce: True
+adlr_autoresume_interval: 1000
+wandb_project: ''
+enable_one_logger: True
+one_logger_project: some
+swiglu: True
+"""
+
+
+def test_a_file_in_megatrons_form(file):
+    path = file(IN_MEGATRONS_FORM)
+    assert mistakes(["--yaml-cfg", path]) == []
+    assert values(path) == {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "norm_epsilon": 1e-5, "apply_layernorm_1p": True,
+        "add_bias_linear": False, "add_position_embedding": False, "swiglu": True,
+    }  # fmt: skip
 
 
 def test_a_whole_run_from_a_file(file):

@@ -26,10 +26,11 @@ RULES = (*RULES_WITHOUT_FILES, machine_rules)
 def check(line: CommandLine, world: World, rules: Sequence[Rule] = RULES):
     """Raise one ConfigError with every mistake: unreadable words first, then broken rules.
 
-    A rule that speaks of a flag whose value could not be read is left out: its value is unknown.
+    A rule that speaks of a flag whose value could not be read is left out: its value is unknown. Where a file of settings
+    could not be read, all rules are.
     """
     mistakes = list(line.mistakes)
-    for rule in rules:
+    for rule in () if line.unread else rules:
         for mistake in rule(line.args, world):
             if not line.broken.intersection(re.findall(r"--[\w-]+", mistake)):
                 mistakes.append(mistake)

@@ -24,6 +24,7 @@ class CommandLine:
     notes: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # spellings whose value could not be read
+    unread: bool = False  # a file of settings is missing: what it would have said is unknown
     spelled: dict[str, str] = field(default_factory=dict)  # {field that the user set: the spelling that set it}
 
 
@@ -46,12 +47,14 @@ def read_command_line(argv: list[str]) -> CommandLine:
 def _take_file(values: list[str], known: dict[str, Flag], line: CommandLine):
     if len(values) != 1:
         line.mistakes.append(f"{YAML_FLAG} takes one file, got {len(values)}.")
+        line.unread = True
         return
     line.spelled.clear()
     words, mistakes = read_yaml(values[0], {flag.field: flag for flag in known.values()}, set(_all_names(known)))
     line.mistakes += mistakes
+    line.unread = line.unread or words is None
     before = len(line.mistakes)
-    for name, of_name in words:
+    for name, of_name in words or []:
         _take(name, of_name, known, line)
     line.mistakes[before:] = [f"{values[0]}: {mistake}" for mistake in line.mistakes[before:]]
 

@@ -26,7 +26,8 @@ ACCEPTED = (
         ("--tp-comm-overlap-cfg", "--disable-tp-comm-overlap-ag", "--disable-tp-comm-overlap-rs",
          "--tp-comm-overlap-rs-dgrad", "--disable-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-wgrad",
          "--disable-tp-comm-split-ag", "--disable-tp-comm-split-rs", "--tp-comm-bootstrap-backend",
-         "--no-clone-scatter-output-in-embedding", "--use-tp-pp-dp-mapping", "--max-seqlen-per-dp-cp-rank"),
+         "--no-clone-scatter-output-in-embedding", "--use-tp-pp-dp-mapping", "--max-seqlen-per-dp-cp-rank",
+         "--tp-comm-atomic-ag", "--tp-comm-atomic-rs"),
         "it matters only with tensor or context parallel sizes above 1",
     ),
     Family(
@@ -37,7 +38,8 @@ ACCEPTED = (
          "--account-for-loss-in-pipeline-split", "--microbatch-group-size-per-virtual-pipeline-stage",
          "--pipeline-model-parallel-comm-backend", "--pipeline-model-parallel-split-rank",
          "--standalone-embedding-stage", "--align-grad-reduce", "--no-align-grad-reduce", "--align-param-gather",
-         "--no-align-param-gather"),
+         "--no-align-param-gather", "--batch-p2p-comm", "--batch-p2p-sync", "--no-batch-p2p-sync",
+         "--deallocate-pipeline-outputs", "--variable-seq-lengths"),
         "it matters only with --pipeline-model-parallel-size above 1",
     ),
     Family(
@@ -88,7 +90,8 @@ ACCEPTED = (
         "random numbers are torch's own",
     ),
     Family(
-        ("--disable-jit-fuser", "--use-te-activation-func", "--cross-entropy-fusion-impl", "--onnx-safe"),
+        ("--disable-jit-fuser", "--use-te-activation-func", "--cross-entropy-fusion-impl", "--onnx-safe",
+         "--bias-activation-fusion", "--memory-efficient-layer-norm", "--fused-single-qkv-rope"),
         "how kernels are fused changes speed, not results, and is chosen here by itself",
     ),
     Family(
@@ -163,6 +166,10 @@ ACCEPTED = (
     Family(
         ("--optimizer-offload-fraction",),
         "it matters only with --optimizer-cpu-offload",
+    ),
+    Family(
+        ("--cpu-offloading-activations", "--cpu-offloading-weights", "--cpu-offloading-double-buffering"),
+        "it matters only with --cpu-offloading-num-layers",
     ),
     Family(
         ("--rotary-scaling-factor", "--mscale", "--mscale-all-dim", "--kv-lora-rank", "--q-lora-rank", "--v-head-dim",
