@@ -22,7 +22,7 @@ def test_no_command_lists_all_of_them(capsys):
     (["make-corpus"], "megatron-lite make-corpus: the following arguments are required: --output-prefix"),
     (["make-corpus", "--output-prefix", "x", "--bpe", "many"], "argument --bpe: invalid int value: 'many'"),
     (["make-corpus", "--output-pre", "x"], "required: --output-prefix"),
-    (["preprocess", "--input", "x", "--output-prefix", "y", "--partitions", "4"], "unrecognized arguments: --partitions 4"),
+    (["preprocess", "--input", "x", "--output-prefix", "y", "--parts", "4"], "unrecognized arguments: --parts 4"),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(argv, said, capsys):
     assert main(argv) == 2

@@ -54,6 +54,32 @@ def test_ids_for_the_null_tokenizer(tmp_path):
     assert IndexedDataset(f"{tmp_path}/out_text_document").tokens(0).tolist() == [7, 0, 31, 32]
 
 
+MEGATRONS = """--log-interval 1000 --partitions 2 --chunk-size=25 --keep-sequential-samples --dataset-impl mmap --lang english
+--workers-to-check 16 32"""
+
+
+def test_options_of_megatrons_tool_are_taken_with_a_word_each(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("ab")
+    argv = ["--input", f"{tmp_path}/a.txt", *MEGATRONS.split(), "--output-prefix", f"{tmp_path}/out", *BYTES]
+    assert main(["preprocess", *argv]) == 0
+    told = capsys.readouterr().err.splitlines()
+    flags = [word.partition("=")[0] for word in MEGATRONS.split() if word.startswith("--")]
+    assert [line.split(": ")[1] for line in told] == [f"{flag} has no effect here" for flag in flags]
+    assert IndexedDataset(f"{tmp_path}/out_text_document").tokens(0).tolist() == [*b"ab"]
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--split-sentences", "--keep-newlines"], "--split-sentences: a GPT reads documents whole; leave it out"),
+    (["--find-optimal-num-workers"], "--find-optimal-num-workers: leave it out, try a few values of --workers, and compare"),
+    (["--dataset-impl", "lazy"], "--dataset-impl lazy: all data sets are memory-mapped ones; give mmap, or leave it out"),
+    (["--dataset-impl"], "--dataset-impl: all data sets are memory-mapped ones; give mmap, or leave it out"),
+])
+def test_options_of_megatrons_tool_that_would_be_lost_are_answered(argv, said, capsys):
+    assert main(["preprocess", *argv, "--input", "a", "--output-prefix", "b"]) == 2
+    message = capsys.readouterr().err
+    assert f"error: megatron-lite preprocess {said}" in message and message.count("\n") == 1
+
+
 @pytest.mark.parametrize(("name", "content", "argv", "said"), [
     (None, "", BYTES, "does not exist"),
     ("a.txt", "", BYTES, "not a single token to write; check the input files"),

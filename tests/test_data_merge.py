@@ -78,6 +78,35 @@ def test_both_commands(parts, tmp_path, capsys, command):
     assert IndexedDataset(f"{tmp_path}/all").num_tokens == 10
 
 
+def test_a_folder_as_megatrons_tool_takes_it(parts, tmp_path, capsys):
+    folder, whole = Path(parts[0]).parent, tmp_path / "all" / "whole"
+    assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".bin", ".idx"}
+    (folder / "README").write_text("not data")
+    assert main(["merge", "--input", str(folder), "--output-prefix", str(whole)]) == 0
+    assert "8 documents of 3 data sets: 10 tokens in" in capsys.readouterr().out
+    merge(sorted(parts), f"{tmp_path}/all/named")
+    for suffix in (".bin", ".idx"):
+        assert Path(f"{whole}{suffix}").read_bytes() == Path(f"{tmp_path}/all/named{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--input", "/no/such"], "error: megatron-lite merge --input /no/such: cannot be read (No such file or directory); give a fold"),
+    (["--input", "EMPTY"], "EMPTY: holds no .bin and .idx files; give another folder, or name data sets by --inputs"),
+    (["--input", "HALF"], "--input HALF/a: no file HALF/a.idx"),
+    (["--input", "x", "--inputs", "y"], "not allowed with argument"),
+    (["--input", "x", "--multimodal"], "megatron-lite merge --multimodal: only data sets of text are merged; leave it out"),
+    ([], "one of the arguments --inputs --input is required"),
+])
+def test_mistakes_of_merge(argv, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("EMPTY", "HALF"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "HALF" / "a.bin").write_bytes(b"12")
+    assert main(["merge", *argv, "--output-prefix", "out"]) == 2
+    message = capsys.readouterr().err
+    assert said in message and message.count("\n") == 1
+
+
 def refused(parts, output, message):
     with pytest.raises(DataError, match=rf"^{message}$"):
         merge(parts, str(output))

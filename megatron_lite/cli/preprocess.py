@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 
+from megatron_lite.cli.megatron_tools import PREPROCESS_ACCEPTED, PREPROCESS_REFUSED, add_answers
 from megatron_lite.cli.merge import merge_and_say
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.preprocess_line import PreprocessLine
@@ -56,6 +57,7 @@ def _parser() -> Parser:
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize [%(default)s]")
     add("--on-error", choices=ON_ERROR, default="stop", help="what a bad line does: stop, or be named and left out [stop]")
+    add_answers(parser, PREPROCESS_ACCEPTED, PREPROCESS_REFUSED)
     return parser
 
 
