@@ -237,6 +237,9 @@ def test_the_environment_is_the_trainers(script, monkeypatch):
     assert "NOT_EXPORTED" not in environment
 
 
+SYNTAX = "syntax error near unexpected token"
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -245,6 +248,14 @@ def test_the_environment_is_the_trainers(script, monkeypatch):
         ("exit 3", "launch.sh: ended with exit code 3 before it started pretrain_gpt.py; does it need arguments?"),
         ("set -u; torchrun pretrain_gpt.py $1", "launch.sh: $1: unbound variable (the script says so, exit code"),
         ("((x > 3", "unexpected EOF while looking for matching"),
+        (
+            "#!/bin/bash\nA=1\n\nexport B=2\n\nSAVE=<Specify path>\ntorchrun pretrain_gpt.py --save $SAVE",
+            f"launch.sh: bash cannot read line 6: SAVE=<Specify path> ({SYNTAX} `newline'); put a value there.",
+        ),
+        ("echo hi\ntorchrun pretrain_gpt.py <it>", f"line 2: torchrun pretrain_gpt.py <it> ({SYNTAX} `newline'); put a value there."),
+        ("echo hi (; done\ntorchrun pretrain_gpt.py", f"line 1: echo hi (; done ({SYNTAX} `('); mend the script."),
+        ("if true; then\ntorchrun pretrain_gpt.py", "launch.sh: bash cannot read line "),
+        ('eval "x=<a> ("', "(the script says so, exit code"),  # its own eval: the file itself can be read
         ('bash -c "torchrun pretrain_gpt.py --a \'b"', "unexpected EOF while looking for matching"),
         ("bash launch.sh", "launch.sh: starts no pretrain_gpt.py"),  # itself, over and over
     ],

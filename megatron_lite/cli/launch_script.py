@@ -63,7 +63,7 @@ def read_launch_script(script: str, arguments: list[str]) -> Launch:
 def _look(bash: str, script: _Script, depth: int) -> tuple[tuple[list[str], dict[str, str]] | None, str]:
     """((words of the command, its environment), or None, and the reason)."""
     record, said, code = _walk(bash, script)
-    why_not = _why_nothing(script.name, said, code)
+    why_not = _why_unreadable(bash, script, said) or _why_nothing(script.name, said, code)
     for words, environment in _commands(record):
         if split_at_trainer(words):
             return ([*script.before, *words], environment), ""
@@ -128,6 +128,25 @@ def _inner(before: list[str], words: list[str], environment: dict[str, str]) -> 
             text = path.read_text(encoding="utf-8", errors="replace")
             return _Script(str(path), text, words[at + 1 :], environment, around)
     return None
+
+
+def _why_unreadable(bash: str, script: _Script, said: str) -> str | None:
+    """Which line bash stumbled over, if it did; what it `said` counts the lines from elsewhere."""
+    if f"{script.name}: eval: " not in said:
+        return None
+    command = [bash, "--noprofile", "--norc", "-O", "extglob", "-n", "-c", script.text, script.name]  # -n: reads, runs nothing
+    parsed = subprocess.run(
+        command, check=False, stdin=subprocess.DEVNULL, capture_output=True, env={"PATH": NOWHERE, "LC_ALL": "C"},
+        text=True, errors="replace",
+    )  # fmt: skip
+    found = re.search(r"line (\d+): (.+)", parsed.stderr)
+    if found is None:
+        return None
+    number, reason = int(found[1]), found[2]
+    line = "".join(script.text.splitlines()[number - 1 : number]).strip()
+    quoted = f": {_shortened(line, script.name)}" if line else ""
+    way_out = "put a value there" if re.search("<[^<>()]+>", line) else "mend the script"
+    return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {way_out}."
 
 
 def _why_nothing(script: str, said: str, code: int) -> str:
