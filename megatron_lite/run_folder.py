@@ -33,6 +33,8 @@ One per console line, {"ranks": {...}}, of the ordinary steps since the one befo
     own_backward_ms: median of backward without that waiting, of the GPU where there is one; with several ranks only
     host_memory_bytes: median; peak_memory_bytes: maximum
 With --no-step-timeline there are no lines of ranks, and of a step only its whole time.
+
+ranks.json, where a rank died, hung or failed: verdict, the line that says which; ranks: the last word of each.
 """
 
 import json
@@ -42,6 +44,7 @@ from pathlib import Path
 
 RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
+RANKS_FILE = "ranks.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder
 MANIFEST_FILE = "manifest.json"  # files of a checkpoint with sizes and checksums

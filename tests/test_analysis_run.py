@@ -1,5 +1,6 @@
 """A run folder, read: known answers from made files, damaged and foreign ones, and runs of the trainer itself."""
 
+import json
 import math
 import os
 import re
@@ -61,6 +62,17 @@ def test_a_resumed_run_is_its_last_start(tmp_path):
 def test_a_start_without_steps_is_not_taken_for_the_one_before(tmp_path):
     later = RECORD | {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() + 100))}
     assert "that start has no steps yet" in read_run(folder(tmp_path, [step(1), step(2)], later)).notes[0]
+
+
+@pytest.mark.parametrize(("told", "said"), [
+    ({"verdict": "rank 1 died", "ranks": {}}, "rank 1 died"), ({"verdict": 3}, ""), ([1], ""), (None, ""),
+])
+def test_ranks_that_died_are_told(tmp_path, told, said):
+    path = folder(tmp_path, [step(1), step(2)]) / "ranks.json"
+    path.write_text("{" if told is None else json.dumps(told))
+    assert read_run(tmp_path).verdict_on_ranks == said
+    os.utime(path, (0, 0))
+    assert read_run(tmp_path).verdict_on_ranks == "", "of an earlier start"
 
 
 @pytest.mark.parametrize(("lines", "record", "said"), [

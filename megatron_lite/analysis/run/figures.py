@@ -105,6 +105,7 @@ class Run:
     model_tflops_full: float | None = None  # per GPU, all of the attention matrix counted
     growths: tuple[Growth, ...] = ()  # of host memory, by rank
     gpu_growths: tuple[Growth, ...] = ()  # of the most that tensors took, by rank
+    verdict_on_ranks: str = ""  # which rank died, hung or failed, as the others found out (ranks.json)
     starts: int = 1  # how often the folder's run was started; all else is of the last one
 
     @cached_property

@@ -11,7 +11,7 @@ from megatron_lite.analysis.run.rank_medians import rank_medians
 from megatron_lite.analysis.run.speed import speed_of
 from megatron_lite.analysis.run.step_lines import StepLines, read_step_lines
 from megatron_lite.errors import UserError
-from megatron_lite.run_folder import RUN_FILE, RUN_SCHEMA, STEPS_FILE
+from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FILE
 
 
 def read_run(folder: Path) -> Run:
@@ -25,7 +25,7 @@ def read_run(folder: Path) -> Run:
     if record and not isinstance(plan, dict):
         notes.append(f"{RUN_FILE} holds no plan, so that the run's flags are unknown.")
     plan = plan if isinstance(plan, dict) else {}
-    if lines.steps and _are_older(folder, record):
+    if lines.steps and _is_older(folder / STEPS_FILE, record):
         notes.append(f"{STEPS_FILE} was last written before the start that {RUN_FILE} describes: that start has no steps yet.")
     starts = max(lines.starts, 1 + len(list(folder.glob("run-*.json"))))
     if starts > 1 and lines.steps:
@@ -71,11 +71,20 @@ def _lines(folder: Path) -> tuple[StepLines, list[str]]:
     return lines, notes
 
 
-def _are_older(folder: Path, record: dict) -> bool:
-    """Were the steps written before the start that run.json describes? A copy may make files younger, never older."""
+def _verdict_on_ranks(folder: Path, record: dict) -> str:
+    """Which rank died, hung or failed in the start that run.json describes, as the others found out; '' for none."""
+    try:
+        told = json.loads((folder / RANKS_FILE).read_bytes())["verdict"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return "" if _is_older(folder / RANKS_FILE, record) or not isinstance(told, str) else told.strip()
+
+
+def _is_older(path: Path, record: dict) -> bool:
+    """Was it written before the start that run.json describes? A copy may make files younger, never older."""
     try:
         started = datetime.strptime(str(record.get("started")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
-        return (folder / STEPS_FILE).stat().st_mtime < started
+        return path.stat().st_mtime < started
     except (ValueError, OSError):
         return False
 
@@ -90,6 +99,6 @@ def _run(folder: Path, plan: dict, record: dict, lines: StepLines, starts: int, 
                for what in ("host_memory_bytes", "peak_memory_bytes")}
     return Run(
         folder=str(folder), plan=plan, record=record, steps=len(lines.steps), starts=starts, notes=(*notes, *missing),
-        ordinary=columns.ordinary, ranks=ranks, growths=growths["host_memory_bytes"],
+        verdict_on_ranks=_verdict_on_ranks(folder, record), ordinary=columns.ordinary, ranks=ranks, growths=growths["host_memory_bytes"],
         gpu_growths=growths["peak_memory_bytes"], **vars(columns), **vars(speed),
     )
