@@ -13,6 +13,7 @@ from megatron_lite.analysis.run.read import read_run
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.flops import step_flops
+from megatron_lite.process_state import identity, pid_space
 
 
 def test_ordinary_steps_are_apart_from_all_others(tmp_path):
@@ -62,6 +63,17 @@ def test_a_resumed_run_is_its_last_start(tmp_path):
 def test_a_start_without_steps_is_not_taken_for_the_one_before(tmp_path):
     later = RECORD | {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() + 100))}
     assert "that start has no steps yet" in read_run(folder(tmp_path, [step(1), step(2)], later)).notes[0]
+
+
+@pytest.mark.parametrize(("more", "status"), [
+    ({}, "running"), ({"started_ticks": 1}, "killed or lost: its process is gone"), ({"host": "elsewhere"}, "running, or killed"),
+])
+@pytest.mark.skipif(pid_space() is None, reason="only Linux tells of processes")
+def test_a_run_without_an_end_runs_or_was_killed(tmp_path, more, status):
+    record = RECORD | {"status": "running", "process": identity() | more}
+    assert read_run(folder(tmp_path, [step(1), step(2)], record)).status == status
+    assert read_run(folder(tmp_path, [step(1)], record | {"process": "?"})).status == "running, or killed"
+    assert read_run(folder(tmp_path, [step(1)], record | {"status": "finished"})).status == "finished"
 
 
 @pytest.mark.parametrize(("told", "said"), [

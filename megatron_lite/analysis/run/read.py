@@ -11,7 +11,10 @@ from megatron_lite.analysis.run.rank_medians import rank_medians
 from megatron_lite.analysis.run.speed import speed_of
 from megatron_lite.analysis.run.step_lines import StepLines, read_step_lines
 from megatron_lite.errors import UserError
+from megatron_lite.process_state import is_there
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FILE
+
+RUNNING = "running"  # as run.json says it from the start
 
 
 def read_run(folder: Path) -> Run:
@@ -21,6 +24,8 @@ def read_run(folder: Path) -> Run:
     notes += more
     if not record and not lines.steps:
         raise UserError(f"{folder}: no run of megatron_lite can be read here; {' '.join(notes)}")
+    if record.get("status") == RUNNING:
+        record["status"] = _still(record)
     plan = record.pop("plan", None)
     if record and not isinstance(plan, dict):
         notes.append(f"{RUN_FILE} holds no plan, so that the run's flags are unknown.")
@@ -32,6 +37,13 @@ def read_run(folder: Path) -> Run:
         span = f"{lines.steps[0]['iteration']} to {lines.steps[-1]['iteration']}"
         notes.append(f"The run was started {starts} times; figures are of the last start, iterations {span}.")
     return _run(folder, plan, record, lines, starts, notes)
+
+
+def _still(record: dict) -> str:
+    """What became of a run whose record has no end: a process that was killed cannot write one."""
+    process = record.get("process")
+    there = is_there(process) if isinstance(process, dict) else None
+    return {True: RUNNING, False: "killed or lost: its process is gone", None: "running, or killed"}[there]
 
 
 def _record(folder: Path) -> tuple[dict, list[str]]:

@@ -21,7 +21,7 @@ def run_section(report: Report, everything: bool) -> Section | None:
 
 
 def _failure(run: Run) -> list[str]:
-    ended = [run.status] if run.status.startswith("failed:") else []
+    ended = [run.status] if run.status.startswith(("failed:", "killed")) else []
     return [*ended, run.verdict_on_ranks] if run.verdict_on_ranks not in run.status else ended
 
 
