@@ -30,6 +30,16 @@ def test_ordinary_steps_are_apart_from_all_others(tmp_path):
     assert run.phases_ms["forward"][:4] == (5, 5, 5, 0)
 
 
+def test_the_profilers_slowdown_takes_three_steps_before_and_names_its_rank(tmp_path):
+    def slowdown(steps_before: int) -> float | None:
+        window = [step(n, 20, profiled=True) for n in (steps_before + 2, steps_before + 3)]
+        return read_run(folder(tmp_path, [*(step(n) for n in range(1, steps_before + 2)), *window])).profiler_slowdown
+
+    assert [slowdown(before) for before in (0, 1, 2, 3)] == [None, None, None, 2.0]
+    for world, words in (({"size": 2, "rank": 1}, " on rank 1"), ({"size": 1, "rank": 0}, ""), ({"size": 2}, "")):
+        assert read_run(folder(tmp_path, [step(1)], RECORD | {"plan": PLAN | {"world": world}})).on_rank == words
+
+
 def test_speed_and_both_conventions_of_model_flops(tmp_path):
     run = read_run(folder(tmp_path, [step(1, 500), *(step(n, 10) for n in range(2, 12))]))
     assert run.tokens_per_second == pytest.approx(4 * 16 / 0.010)
