@@ -102,7 +102,7 @@ def _run(argv: list[str], world: World):
         with RunRecord(plan, run_dir, as_record(expected)) as record, Instruments(watchers, say) as watching, ranks.explained():
             record.left_early = run(plan, feed, tokenizer.eod, timeline, watching, run_dir, say_once)
     say_once(f"[{record.left_early}]" if record.left_early else f"  done: {run_dir}")
-    if world.is_first and wants_report(plan):
+    if world.is_first and wants_report(plan, timeline.window.traced_on_demand):
         end_with_report(run_dir, say)
 
 

@@ -1,7 +1,8 @@
 """Names and formats of all that a run writes: written by the trainer, read by the analysis. No torch here.
 
-run.json: the plan with all flags, versions, hardware, telling variables, artefacts, how the run ended, and what was
-predicted of one rank before its first step:
+run.json: the plan with all flags, versions, hardware, telling variables, artefacts, how the run ended (status), the process
+that writes it (process: host, pids, pid, started_ticks; process_state.py knows whether it still exists), and what was predicted
+of one rank before its first step:
     prediction: null if nothing was
         peak_bytes, room_bytes: most that tensors hold; memory of the GPU, or of the machine on CPUs; null for unknown
         memory: moments of a step, each with phase, where, rows of category, name, num_bytes, formula; null for unknown
@@ -25,14 +26,18 @@ One per step of the rank that writes, the last one:
     host_memory_bytes: this process's own at the step's end (Linux); peak_memory_bytes: most that tensors took on the
         GPU within the step
     compile_ms: the part of ms in which torch.compile compiled, or read from its cache; in compiling steps only
-    local, profiled, beside_profile, compiling: true where the loss is this rank's only because the run failed, or the
-        time is no ordinary one; else absent
+    local, profiled, beside_profile, compiling: true where the loss is this rank's only because the run failed or was killed, or
+        the time is no ordinary one; else absent
+    Steps since the last console line are written every few seconds, and once more, with all that is known, in their place when
+        the next line or an error comes.
 One per console line, {"ranks": {...}}, of the ordinary steps since the one before; every list has a number per rank:
     iterations: [first, last]; steps: how many were ordinary
     step_ms (without evaluating and saving), gpu_ms, phases_ms, gpu_phases_ms: medians over the steps (that had the phase)
     own_backward_ms: median of backward without that waiting, of the GPU where there is one; with several ranks only
     host_memory_bytes: median; peak_memory_bytes: maximum
 With --no-step-timeline there are no lines of ranks, and of a step only its whole time.
+
+ranks.json, where a rank died, hung or failed: verdict, the line that says which; ranks: the last word of each.
 """
 
 import json
@@ -42,6 +47,7 @@ from pathlib import Path
 
 RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
+RANKS_FILE = "ranks.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder
 MANIFEST_FILE = "manifest.json"  # files of a checkpoint with sizes and checksums

@@ -1,6 +1,6 @@
 """The trainer with a rank that fails as it is told: faulty.py HOW LIMIT_SECONDS FLAGS, under a launcher.
 
-Rank 1 fails before the step that follows 8 samples. LIMIT_SECONDS replaces --distributed-timeout-minutes.
+Rank 1 fails before the step that follows 8 samples, "killed late" 40. LIMIT_SECONDS replaces --distributed-timeout-minutes.
 """
 
 import os
@@ -16,9 +16,10 @@ from megatron_lite import app
 from megatron_lite.data import loader
 from megatron_lite.errors import DataError
 from megatron_lite.parallel import process_group
+from megatron_lite.train import log
 from megatron_lite.train.step import TrainingStep
 
-CULPRIT, SAMPLES = "1", 8
+CULPRIT, SAMPLES, SAMPLES_LATE = "1", 8, 40
 
 
 def never_ends():
@@ -41,7 +42,7 @@ def fail(how: str, batches):
         raise ZeroDivisionError("a mistake in this rank only")
     if how == "user":
         raise DataError("--data-path x: only this rank's file is damaged; mend it.")
-    if how == "killed":
+    if how in ("killed", "killed late"):
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "killed once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -56,10 +57,11 @@ def hang_in_a_worker(samples):
 
 def main() -> int:
     how, limit, inner = sys.argv[1], float(sys.argv[2]), TrainingStep.__call__
+    log.SECONDS_AHEAD = 0  # every step is written at once
     process_group.time_limit = lambda plan: timedelta(seconds=limit)
 
     def step(self, batches, consumed, phase):
-        if consumed == SAMPLES and os.environ["RANK"] == CULPRIT:
+        if consumed == (SAMPLES_LATE if how == "killed late" else SAMPLES) and os.environ["RANK"] == CULPRIT:
             batches = fail(how, batches)
         return inner(self, batches, consumed, phase)
 

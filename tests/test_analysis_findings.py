@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 import report_cases
 from command_lines import plan as resolved_plan
-from finding_cases import CASES, CLEAN, COSTS_MS, MORE_NEAR_MISSES, MORE_TRIGGERS, WORDS
+from finding_cases import (
+    CASES,
+    CLEAN,
+    COSTS_MS,
+    MORE_NEAR_MISSES,
+    MORE_TRIGGERS,
+    WORDS,
+    both,
+    rank_lines,
+    ranks_late,
+    recorded,
+)
 
 from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
@@ -51,6 +62,23 @@ def test_it_costs_what_was_made_and_names_it(tmp_path, code):
     if code in COSTS_MS:
         assert one.cost_ms == pytest.approx(COSTS_MS[code], rel=0.05)
     assert WORDS.get(code, "") in " | ".join([one.advice, *(piece.text for piece in one.evidence)])
+
+
+def straggler_of(folder, window, ordinary_ms) -> str:
+    """All evidence of the finding, of traces of three ranks beside medians of a whole run."""
+    write = both(window, recorded(ranks=rank_lines(ordinary_ms), world=3))
+    [one] = [one for one in found_in(folder, write) if one.code == "straggler"]
+    return f"rank {one.rank}, {'certain' if one.certain else 'likely'}: " + " | ".join(piece.text for piece in one.evidence)
+
+
+def test_a_straggler_of_the_run_that_the_profiled_steps_do_not_show_says_both(tmp_path):
+    other = straggler_of(tmp_path / "other", ranks_late(20), [3.0, 3.0, 5.0])
+    assert other.startswith("rank 2, likely: over the whole run rank 2 takes 2.0 ms longer per step than the median rank "
+                            "(medians in steps.jsonl); but in the profiled steps the others wait most for rank 1, 0.02 ms")
+    alike = straggler_of(tmp_path / "alike", ranks_late(20), [3.0, 5.0, 3.0])
+    assert "; in the profiled steps, too, the others wait most for it, 0.02 ms per step | " in alike
+    same = straggler_of(tmp_path / "same", ranks_late(1500), [3.0, 5.0, 3.0])
+    assert same.startswith("rank 1, certain: ") and "the whole run" not in same
 
 
 @pytest.mark.parametrize(("code", "write"), near_misses, ids=[code for code, _ in near_misses])

@@ -57,12 +57,11 @@ def test_states_and_logits():
     assert state_bytes(100, "fp32", False, "sgd", momentum=False)["moments"] == 0
     rows = 2**24 // 50304  # whose logits are in fp32, beside their softmax
     tokens = 4 * 2048
-    assert logits_bytes(Setting(SHAPE, 4, 2, in_fp16=True), True) == (2 * tokens + 8 * rows) * 50304
-    assert logits_bytes(Setting(SHAPE, 4, 2), True) == 2 * (tokens * 50304 + 50304 * 1024 + tokens * 1024)
-    assert logits_bytes(Setting(SHAPE, 4, 2), False) == (2 * tokens + 4 * rows) * 50304
-    assert logits_bytes(Setting(SHAPE, 4, 4), False) == 4 * tokens * (50304 + 1024)
-    assert logits_bytes(Setting(replace(SHAPE, padded_vocab_size=256), 1, 2), False) == 2 * 2048 * (256 + 1024)
-    assert logits_bytes(Setting(replace(SHAPE, padded_vocab_size=4096), 1, 2), False) == (2 + 4) * 2048 * 4096
+    assert logits_bytes(Setting(SHAPE, 4, 2, in_fp16=True)) == (2 * tokens + 8 * rows) * 50304
+    assert logits_bytes(Setting(SHAPE, 4, 2)) == (2 * tokens + 4 * rows) * 50304
+    assert logits_bytes(Setting(SHAPE, 4, 4)) == 4 * tokens * (50304 + 1024)
+    assert logits_bytes(Setting(replace(SHAPE, padded_vocab_size=256), 1, 2)) == 2 * 2048 * (256 + 1024)
+    assert logits_bytes(Setting(replace(SHAPE, padded_vocab_size=4096), 1, 2)) == (2 + 4) * 2048 * 4096
 
 
 def sized(size: int, stream: int = 0) -> Allocation:

@@ -1,5 +1,6 @@
 """A run folder, read: known answers from made files, damaged and foreign ones, and runs of the trainer itself."""
 
+import json
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from megatron_lite.analysis.run.read import read_run
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.flops import step_flops
+from megatron_lite.process_state import identity, pid_space
 
 
 def test_ordinary_steps_are_apart_from_all_others(tmp_path):
@@ -26,6 +28,16 @@ def test_ordinary_steps_are_apart_from_all_others(tmp_path):
     assert run.training_ms[3:5] == (10, 11) and run.step_ms[3:5] == (30, 60)
     assert run.evaluating[3] and run.saving[4] and run.compiling[8] and run.profiled == (False,) * 6 + (True, True, False, False)
     assert run.phases_ms["forward"][:4] == (5, 5, 5, 0)
+
+
+def test_the_profilers_slowdown_takes_three_steps_before_and_names_its_rank(tmp_path):
+    def slowdown(steps_before: int) -> float | None:
+        window = [step(n, 20, profiled=True) for n in (steps_before + 2, steps_before + 3)]
+        return read_run(folder(tmp_path, [*(step(n) for n in range(1, steps_before + 2)), *window])).profiler_slowdown
+
+    assert [slowdown(before) for before in (0, 1, 2, 3)] == [None, None, None, 2.0]
+    for world, words in (({"size": 2, "rank": 1}, " on rank 1"), ({"size": 1, "rank": 0}, ""), ({"size": 2}, "")):
+        assert read_run(folder(tmp_path, [step(1)], RECORD | {"plan": PLAN | {"world": world}})).on_rank == words
 
 
 def test_speed_and_both_conventions_of_model_flops(tmp_path):
@@ -61,6 +73,28 @@ def test_a_resumed_run_is_its_last_start(tmp_path):
 def test_a_start_without_steps_is_not_taken_for_the_one_before(tmp_path):
     later = RECORD | {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() + 100))}
     assert "that start has no steps yet" in read_run(folder(tmp_path, [step(1), step(2)], later)).notes[0]
+
+
+@pytest.mark.parametrize(("more", "status"), [
+    ({}, "running"), ({"started_ticks": 1}, "killed or lost: its process is gone"), ({"host": "elsewhere"}, "running, or killed"),
+])
+@pytest.mark.skipif(pid_space() is None, reason="only Linux tells of processes")
+def test_a_run_without_an_end_runs_or_was_killed(tmp_path, more, status):
+    record = RECORD | {"status": "running", "process": identity() | more}
+    assert read_run(folder(tmp_path, [step(1), step(2)], record)).status == status
+    assert read_run(folder(tmp_path, [step(1)], record | {"process": "?"})).status == "running, or killed"
+    assert read_run(folder(tmp_path, [step(1)], record | {"status": "finished"})).status == "finished"
+
+
+@pytest.mark.parametrize(("told", "said"), [
+    ({"verdict": "rank 1 died", "ranks": {}}, "rank 1 died"), ({"verdict": 3}, ""), ([1], ""), (None, ""),
+])
+def test_ranks_that_died_are_told(tmp_path, told, said):
+    path = folder(tmp_path, [step(1), step(2)]) / "ranks.json"
+    path.write_text("{" if told is None else json.dumps(told))
+    assert read_run(tmp_path).verdict_on_ranks == said
+    os.utime(path, (0, 0))
+    assert read_run(tmp_path).verdict_on_ranks == "", "of an earlier start"
 
 
 @pytest.mark.parametrize(("lines", "record", "said"), [

@@ -252,7 +252,7 @@ def test_a_trace_without_a_header_is_sound_if_it_has_an_end(tmp_path):
 
 
 def test_a_report_is_no_source(tmp_path):
-    for name in ("report.json", "run-20240101-000000.json", "manifest.json"):
+    for name in ("report.json", "run-20240101-000000.json", "manifest.json", "ranks.json"):
         (run(tmp_path) / name).write_text("{}")
     assert sources_of([tmp_path]).ignored == ()
 

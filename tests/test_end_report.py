@@ -36,6 +36,11 @@ def test_a_report_is_made_of_what_it_can_read(words, wanted):
     assert wants_report(plan_of(flags(words))) is wanted
 
 
+def test_a_trace_on_demand_is_worth_a_report():
+    assert wants_report(plan_of(flags()), traced_on_demand=True)
+    assert not wants_report(plan_of(flags("--no-report")), traced_on_demand=True)
+
+
 def test_its_lines_are_printed(instead, tmp_path):
     instead("print('a verdict'); print('a step')")
     assert said_of(tmp_path) == ["\na verdict\na step"]
@@ -88,3 +93,12 @@ def test_a_profiled_run_ends_with_its_report(tmp_path, ranks):
     ended = pretrain(flags(f"--train-iters 6 {PROFILED} --no-report --run-dir", tmp_path / "other"), ranks=ranks)
     assert ended.code == 0 and "Where a step goes" not in ended.out
     assert not (tmp_path / "other" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_window_on_demand_left_a_trace_ends_with_its_report(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile.now").touch()
+    ended = pretrain(flags("--train-iters 400 --run-dir", tmp_path / "run"))
+    assert ended.code == 0 and "profile.now taken" in ended.out
+    assert "Where a step goes" in ended.out.split(f"  done: {tmp_path / 'run'}\n")[1]

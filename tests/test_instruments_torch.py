@@ -60,14 +60,14 @@ def test_the_trace_holds_the_window_and_its_phases(tmp_path):
     assert "aten::addmm" in operators or "aten::linear" in operators
     assert re.search(r"^profiled steps 3-4 of this run, rank 0: .*/tb/.*_rank0\.\d+\.pt\.trace\.json \(", out,
                      re.MULTILINE)
-    assert re.search(r"profiled steps took \d+\.\d\d x as long as those before: median .* ms of 2 against .* ms", out)
+    assert "profiled steps cannot be compared with those before: 3 after the run's first are needed, 1 could be timed." in out
     assert "trace of rank" not in out  # it found in the trace what it meant to record
 
 
 def test_a_run_that_ends_inside_the_window_writes_what_it_has(tmp_path):
     _, out = quietly(flags("--train-iters 9 --exit-interval 4 --profile --use-pytorch-profiler",
                            "--profile-step-start 3 --profile-step-end 8"), tmp_path / "left")
-    assert steps_of(tmp_path / "left") == [3, 4] and "profiled steps 3-4 of this run" in out and "took" in out
+    assert steps_of(tmp_path / "left") == [3, 4] and "profiled steps 3-4 of this run" in out and "be compared" in out
     quietly(flags("--train-iters 4 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 99"),
             tmp_path / "short")
     assert steps_of(tmp_path / "short") == [3, 4]

@@ -107,6 +107,22 @@ def test_an_interval_of_profiled_steps_only_is_not_passed_off_as_others(tmp_path
     assert out.count("time and throughput are of 1 profiled step: there was no other since the last line") == 1
 
 
+@pytest.mark.parametrize(("first", "rank", "said"), [
+    (1, None, "profiled steps cannot be compared with those before: 3 after the run's first are needed, 0 could be timed."),
+    (3, 1, "profiled steps cannot be compared with those before: 3 after the run's first are needed, 1 could be timed."),
+    (5, None, "profiled steps took 2.00 x as long as those before: median 200.0 ms of 2 against 100.0 ms of 3"),
+    (5, 1, "profiled steps on rank 1 took 2.00 x as long as those before: median 200.0 ms of 2 against 100.0 ms of 3"),
+])
+def test_a_ratio_takes_three_steps_before_and_names_its_rank(first, rank, said):
+    timeline, words = Timeline(), []
+    watcher = Disturbance(Window(range(first, first + 2)), timeline, lambda: 99, words.append, rank=rank)
+    for step in range(1, first + 3):
+        watcher.begin(step)
+        timeline.current = StepTime(step, 0.2 if step in watcher.window else 0.1)
+        watcher.end(step)
+    assert words == [said]
+
+
 @pytest.mark.parametrize(("after", "cupti", "said"), [
     (0.110, {"cupti_planned": True}, True),
     (0.104, {"cupti_planned": True}, False),

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from launch import environment, on_ranks
 
+from megatron_lite import process_state
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.whereabouts import WhereaboutsKeeper
-from megatron_lite.parallel import inquiry, presence, process_state
+from megatron_lite.parallel import inquiry, presence
 from megatron_lite.parallel.board import Board
 from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
 from megatron_lite.parallel.inquiry import Inquiry
@@ -121,6 +122,19 @@ def test_states_of_processes(tmp_path, monkeypatch):
     assert (process_state.process_state(1), process_state.pid_space(), process_state.memory_kills()) == (None, None, None)
     (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 3\n")
     assert process_state.memory_kills() == 3
+
+
+@pytest.mark.skipif(process_state.pid_space() is None, reason="only Linux tells of processes")
+def test_a_process_is_known_again_and_its_ids_next_owner_is_not_it(monkeypatch):
+    me = process_state.identity()
+    assert process_state.is_there(me) is True and json.loads(json.dumps(me)) == me
+    assert process_state.is_there(me | {"started_ticks": me["started_ticks"] - 1}) is False
+    with subprocess.Popen(["true"]) as child:
+        child.wait()
+    assert process_state.is_there(me | {"pid": child.pid}) is False
+    for other in ({"host": "elsewhere"}, {"pids": "pid:[1]"}, {"pid": "x"}, {"started_ticks": None}):
+        assert process_state.is_there(me | other) is None
+    assert process_state.is_there({}) is None
 
 
 def wait_until(true, within_s: float = 5.0):

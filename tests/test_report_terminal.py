@@ -193,6 +193,20 @@ def test_a_failed_run_says_so_first_and_why():
     assert "3 steps, failed\n" in shown and "failed: OutOfMemoryError" in shown and " end\n" in shown
 
 
+def test_a_killed_run_says_so_first():
+    killed = dataclasses.replace(cases.run_of(), record={"status": "killed or lost: its process is gone"})
+    shown = text(cases.report(ranks_seen=(), snapshots=(), ranks=None, ledger=(), run=killed))
+    assert "  The run was killed or lost after 3 steps. 95.5 ms per step" in shown
+    assert "3 steps, killed or lost\n" in shown and "its process is gone\n" in shown
+
+
+def test_which_rank_died_is_told_once():
+    line = "rank 1 died (process 7 on there is gone)"
+    for status, shown in (("failed: RanksError: " + line, 1), ("failed: ZeroDivisionError: by zero", 1), ("running", 1)):
+        failed = dataclasses.replace(cases.run_of(), record={"status": status}, verdict_on_ranks=line)
+        assert text(cases.report(run=failed)).count(line) == shown
+
+
 def test_flags_for_another_job_are_called_this_trainers():
     assert "the flags are megatron_lite's" in text(cases.report(run=None)) and "the flags are" not in text()
 

@@ -57,6 +57,15 @@ def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
         assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 died")
 
 
+def test_steps_since_the_last_console_line_outlive_their_writer(tmp_path):
+    ended = run_faulty("killed late", tmp_path / "run", "--log-interval 1000")
+    assert re.match(r"error: rank 1 died \(process", verdict_of(ended))
+    written = steps(tmp_path / "run")  # results are read when they are two steps old
+    assert [record["iteration"] for record in written] == list(range(1, 9))
+    assert [record.get("local", False) for record in written] == [False] + [True] * 7
+    assert all(record["loss"] > 0 and record["next_lr"] > 0 for record in written)
+
+
 @pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
     ended = run_faulty("loop", tmp_path / "run", limit_s=3)

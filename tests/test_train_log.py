@@ -5,8 +5,11 @@ import math
 import re
 
 import pytest
-from launch import flags, pretrain, steps, write_documents
+from launch import alone, flags, pretrain, quietly, steps, write_documents
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_lite.train import log
+from megatron_lite.train.steps_file import StepsFile
 
 NUMBER = r"\d+\.\d{6}E[+-]\d\d"
 ITERATION_LINE = re.compile(
@@ -101,6 +104,21 @@ def test_timers(run):
 def test_every_step_is_in_the_file_once(records):
     assert [record["iteration"] for record in records] == list(range(1, 25))
     assert all(record["batch_size"] == 4 and record["ms"] > 0 for record in records)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1000.0])
+def test_what_was_written_ahead_is_replaced(tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(log, "SECONDS_AHEAD", seconds)
+    ahead = []
+    write = StepsFile.write_ahead
+    monkeypatch.setattr(StepsFile, "write_ahead", lambda self, *given: (ahead.append(given[0].iteration), write(self, *given)))
+    for last, load in ((11, ""), (20, "--load")):
+        with alone():
+            quietly(flags(f"--train-iters 20 --log-interval 5 --exit-interval {last} --save", tmp_path / "save",
+                          *([load, tmp_path / "save"] if load else [])), tmp_path / "run")
+    assert [record["iteration"] for record in steps(tmp_path / "run")] == list(range(1, 21))
+    assert not any("local" in record for record in steps(tmp_path / "run")) and len(set(ahead)) == len(ahead)
+    assert bool(ahead) == (seconds == 0.0)
 
 
 def test_tensorboard_has_megatrons_names(board, records):

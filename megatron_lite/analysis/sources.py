@@ -11,7 +11,7 @@ from megatron_lite.analysis.run_artefacts import artefacts_of
 from megatron_lite.analysis.source_files import CANDIDATES, OWN_FILES, SourceFile, looked_at
 from megatron_lite.analysis.trace.read import NSYS_REPORTS
 from megatron_lite.errors import UserError
-from megatron_lite.run_folder import RUN_FILE, STEPS_FILE, iteration_of
+from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
 
 MOST_FILES = 20_000  # of a folder; somebody may have named /
 BESIDE_TRACES = "a report of Nsight Systems beside traces of torch.profiler, which say more; name it alone to read it"
@@ -72,7 +72,7 @@ def _newest(files: Sequence[SourceFile]) -> tuple[list[SourceFile], list[tuple[P
 
 def _look_at(path: Path, seen: _Seen):
     """One file that the user named."""
-    if path.name in (RUN_FILE, STEPS_FILE):
+    if path.name in (RUN_FILE, STEPS_FILE, RANKS_FILE):
         _look_into(path.parent, seen)
         return
     _keep(replace(looked_at(path), named=True), seen)

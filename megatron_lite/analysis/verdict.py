@@ -202,7 +202,7 @@ def _of_memory(snapshots: Sequence[Snapshot]) -> Verdict:
 
 def _of_run(facts: Facts) -> Verdict:
     run, why = facts.run, f"no trace: without one the run says how fast it was, not why; {HOW_TO_TRACE}"
-    failed = f"The run failed after {run.steps:,} steps. " if run and run.status.startswith("failed") else ""
+    failed = _failed(run) if run else ""
     if run is None or run.steady_step_ms is None:
         return Verdict(f"{failed}INCONCLUSIVE: {why}", "inconclusive", "low", why)
     speed = f", {count(run.tokens_per_second)} tokens/s" if run.tokens_per_second else ""
@@ -210,3 +210,9 @@ def _of_run(facts: Facts) -> Verdict:
     late = _straggler(facts, run.steady_step_ms)
     said = f"{run.steady_step_ms:,.1f} ms per step{speed}{mfu}{f'; {late}' if late else ''}"
     return Verdict(f"{failed}{said}. INCONCLUSIVE: {why}", "inconclusive", "low", why)
+
+
+def _failed(run: Run) -> str:
+    """'The run failed after 12 steps. '; '' where it did not."""
+    how = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
+    return f"The run {how} after {run.steps:,} steps. " if how else ""

@@ -44,12 +44,9 @@ def activation_bytes(setting: Setting, recomputed_layers: int = 0) -> int:
     return max(at_logits, again)
 
 
-def logits_bytes(setting: Setting, passing_gradient: bool) -> int:
+def logits_bytes(setting: Setting) -> int:
     """Of the loss at its highest: all logits in the model's precision, e*s*b*V, and either some rows of them in fp32, or what its
-    backward works with: as much as its input, e*s*b*h, and the output weights' gradient, e*V*h, where that is a passing one.
-    """
-    forward = in_cross_entropy(setting)
-    if setting.in_fp16:  # whose products are torch's own
-        return total(forward)
-    matrix = setting.shape.padded_vocab_size * setting.shape.hidden_size * setting.element_bytes
-    return max(total(forward), total(in_loss_backward(setting)) + passing_gradient * matrix)
+    backward works with: as much as its input, e*s*b*h."""
+    forward = total(in_cross_entropy(setting))
+    # fp16's products are torch's own
+    return forward if setting.in_fp16 else max(forward, total(in_loss_backward(setting)))

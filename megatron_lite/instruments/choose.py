@@ -36,6 +36,7 @@ def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrume
         members.append(Disturbance(
             window, timeline, lambda: plan.train_iters - window.started_at, tell, cupti_on_demand=_uses_cupti(plan),
             cupti_planned=_uses_cupti(plan) and plan.args.profile.use_pytorch_profiler,
+            rank=rank if plan.world.size > 1 else None,
         ))
     if nsys := nsys_range(plan, window, tell):
         members.append(nsys)

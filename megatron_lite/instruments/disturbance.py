@@ -6,6 +6,7 @@ from statistics import median
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.window import Window
+from megatron_lite.notable import FEWEST_BEFORE
 
 REMEMBERED = 50  # steps before the window
 WARMING_UP = 1  # the first step of a run allocates, compiles and fills caches
@@ -16,8 +17,8 @@ class Disturbance(Instrument):
     """On one rank only. Outside of the timeline, so that a step's time is complete when `end` is called."""
 
     def __init__(self, window: Window, timeline: Timeline, last_step, tell, cupti_planned: bool = False,
-                 cupti_on_demand: bool = False):
-        """`cupti_...`: in such a window torch.profiler records a GPU."""
+                 cupti_on_demand: bool = False, rank: int | None = None):
+        """`cupti_...`: in such a window torch.profiler records a GPU. `rank`: this one, where there are several."""
         self.window, self.timeline, self._last_step, self._tell = window, timeline, last_step, tell
         self._asked = range(window.first, window.last + 1)
         self._before: deque[float] = deque(maxlen=REMEMBERED)
@@ -25,6 +26,7 @@ class Disturbance(Instrument):
         self._cupti_in, self._cupti = {False: cupti_planned, True: cupti_on_demand}, False
         self._usual, self._after = None, []  # seconds of a step before the window; those after it
         self._steps, self._reached = 0, False
+        self._where = "" if rank is None else f" on rank {rank}"
 
     def begin(self, step: int):
         if step == 1 and self._asked and self._asked.start > self._last_step() and self.window.started_at:
@@ -59,16 +61,17 @@ class Disturbance(Instrument):
             return
         ratio, self._usual = median(self._after) / self._usual, None
         if self._cupti and ratio > LINGERS:
-            self._tell(f"steps after the profile take {ratio:.2f} x as long as those before it: CUPTI may have stayed "
+            self._tell(f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: CUPTI may have stayed "
                        "attached, which TEARDOWN_CUPTI=1 in the environment prevents.")
 
     def _say(self):
         inside, self._inside = self._inside, []
         self._cupti = self._cupti or self._cupti_in[self.window.on_demand]
-        if not self._before:
-            self._tell("profiled steps cannot be compared with others: none were timed before them.")
+        if len(self._before) < FEWEST_BEFORE:
+            self._tell(f"profiled steps cannot be compared with those before: {FEWEST_BEFORE} after the run's first are needed, "
+                       f"{len(self._before)} could be timed.")
             return
         self._usual, self._after = median(self._before), []
         during, before = 1000 * median(inside), 1000 * self._usual
-        self._tell(f"profiled steps took {during / before:.2f} x as long as those before: median {during:.1f} ms of "
+        self._tell(f"profiled steps{self._where} took {during / before:.2f} x as long as those before: median {during:.1f} ms of "
                    f"{len(inside)} against {before:.1f} ms of {len(self._before)}")

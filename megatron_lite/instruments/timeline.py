@@ -147,6 +147,10 @@ class Timeline(Instrument):
         finished, self._finished = self._finished, []
         return finished
 
+    def so_far(self) -> list[StepTime]:
+        """The same, which stay to be taken; GPU times may be missing."""
+        return list(self._finished)
+
     def add(self, name: str, seconds: float):
         """Count time towards a phase of the running step."""
         self.current.phases[name] = self.current.phases.get(name, 0.0) + seconds

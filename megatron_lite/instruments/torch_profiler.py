@@ -166,6 +166,7 @@ class TorchProfiler(Instrument):
             if self._chakra:
                 self._chakra.drop()
             return
+        self.window.traced_on_demand |= self.window.on_demand
         beside = [self._attempt(self._write_table, profiler)]
         if self._chakra:
             beside.append(self._attempt(self._chakra.write, self.details.compress))

@@ -11,6 +11,7 @@ class Window:
 
     def __init__(self, steps: range = range(0), started_at: int = 0, margin: int = 0):
         self.started_at, self.margin, self.on_demand = started_at, margin, False
+        self.traced_on_demand = False  # a window that was asked for has left a trace
         self.move_to(steps)
 
     def move_to(self, steps: range, on_demand: bool = False):

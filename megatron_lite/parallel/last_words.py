@@ -6,9 +6,7 @@ import time
 from pathlib import Path
 
 from megatron_lite.parallel.post import Post
-from megatron_lite.run_folder import RUN_FILE, write_atomically
-
-RANKS_FILE = "ranks.json"
+from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, write_atomically
 
 
 def write_posts(folder: Path, line: str, posts: dict[int, Post]):

@@ -9,7 +9,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 
-from megatron_lite.parallel.process_state import pid_space
+from megatron_lite.process_state import pid_space
 
 MOST_FRAMES = 40
 

@@ -12,12 +12,11 @@ SECONDS_AT_MOST = 60
 PACKAGE_FOLDER = Path(__file__).parents[2]  # for the other process where the package is not installed
 
 
-def wants_report(plan: Plan) -> bool:
+def wants_report(plan: Plan, traced_on_demand: bool = False) -> bool:
     """Was something recorded that the report can read? Files of Nsight Systems are complete after the run only."""
     profile = plan.args.profile
-    return bool(
-        profile.report and plan.profile_window and (profile.use_pytorch_profiler or profile.record_memory_history)
-    )
+    planned = plan.profile_window and (profile.use_pytorch_profiler or profile.record_memory_history)
+    return bool(profile.report and (planned or traced_on_demand))
 
 
 def end_with_report(run_dir: Path, say, seconds: float = SECONDS_AT_MOST):

@@ -1,6 +1,7 @@
 """What a run says while it trains: console lines, TensorBoard, steps.jsonl, the progress line."""
 
 import math
+import time
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from megatron_lite.train.tensorboard import TensorBoard
 from megatron_lite.train.worth_saying import WorthSaying
 
 TERA = 1e12
+SECONDS_AHEAD = 5.0  # of steps, at most, that a killed process takes along
 
 
 class Log:
@@ -44,6 +46,7 @@ class Log:
         self._steps_file = StepsFile(run_dir) if self._speaks else None
         self._line = ProgressLine(progress.iteration, plan.train_iters, self._speaks)
         self._unwritten: list[StepFigures] = []
+        self._ahead, self._written_at = 0, time.monotonic()  # the last iteration written ahead of its console line
         self._params_norm: float | None = None
         self._peak = peak_tflops(torch.cuda.get_device_name(), plan.precision) if plan.device == "cuda" else None
         self._worth_saying = WorthSaying()
@@ -77,6 +80,8 @@ class Log:
         ends = progress.iteration % self.plan.args.watch.log_interval == 0 or progress.iteration == self.plan.train_iters
         if ends or progress.step == 1:
             self._report()
+        elif self._speaks and time.monotonic() - self._written_at > SECONDS_AHEAD:
+            self._write_ahead()
         if ends:
             self._start_interval()  # as in Megatron, the line after the very first step ends no interval
 
@@ -103,10 +108,10 @@ class Log:
         self._time.lap()
         self._interval += figures
         self._unwritten += figures
+        self._write_steps(times)  # first: what follows may fail
         self._params_norm = parameters_norm(self._parameters).item() if w.log_params_norm else None
         if self._speaks:
             self._say_interval(self._interval)
-        self._write_steps(times)
         if self._timeline.detailed and self._progress.step > 1:  # else no step is over, on no rank
             self._compare_ranks(times)
         self._say_memory()
@@ -149,6 +154,17 @@ class Log:
                 self._tensorboard.step(figures, None if step_time.disturbed else step_time.training_seconds)
         self._unwritten = [f for f in self._unwritten if f.iteration not in over]
         self._steps_file.flush()
+        self._ahead, self._written_at = 0, time.monotonic()
+
+    def _write_ahead(self):
+        """The steps since the last console line as far as they are known; that line may be minutes away."""
+        times = {t.step + self._progress.started_at: t for t in self._timeline.so_far()}
+        for figures in [*self._unwritten, *self.meter.so_far(self._ahead)]:
+            if figures.iteration > self._ahead and figures.iteration in times:
+                self._steps_file.write_ahead(figures, times[figures.iteration])
+                self._ahead = figures.iteration
+        self._steps_file.flush()
+        self._written_at = time.monotonic()
 
     def _compare_ranks(self, times: list[StepTime]):
         w, world = self.plan.args.watch, self.plan.world

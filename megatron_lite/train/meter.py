@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -73,13 +73,12 @@ class Meter:
     def take(self) -> list[StepFigures]:
         """All figures so far, losses summed over ranks. Collective: every rank calls it at the same iteration."""
         self.settle()
-        steps = self._hand_over()
-        if steps and self.plan.world.size > 1:
-            sums = torch.tensor([(s.loss_sum, s.tokens) for s in steps], dtype=torch.float64, device=self.device)
-            dist.all_reduce(sums)
-            for step, (loss_sum, tokens) in zip(steps, sums.tolist()):
+        if self._steps and self.plan.world.size > 1:
+            sums = torch.tensor([(s.loss_sum, s.tokens) for s in self._steps], dtype=torch.float64, device=self.device)
+            dist.all_reduce(sums)  # if it fails, the steps are left over
+            for step, (loss_sum, tokens) in zip(self._steps, sums.tolist()):
                 step.loss_sum, step.tokens = loss_sum, tokens
-        return steps
+        return self._hand_over()
 
     def leftover(self) -> list[StepFigures]:
         """After a failure: what has arrived, with the losses of this rank only, since others may be gone."""
@@ -90,8 +89,16 @@ class Meter:
             step.local = self.plan.world.size > 1
         return steps
 
+    def so_far(self, after: int) -> list[StepFigures]:
+        """Copies of what has been read already, of later iterations than `after`: losses of this rank only. No collective."""
+        local = self.plan.world.size > 1
+        return self._with_rates([replace(step, local=local) for step in self._steps if step.iteration > after])
+
     def _hand_over(self) -> list[StepFigures]:
         steps, self._steps = self._steps, []
+        return self._with_rates(steps)
+
+    def _with_rates(self, steps: list[StepFigures]) -> list[StepFigures]:
         rates = learning_rates(self.optimizer.schedule, [step.good_samples for step in steps])
         for step, rate in zip(steps, rates.tolist()):
             step.next_lr = rate

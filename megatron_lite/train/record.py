@@ -14,6 +14,7 @@ from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.estimate.params import parameter_count
+from megatron_lite.process_state import identity
 from megatron_lite.run_folder import STEPS_FILE, keep_previous_run, write_run
 
 
@@ -26,6 +27,7 @@ class RunRecord:
         self._record = {
             "status": "running",
             "started": _now(),
+            "process": identity(),
             "plan": _plain(dataclasses.asdict(plan)),
             "parameters": parameter_count(plan.shape),
             "prediction": prediction,

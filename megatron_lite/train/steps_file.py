@@ -1,7 +1,12 @@
-"""steps.jsonl: one line per step, what it cost and what came out; and one per console line, of all ranks."""
+"""steps.jsonl: one line per step, what it cost and what came out; and one per console line, of all ranks.
+
+Steps between two console lines can be written ahead, for whom the process is killed before the second: what of them only the
+console line brings, losses of all ranks, say, replaces them then.
+"""
 
 import json
 import math
+import os
 from pathlib import Path
 
 from megatron_lite.instruments.timeline import StepTime
@@ -14,48 +19,67 @@ class StepsFile:
     """Appends, so that a resumed run goes on in the same file."""
 
     def __init__(self, run_dir: Path):
-        self._file = open(run_dir / STEPS_FILE, "a", encoding="utf-8")
+        self._file = open(run_dir / STEPS_FILE, "ab")
+        self._kept: int | None = None  # bytes of the file before what was written ahead; None: nothing was
 
     def write(self, figures: StepFigures, time: StepTime):
         """One step, as run_folder says."""
-        record = {
-            "iteration": figures.iteration,
-            "step": time.step,
-            "consumed_samples": figures.consumed,
-            "batch_size": figures.batch_size,
-            "ms": round(1000 * time.seconds, 3),
-            "phases_ms": _milliseconds(time.phases),
-            "loss": _finite(figures.loss),
-            "grad_norm": None if figures.skipped else _finite(figures.grad_norm),
-            "loss_scale": figures.loss_scale,
-            "skipped": figures.skipped,
-            "next_lr": figures.next_lr,
-        }
-        if time.gpu_seconds is not None:
-            record |= {"gpu_ms": round(1000 * time.gpu_seconds, 3), "gpu_phases_ms": _milliseconds(time.gpu_phases)}
-        waits = {"reduce_wait_ms": time.reduce_wait, "gpu_reduce_wait_ms": time.gpu_reduce_wait}
-        record |= _milliseconds({name: seconds for name, seconds in waits.items() if seconds is not None})
-        memory = {"host_memory_bytes": time.host_bytes, "peak_memory_bytes": time.peak_bytes}
-        record |= {name: value for name, value in memory.items() if value is not None}
-        marks = {"local": figures.local, "profiled": time.profiled, "beside_profile": time.beside_profile,
-                 "compiling": time.compiling}
-        if time.compiling:
-            record["compile_ms"] = round(1000 * time.compile_seconds, 3)
-        self._append(record | {name: True for name, holds in marks.items() if holds})
+        self._take_back()
+        self._append(_record(figures, time))
+
+    def write_ahead(self, figures: StepFigures, time: StepTime):
+        """The same until something else is written."""
+        if self._kept is None:
+            self._kept = self._file.tell()
+        self._append(_record(figures, time))
 
     def write_ranks(self, figures: RankFigures):
         """One interval of all ranks, as run_folder says."""
+        self._take_back()
         self._append({"ranks": figures.record()})
 
-    def _append(self, record: dict):
-        self._file.write(json.dumps(record) + "\n")
-
     def flush(self):
-        """Everything so far to disk."""
+        """Everything so far to the operating system, which keeps it when this process is killed."""
         self._file.flush()
 
     def close(self):
         self._file.close()
+
+    def _take_back(self):
+        if self._kept is not None:
+            self._file.truncate(self._kept)
+            self._file.seek(0, os.SEEK_END)  # for the next tell
+            self._kept = None
+
+    def _append(self, record: dict):
+        self._file.write(json.dumps(record).encode() + b"\n")
+
+
+def _record(figures: StepFigures, time: StepTime) -> dict:
+    record = {
+        "iteration": figures.iteration,
+        "step": time.step,
+        "consumed_samples": figures.consumed,
+        "batch_size": figures.batch_size,
+        "ms": round(1000 * time.seconds, 3),
+        "phases_ms": _milliseconds(time.phases),
+        "loss": _finite(figures.loss),
+        "grad_norm": None if figures.skipped else _finite(figures.grad_norm),
+        "loss_scale": figures.loss_scale,
+        "skipped": figures.skipped,
+        "next_lr": figures.next_lr,
+    }
+    if time.gpu_seconds is not None:
+        record |= {"gpu_ms": round(1000 * time.gpu_seconds, 3), "gpu_phases_ms": _milliseconds(time.gpu_phases)}
+    waits = {"reduce_wait_ms": time.reduce_wait, "gpu_reduce_wait_ms": time.gpu_reduce_wait}
+    record |= _milliseconds({name: seconds for name, seconds in waits.items() if seconds is not None})
+    memory = {"host_memory_bytes": time.host_bytes, "peak_memory_bytes": time.peak_bytes}
+    record |= {name: value for name, value in memory.items() if value is not None}
+    marks = {"local": figures.local, "profiled": time.profiled, "beside_profile": time.beside_profile,
+             "compiling": time.compiling}
+    if time.compiling:
+        record["compile_ms"] = round(1000 * time.compile_seconds, 3)
+    return record | {name: True for name, holds in marks.items() if holds}
 
 
 def _finite(value: float | None) -> float | None:

@@ -10,6 +10,7 @@ from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.seen.steady import counted, in_ms, of_step, share, steady_steps, where
 from megatron_lite.analysis.run.figures import Run
 from megatron_lite.analysis.time.figures import ROW_TITLES
+from megatron_lite.notable import FEWEST_BEFORE
 
 FEWEST_STEPS = 3  # of a run, for a median; a trace's window is short, there it is 2
 FEWEST_TRACED = 2
@@ -80,9 +81,10 @@ def undisturbed_profile(case: Case) -> Outcome:
     slowdown = run.profiler_slowdown if run else None
     if slowdown is None:
         return not_seen(
-            f"how far the profiler slows the step down: {RUN_FOLDER}, with --profile-step-start above 2", *seen
+            f"how far the profiler slows the step down: {RUN_FOLDER}, with --profile-step-start above {FEWEST_BEFORE + 2}",
+            *seen,
         )
-    text = f"steps inside the window take {slowdown:.2f} x as long as those before it"
+    text = f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it"
     return passed(*seen, Evidence(text, "steps.jsonl"))
 
 

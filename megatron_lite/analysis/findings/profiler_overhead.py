@@ -33,7 +33,7 @@ def find(facts: Facts) -> Finding | None:
     slowdown = run.profiler_slowdown if run else None
     if slowdown is None or not slowdown > TOO_MUCH:
         return None
-    text = (f"steps inside the window take {slowdown:.2f} x as long as those before it (median "
+    text = (f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it (median "
             f"{in_ms(run.profiled_step_ms)})")
     on_cpu = facts.plan.get("device") == "cpu"
     costly = (COSTLY_ON_CPUS if on_cpu else {}) | COSTLY

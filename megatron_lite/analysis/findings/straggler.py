@@ -5,8 +5,9 @@ Meaning: every collective ends for all when the last rank has come. A rank that 
     communication.
 Measured: by collectives of all ranks' traces, matched in order: who starts last, and how much
     later than the median; the cause is the part of its time (computing, data, host, copies) that
-    covers at least 80% of the lag. Without traces of several ranks: every rank's median time in
-    phases where none waits for another.
+    covers at least 80% of the lag. Where traces of several ranks show none, or there are none: every
+    rank's median time over the whole run, in phases where none waits for another; and what the
+    profiled steps say of it.
 Cost: the others' wait per step.
 Do: by the cause: computing: a hot or throttled GPU, another process on it, an unequal share of
     work; data: its loader or disk; host: another job on its cores, garbage collection. Swap the
@@ -19,7 +20,7 @@ False alarm: clocks of several nodes that are not aligned; the report says wheth
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms
-from megatron_lite.analysis.ranks.figures import Straggler
+from megatron_lite.analysis.ranks.figures import Ranks, Straggler
 from megatron_lite.analysis.ranks.from_run import straggler_of_medians
 
 CODE = "straggler"
@@ -42,18 +43,29 @@ def find(facts: Facts) -> Finding | None:
     why = CAUSES.get(found.cause, "record all ranks (--profile-ranks -1) with stacks, and compare it with another one")
     return Finding(
         code=CODE, title=TITLE, cost_ms=found.caused_wait_ms,
-        evidence=(Evidence(_lateness(found), f"rank {found.rank}"), Evidence(_reason(found))),
+        evidence=(Evidence(_lateness(found, facts.ranks), f"rank {found.rank}"), Evidence(_reason(found))),
         advice=f"rank {found.rank}: {why}", flags=("--profile-ranks -1",), gain_ms=found.caused_wait_ms,
         certain=bool(found.cause) and found.share_last is not None, rank=found.rank,
     )
 
 
-def _lateness(found: Straggler) -> str:
+def _lateness(found: Straggler, ranks: Ranks | None) -> str:
     if found.share_last is None:  # no collectives were seen, only every rank's own clock
-        return (f"rank {found.rank} takes {in_ms(found.caused_wait_ms)} longer per step than the median rank (medians "
-                "in steps.jsonl)")
+        return (f"over the whole run rank {found.rank} takes {in_ms(found.caused_wait_ms)} longer per step than the median "
+                f"rank (medians in steps.jsonl){_in_profiled_steps(found, ranks) if ranks else ''}")
     return (f"rank {found.rank} is last in {found.share_last:.0%} of the collectives; others wait "
             f"{in_ms(found.caused_wait_ms)} per step")
+
+
+def _in_profiled_steps(found: Straggler, ranks: Ranks) -> str:
+    """What traces say of a rank that only the whole run's medians call slow; '' without waits in traces."""
+    awaited = [row for row in ranks.rows if row.caused_wait_ms is not None]
+    if len(awaited) < 2:
+        return ""
+    most = max(awaited, key=lambda row: row.caused_wait_ms)
+    agrees = most.rank == found.rank
+    where, whom = ("in the profiled steps, too,", "it") if agrees else ("but in the profiled steps", f"rank {most.rank}")
+    return f"; {where} the others wait most for {whom}, {in_ms(most.caused_wait_ms)} per step"
 
 
 def _reason(found: Straggler) -> str:

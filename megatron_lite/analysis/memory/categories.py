@@ -1,9 +1,9 @@
 """What each piece of memory is for, from where it was allocated and when it was given back. Works on anybody's snapshot:
 tags and annotations only make the phases surer.
 
-A weight is made before the first step and stays; its gradient comes in backward and outlives it; an optimizer's state comes
-in optimizer.step and stays; an activation comes in forward and waits for backward; what does not outlive its phase is
-workspace.
+A weight is made before the first step and stays; its gradient comes in backward, and outlives it or is added to another; an
+optimizer's state comes in optimizer.step and stays; an activation comes in forward and waits for backward; what does not
+outlive its phase is workspace.
 """
 
 from dataclasses import dataclass
@@ -83,6 +83,7 @@ def categories_of(record: Record, lives: Lives, phases: Phases) -> np.ndarray:
     _forward(seen, lives, logits, decide)
     decide(seen.known, "other")
     assign_unknown(lives, found, seen.freed_in, INDEX)
+    _find_passing_gradients(seen, lives, found)
     left = (found == UNDECIDED) & unknown & (lives.requested == CUBLAS_WORKSPACE_SINCE_HOPPER)
     if left.sum() <= THREADS_WITH_CUBLAS:  # more are weights of the same size
         decide(left, "workspace")
@@ -125,6 +126,24 @@ def _gradients(seen: Placed, lives: Lives, found: np.ndarray, decide):
     decide(computed & ~seen.unfinished & (~in_loss | np.isin(lives.requested, weights)), "gradients")
     sizes = np.union1d(weights, lives.requested[found == INDEX["gradients"]])
     decide(computed & seen.unfinished & ~in_loss & np.isin(lives.requested, sizes), "gradients")
+
+
+def passing_gradients(seen: Placed, categories: np.ndarray) -> np.ndarray:
+    """bool [m]: gradients that end within the backward that computes them, since they are added to others."""
+    return (categories == INDEX["gradients"]) & _in(seen, "backward") & seen.same_span
+
+
+def _find_passing_gradients(seen: Placed, lives: Lives, found: np.ndarray):
+    """What has a weight's size, and is the gradient of no activation or logits of that size. To be called when all weights are
+    known: the counting of sizes that finds some takes only gradients that stay."""
+    of_loss = found == INDEX["logits and loss"]
+    weights, activations = (lives.requested[found == INDEX[name]] for name in ("parameters", "activations"))
+    logits = np.union1d(activations, lives.requested[of_loss & _in(seen, "forward")])
+    passing = _in(seen, "backward") & seen.known & seen.same_span & np.isin(lives.requested, weights)
+    # a logits' gradient was told from others by its place already
+    by_size = (found == INDEX["workspace"]) & ~np.isin(lives.requested, activations)
+    in_loss = of_loss & (_has(seen, Code.WEIGHT_GRADIENT) | ~np.isin(lives.requested, logits))
+    found[passing & (by_size | in_loss)] = INDEX["gradients"]
 
 
 def _backward(seen: Placed, logits: np.ndarray, decide):

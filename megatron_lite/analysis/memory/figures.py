@@ -108,7 +108,7 @@ class Snapshot:
     events: int
     complete: bool  # at least 99% of the peak's bytes have a known origin: the record began early enough
     notes: tuple[str, ...]
-    highest: tuple[Held, ...] = ()  # each category at its own highest moment, which need not be the peak
+    highest: tuple[Held, ...] = ()  # each category at its own highest moment, which need not be the peak; gradients that outlive backward
 
 
 @dataclass(frozen=True)

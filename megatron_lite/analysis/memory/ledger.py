@@ -39,8 +39,6 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
     setting = setting_from(shape, batch, precision, plan["device"], args["model"]["attention_backend"],
                            args["data"]["reset_attention_mask"], args["model"]["recompute_granularity"],
                            plan["world"].get("threads", 1))
-    # the loss' own gradient of the output weights ends as soon as it is added to another: only one that is all there is stays
-    passing = shape.tied_embeddings or plan["fp32_gradients"] or plan["batch"]["final"] > batch
     whole = shape.num_layers - recomputed
     kept = f"{whole} layers" + (f" and the inputs of {recomputed}, of which one is there again" if recomputed else "")
     words = (f"{kept}, {setting.attention} attention, micro-batch {batch} x {shape.seq_length} tokens, "
@@ -49,5 +47,5 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
               "and what the loss works with")
     return found | {
         "activations": (words, activation_bytes(setting, recomputed)),
-        "logits and loss": (logits, logits_bytes(setting, passing)),
+        "logits and loss": (logits, logits_bytes(setting)),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.analysis.memory.categories import INDEX, categories_of, placed
+from megatron_lite.analysis.memory.categories import INDEX, categories_of, passing_gradients, placed
 from megatron_lite.analysis.memory.figures import Held, Moment, OutOfMemory, Snapshot
 from megatron_lite.analysis.memory.fragmentation import fragmentation_of, reserved_bytes
 from megatron_lite.analysis.memory.growth import FEWEST_STEPS, growth_of, step_memory
@@ -42,7 +42,9 @@ class _Reading:
         self.lives: Lives = lives_of(record)
         self.phases: Phases = phases_of(record)
         self.categories = categories_of(record, self.lives, self.phases)
-        self.phase_of_life = placed(record, self.lives, self.phases).phase
+        seen = placed(record, self.lives, self.phases)
+        self.phase_of_life = seen.phase
+        self.passing = passing_gradients(seen, self.categories)
         self.allocated = held_bytes(self.lives, len(record))
         self.reserved = reserved_bytes(record)
         self.peak = int(np.argmax(self.allocated)) - 1  # event after which most is held; -1: before the first
@@ -80,7 +82,7 @@ class _Reading:
     def _highest(self) -> tuple[Held, ...]:
         found = []
         for number in np.unique(self.categories).tolist():
-            mine = self.categories == number
+            mine = (self.categories == number) & ~self.passing
             held, requested, blocks = (
                 int(held_bytes(self.lives, len(self.record), np.where(mine, sizes, 0)).max())
                 for sizes in (self.lives.num_bytes, self.lives.requested, 1)

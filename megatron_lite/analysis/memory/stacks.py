@@ -28,6 +28,7 @@ class Code(enum.IntFlag):
     GRADIENT_BUFFER = enum.auto()
     COMMUNICATION = enum.auto()
     WORKSPACE = enum.auto()
+    WEIGHT_GRADIENT = enum.auto()
     MAIN = enum.auto()  # where a thread of Python's begins; backward's threads have no such frame
 
 
@@ -50,6 +51,7 @@ PYTHON_CODE = (
     (Code.LOADER, r"/torch/utils/data/|(^|/)(dataloader|loader|to_device)\.py$", r""),
     (Code.LOSS, r"", r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head|logits|token_losses"),
     (Code.LOSS, r"cross_entropy\w*\.py$|(^|/)loss\w*\.py$", r""),
+    (Code.WEIGHT_GRADIENT, r"", r"weight_gradient|wgrad"),
     (Code.SETUP, r"", r"^(__init__|_apply|to|to_empty|cuda|from_pretrained|load_state_dict|reset_parameters)$"),
     (Code.GRADIENT_BUFFER, r"param_and_grad_buffer|fp32_gradients|grad_buffer", r""),
     (Code.GRADIENT_BUFFER, r"/torch/nn/parallel/distributed\.py$", r"^(__init__|_ddp_init_helper)$"),

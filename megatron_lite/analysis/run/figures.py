@@ -101,10 +101,11 @@ class Run:
     losses: tuple[float, ...] = ()
     grad_norms: tuple[float, ...] = ()
     step_spread_ms: float | None = None  # interquartile range of ordinary steps: the noise of steady_step_ms
-    before_profile_ms: float | None = None  # median of the steps before the window, as the console compares them
+    before_profile_ms: float | None = None  # median of the steps before the window; None of fewer than three
     model_tflops_full: float | None = None  # per GPU, all of the attention matrix counted
     growths: tuple[Growth, ...] = ()  # of host memory, by rank
     gpu_growths: tuple[Growth, ...] = ()  # of the most that tensors took, by rank
+    verdict_on_ranks: str = ""  # which rank died, hung or failed, as the others found out (ranks.json)
     starts: int = 1  # how often the folder's run was started; all else is of the last one
 
     @cached_property
@@ -116,7 +117,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running, finished, failed: ..., or why it left early; "unknown" without run.json."""
+        """running, finished, failed: ..., killed or lost: ..., or why it left early; "unknown" without run.json."""
         return str(self.record.get("status", "unknown"))
 
     @property
@@ -124,6 +125,13 @@ class Run:
         world = self.plan.get("world")
         size = world.get("size") if isinstance(world, dict) else None
         return size if isinstance(size, int) and size > 0 else None
+
+    @property
+    def on_rank(self) -> str:
+        """' on rank 3', whose times the steps are; '' where there is one only, or it is not known."""
+        world = self.plan.get("world")
+        rank = world.get("rank") if isinstance(world, dict) else None
+        return f" on rank {rank}" if isinstance(rank, int) and (self.world_size or 1) > 1 else ""
 
     @property
     def profiler_slowdown(self) -> float | None:

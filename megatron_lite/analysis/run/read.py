@@ -11,7 +11,10 @@ from megatron_lite.analysis.run.rank_medians import rank_medians
 from megatron_lite.analysis.run.speed import speed_of
 from megatron_lite.analysis.run.step_lines import StepLines, read_step_lines
 from megatron_lite.errors import UserError
-from megatron_lite.run_folder import RUN_FILE, RUN_SCHEMA, STEPS_FILE
+from megatron_lite.process_state import is_there
+from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FILE
+
+RUNNING = "running"  # as run.json says it from the start
 
 
 def read_run(folder: Path) -> Run:
@@ -21,17 +24,26 @@ def read_run(folder: Path) -> Run:
     notes += more
     if not record and not lines.steps:
         raise UserError(f"{folder}: no run of megatron_lite can be read here; {' '.join(notes)}")
+    if record.get("status") == RUNNING:
+        record["status"] = _still(record)
     plan = record.pop("plan", None)
     if record and not isinstance(plan, dict):
         notes.append(f"{RUN_FILE} holds no plan, so that the run's flags are unknown.")
     plan = plan if isinstance(plan, dict) else {}
-    if lines.steps and _are_older(folder, record):
+    if lines.steps and _is_older(folder / STEPS_FILE, record):
         notes.append(f"{STEPS_FILE} was last written before the start that {RUN_FILE} describes: that start has no steps yet.")
     starts = max(lines.starts, 1 + len(list(folder.glob("run-*.json"))))
     if starts > 1 and lines.steps:
         span = f"{lines.steps[0]['iteration']} to {lines.steps[-1]['iteration']}"
         notes.append(f"The run was started {starts} times; figures are of the last start, iterations {span}.")
     return _run(folder, plan, record, lines, starts, notes)
+
+
+def _still(record: dict) -> str:
+    """What became of a run whose record has no end: a process that was killed cannot write one."""
+    process = record.get("process")
+    there = is_there(process) if isinstance(process, dict) else None
+    return {True: RUNNING, False: "killed or lost: its process is gone", None: "running, or killed"}[there]
 
 
 def _record(folder: Path) -> tuple[dict, list[str]]:
@@ -71,11 +83,20 @@ def _lines(folder: Path) -> tuple[StepLines, list[str]]:
     return lines, notes
 
 
-def _are_older(folder: Path, record: dict) -> bool:
-    """Were the steps written before the start that run.json describes? A copy may make files younger, never older."""
+def _verdict_on_ranks(folder: Path, record: dict) -> str:
+    """Which rank died, hung or failed in the start that run.json describes, as the others found out; '' for none."""
+    try:
+        told = json.loads((folder / RANKS_FILE).read_bytes())["verdict"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return "" if _is_older(folder / RANKS_FILE, record) or not isinstance(told, str) else told.strip()
+
+
+def _is_older(path: Path, record: dict) -> bool:
+    """Was it written before the start that run.json describes? A copy may make files younger, never older."""
     try:
         started = datetime.strptime(str(record.get("started")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
-        return (folder / STEPS_FILE).stat().st_mtime < started
+        return path.stat().st_mtime < started
     except (ValueError, OSError):
         return False
 
@@ -90,6 +111,6 @@ def _run(folder: Path, plan: dict, record: dict, lines: StepLines, starts: int, 
                for what in ("host_memory_bytes", "peak_memory_bytes")}
     return Run(
         folder=str(folder), plan=plan, record=record, steps=len(lines.steps), starts=starts, notes=(*notes, *missing),
-        ordinary=columns.ordinary, ranks=ranks, growths=growths["host_memory_bytes"],
+        verdict_on_ranks=_verdict_on_ranks(folder, record), ordinary=columns.ordinary, ranks=ranks, growths=growths["host_memory_bytes"],
         gpu_growths=growths["peak_memory_bytes"], **vars(columns), **vars(speed),
     )

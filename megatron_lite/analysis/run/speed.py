@@ -8,6 +8,7 @@ from megatron_lite.analysis.run.columns import Columns
 from megatron_lite.analysis.run.step_lines import number
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.flops import step_flops
+from megatron_lite.notable import FEWEST_BEFORE
 
 TERA = 1e12
 COMPARED = 50  # steps before a window, as many as the trainer's own line about the profiler's slowdown
@@ -51,7 +52,7 @@ def speed_of(plan: dict, record: dict, columns: Columns, starts_at_first: bool) 
         steady_step_ms=median(plain_ms) if plain_ms else None,
         step_spread_ms=_spread(plain_ms),
         profiled_step_ms=median(training[row] for row in inside) if inside else None,
-        before_profile_ms=median(before) if before else None,
+        before_profile_ms=median(before) if len(before) >= FEWEST_BEFORE else None,
         tokens_per_second=1000 * rate * shape.seq_length if rate and shape else None,
         model_tflops=causal, model_tflops_full=full,
         mfu_causal=causal / peak if causal and peak > 0 else None,

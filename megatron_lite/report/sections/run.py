@@ -21,7 +21,8 @@ def run_section(report: Report, everything: bool) -> Section | None:
 
 
 def _failure(run: Run) -> list[str]:
-    return [run.status] if run.status.startswith("failed:") else []
+    ended = [run.status] if run.status.startswith(("failed:", "killed")) else []
+    return [*ended, run.verdict_on_ranks] if run.verdict_on_ranks not in run.status else ended
 
 
 def _speed(run: Run) -> list[str]:
@@ -40,7 +41,7 @@ def _speed(run: Run) -> list[str]:
 
 def _profiled(run: Run) -> list[str]:
     slower = run.profiler_slowdown
-    return [f"inside the profiled window a step took {slower:.2f} times as long as before it"] if slower else []
+    return [f"inside the profiled window a step{run.on_rank} took {slower:.2f} times as long as before it"] if slower else []
 
 
 def _first(run: Run) -> list[str]:
