@@ -51,7 +51,7 @@ def test_a_run_that_only_evaluates_is_not_judged_as_training():
 
 
 def test_the_way_out_is_a_flag_that_fits():
-    words = "--micro-batch-size 64 --global-batch-size 128 --num-layers 8"
+    words = "--micro-batch-size 256 --global-batch-size 512 --num-layers 8"
     peak = forecast(plan(words, ON_GPUS), H200, None).memory.peak.num_bytes
     for world, device, room in ((ON_GPUS, H200, peak // 2), (ON_GPUS, "Foreign GPU 9", peak // 2), (World(), None, peak // 2)):
         seen = forecast(plan(words, world), device, room)
