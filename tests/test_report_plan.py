@@ -35,7 +35,8 @@ def report(*processors: Processor, **changes) -> PlanReport:
     outlooks = []
     for processor in processors:
         predicted = predict_time(PLAN, processor)
-        outlooks.append(Outlook(processor, predicted, duration_of(PLAN, predicted.tokens_per_s) if predicted.peak_tflops else None))
+        takes = duration_of(PLAN, predicted.tokens_per_s) if predicted.peak_tflops else None
+        outlooks.append(Outlook(processor, changes.get("memory", MEMORY), predicted, takes))
     parts = {"word embedding": 10, "MLP": 30, "output": 0}
     made = PlanReport("plan", "GPT 2 x 64", PLAN, parts, 1000, 1100, MEMORY, outlooks=outlooks)
     return dataclasses.replace(made, **changes)

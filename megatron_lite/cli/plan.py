@@ -46,7 +46,6 @@ def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, ex
     processors = _processors(options)
     margin = MARGIN if options.margin is None else options.margin
     memory = predict_memory(plan, processors[0] if processors else None)
-    peak_bytes = exact.allocated_peak_bytes if exact else memory.peak.num_bytes
     return PlanReport(
         title=Path(words[0]).name if is_script(words[0]) else "plan",
         facts=_facts(found),
@@ -56,7 +55,7 @@ def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, ex
         flops_full=step_flops(shape, 1, causal=False) // shape.seq_length,
         memory=memory,
         margin=margin,
-        outlooks=[_outlook(options, plan, processor, peak_bytes, margin) for processor in processors],
+        outlooks=[_outlook(options, plan, processor, exact, margin) for processor in processors],
         variants=what_if(plan, processors[0] if processors else None),
         fit=fit(plan, processor_called(options.fit), margin) if options.fit else None,
         inference=_inference(options, plan),
@@ -72,12 +71,15 @@ def _processors(options: argparse.Namespace) -> list[Processor]:
     return list({one.name: one for one in map(processor_called, names)}.values())
 
 
-def _outlook(options: argparse.Namespace, plan: Plan, processor: Processor, peak_bytes: int, margin: float) -> Outlook:
+def _outlook(options: argparse.Namespace, plan: Plan, processor: Processor, exact: Exact | None, margin: float) -> Outlook:
     time = predict_time(plan, processor)
     tokens = None if options.tokens is None else int(options.tokens)
+    memory = predict_memory(plan, processor)
+    peak_bytes = exact.allocated_peak_bytes if exact else memory.peak.num_bytes
     fits = peak_bytes <= processor.memory_gib * GIB * (1 - margin)
     return Outlook(
         processor=processor,
+        memory=memory,
         time=time,
         duration=duration_of(plan, time.tokens_per_s, tokens) if time.peak_tflops else None,
         fit=None if fits else fit(plan, processor, margin),

@@ -20,6 +20,7 @@ class Outlook:
     """The plan on one kind of GPU."""
 
     processor: Processor
+    memory: MemoryPrediction
     time: TimePrediction
     duration: Duration | None  # None where nothing of a step's time is known
     fit: Fit | None = None  # where it does not fit as it is, with the margin

@@ -45,7 +45,8 @@ def _outlook(one: Outlook) -> dict:
     length = one.duration
     known = {"seconds": length.seconds, "days": length.days, "gpu_hours": length.gpu_hours} if length else {}
     return {
-        "processor": plain(one.processor), "room_bytes": one.room_bytes, "time": plain(one.time) | time,
+        "processor": plain(one.processor), "room_bytes": one.room_bytes, "peak_bytes": one.memory.peak.num_bytes,
+        "time": plain(one.time) | time,
         "duration": plain(length) | known if length else None, "fit": _fit(one.fit), "inference": plain(one.inference),
     }  # fmt: skip
 

@@ -15,9 +15,9 @@ def verdicts(report: PlanReport) -> list[str]:
     return [_verdict(report, outlook) for outlook in report.outlooks]
 
 
-def peak_bytes(report: PlanReport) -> int:
-    """The exact one if it was asked for."""
-    return report.exact.allocated_peak_bytes if report.exact else report.memory.peak.num_bytes
+def peak_bytes(report: PlanReport, outlook: Outlook | None = None) -> int:
+    """The exact one if it was asked for, else that on the outlook's GPU, or on the first one."""
+    return report.exact.allocated_peak_bytes if report.exact else (outlook or report).memory.peak.num_bytes
 
 
 def where(report: PlanReport) -> str:
@@ -28,7 +28,7 @@ def where(report: PlanReport) -> str:
 
 
 def _verdict(report: PlanReport, outlook: Outlook) -> str:
-    peak, room = peak_bytes(report), outlook.room_bytes
+    peak, room = peak_bytes(report, outlook), outlook.room_bytes
     of_room = f"peak {peak / GIB:.1f} of {room / GIB:.1f} GiB ({percent(peak / room)}), {where(report)}"
     name = outlook.processor.name
     if peak > room:
