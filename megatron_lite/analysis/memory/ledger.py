@@ -34,6 +34,8 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
         state["gradients"] += FP32 * parameters  # the optimizer's copies, during its step
     found = {category: (f"{num_bytes // parameters} bytes x {count(parameters)} parameters", num_bytes)
              for category, num_bytes in state.items()}
+    words, num_bytes = found["gradients"]
+    found["gradients"] = f"kept ones: {words}", num_bytes  # as Snapshot.highest counts them
     recomputed = recomputed_layers(*(args["model"][f"recompute_{name}"] for name in ("granularity", "method", "num_layers")),
                                    shape.num_layers)
     setting = setting_from(shape, batch, precision, plan["device"], args["model"]["attention_backend"],
