@@ -47,6 +47,7 @@ class RunRecord:
     def __exit__(self, kind, error, traceback):
         if self._writes:
             status = self.left_early or "finished" if error is None else f"failed: {kind.__name__}: {error}"
+            status = "interrupted" if kind is KeyboardInterrupt else status
             write_run(self._folder, self._record | {"status": status, "ended": _now()})
 
 

@@ -117,7 +117,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running, finished, failed: ..., killed or lost: ..., or why it left early; "unknown" without run.json."""
+        """running, finished, interrupted, failed: ..., killed or lost: ..., or why it left early; "unknown" without run.json."""
         return str(self.record.get("status", "unknown"))
 
     @property
