@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         _run(argv, world)
     except UserError as error:
         _end_with(error, world)
-        return _leave(error.exit_code, world)
+        return error.exit_code
     except KeyboardInterrupt:
         return _leave(130, world)
     except RuntimeError as error:
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def _leave(code: int, world: World) -> int:
-    """With other ranks, end here. Behind the error stand DistributedDataParallel and perhaps a reduction on its way: taking them
+    """With other ranks, end here: in the middle of a step there may be a reduction on its way, and taking DistributedDataParallel
     apart waits for gloo's threads, which may in turn wait for the interpreter's lock, for ever."""
     if world.size > 1:
         sys.stdout.flush()
