@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from megatron_lite.config.machine import Machine, read_machine
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import tokenizer_of
-from megatron_lite.errors import ConfigError, RanksError, UserError
+from megatron_lite.errors import CheckpointError, ConfigError, RanksError, UserError
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.choose import choose
@@ -118,9 +118,10 @@ def _early_end_told(plan: Plan, say_once):
                 say(line)
         raise
     except KeyboardInterrupt:
-        save = plan.args.checkpoint.save
-        slot = chosen(Path(save), None, "--save") if save and Path(save).is_dir() else None
-        say_once("interrupted; " + (f"--load {save} goes on from {slot.name}" if slot else "no checkpoint was written"))
+        save, slot = plan.args.checkpoint.save, None
+        with suppress(CheckpointError):  # the next --load says it
+            slot = chosen(Path(save), None, "--save") if save and Path(save).is_dir() else None
+        say_once("interrupted; " + (f"--load {save} goes on from {slot.name}" if slot else "there is no checkpoint to go on from"))
         raise
 
 

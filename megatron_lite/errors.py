@@ -4,6 +4,11 @@ Every message is one line with three parts: the flag or file, the value, the way
 """
 
 
+def first_line(error: BaseException) -> str:
+    """Of what it says, or its type's name where it says nothing."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
 class UserError(Exception):
     """A mistake the user can mend. Printed as one line, without a traceback; exit code 2."""
 

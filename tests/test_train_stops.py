@@ -190,12 +190,18 @@ def test_ctrl_c_ends_two_ranks_at_once_and_says_where_to_go_on(tmp_path):
         assert json.loads((save / "run.json").read_text())["status"] == "interrupted"
 
 
-def test_ctrl_c_without_a_checkpoint(tmp_path):
-    with start(flags("--train-iters 100000 --log-interval 20 --run-dir", tmp_path)) as process:
+@pytest.mark.parametrize("tracker", [None, "no number", "7"])  # none, damaged, of a checkpoint that is gone
+def test_ctrl_c_without_a_checkpoint(tmp_path, tracker):
+    words = "--train-iters 100000 --log-interval 20 --save-interval 100000 --run-dir"
+    save = tmp_path / "save"
+    save.mkdir()
+    with start(flags(words, tmp_path, "--save", save)) as process:
         wait_for(process, " iteration       20/")
+        if tracker is not None:
+            (save / "latest_checkpointed_iteration.txt").write_text(tracker)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted; no checkpoint was written\n" in out and "Traceback" not in err, err
+    assert process.returncode == 130 and "interrupted; there is no checkpoint to go on from\n" in out and "Traceback" not in err, err
 
 
 def wait_for(process, text: str) -> str:

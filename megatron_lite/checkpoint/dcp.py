@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lite.checkpoint.record import Record
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, first_line
 from megatron_lite.run_folder import RECORD_FILE
 
 METADATA_FILE = ".metadata"
@@ -128,7 +128,7 @@ def reason(error: BaseException) -> str:
         return error.strerror
     if CUT_SHORT.search(str(error)):
         return "a file could not be written to its end"
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
+    return first_line(error)
 
 
 @contextlib.contextmanager

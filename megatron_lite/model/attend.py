@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.errors import UserError
+from megatron_lite.errors import UserError, first_line
 from megatron_lite.estimate.attention_kernel import EXPLICIT
 
 NAMES = {
@@ -242,7 +242,7 @@ def _ask_torch(probe: Probe, backend: SDPBackend | None = None) -> tuple[SDPBack
             with nullcontext() if backend is None else sdpa_kernel(backend):
                 choice = torch._fused_sdp_choice(probe.q_BNTD, probe.k_BGTD, probe.k_BGTD, **probe.arguments)
         except (AttributeError, NotImplementedError, RuntimeError) as error:
-            return None, _reason([str(w.message) for w in caught], backend) or _first_line(error)
+            return None, _reason([str(w.message) for w in caught], backend) or first_line(error)
     choice = SDPBackend(choice)
     return choice, "" if choice == backend else f"torch takes {NAMES.get(choice, choice.name)} for {device} tensors"
 
@@ -258,7 +258,3 @@ def _reason(messages: list[str], backend: SDPBackend | None) -> str:
         elif inside:
             found.append(" ".join(text.split()))
     return "; ".join(found)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -15,6 +15,7 @@ from torch import nn
 from megatron_lite.config.machine import missing_compiler
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
+from megatron_lite.errors import first_line
 
 TRAINING_AND_EVALUATION = 2  # the variants of a layer that a run needs
 LOSS_PIECES = 2  # forward and backward, in evaluation the same
@@ -41,7 +42,7 @@ def _refusal() -> str:
     except CalledProcessError as error:
         return f"Triton does not start here ({error.cmd[0]} failed to build what launches its kernels, see above)"
     except (ImportError, AssertionError, RuntimeError) as error:
-        return f"Triton does not start here ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        return f"Triton does not start here ({first_line(error)})"
     return ""
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.errors import UserError
+from megatron_lite.errors import UserError, first_line
 from megatron_lite.parallel.flight_recorder import FlightRecorder
 from megatron_lite.parallel.presence import Alone, Presence
 
@@ -105,10 +105,6 @@ def _store(plan: Plan, timeout: timedelta) -> dist.Store:
     except (dist.DistError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise UserError(f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use on this machine; set another.")
-        raise UserError(f"MASTER_ADDR:MASTER_PORT {where} cannot be reached ({_first_line(error)}); check both.")
+        raise UserError(f"MASTER_ADDR:MASTER_PORT {where} cannot be reached ({first_line(error)}); check both.")
     # a restarted job meets the same store, whose old keys would send gloo to ranks that are dead
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
