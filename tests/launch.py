@@ -1,22 +1,26 @@
 """Runs of the trainer for tests: inside this process, as N gloo processes over one group, or as a user starts it."""
 
 import contextlib
+import functools
 import importlib
 import io
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from waiting import LIMIT_S
 
 from megatron_lite.checkpoint.find import open_checkpoint
 from megatron_lite.config.check import check
@@ -166,7 +170,7 @@ def _fields(line: str) -> dict[str, str]:
 
 
 def pretrain(
-    argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None, under=(), seconds: float = 100
+    argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None, under=(), seconds: float = LIMIT_S
 ) -> Ended:
     """As a user starts it: python for 0 ranks, else torchrun. `under`: a command that starts commands, and its options."""
     started = time.monotonic()
@@ -217,18 +221,29 @@ def send(pids: list[int], number: int = signal.SIGTERM):
 
 
 def on_ranks(function: str, folder: Path, *arguments: str, ranks: int = 2) -> list[str]:
-    """Call MODULE:FUNCTION(world, *arguments) on `ranks` processes that share a gloo group; returns their output."""
+    """Call MODULE:FUNCTION(world, *arguments) on `ranks` processes that share a gloo group; returns their output.
+
+    The processes are forks of one that has imported everything: an import takes longer than most trainings of the tests.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    store = folder / f"store_{time.time_ns()}"
-    processes = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(ranks), str(store), function, *arguments],
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=folder)
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    for rank, (process, output) in enumerate(zip(processes, outputs)):
-        assert process.returncode == 0, f"rank {rank}: {output}"
+    request = {"function": function, "arguments": arguments, "folder": str(folder), "ranks": ranks, "store": f"store_{time.time_ns()}"}
+    server = _fork_server()
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    if not select.select([server.stdout], [], [], LIMIT_S)[0]:
+        os.killpg(server.pid, signal.SIGKILL)  # the ranks too
+        _fork_server.cache_clear()
+    codes = json.loads(server.stdout.readline() or json.dumps([None] * ranks))
+    outputs = [(folder / f"{request['store']}.{rank}.out").read_text(errors="replace") for rank in range(ranks)]
+    assert codes == [0] * ranks, "\n".join(f"rank {rank}: {code}: {out}" for rank, (code, out) in enumerate(zip(codes, outputs)))
     return outputs
+
+
+@functools.cache
+def _fork_server() -> subprocess.Popen:
+    """Answers a line of JSON, a request of on_ranks, with a line: the exit codes of the ranks. Ends with its standard input."""
+    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                            env=environment(), start_new_session=True)
 
 
 def train_all(world: World, scenarios: str):
@@ -237,10 +252,37 @@ def train_all(world: World, scenarios: str):
         train(argv, Path(name), world)
 
 
-def _main(rank: str, size: str, store: str, function: str, *arguments: str):
+def _serve():
+    """The server's side of on_ranks. It starts no thread, so that its forks are whole."""
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(1)
-    world = World(int(rank), int(size), int(rank), int(size))
+    for line in sys.stdin:
+        request = json.loads(line)
+        pids = [_fork_rank(request, rank) for rank in range(request["ranks"])]
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+
+
+def _fork_rank(request: dict, rank: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.chdir(request["folder"])
+        with open(f"{request['store']}.{rank}.out", "w", buffering=1) as out, open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+            sys.stdout = sys.stderr = out
+            _run_rank(World(rank, request["ranks"], rank, request["ranks"]), **request)
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _run_rank(world: World, function: str, arguments: list[str], store: str, **_):
     dist.init_process_group("gloo", store=dist.FileStore(store, world.size), rank=world.rank, world_size=world.size)
     module, name = function.split(":")
     getattr(importlib.import_module(module), name)(world, *arguments)
@@ -249,4 +291,4 @@ def _main(rank: str, size: str, store: str, function: str, *arguments: str):
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve()

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from waiting import LIMIT_S
+
 FLAGS = (
     "--num-layers 1 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 8 --train-iters 16 --lr 1e-4 "
@@ -24,7 +26,6 @@ FLAGS = (
     "--profile --use-pytorch-profiler --profile-step-start 9 --profile-step-end 12 --profile-ranks -1 "
     "--pytorch-profiler-collect-shapes --no-report"
 )
-LIMIT_S = 600
 CLEAN = "clean"
 SLEEP_S = 0.04
 KEPT = []  # what the leak keeps

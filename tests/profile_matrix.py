@@ -21,8 +21,7 @@ from pathlib import Path
 from launch import Ended, flags, pretrain, send, start, steps
 from nsys_report import under_nsys, why_not
 from profile_ways import CASES, REPORT, WAYS, Case, Way
-
-LIMIT_SECONDS = 300  # a run takes 5 to 15; on a machine that does much else, minutes
+from waiting import LIMIT_S
 
 
 @dataclass
@@ -53,7 +52,7 @@ def one(name: str, case: Case, run: Path) -> Cell:
     cell.command = _command(words(way, case, run), case.ranks, under, run)
     try:
         if case.before:
-            pretrain(flags(case.before.format(run=run), "--lr-decay-style constant"), seconds=LIMIT_SECONDS)
+            pretrain(flags(case.before.format(run=run), "--lr-decay-style constant"))
         ended = _run(case, flags(words(way, case, run)), run, under)
     except subprocess.TimeoutExpired as error:
         cell.complaints = [f"did not end within {error.timeout:.0f} s"]
@@ -83,22 +82,22 @@ def complaints(case: Case, ended: Ended, found: dict[str, list[int]], last: int,
 def _run(case: Case, argv: list[str], run: Path, under: list[str]) -> Ended:
     if case.signalled:
         return _run_and_signal(argv, run, under, beyond=case.steps[-1])
-    ended = pretrain(argv, case.ranks, under=under, seconds=LIMIT_SECONDS)
+    ended = pretrain(argv, case.ranks, under=under)
     if under and ended.code and not ended.out:  # nsys 2022 may fail at once when another one has just ended
         time.sleep(1)
-        ended = pretrain(argv, case.ranks, under=under, seconds=LIMIT_SECONDS)
+        ended = pretrain(argv, case.ranks, under=under)
     return ended
 
 
 def _run_and_signal(argv: list[str], run: Path, under: list[str], beyond: int) -> Ended:
     process, began, told = start(argv, under=under), time.monotonic(), run / "steps.jsonl"
-    while process.poll() is None and time.monotonic() < began + LIMIT_SECONDS:
+    while process.poll() is None and time.monotonic() < began + LIMIT_S:
         if told.exists() and told.read_text().count("batch_size") > beyond:  # the last line may be half written
             break
         time.sleep(0.05)
     send(_trainers(run))
     try:
-        out, err = process.communicate(timeout=LIMIT_SECONDS)
+        out, err = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

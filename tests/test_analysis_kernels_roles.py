@@ -195,9 +195,9 @@ def test_every_kernel_of_real_traces_has_a_role():
     "piece", ["a", "_", "<", "at::native::", "all_", "(anonymous namespace)::", "flash", "1x", "gemm_"]
 )
 def test_no_name_takes_long(piece):
-    name, started = piece * (100_000 // len(piece)), time.perf_counter()
+    name, started = piece * (100_000 // len(piece)), time.process_time()
     role_of_kernel(name), role_of_operator(name), is_communication(name)
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 5
 
 
 def test_roles_are_text():

@@ -7,6 +7,7 @@ import time
 import pytest
 from launch import DATA, MODEL, NO_DROPOUT
 from nsys_report import NSYS, REPO, import_report, under_nsys, why_not
+from waiting import LIMIT_S
 
 from megatron_lite.analysis.trace.read import read_traces
 
@@ -17,7 +18,7 @@ def test_the_trainer_under_nsys(tmp_path):
     argv = [sys.executable, REPO / "pretrain_gpt.py", *MODEL, *DATA, *NO_DROPOUT, "--mock-data", "--micro-batch-size", "1", "--lr", "1e-3",
             "--train-iters", "6", "--eval-iters", "0", "--profile", "--profile-step-start", "3", "--profile-step-end", "5",
             "--run-dir", tmp_path / "run"]
-    subprocess.run([*under_nsys(tmp_path / "report"), *map(str, argv)], check=True, capture_output=True, timeout=300, cwd=tmp_path)
+    subprocess.run([*under_nsys(tmp_path / "report"), *map(str, argv)], check=True, capture_output=True, timeout=LIMIT_S, cwd=tmp_path)
     database = tmp_path / "report.sqlite"
     report = import_report(tmp_path / "report")
     subprocess.run([NSYS, "export", "--type", "sqlite", "--output", database, report], check=True, capture_output=True, cwd=tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launch import REPO
+from waiting import LIMIT_S
 
 sys.path.insert(0, str(REPO))
 
@@ -39,7 +40,7 @@ def test_the_whole_measurement(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.loop_overhead", "--ranks", "2", "--log-intervals", "10", "--rounds", "1",
          "--steps", "60", "--real-steps", "30", "--tensorboard", "--out", out],
-        check=False, cwd=REPO, capture_output=True, text=True, timeout=500,
+        check=False, cwd=REPO, capture_output=True, text=True, timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads(Path(out).read_text())["configurations"]

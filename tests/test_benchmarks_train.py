@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import LIMIT_S
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -117,8 +118,8 @@ def test_remarks_say_what_speaks_against_the_figures():
 
 
 def test_a_run_is_watched_from_outside(tmp_path):
-    run = watch([sys.executable, "-c", COUNTING], environment_of("cpu", 1), ranks=1, limit_s=60)
-    assert run.exit_code == 0 and 0.25 < run.seen[2] - run.seen[1] < 5 and run.seen[1] < run.seconds
+    run = watch([sys.executable, "-c", COUNTING], environment_of("cpu", 1), ranks=1, limit_s=LIMIT_S)
+    assert run.exit_code == 0 and run.seen[2] - run.seen[1] > 0.25 and run.seen[1] < run.seconds
     assert run.peak_bytes is None or 64 * 2**20 < run.peak_bytes < 2**30
     one = Contestant("plain", 1, "plain")
     assert result_of(one, 1, run, tmp_path, steps=2).failure == "wrote 0 of 2 steps"
@@ -129,9 +130,9 @@ def test_a_run_is_watched_from_outside(tmp_path):
 
 
 @pytest.mark.parametrize("code, limit_s, said", [
-    ("import sys; print('error: --lr'); print('end'); sys.exit(2)", 60, "exit code 2: error: --lr"),
-    ("raise ValueError('no tokens')", 60, "exit code 1: ValueError: no tokens"),
-    ("import time; time.sleep(60)", 0.3, "ended: the time of --minutes was up"),
+    ("import sys; print('error: --lr'); print('end'); sys.exit(2)", LIMIT_S, "exit code 2: error: --lr"),
+    ("raise ValueError('no tokens')", LIMIT_S, "exit code 1: ValueError: no tokens"),
+    ("import time; time.sleep(600)", 0.3, "ended: the time of --minutes was up"),
 ])
 def test_a_failure_says_why(tmp_path, code, limit_s, said):
     run = watch([sys.executable, "-c", code], environment_of("cpu", 1), 1, limit_s)
@@ -197,7 +198,7 @@ def test_two_contestants_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.train", *TINY, "--rounds", "1", "--contestants", "ours", "plain", "--device",
          "cpu", "--precision", "fp32", "--threads", "1", "--out", str(out)],
-        check=False, cwd=REPO, capture_output=True, text=True, timeout=300,
+        check=False, cwd=REPO, capture_output=True, text=True, timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from trace_maker import gpu_run
+from waiting import LIMIT_S
 
 from megatron_lite.cli.main import main
 
@@ -129,7 +130,7 @@ def test_a_reader_that_leaves_ends_the_printing_but_the_files_are_written(trace)
     ours, theirs = os.pipe()
     os.close(ours)  # as head does after its lines
     command = [sys.executable, "-m", "megatron_lite.cli.main", "report", str(trace)]
-    ended = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    ended = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False,
                            env=os.environ | {"PYTHONPATH": str(ROOT)})
     os.close(theirs)
     assert (ended.returncode, ended.stderr) == (141, "")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from trace_maker import gpu_run, write
+from waiting import LIMIT_S
 
 ROOT = Path(__file__).parent.parent
 LOADED = "\nprint(*sorted(sys.modules), sep='\\n')"
@@ -27,7 +28,7 @@ TRIES = 3  # the fastest counts: a busy machine only ever adds
 
 def printed(code: str, *argv: str, **environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", code, *argv], check=True, capture_output=True, text=True, cwd=ROOT, timeout=120,
+        [sys.executable, "-c", code, *argv], check=True, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S,
         env=os.environ | environment,
     )  # fmt: skip
     return done.stdout.splitlines()

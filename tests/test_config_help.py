@@ -4,10 +4,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from command_lines import REPO, argv
+from waiting import LIMIT_S
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import read_command_line
@@ -115,15 +115,13 @@ def test_it_comes_at_once(words, tmp_path):
         "except SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'numpy'} & set(sys.modules), 'too slow'"
     )
-    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
         cwd=REPO,
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=LIMIT_S,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, PAGE + "\n", "")
-    assert time.perf_counter() - start < 5  # 0.06 s on a quiet machine

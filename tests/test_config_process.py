@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from command_lines import REPO, argv
+from waiting import LIMIT_S
 
 from megatron_lite.app import main
 
@@ -33,7 +34,7 @@ def environment() -> dict[str, str]:
 
 def start(command: list[str], folder) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=120
+        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
 
 

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from waiting import LIMIT_S
 
 from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
@@ -145,4 +146,4 @@ def test_everything_but_loader_and_batch_imports_without_torch():
     names = ["indexed", "gpt_dataset", "blend", "mock", "samplers", "tokenizers", "train_bpe", "preprocess", "build"]
     code = f"import sys, {', '.join('megatron_lite.data.' + name for name in names)}\n"
     code += "assert not {'torch', 'tiktoken', 'regex'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)

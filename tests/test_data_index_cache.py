@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import LIMIT_S
 
 from megatron_lite.data import index_cache, index_files
 from megatron_lite.data.blend import BlendedDataset
@@ -340,9 +341,9 @@ def test_eight_ranks_at_once_build_once(indexed, cache, tmp_path):
     ranks = [context.Process(target=_one_rank, args=(indexed, cache, barrier, results, tmp_path)) for _ in range(8)]
     for rank in ranks:
         rank.start()
-    answers = [results.get(timeout=30) for _ in ranks]
+    answers = [results.get(timeout=LIMIT_S) for _ in ranks]
     for rank in ranks:
-        rank.join(20)
+        rank.join(LIMIT_S)
     assert [rank.exitcode for rank in ranks] == [0] * 8
     assert len(set(answers)) == 1
     assert (tmp_path / "built").read_text() == "x"
@@ -358,7 +359,7 @@ def _one_rank(indexed, cache, barrier, results, folder):
         time.sleep(0.3)
         return recipe.build(indexed.sequence_lengths)
 
-    barrier.wait(20)
+    barrier.wait(LIMIT_S)
     arrays = cache.get(str(folder / "kept"), recipe.entry(indexed.sequence_lengths, "train"), build)
     results.put((all(isinstance(array, np.memmap) for array in arrays.values()), *(a.tobytes() for a in arrays.values())))
 

@@ -5,11 +5,11 @@ import itertools
 import multiprocessing
 import os
 import signal
-import time
 
 import numpy as np
 import pytest
 import torch
+from waiting import wait_until
 
 from megatron_lite.data.loader import batches
 from megatron_lite.data.mock import MockDataset
@@ -35,19 +35,13 @@ def dataset():
     return MockDataset(10, 8, 100, 1)
 
 
-def wait_until_no_children():
-    deadline = time.monotonic() + 10
-    while multiprocessing.active_children() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return multiprocessing.active_children() == []
-
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stacks_the_samples_in_order(dataset, num_workers):
     loaded = list(batches(dataset, INDICES, num_workers=num_workers, pin=False))
     assert [raw_BT1.tolist() for raw_BT1 in loaded] == [[dataset[i].tolist() for i in group] for group in INDICES]
     assert loaded[0].dtype == torch.int64
-    assert wait_until_no_children()
+    wait_until(lambda: not multiprocessing.active_children())
 
 
 @pytest.mark.parametrize("leave", ["close", "close-unstarted", "forget"])
@@ -60,7 +54,7 @@ def test_workers_of_an_endless_stream_end_with_the_iterator(dataset, leave):
         iterator.close()
     del iterator
     gc.collect()
-    assert wait_until_no_children()
+    wait_until(lambda: not multiprocessing.active_children())
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -106,4 +100,4 @@ def test_a_mistake_found_by_a_worker_stays_one_line(num_workers):
     with pytest.raises(DataError) as caught:
         list(batches(Damaged(), INDICES, num_workers=num_workers, pin=False))
     assert str(caught.value) == "x.bin: is damaged; make it again"
-    assert wait_until_no_children()
+    wait_until(lambda: not multiprocessing.active_children())

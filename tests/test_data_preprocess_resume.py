@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT_S, wait_until
 
 from megatron_lite.data import text_files, unfinished
 from megatron_lite.data.preprocess import preprocess
@@ -236,16 +237,14 @@ def test_kill_9_at_any_moment(tmp_path):
         words = [sys.executable, "-c", SLOWLY, speed, *argv, str(prefix)]
         return subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
-    assert started("fast", tmp_path / "whole" / "x").wait(timeout=60) == 0
+    assert started("fast", tmp_path / "whole" / "x").wait(timeout=LIMIT_S) == 0
     for seconds in (0.05, 0.4, 0.7):
         killed = started("slow", tmp_path / "parts" / "x")
         state = tmp_path / "parts" / "x.unfinished.json"
-        deadline = time.monotonic() + 30
-        while not state.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(state.exists)
         time.sleep(seconds)
         killed.send_signal(signal.SIGKILL)
         assert killed.wait() == -signal.SIGKILL and state.exists()
     last = started("fast", tmp_path / "parts" / "x")
-    assert "goes on after" in last.communicate(timeout=60)[1] and last.returncode == 0
+    assert "goes on after" in last.communicate(timeout=LIMIT_S)[1] and last.returncode == 0
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT_S
 
 from megatron_lite.cli.main import main
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE, TRACKER_FILE
@@ -31,7 +32,7 @@ def start(script: Path, *arguments, cwd: Path = ROOT, **environment: str) -> sub
     env = kept | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
     return subprocess.run(
         ["bash", str(script), *map(str, arguments)], check=False, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=540,
+        capture_output=True, text=True, timeout=LIMIT_S,
     )
 
 

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path("examples", "gpt3", "train_gpt3_857m_distributed.sh")
@@ -87,7 +88,7 @@ class Desk:
         env = kept | {"PYTHON": str(self.tools / "python"), "PATH": f"{self.tools}:{self.unix}", "GPUS_PER_NODE": "2",
                       "CUDA_VISIBLE_DEVICES": "", "SLURM_JOB_ID": "17"} | environment
         return subprocess.run(["bash", str(self.folder / SCRIPT), *map(str, self.inputs), "--nsys", *arguments], env=env,
-                              check=False, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+                              check=False, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
 
     def report(self, *texts: str) -> Path:
         """What nsys would export of a report with these ranges."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from launch import ALONE, REPO, environment, flags, plan_of
 from snapshots import live_at_each_moment, protocol, read_snapshot, trace
+from waiting import LIMIT_S
 
 from megatron_lite.config.world import World
 from megatron_lite.estimate.peak import predict_memory
@@ -47,7 +48,7 @@ def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
     words = flags(TOO_MUCH, "--record-memory-history --profile-step-start 1 --profile-step-end 3 --memory-snapshot-path",
                   tmp_path / "deep" / "s.pickle", "--run-dir", tmp_path / "run")
     ended = subprocess.run([sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *words], capture_output=True,
-                           text=True, timeout=100, env=environment(), cwd=tmp_path, check=False)
+                           text=True, timeout=LIMIT_S, env=environment(), cwd=tmp_path, check=False)
     assert ended.returncode == 1
     said = ended.stdout[ended.stdout.index("error: "):].splitlines()
     assert len(said) == 5, said
@@ -69,7 +70,7 @@ def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
 def test_a_cpu_run_that_does_not_record_says_it_in_two_lines(tmp_path):
     words = flags(TOO_MUCH, "--run-dir", tmp_path / "run")
     ended = subprocess.run([sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *words], capture_output=True,
-                           text=True, timeout=100, env=environment(), cwd=tmp_path, check=False)
+                           text=True, timeout=LIMIT_S, env=environment(), cwd=tmp_path, check=False)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
     first, second = ended.stdout[ended.stdout.index("error: "):].splitlines()
     assert re.match(r"error: out of memory on rank 0: [\d.]+ [MG]iB were asked for; [\d.]+ GiB of [\d.]+ GiB are free$", first)

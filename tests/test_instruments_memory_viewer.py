@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from launch import DROPOUT, alone, flags, plan_of, quietly
 from snapshots import live_blocks, read_snapshot, trace
+from waiting import LIMIT_S
 
 VIZ = Path(os.environ.get("MEMORY_VIZ", "nowhere"))
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -76,8 +77,8 @@ def drawn(site, snapshot: Path, view: str, picture: Path | None = None) -> str:
     browser = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,500",
                "--virtual-time-budget=30000", f"--user-data-dir={folder / 'browser'}"]
     if picture is not None:
-        subprocess.run([*browser, f"--screenshot={picture}", address], check=True, capture_output=True, timeout=100)
-    page = subprocess.run([*browser, "--dump-dom", address], check=True, capture_output=True, text=True, timeout=100).stdout
+        subprocess.run([*browser, f"--screenshot={picture}", address], check=True, capture_output=True, timeout=LIMIT_S)
+    page = subprocess.run([*browser, "--dump-dom", address], check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
     assert re.search("<title>(.*?)</title>", page)[1] == "drawn"
     return page
 

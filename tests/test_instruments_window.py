@@ -326,10 +326,10 @@ def test_looking_costs_little(tmp_path, eager):
     watcher = OnDemand(Window(), tmp_path, 2, leads=True, alone=True, last_step=lambda: 1 << 30, tell=print)
     times = []
     for attempt in range(5):
-        started = time.perf_counter()
+        started = time.process_time()
         for step in range(10_000):
             watcher.begin(step)
             watcher.end(step)
-        times.append((time.perf_counter() - started) / 10_000)
+        times.append((time.process_time() - started) / 10_000)
     assert min(times) < 5e-6
     print(f"{1e6 * min(times):.2f} us per step")

@@ -11,6 +11,7 @@ import pytest
 from launch import DATA, MODEL, NO_DROPOUT, write_documents
 from nsys_report import NSYS, Report, why_not
 from traces import steps_of
+from waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = {"data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step", "log"}
@@ -61,7 +62,7 @@ class Place:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "GPUS_PER_NODE": str(ranks),
             "A_SECRET": "correct horse battery staple", "NSYS": NSYS,
         } | environment
-        run = subprocess.run(list(map(str, argv)), env=env, check=False, capture_output=True, text=True, timeout=200)
+        run = subprocess.run(list(map(str, argv)), env=env, check=False, capture_output=True, text=True, timeout=LIMIT_S)
         assert run.returncode == code, run.stdout + run.stderr
         report = self.folder / "nsight_profile" / f"gpt3_857m_job{self.last}_node0.nsys-rep"
         return run.stdout + run.stderr, Report(report) if report.exists() else None

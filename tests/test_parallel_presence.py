@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from launch import environment, on_ranks
+from waiting import LIMIT_S, wait_until
 
 from megatron_lite import process_state
 from megatron_lite.config.world import World
@@ -137,13 +139,6 @@ def test_a_process_is_known_again_and_its_ids_next_owner_is_not_it(monkeypatch):
     assert process_state.is_there({}) is None
 
 
-def wait_until(true, within_s: float = 5.0):
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def record_on_two_ranks(world):
     """For on_ranks: rank 0 begins what rank 1 joins only after rank 0 has looked."""
     recorder, store = FlightRecorder("gloo"), dist.distributed_c10d._get_default_store()
@@ -194,18 +189,23 @@ def test_a_rank_says_at_once_that_it_is_there(ranks, monkeypatch):
 def test_signals_that_come_all_the_time_do_not_silence_a_rank(ranks, monkeypatch):
     monkeypatch.setattr(presence, "BEAT_SECONDS", 0.2)
     one = ranks(post())
-    first = time.time()
-    while time.time() < first + 0.6:
+    wait_until(lambda: one._board.posts([0]))
+    first = one._board.posts([0])[0].wall_time
+
+    def is_newer() -> bool:
         os.write(one._wake_write, presence.WAKE)
-        time.sleep(0.02)
-    assert one._board.posts([0])[0].wall_time > first + 0.3
+        return one._board.posts([0])[0].wall_time > first
+
+    wait_until(is_newer, limit_s=60)
 
 
 # --- a failed collective
 
 
-def test_who_hangs_answers_with_its_stack(ranks):
+def test_who_hangs_answers_with_its_stack(ranks, monkeypatch):
     """Two presences over one store: rank 1's thread answers while its trainer does something else."""
+    monkeypatch.setattr(inquiry, "ANSWER_SECONDS", LIMIT_S)
+    monkeypatch.setattr(presence, "ANSWER_SECONDS", LIMIT_S)
     one = ranks(post(), recorder=Recorder(7, 6))
     other = presence.Presence(World(1, 2), one._board._store, Recorder(6, 6), 60.0, None, backstop=False)
     other._thread.start()  # as on another machine: signals are rank 0's in this process
@@ -243,7 +243,7 @@ def test_a_store_that_fails_or_hangs_is_told(ranks, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "there")
     monkeypatch.setenv("MASTER_PORT", "99")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    for broken in (lambda *_: time.sleep(1), lambda *_: (_ for _ in ()).throw(dist.DistNetworkError("gone"))):
+    for broken in (lambda *_: time.sleep(5), lambda *_: (_ for _ in ()).throw(dist.DistNetworkError("gone"))):
         one = ranks(post())
         one._inquiry.into = broken
         with pytest.raises(RanksError, match="MASTER_ADDR:MASTER_PORT there:99: the store there .* rank 0, which holds it, died, is stopped"):
@@ -257,15 +257,27 @@ def test_the_backstop_tells_and_ends_the_process(ranks, monkeypatch):
     ended, told = [], []
     monkeypatch.setattr(presence.os, "_exit", lambda code: (ended.append(code), setattr(one, "_over", True)))
     recorder = Recorder(5, 5)
+    now = [0.0]
+    monkeypatch.setattr(presence, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     one = ranks(post(answers=True), recorder=recorder, tell=told.append, limit_s=0.4, backstop=True)
-    time.sleep(0.8)
+    for _ in range(20):
+        _advance(one, now, 0.1)
     assert ended == [], "nothing waits"
     for finished in range(6, 12):  # one collective waits at any time, but not one for long
         recorder.numbers = finished + 1, finished
-        time.sleep(0.15)
+        _advance(one, now, 0.15)
     assert ended == []
+    now[0] += 0.4
     wait_until(lambda: ended)
     assert ended == [1] and str(told[0]).startswith("rank 1 did not join barrier #12 of rank 0 within 400ms"), told
+
+
+def _advance(one: presence.Presence, now: list[float], seconds: float):
+    """Move the clock on, and wait until the thread has looked at it twice: it looks once for each post."""
+    for _ in range(2):
+        before = one._board.posts([0])[0].wall_time if one._board.posts([0]) else 0.0
+        now[0] += seconds / 2
+        wait_until(lambda before=before: one._board.posts([0]) and one._board.posts([0])[0].wall_time > before)
 
 
 def test_nobody_outlives_the_verdict(ranks, monkeypatch):
@@ -316,6 +328,6 @@ def test_sigterm_tells_of_a_dead_neighbour_and_kills_as_ever(tmp_path):
     for (pid, _), process in processes.items():
         assert process.stdout.readline() == "ready\n"
         process.terminate()
-        said = process.communicate(timeout=30)[0]
+        said = process.communicate(timeout=LIMIT_S)[0]
         assert process.returncode == -signal.SIGTERM
         assert said.startswith(f"rank 1 died (process {pid} on ") if pid == gone.pid else said == "", said

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from launch import flags, pretrain
+from waiting import LIMIT_S
 
 PYTHON = os.environ.get("TRACE_TOOLS_PYTHON", sys.executable)
 
@@ -40,7 +41,7 @@ print(json.dumps({"workers": run.workers, "views": sorted(views), "operators": m
 
 def ask(script: str, folder) -> dict:
     ended = subprocess.run([PYTHON, "-c", script, str(folder)], check=False, capture_output=True, text=True,
-                           timeout=500, env=os.environ | {"HTA_DISABLE_NS_ROUNDING": "1"})
+                           timeout=LIMIT_S, env=os.environ | {"HTA_DISABLE_NS_ROUNDING": "1"})
     assert ended.returncode == 0, ended.stderr[-2000:]
     return json.loads(ended.stdout.splitlines()[-1])
 

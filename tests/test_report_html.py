@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import report_cases as cases
+from waiting import LIMIT_S
 
 from megatron_lite.analysis.memory.figures import Moment
 from megatron_lite.report import html as page_module
@@ -185,7 +186,7 @@ def opened(text: str, folder: Path) -> tuple[str, str, set[str]]:
         check=True,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     console = "\n".join(line for line in shown.stderr.splitlines() if "CONSOLE" in line)
     asked = set(re.findall(r'"initiator":"([^"]*)"', log.read_text(errors="replace")))

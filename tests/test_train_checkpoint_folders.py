@@ -214,7 +214,7 @@ def test_all_ranks_load_what_the_first_one_chose(saved, tmp_path):
 
 def test_a_save_in_the_background_that_is_given_up_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(train_checkpoint, "SECONDS_TO_FINISH", 0.1)
-    monkeypatch.setattr(Background, "_run", lambda self, work: time.sleep(3))
+    monkeypatch.setattr(Background, "_run", lambda self, work: time.sleep(20))
 
     class Fail(Instrument):
         def begin(self, step):

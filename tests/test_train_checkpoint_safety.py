@@ -345,15 +345,15 @@ def test_a_save_in_the_background_that_failed_stops_the_run(tmp_path, monkeypatc
     monkeypatch.setattr(torch, "save", save_by(lambda state, file: (_ for _ in ()).throw(OSError(28, "No space left"))))
     slow = Slow()
     with pytest.raises(CheckpointError, match="No space left"):
-        quietly(flags("--train-iters 500 --async-save --save-interval 400 --save", tmp_path / "save"), tmp_path / "run", [slow])
-    assert 400 < len(steps(tmp_path / "run")) < 490
+        quietly(flags("--train-iters 200 --async-save --save-interval 100 --save", tmp_path / "save"), tmp_path / "run", [slow])
+    assert 100 < len(steps(tmp_path / "run")) < 190
 
 
 class Slow(Instrument):
     """Time for a thread."""
 
     def begin(self, step):
-        if step > 400:
+        if step > 100:
             time.sleep(0.02)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch import environment, flags, free_port, pretrain, steps
+from waiting import LIMIT_S
 
 FAULTY = Path(__file__).parent / "faulty.py"
 SUMMARY = "Root Cause (first observed failure)"
@@ -37,7 +38,7 @@ def status(folder: Path) -> str:
 @pytest.mark.parametrize("how", ["exception", *(pytest.param(how, marks=pytest.mark.slow) for how in ("user", "killed"))])
 def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
     ended = run_faulty(how, tmp_path / "run", "--num-workers 1" if how == "exception" else "")
-    assert ended.code != 0 and ended.seconds < 60, "minutes would be a collective's time-out"
+    assert ended.code != 0 and ended.seconds < 500, "600 s would be a collective's time limit"
     root = ended.err[ended.err.index(SUMMARY):]
     assert re.search(r"rank +: 1 \(local_rank: 1\)", root), root
     for cause in CAUSES[how]:
@@ -113,7 +114,7 @@ def test_the_launcher_starts_again_from_the_checkpoint(tmp_path):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1",
                    "--master_addr", "localhost", "--master_port", str(free_port()), str(FAULTY), how, "60",
                    *flags(words, save, "--load", save)]
-        ended = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True, timeout=100)
+        ended = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
         assert ended.returncode == 0, ended.err
         outcome[name] = {record["iteration"]: record["loss"] for record in steps(save)}
         if how != "none":

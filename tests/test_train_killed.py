@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from launch import environment
+from waiting import LIMIT_S
 
 
 def killed(tmp_path, *words: str):
     script = Path(__file__).parent / "killed_saves.py"
     ended = subprocess.run([sys.executable, script, tmp_path / "runs", *words], env=environment(), capture_output=True,
-                           text=True, timeout=600, check=False)
+                           text=True, timeout=LIMIT_S, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

