@@ -78,10 +78,10 @@ def extremes(flag):
 
 
 def test_no_combination_of_extremes_escapes_with_another_error():
-    """2,000 random command lines: each is refused in lines, or has a plan."""
+    """500 random command lines: each is refused in lines, or has a plan."""
     rng, knobs = random.Random(5), list(flags_of(Args))
     passed = 0
-    for _ in range(2000):
+    for _ in range(500):
         words = [
             word
             for flag in rng.sample(knobs, rng.randint(1, 4))
@@ -95,7 +95,7 @@ def test_no_combination_of_extremes_escapes_with_another_error():
             passed += 1
         except ConfigError as error:
             assert error.lines and all(text.strip() for text in error.lines)
-    assert 100 < passed < 1900
+    assert 25 < passed < 475
 
 
 def test_rules_that_need_the_vocabulary():

@@ -18,7 +18,7 @@ from megatron_lite.train.run import build_model
 
 TEN = "--train-iters 10 --global-batch-size 8"
 PLAIN = {f"micro {m}, {a} passes": f"--micro-batch-size {m} --global-batch-size {m * 2 * a}"
-         for m, a in itertools.product((1, 2), (1, 2, 4))}
+         for m, a in ((1, 1), (2, 1), (1, 4))}
 FP32 = {**PLAIN, "small buckets": "--ddp-bucket-size 500", "one parameter a bucket": "--ddp-bucket-size 1",
         "sgd": "--optimizer sgd", "untied": "--untie-embeddings-and-output-weights"}
 BF16 = {"bf16": "--bf16", "bf16, small buckets": "--bf16 --ddp-bucket-size 500",
