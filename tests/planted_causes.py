@@ -154,11 +154,9 @@ CAUSES = {
 }
 PLANTED = {cause.code for cause in CAUSES.values()}
 CLEAN_RUNS = {  # sound runs of several kinds
-    "as it is": Cause(CLEAN), "again": Cause(CLEAN), "another seed": Cause(CLEAN, flags="--seed 7"),
+    "as it is": Cause(CLEAN),
     "one micro-batch": Cause(CLEAN, flags="--micro-batch-size 8"),
-    "wider": Cause(CLEAN, flags="--hidden-size 512 --num-attention-heads 8"),
     "RMSNorm, SwiGLU, rope": Cause(CLEAN, flags="--normalization RMSNorm --swiglu --position-embedding-type rope"),
-    "grouped queries": Cause(CLEAN, flags="--group-query-attention --num-query-groups 2"),
     "recomputation": Cause(
         CLEAN, flags="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "longer sequences": Cause(

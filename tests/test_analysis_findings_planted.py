@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from planted_causes import CAUSES, CLEAN_RUNS, PLANTED, trained
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 
 TRIES = 3

@@ -35,6 +35,7 @@ def test_a_part_inside_another_counts_once(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_the_whole_measurement(tmp_path):
     out = tmp_path / "figures.json"
     done = subprocess.run(

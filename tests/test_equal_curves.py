@@ -83,7 +83,6 @@ def test_a_missing_clip_is_seen_in_the_losses(data, ours):
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("mistake", [{"clip": 0.44}, {"lr": 1.01e-3}, {"decay": 0.11}, {"decay_all": True}, {"eps": 1e-7}],
                          ids=str)
 def test_a_small_mistake_is_seen_in_fp32(data, ours, mistake):
@@ -91,7 +90,6 @@ def test_a_small_mistake_is_seen_in_fp32(data, ours, mistake):
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("words, tolerance", [(FP16, IN_FP16), ("--bf16", IN_BF16)], ids=["fp16", "bf16"])
 def test_16_bits_are_plain_pytorch(data, tmp_path, ours, words, tolerance):
     curve, reference = curve_of(data, tmp_path, words), plain_curve(data, words)
@@ -102,7 +100,6 @@ def test_16_bits_are_plain_pytorch(data, tmp_path, ours, words, tolerance):
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("words, tolerance", [("", IN_FP32), (FP16, IN_FP16), ("--bf16", IN_BF16)],
                          ids=["fp32", "fp16", "bf16"])
 def test_kernels_of_attention_agree(data, tmp_path, words, tolerance):
@@ -115,7 +112,6 @@ def test_kernels_of_attention_agree(data, tmp_path, words, tolerance):
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("words, tolerance", [("", IN_FP32), ("--bf16", IN_BF16)], ids=["fp32", "bf16"])
 def test_compiled_layers_agree_with_eager_ones(data, tmp_path, words, tolerance):
     eager, compiled = (curve_of(data, tmp_path / kind, words, f"--torch-compile {kind}") for kind in ("none", "layers"))
@@ -124,7 +120,6 @@ def test_compiled_layers_agree_with_eager_ones(data, tmp_path, words, tolerance)
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_two_ranks_agree_with_one(data, tmp_path, ours):
     scenarios = tmp_path / "scenarios.json"
     scenarios.write_text(json.dumps({name: flags(WORDS, words, data=data) for name, words in (("fp32", ""), ("bf16", "--bf16"))}))
@@ -151,7 +146,6 @@ class SumsOf16Bits(Sums):
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_sums_in_fp32_are_as_good_as_exact_ones(data, tmp_path, monkeypatch):
     """Of 8 micro-batches: those in bf16 leave them at the first step."""
     words, curves = "--bf16 --micro-batch-size 1", []

@@ -25,7 +25,6 @@ def test_they_agree_on_cpus(name):
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("name", [name for name in GRID if name not in QUICK])
 def test_they_agree_over_all_flags(name):
     check(name)

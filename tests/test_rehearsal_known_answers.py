@@ -32,7 +32,6 @@ ONE, FOUR = World(gpus=1), World(size=4, local_size=4, gpus=4)
 
 @needs_real
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize(("positions", "bf16"), [(128, False), (1024, True)])
 def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
     """Somebody's GPU, model and training step; fp32 without, and bf16 with autocast."""
@@ -81,7 +80,6 @@ def in_place_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor) ->
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_example_peaks_in_cross_entropy():
     """The chart that comes with this example, of Megatron-LM on four GPUs, shows about 15 GB, at cross entropy."""
     found = example(losses=in_place_losses)
@@ -90,7 +88,6 @@ def test_the_example_peaks_in_cross_entropy():
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_example_with_this_trainers_loss():
     """The logits once in fp16, and some rows of them in fp32: 2.1 GiB less."""
     found = example()
@@ -104,7 +101,6 @@ def test_the_example_with_this_trainers_loss():
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_example_takes_seconds():
     """The whole process, torch's import included."""
     code = ("import json, sys; sys.path.insert(0, sys.argv[1]); from launch import flags, plan_of; from rehearsal_cases import "

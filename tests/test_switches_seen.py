@@ -9,7 +9,7 @@ import pytest
 import torch._dynamo
 from launch import alone, flags, quietly, steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 SIZE = ("--num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
         "--micro-batch-size 2 --global-batch-size 2 --train-iters 24 --attention-backend unfused --lr 1e-4")

@@ -17,7 +17,7 @@ def killed(tmp_path, *words: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("30", "1", "--save-retain-interval", "2"), ("20", "2"), ("10", "2", "--async-save"), ("10", "2", "--ckpt-format", "torch")],
+@pytest.mark.parametrize("words", [("8", "1", "--save-retain-interval", "2"), ("8", "2"), ("5", "2", "--async-save"), ("5", "2", "--ckpt-format", "torch")],
                          ids=" ".join)
 def test_at_random_moments(tmp_path, words):
     killed(tmp_path, *words)
