@@ -1,5 +1,6 @@
 """From a command line to a finished run."""
 
+import hashlib
 import json
 import os
 import signal
@@ -181,6 +182,28 @@ def _end_with(error: UserError, world: World):
     _tell(error, world)
 
 
+def _tell(error: UserError, world: World):
+    """To people, and to torchrun for its summary."""
+    if _is_first_to_say(error):
+        _print(error, world)
+    _write_error_file(error)
+
+
+def _is_first_to_say(error: UserError) -> bool:
+    """Whether no other rank of this node has printed the same: error files of ranks lie in folders below a common one."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return True
+    text = hashlib.sha256("\n".join(error.lines).encode(errors="replace")).hexdigest()
+    try:
+        (Path(error_file).parents[1] / f"printed-{text[:16]}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _end_with_others(error: RanksError, world: World):
     """One rank speaks for all; the rank to blame is to be the first that the launcher sees ending."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it was ignored until the failure was explained
@@ -188,12 +211,6 @@ def _end_with_others(error: RanksError, world: World):
         _print(error, world)
     if error.told or error.ended:
         time.sleep(SECONDS_FOR_THE_FIRST)
-    _write_error_file(error)
-
-
-def _tell(error: UserError, world: World):
-    """To people, and to torchrun for its summary."""
-    _print(error, world)
     _write_error_file(error)
 
 
