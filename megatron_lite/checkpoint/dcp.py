@@ -1,7 +1,6 @@
 """torch.distributed.checkpoint: every rank writes its own tensors, and any number of ranks reads them."""
 
 import contextlib
-import pickle
 import re
 import warnings
 from pathlib import Path
@@ -13,28 +12,15 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron_lite.checkpoint.metadata_pickle import read_metadata
 from megatron_lite.checkpoint.record import Record
 from megatron_lite.errors import CheckpointError, first_line
+from megatron_lite.process_state import limit_memory
 from megatron_lite.run_folder import RECORD_FILE
 
 METADATA_FILE = ".metadata"
 # torch's words for a disk that took no more
 CUT_SHORT = re.compile(r"enforce fail.*(unexpected pos|file write failed)")
-# all that torch 2.11 to 2.13 pickle into a .metadata file of tensors
-ALLOWED = {
-    "torch": {"Size", "dtype", "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8",
-              "bool", "strided"},
-    "torch.serialization": {"_get_layout"},
-    "torch._C": {"_distributed_c10d"},
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},  # where Python 3.13 keeps them
-}
 
 
 def write(folder: Path, tensors: dict[str, Tensor], group):
@@ -50,13 +36,15 @@ class DcpFile:
     """A checkpoint that `write` wrote, with its record. CheckpointError if it cannot be read."""
 
     def __init__(self, folder: Path):
-        self._folder, self._reader = folder, _SafeReader(folder)
+        self._folder = folder
         with _readable(folder / RECORD_FILE):
             self.record = Record.from_json((folder / RECORD_FILE).read_text(encoding="utf-8"))
         self.without_optimizer = None if self.record.optimizer else "was not saved (--no-save-optim, or a conversion)"
         with _readable(folder / METADATA_FILE):
-            self._tensors = {name: entry for name, entry in self._reader.read_metadata().state_dict_metadata.items()
-                             if isinstance(entry, TensorStorageMetadata)}
+            metadata = read_metadata(folder / METADATA_FILE)
+        self._reader = _Reader(folder, metadata)
+        self._tensors = {name: entry for name, entry in metadata.state_dict_metadata.items()
+                         if isinstance(entry, TensorStorageMetadata)}
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -71,7 +59,7 @@ class DcpFile:
         if not targets:
             return
         require_fit(self, self._folder, targets)
-        with _readable(self._folder), _quiet():
+        with _readable(self._folder), _quiet(), limit_memory(sum(path.stat().st_size for path in self._folder.iterdir())):
             dcp.load(dict(targets), storage_reader=self._reader, no_dist=True)
 
 
@@ -87,25 +75,15 @@ def require_fit(stored, where: Path, targets: dict[str, Tensor]):
                                   f"{list(target.shape)}; give the flags that the checkpoint was trained with.")
 
 
-class _SafeReader(FileSystemReader):
-    """torch's reader would run any code that a .metadata file asks for."""
+class _Reader(FileSystemReader):
+    """torch's own unpickles the metadata, which runs any code that the file asks for."""
+
+    def __init__(self, folder: Path, metadata: Metadata):
+        super().__init__(folder)
+        self._metadata = metadata
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
-        with open(Path(self.path) / METADATA_FILE, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise pickle.UnpicklingError("no metadata of tensors")
-        for place in metadata.storage_data.values():
-            if Path(place.relative_path).name != str(place.relative_path):
-                raise pickle.UnpicklingError(f"a tensor is said to be in {place.relative_path!r}")
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str):
-        if name not in ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
-        return super().find_class(module, name)
+        return self._metadata
 
 
 @contextlib.contextmanager

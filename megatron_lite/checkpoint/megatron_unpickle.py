@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, first_line
+from megatron_lite.process_state import limit_memory
 
 # None of what these hold is needed here: enums, paths and recorders among the arguments, numpy's random state
 PACKAGES = {"megatron", "megatron_patch", "transformer_engine", "apex", "deepspeed", "modelopt", "nvidia_resiliency_ext",
             "numpy", "signal", "pathlib", "datetime"}
-CLASSES = {"types.SimpleNamespace", "_io.BytesIO", "io.BytesIO", "builtins.range", "builtins.slice"}
+# getattr: Python 3.11.2 pickles a member of an enum as getattr(class, name)
+CLASSES = {"types.SimpleNamespace", "_io.BytesIO", "io.BytesIO", "builtins.range", "builtins.slice", "builtins.getattr"}
 
 
 class Inert:
@@ -41,31 +43,30 @@ def load(path: Path) -> dict:
     Raises CheckpointError for a file that is damaged, names a class outside PACKAGES and CLASSES, or holds no dict.
     """
     try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with limit_memory(path.stat().st_size):
+            state = _load(path)
     except FileNotFoundError:
         raise CheckpointError(f"--load {path}: there is no such file; check the folder.") from None
+    except CheckpointError:
+        raise
     except Exception as error:  # noqa: BLE001 - damaged files make torch raise errors of many kinds
-        raise CheckpointError(_unreadable(path, error)) from None
-    refused = sorted(name for name in named if not _harmless(name) and name != "argparse.Namespace")
-    if refused:
-        raise CheckpointError(f"--load {path}: names {refused[0]}, which is neither data nor a class of a known training "
-                              "program, and reading it might run its code; load a file that you trust, without it.")
-    allowed = [argparse.Namespace, *((Inert, name) for name in named if _harmless(name))]
-    try:
-        with torch.serialization.safe_globals(allowed):
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # noqa: BLE001 - the same
-        raise CheckpointError(_unreadable(path, error)) from None
+        raise CheckpointError(f"--load {path}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged, or "
+                              "older than torch 1.6. Load an earlier one, or save it again with a newer torch.") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"--load {path}: holds a {type(state).__name__}, not a checkpoint; check the file.")
     return state
 
 
+def _load(path: Path):
+    named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    refused = sorted(name for name in named if not _harmless(name) and name != "argparse.Namespace")
+    if refused:
+        raise CheckpointError(f"--load {path}: names {refused[0]}, which is neither data nor a class of a known training "
+                              "program, and reading it might run its code; load a file that you trust, without it.")
+    allowed = [argparse.Namespace, *((Inert, name) for name in named if _harmless(name))]
+    with torch.serialization.safe_globals(allowed):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
 def _harmless(name: str) -> bool:
     return name in CLASSES or name.partition(".")[0] in PACKAGES
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    why = str(error).partition("\n")[0] or "no reason given"
-    return (f"--load {path}: cannot be read ({type(error).__name__}: {why}); it is damaged, or older than torch 1.6. "
-            "Load an earlier one, or save it again with a newer torch.")

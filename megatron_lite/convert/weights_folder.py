@@ -1,6 +1,5 @@
 """The weights of a Hugging Face folder, whole or in pieces, as safetensors or as torch's older .bin files."""
 
-import pickle
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from megatron_lite.convert.config_file import read_json
 from megatron_lite.convert.safetensors_file import SafetensorsFile
 from megatron_lite.errors import CheckpointError
+from megatron_lite.process_state import limit_memory
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,10 +42,11 @@ class BinFile:
 
     def __init__(self, path: Path):
         try:
-            self._tensors = torch.load(path, map_location="cpu", weights_only=True)
+            with limit_memory(path.stat().st_size):
+                self._tensors = torch.load(path, map_location="cpu", weights_only=True)
         except OSError as error:
             raise CheckpointError(f"--load-hf {path}: cannot be read ({error.strerror}); check the folder.") from None
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - damaged files make torch raise errors of many kinds
             raise CheckpointError(f"--load-hf {path}: holds more than tensors or is damaged ({type(error).__name__}); "
                                   "use the model's .safetensors.") from None
         if not isinstance(self._tensors, dict) or not all(
