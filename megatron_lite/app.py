@@ -34,7 +34,7 @@ from megatron_lite.parallel.compiled import no_compiler
 from megatron_lite.parallel.host_memory import keep_freed_memory
 from megatron_lite.parallel.process_group import device_of, process_group
 from megatron_lite.run_folder import default_run_dir
-from megatron_lite.train.checkpoint import require_checkpoint
+from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
 from megatron_lite.train.end_report import end_with_report, wants_report
 from megatron_lite.train.feed import Feed
 from megatron_lite.train.forecast import Forecast, as_record, forecast, lines_of
@@ -94,7 +94,8 @@ def _run(argv: list[str], world: World):
         say_once(text)
     feed = Feed(plan, say_once)  # damaged or unfitting data is said before ranks meet and files are made
     require_checkpoint(plan)
-    with _early_end_told(plan, say_once), process_group(plan, lambda error: _tell(error, world)) as ranks:
+    with (_early_end_told(plan, say_once), process_group(plan, lambda error: _tell(error, world)) as ranks,
+          save_reserved(plan, say_once)):
         run_dir = _agreed_run_dir(plan)
         ranks.report_to(run_dir)
         timeline = Timeline()

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_lite.data import index_cache, index_files
 from megatron_lite.data.blend import BlendedDataset
-from megatron_lite.data.file_lock import Lock, try_lock
+from megatron_lite.shared_files import Lock, try_lock
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.gpt_indices import sample_recipe
 from megatron_lite.data.index_cache import IndexCache

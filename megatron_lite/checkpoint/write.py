@@ -133,7 +133,8 @@ class Writer:
 
 def write_alone(save: Path, record: Record, tensors: dict[str, Tensor], release: bool = False) -> Path:
     """Write all of a checkpoint from this process, without a process group; returns its folder. CheckpointError."""
-    return Writer(Path(save), dcp.write).write(record, tensors, release)
+    with folder.reserved(Path(save), 0, print):
+        return Writer(Path(save), dcp.write).write(record, tensors, release)
 
 
 def _files(unfinished: Path) -> list[str]:
