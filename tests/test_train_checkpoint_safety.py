@@ -421,6 +421,73 @@ def test_a_finished_run_that_is_started_again_keeps_its_checkpoint(copy, tmp_pat
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
+# --- Ctrl-C
+
+
+def interrupt_in(save: Path, iteration: int):
+    """torch.save that gets Ctrl-C while it writes that checkpoint: torch takes it for a failure to write."""
+    inner, done = torch.save, []
+
+    def write(state, file):
+        file.write(b"some of it")
+        if (save / f".iter_{iteration:07d}.unfinished").exists() and not done:
+            done.append(iteration)
+            os.kill(os.getpid(), signal.SIGINT)
+        inner(state, file)
+
+    return save_by(write)
+
+
+@pytest.mark.parametrize("way", ["", "--ckpt-format torch", "--no-exit-on-save-failure"])
+def test_ctrl_c_during_a_save_is_an_interruption(copy, tmp_path, monkeypatch, way):
+    before, handler = contents(copy), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(torch, "save", interrupt_in(copy, 8))
+    with pytest.raises(KeyboardInterrupt):
+        quietly(flags(WHOLE, *DROPOUT, way, "--save", copy, "--load", copy), tmp_path / "run")
+    assert contents(copy) == before and signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_during_a_load_is_an_interruption(copy, tmp_path, monkeypatch):
+    inner = torch.load
+
+    def load(*arguments, **named):
+        os.kill(os.getpid(), signal.SIGINT)
+        return inner(*arguments, **named)
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(KeyboardInterrupt):
+        quietly(flags(WHOLE, *DROPOUT, "--load", copy), tmp_path / "run")
+
+
+def interrupt_all(world, save: str):
+    """For on_ranks: Ctrl-C on a terminal, which all ranks get, while the second checkpoint is written."""
+    torch.save = interrupt_in(Path(save), 4)
+    try:
+        train(flags(WHOLE, "--save-interval 2 --save", Path(save)), Path(f"rank {world.rank}"), world)
+    except KeyboardInterrupt:
+        print("interrupted")
+        os._exit(0)
+
+
+def test_ctrl_c_during_a_save_on_two_ranks(tmp_path):
+    outputs = on_ranks("test_train_checkpoint_safety:interrupt_all", tmp_path, str(tmp_path / "save"))
+    assert [output.splitlines()[-1] for output in outputs] == ["interrupted"] * 2
+    assert newest(tmp_path / "save").name == "iter_0000002" and iterations(tmp_path / "save") == [2]
+
+
+def test_ctrl_c_during_a_save_names_the_checkpoint_before_and_exits_130(tmp_path):
+    save = tmp_path / "save"
+    (tmp_path / "driver.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport torch\nfrom megatron_lite.app import main\n"
+        "from test_train_checkpoint_safety import Path, interrupt_in\n"
+        f"torch.save = interrupt_in(Path({str(save)!r}), 4)\nsys.exit(main(sys.argv[1:]))\n")
+    ended = pretrain(flags(WHOLE, "--save-interval 2 --save", save), script=tmp_path / "driver.py")
+    assert ended.code == 130 and ended.err == "", ended.err
+    assert f"interrupted; --load {save} goes on from iter_0000002\n" in ended.out
+    assert json.loads((save / "run.json").read_text())["status"] == "interrupted"
+    assert [path.name for path in save.glob(".*")] == []
+
+
 # --- two runs on one folder
 
 
