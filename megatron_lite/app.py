@@ -32,6 +32,7 @@ from megatron_lite.live_line import say
 from megatron_lite.parallel.compile_cache import keep_compiled
 from megatron_lite.parallel.compiled import no_compiler
 from megatron_lite.parallel.host_memory import keep_freed_memory
+from megatron_lite.parallel.launcher import LauncherWatch
 from megatron_lite.parallel.process_group import device_of, process_group
 from megatron_lite.run_folder import default_run_dir
 from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
@@ -51,8 +52,10 @@ SECONDS_FOR_THE_FIRST = SECONDS_FOR_RANK_0 + 3  # what ranks that lost others le
 def main(argv: list[str]) -> int:
     """Train as `argv` says; returns the exit code."""
     world = read_world(torch.cuda.device_count(), torch.get_num_threads())
+    launcher = LauncherWatch(world)
+    launcher.start()
     try:
-        _run(argv, world)
+        _run(argv, world, launcher)
     except UserError as error:
         _end_with(error, world)
         return error.exit_code
@@ -76,7 +79,7 @@ def _leave(code: int, world: World) -> int:
     return code
 
 
-def _run(argv: list[str], world: World):
+def _run(argv: list[str], world: World, launcher: LauncherWatch):
     line = read_command_line(argv)
     check(line, world)
     tokenizer = tokenizer_of(line.args.data)
@@ -98,6 +101,7 @@ def _run(argv: list[str], world: World):
           save_reserved(plan, say_once)):
         run_dir = _agreed_run_dir(plan)
         ranks.report_to(run_dir)
+        launcher.run_dir = run_dir
         timeline = Timeline()
         watchers = [WhereaboutsKeeper(ranks.where), *choose(plan, run_dir, timeline, say)]
         with RunRecord(plan, run_dir, as_record(expected)) as record, Instruments(watchers, say) as watching, ranks.explained():
