@@ -33,9 +33,10 @@ from megatron_lite.live_line import say
 from megatron_lite.parallel.compile_cache import keep_compiled
 from megatron_lite.parallel.compiled import no_compiler
 from megatron_lite.parallel.host_memory import keep_freed_memory
+from megatron_lite.parallel.launcher import LauncherWatch
 from megatron_lite.parallel.process_group import device_of, process_group
 from megatron_lite.run_folder import default_run_dir
-from megatron_lite.train.checkpoint import require_checkpoint
+from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
 from megatron_lite.train.end_report import end_with_report, wants_report
 from megatron_lite.train.feed import Feed
 from megatron_lite.train.forecast import Forecast, as_record, forecast, lines_of
@@ -52,8 +53,10 @@ SECONDS_FOR_THE_FIRST = SECONDS_FOR_RANK_0 + 3  # what ranks that lost others le
 def main(argv: list[str]) -> int:
     """Train as `argv` says; returns the exit code."""
     world = read_world(torch.cuda.device_count(), torch.get_num_threads())
+    launcher = LauncherWatch(world)
+    launcher.start()
     try:
-        _run(argv, world)
+        _run(argv, world, launcher)
     except UserError as error:
         _end_with(error, world)
         return error.exit_code
@@ -77,7 +80,7 @@ def _leave(code: int, world: World) -> int:
     return code
 
 
-def _run(argv: list[str], world: World):
+def _run(argv: list[str], world: World, launcher: LauncherWatch):
     line = read_command_line(argv)
     check(line, world)
     tokenizer = tokenizer_of(line.args.data)
@@ -95,9 +98,11 @@ def _run(argv: list[str], world: World):
         say_once(text)
     feed = Feed(plan, say_once)  # damaged or unfitting data is said before ranks meet and files are made
     require_checkpoint(plan)
-    with _early_end_told(plan, say_once), process_group(plan, lambda error: _tell(error, world)) as ranks:
+    with (_early_end_told(plan, say_once), process_group(plan, lambda error: _tell(error, world)) as ranks,
+          save_reserved(plan, say_once)):
         run_dir = _agreed_run_dir(plan)
         ranks.report_to(run_dir)
+        launcher.run_dir = run_dir
         timeline = Timeline()
         watchers = [WhereaboutsKeeper(ranks.where), *choose(plan, run_dir, timeline, say)]
         with RunRecord(plan, run_dir, as_record(expected)) as record, Instruments(watchers, say) as watching, ranks.explained():

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 PROC = Path("/proc")
+RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "LOCAL_RANK")  # torchrun gives them to each rank
 
 
 def process_state(pid: int) -> str | None:
@@ -26,9 +28,32 @@ def _fields(pid: int) -> list[str]:
     return (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
-def identity() -> dict:
-    """This process for whoever asks later, by `is_there`: host, space of ids, id, and clock ticks from boot to its start."""
-    return {"host": socket.gethostname(), "pids": pid_space(), "pid": os.getpid(), "started_ticks": _started(os.getpid())}
+def identity(pid: int | None = None) -> dict:
+    """This process, or another one here, for whoever asks later, by `is_there`: host, space of ids, id, and clock ticks from
+    boot to its start."""
+    pid = os.getpid() if pid is None else pid
+    return {"host": socket.gethostname(), "pids": pid_space(), "pid": pid, "started_ticks": _started(pid)}
+
+
+def find_launcher(environ: Mapping[str, str]) -> dict | None:
+    """The `identity` of torchrun's agent above this rank; None if torchrun did not start it, or is gone already.
+
+    The agent is the nearest ancestor without this rank's variables: wrappers between them, shells or profilers, have them.
+    An ancestor that is no Python is whoever adopted an orphan.
+    """
+    mine = {name: environ.get(name) for name in RANK_VARIABLES}
+    if mine["TORCHELASTIC_RUN_ID"] is None:
+        return None
+    pid = os.getpid()
+    try:
+        while (pid := int(_fields(pid)[1])) > 1:
+            words = (PROC / str(pid) / "environ").read_text(encoding="utf-8", errors="replace").split("\0")
+            theirs = dict(word.partition("=")[::2] for word in words)
+            if {name: theirs.get(name) for name in mine} != mine:
+                return identity(pid) if "python" in os.path.basename(os.readlink(PROC / str(pid) / "exe")) else None
+    except (OSError, ValueError, IndexError):
+        return None
+    return None
 
 
 def is_there(process: dict) -> bool | None:

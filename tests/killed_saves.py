@@ -127,7 +127,7 @@ class Trials:
     def at_random(self, number: int, seconds: float, draw: random.Random) -> bool:
         """Kill all ranks, as a machine does, or one, at some moment after the first save began."""
         pids, save = self._start(number)
-        while not save.exists():
+        while not any(save.glob("*iter_*")):
             time.sleep(0.001)
         time.sleep(draw.uniform(0, seconds))
         kill(pids if draw.random() < 0.7 else [draw.choice(pids)])

@@ -32,7 +32,7 @@ from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.choose import choose
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.train.checkpoint import require_checkpoint
+from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
 from megatron_lite.train.feed import Feed
 from megatron_lite.train.run import run
 
@@ -91,7 +91,7 @@ def train(argv: list[str], run_dir: Path, world: World = ALONE, watchers=()) -> 
     run_dir.mkdir(parents=True, exist_ok=True)
     timeline = Timeline()
     say = print if world.is_first else _say_nothing
-    with Instruments([*choose(plan, run_dir, timeline, print), *watchers], print) as watching:
+    with save_reserved(plan, say), Instruments([*choose(plan, run_dir, timeline, print), *watchers], print) as watching:
         require_checkpoint(plan)
         return run(plan, Feed(plan, say), EOD, timeline, watching, run_dir, say)
 

@@ -17,13 +17,13 @@ from waiting import LIMIT_S
 
 from megatron_lite.data import index_cache, index_files
 from megatron_lite.data.blend import BlendedDataset
-from megatron_lite.data.file_lock import Lock, try_lock
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.gpt_indices import sample_recipe
 from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.index_files import IndexFiles
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.errors import DataError
+from megatron_lite.shared_files import Lock, try_lock
 
 NAMES = ("document_index", "sample_index", "shuffle_index")
 LENGTHS = [7, 1, 20, 2, 2, 9, 30, 11]

@@ -11,7 +11,7 @@ from waiting import LIMIT_S
 REPO = Path(__file__).parent.parent
 PACKAGE = REPO / "megatron_lite"
 LEVELS = [  # bottom up: what stands together does not know each other
-    {"errors", "units", "phases", "notable", "live_line", "variables", "process_state"},
+    {"errors", "units", "phases", "notable", "live_line", "variables", "process_state", "shared_files"},
     {"config"},
     {"run_folder", "estimate"},
     {"data", "model", "parallel", "optim", "checkpoint"},

@@ -1,5 +1,7 @@
 """Checkpoints that must not be loaded, and saves that fail: one line, and no earlier checkpoint is lost."""
 
+import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -8,18 +10,36 @@ import pickle
 import re
 import resource
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, plan_of, quietly, steps, train
+from launch import (
+    DROPOUT,
+    alone,
+    checkpoint,
+    environment,
+    flags,
+    losses,
+    on_ranks,
+    plan_of,
+    pretrain,
+    quietly,
+    steps,
+    train,
+)
 
-from megatron_lite.checkpoint.folder import missing, newest
+from megatron_lite.checkpoint.folder import missing, newest, reserved
 from megatron_lite.errors import CheckpointError
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.run_folder import TRACKER_FILE
+from megatron_lite.train import checkpoint as train_checkpoint
 
 WHOLE = "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
 
@@ -399,6 +419,195 @@ def test_a_finished_run_that_is_started_again_keeps_its_checkpoint(copy, tmp_pat
     quietly(flags(WHOLE, *DROPOUT, "--train-iters 4 --no-load-optim", "--save", copy, "--load", copy), tmp_path / "run")
     after = file_of(copy, 4).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+# --- Ctrl-C
+
+
+def interrupt_in(save: Path, iteration: int):
+    """torch.save that gets Ctrl-C while it writes that checkpoint: torch takes it for a failure to write."""
+    inner, done = torch.save, []
+
+    def write(state, file):
+        file.write(b"some of it")
+        if (save / f".iter_{iteration:07d}.unfinished").exists() and not done:
+            done.append(iteration)
+            os.kill(os.getpid(), signal.SIGINT)
+        inner(state, file)
+
+    return save_by(write)
+
+
+@pytest.mark.parametrize("way", ["", "--ckpt-format torch", "--no-exit-on-save-failure"])
+def test_ctrl_c_during_a_save_is_an_interruption(copy, tmp_path, monkeypatch, way):
+    before, handler = contents(copy), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(torch, "save", interrupt_in(copy, 8))
+    with pytest.raises(KeyboardInterrupt):
+        quietly(flags(WHOLE, *DROPOUT, way, "--save", copy, "--load", copy), tmp_path / "run")
+    assert contents(copy) == before and signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_during_a_load_is_an_interruption(copy, tmp_path, monkeypatch):
+    inner = torch.load
+
+    def load(*arguments, **named):
+        os.kill(os.getpid(), signal.SIGINT)
+        return inner(*arguments, **named)
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(KeyboardInterrupt):
+        quietly(flags(WHOLE, *DROPOUT, "--load", copy), tmp_path / "run")
+
+
+def interrupt_all(world, save: str):
+    """For on_ranks: Ctrl-C on a terminal, which all ranks get, while the second checkpoint is written."""
+    torch.save = interrupt_in(Path(save), 4)
+    try:
+        train(flags(WHOLE, "--save-interval 2 --save", Path(save)), Path(f"rank {world.rank}"), world)
+    except KeyboardInterrupt:
+        print("interrupted")
+        os._exit(0)
+
+
+def test_ctrl_c_during_a_save_on_two_ranks(tmp_path):
+    outputs = on_ranks("test_train_checkpoint_safety:interrupt_all", tmp_path, str(tmp_path / "save"))
+    assert [output.splitlines()[-1] for output in outputs] == ["interrupted"] * 2
+    assert newest(tmp_path / "save").name == "iter_0000002" and iterations(tmp_path / "save") == [2]
+
+
+def test_ctrl_c_during_a_save_names_the_checkpoint_before_and_exits_130(tmp_path):
+    save = tmp_path / "save"
+    (tmp_path / "driver.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport torch\nfrom megatron_lite.app import main\n"
+        "from test_train_checkpoint_safety import Path, interrupt_in\n"
+        f"torch.save = interrupt_in(Path({str(save)!r}), 4)\nsys.exit(main(sys.argv[1:]))\n")
+    ended = pretrain(flags(WHOLE, "--save-interval 2 --save", save), script=tmp_path / "driver.py")
+    assert ended.code == 130 and ended.err == "", ended.err
+    assert f"interrupted; --load {save} goes on from iter_0000002\n" in ended.out
+    assert json.loads((save / "run.json").read_text())["status"] == "interrupted"
+    assert [path.name for path in save.glob(".*")] == []
+
+
+# --- two runs on one folder
+
+
+def test_a_second_run_on_the_folder_is_refused(tmp_path, monkeypatch):
+    """It begins while the first one saves, and would clear that unfinished checkpoint away."""
+    monkeypatch.setattr(train_checkpoint, "MAX_WAIT_S", 0)
+    inner, argv, refused = torch.save, flags(WHOLE, "--save-interval 4 --save", tmp_path / "save"), []
+
+    def second(state, file):
+        if not refused:
+            refused.append(None)
+            with contextlib.suppress(CheckpointError):
+                refused[0] = quietly(argv, tmp_path / "second")
+        inner(state, file)
+
+    monkeypatch.setattr(torch, "save", save_by(second))
+    quietly(argv, tmp_path / "first")
+    assert refused == [None] and iterations(tmp_path / "save") == [4, 8]
+    assert [path.name for path in (tmp_path / "save").glob(".*")] == []
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from megatron_lite.checkpoint.folder import reserved
+with reserved(Path(sys.argv[1]), 0, print):
+    if os.fork() == 0:  # as a loader's worker that outlives its trainer
+        os.close(1)
+    else:
+        print("held", flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that has reserved tmp_path/save, in a group of its own, together with a child."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "save")], stdout=subprocess.PIPE, text=True,
+                          env=environment(), start_new_session=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_the_lock_ends_with_its_holder(tmp_path, holder):
+    """kill -9; its child lives on. Said once: who is waited for, and that it has ended."""
+    said = []
+
+    def say(text):
+        said.append(text)
+        holder.kill()
+
+    with reserved(tmp_path / "save", 100, say):
+        assert len(said) == 2, said
+        who = rf"\({re.escape(socket.gethostname())}, process {holder.pid}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d \w+\)"
+        assert re.fullmatch(rf"  --save \S+/save: another run saves there {who}; waiting for its end, 100 s at most", said[0])
+        assert re.fullmatch(r"  --save \S+/save: that run has ended; going on after \d+ s", said[1])
+        assert f"process {os.getpid()}," in (tmp_path / "save" / ".lock").read_text()
+    assert list((tmp_path / "save").iterdir()) == []
+
+
+def be_refused(world, save: str):
+    """For on_ranks."""
+    train_checkpoint.MAX_WAIT_S = 0.5
+    try:
+        train(flags(WHOLE, "--save", Path(save)), Path(f"rank {world.rank}"), world)
+    except CheckpointError as error:
+        print(f"refused: {error}")
+
+
+def test_all_ranks_are_refused(tmp_path, holder):
+    for output in on_ranks("test_train_checkpoint_safety:be_refused", tmp_path, str(tmp_path / "save")):
+        assert f"process {holder.pid}, since " in output and "still after 0 s; end that run, or choose another folder.\n" in output
+    assert list((tmp_path / "save").iterdir()) == [tmp_path / "save" / ".lock"]
+
+
+def test_a_refused_run_leaves_no_trace_and_exits_2(tmp_path, holder):
+    """Its run folder is the save folder here, and holds the other run's run.json."""
+    (tmp_path / "save" / "run.json").write_text("the other's")
+    (tmp_path / "driver.py").write_text(
+        "import sys\nfrom megatron_lite import app\nfrom megatron_lite.train import checkpoint\ncheckpoint.MAX_WAIT_S = 0.5\n"
+        "sys.exit(app.main(sys.argv[1:]))\n")
+    ended = pretrain(flags(WHOLE, "--save", tmp_path / "save"), script=tmp_path / "driver.py")
+    assert ended.code == 2 and ended.out.count("waiting for its end, 0 s at most") == 1
+    [line] = ended.err.splitlines()
+    assert line.startswith(f"error: --save {tmp_path}/save: another run saves there (") and f"process {holder.pid}," in line
+    assert sorted(path.name for path in (tmp_path / "save").iterdir()) == [".lock", "run.json"]
+    assert (tmp_path / "save" / "run.json").read_text() == "the other's"
+
+
+@pytest.mark.parametrize("words", ["--load", "--skip-train --save"])
+def test_what_saves_nothing_needs_no_lock(tmp_path, monkeypatch, holder, words):
+    monkeypatch.setattr(train_checkpoint, "MAX_WAIT_S", 0)
+    _, out = quietly(flags(WHOLE, words, tmp_path / "save"), tmp_path / "run")
+    assert "another run" not in out
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "Function not implemented")))
+    said = []
+    with reserved(tmp_path / "save", 0, said.append):
+        assert len(said) == 1 and "has no locks; a second run on this folder would not be noticed" in said[0]
+
+
+def test_a_lock_that_a_run_of_another_machine_left(tmp_path):
+    """It may have been killed, or be beyond the reach of the file system's locks."""
+    (tmp_path / ".lock").write_text("elsewhere, process 7, since long ago\x1b[2J")
+    said = []
+    with reserved(tmp_path, 0, said.append):
+        assert len(said) == 1 and "a run on another machine (elsewhere, process 7, since long ago[2J) was ended or is cut off" in said[0]
+
+
+@pytest.mark.parametrize("make, reason", [(os.mkfifo, "Not a regular file"), (os.mkdir, "Is a directory"),
+                                          (lambda path: path.symlink_to("victim"), "Too many levels of symbolic links")])
+def test_a_lock_that_is_no_file(tmp_path, make, reason):
+    make(tmp_path / ".lock")
+    with pytest.raises(CheckpointError) as caught, reserved(tmp_path, 0, print):
+        pass
+    assert str(caught.value).startswith(f"--save {tmp_path}: cannot be written ({reason}: ") and ".lock" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 # --- which ones stay

@@ -1,18 +1,25 @@
 """A rank that dies or hangs: the others end in time, and one line tells which rank it is and what they waited for."""
 
+import contextlib
 import json
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launch import environment, flags, free_port, pretrain, steps
+from launch import REPO, environment, flags, free_port, pretrain, ranks_of, start, steps
+from test_train_stops import wait_for
 from waiting import LIMIT_S
 
 from megatron_lite import app
+from megatron_lite.checkpoint.folder import newest, wrong
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
+from megatron_lite.process_state import process_state
 
 FAULTY = Path(__file__).parent / "faulty.py"
 SUMMARY = "Root Cause (first observed failure)"
@@ -145,3 +152,59 @@ def test_ranks_of_a_node_print_the_same_error_once_whoever_comes_first(tmp_path,
         app._end_with(ConfigError([line]), World(local_rank, 2, local_rank, 2))
     assert capfd.readouterr().err == "rank 1: error: --load x: is empty.\nrank 1: error: --data-path y: is damaged.\n"
     assert "--load x: is empty." in (tmp_path / "0" / "error.json").read_text(), "for the launcher's summary"
+
+
+def test_ranks_end_with_a_killed_launcher(tmp_path):
+    """kill -9 of torchrun: nobody is left to end them. One says so, and the last checkpoint is whole."""
+    argv = flags("--train-iters 1000000 --log-interval 20 --save-interval 10 --num-workers 1 --save", tmp_path / "save")
+    with start(argv, ranks=2) as launcher:
+        try:
+            wait_for(launcher, " iteration       20/")
+            ranks = ranks_of(launcher)
+            launcher.kill()
+            out, err = launcher.communicate(timeout=LIMIT_S)  # the pipes close with the last rank, or worker
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+    assert [process_state(pid) for pid in ranks] == ["dead"] * 2
+    line = f"torchrun's agent (process {launcher.pid} on {socket.gethostname()}) is gone, so its ranks end: "
+    assert err.count(f"error: {line}") == 1 and "Traceback" not in err, err
+    assert status(tmp_path / "save").startswith(f"failed: RanksError: {line}")
+    assert wrong(newest(tmp_path / "save").folder) is None
+
+
+RANK = """
+import os, sys, time
+sys.path.insert(0, {repo!r})
+from megatron_lite.process_state import find_launcher, is_there
+while {orphan} and str(os.getppid()) == os.environ["STARTED_BY"]:
+    time.sleep(0.01)
+found = find_launcher(os.environ)
+print(found and (found["pid"], is_there(found)), flush=True)
+"""
+AGENT = """
+import os, subprocess, sys
+print(os.getpid(), flush=True)
+rank = subprocess.Popen({command!r}, env={{**os.environ, **{variables!r}, "STARTED_BY": str(os.getpid())}})
+{wait} or rank.wait()
+"""
+VARIABLES = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/tmp/0/error.json", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize("variables, wrapper, orphan, found", [
+    (VARIABLES, [], False, True),
+    (VARIABLES, ["bash", "-c", '"$@"; exit $?', "wrapper"], False, True),  # torchrun --no-python wrapper.sh
+    ({}, [], False, False),  # a shell, nohup, a batch system
+    ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, [], False, False),  # srun with variables set by hand
+    (VARIABLES, ["setsid"], False, True),
+    (VARIABLES, [], True, False),  # adopted before it looked
+])
+def test_the_launcher_is_found_above_wrappers_and_nowhere_else(variables, wrapper, orphan, found):
+    command = [*wrapper, sys.executable, "-c", RANK.format(repo=str(REPO), orphan=orphan)]
+    agent = AGENT.format(command=command, variables=variables, wait=orphan)
+    for environ in (environment(), environment() | VARIABLES | {"TORCHELASTIC_ERROR_FILE": "/tmp/outer"}):
+        if environ.get("LOCAL_RANK") and not variables.get("TORCHELASTIC_RUN_ID"):
+            continue  # inherited from an outer torchrun: its rank in all but name
+        ended = subprocess.run([sys.executable, "-c", agent], env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+        pid, answer = ended.stdout.splitlines()
+        assert answer == (f"({pid}, True)" if found else "None"), ended

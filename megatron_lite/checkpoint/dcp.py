@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+import signal
+import threading
 import warnings
 from pathlib import Path
 
@@ -90,12 +92,34 @@ class _Reader(FileSystemReader):
 def _readable(path: Path):
     """Whatever a damaged file makes torch and pickle raise becomes one line."""
     try:
-        yield
+        with interruptible():
+            yield
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:  # torch's exception is none of Python's ordinary ones
         raise CheckpointError(f"--load {path}: cannot be read ({reason(error)}); it is damaged or was written by another "
                               "program. Load an earlier one with --ckpt-step.") from error
+
+
+@contextlib.contextmanager
+def interruptible():
+    """Ctrl-C inside is a KeyboardInterrupt outside: torch makes a failed rank or a full disk of it, or drops it."""
+    before, interrupts = signal.getsignal(signal.SIGINT), []
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number, frame):
+        interrupts.append(number)
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupts:
+            raise KeyboardInterrupt
 
 
 def reason(error: BaseException) -> str:

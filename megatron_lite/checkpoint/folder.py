@@ -5,14 +5,19 @@ the tracker. Killed before the rename, the tracker's checkpoint is the newest co
 announcement says so. At no instant is there none.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import (
     ANNOUNCEMENT_FILE,
     MANIFEST_FILE,
@@ -24,10 +29,15 @@ from megatron_lite.run_folder import (
     sync_folder,
     write_atomically,
 )
+from megatron_lite.shared_files import Lock, read_bounded, try_lock
 
 UNFINISHED, PREVIOUS, RETIRED = ".unfinished", ".previous", ".retired"  # endings of hidden folders
 REMAINS = {UNFINISHED, RETIRED}
 PIECE = 2**22  # bytes read at once for a checksum
+LOCK_FILE = ".lock"  # of the run that saves here: HOST, process PID, since TIME
+MAX_HOLDER_BYTES = 200
+SECONDS_BETWEEN_LOOKS = 0.2
+FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,60 @@ class Slot:
     @property
     def tracker(self) -> str:
         return self.name if self.name == RELEASE else str(iteration_of(self.name))
+
+
+@contextlib.contextmanager
+def reserved(save: Path, wait_s: float, say: Callable[[str], None]) -> Iterator[None]:
+    """No other process saves to `save` inside the block. Who has it is waited for, which is said, for `wait_s` at most.
+
+    CheckpointError if it is still in use then, or cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            _wait_for_lock(save, wait_s, say, held)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise CheckpointError(f"--save {save}: cannot be written ({error.strerror}: {error.filename or LOCK_FILE}); "
+                                      "choose another folder.") from None
+            # what a killed run left there may be what fills the disk, and the next save clears it away
+            say(f"  note: --save {save}: is not locked against other runs ({error.strerror}).")
+        yield
+
+
+def _wait_for_lock(save: Path, wait_s: float, say: Callable[[str], None], held: contextlib.ExitStack):
+    path, started, waits = save / LOCK_FILE, time.monotonic(), False
+    me = f"{socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
+    save.mkdir(parents=True, exist_ok=True)
+    while True:
+        holder = _holder(path)
+        lock = held.enter_context(try_lock(path, me))
+        waited_s = time.monotonic() - started
+        if lock is not Lock.BUSY:
+            break
+        held.close()
+        user = f"--save {save}: another run saves there ({holder or 'it has not said which'})"
+        if waited_s >= wait_s:
+            still = f", still after {wait_s:.0f} s" if wait_s else ""
+            raise CheckpointError(f"{user}{still}; end that run, or choose another folder.")
+        if not waits:
+            say(f"  {user}; waiting for its end, {wait_s:.0f} s at most")
+        waits = True
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    if waits:
+        say(f"  --save {save}: that run has ended; going on after {waited_s:.0f} s")
+    if lock is Lock.NONE:
+        say(f"  note: --save {save}: the file system has no locks; a second run on this folder would not be noticed.")
+    elif holder and not waits and not holder.startswith(f"{socket.gethostname()}, "):
+        say(f"  note: --save {save}: a run on another machine ({holder}) was ended or is cut off; if it still runs, end it: "
+            "this file system may lock within one machine only.")
+
+
+def _holder(path: Path) -> str:
+    """What the lock's file says of the process that has it, or had it and was killed."""
+    try:
+        return "".join(filter(str.isprintable, read_bounded(path, MAX_HOLDER_BYTES)))
+    except OSError:
+        return ""
 
 
 def prepare(slot: Slot):

@@ -98,7 +98,12 @@ class Writer:
     def _together(self, slot: Slot, act: Callable) -> list:
         """Every rank's result of `act`, on every rank; CheckpointError on all if it failed on one."""
         try:
-            result, failure = act(), None
+            with dcp.interruptible():
+                result, failure = act(), None
+        except KeyboardInterrupt:
+            if self._is_first:
+                folder.discard(slot)
+            raise
         except CheckpointException as error:  # known to all ranks already, with the rank that failed
             result, failure = None, f"rank {min(error.failures)}: {dcp.reason(error)}, {self._room()}"
         except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
@@ -133,7 +138,8 @@ class Writer:
 
 def write_alone(save: Path, record: Record, tensors: dict[str, Tensor], release: bool = False) -> Path:
     """Write all of a checkpoint from this process, without a process group; returns its folder. CheckpointError."""
-    return Writer(Path(save), dcp.write).write(record, tensors, release)
+    with folder.reserved(Path(save), 0, print):
+        return Writer(Path(save), dcp.write).write(record, tensors, release)
 
 
 def _files(unfinished: Path) -> list[str]:

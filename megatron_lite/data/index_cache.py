@@ -4,9 +4,9 @@ import os
 import time
 from collections.abc import Callable
 
-from megatron_lite.data.file_lock import Lock, try_lock
 from megatron_lite.data.index_files import Arrays, Damaged, Entry, IndexFiles
 from megatron_lite.errors import DataError
+from megatron_lite.shared_files import Lock, try_lock
 from megatron_lite.units import count
 
 FLAG = "--data-cache-path"

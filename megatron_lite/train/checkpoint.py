@@ -1,5 +1,6 @@
 """A run's state, to a checkpoint and back."""
 
+import contextlib
 import dataclasses
 import platform
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from megatron_lite.train.kernels import kernels_of, other_kernels
 from megatron_lite.train.loop import Progress
 
 SECONDS_TO_FINISH = 60  # for a save in the background of a run that fails
+MAX_WAIT_S = 60  # for the run that has --save: a launcher leaves its ranks half a minute to end
 
 
 def require_checkpoint(plan: Plan):
@@ -39,6 +41,26 @@ def require_checkpoint(plan: Plan):
         return
     if chosen(Path(c.pretrained_checkpoint), None, "--pretrained-checkpoint") is None:
         raise CheckpointError(f"--pretrained-checkpoint {c.pretrained_checkpoint}: holds no checkpoint; check the folder.")
+
+
+@contextlib.contextmanager
+def save_reserved(plan: Plan, say):
+    """Inside the block no other run saves to --save: the first rank has its lock. Collective; CheckpointError on all ranks."""
+    save = plan.args.checkpoint.save
+    if save is None or plan.args.training.skip_train:
+        yield
+        return
+    refusal: list = [None]
+    with contextlib.ExitStack() as held:
+        if plan.world.is_first:
+            try:
+                held.enter_context(folder.reserved(Path(save), min(MAX_WAIT_S, time_limit(plan).total_seconds() / 2), say))
+            except CheckpointError as error:
+                refusal = [error]
+        dist.broadcast_object_list(refusal, src=0)
+        if refusal[0] is not None:
+            raise refusal[0]
+        yield
 
 
 class Checkpoints:

@@ -1,0 +1,78 @@
+"""Files in folders that other processes, and other people, write to: opened without waiting, read within a bound, locked."""
+
+import contextlib
+import enum
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class Lock(enum.Enum):
+    """The answer to a request for a lock."""
+
+    HELD = "ours until the end of the block"
+    BUSY = "another process has it"
+    NONE = "the file system has no locks"
+
+
+def open_regular(path: str | Path, flags: int, *, follow_link: bool = False) -> int:
+    """The descriptor of a regular file. OSError, at once, for a pipe, a device or a folder, and for a link unless followed."""
+    follow = 0 if follow_link else os.O_NOFOLLOW
+    # a pipe without a peer would block the opening itself
+    file = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "Not a regular file")
+    return file
+
+
+def read_bounded(path: Path, max_bytes: int, *, follow_link: bool = False) -> str:
+    """The text of a regular file, at most `max_bytes` of it. OSError as of `open_regular`."""
+    with os.fdopen(open_regular(path, os.O_RDONLY, follow_link=follow_link), "rb") as file:
+        return file.read(max_bytes).decode("utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def try_lock(path: Path, holder: str = "") -> Iterator[Lock]:
+    """Asks once, without waiting. The lock dies with its process, whatever it forked; its file goes with the lock.
+
+    The locks of one node, or of all that share a file system with locks. `holder` is written into the file for whoever
+    finds it locked. OSError if the file cannot be made.
+    """
+    files = [open_regular(path, os.O_RDWR | os.O_CREAT)]
+
+    def close():
+        while files:
+            os.close(files.pop())
+
+    try:
+        state = _ask(files[0], path)
+        if state is not Lock.BUSY:
+            # A child that a killed process leaves behind would hold its lock for ever.
+            os.register_at_fork(after_in_child=close)
+            with contextlib.suppress(OSError):  # a full disk locks all the same
+                os.ftruncate(files[0], 0)
+                os.write(files[0], holder.encode())
+                os.fsync(files[0])
+        try:
+            yield state
+        finally:
+            if state is not Lock.BUSY:
+                path.unlink(missing_ok=True)
+    finally:
+        close()
+
+
+def _ask(file: int, path: Path) -> Lock:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever held it may have removed the file between our opening and our locking it: then it locks nothing.
+        same = os.path.samestat(os.fstat(file), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
+        return Lock.BUSY
+    except OSError:
+        return Lock.NONE
+    return Lock.HELD if same else Lock.BUSY
