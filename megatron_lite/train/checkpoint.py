@@ -211,7 +211,7 @@ class Checkpoints:
             source = f"optimizer.{name}.master"
             targets[source if source in held else f"model.{name}"] = master.detach()
         stored.read_into(targets)
-        self.optimizer.weights.write_back()
+        self.optimizer.resume()
 
     def _load_random_state(self, path: Path, stored: Stored):
         rank, record = self.plan.world.rank, stored.record
