@@ -63,9 +63,9 @@ def trained(precision: str, *words: str, variant: str = "gqa_swiglu_rmsnorm", st
     for _ in range(steps):
         optimizer.step([torch.randn_like(p) for p in named.values()], 4, lambda name: contextlib.nullcontext())
     flat = {f"model.{name}": p.detach() for name, p in named.items()} | optimizer.tensors(list(named))
-    record = Record(iteration=steps, consumed=4 * steps, shape=dataclasses.asdict(shape), precision=precision,
-                    vocab_size=127, schedule=dataclasses.asdict(plan.learning_rate),
-                    optimizer=plan.args.optimizer.optimizer, versions={"torch": "2"})
+    record = Record(iteration=steps, consumed=4 * steps, consumed_valid_samples=8,
+                    shape=dataclasses.asdict(shape), precision=precision, vocab_size=127,
+                    schedule=dataclasses.asdict(plan.learning_rate), optimizer=plan.args.optimizer.optimizer, versions={"torch": "2"})
     return plan, record, flat
 
 
@@ -571,7 +571,7 @@ def test_megatrons_own_check_of_the_arguments(tmp_path):
                 "max_position_embeddings": 16, "make_vocab_size_divisible_by": 64, "padded_vocab_size": 128,
                 "tokenizer_type": "NullTokenizer", "data_parallel_random_init": False, "tensor_model_parallel_size": 1,
                 "pipeline_model_parallel_size": 1, "consumed_train_samples": 12, "skipped_train_samples": 0,
-                "consumed_valid_samples": 0, "params_dtype": torch.bfloat16}
+                "consumed_valid_samples": 8, "params_dtype": torch.bfloat16}
     assert {name: args[name] for name in expected} == expected
     assert state["checkpoint_version"] == 3.0 and state["iteration"] == 3
     assert state["num_floating_point_operations_so_far"] > 1e6

@@ -121,6 +121,18 @@ def test_id_outside_the_vocabulary(corpora):
         build(data_path=tuple(corpora), vocab_size=3)
 
 
+def test_negative_ids(tmp_path):
+    """Files of other programs: what is stored as int32 may be below 0, an ignored label's -100, say."""
+    prefix = tmp_path / "labels"
+    with IndexedWriter(str(prefix), 100_000) as writer:
+        writer.add_document(np.arange(1000))
+    ids = np.fromfile(f"{prefix}.bin", np.int32)
+    ids[500] = -100
+    ids.tofile(f"{prefix}.bin")
+    with pytest.raises(DataError, match=r"labels\.bin: token id -100 is outside the vocabulary of 1,001; use the token.*$"):
+        build(data_path=(str(prefix),), vocab_size=1001)
+
+
 def test_nothing_given():
     with pytest.raises(DataError, match=r"^--data-path: missing; .*--mock-data$"):
         build()

@@ -63,7 +63,7 @@ def test_same_bytes_as_megatron_for_tinyshakespeare(tmp_path):
     digests = [hashlib.sha256(Path(prefix + ending).read_bytes()).hexdigest()[:8] for ending in (".bin", ".idx")]
     assert digests == ["4bbfe2d7", "c0d001bf"]
     indexed = IndexedDataset(prefix)
-    assert (len(indexed), indexed.num_tokens, indexed.largest_token_id()) == (7222, 330_807, 50_256)
+    assert (len(indexed), indexed.num_tokens, indexed.extreme_token_ids()[1]) == (7222, 330_807, 50_256)
 
 
 def test_reads_back_what_was_written(prefix):
@@ -87,12 +87,13 @@ def test_pickling_opens_the_files_again(tmp_path):
     assert pickle.loads(pickled).tokens(0, 49_999).tolist() == [49_999]
 
 
-def test_largest_token_id_sees_all_of_a_small_file_and_every_region_of_a_large_one(tmp_path):
+def test_extreme_token_ids_see_all_of_a_small_file_and_every_region_of_a_large_one(tmp_path):
     ids = np.zeros(100_000, np.int64)
     ids[77_777] = 9
-    assert IndexedDataset(write(tmp_path / "small", [ids])).largest_token_id() == 9
+    assert IndexedDataset(write(tmp_path / "small", [ids])).extreme_token_ids() == (0, 9)
     ids[60_000:70_000] = 8
-    assert IndexedDataset(write(tmp_path / "large", [ids])).largest_token_id(sample=10_000) >= 8
+    smallest, largest = IndexedDataset(write(tmp_path / "large", [ids])).extreme_token_ids(sample=10_000)
+    assert smallest == 0 and largest >= 8
 
 
 def test_multimodal_file_is_read_without_its_modes(prefix):

@@ -148,11 +148,16 @@ def test_attention_is_torchs_choice(words, device, found):
     assert attention_of(plan_for(MEDIUM + words, device=device)) == found
 
 
-def test_sums_are_twice_there_while_they_move_into_buckets():
+def test_16_bit_training_with_fp32_sums_takes_20_bytes_per_parameter_among_ranks():
+    """Weights 2, DistributedDataParallel's buckets 2, fp32 sums 4, masters 4, moments 8; never the sums twice."""
     words = SHORT + "--bf16"
-    moving = at(words, "fp32 sums move into buckets", 2)
-    assert moving.num_bytes - at(words, "update of the weights", 2).num_bytes == 4 * parameter_count(plan_for(words).shape)
-    assert all(moment.where != moving.where for moment in predict_memory(plan_for(words)).moments)
+    states = {"parameters": 2, "gradients": 6, "master weights": 4, "moments": 8}
+    update = at(words, "update of the weights", 2)
+    held = {category: sum(row.num_bytes for row in update.rows if row.category == category) for category in states}
+    number = parameter_count(plan_for(words).shape)
+    assert held == {category: per * number for category, per in states.items()}
+    for moment in predict_memory(plan_for(words, 2)).moments:
+        assert sum(row.num_bytes for row in moment.rows if row.category == "gradients") < 8 * number, moment.where
 
 
 def test_megatron_lm_says_so_much_of_the_857m_script():

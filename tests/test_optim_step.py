@@ -73,7 +73,7 @@ def compare(plan, reference, infs=(), dtype=torch.float32, steps=20) -> tuple[fl
         assert float(update.next_loss_scale) == optimizer.loss_scale.item()
         if not skip:
             assert float(update.grad_norm) == pytest.approx(norm, rel=1e-5)
-        assert int(update.good_samples) == reference.good
+        assert int(optimizer.good_samples) == reference.good
         worst = max(worst, max((m - r).abs().max().item() for m, r in zip(optimizer.weights.masters, reference.weights)))
     return worst, optimizer
 
@@ -197,8 +197,8 @@ def test_skipped_steps_do_not_advance_the_schedule():
         grads = gradients(step, 1.0, torch.float16)
         if step in (1, 2, 5):
             grads[0][0, 0] = math.inf
-        optimizer.step(grads, SAMPLES, no_phase)
         rates.append(round(optimizer.lr.item(), 6))
+        optimizer.step(grads, SAMPLES, no_phase)
     assert rates == [0.0, 0.0025, 0.0025, 0.0025, 0.005, 0.0075, 0.0075, 0.01]
 
 
@@ -212,7 +212,29 @@ def test_a_state_goes_on_bitwise():
         other = Optimizer(plan, weights, CPU)
         for name, tensor in other.tensors(NAMES).items():
             tensor.copy_(one.tensors(NAMES)[name])
+        other.resume()
         for step in range(4, 8):
             for optimizer in (one, other):
                 optimizer.step(gradients(step, 10, dtype), SAMPLES, no_phase)
         assert same(copied(one), copied(other)) and same(one.weights.model, other.weights.model)
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+def test_rates_are_those_of_the_exact_sample_count(batch):
+    """A run of another global batch size has left a count that is no multiple of this one's."""
+    plan = plan_of(flags(f"--global-batch-size {batch} --train-iters 10 --lr-decay-style cosine --start-weight-decay 0",
+                         "--end-weight-decay 0.5 --weight-decay-incr-style linear"))
+    weights = [nn.Parameter(torch.ones(2, 2))]
+    optimizer = Optimizer(plan, weights, CPU)
+    optimizer.tensors(["weight"])["optimizer.good_samples"].fill_(20)
+    optimizer.resume()
+    total, good, kept = 10 * batch, 20, 1.0
+    for step in range(2):
+        rate = 1e-2 * 0.5 * (1 + math.cos(math.pi * min(good / total, 1)))
+        kept *= 1 - rate * 0.5 * min(good / total, 1)
+        good += batch
+        update = optimizer.step([torch.zeros(2, 2)], batch, no_phase)
+        after = 1e-2 * 0.5 * (1 + math.cos(math.pi * min(good / total, 1)))
+        assert weights[0][0, 0].item() == pytest.approx(kept, rel=1e-6, abs=0), f"step {step}"
+        assert update.next_lr.item() == pytest.approx(after, rel=1e-12)
+        assert optimizer.lr.item() == pytest.approx(update.next_lr.item(), rel=1e-7), "what is reported is applied next"

@@ -1,6 +1,11 @@
 """16-bit gradients added up in fp32."""
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.parallel.fp32_gradients import Fp32Gradients
@@ -34,3 +39,46 @@ def test_a_sum_keeps_what_16_bits_would_lose():
     for _ in range(300):
         (parameter * 1.0).sum().backward()
     assert sums.gradients()[0].item() == 300
+
+
+class Bucket:
+    """What communication hooks ask a dist.GradBucket."""
+
+    def __init__(self, parameters):
+        self._parameters = parameters
+
+    def parameters(self):
+        return self._parameters
+
+    def gradients(self):
+        return [p.grad for p in self._parameters]
+
+    def buffer(self):
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("order", [[2, 1, 0], [0, 2, 1]], ids=["as gradients came", "as another rank's came"])
+def test_buckets_are_parts_of_one_tensor(order):
+    """In the first step one bucket of all; then two, in the order of the gradients, or in any other."""
+    parameters = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (3, 40, 5)]
+    sums, reduced = Fp32Gradients(parameters, ranks=2), []
+
+    def all_reduce(tensor, async_op):
+        reduced.append(tensor)
+        return SimpleNamespace(get_future=torch.futures.Future)
+
+    buckets = [parameters], [[parameters[order[0]], parameters[order[1]]], [parameters[order[2]]]]
+    with patch.object(dist, "all_reduce", all_reduce):
+        for step in (1, 2, 3):
+            for last in (False, True):
+                sums.reducing = last
+                sum((p * step).sum() for p in parameters).backward()
+            for bucket in buckets[step > 1]:
+                sums.reduce_bucket(None, Bucket(bucket))
+            assert [gradient.tolist() for gradient in sums.gradients()] == [[step] * p.numel() for p in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            sums.clear()
+    assert [len(tensor) for tensor in reduced[1:3]] == [sum(32 * (1 + (p.numel() > 32)) for p in bucket) for bucket in buckets[1]]
+    one_tensor = len({tensor.untyped_storage().data_ptr() for tensor in reduced}) == 1
+    assert one_tensor == (order == [2, 1, 0])

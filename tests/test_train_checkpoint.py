@@ -1,13 +1,34 @@
 """Checkpoints: a resumed run is the uninterrupted one, but for what the flags leave out."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, part, quietly, same, steps
+from launch import (
+    DROPOUT,
+    EOD,
+    VOCABULARY,
+    alone,
+    checkpoint,
+    flags,
+    losses,
+    on_ranks,
+    part,
+    plan_of,
+    quietly,
+    same,
+    steps,
+    write_documents,
+)
 
+from megatron_lite.data.build import DataSpec, build_datasets
 from megatron_lite.errors import CheckpointError
+from megatron_lite.train.run import build_model
+from megatron_lite.train.step import BatchMaker, loss_and_tokens
+
+CPU = torch.device("cpu")
 
 WHOLE = "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
 PRECISIONS = {"fp32": "", "fp16": "--fp16 --initial-loss-scale 4194304 --loss-scale-window 2 --hysteresis 1",
@@ -201,3 +222,60 @@ def test_masters_pass_from_one_precision_to_another_whole(tmp_path, before, afte
     assert same(*moments) and len(moments[0]) == 3 * len(names)
     rounded = part(other, "model.")
     assert all(torch.equal(rounded[name], exact[1][name].to(rounded[name].dtype)) for name in names)
+
+
+# --- validation continues where Megatron's does
+
+
+class MegatronsEvaluations:
+    """Which validation samples Megatron-LM's pretrain() draws, and their loss with the weights of a checkpoint.
+
+    Source: build_train_valid_test_data_loaders, get_train_valid_test_num_samples and evaluate of megatron/training/training.py.
+    """
+
+    def __init__(self, argv: list[str], iteration: int, consumed_valid_samples: int):
+        self.plan = plan_of(argv)
+        t, w, batch = self.plan.args.training, self.plan.args.watch, self.plan.batch.final
+        if iteration > 0 and consumed_valid_samples == 0 and t.train_samples is None:
+            consumed_valid_samples = (iteration // w.eval_interval) * w.eval_iters * batch
+        self.next = 0 if t.skip_train else consumed_valid_samples
+        self.per_evaluation = w.eval_iters * batch
+        eval_iters = w.eval_iters if t.skip_train else (t.train_iters // w.eval_interval + 1) * w.eval_iters
+        spec = DataSpec(sizes=(0, eval_iters * batch, 0), seq_length=16, seed=t.seed, vocab_size=VOCABULARY + 1,
+                        split="100,100,0", data_path=self.plan.args.data.data_path)
+        self.samples = build_datasets(spec).valid
+
+    def loss(self, saved: dict) -> float:
+        """Of the next evaluation."""
+        model = build_model(self.plan, CPU, lambda text: None).eval()
+        model.load_state_dict({name: value for name, value in part(saved, "model.").items()}, strict=False)
+        drawn = range(self.next, self.next + self.per_evaluation)
+        self.next += self.per_evaluation
+        raw_BT1 = torch.stack([torch.as_tensor(self.samples[index].astype("int64")) for index in drawn])
+        loss_sum, tokens = loss_and_tokens(model, BatchMaker(self.plan, CPU, EOD)(raw_BT1))
+        return float(loss_sum / tokens)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """(data, checkpoints) of a run that has evaluated on 16 samples when it is saved at iteration 4."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    data = write_documents(folder / "data", range(20, 140))
+    quietly(flags(WHOLE, "--split 100,100,0 --eval-interval 2 --eval-iters 2 --exit-interval 4 --save", folder / "save",
+                  data=data), folder / "run")
+    return data, folder / "save"
+
+
+@pytest.mark.parametrize("words", ["--skip-train", "--eval-interval 4", "--eval-iters 1"])
+def test_validation_sees_the_samples_that_megatrons_sees(evaluated, tmp_path, words):
+    data, save = evaluated
+    argv = flags(WHOLE, "--split 100,100,0 --eval-interval 2 --eval-iters 2", words, data=data)
+    _, out = quietly([*argv, "--load", str(save), "--save", str(tmp_path / "save"), "--save-interval", "2"], tmp_path / "run")
+    found = [(int(at), float(loss)) for at, loss in re.findall(r"validation loss at iteration (\d+).*?value: (\S+)", out)]
+    theirs = MegatronsEvaluations(argv, 4, 16)
+    assert [at for at, _ in found] == {"--skip-train": [4], "--eval-interval 4": [8, 8], "--eval-iters 1": [6, 8, 8]}[words]
+    for at, loss in found:
+        weights = checkpoint(save if at == 4 else tmp_path / "save", at)
+        assert loss == pytest.approx(theirs.loss(weights), rel=2e-6), f"{words}: iteration {at}"
+    if words != "--skip-train":
+        assert checkpoint(tmp_path / "save", 8)["record"].consumed_valid_samples == {"--eval-interval 4": 24, "--eval-iters 1": 24}[words]

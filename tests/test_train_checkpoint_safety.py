@@ -123,12 +123,12 @@ def test_the_checkpoints_schedule_brings_its_weight_decay(saved):
     plan = plan_of(flags(WHOLE, "--weight-decay 0"))
     growing = plan_of(flags(WHOLE, "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.5"))
     constant = plan_of(flags(WHOLE, "--weight-decay 0.5"))
-    for followed, in_engine, has_table in ((constant, 0.5, False), (growing, 0.0, True), (plan, 0.0, False)):
+    for followed, in_engine, changes in ((constant, 0.5, False), (growing, 0.0, True), (plan, 0.0, False)):
         for start in (plan, growing, constant):
             optimizer = Optimizer(start, [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))], CPU)
             optimizer.follow(followed.learning_rate)
             assert [group["weight_decay"] for group in optimizer.engine.param_groups] == [in_engine, 0.0]
-            assert (optimizer._decay_table is not None) == has_table
+            assert optimizer._decay_changes == changes
 
 
 def test_no_checkpoint_yet(tmp_path):

@@ -63,3 +63,17 @@ def test_words_of_the_data_flags_may_stand_in_files(tmp_path):
         streams = [feed.training(Progress(0, 0)) for feed in feeds]
         assert [next(streams[0]).tolist() for _ in range(20)] == [next(streams[1]).tolist() for _ in range(20)]
         assert [feed.has_test for feed in feeds] == [on_line is typed] * 2
+
+
+def test_resuming_with_other_flags_may_need_more_than_there_is(tmp_path):
+    words = "--train-iters 8 --lr-decay-style constant --eval-iters 1"
+    with alone():
+        quietly(flags(words, "--eval-interval 2 --exit-interval 4 --save", tmp_path / "save"), tmp_path / "run")
+        resume = [words, "--load", tmp_path / "save"]
+        _, out = quietly(flags(*resume, "--eval-interval 8"), tmp_path / "sparse")
+        assert ("valid data: 8 samples are fewer than the 8 consumed so far and 8 to come; after the last one evaluations begin "
+                "with the first again") in out
+        assert out.count("validation loss at iteration 8") == 3, "at the interval, at the end, and on the test set"
+        with pytest.raises(DataError, match="^train data: 8 samples are fewer than the 16 consumed so far and 4 to come; resume "
+                                            "with the --global-batch-size of the run that was saved, or add --finetune"):
+            quietly(flags(*resume, "--eval-interval 8 --global-batch-size 1 --override-opt-param-scheduler"), tmp_path / "small")

@@ -114,7 +114,7 @@ def namespace_of(record: Record, args: Args) -> argparse.Namespace:
     return argparse.Namespace(**plain | _model(record.shape) | {
         "iteration": record.iteration,
         "consumed_train_samples": record.consumed,
-        "consumed_valid_samples": 0,
+        "consumed_valid_samples": record.consumed_valid_samples,
         "skipped_train_samples": 0,
         "params_dtype": DTYPES[record.precision],
         "fp16": record.precision == "fp16",

@@ -131,6 +131,7 @@ class MegatronFile:
         return Record(
             iteration=iteration,
             consumed=args.consumed(iteration),
+            consumed_valid_samples=args.given("consumed_valid_samples", 0),
             shape=args.shape(len(weight)),
             precision={dtype: name for name, dtype in DTYPES.items()}.get(weight.dtype, "fp32"),
             schedule=args.schedule(_scheduler(state)),

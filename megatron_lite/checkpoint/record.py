@@ -31,6 +31,7 @@ class Record:
     ranks: int = 0  # whose random states are held
     trainer: str = "megatron_lite"  # or Megatron-LM, whose random states mean nothing here
     versions: dict = field(default_factory=dict)
+    consumed_valid_samples: int = 0  # of all evaluations; 0 also where they were not counted
     kernels: dict = field(default_factory=dict)  # what the last bits depend on: attention, torch_compile; {}: unknown
     format: int = FORMAT
 

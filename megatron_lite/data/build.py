@@ -46,7 +46,7 @@ class Datasets:
 
 
 def build_datasets(spec: DataSpec, say: Callable[[str], None] = lambda text: None) -> Datasets:
-    """Opens the files, checks their largest token id, finds or builds the indices; `say` hears of a cache that fails.
+    """Opens the files, checks their token ids, finds or builds the indices; `say` hears of a cache that fails.
 
     DataError for all that cannot be trained on.
     """
@@ -76,10 +76,10 @@ class _Files:
         return self._opened[prefix]
 
     def _check_ids(self, indexed: IndexedDataset) -> None:
-        largest = indexed.largest_token_id()
-        if largest >= self._vocab_size:
+        smallest, largest = indexed.extreme_token_ids()
+        if smallest < 0 or largest >= self._vocab_size:
             raise DataError(
-                f"{indexed.prefix}.bin: token id {largest} is outside the vocabulary of {count(self._vocab_size)}; use "
+                f"{indexed.prefix}.bin: token id {smallest if smallest < 0 else largest} is outside the vocabulary of {count(self._vocab_size)}; use "
                 "the tokenizer that the file was made with (--vocab-file, --merge-file, --tokenizer-model, --vocab-size)"
             )
 

@@ -78,16 +78,17 @@ class IndexedDataset:
         bounds[inner] = self._pointers[self.document_marks[inner]] // self.dtype.itemsize
         return bounds
 
-    def largest_token_id(self, sample: int = 1_000_000) -> int:
-        """The largest id among about `sample` tokens, taken as runs evenly spread over the file; of all if it is small.
+    def extreme_token_ids(self, sample: int = 1_000_000) -> tuple[int, int]:
+        """The smallest and the largest id among about `sample` tokens, taken as runs evenly spread over the file; of all if it is small.
 
         Runs rather than single tokens: a run costs one disk access, a million scattered tokens a million.
         """
         if self.num_tokens <= sample:
-            return int(self._tokens.max())
+            return int(self._tokens.min()), int(self._tokens.max())
         run = max(1, sample // 256)
         starts = np.linspace(0, self.num_tokens - run, num=max(2, sample // run)).astype(np.int64)
-        return max(int(self._tokens[start : start + run].max()) for start in starts)
+        runs = [self._tokens[start : start + run] for start in starts]
+        return min(int(ids.min()) for ids in runs), max(int(ids.max()) for ids in runs)
 
 
 class IndexedWriter:

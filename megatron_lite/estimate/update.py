@@ -7,7 +7,7 @@ from megatron_lite.estimate.moment import moment
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.prediction import Moment
 from megatron_lite.estimate.sizes import FP32
-from megatron_lite.estimate.states import is_reduced, of_parameters, optimizer_copies, whole_gradients
+from megatron_lite.estimate.states import of_parameters, optimizer_copies, whole_gradients
 from megatron_lite.estimate.tape import Sized
 from megatron_lite.phases import Phase
 
@@ -17,22 +17,10 @@ def update_moments(plan: Plan, always: Counter[Sized]) -> list[Moment]:
     states = always + whole_gradients(plan)
     ready = states + optimizer_copies(plan)
     decayed = _decayed_copies(plan)
-    moving = [moment(Phase.BACKWARD, "fp32 sums move into buckets", states + _old_sums(plan))] if _moves_sums(plan) else []
     return [
-        *moving,
         moment(Phase.CLIP_GRAD, "gradient norm", ready),
         moment(Phase.OPTIMIZER_STEP, "update of the weights", ready + decayed),
     ]
-
-
-def _moves_sums(plan: Plan) -> bool:
-    """In the first two steps: when buckets are first reduced, and when DistributedDataParallel has made its final ones."""
-    return plan.fp32_gradients and is_reduced(plan)
-
-
-def _old_sums(plan: Plan) -> Counter[Sized]:
-    """Where sums were: one tensor, which lives until its last part has moved (parallel/fp32_gradients.py)."""
-    return Counter({of_parameters("gradients", "fp32 sums before they move", FP32): parameter_count(plan.shape)})
 
 
 def _decayed_copies(plan: Plan) -> Counter[Sized]:

@@ -4,10 +4,8 @@ The loss scale, the clipping coefficient and whether to skip are tensors; the fu
 and leave early at `found_inf`, so that unscaling, clipping and updating are one pass over the weights.
 """
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +16,6 @@ from megatron_lite.optim.schedule import learning_rates, weight_decays
 from megatron_lite.optim.weights import MasterWeights
 from megatron_lite.phases import Phase
 
-MAX_ROWS = 2**22  # of the schedule's table on the device
-
 
 @dataclass(frozen=True)
 class Update:
@@ -29,7 +25,7 @@ class Update:
     skipped: Tensor  # bool
     loss_scale: Tensor  # the one that this step ran with
     next_loss_scale: Tensor
-    good_samples: Tensor  # samples of all successful steps so far
+    next_lr: Tensor  # the learning rate that the next step is applied with, float64
 
 
 class Optimizer:
@@ -48,19 +44,16 @@ class Optimizer:
 
     def follow(self, schedule):
         """Take learning rate and weight decay from `schedule` from now on."""
-        batch = self.plan.batch
         self.schedule = schedule
-        # every reachable number of samples is a multiple of the divisor, so that a table holds the whole schedule; a
-        # run so long that its table would be huge gets rows further apart, still far less than a warm-up
-        divisor = math.gcd(batch.final, batch.start, batch.increment)
-        self._grain = divisor * math.ceil(self.plan.train_samples / divisor / MAX_ROWS)
-        samples = np.arange(0, self.plan.train_samples + self._grain + 1, self._grain)
-        device = self.lr.device
-        self._lr_table = torch.from_numpy(learning_rates(schedule, samples)).float().to(device)
-        changing = schedule.weight_decay_style != "constant"
+        self._decay_changes = schedule.weight_decay_style != "constant"
         # torch applies a constant decay; one that changes it would want as a number on the host, so that step does it
-        self.engine.param_groups[0]["weight_decay"] = 0.0 if changing else schedule.start_weight_decay
-        self._decay_table = torch.from_numpy(weight_decays(schedule, samples)).float().to(device) if changing else None
+        self.engine.param_groups[0]["weight_decay"] = 0.0 if self._decay_changes else schedule.start_weight_decay
+        self._set_rates()
+
+    def resume(self):
+        """Go on from what was copied into `tensors`: the model's weights are rounded from it, the rates are those of its samples."""
+        self.weights.write_back()
+        self._set_rates()
 
     @property
     def loss_scale(self) -> Tensor:
@@ -86,12 +79,13 @@ class Optimizer:
                 coefficient = (self.plan.args.optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
                 divide_by = divide_by / coefficient
         with phase(Phase.OPTIMIZER_STEP):
-            self._set_rates(skipped, divide_by)
+            if self._decay_changes:
+                self._decay(skipped, divide_by)
             self._run_engine(torch.where(skipped, self._one, divide_by), skipped)
             self.weights.write_back()
             self.weights.detach()
             self._account(skipped, samples)
-            return Update(norm, skipped, scale, self.loss_scale.clone(), self.good_samples.clone())
+            return Update(norm, skipped, scale, self.loss_scale.clone(), self._set_rates())
 
     def _gradients(self) -> list[Tensor]:
         return [w.grad for w in self.weights.masters if w.grad is not None]
@@ -103,12 +97,14 @@ class Optimizer:
             self.stopped |= ~torch.isfinite(norm)
         return self.stopped.clone()
 
-    def _set_rates(self, skipped: Tensor, divide_by: Tensor):
-        row = (self.good_samples // self._grain).clamp(max=len(self._lr_table) - 1).view(1)
-        self.lr.copy_(self._lr_table.index_select(0, row).view(()))
-        if self._decay_table is None:
-            return
-        decay = self._decay_table.index_select(0, row).view(())
+    def _set_rates(self) -> Tensor:
+        """Of the step that starts after the good samples so far, whatever batches they came in. Returns the learning rate."""
+        rate = learning_rates(self.schedule, self.good_samples)
+        self.lr.copy_(rate)
+        return rate
+
+    def _decay(self, skipped: Tensor, divide_by: Tensor):
+        decay = weight_decays(self.schedule, self.good_samples).float()
         matrices = [w for w in self.weights.masters if w.ndim > 1]
         if self.plan.args.optimizer.optimizer == "adam":
             keep = torch.where(skipped, self._one, 1 - self.lr * decay)
@@ -131,8 +127,7 @@ class Optimizer:
     def tensors(self, names: list[str]) -> dict[str, Tensor]:
         """Everything that the next step depends on besides the model, under checkpoint.record's flat names.
 
-        names: of the parameters, in their order. The tensors are the live ones: what is copied into them counts, a
-        master's way into the model being weights.write_back.
+        names: of the parameters, in their order. The tensors are the live ones: what is copied into them counts after `resume`.
         """
         found = {"optimizer.good_samples": self.good_samples}
         for name, parameter, master in zip(names, self.weights.model, self.weights.masters, strict=True):

@@ -1,57 +1,67 @@
-"""Learning rate and weight decay as functions of consumed samples, vectorised.
+"""Learning rate and weight decay as functions of consumed samples, on the device where their number is.
 
 Source of the formulas: the schedule of Megatron-LM 0.16, whose unit is samples of successful steps.
 """
 
-import numpy as np
+import math
+
+import torch
+from torch import Tensor
 
 from megatron_lite.config.plan import LearningRatePlan
 
 
-def learning_rates(plan: LearningRatePlan, samples: np.ndarray) -> np.ndarray:
+def learning_rates(plan: LearningRatePlan, samples: Tensor) -> Tensor:
     """Learning rate of the step that starts after `samples` successfully consumed samples; float64, same shape."""
-    samples = np.asarray(samples, dtype=np.float64)
+    samples = torch.as_tensor(samples, dtype=torch.float64)
     warming = (samples <= plan.warmup_samples) & (plan.warmup_samples > 0)
     warm = plan.init + (plan.peak - plan.init) * samples / (plan.warmup_samples or 1)
-    return np.where(warming, warm, _decayed(plan, samples))
+    return torch.where(warming, warm, _decayed(plan, samples))
 
 
-def weight_decays(plan: LearningRatePlan, samples: np.ndarray) -> np.ndarray:
+def weight_decays(plan: LearningRatePlan, samples: Tensor) -> Tensor:
     """Weight decay likewise: constant, or growing from start to end over the whole training."""
-    share = np.minimum(np.asarray(samples, dtype=np.float64) / max(plan.weight_decay_samples, 1), 1.0)
-    shape = {"constant": 1.0, "linear": share, "cosine": 0.5 * (np.cos(np.pi * (1 - share)) + 1)}
-    span = plan.end_weight_decay - plan.start_weight_decay
-    return plan.start_weight_decay + span * shape[plan.weight_decay_style] + 0 * share
+    samples = torch.as_tensor(samples, dtype=torch.float64)
+    if plan.weight_decay_style == "constant":
+        return torch.full_like(samples, plan.end_weight_decay)
+    share = (samples / max(plan.weight_decay_samples, 1)).clamp(max=1)
+    grown = share if plan.weight_decay_style == "linear" else _cosine(1 - share)
+    return plan.start_weight_decay + (plan.end_weight_decay - plan.start_weight_decay) * grown
 
 
-def _decayed(plan: LearningRatePlan, samples: np.ndarray) -> np.ndarray:
+def _cosine(done: Tensor) -> Tensor:
+    """From 1 to 0 on half a wave."""
+    return 0.5 * (torch.cos(math.pi * done) + 1)
+
+
+def _decayed(plan: LearningRatePlan, samples: Tensor) -> Tensor:
     if plan.style == "constant":
-        return np.full_like(samples, plan.peak)
+        return torch.full_like(samples, plan.peak)
     if plan.style == "inverse-square-root":
         warmup = max(plan.warmup_samples, 1)
-        rate = np.maximum(plan.floor, plan.peak * np.sqrt(warmup) / np.sqrt(np.maximum(samples, 1)))
+        rate = (plan.peak * math.sqrt(warmup) / samples.clamp(min=1).sqrt()).clamp(min=plan.floor)
     else:
         rate = plan.floor + (plan.peak - plan.floor) * _remaining(plan, samples)
-    return np.where(samples > plan.decay_samples, plan.floor, rate)
+    return torch.where(samples > plan.decay_samples, plan.floor, rate)
 
 
-def _remaining(plan: LearningRatePlan, samples: np.ndarray) -> np.ndarray:
+def _remaining(plan: LearningRatePlan, samples: Tensor) -> Tensor:
     """Share of (peak - floor) that is left: 1 after the warm-up, 0 at the end of the decay."""
     if plan.style == "WSD":
         return _wsd_remaining(plan, samples)
     span = (plan.decay_samples - plan.warmup_samples) or 1
-    done = np.clip((samples - plan.warmup_samples) / span, 0, 1)
-    return 1 - done if plan.style == "linear" else 0.5 * (np.cos(np.pi * done) + 1)
+    done = ((samples - plan.warmup_samples) / span).clamp(0, 1)
+    return 1 - done if plan.style == "linear" else _cosine(done)
 
 
-def _wsd_remaining(plan: LearningRatePlan, samples: np.ndarray) -> np.ndarray:
+def _wsd_remaining(plan: LearningRatePlan, samples: Tensor) -> Tensor:
     """Warm-up, stable, decay: everything stays until the last wsd_samples."""
     start = plan.decay_samples - plan.wsd_samples
-    done = np.clip((samples - start) / max(plan.wsd_samples, 1), 0, 1)
+    done = ((samples - start) / max(plan.wsd_samples, 1)).clamp(0, 1)
     shape = {
         "linear": lambda: 1 - done,
-        "cosine": lambda: 0.5 * (np.cos(np.pi * done) + 1),
+        "cosine": lambda: _cosine(done),
         "exponential": lambda: 2 * 0.5**done - 1,
-        "minus_sqrt": lambda: 1 - np.sqrt(done),
+        "minus_sqrt": lambda: 1 - done.sqrt(),
     }
-    return np.where(samples <= start, 1.0, shape[plan.wsd_style]())
+    return torch.where(samples <= start, 1.0, shape[plan.wsd_style]())

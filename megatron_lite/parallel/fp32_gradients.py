@@ -4,6 +4,8 @@ torch accumulates into a parameter's own precision. Here each micro-batch's 16-b
 in the last micro-batch DistributedDataParallel's buckets carry the fp32 sums instead of its own.
 """
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,13 +14,19 @@ ALIGN = 32  # elements: a gradient that starts on 128 bytes is read in whole vec
 
 
 class Fp32Gradients:
-    """Holds one fp32 gradient per parameter, side by side within each communication bucket."""
+    """Holds one fp32 gradient per parameter, all side by side, so that those of a communication bucket are one tensor.
+
+    DistributedDataParallel has one bucket of all parameters at first, and from the second step on buckets filled in the order in
+    which the first step's gradients came. Sums are laid out in that order between the two steps, when they hold nothing.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], ranks: int):
         self.parameters, self.ranks = parameters, ranks
         self.reducing = False  # the running backward is the one whose buckets are reduced
-        self._sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in parameters}
-        self._flat: dict[tuple[int, ...], Tensor] = {}
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._places: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the tensor that holds a sum, and where in it that starts
+        self._all = self._lay_out(parameters, _zeros(parameters))
+        self._came: list[nn.Parameter] | None = []  # of the first reduced backward, in their order; None: laid out so
         self._begun: set[nn.Parameter] = set()  # those whose sum belongs to the running step
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._add)
@@ -31,11 +39,16 @@ class Fp32Gradients:
     def clear(self):
         """Forget all sums. They are not zeroed: the next step's first gradients are written over them."""
         self._begun.clear()
+        if self._came:
+            self._lay_out(list(dict.fromkeys((*self._came, *self.parameters))), self._all)
+            self._came = None
 
     @torch.no_grad()
     def _add(self, parameter: nn.Parameter):
-        if self.reducing:
-            return  # reduce_bucket adds this one, when its whole bucket is there
+        if self.reducing:  # reduce_bucket adds this one, when its whole bucket is there
+            if self._came is not None:
+                self._came.append(parameter)
+            return
         self._take([parameter], [parameter.grad])
         parameter.grad = None
 
@@ -58,26 +71,39 @@ class Fp32Gradients:
     @torch.no_grad()
     def reduce_bucket(self, _state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DistributedDataParallel's communication hook: mean over ranks of the bucket's fp32 sums."""
-        flat = self._side_by_side(bucket.parameters())
-        self._take(bucket.parameters(), bucket.gradients())
+        parameters = bucket.parameters()
+        self._take(parameters, bucket.gradients())
+        flat = self._side_by_side(parameters)
         flat.div_(self.ranks)
         work = dist.all_reduce(flat, async_op=True)
         return work.get_future().then(lambda _: bucket.buffer())
 
     def _side_by_side(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The flat tensor whose parts are these parameters' sums; laid out anew when buckets changed."""
-        key = tuple(id(p) for p in parameters)
-        if key not in self._flat:
-            mine = set(key)
-            self._flat = {k: flat for k, flat in self._flat.items() if mine.isdisjoint(k)}
-            self._flat[key] = self._lay_out(parameters)
-        return self._flat[key]
-
-    def _lay_out(self, parameters: list[nn.Parameter]) -> Tensor:
-        sizes = [-(-p.numel() // ALIGN) * ALIGN for p in parameters]
-        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[0].device)
-        for parameter, part in zip(parameters, flat.split(sizes)):
-            place = part[: parameter.numel()].view_as(parameter)
-            place.copy_(self._sums[parameter])
-            self._sums[parameter] = place
+        """The tensor whose parts are these parameters' sums."""
+        places = [self._places[p] for p in parameters]
+        flat, length = places[0][0], sum(map(_length, parameters))
+        first = min(start for _, start in places)
+        end = max(start + _length(p) for p, (_, start) in zip(parameters, places))
+        if end - first == length and all(other is flat for other, _ in places):
+            return flat[first:end]
+        # rank 0's order decides for all, and this rank's was another: a tensor of their own
+        old = [self._sums[p] for p in parameters]
+        flat = self._lay_out(parameters, _zeros(parameters))
+        torch._foreach_copy_([self._sums[p] for p in parameters], old)
         return flat
+
+    def _lay_out(self, parameters: list[nn.Parameter], flat: Tensor) -> Tensor:
+        """Give each parameter a part of `flat`, in this order, whatever lies there. Returns `flat`."""
+        starts = itertools.accumulate(map(_length, parameters), initial=0)
+        for parameter, start in zip(parameters, starts):
+            self._places[parameter] = flat, start
+            self._sums[parameter] = flat[start : start + parameter.numel()].view_as(parameter)
+        return flat
+
+
+def _zeros(parameters: list[nn.Parameter]) -> Tensor:
+    return torch.zeros(sum(map(_length, parameters)), dtype=torch.float32, device=parameters[0].device)
+
+
+def _length(parameter: nn.Parameter) -> int:
+    return -(-parameter.numel() // ALIGN) * ALIGN

@@ -144,8 +144,8 @@ class Checkpoints:
     def _record(self, progress: Progress) -> Record:
         plan, c = self.plan, self.plan.args.checkpoint
         return Record(
-            iteration=progress.iteration, consumed=progress.consumed, shape=dataclasses.asdict(plan.shape),
-            precision=plan.precision, vocab_size=plan.vocab_size,
+            iteration=progress.iteration, consumed=progress.consumed, consumed_valid_samples=progress.consumed_valid,
+            shape=dataclasses.asdict(plan.shape), precision=plan.precision, vocab_size=plan.vocab_size,
             schedule=dataclasses.asdict(self.optimizer.schedule),
             optimizer=None if c.no_save_optim else plan.args.optimizer.optimizer,
             ranks=0 if c.no_save_rng else plan.world.size,
@@ -212,7 +212,7 @@ class Checkpoints:
         if weights_only:
             return self._say(f"  loaded the weights of iteration {record.iteration}: {path}")
         progress.iteration = progress.started_at = record.iteration
-        progress.consumed = record.consumed
+        progress.consumed, progress.consumed_valid = record.consumed, record.consumed_valid_samples
         if not c.no_load_rng:
             self._load_random_state(path, stored)
         for text in other_kernels(record.kernels, kernels_of(self.plan, self.model)):
@@ -233,7 +233,7 @@ class Checkpoints:
             source = f"optimizer.{name}.master"
             targets[source if source in held else f"model.{name}"] = master.detach()
         stored.read_into(targets)
-        self.optimizer.weights.write_back()
+        self.optimizer.resume()
 
     def _load_random_state(self, path: Path, stored: Stored):
         rank, record = self.plan.world.rank, stored.record

@@ -39,8 +39,9 @@ class Evaluation:
 
     def act(self, progress: Progress):
         self.log.meter.settle()  # a run that diverged must stop, not be evaluated
-        self.report(f"iteration {progress.iteration}", "validation")
+        self.report(progress, f"iteration {progress.iteration}", "validation")
 
-    def report(self, title: str, which: str):
+    def report(self, progress: Progress, title: str, which: str):
         """Evaluate on the batches that come next, and say so."""
+        progress.consumed_valid += self.plan.args.watch.eval_iters * self.plan.batch.final
         self.log.evaluation(title, which, evaluate(self.plan, self.model, self.batches, self.make))

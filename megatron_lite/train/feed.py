@@ -1,5 +1,6 @@
 """The data sets of a run and the streams of micro-batches drawn from them."""
 
+import itertools
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -34,29 +35,36 @@ class Feed:
 
     def training(self, progress: Progress) -> Iterator[Tensor]:
         """From the first sample that has not been trained on."""
-        return self._streams.stream("train", progress.consumed)
+        batch, last = self.plan.batch, self.plan.train_iters
+        return self._streams.stream("train", progress.consumed, batch.samples(last) - batch.samples(progress.iteration))
 
     def validation(self, progress: Progress) -> Iterator[Tensor]:
-        """From the first sample that earlier evaluations have not used."""
-        w = self.plan.args.watch
-        used = progress.iteration // w.eval_interval * w.eval_iters * self.plan.batch.final
-        return self._streams.stream("valid", used)
+        """From the first sample that earlier evaluations have not used, as Megatron counts them: --skip-train begins anew, and a
+        checkpoint that counts none had as many as today's flags would have."""
+        t, w = self.plan.args.training, self.plan.args.watch
+        one, past = w.eval_iters * self.plan.batch.final, progress.iteration // w.eval_interval
+        if t.skip_train:
+            return self._streams.stream("valid", 0, one)
+        if not progress.consumed_valid and t.train_samples is None:
+            progress.consumed_valid = past * one
+        return self._streams.stream("valid", progress.consumed_valid, (self.plan.train_iters // w.eval_interval - past + 1) * one)
 
     def test(self) -> Iterator[Tensor]:
         """From the start."""
-        return self._streams.stream("test", 0)
+        return self._streams.stream("test", 0, self.plan.args.watch.eval_iters * self.plan.batch.final)
 
 
 class _DatasetStreams:
     """Streams of indexed data sets, or of mock data."""
 
     def __init__(self, plan: Plan, say):
-        self.plan = plan
+        self.plan, self._say = plan, say
         d, w = with_files_read(plan.args.data), plan.args.watch
         evaluated = w.eval_iters * plan.batch.final
         # one evaluation per interval and one at the end, each on samples of its own
-        evaluations = plan.train_iters // w.eval_interval + 1
-        sizes = (0 if plan.args.training.skip_train else plan.train_samples, evaluations * evaluated, evaluated)
+        training = not plan.args.training.skip_train
+        evaluations = training * (plan.train_iters // w.eval_interval) + 1
+        sizes = (training * plan.train_samples, evaluations * evaluated, evaluated)
         self._sets = build_datasets(DataSpec(
             sizes=sizes,
             seq_length=plan.shape.seq_length, seed=plan.args.training.seed, vocab_size=plan.vocab_size,
@@ -78,14 +86,28 @@ class _DatasetStreams:
     def has(self, split: str) -> bool:
         return getattr(self._sets, split) is not None
 
-    def stream(self, split: str, consumed: int) -> Iterator[Tensor]:
+    def stream(self, split: str, consumed: int, wanted: int) -> Iterator[Tensor]:
+        """From sample `consumed` on, as long as `wanted` more samples last. DataError: there are fewer to train on."""
         plan, d, dataset = self.plan, self.plan.args.data, getattr(self._sets, split)
-        place = (len(dataset), consumed, plan.args.training.micro_batch_size, plan.world.rank, plan.world.size)
+        place = (plan.args.training.micro_batch_size, plan.world.rank, plan.world.size)
         if d.dataloader_type == "cyclic":
-            indices = cyclic_batches(*place, data_sharding=d.data_sharding)
+            indices = cyclic_batches(len(dataset), consumed, *place, data_sharding=d.data_sharding)
         else:
-            indices = single_batches(*place)
+            indices = single_batches(len(dataset), consumed, *place)
+            if consumed + wanted > len(dataset):
+                self._run_out(split, len(dataset), consumed, wanted)
+                again = (single_batches(len(dataset), 0, *place) for _ in itertools.count())
+                indices = itertools.chain(indices, itertools.chain.from_iterable(again))
         return batches(dataset, indices, num_workers=plan.loader_workers, pin=plan.device == "cuda")
+
+
+    def _run_out(self, split: str, size: int, consumed: int, wanted: int):
+        """After a resume with other flags: the data set is as long as today's flags take from its start."""
+        found = f"{split} data: {count(size)} samples are fewer than the {count(consumed)} consumed so far and {count(wanted)} to come"
+        if split == "train":
+            raise DataError(f"{found}; resume with the --global-batch-size of the run that was saved, or add --finetune to "
+                            "begin with the first sample.")
+        self._say(f"  {found}; after the last one evaluations begin with the first again")
 
 
 class _ExternalStreams:
@@ -103,6 +125,6 @@ class _ExternalStreams:
     def has(self, split: str) -> bool:
         return self._begun.get(split) is not None
 
-    def stream(self, split: str, consumed: int) -> Iterator[Tensor]:
+    def stream(self, split: str, consumed: int, wanted: int) -> Iterator[Tensor]:
         begun = self._begun.get(split)
         return begun if begun is not None and consumed == 0 else self._loader.stream(split, consumed)

@@ -12,6 +12,7 @@ class Progress:
 
     iteration: int = 0
     consumed: int = 0  # samples
+    consumed_valid: int = 0  # samples of all evaluations
     started_at: int = 0  # iteration that this run started from
 
     @property

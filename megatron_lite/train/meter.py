@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DivergedError
 from megatron_lite.optim.loss_scale import DynamicLossScale
-from megatron_lite.optim.schedule import learning_rates
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.readback import LAG, Readback
 from megatron_lite.train.step import StepResult
@@ -30,9 +29,8 @@ class StepFigures:
     skipped: bool
     loss_scale: float
     next_loss_scale: float
-    good_samples: int  # of all successful steps so far
+    next_lr: float
     zeros: float
-    next_lr: float = math.nan  # known when the interval is taken
     local: bool = False  # the loss is this rank's, though there are others
 
     @property
@@ -54,7 +52,7 @@ class Meter:
         """Take a step's figures in, and look at those of the step before last."""
         u = result.update
         values = (result.loss_sum, result.tokens, u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale,
-                  u.good_samples, result.zeros)
+                  u.next_lr, result.zeros)
         self._readback.push((progress.iteration, progress.consumed, result.samples), values)
         self.settle(LAG)
 
@@ -92,23 +90,17 @@ class Meter:
     def so_far(self, after: int) -> list[StepFigures]:
         """Copies of what has been read already, of later iterations than `after`: losses of this rank only. No collective."""
         local = self.plan.world.size > 1
-        return self._with_rates([replace(step, local=local) for step in self._steps if step.iteration > after])
+        return [replace(step, local=local) for step in self._steps if step.iteration > after]
 
     def _hand_over(self) -> list[StepFigures]:
         steps, self._steps = self._steps, []
-        return self._with_rates(steps)
-
-    def _with_rates(self, steps: list[StepFigures]) -> list[StepFigures]:
-        rates = learning_rates(self.optimizer.schedule, [step.good_samples for step in steps])
-        for step, rate in zip(steps, rates.tolist()):
-            step.next_lr = rate
         return steps
 
     def _figures(self, key: tuple[int, int, int], values: list[float]) -> StepFigures:
         iteration, consumed, samples = key
-        loss_sum, tokens, norm, skipped, scale, next_scale, good, zeros = values
+        loss_sum, tokens, norm, skipped, scale, next_scale, next_lr, zeros = values
         return StepFigures(
-            iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale, int(good), zeros
+            iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale, next_lr, zeros
         )
 
     def _must_look(self) -> bool:
