@@ -286,6 +286,7 @@ CASES = {
                        recorded(steps=ordinary_steps(skipped=lambda index: index < 15), precision="fp16")),
     "scale-collapse": (recorded(steps=ordinary_steps(loss_scale=scale(HALVED)), precision="fp16"),
                        recorded(steps=ordinary_steps(loss_scale=scale(HALVED[:6])), precision="fp16")),
+    "no-learning": (recorded(steps=ordinary_steps(loss=lambda index: 3.0 + index / 1000)), run),
     "memory-growth": (recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + index * 2**22)),
                       recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + min(index, 4) * 2**22))),
     "fragmentation": (holes(4), holes(0)),
@@ -299,8 +300,13 @@ CASES = {
         both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=12 * 10**9))),
         both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=70 * 10**9)))),
 }
+NEVER_GOOD = {"skipped": True, "loss": None, "grad_norm": None}
 # a second way in which a rule can see its cause, or a second near miss
 MORE_TRIGGERS = [
+    ("overflow-storm", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
+    ("scale-collapse", recorded(steps=ordinary_steps(loss_scale=scale(HALVED), **NEVER_GOOD), precision="fp16")),
+    ("recompilation", recorded(steps=ordinary_steps(ms=500.0, compiling=True, compile_ms=490.0), torch_compile=True)),
+    ("no-learning", recorded(steps=ordinary_steps(loss=lambda index: 3.0 if index < 30 else None))),
     ("graph-breaks", on_cpu(change=resumes)),
     ("graph-breaks", both(on_cpu(change=more_than_a_layer_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("memory-growth", remembered(kept_mib=64, steps=5)),
@@ -313,6 +319,9 @@ MORE_TRIGGERS = [
     ("matmul-shapes", both(on_cpu(dims=ODD), recorded(device="cpu", shape=ODD_SHAPE))),
 ]
 MORE_NEAR_MISSES = [
+    ("overflow-storm", recorded(steps=ordinary_steps(skipped=lambda index: index < 39), precision="fp16")),
+    ("no-learning", recorded(steps=ordinary_steps(14, loss=3.0))),
+    ("no-learning", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
     ("graph-breaks", both(on_cpu(change=layers_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("sync-in-step", on_cpu(change=fused_optimizer_reads)),
     ("memory-growth", remembered(steps=5)),

@@ -4,10 +4,13 @@ import dataclasses
 
 import pytest
 import report_cases as cases
+from training_maker import gpu, ordinary_steps, run
 
+from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.title import title_of
 from megatron_lite.analysis.verdict import share_in_words, verdict_of
+from megatron_lite.report.sections.run import run_section
 
 NOTHING = {"ranks": None, "snapshots": (), "run": None, "gaps": ()}
 
@@ -192,3 +195,30 @@ def test_processes_without_ranks_are_not_called_ranks():
         for one in cases.report().facts.ranks_seen
     )
     assert title_of(["job.sqlite"], Facts(**{**NOTHING, "ranks_seen": seen})).startswith("job.sqlite: 2 processes, ")
+
+
+def run_verdict(folder, **columns) -> str:
+    """Of a made run beside a GPU trace."""
+    gpu(folder)
+    run(folder, ordinary_steps(**columns), clip_grad=1.0)
+    return analyze([folder]).verdict.sentence
+
+
+def test_a_run_that_learned_nothing_says_so_first(tmp_path):
+    skipped = run_verdict(tmp_path / "skipped", skipped=True, loss=None, grad_norm=None)
+    assert skipped.startswith("Nothing was learned: all 40 steps were skipped, because a gradient was not finite. ")
+    lost = run_verdict(tmp_path / "lost", loss=None)
+    assert lost.startswith("Nothing was learned: the loss was not finite in all 40 updates. ")
+    assert "learned" not in run_verdict(tmp_path / "some", skipped=lambda index: index < 39)
+
+
+def test_what_a_run_learned_is_a_fact_of_its_report(tmp_path):
+    gpu(tmp_path)
+    run(tmp_path, ordinary_steps(loss=lambda index: 3.0 + index / 100, grad_norm=20.0), clip_grad=1.0)
+    told = run_section(analyze([tmp_path]), False).blocks[0].texts
+    assert "the loss did not fall: 3.035 in the first 8 updates, 3.355 in the last 8" in told
+    assert "the gradient norm is cut in every update, to 1/20 in the median (--clip-grad)" in told
+    run(tmp_path, ordinary_steps(grad_norm=lambda index: 20.0 if index else 9.0), clip_grad=1.0)
+    told = run_section(analyze([tmp_path]), False).blocks[0].texts
+    assert "the loss fell: 2.997 in the first 8 updates, 2.965 in the last 8" in told
+    assert "gradient norm" not in " ".join(told)

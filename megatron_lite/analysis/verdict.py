@@ -1,6 +1,7 @@
 """The first line of a report: one sentence with the largest true statements, or INCONCLUSIVE with the reason."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, pstdev
 
 from megatron_lite.analysis.facts import Facts, RankFacts
@@ -9,6 +10,7 @@ from megatron_lite.analysis.kernels.figures import Role
 from megatron_lite.analysis.memory.figures import Snapshot
 from megatron_lite.analysis.report import Verdict
 from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.learning import learning_of
 from megatron_lite.analysis.time.figures import RankTime
 from megatron_lite.units import count, size
 
@@ -53,7 +55,20 @@ LOSSES = {  # row of RankTime: (what bounds the run, verb, of what)
 
 
 def verdict_of(facts: Facts, findings: Sequence[Finding]) -> Verdict:
-    """What limits this run, as far as the facts carry."""
+    """What limits this run, as far as the facts carry; before it what makes its speed a minor matter."""
+    verdict = _of_time(facts, findings)
+    return replace(verdict, sentence=_first_of_all(facts.run) + verdict.sentence) if facts.run else verdict
+
+
+def _first_of_all(run: Run) -> str:
+    """'Nothing was learned: all 14 steps were skipped ... The run failed after 14 steps. '; '' for an ordinary run."""
+    how = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
+    nothing = learning_of(run).nothing
+    told = (f"Nothing was learned: {nothing}" if nothing else "", f"The run {how} after {run.steps:,} steps" if how else "")
+    return "".join(f"{one}. " for one in told if one)
+
+
+def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     rank = facts.critical
     if rank is None:
         return _of_memory(facts.snapshots) if facts.snapshots else _of_run(facts)
@@ -202,17 +217,10 @@ def _of_memory(snapshots: Sequence[Snapshot]) -> Verdict:
 
 def _of_run(facts: Facts) -> Verdict:
     run, why = facts.run, f"no trace: without one the run says how fast it was, not why; {HOW_TO_TRACE}"
-    failed = _failed(run) if run else ""
     if run is None or run.steady_step_ms is None:
-        return Verdict(f"{failed}INCONCLUSIVE: {why}", "inconclusive", "low", why)
+        return Verdict(f"INCONCLUSIVE: {why}", "inconclusive", "low", why)
     speed = f", {count(run.tokens_per_second)} tokens/s" if run.tokens_per_second else ""
     mfu = f", {run.mfu_causal:.0%} of peak" if run.mfu_causal else ""
     late = _straggler(facts, run.steady_step_ms)
     said = f"{run.steady_step_ms:,.1f} ms per step{speed}{mfu}{f'; {late}' if late else ''}"
-    return Verdict(f"{failed}{said}. INCONCLUSIVE: {why}", "inconclusive", "low", why)
-
-
-def _failed(run: Run) -> str:
-    """'The run failed after 12 steps. '; '' where it did not."""
-    how = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
-    return f"The run {how} after {run.steps:,} steps. " if how else ""
+    return Verdict(f"{said}. INCONCLUSIVE: {why}", "inconclusive", "low", why)
