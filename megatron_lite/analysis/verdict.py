@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
 
+from megatron_lite.analysis.contradictions import contradictions_of, missing_gpu_work
 from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.figures import Role
-from megatron_lite.analysis.memory.figures import Snapshot
 from megatron_lite.analysis.report import Verdict
 from megatron_lite.analysis.run.figures import Run
 from megatron_lite.analysis.run.learning import learning_of
@@ -71,8 +71,8 @@ def _first_of_all(run: Run) -> str:
 def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     rank = facts.critical
     if rank is None:
-        return _of_memory(facts.snapshots) if facts.snapshots else _of_run(facts)
-    why_not = _why_inconclusive(rank.time, facts.run)
+        return _of_memory(facts) if facts.snapshots else _of_run(facts)
+    why_not = missing_gpu_work(rank, facts.run) or _why_inconclusive(rank.time, facts.run)
     said = _sentence(facts, rank, findings) if rank.time.step_ms > 0 else ""
     if why_not:
         return Verdict(
@@ -81,7 +81,7 @@ def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
             "low",
             why_not,
         )
-    doubts = _doubts(rank.time, facts.run)
+    doubts = [*_doubts(rank.time, facts.run), *contradictions_of(facts)]
     seen = f"{len(rank.time.steady_steps)} steady steps"
     return Verdict(
         said[:1].upper() + said[1:], _bound(rank.time), "low" if doubts else "high", "; ".join([seen, *doubts])
@@ -200,8 +200,8 @@ def _inside_compute(rank: RankFacts, findings: Sequence[Finding]) -> str:
     return f"{ms / total:.0%} of {'device' if rank.time.on_gpu else 'operator'} time is {role}"
 
 
-def _of_memory(snapshots: Sequence[Snapshot]) -> Verdict:
-    most = max(snapshots, key=lambda one: one.peak_bytes)
+def _of_memory(facts: Facts) -> Verdict:
+    most = facts.highest_snapshot
     where = f" in {most.peak_phase}" if most.peak_phase else ""
     held = (
         ", ".join(f"{part.category} {part.num_bytes / most.peak_bytes:.0%}" for part in most.held[:3])
@@ -209,9 +209,9 @@ def _of_memory(snapshots: Sequence[Snapshot]) -> Verdict:
         else ""
     )
     sentence = f"Memory peaks at {size(most.peak_bytes)}{where}" + (f": {held}" if held else "")
-    doubts = [] if most.complete else ["the record dropped older events"]
+    doubts = contradictions_of(facts)
     return Verdict(
-        sentence, "memory", "low" if doubts else "high", doubts[0] if doubts else f"{count(most.events)} events"
+        sentence, "memory", "low" if doubts else "high", "; ".join([f"{count(most.events)} events", *doubts])
     )
 
 
