@@ -127,7 +127,7 @@ MORE = [
         10,
         FAIL,
         "fp32-products",
-        both(on_cpu(dtype="float"), recorded(device="cpu", hardware={"bf16_products": False})),
+        both(on_cpu(dtype="float"), recorded(device="cpu", world=1, hardware={"bf16_products": False})),
         "in fp32",
     ),
     (10, NOT_SEEN, "", both(gpu, recorded(precision="fp32")), "in bf16 or fp16"),

@@ -273,8 +273,8 @@ CASES = {
     "recompilation": (
         recorded(steps=ordinary_steps(ms=every(8, 500.0, 10.0), compiling=every(8, True, False))),
         recorded(steps=ordinary_steps(ms=every(30, 500.0, 10.0), compiling=every(30, True, False)))),
-    "graph-breaks": (both(on_cpu(change=breaks), recorded(device="cpu", torch_compile=True)),
-                     both(on_cpu(change=one_graph), recorded(device="cpu", torch_compile=True))),
+    "graph-breaks": (both(on_cpu(change=breaks), recorded(device="cpu", world=1, torch_compile=True)),
+                     both(on_cpu(change=one_graph), recorded(device="cpu", world=1, torch_compile=True))),
     "first-step": (recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 20_000.0)),
                    recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 2_000.0))),
     "profiler-overhead": (recorded(steps=profiled_steps(15.0)), recorded(steps=profiled_steps(11.0))),
@@ -300,6 +300,11 @@ CASES = {
         both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=12 * 10**9))),
         both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=70 * 10**9)))),
 }
+UNKNOWN_OR_AMD = (
+    "igemm_fwd_gtcx3_nhwc_fp16_bx0_ex0_bt128x128x32_wt32x32x8_ws1x1_wr2x2",
+    "void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm<ck::half_t> >(x)",
+    "hgemm_bf16_t32x32x64x6_ksd_w1x2x1",
+)
 NEVER_GOOD = {"skipped": True, "loss": None, "grad_norm": None}
 # a second way in which a rule can see its cause, or a second near miss
 MORE_TRIGGERS = [
@@ -330,6 +335,7 @@ MORE_NEAR_MISSES = [
     ("fp32-products",
      both(on_cpu(dtype="float"), recorded(device="cpu", precision="fp32", hardware={"bf16_products": False}))),
     ("straggler", recorded(ranks=rank_lines([3.0, 3.0, 3.1, 3.0]), world=4)),
+    *[("no-tensor-cores", on_gpu(gemm=name)) for name in UNKNOWN_OR_AMD],
     ("sync-in-step", on_gpu(before_optimizer=waits_with_a_full_queue)),
 ]
 CLEAN = {

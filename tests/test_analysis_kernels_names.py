@@ -124,6 +124,21 @@ def test_the_seeds_single_precision_kernel():
             NONE,
             "fp16",
         ),
+        ("igemm_fwd_gtcx3_nhwc_fp16_bx0_ex0_bt128x128x32_wt32x32x8_ws1x1_wr2x2_ta1x8x2x1_1x4x1x64_gkgs", YES, "fp16"),
+        ("igemm_wrw_gtcx2_nhwc_bf16_bx0_ex1_bt256x256x32_wt32x32x8", YES, "bf16"),
+        ("igemm_bwd_gtcx_nchw_fp32_bx0_ex1_bt128x128x8", YES, "fp32"),
+        ("igemm_fwd_gtcm_nchw_fp16_bt64x32x8", UNKNOWN, "fp16"),
+        ("void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm<ck::bhalf_t> >(x)", YES, "bf16"),
+        ("_ZN2ck40kernel_gemm_xdl_cshuffle_v3_multi_d_b_preshuffle", YES, ""),
+        ("void ck::tensor_operation::device::(anonymous namespace)::kernel_grouped_conv_fwd_xdl_cshuffle<_Float16>(x)",
+         YES, "fp16"),
+        ("void ck::kernel_gemm_dl_v1r3<ck::GridwiseGemmDl<ck::half_t> >(x)", NO, "fp16"),
+        ("void ck_tile::kentry<256, 2, ck_tile::FmhaFwdKernel<ck_tile::BlockFmhaPipelineQRKSVS<_Float16> > >(x)", YES, "fp16"),
+        ("hgemm_bf16_t32x32x64x6_ksd_w1x2x1", UNKNOWN, "bf16"),
+        ("my_hgemm_kernel", UNKNOWN, ""),
+        ("Cijk_Alik_Bljk_HB_MT64x64x16_SN_1LDSB0", UNKNOWN, "fp16"),
+        ("Cijk_Alik_Bljk_HB_MT64x64x16_SN_TT4_4_WG16_16_1", NO, "fp16"),
+        ("void regular_fft<256u, EPT<16u>, __half>(x)", NONE, ""),
         ("triton_tem_fused_mm_0", UNKNOWN, ""),
         ("matmul_kernel", UNKNOWN, ""),
         ("triton_poi_fused_add_0", NONE, ""),
@@ -290,14 +305,16 @@ def test_words_for_people():
         "gemm_s1688" * 9_000,
         "flash_" * 9_000,
         "triton_poi_fused_" + "_a" * 40_000,
+        "igemm_fwd_gtcx" * 9_000,
+        "ck::gemm" * 9_000,
         "_ZN" + "1a" * 40_000,
         "\ud800",
     ],
 )
 def test_no_string_fails_or_takes_long(name):
-    started = time.perf_counter()
+    started = time.process_time()  # of this process: other jobs on the machine do not count
     lines = in_words(name)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert all(line.isprintable() for line in lines)
 
 

@@ -82,6 +82,8 @@ def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
             why_not,
         )
     doubts = [*_doubts(rank.time, facts.run), *contradictions_of(facts)]
+    if (rank.kernels.mfu or 0.0) > 1:
+        doubts.append(f"{rank.kernels.mfu:.0%} of the peak is impossible: kernels are missing, or the device is another one")
     seen = f"{len(rank.time.steady_steps)} steady steps"
     return Verdict(
         said[:1].upper() + said[1:], _bound(rank.time), "low" if doubts else "high", "; ".join([seen, *doubts])

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Kind, MemoryEvents, Trace
-from megatron_lite.analysis.trace.kinds import KIND_OF_PROCESS, OPERATORS_OF_2021, is_annotation_of_2021
+from megatron_lite.analysis.trace.kinds import DEVICE_WAIT, KIND_OF_PROCESS, OPERATORS_OF_2021, is_annotation_of_2021
 from megatron_lite.analysis.trace.kineto_chunks import Chunks
 from megatron_lite.analysis.trace.kineto_columns import (
     COLUMNS,
@@ -94,6 +94,8 @@ def _kinds(columns: dict, names: tuple[str, ...], categories: list[str], threads
     if OPERATORS_OF_2021 in categories:
         named_by_code = np.fromiter(map(is_annotation_of_2021, names), bool, len(names))
         kind[(kind == Kind.OP) & named_by_code[columns["name"]]] = Kind.ANNOTATION
+    waits = np.fromiter((bool(DEVICE_WAIT.fullmatch(name)) for name in names), bool, len(names))
+    kind[(kind == Kind.KERNEL) & waits[columns["name"]]] = Kind.SYNC
     return kind
 
 
