@@ -5,6 +5,7 @@ Runs are functions of an empty folder, as in finding_cases.
 
 from finding_cases import (
     CASES,
+    NEVER_GOOD,
     PAGEABLE,
     both,
     cpu,
@@ -27,6 +28,8 @@ from megatron_lite.analysis.audit.figures import Answer
 
 PASS, FAIL, NOT_SEEN = Answer.PASS, Answer.FAIL, Answer.NOT_SEEN
 OWN_DATA = {"dataloader_type": "single", "shape": {"max_position_embeddings": 2048}}
+NEVER_GOOD_RUN = recorded(precision="fp16", steps=ordinary_steps(14, **NEVER_GOOD), **OWN_DATA)
+LOST_RUN = recorded(steps=ordinary_steps(loss=lambda index: 3.0 - index / 1000 if index < 30 else None), **OWN_DATA)
 
 
 def failing(code):
@@ -90,6 +93,12 @@ POINTS = {
 }
 # other ways to the answers: (number, answer, code, made run, what it must say)
 MORE = [
+    (11, FAIL, "overflow-storm", NEVER_GOOD_RUN, "all 14 steps were skipped"),
+    (11, NOT_SEEN, "", recorded(precision="fp16", steps=ordinary_steps(14, skipped=lambda index: index < 13)), "13 of 14"),
+    (13, FAIL, "overflow-storm", NEVER_GOOD_RUN, "no update at all: all 14 steps were skipped"),
+    (13, FAIL, "no-learning", recorded(steps=ordinary_steps(loss=None)), "not finite in all 40 updates"),
+    (17, FAIL, "overflow-storm", NEVER_GOOD_RUN, "14 of 14 steps skipped"),
+    (17, FAIL, "no-learning", LOST_RUN, "not finite in 10 of 40 updates (iteration 31, 32, 33, ...)"),
     (1, PASS, "", recorded(device="cpu"), "39 of 40 steps count"),
     (1, PASS, "", gpu, "11 steps ran before the first that counts"),
     (1, NOT_SEEN, "", cpu, "no work of a GPU"),
@@ -118,7 +127,7 @@ MORE = [
         10,
         FAIL,
         "fp32-products",
-        both(on_cpu(dtype="float"), recorded(device="cpu", hardware={"bf16_products": False})),
+        both(on_cpu(dtype="float"), recorded(device="cpu", world=1, hardware={"bf16_products": False})),
         "in fp32",
     ),
     (10, NOT_SEEN, "", both(gpu, recorded(precision="fp32")), "in bf16 or fp16"),

@@ -273,8 +273,8 @@ CASES = {
     "recompilation": (
         recorded(steps=ordinary_steps(ms=every(8, 500.0, 10.0), compiling=every(8, True, False))),
         recorded(steps=ordinary_steps(ms=every(30, 500.0, 10.0), compiling=every(30, True, False)))),
-    "graph-breaks": (both(on_cpu(change=breaks), recorded(device="cpu", torch_compile=True)),
-                     both(on_cpu(change=one_graph), recorded(device="cpu", torch_compile=True))),
+    "graph-breaks": (both(on_cpu(change=breaks), recorded(device="cpu", world=1, torch_compile=True)),
+                     both(on_cpu(change=one_graph), recorded(device="cpu", world=1, torch_compile=True))),
     "first-step": (recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 20_000.0)),
                    recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 2_000.0))),
     "profiler-overhead": (recorded(steps=profiled_steps(15.0)), recorded(steps=profiled_steps(11.0))),
@@ -286,6 +286,7 @@ CASES = {
                        recorded(steps=ordinary_steps(skipped=lambda index: index < 15), precision="fp16")),
     "scale-collapse": (recorded(steps=ordinary_steps(loss_scale=scale(HALVED)), precision="fp16"),
                        recorded(steps=ordinary_steps(loss_scale=scale(HALVED[:6])), precision="fp16")),
+    "no-learning": (recorded(steps=ordinary_steps(loss=lambda index: 3.0 + index / 1000)), run),
     "memory-growth": (recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + index * 2**22)),
                       recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + min(index, 4) * 2**22))),
     "fragmentation": (holes(4), holes(0)),
@@ -299,8 +300,18 @@ CASES = {
         both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=12 * 10**9))),
         both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=70 * 10**9)))),
 }
+UNKNOWN_OR_AMD = (
+    "igemm_fwd_gtcx3_nhwc_fp16_bx0_ex0_bt128x128x32_wt32x32x8_ws1x1_wr2x2",
+    "void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm<ck::half_t> >(x)",
+    "hgemm_bf16_t32x32x64x6_ksd_w1x2x1",
+)
+NEVER_GOOD = {"skipped": True, "loss": None, "grad_norm": None}
 # a second way in which a rule can see its cause, or a second near miss
 MORE_TRIGGERS = [
+    ("overflow-storm", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
+    ("scale-collapse", recorded(steps=ordinary_steps(loss_scale=scale(HALVED), **NEVER_GOOD), precision="fp16")),
+    ("recompilation", recorded(steps=ordinary_steps(ms=500.0, compiling=True, compile_ms=490.0), torch_compile=True)),
+    ("no-learning", recorded(steps=ordinary_steps(loss=lambda index: 3.0 if index < 30 else None))),
     ("graph-breaks", on_cpu(change=resumes)),
     ("graph-breaks", both(on_cpu(change=more_than_a_layer_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("memory-growth", remembered(kept_mib=64, steps=5)),
@@ -313,6 +324,9 @@ MORE_TRIGGERS = [
     ("matmul-shapes", both(on_cpu(dims=ODD), recorded(device="cpu", shape=ODD_SHAPE))),
 ]
 MORE_NEAR_MISSES = [
+    ("overflow-storm", recorded(steps=ordinary_steps(skipped=lambda index: index < 39), precision="fp16")),
+    ("no-learning", recorded(steps=ordinary_steps(14, loss=3.0))),
+    ("no-learning", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
     ("graph-breaks", both(on_cpu(change=layers_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("sync-in-step", on_cpu(change=fused_optimizer_reads)),
     ("memory-growth", remembered(steps=5)),
@@ -321,6 +335,7 @@ MORE_NEAR_MISSES = [
     ("fp32-products",
      both(on_cpu(dtype="float"), recorded(device="cpu", precision="fp32", hardware={"bf16_products": False}))),
     ("straggler", recorded(ranks=rank_lines([3.0, 3.0, 3.1, 3.0]), world=4)),
+    *[("no-tensor-cores", on_gpu(gemm=name)) for name in UNKNOWN_OR_AMD],
     ("sync-in-step", on_gpu(before_optimizer=waits_with_a_full_queue)),
 ]
 CLEAN = {

@@ -150,18 +150,19 @@ def test_formats_that_mixed_precision_must_leave_alone():
         ({}, {}, PASS, "the losses of 40 common iterations differ by at most 0.00%"),
         (
             {"loss": lambda index: 3.0 + 0.03 * (index == 20)},
-            {},
+            {"loss": 3.0},
             PASS,
             "by at most 1.00% (iteration 21: 3.03 here, 3 there)",
         ),
-        ({"loss": lambda index: 3.0 + index / 100}, {}, FAIL, "13.00% (iteration 40"),
+        ({"loss": lambda index: 3.0 + index / 100}, {"loss": 3.0}, FAIL, "13.00% (iteration 40"),
         (
             {"skipped": lambda index: index < 3, "loss": lambda index: None if index < 3 else 3.0},
             {},
             PASS,
             "37 common iterations",
         ),
-        ({"loss": None}, {}, NOT_SEEN, "0 iterations with a loss here, 40 there"),
+        ({"skipped": True, "loss": None}, {}, NOT_SEEN, "0 iterations with a loss here, 40 there"),
+        ({"loss": lambda index: None if index > 3 else 3.0 - index / 1000}, {}, FAIL, "not finite in 36 of 40 updates"),
     ],
 )
 def test_losses_beside_the_baseline(tmp_path, mine, other, answer, says):

@@ -16,10 +16,12 @@ from finding_cases import (
     MORE_TRIGGERS,
     WORDS,
     both,
+    on_gpu,
     rank_lines,
     ranks_late,
     recorded,
 )
+from training_maker import SIMT_GEMM
 
 from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
@@ -199,3 +201,19 @@ def test_a_disturbing_profiler_is_blamed_by_its_flags(device, word):
     plan = {"device": device, "args": {"profile": {"record_memory_history": True}}}
     slow = dataclasses.replace(report_cases.run_of(), plan=plan, profiled_step_ms=150.0)
     assert word in profiler_overhead.find(dataclasses.replace(NOTHING, run=slow)).advice
+
+
+@pytest.mark.parametrize(
+    ("plan", "advice"),
+    [
+        ({"shape": {"ffn_hidden_size": 4000}}, "--ffn-hidden-size 4096 (now 4000)"),
+        ({"shape": {"padded_vocab_size": 4000}}, "--make-vocab-size-divisible-by 128 (the vocabulary has now 4000 rows)"),
+        (None, "pad 4000 to 4096"),
+    ],
+)
+def test_advice_for_tensor_cores_names_what_the_run_has(tmp_path, plan, advice):
+    odd = on_gpu(gemm=SIMT_GEMM, dims=[[8192, 1024], [1024, 4000]])
+    found = found_in(tmp_path, odd if plan is None else both(odd, recorded(**plan)))
+    [one] = [one for one in found if one.code == "no-tensor-cores"]
+    assert one.advice == advice
+    assert one.flags == ((advice.partition(" (")[0],) if plan else ())

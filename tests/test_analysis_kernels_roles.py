@@ -61,6 +61,10 @@ KERNELS = {
         "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "ncclSymDevKernel_AllReduce_x(x)",
         "void deep_ep::intranode::dispatch<8, 768>(int4*)",
+        "void deep_ep::internode::notify_dispatch<false, 4>(int const*)",
+        "_ZN7deep_ep9internode7combineILb0EEEv",
+        "void intranode::combine<nv_bfloat16, 8, 768>(x)",
+        "void internode_ll::dispatch<true, 3, 7168>(x)",
         "one_shot_all_reduce_kernel",
         "multimem_all_reduce_kernel",
         "void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(x)",
@@ -93,6 +97,7 @@ KERNELS = {
         "void cutlass_cudnn_infer::Kernel<cutlass_tensorop_s1688dgrad_optimized_tf32_64x256_16x4_nhwc_align4>(x)",
         "cask_cudnn::computeOffsetsKernel(x)",
         "miopenSp3AsmConv_v21_1_3_gfx9_fp32_f2x3_stride1",
+        "igemm_wrw_gtcx2_nhwc_fp16_bx0_ex1_bt256x256x32",
     ],
     Role.EMBEDDING: [
         f"{ANONYMOUS}indexSelectLargeIndex<c10::BFloat16, long, unsigned int, 2, 2, -2, true>(x)",

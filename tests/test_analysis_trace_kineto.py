@@ -246,3 +246,14 @@ def test_only_names_of_the_wanted_kinds_are_asked(tmp_path):
     passes = trace.passing(lambda name: asked.append(name) or name == "a", Kind.OP, Kind.MEMCPY)
     assert sorted(asked) == ["a", "b"]
     assert passes.tolist() == [name == "a" for name in trace.names]
+
+
+@pytest.mark.parametrize("name", ["event_wait", "EVENT_WAIT", "notify_wait"])
+def test_waiting_on_a_device_is_no_work(tmp_path, name):
+    made = MadeTrace()
+    made.step(1, 0, 1000)
+    for start, work in ((100, "matmul_kernel"), (300, name)):
+        made.kernel(work, start, start + 150, start - 10)["cat"] = "mtia_ccp_events"
+    [trace] = read_traces(made.write(tmp_path))
+    assert [trace.name_of(row) for row in trace.device_rows] == ["matmul_kernel"]
+    assert [trace.name_of(row) for row in trace.rows[Kind.SYNC]] == [name]

@@ -1,13 +1,19 @@
 """The first line: true statements, or the reason why there is none."""
 
 import dataclasses
+import json
 
 import pytest
 import report_cases as cases
+from training_maker import gpu, ordinary_steps, run
 
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.audit.audit import audit_of
+from megatron_lite.analysis.audit.figures import Answer
 from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.title import title_of
 from megatron_lite.analysis.verdict import share_in_words, verdict_of
+from megatron_lite.report.sections.run import run_section
 
 NOTHING = {"ranks": None, "snapshots": (), "run": None, "gaps": ()}
 
@@ -151,7 +157,7 @@ def test_without_a_trace_memory_or_the_run_speaks():
     )
     cut = dataclasses.replace(cases.snapshot(), complete=False, peak_bytes=0, held=())
     verdict = verdict_of(Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cut,)}), ())
-    assert (verdict.confidence, verdict.why) == ("low", "the record dropped older events")
+    assert (verdict.confidence, verdict.why) == ("low", "120,000 events; the record dropped older events")
 
 
 @pytest.mark.parametrize(
@@ -192,3 +198,150 @@ def test_processes_without_ranks_are_not_called_ranks():
         for one in cases.report().facts.ranks_seen
     )
     assert title_of(["job.sqlite"], Facts(**{**NOTHING, "ranks_seen": seen})).startswith("job.sqlite: 2 processes, ")
+
+
+def run_verdict(folder, **columns) -> str:
+    """Of a made run beside a GPU trace."""
+    gpu(folder)
+    run(folder, ordinary_steps(**columns), clip_grad=1.0)
+    return analyze([folder]).verdict.sentence
+
+
+def test_a_run_that_learned_nothing_says_so_first(tmp_path):
+    skipped = run_verdict(tmp_path / "skipped", skipped=True, loss=None, grad_norm=None)
+    assert skipped.startswith("Nothing was learned: all 40 steps were skipped, because a gradient was not finite. ")
+    lost = run_verdict(tmp_path / "lost", loss=None)
+    assert lost.startswith("Nothing was learned: the loss was not finite in all 40 updates. ")
+    assert "learned" not in run_verdict(tmp_path / "some", skipped=lambda index: index < 39)
+
+
+def test_what_a_run_learned_is_a_fact_of_its_report(tmp_path):
+    gpu(tmp_path)
+    run(tmp_path, ordinary_steps(loss=lambda index: 3.0 + index / 100, grad_norm=20.0), clip_grad=1.0)
+    told = run_section(analyze([tmp_path]), False).blocks[0].texts
+    assert "the loss did not fall: 3.035 in the first 8 updates, 3.355 in the last 8" in told
+    assert "the gradient norm is cut in every update, to 1/20 in the median (--clip-grad)" in told
+    run(tmp_path, ordinary_steps(grad_norm=lambda index: 20.0 if index else 9.0), clip_grad=1.0)
+    told = run_section(analyze([tmp_path]), False).blocks[0].texts
+    assert "the loss fell: 2.997 in the first 8 updates, 2.965 in the last 8" in told
+    assert "gradient norm" not in " ".join(told)
+
+
+BOUNDS = {
+    "compute": {"compute": 90.0, "host": 10.0},
+    "communication": {"compute": 60.0, "exposed_communication": 40.0},
+    "copy": {"compute": 60.0, "exposed_copy": 40.0},
+    "data": {"compute": 50.0, "data_wait": 50.0},
+    "sync": {"compute": 60.0, "sync": 40.0},
+    "host": {"compute": 60.0, "host": 40.0},
+    "save": {"compute": 60.0, "save": 40.0},
+}
+CUT = "t.json: the JSON breaks off after byte 7; what stands before it was read"
+RUN = dataclasses.replace(cases.run_of(), plan={"device": "cuda", "world": {"size": 2}}, profiled=(False, True, True))
+CONTRADICTIONS = {
+    "a damaged file": ({"damage": (CUT,)}, None, CUT),
+    "a run on a CPU": (
+        {},
+        dataclasses.replace(RUN, plan={"device": "cpu"}),
+        "the run was on a CPU, and the trace holds a GPU's work",
+    ),
+    "another run": (
+        {},
+        dataclasses.replace(RUN, plan={"device": "cuda", "world": {"size": 8}}),
+        "the trace is of 2 ranks, the run of 8",
+    ),
+    "another step time": (
+        {},
+        dataclasses.replace(RUN, profiled_step_ms=300.0, before_profile_ms=300.0),
+        "a step takes 100.0 ms in the trace and 300.0 ms by the run's own clock (steps.jsonl)",
+    ),
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_contradictory_evidence_lowers_the_confidence_of_every_verdict(bound, what):
+    changes, run_, says = CONTRADICTIONS[what]
+    sound = dataclasses.replace(facts(rows=BOUNDS[bound]), run=RUN)
+    verdict = verdict_of(sound, ())
+    assert (verdict.bound, verdict.confidence) == (bound, "high")
+    rank = dataclasses.replace(sound.critical, trace=dataclasses.replace(sound.critical.trace, **changes))
+    verdict = verdict_of(dataclasses.replace(sound, ranks_seen=(rank,), run=run_ or RUN), ())
+    assert (verdict.bound, verdict.confidence) == (bound, "low") and says in verdict.why
+
+
+def test_more_than_the_peak_is_impossible():
+    verdict = verdict_of(facts(mfu=1.2), ())
+    assert verdict.confidence == "low" and "120% of the peak is impossible" in verdict.why
+
+
+def test_a_wait_for_data_that_the_host_s_clock_does_not_know_is_doubtful():
+    for waits, confidence in (((0.1, 0.2, 0.2), "low"), ((0.1, 45.0, 50.0), "high")):
+        run_ = dataclasses.replace(RUN, phases_ms={"data": waits})
+        verdict = verdict_of(dataclasses.replace(facts(rows=BOUNDS["data"]), run=run_), ())
+        assert (verdict.bound, verdict.confidence) == ("data", confidence)
+    verdict = verdict_of(dataclasses.replace(facts(rows=BOUNDS["data"]), run=dataclasses.replace(run_, phases_ms={"data": (0.0,) * 3})), ())
+    assert "the trace has 50.0 ms per step of waiting for the loader, and steps.jsonl 0.0 ms" in verdict.why
+
+
+def test_a_snapshot_without_the_allocator_s_peak_is_doubtful():
+    for peak, confidence in ((40 * 2**30, "low"), (33 * 2**30, "high")):
+        run_ = dataclasses.replace(cases.run_of(), peak_memory_bytes=(float("nan"), peak, peak))
+        verdict = verdict_of(Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cases.snapshot(),), "run": run_}), ())
+        assert (verdict.bound, verdict.confidence) == ("memory", confidence)
+    dropped = dataclasses.replace(cases.snapshot(), complete=False)
+    verdict = verdict_of(Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (dropped,)}), ())
+    assert verdict.why == "120,000 events; the record dropped older events"
+
+
+def without(write, *categories):
+    """A made trace that has lost all events of some categories."""
+
+    def change(folder):
+        path = write(folder)
+        data = json.loads(path.read_text())
+        data["traceEvents"] = [one for one in data["traceEvents"] if one["cat"] not in categories]
+        path.write_text(json.dumps(data))
+
+    return change
+
+
+def test_a_gpu_trace_without_its_kernels_is_no_cpu_run(tmp_path):
+    device = ("kernel", "gpu_memcpy", "gpu_memset")
+    without(gpu, *device)(tmp_path)
+    report = analyze([tmp_path])
+    assert report.verdict.sentence.startswith("INCONCLUSIVE: the trace holds 35 kernel launches and no kernel")
+    assert report.title.endswith("NVIDIA H100 80GB HBM3 without its work")
+    without(gpu, *device, "cuda_runtime")(tmp_path)
+    said = analyze([tmp_path]).verdict.sentence
+    assert "names a GPU (NVIDIA H100 80GB HBM3) and holds none of its work: a CPU's job, or recorded without" in said
+    run(tmp_path, device="cpu", world=2)
+    assert analyze([tmp_path]).verdict.confidence == "high"
+    run(tmp_path, world=2)
+    assert "the run was on a GPU, and the trace holds none of its work" in analyze([tmp_path]).verdict.sentence
+
+
+def test_a_gpu_trace_that_breaks_off_is_no_cpu_run(tmp_path):
+    data = json.loads(gpu(tmp_path).read_text())
+    data["traceEvents"].sort(key=lambda one: one["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"))
+    text = json.dumps(data)
+    [path] = tmp_path.iterdir()
+    path.write_text(text[: min(text.index(f'"cat": "{name}"') for name in ("kernel", "gpu_memcpy"))])
+    report = analyze([path])
+    assert report.verdict.bound == "inconclusive" and "no kernel" in report.verdict.why
+    path.write_text(text[: text.rindex('"cat": "kernel"')])
+    report = analyze([path])
+    assert report.verdict.confidence == "low" and "the JSON breaks off" in report.verdict.why
+    assert not [one for one in report.findings if one.certain]
+    assert {point.answer for point in audit_of(report.facts, report.findings)} == {Answer.NOT_SEEN}
+
+
+def test_launches_without_kernels_lower_confidence(tmp_path):
+    path = gpu(tmp_path)
+    data = json.loads(path.read_text())
+    kernels = [one for one in data["traceEvents"] if one["cat"] == "kernel"]
+    lost = {id(one) for one in kernels[::4]}
+    data["traceEvents"] = [one for one in data["traceEvents"] if id(one) not in lost]
+    path.write_text(json.dumps(data))
+    verdict = analyze([path]).verdict
+    assert verdict.confidence == "low" and "kernel launches have no kernel in the trace" in verdict.why

@@ -202,7 +202,7 @@ def ordinary_steps(number: int = 40, **columns) -> list[dict]:
         phases |= {name.removeprefix("phase_"): value.pop(name) for name in [*value] if name.startswith("phase_")}
         found.append({
             "iteration": index + 1, "step": index + 1, "consumed_samples": 8 * (index + 1), "batch_size": 8, "ms": 10.0,
-            "phases_ms": phases, "loss": 3.0, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "next_lr": 1e-4,
+            "phases_ms": phases, "loss": 3.0 - index / 1000, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "next_lr": 1e-4,
             "host_memory_bytes": 2**31, **value,
         })
     return found

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_lite.analysis.contradictions import weakened
 from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.rules import findings_of
 from megatron_lite.analysis.kernels.figures import RankKernels
@@ -70,7 +71,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[[str], None] | None = Non
     say("comparing ranks, looking for causes")
     facts = Facts(ranks_seen=seen, ranks=_ranks(seen, run, gaps), snapshots=snapshots, run=run, gaps=())
     facts = _with_prediction(_with_memory(facts, gaps), gaps)
-    findings = gaps.attempt("findings", findings_of, facts, gaps.add) or ()
+    findings = weakened(gaps.attempt("findings", findings_of, facts, gaps.add) or (), facts)
     facts = dataclasses.replace(facts, gaps=tuple(gaps.found))
     return Report(
         paths=tuple(map(str, paths)), title=title_of(paths, facts), verdict=verdict_of(facts, findings),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_lite.analysis.contradictions import missing_gpu_work
 from megatron_lite.analysis.facts import Facts
 
 
@@ -36,7 +37,11 @@ def _counted(number: int, what: str, plural: str) -> str:
 
 def _device(facts: Facts) -> str:
     if facts.critical:
-        return facts.critical.time.device or ("GPU" if facts.critical.time.on_gpu else "CPU")
+        one = facts.critical
+        missing = missing_gpu_work(one, facts.run)
+        if missing:
+            return f"{one.trace.devices[0] if one.trace.devices else 'unknown device'} without its work"
+        return one.time.device or ("GPU" if one.time.on_gpu else "CPU")
     hardware = facts.run.record.get("hardware") if facts.run else None
     device = hardware.get("device") if isinstance(hardware, dict) else None
     return "CPU" if device == "cpu" else str(device or "")

@@ -1,14 +1,16 @@
 """The first line of a report: one sentence with the largest true statements, or INCONCLUSIVE with the reason."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, pstdev
 
+from megatron_lite.analysis.contradictions import contradictions_of, missing_gpu_work
 from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.figures import Role
-from megatron_lite.analysis.memory.figures import Snapshot
 from megatron_lite.analysis.report import Verdict
 from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.learning import learning_of
 from megatron_lite.analysis.time.figures import RankTime
 from megatron_lite.units import count, size
 
@@ -53,11 +55,24 @@ LOSSES = {  # row of RankTime: (what bounds the run, verb, of what)
 
 
 def verdict_of(facts: Facts, findings: Sequence[Finding]) -> Verdict:
-    """What limits this run, as far as the facts carry."""
+    """What limits this run, as far as the facts carry; before it what makes its speed a minor matter."""
+    verdict = _of_time(facts, findings)
+    return replace(verdict, sentence=_first_of_all(facts.run) + verdict.sentence) if facts.run else verdict
+
+
+def _first_of_all(run: Run) -> str:
+    """'Nothing was learned: all 14 steps were skipped ... The run failed after 14 steps. '; '' for an ordinary run."""
+    how = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
+    nothing = learning_of(run).nothing
+    told = (f"Nothing was learned: {nothing}" if nothing else "", f"The run {how} after {run.steps:,} steps" if how else "")
+    return "".join(f"{one}. " for one in told if one)
+
+
+def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     rank = facts.critical
     if rank is None:
-        return _of_memory(facts.snapshots) if facts.snapshots else _of_run(facts)
-    why_not = _why_inconclusive(rank.time, facts.run)
+        return _of_memory(facts) if facts.snapshots else _of_run(facts)
+    why_not = missing_gpu_work(rank, facts.run) or _why_inconclusive(rank.time, facts.run)
     said = _sentence(facts, rank, findings) if rank.time.step_ms > 0 else ""
     if why_not:
         return Verdict(
@@ -66,7 +81,9 @@ def verdict_of(facts: Facts, findings: Sequence[Finding]) -> Verdict:
             "low",
             why_not,
         )
-    doubts = _doubts(rank.time, facts.run)
+    doubts = [*_doubts(rank.time, facts.run), *contradictions_of(facts)]
+    if (rank.kernels.mfu or 0.0) > 1:
+        doubts.append(f"{rank.kernels.mfu:.0%} of the peak is impossible: kernels are missing, or the device is another one")
     seen = f"{len(rank.time.steady_steps)} steady steps"
     return Verdict(
         said[:1].upper() + said[1:], _bound(rank.time), "low" if doubts else "high", "; ".join([seen, *doubts])
@@ -185,8 +202,8 @@ def _inside_compute(rank: RankFacts, findings: Sequence[Finding]) -> str:
     return f"{ms / total:.0%} of {'device' if rank.time.on_gpu else 'operator'} time is {role}"
 
 
-def _of_memory(snapshots: Sequence[Snapshot]) -> Verdict:
-    most = max(snapshots, key=lambda one: one.peak_bytes)
+def _of_memory(facts: Facts) -> Verdict:
+    most = facts.highest_snapshot
     where = f" in {most.peak_phase}" if most.peak_phase else ""
     held = (
         ", ".join(f"{part.category} {part.num_bytes / most.peak_bytes:.0%}" for part in most.held[:3])
@@ -194,25 +211,18 @@ def _of_memory(snapshots: Sequence[Snapshot]) -> Verdict:
         else ""
     )
     sentence = f"Memory peaks at {size(most.peak_bytes)}{where}" + (f": {held}" if held else "")
-    doubts = [] if most.complete else ["the record dropped older events"]
+    doubts = contradictions_of(facts)
     return Verdict(
-        sentence, "memory", "low" if doubts else "high", doubts[0] if doubts else f"{count(most.events)} events"
+        sentence, "memory", "low" if doubts else "high", "; ".join([f"{count(most.events)} events", *doubts])
     )
 
 
 def _of_run(facts: Facts) -> Verdict:
     run, why = facts.run, f"no trace: without one the run says how fast it was, not why; {HOW_TO_TRACE}"
-    failed = _failed(run) if run else ""
     if run is None or run.steady_step_ms is None:
-        return Verdict(f"{failed}INCONCLUSIVE: {why}", "inconclusive", "low", why)
+        return Verdict(f"INCONCLUSIVE: {why}", "inconclusive", "low", why)
     speed = f", {count(run.tokens_per_second)} tokens/s" if run.tokens_per_second else ""
     mfu = f", {run.mfu_causal:.0%} of peak" if run.mfu_causal else ""
     late = _straggler(facts, run.steady_step_ms)
     said = f"{run.steady_step_ms:,.1f} ms per step{speed}{mfu}{f'; {late}' if late else ''}"
-    return Verdict(f"{failed}{said}. INCONCLUSIVE: {why}", "inconclusive", "low", why)
-
-
-def _failed(run: Run) -> str:
-    """'The run failed after 12 steps. '; '' where it did not."""
-    how = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
-    return f"The run {how} after {run.steps:,} steps. " if how else ""
+    return Verdict(f"{said}. INCONCLUSIVE: {why}", "inconclusive", "low", why)

@@ -9,12 +9,13 @@ from megatron_lite.analysis.audit.baseline import same_losses
 from megatron_lite.analysis.audit.batches import one_update_per_batch
 from megatron_lite.analysis.audit.compiling import compiling_apart
 from megatron_lite.analysis.audit.feeding import batches_in_time, few_copies, no_synchronisation, pinned_copies
-from megatron_lite.analysis.audit.figures import Case, Outcome, Point, not_seen
+from megatron_lite.analysis.audit.figures import Answer, Case, Outcome, Point, not_seen
 from megatron_lite.analysis.audit.memory import explained_peak
 from megatron_lite.analysis.audit.precision import few_overflows, sixteen_bits_pay
 from megatron_lite.analysis.audit.timing import steady_state, timed_on_the_device, undisturbed_profile
 from megatron_lite.analysis.audit.tokens import constant_shapes, effective_tokens
 from megatron_lite.analysis.audit.work import fused_work, one_layout, products_on_tensor_cores
+from megatron_lite.analysis.contradictions import contradictions_of, rests_on_run_only
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 
@@ -42,7 +43,7 @@ QUESTIONS: tuple[tuple[str, Callable[[Case], Outcome]], ...] = (
 
 def audit_of(facts: Facts, findings: Sequence[Finding], other: Facts | None = None) -> tuple[Point, ...]:
     """A Point per question, in order. `other`: a second run, against which points 10 and 18 are answered."""
-    case = Case(facts, tuple(findings), other)
+    case = Case(facts, tuple(findings), other, tuple(contradictions_of(facts)))
     return tuple(_point(number, question, answer, case) for number, (question, answer) in enumerate(QUESTIONS, 1))
 
 
@@ -54,4 +55,6 @@ def _point(number: int, question: str, answer: Callable[[Case], Outcome], case: 
             "please report it: a mistake of this program",
             Evidence(f"could not be asked ({type(error).__name__}: {error})"),
         )
+    if found.answer is not Answer.NOT_SEEN and case.doubts and not rests_on_run_only(found.evidence):
+        found = not_seen(f"record anew: {case.doubts[0]}", *found.evidence)
     return Point(number, question, found.answer, found.evidence, found.code, found.way_out)

@@ -8,6 +8,7 @@ from megatron_lite.analysis.compare.settings import objections
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.learning import learning_of
 
 # Largest difference over 60 iterations of small models, measured on a CPU: the same command again 0, fp32 against bf16
 # 0.03% to 2.0%, another seed 3.3%, twice the learning rate 21%.
@@ -35,6 +36,9 @@ def same_losses(case: Case) -> Outcome:
         return not_seen("a run folder for each of the two: traces hold no losses")
     if other := _other_data(case.facts, case.other):
         return not_seen("--against a run with the same seed, data, model and batch", *map(Evidence, other))
+    if any(run.not_finite) and not any(base.not_finite):
+        told = Evidence(f"{learning_of(run).losses}; the baseline's are all finite", f"steps.jsonl, against {base.folder}")
+        return failed("undo changes one by one until the losses are finite; megatron-lite compare A B", told, code="no-learning")
     mine, theirs = _losses(run), _losses(base)
     both = sorted(mine.keys() & theirs.keys())
     if not both:

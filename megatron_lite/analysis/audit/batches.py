@@ -11,6 +11,7 @@ from megatron_lite.analysis.findings.seen.accumulation import micro_batches_seen
 from megatron_lite.analysis.findings.seen.planned import argument, part, whole
 from megatron_lite.analysis.findings.seen.steady import counted, rows_named, steady_steps, where
 from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.learning import learning_of
 from megatron_lite.analysis.trace.columns import Kind
 
 
@@ -19,6 +20,9 @@ def one_update_per_batch(case: Case) -> Outcome:
     if found := case.found("reduce-every-micro-batch"):
         return blamed(found)
     facts = case.facts
+    if facts.run and (why := learning_of(facts.run).nothing):
+        code = next((one.code for one in case.found("overflow-storm", "no-learning")), "")
+        return failed("see why no step improves the weights", Evidence(f"no update at all: {why}", "steps.jsonl"), code=code)
     traced = _traced(facts.critical)
     passes = _samples_per_pass(facts)
     sizes = [one for one in facts.run.batch_sizes if one > 0] if facts.run else []

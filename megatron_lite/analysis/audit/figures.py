@@ -47,6 +47,7 @@ class Case:
     facts: Facts
     findings: tuple[Finding, ...]  # dearest first
     other: Facts | None  # the run to compare with
+    doubts: tuple[str, ...] = ()  # what speaks against the facts' traces and snapshots
 
     def found(self, *codes: str) -> tuple[Finding, ...]:
         """Those of the findings that have one of the codes, dearest first."""

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 
 from megatron_lite.analysis.audit.figures import Case, Outcome, blamed, failed, not_seen, passed
-from megatron_lite.analysis.audit.recording import RUN_FOLDER, SECOND_RUN
+from megatron_lite.analysis.audit.recording import LONGER_RUN, RUN_FOLDER, SECOND_RUN
 from megatron_lite.analysis.audit.two_runs import peaks, step_times
 from megatron_lite.analysis.compare.figures import Change
 from megatron_lite.analysis.compare.settings import objections
@@ -18,6 +18,7 @@ from megatron_lite.analysis.trace.columns import Kind
 
 SIXTEEN_BITS = ("fp16", "bf16")
 MATRIX = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)
+FEWEST_SETTLED = 20  # steps after the first good one, of which one skipped is 5%
 MOST = 0.5  # of the products' time whose format is known
 # what must not be cast, and which argument of an operator tells: ids and labels are whole numbers, the loss wants fp32
 UNCAST = {
@@ -54,6 +55,10 @@ def few_overflows(case: Case) -> Outcome:
     if run is None or not run.steps or not scales:
         return not_seen(RUN_FOLDER)
     text = f"{sum(run.skipped)} of {run.steps} steps skipped, the loss scale is {scales[-1]:,.6g} at the end"
+    settled = run.steps - (run.skipped.index(False) if False in run.skipped else run.steps)
+    if any(run.skipped) and settled < FEWEST_SETTLED:
+        return not_seen(f"{LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning",
+                        Evidence(f"{text}; {settled} steps since the first good one", "steps.jsonl"))
     planned = case.facts.plan.get("precision")
     if planned and planned != "fp16":
         text += f": {planned} has the range of fp32 and needs none"

@@ -9,6 +9,7 @@ from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.overflow_storm import TOO_MANY
 from megatron_lite.analysis.findings.seen.planned import argument, part, whole
 from megatron_lite.analysis.findings.seen.steady import rows_named, steady_steps, where
+from megatron_lite.analysis.run.learning import learning_of
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.units import count
 
@@ -39,7 +40,7 @@ def effective_tokens(case: Case) -> Outcome:
     facts, run = case.facts, case.facts.run
     if run is None or run.tokens_per_second is None:
         return not_seen(RUN_FOLDER)
-    skipped = sum(run.skipped)
+    skipped, lost = sum(run.skipped), sum(run.not_finite)
     text = f"{count(run.tokens_per_second)} tokens/s over {sum(run.ordinary)} ordinary steps, all ranks"
     seen = Evidence(text, "steps.jsonl")
     if skipped >= TOO_MANY * run.steps and skipped:
@@ -47,6 +48,12 @@ def effective_tokens(case: Case) -> Outcome:
             "count only steps that update the weights; see why they are skipped",
             Evidence(f"{text}, with {skipped} of {run.steps} steps skipped: their tokens train nothing", "steps.jsonl"),
             code="overflow-storm",
+        )
+    if lost:
+        return failed(
+            "go back to the last checkpoint before the first loss that is not finite, and lower --lr",
+            Evidence(f"{text}, but {learning_of(run).losses}", "steps.jsonl"),
+            code="no-learning",
         )
     if argument(facts, "eod_mask_loss"):
         return not_seen("how many positions have a loss is not recorded: without --eod-mask-loss all have one", seen)

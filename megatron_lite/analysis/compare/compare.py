@@ -7,6 +7,7 @@ from megatron_lite.analysis.compare.sentence import sentence_of
 from megatron_lite.analysis.compare.settings import flags_that_differ, objections
 from megatron_lite.analysis.compare.times import STEP, TRACED_STEP, phases_of_runs, totals_of
 from megatron_lite.analysis.compare.traced import phases_of, roles_of, rows_of, side_of
+from megatron_lite.analysis.contradictions import contradictions_of
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.estimate.memory_categories import CATEGORIES
@@ -71,6 +72,7 @@ def _notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
     if len(set(devices)) > 1:
         notes.append(f"the devices differ: {devices[0]} against {devices[1]}")
     for name, facts in (("A", a), ("B", b)):
+        notes += [f"{name}: {doubt}" for doubt in contradictions_of(facts)]
         slower = facts.run.profiler_slowdown if facts.run else None
         if slower and slower > 1.1 and facts.critical:
             notes.append(f"{name}'s profiled steps took {slower:.2f} times as long as those before: compare traced times among themselves only")

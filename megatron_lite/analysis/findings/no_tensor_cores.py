@@ -14,8 +14,10 @@ Flags: --make-vocab-size-divisible-by 128, --hidden-size and --ffn-hidden-size i
 False alarm: matrix-vector products, which memory limits anyway.
 """
 
-from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.matmul_shapes import better, is_off
+from megatron_lite.analysis.findings.seen.layer_names import meaning_of
 from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.figures import KernelRow, TensorCores
 
@@ -36,11 +38,20 @@ def find(facts: Facts) -> Finding | None:
     shown = [Evidence(f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step, from "
                       f"{row.operator or 'no operator'}", row.phase)
              for row in rows[:MOST_SHOWN]]
+    changes = _changes(facts, one, rows)
     return Finding(
         code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one)), *shown),
-        advice="make the dimensions of these products multiples of 64 (at least 8)",
-        flags=("--make-vocab-size-divisible-by 128",), gain_ms=cost, rank=one.time.rank,
+        advice="; ".join(changes) or "make the dimensions of these products multiples of 64 (at least 8)",
+        flags=tuple(change.partition(" (")[0] for change in changes if change.startswith("--")), gain_ms=cost,
+        rank=one.time.rank,
     )
+
+
+def _changes(facts: Facts, one: RankFacts, rows: list[KernelRow]) -> list[str]:
+    """The odd dimensions of these kernels' own operators, and what makes them; [] without shapes."""
+    asked = {row.operator for row in rows}
+    odd = [size for row in one.kernels.roofline if row.operator in asked for size in row.dims if is_off(size)]
+    return [meaning_of(facts, size, better(size)) for size in dict.fromkeys(odd)][:MOST_SHOWN]
 
 
 def _is_slow(row: KernelRow) -> bool:

@@ -3,7 +3,8 @@
 Meaning: with fp16 a step whose gradients hold Inf or NaN is thrown away and the loss scale is
     lowered. A few at the beginning are how the scale finds its size; many later mean that values
     are truly too large.
-Measured: skipped steps in steps.jsonl, those before the first good step left out.
+Measured: skipped steps in steps.jsonl, those before the first good step left out; all of them where
+    there is no good step.
 Cost: each skipped step is computed for nothing.
 Do: bf16, whose range is that of fp32; a smaller learning rate or longer warm-up; look at the
     layer whose values explode (logits, a norm in fp16).
@@ -24,15 +25,18 @@ FEWEST = 4  # skips: fewer may be a single bad batch
 
 def find(facts: Facts) -> Finding | None:
     run = facts.run
-    if run is None or all(run.skipped):
+    if run is None:
         return None
-    settled = run.skipped[run.skipped.index(False):]
+    never_good = all(run.skipped)
+    settled = run.skipped if never_good else run.skipped[run.skipped.index(False) :]
     number = sum(settled)
     if number < FEWEST or number < TOO_MANY * len(settled):
         return None
     wasted = number / len(settled)
     cost = wasted * run.steady_step_ms if run.steady_step_ms else None
     text = f"{number} of {len(settled)} steps after the first good one were skipped ({wasted:.0%})"
+    if never_good:
+        text = f"all {number} steps were skipped: none has changed the weights"
     if cost:
         text += f": {in_ms(cost)} of every {in_ms(run.steady_step_ms)} are computed for nothing"
     return Finding(

@@ -15,6 +15,9 @@ Flags: --torch-compile; constant --micro-batch-size and --seq-length, no --rampu
 False alarm: a second variant for evaluation, and one per distinct layer, at the beginning.
 """
 
+import math
+from statistics import median
+
 from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.hidden import covered
@@ -44,16 +47,22 @@ def find(facts: Facts) -> Finding | None:
 
 def _of_run(run: Run) -> Finding | None:
     late = [index for index in range(1, len(run.compiling)) if run.compiling[index] and not run.evaluating[index]]
-    if len(late) < FEWEST or not run.steady_step_ms:
+    if len(late) < FEWEST:
         return None
-    cost = sum(max(0.0, run.training_ms[index] - run.steady_step_ms) for index in late) / run.steps
-    if cost < WORTH_A_LINE * run.steady_step_ms:
+    steady_ms = run.steady_step_ms or _without_compiling(run, late)
+    cost = sum(max(0.0, run.training_ms[index] - steady_ms) for index in late) / run.steps
+    if not cost >= WORTH_A_LINE * steady_ms:
         return None
     shown = ", ".join(str(run.iterations[index]) for index in late[:6]) + (", ..." if len(late) > 6 else "")
     text = (f"{len(late)} of {run.steps} steps compiled something, after the first one (iterations {shown}); spread "
             "over all "
-            f"steps {in_ms(cost)} each, beside {in_ms(run.steady_step_ms)} without compiling")
+            f"steps {in_ms(cost)} each, beside {in_ms(steady_ms)} without compiling")
     return _finding(cost, Evidence(text, "steps.jsonl"), None)
+
+
+def _without_compiling(run: Run, late: list[int]) -> float:
+    """Of a run whose steps all compile: what they take besides; NaN where the steps do not say."""
+    return median(run.training_ms[index] - run.compile_ms[index] for index in late) if run.compile_ms else math.nan
 
 
 def _of_trace(one: RankFacts) -> Finding | None:

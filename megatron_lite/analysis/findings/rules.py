@@ -28,6 +28,7 @@ from megatron_lite.analysis.findings import (
     max_connections,
     memory_growth,
     micro_batch_headroom,
+    no_learning,
     no_overlap,
     no_tensor_cores,
     out_of_memory,
@@ -63,7 +64,7 @@ RULES: tuple[ModuleType, ...] = (
     copy_share, unfused_elementwise, unfused_optimizer, zeroed_gradients,
     all_reduce_tail, no_overlap, small_buckets, reduce_every_micro_batch, straggler, max_connections,
     recompilation, graph_breaks, first_step, profiler_overhead, debug_switches, too_many_threads,
-    overflow_storm, scale_collapse,
+    overflow_storm, scale_collapse, no_learning,
     memory_growth, out_of_memory, fragmentation, logits_peak, attention_memory, recompute_activations,
     micro_batch_headroom,
 )

@@ -27,7 +27,7 @@ def find(facts: Facts) -> Finding | None:
     run = facts.run
     if run is None or facts.plan.get("precision") not in (None, "fp16") or argument(facts, "loss_scale") is not None:
         return None
-    settled = run.loss_scale[run.skipped.index(False):] if False in run.skipped else ()
+    settled = run.loss_scale[run.skipped.index(False) :] if False in run.skipped else run.loss_scale
     known = [scale for scale in settled if not math.isnan(scale) and scale > 0]
     if len(known) < FEWEST_STEPS or known[-1] > TOO_SMALL or max(known) < FALLEN * known[-1]:
         return None

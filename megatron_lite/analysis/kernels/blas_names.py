@@ -40,6 +40,7 @@ _CORE = re.compile(
     r"_?(?P<kind>gemm|cudnn|fprop|dgrad|wgrad)"
 )
 _FAMILY = re.compile("cutlass|magma|[sh]cudnn|gemm_|" + "|".join(f"(^|_){era}_" for era in ARCHITECTURES))
+_OF_THE_SCHEME = re.compile("cutlass|magma|[sdhi]cudnn|" + "|".join(f"(^|_){era}_" for era in ARCHITECTURES))
 _FORMAT = re.compile(r"(?<![a-z0-9])(" + "|".join(FORMATS) + r")(?![a-z0-9])")
 _TAIL = (
     (r"_(?P<v>\d+x\d+(x\d+)?)(?=_|$)", "block tile", tile_words, False),
@@ -76,15 +77,20 @@ def blas_name(name: str) -> KernelName | None:
     before, after = word[: core.start()], word[core.end() :]
     types = list(dict.fromkeys(_FORMAT.findall(f"{before}_{after}")))
     on_cores = bool(core["instruction"]) and "simt" not in before
-    precision, alignment = _precision(core, types, on_cores), number_in(r"_align(\d+)", after)
+    by_scheme = "simt" in before or _OF_THE_SCHEME.search(word)
+    cores = TensorCores.YES if on_cores else TensorCores.NO if by_scheme else TensorCores.UNKNOWN
+    unknown = cores is TensorCores.UNKNOWN  # an accumulator's letter means what it means within the scheme only
+    precision, alignment = _precision(core, types, on_cores or unknown), number_in(r"_align(\d+)", after)
+    if unknown and not types:
+        precision = ""
     return KernelName(
         name=name,
-        family="CUTLASS" if "cutlass" in word else "cuDNN" if "cudnn" in word else "cuBLAS",
+        family="" if unknown else "CUTLASS" if "cutlass" in word else "cuDNN" if "cudnn" in word else "cuBLAS",
         role=matrix_role(word),
-        tensor_cores=TensorCores.YES if on_cores else TensorCores.NO,
+        tensor_cores=cores,
         precision=precision,
-        parts=(*_head(before), *_core_parts(core, types, on_cores), *parts_found(_TAIL, after)),
-        why_not="" if on_cores else why_on_cuda_cores(precision, alignment),
+        parts=() if unknown else (*_head(before), *_core_parts(core, types, on_cores), *parts_found(_TAIL, after)),
+        why_not="" if cores is not TensorCores.NO else why_on_cuda_cores(precision, alignment),
         alignment=alignment,
     )
 

@@ -16,6 +16,7 @@ from megatron_lite.analysis.kernels.name_words import (
     number_in,
     parts_found,
     stage_words,
+    template_format,
     tile_words,
     why_on_cuda_cores,
 )
@@ -84,6 +85,33 @@ _TENSILE_TAIL = (
     ),
 )
 
+_WAYS = {"fwd": "forward", "bwd": "gradient of the input", "wrw": "gradient of the weights"}
+# Families of AMD's libraries: (pattern, family, tensor cores). Where a name says neither that matrix instructions (MFMA,
+# WMMA) run nor that they do not, it is unknown.
+_AMD = (
+    (r"igemm_(?P<way>fwd|bwd|wrw)_gtcx\d*_\w*?(?P<type>fp32|fp16|bf16|int8)", "MIOpen (implicit GEMM)", TensorCores.YES),
+    (r"igemm_(?P<way>fwd|bwd|wrw)_gtc\w*?(?P<type>fp32|fp16|bf16|int8)", "MIOpen (implicit GEMM)", TensorCores.UNKNOWN),
+    (r"(?:^|\W)ck::(?:\w|::)*(?:gemm|conv|contraction)\w*?_dl(?:ops)?_", "Composable Kernel", TensorCores.NO),
+    (r"(?:^|\W)ck(?:_tile)?::.*?(?:gemm|conv(?!ert)|contraction|fmha|flatmm)", "Composable Kernel", TensorCores.YES),
+)
+
+
+def amd_name(name: str) -> KernelName | None:
+    """igemm_fwd_gtcx3_nhwc_fp16_bx0_..._bt128x128x32_...: MIOpen; ck::kernel_gemm_xdl_cshuffle_v3<...>: Composable Kernel."""
+    for pattern, family, cores in _AMD:
+        found = re.search(pattern, name, re.IGNORECASE)
+        if not found:
+            continue
+        words = found.groupdict()
+        precision = FORMATS.get(words["type"], "") if words else template_format(name)
+        parts = [Part(words["way"], "operation", f"convolution, {_WAYS[words['way']]}")] if words else []
+        if precision:
+            parts.append(Part(words.get("type", ""), "format", f"operands in {precision}"))
+        role = Role.CONVOLUTION if words else Role.ATTENTION if "fmha" in found[0].lower() else matrix_role(found[0])
+        why_not = why_on_cuda_cores(precision, None) if cores is TensorCores.NO else ""
+        return KernelName(name, family, role, cores, precision, tuple(parts), why_not)
+    return None
+
 
 def xmma_name(name: str) -> KernelName | None:
     """sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_..., and its convolutions."""
@@ -144,6 +172,8 @@ def tensile_name(name: str) -> KernelName | None:
     layout = ("n" if found["a"].startswith("i") else "t") + ("n" if found["b"].startswith("l") else "t")
     parts = parts_found(_TENSILE_TAIL, found["rest"])
     on_cores = any(part.field == "instruction tile" for part in parts)
+    without = precision == "fp32" or re.search(r"_TT\d+_\d+", found["rest"])  # a tile per thread: no matrix instruction
+    cores = TensorCores.YES if on_cores else TensorCores.NO if without else TensorCores.UNKNOWN
     parts = (
         Part(f"A{found['a']}_B{found['b']}", "layout", layout_words(layout), True),
         Part(found["types"], "formats", f"operands in {precision or 'an unknown format'}", True),
@@ -153,8 +183,8 @@ def tensile_name(name: str) -> KernelName | None:
         name,
         "Tensile (hipBLASLt, rocBLAS)",
         Role.GEMM,
-        TensorCores.YES if on_cores else TensorCores.NO,
+        cores,
         precision,
         parts,
-        "" if on_cores else why_on_cuda_cores(precision, None),
+        why_on_cuda_cores(precision, None) if cores is TensorCores.NO else "",
     )

@@ -9,7 +9,7 @@ from megatron_lite.analysis.kernels.communication_names import communication_nam
 from megatron_lite.analysis.kernels.compiled_names import compiled_name
 from megatron_lite.analysis.kernels.figures import Role, TensorCores
 from megatron_lite.analysis.kernels.kernel_name import KernelName
-from megatron_lite.analysis.kernels.library_names import nvjet_name, tensile_name, xmma_name
+from megatron_lite.analysis.kernels.library_names import amd_name, nvjet_name, tensile_name, xmma_name
 from megatron_lite.analysis.kernels.name_words import template_format
 from megatron_lite.analysis.kernels.readable import demangled, plain
 from megatron_lite.analysis.kernels.roles import role_of_kernel
@@ -19,6 +19,7 @@ _READERS = (
     compiled_name,
     communication_name,
     attention_name,
+    amd_name,
     nvjet_name,
     xmma_name,
     tensile_name,

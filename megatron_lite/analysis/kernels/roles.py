@@ -21,7 +21,7 @@ def _any_of(patterns: str) -> re.Pattern:
 # as the spans of torch.distributed's backends on the host (gloo:all_reduce).
 _COMMUNICATION = _any_of(r"""
     ^(void\s+|static\s+)*(nccl|rccl|msccl|oneccl|ccl_) ^(gloo|nccl|mpi|ucc|xccl|hccl): ncclkernel nccl(sym)?devkernel
-    rccl mscclpp msccl:: msccl_ oneapi::ccl deep_ep:: deepep nvshmem rocshmem symmetric_memory:: multimem_
+    rccl mscclpp msccl:: msccl_ oneapi::ccl deep_?ep([^a-z]|$) (^|[\s:])(inter|intra)node(_ll)?:: nvshmem rocshmem symmetric_memory:: multimem_
     (one|two)_?shot_?all_?reduce cross_device_reduce custom_all_?reduce quick_?reduce
     all_?reduce_?(fusion_|\w*_)?kernel reduce_?scatter_?\w*kernel all_?gather_?\w*kernel all_?to_?all_?\w*kernel""")
 # What torch.compile generates; the operators that it fused stand in the name.

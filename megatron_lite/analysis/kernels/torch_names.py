@@ -47,7 +47,7 @@ _DIRECTIONS = {
     "PtoP": "from one device to another",
     "HtoH": "within the host",
 }
-_CUDNN_SUMS = re.compile(r"convolve_sgemm|winograd\w*::|dgrad_engine|wgrad_alg\d|dgrad2d|wgrad2d|fft")
+_CUDNN_SUMS = re.compile(r"convolve_sgemm|winograd\w*::|dgrad_engine|wgrad_alg\d|dgrad2d|wgrad2d|fft2d_[rc]2[rc]")
 
 
 def torch_name(name: str) -> KernelName | None:

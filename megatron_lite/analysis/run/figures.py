@@ -99,6 +99,7 @@ class Run:
     consumed_samples: tuple[float, ...] = ()  # after the step, all ranks, skipped steps included
     next_lrs: tuple[float, ...] = ()  # learning rate of the step after it
     losses: tuple[float, ...] = ()
+    not_finite: tuple[bool, ...] = ()  # an update whose loss was NaN or Inf
     grad_norms: tuple[float, ...] = ()
     step_spread_ms: float | None = None  # interquartile range of ordinary steps: the noise of steady_step_ms
     before_profile_ms: float | None = None  # median of the steps before the window; None of fewer than three

@@ -93,8 +93,8 @@ class RankTime:
     """Where the steps of one rank go."""
 
     rank: int | None
-    device: str | None  # GPU name; None for a CPU-only trace
-    on_gpu: bool
+    device: str | None  # name of the GPU whose work is counted; None for a trace without such work
+    on_gpu: bool  # it holds work of a GPU
     steps: tuple[Step, ...]
     step_ms: float  # mean of the steady steps: the rows sum to it
     rows: dict[str, float]  # keys of ROW_TITLES -> ms per step; absent keys are 0

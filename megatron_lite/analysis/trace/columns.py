@@ -105,6 +105,7 @@ class Trace:
     events: Events
     memory: MemoryEvents
     notes: tuple[str, ...] = ()  # named gaps: what this file lacks or where it is damaged, a sentence each
+    damage: tuple[str, ...] = ()  # those of the notes that tell of missing events
     facts: dict = field(default_factory=dict)  # header values worth showing: distributed backend, NCCL version, ...
 
     def name_of(self, event: int) -> str:

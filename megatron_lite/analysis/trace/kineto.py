@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Kind, MemoryEvents, Trace
-from megatron_lite.analysis.trace.kinds import KIND_OF_PROCESS, OPERATORS_OF_2021, is_annotation_of_2021
+from megatron_lite.analysis.trace.kinds import DEVICE_WAIT, KIND_OF_PROCESS, OPERATORS_OF_2021, is_annotation_of_2021
 from megatron_lite.analysis.trace.kineto_chunks import Chunks
 from megatron_lite.analysis.trace.kineto_columns import (
     COLUMNS,
@@ -21,16 +21,17 @@ from megatron_lite.analysis.trace.refused import TraceError
 from megatron_lite.analysis.trace.repair import repaired
 
 _UNIX_NS = 10**18  # larger times count from 1970 (2001 and later), by the clock of the machine
+_MANY_LOST = 0.01  # of the events, without a time; profilers lose single ones in sound files
 _LONG_AFTER_0 = 10**12  # a trace whose times are larger did not begin at 0
 
 
 def read_kineto(path: Path) -> Trace:
     """The trace in the file `path`. Raises TraceError for what is none."""
-    chunks, collected, notes = Chunks(path), Collected(), []
+    chunks, collected, notes, damage = Chunks(path), Collected(), [], []
     for events in chunks:
         collected.add(events)
     if chunks.damage:
-        notes.append(f"{path.name}: {chunks.damage}")
+        damage.append(f"{path.name}: {chunks.damage}")
     if collected.halves:
         spans, alone = paired(collected.halves)
         collected.add(spans)
@@ -38,12 +39,12 @@ def read_kineto(path: Path) -> Trace:
             notes.append(f"beginnings or ends of spans without a counterpart: {alone:,}, left out")
     if not collected.spans:
         raise TraceError(f"{path}: {chunks.damage or 'a trace without events; was the profiler on?'}")
-    return _trace(path, Header(chunks.header, path), collected, notes)
+    return _trace(path, Header(chunks.header, path), collected, notes, damage)
 
 
-def _trace(path: Path, header: Header, collected: Collected, notes: list[str]) -> Trace:
+def _trace(path: Path, header: Header, collected: Collected, notes: list[str], damage: list[str]) -> Trace:
     columns = joined(collected.spans, COLUMNS)
-    first_ns = _place_in_time(columns, notes)
+    first_ns = _place_in_time(columns, notes, damage)
     if first_ns is None:
         raise TraceError(f"{path}: no event of it has a start time, so there is nothing to analyse.")
     names = tuple(collected.names)
@@ -58,12 +59,12 @@ def _trace(path: Path, header: Header, collected: Collected, notes: list[str]) -
         with_stack=header.says("with_stack") or bool((events.kind == Kind.PYTHON).any()),
         with_shapes=header.says("record_shapes") or bool((events.shapes >= 0).any()),
         names=names, threads=threads, shapes=shapes_of(collected.shapes),
-        collectives=tuple(collected.collectives), events=events, memory=_memory(collected, first_ns), notes=tuple(notes),
-        facts=header.facts,
+        collectives=tuple(collected.collectives), events=events, memory=_memory(collected, first_ns), notes=(*damage, *notes),
+        damage=tuple(damage), facts=header.facts,
     )  # fmt: skip
 
 
-def _place_in_time(columns: dict, notes: list[str]) -> int | None:
+def _place_in_time(columns: dict, notes: list[str], damage: list[str]) -> int | None:
     """Make start_ns relative to the first event, end_ns of length_ns, and drop events without a time; the first's start
     by the file's clock, None if no event has one."""
     start, length = columns["start_ns"], columns.pop("length_ns")
@@ -73,7 +74,8 @@ def _place_in_time(columns: dict, notes: list[str]) -> int | None:
     if not usable.any():
         return None
     if not usable.all():
-        notes.append(f"events without a start time: {(~usable).sum():,}, left out")
+        many = (~usable).mean() > _MANY_LOST
+        (damage if many else notes).append(f"events without a start time: {(~usable).sum():,}, left out")
         for name, column in columns.items():
             columns[name] = column[usable]
         start, length = columns["start_ns"], length[usable]
@@ -92,6 +94,8 @@ def _kinds(columns: dict, names: tuple[str, ...], categories: list[str], threads
     if OPERATORS_OF_2021 in categories:
         named_by_code = np.fromiter(map(is_annotation_of_2021, names), bool, len(names))
         kind[(kind == Kind.OP) & named_by_code[columns["name"]]] = Kind.ANNOTATION
+    waits = np.fromiter((bool(DEVICE_WAIT.fullmatch(name)) for name in names), bool, len(names))
+    kind[(kind == Kind.KERNEL) & waits[columns["name"]]] = Kind.SYNC
     return kind
 
 

@@ -2,6 +2,7 @@
 
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.learning import learning_of
 from megatron_lite.report.numbers import flops, milliseconds, percent
 from megatron_lite.report.section import Lines, Section
 from megatron_lite.units import count
@@ -16,7 +17,7 @@ def run_section(report: Report, everything: bool) -> Section | None:
         "run",
         "The whole run",
         f"{run.steps:,} steps, {run.status.partition(':')[0]}",
-        [Lines([*_failure(run), *_speed(run), *_profiled(run), *_first(run), *_skipped(run)])],
+        [Lines([*_failure(run), *_speed(run), *_profiled(run), *_first(run), *_learned(run)])],
     )
 
 
@@ -51,6 +52,14 @@ def _first(run: Run) -> list[str]:
     return [f"first step {milliseconds(run.first_step_ms)} ms, as long as {times:,.1f} ordinary ones"]
 
 
-def _skipped(run: Run) -> list[str]:
-    skipped = sum(run.skipped)
-    return [f"{skipped:,} of {run.steps:,} steps skipped: a gradient was not finite"] if skipped else []
+def _learned(run: Run) -> list[str]:
+    learning = learning_of(run)
+    skipped = learning.steps - learning.updates
+    told = (
+        f"{skipped:,} of {run.steps:,} steps skipped: a gradient was not finite" if skipped else "",
+        learning.losses,
+        f"the gradient norm is cut in every update, to 1/{learning.clipped:,.0f} in the median (--clip-grad)"
+        if learning.clipped
+        else "",
+    )
+    return [one for one in told if one]

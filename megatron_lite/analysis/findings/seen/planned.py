@@ -64,7 +64,7 @@ def micro_batches(facts: Facts) -> int | None:
 
 def on_gpu(facts: Facts) -> bool | None:
     """None for unknown."""
-    if facts.critical is not None:
-        return facts.critical.time.on_gpu
-    device = facts.plan.get("device")
+    device, one = facts.plan.get("device"), facts.critical
+    if one is not None and (one.time.on_gpu or not device):
+        return one.time.on_gpu
     return device == "cuda" if device else None

@@ -1,0 +1,38 @@
+"""The run computes, and its losses say that it does not learn.
+
+Meaning: the loss of updates is NaN or Inf, or it is as high at the end as at the beginning. The
+    steps may be as fast as they like.
+Measured: losses in steps.jsonl, skipped steps left out: the mean of the first fifth against that
+    of the last fifth, from 20 losses on; losses that are no numbers.
+Cost: not time: trust in the run.
+Do: not finite: stop, the weights are lost; go back to the last good checkpoint. Not falling: look
+    at the learning rate and its warm-up, at labels that do not belong to their inputs, at data
+    that is shuffled noise.
+Flags: without --no-check-for-nan-in-loss-and-grad such a run stops; --lr, --lr-warmup-iters, --clip-grad.
+False alarm: --mock-data, whose tokens are random; a benchmark with a learning rate of 0; a short
+    continuation of a run that has learned what it can.
+"""
+
+from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.run.learning import learning_of
+
+CODE = "no-learning"
+TITLE = "losses that show no learning"
+
+
+def find(facts: Facts) -> Finding | None:
+    if facts.run is None:
+        return None
+    learning = learning_of(facts.run)
+    lost = learning.not_finite
+    if not lost and learning.falls is not False:
+        return None
+    if lost:
+        advice = "go back to the last checkpoint before that, lower --lr, and drop --no-check-for-nan-in-loss-and-grad"
+    else:
+        advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect)"
+    return Finding(
+        code=CODE, title=TITLE, evidence=(Evidence(learning.losses, "steps.jsonl"),), advice=advice,
+        flags=("--lr",), certain=bool(lost),
+    )
