@@ -7,8 +7,21 @@ from functools import partial
 from pathlib import Path
 
 from snapshot_maker import LOSS, MadeSnapshot
-from trace_maker import COMPUTE_STREAM
-from training_maker import ADD, CAST, FP32_GEMM, SIMT_GEMM, SOFTMAX, Step, cpu, gpu, ordinary_steps, rank_lines, run
+from trace_maker import COMPUTE_STREAM, MadeTrace
+from training_maker import (
+    ADD,
+    CAST,
+    FP32_GEMM,
+    SIMT_GEMM,
+    SOFTMAX,
+    STEPS,
+    Step,
+    cpu,
+    gpu,
+    ordinary_steps,
+    rank_lines,
+    run,
+)
 
 FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, at::detail::Array<char*, 1>>"
 MIB, GIB = 2**20, 2**30
@@ -116,7 +129,42 @@ def micro_batch_run(**more):
 
 
 def cpu_reads(made, at):
-    made.op("aten::item", at + 3005, at + 3015)
+    for index in range(84):
+        made.op("aten::item", at + 3000 + index / 2, at + 3000.4 + index / 2)
+
+
+def python_works(us: float, name: str | None = None, every: int = 1):
+    """On a CPU: in forward no operator for so long, in every n-th step; operators take 6,000 us."""
+    def write(folder: Path):
+        made = MadeTrace(0, 1, device=None)
+        host = 0.0
+        for index in range(STEPS):
+            at, works = host, us if index % every == 0 else 0.0
+            made.op("aten::sum", host, host + 3_000)
+            if name and works:
+                made.frame(name, host + 3_000, host + 3_000 + works)
+            made.annotation("forward", host, host + 3_010 + works)
+            host += 3_020 + works
+            made.op("aten::mm", host, host + 3_000)
+            made.annotation("backward", host, host + 3_000)
+            host += 3_000
+            made.step(10 + index, at, host)
+        made.write(folder)
+    return write
+
+
+def small_operators(busy_us: float):
+    """200 of them, every 25 us, in a step without anything else."""
+    def write(folder: Path):
+        made = MadeTrace(0, 1, device=None)
+        for index in range(STEPS):
+            at = index * 5_000.0
+            made.step(10 + index, at, at + 5_000)
+            made.annotation("forward", at, at + 5_000)
+            for one in range(200):
+                made.op("aten::add", at + 25 * one, at + 25 * one + busy_us)
+        made.write(folder)
+    return write
 
 
 def fused_optimizer_reads(made, at):
@@ -304,7 +352,9 @@ MORE_TRIGGERS = [
     ("graph-breaks", on_cpu(change=resumes)),
     ("graph-breaks", both(on_cpu(change=more_than_a_layer_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("memory-growth", remembered(kept_mib=64, steps=5)),
-    ("sync-in-step", on_cpu(change=cpu_reads)),
+    ("host-gaps", python_works(4_000)),
+    ("host-gaps", python_works(4_000, "train.py(7): think")),
+    ("host-gaps", small_operators(busy_us=5)),
     ("starved-loader", recorded(steps=ordinary_steps(phase_data=3.0))),
     ("straggler", recorded(ranks=rank_lines([3.0, 3.0, 5.0, 3.0]), world=4)),
     ("recompilation", on_cpu(change=compiles)),
@@ -314,7 +364,11 @@ MORE_TRIGGERS = [
 ]
 MORE_NEAR_MISSES = [
     ("graph-breaks", both(on_cpu(change=layers_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
-    ("sync-in-step", on_cpu(change=fused_optimizer_reads)),
+    ("sync-in-step", on_cpu(change=cpu_reads)),
+    ("host-gaps", on_cpu(change=cpu_reads)),
+    ("host-gaps", python_works(900)),
+    ("host-gaps", python_works(9_000, every=3)),  # a machine that others use
+    ("host-gaps", small_operators(busy_us=20)),
     ("memory-growth", remembered(steps=5)),
     ("recompute-activations", both(remembered(layer_gib=2), on_a_gpu_of(80))),
     ("micro-batch-headroom", both(on_gpu(micro_batches=4), micro_batch_run())),

@@ -16,6 +16,7 @@ from finding_cases import (
     MORE_TRIGGERS,
     WORDS,
     both,
+    python_works,
     rank_lines,
     ranks_late,
     recorded,
@@ -79,6 +80,22 @@ def test_a_straggler_of_the_run_that_the_profiled_steps_do_not_show_says_both(tm
     assert "; in the profiled steps, too, the others wait most for it, 0.02 ms per step | " in alike
     same = straggler_of(tmp_path / "same", ranks_late(1500), [3.0, 5.0, 3.0])
     assert same.startswith("rank 1, certain: ") and "the whole run" not in same
+
+
+@pytest.mark.parametrize(
+    ("line", "seen", "advice"),
+    [
+        (None, "4.0 ms in the median step, the longest stretch of it after aten::sum", "-collect-callstack names the function; "),
+        ("train.py(7): think", "4.0 ms in the median step in train.py(7): think", ""),
+    ],
+)
+def test_python_at_work_on_a_cpu_is_named_by_phase_and_with_stacks_by_function(tmp_path, line, seen, advice):
+    [found] = found_in(tmp_path, python_works(4_000, line))
+    assert (found.code, found.title) == ("host-gaps", "Python between operators")
+    assert found.cost_ms == pytest.approx(4.0, rel=0.05)
+    assert "Python runs for a millisecond or longer without an operator: 4.0 ms of each step" in found.evidence[0].text
+    assert seen in found.evidence[1].text and found.evidence[1].where == "forward"
+    assert f"{advice}take that work out of forward" in found.advice
 
 
 @pytest.mark.parametrize(("code", "write"), near_misses, ids=[code for code, _ in near_misses])
