@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from snapshot_maker import LOSS, MadeSnapshot
-from trace_maker import COMPUTE_STREAM, MadeTrace
+from trace_maker import COMPUTE_STREAM, GLOO, MadeTrace
 from training_maker import (
     ADD,
     CAST,
@@ -148,6 +148,27 @@ def python_works(us: float, name: str | None = None, every: int = 1):
             made.op("aten::mm", host, host + 3_000)
             made.annotation("backward", host, host + 3_000)
             host += 3_000
+            made.step(10 + index, at, host)
+        made.write(folder)
+    return write
+
+
+def gloo_after_backward(number: int, elements: int | None = None):
+    """On a CPU: a rank of two whose backward ends with so many collectives of 100 us; operators take 6,000 us."""
+    def write(folder: Path):
+        made = MadeTrace(0, 2, device=None)
+        shapes = {"Input Dims": [[elements]], "Input type": ["float"]} if elements else {}
+        host = 0.0
+        for index in range(STEPS):
+            at = host
+            made.op("aten::mm", host, host + 3_000)
+            made.annotation("forward", host, host + 3_000)
+            made.op("aten::mm", host + 3_010, host + 6_010)
+            for one in range(number):
+                began = host + 6_010 + 100 * one
+                made.add("user_annotation", "gloo:all_reduce", began, began + 100, GLOO, **shapes)
+            made.annotation("backward", host + 3_005, host + 6_010 + 100 * number)
+            host += 6_020 + 100 * number
             made.step(10 + index, at, host)
         made.write(folder)
     return write
@@ -355,6 +376,8 @@ MORE_TRIGGERS = [
     ("host-gaps", python_works(4_000)),
     ("host-gaps", python_works(4_000, "train.py(7): think")),
     ("host-gaps", small_operators(busy_us=5)),
+    ("small-buckets", gloo_after_backward(25, elements=65_536)),
+    ("small-buckets", both(gloo_after_backward(25), recorded(device="cpu", parameters=4_000_000))),
     ("starved-loader", recorded(steps=ordinary_steps(phase_data=3.0))),
     ("straggler", recorded(ranks=rank_lines([3.0, 3.0, 5.0, 3.0]), world=4)),
     ("recompilation", on_cpu(change=compiles)),
@@ -369,6 +392,9 @@ MORE_NEAR_MISSES = [
     ("host-gaps", python_works(900)),
     ("host-gaps", python_works(9_000, every=3)),  # a machine that others use
     ("host-gaps", small_operators(busy_us=20)),
+    ("small-buckets", gloo_after_backward(25, elements=2_000_000)),
+    ("small-buckets", both(gloo_after_backward(25), recorded(device="cpu"))),
+    ("small-buckets", gloo_after_backward(25)),
     ("memory-growth", remembered(steps=5)),
     ("recompute-activations", both(remembered(layer_gib=2), on_a_gpu_of(80))),
     ("micro-batch-headroom", both(on_gpu(micro_batches=4), micro_batch_run())),
