@@ -3,9 +3,12 @@
 Both are functions of an empty folder, into which they write traces, run.json and steps.jsonl, or a snapshot.
 """
 
+import dataclasses
+import json
 from functools import partial
 from pathlib import Path
 
+from command_lines import plan as resolved_plan
 from snapshot_maker import LOSS, MadeSnapshot
 from trace_maker import COMPUTE_STREAM, GLOO, MadeTrace
 from training_maker import (
@@ -22,6 +25,8 @@ from training_maker import (
     rank_lines,
     run,
 )
+
+from megatron_lite.config.world import World
 
 FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, at::detail::Array<char*, 1>>"
 MIB, GIB = 2**20, 2**30
@@ -244,6 +249,11 @@ def steps_with_evaluation(ms: float):
     return ordinary_steps(ms=lambda index: 10 + ms * (index % 10 == 9), phase_eval=lambda index: ms * (index % 10 == 9))
 
 
+def saves_every(n: int, steps: int = 14):
+    ms = every(n, 30.0, 0.0)
+    return recorded(steps=ordinary_steps(steps, ms=lambda index: 10 + ms(index), phase_save=ms))
+
+
 def scale(values):
     return lambda index: values[min(index, len(values) - 1)]
 
@@ -269,6 +279,18 @@ def memory(folder: Path, steps=3, layers=8, layer_gib=1.0, logits_gib=1.0, kept_
     made.write(folder)
 
 
+def planned(**flags):
+    """Beside a trace the whole plan of 24 layers of 2048 on a GPU of 85 GB, as formulas need it."""
+    def write(folder: Path):
+        run(folder)
+        record = json.loads((folder / "run.json").read_text())
+        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+        plan = resolved_plan("--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 "
+                             f"--max-position-embeddings 4096 --bf16 {words}", World(gpus=1), vocab_size=50257)
+        (folder / "run.json").write_text(json.dumps(record | {"plan": dataclasses.asdict(plan)}, default=str))
+    return write
+
+
 def holes(freed: int):
     """A segment of 8 pieces, `freed` of which lie free between live ones; a larger request does not fit there."""
     def write(folder: Path):
@@ -287,6 +309,7 @@ def on_a_gpu_of(gib: int, **more):
 
 
 IN_SOFTMAX, IN_GELU = ([{"filename": "model.py", "line": 6, "name": name}] for name in ("softmax", "gelu"))
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 HALVED = [2.0**16 / 2**k for k in range(40)]
 
 CASES = {
@@ -316,6 +339,9 @@ CASES = {
     "save-and-eval": (recorded(steps=steps_with_evaluation(30)), recorded(steps=steps_with_evaluation(2))),
     "no-tensor-cores": (on_gpu(gemm=SIMT_GEMM), gpu),
     "fp32-products": (on_gpu(gemm=FP32_GEMM, dtypes=["float", "float"]), gpu),
+    "slow-16-bit-products": (
+        both(on_cpu(dtype="c10::Half"), recorded(device="cpu", precision="fp16", hardware={"fp16_products": False})),
+        both(on_cpu(dtype="c10::Half"), recorded(device="cpu", precision="fp16", hardware={"fp16_products": True}))),
     "matmul-shapes": (both(on_gpu(dims=ODD), recorded(shape=ODD_SHAPE)), on_gpu(dims=[[8192, 1088], [1088, 4096]])),
     "below-roofline": (on_gpu(dims=THIN), gpu),
     "zeroed-gradients": (on_gpu(before_data=zeroes("Optimizer.zero_grad#AdamW.zero_grad")),
@@ -362,6 +388,7 @@ CASES = {
                     both(remembered(logits_gib=8), on_a_gpu_of(80))),
     "recompute-activations": (both(remembered(layer_gib=2), on_a_gpu_of(32)),
                               both(remembered(layer_gib=2), on_a_gpu_of(32, recompute_granularity="full"))),
+    "needless-recompute": (both(on_gpu(), planned(**FULL)), both(on_gpu(), planned(micro_batch_size=8, **FULL))),
     "out-of-memory": (remembered(oom=True), memory),
     "attention-memory": (remembered(frames=IN_SOFTMAX, logits_gib=0.5), remembered(frames=IN_GELU, logits_gib=0.5)),
     "micro-batch-headroom": (
@@ -376,6 +403,7 @@ MORE_TRIGGERS = [
     ("host-gaps", python_works(4_000)),
     ("host-gaps", python_works(4_000, "train.py(7): think")),
     ("host-gaps", small_operators(busy_us=5)),
+    ("save-and-eval", saves_every(2)),
     ("small-buckets", gloo_after_backward(25, elements=65_536)),
     ("small-buckets", both(gloo_after_backward(25), recorded(device="cpu", parameters=4_000_000))),
     ("starved-loader", recorded(steps=ordinary_steps(phase_data=3.0))),
@@ -395,6 +423,7 @@ MORE_NEAR_MISSES = [
     ("small-buckets", gloo_after_backward(25, elements=2_000_000)),
     ("small-buckets", both(gloo_after_backward(25), recorded(device="cpu"))),
     ("small-buckets", gloo_after_backward(25)),
+    ("save-and-eval", saves_every(13)),
     ("memory-growth", remembered(steps=5)),
     ("recompute-activations", both(remembered(layer_gib=2), on_a_gpu_of(80))),
     ("micro-batch-headroom", both(on_gpu(micro_batches=4), micro_batch_run())),
