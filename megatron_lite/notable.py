@@ -1,8 +1,9 @@
 """From where on a slower rank or growing memory is worth a word, on the console while a run goes on as in its report."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import isnan
-from statistics import median_low
+from statistics import median, median_low
 
 FEWEST_STEPS = 3  # ordinary ones of every rank; a median of fewer says little
 FEWEST_BEFORE = 3  # steps before a profiled window, the run's first left out, or nothing can be said of the profiler's cost
@@ -10,6 +11,8 @@ SLOWER = 0.10  # than the median rank, in one phase
 SHARE_OF_STEP = 0.02  # that a rank's delay must be, or it does not matter
 MOSTLY = 0.75  # of the console lines in which the same rank must be that slow; a machine's noise changes sides
 GROWN_SHARE, GROWN_BYTES = 0.02, 16 * 2**20  # less is noise
+GROWTH_PARTS = 4  # of the time seen, each of which must hold more than the one before: warming up is no growth
+LEAST_PART = 0.1  # of the growth from one part to the next; a leak has a third in each, a jump all in one
 
 
 def slowest_rank(times_ms: Sequence[float], step_ms: Sequence[float]) -> tuple[float, int] | None:
@@ -24,6 +27,21 @@ def slowest_rank(times_ms: Sequence[float], step_ms: Sequence[float]) -> tuple[f
 def is_mostly(rank: int, slowest: Sequence[int | None]) -> bool:
     """Is it the same rank nearly always? `slowest`: the notably slower rank of each console line."""
     return slowest.count(rank) >= MOSTLY * len(slowest)
+
+
+def steady_growth(rows: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """(bytes, bytes per step) by which memory has grown over all of `rows`; None where it has not.
+
+    Args:
+        rows: (iteration, bytes) in order, at least GROWTH_PARTS of them.
+    """
+    bounds = [len(rows) * part // GROWTH_PARTS for part in range(GROWTH_PARTS + 1)]
+    parts = [rows[first:last] for first, last in pairwise(bounds)]
+    levels = [median(value for _, value in part) for part in parts]
+    centers = [median(at for at, _ in part) for part in parts]
+    by, steps = levels[-1] - levels[0], centers[-1] - centers[0]
+    steadily = all(later - earlier >= LEAST_PART * by for earlier, later in pairwise(levels))
+    return (by, by / steps) if has_grown(by, levels[0]) and steadily and steps > 0 else None
 
 
 def has_grown(by_bytes: float, from_bytes: float) -> bool:

@@ -2,6 +2,8 @@
 
 import enum
 
+PYTHON_GC = "Python GC"  # a collection of the garbage collector inside any phase, as torch names it too
+
 
 class Phase(str, enum.Enum):
     """Names of the spans inside one step, in the order in which they happen."""

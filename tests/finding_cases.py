@@ -3,12 +3,30 @@
 Both are functions of an empty folder, into which they write traces, run.json and steps.jsonl, or a snapshot.
 """
 
+import dataclasses
+import json
 from functools import partial
 from pathlib import Path
 
+from command_lines import plan as resolved_plan
 from snapshot_maker import LOSS, MadeSnapshot
-from trace_maker import COMPUTE_STREAM
-from training_maker import ADD, CAST, FP32_GEMM, SIMT_GEMM, SOFTMAX, Step, cpu, gpu, ordinary_steps, rank_lines, run
+from trace_maker import COMPUTE_STREAM, GLOO, MadeTrace
+from training_maker import (
+    ADD,
+    CAST,
+    FP32_GEMM,
+    SIMT_GEMM,
+    SOFTMAX,
+    STEPS,
+    Step,
+    cpu,
+    gpu,
+    ordinary_steps,
+    rank_lines,
+    run,
+)
+
+from megatron_lite.config.world import World
 
 FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, at::detail::Array<char*, 1>>"
 MIB, GIB = 2**20, 2**30
@@ -116,7 +134,63 @@ def micro_batch_run(**more):
 
 
 def cpu_reads(made, at):
-    made.op("aten::item", at + 3005, at + 3015)
+    for index in range(84):
+        made.op("aten::item", at + 3000 + index / 2, at + 3000.4 + index / 2)
+
+
+def python_works(us: float, name: str | None = None, every: int = 1):
+    """On a CPU: in forward no operator for so long, in every n-th step; operators take 6,000 us."""
+    def write(folder: Path):
+        made = MadeTrace(0, 1, device=None)
+        host = 0.0
+        for index in range(STEPS):
+            at, works = host, us if index % every == 0 else 0.0
+            made.op("aten::sum", host, host + 3_000)
+            if name and works:
+                made.frame(name, host + 3_000, host + 3_000 + works)
+            made.annotation("forward", host, host + 3_010 + works)
+            host += 3_020 + works
+            made.op("aten::mm", host, host + 3_000)
+            made.annotation("backward", host, host + 3_000)
+            host += 3_000
+            made.step(10 + index, at, host)
+        made.write(folder)
+    return write
+
+
+def gloo_after_backward(number: int, elements: int | None = None):
+    """On a CPU: a rank of two whose backward ends with so many collectives of 100 us; operators take 6,000 us."""
+    def write(folder: Path):
+        made = MadeTrace(0, 2, device=None)
+        shapes = {"Input Dims": [[elements]], "Input type": ["float"]} if elements else {}
+        host = 0.0
+        for index in range(STEPS):
+            at = host
+            made.op("aten::mm", host, host + 3_000)
+            made.annotation("forward", host, host + 3_000)
+            made.op("aten::mm", host + 3_010, host + 6_010)
+            for one in range(number):
+                began = host + 6_010 + 100 * one
+                made.add("user_annotation", "gloo:all_reduce", began, began + 100, GLOO, **shapes)
+            made.annotation("backward", host + 3_005, host + 6_010 + 100 * number)
+            host += 6_020 + 100 * number
+            made.step(10 + index, at, host)
+        made.write(folder)
+    return write
+
+
+def small_operators(busy_us: float):
+    """200 of them, every 25 us, in a step without anything else."""
+    def write(folder: Path):
+        made = MadeTrace(0, 1, device=None)
+        for index in range(STEPS):
+            at = index * 5_000.0
+            made.step(10 + index, at, at + 5_000)
+            made.annotation("forward", at, at + 5_000)
+            for one in range(200):
+                made.op("aten::add", at + 25 * one, at + 25 * one + busy_us)
+        made.write(folder)
+    return write
 
 
 def fused_optimizer_reads(made, at):
@@ -175,6 +249,11 @@ def steps_with_evaluation(ms: float):
     return ordinary_steps(ms=lambda index: 10 + ms * (index % 10 == 9), phase_eval=lambda index: ms * (index % 10 == 9))
 
 
+def saves_every(n: int, steps: int = 14):
+    ms = every(n, 30.0, 0.0)
+    return recorded(steps=ordinary_steps(steps, ms=lambda index: 10 + ms(index), phase_save=ms))
+
+
 def scale(values):
     return lambda index: values[min(index, len(values) - 1)]
 
@@ -200,6 +279,18 @@ def memory(folder: Path, steps=3, layers=8, layer_gib=1.0, logits_gib=1.0, kept_
     made.write(folder)
 
 
+def planned(**flags):
+    """Beside a trace the whole plan of 24 layers of 2048 on a GPU of 85 GB, as formulas need it."""
+    def write(folder: Path):
+        run(folder)
+        record = json.loads((folder / "run.json").read_text())
+        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+        plan = resolved_plan("--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 "
+                             f"--max-position-embeddings 4096 --bf16 {words}", World(gpus=1), vocab_size=50257)
+        (folder / "run.json").write_text(json.dumps(record | {"plan": dataclasses.asdict(plan)}, default=str))
+    return write
+
+
 def holes(freed: int):
     """A segment of 8 pieces, `freed` of which lie free between live ones; a larger request does not fit there."""
     def write(folder: Path):
@@ -218,6 +309,7 @@ def on_a_gpu_of(gib: int, **more):
 
 
 IN_SOFTMAX, IN_GELU = ([{"filename": "model.py", "line": 6, "name": name}] for name in ("softmax", "gelu"))
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 HALVED = [2.0**16 / 2**k for k in range(40)]
 
 CASES = {
@@ -247,6 +339,9 @@ CASES = {
     "save-and-eval": (recorded(steps=steps_with_evaluation(30)), recorded(steps=steps_with_evaluation(2))),
     "no-tensor-cores": (on_gpu(gemm=SIMT_GEMM), gpu),
     "fp32-products": (on_gpu(gemm=FP32_GEMM, dtypes=["float", "float"]), gpu),
+    "slow-16-bit-products": (
+        both(on_cpu(dtype="c10::Half"), recorded(device="cpu", precision="fp16", hardware={"fp16_products": False})),
+        both(on_cpu(dtype="c10::Half"), recorded(device="cpu", precision="fp16", hardware={"fp16_products": True}))),
     "matmul-shapes": (both(on_gpu(dims=ODD), recorded(shape=ODD_SHAPE)), on_gpu(dims=[[8192, 1088], [1088, 4096]])),
     "below-roofline": (on_gpu(dims=THIN), gpu),
     "zeroed-gradients": (on_gpu(before_data=zeroes("Optimizer.zero_grad#AdamW.zero_grad")),
@@ -294,6 +389,7 @@ CASES = {
                     both(remembered(logits_gib=8), on_a_gpu_of(80))),
     "recompute-activations": (both(remembered(layer_gib=2), on_a_gpu_of(32)),
                               both(remembered(layer_gib=2), on_a_gpu_of(32, recompute_granularity="full"))),
+    "needless-recompute": (both(on_gpu(), planned(**FULL)), both(on_gpu(), planned(micro_batch_size=8, **FULL))),
     "out-of-memory": (remembered(oom=True), memory),
     "attention-memory": (remembered(frames=IN_SOFTMAX, logits_gib=0.5), remembered(frames=IN_GELU, logits_gib=0.5)),
     "micro-batch-headroom": (
@@ -315,7 +411,12 @@ MORE_TRIGGERS = [
     ("graph-breaks", on_cpu(change=resumes)),
     ("graph-breaks", both(on_cpu(change=more_than_a_layer_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("memory-growth", remembered(kept_mib=64, steps=5)),
-    ("sync-in-step", on_cpu(change=cpu_reads)),
+    ("host-gaps", python_works(4_000)),
+    ("host-gaps", python_works(4_000, "train.py(7): think")),
+    ("host-gaps", small_operators(busy_us=5)),
+    ("save-and-eval", saves_every(2)),
+    ("small-buckets", gloo_after_backward(25, elements=65_536)),
+    ("small-buckets", both(gloo_after_backward(25), recorded(device="cpu", parameters=4_000_000))),
     ("starved-loader", recorded(steps=ordinary_steps(phase_data=3.0))),
     ("straggler", recorded(ranks=rank_lines([3.0, 3.0, 5.0, 3.0]), world=4)),
     ("recompilation", on_cpu(change=compiles)),
@@ -328,7 +429,15 @@ MORE_NEAR_MISSES = [
     ("no-learning", recorded(steps=ordinary_steps(14, loss=3.0))),
     ("no-learning", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
     ("graph-breaks", both(on_cpu(change=layers_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
-    ("sync-in-step", on_cpu(change=fused_optimizer_reads)),
+    ("sync-in-step", on_cpu(change=cpu_reads)),
+    ("host-gaps", on_cpu(change=cpu_reads)),
+    ("host-gaps", python_works(900)),
+    ("host-gaps", python_works(9_000, every=3)),  # a machine that others use
+    ("host-gaps", small_operators(busy_us=20)),
+    ("small-buckets", gloo_after_backward(25, elements=2_000_000)),
+    ("small-buckets", both(gloo_after_backward(25), recorded(device="cpu"))),
+    ("small-buckets", gloo_after_backward(25)),
+    ("save-and-eval", saves_every(13)),
     ("memory-growth", remembered(steps=5)),
     ("recompute-activations", both(remembered(layer_gib=2), on_a_gpu_of(80))),
     ("micro-batch-headroom", both(on_gpu(micro_batches=4), micro_batch_run())),

@@ -1,4 +1,4 @@
-"""Ten causes planted into real runs on a CPU: does the report name each one first, and none of them in clean runs?
+"""Causes planted into real runs on a CPU: does the report name each one first, and none of them in clean runs?
 
     python tests/planted_causes.py [FOLDER] [CAUSE ...]         all, or some; prints a table
     python tests/planted_causes.py --train CAUSE FLAGS          one run, under a launcher or alone
@@ -6,6 +6,8 @@
 What only a GPU shows (tensor cores, launches, copies) has made traces instead, in finding_cases.py.
 """
 
+import gc
+import logging
 import os
 import signal
 import subprocess
@@ -31,17 +33,38 @@ SLEEP_S = 0.04
 KEPT = []  # what the leak keeps
 
 
-def read_every_step():
+def after_forward(do: Callable):
+    """`do(loss)` after the forward of every micro-batch."""
     from megatron_lite.train import step
 
     inner = step.loss_and_tokens
 
-    def reading(model, batch):
+    def doing(model, batch):
         loss, tokens = inner(model, batch)
-        loss.item()
+        do(loss)
         return loss, tokens
 
-    step.loss_and_tokens = reading
+    step.loss_and_tokens = doing
+
+
+def read_often():
+    after_forward(lambda loss: [loss.item() for _ in range(42)])
+
+
+def collect_garbage():
+    after_forward(lambda loss: gc.collect())
+
+
+def sleep_in_the_step():
+    after_forward(lambda loss: time.sleep(SLEEP_S))
+
+
+def log_heavily():
+    logger = logging.getLogger("heavy")
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    logger.addHandler(logging.FileHandler(os.devnull))
+    after_forward(lambda loss: [logger.debug("value %d", index) for index in range(5000)])
 
 
 def sleeping_loader():
@@ -135,7 +158,9 @@ class Cause:
 
 
 CAUSES = {
-    "a value read every step": Cause("sync-in-step", read_every_step),
+    "gc.collect() in every step": Cause("gc-pauses", collect_garbage),
+    "a sleep in every step": Cause("host-gaps", sleep_in_the_step),
+    "heavy logging": Cause("host-gaps", log_heavily),
     "a sleeping loader": Cause("starved-loader", sleeping_loader),
     "hidden 1000": Cause(
         "matmul-shapes", flags="--hidden-size 1000 --num-attention-heads 5 --micro-batch-size 16 --global-batch-size 16"),
@@ -155,6 +180,7 @@ CAUSES = {
 PLANTED = {cause.code for cause in CAUSES.values()}
 CLEAN_RUNS = {  # sound runs of several kinds
     "as it is": Cause(CLEAN),
+    "values read on a CPU": Cause(CLEAN, read_often),
     "one micro-batch": Cause(CLEAN, flags="--micro-batch-size 8"),
     "RMSNorm, SwiGLU, rope": Cause(CLEAN, flags="--normalization RMSNorm --swiglu --position-embedding-type rope"),
     "recomputation": Cause(

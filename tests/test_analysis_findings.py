@@ -16,7 +16,9 @@ from finding_cases import (
     MORE_TRIGGERS,
     WORDS,
     both,
+    gpu,
     on_gpu,
+    python_works,
     rank_lines,
     ranks_late,
     recorded,
@@ -26,9 +28,10 @@ from training_maker import SIMT_GEMM
 from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.facts import Facts
-from megatron_lite.analysis.findings import fp32_products, profiler_overhead
+from megatron_lite.analysis.findings import fp32_products, profiler_overhead, straggler
 from megatron_lite.analysis.findings.rules import RULES, findings_of, page_of
 from megatron_lite.analysis.kernels.figures import TensorCores
+from megatron_lite.analysis.ranks.figures import Straggler
 
 PARTS = ("Meaning:", "Measured:", "Cost:", "Do:", "Flags:", "False alarm:")
 NOTHING = Facts((), None, (), None, ())
@@ -73,6 +76,20 @@ def straggler_of(folder, window, ordinary_ms) -> str:
     return f"rank {one.rank}, {'certain' if one.certain else 'likely'}: " + " | ".join(piece.text for piece in one.evidence)
 
 
+@pytest.mark.parametrize(("ranks", "stacks", "flags", "advice"), [
+    ((0, 1, 2), False, ("--pytorch-profiler-collect-callstack",), "rank 1: record it with --pytorch-profiler-collect-callstack"),
+    ((0, 1, 2), True, (), "rank 1: swap its node or GPU"),
+    ((0, 1), True, ("--profile-ranks -1",), "rank 1: record it with --profile-ranks -1"),
+])
+def test_advice_about_a_straggler_asks_only_for_what_is_not_there(tmp_path, ranks, stacks, flags, advice):
+    for rank in ranks:
+        gpu(tmp_path, rank, 3, header={"with_stack": int(stacks)})
+    facts = analyze([tmp_path]).facts
+    late = Straggler(1, 5.0, 0.9, cause="", cause_ms=0.0, phase="")
+    found = straggler.find(dataclasses.replace(facts, ranks=dataclasses.replace(facts.ranks, straggler=late)))
+    assert found.flags == flags and found.advice.startswith(advice)
+
+
 def test_a_straggler_of_the_run_that_the_profiled_steps_do_not_show_says_both(tmp_path):
     other = straggler_of(tmp_path / "other", ranks_late(20), [3.0, 3.0, 5.0])
     assert other.startswith("rank 2, likely: over the whole run rank 2 takes 2.0 ms longer per step than the median rank "
@@ -81,6 +98,22 @@ def test_a_straggler_of_the_run_that_the_profiled_steps_do_not_show_says_both(tm
     assert "; in the profiled steps, too, the others wait most for it, 0.02 ms per step | " in alike
     same = straggler_of(tmp_path / "same", ranks_late(1500), [3.0, 5.0, 3.0])
     assert same.startswith("rank 1, certain: ") and "the whole run" not in same
+
+
+@pytest.mark.parametrize(
+    ("line", "seen", "advice"),
+    [
+        (None, "4.0 ms in the median step, the longest stretch of it after aten::sum", "-collect-callstack names the function; "),
+        ("train.py(7): think", "4.0 ms in the median step in train.py(7): think", ""),
+    ],
+)
+def test_python_at_work_on_a_cpu_is_named_by_phase_and_with_stacks_by_function(tmp_path, line, seen, advice):
+    [found] = found_in(tmp_path, python_works(4_000, line))
+    assert (found.code, found.title) == ("host-gaps", "Python between operators")
+    assert found.cost_ms == pytest.approx(4.0, rel=0.05)
+    assert "Python runs for a millisecond or longer without an operator: 4.0 ms of each step" in found.evidence[0].text
+    assert seen in found.evidence[1].text and found.evidence[1].where == "forward"
+    assert f"{advice}take that work out of forward" in found.advice
 
 
 @pytest.mark.parametrize(("code", "write"), near_misses, ids=[code for code, _ in near_misses])

@@ -13,7 +13,9 @@ import torch
 from launch import alone, flags, intervals, on_ranks, quietly, steps, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.modules.module import register_module_full_backward_hook
+from training_maker import ordinary_steps, run
 
+from megatron_lite.analysis.run.read import read_run
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.gpu_times import GpuTimes
 from megatron_lite.instruments.memory_now import MemoryNow
@@ -259,11 +261,29 @@ def test_a_rank_that_becomes_slow_after_a_long_time_is_named_soon():
 @pytest.mark.parametrize("which", ["host_memory_bytes", "peak_memory_bytes"])
 def test_growing_memory_is_said_and_counted_anew(which):
     worth, kind = WorthSaying(), "host memory" if which.startswith("host") else "GPU memory"
-    lines = [list(worth.of(figures(**{which: [1e9, 1e9 + i * 32 * MIB, 1e9 - i, 1e9 + i]})))
+    lines = [list(worth.of(figures(last=10 * i, **{which: [1e9, 1e9 + i * 32 * MIB, 1e9 - i, 1e9 + i]})))
              for i in range(2 * GROWING_INTERVALS + 2)]
-    assert [len(found) for found in lines] == [0] * GROWING_INTERVALS + [1] + [0] * (GROWING_INTERVALS - 1) + [1, 0]
+    assert [len(found) for found in lines] == [0, *([0] * (GROWING_INTERVALS - 1) + [1]) * 2, 0]
     assert lines[GROWING_INTERVALS] == [
-        f"   {kind} of rank 1 grew in each of the last 4 intervals, by 128.0 MiB to 1.06 GiB"]
+        f"   {kind} of rank 1 grows steadily: by 3.2 MiB per step since iteration 10, to 1.31 GiB"]
+
+
+@pytest.mark.parametrize(("megabytes", "disturbed"), [
+    ([300.0, 320.0, 340.0, 360.0, 380.0] + [400.0 + index / 100 for index in range(40)], ()),  # caches that fill
+    ([300.0 + index / 100 for index in range(5)] + [500.0 + index / 100 for index in range(40)], ()),  # a single jump
+    ([300.0, 300.0, *(300.0 + 3 * index for index in range(20)), *[300.0] * 30], range(2, 22)),  # a profile's records
+    ([300.0 + index % 2 * 40 for index in range(50)], ()),
+])
+def test_memory_of_which_the_audit_says_that_it_does_not_grow_is_not_called_growing(tmp_path, megabytes, disturbed):
+    """The console has a word for it only where the report has a finding."""
+    worth = WorthSaying()
+    lines = [line for at, value in enumerate(megabytes)
+             for line in worth.of(figures(last=at, host_memory_bytes=[value * MIB] * 4), at in disturbed)]
+    assert lines == []
+    run(tmp_path, ranks=[{"iterations": [at, at], "steps": [1], "step_ms": [10.0], "phases_ms": {"forward": [9.0]},
+                     "host_memory_bytes": [value * MIB]} for at, value in enumerate(megabytes) if at not in disturbed],
+        steps=ordinary_steps(len(megabytes)), world=1)
+    assert read_run(tmp_path).growths == ()
 
 
 # --- runs

@@ -1,6 +1,7 @@
 """Traces of torch.profiler: which steps they hold, what stands in them, and what becomes of them on a full disk."""
 
 import contextlib
+import gc
 import gzip
 import io
 import json
@@ -15,6 +16,7 @@ import torch
 from launch import alone, flags, losses, plan_of, quietly, same, train
 from traces import events, nested, spans, steps_of, trace, trace_files
 
+from megatron_lite.analysis.analyze import analyze
 from megatron_lite.instruments.base import Instrument, Instruments
 from megatron_lite.instruments.choose import choose
 from megatron_lite.instruments.module_ranges import ModuleRanges, wanted_modules
@@ -267,6 +269,22 @@ def test_a_folder_that_is_in_the_way_costs_the_trace_and_one_line(tmp_path):
         torch.ones(2).sum()
     assert len(out) == 1 and out[0].startswith("profile of step 1 of this run, rank 0, is lost; training goes on: ")
     assert not torch.autograd._profiler_enabled()
+
+
+def test_collections_of_garbage_stand_in_the_trace_without_stacks(tmp_path):
+    before = list(gc.callbacks)
+    profiler = TorchProfiler(Window(range(1, 5)), tmp_path, 0, Details(), print)
+    with Instruments([profiler], print) as watching:
+        for step in range(1, 5):
+            with watching.step(step), watching.phase(Phase.FORWARD):
+                torch.ones(2).sum()
+                gc.collect(0)  # of the youngest objects: too short to be worth a range
+                gc.collect()
+    assert gc.callbacks == before
+    assert len(spans(trace(tmp_path), "Python GC")) == 4
+    time = analyze([tmp_path]).facts.critical.time
+    assert [phase.name for phase in time.phases] == ["forward"]  # a collection is no phase
+    assert time.rows["garbage_collector"] > 0.5 * time.step_ms
 
 
 class LikeOnAGpu(TorchProfiler):

@@ -175,12 +175,12 @@ SHAPE = {"num_layers": 24, "hidden_size": 4096, "ffn_hidden_size": 16384, "kv_ch
 
 def run(folder: Path, steps: list[dict] | None = None, ranks: list[dict] | None = None, *, device="cuda",
         precision="bf16", world=2, batch=8, vocabulary=50257, shape=None, hardware=None, environment=None,
-        **args) -> Path:
+        parameters=355_919_872, **args) -> Path:
     """A run folder: run.json and steps.jsonl. `steps`: `ordinary_steps()` if not given. `ranks`: lines of all ranks."""
     machine = {"cuda": {"device": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 * 10**9, "cpus": 64},
                "cpu": {"device": "cpu", "threads": 1, "bf16_products": True, "cpus": 8}}[device]
     record = {
-        "schema": 1, "status": "finished", "started": "2026-01-01T00:00:00+0000", "parameters": 355_919_872,
+        "schema": 1, "status": "finished", "started": "2026-01-01T00:00:00+0000", "parameters": parameters,
         "plan": {"args": {"all": ARGS | args}, "world": {"rank": world - 1, "size": world, "local_size": world},
                  "shape": SHAPE | (shape or {}), "vocab_size": vocabulary, "device": device, "precision": precision,
                  "batch": {"final": batch, "start": 0}},

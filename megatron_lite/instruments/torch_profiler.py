@@ -1,5 +1,6 @@
 """torch.profiler over the profiled window: one trace per profiled rank, where TensorBoard looks for it."""
 
+import gc
 import inspect
 import os
 import socket
@@ -18,6 +19,7 @@ from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.instruments.quiet import without_notes
 from megatron_lite.instruments.trace_file import Found, LostFile, write_text, write_whole
 from megatron_lite.instruments.window import Window
+from megatron_lite.phases import PYTHON_GC
 from megatron_lite.units import MIB
 
 TABLE_ROWS, NAME_WIDTH = 200, 80
@@ -51,6 +53,30 @@ class Details:
         )
 
 
+class CollectorRanges:
+    """Ranges around collections of Python's garbage collector. torch records them with stacks only.
+
+    Collections of the youngest objects take microseconds and are left out.
+    """
+
+    def __init__(self):
+        self._range = None
+
+    def open(self):
+        gc.callbacks.append(self._mark)
+
+    def close(self):
+        gc.callbacks.remove(self._mark)
+
+    def _mark(self, moment: str, info: dict):
+        if moment == "start" and info["generation"] > 0:
+            self._range = record_function(PYTHON_GC)
+            self._range.__enter__()
+        elif self._range is not None:
+            left, self._range = self._range, None
+            left.__exit__(None, None, None)
+
+
 class TorchProfiler(Instrument):
     """Records the window's steps. What was recorded is written also when the run ends inside it."""
 
@@ -64,6 +90,7 @@ class TorchProfiler(Instrument):
         self._room = None
         self._full = False  # the record of the GPU was over before the window was
         self._last = 0
+        self._collections = CollectorRanges()
         self._modules = ModuleRanges(tell) if details.modules else None
 
     def begin(self, step: int):
@@ -114,6 +141,7 @@ class TorchProfiler(Instrument):
             older = torch.empty(1)
             self._profiler.start_trace()
             self._recording = True
+            self._collections.open()
             del older  # with memory: the first free of something older is warned about, and only the first
         if self._modules:
             self._modules.open()
@@ -126,7 +154,10 @@ class TorchProfiler(Instrument):
         return span is not None
 
     def _stop(self) -> _KinetoProfile:
-        profiler, self._profiler, self._recording = self._profiler, None, False
+        profiler, self._profiler = self._profiler, None
+        if self._recording:
+            self._recording = False
+            self._collections.close()
         if self._modules:
             self._modules.close()
         try:

@@ -59,7 +59,8 @@ def _artefacts(plan: Plan) -> dict:
 def _hardware(plan: Plan) -> dict:
     if plan.device != "cuda":
         return {"device": "cpu", "processor": platform.processor() or platform.machine(), "peak_tflops": None,
-                "threads": torch.get_num_threads(), "bf16_products": _has_bf16_products()}
+                "threads": torch.get_num_threads(), "bf16_products": _has_bf16_products(),
+                "fp16_products": _has_fp16_products()}
     properties = torch.cuda.get_device_properties(plan.world.gpu)
     return {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
             "peak_tflops": peak_tflops(properties.name, plan.precision)}
@@ -68,6 +69,11 @@ def _hardware(plan: Plan) -> dict:
 def _has_bf16_products() -> bool:
     """Does this processor multiply bf16 matrices faster than fp32 ones: AVX512-BF16 or AMX."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _has_fp16_products() -> bool:
+    """Does oneDNN multiply fp16 matrices here: AVX512-FP16 or AMX-FP16. Builds of torch without it do not."""
+    return hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported") and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def _plain(value):

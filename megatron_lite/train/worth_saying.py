@@ -3,10 +3,9 @@
 import math
 from collections import deque
 from collections.abc import Iterator
-from itertools import pairwise
 from statistics import median_low
 
-from megatron_lite.notable import FEWEST_STEPS, has_grown, is_mostly, slowest_rank
+from megatron_lite.notable import FEWEST_STEPS, is_mostly, slowest_rank, steady_growth
 from megatron_lite.phases import Phase
 from megatron_lite.train.rank_figures import RankFigures
 from megatron_lite.units import size
@@ -16,7 +15,7 @@ INDEPENDENT = (Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.v
 SLOW_INTERVALS = 8  # at most: those in which a rank must mostly be the slow one
 FEWEST_INTERVALS = 3  # at least: one or two may be a busy machine
 WAIT_SHARE, WAIT_MS = 0.10, 1.0  # of a step spent waiting for data
-GROWING_INTERVALS = 4
+GROWING_INTERVALS, REMEMBERED = 12, 60  # after the first, whose steps fill caches: as many as the report asks of steps, and at most
 
 
 class WorthSaying:
@@ -27,13 +26,19 @@ class WorthSaying:
         self._slow = SlowRanks()
         self._gpu, self._host = Growth("GPU memory"), Growth("host memory")
 
-    def of(self, figures: RankFigures) -> Iterator[str]:
-        """Lines about one interval. To be called for every interval, since slowness and growth take several."""
+    def of(self, figures: RankFigures, disturbed: bool = False) -> Iterator[str]:
+        """Lines about one interval. To be called for every interval, since slowness and growth take several.
+
+        Args:
+            figures: Of the interval's steps.
+            disturbed: All of them were profiled or compiled: their memory says nothing of the others'.
+        """
         found = dict([*self._slow.of(figures), *waits_for_data(figures)])
         yield from (text for what, text in found.items() if what not in self._said)
         self._said = set(found)
-        yield from self._gpu.of(figures.peak_memory_bytes)
-        yield from self._host.of(figures.host_memory_bytes)
+        if not disturbed:
+            yield from self._gpu.of(figures.last, figures.peak_memory_bytes)
+            yield from self._host.of(figures.last, figures.host_memory_bytes)
 
 
 class SlowRanks:
@@ -78,24 +83,28 @@ def waits_for_data(f: RankFigures) -> Iterator[tuple[str, str]]:
 
 
 class Growth:
-    """One kind of memory on all ranks, over the last intervals."""
+    """One kind of memory on all ranks, by the report's own measure of growth."""
 
     def __init__(self, what: str):
         self._what = what
-        self._history: list[list[float]] = []
+        self._history: deque[tuple[int, list[float]]] = deque(maxlen=REMEMBERED)
+        self._first = True
 
-    def of(self, by_rank: list[float]) -> Iterator[str]:
-        """A line for each rank whose memory has grown in every one of the last intervals; then it counts anew."""
-        self._history = [*self._history[-GROWING_INTERVALS:], by_rank]
-        if len(self._history) <= GROWING_INTERVALS:
+    def of(self, iteration: int, by_rank: list[float]) -> Iterator[str]:
+        """A line for each rank whose memory grows over all intervals seen; then it counts anew."""
+        if self._first:
+            self._first = False
             return
-        grown = []
-        for rank, values in enumerate(zip(*self._history)):
-            by = values[-1] - values[0]
-            steadily = all(earlier < later for earlier, later in pairwise(values))  # never with NaN
-            if steadily and has_grown(by, values[0]):
-                grown.append(f"   {self._what} of rank {rank} grew in each of the last {GROWING_INTERVALS} intervals, by "
-                             f"{size(by)} to {size(values[-1])}")
+        self._history.append((iteration, by_rank))
+        if len(self._history) < GROWING_INTERVALS:
+            return
+        since, grown = self._history[0][0], []
+        for rank, last in enumerate(by_rank):
+            rows = [(at, values[rank]) for at, values in self._history]
+            found = None if any(math.isnan(value) for _, value in rows) else steady_growth(rows)
+            if found:
+                grown.append(f"   {self._what} of rank {rank} grows steadily: by {size(found[1])} per step since iteration "
+                             f"{since}, to {size(last)}")
         if grown:
-            self._history = self._history[-1:]
+            self._history.clear()
         yield from grown

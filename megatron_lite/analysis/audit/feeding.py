@@ -20,7 +20,7 @@ from megatron_lite.analysis.findings.seen.steady import (
     where,
 )
 from megatron_lite.analysis.findings.small_copies import ACROSS, MANY, SMALL_BYTES
-from megatron_lite.analysis.findings.sync_in_step import reads_inside, waits_inside
+from megatron_lite.analysis.findings.sync_in_step import BETWEEN_STEPS, waits_inside
 from megatron_lite.analysis.findings.unpinned_copies import is_batch_copy
 from megatron_lite.analysis.run.figures import Run
 from megatron_lite.analysis.trace.columns import Kind
@@ -30,6 +30,9 @@ from megatron_lite.units import size
 TO_DEVICE = re.compile(r"HtoD|HostToDevice", re.IGNORECASE)
 SAYS_MEMORY = re.compile(r"(pageable|pinned) *->", re.IGNORECASE)
 DATA = Phase.DATA.value
+READS = ("aten::item", "aten::is_nonzero", "aten::equal", "aten::_local_scalar_dense")
+# an unfused optimizer's step counters are on the host
+READS_ON_HOST = BETWEEN_STEPS | {Phase.OPTIMIZER_STEP.value}
 MOST_SHOWN = 2
 
 
@@ -137,11 +140,14 @@ def _synchronisations(one: RankFacts) -> list[Evidence]:
 
 
 def _reads(one: RankFacts) -> list[Evidence]:
-    """What a GPU would have to be waited for."""
+    """Without a GPU: what one would have to be waited for. On a CPU nothing runs ahead of Python, and no read waits."""
+    rows = rows_named(one, lambda name: name in READS, Kind.OP)
+    rows = rows[one.placing.operator[rows] < 0]  # inside another operator, a fused optimizer, it is that one's affair
+    phases = [*one.placing.phases, ""]
+    inside = [row for row in rows if phases[one.placing.phase[row]] not in READS_ON_HOST]
     text = (
-        f"{len(reads_inside(one))} values read into Python in "
-        f"{counted(steady_steps(one), 'steady step')}; log, eval, save and the "
-        "optimizer's step counters left out"
+        f"no GPU in the trace, so that no read waits; {len(inside) / steady_steps(one):.3g} values read into Python per step, "
+        "each of which a GPU would have to be waited for; log, eval, save and the optimizer's step counters left out"
     )
     return [Evidence(text, where(one))]
 

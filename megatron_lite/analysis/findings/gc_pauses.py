@@ -3,9 +3,10 @@
 Meaning: collecting walks through all objects that Python holds, in the thread that launches
     kernels. Each rank pauses in a different step, and in each of them all others wait.
 Measured: time in gc frames or events of the trace (with a GPU: idle time because of them), per
-    steady step.
+    steady step. This trainer's traces have them always, others with stacks.
 Cost: the pause, on every rank for every rank's pause.
-Do: collect at fixed steps, on all ranks in the same one.
+Do: collect at fixed steps, on all ranks in the same one; take a gc.collect() of the program's own
+    out of the step, which no flag stops.
 Flags: --manual-gc --manual-gc-interval 100.
 False alarm: a single collection in a short window, which this mean makes look like every step's.
 """
@@ -28,7 +29,8 @@ def find(facts: Facts) -> Finding | None:
         return None
     manual = argument(facts, "manual_gc")
     advice = ("--manual-gc is on: a larger "
-              "--manual-gc-interval") if manual else "collect on all ranks in the same, rare steps: --manual-gc"
+              "--manual-gc-interval") if manual else (
+                  "collect on all ranks in the same, rare steps: --manual-gc, without a gc.collect() in the step itself")
     return Finding(
         code=CODE, title=TITLE, cost_ms=cost,
         evidence=(Evidence(f"garbage collection takes {of_step(cost, one)}", where(one)),), advice=advice,

@@ -28,6 +28,7 @@ from megatron_lite.analysis.findings import (
     max_connections,
     memory_growth,
     micro_batch_headroom,
+    needless_recompute,
     no_learning,
     no_overlap,
     no_tensor_cores,
@@ -39,6 +40,7 @@ from megatron_lite.analysis.findings import (
     reduce_every_micro_batch,
     save_and_eval,
     scale_collapse,
+    slow_16_bit_products,
     small_buckets,
     small_copies,
     starved_loader,
@@ -59,14 +61,14 @@ from megatron_lite.analysis.findings.base import Finding
 RULES: tuple[ModuleType, ...] = (
     sync_in_step, starved_loader, too_many_workers, unpinned_copies, small_copies, exposed_copies, launch_bound,
     host_gaps, tiny_micro_batches, gc_pauses, allocator_stalls, stream_waits, log_stalls, save_and_eval,
-    no_tensor_cores, fp32_products, matmul_shapes, below_roofline, vocabulary_padding,
+    no_tensor_cores, fp32_products, slow_16_bit_products, matmul_shapes, below_roofline, vocabulary_padding,
     attention_scores, attention_dropout,
     copy_share, unfused_elementwise, unfused_optimizer, zeroed_gradients,
     all_reduce_tail, no_overlap, small_buckets, reduce_every_micro_batch, straggler, max_connections,
     recompilation, graph_breaks, first_step, profiler_overhead, debug_switches, too_many_threads,
     overflow_storm, scale_collapse, no_learning,
     memory_growth, out_of_memory, fragmentation, logits_peak, attention_memory, recompute_activations,
-    micro_batch_headroom,
+    micro_batch_headroom, needless_recompute,
 )
 
 

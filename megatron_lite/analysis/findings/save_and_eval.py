@@ -8,7 +8,8 @@ Cost: that time per step. It is in no profile of a few steady steps.
 Do: write in the background from a copy in host memory; save and evaluate less often, or on fewer
     batches.
 Flags: --async-save, --save-interval, --eval-interval, --eval-iters.
-False alarm: a short run, in which one checkpoint weighs more than it will in a long one.
+False alarm: a short run, in which one checkpoint weighs more than it will in a long one; below 20
+    steps only what came three times counts.
 """
 
 import math
@@ -22,15 +23,15 @@ from megatron_lite.phases import Phase
 
 CODE = "save-and-eval"
 TITLE = "stalls for checkpoints and evaluations"
-FEWEST_STEPS = 20  # a shorter run has its only checkpoint early, and says nothing of how often
+FEWEST_STEPS, FEWEST_TIMES = 20, 3  # one of both: a short run's only checkpoint says nothing of how often
 
 
 def find(facts: Facts) -> Finding | None:
     run = facts.run
-    if run is None or run.steps < FEWEST_STEPS:
+    if run is None:
         return None
     whole_ms = _total(run.step_ms)
-    stalls = {name: _total(run.phases_ms.get(name, ())) for name in (Phase.SAVE.value, Phase.EVAL.value)}
+    stalls = {name: _total(run.phases_ms[name]) for name in (Phase.SAVE.value, Phase.EVAL.value) if _tells(run, name)}
     if not whole_ms or sum(stalls.values()) < MATTERS * whole_ms:
         return None
     cost = sum(stalls.values()) / run.steps
@@ -42,12 +43,21 @@ def find(facts: Facts) -> Finding | None:
     )
 
 
+def _tells(run: Run, name: str) -> bool:
+    """Is it known how often that phase comes?"""
+    return name in run.phases_ms and (run.steps >= FEWEST_STEPS or _times(run, name) >= FEWEST_TIMES)
+
+
+def _times(run: Run, name: str) -> int:
+    return sum(value > 0 for value in run.phases_ms[name])
+
+
 def _total(values) -> float:
     return math.fsum(value for value in values if not math.isnan(value))
 
 
 def _seen(run: Run, name: str, total: float, whole_ms: float) -> Evidence:
-    times = sum(value > 0 for value in run.phases_ms[name])
+    times = _times(run, name)
     return Evidence(f"{name}: {times} times, {in_ms(total / times)} each, {total / whole_ms:.0%} of the time of "
                     f"the run's {run.steps} steps",
                     "steps.jsonl")

@@ -12,6 +12,16 @@ from megatron_lite.estimate.sizes import FP32
 from megatron_lite.units import count
 
 
+def bytes_without_recomputation(plan: dict) -> int | None:
+    """All categories added up, more than any moment holds, if every layer kept its activations; None for foreign plans."""
+    try:
+        model = plan["args"]["model"] | {"recompute_granularity": None}
+        formulas = _formulas(plan | {"args": plan["args"] | {"model": model}})
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return None
+    return sum(num_bytes for _, num_bytes in formulas.values())
+
+
 def ledger(snapshot: Snapshot, plan: dict) -> tuple[LedgerRow, ...]:
     """Rows in the order of a report; () where the plan is not this trainer's, so that there is nothing to compare with."""
     try:

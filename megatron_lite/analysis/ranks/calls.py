@@ -68,6 +68,12 @@ def calls_of(trace: Trace, placing: Placing, world_size: int | None) -> Calls:
     )
 
 
+def collective_bytes(trace: Trace, rows: np.ndarray, world_size: int | None) -> np.ndarray:
+    """float64 [k]: of each of these collectives; NaN where the trace does not say."""
+    whats = _whats(trace, rows, *_told(trace, rows), world_size)
+    return np.array([np.nan if what.num_bytes is None else what.num_bytes for what in whats], float)
+
+
 def _called(trace: Trace, rows: np.ndarray) -> np.ndarray:
     """The operators that handed spans of a backend's own threads over: as many, in the same order. Else the spans."""
     operators = trace.rows[Kind.OP]

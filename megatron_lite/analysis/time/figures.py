@@ -24,6 +24,8 @@ class Step:
         return (self.end_ns - self.start_ns) / 1e6
 
 
+MIN_STRETCH_MS = 1.0  # without an operator: calling one takes a twentieth of that, with a profiler and stacks too
+
 # Where a step goes, in the order of a report. Rows sum to the step exactly.
 ROW_TITLES = {
     "compute": "compute",
@@ -80,6 +82,16 @@ class HostSite:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Without a GPU: Python at work in a phase for MIN_STRETCH_MS or longer without an operator."""
+
+    phase: str
+    ms: float  # in the median step: what only one step has is a busy machine's
+    line: str  # of the program, that held most of it; "" without stacks
+    after: str  # the operator that ended before the longest; "" if none
+
+
+@dataclass(frozen=True)
 class Span:
     """An interval for pictures and evidence."""
 
@@ -115,6 +127,7 @@ class RankTime:
     timeline: tuple[Span, ...]  # one representative step on the device: what computes by phase, "communication", "copies"
     timeline_step: int | None  # its index in steps
     notes: tuple[str, ...]  # named gaps
+    stretches: tuple[Stretch, ...] = ()  # longest first; () with a GPU
 
     @property
     def steady_steps(self) -> tuple[Step, ...]:

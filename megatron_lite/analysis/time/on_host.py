@@ -17,7 +17,7 @@ from megatron_lite.analysis.time.host_activity import HostActivity, host_activit
 from megatron_lite.analysis.time.phase_table import host_phases, host_timeline
 from megatron_lite.analysis.time.phases_of import AUTOGRAD
 from megatron_lite.analysis.time.placing import Placing
-from megatron_lite.analysis.time.sites import CallSites, python_sites
+from megatron_lite.analysis.time.sites import CallSites, long_stretches, python_sites
 from megatron_lite.analysis.time.steady import SteadySteps
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
@@ -30,6 +30,7 @@ def on_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:
     activity = host_activity(trace, placing)
     communication = intersection(_communication(trace), steady.cover)
     rows, compute = _breakdown(trace, steady, activity, communication)
+    sites = CallSites(trace, placing)
 
     def ms(cover: Cover) -> float:
         return cover.length / 1e6 / steady.count
@@ -41,11 +42,11 @@ def on_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:
         rows={row: ms(cover) for row, cover in rows.items()}, busy_ms=ms(joined(compute, communication)),
         communication_ms=talking, copy_ms=0.0, overlap=1 - exposed / talking if talking else None,
         phases=host_phases(trace, placing, compute, communication, steady.flags), syncs=(),
-        hosts=python_sites(trace, placing, rows["host"], CallSites(trace, placing), steady.count),
+        hosts=python_sites(trace, placing, rows["host"], sites, steady.count),
         loader_host_ms=ms(intersection(activity.data, steady.cover)), launches=0.0, median_kernel_us=0.0,
         median_launch_interval_us=0.0, median_queue_us=0.0, launch_bound=False, spilled_ms=0.0,
         timeline=host_timeline(trace, placing, communication, steady.typical), timeline_step=steady.typical,
-        notes=(*placing.notes, *steady.notes),
+        notes=(*placing.notes, *steady.notes), stretches=long_stretches(trace, placing, rows["host"], sites, steady.flags),
     )
 
 

@@ -8,11 +8,11 @@ from megatron_lite.analysis.intervals import Nesting, union
 from megatron_lite.analysis.time.host_steps import NUMBERED, PROFILER_STEP, HostSteps
 from megatron_lite.analysis.time.phase_names import known_phase, phase_label
 from megatron_lite.analysis.trace.columns import Kind, Trace
-from megatron_lite.phases import Phase
+from megatron_lite.phases import PYTHON_GC, Phase
 
 AUTOGRAD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torch::autograd::AccumulateGrad")
 SENDS, TO_DEVICE = re.compile(r"aten::(to|_to_copy|copy_|cuda)$"), re.compile(r"HtoD|HostToDevice|Host ?-> ?Device", re.IGNORECASE)
-COMMUNICATION = re.compile(r"nccl|gloo:|c10d::|ucc:|mpi:", re.IGNORECASE)
+NO_PHASE = re.compile(rf"nccl|gloo:|c10d::|ucc:|mpi:|{PYTHON_GC}$", re.IGNORECASE)  # it comes inside any
 MOST_NAMES = 100  # of ranges that are phases
 WRAPPER_SHARE = 0.9  # a range over so much of its step says nothing: what lies inside it is the phase
 
@@ -20,7 +20,7 @@ WRAPPER_SHARE = 0.9  # a range over so much of its step says nothing: what lies 
 def phase_rows(trace: Trace, steps: HostSteps) -> np.ndarray:
     """Rows of the ranges that are phases: known ones on any thread, and the outermost under a step on its thread."""
     events, rows = trace.events, trace.rows[Kind.ANNOTATION]
-    marks = trace.matching(PROFILER_STEP.match) | trace.matching(NUMBERED.match) | trace.matching(COMMUNICATION.match)
+    marks = trace.matching(PROFILER_STEP.match) | trace.matching(NUMBERED.match) | trace.matching(NO_PHASE.match)
     rows = rows[~marks[rows]]
     known = trace.matching(known_phase)
     own = rows[(events.thread[rows] == steps.thread) & ~np.isin(events.name[rows], _names_of(trace, steps))]

@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, Nesting, difference, intersection, union
-from megatron_lite.analysis.time.figures import HostSite, SyncSite
+from megatron_lite.analysis.time.figures import MIN_STRETCH_MS, HostSite, Stretch, SyncSite
 from megatron_lite.analysis.time.gaps import Gaps
 from megatron_lite.analysis.time.host_activity import HostActivity, pageable_copies
 from megatron_lite.analysis.time.placing import Placing
@@ -107,16 +107,50 @@ def python_sites(trace: Trace, placing: Placing, host: Cover, sites: CallSites, 
     return _host_sites(total, placing, steps)
 
 
+def long_stretches(trace: Trace, placing: Placing, host: Cover, sites: CallSites, steady) -> tuple[Stretch, ...]:
+    """The pieces of `host` that are long, by phase; longest first. `steady`: bool per step, False at [-1]."""
+    long = host.end - host.start >= MIN_STRETCH_MS * 1e6
+    start, lengths = host.start[long], (host.end - host.start)[long]
+    middle, main = start + lengths // 2, np.full(len(start), max(placing.main_thread, 0))
+    around = _phase_ranges(trace, placing).row_at(middle, main)
+    phase = np.where(around >= 0, placing.phase[np.maximum(around, 0)], -1)
+    frame = _name_or_none(trace, sites.frame(middle, main, placing.main_thread))
+    step = np.searchsorted([one.start_ns for one in placing.steps], middle, side="right") - 1
+    ends = trace.events.end_ns[sites.top_operators]
+    order = np.argsort(ends, kind="stable")
+    before = np.searchsorted(ends[order], start, side="right") - 1
+    found = []
+    for number in np.unique(phase):
+        mine = np.flatnonzero(phase == number)
+        per_step = np.bincount(step[mine], lengths[mine], minlength=len(placing.steps))[steady[:-1]]
+        most, longest = frame[mine[_dearest(frame[mine], lengths[mine])]], mine[lengths[mine].argmax()]
+        after = trace.name_of(sites.top_operators[order[before[longest]]]) if before[longest] >= 0 else ""
+        found.append(Stretch(placing.phases[number] if number >= 0 else "", float(np.median(per_step)) / 1e6,
+                             _named(trace, most), after))
+    return tuple(sorted((one for one in found if one.ms > 0), key=lambda one: -one.ms))
+
+
+def _dearest(keys: np.ndarray, amounts: np.ndarray) -> int:
+    """The position of a key whose amounts add up to most."""
+    _, inverse = np.unique(keys, return_inverse=True)
+    return int(np.bincount(inverse, amounts)[inverse].argmax())
+
+
+def _phase_ranges(trace: Trace, placing: Placing) -> Nesting:
+    """The main thread's ranges that have a phase."""
+    events = trace.events
+    rows = np.flatnonzero((placing.phase >= 0) & (events.kind == Kind.ANNOTATION) & (events.thread == placing.main_thread))
+    return Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
+
+
 def _add_python(total: dict, trace: Trace, placing: Placing, sites: CallSites, between: Cover, thread: int):
     """What no operator covers, cut where a phase or a line of the program begins or ends."""
-    events = trace.events
-    ranges = np.flatnonzero((placing.phase >= 0) & (events.kind == Kind.ANNOTATION) & (events.thread == placing.main_thread))
-    rows = np.concatenate((ranges, sites.frames))
+    events, nest = trace.events, _phase_ranges(trace, placing)
+    rows = np.concatenate((nest.rows, sites.frames))
     edges = np.unique(np.concatenate((between.start, between.end, events.start_ns[rows], events.end_ns[rows])))
     start, end = edges[:-1], edges[1:]
     inside = between.holds(start)
     start, end = start[inside], end[inside]
-    nest = Nesting(ranges, events.start_ns[ranges], events.end_ns[ranges], events.thread[ranges])
     around = nest.row_at(start, np.full(len(start), max(placing.main_thread, 0)))
     phase = np.where(around >= 0, placing.phase[np.maximum(around, 0)], _phase_told(trace, placing, nest, end, thread))
     frame = sites.frame(start, np.full(len(start), max(thread, 0)), placing.main_thread)

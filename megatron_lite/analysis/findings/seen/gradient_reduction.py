@@ -12,7 +12,6 @@ from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 
 BACKWARD, GRAD_SYNC = Phase.BACKWARD.value, Phase.GRAD_SYNC.value
-DTYPE_BYTES = {"Float": 4, "float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Byte": 1, "Char": 1, "Int": 4, "Long": 8}
 
 
 @dataclass(frozen=True)
@@ -51,18 +50,6 @@ def reduction_of(one: RankFacts) -> Reduction | None:
 def reduction_rows(one: RankFacts) -> np.ndarray:
     """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients."""
     return in_phases(one, communication_rows(one), BACKWARD, GRAD_SYNC)
-
-
-def num_bytes(one: RankFacts, rows: np.ndarray) -> np.ndarray:
-    """float64 [k]: of each collective; NaN where the trace does not say."""
-    sizes = [_bytes_of(one, index) for index in range(len(one.trace.collectives))] + [np.nan]
-    return np.array(sizes, float)[one.trace.events.collective[rows]]
-
-
-def _bytes_of(one: RankFacts, index: int) -> float:
-    said = one.trace.collectives[index]
-    width = DTYPE_BYTES.get(said.dtype or "")
-    return said.in_elements * width if width and said.in_elements and said.in_elements > 0 else np.nan
 
 
 def backward_ranges(one: RankFacts) -> np.ndarray:

@@ -1,0 +1,44 @@
+"""16-bit matrix products on a processor that has no units for them.
+
+Meaning: without AVX512-FP16, AVX512-BF16 or AMX a CPU converts 16-bit operands and multiplies in
+    fp32, or multiplies them one by one: slower than fp32 from the start, fp16 several times.
+Measured: the run's precision, what it wrote down of its processor, and the time of matrix products
+    and attention per steady step.
+Cost: that time; fp32 would take a part of it that only a run tells.
+Do: train in fp32 on this machine, or in bf16 where the processor has units for it.
+Flags: without --fp16 and --bf16; --bf16 where the processor multiplies it.
+False alarm: a rehearsal on a CPU of what a GPU is meant to run.
+"""
+
+from megatron_lite.analysis.facts import Facts, RankFacts
+from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.fp32_products import MATRIX, TOO_MUCH
+from megatron_lite.analysis.findings.seen.planned import hardware
+from megatron_lite.analysis.findings.seen.steady import of_step, share, where
+
+CODE = "slow-16-bit-products"
+TITLE = "16-bit products without units for them"
+
+
+def find(facts: Facts) -> Finding | None:
+    precision, one = facts.plan.get("precision"), facts.critical
+    if facts.plan.get("device") != "cpu" or precision not in ("fp16", "bf16"):
+        return None
+    has_units = hardware(facts, f"{precision}_products")
+    # a run of before says nothing of fp16, for which hardly any processor has units
+    if has_units is True or has_units is None and precision == "bf16":
+        return None
+    cost = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX) if one is not None else None
+    if cost is not None and share(cost, one) < TOO_MUCH:
+        return None
+    flag = "--bf16" if hardware(facts, "bf16_products") is True else ""
+    return Finding(
+        code=CODE, title=TITLE, cost_ms=cost,
+        evidence=(Evidence(f"the run is in {precision}, for which this processor has no units", "run.json"), *_products(one, cost)),
+        advice=f"use {flag} instead of --{precision}" if flag else f"try fp32: leave out --{precision}",
+        flags=(flag,) if flag else (), gain_ms=cost, certain=False, rank=one.time.rank if one is not None else None,
+    )
+
+
+def _products(one: RankFacts | None, cost: float | None) -> tuple[Evidence, ...]:
+    return (Evidence(f"matrix products and attention take {of_step(cost, one)}", where(one)),) if one is not None else ()
