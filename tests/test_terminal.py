@@ -21,10 +21,7 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202eevil\u2028\ud800\x7f"
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]")
 OWN_LINE = re.compile(r"^\r\x1b\[K")
 
-SMALL = (
-    "--mock-data --vocab-size 256 --tokenizer-type NullTokenizer --num-layers 2 --hidden-size 64 --num-attention-heads 2 "
-    "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --train-iters 2 --lr 1e-3"
-).split()
+SMALL = ["--mock-data", "--vocab-size", "256", "--tokenizer-type", "NullTokenizer", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "4", "--train-iters", "2", "--lr", "1e-3"]
 
 
 class Terminal(io.StringIO):
