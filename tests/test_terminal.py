@@ -10,6 +10,11 @@ import sys
 import pytest
 import torch
 from command_lines import REPO
+from run_maker import PLAN, RECORD, step
+from run_maker import folder as run_folder
+from snapshot_maker import MadeSnapshot
+from trace_maker import gpu_run
+from trace_maker import write as write_trace
 
 from megatron_lite.cli.main import COMMANDS, main
 from megatron_lite.errors import UserError
@@ -142,3 +147,38 @@ def test_nothing_prints_past_it():
         if re.search(r"(?<![\w.])print\((?!tensor)|sys\.std(out|err)\.write\(", path.read_text(encoding="utf-8"))
     }
     assert found == allowed
+
+
+@pytest.fixture(scope="module")
+def hostile_files(tmp_path_factory) -> list[str]:
+    """A run folder, a trace, a snapshot and a launch script with hostile texts wherever a text may stand."""
+    folder = tmp_path_factory.mktemp("hostile")
+    plan = PLAN | {"args": {"training": {"micro_batch_size": 2, "exit_signal": HOSTILE}, HOSTILE: {HOSTILE: HOSTILE}}}
+    record = RECORD | {"plan": plan, "status": HOSTILE, "started": HOSTILE, "hardware": {"device": HOSTILE, HOSTILE: 1}}
+    run_folder(folder / "run", [step(number, phases_ms={HOSTILE: 5.0}) for number in range(1, 9)], record)
+    trace = gpu_run()
+    for event in trace.events:
+        event["name"] = event["name"] + HOSTILE
+    write_trace(trace.data(), folder / "made.pt.trace.json")
+    snapshot = MadeSnapshot()
+    snapshot.alloc(2**20, HOSTILE, [{"filename": HOSTILE, "line": 3, "name": HOSTILE}])
+    snapshot.write(folder / "s.pickle")
+    (folder / "a.sh").write_text(f"export A='{HOSTILE[:-2]}'; echo \"no $A\"; exit 3\n", encoding="utf-8")
+    return [str(folder / name) for name in ("run", "made.pt.trace.json", "s.pickle", "a.sh")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["report RUN --no-html --all", "report TRACE --no-html --all", "report SNAPSHOT --no-html --all", "report RUN TRACE SNAPSHOT --no-html",
+     "audit RUN --all", "compare RUN RUN --all", "compare TRACE TRACE --all --force", "plan SCRIPT", "plan FLAGS", "explain HOSTILE", "inspect HOSTILE",
+     "merge --inputs HOSTILE --output-prefix HOSTILE", "preprocess --input HOSTILE --output-prefix x", "HOSTILE", "report --HOSTILE"],
+)  # fmt: skip
+def test_no_command_passes_on_what_a_terminal_obeys(words, hostile_files, monkeypatch):
+    meant = dict(zip(("RUN", "TRACE", "SNAPSHOT", "SCRIPT"), hostile_files)) | {"HOSTILE": HOSTILE, "--HOSTILE": f"--{HOSTILE}"}
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    code = main([meant.get(word, f"--lr={HOSTILE}" if word == "FLAGS" else word) for word in words.split()])
+    assert code in (0, 2)
+    shown = re.sub(r"\x1b\[([0-2]|3[36])m", "", out.getvalue()) + err.getvalue().replace("\r\x1b[K", "")
+    assert shown and not OBEYED.search(shown)
