@@ -4,22 +4,44 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_lite.errors import first_line
+from megatron_lite.terminal import describe_version, end_quietly_without_reader, print_lines
+
+ROOT = Path(__file__).parent
+
 
 def main() -> int:
-    if "--help" in sys.argv or "-h" in sys.argv:
+    flags = sys.argv[1:]
+    if "--help" in flags or "-h" in flags:
         from megatron_lite.config.help import help_text
 
-        print(help_text())
+        print_lines([help_text()])
         return 0
-    if "--use-pytorch-profiler" in sys.argv and not any(Path("/dev").glob("nvidia[0-9]*")):
+    if "--version" in flags:
+        print_lines([describe_version()])
+        return 0
+    from megatron_lite.rank_errors import refuse_mistakes
+
+    return refuse_mistakes(flags) or train(flags)
+
+
+def train(flags: list[str]) -> int:
+    """Import torch, which takes seconds, and train."""
+    from megatron_lite.config.machine import count_gpu_files
+
+    if "--use-pytorch-profiler" in flags and not count_gpu_files():
         start_again_for_profiling()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; keeps the profiler's noise away
     os.environ.setdefault("TEARDOWN_CUPTI", "1")  # else the GPU stays slowed down after a profiled window
-    from torch.distributed.elastic.multiprocessing.errors import record
+    try:
+        from torch.distributed.elastic.multiprocessing.errors import record
+    except (ImportError, OSError, MemoryError) as error:  # not installed, or more than a memory limit allows
+        print_lines([f"error: torch cannot be imported ({first_line(error)}); pip install -e . in {ROOT} installs it."], sys.stderr)
+        return 1
 
-    from megatron_lite.app import main as train
+    from megatron_lite.app import main as run
 
-    return record(train)(sys.argv[1:])
+    return record(run)(flags)
 
 
 def start_again_for_profiling():
@@ -32,4 +54,4 @@ def start_again_for_profiling():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_quietly_without_reader(main))

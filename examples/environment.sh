@@ -3,7 +3,7 @@
 # Sourced by the start scripts: finds a Python that can train, makes one, counts GPUs and cores.
 # They set `root`, the folder of the repository, before.
 
-PACKAGES=(torch numpy yaml regex tensorboard tiktoken)
+SECONDS_BETWEEN_LINES=${SECONDS_BETWEEN_LINES:-20} # of progress, where stderr is no terminal
 
 # One line on stderr, and exit 2: a mistake that the user can mend.
 refuse() {
@@ -11,24 +11,26 @@ refuse() {
     exit 2
 }
 
-# Does this Python have all packages of the project? Looks for them without importing: torch alone takes seconds.
-can_train() {
-    "$1" -c 'import importlib.util as u, sys; sys.exit(any(u.find_spec(name) is None for name in sys.argv[1:]))' \
-        "${PACKAGES[@]}" >/dev/null 2>&1
+# Prints what this Python lacks of the packages of pyproject.toml; fails if that is anything, or if it cannot say.
+list_missing() {
+    "$1" "$root/examples/packages.py" missing 2>/dev/null
 }
 
 # Prints the first Python that can train: $PYTHON if it is set, else the active environment's, the one on the PATH,
-# the repository's own. Returns 1 if there is none.
+# the repository's own. Returns 1 if there is none, and says what an active environment lacks.
 find_python() {
-    local candidate
+    local candidate missing
     for candidate in "${PYTHON:-${VIRTUAL_ENV:-none}/bin/python}" "${CONDA_PREFIX:-none}/bin/python" python3 python \
         "$root/.venv/bin/python"; do
-        if command -v "$candidate" >/dev/null 2>&1 && can_train "$candidate"; then
-            command -v "$candidate"
-            return
-        elif [[ -n "${PYTHON:-}" ]]; then
-            return 1 # who names a Python wants that one
+        if command -v "$candidate" >/dev/null 2>&1; then
+            if missing=$(list_missing "$candidate"); then
+                command -v "$candidate"
+                return
+            elif [[ -n $missing && $candidate == "${VIRTUAL_ENV:-${CONDA_PREFIX:-none}}"/* ]]; then
+                echo "the active environment is left alone: it lacks $missing" >&2
+            fi
         fi
+        [[ -z "${PYTHON:-}" ]] || return 1 # who names a Python wants that one
     done
     return 1
 }
@@ -46,9 +48,23 @@ find_base_python() {
     refuse "${PYTHON:-python3}: no Python of 3.10 or newer here; install one, or name it: PYTHON=/path/to/python3 bash $0"
 }
 
+# show_progress FOLDER LOG: seconds, size of FOLDER and the last line of LOG, drawn anew on a terminal, else now and then a line.
+# In the background, until it is killed or this script has ended.
+show_progress() {
+    local folder=$1 log=$2 began=$SECONDS pause=$SECONDS_BETWEEN_LINES before='' after='\n' megabytes
+    if [[ -t 2 ]]; then
+        pause=1 before='\r\033[K' after=''
+    fi
+    while sleep "$pause" <&- >&- 2>&- && kill -0 "$$" 2>/dev/null; do
+        megabytes=$(du -sm -- "$folder" 2>/dev/null | cut -f1) || true
+        printf "$before  %d s, %s MB: %s$after" $((SECONDS - began)) "$megabytes" \
+            "$(tail -n 1 -- "$log" 2>/dev/null | tr -cd '[:print:]' | cut -c -70)" >&2
+    done
+}
+
 # make_environment FOLDER WHAT: a virtual environment with WHAT installed by pip ('.' or '.[dev]'); reused if it is there.
 make_environment() {
-    local folder=$1 what=$2 base log=$1/install.log
+    local folder=$1 what=$2 base log=$1/install.log build='' watcher status=0
     if [[ ! -x "$folder/bin/python" ]]; then
         base=$(find_base_python) || exit 2
         "$base" -c 'import ensurepip, venv' 2>/dev/null ||
@@ -63,9 +79,26 @@ make_environment() {
     if [[ "$folder/installed" -nt "$root/pyproject.toml" && "$(cat "$folder/installed")" == "$root $what" ]]; then
         return
     fi
-    echo "installing the packages of pyproject.toml (the first time this takes some minutes; log: $log)"
-    if ! (cd "$root" && "$folder/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-        -e "$what") >"$log" 2>&1 </dev/null; then
+    echo "installing the packages of pyproject.toml into $folder; log: $log"
+    if ! has_driver && [[ $(uname -sm) == "Linux x86_64" ]]; then
+        build=$("$folder/bin/python" "$root/examples/packages.py" cpu-torch 2>/dev/null) || build=
+        if [[ $build ]]; then
+            echo "no GPU here: taking $build, which pip offers"
+        else
+            echo "no GPU here, but the torch that pip offers brings CUDA: 4.9 GB in all, minutes to download. To take the CPU build" \
+                "(0.8 GB) instead, press Ctrl-C, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org/get-started names, start again."
+        fi
+    fi
+    mkdir -p "$folder/tmp" # pip unpacks in it, so that the size of the folder shows how far it is
+    show_progress "$folder" "$log" &
+    watcher=$!
+    (cd "$root" && TMPDIR=$folder/tmp "$folder/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+        ${build:+"$build"} -e "$what") >"$log" 2>&1 </dev/null || status=$?
+    kill "$watcher" 2>/dev/null || true
+    wait "$watcher" 2>/dev/null || true
+    rm -rf -- "$folder/tmp"
+    [[ ! -t 2 ]] || printf '\r\033[K' >&2
+    if ((status)); then
         tail -n 20 "$log" >&2
         refuse "pip install -e '$what' failed, see above; its whole log is $log"
     fi

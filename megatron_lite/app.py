@@ -1,11 +1,7 @@
 """From a command line to a finished run."""
 
-import hashlib
-import json
 import os
-import signal
 import sys
-import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +18,7 @@ from megatron_lite.config.machine import Machine, read_machine
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import tokenizer_of
-from megatron_lite.errors import CheckpointError, ConfigError, RanksError, UserError
+from megatron_lite.errors import CheckpointError, ConfigError, UserError, describe_memory_error
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.choose import choose
@@ -35,6 +31,7 @@ from megatron_lite.parallel.compiled import no_compiler
 from megatron_lite.parallel.host_memory import keep_freed_memory
 from megatron_lite.parallel.launcher import LauncherWatch
 from megatron_lite.parallel.process_group import device_of, process_group
+from megatron_lite.rank_errors import end_with_error, tell_error, write_error_file
 from megatron_lite.run_folder import default_run_dir
 from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
 from megatron_lite.train.end_report import end_with_report, wants_report
@@ -46,8 +43,6 @@ from megatron_lite.train.run import run
 KEPT = "the C library keeps freed blocks for the next step (mallopt)"
 GIVEN_BACK = "this C library may give freed blocks back, which slows steps down; LD_PRELOAD=libtcmalloc.so.4 keeps them"
 NO_LOADERS = "read by the training process, since on a CPU loaders would take its cores; --num-workers N starts N per rank"
-SECONDS_FOR_RANK_0 = 5  # what other ranks leave the first one to say an error that all of them have
-SECONDS_FOR_THE_FIRST = SECONDS_FOR_RANK_0 + 3  # what ranks that lost others leave to the one to blame, to end before them
 
 
 def main(argv: list[str]) -> int:
@@ -58,14 +53,17 @@ def main(argv: list[str]) -> int:
     try:
         _run(argv, world, launcher)
     except UserError as error:
-        _end_with(error, world)
+        end_with_error(error, world)
         return error.exit_code
     except KeyboardInterrupt:
         return _leave(130, world)
-    except RuntimeError as error:
-        if not hasattr(error, "explained"):  # an instrument has said on this rank why memory ran out
+    except (MemoryError, RuntimeError) as error:
+        if hasattr(error, "explained"):  # an instrument has said on this rank why memory ran out
+            write_error_file(ConfigError(error.explained))
+        elif isinstance(error, MemoryError):
+            tell_error(UserError(describe_memory_error()), world)
+        else:
             raise
-        _write_error_file(ConfigError(error.explained))
         return _leave(1, world)
     return 0
 
@@ -98,7 +96,7 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
         say_once(text)
     feed = Feed(plan, say_once)  # damaged or unfitting data is said before ranks meet and files are made
     require_checkpoint(plan)
-    with (_early_end_told(plan, say_once), process_group(plan, lambda error: _tell(error, world)) as ranks,
+    with (_early_end_told(plan, say_once), process_group(plan, lambda error: tell_error(error, world)) as ranks,
           save_reserved(plan, say_once)):
         run_dir = _agreed_run_dir(plan)
         ranks.report_to(run_dir)
@@ -176,61 +174,6 @@ def _agreed_run_dir(plan: Plan):
     agreed = [default_run_dir(w.run_dir, w.tensorboard_dir, plan.args.checkpoint.save)]
     dist.broadcast_object_list(agreed, src=0)
     return agreed[0]
-
-
-def _end_with(error: UserError, world: World):
-    """Say it once, although every rank may have the same to say."""
-    if isinstance(error, RanksError):
-        return _end_with_others(error, world)
-    if world.local_rank:
-        time.sleep(SECONDS_FOR_RANK_0)  # the launcher ends this rank meanwhile, if rank 0 failed likewise
-    _tell(error, world)
-
-
-def _tell(error: UserError, world: World):
-    """To people, and to torchrun for its summary."""
-    if _is_first_to_say(error):
-        _print(error, world)
-    _write_error_file(error)
-
-
-def _is_first_to_say(error: UserError) -> bool:
-    """Whether no other rank of this node has printed the same: error files of ranks lie in folders below a common one."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file:
-        return True
-    text = hashlib.sha256("\n".join(error.lines).encode(errors="replace")).hexdigest()
-    try:
-        (Path(error_file).parents[1] / f"printed-{text[:16]}").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _end_with_others(error: RanksError, world: World):
-    """One rank speaks for all; the rank to blame is to be the first that the launcher sees ending."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it was ignored until the failure was explained
-    if not error.told:
-        _print(error, world)
-    if error.told or error.ended:
-        time.sleep(SECONDS_FOR_THE_FIRST)
-    _write_error_file(error)
-
-
-def _print(error: UserError, world: World):
-    prefix = f"rank {world.rank}: " if world.local_rank and not isinstance(error, RanksError) else ""
-    for text in error.lines:
-        print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
-
-
-def _write_error_file(error: UserError):
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        message = {"message": "; ".join(error.lines), "extraInfo": {"timestamp": str(int(time.time()))}}
-        with open(error_file, "w", encoding="utf-8") as file:
-            json.dump({"message": message}, file)
 
 
 def _say_nothing(text: str):

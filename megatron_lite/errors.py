@@ -3,10 +3,23 @@
 Every message is one line with three parts: the flag or file, the value, the way out.
 """
 
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
 
 def first_line(error: BaseException) -> str:
     """Of what it says, or its type's name where it says nothing."""
     return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
+def describe_memory_error() -> str:
+    """What to say of a MemoryError: the limit of this process, if it has one."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0] if resource else -1
+    if limit < 0 or resource and limit == resource.RLIM_INFINITY:
+        return "memory ran out; free some, or give it less to do."
+    return f"memory ran out: this process may take {limit // 2**20} MiB (ulimit -v {limit // 2**10}); raise that limit."
 
 
 class UserError(Exception):

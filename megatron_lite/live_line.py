@@ -3,6 +3,8 @@
 import sys
 import time
 
+from megatron_lite.terminal import escape, print_lines
+
 SECONDS_BETWEEN = 0.2
 
 
@@ -23,7 +25,7 @@ class LiveLine:
         now = time.monotonic()
         if self._active and now - self._drawn >= SECONDS_BETWEEN:
             self._drawn = now
-            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.write(f"\r\033[K{escape(text)}")
             sys.stderr.flush()
 
     def wipe(self):
@@ -36,7 +38,7 @@ def say(text: str):
     """Print a line at once, over whatever this rank or another one has drawn on the terminal."""
     if sys.stderr.isatty():
         _clear()
-    print(text, flush=True)
+    print_lines([text])
 
 
 def _clear():

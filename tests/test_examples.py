@@ -97,7 +97,7 @@ def test_flags_belong_behind_the_dashes(extra, said, places):
     ({"NODE_RANK": "-1"}, "NODE_RANK=-1: needs a whole number, at least 0"),
     ({"MASTER_PORT": "http"}, "MASTER_PORT=http: needs a whole number"),
     ({"NUM_NODES": "2"}, "NUM_NODES=2 needs MASTER_ADDR"),
-    ({"PYTHON": "/no/python"}, "/no/python: lacks one of torch"),
+    ({"PYTHON": "/no/python"}, "/no/python: lacks packages of pyproject.toml"),
 ])
 def test_an_impossible_environment_is_said(environment, said, places):
     assert_refused(start(SCRIPT, *places, **environment), said)
@@ -215,7 +215,7 @@ def python_that(folder: Path, fails_at: str) -> str:
     """An interpreter like this one, except that code with these words in it fails, and that it lacks all packages."""
     tool = folder / "python"
     tool.write_text(f"""#!/usr/bin/env bash
-case "$2" in *find_spec* | *{fails_at}*) exit 1 ;; esac
+case "$1 $2" in *packages.py* | *{fails_at}*) exit 1 ;; esac
 exec "{sys.executable}" "$@"
 """)
     tool.chmod(0o755)
@@ -240,3 +240,75 @@ def test_what_pip_said_is_shown_when_it_fails(tmp_path):
     assert run.returncode == 2
     assert "neither 'setup.py' nor 'pyproject.toml' found" in run.stderr
     assert run.stderr.endswith(f"see above; its whole log is {copy}/.venv/install.log\n")
+
+
+def packages(folder: Path, *names: str, asked: str = "missing") -> subprocess.CompletedProcess:
+    """examples/packages.py in an environment that has `names`, each NAME or NAME==VERSION, and no others."""
+    for name, _, version in (name.partition("==") for name in names):
+        (folder / f"{name}-{version or 9999}.dist-info").mkdir(parents=True)
+        (folder / f"{name}-{version or 9999}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version or 9999}\n")
+    code = (
+        "import runpy, sys, importlib.metadata\n"
+        f"sys.path[:] = [path for path in sys.path if 'site-packages' not in path and 'dist-packages' not in path] + [{str(folder)!r}]\n"
+        f"sys.argv = ['packages.py', {asked!r}]; runpy.run_path({str(ROOT / 'examples' / 'packages.py')!r}, run_name='__main__')"
+    )
+    return subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False)
+
+
+def requirements() -> dict[str, str]:
+    lines = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [\n")[2].partition("\n]")[0].splitlines()
+    return dict(re.match(r'\s*"([\w-]+)(.*)",', line).groups() for line in lines)
+
+
+def test_an_environment_needs_each_package_of_pyproject(tmp_path):
+    names = requirements()
+    assert {"torch", "msgspec", "plotly", "pyyaml"} <= names.keys()
+    assert packages(tmp_path / "all", *names).returncode == 0
+    for lacking in names:
+        run = packages(tmp_path / lacking, *(name for name in names if name != lacking))
+        assert (run.returncode, run.stdout) == (1, f"{lacking}\n")
+    run = packages(tmp_path / "old", *(name for name in names if name != "plotly"), "plotly==5.24.1")
+    assert (run.returncode, run.stdout) == (1, "plotly>=6 (has 5.24.1)\n")
+
+
+FAKE_PIP = """#!/usr/bin/env bash
+# An interpreter whose pip installs nothing: it offers the builds in BUILDS, and its install goes on until its progress was shown.
+echo "$*" >>"$SAID"
+case "$*" in
+    *"pip --version"*) ;;
+    *"index versions torch"*) echo "Available versions: $BUILDS" ;;
+    *packages.py*) exec "$REAL" -c 'import runpy, sys; sys.executable = sys.argv[1]; sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")' "$0" "$@" ;;
+    *"pip install"*)
+        echo "Downloading torch-9.whl (99 MB)"
+        until [[ -e $SEEN ]]; do sleep 0.1; done
+        ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("builds", "taken"),
+    [("2.99.0, 2.13.0+cu130, 2.13.0+cpu, 2.12.1+cpu, 2.99.0+cpu", "torch==2.13.0+cpu"), ("2.13.0, 2.10.0+cpu", None), ("", None)],
+)
+def test_without_a_gpu_the_cpu_build_is_taken_or_its_size_said_first(builds, taken, tmp_path):
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    python.write_text(FAKE_PIP)
+    python.chmod(0o755)
+    script = f"""set -euo pipefail; root={ROOT}; source "$root/examples/environment.sh"
+        has_driver() {{ return 1; }}; uname() {{ echo Linux x86_64; }}
+        make_environment "{tmp_path}/venv" . """
+    environment = {"BUILDS": builds, "SAID": str(tmp_path / "said"), "SEEN": str(tmp_path / "seen"), "REAL": sys.executable}
+    run = subprocess.Popen(
+        ["bash", "-c", script], env=os.environ | environment | {"SECONDS_BETWEEN_LINES": "0.2"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    shown = next(line for line in run.stderr if "Downloading" in line)
+    (tmp_path / "seen").touch()  # the end of pip's work
+    out, _ = run.communicate()
+    assert run.returncode == 0 and re.fullmatch(r"  \d+ s, \d+ MB: Downloading torch-9.whl \(99 MB\)\n", shown)
+    install = (tmp_path / "said").read_text().splitlines()[-1]
+    assert install.endswith(f"--progress-bar off {taken} -e ." if taken else "--progress-bar off -e .")
+    assert ("4.9 GB in all" in out) == (taken is None) and (f"taking {taken}" in out) == (taken is not None)
+    assert sorted(path.name for path in (tmp_path / "venv").iterdir()) == ["bin", "install.log", "installed"]

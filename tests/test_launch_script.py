@@ -1,11 +1,12 @@
 """What a launch script would start is found, and nothing of it is started."""
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from megatron_lite.cli import launch_script
+from megatron_lite.cli import launch_script, watched_shell
 from megatron_lite.cli.launch_script import read_launch_script
 from megatron_lite.cli.launcher import Ranks
 from megatron_lite.errors import UserError
@@ -265,8 +266,9 @@ def test_a_script_that_starts_no_training_is_one_line(script, text, answer):
 
 
 def test_a_script_that_waits_is_left(script, monkeypatch):
+    os.mkfifo("fifo")
     monkeypatch.setattr(launch_script, "SECONDS", 0.3)
-    assert "still waits for something after 0.3 s" in said(script("while true; do sleep 1; done\n"))
+    assert "still waits for something after 0.3 s" in said(script("read -r x <fifo\n"))
 
 
 def test_no_bash_and_no_file_are_one_line(script, monkeypatch):
@@ -286,3 +288,80 @@ def test_startup_files_of_the_user_are_not_run(script, monkeypatch):
     monkeypatch.setenv("BASH_ENV", os.path.abspath("startup"))
     assert read_launch_script(script("torchrun pretrain_gpt.py --n ${LAYERS-none}\n"), []).flags == ("--n", "none")
     assert not Path("touched").exists()
+
+
+WATCHING = "while true; do nvidia-smi; sleep 60; done"
+
+
+def of_session_of(folder: Path) -> list[str]:
+    """Command lines of processes that stand in the folder, as all that a script starts does."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if Path(os.readlink(process / "cwd")) == folder and int(process.name) != os.getpid():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[-80:])
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        f"{WATCHING} &",
+        f"{WATCHING} > smi.log 2>&1 &",
+        f"set -m; ({WATCHING}) >/dev/null & disown",
+        "while [ ! -f X ]; do sleep 1; done",
+        "until [[ -e X ]]; do echo waiting; usleep 10; done",
+        "while sleep 60; do echo x; done & wait",
+        "while :; do echo a printing loop; done",
+        "f() { for i in 1 2 3; do while true; do /bin/sleep 1; done; done; }; f",
+        "set -e; while true; do A=$((A + 1)); done",
+    ],
+)
+def test_loops_that_wait_are_left(script, before, tmp_path):
+    found = read_launch_script(script(f"{before}\nN=2\ntorchrun --nproc_per_node $N pretrain_gpt.py --a $N\n"), [])
+    assert (found.ranks, found.flags) == (Ranks(2), ("--a", "2"))
+    assert of_session_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("after", ["&", "& wait", "2>&1 | tee log"])
+def test_training_in_a_loop_or_in_the_background_is_found(script, after):
+    text = f"for n in 1 2; do sleep 5; done; {{ torchrun pretrain_gpt.py --b; }} {after}\n"
+    assert read_launch_script(script(text), []).flags == ("--b",)
+
+
+@pytest.mark.parametrize(
+    "job", ["read -r x <fifo", "(while :; do read -r x <fifo; done) >/dev/null 2>&1", "set -m; (read -r x <fifo) >/dev/null"]
+)
+def test_every_process_is_ended(script, job, tmp_path, monkeypatch):
+    """Whether plan finds the training, refuses the script, or is interrupted."""
+    monkeypatch.setattr(launch_script, "SECONDS_FOR_JOBS", 0.2)
+    os.mkfifo("fifo")
+    name = script(f"{job} &\ntorchrun pretrain_gpt.py --a\n")
+    assert read_launch_script(name, []).flags == ("--a",)
+    assert of_session_of(tmp_path) == []
+    assert "(the script says so, exit code 3)" in said(script(f"{job} &\necho no; exit 3\n"))
+    assert of_session_of(tmp_path) == []
+
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch_script, "_listen", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        read_launch_script(name, [])
+    assert of_session_of(tmp_path) == []
+
+
+def test_what_a_script_prints_is_kept_up_to_a_limit(script, monkeypatch):
+    """Of 40 MB in one command only the end, as a refusal stands there."""
+    tracemalloc.start()
+    assert "the end (the script says so, exit code 1)" in said(script("printf '%040000000d\\n' 1; echo the end; exit 1\n"))
+    assert tracemalloc.get_traced_memory()[1] < 4e6
+    tracemalloc.stop()
+
+
+def test_a_script_that_takes_memory_is_ended(script, monkeypatch):
+    monkeypatch.setattr(watched_shell, "MAX_MEMORY_KIB", 2**16)
+    answer = said(script("printf -v A '%0100000000d' 1; torchrun pretrain_gpt.py\n"))
+    assert answer.startswith("launch.sh: ") and "cannot allocate" in answer

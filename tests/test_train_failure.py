@@ -15,7 +15,7 @@ from launch import REPO, environment, flags, free_port, pretrain, ranks_of, star
 from test_train_stops import wait_for
 from waiting import LIMIT_S
 
-from megatron_lite import app
+from megatron_lite import rank_errors
 from megatron_lite.checkpoint.folder import newest, wrong
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
@@ -145,11 +145,11 @@ def test_a_mistake_that_all_ranks_have_is_told_once(tmp_path):
 
 def test_ranks_of_a_node_print_the_same_error_once_whoever_comes_first(tmp_path, monkeypatch, capfd):
     """On a busy machine rank 1 may come first, or the launcher be late in ending it."""
-    monkeypatch.setattr(app, "SECONDS_FOR_RANK_0", 0)
+    monkeypatch.setattr(rank_errors, "SECONDS_FOR_RANK_0", 0)
     for local_rank, line in ((1, "--load x: is empty."), (0, "--load x: is empty."), (1, "--data-path y: is damaged.")):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(local_rank) / "error.json"))
         (tmp_path / str(local_rank)).mkdir(exist_ok=True)
-        app._end_with(ConfigError([line]), World(local_rank, 2, local_rank, 2))
+        rank_errors.end_with_error(ConfigError([line]), World(local_rank, 2, local_rank, 2))
     assert capfd.readouterr().err == "rank 1: error: --load x: is empty.\nrank 1: error: --data-path y: is damaged.\n"
     assert "--load x: is empty." in (tmp_path / "0" / "error.json").read_text(), "for the launcher's summary"
 

@@ -3,12 +3,16 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 from launch import alone, flags, pretrain, quietly, steps, write_documents
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_lite.train import evaluate as evaluation
 from megatron_lite.train import log
+from megatron_lite.train.console import evaluation_lines
+from megatron_lite.train.loop import Progress
 from megatron_lite.train.steps_file import StepsFile
 
 NUMBER = r"\d+\.\d{6}E[+-]\d\d"
@@ -152,3 +156,19 @@ def test_a_resumed_run_keeps_the_first_ones_story(tmp_path):
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert [record["iteration"] for record in steps(tmp_path / "save")] == [1, 2, 3, 4]
     assert len(list((tmp_path / "save").glob("run*.json"))) == 2
+
+
+def test_the_end_repeats_the_loss_of_an_interval_that_ends_there(monkeypatch):
+    losses, said = iter([3.0, 2.0, 1.0]), []
+    monkeypatch.setattr(evaluation, "evaluate", lambda *given: next(losses))
+    log = SimpleNamespace(
+        meter=SimpleNamespace(settle=lambda: None), say=said.append,
+        evaluation=lambda title, which, loss: said.append(evaluation_lines(title, loss)),
+    )  # fmt: skip
+    validation = evaluation.Evaluation(None, None, None, None, log)
+    validation.act(Progress(iteration=40))
+    validation.report_at_the_end(40)
+    validation.report_at_the_end(45)
+    assert [(found[1], float(found[2])) for text in said if (found := VALIDATION_LINE.match(text.splitlines()[1]))] == [
+        ("iteration 40", 3.0), ("iteration 40 on validation set", 3.0), ("iteration 45 on validation set", 2.0),
+    ]  # fmt: skip

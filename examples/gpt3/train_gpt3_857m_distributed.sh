@@ -159,7 +159,7 @@ if ((use_nsys)); then
     leave_out_the_other_profiler
 fi
 python=$(find_python) ||
-    refuse "${PYTHON:-no Python here}: lacks one of ${PACKAGES[*]}; run: cd '$root' && python3 -m venv .venv && .venv/bin/pip install -e ."
+    refuse "${PYTHON:-no Python here}: lacks packages of pyproject.toml; run: cd '$root' && python3 -m venv .venv && .venv/bin/pip install -e ."
 find_launcher "$python"
 
 if [[ -n ${GPUS_PER_NODE:-} ]] && has_driver; then

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
-from megatron_lite.cli.printing import print_lines
 from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine
+from megatron_lite.terminal import print_lines
 
 FAILED = 1  # exit code of --strict, as of any check
 

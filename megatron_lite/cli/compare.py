@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
-from megatron_lite.cli.printing import print_lines
 from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine
+from megatron_lite.terminal import print_lines
 
 COMPARISON_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
 

@@ -9,8 +9,9 @@ from megatron_lite.cli.parser import Parser
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.params import parameter_count
-from megatron_lite.live_line import LiveLine
+from megatron_lite.live_line import LiveLine, say
 from megatron_lite.run_folder import RELEASE
+from megatron_lite.terminal import print_lines
 from megatron_lite.units import duration, short_count
 
 PRECISIONS = ("fp32", "fp16", "bf16")
@@ -37,7 +38,7 @@ def run(argv: list[str]):
     else:
         lines = _to_own_format(options)
     lines[0] += f" in {duration(time.monotonic() - started)}"
-    print("\n".join(lines))
+    print_lines(lines)
 
 
 def _parser() -> Parser:
@@ -90,12 +91,12 @@ def _to_hugging_face(options: argparse.Namespace) -> list[str]:
         tokenizer = gpt2_files(options.vocab_file, options.merge_file)
     else:
         tokenizer = no_files()
-        print("  no tokenizer: --vocab-file and --merge-file, or --tokenizer-model, would put it into the folder")
+        say("  no tokenizer: --vocab-file and --merge-file, or --tokenizer-model, would put it into the folder")
     line = LiveLine()
     try:
         record = to_hugging_face(
             Path(options.load), options.ckpt_step, Path(options.save_hf), options.dtype, tokenizer,
-            options.true_vocab_size, print, lambda done, total: line.draw(f"{done} of {total} tensors"),
+            options.true_vocab_size, say, lambda done, total: line.draw(f"{done} of {total} tensors"),
         )
     finally:
         line.wipe()
@@ -124,7 +125,7 @@ def _from_hugging_face(options: argparse.Namespace) -> list[str]:
 def _to_own_format(options: argparse.Namespace) -> list[str]:
     from megatron_lite.convert.folders import to_own_format
 
-    record, folder = to_own_format(Path(options.load), options.ckpt_step, Path(options.save), print)
+    record, folder = to_own_format(Path(options.load), options.ckpt_step, Path(options.save), say)
     held = f"with the state of {record.optimizer}" if record.optimizer else "without an optimizer (--no-load-optim)"
     return [f"iteration {record.iteration} of {options.load}, {_parameters(record.shape)} in {record.precision}, {held}: {folder}"]
 

@@ -19,6 +19,7 @@ from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.data.train_bpe import train_bpe, write_bpe
 from megatron_lite.errors import DataError
 from megatron_lite.run_folder import write_atomically
+from megatron_lite.terminal import print_lines
 from megatron_lite.units import MIB, count, duration, size
 
 MARK = "corpus.json"
@@ -38,14 +39,14 @@ def run(argv: list[str]):
     mark = _read_mark(prefix)
     _refuse_foreign_files(prefix, mark)
     if mark and mark.get("wanted") == wanted and _is_complete(prefix, mark):
-        print(f"corpus: {prefix}_text_document is there already: {mark['summary']}")
+        print_lines([f"corpus: {prefix}_text_document is there already: {mark['summary']}"])
         return
     started, progress = time.monotonic(), DocumentProgress()
     try:
         summary = _build(prefix, wanted, progress)
     finally:
         progress.wipe()
-    print(f"corpus: {prefix}_text_document made in {duration(time.monotonic() - started)}: {summary}")
+    print_lines([f"corpus: {prefix}_text_document made in {duration(time.monotonic() - started)}: {summary}"])
 
 
 def _parser() -> Parser:

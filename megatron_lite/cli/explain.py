@@ -11,6 +11,7 @@ from megatron_lite.analysis.kernels.readable import plain
 from megatron_lite.analysis.kernels.roles import role_of_kernel
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
+from megatron_lite.terminal import print_lines
 
 
 def run(argv: list[str]):
@@ -20,7 +21,7 @@ def run(argv: list[str]):
     # A name without quotes may hold "->": only what begins with a dash is an option.
     named = bool(argv) and not argv[0].startswith("-")
     words = " ".join(argv if named else parser.parse_args(argv).what).strip()
-    print("\n".join(_overview() if not words else _explanation(words)))
+    print_lines(_overview() if not words else _explanation(words))
 
 
 def _explanation(words: str) -> list[str]:

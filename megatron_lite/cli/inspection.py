@@ -6,6 +6,7 @@ from megatron_lite.data.inspection import Inspection, inspect
 from megatron_lite.data.tokenizers import Tokenizer, tokenizer_of
 from megatron_lite.errors import ConfigError, DataError, UserError
 from megatron_lite.live_line import LiveLine
+from megatron_lite.terminal import print_lines
 from megatron_lite.units import count, size
 
 
@@ -27,7 +28,7 @@ def run(argv: list[str]):
             continue
         finally:
             line.wipe()
-        print("\n".join(_lines(found, vocab_size, tokenizer)))
+        print_lines(_lines(found, vocab_size, tokenizer))
     if mistakes:
         raise ConfigError(mistakes)
 

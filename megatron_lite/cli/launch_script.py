@@ -2,12 +2,16 @@
 
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +24,10 @@ try:
 except ImportError:  # not on Windows, where a script is refused
     fcntl = None
 
-SECONDS = 10  # scripts take milliseconds; one that waits for something waits for ever
+SECONDS = 20  # scripts take milliseconds; one that waits for something waits for ever
+SECONDS_FOR_JOBS = 3  # in the background, after the script's end
+SECONDS_BETWEEN = 0.2
+MAX_SAID = 2**16  # bytes kept of what a script prints
 LONGEST_SAID = 200
 LEAST_DESCRIPTOR = 100
 DEEPEST = 4  # scripts that start scripts
@@ -75,31 +82,76 @@ def _look(bash: str, script: _Script, depth: int) -> tuple[tuple[list[str], dict
     return None, why_not
 
 
-def _walk(bash: str, script: _Script) -> tuple[bytes, str, int]:
-    """(the record of the commands, what the script printed, its exit code)."""
+def _walk(bash: str, script: _Script) -> tuple[bytes, str, int | None]:
+    """(the record of the commands, the end of what the script printed, its exit code; None: it still waits for something)."""
     environment = {name: value for name, value in script.environment.items() if name not in NOT_HANDED_ON}
-    with tempfile.TemporaryFile() as record, open(os.devnull, "wb") as nothing, _high(record) as out, _high(nothing) as null:
+    with tempfile.TemporaryFile() as record, open(os.devnull, "wb") as nothing, _high(record) as out, _high(nothing) as null, _pipe() as (alive, held):
         text = prologue(out.fileno(), null.fileno())
         command = [bash, "--restricted", "--noprofile", "--norc", "-c", text, script.name, script.text, *script.arguments]
         try:
             shell = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env={**environment, "PATH": NOWHERE}, pass_fds=(out.fileno(), null.fileno()), start_new_session=True,
+                env={**environment, "PATH": NOWHERE}, pass_fds=(out.fileno(), null.fileno(), held.fileno()), start_new_session=True,
             )  # fmt: skip
+            held.close()
         except (OSError, ValueError) as error:  # longer than an argument may be; a zero byte
             reason = getattr(error, "strerror", None) or "no text"
             raise UserError(f"{script.name}: cannot be given to bash ({reason}); give the trainer's flags themselves.") from None
-        try:
-            said, _ = shell.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(shell.pid, signal.SIGKILL)
-            shell.communicate()
-            raise UserError(
-                f"{script.name}: still waits for something after {SECONDS} s, since none of its commands is run; "
-                "give the trainer's flags themselves."
-            ) from None
+        with shell.stdout:
+            try:
+                said, waits = _listen(shell, alive)
+            finally:
+                _end_session(shell)
         record.seek(0)
-        return record.read(), said.decode("utf-8", "replace"), shell.returncode
+        return record.read(), said.decode("utf-8", "replace"), None if waits else shell.wait()
+
+
+def _listen(shell: subprocess.Popen, alive: int) -> tuple[bytes, bool]:
+    """(the end of what the script printed, whether the shell itself still waits for something).
+
+    Jobs in the background have until SECONDS_FOR_JOBS after it. alive: the end of a pipe that closes with the last process.
+    """
+    said, deadline, running = b"", time.monotonic() + SECONDS, {shell.stdout.fileno(), alive}
+    while alive in running and (left := deadline - time.monotonic()) > 0:
+        for file in select.select(running, [], [], min(left, SECONDS_BETWEEN))[0]:
+            new = os.read(file, MAX_SAID)
+            said = (said + new)[-MAX_SAID:] if file != alive else said
+            running -= set() if new else {file}
+        if shell.poll() is not None:
+            deadline = min(deadline, time.monotonic() + SECONDS_FOR_JOBS)
+    if alive not in running:  # the shell ends, or has closed the pipe
+        with suppress(subprocess.TimeoutExpired):
+            shell.wait(max(deadline - time.monotonic(), SECONDS_BETWEEN))
+    return said, shell.poll() is None
+
+
+def _end_session(shell: subprocess.Popen):
+    """All processes that the script has started: its process group, and where /proc shows it the groups of `set -m`, too."""
+    with suppress(ProcessLookupError):
+        os.killpg(shell.pid, signal.SIGKILL)
+    shell.wait()
+    while found := [pid for pid, session in _sessions() if session == shell.pid]:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _sessions() -> Iterator[tuple[int, int]]:
+    """(process, its session) of those that run; nothing where there is no /proc."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, session, *_ = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if state not in "ZX":
+                yield int(file.parent.name), int(session)
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[int, IO[bytes]]]:
+    """(its end to read from, its end to write to, under a number as of _high)."""
+    read, write = os.pipe()
+    with open(read, "rb", buffering=0), open(write, "wb") as low, _high(low) as high:
+        low.close()
+        yield read, high
 
 
 def _high(file: IO[bytes]) -> IO[bytes]:
@@ -111,9 +163,10 @@ def _commands(record: bytes) -> Iterator[tuple[list[str], dict[str, str]]]:
     """Each command: the number of its words and they, the number of variables and they."""
     items = iter(record.decode("utf-8", "surrogateescape").split("\0")[:-1])
     for number in items:
-        words = [next(items) for _ in range(int(number))]
-        variables = [next(items) for _ in range(int(next(items)))]
-        yield words, dict(variable.split("=", 1) for variable in variables)
+        words = list(islice(items, int(number)))
+        variables = list(islice(items, int(next(items, 0))))
+        if variables:  # else the shell was ended while it wrote this
+            yield words, dict(variable.partition("=")[::2] for variable in variables)
 
 
 def _inner(before: list[str], words: list[str], environment: dict[str, str]) -> _Script | None:
@@ -149,7 +202,9 @@ def _why_unreadable(bash: str, script: _Script, said: str) -> str | None:
     return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {way_out}."
 
 
-def _why_nothing(script: str, said: str, code: int) -> str:
+def _why_nothing(script: str, said: str, code: int | None) -> str:
+    if code is None:
+        return f"{script}: still waits for something after {SECONDS} s, since none of its commands is run; give the trainer's flags themselves."
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     if code and lines:
         return f"{script}: {_shortened(lines[-1], script)} (the script says so, exit code {code})"

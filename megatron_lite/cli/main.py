@@ -2,10 +2,10 @@
 
 import difflib
 import importlib
-import os
 import sys
 
-from megatron_lite.errors import UserError
+from megatron_lite.errors import UserError, describe_memory_error
+from megatron_lite.terminal import describe_version, end_quietly_without_reader, print_lines
 
 COMMANDS = {  # name: (module with run(argv), which may return an exit code, and what it does)
     "preprocess": ("megatron_lite.cli.preprocess", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
@@ -20,30 +20,33 @@ COMMANDS = {  # name: (module with run(argv), which may return an exit code, and
     "audit": ("megatron_lite.cli.audit", "18 questions to a profiled run: pass, fail or not seen, and why"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
-CUT_OFF = 141  # 128 + SIGPIPE
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: its own or 0, or 2 after one line for each mistake of the user."""
     words = sys.argv[1:] if argv is None else argv
+    return end_quietly_without_reader(lambda: _answer(words))
+
+
+def _answer(words: list[str]) -> int:
     try:
-        code = _run(words)
-        sys.stdout.flush()  # here, not while Python ends, a reader that left is noticed
-        return code
-    except UserError as error:
-        for line in error.lines:
-            print(f"error: {line}", file=sys.stderr)
-        return error.exit_code
+        return _run(words)
+    except MemoryError:
+        error = UserError(describe_memory_error())
+    except UserError as raised:
+        error = raised
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our lines, head say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again while it ends
-        return CUT_OFF
+    print_lines([f"error: {line}" for line in error.lines], sys.stderr)
+    return error.exit_code
 
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_overview())
+        print_lines([_overview()])
+        return 0
+    if words[0] == "--version":
+        print_lines([describe_version()])
         return 0
     name, *rest = words
     if name not in COMMANDS:
@@ -55,7 +58,7 @@ def _run(words: list[str]) -> int:
 
 def _overview() -> str:
     lines = [f"  {name:<14}{purpose}" for name, (_, purpose) in COMMANDS.items()]
-    return "\n".join(["usage: megatron-lite COMMAND OPTIONS (COMMAND --help shows its options)", "", *lines])
+    return "\n".join(["usage: megatron-lite COMMAND OPTIONS (COMMAND --help shows its options; --version)", "", *lines])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 from megatron_lite.cli.parser import Parser
 from megatron_lite.config.family import Family
 from megatron_lite.errors import UserError
+from megatron_lite.terminal import print_lines
 
 PREPROCESS_ACCEPTED = (
     Family(("--log-interval",), "on a terminal a line shows the progress all the time"),
@@ -50,4 +51,4 @@ class _Answer(argparse.Action):
         if only and values != [only]:
             given = " ".join((option_string, *values))
             raise UserError(f"{parser.prog} {given}: {self._answer}; give {only}, or leave it out")
-        print(f"  note: {option_string} has no effect here: {self._answer}.", file=sys.stderr)
+        print_lines([f"  note: {option_string} has no effect here: {self._answer}."], sys.stderr)

@@ -9,6 +9,7 @@ from megatron_lite.cli.parser import Parser
 from megatron_lite.data.merge import merge
 from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine
+from megatron_lite.terminal import print_lines
 from megatron_lite.units import count, duration
 
 
@@ -47,5 +48,7 @@ def merge_and_say(inputs: Sequence[str], output_prefix: str, flag: str):
         written = merge(inputs, output_prefix, flag, lambda tokens: line.draw(f"{count(tokens)} tokens"))
     finally:
         line.wipe()
-    print(f"{count(written.documents)} documents of {len(inputs)} data sets: {count(written.tokens)} tokens "
-          f"in {duration(time.monotonic() - started)}; --data-path {output_prefix}")
+    seconds = duration(time.monotonic() - started)
+    print_lines(
+        [f"{count(written.documents)} documents of {len(inputs)} data sets: {count(written.tokens)} tokens in {seconds}; --data-path {output_prefix}"]
+    )

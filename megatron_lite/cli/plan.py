@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_lite.cli.plan_options import plan_options
 from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run
-from megatron_lite.cli.printing import print_lines
 from megatron_lite.config.environment import hints
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
@@ -23,6 +22,7 @@ from megatron_lite.estimate.step_time import predict_time
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
 from megatron_lite.report.plan_terminal import plan_lines
 from megatron_lite.report.text import style_of
+from megatron_lite.terminal import print_lines
 from megatron_lite.units import GIB
 
 DRIVER = Path("/proc/driver/nvidia/version")

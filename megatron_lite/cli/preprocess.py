@@ -13,6 +13,7 @@ from megatron_lite.config.data_defaults import TOKENIZER
 from megatron_lite.data.preprocess import ON_ERROR, Summary, preprocess
 from megatron_lite.data.tokenizers import tokenizer_of
 from megatron_lite.errors import UserError
+from megatron_lite.terminal import print_lines
 from megatron_lite.units import count, duration, size
 
 
@@ -32,7 +33,7 @@ def _preprocess(options: argparse.Namespace):
 
     def say(line: str):
         progress.wipe()
-        print(line, file=sys.stderr)
+        print_lines([line], sys.stderr)
 
     try:
         summary = preprocess(
@@ -41,7 +42,7 @@ def _preprocess(options: argparse.Namespace):
         )
     finally:
         progress.wipe()
-    print(_sentence(summary, time.monotonic() - started))
+    print_lines([_sentence(summary, time.monotonic() - started)])
 
 
 def _parser() -> Parser:

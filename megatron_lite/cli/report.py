@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
-from megatron_lite.cli.printing import print_lines
 from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.run_folder import RUN_FILE
+from megatron_lite.terminal import print_lines
 
 HTML_FILE, JSON_FILE = "report.html", "report.json"
 
@@ -19,11 +19,11 @@ def run(argv: list[str]):
         raise UserError("--html and --no-html exclude each other; keep one.")
     from megatron_lite.analysis.analyze import analyze  # numpy and all the rest: not for --help or a typing mistake
     from megatron_lite.report.terminal import terminal_lines
-    from megatron_lite.report.text import harmless, style_of
+    from megatron_lite.report.text import style_of
 
     line = LiveLine()
     try:
-        report = analyze([Path(path) for path in options.paths], lambda text: line.draw(harmless(text)))
+        report = analyze([Path(path) for path in options.paths], line.draw)
     finally:
         line.wipe()
     written = _write(report, options)

@@ -3,8 +3,14 @@
 Three walls, one behind the other: a DEBUG trap looks at every command before it would run, and skips all that is no builtin
 or function of the script (skipped commands succeed and print nothing); the shell is a restricted one, which runs no paths,
 opens no files for writing and changes no PATH; and no program is on the PATH. Builtins that reach other processes or files are
-switched off.
+switched off. It takes a bounded amount of memory and writes a bounded record.
+
+Loops end: one that waits, since it runs `sleep`, is left there; after MAX_COMMANDS commands every loop is left in its first
+round. So jobs in the background end by themselves, too.
 """
+
+MAX_COMMANDS = 2000  # scripts have hundreds
+MAX_MEMORY_KIB, MAX_RECORD_KIB = 2**18, 2**14
 
 # Trailing redirections, as bash prints a simple command: their targets hold no blanks outside quotes and $( ).
 _TARGET = r"""([^][:space:]"'\''()<>]|"[^"]*"|'\''[^'\'']*'\''|\$\([^()]*\))+|[<>]\([^()]*\)"""
@@ -15,10 +21,11 @@ PROLOGUE = (
     r"""
 set -T
 shopt -s extdebug extglob
+ulimit -v "$__max_memory" -f "$__max_record"
 enable -n kill history fc suspend ulimit
 __builtins=$(compgen -b) __keywords=$(compgen -k)
 __builtins=" ${__builtins//$'\n'/ } " __keywords=" ${__keywords//$'\n'/ } "
-__sources=()
+__sources=() __commands=0 __leaves_loop=
 __redirect='^(.*[^[:space:]])[[:space:]]+([0-9]*|&)(>>|>[|]|>&|>|<&|<>|<<<|<)[[:space:]]*("""
     + _TARGET
     + r""")$'
@@ -113,6 +120,7 @@ __skips_words() {
     while [[ ${__words[0]-} =~ ^[A-Za-z_][A-Za-z_0-9]*=|^exec$ ]]; do
         __words=("${__words[@]:1}")
     done
+    [[ ${__words[0]-} != ?(*/)?(u)sleep ]] || __leaves_loop=1
     __trains ${__all[@]+"${__all[@]}"} && __found "${__all[@]}"
     __hands_on ${__all[@]+"${__all[@]}"} && __write_down "${__all[@]}"
     __look_up "${__words[0]-}"
@@ -122,6 +130,8 @@ __skips_words() {
 # Is the command that bash is about to run to be left out? Leaves the script's last match as it was; older shells forbid that.
 __skips() {
     local __match=(${BASH_REMATCH[@]+"${BASH_REMATCH[@]}"}) __skipped=1
+    __leaves_loop= __commands=$((__commands + 1))
+    ((__commands <= __max_commands)) || __leaves_loop=1
     __judge "$@" && __skipped=0
     ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 501)) || BASH_REMATCH=(${__match[@]+"${__match[@]}"})
     return "$__skipped"
@@ -242,7 +252,10 @@ command_not_found_handle() {
 __text=$1 __arguments=("${@:2}")
 shift
 __adapt "$0"
-builtin trap '! __skips "$@"' DEBUG # behind ! no failure within ends a script that has set -e
+# break: of the loop that the command stands in. Behind ! no failure within ends a script that has set -e.
+builtin trap '__skips "$@" && __skipped=1 || __skipped=
+[[ -z $__leaves_loop ]] || break 2>&"$__nothing"
+! [[ $__skipped ]]' DEBUG
 eval "$__text"
 """
 )
@@ -250,4 +263,5 @@ eval "$__text"
 
 def prologue(record: int, nothing: int) -> str:
     """For `bash --restricted -c PROLOGUE NAME TEXT ARGUMENTS...`; both numbers are open file descriptors."""
-    return f"__record={record} __nothing={nothing}\n{PROLOGUE}"
+    limits = f"__max_commands={MAX_COMMANDS} __max_memory={MAX_MEMORY_KIB} __max_record={MAX_RECORD_KIB}"
+    return f"__record={record} __nothing={nothing} {limits}\n{PROLOGUE}"

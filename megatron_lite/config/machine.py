@@ -46,6 +46,11 @@ def read_machine() -> Machine:
     )
 
 
+def count_gpu_files() -> int:
+    """GPUs that have a file in /dev, found without torch; 1 where a driver shows all of them as one file."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or int(any(map(os.path.exists, ("/dev/kfd", "/dev/dxg"))))
+
+
 def missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
     """What torch.compile's inductor lacks here, with the way out: a C++ compiler for a CPU's kernels; for a GPU's Triton,
     and a C compiler for what launches its kernels; Python's headers for either. Empty: nothing."""

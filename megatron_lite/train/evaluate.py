@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.phases import Phase
+from megatron_lite.train.console import evaluation_lines
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import BatchMaker, loss_and_tokens
 
@@ -33,15 +34,26 @@ class Evaluation:
 
     def __init__(self, plan: Plan, model, batches: Iterator[Tensor], make: BatchMaker, log):
         self.plan, self.model, self.batches, self.make, self.log = plan, model, batches, make, log
+        self.latest: tuple[int, float] | None = None  # (iteration, loss) of the last evaluation at an interval
 
     def due(self, progress: Progress) -> bool:
         return progress.iteration % self.plan.args.watch.eval_interval == 0
 
     def act(self, progress: Progress):
         self.log.meter.settle()  # a run that diverged must stop, not be evaluated
-        self.report(progress, f"iteration {progress.iteration}", "validation")
+        self.latest = (progress.iteration, self.report(progress, f"iteration {progress.iteration}", "validation"))
 
-    def report(self, progress: Progress, title: str, which: str):
-        """Evaluate on the batches that come next, and say so."""
+    def report(self, progress: Progress, title: str, which: str) -> float:
+        """Evaluate on the batches that come next, and say so; returns the loss."""
         progress.consumed_valid += self.plan.args.watch.eval_iters * self.plan.batch.final
-        self.log.evaluation(title, which, evaluate(self.plan, self.model, self.batches, self.make))
+        loss = evaluate(self.plan, self.model, self.batches, self.make)
+        self.log.evaluation(title, which, loss)
+        return loss
+
+    def report_at_the_end(self, progress: Progress):
+        """As Megatron-LM does; where the last interval ends here, its loss again, rather than a second one of the same weights."""
+        title = f"iteration {progress.iteration} on validation set"
+        if self.latest and self.latest[0] == progress.iteration:
+            self.log.say(evaluation_lines(title, self.latest[1]))
+        else:
+            self.report(progress, title, "validation")

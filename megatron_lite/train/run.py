@@ -151,11 +151,10 @@ def describe_precision(plan: Plan) -> str:
 
 
 def _evaluate_at_the_end(plan: Plan, feed: Feed, model, make: BatchMaker, log: Log, validation, progress: Progress):
-    at = f"iteration {progress.iteration}"
     if validation is not None:
-        validation.report(progress, f"{at} on validation set", "validation")
+        validation.report_at_the_end(progress)
     if feed.has_test:
-        Evaluation(plan, model, feed.test(), make, log).report(progress, f"{at} on test set", "test")
+        Evaluation(plan, model, feed.test(), make, log).report(progress, f"iteration {progress.iteration} on test set", "test")
 
 
 def _seed(seed: int):

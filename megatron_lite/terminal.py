@@ -1,0 +1,67 @@
+"""What reaches a terminal: lines that it cannot take for commands, the version, and the end of a process whose reader left."""
+
+import os
+import platform
+import re
+import select
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+CUT_OFF = 141  # exit code: 128 + SIGPIPE
+# Control characters but newline and tab, marks that turn the direction of text, line separators, halves of a letter.
+_OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
+_OWN_STYLE = re.compile(r"(\x1b\[(?:[0-2]|3[36])m)")  # bold, dim and the two colors of reports, and their end
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+
+def escape(text: str, keep_style: bool = False) -> str:
+    r"""Text of any origin with escapes such as \x1b for what a terminal would obey. keep_style: but for colors of reports."""
+    if keep_style and "\x1b" in text:
+        return "".join(part if at % 2 else escape(part) for at, part in enumerate(_OWN_STYLE.split(text)))
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def print_lines(lines: Sequence[str], stream=None):
+    """Print to standard output, or `stream`, at once; the one way in which commands and trainer print.
+
+    A stream that cannot take a letter gets a question mark. BrokenPipeError is for end_quietly_without_reader.
+    """
+    stream = stream or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    text = escape("\n".join(lines).rstrip(), keep_style=stream.isatty())
+    print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+
+
+def end_quietly_without_reader(work: Callable[[], int]) -> int:
+    """work(), and its exit code; CUT_OFF without a traceback where whoever read our output, `head` say, has left."""
+    try:
+        code = work()
+        sys.stdout.flush()  # here, not while Python ends, a reader that left is noticed
+        return code
+    except BrokenPipeError:
+        if not _reader_left(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again while it ends
+        return CUT_OFF
+
+
+def _reader_left(stream) -> bool:
+    """Not some other pipe's, to a worker process say."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def describe_version() -> str:
+    """The versions of this package, torch and Python; imports none of them."""
+    try:
+        own = re.search(r'^version = "(.+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    except OSError:  # installed, not a checkout
+        own = metadata.version("megatron_lite")
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "no torch"
+    return f"megatron_lite {own} ({torch}, Python {platform.python_version()})"

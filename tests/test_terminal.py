@@ -1,0 +1,184 @@
+"""What commands and trainer print, whoever reads it and wherever the text comes from."""
+
+import io
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from command_lines import REPO
+from run_maker import PLAN, RECORD, step
+from run_maker import folder as run_folder
+from snapshot_maker import MadeSnapshot
+from trace_maker import gpu_run
+from trace_maker import write as write_trace
+
+from megatron_lite.cli.main import COMMANDS, main
+from megatron_lite.errors import UserError
+from megatron_lite.live_line import LiveLine, say
+from megatron_lite.terminal import CUT_OFF, escape, print_lines
+
+TRAINER = REPO / "pretrain_gpt.py"
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202eevil\u2028\ud800\x7f"
+OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]")
+OWN_LINE = re.compile(r"^\r\x1b\[K")
+
+SMALL = ["--mock-data", "--vocab-size", "256", "--tokenizer-type", "NullTokenizer", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "4", "--train-iters", "2", "--lr", "1e-3"]
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def start(*words: str, **settings) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *words], cwd=REPO, stderr=subprocess.PIPE, text=True, check=False, timeout=300, **settings
+    )
+
+
+@pytest.mark.parametrize("words", [[str(TRAINER), "--help"], ["-m", "megatron_lite.cli.main", "explain"]])
+def test_a_reader_that_left_is_no_traceback(words):
+    read, write = os.pipe()
+    os.close(read)
+    done = start(*words, stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (CUT_OFF, "")
+
+
+def test_another_broken_pipe_is_no_reader_that_left(monkeypatch):
+    """Of a worker process, say."""
+
+    def fail(words):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("megatron_lite.cli.main._run", fail)
+    with open(os.devnull, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(BrokenPipeError):
+            main(["plan"])
+
+
+@pytest.mark.parametrize("words", [[], *[[name] for name in COMMANDS]], ids=" ".join)
+def test_every_command_says_its_version(words, capsys):
+    try:
+        assert main([*words, "--version"]) == 0
+    except SystemExit as end:
+        assert end.code == 0
+    assert re.fullmatch(r"megatron_lite \d+\.\d+\.\d+ \(torch \S+, Python \d\S+\)\n", capsys.readouterr().out)
+
+
+ASKS_WITHOUT_TORCH = """
+import runpy, sys
+sys.argv = ["pretrain_gpt.py", *sys.argv[1:]]
+try:
+    runpy.run_path("pretrain_gpt.py", run_name="__main__")
+except SystemExit as end:
+    print(end.code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("flag", "code"), [("--version", 0), ("--help", 0), ("--num-layer", 2)])
+def test_the_trainer_answers_without_importing_torch(flag, code):
+    done = start("-c", ASKS_WITHOUT_TORCH, flag, stdout=subprocess.PIPE)
+    assert done.stdout.splitlines()[-1] == f"{code} False"
+    assert "Traceback" not in done.stderr and (code == 0 or "did you mean --num-layers?" in done.stderr)
+
+
+def test_without_torch_the_trainer_says_so(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: failed to map segment\\nand more')")
+    done = start(str(TRAINER), *SMALL, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: torch cannot be imported (libtorch.so: failed to map segment); pip install -e . ")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="importing a CUDA build takes more address space than is left here")
+def test_memory_that_runs_out_is_one_line():
+    """Enough to import torch, too little for the allocator's first blocks."""
+    limit = 700_000 * 1024
+    done = start(
+        str(TRAINER), *SMALL, stdout=subprocess.PIPE,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "error: memory ran out: this process may take 683 MiB (ulimit -v 700000); raise that limit.\n"
+
+
+def test_what_a_terminal_obeys_is_escaped_and_the_rest_is_kept():
+    assert not OBEYED.search(escape(HOSTILE))
+    assert escape("\x1b[1m", keep_style=False) == r"\x1b[1m"
+    kept = "Grüße, 日本語 ▋ \u3000 \u200d 👩\u200d💻\n\tnext"
+    assert escape(kept) == kept
+    assert escape("\x1b[36mcyan\x1b[0m\x1b[2J", keep_style=True) == "\x1b[36mcyan\x1b[0m\\x1b[2J"
+
+
+def test_every_way_of_printing_escapes(monkeypatch):
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+
+    def refuse(words):
+        raise UserError(HOSTILE)
+
+    monkeypatch.setattr("megatron_lite.cli.main._run", refuse)
+    print_lines([HOSTILE])
+    say(HOSTILE)
+    assert main(["plan"]) == 2
+    LiveLine().draw(HOSTILE)
+    assert not OBEYED.search(out.getvalue()) and out.getvalue().count("evil") == 2
+    shown = err.getvalue().replace("\r\x1b[K", "")  # the live line's own
+    assert not OBEYED.search(shown) and shown.count("evil") == 2
+
+
+def test_nothing_prints_past_it():
+    """print and the streams' write stand in two files: what all use, and a process that speaks to a process."""
+    allowed = {"terminal.py", "live_line.py", "rehearsal/command.py"}
+    package = REPO / "megatron_lite"
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"(?<![\w.])print\((?!tensor)|sys\.std(out|err)\.write\(", path.read_text(encoding="utf-8"))
+    }
+    assert found == allowed
+
+
+@pytest.fixture(scope="module")
+def hostile_files(tmp_path_factory) -> list[str]:
+    """A run folder, a trace, a snapshot and a launch script with hostile texts wherever a text may stand."""
+    folder = tmp_path_factory.mktemp("hostile")
+    plan = PLAN | {"args": {"training": {"micro_batch_size": 2, "exit_signal": HOSTILE}, HOSTILE: {HOSTILE: HOSTILE}}}
+    record = RECORD | {"plan": plan, "status": HOSTILE, "started": HOSTILE, "hardware": {"device": HOSTILE, HOSTILE: 1}}
+    run_folder(folder / "run", [step(number, phases_ms={HOSTILE: 5.0}) for number in range(1, 9)], record)
+    trace = gpu_run()
+    for event in trace.events:
+        event["name"] = event["name"] + HOSTILE
+    write_trace(trace.data(), folder / "made.pt.trace.json")
+    snapshot = MadeSnapshot()
+    snapshot.alloc(2**20, HOSTILE, [{"filename": HOSTILE, "line": 3, "name": HOSTILE}])
+    snapshot.write(folder / "s.pickle")
+    (folder / "a.sh").write_text(f"export A='{HOSTILE[:-2]}'; echo \"no $A\"; exit 3\n", encoding="utf-8")
+    return [str(folder / name) for name in ("run", "made.pt.trace.json", "s.pickle", "a.sh")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["report RUN --no-html --all", "report TRACE --no-html --all", "report SNAPSHOT --no-html --all", "report RUN TRACE SNAPSHOT --no-html",
+     "audit RUN --all", "compare RUN RUN --all", "compare TRACE TRACE --all --force", "plan SCRIPT", "plan FLAGS", "explain HOSTILE", "inspect HOSTILE",
+     "merge --inputs HOSTILE --output-prefix HOSTILE", "preprocess --input HOSTILE --output-prefix x", "HOSTILE", "report --HOSTILE"],
+)  # fmt: skip
+def test_no_command_passes_on_what_a_terminal_obeys(words, hostile_files, monkeypatch):
+    meant = dict(zip(("RUN", "TRACE", "SNAPSHOT", "SCRIPT"), hostile_files)) | {"HOSTILE": HOSTILE, "--HOSTILE": f"--{HOSTILE}"}
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    code = main([meant.get(word, f"--lr={HOSTILE}" if word == "FLAGS" else word) for word in words.split()])
+    assert code in (0, 2)
+    shown = re.sub(r"\x1b\[([0-2]|3[36])m", "", out.getvalue()) + err.getvalue().replace("\r\x1b[K", "")
+    assert shown and not OBEYED.search(shown)
