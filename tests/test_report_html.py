@@ -5,13 +5,11 @@ import functools
 import html.parser
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import report_cases as cases
-from waiting import LIMIT_S
 
 from megatron_lite.analysis.memory.figures import Moment
 from megatron_lite.report import html as page_module
@@ -19,11 +17,8 @@ from megatron_lite.report.charts.all import charts_of
 from megatron_lite.report.charts.figure import log_axis
 from megatron_lite.report.charts.memory_curve import thinned
 from megatron_lite.report.html import html_page
-from megatron_lite.report.page_text import table_html
-from megatron_lite.report.section import Table
+from megatron_lite.report.tiles import tiles_of
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 HOSTILE = cases.HOSTILE.replace("alert(1)", "document.title='owned'")
 REPORTS = {
     "gpu": cases.report,
@@ -107,6 +102,18 @@ def test_the_roofline_s_lines_are_the_bounds_of_its_rows():
     assert "roofline" not in charts_of(cases.report(ranks_seen=seen)), "points without limits say nothing"
 
 
+def test_tiles_say_what_holds_for_all_ranks():
+    """The rank that waits least is the run's, but not the one whose waiting a reader looks for."""
+    first, second = cases.report().facts.ranks_seen
+    waits = dataclasses.replace(
+        second.time, rows=second.time.rows | {"compute": 41.0, "exposed_communication": 39.0}, busy_ms=82.2
+    )
+    seen = (first, dataclasses.replace(second, time=waits))
+    shown = {tile.name: tile.value for tile in tiles_of(cases.report(ranks_seen=seen))}
+    assert shown["communication not hidden, by rank"] == "20% to 39%"
+    assert shown["of it the device is busy"] == "82%"
+
+
 def test_a_chart_without_its_section_is_left_out():
     alone = dataclasses.replace(cases.report().facts.ranks_seen[0].time, phases=())
     seen = (dataclasses.replace(cases.report().facts.ranks_seen[0], time=alone),)
@@ -160,52 +167,9 @@ def test_the_library_is_found_without_importing_its_package():
 
 
 def test_long_tables_are_cut_and_say_so():
-    text = table_html(Table([["x" * 2000, "1"]] * 300, "lr", ["name", "ms"], hidden=5))
-    assert text.count("<tr>") == 201 and "and 105 more in report.json" in text and "x" * 401 not in text
-
-
-def opened(text: str, folder: Path) -> tuple[str, str, set[str]]:
-    """In a real browser: (elements after the scripts ran, console, origins of pages that asked the network)."""
-    (folder / "report.html").write_text(text, encoding="utf-8")
-    log = folder / "net.json"
-    shown = subprocess.run(
-        [
-            BROWSER,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--window-size=1280,3000",
-            "--virtual-time-budget=5000",
-            "--no-first-run",
-            "--enable-logging=stderr",
-            f"--log-net-log={log}",
-            f"--user-data-dir={folder / 'browser'}",
-            "--dump-dom",
-            (folder / "report.html").as_uri(),
-        ],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    console = "\n".join(line for line in shown.stderr.splitlines() if "CONSOLE" in line)
-    asked = set(re.findall(r'"initiator":"([^"]*)"', log.read_text(errors="replace")))
-    return shown.stdout, console, asked - {"not an origin"}  # what the browser asks for itself
-
-
-@pytest.mark.slow
-@needs_browser
-@pytest.mark.parametrize("kind", ["gpu", "hostile"])
-def test_a_browser_draws_it_without_complaint_or_request(kind, tmp_path):
-    shown, console, asked = opened(page(kind), tmp_path)
-    assert (console, asked) == ("", set())
-    assert re.search(r"<title>(.*?)</title>", shown, re.DOTALL)[1] != "owned"
-    for key in charts_of(REPORTS[kind]()):
-        assert re.search(rf'<div class="chart[^"]*" id="chart-{key}".*?<svg class="main-svg"', shown, re.DOTALL), key
-
-
-@pytest.mark.slow
-@needs_browser
-def test_a_page_that_did_ask_would_be_seen(tmp_path):
-    _, console, asked = opened("<script>oh no</script><img src='http://127.0.0.1:9/x.png'>", tmp_path)
-    assert "CONSOLE" in console and asked
+    run = dataclasses.replace(cases.rank_time().phases[0], name="x" * 2000)
+    seen = cases.report().facts.ranks_seen[0]
+    many = dataclasses.replace(seen, time=dataclasses.replace(seen.time, phases=(run,) * 300))
+    text = html_page(cases.report(ranks_seen=(many,), ranks=None))
+    phases = text[text.index('<section id="phases">') : text.index('<section id="kernels">')]
+    assert phases.count("<tr>") == 201 and "and 100 more in report.json" in phases and "x" * 401 not in phases

@@ -2,49 +2,86 @@
 
 import importlib.util
 import json
-from functools import singledispatch
+import re
 from pathlib import Path
 
+from megatron_lite.analysis.findings.rules import page_of
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.report.charts.all import charts_of
 from megatron_lite.report.charts.figure import Figure
 from megatron_lite.report.json_file import plain
-from megatron_lite.report.page_script import SCRIPT
-from megatron_lite.report.page_style import CSS
-from megatron_lite.report.page_text import escaped, table_html
-from megatron_lite.report.section import Card, Lines, Section, Table
+from megatron_lite.report.section import Table
 from megatron_lite.report.sections.all import confidence_of, gaps_of, sections_of
+from megatron_lite.report.text import harmless
 from megatron_lite.report.tiles import tiles_of
 
-# Whatever a name smuggles in: the page may load nothing and talk to nobody.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-MOST_LINES, MOST_QUIET_LINES = 12, 5
+FOLDER = Path(__file__).parent
+MAX_ROWS = 200
+MAX_CELL_LETTERS = 400  # a kernel's template arguments can fill a page
+MAX_UNBROKEN_LETTERS = 20  # of a cell that stays on one line
+MAX_LETTERS_ON_A_PHONE = 44  # of all columns together
+EXPLAINED = re.compile(r"^(?:(\w[\w ]*): )?(.+)$", re.MULTILINE)
 
 
 def html_page(report: Report) -> str:
     """The whole page as text."""
-    shown = sections_of(report, True)
-    places = {section.key for section in shown}
+    sections = sections_of(report, True)
+    places = {section.key for section in sections}
     charts = {key: figure for key, figure in charts_of(report).items() if key in places}
     library = _plotly() if charts else ""
-    sections = [_section(section, charts.get(section.key) if library else None) for section in shown]
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{escaped(report.title)}</title><style>{CSS}</style></head><body>",
-            _head(report),
-            *sections,
-            _gaps(report),
-            _foot(bool(charts) and not library),
-            f'<script type="application/json" id="charts">{_data(charts if library else {})}</script>',
-            f"<script>{library}</script><script>{SCRIPT}</script></body></html>",
-            "",
-        ]
+    shown = charts if library else {}
+    return _template().render(
+        report=report,
+        confidence=confidence_of(report),
+        tiles=tiles_of(report),
+        sections=sections,
+        charts=shown,
+        about=_explained(report),
+        gaps=gaps_of(report),
+        schema=REPORT_SCHEMA,
+        without_charts=bool(charts) and not library,
+        css=(FOLDER / "page.css").read_text(encoding="utf-8"),
+        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
+        library=library,
+        data=_data(shown),
+        max_rows=MAX_ROWS,
+        max_cell_letters=MAX_CELL_LETTERS,
     )
+
+
+def _template():
+    """page.html.jinja, whose every expression is escaped and loses what a terminal or browser would obey."""
+    import jinja2  # here: reports without a page do not wait for it
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else harmless(str(value)),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("page.html.jinja", globals={"kind_of": _kind_of, "cell_classes": _cell_classes})
+
+
+def _kind_of(table: Table) -> str:
+    """bars, few (a phone shows its columns beside each other) or many."""
+    heads = [max(name.split() or [""], key=len) for name in table.head]
+    letters = sum(max(map(len, column)) for column in zip(*([heads] if heads else []), *table.rows))
+    return "bars" if table.shares else "many" if letters > MAX_LETTERS_ON_A_PHONE else "few"
+
+
+def _cell_classes(table: Table) -> list[str]:
+    """For each column l or r, and w where its texts may be broken into several lines."""
+    long = [any(len(row[at]) > MAX_UNBROKEN_LETTERS for row in table.rows) for at in range(len(table.align))]
+    return [f"{side} w" if wide and side == "l" else side for side, wide in zip(table.align, long)]
+
+
+def _explained(report: Report) -> dict[str, list[tuple[str, str]]]:
+    """Code of a finding: what `explain` says of it, as (label, text)."""
+    pages = {finding.code: page_of(finding.code) for finding in report.findings}
+    return {code: EXPLAINED.findall(re.sub(r"\n +", " ", page)) for code, page in pages.items() if page}
 
 
 def _plotly() -> str:
@@ -59,74 +96,3 @@ def _data(charts: dict[str, Figure]) -> str:
     """JSON that no name in it can end: < does not occur."""
     figures = {key: {"data": figure.data, "layout": figure.layout} for key, figure in charts.items()}
     return json.dumps(plain(figures), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _head(report: Report) -> str:
-    tiles = "".join(
-        f"<div><b>{escaped(tile.value)}</b><span>{escaped(tile.name)}</span></div>" for tile in tiles_of(report)
-    )
-    kind = "verdict inconclusive" if report.verdict.bound == "inconclusive" else "verdict"
-    return (
-        f"<header><h1>{escaped(report.title)}</h1><div>megatron-lite report</div></header>"
-        f'<section class="{kind}"><p>{escaped(report.verdict.sentence)}</p>'
-        f"<small>{escaped(confidence_of(report))}</small>"
-        f'<div class="tiles">{tiles}</div></section>'
-    )
-
-
-def _section(section: Section, figure: Figure | None) -> str:
-    chart = (
-        f'<div class="chart" id="chart-{section.key}" role="img" aria-label="{escaped(figure.says)}"></div>'
-        if figure
-        else ""
-    )
-    blocks = "".join(_drawn(block) for block in section.blocks)
-    return (
-        f'<section id="{section.key}"><h2>{escaped(section.title)}<span class="of">{escaped(section.of)}</span></h2>'
-        f"{chart}{blocks}</section>"
-    )
-
-
-@singledispatch
-def _drawn(block) -> str:
-    raise TypeError(f"{type(block).__name__} cannot be drawn on a page")
-
-
-@_drawn.register
-def _table(table: Table) -> str:
-    return table_html(table)
-
-
-@_drawn.register
-def _lines(lines: Lines) -> str:
-    kind = ' class="quiet"' if lines.quiet else ""
-    most = MOST_QUIET_LINES if lines.quiet else MOST_LINES
-    shown = "".join(f"<p{kind}>{escaped(text)}</p>" for text in lines.texts[:most])
-    rest = len(lines.texts) - most
-    return shown + (f'<p class="more">and {rest} more: report --all</p>' if rest > 0 else "")
-
-
-@_drawn.register
-def _card(card: Card) -> str:
-    evidence = "".join(f"<li>{escaped(text)}</li>" for text in card.evidence)
-    return (
-        f"<article><h3><span>{card.number}. {escaped(card.title)} <code>{escaped(card.code)}</code></span>"
-        f"<b>{escaped(card.cost)}</b>"
-        f'</h3><ul>{evidence}</ul><div class="try">Try: {escaped(card.advice)}</div></article>'
-    )
-
-
-def _gaps(report: Report) -> str:
-    gaps = "".join(f"<li>{escaped(gap)}</li>" for gap in gaps_of(report))
-    return f'<section id="gaps"><h2>What could not be seen</h2><ul class="gaps">{gaps}</ul></section>' if gaps else ""
-
-
-def _foot(without_charts: bool) -> str:
-    missing = (
-        " Charts are missing: the package plotly is not installed where this page was made." if without_charts else ""
-    )
-    return (
-        f"<footer>The same numbers for programs: report.json (schema {REPORT_SCHEMA}). "
-        f"Click a column's title to sort.{missing}"
-        "<noscript> Charts need JavaScript; the tables have their numbers.</noscript></footer>"
-    )

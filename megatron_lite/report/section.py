@@ -13,6 +13,7 @@ class Table:
     head: Sequence[str] = ()  # () for none
     shares: Sequence[float | None] = ()  # a bar behind each row; None for a row without one
     hidden: int = 0  # rows that were left out
+    colors: Sequence[str] = ()  # of the rows' bars on a page; () for one color
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,13 @@ class Lines:
 
     texts: Sequence[str]
     quiet: bool = False  # detail rather than message
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What to type next, for readers who have a command line before them."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Section:
     key: str  # also the place of its chart
     title: str
     of: str
-    blocks: Sequence[Table | Lines | Card]
+    blocks: Sequence[Table | Lines | Card | Hint]
 
 
 def first(rows: Sequence, most: int, everything: bool) -> tuple[Sequence, int]:
@@ -62,4 +70,5 @@ def with_some_value(table: Table) -> Table:
         [table.head[at] for at in keep] if table.head else (),
         table.shares,
         table.hidden,
+        table.colors,
     )

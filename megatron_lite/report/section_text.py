@@ -2,7 +2,7 @@
 
 from functools import singledispatch
 
-from megatron_lite.report.section import Card, Lines, Section, Table
+from megatron_lite.report.section import Card, Hint, Lines, Section, Table
 from megatron_lite.report.text import WIDTH, Style, fit, harmless, heading, table_lines, wrapped
 
 
@@ -28,6 +28,11 @@ def _table(table: Table, style: Style) -> list[str]:
 def _lines(lines: Lines, style: Style) -> list[str]:
     drawn = [line for text in lines.texts for line in wrapped(text, hanging="    ")]
     return [style.dim(line) for line in drawn] if lines.quiet else drawn
+
+
+@_drawn.register
+def _hint(hint: Hint, style: Style) -> list[str]:
+    return [style.dim(line) for line in wrapped(hint.text, hanging="    ")]
 
 
 @_drawn.register

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_lite.analysis.report import Report
-from megatron_lite.report.numbers import milliseconds, percent, share
+from megatron_lite.report.numbers import milliseconds, percent
 from megatron_lite.units import count, size
 
 
@@ -21,19 +21,28 @@ def tiles_of(report: Report) -> list[Tile]:
 
 
 def _of_trace(report: Report) -> list[Tile]:
+    """Times are those of the rank that waits least; shares of a step are of all ranks."""
     rank = report.facts.critical
     if rank is None or rank.time.step_ms <= 0:
         return []
-    time, kernels = rank.time, rank.kernels
-    tiles = [Tile(f"{milliseconds(time.step_ms)} ms", "a step in the trace")]
-    if time.on_gpu:
-        tiles.append(Tile(percent(share(time.busy_ms, time.step_ms)), "of it the device is busy"))
-    if time.communication_ms > 0:
-        exposed = time.rows.get("exposed_communication", 0.0)
-        tiles.append(Tile(percent(share(exposed, time.step_ms)), "communication not hidden"))
+    ranks = [one for one in report.facts.ranks_seen if one.time.step_ms > 0]
+    kernels = rank.kernels
+    whose = f", rank {rank.time.rank}" if len(ranks) > 1 and rank.time.rank is not None else ""
+    tiles = [Tile(f"{milliseconds(rank.time.step_ms)} ms", f"a step in the trace{whose}")]
+    if rank.time.on_gpu:
+        tiles.append(_by_rank([one.time.busy_ms / one.time.step_ms for one in ranks], "of it the device is busy"))
+    if any(one.time.communication_ms > 0 for one in ranks):
+        exposed = [one.time.rows.get("exposed_communication", 0.0) / one.time.step_ms for one in ranks]
+        tiles.append(_by_rank(exposed, "communication not hidden"))
     if kernels.mfu is not None:
         tiles.append(Tile(percent(kernels.mfu), f"of {kernels.peak_tflops:,.4g} TFLOP/s {kernels.peak_dtype}"))
     return tiles
+
+
+def _by_rank(shares: list[float], name: str) -> Tile:
+    """One number where it is every rank's, else the least and the most."""
+    least, most = percent(min(shares)), percent(max(shares))
+    return Tile(least, name) if least == most else Tile(f"{least} to {most}", f"{name}, by rank")
 
 
 def _of_run(report: Report) -> list[Tile]:

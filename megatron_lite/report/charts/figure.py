@@ -1,24 +1,12 @@
-"""What charts share: a figure for Plotly as plain dicts, colours that colour-blind people tell apart, safe names."""
+"""What charts share: a figure for Plotly as plain dicts, quiet axes, safe names."""
 
 import html
 import math
 from dataclasses import dataclass
 
+from megatron_lite.report.colors import INK, LINE
 from megatron_lite.report.text import fit, harmless
 
-# Okabe and Ito, "Color Universal Design" (2008); a yellow that is seen on white, and greys for what nobody caused.
-BLUE, VERMILION, GREEN, ORANGE, SKY, PURPLE, YELLOW = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#e69f00",
-    "#56b4e9",
-    "#cc79a7",
-    "#c9b800",
-)
-DARK, GREY, PALE = "#3d4650", "#8d969f", "#d3d8dd"
-SERIES = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, DARK, GREY, PALE)
-INK, LINE = "#1d2329", "#e3e7eb"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 NAME_WIDTH = 48
 TICKS = (
@@ -35,6 +23,16 @@ class Figure:
     says: str
     data: list[dict]
     layout: dict
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """(name, color) of each series that has a name: the page writes it, since Plotly's does not wrap on phones."""
+        named = [series for series in self.data if "name" in series and series.get("showlegend", True)]
+        colors = [
+            series.get("marker", {}).get("color") or series.get("fillcolor") or series["line"]["color"]
+            for series in named
+        ]
+        return [(series["name"], color) for series, color in zip(named, colors)]
 
 
 def named(text: str, width: int = NAME_WIDTH) -> str:
@@ -53,7 +51,7 @@ def axis(title: str = "", **more) -> dict:
         "ticklen": 6,
         "tickcolor": "rgba(0,0,0,0)",
     }
-    return {**look, **({"title": {"text": title, "standoff": 8}} if title else {}), **more}
+    return {**look, **({"title": {"text": title, "standoff": 8, "font": {"size": 13}}} if title else {}), **more}
 
 
 def log_axis(title: str, lowest: float, highest: float, **more) -> dict:
@@ -76,20 +74,6 @@ def layout(height: int, x: dict, y: dict, **more) -> dict:
         "yaxis": y,
         "hoverlabel": {"font": {"family": FONT, "size": 13}, "align": "left", "namelength": -1},
         "showlegend": False,
+        "dragmode": False,  # else a finger on the chart does not scroll the page
         **more,
-    }
-
-
-def legend_above() -> dict:
-    """Beside the title line, where it does not take width from the chart."""
-    return {
-        "showlegend": True,
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "y": 1.0,
-            "yanchor": "bottom",
-            "xanchor": "left",
-            "traceorder": "normal",
-        },
     }

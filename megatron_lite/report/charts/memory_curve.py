@@ -5,11 +5,11 @@ from itertools import pairwise
 from megatron_lite.analysis.memory.figures import Moment, Snapshot
 from megatron_lite.analysis.report import Report
 from megatron_lite.estimate.memory_categories import CATEGORIES
-from megatron_lite.report.charts.figure import DARK, GREY, PALE, SERIES, Figure, axis, layout, legend_above
+from megatron_lite.report.charts.figure import Figure, axis, layout
+from megatron_lite.report.colors import CARD, CATEGORY_COLORS, SLATE
 from megatron_lite.units import size
 
 MOST_POINTS = 1500  # more than a chart has pixels
-COLOURS = {**dict(zip(CATEGORIES, SERIES)), "other": GREY, "before the record": PALE}
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -30,7 +30,7 @@ def memory_curve(report: Report) -> Figure | None:
             "x": seconds,
             "y": [moment.by_category[at] / of for moment in curve],
             "line": {"width": 0, "shape": "hv"},
-            "fillcolor": COLOURS[category],
+            "fillcolor": CATEGORY_COLORS[category],
             "hovertemplate": f"%{{fullData.name}}: %{{y:.2f}} {unit}<extra></extra>",
         }
         for at, category in enumerate(CATEGORIES)
@@ -41,7 +41,7 @@ def memory_curve(report: Report) -> Figure | None:
     return Figure(
         "Allocated memory over time by category",
         data,
-        layout(380, x, y, hovermode="x", annotations=_peak(snapshot, of), **legend_above()),
+        layout(350, x, y, hovermode="x", annotations=_peak(snapshot, of, seconds)),
     )
 
 
@@ -63,13 +63,15 @@ def _reserved(curve: list[Moment], seconds: list[float], unit: str, of: int) -> 
             "name": "reserved",
             "x": seconds,
             "y": [moment.reserved / of for moment in curve],
-            "line": {"color": DARK, "width": 1.5, "dash": "dot", "shape": "hv"},
+            "line": {"color": SLATE, "width": 1.5, "dash": "dot", "shape": "hv"},
             "hovertemplate": f"reserved: %{{y:.2f}} {unit}<extra></extra>",
         }
     ]
 
 
-def _peak(snapshot: Snapshot, of: int) -> list[dict]:
+def _peak(snapshot: Snapshot, of: int, seconds: list[float]) -> list[dict]:
+    """Its text stands on the side that has more room."""
+    late = 2 * snapshot.peak_time_us / 1e6 > seconds[0] + seconds[-1]
     where = f" in {snapshot.peak_phase}" if snapshot.peak_phase.isidentifier() else ""
     return [
         {
@@ -78,9 +80,10 @@ def _peak(snapshot: Snapshot, of: int) -> list[dict]:
             "text": f"peak {size(snapshot.peak_bytes)}{where}",
             "showarrow": True,
             "arrowhead": 0,
-            "arrowcolor": DARK,
-            "ax": 40,
+            "arrowcolor": SLATE,
+            "ax": -20 if late else 20,
+            "xanchor": "right" if late else "left",
             "ay": -22,
-            "bgcolor": "rgba(255,255,255,0.85)",
+            "bgcolor": CARD,
         }
     ]

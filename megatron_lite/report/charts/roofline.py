@@ -2,7 +2,8 @@
 
 from megatron_lite.analysis.kernels.figures import RooflineRow
 from megatron_lite.analysis.report import Report
-from megatron_lite.report.charts.figure import DARK, SERIES, Figure, layout, legend_above, log_axis, named
+from megatron_lite.report.charts.figure import Figure, layout, log_axis, named
+from megatron_lite.report.colors import CARD, ROLE_COLORS, SLATE
 
 MOST_POINTS = 300
 LARGEST_PX, SMALLEST_PX = 34, 6
@@ -17,10 +18,10 @@ def roofline(report: Report) -> Figure | None:
     rows = sorted(rows, key=lambda row: -row.ms)[:MOST_POINTS]
     if len(rows) < 2 or not any(row.bound_ms for row in rows):
         return None
-    roles = list(dict.fromkeys(str(row.role) for row in rows))
+    roles = list(dict.fromkeys(row.role for row in rows))
     data = [
-        _points([row for row in rows if str(row.role) == role], role, SERIES[at % len(SERIES)], rows[0].ms)
-        for at, role in enumerate(roles)
+        _points([row for row in rows if row.role == role], str(role), ROLE_COLORS[role], rows[0].ms)
+        for role in roles
     ]
     intensities = [row.flops / row.num_bytes for row in rows]
     data += _ceilings(rank.kernels.roofline, min(intensities) / 2, max(intensities) * 2)
@@ -30,11 +31,11 @@ def roofline(report: Report) -> Figure | None:
     return Figure(
         "How fast operators are against what memory and arithmetic units allow",
         data,
-        layout(420, x, y, **legend_above()),
+        layout(400, x, y),
     )
 
 
-def _points(rows: list[RooflineRow], role: str, colour: str, longest_ms: float) -> dict:
+def _points(rows: list[RooflineRow], role: str, color: str, longest_ms: float) -> dict:
     return {
         "type": "scatter",
         "mode": "markers",
@@ -42,9 +43,9 @@ def _points(rows: list[RooflineRow], role: str, colour: str, longest_ms: float) 
         "x": [row.flops / row.num_bytes for row in rows],
         "y": [row.flops / row.ms / 1e9 for row in rows],
         "marker": {
-            "color": colour,
+            "color": color,
             "opacity": 0.75,
-            "line": {"color": "white", "width": 1},
+            "line": {"color": CARD, "width": 1},
             "size": [max(LARGEST_PX * (row.ms / longest_ms) ** 0.5, SMALLEST_PX) for row in rows],
         },
         "text": [
@@ -69,28 +70,22 @@ def _ceilings(rows: tuple[RooflineRow, ...], lowest: float, highest: float) -> l
         tb_s = max(bandwidths)  # TFLOP/s = FLOP per byte x TB/s
         end = min(highest, max(peaks.values()) / tb_s) if peaks else highest
         if end > lowest:
-            lines.append(_line([lowest, end], [lowest * tb_s, end * tb_s], f"memory, {tb_s * 1000:,.0f} GB/s"))
+            lines.append(_line([lowest, end], [lowest * tb_s, end * tb_s], f"memory, {tb_s * 1000:,.0f} GB/s", "bottom right"))
     return lines
 
 
-def _line(x: list[float], y: list[float], name: str) -> dict:
+def _line(x: list[float], y: list[float], name: str, side: str = "top right") -> dict:
+    """Its name stands at its beginning, below a line that rises; no legend entry to look up."""
     return {
         "type": "scatter",
-        "mode": "lines",
+        "mode": "lines+text",
         "x": x,
         "y": y,
         "name": name,
-        "line": {"color": DARK, "width": 1.5, "dash": "dot"},
+        "line": {"color": SLATE, "width": 1.5, "dash": "dot"},
         "showlegend": False,
         "hovertemplate": f"{name}<extra></extra>",
-    } | _label(x, y, name)
-
-
-def _label(x: list[float], y: list[float], name: str) -> dict:
-    """The line's name stands at its beginning; no legend entry to look up."""
-    return {
-        "mode": "lines+text",
         "text": [name, ""],
-        "textposition": "top right",
-        "textfont": {"size": 12, "color": DARK},
+        "textposition": side,
+        "textfont": {"size": 12, "color": SLATE},
     }

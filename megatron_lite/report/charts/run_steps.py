@@ -2,7 +2,8 @@
 
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.figures import Run
-from megatron_lite.report.charts.figure import BLUE, GREY, PURPLE, Figure, axis, layout, legend_above
+from megatron_lite.report.charts.figure import Figure, axis, layout
+from megatron_lite.report.colors import BLUE, GREY, PURPLE
 
 FEWEST_STEPS = 20  # fewer say nothing that the sentences do not
 MOST_POINTS = 2000
@@ -16,7 +17,7 @@ def run_steps(report: Report) -> Figure | None:
     kinds = {"ordinary": BLUE, "profiled": PURPLE, "others: first, evaluating, saving, compiling": GREY}
     of_step = _kinds(run)
     data = []
-    for kind, colour in kinds.items():
+    for kind, color in kinds.items():
         rows = [at for at in _shown(run) if of_step[at] == kind]
         if rows:
             data.append(
@@ -26,13 +27,13 @@ def run_steps(report: Report) -> Figure | None:
                     "name": kind,
                     "x": [run.iterations[at] for at in rows],
                     "y": [run.step_ms[at] for at in rows],
-                    "marker": {"color": colour, "size": 5},
+                    "marker": {"color": color, "size": 5},
                     "hovertemplate": "iteration %{x}: %{y:.1f} ms<extra></extra>",
                 }
             )
     y = axis("ms", type="log" if max(run.step_ms) > 10 * (run.steady_step_ms or max(run.step_ms)) else "linear")
     return (
-        Figure("How long every step of the run took", data, layout(260, axis("iteration"), y, **legend_above()))
+        Figure("How long every step of the run took", data, layout(240, axis("iteration"), y))
         if data
         else None
     )

@@ -2,38 +2,10 @@
 
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.time.figures import ROW_TITLES
-from megatron_lite.report.charts.figure import (
-    BLUE,
-    DARK,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    YELLOW,
-    Figure,
-    axis,
-    layout,
-    legend_above,
-)
+from megatron_lite.report.charts.figure import Figure, axis, layout
+from megatron_lite.report.colors import GREY, ROW_COLORS
 from megatron_lite.report.sections.step import NOTHING, row_title
 
-COLOURS = {
-    "compute": BLUE,
-    "exposed_communication": VERMILION,
-    "exposed_copy": ORANGE,
-    "data_wait": PURPLE,
-    "sync": YELLOW,
-    "host": GREEN,
-    "allocator": DARK,
-    "garbage_collector": GREY,
-    "launch": SKY,
-    "dependency": "#7f5fa8",
-    "save": "#a6761d",
-    "unexplained": PALE,
-}
 MOST_RANKS = 64
 
 
@@ -51,7 +23,7 @@ def step_bars(report: Report) -> Figure | None:
             "name": row_title(row, on_gpu),
             "y": names,
             "x": [rank.time.rows.get(row, 0.0) for rank in ranks],
-            "marker": {"color": COLOURS.get(row, GREY)},
+            "marker": {"color": ROW_COLORS.get(row, GREY)},
             "hovertemplate": "%{fullData.name}: %{x:.3f} ms<extra>%{y}</extra>",
         }
         for row in ROW_TITLES
@@ -61,5 +33,5 @@ def step_bars(report: Report) -> Figure | None:
     return Figure(
         "Where a step of each rank goes, in milliseconds",
         data,
-        layout(150 + 26 * len(ranks), x, y, barmode="stack", bargap=0.3, **legend_above()),
+        layout(60 + 26 * len(ranks), x, y, barmode="stack", bargap=0.3),
     )

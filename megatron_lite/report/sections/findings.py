@@ -3,7 +3,7 @@
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.report import Report
 from megatron_lite.report.numbers import milliseconds
-from megatron_lite.report.section import Card, Lines, Section, first
+from megatron_lite.report.section import Card, Hint, Lines, Section, first
 from megatron_lite.units import size
 
 IN_FULL, NAMED, EVIDENCE_SHOWN = 3, 7, 2
@@ -27,15 +27,15 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     shown, hidden = first(report.findings, NAMED, everything)
     cards = [_card(finding, number, everything) for number, finding in enumerate(shown, 1)]
     more = f"and {hidden} more with --all; " if hidden else ""
-    hint = f"{more}megatron-lite explain CODE: what a finding means, its false alarms{_whose_flags(report)}"
+    hint = Hint(f"{more}megatron-lite explain CODE: what a finding means, its false alarms")
     of = "cost per step or at the memory peak; gains are upper bounds and do not add up"
-    return Section("findings", "Findings", of, [*cards, Lines([hint], quiet=True)])
+    return Section("findings", "Findings", of, [*cards, hint, *_whose_flags(report)])
 
 
-def _whose_flags(report: Report) -> str:
+def _whose_flags(report: Report) -> list[Lines]:
     """A job without a run folder is mostly another program's."""
     foreign = not report.facts.run and any(finding.flags for finding in report.findings)
-    return "; the flags are megatron_lite's" if foreign else ""
+    return [Lines(["the flags are megatron_lite's"], quiet=True)] if foreign else []
 
 
 def _card(finding: Finding, number: int, everything: bool) -> Card:

@@ -3,6 +3,7 @@
 from megatron_lite.analysis.facts import RankFacts
 from megatron_lite.analysis.kernels.figures import OperatorRow, RankKernels
 from megatron_lite.analysis.report import Report
+from megatron_lite.report.colors import GREY, ROLE_COLORS
 from megatron_lite.report.numbers import calls, milliseconds, percent, share
 from megatron_lite.report.section import Section, Table, first, with_some_value
 from megatron_lite.report.sections.step import whose
@@ -31,6 +32,7 @@ def _roles(kernels: RankKernels, total: float, everything: bool) -> Table:
         [(name, milliseconds(ms, total), percent(share(ms, total))) for name, ms in pairs],
         "lrr",
         shares=[share(ms, total) for _, ms in pairs],
+        colors=[*(ROLE_COLORS[role] for role, _ in shown), GREY],
     )
 
 

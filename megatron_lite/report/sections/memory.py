@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from megatron_lite.analysis.memory.figures import OUTSIDE, LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.report import Report
+from megatron_lite.report.colors import CATEGORY_COLORS, GREY
 from megatron_lite.report.numbers import percent, share
 from megatron_lite.report.section import Lines, Section, Table, first, with_some_value
 from megatron_lite.units import size
@@ -47,7 +48,9 @@ def _held(snapshot: Snapshot) -> Table | None:
     rest = snapshot.peak_bytes - sum(num_bytes for _, num_bytes in held)
     held += [("others", rest)] if rest > 0 else []
     rows = [(category, size(num_bytes), percent(share(num_bytes, snapshot.peak_bytes))) for category, num_bytes in held]
-    return Table(rows, "lrr", shares=[share(num_bytes, snapshot.peak_bytes) for _, num_bytes in held]) if rows else None
+    shares = [share(num_bytes, snapshot.peak_bytes) for _, num_bytes in held]
+    colors = [CATEGORY_COLORS.get(category, GREY) for category, _ in held]
+    return Table(rows, "lrr", shares=shares, colors=colors) if rows else None
 
 
 def _sites(snapshot: Snapshot, everything: bool) -> Table | None:

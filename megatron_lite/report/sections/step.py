@@ -2,6 +2,7 @@
 
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.time.figures import ROW_TITLES, RankTime
+from megatron_lite.report.colors import GREY, ROW_COLORS
 from megatron_lite.report.numbers import milliseconds, percent, share
 from megatron_lite.report.section import Lines, Section, Table
 
@@ -54,7 +55,9 @@ def step_section(report: Report, everything: bool) -> Section | None:
     of = f"{whose(time.rank)}{_chosen(report)}ms per step" + (
         f", mean of {steady} steady of {len(time.steps)}" if steady else ""
     )
-    table = Table([*rows, ("= a step", milliseconds(time.step_ms), "100%")], "lrr", shares=[*shares, None])
+    colors = [ROW_COLORS.get(row, GREY) for row, _ in step_rows(time)]
+    whole = ("= a step", milliseconds(time.step_ms), "100%")
+    table = Table([*rows, whole], "lrr", shares=[*shares, None], colors=colors)
     return Section("step", "Where a step goes", of, [table, Lines(_details(time, everything), quiet=True)])
 
 

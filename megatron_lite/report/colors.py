@@ -1,0 +1,46 @@
+"""Which color a part of time or memory has, in every chart and table of the page.
+
+The values stand in page.css, one for a light page and one for a dark one. Hues are those of Okabe and Ito, "Color
+Universal Design" (2008), which color-blind people tell apart; greys are for what nobody caused.
+"""
+
+from megatron_lite.analysis.kernels.figures import Role
+from megatron_lite.estimate.memory_categories import CATEGORIES
+
+HUES = ("blue", "orange", "green", "vermilion", "sky", "purple", "yellow", "slate", "grey", "pale", "violet", "brown")
+BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE, VIOLET, BROWN = (
+    f"var(--{hue})" for hue in HUES
+)
+SERIES = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE)
+INK, LINE, CARD = "var(--ink)", "var(--line)", "var(--card)"
+CATEGORY_COLORS = {**dict(zip(CATEGORIES, SERIES)), "other": GREY, "before the record": PALE}
+ROW_COLORS = {
+    "compute": BLUE,
+    "exposed_communication": VERMILION,
+    "exposed_copy": ORANGE,
+    "data_wait": PURPLE,
+    "sync": YELLOW,
+    "host": GREEN,
+    "allocator": SLATE,
+    "garbage_collector": GREY,
+    "launch": SKY,
+    "dependency": VIOLET,
+    "save": BROWN,
+    "unexplained": PALE,
+}
+ROLE_COLORS = {
+    Role.GEMM: BLUE,
+    Role.ATTENTION: SKY,
+    Role.NORM: PURPLE,
+    Role.SOFTMAX: VIOLET,
+    Role.ELEMENTWISE: GREEN,
+    Role.REDUCTION: BROWN,
+    Role.EMBEDDING: YELLOW,
+    Role.OPTIMIZER: SLATE,
+    Role.CAST_COPY: ORANGE,
+    Role.CONVOLUTION: BLUE,
+    Role.FUSED: SKY,
+    Role.COMMUNICATION: VERMILION,
+    Role.TRANSFER: PALE,
+    Role.OTHER: GREY,
+}

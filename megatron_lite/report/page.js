@@ -1,0 +1,42 @@
+"use strict";
+// Charts name their colors as the style sheet does, which has other values on dark pages and on paper.
+const source = document.getElementById("charts").textContent;
+const config = { displayModeBar: false, responsive: true };
+const shown_rows = 12;
+function draw() {
+  const style = getComputedStyle(document.documentElement);
+  const charts = JSON.parse(source, (key, value) =>
+    typeof value === "string" ? value.replace(/^var\((--[a-z]+)\)$/, (all, name) => style.getPropertyValue(name).trim()) : value);
+  for (const [key, figure] of Object.entries(charts)) Plotly.react("chart-" + key, figure.data, figure.layout, config);
+}
+if (window.Plotly) {
+  draw();
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", draw);
+}
+
+const value = (row, at) => row.cells[at].textContent.trim();
+const number = text => /^[<-]?[\d.,]+/.test(text) ? parseFloat(text.replace(/[<,]/g, "")) : NaN;
+const UNITS = { B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30 };
+const key = text => number(text) * (UNITS[text.split(" ")[1]] || 1);
+for (const head of document.querySelectorAll("th")) head.addEventListener("click", () => {
+  const body = head.closest("table").tBodies[0], at = head.cellIndex, down = head.dataset.down !== "yes";
+  head.dataset.down = down ? "yes" : "no";
+  const rows = [...body.rows].sort((a, b) => {
+    const [one, other] = [value(a, at), value(b, at)], [x, y] = [key(one), key(other)];
+    const order = isNaN(x) || isNaN(y) ? one.localeCompare(other) : x - y;
+    return down ? -order : order;
+  });
+  body.append(...rows);
+});
+
+for (const table of document.querySelectorAll("table")) {
+  const rows = [...table.tBodies[0].rows], heads = table.tHead ? [...table.tHead.rows[0].cells] : [];
+  // On a phone each row stands as a block, whose cells say what they are.
+  for (const row of rows) heads.forEach((head, at) => { row.cells[at].dataset.name = head.textContent; });
+  if (rows.length <= shown_rows + 3) continue;
+  const button = document.createElement("button");
+  button.textContent = `show all ${rows.length} rows`;
+  button.addEventListener("click", () => { table.classList.remove("cut"); button.remove(); });
+  table.classList.add("cut");
+  table.after(button);
+}
