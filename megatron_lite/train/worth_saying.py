@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median_low
 
-from megatron_lite.notable import FEWEST_STEPS, has_grown, is_mostly, slowest_rank
+from megatron_lite.notable import FEWEST_STEPS, has_grown, is_mostly, rank_without_core, slowest_rank
 from megatron_lite.phases import Phase
 from megatron_lite.train.rank_figures import RankFigures
 from megatron_lite.units import size
@@ -29,7 +29,7 @@ class WorthSaying:
 
     def of(self, figures: RankFigures) -> Iterator[str]:
         """Lines about one interval. To be called for every interval, since slowness and growth take several."""
-        found = dict([*self._slow.of(figures), *waits_for_data(figures)])
+        found = dict([*waits_for_a_core(figures), *self._slow.of(figures), *waits_for_data(figures)])
         yield from (text for what, text in found.items() if what not in self._said)
         self._said = set(found)
         yield from self._gpu.of(figures.peak_memory_bytes)
@@ -44,7 +44,7 @@ class SlowRanks:
 
     def of(self, f: RankFigures) -> Iterator[tuple[str, str]]:
         """(what, line) for the rank that is slow now and mostly was in the last intervals, in each phase."""
-        if len(f.steps) < 2 or not min(f.steps) >= FEWEST_STEPS:  # NaN: a rank without steps
+        if len(f.steps) < 2 or not min(f.steps) >= FEWEST_STEPS or _without_core(f):  # NaN: a rank without steps
             return
         for name in (name for name in INDEPENDENT if name in f.host_ms):
             times, history = f.own_ms(name), self._history[name]
@@ -61,6 +61,23 @@ def _slower(rank: int, times: list[float], name: str, f: RankFigures) -> str:
         f"({times[rank]:.1f} against {usual:.1f} ms per step, iterations {f.first}-{f.last}); "
         "the others wait for it in backward"
     )
+
+
+def _without_core(f: RankFigures) -> tuple[int, float | None] | None:
+    named = [f.cores.get(name, ()) for name in ("core_wait_ms", "involuntary_switches", "cpu_ms")]
+    return rank_without_core(*named, f.step_ms)
+
+
+def waits_for_a_core(f: RankFigures) -> Iterator[tuple[str, str]]:
+    """(what, line) if a rank is not given its cores: then nothing is to be learned from who is slower."""
+    found = _without_core(f) if min(f.steps) >= FEWEST_STEPS else None
+    if found:
+        rank, ms = found
+        how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step" if ms is not None else ", time and again,"
+        yield "core", (
+            f"   rank {rank} is ready and has no core{how_long} (iterations {f.first}-{f.last}); "
+            "other programs or too many threads share the machine, and times tell of them too"
+        )
 
 
 def waits_for_data(f: RankFigures) -> Iterator[tuple[str, str]]:

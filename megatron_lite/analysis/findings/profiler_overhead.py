@@ -3,7 +3,8 @@
 Meaning: recording costs host time per operator (about half a microsecond, with shapes and stacks
     several), and none on the device. A step that was bound by the device looks bound by the host.
 Measured: the median step inside the window against the median of the steps before it, by the
-    run's own clock.
+    run's own clock. It is certain only if the steps after the window are as short again; ranks
+    that had no cores (busy-machine) explain long steps without the profiler.
 Cost: none in the unprofiled run. Trust device times of the trace; distrust host times, gaps and
     launch-bound.
 Do: record less, for comparison once without stacks and shapes; a larger micro-batch hides the
@@ -31,10 +32,12 @@ COSTLY_ON_CPUS = {"record_memory_history": "--record-memory-history"}
 def find(facts: Facts) -> Finding | None:
     run = facts.run
     slowdown = run.profiler_slowdown if run else None
-    if slowdown is None or not slowdown > TOO_MUCH:
+    if slowdown is None or not slowdown > TOO_MUCH or run.without_core:
         return None
     text = (f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it (median "
             f"{in_ms(run.profiled_step_ms)})")
+    if run.after_profile_ms is not None:
+        text += f"; those after it {'again' if run.recovered else 'still'} {in_ms(run.after_profile_ms)}"
     on_cpu = facts.plan.get("device") == "cpu"
     costly = (COSTLY_ON_CPUS if on_cpu else {}) | COSTLY
     used = [flag for name, flag in costly.items() if argument(facts, name)]
@@ -42,5 +45,5 @@ def find(facts: Facts) -> Finding | None:
     without = f" without {', '.join(used)}" if used else " with a larger micro-batch"
     return Finding(
         code=CODE, title=TITLE, evidence=(Evidence(text, "steps.jsonl"),),
-        advice=f"trust {trust}; profile again{without}",
+        advice=f"trust {trust}; profile again{without}", certain=bool(run.recovered),
     )

@@ -11,6 +11,7 @@ from megatron_lite.phases import Phase
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
+BUSY = "who is late is not said: ranks were not given their cores (busy-machine), and wait for each other by chance"
 NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
 
 
@@ -31,7 +32,7 @@ def ranks_of_run(run: Run) -> Ranks | None:
 
 def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
     """The rank whose own work takes clearly longer than the median rank's, in the phase where that costs most."""
-    if len(ranks.step_ms) < 2 or not _enough_steps(ranks):
+    if len(ranks.step_ms) < 2 or not _enough_steps(ranks) or ranks.without_core:
         return None
     late = [(*found, name) for name in OWN
             if (found := slowest_rank(ranks.own_ms(name), ranks.step_ms)) and _mostly(ranks, name, found[1])]
@@ -45,6 +46,8 @@ def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
 def only_lasting(ranks: Ranks, run: Run) -> Ranks:
     """Traces' ranks without a straggler that the run's ordinary steps do not know: a profile is a moment, and disturbs."""
     late = ranks.straggler
+    if late is not None and run.without_core:
+        return replace(ranks, straggler=None, notes=(*ranks.notes, BUSY))
     if late is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:
         return ranks
     note = (f"in the profiled steps the others wait {late.caused_wait_ms:,.3g} ms per step for rank {late.rank}; in the "
