@@ -419,10 +419,9 @@ def test_disturbed_steps_are_left_out_of_figures():
 def test_on_a_busy_machine_no_rank_is_called_slow():
     cores = {"core_wait_ms": [1.0, 2.0, 1.0, 30.0], "cpu_ms": [95.0] * 4, "involuntary_switches": [1.0] * 4}
     busy = figures(host_ms={"forward": [30.0, 31.0, 29.0, 60.0]}, cores=cores)
-    assert said(busy) == [
-        "   rank 3 is ready and has no core for 30.0 of 100.0 ms per step (iterations 11-20); other programs or too many "
-        "threads share the machine, and times tell of them too"
-    ]
+    line = ("   rank 3 is ready and has no core for 30.0 of 100.0 ms per step (iterations 11-20); other programs or too many "
+            "threads share the machine, and times tell of them too")
+    assert said(busy) == [line]
     quiet = figures(host_ms={"forward": [30.0, 31.0, 29.0, 60.0]}, cores=cores | {"core_wait_ms": [1.0] * 4})
     assert "rank 3 is 100% slower" in said(quiet)[0]
 
