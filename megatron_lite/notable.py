@@ -39,6 +39,11 @@ def rank_without_core(
     return (max(often)[1], None) if often else None
 
 
+def is_by_chance(lag_ms: float, without_core: tuple[int, float | None] | None) -> bool:
+    """May waiting for a core explain this lag? `without_core`: of rank_without_core."""
+    return without_core is not None and (without_core[1] is None or lag_ms <= without_core[1])
+
+
 def is_mostly(rank: int, slowest: Sequence[int | None]) -> bool:
     """Is it the same rank nearly always? `slowest`: the notably slower rank of each console line."""
     return slowest.count(rank) >= MOSTLY * len(slowest)

@@ -172,7 +172,7 @@ def cores(wait_ms, switches, cpu_ms=(6.0, 9.5)):
     return {"core_wait_ms": wait_ms, "involuntary_switches": switches, "cpu_ms": list(cpu_ms)}
 
 
-BUSY = rank_lines([3.0, 5.0], **cores([0.5, 3.5], [1, 4]))
+BUSY = rank_lines([3.0, 6.0], **cores([0.5, 3.5], [1, 4]))
 
 
 def profiled_steps(ms: float):
@@ -318,6 +318,8 @@ UNKNOWN_OR_AMD = (
 NEVER_GOOD = {"skipped": True, "loss": None, "grad_norm": None}
 # a second way in which a rule can see its cause, or a second near miss
 MORE_TRIGGERS = [
+    ("straggler", recorded(ranks=rank_lines([3.0, 9.0], **cores([0.5, 3.5], [1, 4])))),
+    ("profiler-overhead", recorded(steps=profiled_steps(15.0), ranks=BUSY)),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0], **cores([None, None], [1, 4])))),
     ("overflow-storm", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
     ("scale-collapse", recorded(steps=ordinary_steps(loss_scale=scale(HALVED), **NEVER_GOOD), precision="fp16")),
@@ -337,8 +339,8 @@ MORE_TRIGGERS = [
 MORE_NEAR_MISSES = [
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0]))),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0], **cores([None, None], [0, 0])))),
-    ("straggler", recorded(ranks=BUSY)),
-    ("profiler-overhead", recorded(steps=profiled_steps(15.0), ranks=BUSY)),
+    ("straggler", recorded(ranks=BUSY)),  # 3.0 ms later, and 3.5 without a core
+    ("profiler-overhead", recorded(steps=profiled_steps(13.0), ranks=BUSY)),
     ("overflow-storm", recorded(steps=ordinary_steps(skipped=lambda index: index < 39), precision="fp16")),
     ("no-learning", recorded(steps=ordinary_steps(14, loss=3.0))),
     ("no-learning", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),

@@ -237,7 +237,7 @@ def test_the_profiler_is_blamed_for_certain_only_if_steps_after_it_recover(tmp_p
 
 
 def test_a_straggler_of_traces_on_a_busy_machine_is_none(tmp_path):
-    both(ranks_late(1500), recorded(ranks=rank_lines([3.0, 5.0, 3.0], **BUSY_3), world=3))(tmp_path)
+    both(ranks_late(900), recorded(ranks=rank_lines([3.0, 5.0, 3.0], **BUSY_3), world=3))(tmp_path)
     report = analyze([tmp_path])
     assert report.facts.ranks.straggler is None
     assert "straggler" not in [one.code for one in report.findings]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median_low
 
-from megatron_lite.notable import FEWEST_STEPS, has_grown, is_mostly, rank_without_core, slowest_rank
+from megatron_lite.notable import FEWEST_STEPS, has_grown, is_by_chance, is_mostly, rank_without_core, slowest_rank
 from megatron_lite.phases import Phase
 from megatron_lite.train.rank_figures import RankFigures
 from megatron_lite.units import size
@@ -44,11 +44,13 @@ class SlowRanks:
 
     def of(self, f: RankFigures) -> Iterator[tuple[str, str]]:
         """(what, line) for the rank that is slow now and mostly was in the last intervals, in each phase."""
-        if len(f.steps) < 2 or not min(f.steps) >= FEWEST_STEPS or _without_core(f):  # NaN: a rank without steps
+        if len(f.steps) < 2 or not min(f.steps) >= FEWEST_STEPS:  # NaN: a rank without steps
             return
+        without_core = _without_core(f)
         for name in (name for name in INDEPENDENT if name in f.host_ms):
             times, history = f.own_ms(name), self._history[name]
             found = slowest_rank(times, f.step_ms)
+            found = None if found and is_by_chance(found[0], without_core) else found
             history.append(found and found[1])
             if found and len(history) >= FEWEST_INTERVALS and is_mostly(found[1], history):
                 yield f"{found[1]} {name}", _slower(found[1], times, name, f)

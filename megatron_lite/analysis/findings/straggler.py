@@ -36,8 +36,6 @@ CAUSES = {
 def find(facts: Facts) -> Finding | None:
     found = facts.ranks.straggler if facts.ranks else None
     step_ms = max((row.step_ms for row in facts.ranks.rows), default=0.0) if facts.ranks else 0.0
-    if facts.run is not None and facts.run.without_core:
-        return None  # busy-machine says so
     if found is None and facts.run is not None and facts.run.ranks is not None:
         found, step_ms = straggler_of_medians(facts.run.ranks), facts.run.steady_step_ms or 0.0
     if found is None or found.caused_wait_ms < MATTERS * step_ms:

@@ -6,7 +6,7 @@ from statistics import median_low
 
 from megatron_lite.analysis.ranks.figures import RankRow, Ranks, Straggler
 from megatron_lite.analysis.run.figures import RankMedians, Run
-from megatron_lite.notable import FEWEST_STEPS, SHARE_OF_STEP, is_mostly, slowest_rank
+from megatron_lite.notable import FEWEST_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
 from megatron_lite.phases import Phase
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
@@ -32,13 +32,15 @@ def ranks_of_run(run: Run) -> Ranks | None:
 
 def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
     """The rank whose own work takes clearly longer than the median rank's, in the phase where that costs most."""
-    if len(ranks.step_ms) < 2 or not _enough_steps(ranks) or ranks.without_core:
+    if len(ranks.step_ms) < 2 or not _enough_steps(ranks):
         return None
     late = [(*found, name) for name in OWN
             if (found := slowest_rank(ranks.own_ms(name), ranks.step_ms)) and _mostly(ranks, name, found[1])]
     if not late:
         return None
     lag, rank, name = max(late)
+    if is_by_chance(lag, ranks.without_core):
+        return None
     cause = "data_wait" if name == Phase.DATA.value else "compute"
     return Straggler(rank, lag, None, cause, lag, name)
 
@@ -46,7 +48,7 @@ def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
 def only_lasting(ranks: Ranks, run: Run) -> Ranks:
     """Traces' ranks without a straggler that the run's ordinary steps do not know: a profile is a moment, and disturbs."""
     late = ranks.straggler
-    if late is not None and run.without_core:
+    if late is not None and is_by_chance(late.caused_wait_ms, run.without_core):
         return replace(ranks, straggler=None, notes=(*ranks.notes, BUSY))
     if late is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:
         return ranks
