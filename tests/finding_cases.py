@@ -343,6 +343,8 @@ MORE_NEAR_MISSES = [
     ("profiler-overhead", recorded(steps=profiled_steps(13.0), ranks=BUSY)),
     ("overflow-storm", recorded(steps=ordinary_steps(skipped=lambda index: index < 39), precision="fp16")),
     ("no-learning", recorded(steps=ordinary_steps(14, loss=3.0))),
+    ("no-learning", recorded(steps=ordinary_steps(loss=3.0), mock_data=True)),
+    ("no-learning", recorded(steps=ordinary_steps(loss=3.0, iteration=lambda index: 101 + index))),
     ("no-learning", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
     ("graph-breaks", both(on_cpu(change=layers_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("sync-in-step", on_cpu(change=fused_optimizer_reads)),
