@@ -376,7 +376,7 @@ COSTS_MS = {
 }
 # what the finding must say somewhere: flag and value, place, amount
 WORDS = {
-    "busy-machine": "rank 1 is ready and has no core for 3.5 ms of a step of 10.0 ms; all ranks: 5%, 35%",
+    "busy-machine": "rank 1 is ready and has no core for 3.5 ms of a step of 10.0 ms; ranks from 0 on: 5%, 35%",
     "sync-in-step": "aten::item", "starved-loader": "the device waits for the loader 1.5 ms",
     "too-many-workers": "64 workers x 2 ranks", "host-gaps": "train.py(7): think",
     "matmul-shapes": "--hidden-size 1024 (now 1000)", "straggler": "rank 1", "vocabulary-padding": "50,257 of 65,536",

@@ -22,6 +22,7 @@ from megatron_lite.variables import THREADS
 
 CODE = "busy-machine"
 TITLE = "ranks that are not given their cores"
+MAX_SHOWN = 8  # ranks
 
 
 def find(facts: Facts) -> Finding | None:
@@ -31,8 +32,15 @@ def find(facts: Facts) -> Finding | None:
     rank, ms = run.without_core
     advice, flags = _way_out(facts)
     return Finding(
-        code=CODE, title=TITLE, cost_ms=ms, evidence=tuple(Evidence(text, "steps.jsonl") for text in _seen(run.ranks, rank)),
-        advice=advice, flags=flags, gain_ms=ms, certain=ms is not None and not on_gpu(facts), rank=rank,
+        code=CODE,
+        title=TITLE,
+        cost_ms=ms,
+        evidence=tuple(Evidence(text, "steps.jsonl") for text in _seen(run.ranks, rank)),
+        advice=advice,
+        flags=flags,
+        gain_ms=ms,
+        certain=ms is not None and not on_gpu(facts),
+        rank=rank,
     )
 
 
@@ -40,8 +48,10 @@ def _seen(ranks: RankMedians, rank: int) -> list[str]:
     """What the worst rank got, and the range of all."""
     step, told = ranks.step_ms[rank], []
     if ranks.core_wait_ms:
-        told.append(f"rank {rank} is ready and has no core for {in_ms(ranks.core_wait_ms[rank])} of a step of {in_ms(step)}; "
-                    f"all ranks: {', '.join(f'{ms / whole:.0%}' for ms, whole in zip(ranks.core_wait_ms[:8], ranks.step_ms))}")
+        pairs = list(zip(ranks.core_wait_ms, ranks.step_ms))[:MAX_SHOWN]
+        shares = ", ".join(f"{wait / ms:.0%}" for wait, ms in pairs if wait >= 0)  # NaN is not
+        wait = f"rank {rank} is ready and has no core for {in_ms(ranks.core_wait_ms[rank])} of a step of {in_ms(step)}"
+        told.append(f"{wait}; ranks from 0 on: {shares}")
     got = f"rank {rank} gets {in_ms(ranks.cpu_ms[rank])} of CPU time in a step of {in_ms(step)}" if ranks.cpu_ms else ""
     if got and ranks.involuntary_switches:
         got += f", and loses a core {ranks.involuntary_switches[rank]:,.0f} times"

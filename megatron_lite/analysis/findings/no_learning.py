@@ -34,8 +34,12 @@ def find(facts: Facts) -> Finding | None:
     else:
         advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect)"
     return Finding(
-        code=CODE, title=TITLE, evidence=(Evidence(learning.losses, "steps.jsonl"),), advice=advice,
-        flags=("--lr",), certain=bool(lost),
+        code=CODE,
+        title=TITLE,
+        evidence=(Evidence(learning.losses, "steps.jsonl"),),
+        advice=advice,
+        flags=("--lr",),
+        certain=bool(lost),
     )
 
 
