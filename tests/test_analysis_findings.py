@@ -14,6 +14,7 @@ from finding_cases import (
     COSTS_MS,
     MORE_NEAR_MISSES,
     MORE_TRIGGERS,
+    THIN,
     WORDS,
     both,
     on_gpu,
@@ -21,7 +22,7 @@ from finding_cases import (
     ranks_late,
     recorded,
 )
-from training_maker import SIMT_GEMM, ordinary_steps
+from training_maker import FP32_GEMM, SIMT_GEMM, ordinary_steps
 
 from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
@@ -244,3 +245,17 @@ def test_a_straggler_of_traces_on_a_busy_machine_is_none(tmp_path):
     assert report.verdict.sentence.startswith("Rank 1 is ready and has no core for two fifths of each step. ")
     assert report.verdict.confidence == "low" and "ranks were not given their cores" in report.verdict.why
     assert any("busy-machine" in note for note in report.facts.ranks.notes)
+
+
+@pytest.mark.parametrize(
+    ("parts", "advice", "flags"),
+    [
+        ({"dims": THIN}, "larger products", ("--micro-batch-size",)),
+        ({"dims": [[2040, 4096], [4096, 16384]]}, "larger products; dimensions in multiples of 64", ("--micro-batch-size",)),
+        ({"dims": [[256, 4096], [4096, 16384]], "dtypes": ["float", "float"], "gemm": FP32_GEMM}, "larger products; 16 bits",
+         ("--micro-batch-size", "--bf16")),
+    ],
+)
+def test_advice_for_slow_products_names_what_they_lack(tmp_path, parts, advice, flags):
+    [one] = [one for one in found_in(tmp_path, on_gpu(**parts)) if one.code == "below-roofline"]
+    assert (one.advice, one.flags) == (advice, flags)
