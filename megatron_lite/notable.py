@@ -13,6 +13,8 @@ MOSTLY = 0.75  # of the console lines in which the same rank must be that slow; 
 GROWN_SHARE, GROWN_BYTES = 0.02, 16 * 2**20  # less is noise
 GROWTH_PARTS = 4  # of the time seen, each of which must hold more than the one before: warming up is no growth
 LEAST_PART = 0.1  # of the growth from one part to the next; a leak has a third in each, a jump all in one
+WITHOUT_CORE = 0.10  # of a step, in which a rank that is ready has no core: figures of time then tell of the machine
+SWITCHES_PER_CPU_SECOND = 100.0  # involuntary ones; a scheduler that shares a core switches every 3 to 6 ms
 
 
 def slowest_rank(times_ms: Sequence[float], step_ms: Sequence[float]) -> tuple[float, int] | None:
@@ -22,6 +24,27 @@ def slowest_rank(times_ms: Sequence[float], step_ms: Sequence[float]) -> tuple[f
     usual, slowest = median_low(times_ms), max(times_ms)
     least = max(SLOWER * usual, SHARE_OF_STEP * median_low(step_ms))
     return (slowest - usual, times_ms.index(slowest)) if slowest - usual > least else None
+
+
+def rank_without_core(
+    wait_ms: Sequence[float], switches: Sequence[float], cpu_ms: Sequence[float], step_ms: Sequence[float]
+) -> tuple[int, float | None] | None:
+    """(rank, ms per step) of the rank that waits longest for a core, if it waits notably; None for ms where the system
+    counts involuntary switches only. All are by rank, NaN for unknown; None where every rank has its cores."""
+    waits = [(wait / step, rank) for rank, (wait, step) in enumerate(zip(wait_ms, step_ms)) if wait / step >= WITHOUT_CORE]
+    if waits:
+        rank = max(waits)[1]
+        return rank, wait_ms[rank]
+    if any(wait >= 0 for wait in wait_ms):  # never with NaN
+        return None
+    rates = [(1000 * number / cpu, rank) for rank, (number, cpu) in enumerate(zip(switches, cpu_ms)) if cpu > 0]
+    often = [pair for pair in rates if pair[0] >= SWITCHES_PER_CPU_SECOND]
+    return (max(often)[1], None) if often else None
+
+
+def is_by_chance(lag_ms: float, without_core: tuple[int, float | None] | None) -> bool:
+    """May waiting for a core explain this lag? `without_core`: of rank_without_core."""
+    return without_core is not None and (without_core[1] is None or lag_ms <= without_core[1])
 
 
 def is_mostly(rank: int, slowest: Sequence[int | None]) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,6 +83,33 @@ def pid_space() -> str | None:
         return os.readlink(PROC / "self" / "ns" / "pid")
     except OSError:
         return None
+
+
+class CoreTime:
+    """What the calling thread and its process got of the machine's cores, cheap enough for every step.
+
+    Values count from the process' start; None where the system does not tell.
+    """
+
+    def __init__(self):
+        try:
+            self._schedstat = os.open(PROC / "thread-self" / "schedstat", os.O_RDONLY)
+        except OSError:
+            self._schedstat = None
+
+    def read(self) -> tuple[float, int, float | None]:
+        """(CPU seconds of all threads, involuntary context switches of all threads, seconds for which this object's
+        thread was ready to run and had no core)."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        waited = None
+        if self._schedstat is not None:
+            waited = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
+        return used.ru_utime + used.ru_stime, used.ru_nivcsw, waited
+
+    def close(self):
+        if self._schedstat is not None:
+            os.close(self._schedstat)
+            self._schedstat = None
 
 
 def memory_kills() -> int | None:

@@ -25,6 +25,8 @@ One per step of the rank that writes, the last one:
         reduction, and so for slower ranks; with several ranks only
     host_memory_bytes: this process's own at the step's end (Linux); peak_memory_bytes: most that tensors took on the
         GPU within the step
+    cpu_ms: CPU time of all threads of this process within the step; involuntary_switches: how often something else took
+        one of them off its core; core_wait_ms: for how long the thread that trains was ready and had no core (Linux)
     compile_ms: the part of ms in which torch.compile compiled, or read from its cache; in compiling steps only
     local, profiled, beside_profile, compiling: true where the loss is this rank's only because the run failed or was killed, or
         the time is no ordinary one; else absent
@@ -34,7 +36,7 @@ One per console line, {"ranks": {...}}, of the ordinary steps since the one befo
     iterations: [first, last]; steps: how many were ordinary
     step_ms (without evaluating and saving), gpu_ms, phases_ms, gpu_phases_ms: medians over the steps (that had the phase)
     own_backward_ms: median of backward without that waiting, of the GPU where there is one; with several ranks only
-    host_memory_bytes: median; peak_memory_bytes: maximum
+    host_memory_bytes: median; peak_memory_bytes: maximum; cpu_ms, involuntary_switches, core_wait_ms: medians
 With --no-step-timeline there are no lines of ranks, and of a step only its whole time.
 
 ranks.json, where a rank died, hung or failed: verdict, the line that says which; ranks: the last word of each.

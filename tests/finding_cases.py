@@ -241,6 +241,14 @@ def ranks_late(late_us: float, ranks: int = 3):
     return write
 
 
+def cores(wait_ms, switches, cpu_ms=(6.0, 9.5)):
+    """What two ranks got of their cores in steps of 10 ms."""
+    return {"core_wait_ms": wait_ms, "involuntary_switches": switches, "cpu_ms": list(cpu_ms)}
+
+
+BUSY = rank_lines([3.0, 6.0], **cores([0.5, 3.5], [1, 4]))
+
+
 def profiled_steps(ms: float):
     return ordinary_steps(ms=lambda index: ms if 20 <= index < 24 else 10.0, profiled=lambda index: 20 <= index < 24)
 
@@ -373,6 +381,8 @@ CASES = {
     "first-step": (recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 20_000.0)),
                    recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 2_000.0))),
     "profiler-overhead": (recorded(steps=profiled_steps(15.0)), recorded(steps=profiled_steps(11.0))),
+    "busy-machine": (recorded(ranks=BUSY, device="cpu", hardware={"cpus": 8}),
+                     recorded(ranks=rank_lines([3.0, 3.0], **cores([0.3, 0.4], [1, 2])), device="cpu")),
     "debug-switches": (recorded(environment={"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
                        recorded(environment={"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"})),
     "too-many-threads": (recorded(device="cpu", hardware={"threads": 8, "cpus": 8}),
@@ -404,6 +414,9 @@ UNKNOWN_OR_AMD = (
 NEVER_GOOD = {"skipped": True, "loss": None, "grad_norm": None}
 # a second way in which a rule can see its cause, or a second near miss
 MORE_TRIGGERS = [
+    ("straggler", recorded(ranks=rank_lines([3.0, 9.0], **cores([0.5, 3.5], [1, 4])))),
+    ("profiler-overhead", recorded(steps=profiled_steps(15.0), ranks=BUSY)),
+    ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0], **cores([None, None], [1, 4])))),
     ("overflow-storm", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
     ("scale-collapse", recorded(steps=ordinary_steps(loss_scale=scale(HALVED), **NEVER_GOOD), precision="fp16")),
     ("recompilation", recorded(steps=ordinary_steps(ms=500.0, compiling=True, compile_ms=490.0), torch_compile=True)),
@@ -425,8 +438,14 @@ MORE_TRIGGERS = [
     ("matmul-shapes", both(on_cpu(dims=ODD), recorded(device="cpu", shape=ODD_SHAPE))),
 ]
 MORE_NEAR_MISSES = [
+    ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0]))),
+    ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0], **cores([None, None], [0, 0])))),
+    ("straggler", recorded(ranks=BUSY)),  # 3.0 ms later, and 3.5 without a core
+    ("profiler-overhead", recorded(steps=profiled_steps(13.0), ranks=BUSY)),
     ("overflow-storm", recorded(steps=ordinary_steps(skipped=lambda index: index < 39), precision="fp16")),
     ("no-learning", recorded(steps=ordinary_steps(14, loss=3.0))),
+    ("no-learning", recorded(steps=ordinary_steps(loss=3.0), mock_data=True)),
+    ("no-learning", recorded(steps=ordinary_steps(loss=3.0, iteration=lambda index: 101 + index))),
     ("no-learning", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
     ("graph-breaks", both(on_cpu(change=layers_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("sync-in-step", on_cpu(change=cpu_reads)),
@@ -455,6 +474,7 @@ CLEAN = {
 }
 # known answers: ms per step of the first trigger, by how it is made
 COSTS_MS = {
+    "busy-machine": 3.5,
     "sync-in-step": 0.61, "starved-loader": 1.5, "too-many-workers": 1.5, "unpinned-copies": 0.4,
     "exposed-copies": 0.9, "host-gaps": 1.5, "gc-pauses": 0.5, "allocator-stalls": 0.5, "stream-waits": 0.9,
     "log-stalls": 2.0, "save-and-eval": 3.0, "no-tensor-cores": 7.5, "attention-scores": 0.9,
@@ -465,6 +485,7 @@ COSTS_MS = {
 }
 # what the finding must say somewhere: flag and value, place, amount
 WORDS = {
+    "busy-machine": "rank 1 is ready and has no core for 3.5 ms of a step of 10.0 ms; ranks from 0 on: 5%, 35%",
     "sync-in-step": "aten::item", "starved-loader": "the device waits for the loader 1.5 ms",
     "too-many-workers": "64 workers x 2 ranks", "host-gaps": "train.py(7): think",
     "matmul-shapes": "--hidden-size 1024 (now 1000)", "straggler": "rank 1", "vocabulary-padding": "50,257 of 65,536",

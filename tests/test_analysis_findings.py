@@ -14,6 +14,7 @@ from finding_cases import (
     COSTS_MS,
     MORE_NEAR_MISSES,
     MORE_TRIGGERS,
+    THIN,
     WORDS,
     both,
     gpu,
@@ -23,7 +24,7 @@ from finding_cases import (
     ranks_late,
     recorded,
 )
-from training_maker import SIMT_GEMM
+from training_maker import FP32_GEMM, SIMT_GEMM, ordinary_steps
 
 from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
@@ -34,6 +35,7 @@ from megatron_lite.analysis.kernels.figures import TensorCores
 from megatron_lite.analysis.ranks.figures import Straggler
 
 PARTS = ("Meaning:", "Measured:", "Cost:", "Do:", "Flags:", "False alarm:")
+BUSY_3 = {"core_wait_ms": [0.5, 4.0, 0.5], "involuntary_switches": [1, 4, 1], "cpu_ms": [9.0, 6.0, 9.0]}
 NOTHING = Facts((), None, (), None, ())
 triggers = [*((code, case[0]) for code, case in CASES.items()), *MORE_TRIGGERS]
 near_misses = [*((code, case[1]) for code, case in CASES.items()), *MORE_NEAR_MISSES]
@@ -250,3 +252,43 @@ def test_advice_for_tensor_cores_names_what_the_run_has(tmp_path, plan, advice):
     [one] = [one for one in found if one.code == "no-tensor-cores"]
     assert one.advice == advice
     assert one.flags == ((advice.partition(" (")[0],) if plan else ())
+
+
+def test_the_profiler_is_blamed_for_certain_only_if_steps_after_it_recover(tmp_path):
+    def overhead(name: str, after_ms: float, number: int = 40):
+        steps = ordinary_steps(
+            number,
+            ms=lambda at: 10.0 if at < 20 else 15.0 if at < 24 else after_ms,
+            profiled=lambda at: 20 <= at < 24,
+        )
+        found = found_in(tmp_path / name, recorded(steps=steps))
+        [one] = [one for one in found if one.code == "profiler-overhead"]
+        return one.certain, one.evidence[0].text.partition("; ")[2]
+
+    assert overhead("recovers", 10.0) == (True, "those after it again 10.0 ms")
+    assert overhead("stays", 14.0) == (False, "those after it still 14.0 ms")
+    assert overhead("unknown", 10.0, 24) == (False, "")
+
+
+def test_a_straggler_of_traces_on_a_busy_machine_is_none(tmp_path):
+    both(ranks_late(900), recorded(ranks=rank_lines([3.0, 5.0, 3.0], **BUSY_3), world=3))(tmp_path)
+    report = analyze([tmp_path])
+    assert report.facts.ranks.straggler is None
+    assert "straggler" not in [one.code for one in report.findings]
+    assert report.verdict.sentence.startswith("Rank 1 is ready and has no core for two fifths of each step. ")
+    assert report.verdict.confidence == "low" and "ranks were not given their cores" in report.verdict.why
+    assert any("busy-machine" in note for note in report.facts.ranks.notes)
+
+
+@pytest.mark.parametrize(
+    ("parts", "advice", "flags"),
+    [
+        ({"dims": THIN}, "larger products", ("--micro-batch-size",)),
+        ({"dims": [[2040, 4096], [4096, 16384]]}, "larger products; dimensions in multiples of 64", ("--micro-batch-size",)),
+        ({"dims": [[256, 4096], [4096, 16384]], "dtypes": ["float", "float"], "gemm": FP32_GEMM}, "larger products; 16 bits",
+         ("--micro-batch-size", "--bf16")),
+    ],
+)
+def test_advice_for_slow_products_names_what_they_lack(tmp_path, parts, advice, flags):
+    [one] = [one for one in found_in(tmp_path, on_gpu(**parts)) if one.code == "below-roofline"]
+    assert (one.advice, one.flags) == (advice, flags)

@@ -208,9 +208,9 @@ def ordinary_steps(number: int = 40, **columns) -> list[dict]:
     return found
 
 
-def rank_lines(forward_ms: list[float], lines: int = 6) -> list[dict]:
-    """Console lines of all ranks."""
+def rank_lines(forward_ms: list[float], lines: int = 6, **more) -> list[dict]:
+    """Console lines of all ranks. `more`: further lists."""
     alike = [10.0] * len(forward_ms)
     return [{"iterations": [1 + 5 * k, 5 + 5 * k], "steps": [5] * len(forward_ms), "step_ms": alike,
              "phases_ms": {"data": [0.1] * len(forward_ms), "forward": forward_ms, "backward": [5.5] * len(forward_ms)},
-             "host_memory_bytes": [2**31] * len(forward_ms)} for k in range(lines)]
+             "host_memory_bytes": [2**31] * len(forward_ms), **more} for k in range(lines)]

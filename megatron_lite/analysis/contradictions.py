@@ -51,7 +51,7 @@ def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
     if planned == "cpu" or not (name or trace.damage):
         return ""
     if not trace.damage:
-        return f"the trace names a GPU ({name}) and holds none of its work: a CPU's job, or recorded without CUDA activities"
+        return f"the trace names a GPU ({name}) and holds none of its work: a CPU's job, or no CUDA activities"
     return f"the trace {f'names a GPU ({name}) and' if name else 'is cut off, names no device and'} holds no kernel"
 
 
@@ -111,7 +111,7 @@ def _other_step_time(one: RankFacts, run: Run) -> str:
 
 
 def _other_wait_for_data(one: RankFacts, run: Run) -> str:
-    """A trace's wait that the host's clock does not know, in the steps of the window; hidden waits are no contradiction."""
+    """A trace's wait that the host's clock does not know in the steps of the window; hidden waits contradict nothing."""
     waits = [ms for ms, profiled in zip(run.phases_ms.get(Phase.DATA.value, ()), run.profiled) if profiled]
     traced = one.time.rows.get("data_wait", 0.0)
     if not waits or not one.time.step_ms > 0 or traced - median(waits) <= MAX_SHARE_APART * one.time.step_ms:

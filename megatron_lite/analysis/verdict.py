@@ -64,8 +64,19 @@ def _first_of_all(run: Run) -> str:
     """'Nothing was learned: all 14 steps were skipped ... The run failed after 14 steps. '; '' for an ordinary run."""
     how = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
     nothing = learning_of(run).nothing
-    told = (f"Nothing was learned: {nothing}" if nothing else "", f"The run {how} after {run.steps:,} steps" if how else "")
-    return "".join(f"{one}. " for one in told if one)
+    learned = f"Nothing was learned: {nothing}" if nothing else ""
+    ended = f"The run {how} after {run.steps:,} steps" if how else ""
+    return "".join(f"{one}. " for one in (learned, ended, _busy(run)) if one)
+
+
+def _busy(run: Run) -> str:
+    """'Rank 1 has no core for a third of each step'; '' where all have theirs."""
+    if not run.without_core:
+        return ""
+    rank, ms = run.without_core
+    if ms is None:
+        return f"Rank {rank} was not given its cores: other threads take them again and again"
+    return f"Rank {rank} is ready and has no core for {share_in_words(ms / run.ranks.step_ms[rank])} of each step"
 
 
 def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
@@ -83,7 +94,8 @@ def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
         )
     doubts = [*_doubts(rank.time, facts.run), *contradictions_of(facts)]
     if (rank.kernels.mfu or 0.0) > 1:
-        doubts.append(f"{rank.kernels.mfu:.0%} of the peak is impossible: kernels are missing, or the device is another one")
+        impossible = f"{rank.kernels.mfu:.0%} of the peak is impossible"
+        doubts.append(f"{impossible}: kernels are missing, or the device is another one")
     seen = f"{len(rank.time.steady_steps)} steady steps"
     return Verdict(
         said[:1].upper() + said[1:], _bound(rank.time), "low" if doubts else "high", "; ".join([seen, *doubts])
@@ -108,7 +120,14 @@ def _why_inconclusive(time: RankTime, run: Run | None) -> str:
     if _bound(time) == "inconclusive":
         return f"{_share(time, 'unexplained'):.0%} of the step is unexplained, more than any cause"
     slower = run.profiler_slowdown if run else None
-    return f"the profiler made steps {slower:.1f}x longer" if slower and slower > UNTRUSTWORTHY else ""
+    return _longer(run, slower) if slower and slower > UNTRUSTWORTHY else ""
+
+
+def _longer(run: Run | None, slower: float) -> str:
+    """What is known of steps that were longer inside the window."""
+    if run and (run.without_core or run.recovered is False):
+        return f"steps inside the window are {slower - 1:.0%} longer than before it, not by the profiler alone"
+    return f"the profiler made steps {slower - 1:.0%} longer"
 
 
 def _doubts(time: RankTime, run: Run | None) -> list[str]:
@@ -120,7 +139,8 @@ def _doubts(time: RankTime, run: Run | None) -> list[str]:
         f"steps differ by {spread:.0%}": spread > UNSTEADY,
         f"{_share(time, 'unexplained'):.0%} of the step is unexplained": _share(time, "unexplained")
         > MOSTLY_UNEXPLAINED,
-        f"the profiler made steps {slower - 1:.0%} longer": slower > DISTORTED,
+        _longer(run, slower): slower > DISTORTED,
+        "ranks were not given their cores": bool(run and run.without_core),
     }
     return [doubt for doubt, holds in doubts.items() if holds]
 

@@ -9,6 +9,7 @@ from megatron_lite.instruments.gpu_times import GpuTimes
 from megatron_lite.instruments.memory_now import MemoryNow
 from megatron_lite.instruments.window import Window
 from megatron_lite.phases import Phase
+from megatron_lite.process_state import CoreTime
 
 BACKWARD, REDUCE_WAIT = Phase.BACKWARD.value, "reduce_wait"
 NOT_TRAINING = (Phase.EVAL.value, Phase.SAVE.value)
@@ -32,6 +33,9 @@ class StepTime:
     gpu_reduce_wait: float | None = None
     host_bytes: int | None = None  # of memory, at the step's end
     peak_bytes: int | None = None  # of the GPU's memory, within the step
+    cpu_seconds: float | None = None  # of all threads of the process
+    involuntary_switches: int | None = None  # of all threads: something else got the core
+    core_wait_seconds: float | None = None  # the training thread was ready to run and had no core; Linux
 
     @property
     def own_backward(self) -> float | None:
@@ -90,10 +94,11 @@ class Timeline(Instrument):
 
     def __init__(self):
         self.window = Window()  # whoever profiles puts in another one
-        self.detailed, self.gpu, self.memory = True, None, MemoryNow(cuda=False)
+        self.detailed, self.gpu, self.memory, self.cores = True, None, MemoryNow(cuda=False), CoreTime()
         self.current = StepTime(0)
         self._trained_seconds = 0.0  # by the finished steps, taken or not
         self._running = False
+        self._cores_at_start: tuple | None = None
         self._computed: tuple[float, object] | None = None  # when this rank had its gradients
         self._finished: list[StepTime] = []
         self._spans: dict[str, _Span] = {}
@@ -115,6 +120,7 @@ class Timeline(Instrument):
         if self.gpu is not None:
             self._note_gpu_times()
             self.gpu.begin(self.current)
+        self._cores_at_start = self.cores.read() if self.detailed else None
         self._started, self._running = time.perf_counter(), True
 
     def end(self, step: int):
@@ -123,11 +129,18 @@ class Timeline(Instrument):
         self._finished.append(self.current)
         if self.gpu is not None:
             self.gpu.end()
+        if self._cores_at_start is not None:
+            got = [
+                None if after is None or before is None else after - before
+                for before, after in zip(self._cores_at_start, self.cores.read())
+            ]
+            self.current.cpu_seconds, self.current.involuntary_switches, self.current.core_wait_seconds = got
         if self.detailed:
             self.current.host_bytes, self.current.peak_bytes = self.memory.host_bytes(), self.memory.peak_bytes()
 
     def close(self, error: BaseException | None):
         self.memory.close()
+        self.cores.close()
 
     def phase(self, name):
         """The same one for a name each time: phases of a kind do not nest."""

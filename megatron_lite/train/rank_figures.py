@@ -1,7 +1,7 @@
 """What each rank says of the steps since the last console line, put side by side."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 import torch
@@ -11,7 +11,8 @@ from megatron_lite.instruments.timeline import StepTime
 from megatron_lite.phases import Phase
 
 PHASES = tuple(phase.value for phase in Phase)
-OWN = ("steps", "step_ms", "gpu_ms", "own_backward_ms", "host_memory_bytes", "peak_memory_bytes")  # of a rank, beside its phases'
+CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")
+OWN = ("steps", "step_ms", "gpu_ms", "own_backward_ms", "host_memory_bytes", "peak_memory_bytes", *CORES)  # of a rank, beside its phases'
 OF_PHASE = ("mean", "host", "gpu")
 NONE = math.nan
 
@@ -34,6 +35,7 @@ class RankFigures:
     mean_ms: dict[str, list[float]]  # by phase, in the order of a step
     host_ms: dict[str, list[float]]
     gpu_ms: dict[str, list[float]]
+    cores: dict[str, list[float]] = field(default_factory=dict)  # by the names of CORES
 
     def own_ms(self, name: str) -> list[float]:
         """A rank's own time of a phase, without waiting for others: the GPU's where it has one, else the host's."""
@@ -50,6 +52,7 @@ class RankFigures:
             "own_backward_ms": _plain(self.own_backward_ms),
             "host_memory_bytes": _plain(self.host_memory_bytes, 0),
             "peak_memory_bytes": _plain(self.peak_memory_bytes, 0),
+            **{name: _plain(values) for name, values in self.cores.items()},
         }
         return {name: value for name, value in named.items() if value}
 
@@ -72,7 +75,7 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
         steps=own["steps"], step_ms=own["step_ms"], gpu_step_ms=own["gpu_ms"],
         own_backward_ms=own["own_backward_ms"],
         host_memory_bytes=own["host_memory_bytes"], peak_memory_bytes=own["peak_memory_bytes"],
-        mean_ms=phases["mean"], host_ms=phases["host"], gpu_ms=phases["gpu"],
+        mean_ms=phases["mean"], host_ms=phases["host"], gpu_ms=phases["gpu"], cores={name: own[name] for name in CORES},
     )
 
 
@@ -99,6 +102,9 @@ def _row(times: list[StepTime]) -> list[float]:
         _median([1000 * t.own_backward for t in _by_one_clock(times) if t.own_backward is not None]),
         _median([float(t.host_bytes) for t in times if t.host_bytes is not None]),
         max((float(t.peak_bytes) for t in times if t.peak_bytes is not None), default=NONE),
+        _median([1000 * t.cpu_seconds for t in times if t.cpu_seconds is not None]),
+        _median([1000 * t.core_wait_seconds for t in times if t.core_wait_seconds is not None]),
+        _median([float(t.involuntary_switches) for t in times if t.involuntary_switches is not None]),
     ]
     for name in PHASES:
         host = [1000 * t.phases[name] for t in times if name in t.phases]

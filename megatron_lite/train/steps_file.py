@@ -73,6 +73,10 @@ def _record(figures: StepFigures, time: StepTime) -> dict:
         record |= {"gpu_ms": round(1000 * time.gpu_seconds, 3), "gpu_phases_ms": _milliseconds(time.gpu_phases)}
     waits = {"reduce_wait_ms": time.reduce_wait, "gpu_reduce_wait_ms": time.gpu_reduce_wait}
     record |= _milliseconds({name: seconds for name, seconds in waits.items() if seconds is not None})
+    cores = {"cpu_ms": time.cpu_seconds, "core_wait_ms": time.core_wait_seconds}
+    record |= _milliseconds({name: seconds for name, seconds in cores.items() if seconds is not None})
+    if time.involuntary_switches is not None:
+        record["involuntary_switches"] = time.involuntary_switches
     memory = {"host_memory_bytes": time.host_bytes, "peak_memory_bytes": time.peak_bytes}
     record |= {name: value for name, value in memory.items() if value is not None}
     marks = {"local": figures.local, "profiled": time.profiled, "beside_profile": time.beside_profile,

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from statistics import median_low
 
-from megatron_lite.notable import FEWEST_STEPS, is_mostly, slowest_rank, steady_growth
+from megatron_lite.notable import FEWEST_STEPS, is_by_chance, is_mostly, rank_without_core, slowest_rank, steady_growth
 from megatron_lite.phases import Phase
 from megatron_lite.train.rank_figures import RankFigures
 from megatron_lite.units import size
@@ -33,7 +33,7 @@ class WorthSaying:
             figures: Of the interval's steps.
             disturbed: All of them were profiled or compiled: their memory says nothing of the others'.
         """
-        found = dict([*self._slow.of(figures), *waits_for_data(figures)])
+        found = dict([*waits_for_a_core(figures), *self._slow.of(figures), *waits_for_data(figures)])
         yield from (text for what, text in found.items() if what not in self._said)
         self._said = set(found)
         if not disturbed:
@@ -51,9 +51,11 @@ class SlowRanks:
         """(what, line) for the rank that is slow now and mostly was in the last intervals, in each phase."""
         if len(f.steps) < 2 or not min(f.steps) >= FEWEST_STEPS:  # NaN: a rank without steps
             return
+        without_core = _without_core(f)
         for name in (name for name in INDEPENDENT if name in f.host_ms):
             times, history = f.own_ms(name), self._history[name]
             found = slowest_rank(times, f.step_ms)
+            found = None if found and is_by_chance(found[0], without_core) else found
             history.append(found and found[1])
             if found and len(history) >= FEWEST_INTERVALS and is_mostly(found[1], history):
                 yield f"{found[1]} {name}", _slower(found[1], times, name, f)
@@ -66,6 +68,23 @@ def _slower(rank: int, times: list[float], name: str, f: RankFigures) -> str:
         f"({times[rank]:.1f} against {usual:.1f} ms per step, iterations {f.first}-{f.last}); "
         "the others wait for it in backward"
     )
+
+
+def _without_core(f: RankFigures) -> tuple[int, float | None] | None:
+    named = [f.cores.get(name, ()) for name in ("core_wait_ms", "involuntary_switches", "cpu_ms")]
+    return rank_without_core(*named, f.step_ms)
+
+
+def waits_for_a_core(f: RankFigures) -> Iterator[tuple[str, str]]:
+    """(what, line) if a rank is not given its cores: then nothing is to be learned from who is slower."""
+    found = _without_core(f) if min(f.steps) >= FEWEST_STEPS else None
+    if found:
+        rank, ms = found
+        how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step" if ms is not None else ", time and again,"
+        yield "core", (
+            f"   rank {rank} is ready and has no core{how_long} (iterations {f.first}-{f.last}); "
+            "other programs or too many threads share the machine, and times tell of them too"
+        )
 
 
 def waits_for_data(f: RankFigures) -> Iterator[tuple[str, str]]:

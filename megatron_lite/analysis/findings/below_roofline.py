@@ -16,6 +16,7 @@ False alarm: a GPU that is throttled or shared; then all kernels are low.
 
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.matmul_shapes import is_off
 from megatron_lite.analysis.findings.seen.layer_names import layer_of
 from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.figures import Role, RooflineRow
@@ -41,12 +42,25 @@ def find(facts: Facts) -> Finding | None:
                       f"{in_ms(row.bound_ms)} is the floor "
                       f"({row.efficiency:.0%}, bound by {row.bound_by})", row.phase)
              for row in sorted(slow, key=_above, reverse=True)[:MOST_SHOWN]]
+    ways = _ways(slow)
     return Finding(
         code=CODE, title=TITLE, cost_ms=cost,
         evidence=(Evidence(f"time above the floor: {of_step(cost, one)}", where(one)), *shown),
-        advice="larger products with dimensions in multiples of 64, in 16 bits; another attention kernel",
-        flags=("--micro-batch-size", "--attention-backend auto"), gain_ms=cost, certain=False, rank=one.time.rank,
+        advice="; ".join(text for text, _ in ways), flags=tuple(flag for _, flag in ways if flag), gain_ms=cost, certain=False, rank=one.time.rank,
     )
+
+
+def _ways(slow: list[RooflineRow]) -> list[tuple[str, str]]:
+    """(advice, flag) for what is slow: only what these rows do not have yet."""
+    products = [row for row in slow if row.role is not Role.ATTENTION]
+    odd = any(is_off(size) for row in products for size in row.dims)
+    ways = {
+        ("another attention kernel", "--attention-backend auto"): len(products) < len(slow),
+        ("larger products", "--micro-batch-size"): bool(products),
+        ("dimensions in multiples of 64", ""): odd,
+        ("16 bits", "--bf16"): any(row.dtype == "fp32" for row in slow),
+    }
+    return [way for way, fits in ways.items() if fits]
 
 
 def _above(row: RooflineRow) -> float:

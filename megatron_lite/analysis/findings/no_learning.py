@@ -9,12 +9,13 @@ Do: not finite: stop, the weights are lost; go back to the last good checkpoint.
     at the learning rate and its warm-up, at labels that do not belong to their inputs, at data
     that is shuffled noise.
 Flags: without --no-check-for-nan-in-loss-and-grad such a run stops; --lr, --lr-warmup-iters, --clip-grad.
-False alarm: --mock-data, whose tokens are random; a benchmark with a learning rate of 0; a short
-    continuation of a run that has learned what it can.
+False alarm: a benchmark with a learning rate of 0; data that the model knows already. Mock data and
+    continued runs are not judged.
 """
 
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.seen.planned import argument
 from megatron_lite.analysis.run.learning import learning_of
 
 CODE = "no-learning"
@@ -26,13 +27,22 @@ def find(facts: Facts) -> Finding | None:
         return None
     learning = learning_of(facts.run)
     lost = learning.not_finite
-    if not lost and learning.falls is not False:
+    if not lost and (learning.falls is not False or _need_not_fall(facts)):
         return None
     if lost:
         advice = "go back to the last checkpoint before that, lower --lr, and drop --no-check-for-nan-in-loss-and-grad"
     else:
         advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect)"
     return Finding(
-        code=CODE, title=TITLE, evidence=(Evidence(learning.losses, "steps.jsonl"),), advice=advice,
-        flags=("--lr",), certain=bool(lost),
+        code=CODE,
+        title=TITLE,
+        evidence=(Evidence(learning.losses, "steps.jsonl"),),
+        advice=advice,
+        flags=("--lr",),
+        certain=bool(lost),
     )
+
+
+def _need_not_fall(facts: Facts) -> bool:
+    """Random tokens teach nothing, and a continued run may have learned what it can."""
+    return bool(argument(facts, "mock_data")) or facts.run.iterations[0] > 1

@@ -3,7 +3,8 @@
 Meaning: recording costs host time per operator (about half a microsecond, with shapes and stacks
     several), and none on the device. A step that was bound by the device looks bound by the host.
 Measured: the median step inside the window against the median of the steps before it, by the
-    run's own clock.
+    run's own clock. It is certain only if the steps after the window are as short again; ranks
+    that had no cores (busy-machine) explain long steps without the profiler.
 Cost: none in the unprofiled run. Trust device times of the trace; distrust host times, gaps and
     launch-bound.
 Do: record less, for comparison once without stacks and shapes; a larger micro-batch hides the
@@ -18,6 +19,7 @@ from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import argument
 from megatron_lite.analysis.findings.seen.steady import in_ms
+from megatron_lite.notable import is_by_chance
 
 CODE = "profiler-overhead"
 TITLE = "profiler that disturbs what it measures"
@@ -33,8 +35,12 @@ def find(facts: Facts) -> Finding | None:
     slowdown = run.profiler_slowdown if run else None
     if slowdown is None or not slowdown > TOO_MUCH:
         return None
+    if is_by_chance(run.profiled_step_ms - run.before_profile_ms, run.without_core):
+        return None  # busy-machine says why
     text = (f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it (median "
             f"{in_ms(run.profiled_step_ms)})")
+    if run.after_profile_ms is not None:
+        text += f"; those after it {'again' if run.recovered else 'still'} {in_ms(run.after_profile_ms)}"
     on_cpu = facts.plan.get("device") == "cpu"
     costly = (COSTLY_ON_CPUS if on_cpu else {}) | COSTLY
     used = [flag for name, flag in costly.items() if argument(facts, name)]
@@ -42,5 +48,5 @@ def find(facts: Facts) -> Finding | None:
     without = f" without {', '.join(used)}" if used else " with a larger micro-batch"
     return Finding(
         code=CODE, title=TITLE, evidence=(Evidence(text, "steps.jsonl"),),
-        advice=f"trust {trust}; profile again{without}",
+        advice=f"trust {trust}; profile again{without}", certain=bool(run.recovered),
     )

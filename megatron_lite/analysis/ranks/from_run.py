@@ -6,11 +6,12 @@ from statistics import median_low
 
 from megatron_lite.analysis.ranks.figures import RankRow, Ranks, Straggler
 from megatron_lite.analysis.run.figures import RankMedians, Run
-from megatron_lite.notable import FEWEST_STEPS, SHARE_OF_STEP, is_mostly, slowest_rank
+from megatron_lite.notable import FEWEST_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
 from megatron_lite.phases import Phase
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
+BUSY = "who is late is not said: ranks were not given their cores (busy-machine), and wait for each other by chance"
 NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
 
 
@@ -38,6 +39,8 @@ def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
     if not late:
         return None
     lag, rank, name = max(late)
+    if is_by_chance(lag, ranks.without_core):
+        return None
     cause = "data_wait" if name == Phase.DATA.value else "compute"
     return Straggler(rank, lag, None, cause, lag, name)
 
@@ -45,6 +48,8 @@ def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
 def only_lasting(ranks: Ranks, run: Run) -> Ranks:
     """Traces' ranks without a straggler that the run's ordinary steps do not know: a profile is a moment, and disturbs."""
     late = ranks.straggler
+    if late is not None and is_by_chance(late.caused_wait_ms, run.without_core):
+        return replace(ranks, straggler=None, notes=(*ranks.notes, BUSY))
     if late is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:
         return ranks
     note = (f"in the profiled steps the others wait {late.caused_wait_ms:,.3g} ms per step for rank {late.rank}; in the "

@@ -22,7 +22,7 @@ class Columns:
     consumed_samples: tuple[float, ...]
     next_lrs: tuple[float, ...]
     losses: tuple[float, ...]
-    not_finite: tuple[bool, ...]  # an update whose loss was NaN or Inf, which a line has as null
+    not_finite: tuple[bool, ...]
     grad_norms: tuple[float, ...]
     loss_scale: tuple[float, ...]
     host_memory_bytes: tuple[float, ...]
@@ -54,7 +54,7 @@ def columns_of(steps: list[dict]) -> Columns:
         gpu_ms=_numbers(steps, "gpu_ms"), phases_ms=phases, gpu_phases_ms=_by_phase(steps, "gpu_phases_ms"),
         batch_sizes=_numbers(steps, "batch_size"), consumed_samples=_numbers(steps, "consumed_samples"),
         next_lrs=_numbers(steps, "next_lr"), losses=_numbers(steps, "loss"),
-        not_finite=tuple("loss" in step and step.get("skipped") is not True and not number(step["loss"]) >= 0 for step in steps),
+        not_finite=tuple(map(_is_lost, steps)),
         grad_norms=_numbers(steps, "grad_norm"), loss_scale=_numbers(steps, "loss_scale"),
         host_memory_bytes=_numbers(steps, "host_memory_bytes"), peak_memory_bytes=_numbers(steps, "peak_memory_bytes"),
         skipped=_marks(steps, "skipped"), profiled=marks["profiled"], compiling=marks["compiling"],
@@ -62,6 +62,11 @@ def columns_of(steps: list[dict]) -> Columns:
         evaluating=tuple(ms > 0 for ms in evaluating_ms), saving=tuple(ms > 0 for ms in saving_ms),
         undisturbed=tuple(step["step"] > 1 and not any(odd) for step, *odd in zip(steps, *marks.values())),
     )
+
+
+def _is_lost(step: dict) -> bool:
+    """An update whose loss was NaN or Inf, for which JSON has null."""
+    return "loss" in step and step.get("skipped") is not True and not number(step["loss"]) >= 0
 
 
 def _numbers(steps: list[dict], name: str) -> tuple[float, ...]:

@@ -6,7 +6,10 @@ A number that the folder does not have is NaN inside a tuple and None elsewhere;
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megatron_lite.notable import rank_without_core
 from megatron_lite.phases import Phase
+
+RECOVERED = 0.5  # of what the window's steps took more: a smaller rest may be noise
 
 
 class PhasesOfRanks:
@@ -35,6 +38,9 @@ class Interval(PhasesOfRanks):
     own_backward_ms: tuple[float, ...]  # without waiting for other ranks
     host_memory_bytes: tuple[float, ...]
     peak_memory_bytes: tuple[float, ...]
+    cpu_ms: tuple[float, ...] = ()
+    core_wait_ms: tuple[float, ...] = ()
+    involuntary_switches: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,14 @@ class RankMedians(PhasesOfRanks):
     host_memory_bytes: tuple[tuple[float, ...], ...]  # [console line][rank], to see growth
     peak_memory_bytes: tuple[tuple[float, ...], ...]
     intervals: tuple[Interval, ...] = ()  # the console lines that the medians are of
+    cpu_ms: tuple[float, ...] = ()  # of all threads of the rank's process
+    core_wait_ms: tuple[float, ...] = ()  # its training thread was ready and had no core
+    involuntary_switches: tuple[float, ...] = ()
+
+    @cached_property
+    def without_core(self) -> tuple[int, float | None] | None:
+        """(rank that waits longest for a core, ms per step or None for unknown); None where all have their cores."""
+        return rank_without_core(self.core_wait_ms, self.involuntary_switches, self.cpu_ms, self.step_ms)
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,7 @@ class Run:
     grad_norms: tuple[float, ...] = ()
     step_spread_ms: float | None = None  # interquartile range of ordinary steps: the noise of steady_step_ms
     before_profile_ms: float | None = None  # median of the steps before the window; None of fewer than three
+    after_profile_ms: float | None = None  # the same of those after it
     model_tflops_full: float | None = None  # per GPU, all of the attention matrix counted
     growths: tuple[Growth, ...] = ()  # of host memory, by rank
     gpu_growths: tuple[Growth, ...] = ()  # of the most that tensors took, by rank
@@ -140,3 +155,15 @@ class Run:
         if self.profiled_step_ms is None or not self.before_profile_ms:
             return None
         return self.profiled_step_ms / self.before_profile_ms
+
+    @property
+    def recovered(self) -> bool | None:
+        """Were steps after the window again as long as before it? None for unknown."""
+        if self.after_profile_ms is None or self.profiler_slowdown is None:
+            return None
+        return self.after_profile_ms - self.before_profile_ms < RECOVERED * (self.profiled_step_ms - self.before_profile_ms)
+
+    @property
+    def without_core(self) -> tuple[int, float | None] | None:
+        """As RankMedians has it."""
+        return self.ranks.without_core if self.ranks else None

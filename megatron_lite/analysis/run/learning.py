@@ -37,8 +37,9 @@ class Learning:
             return f"the loss was not finite in {len(self.not_finite):,} of {self.updates:,} updates (iteration {some})"
         if self.falls is None:
             return ""
-        means = f"{self.at_first:.4g} in the first {self.compared:,} updates, {self.at_last:.4g} in the last {self.compared:,}"
-        return f"the loss {'fell' if self.falls else 'did not fall'}: {means}"
+        went = "fell" if self.falls else "did not fall"
+        first = f"{self.at_first:.4g} in the first {self.compared:,} updates"
+        return f"the loss {went}: {first}, {self.at_last:.4g} in the last {self.compared:,}"
 
     @property
     def nothing(self) -> str:
@@ -57,8 +58,12 @@ def learning_of(run: Run) -> Learning:
     losses = [loss for loss, skipped in zip(run.losses, run.skipped) if not (skipped or math.isnan(loss))]
     part = len(losses) // PART if len(losses) >= MIN_LOSSES else 0
     return Learning(
-        steps=run.steps, updates=updates, not_finite=not_finite, compared=part,
-        at_first=fmean(losses[:part]) if part else None, at_last=fmean(losses[-part:]) if part else None,
+        steps=run.steps,
+        updates=updates,
+        not_finite=not_finite,
+        compared=part,
+        at_first=fmean(losses[:part]) if part else None,
+        at_last=fmean(losses[-part:]) if part else None,
         clipped=_clipped(run),
     )
 
@@ -66,6 +71,11 @@ def learning_of(run: Run) -> Learning:
 def _clipped(run: Run) -> float | None:
     limit = run.args.get("clip_grad")
     norms = [norm for norm, skipped in zip(run.grad_norms, run.skipped) if not (skipped or math.isnan(norm))]
-    if type(limit) not in (int, float) or not limit > 0 or len(norms) < MIN_UPDATES or min(norms) <= MIN_CLIPPED * limit:
+    if (
+        type(limit) not in (int, float)
+        or not limit > 0
+        or len(norms) < MIN_UPDATES
+        or min(norms) <= MIN_CLIPPED * limit
+    ):
         return None
     return median(norms) / limit

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from statistics import median
 
 from megatron_lite.analysis.run.figures import Interval, RankMedians
+from megatron_lite.analysis.run.step_lines import CORES
 
 
 def rank_medians(intervals: list[Interval], ordinary: set[int]) -> RankMedians | None:
@@ -20,6 +21,7 @@ def rank_medians(intervals: list[Interval], ordinary: set[int]) -> RankMedians |
         own_backward_ms=_some(_median([one.own_backward_ms for one in good])),
         host_memory_bytes=tuple(one.host_memory_bytes for one in alike),
         peak_memory_bytes=tuple(one.peak_memory_bytes for one in alike), intervals=tuple(good),
+        **{name: _some(_median([getattr(one, name) for one in good])) for name in CORES},
     )
 
 

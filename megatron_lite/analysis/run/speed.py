@@ -24,6 +24,7 @@ class Speed:
     step_spread_ms: float | None
     profiled_step_ms: float | None
     before_profile_ms: float | None
+    after_profile_ms: float | None
     tokens_per_second: float | None
     model_tflops: float | None
     model_tflops_full: float | None
@@ -40,7 +41,7 @@ def speed_of(plan: dict, record: dict, columns: Columns, starts_at_first: bool) 
         notes.append("No step is an ordinary one (each is the first, profiled, compiling, evaluating or saving): "
                      "there is no steady step time.")
     inside = [row for row, profiled in enumerate(columns.profiled) if profiled]
-    before = [training[row] for row in _before(columns, inside)]
+    before, after = ([training[row] for row in rows] for rows in _beside(columns, inside))
     rate, shape = _samples_per_ms(columns, ordinary), shape_of(plan)
     if training and shape is None:
         notes.append("The model's shape is unknown: no tokens per second, no model FLOPs.")
@@ -53,6 +54,7 @@ def speed_of(plan: dict, record: dict, columns: Columns, starts_at_first: bool) 
         step_spread_ms=_spread(plain_ms),
         profiled_step_ms=median(training[row] for row in inside) if inside else None,
         before_profile_ms=median(before) if len(before) >= FEWEST_BEFORE else None,
+        after_profile_ms=median(after) if len(after) >= FEWEST_BEFORE else None,
         tokens_per_second=1000 * rate * shape.seq_length if rate and shape else None,
         model_tflops=causal, model_tflops_full=full,
         mfu_causal=causal / peak if causal and peak > 0 else None,
@@ -73,10 +75,10 @@ def shape_of(plan: dict) -> ModelShape | None:
         return None
 
 
-def _before(columns: Columns, inside: list[int]) -> list[int]:
-    """Steps that the profiled ones are compared with: undisturbed, before the window, not the run's first."""
-    rows = [row for row, plain in enumerate(columns.undisturbed) if plain]
-    return [row for row in rows if inside and row < inside[0]][-COMPARED:]
+def _beside(columns: Columns, inside: list[int]) -> tuple[list[int], list[int]]:
+    """Steps that the profiled ones are compared with: undisturbed ones before the first window and after the last."""
+    rows = [row for row, plain in enumerate(columns.undisturbed) if plain] if inside else []
+    return [row for row in rows if row < inside[0]][-COMPARED:], [row for row in rows if row > inside[-1]][:COMPARED]
 
 
 def _spread(values: list[float]) -> float | None:
