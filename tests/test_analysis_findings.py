@@ -16,6 +16,7 @@ from finding_cases import (
     MORE_TRIGGERS,
     WORDS,
     both,
+    gpu,
     python_works,
     rank_lines,
     ranks_late,
@@ -25,9 +26,10 @@ from finding_cases import (
 from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.facts import Facts
-from megatron_lite.analysis.findings import fp32_products, profiler_overhead
+from megatron_lite.analysis.findings import fp32_products, profiler_overhead, straggler
 from megatron_lite.analysis.findings.rules import RULES, findings_of, page_of
 from megatron_lite.analysis.kernels.figures import TensorCores
+from megatron_lite.analysis.ranks.figures import Straggler
 
 PARTS = ("Meaning:", "Measured:", "Cost:", "Do:", "Flags:", "False alarm:")
 NOTHING = Facts((), None, (), None, ())
@@ -70,6 +72,20 @@ def straggler_of(folder, window, ordinary_ms) -> str:
     write = both(window, recorded(ranks=rank_lines(ordinary_ms), world=3))
     [one] = [one for one in found_in(folder, write) if one.code == "straggler"]
     return f"rank {one.rank}, {'certain' if one.certain else 'likely'}: " + " | ".join(piece.text for piece in one.evidence)
+
+
+@pytest.mark.parametrize(("ranks", "stacks", "flags", "advice"), [
+    ((0, 1, 2), False, ("--pytorch-profiler-collect-callstack",), "rank 1: record it with --pytorch-profiler-collect-callstack"),
+    ((0, 1, 2), True, (), "rank 1: swap its node or GPU"),
+    ((0, 1), True, ("--profile-ranks -1",), "rank 1: record it with --profile-ranks -1"),
+])
+def test_advice_about_a_straggler_asks_only_for_what_is_not_there(tmp_path, ranks, stacks, flags, advice):
+    for rank in ranks:
+        gpu(tmp_path, rank, 3, header={"with_stack": int(stacks)})
+    facts = analyze([tmp_path]).facts
+    late = Straggler(1, 5.0, 0.9, cause="", cause_ms=0.0, phase="")
+    found = straggler.find(dataclasses.replace(facts, ranks=dataclasses.replace(facts.ranks, straggler=late)))
+    assert found.flags == flags and found.advice.startswith(advice)
 
 
 def test_a_straggler_of_the_run_that_the_profiled_steps_do_not_show_says_both(tmp_path):

@@ -165,6 +165,16 @@ def test_growth_is_steady_or_none(tmp_path, held, grows):
         assert run.growths[0].rank is None and run.growths[0].bytes_per_step == pytest.approx(2 * MIB)
 
 
+@pytest.mark.parametrize(("after", "grows"), [(16, True), (60, False)])
+def test_growth_that_a_profile_interrupts_is_growth_unless_it_has_ended(tmp_path, after, grows):
+    """What grows fills what the profile has left, as measured: 8 MiB per step up to 414, then 626 for long."""
+    lines = [step(n, host_memory_bytes=(261 + 8 * n) * MIB) for n in range(1, 20)]
+    lines += [step(n, host_memory_bytes=(450 + 40 * (n - 20)) * MIB, profiled=True) for n in range(20, 24)]
+    lines += [step(n, host_memory_bytes=626 * MIB) for n in range(24, 24 + after)]
+    growths = read_run(folder(tmp_path, lines)).growths
+    assert [round(one.bytes_per_step / MIB) for one in growths] == ([8] if grows else [])
+
+
 def test_growth_names_the_rank(tmp_path):
     lines = [step(n) for n in range(1, 61)]
     lines += [ranks(n, n + 4, [9, 9], host_memory_bytes=[100 * MIB, (100 + 3 * n) * MIB]) for n in range(1, 60, 5)]

@@ -40,13 +40,23 @@ def find(facts: Facts) -> Finding | None:
         found, step_ms = straggler_of_medians(facts.run.ranks), facts.run.steady_step_ms or 0.0
     if found is None or found.caused_wait_ms < MATTERS * step_ms:
         return None
-    why = CAUSES.get(found.cause, "record all ranks (--profile-ranks -1) with stacks, and compare it with another one")
+    flags = _what_to_record(facts)
+    why = CAUSES.get(found.cause) or (
+        f"record it with {flags[0]}, and compare it with another one" if flags
+        else "swap its node or GPU with another's and see whether the rank or the place is slow")
     return Finding(
         code=CODE, title=TITLE, cost_ms=found.caused_wait_ms,
         evidence=(Evidence(_lateness(found, facts.ranks), f"rank {found.rank}"), Evidence(_reason(found))),
-        advice=f"rank {found.rank}: {why}", flags=("--profile-ranks -1",), gain_ms=found.caused_wait_ms,
+        advice=f"rank {found.rank}: {why}", flags=flags, gain_ms=found.caused_wait_ms,
         certain=bool(found.cause) and found.share_last is not None, rank=found.rank,
     )
+
+
+def _what_to_record(facts: Facts) -> tuple[str, ...]:
+    """What the traces that there are do not have: ranks, stacks."""
+    if facts.ranks is None or facts.ranks.missing:
+        return ("--profile-ranks -1",)
+    return () if all(one.trace.with_stack for one in facts.ranks_seen) else ("--pytorch-profiler-collect-callstack",)
 
 
 def _lateness(found: Straggler, ranks: Ranks | None) -> str:

@@ -106,8 +106,9 @@ def _run(folder: Path, plan: dict, record: dict, lines: StepLines, starts: int, 
     speed, missing = speed_of(plan, record, columns, bool(lines.steps) and lines.steps[0]["step"] == 1)
     plain = {at for at, is_plain in zip(columns.iterations, columns.ordinary) if is_plain}
     ranks = rank_medians(lines.intervals, plain)
-    growths = {what: growths_of_ranks(ranks, what)
-               or growths_of_writer(columns.iterations, getattr(columns, what), columns.ordinary)
+    profiled = [at for at, was in zip(columns.iterations, columns.profiled) if was]
+    growths = {what: growths_of_ranks(ranks, what, profiled)
+               or growths_of_writer(columns.iterations, getattr(columns, what), columns.ordinary, profiled)
                for what in ("host_memory_bytes", "peak_memory_bytes")}
     return Run(
         folder=str(folder), plan=plan, record=record, steps=len(lines.steps), starts=starts, notes=(*notes, *missing),
