@@ -52,21 +52,22 @@ ON = {
 UPDATES = ("_fused_adamw_.tensor_lr", "_fused_sgd_.tensor_lr")
 
 
+SCATTERING_NODES = re.compile(r"(Gather|Max|Min|Topk|Sort|Kthvalue|Median|Mode)Backward")
+IN_PLACE = {
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+}
+
+
 class InPlaceScatter(TorchDispatchMode):
     """The gradients of gather, max and their kin are scattered into zeros in place, as of tensors with data. Of tensors
     without data autograd keeps the zeros beside the result: one tensor more than there is (torch's FunctionsManual.cpp,
     areAnyTensorSubclassLike)."""
 
-    NODES = re.compile(r"(Gather|Max|Min|Topk|Sort|Kthvalue|Median|Mode)Backward")
-    IN_PLACE = {
-        torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
-        torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
-    }
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        node = torch._C._current_autograd_node() if func in self.IN_PLACE else None
-        if node is not None and self.NODES.match(node.name()):
-            func = self.IN_PLACE[func]
+        node = torch._C._current_autograd_node() if func in IN_PLACE else None
+        if node is not None and SCATTERING_NODES.match(node.name()):
+            func = IN_PLACE[func]
         return func(*args, **(kwargs or {}))
 
 
