@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pickle
 
+import medium_lm
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megatron_lite.analysis.memory.record import record_of
 from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.instruments.memory_place import Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
+from megatron_lite.rehearsal.walk import walk
 
 WIDTH, VOCABULARY, TOKENS = 64, 512, 256
 
@@ -174,6 +176,20 @@ def test_without_tags_as_with_them(own):
     right = told[peak] == guessed[peak]
     wrong = sorted({(CATEGORIES[a], CATEGORIES[b]) for a, b in zip(told[peak][~right], guessed[peak][~right])})
     assert lives.num_bytes[peak][right].sum() >= 0.99 * lives.num_bytes[peak].sum(), wrong
+
+
+@pytest.mark.parametrize(("positions", "bf16", "phase"), [
+    (64, False, "backward"), (256, False, "forward"), (256, True, "backward"), (1024, True, "backward"),
+])
+def test_the_phase_of_the_peak_without_tags_is_the_walks(monkeypatch, tmp_path, positions, bf16, phase):
+    """Somebody's language model with a loss that chooses by gather; two layers show what 24 do of forward and backward."""
+    monkeypatch.setattr(medium_lm, "LAYERS", 2)
+    monkeypatch.setattr(medium_lm.AdamW, "step", lambda self: None)
+    walked = walk(lambda: medium_lm.prepare(positions, bf16), 2, "cuda")
+    (tmp_path / "told.pickle").write_bytes(pickle.dumps(walked, protocol=4))
+    (tmp_path / "guessed.pickle").write_bytes(pickle.dumps(without_tags(walked), protocol=4))
+    found = [read_snapshot(tmp_path / name).peak_phase for name in ("told.pickle", "guessed.pickle")]
+    assert found == [phase, phase]
 
 
 def test_the_ledger_agrees_with_what_was_measured(own):

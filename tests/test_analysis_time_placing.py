@@ -53,6 +53,20 @@ def test_a_graph_takes_the_phase_of_its_only_call(tmp_path):
     assert phase_by_name(trace, placing) == {name: {"forward"} for name in ("k1", "k2", "k3")}
 
 
+def test_zero_grad_is_a_phase_inside_another_too(tmp_path):
+    made = MadeTrace()
+    for number in range(2):
+        at = 1000 * number
+        made.step(number, at, at + 990)
+        made.annotation("forward", at + 10, at + 500)
+        made.annotation("Optimizer.zero_grad#AdamW.zero_grad", at + 20, at + 100)
+        made.op("aten::zero_", at + 30, at + 60)
+        made.kernel("fill", at + 120, at + 150, at + 40)
+        made.kernel("gemm", at + 150, at + 450, at + 200)
+    trace, placing = placed(made, tmp_path)
+    assert phase_by_name(trace, placing) == {"fill": {"Optimizer.zero_grad"}, "gemm": {"forward"}}
+
+
 def test_work_without_a_launch_call_belongs_to_nothing(tmp_path):
     made = MadeTrace()
     made.step(1, 0, 1000)

@@ -106,6 +106,27 @@ def test_any_model_and_step_can_be_walked():
     assert (found.size, found.tag) == (2 * 400_000 + 4_000 + 40_000 + 8, "step 3/backward/Linear")  # the last of equals
 
 
+@pytest.mark.parametrize("choose", [
+    lambda x: x.gather(1, torch.empty(1000, 1, dtype=torch.int64)), lambda x: x.max(dim=1).values,
+], ids=["gather", "max"])
+def test_gradients_of_what_was_chosen_are_scattered_in_place(choose):
+    """As of tensors with data; autograd takes another way for those without, which holds one tensor more."""
+    def prepare():
+        weight = nn.Parameter(torch.empty(1000, 100))
+
+        def step(phase):
+            weight.grad = None
+            with phase(Phase.FORWARD):
+                loss = choose(weight).sum()
+            with phase(Phase.BACKWARD):
+                loss.backward()
+
+        return step
+
+    size = peak(walk(prepare, 2, "cpu")).size
+    assert 2 * 400_000 <= size < 2 * 400_000 + 30_000  # the weight and its gradient; results and indices
+
+
 def test_an_operation_without_rule_never_runs_on_real_memory():
     with torch.library._scoped_library("rehearsal_test", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")

@@ -5,9 +5,11 @@ What a kernel takes and gives back within itself stays unseen, as it does on the
 """
 
 import contextlib
+import re
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.rehearsal.attention import cpu_attention, cpu_choice, cuda_attention, cuda_choice
 
@@ -48,6 +50,25 @@ ON = {
 
 # torch has no rule of what these do to tensors without data: nothing but change them in place
 UPDATES = ("_fused_adamw_.tensor_lr", "_fused_sgd_.tensor_lr")
+
+
+SCATTERING_NODES = re.compile(r"(Gather|Max|Min|Topk|Sort|Kthvalue|Median|Mode)Backward")
+IN_PLACE = {
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+}
+
+
+class InPlaceScatter(TorchDispatchMode):
+    """The gradients of gather, max and their kin are scattered into zeros in place, as of tensors with data. Of tensors
+    without data autograd keeps the zeros beside the result: one tensor more than there is (torch's FunctionsManual.cpp,
+    areAnyTensorSubclassLike)."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        node = torch._C._current_autograd_node() if func in IN_PLACE else None
+        if node is not None and SCATTERING_NODES.match(node.name()):
+            func = IN_PLACE[func]
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -172,7 +172,7 @@ class Log:
         if not self._speaks:
             return
         self._steps_file.write_ranks(figures)
-        for line in self._worth_saying.of(figures, disturbed=all(time.disturbed for time in times)):
+        for line in self._worth_saying.of(figures, disturbed=all(one.disturbed for one in times)):
             self.say(line)
         if w.timing_log_level:
             self.say(timer_lines(w.timing_log_option, timed_phases(figures.mean_ms, w.timing_log_level)))

@@ -16,8 +16,8 @@ NOT_SAID = -1
 OWN_TAG = re.compile(r"^(setup|step \d+)(/|$)")
 STEP_NAME = re.compile(r"^(ProfilerStep#|(train_)?(step|iteration|iter)[ _#:]*)\d+$", re.IGNORECASE)
 FOREIGN_PHASES = (
+    (re.compile(r"zero_grad"), ZERO_GRAD),  # before the next: PyTorch calls it Optimizer.zero_grad#AdamW.zero_grad
     (re.compile(r"^Optimizer\.step#|optimizer", re.IGNORECASE), str(Phase.OPTIMIZER_STEP)),
-    (re.compile(r"zero_grad"), ZERO_GRAD),
     (re.compile(r"backward|\bbwd\b", re.IGNORECASE), str(Phase.BACKWARD)),
     (re.compile(r"forward|\bfwd\b", re.IGNORECASE), str(Phase.FORWARD)),
 )

@@ -24,6 +24,7 @@ PHASE_OF_PATTERN = (  # what PyTorch itself emits
     (re.compile(r"Optimizer\.step#"), Phase.OPTIMIZER_STEP),
     (re.compile(r"(Distributed|FullySharded)DataParallel\.forward"), Phase.FORWARD),
 )
+ZERO_GRAD = re.compile(r"Optimizer\.zero_grad#")  # PyTorch's too: a phase of its own, whatever range it is called in
 DECORATION = " \t#=-*<>[]"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Nesting, union
 from megatron_lite.analysis.time.host_steps import NUMBERED, PROFILER_STEP, HostSteps
-from megatron_lite.analysis.time.phase_names import known_phase, phase_label
+from megatron_lite.analysis.time.phase_names import ZERO_GRAD, known_phase, phase_label
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import PYTHON_GC, Phase
 
@@ -18,13 +18,14 @@ WRAPPER_SHARE = 0.9  # a range over so much of its step says nothing: what lies 
 
 
 def phase_rows(trace: Trace, steps: HostSteps) -> np.ndarray:
-    """Rows of the ranges that are phases: known ones on any thread, and the outermost under a step on its thread."""
+    """Rows of the ranges that are phases: known ones on any thread, wherever they are, and the outermost under a step on
+    its thread."""
     events, rows = trace.events, trace.rows[Kind.ANNOTATION]
     marks = trace.matching(PROFILER_STEP.match) | trace.matching(NUMBERED.match) | trace.matching(NO_PHASE.match)
     rows = rows[~marks[rows]]
-    known = trace.matching(known_phase)
+    known, zeroing = trace.matching(known_phase), trace.matching(ZERO_GRAD.match)
     own = rows[(events.thread[rows] == steps.thread) & ~np.isin(events.name[rows], _names_of(trace, steps))]
-    return _most_of(trace, np.union1d(rows[known[rows]], _outermost(trace, steps, own, known)))
+    return _most_of(trace, np.union1d(rows[(known | zeroing)[rows]], _outermost(trace, steps, own, known)))
 
 
 def _names_of(trace: Trace, steps: HostSteps) -> list[int]:
