@@ -173,10 +173,11 @@ def test_what_does_not_fit_gets_the_flags_that_do(capsys):
     assert "does not fit in one T4: peak 19.8" in shown and "; it fits with --micro-batch-size 4 (" in shown
     wide = flat(printed(capsys, "--fit", "T4", *SEED, "--hidden-size", "4096"))
     assert "no micro-batch and no recomputation makes it fit: at least" in wide
-    assert "smallest change that fits: --micro-batch-size 1" in wide and "--num-layers" in wide
+    assert "it needs a smaller model or a GPU of 102.2 GiB, such as H200" in wide
+    assert "--num-layers" not in wide, "another model is no advice"
     assert "more GPUs do not help: each holds the whole model" in wide
     hopeless = flat(printed(capsys, "--gpu", "T4", *SEED, "--hidden-size", "16384"))
-    assert "nor do a shorter sequence or fewer layers: it needs a larger GPU or a narrower model" in hopeless
+    assert "nor does a shorter sequence: it needs a smaller model, no GPU of the table is large enough" in hopeless
 
 
 def test_what_hardly_fits_is_called_so(capsys):
@@ -192,9 +193,10 @@ def test_fit_names_flags_to_paste(capsys):
 
 
 def test_why_prints_the_formula_behind_each_line(capsys):
-    shown = flat(printed(capsys, "--why", "--inference", "--gpu", "H200", *SEED))
+    shown = flat(printed(capsys, "--why", "--gpu", "H200", *SEED))
     assert "fp32 masters = 4 bytes x 355,919,872 parameters" in shown
     assert "matrix products = 6 x 32,768 tokens x" in shown
+    shown = flat(printed(capsys, "--why", "--inference", "--gpu", "H200", *SEED))
     assert "weights in fp16/bf16 = 2 bytes x 355,919,872 parameters" in shown
 
 
@@ -205,6 +207,20 @@ def test_inference(capsys):
     assert "tokens/s at best" in shown
     large = printed(capsys, "--inference", "--batch", "4096", "--gpu", "T4", *SEED)
     assert "does not fit" in large[large.index("tokens/s at best") :]
+
+
+def test_inference_answers_for_generating_not_for_training(capsys):
+    wide = [*SEED, "--hidden-size", "4096"]
+    shown = flat(printed(capsys, "--inference", "--gpu", "4090", "T4", *wide))
+    fits = "generating fits in one RTX 4090: 10.2 of 23.5 GiB (43%) with weights in fp16/bf16 and a cache for 1 x 2,048 tokens; at best 93 tokens/s"
+    assert shown.startswith(f"plan GPT 24 x 4096, sequence 2048, fp16 {fits}")
+    assert "peak" not in shown and "Memory at the peak" not in shown and "What if" not in shown
+    assert "does not fit" in flat(printed(capsys, "--gpu", "T4", *wide)), "training, of which nothing is said above"
+    many = flat(printed(capsys, "--inference", "--batch", "64", "--gpu", "T4", *wide))
+    assert "generating does not fit in one T4: 57.4 of 14.5 GiB" in many and "; it fits with --batch 5 (13.15 GiB)" in many
+    tight = flat(printed(capsys, "--inference", "--gpu", "T4", *SEED, "--hidden-size", "8192"))
+    assert "; it fits with weights in int4 (" in tight
+    assert "--gpu NAME shows whether it fits" in flat(printed(capsys, "--inference", *wide))
 
 
 def test_env_says_what_can_cost_something(capsys):

@@ -133,7 +133,6 @@ def test_recomputation_that_is_not_needed_is_dropped():
         (LONG, 14.0, "--bf16"),
         (f"--bf16 {LONG}", 12.0, "--grad-reduce-in-bf16"),
         ("--fp16 --seq-length 131072 --max-position-embeddings 131072", 20.0, "--seq-length"),
-        ("--fp16", 5.0, "--num-layers"),
     ],
 )
 def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, way_out):
@@ -142,14 +141,12 @@ def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, way_
     assert found.way_out.peak_bytes <= found.budget_bytes
     assert any(flag.startswith(way_out) for flag in found.way_out.add), found.way_out.words
     assert predict_memory(pasted(changes, found.way_out), H200).peak.num_bytes == found.way_out.peak_bytes
-    if way_out == "--num-layers":
-        more = variant_of(found.way_out.plan, None, num_layers=found.way_out.plan.shape.num_layers + 1)
-        assert more.peak_bytes > found.budget_bytes
 
 
-def test_nothing_fits_where_a_single_layer_does_not():
-    found = fit(plan("--hidden-size 16384"), processor_of(4.0))
-    assert (found.found, found.way_out) == (None, None)
+@pytest.mark.parametrize(("changes", "gib"), [("--hidden-size 16384", 4.0), ("--fp16", 5.0)])
+def test_where_the_model_is_too_large_no_other_model_is_proposed(changes, gib):
+    found = fit(plan(changes), processor_of(gib))
+    assert (found.found, found.way_out) == (None, None) and found.least.peak_bytes > found.budget_bytes
 
 
 def test_a_gpu_without_bf16_is_offered_fp16():

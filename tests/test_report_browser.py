@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import report_cases as cases
+from prediction_cases import facts, measured, memory, record, time
 
+from megatron_lite.analysis.predicted.predicted import predicted_of
 from megatron_lite.report.charts.all import charts_of
 from megatron_lite.report.html import html_page
 
@@ -24,6 +26,7 @@ REPORTS = {
     "gpu": cases.report(),
     "hostile": cases.report(name=cases.HOSTILE.replace("alert(1)", "document.title='owned'")),
 }
+LONG_NAME = "void at::native::" + "vectorized_elementwise_kernel" * 8  # no place to break it
 MIN_LABEL_LETTERS = 10  # of a line of a label that is longer than that
 
 # A window cannot be as narrow as a phone, a frame can; and a frame has the color scheme that its element names.
@@ -69,7 +72,7 @@ function look() {
       && one.getBoundingClientRect().right > innerWidth + 1).map(called),
     narrow: all("td.l, h2").filter(one => shown(one) && room(one) < 0.6 * em
       * Math.min(Math.max(...one.textContent.split(/[^\\w]/).map(word => word.length)), MIN_LETTERS)).map(called),
-    clipped: all(".rows").filter(one => shown(one) && one.scrollHeight > one.clientHeight + 1).map(called),
+    clipped: all(".rows").filter(one => shown(one) && (one.scrollHeight > one.clientHeight + 1 || one.scrollWidth > one.clientWidth + 1)).map(called),
     charts: all(".chart .main-svg").length > 0,
     inks: [style(document.body, "color"), style(document.documentElement, "backgroundColor")],
     axis: all(".chart .xtick text").map(one => style(one, "fill"))[0],
@@ -99,7 +102,9 @@ def browsed(page: Path, folder: Path, *flags: str) -> subprocess.CompletedProces
 def seen(tmp_path_factory) -> dict[str, dict]:
     """What a report of two ranks looks like in each width and color scheme: one start of the browser for all."""
     folder = tmp_path_factory.mktemp("page")
-    page = html_page(REPORTS["gpu"]).replace("<body>", f"<body>{COMPLAINTS}")
+    ranks = REPORTS["gpu"].facts.ranks_seen
+    predicted = predicted_of(facts(record(memory(), time()), snapshots=(measured(),), ranks_seen=ranks[:1]))
+    page = html_page(cases.report(name=LONG_NAME, predicted=predicted)).replace("<body>", f"<body>{COMPLAINTS}")
     probe = PROBE.replace("MIN_LETTERS", str(MIN_LABEL_LETTERS))
     (folder / "page.html").write_text(page.replace("</body>", f"{probe}</body>"), encoding="utf-8")
     frames = FRAMES.replace("WIDTHS", json.dumps(WIDTHS)).replace("SCHEMES", json.dumps(SCHEMES))
@@ -134,7 +139,7 @@ def test_bars_have_the_colors_of_the_chart_above_them(seen):
 
 def test_a_finding_s_code_leads_to_its_explanation(seen):
     one = seen["390 light"]
-    assert "#about-sync-in-step" in one["codes"] and one["dangling"] == []
+    assert "#about-logits-peak" in one["codes"] and one["dangling"] == []
 
 
 def luminance(color: str) -> float:

@@ -48,7 +48,7 @@ def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, ex
     memory = predict_memory(plan, processors[0] if processors else None)
     return PlanReport(
         title=Path(words[0]).name if is_script(words[0]) else "plan",
-        facts=_facts(found),
+        facts=_facts(found, options.inference),
         plan=plan,
         parts=parameter_parts(shape),
         flops_causal=step_flops(shape, 1, causal=True) // shape.seq_length,
@@ -91,13 +91,16 @@ def _inference(options: argparse.Namespace, plan: Plan, processor: Processor | N
     return predict_inference(plan.shape, options.batch or 1, options.context, processor) if options.inference else None
 
 
-def _facts(found: PlannedRun) -> str:
+def _facts(found: PlannedRun, inference: bool) -> str:
     plan, shape = found.plan, found.plan.shape
+    model = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}"
+    if inference:
+        return model
     gpus = f"{plan.world.size} GPU{'s' if plan.world.size > 1 else ''}"
     micro_batch = plan.args.training.micro_batch_size
     passes = plan.batch.final // plan.samples_per_pass
     batch = f"batch {plan.batch.final} = {micro_batch} x {plan.world.size} x {passes}"
-    return f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}, {gpus}, {batch}"
+    return f"{model}, {gpus}, {batch}"
 
 
 def _hints(found: PlannedRun) -> list[str]:

@@ -119,7 +119,7 @@ def _micro_batches(plan: Plan) -> list[int]:
 
 
 def _way_out(plan: Plan, least: Plan, processor: Processor, budget: int) -> Variant | None:
-    """A change on top of what needs least: first what changes training least, at last fewer layers."""
+    """A change of training on top of what needs least; none of the model, which would be another one."""
     base = {
         "micro_batch_size": least.args.training.micro_batch_size,
         **{name: getattr(least.args.model, name) for name in NO_RECOMPUTE},
@@ -128,15 +128,7 @@ def _way_out(plan: Plan, least: Plan, processor: Processor, budget: int) -> Vari
     def tried(changes: dict) -> Variant | None:
         return variant_of(plan, processor, **base | changes)
 
-    found = next((one for changes in _larger_changes(plan, processor) if _fits(one := tried(changes), budget)), None)
-    return found or _fewer_layers(plan, tried, budget)
-
-
-def _fewer_layers(plan: Plan, tried: Callable[[dict], Variant | None], budget: int) -> Variant | None:
-    """As many as fit; halving finds them, since each takes memory."""
-    numbers = range(1, plan.shape.num_layers)
-    fitting = bisect_left(numbers, True, key=lambda number: not _fits(tried({"num_layers": number}), budget))
-    return tried({"num_layers": numbers[fitting - 1]}) if fitting else None
+    return next((one for changes in _larger_changes(plan, processor) if _fits(one := tried(changes), budget)), None)
 
 
 def _larger_changes(plan: Plan, processor: Processor) -> Iterator[dict]:

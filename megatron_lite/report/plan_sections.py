@@ -17,21 +17,24 @@ SMALL = 0.005  # of the peak: rows of less stand together
 
 
 def plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
-    """In the order of a reader's questions. `why`: the formula of every line."""
-    yield memory_at_peak(report, why)
-    yield moments(report)
+    """In the order of a reader's questions: of training or of inference. `why`: the formula of every line."""
+    training = not report.inference
+    if report.inference:
+        yield inference(report, why)
+    if training:
+        yield memory_at_peak(report, why)
+        yield moments(report)
     if report.exact:
         yield exact(report)
-    if report.outlooks:
+    if training and report.outlooks:
         yield time(report, why)
-    yield work(report)
+    if training:
+        yield work(report)
     yield parameters(report)
-    if report.variants:
+    if training and report.variants:
         yield what_if(report)
     if report.fit:
         yield fit(report)
-    if report.inference:
-        yield inference(report, why)
     if report.hints is not None:
         none = ["nothing in flags and variables that would cost anything"]
         yield Section("environment", "Environment", "", [Lines(list(report.hints) or none)])

@@ -1,7 +1,10 @@
-"""The first lines of a plan: does it fit, how fast can it be, how long does it take."""
+"""The first lines of a plan: does training fit, or generating; how fast can it be, how long does it take."""
 
 from megatron_lite.estimate.duration import Duration
 from megatron_lite.estimate.fit import Fit
+from megatron_lite.estimate.hardware import PROCESSORS
+from megatron_lite.estimate.inference import InferencePrediction
+from megatron_lite.estimate.prediction import LedgerRow
 from megatron_lite.report.numbers import milliseconds, percent
 from megatron_lite.report.plan_figures import Outlook, PlanReport
 from megatron_lite.units import GIB, count, duration, short_count, size
@@ -9,6 +12,8 @@ from megatron_lite.units import GIB, count, duration, short_count, size
 
 def verdicts(report: PlanReport) -> list[str]:
     """A sentence for each GPU that was named; without any the peak, and how to learn more."""
+    if report.inference:
+        return _of_inference(report)
     if not report.outlooks:
         peak = f"peak {size(peak_bytes(report))} of tensors on each GPU, {where(report)}"
         return [f"{peak}; --gpu NAME shows whether it fits and how fast it can be"]
@@ -51,8 +56,53 @@ def fit_sentence(fit: Fit) -> str:
     too_much = f"{size(fit.least.peak_bytes - fit.budget_bytes)} more than there is with {percent(fit.margin)} left free"
     least = f"no micro-batch and no recomputation makes it fit: at least {size(fit.least.peak_bytes)}, {too_much}"
     if fit.way_out is None:
-        return f"{least}; nor do a shorter sequence or fewer layers: it needs a larger GPU or a narrower model"
+        return f"{least}; nor does a shorter sequence: it needs a smaller model{_larger_gpu(fit)}"
     return f"{least}; smallest change that fits: {fit.way_out.words} ({size(fit.way_out.peak_bytes)})"
+
+
+def _larger_gpu(fit: Fit) -> str:
+    """The smallest one of the table that holds what needs least."""
+    gib = fit.least.peak_bytes / (1 - fit.margin) / GIB
+    large = [one for one in PROCESSORS if (one.memory_gib or 0.0) >= gib]
+    if not large:
+        return ", no GPU of the table is large enough"
+    least = min(large, key=lambda one: one.memory_gib)
+    return f" or a GPU of {gib:.1f} GiB, such as {least.name} ({least.memory_gib:g} GiB)"
+
+
+def _of_inference(report: PlanReport) -> list[str]:
+    """For each GPU with weights of the training's precision."""
+    found = report.inference
+    at = 0 if report.plan.precision == "fp32" else 1  # WEIGHT_BITS
+    weights = found.weights[at]
+    held = f"with {weights.name} and a cache for {count(found.batch)} x {count(found.tokens)} tokens"
+    if not report.outlooks:
+        takes = f"generating takes {size(found.num_bytes(weights))} of tensors {held}"
+        return [f"{takes}; --gpu NAME shows whether it fits and how fast it can be"]
+    return [_inference_verdict(outlook, at, held, report.margin) for outlook in report.outlooks]
+
+
+def _inference_verdict(outlook: Outlook, at: int, held: str, margin: float) -> str:
+    found, room, name = outlook.inference, outlook.room_bytes, outlook.processor.name
+    needed = found.num_bytes(found.weights[at])
+    of_room = f"{needed / GIB:.1f} of {room / GIB:.1f} GiB ({percent(needed / room)}) {held}"
+    best = f"; at best {count(found.tokens_per_s(found.token_rows[at]))} tokens/s" if found.token_rows else ""
+    if needed <= room * (1 - margin):
+        return f"generating fits in one {name}: {of_room}{best}"
+    other = _smaller_inference(found, found.weights[at], room * (1 - margin))
+    if needed <= room:
+        return f"generating may fit in one {name}: {of_room}; less than {percent(margin)} is left{other}{best}"
+    return f"generating does not fit in one {name}: {of_room}{other}"
+
+
+def _smaller_inference(found: InferencePrediction, weights: LedgerRow, budget: float) -> str:
+    """The largest batch with these weights, else the widest weights with this batch."""
+    one_bytes = found.cache.num_bytes // found.batch
+    batch = int((budget - weights.num_bytes) // one_bytes)
+    if batch >= 1:
+        return f"; it fits with --batch {batch} ({size(weights.num_bytes + batch * one_bytes)})"
+    fitting = next((row for row in found.weights if found.num_bytes(row) <= budget), None)
+    return f"; it fits with {fitting.name} ({size(found.num_bytes(fitting))})" if fitting else ""
 
 
 def speed(outlook: Outlook) -> str:
