@@ -13,7 +13,6 @@ PREPROCESS_ACCEPTED = (
     Family(("--chunk-size",), "workers are handed blocks of bytes"),
     Family(("--keep-sequential-samples",), "documents keep their order with any number of workers"),
     Family(("--dataset-impl",), "all data sets are memory-mapped ones"),
-    Family(("--legacy-tokenizer",), "both of Megatron's ways to make a tokenizer give these ids"),
     Family(("--lang", "--keep-newlines"), "it matters only with --split-sentences"),
     Family(("--workers-to-check", "--max-documents", "--performance-dir"),
            "it matters only with --find-optimal-num-workers"),
