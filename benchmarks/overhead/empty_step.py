@@ -31,7 +31,7 @@ class NoModel:
 
 
 class NoUpdate:
-    """Stands in for an Optimizer: goes through its phases; samples count as if every step had succeeded."""
+    """Stands in for an Optimizer: goes through its phases."""
 
     def __init__(self, device: torch.device):
         self.loss_scale, self._norm = torch.ones((), device=device), torch.ones((), device=device)
