@@ -11,11 +11,12 @@ of one rank before its first step:
         failures: why a part of it is missing
 (fields of estimate/prediction.py)
 
-steps.jsonl has two kinds of lines. Times are milliseconds, memory is bytes, losses are nats.
+steps.jsonl has two kinds of lines, told apart by their field "kind". Times are milliseconds, memory is bytes, losses are nats. In pandas:
+    pandas.read_json("steps.jsonl", lines=True).query("kind == 'step'")
 
-One per step of the rank that writes, the last one:
+One per step of the rank that writes, the last one, "kind": "step":
     iteration, step (of this run, from 1), consumed_samples, batch_size, next_lr, loss_scale, skipped,
-    loss, grad_norm: null for what a skipped step has not
+    loss: null for one that is NaN or Inf; grad_norm: null for a skipped step
     ms: the whole step on the host, evaluating and saving included
     phases_ms: {phase: host time}; on a GPU that is handing work over. "data" is waiting for the loader.
     gpu_ms, gpu_phases_ms: the same as the GPU passed through its stream, idle moments in between included; on a GPU only.
@@ -32,7 +33,7 @@ One per step of the rank that writes, the last one:
         the time is no ordinary one; else absent
     Steps since the last console line are written every few seconds, and once more, with all that is known, in their place when
         the next line or an error comes.
-One per console line, {"ranks": {...}}, of the ordinary steps since the one before; every list has a number per rank:
+One per console line, {"kind": "ranks", "ranks": {...}}, of the ordinary steps since the one before; every list has a number per rank:
     iterations: [first, last]; steps: how many were ordinary
     step_ms (without evaluating and saving), gpu_ms, phases_ms, gpu_phases_ms: medians over the steps (that had the phase)
     own_backward_ms: median of backward without that waiting, of the GPU where there is one; with several ranks only
@@ -49,6 +50,7 @@ from pathlib import Path
 
 RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
+STEP_KIND, RANKS_KIND = "step", "ranks"
 RANKS_FILE = "ranks.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder

@@ -95,7 +95,7 @@ TRAINING = [
         "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
         "--grad-reduce-in-bf16 and --accumulate-allred",
     ),
-    ("--fp16 --loss-scale 0", "--loss-scale 0: must be above 0."),
+    ("--fp16 --loss-scale -1", "--loss-scale -1: must be above 0."),
     ("--fp16 --initial-loss-scale 0", "--initial-loss-scale 0: must be above 0."),
     ("--fp16 --min-loss-scale 0", "--min-loss-scale 0: must be above 0."),
     (
@@ -298,6 +298,7 @@ FINE = [
     "--hidden-dropout 0 --attention-dropout 0 --rotary-percent 1",
     "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr-decay-iters 1 --seed 0 --num-workers 0",
     "--exit-interval 1 --exit-duration-in-mins 1 --manual-gc --manual-gc-interval 0",
+    "--fp16 --loss-scale 0",
     "--fp16 --hysteresis 1 --loss-scale-window 1 --initial-loss-scale 1 --min-loss-scale 1",
     "--lr-warmup-fraction 0 --lr-warmup-iters 0 --lr-warmup-init 1e-3 --weight-decay 0",
     "--adam-beta1 0 --adam-beta2 0 --lr-decay-style WSD --lr-wsd-decay-iters 0",

@@ -223,6 +223,7 @@ class Ours:
 
     def load(self, file: MegatronFile):
         file.read_into(self.flat())
+        self.optimizer.resume()
 
     def save(self, path: Path, iteration: int, argv_plan=None) -> Record:
         plan = argv_plan or self.plan

@@ -54,6 +54,17 @@ def test_ids_for_the_null_tokenizer(tmp_path):
     assert IndexedDataset(f"{tmp_path}/out_text_document").tokens(0).tolist() == [7, 0, 31, 32]
 
 
+def test_megatrons_older_tokenizers(tmp_path, capsys):
+    """GPT-2's gave the same files (7,222 documents of Shakespeare); for others nobody has looked."""
+    (tmp_path / "a.txt").write_text("ab")
+    argv = ["preprocess", "--input", f"{tmp_path}/a.txt", "--legacy-tokenizer", "--output-prefix", f"{tmp_path}/out"]
+    assert main([*argv, *BYTES]) == 0
+    assert IndexedDataset(f"{tmp_path}/out_text_document").tokens(0).tolist() == [*b"ab"]
+    capsys.readouterr()
+    assert main([*argv, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"]) == 2
+    assert "--legacy-tokenizer: Megatron's older HuggingFaceTokenizer may put other ids" in capsys.readouterr().err
+
+
 MEGATRONS = """--log-interval 1000 --partitions 2 --chunk-size=25 --keep-sequential-samples --dataset-impl mmap --lang english
 --workers-to-check 16 32"""
 

@@ -156,8 +156,6 @@ def test_16_bit_training_with_fp32_sums_takes_20_bytes_per_parameter_among_ranks
     held = {category: sum(row.num_bytes for row in update.rows if row.category == category) for category in states}
     number = parameter_count(plan_for(words).shape)
     assert held == {category: per * number for category, per in states.items()}
-    for moment in predict_memory(plan_for(words, 2)).moments:
-        assert sum(row.num_bytes for row in moment.rows if row.category == "gradients") < 8 * number, moment.where
 
 
 def test_megatron_lm_says_so_much_of_the_857m_script():

@@ -96,7 +96,7 @@ def test_a_fixed_scale_has_nothing_to_be_saved():
 
 @pytest.mark.parametrize("words, kind, scale", [
     ("--fp16", DynamicLossScale, 2.0**32), ("--fp16 --initial-loss-scale 4096", DynamicLossScale, 4096.0),
-    ("--fp16 --loss-scale 64", LossScale, 64.0), ("--bf16 --loss-scale 8", LossScale, 8.0),
+    ("--fp16 --loss-scale 64", LossScale, 64.0), ("--fp16 --loss-scale 0", DynamicLossScale, 2.0**32), ("--bf16 --loss-scale 8", LossScale, 8.0),
     ("--bf16", type(None), None), ("", type(None), None),
 ])
 def test_which_precision_has_which_scale(words, kind, scale):

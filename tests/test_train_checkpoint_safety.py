@@ -1,6 +1,7 @@
 """Checkpoints that must not be loaded, and saves that fail: one line, and no earlier checkpoint is lost."""
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import io
@@ -35,11 +36,13 @@ from launch import (
 )
 
 from megatron_lite.checkpoint.folder import missing, newest, reserved
+from megatron_lite.checkpoint.record import Record
 from megatron_lite.errors import CheckpointError
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.run_folder import TRACKER_FILE
 from megatron_lite.train import checkpoint as train_checkpoint
+from megatron_lite.train.checkpoint_fit import require_shape, rotary_note
 
 WHOLE = "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
 
@@ -116,6 +119,22 @@ def test_another_schedule_needs_a_word(saved, tmp_path):
     assert rates["--use-checkpoint-opt-param-scheduler"] == rates[""] == [1e-2] * 4
     assert rates["--override-opt-param-scheduler"][0] == pytest.approx(5e-3 * 0.5 * 1.3090169943749475)
     resumed(saved, tmp_path / "no optimizer", other, "--no-load-optim")
+
+
+def test_megatrons_interpolation_factor_is_noted():
+    """Megatron-LM 0.16.1 keeps the flag in its arguments and trains without it."""
+    with_factor = plan_of(flags("--position-embedding-type rope --rotary-seq-len-interpolation-factor 4"))
+    without = plan_of(flags("--position-embedding-type rope"))
+    for trainer in ("Megatron-LM", "megatron_lite"):
+        record = Record(0, 0, dataclasses.asdict(with_factor.shape), "fp32", trainer=trainer)
+        require_shape(Path("X"), record, with_factor)
+        note = rotary_note(Path("X"), record, with_factor)
+        assert (note is not None) == (trainer == "Megatron-LM"), note
+        assert rotary_note(Path("X"), record, without) is None
+        with contextlib.nullcontext() if note else pytest.raises(CheckpointError, match="--rotary-seq-len-interpolation-factor"):
+            require_shape(Path("X"), record, without)
+    assert "leave the flag out if that version trained these weights" in rotary_note(
+        Path("X"), dataclasses.replace(record, trainer="Megatron-LM"), with_factor)
 
 
 def test_the_checkpoints_schedule_brings_its_weight_decay(saved):

@@ -4,14 +4,16 @@ import json
 import math
 import re
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+import torch
 from launch import alone, flags, pretrain, quietly, steps, write_documents
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_lite.train import evaluate as evaluation
 from megatron_lite.train import log
-from megatron_lite.train.console import evaluation_lines
+from megatron_lite.train.console import compute_timers, evaluation_lines, timer_lines
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.steps_file import StepsFile
 
@@ -99,10 +101,37 @@ def test_validation_lines_are_megatrons(run):
         assert float(match[3]) == pytest.approx(math.exp(float(match[2])), rel=1e-4)
 
 
-def test_timers(run):
+def test_timers_have_megatrons_names(run):
     block = run[1].out[run[1].out.index("(min, max) time across ranks (ms):"):].splitlines()[1:]
-    for name in ("forward", "backward", "optimizer_step"):
-        assert any(re.match(rf"^    {name} \.+: \(\d+\.\d\d, \d+\.\d\d\)$", line) for line in block), name
+    found = [re.match(r"^    ([\w-]+) \.+: \(\d+\.\d\d, \d+\.\d\d\)$", line) for line in block[:block.index(next(
+        line for line in block if not line.startswith("    ")))]]
+    assert [match[1] for match in found] == [
+        "forward-backward", "all-grads-sync", "optimizer-unscale-and-check-inf", "optimizer-clip-main-grad",
+        "optimizer-inner-step", "optimizer", "batch-generator", "forward-compute", "backward-compute", "data", "forward", "log"]
+
+
+@pytest.mark.parametrize("option", ["max", "minmax", "all"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_timer_lines_are_megatron_cores(option, level):
+    """Its own Timers, given the same times of two ranks, print the same block."""
+    phases = {"data": [1.0, 2.0], "data_to_device": [0.5, 0.5], "forward": [3.0, 4.0], "backward": [6.0, 5.0],
+              "grad_sync": [math.nan, 1.0], "unscale": [0.1, 0.1], "clip_grad": [0.2, 0.3], "optimizer_step": [2.0, 2.0]}
+    found = {name: times for name, times in compute_timers(phases, level).items() if name not in ("data", "forward")}
+    expected = {
+        "forward-backward": [10.5, 12.5], "all-grads-sync": [0.0, 1.0], "optimizer-unscale-and-check-inf": [0.1, 0.1],
+        "optimizer-clip-main-grad": [0.2, 0.3], "optimizer-inner-step": [2.0, 2.0], "optimizer": [2.3, 2.4],
+    } | ({"batch-generator": [1.5, 2.5], "forward-compute": [4.5, 6.5], "backward-compute": [6.0, 5.0]} if level == 2 else {})
+    assert {name: pytest.approx(times) for name, times in expected.items()} == found
+    timers = pytest.importorskip("megatron.core.timers").Timers(level, option)
+    timers._get_elapsed_time_all_ranks = lambda names, reset, barrier: torch.tensor([expected[name] for name in names]).T / 1000
+    with patch("torch.distributed.get_world_size", lambda: 2):
+        assert timer_lines(option, found) == timers.get_all_timers_string(list(expected))
+
+
+def test_lines_name_their_kind(run, records):
+    lines = [json.loads(line) for line in (run[0] / "run" / "steps.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["ranks" if "ranks" in line else "step" for line in lines]
+    assert all(record["loss"] > 0 for record in records) and any(record["skipped"] for record in records)
 
 
 def test_every_step_is_in_the_file_once(records):
@@ -132,12 +161,20 @@ def test_tensorboard_has_megatrons_names(board, records):
     evaluations = {"lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl"}
     for name in stepwise | evaluations:
         assert {name, f"{name} vs samples"} <= tags, name
-    assert {"iteration-time", "throughput", "forward-time", "backward-time", "optimizer_step-time"} <= tags
+    assert {"iteration-time", "throughput", "forward-backward-time", "forward-compute-time", "backward-compute-time",
+            "batch-generator-time", "optimizer-time", "optimizer-inner-step-time", "data-time", "log-time"} <= tags
+    spent = [event.value for event in board.Scalars("forward-backward-time")]
+    assert 0 < max(spent) < max(record["ms"] for record in records) / 500, "seconds, as Megatron's"
     assert "micro_batch_size/text_summary" in board.Tags()["tensors"]
     losses = {event.step: event.value for event in board.Scalars("lm loss")}
-    assert losses == pytest.approx({r["iteration"]: r["loss"] for r in records if not r["skipped"]}, rel=1e-6)
+    assert losses == pytest.approx({r["iteration"]: r["loss"] for r in records}, rel=1e-6)
+    assert any(r["skipped"] for r in records), "whose loss is there too, as in Megatron"
+    norms = {event.step: event.value for event in board.Scalars("params-norm")}
+    assert list(norms) == list(range(1, 25)) and norms[24] != norms[23] > 1
+    assert [event.step for event in board.Scalars("params-norm vs samples")] == [4 * i for i in norms]
     assert [event.step for event in board.Scalars("lm loss vs samples")] == [4 * i for i in losses]
-    assert [event.step for event in board.Scalars("lm loss validation")] == [10, 20, 24]
+    assert [event.step for event in board.Scalars("lm loss validation")] == [10, 20, 24, 24], "of the test set last"
+    assert board.Scalars("lm loss test")[0].value == board.Scalars("lm loss validation")[-1].value
     assert {event.value for event in board.Scalars("world-size")} == {2.0}
 
 

@@ -31,19 +31,17 @@ class NoModel:
 
 
 class NoUpdate:
-    """Stands in for an Optimizer: goes through its phases; samples count as if every step had succeeded."""
+    """Stands in for an Optimizer: goes through its phases."""
 
     def __init__(self, device: torch.device):
         self.loss_scale, self._norm = torch.ones((), device=device), torch.ones((), device=device)
         self._skipped = torch.zeros((), dtype=torch.bool, device=device)
-        self._good_samples = torch.zeros((), dtype=torch.int64, device=device)
 
     def step(self, gradients: list[Tensor], samples: int, phase, divisor=None) -> Update:
         for part in (Phase.UNSCALE, Phase.CLIP_GRAD, Phase.OPTIMIZER_STEP):
             with phase(part):
                 pass
-        self._good_samples += samples
-        return Update(self._norm, self._skipped, self.loss_scale, self.loss_scale, self._good_samples)
+        return Update(self._norm, self._skipped, self.loss_scale, self.loss_scale, next_lr=self._norm)
 
 
 def empty_step(plan, replica, optimizer, make, computed=None) -> TrainingStep:

@@ -16,6 +16,9 @@ from megatron_lite.errors import UserError
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import count, duration, size
 
+# of --tokenizer-type: those whose files are byte for byte the same with and without Megatron's --legacy-tokenizer
+SAME_AS_LEGACY = ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
+
 
 def run(argv: list[str]):
     """Tokenize, or merge, as `argv` says and print what was written. UserError for a mistake."""
@@ -28,6 +31,9 @@ def run(argv: list[str]):
 
 
 def _preprocess(options: argparse.Namespace):
+    if options.legacy_tokenizer and options.tokenizer_type not in SAME_AS_LEGACY:
+        raise UserError(f"megatron-lite preprocess --legacy-tokenizer: Megatron's older {options.tokenizer_type} may put other ids "
+                        "around a text; leave it out for those of its newer one, or tokenize with Megatron-LM")
     tokenizer = tokenizer_of(options)
     started, progress = time.monotonic(), PreprocessLine()
 
@@ -54,6 +60,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
     add_tokenizer_flags(parser, TOKENIZER, "number of ids, for NullTokenizer and TikTokenizer")
+    add("--legacy-tokenizer", action="store_true", help=f"no effect: ids are the same; only for {', '.join(SAME_AS_LEGACY)}")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields of a jsonl object [text]")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize [%(default)s]")

@@ -107,7 +107,7 @@ class PrecisionArgs:
 
     fp16: bool = flag(False, "float16 model, fp32 masters, dynamic loss scale.")
     bf16: bool = flag(False, "bfloat16 model, fp32 masters, gradients accumulated in fp32.")
-    loss_scale: float | None = flag(None, "A fixed fp16 loss scale; dynamic when left out.")
+    loss_scale: float | None = flag(None, "A fixed fp16 loss scale; dynamic when left out or 0.")
     initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.")
     min_loss_scale: float = flag(1.0, "Floor of the dynamic loss scale.")
     loss_scale_window: float = flag(1000, "Clean iterations until the loss scale doubles.")
@@ -257,7 +257,7 @@ class WatchArgs:
     tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.")
     tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.")
     log_timers_to_tensorboard: bool = flag(
-        False, "Iteration times to TensorBoard, and each phase's: NAME-time of the slowest rank, NAME-time-min."
+        False, "Times to TensorBoard: of iterations, and --timing-log-level's in seconds, NAME-time and -min of ranks."
     )
     log_validation_ppl_to_tensorboard: bool = flag(False, "Validation perplexity to TensorBoard.")
     log_memory_to_tensorboard: bool = flag(False, "The GPU allocator's counters and host memory to TensorBoard.")

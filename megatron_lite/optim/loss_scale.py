@@ -53,7 +53,7 @@ def make_loss_scale(plan: Plan, device: torch.device) -> LossScale | None:
     p = plan.args.precision
     if plan.precision == "fp32":
         return None
-    if p.loss_scale is not None:
+    if p.loss_scale:  # 0 is Megatron's word for a dynamic one
         return LossScale(p.loss_scale, device)
     if plan.precision == "bf16":
         return None

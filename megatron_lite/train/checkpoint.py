@@ -22,7 +22,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.process_group import time_limit
 from megatron_lite.run_folder import RELEASE
-from megatron_lite.train.checkpoint_fit import require_optimizer, require_schedule, require_shape
+from megatron_lite.train.checkpoint_fit import require_optimizer, require_schedule, require_shape, rotary_note
 from megatron_lite.train.kernels import kernels_of, other_kernels
 from megatron_lite.train.loop import Progress
 
@@ -209,6 +209,8 @@ class Checkpoints:
             if schedule is not None:
                 self.optimizer.follow(LearningRatePlan(**schedule))
             self._load_everything(stored)
+        if note := rotary_note(path, record, self.plan):
+            self._say(note)
         if weights_only:
             return self._say(f"  loaded the weights of iteration {record.iteration}: {path}")
         progress.iteration = progress.started_at = record.iteration

@@ -9,6 +9,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
 
 # fields of a shape that may differ between a checkpoint and the run that loads it
+ROTARY_FACTOR = "rotary_seq_len_interpolation_factor"  # free where a file of Megatron-LM does not say whether it was applied
 FREE = {"hidden_dropout", "attention_dropout", "softmax_in_fp32", "query_key_layer_scaling", "init_method_std",
         "seq_length"}
 # the flags behind fields that are named otherwise
@@ -31,9 +32,19 @@ SCHEDULE_FLAGS = {
 def require_shape(path: Path, record: Record, plan: Plan):
     """CheckpointError if it holds another model."""
     mine = dataclasses.asdict(plan.shape)
-    wrong = _differences(mine, record.shape, SHAPE_FLAGS, FREE)
+    free = FREE if record.trainer == Record.trainer else FREE | {ROTARY_FACTOR}
+    wrong = _differences(mine, record.shape, SHAPE_FLAGS, free)
     if wrong:
         raise CheckpointError(f"--load {path}: holds another model ({wrong}); give its flags.")
+
+
+def rotary_note(path: Path, record: Record, plan: Plan) -> str | None:
+    """Of Megatron-LM's checkpoints, on a flag that some of its versions ignore; None where it is not given."""
+    factor = plan.shape.rotary_seq_len_interpolation_factor
+    if record.trainer == Record.trainer or factor is None:
+        return None
+    return (f"  note: --load {path}: Megatron-LM 0.16.1 takes --rotary-seq-len-interpolation-factor without passing it to its model, "
+            f"here positions are divided by {factor:g}; leave the flag out if that version trained these weights")
 
 
 def require_optimizer(path: Path, stored: Stored, plan: Plan):

@@ -7,9 +7,22 @@ from datetime import datetime
 from megatron_lite.phases import Phase
 from megatron_lite.units import MIB, count
 
-MAIN_PHASES = frozenset(
-    phase.value for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.GRAD_SYNC, Phase.OPTIMIZER_STEP)
-)
+OPTIMIZER = (Phase.UNSCALE, Phase.CLIP_GRAD, Phase.OPTIMIZER_STEP)
+BATCH = (Phase.DATA, Phase.DATA_TO_DEVICE)
+# name: (the --timing-log-level that asks for it, the phases in it). Source: training_log in Megatron-LM's megatron/training/training.py,
+# and where megatron-core 0.16.1 starts and stops its timers; after backward-compute those that Megatron has none for
+TIMERS = {
+    "forward-backward": (1, (*BATCH, Phase.FORWARD, Phase.BACKWARD, Phase.GRAD_SYNC)),
+    "all-grads-sync": (1, (Phase.GRAD_SYNC,)),
+    "optimizer-unscale-and-check-inf": (1, (Phase.UNSCALE,)),
+    "optimizer-clip-main-grad": (1, (Phase.CLIP_GRAD,)),
+    "optimizer-inner-step": (1, (Phase.OPTIMIZER_STEP,)),
+    "optimizer": (1, OPTIMIZER),
+    "batch-generator": (2, BATCH),
+    "forward-compute": (2, (*BATCH, Phase.FORWARD)),
+    "backward-compute": (2, (Phase.BACKWARD,)),
+    **{phase.value: (2, (phase,)) for phase in (Phase.DATA, Phase.FORWARD, Phase.LOG, Phase.EVAL, Phase.SAVE)},
+}
 
 
 @dataclass(frozen=True)
@@ -81,23 +94,29 @@ def memory_line(rank: int, iteration: int, stats: dict[str, int]) -> str:
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {parts}"
 
 
-def timed_phases(phases: dict[str, list[float]], level: int) -> dict[str, list[float]]:
-    """Those that --timing-log-level asks for: 1, the main ones; 2, all."""
-    return {name: times for name, times in phases.items() if level > 1 or name in MAIN_PHASES}
+def compute_timers(phases: dict[str, list[float]], level: int = 2) -> dict[str, list[float]]:
+    """TIMERS up to a --timing-log-level, from milliseconds of every rank by phase name, NaN where it has none: 0 in a timer. None
+    that is 0 on all ranks."""
+    found = {}
+    for name, (needed, parts) in TIMERS.items():
+        columns = [phases[part.value] for part in parts if part.value in phases]
+        of_ranks = [sum(ms for ms in row if not math.isnan(ms)) for row in zip(*columns)]
+        if needed <= level and any(of_ranks):
+            found[name] = of_ranks
+    return found
 
 
-def timer_lines(option: str, phases: dict[str, list[float]]) -> str:
-    """Megatron-LM's timer block. `phases`: milliseconds of every rank by phase name; NaN: it has none."""
+def timer_lines(option: str, found: dict[str, list[float]]) -> str:
+    """Megatron-LM's block of `compute_timers`; its least time is that of ranks that have one."""
     heads = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):",
              "all": "times across ranks (ms):"}
     lines = [heads[option]]
-    for name, of_ranks in phases.items():
-        times = [0.0 if math.isnan(ms) else ms for ms in of_ranks]
-        label = f"    {name} ".ljust(48, ".")
+    for name, of_ranks in found.items():
+        label = f"    {f'{name} ':.<48}"
         if option == "all":
-            lines += [f"{label} rank {rank}: {ms:.2f}" for rank, ms in enumerate(times)]
+            lines += [f"  {name}:", *(f"     rank {rank:2d}: {ms:.2f}" for rank, ms in enumerate(of_ranks) if ms)]
         elif option == "max":
-            lines.append(f"{label}: {max(times):.2f}")
+            lines.append(f"{label}: {max(of_ranks):.2f}")
         else:
-            lines.append(f"{label}: ({min(times):.2f}, {max(times):.2f})")
+            lines.append(f"{label}: ({min(filter(None, of_ranks)):.2f}, {max(of_ranks):.2f})")
     return "\n".join(lines)

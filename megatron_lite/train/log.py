@@ -11,15 +11,14 @@ from megatron_lite.estimate.flops import step_flops
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.timeline import StepTime, Timeline
 from megatron_lite.live_line import say
-from megatron_lite.parallel.data_parallel import parameters_norm
 from megatron_lite.train.clean_time import CleanTime
 from megatron_lite.train.console import (
     IntervalFigures,
+    compute_timers,
     evaluation_lines,
     iteration_line,
     memory_line,
     speed_line,
-    timed_phases,
     timer_lines,
 )
 from megatron_lite.train.loop import Progress
@@ -38,8 +37,8 @@ SECONDS_AHEAD = 5.0  # of steps, at most, that a killed process takes along
 class Log:
     """Every rank has one, since summing over ranks takes all of them; only the last rank's speaks and writes."""
 
-    def __init__(self, plan: Plan, meter: Meter, timeline: Timeline, parameters, run_dir: Path, progress: Progress):
-        self.plan, self.meter, self._timeline, self._parameters = plan, meter, timeline, parameters
+    def __init__(self, plan: Plan, meter: Meter, timeline: Timeline, run_dir: Path, progress: Progress):
+        self.plan, self.meter, self._timeline = plan, meter, timeline
         self._progress = progress
         self._speaks = plan.world.is_last
         self._tensorboard = TensorBoard(plan) if self._speaks and plan.args.watch.tensorboard_dir else None
@@ -47,7 +46,6 @@ class Log:
         self._line = ProgressLine(progress.iteration, plan.train_iters, self._speaks)
         self._unwritten: list[StepFigures] = []
         self._ahead, self._written_at = 0, time.monotonic()  # the last iteration written ahead of its console line
-        self._params_norm: float | None = None
         self._peak = peak_tflops(torch.cuda.get_device_name(), plan.precision) if plan.device == "cuda" else None
         self._worth_saying = WorthSaying()
         self._time = CleanTime(timeline)
@@ -94,7 +92,7 @@ class Log:
     def evaluation(self, title: str, which: str, loss: float):
         """The result of one evaluation: `which` is validation or test."""
         self.say(evaluation_lines(title, loss))
-        if self._tensorboard:
+        if self._tensorboard and not self.plan.args.training.skip_train:  # as in Megatron, whose curves are those of training
             self._tensorboard.evaluation(which, loss, self._progress.iteration, self._progress.consumed)
             self._tensorboard.flush()
 
@@ -103,13 +101,11 @@ class Log:
         self._time.start()
 
     def _report(self):
-        w = self.plan.args.watch
         figures, times = self.meter.take(), self._timeline.take()
         self._time.lap()
         self._interval += figures
         self._unwritten += figures
         self._write_steps(times)  # first: what follows may fail
-        self._params_norm = parameters_norm(self._parameters).item() if w.log_params_norm else None
         if self._speaks:
             self._say_interval(self._interval)
         if self._timeline.detailed and self._progress.step > 1:  # else no step is over, on no rank
@@ -118,7 +114,7 @@ class Log:
 
     def _say_interval(self, steps: list[StepFigures]):
         w, last, seconds = self.plan.args.watch, steps[-1], self._time.seconds
-        losses = [s.loss for s in steps if s.loss is not None]
+        losses = [s.loss for s in steps if not s.skipped]
         averaged = self._time.averaged([s.iteration for s in steps])
         samples = sum(s.batch_size for s in steps if s.iteration in averaged)
         causal, full = (
@@ -130,15 +126,12 @@ class Log:
             seconds_per_iteration=seconds / len(averaged), tflops_per_gpu=causal, learning_rate=last.next_lr,
             batch_size=last.batch_size, loss=sum(losses) / len(losses) if losses else None,
             loss_scale=last.next_loss_scale, grad_norm=None if last.skipped else last.grad_norm,
-            zeros=last.zeros if w.log_num_zeros_in_grad else None, params_norm=self._params_norm,
+            zeros=last.zeros if w.log_num_zeros_in_grad else None, params_norm=last.params_norm if w.log_params_norm else None,
             skipped=sum(s.skipped for s in steps), nan=sum(not math.isfinite(s.loss_sum) for s in steps),
         ), w.log_throughput))
         self.say(speed_line(samples * self.plan.shape.seq_length / seconds, causal, full, self._peak))
         if self._time.left_out:
             self.say(self._time.words())
-        if self._tensorboard and self._params_norm is not None:
-            self._tensorboard.interval(last.iteration, {"params-norm": self._params_norm})
-            self._tensorboard.interval(last.consumed, {"params-norm vs samples": self._params_norm})
         if self._tensorboard and (w.log_timers_to_tensorboard or w.log_throughput) and not self._time.nothing_clean:
             self._tensorboard.interval(last.iteration, {"throughput": causal})
 
@@ -175,7 +168,7 @@ class Log:
         for line in self._worth_saying.of(figures, disturbed=all(one.disturbed for one in times)):
             self.say(line)
         if w.timing_log_level:
-            self.say(timer_lines(w.timing_log_option, timed_phases(figures.mean_ms, w.timing_log_level)))
+            self.say(timer_lines(w.timing_log_option, compute_timers(figures.mean_ms, w.timing_log_level)))
         if self._tensorboard:
             self._tensorboard.ranks(self._progress.iteration, figures)
 

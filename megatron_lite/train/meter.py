@@ -31,12 +31,13 @@ class StepFigures:
     next_loss_scale: float
     next_lr: float
     zeros: float
+    params_norm: float
     local: bool = False  # the loss is this rank's, though there are others
 
     @property
-    def loss(self) -> float | None:
-        """Mean loss per token in nats; None for a skipped step."""
-        return None if self.skipped else self.loss_sum / max(self.tokens, 1)
+    def loss(self) -> float:
+        """Mean loss per token in nats, also of a skipped step."""
+        return self.loss_sum / max(self.tokens, 1)
 
 
 class Meter:
@@ -52,7 +53,7 @@ class Meter:
         """Take a step's figures in, and look at those of the step before last."""
         u = result.update
         values = (result.loss_sum, result.tokens, u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale,
-                  u.next_lr, result.zeros)
+                  u.next_lr, result.zeros, result.params_norm)
         self._readback.push((progress.iteration, progress.consumed, result.samples), values)
         self.settle(LAG)
 
@@ -64,7 +65,7 @@ class Meter:
         for key, values in self._readback.pop(lag):
             figures = self._figures(key, values)
             self._steps.append(figures)
-            self.latest_loss = figures.loss
+            self.latest_loss = None if figures.skipped else figures.loss
             if figures.skipped and self._must_look():
                 self._stop_if_diverged(figures)
 
@@ -98,9 +99,9 @@ class Meter:
 
     def _figures(self, key: tuple[int, int, int], values: list[float]) -> StepFigures:
         iteration, consumed, samples = key
-        loss_sum, tokens, norm, skipped, scale, next_scale, next_lr, zeros = values
+        loss_sum, tokens, norm, skipped, scale, next_scale, next_lr, *others = values
         return StepFigures(
-            iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale, next_lr, zeros
+            iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale, next_lr, *others
         )
 
     def _must_look(self) -> bool:

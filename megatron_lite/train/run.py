@@ -58,7 +58,7 @@ def run(
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
     make = BatchMaker(plan, device, eod)
-    log = Log(plan, Meter(plan, optimizer, device), timeline, replica.parameters, run_dir, progress)
+    log = Log(plan, Meter(plan, optimizer, device), timeline, run_dir, progress)
     with log, checkpoints:
         validation = Evaluation(plan, model, feed.validation(progress), make, log) if feed.has_validation else None
         saving = Saving(plan, checkpoints, log, loaded=progress.iteration)

@@ -11,7 +11,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.data.batch import Batch, make_batch
 from megatron_lite.data.to_device import ToDevice
 from megatron_lite.optim.optimizer import Optimizer, Update
-from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.parallel.data_parallel import DataParallel, parameters_norm
 from megatron_lite.parallel.own_backward import call_when_computed
 from megatron_lite.phases import Phase
 
@@ -25,6 +25,7 @@ class StepResult:
     tokens: Tensor  # unmasked tokens of this rank
     update: Update
     zeros: Tensor  # zeros among the gradients; 0 unless asked for
+    params_norm: Tensor  # L2 norm of the updated parameters; 0 unless asked for
 
 
 class BatchMaker:
@@ -95,7 +96,7 @@ class TrainingStep:
         zeros = self._zeros(gradients)
         update = self.optimizer.step(gradients, samples, phase, divisor)
         self.replica.clear()
-        return StepResult(samples, sums[0], sums[1], update, zeros)
+        return StepResult(samples, sums[0], sums[1], update, zeros, self._params_norm())
 
     def _divisor(self, tokens: Tensor) -> Tensor | None:
         """With --calculate-per-token-loss: gradients are sums over tokens, averaged over ranks."""
@@ -105,6 +106,11 @@ class TrainingStep:
         with torch.no_grad():
             dist.all_reduce(total)
         return (total / self.plan.world.size).clamp(min=1)
+
+    def _params_norm(self) -> Tensor:
+        if not self.plan.args.watch.log_params_norm:
+            return torch.zeros((), device=self.make.device)
+        return parameters_norm(self.replica.parameters)
 
     def _zeros(self, gradients: list[Tensor]) -> Tensor:
         if not self.plan.args.watch.log_num_zeros_in_grad:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from megatron_lite.instruments.timeline import StepTime
-from megatron_lite.run_folder import STEPS_FILE
+from megatron_lite.run_folder import RANKS_KIND, STEP_KIND, STEPS_FILE
 from megatron_lite.train.meter import StepFigures
 from megatron_lite.train.rank_figures import RankFigures
 
@@ -36,7 +36,7 @@ class StepsFile:
     def write_ranks(self, figures: RankFigures):
         """One interval of all ranks, as run_folder says."""
         self._take_back()
-        self._append({"ranks": figures.record()})
+        self._append({"kind": RANKS_KIND, "ranks": figures.record()})
 
     def flush(self):
         """Everything so far to the operating system, which keeps it when this process is killed."""
@@ -57,6 +57,7 @@ class StepsFile:
 
 def _record(figures: StepFigures, time: StepTime) -> dict:
     record = {
+        "kind": STEP_KIND,
         "iteration": figures.iteration,
         "step": time.step,
         "consumed_samples": figures.consumed,

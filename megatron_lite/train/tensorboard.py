@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.train.console import perplexity
+from megatron_lite.train.console import compute_timers, perplexity
 from megatron_lite.train.meter import StepFigures
 from megatron_lite.train.rank_figures import RankFigures
 
@@ -34,6 +34,7 @@ class TensorBoard:
             "loss-scale": f.next_loss_scale if w.log_loss_scale_to_tensorboard else None,
             "grad-norm": None if f.skipped else f.grad_norm,
             "num-zeros": f.zeros if w.log_num_zeros_in_grad else None,
+            "params-norm": f.params_norm if w.log_params_norm else None,
             "world-size": self.plan.world.size if w.log_world_size_to_tensorboard else None,
             "iteration-time": seconds if w.log_timers_to_tensorboard else None,
         }
@@ -48,12 +49,11 @@ class TensorBoard:
             self._writer.add_scalar(name, value, iteration)
 
     def ranks(self, iteration: int, f: RankFigures):
-        """Phase times (ms per iteration) and memory of an interval. Megatron's NAME-time is the slowest rank's."""
+        """Times and memory of an interval. Megatron's NAME-time is the slowest rank's, in seconds per iteration."""
         w, scalars = self.plan.args.watch, {}
         if w.log_timers_to_tensorboard:
-            for name, of_ranks in f.mean_ms.items():
-                times = [ms for ms in of_ranks if not math.isnan(ms)]
-                scalars |= {f"{name}-time": max(times), f"{name}-time-min": min(times)}
+            for name, times in compute_timers(f.mean_ms).items():
+                scalars |= {f"{name}-time": max(times) / 1000, f"{name}-time-min": min(filter(None, times)) / 1000}
         if w.log_memory_to_tensorboard:
             most = {"host-memory-bytes": f.host_memory_bytes, "mem-step-peak-bytes": f.peak_memory_bytes}
             scalars |= {name: max(values) for name, values in most.items() if not any(map(math.isnan, values))}
@@ -69,10 +69,12 @@ class TensorBoard:
         })
 
     def evaluation(self, which: str, loss: float, iteration: int, consumed: int):
-        """'validation' or 'test' loss, and its perplexity if asked for."""
-        scalars = {f"lm loss {which}": loss}
-        if self.plan.args.watch.log_validation_ppl_to_tensorboard:
-            scalars[f"lm loss {which} ppl"] = perplexity(loss)
+        """'validation' or 'test' loss, and its perplexity if asked for. Megatron has one name for both, ours beside it."""
+        scalars = {}
+        for kind in dict.fromkeys(("validation", which)):
+            scalars[f"lm loss {kind}"] = loss
+            if self.plan.args.watch.log_validation_ppl_to_tensorboard:
+                scalars[f"lm loss {kind} ppl"] = perplexity(loss)
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
             self._writer.add_scalar(f"{name} vs samples", value, consumed)

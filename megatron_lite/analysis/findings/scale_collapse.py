@@ -25,7 +25,7 @@ FEWEST_STEPS = 20
 
 def find(facts: Facts) -> Finding | None:
     run = facts.run
-    if run is None or facts.plan.get("precision") not in (None, "fp16") or argument(facts, "loss_scale") is not None:
+    if run is None or facts.plan.get("precision") not in (None, "fp16") or argument(facts, "loss_scale"):
         return None
     settled = run.loss_scale[run.skipped.index(False) :] if False in run.skipped else run.loss_scale
     known = [scale for scale in settled if not math.isnan(scale) and scale > 0]

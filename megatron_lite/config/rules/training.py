@@ -92,7 +92,7 @@ def precision_rules(args: Args, world: World) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one."
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         value = getattr(p, name)
-        if value is not None and value <= 0:
+        if value is not None and (value < 0 or not value and name != "loss_scale"):
             yield f"--{name.replace('_', '-')} {value:g}: must be above 0."
     if 0 < p.initial_loss_scale < p.min_loss_scale:
         yield (f"--min-loss-scale {p.min_loss_scale:g} exceeds --initial-loss-scale {p.initial_loss_scale:g}; "
