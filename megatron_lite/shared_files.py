@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+NOT_REGULAR = "Not a regular file"
+
+
 class Lock(enum.Enum):
     """The answer to a request for a lock."""
 
@@ -22,10 +25,17 @@ def open_regular(path: str | Path, flags: int, *, follow_link: bool = False) -> 
     """The descriptor of a regular file. OSError, at once, for a pipe, a device or a folder, and for a link unless followed."""
     follow = 0 if follow_link else os.O_NOFOLLOW
     # a pipe without a peer would block the opening itself
-    file = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+    try:
+        file = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # what the kernel says of a link, and of a pipe that nobody reads
+            raise OSError(errno.EINVAL, NOT_REGULAR, str(path)) from None
+        raise
+    kind = os.fstat(file).st_mode
+    if not stat.S_ISREG(kind):
         os.close(file)
-        raise OSError(errno.EINVAL, "Not a regular file")
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path)) if stat.S_ISDIR(kind) else OSError(
+            errno.EINVAL, NOT_REGULAR, str(path))
     return file
 
 
