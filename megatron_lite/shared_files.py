@@ -9,7 +9,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-
 NOT_REGULAR = "Not a regular file"
 
 
