@@ -1,4 +1,4 @@
-"""Files in folders that other processes, and other people, write to: opened without waiting, read within a bound, locked."""
+"""Files in folders that others write to, too: opened without waiting, read within a bound, locked."""
 
 import contextlib
 import enum
@@ -21,7 +21,7 @@ class Lock(enum.Enum):
 
 
 def open_regular(path: str | Path, flags: int, *, follow_link: bool = False) -> int:
-    """The descriptor of a regular file. OSError, at once, for a pipe, a device or a folder, and for a link unless followed."""
+    """The descriptor of a regular file. OSError, at once, for a pipe, a device, a folder, and a link unless followed."""
     follow = 0 if follow_link else os.O_NOFOLLOW
     # a pipe without a peer would block the opening itself
     try:
