@@ -79,8 +79,9 @@ def iteration_of(name: str) -> int | None:
 def write_atomically(path: Path, text: str):
     """All of `text` or the old file: never a half-written one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")  # one name: what a killed process left is written over
-    with open(temporary, "w", encoding="utf-8") as file:
+    temporary = path.with_name(f".{path.name}.partial")  # one name: what a killed process left is replaced
+    temporary.unlink(missing_ok=True)  # not opened: in a folder of several people it may be a link, or a pipe
+    with open(temporary, "x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Files in folders that other processes, and other people, write to: opened without waiting, read within a bound, locked."""
+"""Files in folders that others write to, too: opened without waiting, read within a bound, locked."""
 
 import contextlib
 import enum
@@ -8,6 +8,8 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+NOT_REGULAR = "Not a regular file"
 
 
 class Lock(enum.Enum):
@@ -19,13 +21,20 @@ class Lock(enum.Enum):
 
 
 def open_regular(path: str | Path, flags: int, *, follow_link: bool = False) -> int:
-    """The descriptor of a regular file. OSError, at once, for a pipe, a device or a folder, and for a link unless followed."""
+    """The descriptor of a regular file. OSError, at once, for a pipe, a device, a folder, and a link unless followed."""
     follow = 0 if follow_link else os.O_NOFOLLOW
     # a pipe without a peer would block the opening itself
-    file = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+    try:
+        file = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # what the kernel says of a link, and of a pipe that nobody reads
+            raise OSError(errno.EINVAL, NOT_REGULAR, str(path)) from None
+        raise
+    kind = os.fstat(file).st_mode
+    if not stat.S_ISREG(kind):
         os.close(file)
-        raise OSError(errno.EINVAL, "Not a regular file")
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path)) if stat.S_ISDIR(kind) else OSError(
+            errno.EINVAL, NOT_REGULAR, str(path))
     return file
 
 

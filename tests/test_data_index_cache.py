@@ -398,6 +398,15 @@ def test_who_comes_to_the_lock_as_another_finishes_does_not_build_again(indexed,
     assert isinstance(dataset(indexed, cache).sample_index, np.memmap)
 
 
+def test_a_pipe_among_the_files_is_damage(indexed, cache, tmp_path, heard):
+    for name in ("description", *NAMES):
+        path = entry_files(indexed, cache, tmp_path)[name]
+        path.unlink()
+        os.mkfifo(path)
+        assert_same(dataset(indexed, cache), dataset(indexed))
+        assert len(heard) == 1 and "Not a regular file" in heard.pop() and path.is_file()
+
+
 @pytest.mark.parametrize("taken_again", [True, False])
 def test_a_lock_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch, taken_again):
     path, flock = tmp_path / "lock", fcntl.flock

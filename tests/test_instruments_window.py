@@ -1,7 +1,10 @@
 """The window's counts, what averages leave out, and windows that are asked for while a run goes on."""
 
 import json
+import os
 import re
+import resource
+import signal
 import time
 from pathlib import Path
 from statistics import median
@@ -12,6 +15,7 @@ from snapshots import steps_in_snapshot
 from traces import events, steps_in, steps_of, trace_files
 
 from megatron_lite.config.world import World
+from megatron_lite.errors import UserError
 from megatron_lite.instruments import on_demand
 from megatron_lite.instruments.base import Instrument, Instruments
 from megatron_lite.instruments.choose import choose
@@ -21,6 +25,8 @@ from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.timeline import StepTime, Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.instruments.window import Window
+from megatron_lite.run_folder import write_atomically
+from megatron_lite.train.steps_file import StepsFile
 
 ALL = "megatron_lite.instruments.on_demand."
 
@@ -181,8 +187,8 @@ def test_a_live_run_is_profiled_on_demand(tmp_path, eager):
 @pytest.mark.parametrize(
     ("requests", "said", "left"),
     [
-        ({"at2": "many"}, "profile.now: 'many' is no number of steps from 1 to 1000; leave the file empty", False),
-        ({"at2": "0"}, "profile.now: '0' is no number of steps", False),
+        ({"at2": "many"}, "profile.now: holds no number of steps from 1 to 1000, so nothing is profiled; make it an empty", False),
+        ({"at2": "0"}, "profile.now: holds no number of steps", False),
         ({"at7": ""}, "profile.now: the run ends before step 10, so nothing is profiled.", False),
         ({"at8": ""}, "profile.now came too late for this run and stays", True),
     ],
@@ -191,6 +197,93 @@ def test_a_request_that_cannot_be_met_is_answered(tmp_path, eager, requests, sai
     _, out = quietly(flags("--train-iters 8"), tmp_path, [Asks(tmp_path, **requests)])
     assert out.count(said) == 1 and captures(tmp_path) == [], out
     assert (tmp_path / "profile.now").exists() == left
+
+
+def put_pipe(path: Path):
+    os.mkfifo(path)
+
+
+def put_endless(path: Path):
+    path.symlink_to("/dev/zero")
+
+
+def put_secret(path: Path):
+    (path.parent / "secret").write_text("swordfish")
+    path.symlink_to(path.parent / "secret")
+
+
+def put_huge(path: Path):
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+HOSTILE = [put_pipe, put_endless, put_secret, put_huge, os.mkdir, lambda path: path.symlink_to("nowhere")]
+
+
+@pytest.fixture
+def watcher_of(tmp_path, eager):
+    """A rank's watcher of requests, and what it says."""
+    def make(world: World) -> tuple[OnDemand, list[str]]:
+        said = []
+        members = choose(plan_of(flags("--train-iters 99"), world), tmp_path, Timeline(), said.append)
+        [watcher] = [member for member in members if isinstance(member, OnDemand)]
+        return watcher, said
+
+    # what blocks, or eats memory, is to end here
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, limits[1]))
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.alarm(100)
+    yield make
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("put", HOSTILE)
+def test_a_request_that_is_a_trap_is_refused_once(tmp_path, watcher_of, put):
+    watcher, said = watcher_of(World())
+    put(tmp_path / "profile.now")
+    for step in (3, 4, 5):
+        watcher.begin(step)
+    watcher.close(None)
+    [line] = said
+    wrong = r"holds no number of steps from 1 to 1000|cannot be read \((Not a regular file|Is a directory)\)"
+    assert re.fullmatch(rf"\S+/profile.now: ({wrong}), so nothing is profiled; make it an empty file for 2 steps, or .*", line)
+    assert "swordfish" not in line and not watcher.window.on_demand
+    assert os.path.lexists(tmp_path / "profile.now") == (put is os.mkdir)
+    if put is os.mkdir:
+        (tmp_path / "profile.now").rmdir()
+        watcher.begin(6)
+    (tmp_path / "profile.now").touch()
+    watcher.begin(7)
+    assert len(said) == 2 and "taken: profiling" in said[1]
+
+
+@pytest.mark.parametrize("put", HOSTILE)
+def test_an_answer_that_is_a_trap_is_not_heeded(tmp_path, watcher_of, put):
+    """Ranks that follow read it; the leading one replaces it."""
+    watcher, said = watcher_of(World(rank=1, size=2, local_rank=1, local_size=2))
+    put(tmp_path / "profile.next")
+    watcher.begin(3)
+    assert said == [] and not watcher.window.on_demand
+
+
+@pytest.mark.parametrize("put", HOSTILE[:3])
+def test_a_trap_beside_a_file_that_is_replaced_is_removed(tmp_path, watcher_of, put):
+    put(tmp_path / ".profile.next.partial")
+    write_atomically(tmp_path / "profile.next", "7 9")
+    assert (tmp_path / "profile.next").read_text() == "7 9" and "7" not in "".join(
+        path.read_text() for path in tmp_path.glob("secret"))
+
+
+@pytest.mark.parametrize("put", [*HOSTILE[:3], os.mkdir])
+def test_a_steps_file_that_is_a_trap_ends_the_run_in_one_line(tmp_path, watcher_of, put):
+    put(tmp_path / "steps.jsonl")
+    with pytest.raises(UserError, match=r"^\S+/steps.jsonl: cannot be written \((Not a regular file|Is a directory)\); move it away"):
+        StepsFile(tmp_path)
 
 
 GPU, UNDER_NSYS, BOTH = World(gpus=1), World(under_nsys=True), World(gpus=1, under_nsys=True)

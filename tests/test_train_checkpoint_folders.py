@@ -81,10 +81,19 @@ def test_a_tracker_as_an_editor_leaves_it(copy, tmp_path):
     assert resume(tmp_path, "--load", copy)[0] == [5, 6, 7, 8]
 
 
-def test_a_tracker_that_cannot_be_read(copy, tmp_path):
+@pytest.mark.parametrize("make, reason", [(os.mkdir, "Is a directory"), (os.mkfifo, "Not a regular file"),
+                                          (lambda path: path.symlink_to("/dev/zero"), "Not a regular file")])
+def test_a_tracker_that_cannot_be_read(copy, tmp_path, make, reason):
     (copy / TRACKER_FILE).unlink()
-    (copy / TRACKER_FILE).mkdir()
-    assert f"{TRACKER_FILE} cannot be read (Is a directory)" in refusal(tmp_path, "--load", copy)
+    make(copy / TRACKER_FILE)
+    assert f"{TRACKER_FILE} cannot be read ({reason})" in refusal(tmp_path, "--load", copy)
+
+
+def test_a_tracker_behind_a_link(copy, tmp_path):
+    """As in the caches of downloads."""
+    os.replace(copy / TRACKER_FILE, tmp_path / "blob")
+    (copy / TRACKER_FILE).symlink_to(tmp_path / "blob")
+    assert resume(tmp_path, "--load", copy)[0] == [7, 8]
 
 
 def test_a_step_that_no_file_name_holds(copy, tmp_path):

@@ -35,7 +35,7 @@ UNFINISHED, PREVIOUS, RETIRED = ".unfinished", ".previous", ".retired"  # ending
 REMAINS = {UNFINISHED, RETIRED}
 PIECE = 2**22  # bytes read at once for a checksum
 LOCK_FILE = ".lock"  # of the run that saves here: HOST, process PID, since TIME
-MAX_HOLDER_BYTES = 200
+MAX_HOLDER_BYTES, MAX_LINE_BYTES = 200, 1000  # read of a file that holds a line
 SECONDS_BETWEEN_LOOKS = 0.2
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -186,7 +186,7 @@ def newest(source: Path) -> Slot | None:
     if announced is not None:
         return announced
     try:
-        text = (source / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        text = _read_tracker(source).strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     if text == RELEASE:
@@ -280,7 +280,7 @@ def _announced(source: Path) -> Slot | None:
     A tracker that was edited since is somebody's wish to go back.
     """
     try:
-        name, mark, tracked = (source / ANNOUNCEMENT_FILE).read_text(encoding="utf-8").split()
+        name, mark, tracked = read_bounded(source / ANNOUNCEMENT_FILE, MAX_LINE_BYTES).split()
         slot = Slot(source, name)
         return slot if _mark(slot.final) == mark and _tracked(source) == tracked else None
     except (OSError, ValueError):
@@ -294,9 +294,14 @@ def _mark(folder: Path) -> str:
 def _tracked(source: Path) -> str:
     """The tracker's text as one word."""
     try:
-        return hashlib.sha256((source / TRACKER_FILE).read_bytes()).hexdigest()
+        return hashlib.sha256(_read_tracker(source).encode()).hexdigest()
     except FileNotFoundError:
         return "nothing"
+
+
+def _read_tracker(source: Path) -> str:
+    """OSError if it is no file. A link is followed: caches of downloads keep their files behind links."""
+    return read_bounded(source / TRACKER_FILE, MAX_LINE_BYTES, follow_link=True)
 
 
 def _folders(source: Path) -> Iterator[Path]:

@@ -20,9 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lite.run_folder import sync_folder
+from megatron_lite.shared_files import open_regular, read_bounded
 
 FORMAT = "megatron_lite index cache 1"
 BLOCK_BYTES = 1 << 20  # a checksum each
+MAX_DESCRIPTION_BYTES = 1 << 26  # checksums of 8 TiB
 MOST_BLOCKS = 1 << 10  # checked when an entry is opened: a GiB, so all of nearly every entry
 
 Arrays = dict[str, np.ndarray]
@@ -70,7 +72,7 @@ class IndexFiles:
         Checked: the description, the sizes, each array's type and shape, and checksums of up to a GiB.
         """
         try:
-            described = json.loads(self.description.read_text(encoding="utf-8"))
+            described = json.loads(read_bounded(self.description, MAX_DESCRIPTION_BYTES, follow_link=True))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
@@ -107,7 +109,7 @@ class IndexFiles:
     def _open_array(self, name: str, facts) -> np.ndarray:
         path = self.path(name)
         try:
-            with open(path, "rb") as file, _mapped(file) as data:
+            with os.fdopen(open_regular(path, os.O_RDONLY, follow_link=True), "rb") as file, _mapped(file) as data:
                 _check_bytes(path.name, data, facts)
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:

@@ -44,7 +44,8 @@ def write_snapshot(path: Path, snapshot: dict):
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
             pickle.dump(snapshot, file, protocol=PROTOCOL)
         os.replace(temporary, path)
     except BaseException:

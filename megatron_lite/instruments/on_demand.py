@@ -8,11 +8,13 @@ from pathlib import Path
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.window import Window
 from megatron_lite.run_folder import write_atomically
+from megatron_lite.shared_files import read_bounded
 
 REQUEST = "profile.now"  # the user's: empty, or the number of steps
 ANSWER = "profile.next"  # of the rank that took it: "FIRST STOP", for the other ranks
 SECONDS_BETWEEN_LOOKS = 0.2  # a folder on a network may take milliseconds to answer
 HOSTS_APART = 5  # steps, at most: every rank reads back results that are two steps old, which need all ranks
+MAX_BYTES = 100  # read of either: other people may write to the folder
 MOST_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held in memory until the end
 
 
@@ -31,6 +33,7 @@ class OnDemand(Instrument):
         self._last_step, self._tell, self._records = last_step, tell, records  # last_step(): of this run
         self._scheduled = range(window.first, window.last + 1)
         self._seen = None  # the answer that was heeded
+        self._stays = False  # the request that was heeded, as it cannot be removed
         self._looked_at, self._looked_in_step = time.monotonic(), 0
 
     def open(self):
@@ -54,11 +57,13 @@ class OnDemand(Instrument):
     def close(self, error: BaseException | None):
         if self._leads:
             self._answer.unlink(missing_ok=True)
-            if os.access(self._request, os.F_OK):
+            if os.path.lexists(self._request) and not self._stays:
                 self._tell(f"{self._request} came too late for this run and stays; the next run will take it.")
 
     def _lead(self, step: int, pace: float):
-        if not os.access(self._request, os.F_OK):  # returns sooner than stat raises
+        there = os.path.lexists(self._request)
+        self._stays = self._stays and there
+        if not there or self._stays:
             return
         length = self._take()
         if length is None:
@@ -82,22 +87,32 @@ class OnDemand(Instrument):
         self._tell(f"{self._request} taken: {self._records} {self.window.words()}.")
 
     def _take(self) -> int | None:
-        """The number of steps asked for; None if it cannot be read. The file is gone afterwards."""
-        text = self._request.read_text(encoding="utf-8", errors="replace").strip()
-        self._request.unlink()
+        """The number of steps asked for; None if it cannot be read. The file is gone afterwards, if it can be removed.
+
+        What it holds is never repeated: it may be a link to a secret that its maker cannot read, but this process can.
+        """
+        wrong = f"holds no number of steps from 1 to {MOST_STEPS}"
+        try:
+            text = read_bounded(self._request, MAX_BYTES).strip()
+        except OSError as error:
+            text, wrong = "?", f"cannot be read ({error.strerror})"
+        try:
+            self._request.unlink()
+        except OSError:
+            self._stays = True
         if not text:
             return self._length
         if text.isdecimal() and 0 < int(text) <= MOST_STEPS:
             return int(text)
-        self._tell(f"{self._request}: {text[:40]!r} is no number of steps from 1 to {MOST_STEPS}; "
-                   f"leave the file empty for {self._length}, or write one into it.")
+        self._tell(f"{self._request}: {wrong}, so nothing is profiled; make it an empty file for {self._length} steps, or write "
+                   "their number into it.")
         return None
 
     def _follow(self, step: int):
-        if not os.access(self._answer, os.F_OK):
+        if not os.path.lexists(self._answer):
             return
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            first, stop = map(int, self._answer.read_text(encoding="utf-8").split())
+        with contextlib.suppress(OSError, ValueError):
+            first, stop = map(int, read_bounded(self._answer, MAX_BYTES).split())
             if self._seen == (first, stop):
                 return
             self._seen = first, stop

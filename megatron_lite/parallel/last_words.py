@@ -7,6 +7,9 @@ from pathlib import Path
 
 from megatron_lite.parallel.post import Post
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, write_atomically
+from megatron_lite.shared_files import read_bounded
+
+MAX_RECORD_BYTES = 2**24
 
 
 def write_posts(folder: Path, line: str, posts: dict[int, Post]):
@@ -18,7 +21,7 @@ def write_posts(folder: Path, line: str, posts: dict[int, Post]):
 def end_record(folder: Path, line: str):
     """RUN/run.json says how the run ended, if nobody has said so yet."""
     path = folder / RUN_FILE
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = json.loads(read_bounded(path, MAX_RECORD_BYTES))
     if record.get("status") == "running":
         ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         record |= {"status": f"failed: RanksError: {line}", "ended": ended}

@@ -22,6 +22,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.process_group import time_limit
 from megatron_lite.run_folder import RELEASE
+from megatron_lite.shared_files import open_regular
 from megatron_lite.train.checkpoint_fit import require_optimizer, require_schedule, require_shape, rotary_note
 from megatron_lite.train.kernels import kernels_of, other_kernels
 from megatron_lite.train.loop import Progress
@@ -172,7 +173,7 @@ class Checkpoints:
     def _log_progress(self, record: Record, written: Path):
         path = written.parent / "progress.txt"
         try:
-            with open(path, "a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", opener=open_regular) as file:
                 file.write(f"iteration {record.iteration}, {record.consumed} samples: {written.name}\n")
         except OSError as error:
             self._say(f"  warning: --log-progress: {path} cannot be written ({error.strerror}); the checkpoint is complete.")

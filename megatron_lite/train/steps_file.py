@@ -9,8 +9,10 @@ import math
 import os
 from pathlib import Path
 
+from megatron_lite.errors import UserError
 from megatron_lite.instruments.timeline import StepTime
 from megatron_lite.run_folder import RANKS_KIND, STEP_KIND, STEPS_FILE
+from megatron_lite.shared_files import open_regular
 from megatron_lite.train.meter import StepFigures
 from megatron_lite.train.rank_figures import RankFigures
 
@@ -19,7 +21,11 @@ class StepsFile:
     """Appends, so that a resumed run goes on in the same file."""
 
     def __init__(self, run_dir: Path):
-        self._file = open(run_dir / STEPS_FILE, "ab")
+        try:
+            self._file = open(run_dir / STEPS_FILE, "ab", opener=open_regular)
+        except OSError as error:
+            raise UserError(f"{run_dir / STEPS_FILE}: cannot be written ({error.strerror}); move it away, or give another "
+                            "--run-dir.") from None
         self._kept: int | None = None  # bytes of the file before what was written ahead; None: nothing was
 
     def write(self, figures: StepFigures, time: StepTime):
