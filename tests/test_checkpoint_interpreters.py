@@ -40,13 +40,17 @@ def mine(tmp_path_factory) -> Path:
 @pytest.mark.untimed
 @pytest.mark.parametrize("python", find_interpreters(), ids=str)
 def test_a_run_and_its_checkpoints(python, mine, tmp_path):
-    asked = subprocess.run([python, "-c", ASK], check=False, capture_output=True, text=True, timeout=600, env=environment())
+    asked = subprocess.run(
+        [python, "-c", ASK], check=False, capture_output=True, text=True, timeout=600, env=environment()
+    )
     version = asked.stdout.strip() or "a Python that does not start"
     if asked.returncode or not "3.10" <= version[:4] <= "3.13":
         pytest.skip(f"{python} is {version}; {(asked.stderr.splitlines() or ['not 3.10 to 3.13'])[-1]}")
 
     def run(*words):
-        ended = subprocess.run([python, *words], check=False, capture_output=True, text=True, timeout=600, env=environment(), cwd=tmp_path)
+        ended = subprocess.run(
+            [python, *words], check=False, capture_output=True, text=True, timeout=600, env=environment(), cwd=tmp_path
+        )
         assert ended.returncode == 0, (version, words, ended.stdout[-2000:], ended.stderr[-2000:])
 
     def train(name, *words):
