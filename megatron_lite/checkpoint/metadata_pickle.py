@@ -1,0 +1,203 @@
+"""Reads torch.distributed.checkpoint's .metadata file, a pickle, without unpickling it.
+
+The opcodes are followed as data: a class or function that the file names becomes an `_Object`, which remembers what it
+would be made from. Nothing is imported, called or assigned to. torch's Metadata is then made from values of checked types.
+"""
+
+import pickletools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+# enough for 600,000 tensors
+MAX_BYTES = 2**27
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+FORMS = "torch.distributed.checkpoint.metadata."
+PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
+# opcodes that push their argument, or a constant
+INTEGERS = {"BININT", "BININT1", "BININT2", "LONG1"}
+VALUES = INTEGERS | {"BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES"}
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+IGNORED = {"PROTO", "FRAME", "STOP"}
+
+
+@dataclass(eq=False)
+class _Object:
+    """What the file says of an object: the class or function that would make it, from what, and its state."""
+
+    maker: Any
+    arguments: Any = ()
+    state: Any = None
+
+
+class _Name(str):
+    """The full name of a class or function that the file names."""
+
+
+class _Pairs(list):
+    """The keys and values of a dict in turn: hashing a key that holds itself many times over would take for ever."""
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What the .metadata file at `path` says of tensors and bytes, and where they are; all else in it is left out.
+
+    Files by torch and by Megatron-Core are known, of any Python and of protocol 4 or 5. Every file that it names lies
+    beside it. OSError for one that cannot be read, ValueError for one that is damaged or no such file.
+    """
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"has {path.stat().st_size} bytes, more than the {MAX_BYTES} that are read")
+    try:
+        return _metadata(_follow(path.read_bytes()))
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"no metadata of tensors: {error}") from None
+
+
+def _follow(pickled: bytes):
+    """What the opcodes would make, of _Object, _Name, _Pairs, list, tuple, and plain values."""
+    stack, marks, memo = [], [], []
+    for opcode, argument, _ in pickletools.genops(pickled):
+        name = opcode.name
+        if name in VALUES:
+            stack.append(argument)
+        elif name == "MEMOIZE":
+            memo.append(stack[-1])
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name in CONSTANTS:
+            stack.append(CONSTANTS[name])
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name in TUPLES:
+            stack.append(tuple(_pop(stack, len(stack) - TUPLES[name])))
+        elif name not in IGNORED:
+            _apply(name, stack, marks)
+    if len(stack) != 1:
+        raise ValueError("a pickle that does not end with one object")
+    return stack[0]
+
+
+def _apply(name: str, stack: list, marks: list[int]):
+    """One of the opcodes that make or fill something of what lies on the stack."""
+    if name in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET"):
+        stack.append(_Pairs() if name == "EMPTY_DICT" else [])
+    elif name in ("TUPLE", "FROZENSET"):
+        stack.append(tuple(_pop(stack, marks.pop())))
+    elif name in ("SETITEMS", "APPENDS", "ADDITEMS"):
+        items = _pop(stack, marks.pop())
+        stack[-1].extend(items)
+    elif name in ("SETITEM", "APPEND"):
+        items = _pop(stack, len(stack) - (2 if name == "SETITEM" else 1))
+        stack[-1].extend(items)
+    elif name == "STACK_GLOBAL":
+        module, attribute = _pop(stack, len(stack) - 2)
+        stack.append(_Name(f"{module}.{attribute}"))
+    elif name in ("REDUCE", "NEWOBJ"):
+        maker, arguments = _pop(stack, len(stack) - 2)
+        stack.append(_Object(maker, arguments))
+    elif name == "BUILD":
+        [state] = _pop(stack, len(stack) - 1)
+        if not isinstance(stack[-1], _Object):
+            raise ValueError("a pickle that gives a state to what is no object")
+        stack[-1].state = state
+    else:
+        raise ValueError(f"the pickle's opcode {name}, which has no place here")
+
+
+def _pop(stack: list, start: int) -> list:
+    if start < 0:
+        raise ValueError("a pickle that takes more than it put down")
+    items = stack[start:]
+    del stack[start:]
+    return items
+
+
+def _metadata(made) -> Metadata:
+    fields = _fields(made, FORMS + "Metadata")
+    entries = {_text(name): _entry(entry) for name, entry in _items(fields["state_dict_metadata"])}
+    places = {_index(index): _place(place) for index, place in _items(fields["storage_data"])}
+    return Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=StorageMeta())
+
+
+def _entry(made) -> TensorStorageMetadata | BytesStorageMetadata:
+    if _maker(made) == FORMS + "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    fields = _fields(made, FORMS + "TensorStorageMetadata")
+    if _maker(fields["properties"]) != FORMS + "TensorProperties":
+        raise ValueError("a tensor without properties")
+    # the rest of its state is deprecated
+    dtype = DTYPES[fields["properties"].state[0]]
+    chunks = [_fields(chunk, FORMS + "ChunkStorageMetadata") for chunk in fields["chunks"]]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype),
+        _size(fields["size"]),
+        [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+    )
+
+
+def _index(made) -> MetadataIndex:
+    fields = _fields(made, FORMS + "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _text(fields["fqn"]), None if offset is None else _size(offset), None if index is None else _number(index)
+    )
+
+
+def _place(made) -> _StorageInfo:
+    fields = _fields(made, PLACE)
+    name = _text(fields["relative_path"])
+    if Path(name).name != name:
+        raise ValueError(f"a tensor is said to be in {name!r}")
+    if fields.get("transform_descriptors"):
+        raise ValueError(f"{name} was written through a filter (transform_descriptors), which is not read here")
+    return _StorageInfo(name, _number(fields["offset"]), _number(fields["length"]))
+
+
+def _fields(made, full: str) -> dict[str, Any]:
+    """The attributes of an instance of a dataclass."""
+    if _maker(made) != full:
+        raise ValueError(f"{_maker(made)} in the place of {full}")
+    return {_text(name): value for name, value in _items(made.state)}
+
+
+def _items(made) -> list[tuple]:
+    if not isinstance(made, _Pairs) or len(made) % 2:
+        raise ValueError("no dict where one belongs")
+    return list(zip(made[::2], made[1::2], strict=True))
+
+
+def _size(made) -> torch.Size:
+    if _maker(made) != "torch.Size":
+        raise ValueError(f"{_maker(made)} in the place of a size")
+    [numbers] = made.arguments
+    return torch.Size([_number(number) for number in numbers])
+
+
+def _maker(made) -> str:
+    """The name of the class that `made` is an instance of, or what `made` is instead."""
+    named = isinstance(made, _Object) and isinstance(made.maker, _Name)
+    return str(made.maker) if named else f"a {type(made).__name__}"
+
+
+def _number(made) -> int:
+    if type(made) is not int or not 0 <= made < 2**63:
+        raise ValueError("no size where one belongs")
+    return made
+
+
+def _text(made) -> str:
+    if type(made) is not str:
+        raise ValueError("no name where one belongs")
+    return made
