@@ -5,6 +5,7 @@ Inert, which keeps what the file says about the object; any other class is refus
 """
 
 import argparse
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -40,8 +41,16 @@ def load(path: Path) -> dict:
 
     Raises CheckpointError for a file that is damaged, names a class outside PACKAGES and CLASSES, or holds no dict.
     """
+    state = load_object(path, path)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"--load {path}: holds a {type(state).__name__}, not a checkpoint; check the file.")
+    return state
+
+
+def load_object(path: Path, source: Path | BytesIO):
+    """What torch.save wrote to `source`: `path` itself, or bytes from it. Raises CheckpointError as `load` does."""
     try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except FileNotFoundError:
         raise CheckpointError(f"--load {path}: there is no such file; check the folder.") from None
     except Exception as error:  # noqa: BLE001 - damaged files make torch raise errors of many kinds
@@ -53,12 +62,9 @@ def load(path: Path) -> dict:
     allowed = [argparse.Namespace, *((Inert, name) for name in named if _harmless(name))]
     try:
         with torch.serialization.safe_globals(allowed):
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=source is path)
     except Exception as error:  # noqa: BLE001 - the same
         raise CheckpointError(_unreadable(path, error)) from None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"--load {path}: holds a {type(state).__name__}, not a checkpoint; check the file.")
-    return state
 
 
 def _harmless(name: str) -> bool:
