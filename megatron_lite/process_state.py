@@ -1,5 +1,6 @@
-"""What the kernel says of a process on this machine. Linux; elsewhere nothing is known."""
+"""What the kernel says of a process on this machine, and a limit that it sets. Linux; elsewhere nothing is known."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -65,3 +66,27 @@ def memory_kills() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+@contextlib.contextmanager
+def limit_memory(file_bytes: int, per_byte: int = 4):
+    """MemoryError, or torch's RuntimeError, where reading a file of that size takes more than `per_byte` times as much.
+
+    A few bytes of a hostile file can ask for many gigabytes. The kernel limits the process as a whole: its room for
+    anything else is 512 MiB, and what starting a thread on each core reserves. Nothing is limited outside of Linux.
+    """
+    try:
+        import resource  # Unix only
+
+        now = int((PROC / "self" / "statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+    except (ImportError, OSError):
+        yield
+        return
+    wanted = now + per_byte * file_bytes + 2**29 + 2**27 * (os.cpu_count() or 1)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    tighter = wanted if before[0] == resource.RLIM_INFINITY else min(wanted, before[0])
+    resource.setrlimit(resource.RLIMIT_AS, (tighter, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

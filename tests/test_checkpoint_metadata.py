@@ -2,13 +2,13 @@
 
 import enum
 import io
+import json
 import pickle
-import pickletools
 import random
-import resource
+import shutil
+import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_lite.checkpoint.metadata_pickle import MAX_BYTES, read_metadata
+from megatron_lite.checkpoint.dcp import DcpFile
+from megatron_lite.checkpoint.metadata_pickle import read_metadata
+from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.write import write_alone
+from megatron_lite.errors import CheckpointError
 
-EVENTS: list = []  # what Python's audit hook has seen since a test began to watch; None: nobody watches
-WATCHED = {"on": False}
-TENSORS = {"a.weight": torch.ones(4, 3, dtype=torch.bfloat16), "a.step": torch.tensor(3.0), "n": torch.zeros(0, 2, dtype=torch.int64)}
+TENSORS = {"a.weight": torch.ones(4, 3, dtype=torch.bfloat16), "a.step": torch.tensor(3.0),
+           "n": torch.zeros(0, 2, dtype=torch.int64)}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,139 @@ def pickled(value, pickler=pickle.Pickler, protocol=4) -> bytes:
 def test_it_is_read_as_torch_reads_it(metadata, tmp_path, pickler, protocol):
     path = tmp_path / ".metadata"
     path.write_bytes(pickled(metadata, pickler, protocol))
-    assert (b"getattr" in path.read_bytes()) == (pickler is WithGetattr)
+    assert b"getattr" in path.read_bytes() or pickler is not WithGetattr
     found = read_metadata(path)
     assert found.state_dict_metadata == metadata.state_dict_metadata
     assert found.storage_data == metadata.storage_data
+
+
+# --- hostile files
+
+
+def name(module: str, attribute: str) -> bytes:
+    """Opcodes that push a class or function."""
+    return text(module) + text(attribute) + b"\x93"
+
+
+def text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def nested(depth: int) -> bytes:
+    """Opcodes that push a tuple of a tuple of ..., each twice: hashing it or copying it takes 2**depth steps."""
+    return b")\x94" + b"".join(b"h" + bytes([at]) + b"\x86\x94" for at in range(depth))
+
+
+POISON = name("pathlib", "PosixPath") + b"N}" + text("_str") + text("/victim") + b"s\x86b0"  # POP: the rest may be sound
+HOSTILE = {  # after the opcode of the protocol: what is said of it
+    "a class gets an attribute": (POISON + b"}.", "no object"),
+    "an object gets an attribute": (name("pathlib", "PosixPath") + b")\x81N}" + text("_str") + text("/victim") + b"s\x86b.",
+                                    "pathlib.PosixPath in the place of"),
+    "a call": (name("os", "mkdir") + text("MARK") + b"\x85R.", "os.mkdir in the place of"),
+    "a call of getattr": (name("builtins", "getattr") + name("pathlib", "PosixPath") + text("unlink") + b"\x86R.",
+                          "builtins.getattr in the place of"),
+    "an old form of a name": (b"cos\nsystem\n" + text("touch MARK") + b"\x85R.", "opcode GLOBAL"),
+    "an instance": (b"(" + text("touch MARK") + b"ios\nsystem\n.", "opcode INST"),
+    "an object elsewhere": (text("x") + b"Q.", "opcode BINPERSID"),
+    "a registered class": (b"\x82\x01.", "opcode EXT1"),
+    "a memo of 16 GiB": (b"]r\xff\xff\xff\x3f.", "opcode LONG_BINPUT"),
+    "a memo of 4 GiB": (b"]r\xff\xff\xff\x0f.", "opcode LONG_BINPUT"),
+    "a long text": (b"\x8d" + struct.pack("<Q", 2**60) + b".", "remain"),
+    "a long byte array": (b"\x96" + struct.pack("<Q", 2**35) + b".", "remain"),
+    "a long number": (b"\x8b" + struct.pack("<i", 2**30) + b".", "not enough data"),
+    "a key that holds itself": (b"}" + nested(200) + b"K\x01s.", "a _Pairs in the place of"),
+    "more taken than put down": (b"\x86.", "takes more than it put down"),
+    "nothing": (b".", "does not end with one object"),
+    "a cut": (b"(K\x01", "pickle exhausted"),
+}
+READ_ALL = """
+import json, resource, sys
+from pathlib import Path
+from megatron_lite.checkpoint.dcp import DcpFile
+from megatron_lite.errors import CheckpointError
+room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**28
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+said = {}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    try:
+        said[folder.name] = f"read {DcpFile(folder).names()}"
+    except CheckpointError as error:
+        said[folder.name] = str(error)
+print(json.dumps([said, str(Path("/harmless"))]))
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    record = Record(iteration=1, consumed=1, shape={}, precision="fp32")
+    return write_alone(tmp_path_factory.mktemp("saved"), record, TENSORS)
+
+
+@pytest.fixture(scope="module")
+def answers(saved, tmp_path_factory) -> dict[str, str]:
+    """What a process with room for 256 MiB says of each of HOSTILE, and of a sound one after a poisonous beginning."""
+    folder = tmp_path_factory.mktemp("hostile")
+    sound = (saved / ".metadata").read_bytes()[11:]  # without the opcodes of protocol and frame
+    for title, (opcodes, _) in (HOSTILE | {"poison": (POISON + sound, "")}).items():
+        shutil.copytree(saved, folder / title)
+        (folder / title / ".metadata").write_bytes(b"\x80\x04" + opcodes)
+    made = subprocess.run([sys.executable, "-c", READ_ALL, folder], check=False, capture_output=True, text=True, timeout=600)
+    assert made.returncode == 0, made.stderr
+    said, path = json.loads(made.stdout)
+    return said | {"a path afterwards": path, "files": sorted(path.name for path in folder.iterdir())}
+
+
+@pytest.mark.parametrize("title", HOSTILE)
+def test_a_hostile_file_ends_in_one_line(answers, title):
+    line = answers[title]
+    assert line.startswith("--load ") and ".metadata: cannot be read (" in line and "\n" not in line, line
+    assert HOSTILE[title][1] in line and "MemoryError" not in line, line
+
+
+def test_no_hostile_file_does_anything(answers):
+    assert "no object" in answers["poison"]
+    assert answers["a path afterwards"] == "/harmless"
+    assert answers["files"] == sorted({*HOSTILE, "poison"})
+
+
+def test_what_is_shared_is_converted_once(metadata, tmp_path):
+    """Else a file of n bytes would take n * n of memory: many tensors that share one list of pieces."""
+    entry = metadata.state_dict_metadata["two"]
+    entry.chunks = [entry.chunks[0]] * 1000
+    metadata.state_dict_metadata = {str(number): TensorStorageMetadata(entry.properties, entry.size, entry.chunks)
+                                    for number in range(1000)}
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickled(metadata))
+    found = read_metadata(path).state_dict_metadata
+    assert found == metadata.state_dict_metadata
+    assert len({id(entry.chunks) for entry in found.values()}) == 1
+
+
+def test_damage_touches_nothing_and_never_makes_a_traceback(saved, tmp_path):
+    """Whatever is changed in a sound file: only the checkpoint's own files are opened, and nothing else is done."""
+    folder, chance = Path(shutil.copytree(saved, tmp_path / "saved")), random.Random(1)
+    sound, done, read = (saved / ".metadata").read_bytes(), [], 0
+    targets = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    DcpFile(folder).read_into(targets)  # what is imported at the first call is
+    watching = [True]
+    sys.addaudithook(lambda event, details: done.append((event, details)) if watching else None)
+    for _ in range(400):
+        damaged = bytearray(sound)
+        for _ in range(chance.randrange(1, 4)):
+            at = chance.randrange(11, len(damaged))
+            pieces = [bytes([chance.randrange(256)]), name("os", "system"), b"R", b"b", b"\x81", POISON, b"h\x03", b""]
+            damaged[at:at + chance.randrange(2)] = chance.choice(pieces)
+        (folder / ".metadata").write_bytes(damaged)
+        done.clear()
+        try:
+            DcpFile(folder).read_into(dict(targets))
+            read += 1
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+        opened = {str(details[0]) for event, details in done if event == "open"} - {"/proc/self/statm"}
+        assert all(folder in (Path(path), Path(path).parent) for path in opened), opened
+        acts = {event for event, _ in done} - {"open"}
+        assert not {act for act in acts if act.startswith(("os.", "shutil.", "subprocess.", "socket.")) and act != "os.listdir"}, acts
+        assert "pickle.find_class" not in acts
+    watching.clear()
+    assert 20 < read < 380

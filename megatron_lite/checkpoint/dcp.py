@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_lite.checkpoint.metadata_pickle import read_metadata
 from megatron_lite.errors import CheckpointError, first_line
+from megatron_lite.process_state import limit_memory
 
 METADATA_FILE = ".metadata"
 # torch's words for a disk that took no more
@@ -61,21 +62,26 @@ def write(folder: Path, pieces: list[Piece], objects: dict[str, object], find_al
 
 
 class Reader(FileSystemReader):
-    """torch's, but for its unpickling of .metadata, which would run any code that the file asks for."""
+    """torch's own unpickles the metadata, which runs any code that the file asks for."""
+
+    def __init__(self, folder: Path):
+        """OSError or ValueError for metadata that cannot be read."""
+        super().__init__(folder)
+        self.folder, self.metadata = folder, read_metadata(folder / METADATA_FILE)
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
-        return read_metadata(Path(self.path) / METADATA_FILE)
+        return self.metadata
 
     def read(self, wanted: list[tuple[Region, Tensor]]):
         """Copy each region into the tensor that is given for it, which has its sizes. Raises what torch raises."""
-        with _quiet():
+        with _quiet(), limit_memory(sum(path.stat().st_size for path in self.folder.iterdir())):
             dcp.load({str(number): tensor for number, (_, tensor) in enumerate(wanted)}, storage_reader=self,
                      planner=_LoadPlanner([region for region, _ in wanted]), no_dist=True)
 
-    def read_object(self, metadata: Metadata, key: str) -> io.BytesIO:
+    def read_object(self, key: str) -> io.BytesIO:
         """The bytes of an object. KeyError if there is none of that key."""
-        place = metadata.storage_data[MetadataIndex(key)]
-        with open(Path(self.path) / place.relative_path, "rb") as file:
+        place = self.metadata.storage_data[MetadataIndex(key)]
+        with open(self.folder / place.relative_path, "rb") as file:
             file.seek(place.offset)
             return io.BytesIO(file.read(place.length))
 

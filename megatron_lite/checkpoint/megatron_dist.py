@@ -90,13 +90,13 @@ class DistFile:
         self.path, self.without_optimizer, self.arguments = folder, None, {}
         self.notes: list[str] = []
         self._values: dict[str, Tensor] = {}  # of common.pt
-        self._reader, own = dcp.Reader(folder), None
+        own = None
         if (folder / RECORD_FILE).exists():
             with dcp.readable(folder / RECORD_FILE):
                 own = Record.from_json((folder / RECORD_FILE).read_text(encoding="utf-8"))
         with dcp.readable(folder / METADATA_FILE):
-            self._metadata = self._reader.read_metadata()
-        self._entries = {key: entry for key, entry in self._metadata.state_dict_metadata.items()
+            self._reader = dcp.Reader(folder)
+        self._entries = {key: entry for key, entry in self._reader.metadata.state_dict_metadata.items()
                          if isinstance(entry, TensorStorageMetadata)}
         if own is None or (folder / COMMON_FILE).exists():
             common = megatron_unpickle.load(folder / COMMON_FILE)
@@ -175,9 +175,9 @@ class DistFile:
 
     def _object(self, key: str):
         """One that Megatron stored; {} if there is none."""
-        if key not in self._metadata.state_dict_metadata:
+        if key not in self._reader.metadata.state_dict_metadata:
             return {}
-        [value] = megatron_unpickle.load_object(self.path / METADATA_FILE, self._reader.read_object(self._metadata, key))
+        [value] = megatron_unpickle.load_object(self.path / METADATA_FILE, self._reader.read_object(key))
         return value
 
     def _find_in_buckets(self, buckets: dict[re.Match, str], args: MegatronArgs, weights: dict[str, Place]):
@@ -226,7 +226,7 @@ class DistFile:
         return torch.equal(held[0].to(weight.dtype), held[1])
 
     def _note_extra_states(self):
-        count = sum("_extra_state" in key for key in self._metadata.state_dict_metadata)
+        count = sum("_extra_state" in key for key in self._reader.metadata.state_dict_metadata)
         if count:
             self.notes.append(f"{count} _extra_state entries, Transformer Engine's own (FP8 scales, or empty), are left out")
 

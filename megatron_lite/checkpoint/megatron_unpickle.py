@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, first_line
+from megatron_lite.process_state import limit_memory
 
 # None of what these hold is needed here: enums, paths and recorders among the arguments, numpy's random state
 PACKAGES = {"megatron", "megatron_patch", "transformer_engine", "apex", "deepspeed", "modelopt", "nvidia_resiliency_ext",
             "numpy", "signal", "pathlib", "datetime"}
-CLASSES = {"types.SimpleNamespace", "_io.BytesIO", "io.BytesIO", "builtins.range", "builtins.slice"}
+# getattr: Python 3.11.2 pickles a member of an enum as getattr(class, name)
+CLASSES = {"types.SimpleNamespace", "_io.BytesIO", "io.BytesIO", "builtins.range", "builtins.slice", "builtins.getattr"}
 
 
 class Inert:
@@ -48,30 +50,31 @@ def load(path: Path) -> dict:
 
 
 def load_object(path: Path, source: Path | BytesIO):
-    """What torch.save wrote to `source`: `path` itself, or bytes from it. Raises CheckpointError as `load` does."""
+    """What torch.save wrote to `source`: `path` itself, or bytes from beside it. Raises CheckpointError as `load` does."""
     try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+        with limit_memory(path.stat().st_size if source is path else len(source.getbuffer())):
+            return _load(path, source)
     except FileNotFoundError:
         raise CheckpointError(f"--load {path}: there is no such file; check the folder.") from None
+    except CheckpointError:
+        raise
     except Exception as error:  # noqa: BLE001 - damaged files make torch raise errors of many kinds
-        raise CheckpointError(_unreadable(path, error)) from None
+        raise CheckpointError(f"--load {path}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged, or "
+                              "older than torch 1.6. Load an earlier one, or save it again with a newer torch.") from None
+
+
+def _load(path: Path, source: Path | BytesIO):
+    named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     refused = sorted(name for name in named if not _harmless(name) and name != "argparse.Namespace")
     if refused:
         raise CheckpointError(f"--load {path}: names {refused[0]}, which is neither data nor a class of a known training "
                               "program, and reading it might run its code; load a file that you trust, without it.")
     allowed = [argparse.Namespace, *((Inert, name) for name in named if _harmless(name))]
-    try:
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=source is path)
-    except Exception as error:  # noqa: BLE001 - the same
-        raise CheckpointError(_unreadable(path, error)) from None
+    if source is not path:
+        source.seek(0)
+    with torch.serialization.safe_globals(allowed):
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=source is path)
 
 
 def _harmless(name: str) -> bool:
     return name in CLASSES or name.partition(".")[0] in PACKAGES
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    why = str(error).partition("\n")[0] or "no reason given"
-    return (f"--load {path}: cannot be read ({type(error).__name__}: {why}); it is damaged, or older than torch 1.6. "
-            "Load an earlier one, or save it again with a newer torch.")

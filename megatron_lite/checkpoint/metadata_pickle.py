@@ -5,6 +5,7 @@ would be made from. Nothing is imported, called or assigned to. torch's Metadata
 """
 
 import pickletools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def read_metadata(path: Path) -> Metadata:
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"has {path.stat().st_size} bytes, more than the {MAX_BYTES} that are read")
     try:
-        return _metadata(_follow(path.read_bytes()))
+        return _Build().metadata(_follow(path.read_bytes()))
     except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no metadata of tensors: {error}") from None
 
@@ -124,65 +125,82 @@ def _pop(stack: list, start: int) -> list:
     return items
 
 
-def _metadata(made) -> Metadata:
-    fields = _fields(made, FORMS + "Metadata")
-    entries = {_text(name): _entry(entry) for name, entry in _items(fields["state_dict_metadata"])}
-    places = {_index(index): _place(place) for index, place in _items(fields["storage_data"])}
-    return Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=StorageMeta())
+class _Build:
+    """torch's Metadata from what `_follow` returned. What is referred to many times is converted once."""
+
+    def __init__(self):
+        self._converted = {}
+
+    def metadata(self, made) -> Metadata:
+        fields = self._fields(made, FORMS + "Metadata")
+        entries = {_text(name): self._once(self._entry, entry) for name, entry in _items(fields["state_dict_metadata"])}
+        places = {self._index(index): self._place(place) for index, place in _items(fields["storage_data"])}
+        return Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=StorageMeta())
+
+    def _once(self, convert: Callable, made):
+        key = convert.__name__, id(made)
+        if key not in self._converted:
+            self._converted[key] = convert(made)
+        return self._converted[key]
+
+    def _entry(self, made) -> TensorStorageMetadata | BytesStorageMetadata:
+        if _maker(made) == FORMS + "BytesStorageMetadata":
+            return BytesStorageMetadata()
+        fields = self._fields(made, FORMS + "TensorStorageMetadata")
+        if _maker(fields["properties"]) != FORMS + "TensorProperties":
+            raise ValueError("a tensor without properties")
+        # the rest of its state is deprecated
+        dtype = DTYPES[fields["properties"].state[0]]
+        chunks = self._once(self._chunks, fields["chunks"])
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), self._size(fields["size"]), chunks)
+
+    def _chunks(self, made) -> list[ChunkStorageMetadata]:
+        chunks = (self._fields(chunk, FORMS + "ChunkStorageMetadata") for chunk in made)
+        return [ChunkStorageMetadata(self._size(chunk["offsets"]), self._size(chunk["sizes"])) for chunk in chunks]
+
+    def _index(self, made) -> MetadataIndex:
+        fields = self._fields(made, FORMS + "MetadataIndex")
+        offset, index = fields.get("offset"), fields.get("index")
+        return MetadataIndex(
+            _text(fields["fqn"]),
+            None if offset is None else self._size(offset),
+            None if index is None else _number(index),
+        )
+
+    def _place(self, made) -> _StorageInfo:
+        fields = self._fields(made, PLACE)
+        name = _text(fields["relative_path"])
+        if Path(name).name != name:
+            raise ValueError(f"a tensor is said to be in {name!r}")
+        if fields.get("transform_descriptors"):
+            raise ValueError(f"{name} was written through a filter (transform_descriptors), which is not read here")
+        return _StorageInfo(name, _number(fields["offset"]), _number(fields["length"]))
+
+    def _fields(self, made, full: str) -> dict[str, Any]:
+        """The attributes of an instance of the dataclass `full`."""
+        if _maker(made) != full:
+            raise ValueError(f"{_maker(made)} in the place of {full}")
+        return self._once(_attributes, made.state)
+
+    def _size(self, made) -> torch.Size:
+        if _maker(made) != "torch.Size":
+            raise ValueError(f"{_maker(made)} in the place of a size")
+        [numbers] = made.arguments
+        return self._once(_dimensions, numbers)
 
 
-def _entry(made) -> TensorStorageMetadata | BytesStorageMetadata:
-    if _maker(made) == FORMS + "BytesStorageMetadata":
-        return BytesStorageMetadata()
-    fields = _fields(made, FORMS + "TensorStorageMetadata")
-    if _maker(fields["properties"]) != FORMS + "TensorProperties":
-        raise ValueError("a tensor without properties")
-    # the rest of its state is deprecated
-    dtype = DTYPES[fields["properties"].state[0]]
-    chunks = [_fields(chunk, FORMS + "ChunkStorageMetadata") for chunk in fields["chunks"]]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=dtype),
-        _size(fields["size"]),
-        [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
-    )
+def _attributes(made) -> dict[str, Any]:
+    return {_text(name): value for name, value in _items(made)}
 
 
-def _index(made) -> MetadataIndex:
-    fields = _fields(made, FORMS + "MetadataIndex")
-    offset, index = fields.get("offset"), fields.get("index")
-    return MetadataIndex(
-        _text(fields["fqn"]), None if offset is None else _size(offset), None if index is None else _number(index)
-    )
-
-
-def _place(made) -> _StorageInfo:
-    fields = _fields(made, PLACE)
-    name = _text(fields["relative_path"])
-    if Path(name).name != name:
-        raise ValueError(f"a tensor is said to be in {name!r}")
-    if fields.get("transform_descriptors"):
-        raise ValueError(f"{name} was written through a filter (transform_descriptors), which is not read here")
-    return _StorageInfo(name, _number(fields["offset"]), _number(fields["length"]))
-
-
-def _fields(made, full: str) -> dict[str, Any]:
-    """The attributes of an instance of a dataclass."""
-    if _maker(made) != full:
-        raise ValueError(f"{_maker(made)} in the place of {full}")
-    return {_text(name): value for name, value in _items(made.state)}
+def _dimensions(made) -> torch.Size:
+    return torch.Size([_number(number) for number in made])
 
 
 def _items(made) -> list[tuple]:
     if not isinstance(made, _Pairs) or len(made) % 2:
         raise ValueError("no dict where one belongs")
     return list(zip(made[::2], made[1::2], strict=True))
-
-
-def _size(made) -> torch.Size:
-    if _maker(made) != "torch.Size":
-        raise ValueError(f"{_maker(made)} in the place of a size")
-    [numbers] = made.arguments
-    return torch.Size([_number(number) for number in numbers])
 
 
 def _maker(made) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_lite.convert.config_file import read_json
 from megatron_lite.convert.safetensors_file import SafetensorsFile
 from megatron_lite.errors import CheckpointError
+from megatron_lite.process_state import limit_memory
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,7 +43,8 @@ class BinFile:
 
     def __init__(self, path: Path):
         try:
-            self._tensors = torch.load(path, map_location="cpu", weights_only=True)
+            with limit_memory(path.stat().st_size):
+                self._tensors = torch.load(path, map_location="cpu", weights_only=True)
         except OSError as error:
             raise CheckpointError(f"--load-hf {path}: cannot be read ({error.strerror}); check the folder.") from None
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
