@@ -127,9 +127,7 @@ class DistFile:
             if name in self._values:
                 target.copy_(self._values[name])
                 continue
-            regions = self._places[name].regions
-            parts = target.detach().chunk(len(regions)) if len(regions) > 1 else [target.detach()]
-            wanted += [(region, part.view(region.sizes)) for region, part in zip(regions, parts, strict=True)]
+            wanted += _cut(self._places[name], target.detach())
         if wanted:
             with dcp.readable(self.path):
                 self._reader.read(wanted)
@@ -141,11 +139,15 @@ class DistFile:
         weights = {name.removeprefix("model."): place for name, place in self._places.items() if name.startswith("model.")}
         try:
             self._understand_optimizer(common, args, weights)
+            if own is None:
+                self._require_masters(weights)
         except (Unmapped, *MALFORMED) as error:
             known = isinstance(error, Unmapped)
             self.without_optimizer = str(error) if known else "has a form that is not known here"
             self._values = {}
             self._places = {name: place for name, place in self._places.items() if not name.startswith("optimizer.")}
+        for name in [name for name, weight in weights.items() if weight.dtype == torch.float32]:
+            self._places.pop(f"optimizer.{name}.master", None)  # the weight itself
         if own is None:
             self._note_extra_states()
             embedding = weights[EMBEDDING]
@@ -161,15 +163,11 @@ class DistFile:
                          for key in ("optimizer", "grad_scaler")}
         elif not optimizer:
             raise Unmapped("was not saved (--no-save-optim)")
-        for name, place in list(self._places.items()):
-            owner, _, kind = name.removeprefix("optimizer.").rpartition(".")
-            if not name.startswith("optimizer."):
-                continue
-            if owner not in weights or place.shape != weights[owner].shape:
+        for name, place in self._places.items():
+            owner = name.removeprefix("optimizer.").rpartition(".")[0]
+            if name.startswith("optimizer.") and (owner not in weights or place.shape != weights[owner].shape):
                 raise Unmapped("is stored in another shape than its weights: flat, as before Megatron-Core 0.14, or of "
                                "several optimizers")
-            if kind == "master" and weights[owner].dtype == torch.float32:
-                del self._places[name]  # the weight itself
         stepping = [name for name in weights if f"optimizer.{name}.exp_avg" in self._places]
         self._values = read_settings(optimizer, stepping) | read_clock(common)
 
@@ -196,7 +194,7 @@ class DistFile:
             starts, total = layout({name: torch.Size(weights[name].shape).numel() for name in names}, bucket_size)
             found = {f"optimizer.{name}.{ours}": place for theirs, ours in KEYS.items()
                      for name, place in self._slices(by_kind[theirs], starts, total, weights).items()}
-            if found and all(self._is_master(found[f"optimizer.{name}.master"], weights[name]) for name in names):
+            if found and all(self._are_masters(found, weights, [name]) for name in names):
                 self._places |= found
                 return
         raise Unmapped("lies in buckets that do not fit these weights; save it there with --dist-ckpt-optim-fully-reshardable")
@@ -217,13 +215,21 @@ class DistFile:
             places[name] = Place(shape, entry.properties.dtype, [Region(keys[number], (first,), (shape.numel(),))])
         return places
 
-    def _is_master(self, master: Place, weight: Place) -> bool:
-        held = [torch.empty(place.shape, dtype=place.dtype) for place in (master, weight)]
-        wanted = [(region, part.view(region.sizes)) for place, tensor in zip((master, weight), held)
-                  for region, part in zip(place.regions, tensor.chunk(len(place.regions)))]
+    def _require_masters(self, weights: dict[str, Place]):
+        """Unmapped unless masters are those of their weights, judged by norms and biases: they are small, and everywhere."""
+        vectors = [name for name, weight in weights.items() if len(weight.shape) == 1 and f"optimizer.{name}.master" in self._places]
+        if not self._are_masters(self._places, weights, vectors):
+            raise Unmapped("holds masters that are not its weights', as Megatron-Core 0.16.1 stores them from several padded "
+                           "buckets with --dist-ckpt-optim-fully-reshardable; save it there without that flag")
+
+    def _are_masters(self, masters: dict[str, Place], weights: dict[str, Place], names: list[str]) -> bool:
+        pairs = [(masters[f"optimizer.{name}.master"], weights[name]) for name in names]
+        held = [tuple(torch.empty(place.shape, dtype=place.dtype) for place in pair) for pair in pairs]
+        wanted = [part for pair, tensors in zip(pairs, held) for place, tensor in zip(pair, tensors)
+                  for part in _cut(place, tensor)]
         with dcp.readable(self.path):
             self._reader.read(wanted)
-        return torch.equal(held[0].to(weight.dtype), held[1])
+        return all(torch.equal(master.to(weight.dtype), weight) for master, weight in held)
 
     def _note_extra_states(self):
         count = sum("_extra_state" in key for key in self._reader.metadata.state_dict_metadata)
@@ -248,6 +254,12 @@ def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, Place]:
             flat = f"optimizer.{name}.{'master' if kind in MASTERS else kind}" if state else f"model.{name}"
             halves.setdefault(flat, {})[half] = place
     return {name: _joined([parts[half] for half in HALVES if half in parts]) for name, parts in halves.items()}
+
+
+def _cut(place: Place, target: Tensor) -> list[tuple[Region, Tensor]]:
+    """The parts of `target`, and where each is stored."""
+    parts = target.chunk(len(place.regions)) if len(place.regions) > 1 else [target]
+    return [(region, part.view(region.sizes)) for region, part in zip(place.regions, parts, strict=True)]
 
 
 def _layers(key: str, weight: str, entry: TensorStorageMetadata) -> list[tuple[str, Place]]:
