@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_lite.checkpoint.dcp import DcpFile
+from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.checkpoint.metadata_pickle import read_metadata
 from megatron_lite.checkpoint.record import Record
 from megatron_lite.checkpoint.write import write_alone
@@ -106,14 +106,14 @@ HOSTILE = {  # after the opcode of the protocol: what is said of it
 READ_ALL = """
 import json, resource, sys
 from pathlib import Path
-from megatron_lite.checkpoint.dcp import DcpFile
+from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.errors import CheckpointError
 room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**28
 resource.setrlimit(resource.RLIMIT_AS, (room, room))
 said = {}
 for folder in sorted(Path(sys.argv[1]).iterdir()):
     try:
-        said[folder.name] = f"read {DcpFile(folder).names()}"
+        said[folder.name] = f"read {DistFile(folder).names()}"
     except CheckpointError as error:
         said[folder.name] = str(error)
 print(json.dumps([said, str(Path("/harmless"))]))
@@ -171,7 +171,7 @@ def test_damage_touches_nothing_and_never_makes_a_traceback(saved, tmp_path):
     folder, chance = Path(shutil.copytree(saved, tmp_path / "saved")), random.Random(1)
     sound, done, read = (saved / ".metadata").read_bytes(), [], 0
     targets = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    DcpFile(folder).read_into(targets)  # what is imported at the first call is
+    DistFile(folder).read_into(targets)  # what is imported at the first call is
     watching = [True]
     sys.addaudithook(lambda event, details: done.append((event, details)) if watching else None)
     for _ in range(400):
@@ -183,7 +183,7 @@ def test_damage_touches_nothing_and_never_makes_a_traceback(saved, tmp_path):
         (folder / ".metadata").write_bytes(damaged)
         done.clear()
         try:
-            DcpFile(folder).read_into(dict(targets))
+            DistFile(folder).read_into(dict(targets))
             read += 1
         except CheckpointError as error:
             assert "\n" not in str(error)
