@@ -38,7 +38,7 @@ def read_buffers(path: Path, optimizer: dict, weights: dict[str, Tensor], args: 
     for bucket_size in bucket_sizes(args):
         starts, total = layout({name: weight.numel() for name, weight in weights.items()}, bucket_size)
         if total == flat["param"].numel() and _are_masters(flat["param"], starts, weights):
-            return _named(flat, starts, weights) | read_settings(optimizer, weights)
+            return _named(flat, starts, weights) | read_settings(optimizer, weights, f"in {FILE} ")
     raise Unmapped(f"in {FILE} is laid out in a way that does not fit these weights")
 
 

@@ -293,15 +293,14 @@ def writer(arguments: dict) -> Callable:
 
     def write(folder: Path, record: Record, tensors: dict[str, Tensor], group):
         """Each rank writes its tensors; the first one, which has all scalars, the values too. Collective."""
-        objects = {}
-        if group is None or torch.distributed.get_rank(group) == 0:
-            namespace = namespace_of(record, arguments, "torch_dist")
-            _write_common(folder, record, tensors, namespace)
-            write_atomically(folder / BACKENDS_FILE, json.dumps(BACKENDS))
-            objects = _objects(record, tensors, namespace)
-        layers = record.shape["num_layers"]
+        is_first = group is None or torch.distributed.get_rank(group) == 0
+        namespace, layers = namespace_of(record, arguments, "torch_dist"), record.shape["num_layers"]
+        objects = _objects(record, tensors, namespace) if is_first else {}
         pieces = [_piece(name, tensor, layers) for name, tensor in tensors.items() if _is_stored(name, tensor)]
         dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)
+        if is_first:  # a failure before would leave the others waiting
+            _write_common(folder, record, tensors, namespace)
+            write_atomically(folder / BACKENDS_FILE, json.dumps(BACKENDS))
 
     return write
 

@@ -131,13 +131,16 @@ def write_settings(step: float | None, take: Take, settings: dict, fused: bool) 
     return inner | {"optimizer": inner, "param_state_sharding_type": SHARDING} | _grad_scaler(take)
 
 
-def read_settings(optimizer: dict, names: Iterable[str]) -> dict[str, Tensor]:
-    """The inverse: the flat tensors of the optimizer that are no tensors there. names: of its parameters. Raises Unmapped."""
+def read_settings(optimizer: dict, names: Iterable[str], where: str = "") -> dict[str, Tensor]:
+    """The inverse: the flat tensors of the optimizer that are no tensors there. names: of its parameters. Raises Unmapped.
+
+    where: it is stored, for that exception.
+    """
     inner = optimizer.get("optimizer", optimizer)
     counts = [group.get("step") for group in inner["param_groups"]] + [inner.get("state", {}).get("common_step")]
     steps = {float(count) for count in counts if count is not None}
     if len(steps) > 1:
-        raise Unmapped(f"has made {sorted(steps)} steps, not one number of them")
+        raise Unmapped(f"{where}has made {sorted(map(int, steps))} steps, not one number of them")
     return {f"optimizer.{name}.step": torch.tensor(step) for step in steps for name in names} | read_loss_scale(optimizer)
 
 

@@ -133,12 +133,14 @@ class Writer:
         return everyone
 
 
-def write_alone(save: Path, record: Record, tensors: dict[str, Tensor], arguments: dict, release: bool = False) -> Path:
+def write_alone(
+    save: Path, record: Record, tensors: dict[str, Tensor], release: bool = False, arguments: dict | None = None
+) -> Path:
     """Write all of a checkpoint from this process, without a process group; returns its folder. CheckpointError.
 
     arguments: flags that it was trained with, by name; those that are not known have their defaults.
     """
-    return Writer(Path(save), megatron_dist.writer(plain_arguments(Args()) | arguments)).write(record, tensors, release)
+    return Writer(Path(save), megatron_dist.writer(plain_arguments(Args()) | (arguments or {}))).write(record, tensors, release)
 
 
 def _files(unfinished: Path) -> list[str]:

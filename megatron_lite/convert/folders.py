@@ -41,7 +41,7 @@ def from_hugging_face(load_hf: Path, save: Path, divisible_by: int, precision: s
     """The Hugging Face folder `load_hf` as SAVE/release."""
     require_new("--save", save)
     record, tensors = take_in(load_hf, divisible_by, precision)
-    write_alone(save, record, tensors, {}, release=True)
+    write_alone(save, record, tensors, release=True)
     return record
 
 
@@ -60,7 +60,7 @@ def to_own_format(load: Path, step: int | None, save: Path, say: Callable[[str],
     tensors = {name: torch.empty(stored.size_of(name), dtype=stored.dtype_of(name)) for name in sorted(names)}
     stored.read_into(tensors)
     is_release = step is None and chosen(load, step).name == RELEASE
-    return record, write_alone(save, record, tensors, stored.arguments, is_release)
+    return record, write_alone(save, record, tensors, is_release, stored.arguments)
 
 
 def require_new(flag: str, folder: Path):
