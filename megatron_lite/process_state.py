@@ -88,5 +88,7 @@ def limit_memory(file_bytes: int, per_byte: int = 4):
     resource.setrlimit(resource.RLIMIT_AS, (tighter, before[1]))
     try:
         yield
+    except MemoryError:
+        raise MemoryError("it asks for far more memory than its size explains") from None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)

@@ -3,6 +3,7 @@
 import enum
 import io
 import json
+import os
 import pickle
 import random
 import shutil
@@ -151,6 +152,24 @@ def test_no_hostile_file_does_anything(answers):
     assert "no object" in answers["poison"]
     assert answers["a path afterwards"] == "/harmless"
     assert answers["files"] == sorted({*HOSTILE, "poison"})
+
+
+class Bomb:
+    def __reduce__(self):
+        return (bytearray, (2**31,))  # which the kernel grants at once where nothing limits it
+
+
+def test_a_tensor_cannot_ask_for_gigabytes(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    folder, piece = Path(shutil.copytree(saved, tmp_path / "saved")), io.BytesIO()
+    torch.save(Bomb(), piece)
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, len(piece.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "__0_0.distcp").write_bytes(piece.getvalue())
+    with pytest.raises(CheckpointError, match="cannot be read .MemoryError."):
+        DcpFile(folder).read_into({"a.step": torch.zeros(())})
 
 
 def test_what_is_shared_is_converted_once(metadata, tmp_path):

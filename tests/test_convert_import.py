@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -256,6 +257,18 @@ def test_a_bin_file_that_would_run_code_does_not(tmp_path):
         refused(tmp_path, f"--load-hf {path}: is no set of tensors; ")
     path.write_bytes(b"")
     refused(tmp_path, f"--load-hf {path}: holds more than tensors or is damaged (EOFError); ")
+
+
+def test_a_bin_file_that_asks_for_gigabytes(tmp_path, monkeypatch):
+    class Bomb:
+        def __reduce__(self):
+            return (bytearray, (2**31,))  # which the kernel grants at once where nothing limits it
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    (written(tmp_path) / "model.safetensors").unlink()
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"x": Bomb()}, path)
+    refused(tmp_path, f"--load-hf {path}: holds more than tensors or is damaged (MemoryError); ")
 
 
 def test_an_index_is_not_believed(tmp_path):
