@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.checkpoint.metadata_pickle import read_metadata
 from megatron_lite.checkpoint.record import Record
-from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.errors import CheckpointError
+from megatron_lite.run_folder import RECORD_FILE
 
 TENSORS = {"a.weight": torch.ones(4, 3, dtype=torch.bfloat16), "a.step": torch.tensor(3.0),
            "n": torch.zeros(0, 2, dtype=torch.int64)}
@@ -123,8 +123,11 @@ print(json.dumps([said, str(Path("/harmless"))]))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    record = Record(iteration=1, consumed=1, shape={}, precision="fp32")
-    return write_alone(tmp_path_factory.mktemp("saved"), record, TENSORS)
+    """As this trainer wrote before its folders were Megatron's, under the tensors' own names."""
+    folder = tmp_path_factory.mktemp("saved")
+    dcp.save(TENSORS, checkpoint_id=folder, no_dist=True)
+    (folder / RECORD_FILE).write_text(Record(iteration=1, consumed=1, shape={}, precision="fp32").to_json())
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +172,7 @@ def test_a_tensor_cannot_ask_for_gigabytes(saved, tmp_path, monkeypatch):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     (folder / "__0_0.distcp").write_bytes(piece.getvalue())
     with pytest.raises(CheckpointError, match="cannot be read .MemoryError."):
-        DcpFile(folder).read_into({"a.step": torch.zeros(())})
+        DistFile(folder).read_into({"a.step": torch.zeros(())})
 
 
 def test_what_is_shared_is_converted_once(metadata, tmp_path):
