@@ -18,17 +18,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_lite.checkpoint.dcp import DcpFile
+from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.checkpoint.metadata_pickle import read_metadata
 from megatron_lite.checkpoint.record import Record
-from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.errors import CheckpointError
+from megatron_lite.run_folder import RECORD_FILE
 
-TENSORS = {
-    "a.weight": torch.ones(4, 3, dtype=torch.bfloat16),
-    "a.step": torch.tensor(3.0),
-    "n": torch.zeros(0, 2, dtype=torch.int64),
-}
+TENSORS = {"a.weight": torch.ones(4, 3, dtype=torch.bfloat16), "a.step": torch.tensor(3.0),
+           "n": torch.zeros(0, 2, dtype=torch.int64)}
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +55,7 @@ def pickled(value, pickler=pickle.Pickler, protocol=4) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    "pickler, protocol", [(pickle.Pickler, 4), (pickle.Pickler, 5), (WithGetattr, 4), (pickle._Pickler, 4)]
-)
+@pytest.mark.parametrize("pickler, protocol", [(pickle.Pickler, 4), (pickle.Pickler, 5), (WithGetattr, 4), (pickle._Pickler, 4)])
 def test_it_is_read_as_torch_reads_it(metadata, tmp_path, pickler, protocol):
     path = tmp_path / ".metadata"
     path.write_bytes(pickled(metadata, pickler, protocol))
@@ -87,20 +82,14 @@ def nested(depth: int) -> bytes:
     return b")\x94" + b"".join(b"h" + bytes([at]) + b"\x86\x94" for at in range(depth))
 
 
-POISON = (
-    name("pathlib", "PosixPath") + b"N}" + text("_str") + text("/victim") + b"s\x86b0"
-)  # POP: the rest may be sound
+POISON = name("pathlib", "PosixPath") + b"N}" + text("_str") + text("/victim") + b"s\x86b0"  # POP: the rest may be sound
 HOSTILE = {  # after the opcode of the protocol: what is said of it
     "a class gets an attribute": (POISON + b"}.", "no object"),
-    "an object gets an attribute": (
-        name("pathlib", "PosixPath") + b")\x81N}" + text("_str") + text("/victim") + b"s\x86b.",
-        "pathlib.PosixPath in the place of",
-    ),
+    "an object gets an attribute": (name("pathlib", "PosixPath") + b")\x81N}" + text("_str") + text("/victim") + b"s\x86b.",
+                                    "pathlib.PosixPath in the place of"),
     "a call": (name("os", "mkdir") + text("MARK") + b"\x85R.", "os.mkdir in the place of"),
-    "a call of getattr": (
-        name("builtins", "getattr") + name("pathlib", "PosixPath") + text("unlink") + b"\x86R.",
-        "builtins.getattr in the place of",
-    ),
+    "a call of getattr": (name("builtins", "getattr") + name("pathlib", "PosixPath") + text("unlink") + b"\x86R.",
+                          "builtins.getattr in the place of"),
     "an old form of a name": (b"cos\nsystem\n" + text("touch MARK") + b"\x85R.", "opcode GLOBAL"),
     "an instance": (b"(" + text("touch MARK") + b"ios\nsystem\n.", "opcode INST"),
     "an object elsewhere": (text("x") + b"Q.", "opcode BINPERSID"),
@@ -118,14 +107,14 @@ HOSTILE = {  # after the opcode of the protocol: what is said of it
 READ_ALL = """
 import json, resource, sys
 from pathlib import Path
-from megatron_lite.checkpoint.dcp import DcpFile
+from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.errors import CheckpointError
 room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**28
 resource.setrlimit(resource.RLIMIT_AS, (room, room))
 said = {}
 for folder in sorted(Path(sys.argv[1]).iterdir()):
     try:
-        said[folder.name] = f"read {DcpFile(folder).names()}"
+        said[folder.name] = f"read {DistFile(folder).names()}"
     except CheckpointError as error:
         said[folder.name] = str(error)
 print(json.dumps([said, str(Path("/harmless"))]))
@@ -134,8 +123,11 @@ print(json.dumps([said, str(Path("/harmless"))]))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    record = Record(iteration=1, consumed=1, shape={}, precision="fp32")
-    return write_alone(tmp_path_factory.mktemp("saved"), record, TENSORS)
+    """As this trainer wrote before its folders were Megatron's, under the tensors' own names."""
+    folder = tmp_path_factory.mktemp("saved")
+    dcp.save(TENSORS, checkpoint_id=folder, no_dist=True)
+    (folder / RECORD_FILE).write_text(Record(iteration=1, consumed=1, shape={}, precision="fp32").to_json())
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +138,7 @@ def answers(saved, tmp_path_factory) -> dict[str, str]:
     for title, (opcodes, _) in (HOSTILE | {"poison": (POISON + sound, "")}).items():
         shutil.copytree(saved, folder / title)
         (folder / title / ".metadata").write_bytes(b"\x80\x04" + opcodes)
-    made = subprocess.run(
-        [sys.executable, "-c", READ_ALL, folder], check=False, capture_output=True, text=True, timeout=600
-    )
+    made = subprocess.run([sys.executable, "-c", READ_ALL, folder], check=False, capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stderr
     said, path = json.loads(made.stdout)
     return said | {"a path afterwards": path, "files": sorted(path.name for path in folder.iterdir())}
@@ -182,16 +172,15 @@ def test_a_tensor_cannot_ask_for_gigabytes(saved, tmp_path, monkeypatch):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     (folder / "__0_0.distcp").write_bytes(piece.getvalue())
     with pytest.raises(CheckpointError, match="cannot be read .MemoryError."):
-        DcpFile(folder).read_into({"a.step": torch.zeros(())})
+        DistFile(folder).read_into({"a.step": torch.zeros(())})
 
 
 def test_what_is_shared_is_converted_once(metadata, tmp_path):
     """Else a file of n bytes would take n * n of memory: many tensors that share one list of pieces."""
     entry = metadata.state_dict_metadata["two"]
     entry.chunks = [entry.chunks[0]] * 1000
-    metadata.state_dict_metadata = {
-        str(number): TensorStorageMetadata(entry.properties, entry.size, entry.chunks) for number in range(1000)
-    }
+    metadata.state_dict_metadata = {str(number): TensorStorageMetadata(entry.properties, entry.size, entry.chunks)
+                                    for number in range(1000)}
     path = tmp_path / ".metadata"
     path.write_bytes(pickled(metadata))
     found = read_metadata(path).state_dict_metadata
@@ -204,7 +193,7 @@ def test_damage_touches_nothing_and_never_makes_a_traceback(saved, tmp_path):
     folder, chance = Path(shutil.copytree(saved, tmp_path / "saved")), random.Random(1)
     sound, done, read = (saved / ".metadata").read_bytes(), [], 0
     targets = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    DcpFile(folder).read_into(targets)  # what is imported at the first call is
+    DistFile(folder).read_into(targets)  # what is imported at the first call is
     watching = [True]
     sys.addaudithook(lambda event, details: done.append((event, details)) if watching else None)
     for _ in range(400):
@@ -212,18 +201,18 @@ def test_damage_touches_nothing_and_never_makes_a_traceback(saved, tmp_path):
         for _ in range(chance.randrange(1, 4)):
             at = chance.randrange(11, len(damaged))
             pieces = [bytes([chance.randrange(256)]), name("os", "system"), b"R", b"b", b"\x81", POISON, b"h\x03", b""]
-            damaged[at : at + chance.randrange(2)] = chance.choice(pieces)
+            damaged[at:at + chance.randrange(2)] = chance.choice(pieces)
         (folder / ".metadata").write_bytes(damaged)
         done.clear()
         try:
-            DcpFile(folder).read_into(dict(targets))
+            DistFile(folder).read_into(dict(targets))
             read += 1
         except CheckpointError as error:
             assert "\n" not in str(error)
         opened = {str(details[0]) for event, details in done if event == "open"} - {"/proc/self/statm"}
         assert all(folder in (Path(path), Path(path).parent) for path in opened), opened
-        acts = {event for event, _ in done} - {"open", "os.listdir", "os.scandir"}
-        assert not {act for act in acts if act.startswith(("os.", "shutil.", "subprocess.", "socket."))}, acts
+        acts = {event for event, _ in done} - {"open"}
+        assert not {act for act in acts if act.startswith(("os.", "shutil.", "subprocess.", "socket.")) and act != "os.listdir"}, acts
         assert "pickle.find_class" not in acts
     watching.clear()
     assert 20 < read < 380

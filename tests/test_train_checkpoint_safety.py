@@ -250,13 +250,15 @@ def test_any_kept_iteration_can_be_named(two_saved, tmp_path):
         assert [record["iteration"] for record in steps(tmp_path / f"{step}")] == list(range(step + 1, 9))
 
 
-def test_megatrons_sharded_format_is_named(copy, tmp_path):
-    for name in ("training_state.json", "manifest.json"):
-        file_of(copy, 4, name).unlink()
-    message = refusal(copy, tmp_path)
-    assert "manifest.json is missing" in message
-    (file_of(copy, 4, "common.pt")).write_bytes(b"")
-    assert "torch_dist format" in refusal(copy, tmp_path) and "--ckpt-format torch" in refusal(copy, tmp_path)
+def test_without_our_own_files_it_is_a_folder_of_megatrons(copy, tmp_path):
+    file_of(copy, 4, "training_state.json").unlink()
+    file_of(copy, 4, "manifest.json").unlink()
+    _, out = quietly(flags(WHOLE, *DROPOUT, "--load", copy), tmp_path / "run")
+    assert "loaded iteration 4" in out and "random states of Megatron-LM mean nothing here" in out
+    file_of(copy, 4, "common.pt").write_bytes(b"")
+    assert "common.pt: cannot be read" in refusal(copy, tmp_path)
+    file_of(copy, 4, "common.pt").unlink()
+    assert "manifest.json is missing" in refusal(copy, tmp_path)
 
 
 class Evil:

@@ -1,68 +1,148 @@
-"""torch.distributed.checkpoint: every rank writes its own tensors, and any number of ranks reads them."""
+"""torch.distributed.checkpoint: every rank writes its own pieces of tensors, and any number of ranks reads any part."""
 
 import contextlib
+import io
+import math
 import re
 import signal
 import threading
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_lite.checkpoint.metadata_pickle import read_metadata
-from megatron_lite.checkpoint.record import Record
 from megatron_lite.errors import CheckpointError, first_line
 from megatron_lite.process_state import limit_memory
-from megatron_lite.run_folder import RECORD_FILE
 
 METADATA_FILE = ".metadata"
 # torch's words for a disk that took no more
 CUT_SHORT = re.compile(r"enforce fail.*(unexpected pos|file write failed)")
 
 
-def write(folder: Path, tensors: dict[str, Tensor], group):
-    """Write `tensors` of all ranks of `group`, each name held by one rank, to `folder`; None: by this process alone.
+@dataclass(frozen=True)
+class Region:
+    """A block of a stored tensor: from `offsets` on, `sizes` elements along each dimension."""
 
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor that is written as a region of a stored tensor, whose shape is `whole`."""
+
+    region: Region
+    whole: tuple[int, ...]
+    tensor: Tensor
+
+
+def write(folder: Path, pieces: list[Piece], objects: dict[str, object], find_aliases: Callable, group):
+    """Write the pieces and objects of all ranks of `group`, each given by one rank, to `folder`; None: by this process alone.
+
+    find_aliases(metadata): {further key: stored key}, for what is to be found under several keys and stored once.
     Collective. CheckpointException on every rank if one fails.
     """
     with _quiet():
-        dcp.save(tensors, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None)
+        dcp.save({}, storage_writer=_Writer(folder, find_aliases), planner=_SavePlanner(pieces, objects), process_group=group,
+                 no_dist=group is None)
 
 
-class DcpFile:
-    """A checkpoint that `write` wrote, with its record. CheckpointError if it cannot be read."""
+class Reader(FileSystemReader):
+    """torch's own unpickles the metadata, which runs any code that the file asks for."""
 
     def __init__(self, folder: Path):
-        self._folder = folder
-        with _readable(folder / RECORD_FILE):
-            self.record = Record.from_json((folder / RECORD_FILE).read_text(encoding="utf-8"))
-        self.without_optimizer = None if self.record.optimizer else "was not saved (--no-save-optim, or a conversion)"
-        with _readable(folder / METADATA_FILE):
-            metadata = read_metadata(folder / METADATA_FILE)
-        self._reader = _Reader(folder, metadata)
-        self._tensors = {name: entry for name, entry in metadata.state_dict_metadata.items()
-                         if isinstance(entry, TensorStorageMetadata)}
+        """OSError or ValueError for metadata that cannot be read."""
+        super().__init__(folder)
+        self.folder, self.metadata = folder, read_metadata(folder / METADATA_FILE)
 
-    def names(self) -> set[str]:
-        return set(self._tensors)
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        return self.metadata
 
-    def size_of(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].size)
+    def read(self, wanted: list[tuple[Region, Tensor]]):
+        """Copy each region into the tensor that is given for it, which has its sizes. Raises what torch raises."""
+        with _quiet(), limit_memory(sum(path.stat().st_size for path in self.folder.iterdir())):
+            dcp.load({str(number): tensor for number, (_, tensor) in enumerate(wanted)}, storage_reader=self,
+                     planner=_LoadPlanner([region for region, _ in wanted]), no_dist=True)
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        return self._tensors[name].properties.dtype
+    def read_object(self, key: str) -> io.BytesIO:
+        """The bytes of an object. KeyError if there is none of that key."""
+        place = self.metadata.storage_data[MetadataIndex(key)]
+        with open(self.folder / place.relative_path, "rb") as file:
+            file.seek(place.offset)
+            return io.BytesIO(file.read(place.length))
 
-    def read_into(self, targets: dict[str, Tensor]) -> None:
-        if not targets:
-            return
-        require_fit(self, self._folder, targets)
-        with _readable(self._folder), _quiet(), limit_memory(sum(path.stat().st_size for path in self._folder.iterdir())):
-            dcp.load(dict(targets), storage_reader=self._reader, no_dist=True)
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, pieces: list[Piece], objects: dict[str, object]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._tensors = {(piece.region.key, piece.region.offsets): piece.tensor.detach().view(piece.region.sizes)
+                         for piece in pieces}
+        self._pieces, self._objects = pieces, objects
+
+    def create_local_plan(self) -> SavePlan:
+        items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
+        for piece in self._pieces:
+            offsets, sizes = torch.Size(piece.region.offsets), torch.Size(piece.region.sizes)
+            data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=piece.tensor.dtype),
+                                   torch.Size(piece.whole))
+            items.append(WriteItem(MetadataIndex(piece.region.key, offsets), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex):
+        if index.fqn in self._objects:
+            return self._objects[index.fqn]
+        return self._tensors[index.fqn, tuple(index.offset)]
+
+
+class _Writer(FileSystemWriter):
+    def __init__(self, folder: Path, find_aliases: Callable):
+        super().__init__(folder)
+        self._find_aliases = find_aliases
+
+    def finish(self, metadata: Metadata, results: list[list]):
+        aliases: dict[str, list[str]] = {}
+        for alias, key in self._find_aliases(metadata).items():
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+            aliases.setdefault(key, []).append(alias)
+        again = [replace(result, index=replace(result.index, fqn=alias)) for part in results for result in part
+                 for alias in aliases.get(result.index.fqn, ())]
+        super().finish(metadata, [*results, again])
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, regions: list[Region]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._regions = regions
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for number, region in enumerate(self._regions):
+            chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
+            found = create_read_items_for_chunk_list(region.key, self.metadata.state_dict_metadata[region.key], [chunk])
+            if sum(math.prod(item.lengths) for item in found) != math.prod(region.sizes):
+                raise ValueError(f"a part of {region.key} is missing")
+            items += [replace(item, dest_index=MetadataIndex(str(number))) for item in found]
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn]
 
 
 def require_fit(stored, where: Path, targets: dict[str, Tensor]):
@@ -77,19 +157,8 @@ def require_fit(stored, where: Path, targets: dict[str, Tensor]):
                                   f"{list(target.shape)}; give the flags that the checkpoint was trained with.")
 
 
-class _Reader(FileSystemReader):
-    """torch's own unpickles the metadata, which runs any code that the file asks for."""
-
-    def __init__(self, folder: Path, metadata: Metadata):
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        return self._metadata
-
-
 @contextlib.contextmanager
-def _readable(path: Path):
+def readable(path: Path):
     """Whatever a damaged file makes torch and pickle raise becomes one line."""
     try:
         with interruptible():

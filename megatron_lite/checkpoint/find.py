@@ -5,8 +5,9 @@ from functools import partial
 from pathlib import Path
 
 from megatron_lite.checkpoint import folder
-from megatron_lite.checkpoint.dcp import METADATA_FILE, DcpFile
+from megatron_lite.checkpoint.dcp import METADATA_FILE
 from megatron_lite.checkpoint.folder import Slot
+from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.checkpoint.megatron_parts import open_megatron
 from megatron_lite.checkpoint.record import Stored
 from megatron_lite.errors import CheckpointError
@@ -73,12 +74,9 @@ def newest_sound(
 
 
 def open_checkpoint(path: Path) -> Stored:
-    """A checkpoint's folder in one of the formats: ours, or the torch file of Megatron-LM and of --ckpt-format torch."""
-    if (path / METADATA_FILE).exists() and (path / RECORD_FILE).exists():
-        return DcpFile(path)
+    """A checkpoint's folder in one of the formats: Megatron-LM's torch_dist, which is ours too, or its torch file."""
     if (path / METADATA_FILE).exists():
-        raise CheckpointError(f"--load {path}: is in Megatron-LM's torch_dist format, which is not read here; save it "
-                              "there with --ckpt-format torch.")
+        return DistFile(path)
     return open_megatron(path)
 
 
@@ -87,7 +85,10 @@ def open_newest(source: Path, step: int | None = None, say: Callable = print) ->
     slot = newest_sound(Path(source), step, folder.wrong, say)
     if slot is None:
         raise CheckpointError(f"--load {source}: holds no {TRACKER_FILE}; give the folder that --save wrote to.")
-    return open_checkpoint(slot.expected)
+    stored = open_checkpoint(slot.expected)
+    for text in stored.notes:
+        say(f"  note: --load {stored.path}: {text}")
+    return stored
 
 
 def _is_checkpoint(path: Path) -> bool:

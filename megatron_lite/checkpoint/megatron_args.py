@@ -38,6 +38,12 @@ class MegatronArgs:
         return default
 
     @property
+    def plain(self) -> dict:
+        """What is kept of them in a conversion: all that is no object of a program."""
+        return {name: value for name, value in vars(self.namespace).items()
+                if value is None or isinstance(value, (bool, int, float, str, torch.dtype))}
+
+    @property
     def splits(self) -> tuple[int, int, int]:
         """Over how many files a model is spread: (tensor, pipeline, anything else) parallel."""
         stages = self.given("virtual_pipeline_model_parallel_size", 1) * self.given("expert_model_parallel_size", 1)
@@ -104,14 +110,18 @@ class MegatronArgs:
         return None if iterations is None else iterations * self.given("global_batch_size")
 
 
-def namespace_of(record: Record, args: Args) -> argparse.Namespace:
-    """The arguments under which Megatron would have trained this: `args` as typed, and what was derived from them."""
+def plain_arguments(args: Args) -> dict:
+    """The flags by name, as typed, in values that Megatron-LM writes."""
     typed = {}
     for group in dataclasses.fields(args):
         typed |= vars(getattr(args, group.name))
     del typed["exit_signal"]  # Megatron keeps an object of Python's signal module
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in typed.items()}
-    return argparse.Namespace(**plain | _model(record.shape) | {
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in typed.items()}
+
+
+def namespace_of(record: Record, arguments: dict, ckpt_format: str) -> argparse.Namespace:
+    """The arguments under which Megatron would have trained this: `arguments`, and what was derived from them."""
+    return argparse.Namespace(**arguments | _model(record.shape) | {
         "iteration": record.iteration,
         "consumed_train_samples": record.consumed,
         "consumed_valid_samples": record.consumed_valid_samples,
@@ -119,8 +129,10 @@ def namespace_of(record: Record, args: Args) -> argparse.Namespace:
         "params_dtype": DTYPES[record.precision],
         "fp16": record.precision == "fp16",
         "bf16": record.precision == "bf16",
-        "ckpt_format": "torch",
+        "ckpt_format": ckpt_format,
         "use_distributed_optimizer": False,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
         "data_parallel_random_init": False,
         "no_save_optim": record.optimizer is None,
         "no_save_rng": record.ranks == 0,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import megatron_unpickle
 from megatron_lite.checkpoint.megatron_args import MegatronArgs
-from megatron_lite.checkpoint.megatron_optimizer import Unmapped
+from megatron_lite.checkpoint.megatron_optimizer import Unmapped, read_settings
 from megatron_lite.errors import CheckpointError
 
 FILE = "distrib_optim.pt"
@@ -35,10 +35,10 @@ def read_buffers(path: Path, optimizer: dict, weights: dict[str, Tensor], args: 
     if len(buffers) != 1 or len(buffers[0]) != 1 or not state.get("buckets_coalesced"):
         raise Unmapped(f"in {FILE} is of several kinds of parameters, or from before February 2024")
     (flat,) = buffers[0].values()
-    for bucket_size in _bucket_sizes(args):
+    for bucket_size in bucket_sizes(args):
         starts, total = layout({name: weight.numel() for name, weight in weights.items()}, bucket_size)
         if total == flat["param"].numel() and _are_masters(flat["param"], starts, weights):
-            return _named(flat, starts, weights) | _steps(optimizer["param_groups"], weights)
+            return _named(flat, starts, weights) | read_settings(optimizer, weights, f"in {FILE} ")
     raise Unmapped(f"in {FILE} is laid out in a way that does not fit these weights")
 
 
@@ -54,7 +54,7 @@ def layout(sizes: dict[str, int], bucket_size: int | None) -> tuple[dict[str, in
     return starts, bucket + end
 
 
-def _bucket_sizes(args: MegatronArgs) -> list[int | None]:
+def bucket_sizes(args: MegatronArgs) -> list[int | None]:
     """One bucket, or those of --overlap-grad-reduce."""
     ranks = args.given("data_parallel_size", 1) * args.given("context_parallel_size", 1)
     return [None, args.given("ddp_bucket_size", max(40_000_000, 1_000_000 * ranks))]
@@ -75,12 +75,3 @@ def _named(flat: dict[str, Tensor], starts: dict[str, int], weights: dict[str, T
         for theirs, ours in KEYS.items()
         if ours != "master" or weight.dtype != torch.float32
     }
-
-
-def _steps(groups: list[dict], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All parameters have made the same steps."""
-    steps = {int(group["step"]) for group in groups if group.get("step") is not None}
-    if len(steps) != 1:
-        raise Unmapped(f"in {FILE} has made {sorted(steps)} steps, not one number of them")
-    (step,) = steps
-    return {f"optimizer.{name}.step": torch.tensor(float(step)) for name in weights}

@@ -6,6 +6,7 @@ Source: generate_state_dict and load_checkpoint in Megatron-LM's megatron/traini
 """
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import megatron_names, megatron_unpickle
-from megatron_lite.checkpoint.megatron_args import DTYPES, MegatronArgs, namespace_of, scheduler_of
+from megatron_lite.checkpoint.megatron_args import DTYPES, MegatronArgs, namespace_of, plain_arguments, scheduler_of
 from megatron_lite.checkpoint.megatron_buffers import FILE, read_buffers
 from megatron_lite.checkpoint.megatron_optimizer import (
     Take,
@@ -50,18 +51,16 @@ class MegatronFile:
         splits: what the model must be split into, as MegatronArgs.splits. stage: of its pipeline.
         """
         self.path, self.splits, self.stage, self.without_optimizer = Path(path), splits, stage, None
+        self.notes: list[str] = []
         state = megatron_unpickle.load(self.path)
         try:
             self._understand(state)
         except MALFORMED as error:
-            why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise CheckpointError(f"--load {path}: has not the form of a checkpoint by Megatron-LM or this trainer "
-                                  f"({why}); load one that has.") from None
+            raise malformed(self.path, error) from None
 
     def _understand(self, state: dict):
-        if not isinstance(state["args"], argparse.Namespace):
-            raise TypeError(f"args is a {type(state['args']).__name__}")
-        args = MegatronArgs(state["args"])
+        args = read_arguments(state)
+        self.arguments = args.plain
         if args.splits != self.splits:
             found, expected = (" x ".join(map(str, splits)) for splits in (args.splits, self.splits))
             raise CheckpointError(f"--load {self.path}: is of a model in {found} parts (tensor x pipeline x virtual or "
@@ -69,7 +68,8 @@ class MegatronFile:
                                   "with Megatron-LM's tools/checkpoint/convert.py.")
         self._weights = megatron_names.read_names(state["model"])
         optimizer = self._optimizer(state, args)
-        self.record = self._record(state, args)
+        weight = self._weights[EMBEDDING] if self.stage == 0 else next(iter(self._weights.values()))
+        self.record = read_record(state, args, len(weight), weight.dtype, has_optimizer=self.without_optimizer is None)
         self._tensors = {f"model.{name}": weight for name, weight in self._weights.items()} | optimizer
         self._reorder(state.get("checkpoint_version", 0))
         if MARK in state:
@@ -120,30 +120,46 @@ class MegatronFile:
             found = read_optimizer(optimizer, self._weights)
         else:  # the distributed optimizer keeps it elsewhere
             found = read_buffers(self.path.with_name(FILE), inner, self._weights, args)
-        samples = _scheduler(state).get("num_steps", _scheduler(state).get("num_iters"))
-        clock = {} if samples is None else {"optimizer.good_samples": torch.tensor(samples)}
-        return found | read_loss_scale(optimizer) | clock
-
-    def _record(self, state: dict, args: MegatronArgs) -> Record:
-        """As far as a file of Megatron-LM tells. The vocabulary before padding is not in it."""
-        iteration = state.get("iteration", state.get("total_iters", 0))  # converted weights have neither
-        weight = self._weights[EMBEDDING] if self.stage == 0 else next(iter(self._weights.values()))
-        return Record(
-            iteration=iteration,
-            consumed=args.consumed(iteration),
-            consumed_valid_samples=args.given("consumed_valid_samples", 0),
-            shape=args.shape(len(weight)),
-            precision={dtype: name for name, dtype in DTYPES.items()}.get(weight.dtype, "fp32"),
-            schedule=args.schedule(_scheduler(state)),
-            optimizer=None if self.without_optimizer else args.given("optimizer", "adam"),
-            trainer="Megatron-LM",
-        )
+        return found | read_loss_scale(optimizer) | read_clock(state)
 
     def _reorder(self, version: float):
         heads = self.record.shape["num_attention_heads"] // self.splits[0]
         for name in self._tensors if version < 2 else ():
             if any(kind in name for kind in QKV) and not name.endswith(".step"):
                 self._tensors[name] = megatron_names.in_todays_order(self._tensors[name], version, heads)
+
+
+def malformed(path: Path, error: Exception) -> CheckpointError:
+    why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return CheckpointError(f"--load {path}: has not the form of a checkpoint by Megatron-LM or this trainer "
+                           f"({why}); load one that has.")
+
+
+def read_arguments(state: dict) -> MegatronArgs:
+    if not isinstance(state["args"], argparse.Namespace):
+        raise TypeError(f"args is a {type(state['args']).__name__}")
+    return MegatronArgs(state["args"])
+
+
+def read_record(state: dict, args: MegatronArgs, rows: int, dtype: torch.dtype, has_optimizer: bool) -> Record:
+    """As far as Megatron-LM tells. The vocabulary before padding is not in it. rows, dtype: of the embedding."""
+    iteration = state.get("iteration", state.get("total_iters", 0))  # converted weights have neither
+    return Record(
+        iteration=iteration,
+        consumed=args.consumed(iteration),
+        consumed_valid_samples=args.given("consumed_valid_samples", 0),
+        shape=args.shape(rows),
+        precision={dtype: name for name, dtype in DTYPES.items()}.get(dtype, "fp32"),
+        schedule=args.schedule(_scheduler(state)),
+        optimizer=args.given("optimizer", "adam") if has_optimizer else None,
+        trainer="Megatron-LM",
+    )
+
+
+def read_clock(state: dict) -> dict[str, Tensor]:
+    """The flat tensor of the scheduler's samples."""
+    samples = _scheduler(state).get("num_steps", _scheduler(state).get("num_iters"))
+    return {} if samples is None else {"optimizer.good_samples": torch.tensor(samples)}
 
 
 def write_megatron_file(file: BinaryIO, record: Record, tensors: dict[str, Tensor], args: Args):
@@ -159,21 +175,30 @@ def write_megatron_file(file: BinaryIO, record: Record, tensors: dict[str, Tenso
     names = megatron_names.in_file_order((n.removeprefix("model.") for n in tensors if n.startswith("model.")), fused)
     weights = {name: take(f"model.{name}") for name in names}
     model = {megatron_names.file_name(name, fused): weight for name, weight in weights.items()}
-    state = {
-        "args": namespace_of(record, args),
-        "checkpoint_version": VERSION,
-        "iteration": record.iteration,
+    namespace = namespace_of(record, plain_arguments(args), "torch")
+    state = write_values(record, namespace, take) | {
         "model": model | dict.fromkeys(megatron_names.extra_states(model)),
-        "num_floating_point_operations_so_far": step_flops(ModelShape(**record.shape), record.consumed, causal=True),
         MARK: {"record": record.to_json(), "random": _kinds(tensors)},
     }
     if record.optimizer is not None:
-        settings = group_settings(args.optimizer, record.schedule)
-        state["optimizer"] = write_optimizer(weights, take, settings, fused)
-        state["opt_param_scheduler"] = scheduler_of(record.schedule, int(tensors["optimizer.good_samples"]))
+        state["optimizer"] = write_optimizer(weights, take, group_settings(namespace, record), fused)
     if record.ranks:
-        state["rng_state"] = _rng_state(record.ranks, take, args.training.seed, _kinds(tensors))
+        state["rng_state"] = write_rng_state(range(record.ranks), take, args.training.seed, _kinds(tensors))
     torch.save(state, file)
+
+
+def write_values(record: Record, namespace: argparse.Namespace, take: Take) -> dict:
+    """All of a checkpoint that is neither model nor optimizer nor random states."""
+    values = {
+        "args": namespace,
+        "checkpoint_version": VERSION,
+        "iteration": record.iteration,
+        "num_floating_point_operations_so_far": step_flops(ModelShape(**record.shape), record.consumed, causal=True),
+    }
+    clock = take("optimizer.good_samples")
+    if clock is not None:
+        values["opt_param_scheduler"] = scheduler_of(record.schedule, int(clock))
+    return values
 
 
 def _for_file(tensor: Tensor) -> Tensor:
@@ -187,8 +212,8 @@ def _kinds(tensors: dict[str, Tensor]) -> list[str]:
     return sorted(name.removeprefix("random.0.") for name in tensors if name.startswith("random.0."))
 
 
-def _rng_state(ranks: int, take: Take, seed: int, kinds: list[str]) -> list[dict]:
-    return [to_megatron({kind: take(f"random.{rank}.{kind}") for kind in kinds}, seed) for rank in range(ranks)]
+def write_rng_state(ranks: Iterable[int], take: Take, seed: int, kinds: list[str]) -> list[dict]:
+    return [to_megatron({kind: take(f"random.{rank}.{kind}") for kind in kinds}, seed) for rank in ranks]
 
 
 def _random_states(state: dict) -> dict[str, Tensor]:

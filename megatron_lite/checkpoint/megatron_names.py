@@ -67,6 +67,22 @@ def extra_states(names: Iterable[str]) -> list[str]:
     return [f"{module}._extra_state" for module in [*linear, "output_layer"]]
 
 
+def stacked_name(name: str) -> tuple[str, int | None]:
+    """(key, layer) of one of our names in a torch_dist folder, which stacks a weight of all layers; None: of no layer."""
+    key = file_name(name, fused=True)
+    match = LAYER.match(key)
+    return (f"decoder.layers.{match[2]}", int(match[1])) if match else (key, None)
+
+
+def unstacked_name(key: str, layer: int) -> str:
+    """Our name for a layer's part of a stacked weight."""
+    return ours(key.replace("decoder.layers.", f"decoder.layers.{layer}.", 1))
+
+
+def is_stacked(key: str) -> bool:
+    return key.startswith("decoder.layers.") and LAYER.match(key) is None
+
+
 def in_todays_order(qkv: Tensor, version: float, heads: int) -> Tensor:
     """Rows of a QKV projection (or of its moments), per head [query, key, value], of a file of any checkpoint_version.
 

@@ -4,15 +4,17 @@ Sources: megatron/core/optimizer of Megatron-Core 0.16.1: _get_param_groups in _
 of Float16OptimizerWithFloat16Params and FP32Optimizer in optimizer.py; grad_scaler.py.
 """
 
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from megatron_lite.config.args import OptimizerArgs
+from megatron_lite.checkpoint.record import Record
 
 Take = Callable[[str], Tensor | None]
 COUNTERS = ("growth_tracker", "hysteresis_tracker")
+SHARDING = "fully_reshardable"  # of the distributed optimizer: a tensor for each parameter, in its shape
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
 
 
@@ -117,17 +119,43 @@ def write_optimizer(weights: dict[str, Tensor], take: Take, settings: dict, fuse
     return {"optimizer": inner, "fp32_from_fp16_params": masters} | _grad_scaler(take)
 
 
+def write_settings(step: float | None, take: Take, settings: dict, fused: bool) -> dict:
+    """What stands of an optimizer in a torch_dist folder's common.pt: all but its tensors.
+
+    Megatron's optimizer for fp32, that for halves and the distributed one each find their own part in it.
+    """
+    counted = {} if step is None else {"step": int(step)}
+    inner = {"param_groups": [_group(settings, decays) | counted for decays in (True, False)]}
+    if step is not None and not fused:
+        inner["state"] = {"common_step": torch.tensor(float(step))}
+    return inner | {"optimizer": inner, "param_state_sharding_type": SHARDING} | _grad_scaler(take)
+
+
+def read_settings(optimizer: dict, names: Iterable[str], where: str = "") -> dict[str, Tensor]:
+    """The inverse: the flat tensors of the optimizer that are no tensors there. names: of its parameters. Raises Unmapped.
+
+    where: it is stored, for that exception.
+    """
+    inner = optimizer.get("optimizer", optimizer)
+    counts = [group.get("step") for group in inner["param_groups"]] + [inner.get("state", {}).get("common_step")]
+    steps = {float(count) for count in counts if count is not None}
+    if len(steps) > 1:
+        raise Unmapped(f"{where}has made {sorted(map(int, steps))} steps, not one number of them")
+    return {f"optimizer.{name}.step": torch.tensor(step) for step in steps for name in names} | read_loss_scale(optimizer)
+
+
 def _taken(name: str, take: Take) -> dict[str, Tensor]:
     keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
     return {key: value for key in keys if (value := take(f"optimizer.{name}.{key}")) is not None}
 
 
-def group_settings(args: OptimizerArgs, schedule: dict | None) -> dict:
+def group_settings(args: Namespace, record: Record) -> dict:
     """Of a parameter group that decays. Megatron's scheduler sets lr and weight_decay anew when it loads its own state."""
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "bias_correction": True}
     sgd = {"momentum": args.sgd_momentum, "dampening": 0, "nesterov": False}
+    schedule = record.schedule
     peak = schedule["peak"] if schedule else args.lr
-    return (adam if args.optimizer == "adam" else sgd) | {
+    return (adam if record.optimizer == "adam" else sgd) | {
         "lr": peak, "max_lr": peak, "min_lr": schedule["floor"] if schedule else args.min_lr,
         "weight_decay": schedule["start_weight_decay"] if schedule else args.weight_decay,
         "wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False, "default_config": True,

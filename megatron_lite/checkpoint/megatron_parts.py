@@ -49,7 +49,7 @@ class MegatronParts(MegatronFile):
         splits = (ranks, stages, 1)
         parts = [[MegatronFile(files[rank, stage], splits, stage) for rank in range(ranks)] for stage in range(stages)]
         first = parts[0][0]
-        self.path, self.splits, self.stage = folder, WHOLE, 0
+        self.path, self.splits, self.stage, self.notes, self.arguments = folder, WHOLE, 0, [], first.arguments
         self.without_optimizer = next((part.without_optimizer for row in parts for part in row if part.without_optimizer), None)
         self._gated = first.record.shape["activation"] == "swiglu"
         self._pieces = _pieces(parts, first.record.shape["tied_embeddings"])

@@ -5,6 +5,7 @@ Inert, which keeps what the file says about the object; any other class is refus
 """
 
 import argparse
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -42,9 +43,17 @@ def load(path: Path) -> dict:
 
     Raises CheckpointError for a file that is damaged, names a class outside PACKAGES and CLASSES, or holds no dict.
     """
+    state = load_object(path, path)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"--load {path}: holds a {type(state).__name__}, not a checkpoint; check the file.")
+    return state
+
+
+def load_object(path: Path, source: Path | BytesIO):
+    """What torch.save wrote to `source`: `path` itself, or bytes from beside it. Raises CheckpointError as `load` does."""
     try:
-        with limit_memory(path.stat().st_size):
-            state = _load(path)
+        with limit_memory(path.stat().st_size if source is path else len(source.getbuffer())):
+            return _load(path, source)
     except FileNotFoundError:
         raise CheckpointError(f"--load {path}: there is no such file; check the folder.") from None
     except CheckpointError:
@@ -52,20 +61,19 @@ def load(path: Path) -> dict:
     except Exception as error:  # noqa: BLE001 - damaged files make torch raise errors of many kinds
         raise CheckpointError(f"--load {path}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged, or "
                               "older than torch 1.6. Load an earlier one, or save it again with a newer torch.") from None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"--load {path}: holds a {type(state).__name__}, not a checkpoint; check the file.")
-    return state
 
 
-def _load(path: Path):
-    named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+def _load(path: Path, source: Path | BytesIO):
+    named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     refused = sorted(name for name in named if not _harmless(name) and name != "argparse.Namespace")
     if refused:
         raise CheckpointError(f"--load {path}: names {refused[0]}, which is neither data nor a class of a known training "
                               "program, and reading it might run its code; load a file that you trust, without it.")
     allowed = [argparse.Namespace, *((Inert, name) for name in named if _harmless(name))]
+    if source is not path:
+        source.seek(0)
     with torch.serialization.safe_globals(allowed):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=source is path)
 
 
 def _harmless(name: str) -> bool:

@@ -12,6 +12,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 FORMAT = 2
@@ -53,8 +54,11 @@ class Record:
 class Stored(Protocol):
     """An opened checkpoint, in whichever format. Raises CheckpointError for what cannot be read."""
 
+    path: Path
     record: Record
     without_optimizer: str | None  # why record.optimizer is None, to go on from "its optimizer"
+    notes: list[str]  # what of it is left out
+    arguments: dict  # the flags that it was trained with, as far as they are plain values
 
     def names(self) -> set[str]:
         """The flat names of all tensors that it holds."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_lite.checkpoint.megatron_file import write_megatron_file
 from megatron_lite.checkpoint.record import Record
 from megatron_lite.config.args import Args
-from megatron_lite.run_folder import RECORD_FILE
 
 TORCH_FILE = Path("mp_rank_00") / "model_optim_rng.pt"  # Megatron's name for rank 0 of tensor and pipeline
 
@@ -18,14 +17,13 @@ TORCH_FILE = Path("mp_rank_00") / "model_optim_rng.pt"  # Megatron's name for ra
 def writer(args: Args) -> Callable:
     """A write_tensors for checkpoint.write.Writer."""
 
-    def write(folder: Path, tensors: dict[str, Tensor], group):
+    def write(folder: Path, record: Record, tensors: dict[str, Tensor], group):
         """The first rank writes; the others send it what they alone have, their random states."""
         parts: list = [{}] * dist.get_world_size(group)
         dist.all_gather_object(parts, {name: value for name, value in tensors.items() if name.startswith("random.")}, group)
         if dist.get_rank(group) != 0:
             return
         everything = tensors | {name: value for part in parts for name, value in part.items()}
-        record = Record.from_json((folder / RECORD_FILE).read_text(encoding="utf-8"))
         path = folder / TORCH_FILE
         path.parent.mkdir()
         with open(path, "wb") as file:

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lite.checkpoint import dcp, folder
+from megatron_lite.checkpoint import dcp, folder, megatron_dist
 from megatron_lite.checkpoint.folder import Slot
+from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.record import Record
+from megatron_lite.config.args import Args
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import (
     MANIFEST_FILE,
@@ -29,7 +31,7 @@ from megatron_lite.units import size
 class Writer:
     """Writes checkpoints into `save`. Its methods are collective over `group`; None: this process alone.
 
-    write_tensors(folder, tensors, group): a format's own part.
+    write_tensors(folder, record, tensors, group): a format's own part.
     retain_interval: checkpoints of other iterations are deleted once a newer one is complete; None: never.
     """
 
@@ -67,7 +69,7 @@ class Writer:
             except OSError as error:
                 failure = error
         self._raise_together(failure)
-        self.write_tensors(slot.unfinished, tensors, self.group)
+        self.write_tensors(slot.unfinished, record, tensors, self.group)
         return folder.checksums(slot.unfinished, [name for name in _files(slot.unfinished) if self._wrote(name)])
 
     def _wrote(self, name: str) -> bool:
@@ -136,10 +138,15 @@ class Writer:
         return everyone
 
 
-def write_alone(save: Path, record: Record, tensors: dict[str, Tensor], release: bool = False) -> Path:
-    """Write all of a checkpoint from this process, without a process group; returns its folder. CheckpointError."""
+def write_alone(
+    save: Path, record: Record, tensors: dict[str, Tensor], release: bool = False, arguments: dict | None = None
+) -> Path:
+    """Write all of a checkpoint from this process, without a process group; returns its folder. CheckpointError.
+
+    arguments: flags that it was trained with, by name; those that are not known have their defaults.
+    """
     with folder.reserved(Path(save), 0, print):
-        return Writer(Path(save), dcp.write).write(record, tensors, release)
+        return Writer(Path(save), megatron_dist.writer(plain_arguments(Args()) | (arguments or {}))).write(record, tensors, release)
 
 
 def _files(unfinished: Path) -> list[str]:

@@ -286,7 +286,7 @@ class CheckpointArgs:
         None, "Keep checkpoints of multiples of this; others are deleted once a newer one is complete."
     )
     ckpt_format: str = flag(
-        "torch_dist", "torch_dist, torch_dcp: torch.distributed.checkpoint, a file per rank; torch: Megatron's one file.",
+        "torch_dist", "torch_dist, torch_dcp: Megatron's torch_dist, a file per rank; torch: Megatron's one file.",
         choices=("torch", "torch_dist", "torch_dcp"),
     )
     async_save: bool = flag(False, "Write checkpoints in a thread, from a copy in host memory, while training goes on.")

@@ -60,7 +60,7 @@ def to_own_format(load: Path, step: int | None, save: Path, say: Callable[[str],
     tensors = {name: torch.empty(stored.size_of(name), dtype=stored.dtype_of(name)) for name in sorted(names)}
     stored.read_into(tensors)
     is_release = step is None and chosen(load, step).name == RELEASE
-    return record, write_alone(save, record, tensors, is_release)
+    return record, write_alone(save, record, tensors, is_release, stored.arguments)
 
 
 def require_new(flag: str, folder: Path):

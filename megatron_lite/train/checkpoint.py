@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.checkpoint import dcp, folder, torch_file
+from megatron_lite.checkpoint import folder, megatron_dist, torch_file
 from megatron_lite.checkpoint.background import Background, HostCopies
 from megatron_lite.checkpoint.find import chosen, newest_sound, open_checkpoint
+from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import random_state, set_random_state
 from megatron_lite.checkpoint.record import Record, Stored
 from megatron_lite.checkpoint.shares import share_of
@@ -74,7 +75,8 @@ class Checkpoints:
         used, limit = c.save or c.load or c.pretrained_checkpoint, time_limit(plan)
         self._group = dist.new_group(backend="gloo", timeout=limit) if used else None
         self._background = Background()
-        write_tensors = torch_file.writer(plan.args) if c.ckpt_format == "torch" else dcp.write
+        dist_writer = megatron_dist.writer(plain_arguments(plan.args))
+        write_tensors = torch_file.writer(plan.args) if c.ckpt_format == "torch" else dist_writer
         self._writer = Writer(Path(c.save), write_tensors, self._group, c.save_retain_interval) if c.save else None
         self._copies = HostCopies(self._my_share()) if c.save and c.async_save else None
 
@@ -202,6 +204,8 @@ class Checkpoints:
         c, stored = self.plan.args.checkpoint, open_checkpoint(path)
         record = stored.record
         require_shape(path, record, self.plan)
+        for text in stored.notes:
+            self._say(f"  note: --load {path}: {text}")
         if weights_only or c.no_load_optim:
             self._load_weights(stored)
         else:

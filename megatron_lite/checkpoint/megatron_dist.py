@@ -1,0 +1,368 @@
+"""Megatron-LM's torch_dist folders, its default format and ours: read whatever layout wrote them, and written.
+
+    .metadata, __RANK_NUMBER.distcp  tensors and objects, by torch.distributed.checkpoint
+    common.pt                        plain values: args, iteration, param groups, schedule, loss scale
+    metadata.json                    names and versions of the two backends
+    training_state.json              ours: the record of checkpoint/record.py
+
+Keys of tensors are those of Transformer Engine's layers. A weight of all layers is one tensor, with the layers as its first
+dimension, or, where layers differ, one tensor per layer. A key of the optimizer is optimizer.state.KIND.WEIGHT. What only
+this trainer reads, each rank's random states, has keys that Megatron passes over.
+
+Source: megatron/core/dist_checkpointing, TransformerBlock.sharded_state_dict, apply_swiglu_sharded_factory in
+transformer/mlp.py, and sharded_state_dict of the optimizers, of Megatron-Core 0.16.1; save_checkpoint and load_checkpoint
+in Megatron-LM's megatron/training/checkpointing.py.
+"""
+
+import itertools
+import json
+import os
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_lite.checkpoint import dcp, megatron_names, megatron_unpickle
+from megatron_lite.checkpoint.dcp import METADATA_FILE, Piece, Region
+from megatron_lite.checkpoint.megatron_args import MegatronArgs, namespace_of
+from megatron_lite.checkpoint.megatron_buffers import KEYS, bucket_sizes, layout
+from megatron_lite.checkpoint.megatron_file import (
+    EMBEDDING,
+    MALFORMED,
+    malformed,
+    read_arguments,
+    read_clock,
+    read_record,
+    write_rng_state,
+    write_values,
+)
+from megatron_lite.checkpoint.megatron_optimizer import (
+    SHARDING,
+    Unmapped,
+    group_settings,
+    read_settings,
+    write_settings,
+)
+from megatron_lite.checkpoint.record import Record
+from megatron_lite.run_folder import RECORD_FILE, write_atomically
+
+COMMON_FILE, BACKENDS_FILE = "common.pt", "metadata.json"
+BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+# what Megatron's sharded_state_dict is told, to ask for what is here
+CONTENT = {"distrib_optim_sharding_type": SHARDING, "distrib_optim_fully_reshardable_mem_efficient": False,
+           "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+STATE = re.compile(r"^optimizer\.state\.(\w+)\.(.+)$")
+MASTERS = ("fp32_param", "param", "master_param")  # by Megatron's optimizer for halves, its distributed one, and its exact one
+BUCKET = re.compile(r"^(optimizer\.distributed\.dp_group_idx_(\d+))\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)$")
+GATED = re.compile(r"^(.*\.mlp\.linear_fc1\.(?:weight|bias))(_w|_v)$")  # gates and values, stored apart
+HALVES = ("", "_w", "_v")
+RANDOM = "random."
+MAX_LAYERS = 2**12
+# Megatron asks for each module's own state. It is empty but for FP8: all are one object
+MODULES_OF_A_LAYER = ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention",
+                      "self_attention.q_layernorm", "self_attention.k_layernorm", "mlp.linear_fc1", "mlp.linear_fc2")
+EMPTY_STATE = "decoder.final_layernorm._extra_state/shard_0_1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of `shape` is stored: the regions, one after another, along its first dimension."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    regions: list[Region]
+
+
+class DistFile:
+    """An opened folder, a checkpoint.record.Stored. Tensors are read from the disk where they are asked for.
+
+    A folder without common.pt is of this trainer before it wrote Megatron's layout: keys are flat names.
+    """
+
+    def __init__(self, folder: Path):
+        """Raises CheckpointError for a folder that cannot be read, or is not of a GPT."""
+        self.path, self.without_optimizer, self.arguments = folder, None, {}
+        self.notes: list[str] = []
+        self._values: dict[str, Tensor] = {}  # of common.pt
+        own = None
+        if (folder / RECORD_FILE).exists():
+            with dcp.readable(folder / RECORD_FILE):
+                own = Record.from_json((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        with dcp.readable(folder / METADATA_FILE):
+            self._reader = dcp.Reader(folder)
+        self._entries = {key: entry for key, entry in self._reader.metadata.state_dict_metadata.items()
+                         if isinstance(entry, TensorStorageMetadata)}
+        if own is None or (folder / COMMON_FILE).exists():
+            common = megatron_unpickle.load(folder / COMMON_FILE)
+            try:
+                self._understand(common, own)
+            except MALFORMED as error:
+                raise malformed(folder, error) from None
+        else:
+            self._places = {key: _whole(key, entry) for key, entry in self._entries.items()}
+        if own is not None:
+            self.record = own
+            self.without_optimizer = None if own.optimizer else "was not saved (--no-save-optim, or a conversion)"
+
+    def names(self) -> set[str]:
+        return set(self._places) | set(self._values)
+
+    def size_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._values[name].shape) if name in self._values else self._places[name].shape
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return (self._values[name] if name in self._values else self._places[name]).dtype
+
+    @torch.no_grad()
+    def read_into(self, targets: dict[str, Tensor]):
+        dcp.require_fit(self, self.path, targets)
+        wanted = []
+        for name, target in targets.items():
+            if name in self._values:
+                target.copy_(self._values[name])
+                continue
+            wanted += _cut(self._places[name], target.detach())
+        if wanted:
+            with dcp.readable(self.path):
+                self._reader.read(wanted)
+
+    def _understand(self, common: dict, own: Record | None):
+        args = read_arguments(common)
+        self.arguments = args.plain
+        self._places = find_places(self._entries)
+        weights = {name.removeprefix("model."): place for name, place in self._places.items() if name.startswith("model.")}
+        try:
+            self._understand_optimizer(common, args, weights)
+            if own is None:
+                self._require_masters(weights)
+        except (Unmapped, *MALFORMED) as error:
+            known = isinstance(error, Unmapped)
+            self.without_optimizer = str(error) if known else "has a form that is not known here"
+            self._values = {}
+            self._places = {name: place for name, place in self._places.items() if not name.startswith("optimizer.")}
+        for name in [name for name, weight in weights.items() if weight.dtype == torch.float32]:
+            self._places.pop(f"optimizer.{name}.master", None)  # the weight itself
+        if own is None:
+            self._note_extra_states()
+            embedding = weights[EMBEDDING]
+            self.record = read_record(common, args, embedding.shape[0], embedding.dtype, self.without_optimizer is None)
+
+    def _understand_optimizer(self, common: dict, args: MegatronArgs, weights: dict[str, Place]):
+        """Find steps, loss scale and schedule, and check that the moments are the weights'. Raises Unmapped."""
+        buckets = {match: key for key in self._entries if (match := BUCKET.match(key))}
+        optimizer = common.get("optimizer")
+        if buckets:
+            self._find_in_buckets(buckets, args, weights)
+            optimizer = {key: self._object(f"optimizer.distributed.dp_group_idx_0.{key}/shard_0_1")
+                         for key in ("optimizer", "grad_scaler")}
+        elif not optimizer:
+            raise Unmapped("was not saved (--no-save-optim)")
+        for name, place in self._places.items():
+            owner = name.removeprefix("optimizer.").rpartition(".")[0]
+            if name.startswith("optimizer.") and (owner not in weights or place.shape != weights[owner].shape):
+                raise Unmapped("is stored in another shape than its weights: flat, as before Megatron-Core 0.14, or of "
+                               "several optimizers")
+        stepping = [name for name in weights if f"optimizer.{name}.exp_avg" in self._places]
+        self._values = read_settings(optimizer, stepping) | read_clock(common)
+
+    def _object(self, key: str):
+        """One that Megatron stored; {} if there is none."""
+        if key not in self._reader.metadata.state_dict_metadata:
+            return {}
+        [value] = megatron_unpickle.load_object(self.path / METADATA_FILE, self._reader.read_object(key))
+        return value
+
+    def _find_in_buckets(self, buckets: dict[re.Match, str], args: MegatronArgs, weights: dict[str, Place]):
+        """Add places in the distributed optimizer's flat buckets, which tell no names. Raises Unmapped.
+
+        That the layout is understood is proved by the weights: each must be its master, rounded.
+        """
+        if any(match[2] != "0" or match[3] != "0" for match in buckets):
+            raise Unmapped("lies in the buckets of a model in several parts; save it there with "
+                           "--dist-ckpt-optim-fully-reshardable")
+        by_kind: dict[str, dict[int, str]] = {}
+        for match, key in buckets.items():
+            by_kind.setdefault(match[5], {})[int(match[4])] = key
+        for fused, bucket_size in itertools.product((True, False), bucket_sizes(args)):
+            names = megatron_names.in_file_order(weights, fused)
+            starts, total = layout({name: torch.Size(weights[name].shape).numel() for name in names}, bucket_size)
+            found = {f"optimizer.{name}.{ours}": place for theirs, ours in KEYS.items()
+                     for name, place in self._slices(by_kind[theirs], starts, total, weights).items()}
+            if found and all(self._are_masters(found, weights, [name]) for name in names):
+                self._places |= found
+                return
+        raise Unmapped("lies in buckets that do not fit these weights; save it there with --dist-ckpt-optim-fully-reshardable")
+
+    def _slices(self, keys: dict[int, str], starts: dict[str, int], total: int, weights: dict[str, Place]) -> dict[str, Place]:
+        """{name: its place} in buckets, laid end to end; empty if they are not as long as that. keys: by number."""
+        ends = list(itertools.accumulate(self._entries[keys[number]].size[0] for number in range(len(keys))))
+        if not ends or ends[-1] != total:
+            return {}
+        places = {}
+        for name, start in starts.items():
+            shape = weights[name].shape
+            number = next(number for number, end in enumerate(ends) if start < end)
+            first = start - (ends[number - 1] if number else 0)
+            entry = self._entries[keys[number]]
+            if first + shape.numel() > entry.size[0]:
+                return {}
+            places[name] = Place(shape, entry.properties.dtype, [Region(keys[number], (first,), (shape.numel(),))])
+        return places
+
+    def _require_masters(self, weights: dict[str, Place]):
+        """Unmapped unless masters are those of their weights, judged by norms and biases: they are small, and everywhere."""
+        vectors = [name for name, weight in weights.items() if len(weight.shape) == 1 and f"optimizer.{name}.master" in self._places]
+        if not self._are_masters(self._places, weights, vectors):
+            raise Unmapped("holds masters that are not its weights', as Megatron-Core 0.16.1 stores them from several padded "
+                           "buckets with --dist-ckpt-optim-fully-reshardable; save it there without that flag")
+
+    def _are_masters(self, masters: dict[str, Place], weights: dict[str, Place], names: list[str]) -> bool:
+        pairs = [(masters[f"optimizer.{name}.master"], weights[name]) for name in names]
+        held = [tuple(torch.empty(place.shape, dtype=place.dtype) for place in pair) for pair in pairs]
+        wanted = [part for pair, tensors in zip(pairs, held) for place, tensor in zip(pair, tensors)
+                  for part in _cut(place, tensor)]
+        with dcp.readable(self.path):
+            self._reader.read(wanted)
+        return all(torch.equal(master.to(weight.dtype), weight) for master, weight in held)
+
+    def _note_extra_states(self):
+        count = sum("_extra_state" in key for key in self._reader.metadata.state_dict_metadata)
+        if count:
+            self.notes.append(f"{count} _extra_state entries, Transformer Engine's own (FP8 scales, or empty), are left out")
+
+
+def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, Place]:
+    """Places by flat name of all weights and what the optimizer holds of them, and of this trainer's random states."""
+    halves: dict[str, dict[str, Place]] = {}
+    for key, entry in entries.items():
+        if key.startswith(RANDOM):
+            halves[key] = {"": _whole(key, entry)}
+            continue
+        if key.startswith("optimizer.distributed."):
+            continue
+        state = STATE.match(key)
+        kind, weight = state.groups() if state else ("", key)
+        gated = GATED.match(weight)
+        weight, half = gated.groups() if gated else (weight, "")
+        for name, place in _layers(key, weight, entry):
+            flat = f"optimizer.{name}.{'master' if kind in MASTERS else kind}" if state else f"model.{name}"
+            halves.setdefault(flat, {})[half] = place
+    return {name: _joined([parts[half] for half in HALVES if half in parts]) for name, parts in halves.items()}
+
+
+def _cut(place: Place, target: Tensor) -> list[tuple[Region, Tensor]]:
+    """The parts of `target`, and where each is stored."""
+    parts = target.chunk(len(place.regions)) if len(place.regions) > 1 else [target]
+    return [(region, part.view(region.sizes)) for region, part in zip(place.regions, parts, strict=True)]
+
+
+def _layers(key: str, weight: str, entry: TensorStorageMetadata) -> list[tuple[str, Place]]:
+    """(our name, place) of the weights in a stored tensor: of every layer, or one."""
+    if not megatron_names.is_stacked(weight):
+        return [(megatron_names.ours(weight), _whole(key, entry))]
+    count, *shape = entry.size
+    if count > MAX_LAYERS:
+        raise ValueError(f"{key} is of {count} layers")
+    return [
+        (megatron_names.unstacked_name(weight, layer),
+         Place(torch.Size(shape), entry.properties.dtype, [Region(key, (layer, *[0] * len(shape)), (1, *shape))]))
+        for layer in range(count)
+    ]
+
+
+def _whole(key: str, entry: TensorStorageMetadata) -> Place:
+    return Place(entry.size, entry.properties.dtype, [Region(key, (0,) * len(entry.size), tuple(entry.size))])
+
+
+def _joined(parts: list[Place]) -> Place:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    return Place(torch.Size([len(parts) * first.shape[0], *first.shape[1:]]), first.dtype,
+                 [region for part in parts for region in part.regions])
+
+
+def writer(arguments: dict) -> Callable:
+    """A write_tensors for checkpoint.write.Writer. arguments: flags by name, for common.pt."""
+
+    def write(folder: Path, record: Record, tensors: dict[str, Tensor], group):
+        """Each rank writes its tensors; the first one, which has all scalars, the values too. Collective."""
+        is_first = group is None or torch.distributed.get_rank(group) == 0
+        namespace, layers = namespace_of(record, arguments, "torch_dist"), record.shape["num_layers"]
+        objects = _objects(record, tensors, namespace) if is_first else {}
+        pieces = [_piece(name, tensor, layers) for name, tensor in tensors.items() if _is_stored(name, tensor)]
+        dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)
+        if is_first:  # a failure before would leave the others waiting
+            _write_common(folder, record, tensors, namespace)
+            write_atomically(folder / BACKENDS_FILE, json.dumps(BACKENDS))
+
+    return write
+
+
+def _is_stored(name: str, tensor: Tensor) -> bool:
+    """Among the tensors; the optimizer's scalars stand in common.pt."""
+    return tensor.ndim > 0 or name.startswith("model.")
+
+
+def _write_common(folder: Path, record: Record, tensors: dict[str, Tensor], namespace: Namespace):
+    def take(name: str) -> Tensor | None:
+        return tensors[name].detach().cpu() if name in tensors else None
+
+    values = write_values(record, namespace, take) | {"content_metadata": CONTENT}
+    if record.optimizer is not None:
+        step = max((tensor.item() for name, tensor in tensors.items() if name.endswith(".step")), default=None)
+        fused = namespace.transformer_impl == "transformer_engine"
+        values["optimizer"] = write_settings(step, take, group_settings(namespace, record), fused)
+    with open(folder / COMMON_FILE, "wb") as file:
+        torch.save(values, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _objects(record: Record, tensors: dict[str, Tensor], namespace: Namespace) -> dict[str, object]:
+    """What Megatron asks for besides tensors, each in a list: modules' empty states, and a rank's random states."""
+    objects: dict[str, object] = {EMPTY_STATE: [None]}
+    if record.ranks:
+        kinds = [name.removeprefix("random.0.") for name in tensors if name.startswith("random.0.")]
+        objects["rng_state/shard_0.0_1.1"] = [write_rng_state([0], tensors.get, namespace.seed, kinds)]
+    return objects
+
+
+def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
+    """{further key: stored key}: every module's empty state, and masters as the distributed optimizer calls them.
+
+    There a weight in fp32 is a master, too.
+    """
+    aliases = {f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}": EMPTY_STATE
+               for module in MODULES_OF_A_LAYER for layer in range(layers)}
+    aliases["output_layer._extra_state/shard_0_1"] = EMPTY_STATE
+    held = metadata.state_dict_metadata
+    for key in list(held):
+        state = STATE.match(key)
+        if state and state[1] == "exp_avg":
+            master = f"optimizer.state.{MASTERS[0]}.{state[2]}"
+            aliases[f"optimizer.state.{MASTERS[1]}.{state[2]}"] = master if master in held else state[2]
+    return aliases
+
+
+def _piece(name: str, tensor: Tensor, layers: int) -> Piece:
+    """A tensor of a flat name in its place."""
+    if name.startswith(RANDOM):
+        return Piece(Region(name, (0,) * tensor.ndim, tuple(tensor.shape)), tuple(tensor.shape), tensor)
+    kind, _, rest = name.partition(".")
+    weight, state = rest, ""
+    if kind == "optimizer":
+        weight, _, state = rest.rpartition(".")
+    key, layer = megatron_names.stacked_name(weight)
+    if kind == "optimizer":
+        key = f"optimizer.state.{MASTERS[0] if state == 'master' else state}.{key}"
+    shape, zeros = tuple(tensor.shape), (0,) * tensor.ndim
+    if layer is None:
+        return Piece(Region(key, zeros, shape), shape, tensor)
+    return Piece(Region(key, (layer, *zeros), (1, *shape)), (layers, *shape), tensor)
