@@ -18,7 +18,8 @@ class LiveLine:
     def __init__(self, active: bool = True, lines: bool = True):
         terminal = sys.stderr.isatty()
         self._active, self._lines = active and terminal, active and lines and not terminal
-        self._drawn, self._printed = 0.0, time.monotonic() + SECONDS_BEFORE_LINES - SECONDS_BETWEEN_LINES
+        self._drawn = 0.0
+        self._printed = time.monotonic() + SECONDS_BEFORE_LINES - SECONDS_BETWEEN_LINES if self._lines else 0.0
 
     @property
     def due(self) -> bool:
