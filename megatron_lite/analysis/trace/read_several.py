@@ -30,7 +30,7 @@ def readers(paths: Sequence[Path], say: Callable[[str], None] = lambda text: Non
 def _max_events(files: int) -> int:
     """Of each file, so that all of them take half of this machine's memory at most; a part too small says nothing."""
     memory = read_machine().memory_bytes
-    return min(MAX_EVENTS, max(memory // 2 // BYTES_PER_EVENT // files, MIN_EVENTS)) if memory else MAX_EVENTS
+    return min(MAX_EVENTS, max(memory // 2 // BYTES_PER_EVENT // max(files, 1), MIN_EVENTS)) if memory else MAX_EVENTS
 
 
 def _progress(path: Path, number: int, files: int, say: Callable[[str], None]) -> Callable[[int], None]:
