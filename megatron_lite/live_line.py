@@ -1,4 +1,4 @@
-"""One line on a terminal that is drawn anew while something long goes on; nothing where output goes to a file."""
+"""One line on a terminal that is drawn anew while something long goes on; a line now and then where output goes to a file."""
 
 import sys
 import time
@@ -6,14 +6,20 @@ import time
 from megatron_lite.terminal import escape, print_lines
 
 SECONDS_BETWEEN = 0.2
+SECONDS_BEFORE_LINES, SECONDS_BETWEEN_LINES = 5, 20  # where output goes to a file
 
 
 class LiveLine:
-    """Drawn on stderr, at most every fifth of a second; to be wiped before anything else is printed."""
+    """Drawn on stderr, at most every fifth of a second; to be wiped before anything else is printed.
 
-    def __init__(self, active: bool = True):
-        self._active = active and sys.stderr.isatty()
+    Where stderr is no terminal, a line now and then of what takes long; none with `lines` off.
+    """
+
+    def __init__(self, active: bool = True, lines: bool = True):
+        terminal = sys.stderr.isatty()
+        self._active, self._lines = active and terminal, active and lines and not terminal
         self._drawn = 0.0
+        self._printed = time.monotonic() + SECONDS_BEFORE_LINES - SECONDS_BETWEEN_LINES if self._lines else 0.0
 
     @property
     def due(self) -> bool:
@@ -27,6 +33,9 @@ class LiveLine:
             self._drawn = now
             sys.stderr.write(f"\r\033[K{escape(text)}")
             sys.stderr.flush()
+        elif self._lines and now - self._printed >= SECONDS_BETWEEN_LINES:
+            self._printed = now
+            print_lines([f"  {text}"], sys.stderr)
 
     def wipe(self):
         """Make room for other lines."""

@@ -8,6 +8,10 @@ FOUR_RANKS = World(size=4, local_size=4)
 ONE_GPU = World(gpus=1)
 
 MODEL = [
+    ("--num-layers 100001", "--num-layers 100001: must be at most 100000."),
+    ("--padded-vocab-size 2147483648", "--padded-vocab-size 2147483648: must be at most 2147483647."),
+    ("--hidden-size 1073741824", "--hidden-size 1073741824 needs a tensor of 1073741824 x 8589934592 numbers, by --ffn-hidden-size, which"),
+    ("--micro-batch-size 1073741824 --global-batch-size 1073741824 --ffn-hidden-size 2147483647", "--micro-batch-size 1073741824 times --seq-length 32 needs"),
     ("!--num-layers", "--num-layers is missing; every model needs it."),
     ("!--hidden-size", "--hidden-size is missing; every model needs it."),
     ("!--num-attention-heads", "--num-attention-heads is missing; every model needs it."),
@@ -56,6 +60,9 @@ MODEL = [
     ("--recompute-activations --recompute-num-layers 1", "--recompute-num-layers 1 does not go with --recompute-gran"),
 ]
 TRAINING = [
+    ("--global-batch-size 4294967296", "--global-batch-size 4294967296: must be at most 2147483647."),
+    ("--train-iters 9007199254740992", "--train-iters 9007199254740992: makes 72057594037927936 samples in all; at most 2^53"),
+    ("--eval-iters 9007199254740992", "--eval-iters 9007199254740992: makes 72057594037927936 samples in all; at most 2^53"),
     ("--train-samples 800", "--train-iters 100 and --train-samples 800 exclude each other; keep one."),
     ("!--train-iters", "--train-iters is missing; say how long to train, or give --train-samples."),
     ("--train-iters 0", "--train-iters 0: must be at least 1; to only evaluate use --skip-train."),
@@ -102,9 +109,9 @@ TRAINING = [
         "--fp16 --initial-loss-scale 2 --min-loss-scale 4",
         "--min-loss-scale 4 exceeds --initial-loss-scale 2; lower it.",
     ),
-    ("--fp16 --loss-scale-window 0", "--loss-scale-window 0: must be a whole number of at least 1."),
-    ("--fp16 --loss-scale-window 1.5", "--loss-scale-window 1.5: must be a whole number of at least 1."),
-    ("--fp16 --hysteresis 0", "--hysteresis 0: must be at least 1."),
+    ("--fp16 --loss-scale-window 0", "--loss-scale-window 0: must be a whole number of at least 1 and at most 2147483647."),
+    ("--fp16 --loss-scale-window 1.5", "--loss-scale-window 1.5: must be a whole number of at least 1 and at most 2147483647."),
+    ("--fp16 --hysteresis 0", "--hysteresis 0: must be at least 1"),
 ]
 OPTIMIZER = [
     ("!--lr", "--lr is missing; give the peak learning rate, such as 6e-5."),
@@ -169,7 +176,7 @@ RUN = [
         "--distributed-backend nccl",
         "--distributed-backend nccl needs a GPU and this machine shows none; drop it, or give",
     ),
-    ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0: must be at least 1."),
+    ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0: must be at least 1"),
     ("--ddp-bucket-size 0", "--ddp-bucket-size 0: must be at least 1, or leave it out."),
     ("!--mock-data", "--data-path is missing; give the prefix of a .bin/.idx pair, or --mock-data."),
     ("!--mock-data --data-args-path tests/none", "--data-args-path tests/none: cannot be read (No such file or directory)"),
@@ -197,12 +204,12 @@ RUN = [
     ("--split=-1,2", "--split -1,2: needs one to three numbers"),
     ("--split 0,0,0", "--split 0,0,0: needs one to three numbers"),
     ("--split 0,1,1", "--split 0,1,1: no share is left for training; give one, such as 969,30,1."),
-    ("--num-workers -1", "--num-workers -1: must be at least 0."),
+    ("--num-workers -1", "--num-workers -1: must be at least 0"),
     ("--tokenizer-type SFTTokenizer", "--tokenizer-type SFTTokenizer is refused: there are GPT2BPETokenizer, "),
     ("--tokenizer-type Llama2Tokenizer", "--tokenizer-model is missing; --tokenizer-type Llama2Tokenizer reads it."),
     ("--tokenizer-special-tokens <s>", "--tokenizer-special-tokens <s>: --tokenizer-type NullTokenizer has those of its"),
     ("!--vocab-size", "--vocab-size is missing; --tokenizer-type NullTokenizer needs it."),
-    ("--vocab-size 0", "--vocab-size 0: must be at least 1."),
+    ("--vocab-size 0", "--vocab-size 0: must be at least 1"),
     ("--log-interval 0", "--log-interval 0: must be at least 1."),
     ("--eval-interval 0", "--eval-interval 0: must be at least 1."),
     ("--tensorboard-log-interval -1", "--tensorboard-log-interval -1: must be at least 1."),

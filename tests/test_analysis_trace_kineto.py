@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
@@ -257,3 +258,23 @@ def test_waiting_on_a_device_is_no_work(tmp_path, name):
     [trace] = read_traces(made.write(tmp_path))
     assert [trace.name_of(row) for row in trace.device_rows] == ["matmul_kernel"]
     assert [trace.name_of(row) for row in trace.rows[Kind.SYNC]] == [name]
+
+
+@pytest.mark.parametrize("by_kind", [False, True])
+def test_of_more_events_than_may_be_held_the_first_part_in_time_is_read(tmp_path, by_kind, monkeypatch):
+    """Whatever the file's order: profilers write all that the host did first, then all that the GPU did."""
+    monkeypatch.setattr(Chunks.__init__, "__defaults__", (4096,))
+    events = gpu_run(steps=40, item=True).events
+    memory = [{"ph": "i", "name": "[memory]", "ts": event["ts"], "args": {"Bytes": 1}} for event in events[::5]]
+    events = sorted(events + memory, key=(lambda event: event.get("cat", "")) if by_kind else (lambda event: event["ts"]))
+    path = write({"traceEvents": events}, tmp_path / "t.json")
+    [whole], limit, told = read_traces(path), len(events) // 3, []
+    [part] = read_traces(path, limit, told.append)
+    assert limit // 3 < len(part.events) + len(part.memory) <= limit and told[-1] == path.stat().st_size
+    last = part.events.end_ns.max()
+    before = table(whole)[: len(part.events) * 2]
+    assert table(part) == [event for event in before if event[2] + event[3] <= last]
+    assert len(part.memory) == (whole.memory.time_ns <= last).sum()
+    [note] = part.notes
+    assert re.fullmatch(rf"t.json: more than {limit:,} events; what ends in its first 0.0\d+ of 0.04\d* s was read, the rest left out; .*", note)
+    assert not whole.notes

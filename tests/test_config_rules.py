@@ -1,5 +1,6 @@
 """Every rule about flags: a command line that breaks only this one, and the one line that answers it."""
 
+import dataclasses
 import random
 
 import pytest
@@ -7,7 +8,7 @@ from command_lines import GOOD, REPO, argv, mistakes, plan, yields_missed
 from rule_cases import BY_WORLD, FINE, FOUR_RANKS, MODEL, ONE_GPU, OPTIMIZER, RUN, TRAINING, TWO_LINES
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.check import check
+from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.flags import flags_of
 from megatron_lite.config.plan import resolve
@@ -110,3 +111,37 @@ def test_rules_that_need_the_vocabulary():
 def test_good_needs_all_its_flags():
     for name in sorted(set(GOOD) - {"--global-batch-size"}):
         assert mistakes(f"!{name}"), name
+
+
+WHOLE = [-(2**63) - 1, -1, 0, 2**31, 2**53, 2**53 + 1, 2**63]
+REAL = [-1e308, -1.0, 0.0, 5e-324, 1e38, 1e39]
+NUMERIC = [flag for flag in flags_of(Args) if flag.kind in (int, float)]
+
+
+def numbers_of(value) -> list:
+    """All numbers within a plan."""
+    if dataclasses.is_dataclass(value):
+        return [number for field in dataclasses.fields(value) for number in numbers_of(getattr(value, field.name))]
+    if isinstance(value, (tuple, frozenset, range)):
+        return [number for one in (value if not isinstance(value, range) else (value.start, value.stop)) for number in numbers_of(one)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+@pytest.mark.parametrize("flag", NUMERIC, ids=lambda flag: flag.spelling)
+def test_the_extremes_of_every_numeric_flag_are_one_line_or_fit(flag):
+    """One line that names the flag; or what follows from it has 63 bits, is finite in fp32, and makes no tensor beyond memory's bounds."""
+    passed = []
+    for value in WHOLE if flag.kind is int else REAL:
+        line = read_command_line(argv([flag.spelling, *[f"{value!r}"] * (3 if flag.field == "rampup_batch_size" else 1)]))
+        try:
+            check(line, World(), RULES_WITHOUT_FILES)
+            found = resolve(line.args, World(), line.args.data.vocab_size + 1)
+        except ConfigError as error:
+            assert all(text.startswith("--") and "\n" not in text for text in error.lines)
+            assert any(flag.spelling in text for text in error.lines), error.lines
+            continue
+        passed.append(value)
+        for number in numbers_of(dataclasses.replace(found, args=None)):
+            assert abs(number) < (2**63 if isinstance(number, int) else 3.5e38), (value, number)
+        assert found.shape.padded_vocab_size * found.shape.hidden_size < 2**59
+    assert not [value for value in passed if abs(value) > (2**53 if flag.kind is int else 3.5e38) or 0 < abs(value) < 1e-38]

@@ -4,8 +4,10 @@ import gzip
 import json
 import re
 import sys
+import tracemalloc
 
 import pytest
+import zstandard
 
 from megatron_lite.data import text_files
 from megatron_lite.data.indexed import IndexedDataset
@@ -195,3 +197,43 @@ def test_input_that_may_not_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(DataError, match=r"^--input \S+: cannot be read \(Permission denied\); check its permissions, .*$"):
         preprocess([path], tmp_path / "x", BYTES)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_a_line_of_more_than_the_limit_is_a_bad_line_and_never_held(tmp_path, ending):
+    """64 MiB in a small file, between lines that fit."""
+    good, long = b'{"text": "fine"}\n', b'{"text": "' + b"a" * (1 << 26) + b'"}\n'
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[ending]
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(pack(good + long + good * 2))
+    message = f"{path}:2: the line is longer than 1 MiB; check the file, or raise --max-document-mb"
+    with pytest.raises(DataError, match=rf"^{re.escape(message)}$"):
+        preprocess([path], tmp_path / "x", BYTES, max_document_mb=1)
+    skipped = []
+    tracemalloc.start()
+    summary = preprocess([path], tmp_path / "x", BYTES, max_document_mb=1, on_error="skip", say=skipped.append)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (summary.documents, summary.skipped, skipped) == (3, 1, [f"skipped {message}"])
+    assert peak < (72 << 20 if ending == ".zst" else 16 << 20), peak  # a kilobyte of .zst is unpacked at once
+    del long
+
+
+def test_a_line_just_within_the_limit_is_good_and_one_byte_more_is_not(tmp_path):
+    def line(num_bytes: int) -> bytes:
+        return b'{"text": "' + b"a" * (num_bytes - 13) + b'"}\n'
+
+    for num_bytes, skipped in ((1 << 20, 0), ((1 << 20) + 1, 1)):
+        path = tmp_path / "a.jsonl"
+        for text in (line(100) + line(num_bytes), line(num_bytes) + line(100), line(100) + line(num_bytes)[:-1] + b" " * skipped):
+            path.write_bytes(text)
+            assert preprocess([path], tmp_path / "x", BYTES, max_document_mb=1, on_error="skip").skipped == skipped
+
+
+def test_a_text_file_of_more_than_the_limit(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a" * ((1 << 20) + 1))
+    with pytest.raises(DataError, match=rf"^{path}: the document is longer than 1 MiB; .* --max-document-mb$"):
+        preprocess([path], tmp_path / "x", BYTES, max_document_mb=1)
+    with pytest.raises(UserError, match="--max-document-mb 0: must be 1 or more"):
+        preprocess([path], tmp_path / "x", BYTES, max_document_mb=0)

@@ -82,9 +82,9 @@ def analyze(paths: Sequence[Path | str], say: Callable[[str], None] | None = Non
 def _seen(paths: Sequence[Path], say: Callable[[str], None], gaps: _Gaps) -> tuple[RankFacts, ...]:
     """Each process of each file, by rank."""
     seen = []
-    for number, (path, read) in enumerate(zip(paths, readers(paths)), 1):
-        say(f"reading {path.name} ({number} of {len(paths)})")
+    for path, read in zip(paths, readers(paths, say)):
         for trace in gaps.attempt(path.name, read) or ():
+            say(f"analysing {trace.source} ({len(trace.events):,} events)")
             seen.append(gaps.attempt(trace.source, _rank, trace, gaps))
     return tuple(sorted((one for one in seen if one), key=lambda one: (one.time.rank is None, one.time.rank or 0)))
 

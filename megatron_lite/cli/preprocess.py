@@ -10,7 +10,7 @@ from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.preprocess_line import PreprocessLine
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags
 from megatron_lite.config.data_defaults import TOKENIZER
-from megatron_lite.data.preprocess import ON_ERROR, Summary, preprocess
+from megatron_lite.data.preprocess import MAX_DOCUMENT_MB, ON_ERROR, Summary, preprocess
 from megatron_lite.data.tokenizers import tokenizer_of
 from megatron_lite.errors import UserError
 from megatron_lite.terminal import print_lines
@@ -44,7 +44,8 @@ def _preprocess(options: argparse.Namespace):
     try:
         summary = preprocess(
             options.input, options.output_prefix, tokenizer, json_keys=options.json_keys,
-            append_eod=options.append_eod, workers=options.workers, on_error=options.on_error, report=progress, say=say,
+            append_eod=options.append_eod, workers=options.workers, on_error=options.on_error,
+            max_document_mb=options.max_document_mb, report=progress, say=say,
         )
     finally:
         progress.wipe()
@@ -65,6 +66,8 @@ def _parser() -> Parser:
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize [%(default)s]")
     add("--on-error", choices=ON_ERROR, default="stop", help="what a bad line does: stop, or be named and left out [stop]")
+    add("--max-document-mb", type=int, default=MAX_DOCUMENT_MB, metavar="N",
+        help="a line, or a text file, of more than N MiB is a bad line; one takes six times as much memory [%(default)s]")
     add_answers(parser, PREPROCESS_ACCEPTED, PREPROCESS_REFUSED)
     return parser
 

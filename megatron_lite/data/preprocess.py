@@ -22,6 +22,7 @@ from megatron_lite.errors import DataError, UserError
 
 ON_ERROR = ("stop", "skip")
 NAMES_SHOWN = 10
+MAX_DOCUMENT_MB = 128  # Python needs about six times as much for one, in each worker
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def preprocess(
     append_eod: bool = True,
     workers: int = 1,
     on_error: str = "stop",
+    max_document_mb: int = MAX_DOCUMENT_MB,
     report: Callable[[int, int, float], None] = lambda documents, text_bytes, share: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Summary:
@@ -52,22 +54,23 @@ def preprocess(
 
     .jsonl and .json: one object a line, one document for each key; any other file: one document, its whole text. Either may be
     compressed, as .gz or .zst. The bytes are the same for any number of workers, and after any interruption, which
-    the next call with the same arguments goes on from. The tokenizer must be picklable.
+    the next call with the same arguments goes on from. The tokenizer must be picklable. A line, or a file that is one document,
+    of more than max_document_mb MiB is a bad line.
     A document that gives no token is left out, as in Megatron. report(documents, bytes of text, share of the input)
     is called now and then; say(line) for each bad line that on_error="skip" leaves out, and for what is continued.
     DataError for a file, line or key that is missing or no text, WorkerDied; no pair appears under its name then.
     """
-    _check(inputs, json_keys, workers)
+    _check(inputs, json_keys, workers, max_document_mb)
     if append_eod and tokenizer.eod is None:
         raise UserError("--append-eod: this tokenizer has no end-of-document token; leave it out, or choose another")
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
     pairs = [PairWriter(prefix, token_dtype(tokenizer.vocab_size), ENDING) for prefix in prefixes]
-    settings = _settings(inputs, json_keys, append_eod, tokenizer)
+    settings = _settings(inputs, json_keys, append_eod, tokenizer, max_document_mb)
     total = max(1, sum(os.path.getsize(path) for path in inputs))
     with Unfinished(str(output_prefix), pairs, settings, on_error == "skip", say) as unfinished:
         reached = unfinished.reached
         tokenize = Tokenize(tokenizer, tuple(json_keys), append_eod)
-        with contextlib.closing(in_order(tokenize, chunks(inputs, reached.place), workers)) as results:
+        with contextlib.closing(in_order(tokenize, chunks(inputs, reached.place, max_document_mb), workers)) as results:
             for chunk, result in results:
                 for mistake in result.mistakes:
                     if on_error == "stop":
@@ -84,18 +87,23 @@ def preprocess(
     return Summary(prefixes, reached.documents, num_tokens, reached.text_bytes, reached.empty, reached.skipped)
 
 
-def _settings(inputs: Sequence[str | Path], json_keys: Sequence[str], append_eod: bool, tokenizer: Tokenizer) -> dict:
+def _settings(
+    inputs: Sequence[str | Path], json_keys: Sequence[str], append_eod: bool, tokenizer: Tokenizer, max_document_mb: int
+) -> dict:
     return {
         "--input": [identity(path) for path in inputs],
         "--json-keys": list(json_keys),
         "--append-eod": append_eod,
+        "--max-document-mb": max_document_mb,
         "the tokenizer": hashlib.sha256(pickle.dumps(tokenizer)).hexdigest(),
     }
 
 
-def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int) -> None:
+def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int, max_document_mb: int) -> None:
     if workers < 1:
         raise UserError(f"--workers {workers}: must be 1 or more; the number of cores is usual")
+    if max_document_mb < 1:
+        raise UserError(f"--max-document-mb {max_document_mb}: must be 1 or more; {MAX_DOCUMENT_MB} is usual")
     if len(set(json_keys)) < len(json_keys):
         raise DataError(f"--json-keys {' '.join(json_keys)}: one key is named twice; name it once")
     for path in inputs:
@@ -131,7 +139,7 @@ class Tokenize:
 
     def __call__(self, chunk: Chunk) -> Tokenized:
         columns = [[] for _ in self.json_keys]
-        text_bytes, mistakes = 0, []
+        text_bytes, mistakes = 0, [chunk.mistake] if chunk.mistake else []
         for where, raw in _documents(chunk):
             try:
                 text = _decoded(raw, where)
@@ -163,6 +171,8 @@ class Tokenize:
 
 def _documents(chunk: Chunk) -> Iterator[tuple[str, bytes]]:
     """(where it stands, its bytes) of each line that is not blank, or of the one document."""
+    if chunk.mistake:
+        return
     if chunk.first_line is None:
         yield chunk.path, chunk.raw
         return

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.errors import DataError, UserError
+from megatron_lite.units import MIB
 
 CHUNK_BYTES = 1 << 20
+COMPRESSED_BYTES = 1 << 10  # of .zst at a time: they may stand for 32 MiB
 JSON_LINES = (".jsonl", ".json")  # Megatron's "loose json" goes by either name
 COMPRESSED = (".gz", ".zst")
 
@@ -34,6 +36,7 @@ class Chunk:
     raw: bytes
     end: Place
     bytes_read: int  # of all files as they lie on the disk, up to about here
+    mistake: str | None = None  # instead of `raw`, of which there is more than may be
 
 
 def is_jsonl(path: str | Path) -> bool:
@@ -42,32 +45,63 @@ def is_jsonl(path: str | Path) -> bool:
     return Path(path.stem if path.suffix in COMPRESSED else path.name).suffix in JSON_LINES
 
 
-def chunks(inputs: Sequence[str | Path], start: Place) -> Iterator[Chunk]:
-    """All that lies behind `start`. DataError for a file that cannot be read or decompressed."""
+def chunks(inputs: Sequence[str | Path], start: Place, max_document_mb: int) -> Iterator[Chunk]:
+    """All that lies behind `start`. DataError for a file that cannot be read or decompressed.
+
+    A line, or a file that is one document, of more than max_document_mb MiB (at least one) is a chunk with a mistake.
+    """
+    limit = max_document_mb * MIB
     before = sum(os.path.getsize(path) for path in inputs[: start.file])
     for number in range(start.file, len(inputs)):
         path = str(inputs[number])
         here = start if number == start.file else Place(number)
         with _reading(path), open(path, "rb") as packed, closing(_unpacked(path, packed)) as file:
             if is_jsonl(path):
-                for raw, end in _blocks_of_lines(file, here):
-                    yield Chunk(path, here.line, raw, end, before + packed.tell())
+                for raw, end in _blocks_of_lines(file, here, limit):
+                    mistake = None if raw else _too_long(f"{path}:{here.line}: the line", max_document_mb)
+                    yield Chunk(path, here.line, raw, end, before + packed.tell(), mistake)
                     here = end
             else:
-                yield Chunk(path, None, file.read(), Place(number + 1), before + packed.tell())
+                raw = file.read(limit + 1)
+                mistake = _too_long(f"{path}: the document", max_document_mb) if len(raw) > limit else None
+                yield Chunk(path, None, b"" if mistake else raw, Place(number + 1), before + packed.tell(), mistake)
         before += os.path.getsize(path)
 
 
-def _blocks_of_lines(file, here: Place) -> Iterator[tuple[bytes, Place]]:
+def _too_long(what: str, max_document_mb: int) -> str:
+    return f"{what} is longer than {max_document_mb} MiB; check the file, or raise --max-document-mb"
+
+
+def _blocks_of_lines(file, here: Place, limit: int) -> Iterator[tuple[bytes, Place]]:
+    """(whole lines, the place behind them); b"" for a line of more than `limit` bytes, which is never held as a whole."""
     if file.seekable():
         file.seek(here.offset)
     else:
         _skip(file, here.offset)
     while raw := file.read(CHUNK_BYTES):
-        if not raw.endswith(b"\n"):
-            raw += file.readline()
-        here = Place(here.file, here.offset + len(raw), here.line + raw.count(b"\n"))
-        yield raw, here
+        whole = raw.rfind(b"\n") + 1
+        last = raw[whole:]
+        if last:
+            last += file.readline(limit + 1 - len(last))
+        if len(last) <= limit:
+            raw, last = raw[:whole] + last, b""
+        else:
+            raw = raw[:whole]
+        if raw:
+            here = Place(here.file, here.offset + len(raw), here.line + raw.count(b"\n"))
+            yield raw, here
+        if last:
+            here = Place(here.file, here.offset + len(last) + _skip_line(file, last), here.line + 1)
+            yield b"", here
+
+
+def _skip_line(file, piece: bytes) -> int:
+    """Read to the end of the line whose last piece this is; returns the number of bytes."""
+    skipped = 0
+    while piece and not piece.endswith(b"\n"):
+        piece = file.readline(CHUNK_BYTES)
+        skipped += len(piece)
+    return skipped
 
 
 def _skip(file, num_bytes: int) -> None:
@@ -121,7 +155,7 @@ class _ZstandardReader(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            compressed = self._rest or self._packed.read(1 << 16)
+            compressed = self._rest or self._packed.read(COMPRESSED_BYTES)
             if not compressed and self._frame is None:
                 return 0
             if not compressed:

@@ -12,7 +12,7 @@ class ProgressLine(LiveLine):
     """From iteration `first`, where this run began, to `last`."""
 
     def __init__(self, first: int, last: int, active: bool):
-        super().__init__(active)
+        super().__init__(active, lines=False)  # the log has lines of its own
         self._first, self._last = first, last
         self._started = time.monotonic()
 

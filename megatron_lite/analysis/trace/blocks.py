@@ -15,19 +15,27 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Blocks:
-    """Iterates over the text of `path`. After it, `damage` says in a sentence why there was no more, or is None."""
+    """Iterates over the text of `path`. After it, `damage` says in a sentence why there was no more, or is None.
+
+    bytes_read: of the file as it lies on the disk.
+    """
 
     def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES):
-        self.path, self.block_bytes, self.damage = path, block_bytes, None
+        self.path, self.block_bytes, self.damage, self.bytes_read = path, block_bytes, None, 0
 
     def __iter__(self) -> Iterator[bytes]:
         try:
             with open(self.path, "rb") as file:
                 zipped = file.read(2) == GZIP_MAGIC
                 file.seek(0)
-                yield from ahead(self._unzipped(file)) if zipped else iter(lambda: file.read(self.block_bytes), b"")
+                yield from ahead(self._unzipped(file)) if zipped else self._plain(file)
         except OSError as error:
             raise TraceError(f"{self.path}: {error.strerror or error}; is this the right file?") from None
+
+    def _plain(self, file) -> Iterator[bytes]:
+        while block := file.read(self.block_bytes):
+            self.bytes_read += len(block)
+            yield block
 
     def _unzipped(self, file) -> Iterator[bytes]:
         read, stream = 0, zlib.decompressobj(wbits=31)
@@ -41,6 +49,7 @@ class Blocks:
                 yield text
                 return
             read += len(text)
+            self.bytes_read = file.tell()
             if text:
                 yield text
             if stream.eof:  # gzip files may be several, one after the other

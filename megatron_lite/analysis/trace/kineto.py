@@ -1,5 +1,6 @@
 """A trace of torch.profiler (Kineto), of any year -> Trace."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from megatron_lite.analysis.trace.kineto_chunks import Chunks
 from megatron_lite.analysis.trace.kineto_columns import (
     COLUMNS,
     LOST_NS,
+    MAX_EVENTS,
     MEMORY_COLUMNS,
     Collected,
     joined,
@@ -25,11 +27,15 @@ _MANY_LOST = 0.01  # of the events, without a time; profilers lose single ones i
 _LONG_AFTER_0 = 10**12  # a trace whose times are larger did not begin at 0
 
 
-def read_kineto(path: Path) -> Trace:
-    """The trace in the file `path`. Raises TraceError for what is none."""
-    chunks, collected, notes, damage = Chunks(path), Collected(), [], []
+def read_kineto(path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = lambda bytes_read: None) -> Trace:
+    """The trace in the file `path`, its first part in time where it has more than max_events. Raises TraceError for what is none.
+
+    report(bytes of the file that are read) is called now and then.
+    """
+    chunks, collected, notes, damage = Chunks(path), Collected(max_events), [], []
     for events in chunks:
         collected.add(events)
+        report(chunks.bytes_read)
     if chunks.damage:
         damage.append(f"{path.name}: {chunks.damage}")
     if collected.halves:
@@ -47,6 +53,12 @@ def _trace(path: Path, header: Header, collected: Collected, notes: list[str], d
     first_ns = _place_in_time(columns, notes, damage)
     if first_ns is None:
         raise TraceError(f"{path}: no event of it has a start time, so there is nothing to analyse.")
+    if collected.until_ns is not None:
+        seconds, of_all = ((end - first_ns) / 1e9 for end in (collected.until_ns, collected.last_ns))
+        notes.append(
+            f"{path.name}: more than {collected.max_events:,} events; what ends in its first {seconds:.3g} of {of_all:.3g} s was read, "
+            "the rest left out; a window of fewer steps (--profile-step-end) is read whole"
+        )
     names = tuple(collected.names)
     columns["kind"] = _kinds(columns, names, list(collected.categories), list(collected.threads))
     _place_on_devices(columns, list(collected.threads))

@@ -29,6 +29,11 @@ class Chunks:
         self._blocks, self._unreadable = Blocks(path, block_bytes), 0
         self._before, self._text, self._at = b"", b"", 0  # _at: place of _text in the file's text
 
+    @property
+    def bytes_read(self) -> int:
+        """Of the file as it lies on the disk, for what shows how far it is read."""
+        return self._blocks.bytes_read
+
     def __iter__(self) -> Iterator[list[Event]]:
         blocks, ended = iter(self._blocks), False
         self._find_array(blocks)

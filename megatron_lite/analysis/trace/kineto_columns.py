@@ -11,8 +11,10 @@ from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Collective, Kind
 from megatron_lite.analysis.trace.kinds import KIND_OF_CATEGORY
 from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Args, Event, ExactEvent
 from megatron_lite.analysis.trace.numbered import Numbered
+from megatron_lite.analysis.trace.refused import TraceError
 
 LOST_NS = np.iinfo(np.int64).min  # the start of an event that has none
+MAX_EVENTS = 10_000_000  # about 2 GB of text; a trace of 5 million took 1.27 GB of memory, one of 15 million 1.51 GB
 _MOST_US = 4e15  # the year 2096; differences of such times in ns still fit 64 bits
 COLUMNS = {
     "name": np.int32, "category": np.int16, "thread": np.int32, "start_ns": np.int64, "length_ns": np.int64,
@@ -26,8 +28,16 @@ MEMORY_COLUMNS = dict.fromkeys(
 
 @dataclass
 class Collected:
-    """Columns of the chunks so far, and what their numbers stand for."""
+    """Columns of the chunks so far, and what their numbers stand for.
 
+    More than max_events are never held: the later half of them goes, and from then on all that ends after the rest. What stays
+    is all that happened up to until_ns, in whatever order the file has it.
+    """
+
+    max_events: int = MAX_EVENTS
+    until_ns: int | None = None  # None: everything
+    last_ns: int = LOST_NS  # end of the last event of the file, held or not
+    held: int = 0
     names: Numbered = field(default_factory=Numbered)
     categories: Numbered = field(default_factory=Numbered)
     threads: Numbered = field(default_factory=Numbered)  # (pid, tid)
@@ -39,6 +49,10 @@ class Collected:
 
     def add(self, events: list[Event]):
         """Append a chunk."""
+        if self.until_ns is not None:
+            ends = list(map(_end_ns, events))
+            self.last_ns = max([self.last_ns, *ends])
+            events = list(compress(events, [end <= self.until_ns for end in ends]))
         spans = [event for event in events if event.ph == "X"]
         if len(spans) < len(events):
             self.halves += [event for event in events if event.ph in ("B", "E") and event.ts is not None]
@@ -47,6 +61,22 @@ class Collected:
                 self.instants.append(_memory(memory))
         if spans:
             self.spans.append(self._columns(spans))
+        self.held += len(events)
+        if self.held > self.max_events:
+            self._shorten()
+
+    def _shorten(self):
+        """Keep the earlier half in time."""
+        ends = np.concatenate([_ends_ns(columns) for columns in (*self.spans, *self.instants)])
+        ends = ends[ends > LOST_NS // 2]
+        if not len(ends):
+            raise TraceError(f"more than {self.max_events:,} events without a time")
+        self.last_ns = max(self.last_ns, int(ends.max()))
+        self.until_ns = int(np.partition(ends, len(ends) // 2)[len(ends) // 2])
+        for chunks in (self.spans, self.instants):
+            chunks[:] = [_rows(columns, _ends_ns(columns) <= self.until_ns) for columns in chunks]
+        self.halves = [event for event in self.halves if _end_ns(event) <= self.until_ns]
+        self.held = sum(len(next(iter(columns.values()))) for columns in (*self.spans, *self.instants)) + len(self.halves)
 
     def _columns(self, spans: list[Event]) -> dict[str, np.ndarray]:
         count = len(spans)
@@ -99,6 +129,19 @@ class Collected:
             ],
             np.int32,
         )
+
+
+def _end_ns(event: Event) -> float:
+    return LOST_NS if event.ts is None else (float(event.ts) + (event.dur or 0.0)) * 1000
+
+
+def _ends_ns(columns: dict) -> np.ndarray:
+    """Of spans or instants; of one without a time a time before all others."""
+    return columns["time_ns"] if "time_ns" in columns else columns["start_ns"] + np.maximum(columns["length_ns"], 0)
+
+
+def _rows(columns: dict, kept: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: column[kept] for name, column in columns.items()}
 
 
 def _collective(a: Args) -> Collective:

@@ -1,18 +1,22 @@
 """Any file that may be a trace -> its traces."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.analysis.trace.kineto import read_kineto
+from megatron_lite.analysis.trace.kineto_columns import MAX_EVENTS
 from megatron_lite.analysis.trace.refused import TraceError
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 NSYS_REPORTS = (".nsys-rep", ".qdstrm")
 
 
-def read_traces(path: Path) -> tuple[Trace, ...]:
+def read_traces(
+    path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = lambda bytes_read: None
+) -> tuple[Trace, ...]:
     """The traces in the file `path`: one of a torch.profiler file, one per process of an Nsight Systems .sqlite.
-    Raises TraceError, one line, for what is no trace."""
+    Raises TraceError, one line, for what is no trace. max_events, report: as of read_kineto."""
     if path.suffix in NSYS_REPORTS:
         raise TraceError(f"{path}: {export_first(path)}")
     try:
@@ -26,7 +30,7 @@ def read_traces(path: Path) -> tuple[Trace, ...]:
         from megatron_lite.analysis.trace.nsys import read_nsys
 
         return read_nsys(path)
-    return (read_kineto(path),)
+    return (read_kineto(path, max_events, report),)
 
 
 def export_first(report: Path) -> str:

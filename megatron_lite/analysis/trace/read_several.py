@@ -2,35 +2,64 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 
 from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.analysis.trace.kineto_columns import MAX_EVENTS
 from megatron_lite.analysis.trace.read import read_traces
+from megatron_lite.config.machine import read_machine
+from megatron_lite.units import size
 
+SECONDS_BETWEEN = 0.5
+BYTES_PER_EVENT = 256  # at the peak of reading and analysing
+MIN_EVENTS = 200_000
 WORTH_BYTES = 4 << 20  # all files together; below, starting processes takes longer than it saves
 
 
-def readers(paths: Sequence[Path]) -> Iterator[Callable[[], tuple[Trace, ...]]]:
-    """For each path a function that gives its traces, or raises what read_traces raises."""
+def readers(paths: Sequence[Path], say: Callable[[str], None] = lambda text: None) -> Iterator[Callable[[], tuple[Trace, ...]]]:
+    """For each path a function that gives its traces, or raises what read_traces raises. say(how far it is) meanwhile."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    several = min(cores, len(paths)) > 1 and sum(map(_size, paths)) >= WORTH_BYTES
-    return _in_processes(paths, min(cores, len(paths))) if several else (partial(read_traces, path) for path in paths)
+    several, max_events = min(cores, len(paths)) > 1 and sum(map(_size, paths)) >= WORTH_BYTES, _max_events(len(paths))
+    if several:
+        return _in_processes(paths, min(cores, len(paths)), max_events, say)
+    return (partial(read_traces, path, max_events, _progress(path, number, len(paths), say)) for number, path in enumerate(paths, 1))
 
 
-def _in_processes(paths: Sequence[Path], workers: int) -> Iterator[Callable[[], tuple[Trace, ...]]]:
+def _max_events(files: int) -> int:
+    """Of each file, so that all of them take half of this machine's memory at most; a part too small says nothing."""
+    memory = read_machine().memory_bytes
+    return min(MAX_EVENTS, max(memory // 2 // BYTES_PER_EVENT // max(files, 1), MIN_EVENTS)) if memory else MAX_EVENTS
+
+
+def _progress(path: Path, number: int, files: int, say: Callable[[str], None]) -> Callable[[int], None]:
+    num_bytes = _size(path)
+    title = f"reading {path.name} ({number} of {files}, {size(num_bytes)})"
+    say(title)
+    return lambda bytes_read: say(f"{title}: {bytes_read / max(num_bytes, 1):.0%}")
+
+
+def _in_processes(
+    paths: Sequence[Path], workers: int, max_events: int, say: Callable[[str], None]
+) -> Iterator[Callable[[], tuple[Trace, ...]]]:
     from concurrent.futures import ProcessPoolExecutor
 
+    title = f"reading {len(paths)} traces ({size(sum(map(_size, paths)))}), {workers} at a time"
+    say(title)
     with ProcessPoolExecutor(workers) as pool:
-        for path, future in [(path, pool.submit(read_traces, path)) for path in paths]:
-            yield partial(_result, future, path)
+        futures = [pool.submit(read_traces, path, max_events) for path in paths]
+        for path, future in zip(paths, futures):
+            while not wait([future], SECONDS_BETWEEN).done:
+                say(f"{title}: {sum(other.done() for other in futures)} done")
+            yield partial(_result, future, path, max_events)
 
 
-def _result(future, path: Path) -> tuple[Trace, ...]:
+def _result(future, path: Path, max_events: int = MAX_EVENTS) -> tuple[Trace, ...]:
     try:
         return future.result()
     except (RuntimeError, OSError):  # the process was killed, perhaps for memory: one file at a time may do
-        return read_traces(path)
+        return read_traces(path, max_events)
 
 
 def _size(path: Path) -> int:

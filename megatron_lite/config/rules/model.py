@@ -6,11 +6,18 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.world import World
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+OPTIONAL = ("ffn_hidden_size", "kv_channels", "padded_vocab_size", "max_position_embeddings")
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 100_000
+MAX_ELEMENTS = 2**58  # of one tensor; its bytes must have 63 bits
 
 
 def model_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among the model's flags."""
-    yield from _sizes(args)
+    wrong_sizes = list(_sizes(args))
+    yield from wrong_sizes
+    if not wrong_sizes:
+        yield from _tensors(args)
     yield from _heads(args)
     yield from _positions(args)
     yield from _switches(args)
@@ -25,12 +32,33 @@ def _sizes(args: Args) -> Iterator[str]:
             yield f"{flag} is missing; every model needs it."
         elif value < 1:
             yield f"{flag} {value}: must be at least 1."
-    for name in ("ffn_hidden_size", "kv_channels", "padded_vocab_size"):
+    for name in OPTIONAL:
         value = getattr(args.model, name)
         if value is not None and value < 1:
             yield f"--{name.replace('_', '-')} {value}: must be at least 1, or leave it out."
     if args.model.make_vocab_size_divisible_by < 1:
         yield f"--make-vocab-size-divisible-by {args.model.make_vocab_size_divisible_by}: must be at least 1."
+    for name in (*REQUIRED, *OPTIONAL, "num_query_groups", "make_vocab_size_divisible_by", "recompute_num_layers"):
+        value, most = getattr(args.model, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
+        if value is not None and value > most:
+            yield f"--{name.replace('_', '-')} {value}: must be at most {most}."
+
+
+def _tensors(args: Args) -> Iterator[str]:
+    """Sizes that are well each by itself, and too much together."""
+    m, hidden, heads = args.model, args.model.hidden_size, args.model.num_attention_heads
+    vocabulary = m.padded_vocab_size or max(args.data.vocab_size or 1, m.make_vocab_size_divisible_by)
+    widths = {
+        "--ffn-hidden-size": 2 * (m.ffn_hidden_size or 4 * hidden), "--kv-channels": 3 * heads * (m.kv_channels or max(hidden // heads, 1)),
+        "--max-position-embeddings": m.max_position_embeddings or 1, "--padded-vocab-size": vocabulary,
+    }  # fmt: skip
+    samples = f"--micro-batch-size {args.training.micro_batch_size} times --seq-length {m.seq_length}"
+    tokens = max(args.training.micro_batch_size or 1, 1) * m.seq_length
+    for name, width in widths.items():
+        for words, rows in ((f"--hidden-size {hidden}", hidden), (samples, tokens)):
+            if rows * width > MAX_ELEMENTS:
+                yield f"{words} needs a tensor of {rows} x {width} numbers, by {name}, which no machine holds; lower one of them."
+                return
 
 
 def _heads(args: Args) -> Iterator[str]:

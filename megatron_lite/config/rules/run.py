@@ -9,6 +9,10 @@ from megatron_lite.config.flags import dashed
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
+MAX_TIMEOUT_MINUTES = 1_000_000  # two years; its nanoseconds must have 63 bits
+MAX_WORKERS = 1024
+MAX_IDS = 2**31 - 2  # int32 holds the last of them, and the end of document
+
 
 def rank_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among parallel sizes and the backend."""
@@ -23,8 +27,8 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
     elif world.gpus and world.local_size > world.gpus:
         yield (f"torchrun --nproc_per_node {world.local_size}: more ranks than GPUs here, which are {world.gpus}; "
                f"give {world.gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU.")
-    if p.distributed_timeout_minutes < 1:
-        yield f"--distributed-timeout-minutes {p.distributed_timeout_minutes}: must be at least 1."
+    if not 1 <= p.distributed_timeout_minutes <= MAX_TIMEOUT_MINUTES:
+        yield f"--distributed-timeout-minutes {p.distributed_timeout_minutes}: must be at least 1 and at most {MAX_TIMEOUT_MINUTES}."
     if p.ddp_bucket_size is not None and p.ddp_bucket_size < 1:
         yield f"--ddp-bucket-size {p.ddp_bucket_size}: must be at least 1, or leave it out."
 
@@ -47,8 +51,8 @@ def data_rules(args: Args, world: World) -> Iterator[str]:
     if d.split is not None:
         yield from _split(d.split, args.training.skip_train)
     yield from _tokenizer(args)
-    if d.num_workers is not None and d.num_workers < 0:
-        yield f"--num-workers {d.num_workers}: must be at least 0."
+    if d.num_workers is not None and not 0 <= d.num_workers <= MAX_WORKERS:
+        yield f"--num-workers {d.num_workers}: must be at least 0 and at most {MAX_WORKERS}."
 
 
 def _given(d: DataArgs, fields: tuple[str, ...]) -> list[str]:
@@ -100,8 +104,9 @@ def _tokenizer(args: Args) -> Iterator[str]:
         yield f"--tokenizer-model is missing; --tokenizer-type {kind} reads it."
     if kind == "NullTokenizer" and d.vocab_size is None:
         yield "--vocab-size is missing; --tokenizer-type NullTokenizer needs it."
-    if d.vocab_size is not None and d.vocab_size < 1:
-        yield f"--vocab-size {d.vocab_size}: must be at least 1."
+    for flag, value, least in (("vocab-size", d.vocab_size, 1), ("tiktoken-num-special-tokens", d.tiktoken_num_special_tokens, 0)):
+        if value is not None and not least <= value <= MAX_IDS:
+            yield f"--{flag} {value}: must be at least {least} and at most {MAX_IDS}."
     if d.tokenizer_special_tokens and kind not in ("TikTokenizer", "HuggingFaceTokenizer"):
         yield (f"--tokenizer-special-tokens {d.tokenizer_special_tokens[0]}: --tokenizer-type {kind} has those of its "
                "files only; drop it.")

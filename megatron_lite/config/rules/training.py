@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from megatron_lite.config.args import Args
 from megatron_lite.config.world import World
 
+MAX_SIZE = 2**31 - 1
+MAX_SAMPLES = 2**53
+
 
 def training_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among batch sizes, run length and precision."""
     yield from _length(args)
+    yield from _samples(args, world)
     yield from _batch(args, world)
     yield from _rampup(args, world)
     yield from _exits(args)
@@ -27,6 +31,16 @@ def _length(args: Args) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} {value}: must be at least 1; to only evaluate use --skip-train."
 
 
+def _samples(args: Args, world: World) -> Iterator[str]:
+    """Whole trainings whose samples cannot be counted."""
+    t, w = args.training, args.watch
+    batch = max(t.global_batch_size or (t.micro_batch_size or 1) * world.size, 1)
+    evaluations = (t.train_iters or 0) // max(w.eval_interval, 1) + 1
+    for name, value, times in (("--train-iters", t.train_iters or 0, 1), ("--eval-iters", w.eval_iters, evaluations)):
+        if value * times * batch > MAX_SAMPLES:
+            yield f"{name} {value}: makes {value * times * batch} samples in all; at most 2^53 = {MAX_SAMPLES} can be counted, lower it."
+
+
 def _batch(args: Args, world: World) -> Iterator[str]:
     t = args.training
     if t.micro_batch_size is None:
@@ -35,6 +49,10 @@ def _batch(args: Args, world: World) -> Iterator[str]:
     if t.micro_batch_size < 1:
         yield f"--micro-batch-size {t.micro_batch_size}: must be at least 1."
         return
+    for name in ("micro_batch_size", "global_batch_size"):
+        if (getattr(t, name) or 0) > MAX_SIZE:
+            yield f"--{name.replace('_', '-')} {getattr(t, name)}: must be at most {MAX_SIZE}."
+            return
     per_pass = t.micro_batch_size * world.size
     if t.global_batch_size is None:
         return
@@ -97,7 +115,7 @@ def precision_rules(args: Args, world: World) -> Iterator[str]:
     if 0 < p.initial_loss_scale < p.min_loss_scale:
         yield (f"--min-loss-scale {p.min_loss_scale:g} exceeds --initial-loss-scale {p.initial_loss_scale:g}; "
                "lower it.")
-    if p.loss_scale_window < 1 or p.loss_scale_window != int(p.loss_scale_window):
-        yield f"--loss-scale-window {p.loss_scale_window:g}: must be a whole number of at least 1."
-    if p.hysteresis < 1:
-        yield f"--hysteresis {p.hysteresis}: must be at least 1."
+    if not 1 <= p.loss_scale_window <= MAX_SIZE or p.loss_scale_window != int(p.loss_scale_window):
+        yield f"--loss-scale-window {p.loss_scale_window:g}: must be a whole number of at least 1 and at most {MAX_SIZE}."
+    if not 1 <= p.hysteresis <= MAX_SIZE:
+        yield f"--hysteresis {p.hysteresis}: must be at least 1 and at most {MAX_SIZE}."
