@@ -6,7 +6,6 @@ import re
 import select
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 
 CUT_OFF = 141  # exit code: 128 + SIGPIPE
@@ -56,6 +55,8 @@ def _reader_left(stream) -> bool:
 
 def describe_version() -> str:
     """The versions of this package, torch and Python; imports none of them."""
+    from importlib import metadata  # late: it costs as much as a parser
+
     try:
         own = re.search(r'^version = "(.+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE)[1]
     except OSError:  # installed, not a checkout

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,15 @@ from megatron_lite.config.shape import ModelShape
 
 RESHARDABLE, BUCKETS, APART = ({"distrib_optim_sharding_type": "fully_reshardable"},
                                {"distrib_optim_sharding_type": "dp_reshardable"}, {"singleton_local_shards": True})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended_managers():
+    """Megatron-Core's writer starts a manager's process and leaves it."""
+    yield
+    for child in multiprocessing.active_children():
+        child.terminate()
+        child.join()
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,8 @@ def test_a_traces_report_loads_no_heavy_package_and_nothing_for_other_sources(tm
     path = write(gpu_run(steps=6).data(), tmp_path / "rank0.pt.trace.json")
     modules = printed(f"{COMMAND}assert main(sys.argv[1:]) == 0{LOADED}", "report", str(path), "--html", f"{tmp_path}/page.html")
     assert "megatron_lite.report.html" in modules and (tmp_path / "page.html").exists()
-    assert loaded_of(modules, (*HEAVY, *OF_OTHER_SOURCES)) == []
+    light = ("megatron_lite.config", "megatron_lite.config.machine")  # asked how much memory there is
+    assert [module for module in loaded_of(modules, (*HEAVY, *OF_OTHER_SOURCES)) if module not in light] == []
 
 
 def test_all_imports_together_cost_a_few_times_numpys(tmp_path):

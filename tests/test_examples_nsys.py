@@ -52,6 +52,7 @@ class Desk:
         self.folder = folder / "a $copy of 100%h"
         self.tools, self.reports = folder / "tools", self.folder / "nsight_profile"
         shutil.copytree(ROOT / "examples", self.folder / "examples")
+        shutil.copy(ROOT / "pyproject.toml", self.folder)
         self.unix = folder / "unix"  # and no nsys that this machine may have
         self.unix.mkdir()
         for name in UNIX:

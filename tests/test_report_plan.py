@@ -106,5 +106,5 @@ def test_the_page_names_every_key_of_the_json():
 
 def test_the_page_names_every_option():
     page = (Path(__file__).parent.parent / "docs/planning.md").read_text(encoding="utf-8")
-    options = [name for action in _parser()._actions for name in action.option_strings if name not in ("-h", "--help")]
+    options = [name for action in _parser()._actions for name in action.option_strings if name not in ("-h", "--help", "--version")]
     assert [name for name in options if f"`{name}" not in page] == []

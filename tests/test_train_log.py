@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from launch import alone, flags, pretrain, quietly, steps, write_documents
+from launch import alone, flags, plan_of, pretrain, quietly, steps, write_documents
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_lite.train import evaluate as evaluation
@@ -202,10 +202,13 @@ def test_the_end_repeats_the_loss_of_an_interval_that_ends_there(monkeypatch):
         meter=SimpleNamespace(settle=lambda: None), say=said.append,
         evaluation=lambda title, which, loss: said.append(evaluation_lines(title, loss)),
     )  # fmt: skip
-    validation = evaluation.Evaluation(None, None, None, None, log)
-    validation.act(Progress(iteration=40))
-    validation.report_at_the_end(40)
-    validation.report_at_the_end(45)
+    validation = evaluation.Evaluation(plan_of(flags("--eval-iters 2")), None, None, None, log)
+    progress = Progress(iteration=40)
+    validation.act(progress)
+    validation.report_at_the_end(progress)
+    progress.iteration = 45
+    validation.report_at_the_end(progress)
+    assert progress.consumed_valid == 16, "of two evaluations"
     assert [(found[1], float(found[2])) for text in said if (found := VALIDATION_LINE.match(text.splitlines()[1]))] == [
         ("iteration 40", 3.0), ("iteration 40 on validation set", 3.0), ("iteration 45 on validation set", 2.0),
     ]  # fmt: skip

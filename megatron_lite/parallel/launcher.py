@@ -16,6 +16,7 @@ from megatron_lite.errors import RanksError
 from megatron_lite.parallel.last_words import end_record
 from megatron_lite.parallel.verdict import AGAIN
 from megatron_lite.process_state import find_launcher, is_there
+from megatron_lite.terminal import print_lines
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_FOR_LAST_WORDS = 5.0  # a terminal or a disk may hang
@@ -51,7 +52,7 @@ class LauncherWatch:
                 f"would restart or stop them; {AGAIN}")
         with contextlib.suppress(OSError):  # the agent may have been the one to read it
             if self._world.local_rank == 0:
-                print(f"error: {line}", file=sys.stderr, flush=True)
+                print_lines([f"error: {line}"], sys.stderr)
         with contextlib.suppress(OSError, ValueError):
             if self._world.is_last and self.run_dir is not None:
                 end_record(self.run_dir, line)

@@ -20,8 +20,6 @@ from megatron_lite.analysis.findings.seen.headroom import device_bytes
 from megatron_lite.analysis.findings.seen.memory_peaks import TIGHT
 from megatron_lite.analysis.findings.seen.planned import argument, part, whole
 from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms
-from megatron_lite.analysis.memory.ledger import bytes_without_recomputation
-from megatron_lite.config.recompute import recomputed_layers
 from megatron_lite.phases import Phase
 from megatron_lite.units import size
 
@@ -31,8 +29,14 @@ FORWARD = Phase.FORWARD.value
 
 
 def find(facts: Facts) -> Finding | None:
-    room, needed = _room(facts), bytes_without_recomputation(facts.plan)
-    if argument(facts, "recompute_granularity") != "full" or not room or needed is None or needed > TIGHT * room:
+    room = _room(facts)
+    if argument(facts, "recompute_granularity") != "full" or not room:
+        return None
+    from megatron_lite.analysis.memory.ledger import bytes_without_recomputation  # late: formulas and flags, for such runs only
+    from megatron_lite.config.recompute import recomputed_layers
+
+    needed = bytes_without_recomputation(facts.plan)
+    if needed is None or needed > TIGHT * room:
         return None
     layers = part(facts, "shape", "num_layers")
     words = (argument(facts, f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
