@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import importlib
 import io
 import json
@@ -256,6 +257,7 @@ def _serve():
     """The server's side of on_ranks. It starts no thread, so that its forks are whole."""
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(1)
+    gc.freeze()  # trainings collect garbage; what is imported is none
     for line in sys.stdin:
         request = json.loads(line)
         pids = [_fork_rank(request, rank) for rank in range(request["ranks"])]

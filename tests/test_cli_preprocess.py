@@ -185,6 +185,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monkey
     assert len(list(tmp_path.iterdir())) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
 def test_memory_does_not_grow_with_the_input(tmp_path):
     line = json.dumps({"text": "some words " * 30}) + "\n"

@@ -94,6 +94,7 @@ def test_a_negative_id_is_damage_with_or_without_a_vocabulary(tmp_path, vocab_si
         inspect(prefix, vocab_size)
 
 
+@pytest.mark.slow
 def test_a_million_documents_in_seconds_and_little_memory(tmp_path):
     count = 1_000_000
     tokens = np.random.RandomState(1).randint(0, 50_000, 20 * count).astype("<u2")

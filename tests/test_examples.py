@@ -233,6 +233,7 @@ def test_a_python_that_cannot_make_an_environment_is_said(fails_at, said, tmp_pa
     assert not (tmp_path / "copy" / ".venv").exists()
 
 
+@pytest.mark.slow
 def test_what_pip_said_is_shown_when_it_fails(tmp_path):
     copy = tmp_path / "a copy"
     shutil.copytree(ROOT / "examples", copy / "examples")  # and no pyproject.toml

@@ -362,6 +362,7 @@ def test_a_package_that_everything_needs_is_named():
         f"error: {sys.executable} has no yaml, without which nothing can be trained; install it there\n")
 
 
+@pytest.mark.slow
 def test_training_and_measuring_do_without_packages_that_only_some_flags_need():
     start = ("import sys; sys.modules |= dict.fromkeys(['tensorboard', 'tiktoken', 'regex', 'msgspec', 'plotly', 'nvtx']); "
              "import megatron_lite.app, benchmarks.train")

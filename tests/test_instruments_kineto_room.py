@@ -30,6 +30,7 @@ def kinetos_words(room: bool) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_kineto_takes_the_room():
     assert "Max GPU buffer size: 128MB" in kinetos_words(room=False)
     assert "Max GPU buffer size: 2048MB" in kinetos_words(room=True)

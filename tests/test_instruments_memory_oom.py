@@ -66,6 +66,7 @@ def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
 def test_a_cpu_run_that_does_not_record_says_it_in_two_lines(tmp_path):
     words = flags(TOO_MUCH, "--run-dir", tmp_path / "run")

@@ -23,7 +23,7 @@ def group():
 # --- on = off
 
 
-@pytest.mark.parametrize("precision", ["", "--fp16 --initial-loss-scale 4096"])
+@pytest.mark.parametrize("precision", [pytest.param("", marks=pytest.mark.slow), "--fp16 --initial-loss-scale 4096"])
 def test_profiling_changes_no_bit(tmp_path, precision):
     argv = flags("--train-iters 6 --eval-interval 2 --eval-iters 1", precision, *DROPOUT)
     quietly([*argv, "--save", str(tmp_path / "off")], tmp_path / "off")

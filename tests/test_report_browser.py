@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import report_cases as cases
 from prediction_cases import facts, measured, memory, record, time
+from waiting import LIMIT_S
 
 from megatron_lite.analysis.predicted.predicted import predicted_of
 from megatron_lite.report.charts.all import charts_of
 from megatron_lite.report.html import html_page
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="needs chromium")]
 WIDTHS, SCHEMES = (390, 768, 1280), ("light", "dark")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -95,7 +96,7 @@ COMPLAINTS = (
 def browsed(page: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """A start of the browser, which prints the page's elements after its scripts ran."""
     command = [BROWSER, *FLAGS, *flags, f"--user-data-dir={folder / 'browser'}", page.as_uri()]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,6 @@ def opened(text: str, folder: Path) -> tuple[str, str, set[str]]:
     return shown.stdout, console, asked - {"not an origin"}  # what the browser asks for itself
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpu", "hostile"])
 def test_a_browser_draws_it_without_complaint_or_request(kind, tmp_path):
     shown, console, asked = opened(html_page(REPORTS[kind]), tmp_path)
@@ -180,7 +180,6 @@ def test_a_browser_draws_it_without_complaint_or_request(kind, tmp_path):
         assert re.search(rf'<div class="chart[^"]*" id="chart-{key}".*?<svg class="main-svg"', shown, re.DOTALL), key
 
 
-@pytest.mark.slow
 def test_a_page_that_did_ask_would_be_seen(tmp_path):
     _, console, asked = opened("<script>oh no</script><img src='http://127.0.0.1:9/x.png'>", tmp_path)
     assert "CONSOLE" in console and asked

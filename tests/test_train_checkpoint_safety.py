@@ -585,6 +585,7 @@ def test_all_ranks_are_refused(tmp_path, holder):
     assert list((tmp_path / "save").iterdir()) == [tmp_path / "save" / ".lock"]
 
 
+@pytest.mark.slow
 def test_a_refused_run_leaves_no_trace_and_exits_2(tmp_path, holder):
     """Its run folder is the save folder here, and holds the other run's run.json."""
     (tmp_path / "save" / "run.json").write_text("the other's")

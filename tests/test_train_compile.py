@@ -70,6 +70,7 @@ def test_nothing_changes_but_the_speed(tmp_path, monkeypatch, words, with_loss):
     assert all(saved[name].shape == other[name].shape for name in saved if name != "record")
 
 
+@pytest.mark.slow
 def test_layers_that_know_their_number_are_all_compiled(tmp_path):
     """More than torch's limit of 8 variants, beyond which it would run eagerly without a word."""
     words = f"--num-layers 9 --fp16 --initial-loss-scale 4096 --apply-query-key-layer-scaling {UNFUSED} --train-iters 2"

@@ -69,6 +69,7 @@ def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
         assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 died")
 
 
+@pytest.mark.slow
 def test_steps_since_the_last_console_line_outlive_their_writer(tmp_path):
     ended = run_faulty("killed late", tmp_path / "run", "--log-interval 1000")
     assert re.match(r"error: rank 1 died \(process", verdict_of(ended))
@@ -134,6 +135,7 @@ def test_the_launcher_starts_again_from_the_checkpoint(tmp_path):
     assert outcome["broken"].keys() >= {3, 4, 5, 6} and outcome["broken"].items() <= outcome["whole"].items()
 
 
+@pytest.mark.slow
 def test_a_mistake_that_all_ranks_have_is_told_once(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()

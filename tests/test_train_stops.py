@@ -191,7 +191,7 @@ def test_ctrl_c_ends_two_ranks_at_once_and_says_where_to_go_on(tmp_path, times):
         assert json.loads((save / "run.json").read_text())["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("tracker", [None, "7"])  # none, and of a checkpoint that is gone
+@pytest.mark.parametrize("tracker", [None, pytest.param("7", marks=pytest.mark.slow)])  # none, and of a checkpoint that is gone
 def test_ctrl_c_without_a_checkpoint(tmp_path, tracker):
     words = "--train-iters 100000 --log-interval 20 --save-interval 100000 --run-dir"
     save = tmp_path / "save"
