@@ -17,6 +17,8 @@ PREPARE = """
 import os
 from megatron_lite.instruments.kineto_room import make_room
 from torch.profiler import ProfilerActivity, _KinetoProfile
+
+import pytest
 kept = make_room(os.environ) if {room} else None
 profiler = _KinetoProfile(activities=[ProfilerActivity.CPU])
 profiler.prepare_trace(); profiler.start_trace(); profiler.stop_trace()
