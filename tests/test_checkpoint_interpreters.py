@@ -37,7 +37,6 @@ def mine(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("python", find_interpreters(), ids=str)
 def test_a_run_and_its_checkpoints(python, mine, tmp_path):
     asked = subprocess.run(

@@ -26,7 +26,7 @@ from megatron_lite.parallel.post import Post, Whereabouts, post_of, stack_of
 from megatron_lite.parallel.verdict import CLOSED, LATE, TERMINATED
 
 BEAT_SECONDS = 1.0
-FAREWELL_SECONDS = 2.0
+FAREWELL_SECONDS = 10.0  # a busy machine may take seconds to hand it over
 LOOK_CLOSER = 0.1  # of the limit: a step that takes so long bears a look at the whole recorder
 GRACE_SECONDS = 30.0  # what a rank has to end by itself once the verdict is out
 WAKE = b"\xff"  # no signal has this number
