@@ -39,6 +39,8 @@ class Tolerance:
 
 # most that was seen of correct pairs: fp32 3e-5, 5e-6, 3e-7; fp16 5e-3, 1e-4, 1e-4; bf16 2.5e-2, 9e-3, 7e-4
 IN_FP32, IN_FP16, IN_BF16 = Tolerance(3e-4, 5e-5, 1e-5), Tolerance(1.5e-2, 2e-3, 1e-3), Tolerance(5e-2, 2e-2, 1e-2)
+# two kernels of attention in fp16: on an AMD EPYC (Zen 4, no fp16 units) 1.8e-2, 5e-3, 7e-5, with AMX within IN_FP16
+KERNELS_IN_FP16 = Tolerance(4e-2, 1e-2, 1e-3)
 BETWEEN_PRECISIONS = Tolerance(5e-2, 2e-2, 2e-2)  # fp16 against fp32 1.4e-2, 5e-3, 1e-4; bf16 1.5e-2, 3e-3, 3e-3
 
 
@@ -100,7 +102,7 @@ def test_16_bits_are_plain_pytorch(data, tmp_path, ours, words, tolerance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words, tolerance", [("", IN_FP32), (FP16, IN_FP16), ("--bf16", IN_BF16)],
+@pytest.mark.parametrize("words, tolerance", [("", IN_FP32), (FP16, KERNELS_IN_FP16), ("--bf16", IN_BF16)],
                          ids=["fp32", "fp16", "bf16"])
 def test_kernels_of_attention_agree(data, tmp_path, words, tolerance):
     """On a CPU auto is torch's kernel in fp32 and fp16, and the explicit one in bf16."""
