@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from waiting import LIMIT_S
 
 FLAGS = (
@@ -28,6 +29,8 @@ FLAGS = (
     "--profile --use-pytorch-profiler --profile-step-start 9 --profile-step-end 12 --profile-ranks -1 "
     "--pytorch-profiler-collect-shapes --no-report"
 )
+HAS_BF16_PRODUCTS = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+NEED_BF16_PRODUCTS = {"fp32", "hidden 1000"}
 CLEAN = "clean"
 SLEEP_S = 0.04
 KEPT = []  # what the leak keeps
@@ -100,8 +103,6 @@ def slow_rank():
 
 
 def leak():
-    import torch
-
     from megatron_lite.train import step
 
     inner = step.loss_and_tokens
@@ -114,7 +115,6 @@ def leak():
 
 
 def unfused_optimizer():
-    import torch
 
     from megatron_lite.optim import optimizer
 
@@ -195,6 +195,8 @@ def command_line(cause: Cause, run_dir: Path) -> list[str]:
     """FLAGS, with those of the cause behind; !--flag takes one out."""
     own = cause.flags.split()
     out = {word[1:] for word in own if word.startswith("!")}
+    if not HAS_BF16_PRODUCTS:  # bf16 would be the most costly cause of all
+        out.add("--bf16")
     kept = [word for word in FLAGS.split() if word not in out]
     return [*kept, *(word for word in own if not word.startswith("!")), "--run-dir", str(run_dir)]
 
