@@ -32,7 +32,9 @@ def find(facts: Facts) -> Finding | None:
     room = _room(facts)
     if argument(facts, "recompute_granularity") != "full" or not room:
         return None
-    from megatron_lite.analysis.memory.ledger import bytes_without_recomputation  # late: formulas and flags, for such runs only
+    from megatron_lite.analysis.memory.ledger import (
+        bytes_without_recomputation,  # late: formulas and flags, for such runs only
+    )
     from megatron_lite.config.recompute import recomputed_layers
 
     needed = bytes_without_recomputation(facts.plan)
