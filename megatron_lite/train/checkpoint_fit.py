@@ -8,8 +8,9 @@ from megatron_lite.config.flags import dashed
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
 
+# free where a file of Megatron-LM does not say whether it was applied
+ROTARY_FACTOR = "rotary_seq_len_interpolation_factor"
 # fields of a shape that may differ between a checkpoint and the run that loads it
-ROTARY_FACTOR = "rotary_seq_len_interpolation_factor"  # free where a file of Megatron-LM does not say whether it was applied
 FREE = {"hidden_dropout", "attention_dropout", "softmax_in_fp32", "query_key_layer_scaling", "init_method_std",
         "seq_length"}
 # the flags behind fields that are named otherwise
