@@ -114,6 +114,7 @@ class _SavePlanner(DefaultSavePlanner):
 class _Writer(FileSystemWriter):
     def __init__(self, folder: Path, find_aliases: Callable):
         super().__init__(folder)
+        self.transforms = _NoTransforms()
         self._find_aliases = find_aliases
 
     def finish(self, metadata: Metadata, results: list[list]):
@@ -124,6 +125,24 @@ class _Writer(FileSystemWriter):
         again = [replace(result, index=replace(result.index, fqn=alias)) for part in results for result in part
                  for alias in aliases.get(result.index.fqn, ())]
         super().finish(metadata, [*results, again])
+
+
+class _EntryStream:
+    """The file that several entries are written to, one after the other: closing an entry leaves it open.
+
+    torch's own derives from io.IOBase, whose finalizer flushes the file; after an interrupted save that file is closed,
+    and Python 3.13 prints a traceback then.
+    """
+
+    def __init__(self, file):
+        self.write, self.flush, self.close = file.write, file.flush, file.flush
+
+
+class _NoTransforms:
+    """Entries are written as they are."""
+
+    def transform_save_stream(self, write_item: WriteItem, file) -> tuple[_EntryStream, list]:
+        return _EntryStream(file), []
 
 
 class _LoadPlanner(DefaultLoadPlanner):
