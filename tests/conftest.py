@@ -2,12 +2,17 @@
 
 import gc
 import os
+import signal
 
 import pytest
 
 # Before torch is imported. Tests' models are tiny: a second thread gains nothing, and where cores are taken by others,
 # threads that wait for each other turn steps of 10 ms into steps of a second.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# A shell's background jobs, such as `bash tests/run &`, ignore Ctrl-C, and so would every run that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
