@@ -44,10 +44,10 @@ class LiveLine:
 
 
 def say(text: str):
-    """Print a line at once, over whatever this rank or another one has drawn on the terminal."""
+    """Print the trainer's own `text`, of one or several lines, at once, over whatever this rank or another one has drawn on the terminal."""
     if sys.stderr.isatty():
         _clear()
-    print_lines([text])
+    print_lines(text.split("\n"))
 
 
 def _clear():

@@ -11,8 +11,8 @@ from megatron_lite.analysis.kernels.figures import Role, TensorCores
 from megatron_lite.analysis.kernels.kernel_name import KernelName
 from megatron_lite.analysis.kernels.library_names import amd_name, nvjet_name, tensile_name, xmma_name
 from megatron_lite.analysis.kernels.name_words import template_format
-from megatron_lite.analysis.kernels.readable import demangled, plain
-from megatron_lite.analysis.kernels.roles import role_of_kernel
+from megatron_lite.analysis.kernels.readable import demangled
+from megatron_lite.analysis.kernels.roles import LONGEST, role_of_kernel
 from megatron_lite.analysis.kernels.torch_names import torch_name
 
 _READERS = (
@@ -42,7 +42,7 @@ _FAMILIES = (
 
 def taken_apart(name: str) -> KernelName:
     """What the name says. Any string is taken; what no scheme fits has no parts."""
-    text, role = demangled(plain(name)), role_of_kernel(name)
+    text, role = demangled(name[:LONGEST]), role_of_kernel(name)
     for read in _READERS:
         found = read(text)
         if found:

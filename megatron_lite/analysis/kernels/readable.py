@@ -12,12 +12,6 @@ _SAYING = re.compile(
 _SHORTEST = 80
 
 
-def plain(name: str) -> str:
-    """Without control characters, which a terminal would obey, and cut to a length that patterns can bear."""
-    text = name[:LONGEST]
-    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 def demangled(name: str) -> str:
     """The identifiers of a mangled C++ name: _ZN7cutlass6KernelINS_4GemmE -> cutlass::Kernel<Gemm>. Else as it is."""
     start = re.match(r"_Z[NLK]*(?=\d)", name)
@@ -49,7 +43,7 @@ def _identifier(name: str, at: int) -> tuple[str, int] | None:
 
 def short_name(name: str) -> str:
     """No return type, no arguments; of the template arguments only what says what the kernel does."""
-    text = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", demangled(plain(name)))
+    text = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", demangled(name[:LONGEST]))
     text = _RETURN_TYPES.sub("", text.strip())
     scheme = re.match(r"cutlass\w*::Kernel2?<\s*(\w+)\s*>", text)
     if scheme:
