@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.analysis.kernels.compiled_names import fused_operators
+from megatron_lite.analysis.kernels.kernel_families import fused_operators
 from megatron_lite.analysis.kernels.figures import Role, TensorCores
-from megatron_lite.analysis.kernels.in_words import in_words
-from megatron_lite.analysis.kernels.names import taken_apart
-from megatron_lite.analysis.kernels.readable import demangled, short_name
+from megatron_lite.analysis.kernels.kernel_names import in_words
+from megatron_lite.analysis.kernels.kernel_names import taken_apart
+from megatron_lite.analysis.kernels.kernel_names import demangled, short_name
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.analysis.trace.read import read_traces
 

@@ -6,7 +6,7 @@ import re
 from types import ModuleType
 
 from megatron_lite.analysis.kernels.figures import Role
-from megatron_lite.analysis.kernels.in_words import in_words
+from megatron_lite.analysis.kernels.kernel_names import in_words
 from megatron_lite.analysis.kernels.roles import role_of_kernel
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
