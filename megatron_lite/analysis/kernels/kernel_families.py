@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_lite.analysis.kernels.figures import Role, TensorCores
-from megatron_lite.analysis.kernels.number_formats import ACCUMULATORS, FORMATS, MIXED
+from megatron_lite.analysis.kernels.number_formats import ACCUMULATORS, FORMATS, template_format
+from megatron_lite.analysis.kernels.roles import fused_operators
 
 YES, NO, UNKNOWN, NONE = TensorCores.YES, TensorCores.NO, TensorCores.UNKNOWN, TensorCores.NOT_APPLICABLE
 INFERRED = True  # behind a piece
@@ -42,14 +43,9 @@ class Family:
 
 
 # --- words for pieces
-
 ARCHITECTURES = {"maxwell": "sm50", "pascal": "sm60", "volta": "sm70", "turing": "sm75", "ampere": "sm80", "ada": "sm89",
                  "hopper": "sm90", "blackwell": "sm100"}  # fmt: skip
 _LAYOUTS = {"n": "as it is", "t": "transposed", "c": "conjugate transposed"}
-_CPP_TYPES = {"__nv_bfloat16": "bf16", "bfloat16_t": "bf16", "BFloat16": "bf16", "__half": "fp16", "bhalf_t": "bf16", "half_t": "fp16",
-              "_Float16": "fp16", "Half": "fp16", "float_e4m3_t": "fp8", "float_e5m2_t": "fp8", "tfloat32_t": "tf32", "float": "fp32",
-              "double": "fp64"}  # fmt: skip
-_CPP_TYPE = re.compile(r"(?<![A-Za-z0-9_])(?:\w+::)*(" + "|".join(_CPP_TYPES) + r")(?![A-Za-z0-9_])")
 SPLIT_K = "K is divided among blocks, whose pieces are added up at the end"
 CLUSTER = "clusters of {v} blocks share what they load"
 IDLE = "the tensor cores stand idle"
@@ -87,11 +83,6 @@ def describe_attention_tile(tile: str) -> str:
     return f"{queries} queries times {keys} keys, heads of {width}"
 
 
-def _describe_instruction(digits: str) -> str:
-    tile = _INSTRUCTIONS.get(digits, digits if "x" in digits else "of a size that is not known here")
-    return f"one instruction of the tensor cores multiplies {tile} (MxNxK)"
-
-
 def _describe_nvjet(types: str) -> str:
     operands, sums, result = (_NVJET_LETTERS.get(types[at], "an unknown format") for at in (0, -2, -1))
     return f"operands in {'tf32' if operands == 'fp32' else operands}, sums in {sums}, result in {result}"
@@ -103,13 +94,6 @@ def _describe_tensile_layout(text: str) -> str:
     return describe_layout(("n" if first[1] == "i" else "t") + ("n" if second[1] == "l" else "t"))
 
 
-def template_format(name: str) -> str:
-    """The narrowest number format among a C++ name's template arguments: what the operands most likely have; '' without any."""
-    arguments = name.partition("<")[2]
-    formats = [_CPP_TYPES[one] for one in _CPP_TYPE.findall(arguments.rpartition(">(")[0] or arguments)]
-    return next((one for one in (*MIXED, "tf32") if one in formats), formats[0] if formats else "")
-
-
 def find_functor(name: str) -> str:
     """What an elementwise or reduction kernel computes: 'MulFunctor', 'silu_kernel'; '' where nothing tells."""
     words = re.findall(r"\w+", name.partition("<")[2])
@@ -119,16 +103,6 @@ def find_functor(name: str) -> str:
 
 def _functor_pieces(found: re.Match, name: str) -> list[tuple[str, None]]:
     return [(functor, None)] if (functor := find_functor(name)) else []
-
-
-def fused_operators(text: str) -> list[str]:
-    """'_to_copy_add_native_layer_norm' -> ['_to_copy', 'add', 'native_layer_norm']. Unknown words stand alone."""
-    found, rest = [], text
-    while rest:
-        word = (_KNOWN_OPERATOR.match(rest) or re.match(r"_?[^_]*", rest))[0]
-        found.append(word)
-        rest = rest[max(1, len(word)) :].removeprefix("_")
-    return [word for word in found if word.strip("_")]
 
 
 # --- precision
@@ -186,20 +160,9 @@ def _of_collective(found: re.Match, name: str) -> str:
 
 
 # --- vocabularies
-
 _KINDS = {"poi": "element by element", "per": "a reduction whose rows fit into registers", "red": "a reduction that loops over its rows",
           "for": "one kernel over a list of tensors", "tem": "a template (matrix product, attention or convolution) with what follows it",
           "split_scan": "a running sum in pieces", "mix": "reductions of two directions"}  # fmt: skip
-# Operators of several words; the longest that fits is taken.
-_OPERATORS = """_to_copy _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _unsafe_view _scaled_mm
-    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _fused_adamw _fused_adam
-    _foreach_add native_layer_norm native_layer_norm_backward layer_norm rms_norm _fused_rms_norm _fused_rms_norm_backward native_dropout
-    native_dropout_backward native_batch_norm batch_norm native_group_norm gelu_backward silu_backward threshold_backward sigmoid_backward
-    tanh_backward embedding_dense_backward nll_loss_forward nll_loss_backward cross_entropy index_put index_select index_add masked_fill
-    slice_backward select_backward slice_scatter select_scatter zeros_like ones_like full_like new_zeros scalar_tensor constant_pad_nd
-    clamp_min clamp_max logical_and logical_not bitwise_and prepare_softmax_online max_pool2d_with_indices convolution_backward
-    split_with_sizes linalg_vector_norm flex_attention flex_attention_backward where addmm baddbmm bmm mm"""
-_KNOWN_OPERATOR = re.compile(rf"(?:{'|'.join(sorted(_OPERATORS.split(), key=len, reverse=True))})(?=_|$)")
 _COLLECTIVES = {
     "AllReduce": "every rank gets the sum (or another reduction) of all ranks' data", "ReduceScatter": "every rank gets its share of the sum",
     "AllGather": "every rank gets all ranks' shares", "Broadcast": "one rank's data goes to all", "Reduce": "one rank gets the sum",
@@ -223,10 +186,11 @@ _FLASH_HELPERS = (
     ("combine", "joins pieces of one sequence"),
 )  # fmt: skip
 _PASSES = {"F": "attention, forward pass", "B": "attention, backward pass", "fprop": "attention, forward pass", "bprop": "attention, backward pass"}
+_PASSES |= {"fwd": _PASSES["F"], "bwd": _PASSES["B"]}
 _TENSILE_LETTERS = {"F8": "fp8", "B8": "fp8", "I8": "int8", "B": "bf16", "H": "fp16", "X": "tf32", "S": "fp32", "D": "fp64"}
 _NVJET_LETTERS = {"h": "fp16", "t": "bf16", "q": "fp8", "r": "fp8", "s": "fp32", "d": "fp64"}
 _INSTRUCTIONS = {"884": "8x8x4", "1688": "16x8x8", "16816": "16x8x16", "8816": "8x8x16", "16832": "16x8x32", "16864": "16x8x64",
-                 "161616": "16x16x16", "161632": "16x16x32", "168128": "16x8x128"}  # fmt: skip
+                 "161616": "16x16x16", "161632": "16x16x32", "168128": "16x8x128", None: "of a size that is not known here"}  # fmt: skip
 _WAYS = {"fwd": "convolution, forward", "bwd": "convolution, gradient of the input", "wrw": "convolution, gradient of the weights"}
 _LOOPS = (
     ("vectorized_elementwise_kernel", "element by element, several per load: contiguous tensors"),
@@ -249,13 +213,12 @@ _REPRESENTATIVE = ("NCCL compiles one kernel for a whole class of operations and
                    "LL, Sum and RING may stand in the name while another protocol runs")  # fmt: skip
 
 # --- patterns
-
 _ERAS = "|".join(f"(?:^|_){era}_" for era in ARCHITECTURES)
 _FORMAT = re.compile(r"(?<![a-z0-9])(" + "|".join(FORMATS) + r")(?![a-z0-9])")
-_INT, _BOOL = r"(?:\(int\))?(?:\d+)", r"(?:\(bool\))?(?:true|false|0|1)"  # Nsight Systems writes (int)64 and (bool)1
-_TRAITS = rf"Flash_(?:fwd|bwd)_kernel_traits<{_INT}, {_INT}, {_INT}, {_INT}"
+_INT, _BOOL = r"(?:\(int\))?", r"(?:\(bool\))?(?:true|false|0|1)"  # Nsight Systems writes (int)64 and (bool)1
+_FLASH = rf"Flash_(?:fwd|bwd)_kernel_traits<{_INT}\d+, {_INT}(?P<q>\d+), {_INT}(?P<k>\d+), {_INT}\d+"
 _FLAG = r"(?:\(bool\))?(?P<t>true|false|0|1)"
-_BEHIND_TRAITS = rf"{_TRAITS}.*?>>?\s*, "  # is_dropout, is_causal, ...; kernels of divided sequences have no dropout
+_BEHIND_TRAITS = rf"{_FLASH}.*?>>?\s*, "  # is_dropout, is_causal, ...; kernels of divided sequences have no dropout
 _CAUSAL = {"true": "skips what lies after a query", "false": "no causal mask: all scores are computed"}
 _CAUSAL |= {"1": _CAUSAL["true"], "0": _CAUSAL["false"]}
 _DROPOUT = {"true": "with dropout", "1": "with dropout", "false": "without dropout", "0": "without dropout"}
@@ -271,7 +234,6 @@ _TENSILE = r"Cijk_(?P<layout>A[a-z]{3,4}_B[a-z]{3,4})_(?P<types>(?=[A-Z0-9])(?P<
 _NCCL = r"nccl(?:Sym(?:k)?DevKernel|DevKernel|Kernel)_(?P<operation>[A-Za-z]+)(?P<rest>\w*)"
 
 # --- pieces that several rows have
-
 _TOKEN = r"(?<![A-Za-z0-9])(?P<v>{})(?![A-Za-z0-9])"
 _NCCL_PIECES = (("=operation", "operation", _COLLECTIVES),)
 _NCCL_TAIL = (
@@ -281,7 +243,7 @@ _NCCL_TAIL = (
     (_TOKEN.format("Sum|Prod|Max|Min|MinMax|PreMulSum|SumPostDiv|Avg"), "reduction", "how elements of two ranks become one"),
 )  # fmt: skip
 _FMHA_PIECES = (
-    ("=way", "operation", _PASSES), ("=type", "format", "operands in {precision}"),
+    ("cutlass(?P<v>[FB])", "operation", _PASSES), ("=type", "format", "operands in {precision}"),
     ("=aligned", "alignment", {"aligned": "whole vectors are loaded", "notaligned": "odd head width: narrow loads"}),
     ("=tile", "block tile", lambda v: "{} queries times {} keys at a time".format(*v.split("x"))),
     (r"sm(?P<v>\d+)", "architecture", describe_architecture),
@@ -331,23 +293,24 @@ _PRODUCT_TAIL = (
 )  # fmt: skip
 _ON_CORES = (
     *_PRODUCT_HEAD, (_format_pieces, "format", ""), ("=acc", "accumulator", {letter: f"sums are kept in {sums}" for letter, sums in ACCUMULATORS.items()}),
-    ("=instruction", "instruction tile", _describe_instruction),
+    ("=instruction", "instruction tile",
+     lambda v: f"one instruction of the tensor cores multiplies {_INSTRUCTIONS.get(v, v if 'x' in v else _INSTRUCTIONS[None])} (MxNxK)"),
 )  # fmt: skip
 _WITHOUT_CORES = (
     *_PRODUCT_HEAD,
     (lambda found, name: [(found["acc"] + found["kind"], f"{ACCUMULATORS[found['acc']]} on the CUDA cores: {IDLE}")], "operation", ""),
 )
 _FLASH_PIECES = (
-    ("flash_(?P<v>fwd|bwd)", "operation", {"fwd": "attention, forward pass", "bwd": "attention, backward pass"}),
-    (rf"kernel_traits<(?:\(int\))?(?P<t>\d+)", "head width", "heads of at most {v} elements"),
+    ("flash_(?P<v>fwd|bwd)", "operation", _PASSES),
+    (rf"kernel_traits<{_INT}(?P<t>\d+)", "head width", "heads of at most {v} elements"),
     (lambda found, name: [(f"{found['q']}, {found['k']}", f"{found['q']} queries times {found['k']} keys at a time; no score ever reaches memory")], "block tile", ""),
     ("(?P<t>)", "format", "operands in {any}"),
 )
-_FLASH = r"Flash_(?:fwd|bwd)_kernel_traits<(?:\(int\))?\d+, (?:\(int\))?(?P<q>\d+), (?:\(int\))?(?P<k>\d+), " + _INT
 _TUPLE = r"tuple<cute::C<\d+>, cute::C<\d+>, cute::C<\d+>"
+_OPERANDS = ("(?P<t>)", "format", "operands in {precision}")
 _FLASH_3_PIECES = (
     (lambda found, name: [(found[0], f"attention, {'backward' if found['way'].startswith('B') else 'forward'} pass")], "operation", ""),
-    ("=sm", "architecture", describe_architecture), ("(?P<t>)", "format", "operands in {precision}"),
+    ("=sm", "architecture", describe_architecture), _OPERANDS,
     (rf"tuple<(?P<v>cute::C<\d+>, cute::C<\d+>, cute::C<\d+>)\s*>(?!.*{_TUPLE})", "block tile",
      lambda v: (", ".join(re.findall(r"\d+", v)), describe_attention_tile(v)), INFERRED),
 )  # fmt: skip
@@ -367,7 +330,6 @@ _CUDNN_TAIL = (
 )
 _IGEMM = r"(?i)igemm_(?P<way>fwd|bwd|wrw)_gtc{}\w*?(?P<type>fp32|fp16|bf16|int8)"
 _IGEMM_PIECES = (("=way", "operation", _WAYS), ("=type", "format", "operands in {precision}"))
-_OPERANDS = (("(?P<t>)", "format", "operands in {precision}"),)
 _HELPED = (
     (r"splitKreduce_kernel", "adds up the pieces of a product whose K was divided"), (r"dot_kernel|reduce_1Block_kernel", "a dot product"),
     (r"gemv\w*|gemm(?:k1|SN)\w*", "a product with a vector, or with a matrix too thin for tiles: memory bandwidth is its limit"),
@@ -379,7 +341,6 @@ _TRITON_PIECES = (
 )  # fmt: skip
 
 # --- the table
-
 FAMILIES = (
     Family(_TRITON.format("(?P<kind>tem)"), "Triton (torch.compile)", Role.GEMM, UNKNOWN, pieces=_TRITON_PIECES),
     Family(_TRITON.format("(?P<kind>[a-z]{2,5}|split_scan)?"), "Triton (torch.compile)", Role.FUSED, NONE, pieces=_TRITON_PIECES),
@@ -394,7 +355,7 @@ FAMILIES = (
     *(Family(rf"(?is)^(?=.*flash).*?{word}", "FlashAttention", Role.ATTENTION, NONE, _of_template, (("(?P<t>)", "operation", f"a helper: {meaning}"),))
       for word, meaning in _FLASH_HELPERS),
     Family(r"splitkv.*?" + _FLASH, "FlashAttention 2", Role.ATTENTION, YES, _of_template, (
-        *_FLASH_PIECES, (rf"{_BEHIND_TRAITS}{_FLAG}, {_BOOL}(?P<x>)", "causal", _CAUSAL),
+        *_FLASH_PIECES, (rf"{_BEHIND_TRAITS}{_FLAG}, {_BOOL}", "causal", _CAUSAL),
         ("splitkv", "operation", "one sequence's keys are divided among blocks"))),
     Family(_FLASH, "FlashAttention 2", Role.ATTENTION, YES, _of_template, (
         *_FLASH_PIECES, (rf"{_BEHIND_TRAITS}{_BOOL}, {_FLAG}", "causal", _CAUSAL), (rf"{_BEHIND_TRAITS}{_FLAG}, {_BOOL}", "dropout", _DROPOUT))),
@@ -403,8 +364,8 @@ FAMILIES = (
     # AMD's libraries: unknown where a name says neither that matrix instructions (MFMA, WMMA) run nor that they do not.
     Family(_IGEMM.format(r"x\d*_"), "MIOpen (implicit GEMM)", Role.CONVOLUTION, YES, _of_group("type"), _IGEMM_PIECES),
     Family(_IGEMM.format(""), "MIOpen (implicit GEMM)", Role.CONVOLUTION, UNKNOWN, _of_group("type"), _IGEMM_PIECES),
-    Family(r"(?i)(?:^|\W)ck::(?:\w|::)*(?:gemm|conv|contraction)\w*?_dl(?:ops)?_", "Composable Kernel", Role.GEMM, NO, _of_template, _OPERANDS),
-    Family(r"(?i)(?:^|\W)ck(?:_tile)?::.*?(?:gemm|conv(?!ert)|contraction|fmha|flatmm)", "Composable Kernel", Role.GEMM, YES, _of_template, _OPERANDS),
+    Family(r"(?i)(?:^|\W)ck::(?:\w|::)*(?:gemm|conv|contraction)\w*?_dl(?:ops)?_", "Composable Kernel", Role.GEMM, NO, _of_template, (_OPERANDS,)),
+    Family(r"(?i)(?:^|\W)ck(?:_tile)?::.*?(?:gemm|conv(?!ert)|contraction|fmha|flatmm)", "Composable Kernel", Role.GEMM, YES, _of_template, (_OPERANDS,)),
     Family(r"nvjet_(?:(?P<sm>sm\d+)_)?(?P<types>(?P<a>[a-z0-9])[a-z0-9]{2,5})_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)(?P<rest>\w*)", "cuBLASLt (nvjet)",
            Role.GEMM, YES, _of_group("a", _NVJET_LETTERS, on_cores=True), (
         ("=sm", "architecture", describe_architecture), ("=types", "formats", _describe_nvjet, INFERRED),

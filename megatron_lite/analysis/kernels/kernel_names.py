@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_lite.analysis.kernels.figures import Role, TensorCores
-from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, find_functor, template_format
+from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, find_functor
+from megatron_lite.analysis.kernels.number_formats import template_format
 from megatron_lite.analysis.kernels.roles import LONGEST, role_of_kernel
 
 MATRIX_ROLES = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)
@@ -23,7 +24,9 @@ _LIBRARIES = (
     (r"fbgemm|split_embedding|_codegen_", "FBGEMM"),
 )
 _RETURN_TYPES = re.compile(r"^(?:static |inline |void |__global__ )+")
-_SAYING = re.compile(r"FlashAttn\w+|FlashAttention\w+|ImplicitGemm\w+|GemmUniversal\w*|ReduceSplitK|ReduceOp\w*|Gemm\w*")
+_SAYING = re.compile(
+    r"FlashAttn\w+|FlashAttention\w+|ImplicitGemm\w+|GemmUniversal\w*|ReduceSplitK|ReduceOp\w*|Gemm\w*"
+)
 _PURPOSES = {
     Role.GEMM: "a matrix product",
     Role.ATTENTION: "attention",
@@ -81,7 +84,9 @@ def taken_apart(name: str) -> KernelName:
             # The table of roles decides; a family's own role is for what that one does not know.
             return _read(name, family, found, family.role if role is Role.OTHER else role)
     library = next((library for pattern, library in _LIBRARIES if re.search(pattern, text)), "")
-    return KernelName(name, library, role, _guess_tensor_cores(text, role), template_format(text) if role in MATRIX_ROLES else "")
+    return KernelName(
+        name, library, role, _guess_tensor_cores(text, role), template_format(text) if role in MATRIX_ROLES else ""
+    )
 
 
 def _read(name: str, family: Family, found: re.Match, role: Role) -> KernelName:
@@ -91,7 +96,11 @@ def _read(name: str, family: Family, found: re.Match, role: Role) -> KernelName:
     alignment = _PATTERNS(family.alignment).search(found.string) if family.alignment else None
     aligned = int(alignment[1]) if alignment and alignment.groups() else 1 if alignment else None
     causal = next((part.text in ("true", "1") for part in parts if part.field == "causal"), None)
-    without = family.why_not.format(**words) or _why_on_cuda_cores(precision, aligned) if family.cores is TensorCores.NO else ""
+    without = (
+        family.why_not.format(**words) or _why_on_cuda_cores(precision, aligned)
+        if family.cores is TensorCores.NO
+        else ""
+    )
     note = family.note if any(part.field == "protocol" for part in parts) else ""
     by = family.name if isinstance(family.name, str) else family.name(found.string)
     return KernelName(name, by, role, family.cores, precision, parts, without, aligned, causal, note)
@@ -132,7 +141,11 @@ def _explain(meaning, v: str, precision: str) -> str | tuple[str, str]:
         return meaning.get(v, meaning.get(None, ""))
     if callable(meaning):
         return meaning(v)
-    return "" if "{precision}" in meaning and not precision else meaning.format(v=v, precision=precision, any=precision or "an unknown format")
+    return (
+        ""
+        if "{precision}" in meaning and not precision
+        else meaning.format(v=v, precision=precision, any=precision or "an unknown format")
+    )
 
 
 def _find_word(name: str) -> str:
@@ -203,7 +216,6 @@ def short_name(name: str) -> str:
         saying = _SAYING.search(text)
         function = saying[0] if saying else ""
     return f"{head}<{function}>" if function else head or text[:SHORTEST]
-
 
 
 def in_words(name: str) -> list[str]:
