@@ -287,6 +287,11 @@ def test_of_a_trace_that_is_too_large_as_many_whole_steps_are_read_as_may_be_hel
     monkeypatch.setattr(read_several, "_max_events", lambda files: per_step * 5)
     report = analyze([path])
     assert len(report.facts.ranks_seen[0].time.steady_steps) >= 2
+    made.events = sorted(made.events, key=lambda event: event["name"].startswith("ProfilerStep"))  # the marks last
+    cut = json.dumps(made.data()).partition('"name": "ProfilerStep')[0]
+    (tmp_path / "cut.json").write_text(cut)
+    monkeypatch.setattr(read_several, "_max_events", lambda files: 1000)
+    assert "no step marks" not in analyze([tmp_path / "cut.json"]).verdict.sentence
     monkeypatch.setattr(read_several, "_max_events", lambda files: per_step * 2)
     report = analyze([path])
     assert report.verdict.sentence.startswith("INCONCLUSIVE: only one whole step stands in the ") and "profile a window of" not in report.verdict.sentence

@@ -114,6 +114,8 @@ def _why_inconclusive(rank: RankFacts, run: Run | None) -> str:
         return "no complete step in the trace"
     if not time.steady_steps:
         return f"none of the {len(time.steps)} steps is steady ({time.steps[0].why_not or 'all are boundary steps'})"
+    if len(time.steps) == 1 and time.steps[0].number is None and rank.trace.cut:
+        return f"no whole step stands in the {len(rank.trace.events):,} events that were read; record less of each step"
     if len(time.steps) == 1 and time.steps[0].number is None:
         return "no step marks, so the whole trace counts as one step"
     if len(time.steady_steps) < FEWEST_STEPS and rank.trace.cut:

@@ -14,7 +14,7 @@ from megatron_lite.analysis.trace.numbered import Numbered
 from megatron_lite.analysis.trace.refused import TraceError
 
 LOST_NS = np.iinfo(np.int64).min  # the start of an event that has none
-MAX_EVENTS = 10_000_000  # about 2 GB of text; a trace of 5 million took 1.27 GB of memory, one of 15 million 1.51 GB
+MAX_EVENTS = 10_000_000  # about 2 GB of text; a trace of 5 million took 1.27 GB of memory, one of 15 million 1.76 GB
 _MOST_US = 4e15  # the year 2096; differences of such times in ns still fit 64 bits
 COLUMNS = {
     "name": np.int32, "category": np.int16, "thread": np.int32, "start_ns": np.int64, "length_ns": np.int64,
