@@ -15,7 +15,7 @@ def main() -> int:
     if "--help" in flags or "-h" in flags:
         from megatron_lite.config.help import help_text
 
-        print_lines([help_text()])
+        print_lines(help_text().split("\n"))
         return 0
     if "--version" in flags:
         print_lines([describe_version()])

@@ -26,9 +26,12 @@ class LiveLine:
         """Whether `draw` would draw now: there is a terminal, and it was not just done."""
         return self._active and time.monotonic() - self._drawn >= SECONDS_BETWEEN
 
-    def draw(self, text: str):
-        """Replace the line, unless that was just done."""
+    def draw(self, text: str, lasting: bool = False):
+        """Replace the line, unless that was just done. lasting: print a line that stays, wherever output goes."""
         now = time.monotonic()
+        if lasting:
+            self.wipe()
+            return print_lines([f"  {text}"], sys.stderr)
         if self._active and now - self._drawn >= SECONDS_BETWEEN:
             self._drawn = now
             sys.stderr.write(f"\r\033[K{escape(text)}")
@@ -44,10 +47,10 @@ class LiveLine:
 
 
 def say(text: str):
-    """Print a line at once, over whatever this rank or another one has drawn on the terminal."""
+    """Print the trainer's own `text`, of one or several lines, at once, over whatever this rank or another one has drawn on the terminal."""
     if sys.stderr.isatty():
         _clear()
-    print_lines([text])
+    print_lines(text.split("\n"))
 
 
 def _clear():

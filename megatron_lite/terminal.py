@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CUT_OFF = 141  # exit code: 128 + SIGPIPE
-# Control characters but newline and tab, marks that turn the direction of text, line separators, halves of a letter.
-_OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
+# Control characters, marks that turn the direction of text, line separators, halves of a letter.
+_OBEYED = re.compile("[\0-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
 _OWN_STYLE = re.compile(r"(\x1b\[(?:[0-2]|3[36])m)")  # bold, dim and the two colors of reports, and their end
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def escape(text: str, keep_style: bool = False) -> str:
-    r"""Text of any origin with escapes such as \x1b for what a terminal would obey. keep_style: but for colors of reports."""
+    r"""One line of any origin with escapes such as \x1b and \n for what a terminal would obey. keep_style: but for colors of reports."""
     if keep_style and "\x1b" in text:
         return "".join(part if at % 2 else escape(part) for at, part in enumerate(_OWN_STYLE.split(text)))
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
@@ -25,11 +25,12 @@ def escape(text: str, keep_style: bool = False) -> str:
 def print_lines(lines: Sequence[str], stream=None):
     """Print to standard output, or `stream`, at once; the one way in which commands and trainer print.
 
+    Each of `lines` is one line on the screen, so that no foreign text can pretend to be another line of ours.
     A stream that cannot take a letter gets a question mark. BrokenPipeError is for end_quietly_without_reader.
     """
     stream = stream or sys.stdout
     encoding = stream.encoding or "utf-8"
-    text = escape("\n".join(lines).rstrip(), keep_style=stream.isatty())
+    text = "\n".join(escape(line, keep_style=stream.isatty()) for line in lines).rstrip()
     print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
 
 

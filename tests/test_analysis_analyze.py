@@ -50,7 +50,7 @@ def test_memory_events_speak_where_there_is_no_snapshot(tmp_path):
 
 def test_progress_is_told(tmp_path):
     said = []
-    analyze([two_ranks(tmp_path)], said.append)
+    analyze([two_ranks(tmp_path)], lambda text, lasting=False: said.append(text))
     ends = ["(1 of 2, 18.9 KiB)", "(1 of 2, 18.9 KiB): 100%", "(2 of 2, 18.9 KiB)", "(2 of 2, 18.9 KiB): 100%"]
     reading = list(dict.fromkeys(text for text in said if text.startswith("reading ")))
     assert [text[text.index("(") :] for text in reading] == ends

@@ -4,16 +4,20 @@ import gzip
 import itertools
 import json
 import threading
+import zlib
 
 import numpy as np
 import pytest
-from trace_maker import gpu_run, write
+from trace_maker import cpu_run, gpu_run, write
 
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.trace import read_several
 from megatron_lite.analysis.trace.blocks import ahead
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.analysis.trace.kineto_chunks import Chunks
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.errors import UserError
+from megatron_lite.report.sections.all import gaps_of
 
 EVENTS = len([event for event in gpu_run(steps=3).events if event["ph"] == "X"])
 
@@ -228,3 +232,66 @@ def test_memory_of_a_trace_is_not_its_file(tmp_path):
     chunks = Chunks(path, 4096)
     longest = max(len(chunks._text) for _ in chunks)
     assert longest < 3 * 4096 < path.stat().st_size / 20
+
+
+def in_kinetos_order(made):
+    """The host's work thread by thread, each piece where it ends, then calls and the device's work by time."""
+    host = [event for event in made.events if event["cat"] in ("cpu_op", "user_annotation")]
+    rest = [event for event in made.events if event not in host]
+    made.events = sorted(host, key=lambda event: (-event["tid"], event["ts"] + event["dur"]))
+    made.events += sorted(rest, key=lambda event: event["ts"])
+    return made
+
+
+CUT_RUNS = {
+    "CPU": lambda: cpu_run(steps=20, world_size=1),
+    "GPU": lambda: gpu_run(steps=20, item=True),
+    "CPU as Kineto writes": lambda: in_kinetos_order(cpu_run(steps=20, world_size=1)),
+    "GPU as Kineto writes": lambda: in_kinetos_order(gpu_run(steps=20, item=True)),
+}
+
+
+@pytest.mark.parametrize("cut", [0.3, 0.5, 0.7, 0.8, 0.9, "in a string", "gz"])
+@pytest.mark.parametrize("run", CUT_RUNS)
+def test_a_cut_trace_is_reported_over_its_whole_steps(run, cut, tmp_path):
+    text = json.dumps(CUT_RUNS[run]().data())
+    path = tmp_path / ("t.json.gz" if cut == "gz" else "t.json")
+    if cut == "gz":
+        zipped = gzip.compress(text.encode())
+        path.write_bytes(zipped[: len(zipped) * 9 // 10])
+        text = zlib.decompressobj(wbits=31).decompress(path.read_bytes()).decode()
+    else:
+        text = text[: text.index('"name": "', len(text) * 3 // 4) + 12 if cut == "in a string" else int(len(text) * cut)]
+        path.write_text(text)
+    report = analyze([path])
+    steps, kernels = report.facts.ranks_seen[0].time.steps, '"cat": "kernel"' in text
+    assert sum("the JSON breaks off" in gap or "ends early" in gap for gap in gaps_of(report)) == 1
+    assert report.verdict.confidence == "low"
+    if "GPU" in run and not kernels:
+        assert report.verdict.sentence.startswith("INCONCLUSIVE: the trace names a GPU (NVIDIA A100-SXM4-80GB) and holds no kernel")
+        return
+    last_work = "multi_tensor_apply" if "GPU" in run else "aten::_fused_adamw_" if "Kineto" not in run else "ProfilerStep"
+    whole = text.count(last_work)
+    counted = [step.number for step in steps if step.steady]
+    assert set(counted) <= set(range(10, 10 + whole)) and len(counted) >= whole - 2, "the first one on a GPU, and the last where nothing follows"
+    assert "INCONCLUSIVE" not in report.verdict.sentence and f"{len(counted)} steady steps; " in report.verdict.why
+    uncut = analyze([CUT_RUNS[run]().write(tmp_path / "uncut")]).facts.ranks_seen[0].time
+    assert report.facts.ranks_seen[0].time.rows == pytest.approx(uncut.rows, rel=0.1, abs=0.03)
+
+
+def test_of_a_trace_that_is_too_large_as_many_whole_steps_are_read_as_may_be_held(tmp_path, monkeypatch):
+    """They were half of them: of a trace of few long steps one was left."""
+    monkeypatch.setattr("megatron_lite.analysis.trace.kineto.Chunks", lambda path: Chunks(path, 500))
+    made = gpu_run(steps=6)
+    path, per_step = made.write(tmp_path), len(made.events) // 6
+    monkeypatch.setattr(read_several, "_max_events", lambda files: per_step * 5)
+    report = analyze([path])
+    assert len(report.facts.ranks_seen[0].time.steady_steps) >= 2
+    made.events = sorted(made.events, key=lambda event: event["name"].startswith("ProfilerStep"))  # the marks last
+    cut = json.dumps(made.data()).partition('"name": "ProfilerStep')[0]
+    (tmp_path / "cut.json").write_text(cut)
+    monkeypatch.setattr(read_several, "_max_events", lambda files: 1000)
+    assert "no step marks" not in analyze([tmp_path / "cut.json"]).verdict.sentence
+    monkeypatch.setattr(read_several, "_max_events", lambda files: per_step * 2)
+    report = analyze([path])
+    assert report.verdict.sentence.startswith("INCONCLUSIVE: only one whole step stands in the ") and "profile a window of" not in report.verdict.sentence

@@ -271,7 +271,7 @@ def test_of_more_events_than_may_be_held_the_first_part_in_time_is_read(tmp_path
     [whole], limit, told = read_traces(path), len(events) // 3, []
     [part] = read_traces(path, limit, told.append)
     assert limit // 3 < len(part.events) + len(part.memory) <= limit and told[-1] == path.stat().st_size
-    last = part.events.end_ns.max()
+    last = max(part.events.end_ns.max(), part.memory.time_ns.max())
     before = table(whole)[: len(part.events) * 2]
     assert table(part) == [event for event in before if event[2] + event[3] <= last]
     assert len(part.memory) == (whole.memory.time_ns <= last).sum()

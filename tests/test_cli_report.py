@@ -10,7 +10,9 @@ import pytest
 from trace_maker import gpu_run
 from waiting import LIMIT_S
 
+from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.cli.main import main
+from megatron_lite.units import size
 
 ROOT = Path(__file__).parents[1]
 
@@ -135,3 +137,15 @@ def test_a_reader_that_leaves_ends_the_printing_but_the_files_are_written(trace)
     os.close(theirs)
     assert (ended.returncode, ended.stderr) == (141, "")
     assert written(Path()) == {"report.html", "report.json"}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_size_of_a_large_trace_is_said_before_it_is_read(terminal, trace, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    seen = []
+    monkeypatch.setattr("megatron_lite.analysis.trace.read_several.read_traces", lambda *args: seen.append(capsys.readouterr().err) or read_traces(*args))
+    assert main(["report", str(trace), "--no-html"]) == 0
+    assert "\n" not in seen[0], "small files need no line of their own"
+    monkeypatch.setattr("megatron_lite.analysis.trace.read_several.MIN_LARGE_BYTES", trace.stat().st_size)
+    assert main(["report", str(trace), "--no-html"]) == 0
+    assert seen[1].rpartition("\x1b[K")[2] == f"  reading {trace.name} (1 of 1, {size(trace.stat().st_size)})\n"

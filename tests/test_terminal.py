@@ -1,16 +1,18 @@
 """What commands and trainer print, whoever reads it and wherever the text comes from."""
 
 import io
+import json
 import os
 import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from command_lines import REPO
-from run_maker import PLAN, RECORD, step
+from run_maker import PLAN, RECORD, ranks, step
 from run_maker import folder as run_folder
 from snapshot_maker import MadeSnapshot
 from trace_maker import gpu_run
@@ -22,9 +24,8 @@ from megatron_lite.live_line import LiveLine, say
 from megatron_lite.terminal import CUT_OFF, escape, print_lines
 
 TRAINER = REPO / "pretrain_gpt.py"
-HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202eevil\u2028\ud800\x7f"
-OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]")
-OWN_LINE = re.compile(r"^\r\x1b\[K")
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202eevil\u2028\ud800\x7f\nforged line"
+OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]|^ *forged", re.MULTILINE)
 
 SMALL = ["--mock-data", "--vocab-size", "256", "--tokenizer-type", "NullTokenizer", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "4", "--train-iters", "2", "--lr", "1e-3"]
 
@@ -114,7 +115,7 @@ def test_memory_that_runs_out_is_one_line():
 def test_what_a_terminal_obeys_is_escaped_and_the_rest_is_kept():
     assert not OBEYED.search(escape(HOSTILE))
     assert escape("\x1b[1m", keep_style=False) == r"\x1b[1m"
-    kept = "Grüße, 日本語 ▋ \u3000 \u200d 👩\u200d💻\n\tnext"
+    kept = "Grüße, 日本語 ▋ \u3000 \u200d 👩\u200d💻"
     assert escape(kept) == kept
     assert escape("\x1b[36mcyan\x1b[0m\x1b[2J", keep_style=True) == "\x1b[36mcyan\x1b[0m\\x1b[2J"
 
@@ -129,7 +130,7 @@ def test_every_way_of_printing_escapes(monkeypatch):
 
     monkeypatch.setattr("megatron_lite.cli.main._run", refuse)
     print_lines([HOSTILE])
-    say(HOSTILE)
+    say(HOSTILE.replace("\n", ""))  # what the trainer says may have several lines
     assert main(["plan"]) == 2
     LiveLine().draw(HOSTILE)
     assert not OBEYED.search(out.getvalue()) and out.getvalue().count("evil") == 2
@@ -149,36 +150,106 @@ def test_nothing_prints_past_it():
     assert found == allowed
 
 
-@pytest.fixture(scope="module")
-def hostile_files(tmp_path_factory) -> list[str]:
-    """A run folder, a trace, a snapshot and a launch script with hostile texts wherever a text may stand."""
-    folder = tmp_path_factory.mktemp("hostile")
-    plan = PLAN | {"args": {"training": {"micro_batch_size": 2, "exit_signal": HOSTILE}, HOSTILE: {HOSTILE: HOSTILE}}}
-    record = RECORD | {"plan": plan, "status": HOSTILE, "started": HOSTILE, "hardware": {"device": HOSTILE, HOSTILE: 1}}
-    run_folder(folder / "run", [step(number, phases_ms={HOSTILE: 5.0}) for number in range(1, 9)], record)
+def write_hostile_files(folder: Path, text: str) -> dict[str, str]:
+    """A run folder, a trace, a snapshot and a launch script with `text` wherever a text may stand, their names too."""
+    name = text.encode(errors="ignore").decode()
+    folder = folder / name
+    folder.mkdir()
+    plan = PLAN | {"args": {"training": {"micro_batch_size": 2, "exit_signal": text}, text: {text: text}}} | dict.fromkeys(("precision", "device", "backend"), text)
+    record = RECORD | {"plan": plan, "status": text, "started": text, "hardware": {"device": text, text: text}}
+    record |= {part: {"python": text, text: text} for part in ("versions", "environment", "process", "artefacts", "git")}
+    run_folder(folder / "run", [step(number, phases_ms={text: 5.0}) for number in range(1, 9)], record)
     trace = gpu_run()
+    trace.device, trace.header = text, {"hostName": text, "deviceProperties": [{"id": 0, "name": text}]}
     for event in trace.events:
-        event["name"] = event["name"] + HOSTILE
-    write_trace(trace.data(), folder / "made.pt.trace.json")
+        event["name"] = event["name"] + text
+    write_trace(trace.data(), folder / f"{name}.pt.trace.json")
     snapshot = MadeSnapshot()
-    snapshot.alloc(2**20, HOSTILE, [{"filename": HOSTILE, "line": 3, "name": HOSTILE}])
-    snapshot.write(folder / "s.pickle")
-    (folder / "a.sh").write_text(f"export A='{HOSTILE[:-2]}'; echo \"no $A\"; exit 3\n", encoding="utf-8")
-    return [str(folder / name) for name in ("run", "made.pt.trace.json", "s.pickle", "a.sh")]
+    snapshot.alloc(2**20, text, [{"filename": text, "line": 3, "name": text}])
+    snapshot.write(folder / f"{name}.pickle")
+    (folder / f"{name}.sh").write_text(f"export A='{name}'; echo \"no $A\"; exit 3\n", encoding="utf-8")
+    (folder / f"{name}.json").write_text("{}")
+    return {"RUN": str(folder / "run"), "TRACE": str(folder / f"{name}.pt.trace.json"), "ALL": str(folder),
+            "SNAPSHOT": str(folder / f"{name}.pickle"), "SCRIPT": str(folder / f"{name}.sh"), "NOTHING": str(folder / f"{name}.json")}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["report RUN --no-html --all", "report TRACE --no-html --all", "report SNAPSHOT --no-html --all", "report RUN TRACE SNAPSHOT --no-html",
-     "audit RUN --all", "compare RUN RUN --all", "compare TRACE TRACE --all --force", "plan SCRIPT", "plan FLAGS", "explain HOSTILE", "inspect HOSTILE",
-     "merge --inputs HOSTILE --output-prefix HOSTILE", "preprocess --input HOSTILE --output-prefix x", "HOSTILE", "report --HOSTILE"],
-)  # fmt: skip
-def test_no_command_passes_on_what_a_terminal_obeys(words, hostile_files, monkeypatch):
-    meant = dict(zip(("RUN", "TRACE", "SNAPSHOT", "SCRIPT"), hostile_files)) | {"HOSTILE": HOSTILE, "--HOSTILE": f"--{HOSTILE}"}
+@pytest.fixture(scope="module")
+def hostile_words(tmp_path_factory) -> dict[str, str]:
+    """What the words of HOSTILE_COMMANDS stand for; the files of the OTHER differ in each of the hostile texts."""
+    folder = tmp_path_factory.mktemp("hostile")
+    other = write_hostile_files(folder, f"{HOSTILE} other")
+    typed = {"HOSTILE": HOSTILE, "--HOSTILE": f"--{HOSTILE}", "FLAGS": f"--lr={HOSTILE}", "FILE": str(folder / "written")}
+    return write_hostile_files(folder, HOSTILE) | {f"OTHER_{word}": path for word, path in other.items()} | typed
+
+
+def run_in_process(words: list[str], monkeypatch) -> str:
+    """All that a command shows on a terminal, without the styles and the live line that are its own."""
     out, err = Terminal(), Terminal()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    code = main([meant.get(word, f"--lr={HOSTILE}" if word == "FLAGS" else word) for word in words.split()])
-    assert code in (0, 2)
-    shown = re.sub(r"\x1b\[([0-2]|3[36])m", "", out.getvalue()) + err.getvalue().replace("\r\x1b[K", "")
-    assert shown and not OBEYED.search(shown)
+    assert main(words) in (0, 2)
+    return re.sub(r"\x1b\[([0-2]|3[36])m", "", out.getvalue()) + err.getvalue().replace("\r\x1b[K", "")
+
+
+HOSTILE_COMMANDS = [
+    "report RUN --no-html --all", "report TRACE --no-html --all", "report SNAPSHOT --no-html --all", "report ALL NOTHING --no-html", "report NOTHING",
+    "audit RUN --against OTHER_RUN --all", "audit ALL", "compare RUN OTHER_RUN --all", "compare TRACE OTHER_TRACE --all --force",
+    "compare SNAPSHOT OTHER_SNAPSHOT", "compare ALL OTHER_ALL --force", "compare NOTHING RUN", "plan SCRIPT", "plan FLAGS", "explain HOSTILE",
+    "inspect HOSTILE", "merge --inputs HOSTILE --output-prefix HOSTILE", "preprocess --input HOSTILE --output-prefix x --tokenizer-type ByteTokenizer", "HOSTILE", "report --HOSTILE",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", HOSTILE_COMMANDS)
+def test_no_command_passes_on_what_a_terminal_obeys(command, hostile_words, monkeypatch):
+    words = [hostile_words.get(word, word) for word in command.split()]
+    shown = run_in_process(words, monkeypatch)
+    assert "evil" in shown and not OBEYED.search(shown)
+    monkeypatch.setattr("megatron_lite.terminal._OBEYED", re.compile("(?!)"))
+    assert OBEYED.search(run_in_process(words, monkeypatch)), "this command shows no hostile text, so that it proves nothing"
+
+
+def test_a_comparison_shows_both_sides_of_each_setting_escaped(hostile_words, monkeypatch):
+    lines = run_in_process(["compare", hostile_words["RUN"], hostile_words["OTHER_RUN"], "--all"], monkeypatch).splitlines()
+    for setting in ("--exit-signal", "precision", "device", "backend", "python"):
+        assert any(re.match(rf"  {setting} .*x1b.* .*x1b.*", line) for line in lines), setting
+
+
+@pytest.mark.parametrize(
+    "command", ["report ALL --html FILE", "report RUN --html FILE", "report TRACE --html FILE", "report SNAPSHOT --html FILE",
+                "report ALL --no-html --json FILE", "compare RUN OTHER_RUN --json FILE", "audit ALL --json FILE"],
+)  # fmt: skip
+def test_no_file_holds_what_a_terminal_or_browser_obeys(command, hostile_words, monkeypatch):
+    monkeypatch.setattr("megatron_lite.report.html._plotly", lambda: "library")
+    path = Path(hostile_words["FILE"])
+    path.unlink(missing_ok=True)
+    run_in_process([hostile_words.get(word, word) for word in command.split()], monkeypatch)
+    written = path.read_text(encoding="utf-8")
+    assert "evil" in written and not OBEYED.search(written)
+
+
+def leaves(value, way=()):
+    """The ways to all texts and numbers of JSON."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from leaves(item, (*way, key)) if isinstance(item, (dict, list)) and item else [(*way, key)]
+
+
+def replaced(value, way: tuple, item):
+    copy = json.loads(json.dumps(value))
+    place = copy
+    for key in way[:-1]:
+        place = place[key]
+    place[way[-1]] = item
+    return copy
+
+
+def test_no_single_field_of_a_runs_files_reaches_the_terminal_raw(tmp_path, monkeypatch):
+    """Each in its turn: with all of them hostile most of a report is missing."""
+    record = RECORD | {part: {"name": "x"} for part in ("versions", "environment", "process", "artefacts", "prediction")}
+    lines = [step(number) for number in range(1, 9)] + [{"kind": "ranks", **ranks(1, 8, [10.0, 12.0])}]
+    plain = str(run_folder(tmp_path / "plain", lines, record))
+    changed = [(replaced(record, way, HOSTILE), lines) for way in leaves(record)]
+    changed += [(record, replaced(lines, way, HOSTILE)) for way in leaves(lines) if way[0] in (3, 8)]
+    for hostile_record, hostile_lines in changed:
+        hostile = str(run_folder(tmp_path / "hostile", hostile_lines, hostile_record))
+        for words in (["compare", plain, hostile, "--force", "--all"], ["report", hostile, "--no-html", "--all"], ["audit", hostile]):
+            assert not OBEYED.search(run_in_process(words, monkeypatch))

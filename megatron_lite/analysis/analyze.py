@@ -25,9 +25,10 @@ from megatron_lite.analysis.time.placing_of import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.title import title_of
 from megatron_lite.analysis.trace.columns import Trace
-from megatron_lite.analysis.trace.read_several import readers
+from megatron_lite.analysis.trace.read_several import are_large, file_bytes, readers, say_nothing
 from megatron_lite.analysis.verdict import verdict_of
 from megatron_lite.errors import UserError
+from megatron_lite.units import size
 
 
 class _Gaps:
@@ -54,12 +55,12 @@ class _Gaps:
         return None
 
 
-def analyze(paths: Sequence[Path | str], say: Callable[[str], None] | None = None) -> Report:
-    """Everything that the files under `paths` tell of one run. `say` is told what is being read.
+def analyze(paths: Sequence[Path | str], say: Callable = say_nothing) -> Report:
+    """Everything that the files under `paths` tell of one run. say(text, lasting=False) is told what is being read.
 
     Raises UserError where nothing can be read; what cannot be read beside readable files is a gap of the report.
     """
-    started, say, gaps = time.monotonic(), say or _say_nothing, _Gaps()
+    started, gaps = time.monotonic(), _Gaps()
     sources = sources_of([Path(path) for path in paths])
     for path, why in sources.ignored:
         gaps.add(f"{path.name}: {why}")
@@ -79,7 +80,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[[str], None] | None = Non
     )
 
 
-def _seen(paths: Sequence[Path], say: Callable[[str], None], gaps: _Gaps) -> tuple[RankFacts, ...]:
+def _seen(paths: Sequence[Path], say: Callable, gaps: _Gaps) -> tuple[RankFacts, ...]:
     """Each process of each file, by rank."""
     seen = []
     for path, read in zip(paths, readers(paths, say)):
@@ -112,7 +113,7 @@ def _ranks(seen: Sequence[RankFacts], run: Run | None, gaps: _Gaps) -> Ranks | N
     return gaps.attempt("ranks", ranks_of_run, run) if run else None
 
 
-def _snapshots(paths: Sequence[Path], say: Callable[[str], None], gaps: _Gaps) -> tuple[Snapshot, ...]:
+def _snapshots(paths: Sequence[Path], say: Callable, gaps: _Gaps) -> tuple[Snapshot, ...]:
     """By rank."""
     if not paths:
         return ()
@@ -120,7 +121,7 @@ def _snapshots(paths: Sequence[Path], say: Callable[[str], None], gaps: _Gaps) -
 
     found = []
     for path in paths:
-        say(f"reading {path.name}")
+        say(f"reading {path.name} ({size(file_bytes(path))})", lasting=are_large([path]))
         found.append(gaps.attempt(path.name, read_snapshot, path))
     return tuple(sorted((one for one in found if one), key=lambda one: (one.rank is None, one.rank or 0)))
 
@@ -171,7 +172,3 @@ def _place(error: Exception) -> str:
     while frames.tb_next:
         frames = frames.tb_next
     return f"in {Path(frames.tb_frame.f_code.co_filename).name}:{frames.tb_lineno}"
-
-
-def _say_nothing(text: str):
-    pass

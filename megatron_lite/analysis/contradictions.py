@@ -48,7 +48,7 @@ def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
         return f"the trace holds {launches:,} kernel launches and no kernel"
     if planned == "cuda":
         return "the run was on a GPU, and the trace holds none of its work"
-    if planned == "cpu" or not (name or trace.damage):
+    if planned == "cpu" or trace.without_gpu or not (name or trace.damage):
         return ""
     if not trace.damage:
         return f"the trace names a GPU ({name}) and holds none of its work: a CPU's job, or no CUDA activities"

@@ -83,7 +83,7 @@ def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     rank = facts.critical
     if rank is None:
         return _of_memory(facts) if facts.snapshots else _of_run(facts)
-    why_not = missing_gpu_work(rank, facts.run) or _why_inconclusive(rank.time, facts.run)
+    why_not = missing_gpu_work(rank, facts.run) or _why_inconclusive(rank, facts.run)
     said = _sentence(facts, rank, findings) if rank.time.step_ms > 0 else ""
     if why_not:
         return Verdict(
@@ -108,13 +108,18 @@ def share_in_words(share: float) -> str:
     return near[0] if near else f"{share:.0%}"
 
 
-def _why_inconclusive(time: RankTime, run: Run | None) -> str:
+def _why_inconclusive(rank: RankFacts, run: Run | None) -> str:
+    time = rank.time
     if not time.steps or time.step_ms <= 0:
         return "no complete step in the trace"
     if not time.steady_steps:
         return f"none of the {len(time.steps)} steps is steady ({time.steps[0].why_not or 'all are boundary steps'})"
+    if len(time.steps) == 1 and time.steps[0].number is None and rank.trace.cut:
+        return f"no whole step stands in the {len(rank.trace.events):,} events that were read; record less of each step"
     if len(time.steps) == 1 and time.steps[0].number is None:
         return "no step marks, so the whole trace counts as one step"
+    if len(time.steady_steps) < FEWEST_STEPS and rank.trace.cut:
+        return f"only one whole step stands in the {len(rank.trace.events):,} events that were read; record less of each step"
     if len(time.steady_steps) < FEWEST_STEPS:
         return f"only one steady step; profile a window of {STEPS_FOR_HIGH} or more"
     if _bound(time) == "inconclusive":

@@ -6,8 +6,7 @@ import re
 from types import ModuleType
 
 from megatron_lite.analysis.kernels.figures import Role
-from megatron_lite.analysis.kernels.in_words import in_words
-from megatron_lite.analysis.kernels.readable import plain
+from megatron_lite.analysis.kernels.kernel_names import in_words
 from megatron_lite.analysis.kernels.roles import role_of_kernel
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
@@ -28,11 +27,11 @@ def _explanation(words: str) -> list[str]:
     pages = _pages()
     if words in pages:
         rule = pages[words]
-        return [f"{words}: {rule.TITLE}", "", inspect.cleandoc(rule.__doc__ or "")]
+        return [f"{words}: {rule.TITLE}", "", *inspect.cleandoc(rule.__doc__ or "").split("\n")]
     near = difflib.get_close_matches(words, pages, n=1)
     # Kernels have no hyphens in their names, and codes nothing else.
     if near and (re.fullmatch("[a-z0-9]+(-[a-z0-9]+)+", words) or role_of_kernel(words) is Role.OTHER):
-        raise UserError(f"megatron-lite explain {plain(words)}: no such code; did you mean {near[0]}?")
+        raise UserError(f"megatron-lite explain {words}: no such code; did you mean {near[0]}?")
     return in_words(words)
 
 

@@ -43,7 +43,7 @@ def _answer(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print_lines([_overview()])
+        print_lines(_overview())
         return 0
     if words[0] == "--version":
         print_lines([describe_version()])
@@ -56,9 +56,9 @@ def _run(words: list[str]) -> int:
     return importlib.import_module(COMMANDS[name][0]).run(rest) or 0
 
 
-def _overview() -> str:
+def _overview() -> list[str]:
     lines = [f"  {name:<14}{purpose}" for name, (_, purpose) in COMMANDS.items()]
-    return "\n".join(["usage: megatron-lite COMMAND OPTIONS (COMMAND --help shows its options; --version)", "", *lines])
+    return ["usage: megatron-lite COMMAND OPTIONS (COMMAND --help shows its options; --version)", "", *lines]
 
 
 if __name__ == "__main__":

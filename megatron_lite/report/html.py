@@ -12,8 +12,8 @@ from megatron_lite.report.charts.figure import Figure
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.section import Table
 from megatron_lite.report.sections.all import confidence_of, gaps_of, sections_of
-from megatron_lite.report.text import harmless
 from megatron_lite.report.tiles import tiles_of
+from megatron_lite.terminal import escape
 
 FOLDER = Path(__file__).parent
 MAX_ROWS = 200
@@ -57,7 +57,7 @@ def _template():
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else harmless(str(value)),
+        finalize=lambda value: value if isinstance(value, Markup) else escape(str(value)),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,

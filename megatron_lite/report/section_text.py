@@ -3,7 +3,8 @@
 from functools import singledispatch
 
 from megatron_lite.report.section import Card, Hint, Lines, Section, Table
-from megatron_lite.report.text import WIDTH, Style, fit, harmless, heading, table_lines, wrapped
+from megatron_lite.report.text import WIDTH, Style, fit, heading, table_lines, wrapped
+from megatron_lite.terminal import escape
 
 
 def section_lines(section: Section, style: Style) -> list[str]:
@@ -37,7 +38,7 @@ def _hint(hint: Hint, style: Style) -> list[str]:
 
 @_drawn.register
 def _card(card: Card, style: Style) -> list[str]:
-    cost = harmless(card.cost)
+    cost = escape(card.cost)
     text = fit(f"{card.number:>2}. {card.code}: {card.title}", WIDTH - len(cost) - 4)
     lines = [f"  {style.bold(text)}{' ' * (WIDTH - 2 - len(text) - len(cost))}{style.warm(cost)}".rstrip()]
     if not card.in_full:

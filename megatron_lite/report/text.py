@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.report.section import Table
+from megatron_lite.terminal import escape
 
 WIDTH = 100
 NARROWEST = 6  # column of a table
 BAR_WIDTH = 28
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-REPLACEMENT = "?"
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,9 @@ def style_of(stream) -> Style:
     return Style(colour=colour, unicode=encoding == "utf8")
 
 
-def harmless(text: str) -> str:
-    """Names of foreign files without what a terminal would obey: control characters, direction marks, lone halves."""
-    return "".join(letter if letter.isprintable() else REPLACEMENT for letter in text)
-
-
 def fit(text: str, width: int) -> str:
     """`text` in at most `width` columns, its middle left out: both ends of a kernel's name say something."""
-    text = harmless(text)
+    text = escape(text)
     if len(text) <= width:
         return text
     tail = max(width - 2, 0) // 3
@@ -69,7 +64,7 @@ def wrapped(text: str, indent: str = "  ", hanging: str | None = None) -> list[s
     """Lines of at most WIDTH columns; a word longer than a line is cut."""
     hanging = indent if hanging is None else hanging
     lines, line = [], ""
-    for word in harmless(text).split(" "):
+    for word in escape(text).split(" "):
         word = fit(word, WIDTH - max(len(indent), len(hanging)))
         if line and len(line) + 1 + len(word) > WIDTH:
             lines.append(line)
@@ -89,7 +84,7 @@ def heading(text: str, right: str, style: Style) -> str:
 def table_lines(table: Table, style: Style) -> list[str]:
     """Columns two spaces apart, the widest ones cut until they fit, and bars at the end."""
     lines = [table.head, *table.rows] if table.head else list(table.rows)
-    cells = [[harmless(cell) for cell in line] for line in lines]
+    cells = [[escape(cell) for cell in line] for line in lines]
     room = WIDTH - 2 - 2 * (len(table.align) - 1) - (BAR_WIDTH + 2 if table.shares else 0)
     widths = _widths([max(len(line[at]) for line in cells) for at in range(len(table.align))], room)
     drawn = [

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.facts import RankFacts
+from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.kernels.operator_table import own_ms
-from megatron_lite.analysis.kernels.readable import short_name
 from megatron_lite.analysis.kernels.roles import role_of_kernel, role_of_operator
 from megatron_lite.analysis.kernels.selection import Selection
 

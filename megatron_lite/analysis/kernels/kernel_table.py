@@ -3,9 +3,7 @@
 import numpy as np
 
 from megatron_lite.analysis.kernels.figures import KernelRow, Role
-from megatron_lite.analysis.kernels.kernel_name import KernelName
-from megatron_lite.analysis.kernels.names import taken_apart
-from megatron_lite.analysis.kernels.readable import short_name
+from megatron_lite.analysis.kernels.kernel_names import KernelName, short_name, taken_apart
 from megatron_lite.analysis.kernels.roles import role_of_operator
 from megatron_lite.analysis.kernels.selection import Selection, by_weight, heaviest
 

@@ -1,5 +1,7 @@
 """How kernels and profilers spell number formats."""
 
+import re
+
 FORMATS = {
     "bf16": "bf16",
     "f16": "fp16",
@@ -43,3 +45,14 @@ TENSOR_TYPES = {
     "c10::complex<double>": ("complex128", 16),
 }
 FORMAT_BYTES = {name: size for name, size in TENSOR_TYPES.values()} | {"fp16/bf16": 2, "tf32": 4}
+_CPP_TYPES = {"__nv_bfloat16": "bf16", "bfloat16_t": "bf16", "BFloat16": "bf16", "__half": "fp16", "bhalf_t": "bf16", "half_t": "fp16",
+              "_Float16": "fp16", "Half": "fp16", "float_e4m3_t": "fp8", "float_e5m2_t": "fp8", "tfloat32_t": "tf32", "float": "fp32",
+              "double": "fp64"}  # fmt: skip
+_CPP_TYPE = re.compile(r"(?<![A-Za-z0-9_])(?:\w+::)*(" + "|".join(_CPP_TYPES) + r")(?![A-Za-z0-9_])")
+
+
+def template_format(name: str) -> str:
+    """The narrowest number format among a C++ name's template arguments: what the operands most likely have; '' without any."""
+    arguments = name.partition("<")[2]
+    formats = [_CPP_TYPES[one] for one in _CPP_TYPE.findall(arguments.rpartition(">(")[0] or arguments)]
+    return next((one for one in (*MIXED, "tf32") if one in formats), formats[0] if formats else "")

@@ -3,9 +3,8 @@
 import re
 
 from megatron_lite.analysis.kernels.figures import KernelRow, OperatorRow, RankKernels, Role, TensorCores
-from megatron_lite.analysis.kernels.kernel_name import KernelName
+from megatron_lite.analysis.kernels.kernel_names import MATRIX_ROLES, KernelName
 from megatron_lite.analysis.kernels.kernel_table import kernel_rows
-from megatron_lite.analysis.kernels.names import MATRIX_ROLES
 from megatron_lite.analysis.kernels.operator_table import operator_rows
 from megatron_lite.analysis.kernels.roofline import Calls, calls_of, roofline_rows
 from megatron_lite.analysis.kernels.selection import Selection

@@ -154,6 +154,16 @@ _OPERATORS = tuple(
         ),
     )
 )
+# Operators of several words; the longest that fits is taken.
+_COMPOSED = """_to_copy _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _unsafe_view _scaled_mm
+    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _fused_adamw _fused_adam
+    _foreach_add native_layer_norm native_layer_norm_backward layer_norm rms_norm _fused_rms_norm _fused_rms_norm_backward native_dropout
+    native_dropout_backward native_batch_norm batch_norm native_group_norm gelu_backward silu_backward threshold_backward sigmoid_backward
+    tanh_backward embedding_dense_backward nll_loss_forward nll_loss_backward cross_entropy index_put index_select index_add masked_fill
+    slice_backward select_backward slice_scatter select_scatter zeros_like ones_like full_like new_zeros scalar_tensor constant_pad_nd
+    clamp_min clamp_max logical_and logical_not bitwise_and prepare_softmax_online max_pool2d_with_indices convolution_backward
+    split_with_sizes linalg_vector_norm flex_attention flex_attention_backward where addmm baddbmm bmm mm"""
+_KNOWN_OPERATOR = re.compile(rf"(?:{'|'.join(sorted(_COMPOSED.split(), key=len, reverse=True))})(?=_|$)")
 _ENGINE = "autograd::engine::evaluate_function: "
 
 
@@ -192,3 +202,13 @@ def bare_operator(name: str) -> str:
 
 def _first(text: str, table: tuple) -> Role:
     return next((role for role, pattern in table if pattern.search(text)), Role.OTHER)
+
+
+def fused_operators(text: str) -> list[str]:
+    """'_to_copy_add_native_layer_norm' -> ['_to_copy', 'add', 'native_layer_norm']. Unknown words stand alone."""
+    found, rest = [], text
+    while rest:
+        word = (_KNOWN_OPERATOR.match(rest) or re.match(r"_?[^_]*", rest))[0]
+        found.append(word)
+        rest = rest[max(1, len(word)) :].removeprefix("_")
+    return [word for word in found if word.strip("_")]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.kernels.figures import Role, RooflineRow
-from megatron_lite.analysis.kernels.kernel_name import KernelName
+from megatron_lite.analysis.kernels.kernel_names import KernelName
 from megatron_lite.analysis.kernels.selection import Selection, heaviest
 from megatron_lite.analysis.kernels.targets import device_targets, host_targets, is_recomputed
 from megatron_lite.analysis.kernels.work import Work, results_of, work_of

@@ -21,7 +21,7 @@ from megatron_lite.phases import Phase
 
 LONGER = 1.25  # a first or last step so much longer than the median of the others pays for the profiler
 ENOUGH = 3  # complete steps: then the window's first one is not needed
-NO_WORK = "no work in it"
+NO_WORK, CUT = "no work in it", "the trace cuts it"
 FEWER = 0.8  # of the others' device events: the trace cuts the step
 
 
@@ -71,7 +71,9 @@ def steps_of(trace: Trace, host: HostSteps, step: np.ndarray, phases: tuple[str,
     start, end = device_windows(trace, host, step) if on_gpu else host_windows(host)
     work = trace.device_rows if on_gpu else trace.rows[Kind.OP]
     counts = np.bincount(step[work][step[work] >= 0], minlength=len(host.names))
-    why_not = _why_not(end - start, counts, _chores(trace, phases, phase, host, start, end))
+    last = max(np.flatnonzero(counts), default=0)  # behind it a full buffer may have ended the record of the GPU
+    unfinished = trace.cut and not (trace.events.start_ns[work] >= end[last : last + 1]).any()
+    why_not = _why_not(end - start, counts, last, unfinished, _chores(trace, phases, phase, host, start, end))
     if on_gpu and sum(not why for why in why_not[1:]) >= ENOUGH:
         why_not[0] = why_not[0] or "the window begins in it"
     return tuple(
@@ -93,18 +95,19 @@ def _chores(trace: Trace, phases, phase, host: HostSteps, start, end) -> dict[st
     return found
 
 
-def _why_not(lengths: np.ndarray, counts: np.ndarray, chores: dict[str, np.ndarray]) -> list[str]:
-    """A reason per step, "" for steady ones."""
+def _why_not(lengths: np.ndarray, counts: np.ndarray, last: int, unfinished: bool, chores: dict[str, np.ndarray]) -> list[str]:
+    """A reason per step, "" for steady ones. last: step with work; unfinished: more of it may have been cut off."""
     why = [next((f"has {name} in it" for name, hit in chores.items() if hit[k]), "") for k in range(len(lengths))]
     why = [NO_WORK if not counts[k] or not lengths[k] else why[k] for k in range(len(lengths))]
-    last = max(np.flatnonzero(counts), default=0)  # behind it a full buffer may have ended the record of the GPU
+    if unfinished and len(why) > 1:
+        why[last] = why[last] or CUT
     for k in (0, last):
         inner = [j for j in range(1, last) if not why[j]]
         others = inner or [j for j in range(len(why)) if j != k and not why[j]]
         if why[k] or not others:
             continue
         if counts[k] < FEWER * np.median(counts[others]):
-            why[k] = "the trace cuts it"
+            why[k] = CUT
         elif lengths[k] > LONGER * np.median(lengths[others]):
             why[k] = f"longer than the others: the profiler {'starts' if k == 0 else 'stops'} in it"
     return why

@@ -106,6 +106,8 @@ class Trace:
     memory: MemoryEvents
     notes: tuple[str, ...] = ()  # named gaps: what this file lacks or where it is damaged, a sentence each
     damage: tuple[str, ...] = ()  # those of the notes that tell of missing events
+    cut: bool = False  # the file, or what was read of it, ends before the record does
+    without_gpu: bool = False  # the header says that there was none; False: nothing is said, or there was one
     facts: dict = field(default_factory=dict)  # header values worth showing: distributed backend, NCCL version, ...
 
     def name_of(self, event: int) -> str:

@@ -1,6 +1,7 @@
 """A trace of torch.profiler (Kineto), of any year -> Trace."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,8 @@ def read_kineto(path: Path, max_events: int = MAX_EVENTS, report: Callable[[int]
             notes.append(f"beginnings or ends of spans without a counterpart: {alone:,}, left out")
     if not collected.spans:
         raise TraceError(f"{path}: {chunks.damage or 'a trace without events; was the profiler on?'}")
-    return _trace(path, Header(chunks.header, path), collected, notes, damage)
+    trace = _trace(path, Header(chunks.header, path), collected, notes, damage)
+    return replace(trace, cut=chunks.cut or collected.until_ns is not None)
 
 
 def _trace(path: Path, header: Header, collected: Collected, notes: list[str], damage: list[str]) -> Trace:
@@ -72,7 +74,7 @@ def _trace(path: Path, header: Header, collected: Collected, notes: list[str], d
         with_shapes=header.says("record_shapes") or bool((events.shapes >= 0).any()),
         names=names, threads=threads, shapes=shapes_of(collected.shapes),
         collectives=tuple(collected.collectives), events=events, memory=_memory(collected, first_ns), notes=(*damage, *notes),
-        damage=tuple(damage), facts=header.facts,
+        damage=tuple(damage), without_gpu=header.without_gpu, facts=header.facts,
     )  # fmt: skip
 
 

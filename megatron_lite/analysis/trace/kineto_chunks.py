@@ -50,7 +50,7 @@ class Chunks:
             events, ended = self._next_chunk(last=True)
             yield events
         self.header = self._header(self._text if ended else None)
-        self.damage = self._blocks.damage or self._damage(ended)
+        self.damage, self.cut = self._blocks.damage or self._damage(ended), not ended
 
     def _find_array(self, blocks: Iterator[bytes]):
         """Stand at the first event."""

@@ -25,6 +25,7 @@ class Header:
         self.rank = rank_in_name(path.name) if rank is None else rank
         self.world_size = _count(ranks.get("world_size")) or None
         self.devices = _devices(header.get("deviceProperties"))
+        self.without_gpu = header.get("deviceProperties") == []
         self.facts = _texts(header, _FACTS) | _texts(ranks, _FACTS_OF_RANKS)
         self._base_ns = _count(header.get("baseTimeNanoseconds"))
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_lite.report.colors import INK, LINE
-from megatron_lite.report.text import fit, harmless
+from megatron_lite.report.text import fit
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 NAME_WIDTH = 48
@@ -37,7 +37,7 @@ class Figure:
 
 def named(text: str, width: int = NAME_WIDTH) -> str:
     """A foreign name as Plotly takes it, which reads <b> and &amp; in any text."""
-    return html.escape(fit(harmless(text), width), quote=False)
+    return html.escape(fit(text, width), quote=False)
 
 
 def axis(title: str = "", **more) -> dict:

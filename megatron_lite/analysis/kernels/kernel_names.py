@@ -1,0 +1,247 @@
+"""Takes the name of a kernel apart, after the table in kernel_families.py, and says in plain sentences what it tells."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_lite.analysis.kernels.figures import Role, TensorCores
+from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, find_functor
+from megatron_lite.analysis.kernels.number_formats import template_format
+from megatron_lite.analysis.kernels.roles import LONGEST, role_of_kernel
+
+MATRIX_ROLES = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)
+SHORTEST = 80  # characters of a name of which nothing is understood
+_COMPILED = tuple((family, re.compile(family.pattern)) for family in FAMILIES)
+_PATTERNS = lru_cache(maxsize=None)(re.compile)  # of the pieces: more than re keeps
+_ON_TENSOR_CORES = re.compile(r"tensorop|mma_sync|wgmma|tfloat32_t|warpspecialized", re.IGNORECASE)
+_SINCE_AMPERE = re.compile(r"sm(8|9|10|12)\d", re.IGNORECASE)
+_HELPERS = re.compile(r"offsets|nchw|nhwc|scalepacked|im2col|reduc", re.IGNORECASE)
+_LIBRARIES = (
+    (r"cudnn", "cuDNN"),
+    (r"cutlass", "CUTLASS"),
+    (r"at::|softmax_warp_|cunn_", "PyTorch"),
+    (r"(^|:)cub::", "CUB"),
+    (r"fbgemm|split_embedding|_codegen_", "FBGEMM"),
+)
+_RETURN_TYPES = re.compile(r"^(?:static |inline |void |__global__ )+")
+_SAYING = re.compile(
+    r"FlashAttn\w+|FlashAttention\w+|ImplicitGemm\w+|GemmUniversal\w*|ReduceSplitK|ReduceOp\w*|Gemm\w*"
+)
+_PURPOSES = {
+    Role.GEMM: "a matrix product",
+    Role.ATTENTION: "attention",
+    Role.NORM: "a normalisation",
+    Role.SOFTMAX: "a softmax or the loss",
+    Role.ELEMENTWISE: "arithmetic element by element: memory bandwidth is its limit",
+    Role.REDUCTION: "a sum, mean or maximum: memory bandwidth is its limit",
+    Role.EMBEDDING: "a look-up or sort by index",
+    Role.OPTIMIZER: "the optimizer (or its gradient norms)",
+    Role.CAST_COPY: "a copy, or a change of layout or number format, on the device: it can often be avoided",
+    Role.CONVOLUTION: "a convolution, or a helper of one",
+    Role.FUSED: "several operators that torch.compile made one kernel of",
+    Role.COMMUNICATION: "communication between processes; much of its time may be waiting for the slowest of them",
+    Role.TRANSFER: "a transfer to or from the host, or memory being filled",
+    Role.OTHER: "unknown: no pattern of this tool fits the name",
+}
+_REMEDIES = {
+    "fp32 operands": "; try --bf16 or --fp16, or allow TF32 (torch.backends.cuda.matmul.allow_tf32)",
+    "odd sizes": "; make the sizes multiples of 8, --make-vocab-size-divisible-by for the vocabulary",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One piece of a name. `inferred`: its meaning is seen in practice, but no vendor documents it."""
+
+    text: str  # as it stands in the name
+    field: str  # "architecture", "instruction tile", "layout" ...
+    meaning: str  # a plain clause
+    inferred: bool = False
+
+
+@dataclass(frozen=True)
+class KernelName:
+    """What a name says, and how to read it."""
+
+    name: str
+    family: str  # "cuBLAS", "FlashAttention", ... "" where nobody is recognised
+    role: Role
+    tensor_cores: TensorCores
+    precision: str  # of the operands: "fp16", "bf16", "fp16/bf16" (16 bits: not said which), "tf32", ...; "" unknown
+    parts: tuple[Part, ...] = ()  # in the order of the name
+    why_not: str = ""  # where tensor_cores is NO: the reason, a few words
+    alignment: int | None = None  # elements at which operands are known to be aligned; 1 and 2 tell of odd sizes
+    causal: bool | None = None  # attention: is half of the scores skipped? None: the name does not say
+    note: str = ""  # a trap in reading it
+
+
+def taken_apart(name: str) -> KernelName:
+    """What the name says. Any string is taken; what no family fits has no parts."""
+    text, role = demangled(name[:LONGEST]), role_of_kernel(name)
+    word = _find_word(text)
+    for family, pattern in _COMPILED:
+        if found := pattern.search(word if family.in_word else text):
+            # The table of roles decides; a family's own role is for what that one does not know.
+            return _read(name, family, found, family.role if role is Role.OTHER else role)
+    library = next((library for pattern, library in _LIBRARIES if re.search(pattern, text)), "")
+    return KernelName(
+        name, library, role, _guess_tensor_cores(text, role), template_format(text) if role in MATRIX_ROLES else ""
+    )
+
+
+def _read(name: str, family: Family, found: re.Match, role: Role) -> KernelName:
+    precision = family.precision(found, found.string)
+    words = {**found.groupdict(), "precision": precision, "known": precision or "unknown"}
+    parts = _find_parts(family, found, precision)
+    alignment = _PATTERNS(family.alignment).search(found.string) if family.alignment else None
+    aligned = int(alignment[1]) if alignment and alignment.groups() else 1 if alignment else None
+    causal = next((part.text in ("true", "1") for part in parts if part.field == "causal"), None)
+    without = (
+        family.why_not.format(**words) or _why_on_cuda_cores(precision, aligned)
+        if family.cores is TensorCores.NO
+        else ""
+    )
+    note = family.note if any(part.field == "protocol" for part in parts) else ""
+    by = family.name if isinstance(family.name, str) else family.name(found.string)
+    return KernelName(name, by, role, family.cores, precision, parts, without, aligned, causal, note)
+
+
+def _find_parts(family: Family, found: re.Match, precision: str) -> tuple[Part, ...]:
+    head = [part for piece in family.pieces for _, part in _find_pieces(piece, found, found.string, precision)]
+    rest = (found.groupdict().get("rest") or "") if family.tail else ""
+    tail = [one for piece in family.tail for one in _find_pieces(piece, found, rest, precision)]
+    return (*head, *(part for _, part in sorted(tail, key=lambda one: one[0])))
+
+
+def _find_pieces(piece: tuple, found: re.Match, text: str, precision: str) -> list[tuple[int, Part]]:
+    """(place in the text, the part) of each that is found; the table's docstring says how a piece is written."""
+    where, field, meaning, *inferred = piece
+    if callable(where):
+        seen = [(0, shown, shown, told) for shown, told in where(found, text)]
+    elif where.startswith("="):
+        seen = [(0, found[where[1:]], found[where[1:]], None)]
+    elif match := _PATTERNS(where).search(text):
+        groups = match.groupdict()
+        shown = groups.get("t", match[0].strip("_"))
+        seen = [(match.start("v") if "v" in groups else match.start(), shown, groups.get("v", shown), None)]
+    else:
+        return []
+    parts = []
+    for place, shown, v, told in seen:
+        told = told or (None if shown is None else _explain(meaning, v, precision))
+        if told:
+            shown, told = told if isinstance(told, tuple) else (shown, told)
+            parts.append((place, Part(shown, field, told, bool(inferred))))
+    return parts
+
+
+def _explain(meaning, v: str, precision: str) -> str | tuple[str, str]:
+    """'' where there is nothing to say."""
+    if isinstance(meaning, dict):
+        return meaning.get(v, meaning.get(None, ""))
+    if callable(meaning):
+        return meaning(v)
+    return (
+        ""
+        if "{precision}" in meaning and not precision
+        else meaning.format(v=v, precision=precision, any=precision or "an unknown format")
+    )
+
+
+def _find_word(name: str) -> str:
+    """The part that follows CUTLASS' scheme: void cutlass::Kernel2<cutlass_80_...>(...) -> cutlass_80_..."""
+    inner = re.search(r"Kernel2?<\s*(\w+)", name)
+    return inner[1] if inner and "cutlass" in name else re.split(r"[<(]", name.strip().removeprefix("void "))[0]
+
+
+def _why_on_cuda_cores(precision: str, alignment: int | None) -> str:
+    """The reason, in a few words, that a product does without tensor cores."""
+    if precision == "fp32":
+        return "fp32 operands"
+    return "odd sizes" if (alignment or 8) <= 2 else f"{precision or 'unknown'} operands on the CUDA cores"
+
+
+def _guess_tensor_cores(text: str, role: Role) -> TensorCores:
+    """Of a name that no family knows."""
+    if role not in MATRIX_ROLES:
+        return TensorCores.NOT_APPLICABLE
+    if _ON_TENSOR_CORES.search(text) or ("gemm" in text.lower() and _SINCE_AMPERE.search(text)):
+        return TensorCores.YES
+    return TensorCores.NOT_APPLICABLE if _HELPERS.search(text) else TensorCores.UNKNOWN
+
+
+def demangled(name: str) -> str:
+    """The identifiers of a mangled C++ name: _ZN7cutlass6KernelINS_4GemmE -> cutlass::Kernel<Gemm>. Else as it is."""
+    start = re.match(r"_Z[NLK]*(?=\d)", name)
+    if not start:
+        return name
+    outer, at = [], start.end()
+    while found := _identifier(name, at):
+        word, at = found
+        outer.append(word)
+    inner = []
+    while digits := re.compile(r"\d+").search(name, at):
+        # Numbers of template arguments (Li128E) stand where the length of an identifier might.
+        number = name[digits.start() - 2 : digits.start()] in ("Li", "Lj", "Lb", "Lm")
+        word, at = (not number and _identifier(name, digits.start())) or ("", digits.end())
+        inner += [word] if word else []
+    arguments = f"<{', '.join(inner)}>" if inner else ""
+    return "::".join(outer) + arguments if outer else name
+
+
+def _identifier(name: str, at: int) -> tuple[str, int] | None:
+    """(word, its end) if a length and a word of that length stand at `at`."""
+    digits = re.compile(r"\d{1,4}").match(name, at)
+    if not digits:
+        return None
+    end = digits.end() + int(digits[0])
+    word = name[digits.end() : end]
+    return (word, end) if end <= len(name) and re.fullmatch(r"[A-Za-z_]\w*", word) else None
+
+
+def short_name(name: str) -> str:
+    """No return type, no arguments; of the template arguments only what says what the kernel does."""
+    text = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", demangled(name[:LONGEST]))
+    text = _RETURN_TYPES.sub("", text.strip())
+    scheme = re.match(r"cutlass\w*::Kernel2?<\s*(\w+)\s*>", text)
+    if scheme:
+        return scheme[1]
+    if re.match(r"\[?(CUDA )?mem(cpy|set)", text, re.IGNORECASE):
+        return text
+    head = re.split(r"[<(]", text)[0].strip()
+    if head.startswith(("at::", "c10::", "at_cuda_detail::")):
+        head = head.rpartition("::")[2]
+    function = find_functor(text) if "<" in text else ""
+    if not function and "cutlass" in head:
+        saying = _SAYING.search(text)
+        function = saying[0] if saying else ""
+    return f"{head}<{function}>" if function else head or text[:SHORTEST]
+
+
+def in_words(name: str) -> list[str]:
+    """Lines for the terminal: what it is for, each piece of the name, tensor cores, traps. Never fails."""
+    kernel = taken_apart(name)
+    by = f" (by {kernel.family})" if kernel.family else ""
+    lines = [short_name(name), f"What it is for: {_PURPOSES[kernel.role]}{by}."]
+    width = max((len(part.text) for part in kernel.parts), default=0)
+    lines += [_describe_part(part, min(width, 32)) for part in kernel.parts]
+    if any(part.inferred for part in kernel.parts):
+        lines.append("(*) inferred: seen in use, documented by nobody.")
+    if kernel.role in MATRIX_ROLES:
+        lines.append(_describe_tensor_cores(kernel))
+    return [*lines, *([f"Beware: {kernel.note}."] if kernel.note else [])]
+
+
+def _describe_part(part: Part, width: int) -> str:
+    return f"  {part.text:<{width}}  {part.field}: {part.meaning}{' (*)' if part.inferred else ''}"
+
+
+def _describe_tensor_cores(kernel: KernelName) -> str:
+    precision = kernel.precision.replace("/", " or ")
+    if kernel.tensor_cores is TensorCores.YES:
+        return f"Tensor cores: yes{f', with {precision} operands' if precision else ''}."
+    if kernel.tensor_cores is TensorCores.UNKNOWN:
+        return "Tensor cores: the name does not say."
+    if kernel.tensor_cores is TensorCores.NOT_APPLICABLE:
+        return "Tensor cores: of no use to it."
+    return f"Tensor cores: no ({kernel.why_not}){_REMEDIES.get(kernel.why_not, '')}."
