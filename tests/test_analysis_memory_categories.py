@@ -115,7 +115,9 @@ def test_a_foreign_loop_without_tags_to_the_byte(tmp_path, from_the_start):
 # --- our own snapshots: tags are the truth
 
 
-RECORD = "--record-memory-history --profile-step-start 2 --profile-step-end 5 --train-iters 5 --num-layers 3"
+# a schedule so long that a table of its rates would be larger than the moments
+RECORD = ("--record-memory-history --profile-step-start 2 --profile-step-end 5 --train-iters 5000000 --exit-interval 5 "
+          "--num-layers 3")
 SHAPE = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2"
 WAYS = {"fp32": "", "untied": "--untie-embeddings-and-output-weights", "bf16": "--bf16",
         "fp16, dropout": "--fp16 --hidden-dropout 0.1 --attention-dropout 0.1",
