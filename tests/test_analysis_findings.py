@@ -172,7 +172,7 @@ def test_a_rule_that_fails_is_a_named_gap(monkeypatch):
     assert len(gaps) == 1 and "broken-rule" in gaps[0] and "by a foreign file" in gaps[0]
 
 
-def test_the_dearest_comes_first(tmp_path):
+def test_the_most_costly_comes_first(tmp_path):
     write = CASES["starved-loader"][0]
     some = found_in(tmp_path, write)[0]
     prices = [(1.0, None), (None, 10), (3.0, None), (None, None), (None, 20)]
@@ -275,7 +275,7 @@ def test_a_straggler_of_traces_on_a_busy_machine_is_none(tmp_path):
     report = analyze([tmp_path])
     assert report.facts.ranks.straggler is None
     assert "straggler" not in [one.code for one in report.findings]
-    assert report.verdict.sentence.startswith("Rank 1 is ready and has no core for two fifths of each step. ")
+    assert report.verdict.sentence.startswith("Rank 1 is ready and has no core for 40% of each step. ")
     assert report.verdict.confidence == "low" and "ranks were not given their cores" in report.verdict.why
     assert any("busy-machine" in note for note in report.facts.ranks.notes)
 

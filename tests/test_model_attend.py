@@ -41,6 +41,25 @@ def test_explicit_attention_equals_sdpa(name, documents, backend):
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_16_bit_kernels_round_no_more_than_what_they_store(dtype, spread):
+    """Against fp64, in units of one rounding (2^-11 in fp16) of sum(p |v|). Both kernels round probabilities and result; the
+    sums themselves are in fp32. The explicit one rounds scores too, by up to that unit times the largest score, which moves
+    each probability by up to twice as much."""
+    q, k, v = (spread * heads(4, seed, length=32, dtype=torch.float64) for seed in (1, 2, 3))
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    exact, spread_of_values = (explicit_attention(q.double(), k.double(), values.double(), None, 0.0, 1, fp32_softmax=False,
+                                                  scale_by_layer=False) for values in (v, v.abs()))
+    largest_score = (q.double() @ k.double().transpose(-2, -1)).abs().max() / q.shape[-1] ** 0.5
+    unit = torch.finfo(dtype).eps / 2 * spread_of_values
+    flash = sdpa_attention(q, k, v, None, 0.0, 1, backend=SDPBackend.FLASH_ATTENTION, expand=False)
+    explicit = explicit_attention(q, k, v, None, 0.0, 1, fp32_softmax=False, scale_by_layer=False)
+    for out, roundings in ((flash, 2.5), (explicit, 2.5 + 2 * largest_score)):
+        units = (out.double() - exact).abs() / unit
+        assert 0.4 < units.max() < roundings  # at least the result's own rounding
+
+
 def test_expanding_the_groups_changes_nothing():
     q, k, v = heads(4, 1), heads(2, 2), heads(2, 3)
     outs = [sdpa_attention(q, k, v, None, 0.0, 1, backend=None, expand=expand) for expand in (False, True)]

@@ -127,6 +127,27 @@ def test_gradients_of_what_was_chosen_are_scattered_in_place(choose):
     assert 2 * 400_000 <= size < 2 * 400_000 + 30_000  # the weight and its gradient; results and indices
 
 
+def test_gradients_of_two_paths_are_added_in_place():
+    """As a GPU's own record has it (339 of 387 sums of a 24-layer model in fp32), where nobody else holds the first one."""
+    def prepare():
+        weight = nn.Parameter(torch.empty(1000, 100))
+
+        def step(phase):
+            weight.grad = None
+            with phase(Phase.FORWARD):
+                y = weight * 2
+                loss = (torch.sin(y) * torch.exp(y)).sum()
+            with phase(Phase.BACKWARD):
+                loss.backward()
+
+        return step
+
+    names = {device: [event["frames"][0]["name"] for event in walk(prepare, 1, device)["device_traces"][0]
+                      if event["action"] == "alloc" and event["user_metadata"].startswith("step 1/backward")]
+             for device in ("cuda", "cpu")}
+    assert [names[device].count("aten.add.Tensor") for device in ("cuda", "cpu")] == [0, 1]  # a recorder on a CPU is seen by autograd
+
+
 def test_an_operation_without_rule_never_runs_on_real_memory():
     with torch.library._scoped_library("rehearsal_test", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")

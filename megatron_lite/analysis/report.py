@@ -12,7 +12,7 @@ REPORT_SCHEMA = 1  # of report.json; raised when a reader of the old form would 
 class Verdict:
     """The first line. INCONCLUSIVE is a legal verdict, with its reason."""
 
-    sentence: str  # "31% of peak; a fifth of each step waits for the gradient all-reduce, a tenth for the host"
+    sentence: str  # "31% of peak; 20% of each step waits for the gradient all-reduce, 10% for the host"
     bound: str  # "compute", "communication", "host", "data", "copy", "sync", "memory", "inconclusive"
     confidence: str  # "high", "low"
     why: str  # "3 steady steps"; for low and inconclusive the reason
@@ -25,6 +25,6 @@ class Report:
     paths: tuple[str, ...]
     title: str  # "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"
     verdict: Verdict
-    findings: tuple[Finding, ...]  # dearest first
+    findings: tuple[Finding, ...]  # most costly first
     facts: Facts
     read_s: float  # how long reading and analysing took

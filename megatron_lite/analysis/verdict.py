@@ -23,22 +23,6 @@ DISTORTED, UNTRUSTWORTHY = 1.10, 1.50  # profiled step / step without the profil
 MOSTLY_UNEXPLAINED = 0.20
 HOW_TO_TRACE = "--profile --use-pytorch-profiler records one"
 
-FRACTIONS = (  # said in words where the share is within NEAR of it
-    (1 / 10, "a tenth"),
-    (1 / 8, "an eighth"),
-    (1 / 5, "a fifth"),
-    (1 / 4, "a quarter"),
-    (1 / 3, "a third"),
-    (2 / 5, "two fifths"),
-    (1 / 2, "half"),
-    (3 / 5, "three fifths"),
-    (2 / 3, "two thirds"),
-    (3 / 4, "three quarters"),
-    (4 / 5, "four fifths"),
-    (9 / 10, "nine tenths"),
-)
-NEAR = 0.005  # so that words and the table agree
-
 LOSSES = {  # row of RankTime: (what bounds the run, verb, of what)
     "exposed_communication": ("communication", "waits for", "communication"),
     "exposed_copy": ("copy", "waits for", "copies"),
@@ -70,13 +54,13 @@ def _first_of_all(run: Run) -> str:
 
 
 def _busy(run: Run) -> str:
-    """'Rank 1 has no core for a third of each step'; '' where all have theirs."""
+    """'Rank 1 has no core for 33% of each step'; '' where all have theirs."""
     if not run.without_core:
         return ""
     rank, ms = run.without_core
     if ms is None:
         return f"Rank {rank} was not given its cores: other threads take them again and again"
-    return f"Rank {rank} is ready and has no core for {share_in_words(ms / run.ranks.step_ms[rank])} of each step"
+    return f"Rank {rank} is ready and has no core for {ms / run.ranks.step_ms[rank]:.0%} of each step"
 
 
 def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
@@ -100,12 +84,6 @@ def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     return Verdict(
         said[:1].upper() + said[1:], _bound(rank.time), "low" if doubts else "high", "; ".join([seen, *doubts])
     )
-
-
-def share_in_words(share: float) -> str:
-    """0.2 -> 'a fifth', 0.23 -> '23%'."""
-    near = [words for value, words in FRACTIONS if abs(share - value) <= NEAR]
-    return near[0] if near else f"{share:.0%}"
 
 
 def _why_inconclusive(rank: RankFacts, run: Run | None) -> str:
@@ -171,7 +149,7 @@ def _sentence(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> str
     time, losses = rank.time, []
     for row in _losses(time):
         said = f"{_verb(row, time.on_gpu)} {_object(row, facts, rank)}"
-        losses.append(f"{share_in_words(_share(time, row))}{'' if losses else ' of each step'} {said}")
+        losses.append(f"{_share(time, row):.0%}{'' if losses else ' of each step'} {said}")
     within = _inside_compute(rank, findings) if _bound(time) == "compute" else ""
     return "; ".join(part for part in (_lead(rank), ", ".join(losses), _straggler(facts, time.step_ms), within) if part)
 
@@ -187,7 +165,7 @@ def _lead(rank: RankFacts) -> str:
     time, mfu = rank.time, rank.kernels.mfu
     if mfu is not None:
         return f"{mfu:.0%} of peak" if mfu >= 0.005 else "under 1% of peak"
-    computing = share_in_words(_share(time, "compute"))
+    computing = f"{_share(time, 'compute'):.0%}"
     if time.on_gpu:
         return f"the GPU computes {computing} of each step"
     return f"operators take {computing} of each step"
@@ -219,7 +197,7 @@ def _inside_compute(rank: RankFacts, findings: Sequence[Finding]) -> str:
     """What a run that mostly computes computes."""
     dear = next((one for one in findings if one.cost_ms), None)
     if dear and dear.cost_ms >= WORTH_SAYING * rank.time.step_ms:
-        return f"dearest cause: {dear.title} ({dear.cost_ms:,.3g} ms)"
+        return f"most costly cause: {dear.title} ({dear.cost_ms:,.3g} ms)"
     total = sum(rank.kernels.roles.values())
     role, ms = max(rank.kernels.roles.items(), key=lambda pair: pair[1], default=(Role.OTHER, 0.0))
     if role is Role.OTHER or not total:

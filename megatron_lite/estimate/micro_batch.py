@@ -90,9 +90,11 @@ class MicroBatch:
 
     @cached_property
     def _in_embedding(self) -> Counter[Sized]:
-        """The gradient of its matrix. That of a tied output layer is added to it, as a third tensor: torch reuses neither."""
+        """The gradient of its matrix, which is added to that of a tied output layer: in a third tensor on a CPU, where a
+        recorder watches, and in fp16, where the loss still holds the first (see rehearsal/kernels.py)."""
         made, words = self._made_before(0), output_weights(self._setting, self._weight)
         if self._stay and self._shape.position_embedding == "learned_absolute":
             made[self._weight] += self._shape.max_position_embeddings * self._shape.hidden_size
         computed = made + words + Counter([gradient_of(self._setting.hidden(""))])
-        return max(computed, made + words + words, key=total) if self._shape.tied_embeddings else computed
+        beside = self._shape.tied_embeddings and (self._setting.on_cpu or self._setting.in_fp16)
+        return max(computed, made + words + words, key=total) if beside else computed

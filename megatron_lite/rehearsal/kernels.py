@@ -6,11 +6,14 @@ What a kernel takes and gives back within itself stays unseen, as it does on the
 
 import contextlib
 import re
+import sys
 
 import torch
 from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_lite.instruments.memory_stacks import RECORDERS
 from megatron_lite.rehearsal.attention import cpu_attention, cpu_choice, cuda_attention, cuda_choice
 
 KEY = "AutogradCPU"  # where torch takes these apart; fake tensors on the CPU go there too
@@ -57,18 +60,45 @@ IN_PLACE = {
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
 }
+ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+# of a tensor that autograd alone holds, seen from a mode: its own, those of two calls of modes and of this function
+MAX_HOLDERS, MAX_STORAGE_HOLDERS = 5, 2
+OF_MODES = (*RECORDERS, "/torch/_ops.py")  # frames between autograd and a mode
 
 
-class InPlaceScatter(TorchDispatchMode):
-    """The gradients of gather, max and their kin are scattered into zeros in place, as of tensors with data. Of tensors
-    without data autograd keeps the zeros beside the result: one tensor more than there is (torch's FunctionsManual.cpp,
-    areAnyTensorSubclassLike)."""
+class InPlaceGradients(TorchDispatchMode):
+    """Gradients as of tensors with data where none of Python's modes watches. Otherwise autograd keeps one tensor more than
+    there is: beside the gradient of gather, max and their kin the zeros that it is scattered into (torch's
+    FunctionsManual.cpp, areAnyTensorSubclassLike), and where two paths meet, the sum beside the first one's gradient
+    (input_buffer.cpp, can_accumulate_inplace).
+
+    A recorder on a CPU is such a mode, so that `device` cpu has sums beside gradients.
+    """
+
+    def __init__(self, device: str):
+        super().__init__()
+        self._adds = device == "cuda"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        node = torch._C._current_autograd_node() if func in IN_PLACE else None
-        if node is not None and SCATTERING_NODES.match(node.name()):
-            func = IN_PLACE[func]
+        if func in IN_PLACE:
+            node = torch._C._current_autograd_node()
+            if node is not None and SCATTERING_NODES.match(node.name()):
+                func = IN_PLACE[func]
+        elif func is ADD and self._adds and _autograd_adds(*args):
+            func = ADD_IN_PLACE
         return func(*args, **(kwargs or {}))
+
+
+def _autograd_adds(first: Tensor, second) -> bool:
+    """Whether autograd itself adds `second` to `first`, which nobody else holds."""
+    if torch.is_grad_enabled() or torch._C._current_autograd_node() is None or not is_dense(first):
+        return False
+    frame = sys._getframe(2)
+    while frame is not None and any(part in frame.f_code.co_filename for part in OF_MODES):
+        frame = frame.f_back
+    from_engine = frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    held = first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    return from_engine and held[0] <= MAX_HOLDERS and held[1] <= MAX_STORAGE_HOLDERS
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, THREADS_WITH_CUBLAS
 from megatron_lite.instruments.memory_place import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.rehearsal.kernels import InPlaceScatter, kernels_of
+from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 
 MOST_EVENTS = 10_000_000
 SIMULATED = "rehearsed without data; addresses and segments are where CUDA's caching allocator would put them"
@@ -26,7 +26,7 @@ def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: in
     """
     place = Place()
     tracker, hooks = StorageTracker(place, MOST_EVENTS), ModuleHooks(place, in_backward=False)
-    with kernels_of(device), _no_data(), InPlaceScatter():
+    with kernels_of(device), _no_data(), InPlaceGradients(device):
         tracker.start()
         hooks.attach()
         try:

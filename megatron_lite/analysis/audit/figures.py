@@ -45,12 +45,12 @@ class Case:
     """What is audited."""
 
     facts: Facts
-    findings: tuple[Finding, ...]  # dearest first
+    findings: tuple[Finding, ...]  # most costly first
     other: Facts | None  # the run to compare with
     doubts: tuple[str, ...] = ()  # what speaks against the facts' traces and snapshots
 
     def found(self, *codes: str) -> tuple[Finding, ...]:
-        """Those of the findings that have one of the codes, dearest first."""
+        """Those of the findings that have one of the codes, most costly first."""
         return tuple(one for one in self.findings if one.code in codes)
 
 
@@ -68,7 +68,7 @@ def failed(way_out: str, *evidence: Evidence, code: str = "") -> Outcome:
 
 
 def blamed(findings: tuple[Finding, ...]) -> Outcome:
-    """A fail that findings explain: the dearest in full, a line of each other one."""
+    """A fail that findings explain: the most costly one in full, a line of each other one."""
     first, *more = findings
     also = (Evidence(f"also {one.code}: {one.evidence[0].text}", one.evidence[0].where) for one in more)
     return Outcome(Answer.FAIL, (*first.evidence, *also), first.code, first.advice)

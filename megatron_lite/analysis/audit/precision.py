@@ -137,7 +137,7 @@ def _saving(full: Facts, half: Facts, name: str, seen: tuple[Evidence, ...]) -> 
         answers.append(pair.change if known else None)
     if any(answer in (Change.MORE, Change.SAME) for answer in answers):
         return failed(
-            "see what the report names as the dearest causes in both runs; megatron-lite compare A B", *told, *seen
+            "see what the report names as the most costly causes in both runs; megatron-lite compare A B", *told, *seen
         )
     if all(answer is Change.LESS for answer in answers):
         return passed(*told, *seen)

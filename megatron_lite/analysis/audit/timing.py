@@ -133,7 +133,7 @@ def _left_out(one: RankFacts) -> tuple[Evidence, ...]:
 
 
 def _direction(case: Case, one: RankFacts) -> Evidence:
-    """The dearest cause, else the largest part of the step."""
+    """The most costly cause, else the largest part of the step."""
     dear = [found for found in case.findings if found.cost_ms]
     if dear:
         return Evidence(f"where to begin: {dear[0].code}, {of_step(dear[0].cost_ms, one)}", where(one))

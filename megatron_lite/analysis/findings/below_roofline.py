@@ -1,7 +1,7 @@
 """Matrix products and attention far below what the hardware can do.
 
 Meaning: every kernel has a floor: its operations at the device's peak, or its bytes at the
-    memory's bandwidth, whichever is longer. Good libraries reach half to four fifths of it on
+    memory's bandwidth, whichever is longer. Good libraries reach 50 to 80% of it on
     large, regular shapes.
 Measured: operations and bytes from the operators' shapes (needs
     --pytorch-profiler-collect-shapes), the device's peaks from the hardware table, device time

@@ -74,7 +74,7 @@ RULES: tuple[ModuleType, ...] = (
 
 
 def findings_of(facts: Facts, gap: Callable[[str], object] | None = None) -> tuple[Finding, ...]:
-    """What the rules find, dearest first: by milliseconds per step, then by bytes, then what has neither.
+    """What the rules find, most costly first: by milliseconds per step, then by bytes, then what has neither.
 
     `gap` is told of a rule that failed, in one line; the others still answer.
     """

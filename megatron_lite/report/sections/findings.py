@@ -1,4 +1,4 @@
-"""Findings, dearest first: what, cost, evidence, what to try, what it can bring at most."""
+"""Findings, most costly first: what, cost, evidence, what to try, what it can bring at most."""
 
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.report import Report
@@ -19,7 +19,7 @@ def cost_of(cost_ms: float | None, cost_bytes: int | None) -> str:
 
 
 def findings_section(report: Report, everything: bool) -> Section | None:
-    """The dearest in full, some more in a line each."""
+    """The most costly one in full, some more in a line each."""
     if not report.facts.ranks_seen and not report.findings:
         return None
     if not report.findings:
