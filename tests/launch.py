@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,11 +240,13 @@ def start(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd or REPO}
     if not ranks and not under:
         return Fork([str(script), *argv], env=start_environment(argv), **pipes)
-    launcher = [*under, sys.executable]
+    words = [str(script), *argv]
     if ranks:
-        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_addr", "localhost",
-                     "--master_port", str(free_port())]
-    return subprocess.Popen([*launcher, str(script), *argv], env=environment(), start_new_session=True, **pipes)
+        words = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_addr", "localhost",
+                 "--master_port", str(free_port()), *words]
+    if not under:
+        return Fork(words, env=environment(), **pipes)
+    return subprocess.Popen([*under, sys.executable, *words], env=environment(), start_new_session=True, **pipes)
 
 
 def start_environment(argv: list[str]) -> dict[str, str]:
@@ -315,7 +318,7 @@ def _run_rank(function: str, store: str, rank: str, size: str, *arguments: str):
 
 
 class Fork(subprocess.Popen):
-    """A Python script and its arguments in a session of their own, like Popen([sys.executable, *args]).
+    """A Python script and its arguments, or -m and a module and its, in a session of their own: Popen([sys.executable, *args]).
 
     It is forked from a process that has imported torch and the trainer: that takes longer than most runs of the tests. It
     is a child of this process all the same, has the streams, folder and environment it is given, and ends as Python ends.
@@ -361,8 +364,8 @@ def _adopt_orphans(on: bool):
     assert ctypes.CDLL(None).prctl(36, int(on), 0, 0, 0) == 0
 
 
-def _serve(number: int) -> str | None:
-    """The server's side of Fork: returns the script to run in each process that is asked for, and None at its own end."""
+def _serve(number: int) -> Callable | None:
+    """The server's side of Fork: returns what to run in each process that is asked for, and None at its own end."""
     for name in ("megatron_lite.app", "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard"):
         importlib.import_module(name)  # all that usual runs come to import
     torch.set_num_threads(1)
@@ -390,8 +393,8 @@ def _serve(number: int) -> str | None:
     return _become(streams, **json.loads(text))
 
 
-def _become(streams: list[int], args: list[str], cwd: str, env: dict[str, str]) -> str:
-    """Take on what a new process has of its own; returns the script."""
+def _become(streams: list[int], args: list[str], cwd: str, env: dict[str, str]) -> Callable:
+    """Take on what a new process has of its own; returns what runs the script or module."""
     os.setsid()
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream, number)
@@ -399,14 +402,16 @@ def _become(streams: list[int], args: list[str], cwd: str, env: dict[str, str]) 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv = list(args)
     sys.orig_argv = [sys.executable, *args]
-    sys.path[0] = str(Path(args[0]).resolve().parent)
-    return args[0]
+    if args[0] == "-m":
+        sys.argv, sys.path[0] = args[1:], cwd
+        return functools.partial(runpy.run_module, args[1], run_name="__main__", alter_sys=True)
+    sys.argv, sys.path[0] = args, str(Path(args[0]).resolve().parent)
+    return functools.partial(runpy.run_path, args[0], run_name="__main__")
 
 
 if __name__ == "__main__":
     if sys.argv[1] != "--serve":
         _run_rank(*sys.argv[1:])
-    elif (wanted := _serve(int(sys.argv[2]))) is not None:
-        runpy.run_path(wanted, run_name="__main__")
+    elif (run_wanted := _serve(int(sys.argv[2]))) is not None:
+        run_wanted()
