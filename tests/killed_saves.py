@@ -9,6 +9,7 @@ Prints a line for each moment and exits 1 unless every resumed run went on from 
 exactly where the uninterrupted one did.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch._dynamo  # every optimizer imports it: once here, instead of in each fork
 import torch.distributed as dist
 from launch import DROPOUT, checkpoint, flags, steps, train
 
@@ -29,7 +31,7 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import CheckpointError
 
 LAST = 8
-RUN = f"--train-iters {LAST} --fp16 --initial-loss-scale 4096 --log-interval 1 --eval-iters 0 --save-interval 1"
+RUN = f"--num-layers 1 --micro-batch-size 2 --train-iters {LAST} --fp16 --initial-loss-scale 4096 --log-interval 1 --eval-iters 0 --save-interval 1"
 
 
 USES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -165,6 +167,7 @@ class Trials:
 
 def main(folder: Path, moments: str, ranks: int, words: list[str]) -> int:
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage, and need not be walked in each fork
     folder.mkdir(parents=True, exist_ok=True)
     whole = folder / "save_whole"
     assert wait(start(folder, "whole", ranks, [*words, "--save", str(whole)])) == [0] * ranks

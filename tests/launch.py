@@ -1,6 +1,8 @@
 """Runs of the trainer for tests: inside this process, as N gloo processes over one group, or as a user starts it."""
 
+import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -8,13 +10,14 @@ import io
 import json
 import os
 import re
-import select
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +36,7 @@ from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.choose import choose
 from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.parallel.host_memory import libc_version, without_thread_cache
 from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
 from megatron_lite.train.feed import Feed
 from megatron_lite.train.run import run
@@ -171,10 +175,15 @@ def _fields(line: str) -> dict[str, str]:
 
 
 def pretrain(
-    argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None, under=(), seconds: float = LIMIT_S
+    argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None, under=(), seconds: float = LIMIT_S,
+    launcher: bool = False,
 ) -> Ended:
-    """As a user starts it: python for 0 ranks, else torchrun. `under`: a command that starts commands, and its options."""
+    """A run from start to end, as `start` starts it. Ranks are started without torchrun, unless `launcher`: a test of
+    what torchrun does or says."""
     started = time.monotonic()
+    if ranks and not launcher and not under:
+        code, out, err = _run_forked_ranks(argv, ranks, script, cwd, seconds)
+        return Ended(code, out, err, time.monotonic() - started)
     process = start(argv, ranks, script, cwd, under)
     try:
         out, err = process.communicate(timeout=seconds)
@@ -184,16 +193,66 @@ def pretrain(
     return Ended(process.returncode, out, err, time.monotonic() - started)
 
 
+def _run_forked_ranks(argv: list[str], ranks: int, script: Path | str, cwd, seconds: float) -> tuple[int, str, str]:
+    """Exit code and output of ranks with the variables that a batch system sets; where one fails, the others are ended."""
+    port = str(free_port())
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        processes = [
+            Fork([str(script), *argv], stdout=out, stderr=err, cwd=cwd or REPO, env=start_environment(argv) | {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "localhost", "MASTER_PORT": port,
+            })
+            for rank in range(ranks)
+        ]  # fmt: skip
+        code = _wait_for_all(processes, seconds)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    return code, *texts
+
+
+def _wait_for_all(processes: list[subprocess.Popen], seconds: float) -> int:
+    """0 if all end well; else 1, and those that live on are ended as torchrun does it."""
+    end = time.monotonic() + seconds
+    try:
+        while None in (codes := [process.poll() for process in processes]) and not any(codes) and time.monotonic() < end:
+            time.sleep(0.01)
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in processes:
+            process.wait(timeout=LIMIT_S)
+        return int(any(process.returncode for process in processes))
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # loaders too
+
+
 def start(
     argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None, under=()
 ) -> subprocess.Popen:
-    """The same, still running."""
-    launcher = [*under, sys.executable]
+    """As a user starts it, still running: torchrun for `ranks`, a process of Python's (a Fork) for none.
+
+    under: a command that starts commands, and its options.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd or REPO}
+    if not ranks and not under:
+        return Fork([str(script), *argv], env=start_environment(argv), **pipes)
+    words = [str(script), *argv]
     if ranks:
-        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_addr", "localhost",
-                     "--master_port", str(free_port())]
-    return subprocess.Popen([*launcher, str(script), *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=environment(), cwd=cwd or REPO, start_new_session=True)
+        words = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_addr", "localhost",
+                 "--master_port", str(free_port()), *words]
+    if not under:
+        return Fork(words, env=environment(), **pipes)
+    return subprocess.Popen([*under, sys.executable, *words], env=environment(), start_new_session=True, **pipes)
+
+
+def start_environment(argv: list[str]) -> dict[str, str]:
+    """`environment`, with what pretrain_gpt.py would start itself again for."""
+    environ = environment()
+    return "--use-pytorch-profiler" in argv and without_thread_cache(environ, libc_version()) or environ
 
 
 def environment() -> dict[str, str]:
@@ -222,29 +281,24 @@ def send(pids: list[int], number: int = signal.SIGTERM):
 
 
 def on_ranks(function: str, folder: Path, *arguments: str, ranks: int = 2) -> list[str]:
-    """Call MODULE:FUNCTION(world, *arguments) on `ranks` processes that share a gloo group; returns their output.
-
-    The processes are forks of one that has imported everything: an import takes longer than most trainings of the tests.
-    """
+    """Call MODULE:FUNCTION(world, *arguments) on `ranks` processes that share a gloo group; returns their output."""
     folder.mkdir(parents=True, exist_ok=True)
-    request = {"function": function, "arguments": arguments, "folder": str(folder), "ranks": ranks, "store": f"store_{time.time_ns()}"}
-    server = _fork_server()
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    if not select.select([server.stdout], [], [], LIMIT_S)[0]:
-        os.killpg(server.pid, signal.SIGKILL)  # the ranks too
-        _fork_server.cache_clear()
-    codes = json.loads(server.stdout.readline() or json.dumps([None] * ranks))
-    outputs = [(folder / f"{request['store']}.{rank}.out").read_text(errors="replace") for rank in range(ranks)]
+    name = f"store_{time.time_ns()}"
+    paths = [folder / f"{name}.{rank}.out" for rank in range(ranks)]
+    processes = []
+    for rank, path in enumerate(paths):
+        with open(path, "w") as out:
+            words = [function, name, str(rank), str(ranks), *arguments]
+            processes.append(Fork([__file__, *words], env=environment(), cwd=folder, stdout=out, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=LIMIT_S) for process in processes]
+    except subprocess.TimeoutExpired:
+        codes = [process.poll() for process in processes]
+        for process in processes:
+            os.killpg(process.pid, signal.SIGKILL)
+    outputs = [path.read_text(errors="replace") for path in paths]
     assert codes == [0] * ranks, "\n".join(f"rank {rank}: {code}: {out}" for rank, (code, out) in enumerate(zip(codes, outputs)))
     return outputs
-
-
-@functools.cache
-def _fork_server() -> subprocess.Popen:
-    """Answers a line of JSON, a request of on_ranks, with a line: the exit codes of the ranks. Ends with its standard input."""
-    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                            env=environment(), start_new_session=True)
 
 
 def train_all(world: World, scenarios: str):
@@ -253,38 +307,9 @@ def train_all(world: World, scenarios: str):
         train(argv, Path(name), world)
 
 
-def _serve():
-    """The server's side of on_ranks. It starts no thread, so that its forks are whole."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    torch.set_num_threads(1)
-    gc.freeze()  # trainings collect garbage; what is imported is none
-    for line in sys.stdin:
-        request = json.loads(line)
-        pids = [_fork_rank(request, rank) for rank in range(request["ranks"])]
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
-
-
-def _fork_rank(request: dict, rank: int) -> int:
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        os.chdir(request["folder"])
-        with open(f"{request['store']}.{rank}.out", "w", buffering=1) as out, open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
-            os.dup2(out.fileno(), 1)
-            os.dup2(out.fileno(), 2)
-            sys.stdout = sys.stderr = out
-            _run_rank(World(rank, request["ranks"], rank, request["ranks"]), **request)
-            code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def _run_rank(world: World, function: str, arguments: list[str], store: str, **_):
+def _run_rank(function: str, store: str, rank: str, size: str, *arguments: str):
+    """A rank's side of on_ranks."""
+    world = World(int(rank), int(size), int(rank), int(size))
     dist.init_process_group("gloo", store=dist.FileStore(store, world.size), rank=world.rank, world_size=world.size)
     module, name = function.split(":")
     getattr(importlib.import_module(module), name)(world, *arguments)
@@ -292,5 +317,101 @@ def _run_rank(world: World, function: str, arguments: list[str], store: str, **_
     dist.destroy_process_group()
 
 
+class Fork(subprocess.Popen):
+    """A Python script and its arguments, or -m and a module and its, in a session of their own: Popen([sys.executable, *args]).
+
+    It is forked from a process that has imported torch and the trainer: that takes longer than most runs of the tests. It
+    is a child of this process all the same, has the streams, folder and environment it is given, and ends as Python ends.
+    """
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                       p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
+        server = _fork_server(tuple(sorted(item for item in env.items() if item[0].startswith(READ_AT_START))))
+        request = json.dumps({"args": args, "cwd": os.fspath(cwd), "env": env}).encode()
+        _adopt_orphans(True)
+        try:
+            streams = [given if given >= 0 else inherited for given, inherited in ((c2pwrite, 1), (errwrite, 2))]
+            socket.send_fds(server, [request], streams)
+            self.pid = int(server.recv(100))
+            server.recv(100)  # by now it is a child of this process
+        finally:
+            _adopt_orphans(False)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+# Variables that libraries read while they are loaded: a fork would come too late for them.
+READ_AT_START = ("CUDA", "GLIBC", "KINETO", "LD_", "MALLOC", "MKL", "OMP", "PYTHON", "TORCH")
+FIRST_IMPORTS = {"KINETO_LOG_LEVEL": "6", "TEARDOWN_CUPTI": "1"}  # what pretrain_gpt.py sets before it imports torch
+
+
+@functools.cache
+def _fork_server(variables: tuple[tuple[str, str], ...]) -> socket.socket:
+    """The link to a server with these of READ_AT_START; it ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environ = {name: value for name, value in environment().items() if not name.startswith(READ_AT_START)}
+    with theirs:
+        server = subprocess.Popen(
+            [sys.executable, __file__, "--serve", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env={**environ, **FIRST_IMPORTS, **dict(variables)},
+        )  # fmt: skip
+    atexit.register(lambda: (ours.close(), server.wait()))
+    return ours
+
+
+def _adopt_orphans(on: bool):
+    """Whether processes below whose parents end become children of this one: Linux's prctl(PR_SET_CHILD_SUBREAPER)."""
+    assert ctypes.CDLL(None).prctl(36, int(on), 0, 0, 0) == 0
+
+
+def _serve(number: int) -> Callable | None:
+    """The server's side of Fork: returns what to run in each process that is asked for, and None at its own end."""
+    for name in ("megatron_lite.app", "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard"):
+        importlib.import_module(name)  # all that usual runs come to import
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # trainings collect garbage; what is imported is none
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork of several threads is not whole"
+    with socket.socket(fileno=number) as link:
+        while True:
+            text, streams, *_ = socket.recv_fds(link, 2**20, 2)
+            if not text:
+                return None
+            if between := os.fork():
+                os.waitpid(between, 0)  # whose end gives its child to the process that asks
+                link.send(b"adopted")
+                for stream in streams:
+                    os.close(stream)
+                continue
+            between = os.getpid()
+            if child := os.fork():
+                link.send(str(child).encode())
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.001)
+            break
+    return _become(streams, **json.loads(text))
+
+
+def _become(streams: list[int], args: list[str], cwd: str, env: dict[str, str]) -> Callable:
+    """Take on what a new process has of its own; returns what runs the script or module."""
+    os.setsid()
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.orig_argv = [sys.executable, *args]
+    if args[0] == "-m":
+        sys.argv, sys.path[0] = args[1:], cwd
+        return functools.partial(runpy.run_module, args[1], run_name="__main__", alter_sys=True)
+    sys.argv, sys.path[0] = args, str(Path(args[0]).resolve().parent)
+    return functools.partial(runpy.run_path, args[0], run_name="__main__")
+
+
 if __name__ == "__main__":
-    _serve()
+    if sys.argv[1] != "--serve":
+        _run_rank(*sys.argv[1:])
+    elif (run_wanted := _serve(int(sys.argv[2]))) is not None:
+        run_wanted()

@@ -95,7 +95,7 @@ def _run_and_signal(argv: list[str], run: Path, under: list[str], beyond: int) -
         if told.exists() and told.read_text().count("batch_size") > beyond:  # the last line may be half written
             break
         time.sleep(0.05)
-    send(_trainers(run))
+    send(_trainers(run) if under else [process.pid])
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -105,7 +105,7 @@ def _run_and_signal(argv: list[str], run: Path, under: list[str], beyond: int) -
 
 
 def _trainers(run: Path) -> list[int]:
-    """Process ids of the run's ranks, whoever started them."""
+    """Process ids of the run's ranks, which a tool started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -153,7 +153,7 @@ def test_it_is_there_where_torch_may_record(tmp_path, ways, rooms):
 @GLIBC
 @pytest.mark.slow
 def test_profiled_steps_reuse_freed_memory(tmp_path):
-    ended = pretrain(flags(WORK, PROFILE, "--run-dir", tmp_path, "--tensorboard-dir", tmp_path))
+    ended = pretrain(flags(WORK, PROFILE, "--run-dir", tmp_path, "--tensorboard-dir", tmp_path), under=["env"])  # no fork: a heap of its own
     assert ended.code == 0, ended.err
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     resident = {line["step"]: line["host_memory_bytes"] for line in lines if "step" in line}

@@ -33,7 +33,7 @@ OPERATION = r"all_reduce #\d+ \([\d.]+ [KM]iB float32\)"
 
 def run_faulty(how: str, folder: Path, words: str = "", limit_s: float = 60):
     argv = [how, str(limit_s), *flags(f"--train-iters 1000000 --log-interval 1 {words} --run-dir", folder)]
-    return pretrain(argv, ranks=2, script=FAULTY)
+    return pretrain(argv, ranks=2, script=FAULTY, launcher=True)
 
 
 def verdict_of(ended) -> str:
@@ -139,7 +139,7 @@ def test_the_launcher_starts_again_from_the_checkpoint(tmp_path):
 def test_a_mistake_that_all_ranks_have_is_told_once(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    ended = pretrain(flags("--exit-on-missing-checkpoint --load", empty, "--run-dir", tmp_path / "run"), ranks=2)
+    ended = pretrain(flags("--exit-on-missing-checkpoint --load", empty, "--run-dir", tmp_path / "run"), ranks=2, launcher=True)
     assert ended.code != 0
     assert len(re.findall(r"^(?:rank \d: )?error: ", ended.err, re.MULTILINE)) == 1
     assert str(empty) in ended.err[ended.err.index(SUMMARY):]

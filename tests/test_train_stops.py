@@ -175,7 +175,7 @@ def test_sigterm_on_two_ranks_saves_once_and_ends_well(tmp_path):
     assert json.loads((tmp_path / "save" / "run.json").read_text())["status"] == "exiting program after receiving SIGTERM."
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_two_ranks_at_once_and_says_where_to_go_on(tmp_path, times):
     """As from a terminal, which sends it to all processes. Several times: a rank may be within a reduction or not."""
     for number in range(times):
