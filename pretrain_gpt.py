@@ -36,7 +36,10 @@ def train(flags: list[str]) -> int:
     try:
         from torch.distributed.elastic.multiprocessing.errors import record
     except (ImportError, OSError, MemoryError) as error:  # not installed, or more than a memory limit allows
-        print_lines([f"error: torch cannot be imported ({first_line(error)}); pip install -e . in {ROOT} installs it."], sys.stderr)
+        print_lines(
+            [f"error: torch cannot be imported ({first_line(error)}); pip install -e . in {ROOT} installs it."],
+            sys.stderr,
+        )
         return 1
 
     from megatron_lite.app import main as run

@@ -31,7 +31,16 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.analysis.trace.read import read_traces
 
 KERNEL_WAIT_NS = 30_000  # HTA's threshold: documented as 30 ns, compared with us
-ROWS = ("window_us", "compute_us", "other_busy_us", "idle_us", "overlap_%", "host_wait_us", "kernel_wait_us", "other_wait_us")
+ROWS = (
+    "window_us",
+    "compute_us",
+    "other_busy_us",
+    "idle_us",
+    "overlap_%",
+    "host_wait_us",
+    "kernel_wait_us",
+    "other_wait_us",
+)
 
 
 def main(folders: list[str]) -> None:
@@ -56,7 +65,9 @@ def show(title: str, theirs: dict, ours: dict, trace: Trace) -> None:
         print(f"{row:16}{shown(one):>16}{shown(other):>20}{apart}")
     time = rank_time(trace, placing_of(trace))
     rows = ", ".join(f"{row} {ms * 1e3:,.1f}" for row, ms in time.rows.items() if ms)
-    print(f"gpu, us per step: {len(time.steady_steps)} of {len(time.steps)} steps steady, {time.step_ms * 1e3:,.1f} each: {rows}")
+    print(
+        f"gpu, us per step: {len(time.steady_steps)} of {len(time.steps)} steps steady, {time.step_ms * 1e3:,.1f} each: {rows}"
+    )
 
 
 def shown(value: float | None) -> str:
@@ -87,8 +98,15 @@ def by_hta(folder: Path) -> dict[int, dict]:
 def temporal(analysis):
     for row in analysis.get_temporal_breakdown(visualize=False).to_dict("records"):
         busy = row["non_compute_time(us)"]
-        yield row["rank"], {"window_us": row["kernel_time(us)"], "compute_us": row["compute_time(us)"], "other_busy_us": busy,
-                            "idle_us": row["idle_time(us)"]}
+        yield (
+            row["rank"],
+            {
+                "window_us": row["kernel_time(us)"],
+                "compute_us": row["compute_time(us)"],
+                "other_busy_us": busy,
+                "idle_us": row["idle_time(us)"],
+            },
+        )
 
 
 def overlap(analysis):
@@ -115,8 +133,12 @@ def on_its_window(trace: Trace) -> dict:
         return {}
     covers = device_covers(trace, rows)
     window, talking = int(events.end_ns[rows].max() - events.start_ns[rows].min()), covers.communication.length
-    found = {"window_us": window, "compute_us": covers.compute.length, "idle_us": window - covers.busy.length,
-             "other_busy_us": covers.busy.length - covers.compute.length} | waits(trace, rows)
+    found = {
+        "window_us": window,
+        "compute_us": covers.compute.length,
+        "idle_us": window - covers.busy.length,
+        "other_busy_us": covers.busy.length - covers.compute.length,
+    } | waits(trace, rows)
     hidden = {"overlap_%": round(100 - 100 * covers.exposed_communication.length / talking, 2)} if talking else {}
     return {row: ns / 1e3 for row, ns in found.items()} | hidden
 

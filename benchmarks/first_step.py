@@ -18,9 +18,11 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
-FLAGS = ("--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 "
-         "--micro-batch-size 8 --global-batch-size 16 --train-iters 12 --lr 1e-3 --bf16 --mock-data --vocab-size 255 "
-         "--tokenizer-type NullTokenizer --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --log-interval 4")
+FLAGS = (
+    "--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 8 --global-batch-size 16 --train-iters 12 --lr 1e-3 --bf16 --mock-data --vocab-size 255 "
+    "--tokenizer-type NullTokenizer --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --log-interval 4"
+)
 KINDS = {"eager": "none", "compiled, empty cache": "layers", "compiled, cache kept": "layers"}
 FIRST_LINE = re.compile(r"iteration +1/")
 COMPILED = re.compile(r"compiled \d+ graphs? in ([\d.]+) s")
@@ -39,8 +41,10 @@ def main():
                 print(f"  {kind}: {seen[kind][-1][0]:.1f} s", flush=True)
     for kind, rows in seen.items():
         first, compiling, ordinary = zip(*rows)
-        print(f"{kind:<23} first step after {statistics.median(first):6.1f} s ({min(first):.1f} to {max(first):.1f}), compiling "
-              f"{statistics.median(compiling):5.1f} s, ordinary step {statistics.median(ordinary):6.1f} ms")
+        print(
+            f"{kind:<23} first step after {statistics.median(first):6.1f} s ({min(first):.1f} to {max(first):.1f}), compiling "
+            f"{statistics.median(compiling):5.1f} s, ordinary step {statistics.median(ordinary):6.1f} ms"
+        )
 
 
 def _run(flags: list[str], cache: Path) -> tuple[float, float, float]:
@@ -49,7 +53,9 @@ def _run(flags: list[str], cache: Path) -> tuple[float, float, float]:
     command = [sys.executable, str(REPO / "pretrain_gpt.py"), *flags, "--run-dir", str(cache / "run")]
     (cache / "run" / "steps.jsonl").unlink(missing_ok=True)
     started, first, lines = time.monotonic(), None, []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ | {"XDG_CACHE_HOME": str(cache)}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environ | {"XDG_CACHE_HOME": str(cache)}
+    ) as process:
         for line in process.stdout:
             lines.append(line)
             if first is None and FIRST_LINE.search(line):

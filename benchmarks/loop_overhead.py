@@ -26,9 +26,11 @@ from benchmarks.training.machine import cores, load, machine
 from benchmarks.training.process import environment_of
 
 STEP_US = 50_000
-FLAGS = ("--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 4 --hidden-size 192 "
-         "--num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 4 "
-         "--global-batch-size 8 --lr 1e-3 --lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --eval-iters 0")
+FLAGS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 4 --hidden-size 192 "
+    "--num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 4 "
+    "--global-batch-size 8 --lr 1e-3 --lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --eval-iters 0"
+)
 KINDS = ("empty", "parts", "real")
 PARTS_SHOWN = 8
 
@@ -36,19 +38,29 @@ PARTS_SHOWN = 8
 def main() -> int:
     """Returns the exit code: 1 if a run failed."""
     args = _arguments()
-    print(f"{machine()['cpu']}, {cores()} cores, load {load()}; per step, medians of {args.rounds} rounds and the least "
-          f"of them; shares are of a step of {STEP_US / 1000:g} ms", flush=True)
+    print(
+        f"{machine()['cpu']}, {cores()} cores, load {load()}; per step, medians of {args.rounds} rounds and the least "
+        f"of them; shares are of a step of {STEP_US / 1000:g} ms",
+        flush=True,
+    )
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
             for interval in args.log_intervals:
-                runs = {kind: [_run(kind, ranks, interval, args, Path(folder)) for _ in range(args.rounds)]
-                        for kind in KINDS}
+                runs = {
+                    kind: [_run(kind, ranks, interval, args, Path(folder)) for _ in range(args.rounds)]
+                    for kind in KINDS
+                }
                 if not all(all(many) for many in runs.values()):
                     return 1
                 print("\n".join(_lines(ranks, interval, runs)), flush=True)
-                found.append({"ranks": ranks, "log_interval": interval,
-                              **{kind: [asdict(one) for one in many] for kind, many in runs.items()}})
+                found.append(
+                    {
+                        "ranks": ranks,
+                        "log_interval": interval,
+                        **{kind: [asdict(one) for one in many] for kind, many in runs.items()},
+                    }
+                )
     if args.out:
         everything = {"command": sys.argv, "machine": machine(), "configurations": found}
         args.out.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
@@ -71,7 +83,15 @@ def _arguments() -> argparse.Namespace:
 def _run(kind: str, ranks: int, interval: int, args: argparse.Namespace, folder: Path) -> Figures | None:
     """None, with the run's last words on stderr, if it failed."""
     steps = args.real_steps if kind == "real" else args.steps
-    flags = [*FLAGS.split(), "--train-iters", str(steps), "--log-interval", str(interval), "--run-dir", str(folder / "run")]
+    flags = [
+        *FLAGS.split(),
+        "--train-iters",
+        str(steps),
+        "--log-interval",
+        str(interval),
+        "--run-dir",
+        str(folder / "run"),
+    ]
     if args.tensorboard:
         flags += ["--tensorboard-dir", str(folder / "tensorboard")]
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -88,8 +108,9 @@ def _on_terminal(command: list[str], environment: dict[str, str]) -> tuple[int, 
     ours, theirs = os.openpty()
     drawn: list[bytes] = []
     reader = threading.Thread(target=_drain, args=(ours, drawn), daemon=True)
-    done = subprocess.Popen(command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                            stderr=theirs, text=True)
+    done = subprocess.Popen(
+        command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, text=True
+    )
     os.close(theirs)
     reader.start()
     output = done.communicate()[0]

@@ -97,9 +97,12 @@ def compare(args, folder: Path, documents: list[str], vocabulary: tuple[str, str
     write_jsonl(one, documents, 0)
     theirs = "its tools/preprocess_data.py" if args.megatron else "a stand-in of Megatron-core's parts"
     print(f"input: {whole.stat().st_size / MB:.0f} MB; Megatron's: {theirs}; {args.repeats} runs each")
-    print(f"{'workers':>7} {'ours s':>8} {'start':>6} {'MB/s':>6} {'Megatron s':>11} {'start':>6} {'MB/s':>6} {'ratio':>6} "
-          f"{'ratio of CPU s':>15}  same bytes")
+    print(
+        f"{'workers':>7} {'ours s':>8} {'start':>6} {'MB/s':>6} {'Megatron s':>11} {'start':>6} {'MB/s':>6} {'ratio':>6} "
+        f"{'ratio of CPU s':>15}  same bytes"
+    )
     for workers in args.workers:
+
         def ours(path, workers=workers):
             return our_command(path, folder / "ours", vocabulary, workers)
 
@@ -120,21 +123,61 @@ def medians(runs: list) -> list[list[float]]:
 def row(workers: int, megabytes: float, start, total, same: bool) -> None:
     net = [[total[command][kind] - start[command][kind] for kind in range(2)] for command in range(2)]
     cells = [f"{total[c][0]:{8 + 3 * c}.1f} {start[c][0]:6.1f} {megabytes / net[c][0]:6.1f}" for c in range(2)]
-    print(f"{workers:>7} {cells[0]} {cells[1]} {net[1][0] / net[0][0]:6.2f} {net[1][1] / net[0][1]:15.2f}  {same}", flush=True)
+    print(
+        f"{workers:>7} {cells[0]} {cells[1]} {net[1][0] / net[0][0]:6.2f} {net[1][1] / net[0][1]:15.2f}  {same}",
+        flush=True,
+    )
 
 
 def our_command(path: Path, prefix: Path, vocabulary: tuple[str, str], workers: int) -> list[str]:
-    return [sys.executable, "-m", "megatron_lite.cli.main", "preprocess", "--input", str(path), "--output-prefix",
-            str(prefix), "--vocab-file", vocabulary[0], "--merge-file", vocabulary[1], "--append-eod", "--workers",
-            str(workers)]
+    return [
+        sys.executable,
+        "-m",
+        "megatron_lite.cli.main",
+        "preprocess",
+        "--input",
+        str(path),
+        "--output-prefix",
+        str(prefix),
+        "--vocab-file",
+        vocabulary[0],
+        "--merge-file",
+        vocabulary[1],
+        "--append-eod",
+        "--workers",
+        str(workers),
+    ]
 
 
 def megatrons_command(checkout: str | None, path: Path, prefix: Path, hugging_face: str, workers: int) -> list[str]:
     if not checkout:
-        return [sys.executable, __file__, "--stand-in", str(path), f"{prefix}_text_document", hugging_face, str(workers)]
-    return [sys.executable, f"{checkout}/tools/preprocess_data.py", "--input", str(path), "--output-prefix", str(prefix),
-            "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", hugging_face, "--tokenizer-hf-use-fast",
-            "--append-eod", "--workers", str(workers), "--log-interval", "1000000"]
+        return [
+            sys.executable,
+            __file__,
+            "--stand-in",
+            str(path),
+            f"{prefix}_text_document",
+            hugging_face,
+            str(workers),
+        ]
+    return [
+        sys.executable,
+        f"{checkout}/tools/preprocess_data.py",
+        "--input",
+        str(path),
+        "--output-prefix",
+        str(prefix),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        hugging_face,
+        "--tokenizer-hf-use-fast",
+        "--append-eod",
+        "--workers",
+        str(workers),
+        "--log-interval",
+        "1000000",
+    ]
 
 
 def seconds(command: list[str]) -> tuple[float, float]:
@@ -147,7 +190,11 @@ def seconds(command: list[str]) -> tuple[float, float]:
 
 def environment() -> dict[str, str]:
     paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def digest(prefix: Path) -> list[str]:
@@ -159,15 +206,22 @@ def memory(args, folder: Path, documents: list[str], vocabulary: tuple[str, str]
     for megabytes in args.memory_megabytes:
         path = folder / "memory.jsonl"
         write_jsonl(path, documents, megabytes)
-        process = subprocess.Popen(our_command(path, folder / "ours", vocabulary, workers), cwd=REPO, env=environment(),
-                                   stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            our_command(path, folder / "ours", vocabulary, workers),
+            cwd=REPO,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+        )
         peaks: dict[int, int] = {}
         while process.poll() is None:
             for pid in family(process.pid):
                 peaks[pid] = peak_bytes(pid) or peaks.get(pid, 0)  # the last: before exec it is that of the parent
             time.sleep(0.02)
-        print(f"{workers} workers, {path.stat().st_size / MB:4.0f} MB: peak memory {sum(peaks.values()) / MB:.0f} MB in "
-              f"{len(peaks)} processes", flush=True)
+        print(
+            f"{workers} workers, {path.stat().st_size / MB:4.0f} MB: peak memory {sum(peaks.values()) / MB:.0f} MB in "
+            f"{len(peaks)} processes",
+            flush=True,
+        )
 
 
 def family(pid: int) -> list[int]:
@@ -197,7 +251,9 @@ class LineEncoder:
     def open(self) -> None:
         from megatron.core.tokenizers import MegatronTokenizer
 
-        LineEncoder.tokenizer = MegatronTokenizer.from_pretrained(self.folder, {"library": "huggingface"}, use_fast=True)
+        LineEncoder.tokenizer = MegatronTokenizer.from_pretrained(
+            self.folder, {"library": "huggingface"}, use_fast=True
+        )
 
     def ids(self, line: str) -> list[int]:
         found = LineEncoder.tokenizer.tokenize(json.loads(line)["text"])

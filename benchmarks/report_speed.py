@@ -52,8 +52,10 @@ IDS_OF_A_COPY = 10_000_000
 def main():
     args = _arguments()
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-        print(f"{'trace':32} {'MB':>6}  {'ours s':>7} {'(all)':>7} {'MB':>6}   {'HTA s':>7} {'(all)':>7} {'MB':>6}   "
-              "HTA/ours: time  memory")
+        print(
+            f"{'trace':32} {'MB':>6}  {'ours s':>7} {'(all)':>7} {'MB':>6}   {'HTA s':>7} {'(all)':>7} {'MB':>6}   "
+            "HTA/ours: time  memory"
+        )
         for title, folder in _cases(args, Path(scratch)):
             _compare(title, folder, args)
 
@@ -95,11 +97,16 @@ def _compare(title: str, folder: Path, args: argparse.Namespace):
         for name, (python, code) in tools.items():
             seen[name].append(_timed(python, code, folder))
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
-    medians = {name: [statistics.median(column) for column in zip(*rows)] if None not in rows else None
-               for name, rows in seen.items()}
+    medians = {
+        name: [statistics.median(column) for column in zip(*rows)] if None not in rows else None
+        for name, rows in seen.items()
+    }
     ours, hta = medians["ours"], medians.get("hta")
-    columns = [f"{work:7.2f} {whole:7.2f} {peak / 1e6:6.0f}" if figures else f"{'failed':>22}"
-               for figures in (ours, hta) for work, whole, peak in [figures or (0, 0, 0)]]
+    columns = [
+        f"{work:7.2f} {whole:7.2f} {peak / 1e6:6.0f}" if figures else f"{'failed':>22}"
+        for figures in (ours, hta)
+        for work, whole, peak in [figures or (0, 0, 0)]
+    ]
     ratios = f"{hta[0] / ours[0]:14.1f} {hta[2] / ours[2]:7.1f}" if ours and hta else ""
     print(f"{title:32} {size:6.0f}  {columns[0]}   {columns[1]}   {ratios}", flush=True)
 
@@ -123,8 +130,11 @@ def repeat(source: Path, target: Path, num_bytes: int):
     """Write the events of `source` again and again, each time later and with ids and steps of their own."""
     text = gzip.decompress(source.read_bytes()) if source.suffix == ".gz" else source.read_bytes()
     begin = re.search(rb'"traceEvents"\s*:\s*\[', text).end()
-    end = begin + next(end for end in (found.start() + 1 for found in re.finditer(rb"\}\s*\]", text[begin:]))
-                       if _is_json(b"[" + text[begin : begin + end] + b"]"))
+    end = begin + next(
+        end
+        for end in (found.start() + 1 for found in re.finditer(rb"\}\s*\]", text[begin:]))
+        if _is_json(b"[" + text[begin : begin + end] + b"]")
+    )
     events = text[begin:end]
     times = [int(ts) for ts in re.findall(rb'"ts"\s*:\s*(\d+)', events)]
     steps = [int(step) for step in re.findall(rb"ProfilerStep#(\d+)", events)] or [0]

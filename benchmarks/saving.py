@@ -25,8 +25,10 @@ from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
 
-FLAGS = ("--num-attention-heads 12 --seq-length 128 --max-position-embeddings 1024 --micro-batch-size 1 --train-iters 9 "
-         "--lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 --fp16")
+FLAGS = (
+    "--num-attention-heads 12 --seq-length 128 --max-position-embeddings 1024 --micro-batch-size 1 --train-iters 9 "
+    "--lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 --fp16"
+)
 
 
 def main():
@@ -48,8 +50,10 @@ def main():
             wait()
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, median in medians.items():
-        print(f"{name:<22}{median:8.3f} s   {median / medians['torch.save']:6.1%} of torch.save   "
-              f"({min(times[name]):.3f} to {max(times[name]):.3f})")
+        print(
+            f"{name:<22}{median:8.3f} s   {median / medians['torch.save']:6.1%} of torch.save   "
+            f"({min(times[name]):.3f} to {max(times[name]):.3f})"
+        )
     shutil.rmtree(options.folder)
     dist.destroy_process_group()
 
@@ -66,7 +70,11 @@ def _kinds(options) -> dict:
     _, model, optimizer = ours["synchronous save"]
 
     def torch_save(number: int):
-        state = {"model": model.state_dict(), "masters": optimizer.weights.masters, "engine": optimizer.engine.state_dict()}
+        state = {
+            "model": model.state_dict(),
+            "masters": optimizer.weights.masters,
+            "engine": optimizer.engine.state_dict(),
+        }
         torch.save(state, options.folder / "state.pt")
         return _nothing
 

@@ -31,9 +31,11 @@ from megatron_lite.train.rank_figures import gather
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
-FLAGS = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-         "--micro-batch-size 2 --train-iters 100000 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
-         "--vocab-size 127")
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --train-iters 100000 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127"
+)
 WARM_UP = 10
 
 
@@ -50,8 +52,9 @@ class Trainer:
         self.step = TrainingStep(self.plan, replica, optimizer, BatchMaker(self.plan, device, 127))
         self.meter, self.progress = Meter(self.plan, optimizer, device), Progress()
         data = MockDataset(10**7, self.plan.shape.seq_length, self.plan.vocab_size, 1)
-        self.batches = (torch.stack([torch.from_numpy(data[2 * i]), torch.from_numpy(data[2 * i + 1])])
-                        for i in range(10**6))
+        self.batches = (
+            torch.stack([torch.from_numpy(data[2 * i]), torch.from_numpy(data[2 * i + 1])]) for i in range(10**6)
+        )
 
     def __call__(self, instruments: Instruments) -> float:
         """One step; returns its seconds."""
@@ -99,9 +102,11 @@ def _compare(trainer: Trainer, kinds: dict, steps: int):
     trainer.meter.take()
     medians = {on: 1000 * statistics.median(values) for on, values in times.items()}
     more = 1e6 * statistics.median(on - off for on, off in zip(times[True], times[False]))
-    print(f"step: {medians[True]:.3f} ms with, {medians[False]:.3f} ms without; ratio of medians "
-          f"{medians[True] / medians[False]:.4f}; {more:.0f} us more, the median of {steps} pairs: "
-          f"{100 * more / 50_000:.2f}% of a step of 50 ms")
+    print(
+        f"step: {medians[True]:.3f} ms with, {medians[False]:.3f} ms without; ratio of medians "
+        f"{medians[True] / medians[False]:.4f}; {more:.0f} us more, the median of {steps} pairs: "
+        f"{100 * more / 50_000:.2f}% of a step of 50 ms"
+    )
 
 
 def _parts(plan: Plan, instruments: Instruments, timeline: Timeline):

@@ -68,7 +68,10 @@ def _compare(args: argparse.Namespace, work: Work, warm_up: int, contestants: li
     _print(work, args, around, threads, lines, ratios, bars, results)
     if args.out:
         everything = {
-            "command": sys.argv, **around, "work": dataclasses.asdict(work), "warm_up_steps": warm_up,
+            "command": sys.argv,
+            **around,
+            "work": dataclasses.asdict(work),
+            "warm_up_steps": warm_up,
             "threads": threads,
             "runs": [{**record, "result": dataclasses.asdict(record["result"])} for record in records],
             "summary": [dataclasses.asdict(line) for line in lines],
@@ -88,12 +91,18 @@ def _finished(results: list[Result]) -> set[str]:
 def _pairs(contestants: list[Contestant], results: list[Result]) -> list[tuple[Contestant, Contestant]]:
     """Each of ours with every yardstick, and with the first of ours; of those who finished a run."""
     here = [one for one in contestants if one.name in _finished(results)]
-    return [(ours, other) for ours in here if ours.is_ours for other in here
-            if not other.is_ours or (other is contestants[0] and other is not ours)]
+    return [
+        (ours, other)
+        for ours in here
+        if ours.is_ours
+        for other in here
+        if not other.is_ours or (other is contestants[0] and other is not ours)
+    ]
 
 
-def _run_all(args: argparse.Namespace, work: Work, warm_up: int, contestants: list[Contestant], folder: Path,
-             threads: int) -> list[dict]:
+def _run_all(
+    args: argparse.Namespace, work: Work, warm_up: int, contestants: list[Contestant], folder: Path, threads: int
+) -> list[dict]:
     """Round after round; who failed is not asked again."""
     deadline = time.monotonic() + 60 * args.minutes
     records, took = [], {}
@@ -124,10 +133,16 @@ def _run(one: Contestant, number: int, work: Work, folder: Path, threads: int, l
     before = load()
     run = watch(words, environment, one.ranks, limit_s, clocks)
     result = result_of(one, number, run, mine, work.steps)
-    return {"command": words, "omp_num_threads": environment["OMP_NUM_THREADS"],
-            "environment": one.environment, "load_before": before,
-            "load_after": load(), "during": run.samples, "result": result,
-            "output": run.output[-LINES_KEPT:] if result.failure else []}
+    return {
+        "command": words,
+        "omp_num_threads": environment["OMP_NUM_THREADS"],
+        "environment": one.environment,
+        "load_before": before,
+        "load_after": load(),
+        "during": run.samples,
+        "result": result,
+        "output": run.output[-LINES_KEPT:] if result.failure else [],
+    }
 
 
 def _words(result: Result, work: Work, warm_up: int) -> str:
@@ -147,15 +162,24 @@ def _processor(work: Work, around: dict) -> str:
     return found["gpus"][0]["name"] if work.device == "cuda" and found["gpus"] else found["cpu"]
 
 
-def _print(work: Work, args: argparse.Namespace, around: dict, threads: int, lines, ratios, bars, results: list[Result]):
+def _print(
+    work: Work, args: argparse.Namespace, around: dict, threads: int, lines, ratios, bars, results: list[Result]
+):
     found, where = around["machine"], _processor(work, around)
     columns = loss_table(results)
-    print(f"{work.words()}; --steps {work.steps} --rounds {args.rounds}\n{around['text']}\n{where}, "
-          f"{found['cores']} cores, torch {found['versions']['torch']}; load {around['load_before']} before, "
-          f"{around['load_after']} after")
-    for part in (table.speeds(lines, threads, work.device), table.ceiling(around["ceiling_tflops"], work.device),
-                 table.ratios(ratios), table.bars(bars), table.losses(columns),
-                 table.remarks(lines, columns, around["load_before"], found["cores"])):
+    print(
+        f"{work.words()}; --steps {work.steps} --rounds {args.rounds}\n{around['text']}\n{where}, "
+        f"{found['cores']} cores, torch {found['versions']['torch']}; load {around['load_before']} before, "
+        f"{around['load_after']} after"
+    )
+    for part in (
+        table.speeds(lines, threads, work.device),
+        table.ceiling(around["ceiling_tflops"], work.device),
+        table.ratios(ratios),
+        table.bars(bars),
+        table.losses(columns),
+        table.remarks(lines, columns, around["load_before"], found["cores"]),
+    ):
         if part:
             print("\n" + "\n".join(part))
     for result in results:

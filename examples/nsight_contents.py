@@ -45,7 +45,10 @@ def contents(path: str) -> tuple[str, bool]:
         may_be_secret = secrets(database)
     steps = sorted({int(match[1]) for text in texts if (match := re.fullmatch(r"step (\d+)", text))})
     if not steps:
-        return "no step of ours is in it: was the window reached, and is --profile given without --use-pytorch-profiler?", False
+        return (
+            "no step of ours is in it: was the window reached, and is --profile given without --use-pytorch-profiler?",
+            False,
+        )
     marks = [text for text in texts if re.match(r"rank \d+ of \d+, window: ", text)]
     marks.sort(key=lambda text: int(text.split()[1]))
     ranges = len(texts) - len(marks)
@@ -53,7 +56,9 @@ def contents(path: str) -> tuple[str, bool]:
     held += f", {kernels} kernels" if kernels else ", no kernels"
     words = "; ".join([held, *marks])
     if may_be_secret:
-        words += f"\nit holds {', '.join(may_be_secret)} from the environment of processes here: look before you share it"
+        words += (
+            f"\nit holds {', '.join(may_be_secret)} from the environment of processes here: look before you share it"
+        )
     return words, True
 
 

@@ -1,7 +1,7 @@
 """What the start scripts ask about the packages of pyproject.toml, under any Python from 3.10 on, with the standard library only.
 
-  python examples/packages.py missing     prints what this environment lacks, and exits with 1 if it lacks anything
-  python examples/packages.py cpu-torch   prints the requirement of torch's newest CPU build that this pip can see, or nothing
+python examples/packages.py missing     prints what this environment lacks, and exits with 1 if it lacks anything
+python examples/packages.py cpu-torch   prints the requirement of torch's newest CPU build that this pip can see, or nothing
 """
 
 import re
@@ -41,7 +41,17 @@ def find_missing() -> list[str]:
 
 def find_cpu_torch() -> str:
     """Among the indices and folders that the user's pip is set up for. Asks for their lists, downloads no package."""
-    command = [sys.executable, "-m", "pip", "index", "versions", "torch", "--disable-pip-version-check", "--retries", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "index",
+        "versions",
+        "torch",
+        "--disable-pip-version-check",
+        "--retries",
+        "1",
+    ]
     listed = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL).stdout
     bounds = read_requirements()["torch"]
     least, limit = (release_of(re.search(rf"{sign}\s*([\d.]+)", bounds)[1]) for sign in (">=", "<"))

@@ -42,7 +42,9 @@ from megatron_lite.train.run import run
 
 KEPT = "the C library keeps freed blocks for the next step (mallopt)"
 GIVEN_BACK = "this C library may give freed blocks back, which slows steps down; LD_PRELOAD=libtcmalloc.so.4 keeps them"
-NO_LOADERS = "read by the training process, since on a CPU loaders would take its cores; --num-workers N starts N per rank"
+NO_LOADERS = (
+    "read by the training process, since on a CPU loaders would take its cores; --num-workers N starts N per rank"
+)
 
 
 def main(argv: list[str]) -> int:
@@ -96,14 +98,21 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
         say_once(text)
     feed = Feed(plan, say_once)  # damaged or unfitting data is said before ranks meet and files are made
     require_checkpoint(plan)
-    with (_early_end_told(plan, say_once), process_group(plan, lambda error: tell_error(error, world)) as ranks,
-          save_reserved(plan, say_once)):
+    with (
+        _early_end_told(plan, say_once),
+        process_group(plan, lambda error: tell_error(error, world)) as ranks,
+        save_reserved(plan, say_once),
+    ):
         run_dir = _agreed_run_dir(plan)
         ranks.report_to(run_dir)
         launcher.run_dir = run_dir
         timeline = Timeline()
         watchers = [WhereaboutsKeeper(ranks.where), *choose(plan, run_dir, timeline, say)]
-        with RunRecord(plan, run_dir, as_record(expected)) as record, Instruments(watchers, say) as watching, ranks.explained():
+        with (
+            RunRecord(plan, run_dir, as_record(expected)) as record,
+            Instruments(watchers, say) as watching,
+            ranks.explained(),
+        ):
             record.left_early = run(plan, feed, tokenizer.eod, timeline, watching, run_dir, say_once)
     say_once(f"[{record.left_early}]" if record.left_early else f"  done: {run_dir}")
     if world.is_first and wants_report(plan, timeline.window.traced_on_demand):
@@ -125,7 +134,10 @@ def _early_end_told(plan: Plan, say_once):
         save, slot = plan.args.checkpoint.save, None
         with suppress(CheckpointError):  # the next --load says it
             slot = chosen(Path(save), None, "--save") if save and Path(save).is_dir() else None
-        say_once("interrupted; " + (f"--load {save} goes on from {slot.name}" if slot else "there is no checkpoint to go on from"))
+        say_once(
+            "interrupted; "
+            + (f"--load {save} goes on from {slot.name}" if slot else "there is no checkpoint to go on from")
+        )
         raise
 
 
@@ -135,8 +147,10 @@ def _headline(plan: Plan) -> str:
     passes = plan.micro_batches(plan.train_samples)
     peak = peak_tflops(where, plan.precision) if plan.device == "cuda" else None
     mfu = f"MFU against {peak:g} TFLOP/s" if peak else "MFU unknown: no peak for this processor in the table"
-    return (f"  {ranks} on {where} ({plan.backend}) | global batch {plan.batch.final} = micro-batch "
-            f"{plan.args.training.micro_batch_size} x {plan.world.size} x {passes} | {plan.train_iters} iterations\n  {mfu}{_loaders(plan)}")
+    return (
+        f"  {ranks} on {where} ({plan.backend}) | global batch {plan.batch.final} = micro-batch "
+        f"{plan.args.training.micro_batch_size} x {plan.world.size} x {passes} | {plan.train_iters} iterations\n  {mfu}{_loaders(plan)}"
+    )
 
 
 def _loaders(plan: Plan) -> str:

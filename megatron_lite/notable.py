@@ -6,7 +6,9 @@ from math import isnan
 from statistics import median, median_low
 
 FEWEST_STEPS = 3  # ordinary ones of every rank; a median of fewer says little
-FEWEST_BEFORE = 3  # steps before a profiled window, the run's first left out, or nothing can be said of the profiler's cost
+FEWEST_BEFORE = (
+    3  # steps before a profiled window, the run's first left out, or nothing can be said of the profiler's cost
+)
 SLOWER = 0.10  # than the median rank, in one phase
 SHARE_OF_STEP = 0.02  # that a rank's delay must be, or it does not matter
 MOSTLY = 0.75  # of the console lines in which the same rank must be that slow; a machine's noise changes sides
@@ -31,7 +33,9 @@ def rank_without_core(
 ) -> tuple[int, float | None] | None:
     """(rank, ms per step) of the rank that waits longest for a core, if it waits notably; None for ms where the system
     counts involuntary switches only. All are by rank, NaN for unknown; None where every rank has its cores."""
-    waits = [(wait / step, rank) for rank, (wait, step) in enumerate(zip(wait_ms, step_ms)) if wait / step >= WITHOUT_CORE]
+    waits = [
+        (wait / step, rank) for rank, (wait, step) in enumerate(zip(wait_ms, step_ms)) if wait / step >= WITHOUT_CORE
+    ]
     if waits:
         rank = max(waits)[1]
         return rank, wait_ms[rank]

@@ -17,7 +17,9 @@ from megatron_lite.errors import ConfigError, RanksError, UserError
 from megatron_lite.terminal import print_lines
 
 SECONDS_FOR_RANK_0 = 5  # what other ranks leave the first one to say an error that all of them have
-SECONDS_FOR_THE_FIRST = SECONDS_FOR_RANK_0 + 3  # what ranks that lost others leave to the one to blame, to end before them
+SECONDS_FOR_THE_FIRST = (
+    SECONDS_FOR_RANK_0 + 3
+)  # what ranks that lost others leave to the one to blame, to end before them
 
 
 def refuse_mistakes(argv: list[str]) -> int:
@@ -27,7 +29,9 @@ def refuse_mistakes(argv: list[str]) -> int:
     """
     line, files = read_command_line(argv), count_gpu_files()
     world = read_world(files, threads=1)
-    errors = [_find_mistakes(line, replace(world, gpus=gpus)) for gpus in ((files, 0, world.local_size) if files else (0,))]
+    errors = [
+        _find_mistakes(line, replace(world, gpus=gpus)) for gpus in ((files, 0, world.local_size) if files else (0,))
+    ]
     if None in errors:
         return 0
     end_with_error(errors[0], world)

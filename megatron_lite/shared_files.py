@@ -33,8 +33,11 @@ def open_regular(path: str | Path, flags: int, *, follow_link: bool = False) -> 
     kind = os.fstat(file).st_mode
     if not stat.S_ISREG(kind):
         os.close(file)
-        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path)) if stat.S_ISDIR(kind) else OSError(
-            errno.EINVAL, NOT_REGULAR, str(path))
+        raise (
+            IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+            if stat.S_ISDIR(kind)
+            else OSError(errno.EINVAL, NOT_REGULAR, str(path))
+        )
     return file
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 CUT_OFF = 141  # exit code: 128 + SIGPIPE
 # Control characters, marks that turn the direction of text, line separators, halves of a letter.
-_OBEYED = re.compile("[\0-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
+_OBEYED = re.compile(
+    "[\0-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
 _OWN_STYLE = re.compile(r"(\x1b\[(?:[0-2]|3[36])m)")  # bold, dim and the two colors of reports, and their end
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 

@@ -74,5 +74,8 @@ def fitting_threads(threads: int, ranks: int, cores: int) -> int | None:
 def switches_on(environ: Mapping[str, str], place: Place) -> dict[str, str]:
     """{VARIABLE=value: what it costs} for switches that were left on."""
     found = [(environ.get(switch.variable), switch) for switch in SWITCHES if switch.matters(place)]
-    return {f"{switch.variable}={value}": switch.cost for value, switch in found
-            if value is not None and value.upper() not in switch.harmless}
+    return {
+        f"{switch.variable}={value}": switch.cost
+        for value, switch in found
+        if value is not None and value.upper() not in switch.harmless
+    }

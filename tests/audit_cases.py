@@ -95,7 +95,13 @@ POINTS = {
 # other ways to the answers: (number, answer, code, made run, what it must say)
 MORE = [
     (11, FAIL, "overflow-storm", NEVER_GOOD_RUN, "all 14 steps were skipped"),
-    (11, NOT_SEEN, "", recorded(precision="fp16", steps=ordinary_steps(14, skipped=lambda index: index < 13)), "13 of 14"),
+    (
+        11,
+        NOT_SEEN,
+        "",
+        recorded(precision="fp16", steps=ordinary_steps(14, skipped=lambda index: index < 13)),
+        "13 of 14",
+    ),
     (13, FAIL, "overflow-storm", NEVER_GOOD_RUN, "no update at all: all 14 steps were skipped"),
     (13, FAIL, "no-learning", recorded(steps=ordinary_steps(loss=None)), "not finite in all 40 updates"),
     (17, FAIL, "overflow-storm", NEVER_GOOD_RUN, "14 of 14 steps skipped"),

@@ -16,8 +16,17 @@ from megatron_lite.model.attend import choose_attention
 from megatron_lite.model.gpt import GPT
 
 VOCABULARY = 120  # of 128 rows
-LLAMA = replace(PLAIN, position_embedding="rope", normalization="RMSNorm", activation="swiglu", linear_bias=False,
-                qkv_bias=False, tied_embeddings=False, num_query_groups=2, norm_epsilon=1e-6)
+LLAMA = replace(
+    PLAIN,
+    position_embedding="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    linear_bias=False,
+    qkv_bias=False,
+    tied_embeddings=False,
+    num_query_groups=2,
+    norm_epsilon=1e-6,
+)
 EXACT = {  # whose weights are the same numbers on both sides
     "gpt2": PLAIN,
     "gpt2_erf": replace(PLAIN, activation="gelu_erf"),
@@ -80,7 +89,14 @@ def kept(shape: ModelShape, precision: str = "fp32", vocab_size: int | None = VO
 def export(stored: Kept, folder, precision: str | None = None, **how):
     folder.mkdir(parents=True, exist_ok=True)
     said = []
-    Export(Path("SAVE"), stored, precision or stored.record.precision, how.pop("tokenizer", no_files()), say=said.append, **how).write(folder)
+    Export(
+        Path("SAVE"),
+        stored,
+        precision or stored.record.precision,
+        how.pop("tokenizer", no_files()),
+        say=said.append,
+        **how,
+    ).write(folder)
     return said
 
 

@@ -20,8 +20,10 @@ TEXT_BYTES = 60_000  # several epochs are read
 CPU = torch.device("cpu")
 # lr about as high as learns steadily (at 4e-3 the least rounding becomes 0.1 nats within 200 steps), clip so low that every
 # step is clipped
-WORDS = (f"--train-iters {STEPS} --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
-         "--clip-grad 0.4 --weight-decay 0.1 --seq-length 32 --max-position-embeddings 32")
+WORDS = (
+    f"--train-iters {STEPS} --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
+    "--clip-grad 0.4 --weight-decay 0.1 --seq-length 32 --max-position-embeddings 32"
+)
 
 
 def write_text(prefix: Path) -> Path:
@@ -49,9 +51,16 @@ def plain_curve(data: Path, *words: str, steps: int = STEPS, **changes) -> Curve
     plan = plan_of(flags(WORDS, *words, data=data))
     o, p = plan.args.optimizer, plan.args.precision
     recipe = Recipe(
-        heads=plan.shape.num_attention_heads, lr=o.lr, clip=o.clip_grad, decay=o.weight_decay,
-        betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, micro_batches=plan.micro_batches(0),
-        precision=plan.precision, first_scale=p.initial_loss_scale, growth_interval=int(p.loss_scale_window),
+        heads=plan.shape.num_attention_heads,
+        lr=o.lr,
+        clip=o.clip_grad,
+        decay=o.weight_decay,
+        betas=(o.adam_beta1, o.adam_beta2),
+        eps=o.adam_eps,
+        micro_batches=plan.micro_batches(0),
+        precision=plan.precision,
+        first_scale=p.initial_loss_scale,
+        growth_interval=int(p.loss_scale_window),
     )
     model = build_model(plan, CPU, lambda text: None)
     batches = Feed(plan, lambda text: None).training(Progress())

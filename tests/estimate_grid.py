@@ -1,6 +1,6 @@
 """Memory in closed form beside the rehearsed one, over plans that turn every flag which memory depends on.
 
-    python tests/estimate_grid.py [WORD ...]    the table; of plans only whose flags or names hold all words
+python tests/estimate_grid.py [WORD ...]    the table; of plans only whose flags or names hold all words
 """
 
 import sys
@@ -17,16 +17,24 @@ from megatron_lite.estimate.prediction import MemoryPrediction
 from megatron_lite.rehearsal.rehearse import Rehearsal, rehearse
 from megatron_lite.units import size
 
-ALWAYS = ("--max-position-embeddings 2048 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
-          "--vocab-size 50256 ")
+ALWAYS = (
+    "--max-position-embeddings 2048 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 50256 "
+)
 SEED = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 4 --fp16 "
 MEDIUM = "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 4 "
-SHORT = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 "  # states decide
-LARGE = ("--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
-         "--hidden-dropout 0 --attention-dropout 0 ")
+SHORT = (
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 "  # states decide
+)
+LARGE = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
+    "--hidden-dropout 0 --attention-dropout 0 "
+)
 BYTES = "--vocab-size 256 --padded-vocab-size 512 "  # logits are small: layers decide
-LLAMA = ("--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-         "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 ")
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
+)
 GROUPED = "--group-query-attention --num-query-groups 2 "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers "
@@ -56,15 +64,19 @@ GRID = {  # name: (flags, ranks)
     "bytes, fp32, no dropout": (MEDIUM + BYTES + "--hidden-dropout 0 --attention-dropout 0", 1),
     "bytes, fp32, grouped": (MEDIUM + BYTES + "--group-query-attention --num-query-groups 4", 1),
     "bytes, squared relu": (MEDIUM + BYTES + "--bf16 --squared-relu --hidden-dropout 0", 1),
-    "bytes, part rotated, interleaved": (MEDIUM + BYTES + "--bf16 --position-embedding-type rope --rotary-percent 0.5 "
-                                         "--rotary-interleaved", 1),
+    "bytes, part rotated, interleaved": (
+        MEDIUM + BYTES + "--bf16 --position-embedding-type rope --rotary-percent 0.5 --rotary-interleaved",
+        1,
+    ),
     "bytes, norm weights minus one": (MEDIUM + BYTES + "--bf16 --apply-layernorm-1p", 1),
     "bytes, wide heads, exact gelu": (MEDIUM + BYTES + "--bf16 --kv-channels 128 --no-bias-gelu-fusion", 1),
     "bytes, heads of 100 channels": (MEDIUM + BYTES + "--bf16 --kv-channels 100", 1),
     "bytes, documents apart": (MEDIUM + BYTES + "--bf16 --reset-attention-mask", 1),
     "bytes, unfused, softmax in fp32": (MEDIUM + BYTES + UNFUSED + "--bf16 --attention-softmax-in-fp32", 1),
-    "bytes, unfused, scaled by layer": (MEDIUM + BYTES + "--attention-backend local --fp16 "
-                                        "--apply-query-key-layer-scaling --attention-dropout 0", 1),
+    "bytes, unfused, scaled by layer": (
+        MEDIUM + BYTES + "--attention-backend local --fp16 --apply-query-key-layer-scaling --attention-dropout 0",
+        1,
+    ),
     "bytes, unfused, grouped, 1 sequence": (MEDIUM + BYTES + UNFUSED + GROUPED + "--bf16 --micro-batch-size 1", 1),
     "bytes, unfused, recompute": (MEDIUM + BYTES + UNFUSED + "--bf16 " + FULL, 1),
     "bytes, llama, recompute": (MEDIUM + BYTES + LLAMA + GROUPED + "--bf16 " + FULL, 1),
@@ -72,12 +84,27 @@ GRID = {  # name: (flags, ranks)
     "short, fp16": (SHORT + "--fp16", 1),
     "short, bf16, 2 ranks": (SHORT + BYTES + "--bf16", 2),
     "short, fp32, 2 micro-batches": (SHORT + "--global-batch-size 2", 1),
-    "short, fp32, untied, plain sgd": (SHORT + "--optimizer sgd --sgd-momentum 0 --untie-embeddings-and-output-weights", 1),
-    "short, sgd, decay that grows": (SHORT + BYTES + "--optimizer sgd --weight-decay-incr-style linear "
-                                     "--start-weight-decay 0 --end-weight-decay 0.1", 1),
-    "tiny": ("--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 " + BYTES, 1),
+    "short, fp32, untied, plain sgd": (
+        SHORT + "--optimizer sgd --sgd-momentum 0 --untie-embeddings-and-output-weights",
+        1,
+    ),
+    "short, sgd, decay that grows": (
+        SHORT + BYTES + "--optimizer sgd --weight-decay-incr-style linear "
+        "--start-weight-decay 0 --end-weight-decay 0.1",
+        1,
+    ),
+    "tiny": (
+        "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 " + BYTES,
+        1,
+    ),
 }
-QUICK = ("tiny", "short, fp16", "short, bf16, 2 ranks", "bytes, llama, recompute", "bytes, unfused, grouped, 1 sequence")
+QUICK = (
+    "tiny",
+    "short, fp16",
+    "short, bf16, 2 ranks",
+    "bytes, llama, recompute",
+    "bytes, unfused, grouped, 1 sequence",
+)
 
 
 def plan_for(words: str, ranks: int = 1, device: str = "cuda") -> Plan:
@@ -123,8 +150,10 @@ class Case:
 
     def line(self) -> str:
         peak = self.formula.peak
-        return (f"{self.name:40} {size(peak.num_bytes):>10} {size(self.exact.allocated_peak_bytes):>10} {100 * self.error:+6.2f}%"
-                f"  {'' if self.names_the_phase else 'NOT '}{peak.phase}: {peak.where} | {self.exact.where}")
+        return (
+            f"{self.name:40} {size(peak.num_bytes):>10} {size(self.exact.allocated_peak_bytes):>10} {100 * self.error:+6.2f}%"
+            f"  {'' if self.names_the_phase else 'NOT '}{peak.phase}: {peak.where} | {self.exact.where}"
+        )
 
 
 def main(words: list[str]):

@@ -57,19 +57,23 @@ def remembered(**parts):
 
 def both(*parts):
     """Several things of one run, into one folder."""
+
     def write(folder: Path):
         for part in parts:
             part(folder)
+
     return write
 
 
 def waits(us: float, call="cudaStreamSynchronize", operator: str | None = "aten::item", per_step: int = 1):
     """The host waits until the device has nothing left, and then takes `us` to go on."""
+
     def change(step: Step):
         for _ in range(per_step):
             asked = step.host
             began, _ = step.gap(us)
             step.made.sync(asked, began + us / 2, call, operator=operator)
+
     return change
 
 
@@ -79,9 +83,11 @@ def waits_with_a_full_queue(step: Step):
 
 def host_does(name: str, us: float, category="python_function", thread=100):
     """The device is idle for `us` while the host is in `name`."""
+
     def change(step: Step):
         start, end = step.gap(us)
         step.made.add(category, name, start, end, thread)
+
     return change
 
 
@@ -89,15 +95,18 @@ def loads(us: float):
     def change(step: Step):
         start, end = step.gap(us)
         step.made.annotation("data", start, end)
+
     return change
 
 
 def small_kernels(number: int, us: float, every_us: float):
     """Launched one by one, each after the one before has ended."""
+
     def change(step: Step):
         for _ in range(number):
             step.host = max(step.host, step.gpu) + every_us
             step.kernel(ADD, us, "aten::add", late=True)
+
     return change
 
 
@@ -108,15 +117,18 @@ def small_copies(number: int):
             step.made.copy("Memcpy HtoD (Pinned -> Device)", start, start + 1, step.host, 512, call_end=step.host + 6)
             step.host += 8
         step.gpu += 2 * number
+
     return change
 
 
 def waits_for_stream(us: float):
     """The next kernel is launched in time and waits for an event of another stream."""
+
     def change(step: Step):
         step.made.runtime("cudaStreamWaitEvent", step.host, step.host + 2)
         step.host += 3
         step.gpu += us
+
     return change
 
 
@@ -126,6 +138,7 @@ def zeroes(where: str):
         for _ in range(8):
             step.kernel(FILL, 40, "aten::zero_")
         step.made.annotation(where, began, step.host)
+
     return change
 
 
@@ -140,6 +153,7 @@ def cpu_reads(made, at):
 
 def python_works(us: float, name: str | None = None, every: int = 1):
     """On a CPU: in forward no operator for so long, in every n-th step; operators take 6,000 us."""
+
     def write(folder: Path):
         made = MadeTrace(0, 1, device=None)
         host = 0.0
@@ -155,11 +169,13 @@ def python_works(us: float, name: str | None = None, every: int = 1):
             host += 3_000
             made.step(10 + index, at, host)
         made.write(folder)
+
     return write
 
 
 def gloo_after_backward(number: int, elements: int | None = None):
     """On a CPU: a rank of two whose backward ends with so many collectives of 100 us; operators take 6,000 us."""
+
     def write(folder: Path):
         made = MadeTrace(0, 2, device=None)
         shapes = {"Input Dims": [[elements]], "Input type": ["float"]} if elements else {}
@@ -176,11 +192,13 @@ def gloo_after_backward(number: int, elements: int | None = None):
             host += 6_020 + 100 * number
             made.step(10 + index, at, host)
         made.write(folder)
+
     return write
 
 
 def small_operators(busy_us: float):
     """200 of them, every 25 us, in a step without anything else."""
+
     def write(folder: Path):
         made = MadeTrace(0, 1, device=None)
         for index in range(STEPS):
@@ -190,6 +208,7 @@ def small_operators(busy_us: float):
             for one in range(200):
                 made.op("aten::add", at + 25 * one, at + 25 * one + busy_us)
         made.write(folder)
+
     return write
 
 
@@ -234,10 +253,12 @@ def every(n: int, value, otherwise):
 
 def ranks_late(late_us: float, ranks: int = 3):
     """Rank 1 comes `late_us` later to its collectives; the others wait."""
+
     def write(folder: Path):
         for rank in range(ranks):
             late = rank == 1
             gpu(folder, rank, ranks, reduce="late", late_us=late_us if late else 0, wait_us=0 if late else late_us)
+
     return write
 
 
@@ -289,18 +310,25 @@ def memory(folder: Path, steps=3, layers=8, layer_gib=1.0, logits_gib=1.0, kept_
 
 def planned(**flags):
     """Beside a trace the whole plan of 24 layers of 2048 on a GPU of 85 GB, as formulas need it."""
+
     def write(folder: Path):
         run(folder)
         record = json.loads((folder / "run.json").read_text())
         words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
-        plan = resolved_plan("--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 "
-                             f"--max-position-embeddings 4096 --bf16 {words}", World(gpus=1), vocab_size=50257)
+        plan = resolved_plan(
+            "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 "
+            f"--max-position-embeddings 4096 --bf16 {words}",
+            World(gpus=1),
+            vocab_size=50257,
+        )
         (folder / "run.json").write_text(json.dumps(record | {"plan": dataclasses.asdict(plan)}, default=str))
+
     return write
 
 
 def holes(freed: int):
     """A segment of 8 pieces, `freed` of which lie free between live ones; a larger request does not fit there."""
+
     def write(folder: Path):
         made = MadeSnapshot()
         made.step(1)
@@ -309,6 +337,7 @@ def holes(freed: int):
         made.free(*pieces[1::2][:freed])
         made.alloc(2 * GIB, "step 1/forward")
         made.write(folder)
+
     return write
 
 
@@ -325,45 +354,69 @@ CASES = {
     "starved-loader": (on_gpu(before_data=loads(1500)), on_gpu(before_data=loads(100))),
     "too-many-workers": (
         both(on_gpu(before_data=loads(1500)), recorded(num_workers=64, hardware={"cpus": 16})),
-        both(on_gpu(before_data=loads(1500)), recorded(num_workers=4, hardware={"cpus": 16}))),
-    "unpinned-copies": (on_gpu(copy=PAGEABLE, copy_stream=COMPUTE_STREAM, copy_us=400),
-                        on_gpu(copy="Memcpy HtoD (Pinned -> Device)", copy_stream=COMPUTE_STREAM, copy_us=400)),
+        both(on_gpu(before_data=loads(1500)), recorded(num_workers=4, hardware={"cpus": 16})),
+    ),
+    "unpinned-copies": (
+        on_gpu(copy=PAGEABLE, copy_stream=COMPUTE_STREAM, copy_us=400),
+        on_gpu(copy="Memcpy HtoD (Pinned -> Device)", copy_stream=COMPUTE_STREAM, copy_us=400),
+    ),
     "small-copies": (on_gpu(before_forward=small_copies(64)), on_gpu(before_forward=small_copies(8))),
     "exposed-copies": (on_gpu(copy_stream=COMPUTE_STREAM, copy_us=900), on_gpu(copy_us=900)),
-    "launch-bound": (on_gpu(before_forward=small_kernels(300, 4, 20)),
-                     on_gpu(before_forward=small_kernels(300, 40, -20))),
-    "host-gaps": (on_gpu(before_forward=host_does("train.py(7): think", 1500)),
-                  on_gpu(before_forward=host_does("train.py(7): think", 300))),
+    "launch-bound": (
+        on_gpu(before_forward=small_kernels(300, 4, 20)),
+        on_gpu(before_forward=small_kernels(300, 40, -20)),
+    ),
+    "host-gaps": (
+        on_gpu(before_forward=host_does("train.py(7): think", 1500)),
+        on_gpu(before_forward=host_does("train.py(7): think", 300)),
+    ),
     "tiny-micro-batches": (
         both(on_cpu(micro_batches=8, between_us=120), micro_batch_run(device="cpu", shape={"seq_length": 64})),
-        both(on_cpu(micro_batches=2, between_us=120), micro_batch_run(device="cpu", shape={"seq_length": 64}))),
-    "gc-pauses": (on_gpu(before_optimizer=host_does("Python GC", 500)),
-                  on_gpu(before_optimizer=host_does("Python GC", 30))),
-    "allocator-stalls": (on_gpu(before_forward=host_does("cudaMalloc", 500, "cuda_runtime")),
-                         on_gpu(before_forward=host_does("cudaMalloc", 30, "cuda_runtime"))),
+        both(on_cpu(micro_batches=2, between_us=120), micro_batch_run(device="cpu", shape={"seq_length": 64})),
+    ),
+    "gc-pauses": (
+        on_gpu(before_optimizer=host_does("Python GC", 500)),
+        on_gpu(before_optimizer=host_does("Python GC", 30)),
+    ),
+    "allocator-stalls": (
+        on_gpu(before_forward=host_does("cudaMalloc", 500, "cuda_runtime")),
+        on_gpu(before_forward=host_does("cudaMalloc", 30, "cuda_runtime")),
+    ),
     "stream-waits": (on_gpu(before_backward=waits_for_stream(900)), on_gpu(before_backward=waits_for_stream(100))),
-    "log-stalls": (recorded(steps=ordinary_steps(phase_log=2.0), device="cpu"),
-                   recorded(steps=ordinary_steps(phase_log=0.2), device="cpu")),
+    "log-stalls": (
+        recorded(steps=ordinary_steps(phase_log=2.0), device="cpu"),
+        recorded(steps=ordinary_steps(phase_log=0.2), device="cpu"),
+    ),
     "save-and-eval": (recorded(steps=steps_with_evaluation(30)), recorded(steps=steps_with_evaluation(2))),
     "no-tensor-cores": (on_gpu(gemm=SIMT_GEMM), gpu),
     "fp32-products": (on_gpu(gemm=FP32_GEMM, dtypes=["float", "float"]), gpu),
     "slow-16-bit-products": (
         both(on_cpu(dtype="c10::Half"), recorded(device="cpu", precision="fp16", hardware={"fp16_products": False})),
-        both(on_cpu(dtype="c10::Half"), recorded(device="cpu", precision="fp16", hardware={"fp16_products": True}))),
+        both(on_cpu(dtype="c10::Half"), recorded(device="cpu", precision="fp16", hardware={"fp16_products": True})),
+    ),
     "matmul-shapes": (both(on_gpu(dims=ODD), recorded(shape=ODD_SHAPE)), on_gpu(dims=[[8192, 1088], [1088, 4096]])),
     "below-roofline": (on_gpu(dims=THIN), gpu),
-    "zeroed-gradients": (on_gpu(before_data=zeroes("Optimizer.zero_grad#AdamW.zero_grad")),
-                         on_gpu(before_data=zeroes("init"))),
+    "zeroed-gradients": (
+        on_gpu(before_data=zeroes("Optimizer.zero_grad#AdamW.zero_grad")),
+        on_gpu(before_data=zeroes("init")),
+    ),
     "vocabulary-padding": (
         both(on_gpu(dims=[[8192, 4096], [4096, 65536]]), recorded(shape={"padded_vocab_size": 65536})),
-        both(on_gpu(dims=[[8192, 4096], [4096, 50304]]), run)),
-    "attention-scores": (on_gpu(forward=[(SOFTMAX, 900, "aten::_softmax", SCORES, ["c10::BFloat16", "Scalar"])]),
-                         on_gpu(forward=[(SOFTMAX, 900, "aten::_log_softmax", [[8192, 50304]], ["float"])])),
-    "attention-dropout": (both(on_cpu(change=math_attention), recorded(device="cpu", attention_dropout=0.1)),
-                          both(on_cpu(change=math_attention), recorded(device="cpu"))),
+        both(on_gpu(dims=[[8192, 4096], [4096, 50304]]), run),
+    ),
+    "attention-scores": (
+        on_gpu(forward=[(SOFTMAX, 900, "aten::_softmax", SCORES, ["c10::BFloat16", "Scalar"])]),
+        on_gpu(forward=[(SOFTMAX, 900, "aten::_log_softmax", [[8192, 50304]], ["float"])]),
+    ),
+    "attention-dropout": (
+        both(on_cpu(change=math_attention), recorded(device="cpu", attention_dropout=0.1)),
+        both(on_cpu(change=math_attention), recorded(device="cpu")),
+    ),
     "copy-share": (on_gpu(forward=[(CAST, 1500, "aten::copy_")]), on_gpu(forward=[(CAST, 500, "aten::copy_")])),
-    "unfused-elementwise": (on_gpu(forward=[(ADD, 500, "aten::add")] * 4),
-                            both(on_gpu(forward=[(ADD, 500, "aten::add")] * 4), recorded(torch_compile=True))),
+    "unfused-elementwise": (
+        on_gpu(forward=[(ADD, 500, "aten::add")] * 4),
+        both(on_gpu(forward=[(ADD, 500, "aten::add")] * 4), recorded(torch_compile=True)),
+    ),
     "unfused-optimizer": (on_gpu(optimizer=LOOP * 8), gpu),
     "all-reduce-tail": (on_gpu(reduce="tail"), gpu),
     "no-overlap": (on_gpu(reduce="after"), on_gpu(reduce="tail")),
@@ -372,39 +425,59 @@ CASES = {
     "straggler": (ranks_late(1500), ranks_late(100)),
     "max-connections": (
         both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION)),
-        both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION, tensor_model_parallel_size=2))),
+        both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION, tensor_model_parallel_size=2)),
+    ),
     "recompilation": (
         recorded(steps=ordinary_steps(ms=every(8, 500.0, 10.0), compiling=every(8, True, False))),
-        recorded(steps=ordinary_steps(ms=every(30, 500.0, 10.0), compiling=every(30, True, False)))),
-    "graph-breaks": (both(on_cpu(change=breaks), recorded(device="cpu", world=1, torch_compile=True)),
-                     both(on_cpu(change=one_graph), recorded(device="cpu", world=1, torch_compile=True))),
-    "first-step": (recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 20_000.0)),
-                   recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 2_000.0))),
+        recorded(steps=ordinary_steps(ms=every(30, 500.0, 10.0), compiling=every(30, True, False))),
+    ),
+    "graph-breaks": (
+        both(on_cpu(change=breaks), recorded(device="cpu", world=1, torch_compile=True)),
+        both(on_cpu(change=one_graph), recorded(device="cpu", world=1, torch_compile=True)),
+    ),
+    "first-step": (
+        recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 20_000.0)),
+        recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 2_000.0)),
+    ),
     "profiler-overhead": (recorded(steps=profiled_steps(15.0)), recorded(steps=profiled_steps(11.0))),
-    "busy-machine": (recorded(ranks=BUSY, device="cpu", hardware={"cpus": 8}),
-                     recorded(ranks=rank_lines([3.0, 3.0], **cores([0.3, 0.4], [1, 2])), device="cpu")),
-    "debug-switches": (recorded(environment={"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
-                       recorded(environment={"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"})),
-    "too-many-threads": (recorded(device="cpu", hardware={"threads": 8, "cpus": 8}),
-                         recorded(device="cpu", hardware={"threads": 4, "cpus": 8})),
-    "overflow-storm": (recorded(steps=ordinary_steps(skipped=every(6, True, False)), precision="fp16"),
-                       recorded(steps=ordinary_steps(skipped=lambda index: index < 15), precision="fp16")),
-    "scale-collapse": (recorded(steps=ordinary_steps(loss_scale=scale(HALVED)), precision="fp16"),
-                       recorded(steps=ordinary_steps(loss_scale=scale(HALVED[:6])), precision="fp16")),
+    "busy-machine": (
+        recorded(ranks=BUSY, device="cpu", hardware={"cpus": 8}),
+        recorded(ranks=rank_lines([3.0, 3.0], **cores([0.3, 0.4], [1, 2])), device="cpu"),
+    ),
+    "debug-switches": (
+        recorded(environment={"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+        recorded(environment={"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"}),
+    ),
+    "too-many-threads": (
+        recorded(device="cpu", hardware={"threads": 8, "cpus": 8}),
+        recorded(device="cpu", hardware={"threads": 4, "cpus": 8}),
+    ),
+    "overflow-storm": (
+        recorded(steps=ordinary_steps(skipped=every(6, True, False)), precision="fp16"),
+        recorded(steps=ordinary_steps(skipped=lambda index: index < 15), precision="fp16"),
+    ),
+    "scale-collapse": (
+        recorded(steps=ordinary_steps(loss_scale=scale(HALVED)), precision="fp16"),
+        recorded(steps=ordinary_steps(loss_scale=scale(HALVED[:6])), precision="fp16"),
+    ),
     "no-learning": (recorded(steps=ordinary_steps(loss=lambda index: 3.0 + index / 1000)), run),
-    "memory-growth": (recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + index * 2**22)),
-                      recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + min(index, 4) * 2**22))),
+    "memory-growth": (
+        recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + index * 2**22)),
+        recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + min(index, 4) * 2**22)),
+    ),
     "fragmentation": (holes(4), holes(0)),
-    "logits-peak": (both(remembered(logits_gib=8), on_a_gpu_of(32)),
-                    both(remembered(logits_gib=8), on_a_gpu_of(80))),
-    "recompute-activations": (both(remembered(layer_gib=2), on_a_gpu_of(32)),
-                              both(remembered(layer_gib=2), on_a_gpu_of(32, recompute_granularity="full"))),
+    "logits-peak": (both(remembered(logits_gib=8), on_a_gpu_of(32)), both(remembered(logits_gib=8), on_a_gpu_of(80))),
+    "recompute-activations": (
+        both(remembered(layer_gib=2), on_a_gpu_of(32)),
+        both(remembered(layer_gib=2), on_a_gpu_of(32, recompute_granularity="full")),
+    ),
     "needless-recompute": (both(on_gpu(), planned(**FULL)), both(on_gpu(), planned(micro_batch_size=8, **FULL))),
     "out-of-memory": (remembered(oom=True), memory),
     "attention-memory": (remembered(frames=IN_SOFTMAX, logits_gib=0.5), remembered(frames=IN_GELU, logits_gib=0.5)),
     "micro-batch-headroom": (
         both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=12 * 10**9))),
-        both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=70 * 10**9)))),
+        both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=70 * 10**9))),
+    ),
 }
 UNKNOWN_OR_AMD = (
     "igemm_fwd_gtcx3_nhwc_fp16_bx0_ex0_bt128x128x32_wt32x32x8_ws1x1_wr2x2",
@@ -422,7 +495,10 @@ MORE_TRIGGERS = [
     ("recompilation", recorded(steps=ordinary_steps(ms=500.0, compiling=True, compile_ms=490.0), torch_compile=True)),
     ("no-learning", recorded(steps=ordinary_steps(loss=lambda index: 3.0 if index < 30 else None))),
     ("graph-breaks", on_cpu(change=resumes)),
-    ("graph-breaks", both(on_cpu(change=more_than_a_layer_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
+    (
+        "graph-breaks",
+        both(on_cpu(change=more_than_a_layer_and_the_loss), recorded(device="cpu", torch_compile="layers")),
+    ),
     ("memory-growth", remembered(kept_mib=64, steps=5)),
     ("host-gaps", python_works(4_000)),
     ("host-gaps", python_works(4_000, "train.py(7): think")),
@@ -460,8 +536,10 @@ MORE_NEAR_MISSES = [
     ("memory-growth", remembered(steps=5)),
     ("recompute-activations", both(remembered(layer_gib=2), on_a_gpu_of(80))),
     ("micro-batch-headroom", both(on_gpu(micro_batches=4), micro_batch_run())),
-    ("fp32-products",
-     both(on_cpu(dtype="float"), recorded(device="cpu", precision="fp32", hardware={"bf16_products": False}))),
+    (
+        "fp32-products",
+        both(on_cpu(dtype="float"), recorded(device="cpu", precision="fp32", hardware={"bf16_products": False})),
+    ),
     ("straggler", recorded(ranks=rank_lines([3.0, 3.0, 3.1, 3.0]), world=4)),
     *[("no-tensor-cores", on_gpu(gemm=name)) for name in UNKNOWN_OR_AMD],
     ("sync-in-step", on_gpu(before_optimizer=waits_with_a_full_queue)),
@@ -475,24 +553,56 @@ CLEAN = {
 # known answers: ms per step of the first trigger, by how it is made
 COSTS_MS = {
     "busy-machine": 3.5,
-    "sync-in-step": 0.61, "starved-loader": 1.5, "too-many-workers": 1.5, "unpinned-copies": 0.4,
-    "exposed-copies": 0.9, "host-gaps": 1.5, "gc-pauses": 0.5, "allocator-stalls": 0.5, "stream-waits": 0.9,
-    "log-stalls": 2.0, "save-and-eval": 3.0, "no-tensor-cores": 7.5, "attention-scores": 0.9,
-    "attention-dropout": 1.4, "copy-share": 1.5, "unfused-elementwise": 2.0, "unfused-optimizer": 0.8,
-    "zeroed-gradients": 0.32, "all-reduce-tail": 0.8, "no-overlap": 1.2, "small-buckets": 0.96,
-    "reduce-every-micro-batch": 1.5, "straggler": 1.5, "max-connections": 0.8, "recompilation": 4 * 490 / 40,
-    "first-step": 19_990 / 40, "overflow-storm": 10 * 6 / 40,
+    "sync-in-step": 0.61,
+    "starved-loader": 1.5,
+    "too-many-workers": 1.5,
+    "unpinned-copies": 0.4,
+    "exposed-copies": 0.9,
+    "host-gaps": 1.5,
+    "gc-pauses": 0.5,
+    "allocator-stalls": 0.5,
+    "stream-waits": 0.9,
+    "log-stalls": 2.0,
+    "save-and-eval": 3.0,
+    "no-tensor-cores": 7.5,
+    "attention-scores": 0.9,
+    "attention-dropout": 1.4,
+    "copy-share": 1.5,
+    "unfused-elementwise": 2.0,
+    "unfused-optimizer": 0.8,
+    "zeroed-gradients": 0.32,
+    "all-reduce-tail": 0.8,
+    "no-overlap": 1.2,
+    "small-buckets": 0.96,
+    "reduce-every-micro-batch": 1.5,
+    "straggler": 1.5,
+    "max-connections": 0.8,
+    "recompilation": 4 * 490 / 40,
+    "first-step": 19_990 / 40,
+    "overflow-storm": 10 * 6 / 40,
 }
 # what the finding must say somewhere: flag and value, place, amount
 WORDS = {
     "busy-machine": "rank 1 is ready and has no core for 3.5 ms of a step of 10.0 ms; ranks from 0 on: 5%, 35%",
-    "sync-in-step": "aten::item", "starved-loader": "the device waits for the loader 1.5 ms",
-    "too-many-workers": "64 workers x 2 ranks", "host-gaps": "train.py(7): think",
-    "matmul-shapes": "--hidden-size 1024 (now 1000)", "straggler": "rank 1", "vocabulary-padding": "50,257 of 65,536",
-    "micro-batch-headroom": "--micro-batch-size 16 (now 4)", "logits-peak": "--micro-batch-size 2 (now 4)",
-    "fragmentation": "10.00 GiB are reserved for tensors of 6.00 GiB", "out-of-memory": "8.00 GiB were asked for",
+    "sync-in-step": "aten::item",
+    "starved-loader": "the device waits for the loader 1.5 ms",
+    "too-many-workers": "64 workers x 2 ranks",
+    "host-gaps": "train.py(7): think",
+    "matmul-shapes": "--hidden-size 1024 (now 1000)",
+    "straggler": "rank 1",
+    "vocabulary-padding": "50,257 of 65,536",
+    "micro-batch-headroom": "--micro-batch-size 16 (now 4)",
+    "logits-peak": "--micro-batch-size 2 (now 4)",
+    "fragmentation": "10.00 GiB are reserved for tensors of 6.00 GiB",
+    "out-of-memory": "8.00 GiB were asked for",
     "attention-memory": "8.00 GiB of the peak",
-    "recompilation": "iterations 9, 17, 25, 33", "debug-switches": "DETAIL", "attention-scores": "2048 x 2048",
-    "unfused-optimizer": "a loop over 8 tensors", "max-connections": "2 ranks", "profiler-overhead": "1.50 x",
-    "scale-collapse": "from 65,536 to", "no-overlap": "--ddp-bucket-size", "first-step": "20,000.0 ms",
+    "recompilation": "iterations 9, 17, 25, 33",
+    "debug-switches": "DETAIL",
+    "attention-scores": "2048 x 2048",
+    "unfused-optimizer": "a loop over 8 tensors",
+    "max-connections": "2 ranks",
+    "profiler-overhead": "1.50 x",
+    "scale-collapse": "from 65,536 to",
+    "no-overlap": "--ddp-bucket-size",
+    "first-step": "20,000.0 ms",
 }

@@ -97,7 +97,11 @@ def digest(save: Path, iteration: int) -> str:
     """Of every tensor and plain value of a checkpoint."""
     total = hashlib.sha256()
     for name, value in sorted(checkpoint(save, iteration).items()):
-        data = value.flatten().view(torch.uint8).numpy().tobytes() if isinstance(value, torch.Tensor) else value.to_json().encode()
+        data = (
+            value.flatten().view(torch.uint8).numpy().tobytes()
+            if isinstance(value, torch.Tensor)
+            else value.to_json().encode()
+        )
         total.update(name.encode() + data)
     return total.hexdigest()
 
@@ -108,7 +112,10 @@ def complete(save: Path) -> list[int]:
     for folder in save.glob("iter_*"):
         with suppress(OSError):
             files = json.loads((folder / "manifest.json").read_text())["files"]
-            if all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"] for name, entry in files.items()):
+            if all(
+                hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"]
+                for name, entry in files.items()
+            ):
                 found.append(int(folder.name[5:]))
     return sorted(found)
 
@@ -155,10 +162,17 @@ class Trials:
         second = wait(start(self.folder, f"resumed_{number}", self.ranks, words))
         run = self.folder / f"resumed_{number}" / f"run_{self.ranks - 1}"  # the last rank logs
         done = [record["iteration"] for record in steps(run)] if second == well and newest < LAST else []
-        good = second == well and done == list(range(newest + 1, LAST + 1)) and digest(save, LAST) == digest(self.whole, LAST)
+        good = (
+            second == well
+            and done == list(range(newest + 1, LAST + 1))
+            and digest(save, LAST) == digest(self.whole, LAST)
+        )
         good = good and not (done and left_over(save))  # a run that saved nothing cleared nothing away
-        print(f"{number}: killed {codes}, newest complete {newest}, left {rubbish or '-'}; resumed {second} with "
-              f"{done[0] if done else 'nothing to do'}: {'good' if good else 'BAD'}", flush=True)
+        print(
+            f"{number}: killed {codes}, newest complete {newest}, left {rubbish or '-'}; resumed {second} with "
+            f"{done[0] if done else 'nothing to do'}: {'good' if good else 'BAD'}",
+            flush=True,
+        )
         if good:
             for path in (save, self.folder / f"killed_{number}", run.parent):
                 shutil.rmtree(path)

@@ -45,8 +45,18 @@ REPO = Path(__file__).parent.parent
 VOCABULARY = 127  # with the end of document 128 ids: no padding
 EOD = VOCABULARY
 ALONE = World()
-MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
-         "--max-position-embeddings", "16"]
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+]
 DATA = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--num-workers", "0"]
 LENGTH = ["--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "6", "--lr", "1e-2"]
 QUIET = ["--eval-iters", "0", "--log-interval", "1000"]
@@ -175,7 +185,12 @@ def _fields(line: str) -> dict[str, str]:
 
 
 def pretrain(
-    argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None, under=(), seconds: float = LIMIT_S,
+    argv: list[str],
+    ranks: int = 0,
+    script: Path | str = REPO / "pretrain_gpt.py",
+    cwd=None,
+    under=(),
+    seconds: float = LIMIT_S,
     launcher: bool = False,
 ) -> Ended:
     """A run from start to end, as `start` starts it. Ranks are started without torchrun, unless `launcher`: a test of
@@ -216,7 +231,9 @@ def _wait_for_all(processes: list[subprocess.Popen], seconds: float) -> int:
     """0 if all end well; else 1, and those that live on are ended as torchrun does it."""
     end = time.monotonic() + seconds
     try:
-        while None in (codes := [process.poll() for process in processes]) and not any(codes) and time.monotonic() < end:
+        while (
+            None in (codes := [process.poll() for process in processes]) and not any(codes) and time.monotonic() < end
+        ):
             time.sleep(0.01)
         for process in processes:
             if process.poll() is None:
@@ -242,8 +259,17 @@ def start(
         return Fork([str(script), *argv], env=start_environment(argv), **pipes)
     words = [str(script), *argv]
     if ranks:
-        words = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_addr", "localhost",
-                 "--master_port", str(free_port()), *words]
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(ranks),
+            "--master_addr",
+            "localhost",
+            "--master_port",
+            str(free_port()),
+            *words,
+        ]
     if not under:
         return Fork(words, env=environment(), **pipes)
     return subprocess.Popen([*under, sys.executable, *words], env=environment(), start_new_session=True, **pipes)
@@ -289,7 +315,9 @@ def on_ranks(function: str, folder: Path, *arguments: str, ranks: int = 2) -> li
     for rank, path in enumerate(paths):
         with open(path, "w") as out:
             words = [function, name, str(rank), str(ranks), *arguments]
-            processes.append(Fork([__file__, *words], env=environment(), cwd=folder, stdout=out, stderr=subprocess.STDOUT))
+            processes.append(
+                Fork([__file__, *words], env=environment(), cwd=folder, stdout=out, stderr=subprocess.STDOUT)
+            )
     try:
         codes = [process.wait(timeout=LIMIT_S) for process in processes]
     except subprocess.TimeoutExpired:
@@ -297,7 +325,9 @@ def on_ranks(function: str, folder: Path, *arguments: str, ranks: int = 2) -> li
         for process in processes:
             os.killpg(process.pid, signal.SIGKILL)
     outputs = [path.read_text(errors="replace") for path in paths]
-    assert codes == [0] * ranks, "\n".join(f"rank {rank}: {code}: {out}" for rank, (code, out) in enumerate(zip(codes, outputs)))
+    assert codes == [0] * ranks, "\n".join(
+        f"rank {rank}: {code}: {out}" for rank, (code, out) in enumerate(zip(codes, outputs))
+    )
     return outputs
 
 
@@ -324,8 +354,26 @@ class Fork(subprocess.Popen):
     is a child of this process all the same, has the streams, folder and environment it is given, and ends as Python ends.
     """
 
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                       p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):
+    def _execute_child(
+        self,
+        args,
+        executable,
+        preexec_fn,
+        close_fds,
+        pass_fds,
+        cwd,
+        env,
+        startupinfo,
+        creationflags,
+        shell,
+        p2cread,
+        p2cwrite,
+        c2pread,
+        c2pwrite,
+        errread,
+        errwrite,
+        *rest,
+    ):
         server = _fork_server(tuple(sorted(item for item in env.items() if item[0].startswith(READ_AT_START))))
         request = json.dumps({"args": args, "cwd": os.fspath(cwd), "env": env}).encode()
         _adopt_orphans(True)

@@ -10,7 +10,12 @@ def made(dtype, seed=0):
     draw = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(B, T, H, generator=draw), torch.randn(V, H, generator=draw)
     labels = torch.randint(V, (B, T), generator=draw)
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels, torch.rand(B, T, generator=draw)
+    return (
+        hidden.to(dtype).requires_grad_(),
+        weight.to(dtype).requires_grad_(),
+        labels,
+        torch.rand(B, T, generator=draw),
+    )
 
 
 def whole(hidden_BTH, weight_VH, labels_BT):

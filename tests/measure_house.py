@@ -89,7 +89,12 @@ class House:
     def count_distant_callers(self) -> tuple[int, int]:
         """Top-level functions that exactly one other file uses and their own does not; and all top-level functions."""
         used = {module: Counter(self._find_names(tree)) for module, tree in self.trees.items()}
-        top = [(module, node.name) for module, tree in self.trees.items() for node in tree.body if isinstance(node, FUNCTIONS)]
+        top = [
+            (module, node.name)
+            for module, tree in self.trees.items()
+            for node in tree.body
+            if isinstance(node, FUNCTIONS)
+        ]
         once = 0
         for module, name in top:
             others = [other for other in self.importers[module] if used[other][name]]
@@ -112,13 +117,24 @@ def count_code_and_comments(texts) -> tuple[int, int]:
     for text in texts:
         documented = set()
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
                 documented |= set(range(node.lineno, node.end_lineno + 1))
         rows = set()
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             alone = token.type == tokenize.COMMENT and token.line.lstrip().startswith("#")
             comments += alone
-            if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER):
+            if token.type not in (
+                tokenize.COMMENT,
+                tokenize.NL,
+                tokenize.NEWLINE,
+                tokenize.INDENT,
+                tokenize.DEDENT,
+                tokenize.ENDMARKER,
+            ):
                 rows |= set(range(token.start[0], token.end[0] + 1))
         code += len(rows - documented)
     return code, comments
@@ -152,7 +168,9 @@ def measure(root: Path) -> dict[str, str]:
         for _, node in functions
         for argument in (*node.args.args, *node.args.kwonlyargs)
     )
-    ruff = subprocess.run([sys.executable, "-m", "ruff", "format", "--check", "."], cwd=root, capture_output=True, text=True)
+    ruff = subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--check", "."], cwd=root, capture_output=True, text=True
+    )
     return {
         "files": f"{len(house.paths)}",
         "lines (code)": f"{lines:,} ({code:,})",
@@ -163,7 +181,9 @@ def measure(root: Path) -> dict[str, str]:
         "modules with one importer (in their folder)": f"{len(single)} of {len(full)} ({len(near)})",
         "functions with one caller, in another file": f"{once / top:.0%}",
         "longest chain of imports": f"{house.measure_chain()}",
-        "files to read for " + " / ".join(ENTRIES): " / ".join(str(len(house.find_reached(e))) for e in ENTRIES.values()),
+        "files to read for " + " / ".join(ENTRIES): " / ".join(
+            str(len(house.find_reached(e))) for e in ENTRIES.values()
+        ),
         "file names in two or more folders": f"{sum(count > 1 for count in stems.values())}",
         "functions that begin with a verb": f"{sum(name.partition('_')[0] in VERBS for name in named) / len(named):.0%}",
         "functions named *_of": f"{sum(name.endswith('_of') for name in named)}",

@@ -56,19 +56,46 @@ class MadeSnapshot:
             self._event(action, address, size, stack, tag)
 
     def out_of_memory(self, size: int, device_free: int, stack=()):
-        self.events.append({"action": "oom", "size": size, "device_free": device_free, "stream": 0, "time_us": self.now(),
-                            "frames": list(stack)})
+        self.events.append(
+            {
+                "action": "oom",
+                "size": size,
+                "device_free": device_free,
+                "stream": 0,
+                "time_us": self.now(),
+                "frames": list(stack),
+            }
+        )
 
     def mark(self, stage: str, name: str):
         self.annotations.append({"stage": stage, "name": name, "device": 0, "time_us": self.now()})
 
     def data(self) -> dict:
-        blocks = [{"address": address, "size": -(-size // 512) * 512, "requested_size": size, "state": "active_allocated",
-                   "frames": stack, "user_metadata": tag} for address, (size, stack, tag) in self.live.items()]
-        segment = {"device": 0, "address": BASE, "total_size": self.reserved, "stream": 0, "segment_type": "large",
-                   "blocks": blocks}
-        return {"segments": [segment], "device_traces": [self.events], "allocator_settings": self.settings,
-                "external_annotations": self.annotations}
+        blocks = [
+            {
+                "address": address,
+                "size": -(-size // 512) * 512,
+                "requested_size": size,
+                "state": "active_allocated",
+                "frames": stack,
+                "user_metadata": tag,
+            }
+            for address, (size, stack, tag) in self.live.items()
+        ]
+        segment = {
+            "device": 0,
+            "address": BASE,
+            "total_size": self.reserved,
+            "stream": 0,
+            "segment_type": "large",
+            "blocks": blocks,
+        }
+        return {
+            "segments": [segment],
+            "device_traces": [self.events],
+            "allocator_settings": self.settings,
+            "external_annotations": self.annotations,
+        }
 
     def write(self, path: Path) -> Path:
         return write(self.data(), path)
@@ -78,8 +105,17 @@ class MadeSnapshot:
         return self._next
 
     def _event(self, action: str, address: int, size: int, stack, tag: str):
-        self.events.append({"action": action, "addr": address, "size": size, "stream": 0, "time_us": self.now(),
-                            "frames": list(stack), "user_metadata": tag})
+        self.events.append(
+            {
+                "action": action,
+                "addr": address,
+                "size": size,
+                "stream": 0,
+                "time_us": self.now(),
+                "frames": list(stack),
+                "user_metadata": tag,
+            }
+        )
 
 
 def write(data, path: Path) -> Path:

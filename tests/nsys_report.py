@@ -12,8 +12,9 @@ REPO = Path(__file__).resolve().parents[1]
 NSYS = os.environ.get("NSYS") or shutil.which("nsys")
 # docs/profiling.md tells users to start runs without a GPU so
 ANY_STRING = "NSYS_NVTX_PROFILER_REGISTER_ONLY=0"
-OPTIONS = ("-t nvtx -s none --cpuctxsw=none --capture-range=nvtx --nvtx-capture=profile --capture-range-end=stop "
-           "--kill=none")
+OPTIONS = (
+    "-t nvtx -s none --cpuctxsw=none --capture-range=nvtx --nvtx-capture=profile --capture-range-end=stop --kill=none"
+)
 # nsys 2022 to 2024 does not find its importer as Debian packs it, and then leaves a .qdstrm; the start script finds it
 IMPORT = f'source "{REPO}/examples/nsight.sh"; nsys=$1 nsys_report=$2; import_report'
 
@@ -44,7 +45,9 @@ class Report:
         self.path, empty = path, path.with_name(f"{path.stem}.empty")
         empty.mkdir()
         database = empty / "report.sqlite"
-        subprocess.run([NSYS, "export", "--type", "sqlite", "--output", database, path], check=True, cwd=empty, capture_output=True)
+        subprocess.run(
+            [NSYS, "export", "--type", "sqlite", "--output", database, path], check=True, cwd=empty, capture_output=True
+        )
         with closing(sqlite3.connect(database)) as rows:
             ranges = rows.execute("""SELECT coalesce(e.text, s.value), e.start, e.end, e.globalTid >> 24 & 0xffffff
                 FROM NVTX_EVENTS e LEFT JOIN StringIds s ON s.id = e.textId WHERE e.eventType IN (34, 59) ORDER BY e.start""")

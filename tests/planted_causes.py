@@ -96,7 +96,9 @@ def slow_rank():
 
     def slow(model, batch):
         if os.environ["RANK"] == "1":
-            until = time.monotonic() + SLEEP_S  # operators, as on a slow core: a sleep would be Python between operators
+            until = (
+                time.monotonic() + SLEEP_S
+            )  # operators, as on a slow core: a sleep would be Python between operators
             while time.monotonic() < until:
                 torch.mm(square, square)
         return inner(model, batch)
@@ -165,18 +167,23 @@ CAUSES = {
     "heavy logging": Cause("host-gaps", log_heavily),
     "a sleeping loader": Cause("starved-loader", sleeping_loader),
     "hidden 1000": Cause(
-        "matmul-shapes", flags="--hidden-size 1000 --num-attention-heads 5 --micro-batch-size 16 --global-batch-size 16"),
+        "matmul-shapes", flags="--hidden-size 1000 --num-attention-heads 5 --micro-batch-size 16 --global-batch-size 16"
+    ),
     "fp32": Cause("fp32-products", flags="!--bf16"),
     "tiny micro-batches": Cause("tiny-micro-batches", flags="--micro-batch-size 1 --global-batch-size 12"),
     "all-reduce in every micro-batch": Cause(
-        "reduce-every-micro-batch", reduce_every_micro_batch,
+        "reduce-every-micro-batch",
+        reduce_every_micro_batch,
         "--hidden-size 768 --num-attention-heads 12 --micro-batch-size 2 --global-batch-size 12 --profile-step-end 14",
-        ranks=2),
+        ranks=2,
+    ),
     "a slow rank": Cause("straggler", slow_rank, "--profile-step-end 14", ranks=2),
     "a leak": Cause("memory-growth", leak),
     "an unfused optimizer": Cause(
-        "unfused-optimizer", unfused_optimizer,
-        "--hidden-size 512 --num-attention-heads 8 --micro-batch-size 1 --global-batch-size 1"),
+        "unfused-optimizer",
+        unfused_optimizer,
+        "--hidden-size 512 --num-attention-heads 8 --micro-batch-size 1 --global-batch-size 1",
+    ),
     "recompiles": Cause("recompilation", recompiles, "--torch-compile --torch-compile-backend aot_eager"),
 }
 PLANTED = {cause.code for cause in CAUSES.values()}
@@ -186,9 +193,11 @@ CLEAN_RUNS = {  # sound runs of several kinds
     "one micro-batch": Cause(CLEAN, flags="--micro-batch-size 8"),
     "RMSNorm, SwiGLU, rope": Cause(CLEAN, flags="--normalization RMSNorm --swiglu --position-embedding-type rope"),
     "recomputation": Cause(
-        CLEAN, flags="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        CLEAN, flags="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
     "longer sequences": Cause(
-        CLEAN, flags="--seq-length 128 --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 4"),
+        CLEAN, flags="--seq-length 128 --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 4"
+    ),
     "two ranks": Cause(CLEAN, flags="--global-batch-size 16", ranks=2),
 }
 

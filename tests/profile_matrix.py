@@ -119,7 +119,9 @@ def _trainers(run: Path) -> list[int]:
 
 def _files(run: Path) -> list[str]:
     """Names of what profiling left, times taken out."""
-    kept = [path for path in run.rglob("*") if path.is_file() and re.search(r"_rank\d|\.pickle$|\.nsys-rep$", path.name)]
+    kept = [
+        path for path in run.rglob("*") if path.is_file() and re.search(r"_rank\d|\.pickle$|\.nsys-rep$", path.name)
+    ]
     return sorted(re.sub(r"\d{12,}", "TIME", path.name) for path in kept)
 
 
@@ -144,8 +146,10 @@ def table(cells: list[Cell]) -> Iterator[str]:
     for cell in cells:
         held = "; ".join(f"{kind} {_listed(found)}" for kind, found in cell.found.items())
         wrong = "".join(f" WRONG: {text}" for text in cell.complaints)
-        yield (f"| {cell.way} | {cell.case.name} | {cell.skipped or held + wrong} | {', '.join(cell.files)} | "
-               f"`{cell.command}` |")
+        yield (
+            f"| {cell.way} | {cell.case.name} | {cell.skipped or held + wrong} | {', '.join(cell.files)} | "
+            f"`{cell.command}` |"
+        )
 
 
 def main(argv: list[str]) -> int:

@@ -44,15 +44,33 @@ OPEN_END = "--profile-step-start 3 --profile-step-end 100000"
 CASES = [
     Case("1 rank", [3, 4], f"--train-iters 7 {WINDOW}"),
     Case("2 ranks, --profile-ranks 1", [3, 4], f"--train-iters 7 {WINDOW} --profile-ranks 1", rank=1, ranks=2),
-    Case("resumed at 5", [3, 4], f"--train-iters 12 {WINDOW} --load {{run}}/save",
-         before="--train-iters 12 --exit-interval 5 --save {run}/save", says="steps 3-4 of this run = iterations 8-9"),
-    Case("ends inside (--exit-interval 4)", [3, 4],
-         "--train-iters 9 --exit-interval 4 --profile-step-start 3 --profile-step-end 8"),
-    Case("SIGTERM inside", [3, 4], f"--train-iters 100000 --log-interval 1 --exit-signal-handler {OPEN_END}",
-         says="exiting program after receiving SIGTERM", signalled=True),
+    Case(
+        "resumed at 5",
+        [3, 4],
+        f"--train-iters 12 {WINDOW} --load {{run}}/save",
+        before="--train-iters 12 --exit-interval 5 --save {run}/save",
+        says="steps 3-4 of this run = iterations 8-9",
+    ),
+    Case(
+        "ends inside (--exit-interval 4)",
+        [3, 4],
+        "--train-iters 9 --exit-interval 4 --profile-step-start 3 --profile-step-end 8",
+    ),
+    Case(
+        "SIGTERM inside",
+        [3, 4],
+        f"--train-iters 100000 --log-interval 1 --exit-signal-handler {OPEN_END}",
+        says="exiting program after receiving SIGTERM",
+        signalled=True,
+    ),
     # weights of 1e30 make the next loss NaN, which stops the run two steps later
-    Case("exception inside", [1, 2, 3, 4], "--train-iters 9 --lr 1e30 --lr-decay-style constant "
-         "--profile-step-start 1 --profile-step-end 9", code=16, says="is NaN or Inf"),
+    Case(
+        "exception inside",
+        [1, 2, 3, 4],
+        "--train-iters 9 --lr 1e30 --lr-decay-style constant --profile-step-start 1 --profile-step-end 9",
+        code=16,
+        says="is NaN or Inf",
+    ),
 ]
 
 
@@ -88,5 +106,7 @@ WAYS = {
     "torch profiler, all details": Way(
         f"--profile {TORCH} --profile-modules --profile-gzip --pytorch-profiler-collect-shapes "
         "--pytorch-profiler-collect-callstack --pytorch-profiler-collect-memory --pytorch-profiler-collect-flops "
-        "--pytorch-profiler-collect-chakra", TRACE),
+        "--pytorch-profiler-collect-chakra",
+        TRACE,
+    ),
 }

@@ -19,12 +19,16 @@ GPU = World(gpus=1)
 EOD = 127
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # sizes at which no two kinds of tensors are alike
-MODEL = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-         "--micro-batch-size 2 --global-batch-size 4")
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 4"
+)
 # the launch script that every GPU user starts with: examples/gpt3/train_gpt3_857m_distributed.sh
-EXAMPLE = ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
-           "--micro-batch-size 4 --global-batch-size 16 --fp16 --adam-beta2 0.95 --clip-grad 1.0 --attention-dropout 0.1 "
-           "--hidden-dropout 0.1 --vocab-size 50256")
+EXAMPLE = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
+    "--micro-batch-size 4 --global-batch-size 16 --fp16 --adam-beta2 0.95 --clip-grad 1.0 --attention-dropout 0.1 "
+    "--hidden-dropout 0.1 --vocab-size 50256"
+)
 
 
 def planned(words: str = "", world: World = ALONE) -> Plan:
@@ -62,8 +66,18 @@ def batches(plan: Plan):
 
 def attention_arguments(dtype: torch.dtype, width: int, groups: int, masked: bool, device: str) -> dict:
     """Of scaled_dot_product_attention: 4 heads of `width`, 64 positions, in the order of its parameters."""
-    queries, keys = (torch.empty(2, 64, heads, width, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
-                     for heads in (4, groups))
+    queries, keys = (
+        torch.empty(2, 64, heads, width, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
+        for heads in (4, groups)
+    )
     mask = torch.empty(2, 1, 64, 64, dtype=torch.bool, device=device) if masked else None
-    return {"query": queries, "key": keys, "value": keys, "attn_mask": mask, "dropout_p": 0.0, "is_causal": not masked,
-            "scale": None, "enable_gqa": groups != 4}
+    return {
+        "query": queries,
+        "key": keys,
+        "value": keys,
+        "attn_mask": mask,
+        "dropout_p": 0.0,
+        "is_causal": not masked,
+        "scale": None,
+        "enable_gqa": groups != 4,
+    }

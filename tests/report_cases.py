@@ -275,7 +275,9 @@ def ledger() -> tuple[LedgerRow, ...]:
 
 
 def traced_memory(name="aten::log_softmax", given=True) -> TraceMemory:
-    return TraceMemory("rank0.json", 0, 0, 3 * 2**30, 5_000, "forward", name, 4 * 2**30, ((0, 0), (5_000, 3 * 2**30)), given)
+    return TraceMemory(
+        "rank0.json", 0, 0, 3 * 2**30, 5_000, "forward", name, 4 * 2**30, ((0, 0), (5_000, 3 * 2**30)), given
+    )
 
 
 def run_of() -> Run:

@@ -10,8 +10,14 @@ ONE_GPU = World(gpus=1)
 MODEL = [
     ("--num-layers 100001", "--num-layers 100001: must be at most 100000."),
     ("--padded-vocab-size 2147483648", "--padded-vocab-size 2147483648: must be at most 2147483647."),
-    ("--hidden-size 1073741824", "--hidden-size 1073741824 needs a tensor of 1073741824 x 8589934592 numbers, by --ffn-hidden-size, which"),
-    ("--micro-batch-size 1073741824 --global-batch-size 1073741824 --ffn-hidden-size 2147483647", "--micro-batch-size 1073741824 times --seq-length 32 needs"),
+    (
+        "--hidden-size 1073741824",
+        "--hidden-size 1073741824 needs a tensor of 1073741824 x 8589934592 numbers, by --ffn-hidden-size, which",
+    ),
+    (
+        "--micro-batch-size 1073741824 --global-batch-size 1073741824 --ffn-hidden-size 2147483647",
+        "--micro-batch-size 1073741824 times --seq-length 32 needs",
+    ),
     ("!--num-layers", "--num-layers is missing; every model needs it."),
     ("!--hidden-size", "--hidden-size is missing; every model needs it."),
     ("!--num-attention-heads", "--num-attention-heads is missing; every model needs it."),
@@ -61,8 +67,14 @@ MODEL = [
 ]
 TRAINING = [
     ("--global-batch-size 4294967296", "--global-batch-size 4294967296: must be at most 2147483647."),
-    ("--train-iters 9007199254740992", "--train-iters 9007199254740992: makes 72057594037927936 samples in all; at most 2^53"),
-    ("--eval-iters 9007199254740992", "--eval-iters 9007199254740992: makes 72057594037927936 samples in all; at most 2^53"),
+    (
+        "--train-iters 9007199254740992",
+        "--train-iters 9007199254740992: makes 72057594037927936 samples in all; at most 2^53",
+    ),
+    (
+        "--eval-iters 9007199254740992",
+        "--eval-iters 9007199254740992: makes 72057594037927936 samples in all; at most 2^53",
+    ),
     ("--train-samples 800", "--train-iters 100 and --train-samples 800 exclude each other; keep one."),
     ("!--train-iters", "--train-iters is missing; say how long to train, or give --train-samples."),
     ("--train-iters 0", "--train-iters 0: must be at least 1; to only evaluate use --skip-train."),
@@ -109,8 +121,14 @@ TRAINING = [
         "--fp16 --initial-loss-scale 2 --min-loss-scale 4",
         "--min-loss-scale 4 exceeds --initial-loss-scale 2; lower it.",
     ),
-    ("--fp16 --loss-scale-window 0", "--loss-scale-window 0: must be a whole number of at least 1 and at most 2147483647."),
-    ("--fp16 --loss-scale-window 1.5", "--loss-scale-window 1.5: must be a whole number of at least 1 and at most 2147483647."),
+    (
+        "--fp16 --loss-scale-window 0",
+        "--loss-scale-window 0: must be a whole number of at least 1 and at most 2147483647.",
+    ),
+    (
+        "--fp16 --loss-scale-window 1.5",
+        "--loss-scale-window 1.5: must be a whole number of at least 1 and at most 2147483647.",
+    ),
     ("--fp16 --hysteresis 0", "--hysteresis 0: must be at least 1"),
 ]
 OPTIMIZER = [
@@ -179,7 +197,10 @@ RUN = [
     ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0: must be at least 1"),
     ("--ddp-bucket-size 0", "--ddp-bucket-size 0: must be at least 1, or leave it out."),
     ("!--mock-data", "--data-path is missing; give the prefix of a .bin/.idx pair, or --mock-data."),
-    ("!--mock-data --data-args-path tests/none", "--data-args-path tests/none: cannot be read (No such file or directory)"),
+    (
+        "!--mock-data --data-args-path tests/none",
+        "--data-args-path tests/none: cannot be read (No such file or directory)",
+    ),
     (f"--data-args-path {__file__}", "--data-args-path and --mock-data exclude each other; keep one."),
     (
         f"!--mock-data --per-split-data-args-path {__file__}",
@@ -189,8 +210,14 @@ RUN = [
         f"!--mock-data --train-data-path tests/nothing --per-split-data-args-path {__file__}",
         "--train-data-path and --per-split-data-args-path exclude each other; keep one.",
     ),
-    ("!--mock-data --dataloader-type external", "--external-dataloader is missing; --dataloader-type external takes FILE"),
-    ("!--mock-data --external-dataloader a.py:f", "--external-dataloader a.py:f: needs --dataloader-type external; add"),
+    (
+        "!--mock-data --dataloader-type external",
+        "--external-dataloader is missing; --dataloader-type external takes FILE",
+    ),
+    (
+        "!--mock-data --external-dataloader a.py:f",
+        "--external-dataloader a.py:f: needs --dataloader-type external; add",
+    ),
     (
         "--dataloader-type external --external-dataloader a.py:f",
         "--mock-data and --external-dataloader exclude each other; keep one.",
@@ -207,7 +234,10 @@ RUN = [
     ("--num-workers -1", "--num-workers -1: must be at least 0"),
     ("--tokenizer-type SFTTokenizer", "--tokenizer-type SFTTokenizer is refused: there are GPT2BPETokenizer, "),
     ("--tokenizer-type Llama2Tokenizer", "--tokenizer-model is missing; --tokenizer-type Llama2Tokenizer reads it."),
-    ("--tokenizer-special-tokens <s>", "--tokenizer-special-tokens <s>: --tokenizer-type NullTokenizer has those of its"),
+    (
+        "--tokenizer-special-tokens <s>",
+        "--tokenizer-special-tokens <s>: --tokenizer-type NullTokenizer has those of its",
+    ),
     ("!--vocab-size", "--vocab-size is missing; --tokenizer-type NullTokenizer needs it."),
     ("--vocab-size 0", "--vocab-size 0: must be at least 1"),
     ("--log-interval 0", "--log-interval 0: must be at least 1."),
@@ -219,7 +249,10 @@ RUN = [
     ("--log-memory-interval 0", "--log-memory-interval 0: must be a multiple of --log-interval 100."),
     ("--save-interval 0", "--save-interval 0: must be at least 1."),
     ("--save-retain-interval 0", "--save-retain-interval 0: must be at least 1."),
-    ("--save-interval 10 --save-retain-interval 25", "--save-retain-interval 25: must be a multiple of --save-interval 10,"),
+    (
+        "--save-interval 10 --save-retain-interval 25",
+        "--save-retain-interval 25: must be a multiple of --save-interval 10,",
+    ),
     ("--ckpt-step 10", "--ckpt-step 10: names an iteration, at least 0, of the folder that --load gives; add it."),
     ("--load . --ckpt-step -1", "--ckpt-step -1: names an iteration, at least 0, of the folder that --load gives"),
     ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load, the folder to read; add it, or drop"),

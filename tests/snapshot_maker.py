@@ -1,17 +1,19 @@
 """Makes small memory snapshots in the form of torch.cuda.memory._snapshot(), with known answers. Sizes: bytes.
 
-    made = MadeSnapshot()
-    weight = made.alloc(2**30, "setup")
-    made.step(1); kept = made.alloc(2**20, "step 1/forward/decoder.layers.0")
-    made.free(kept)
-    read_snapshot(made.write(tmp_path))
+made = MadeSnapshot()
+weight = made.alloc(2**30, "setup")
+made.step(1); kept = made.alloc(2**20, "step 1/forward/decoder.layers.0")
+made.free(kept)
+read_snapshot(made.write(tmp_path))
 """
 
 import pickle
 from pathlib import Path
 
-LOSS = [{"filename": "/site-packages/torch/nn/functional.py", "line": 3500, "name": "cross_entropy"},
-        {"filename": "model.py", "line": 90, "name": "forward"}]
+LOSS = [
+    {"filename": "/site-packages/torch/nn/functional.py", "line": 3500, "name": "cross_entropy"},
+    {"filename": "model.py", "line": 90, "name": "forward"},
+]
 
 
 class MadeSnapshot:
@@ -69,8 +71,12 @@ class MadeSnapshot:
 
     def write(self, folder: Path, rank: int = 0) -> Path:
         self.end_of_steps()
-        data = {"segments": [self._segment(address, size) for address, size in sorted(self._segments.items())],
-                "device_traces": [self.events], "allocator_settings": self.settings, "external_annotations": self.marks}
+        data = {
+            "segments": [self._segment(address, size) for address, size in sorted(self._segments.items())],
+            "device_traces": [self.events],
+            "allocator_settings": self.settings,
+            "external_annotations": self.marks,
+        }
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"snapshot_rank{rank}.pickle"
         path.write_bytes(pickle.dumps(data, protocol=4))
@@ -81,13 +87,32 @@ class MadeSnapshot:
         blocks, at = [], address
         for start, (held, tag, frames, _) in sorted(self._live.items()):
             if address <= start < address + size:
-                blocks += [*_free(at, start), {"address": start, "size": held, "requested_size": held, "frames": frames,
-                                               "state": "active_allocated", "user_metadata": tag}]
+                blocks += [
+                    *_free(at, start),
+                    {
+                        "address": start,
+                        "size": held,
+                        "requested_size": held,
+                        "frames": frames,
+                        "state": "active_allocated",
+                        "user_metadata": tag,
+                    },
+                ]
                 at = start + held
         blocks += _free(at, address + size)
         used = sum(block["size"] for block in blocks if block["state"] != "inactive")
-        return {"device": 0, "address": address, "total_size": size, "allocated_size": used, "active_size": used,
-                "stream": 0, "segment_type": "large", "is_expandable": False, "frames": [], "blocks": blocks}
+        return {
+            "device": 0,
+            "address": address,
+            "total_size": size,
+            "allocated_size": used,
+            "active_size": used,
+            "stream": 0,
+            "segment_type": "large",
+            "is_expandable": False,
+            "frames": [],
+            "blocks": blocks,
+        }
 
 
 def _free(start: int, end: int) -> list[dict]:

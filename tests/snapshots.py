@@ -20,7 +20,9 @@ def read_snapshot(path: Path) -> dict:
 
 def protocol(path: Path) -> int:
     """Which one the file says it is in."""
-    name, argument, _ = next((opcode.name, argument, at) for opcode, argument, at in pickletools.genops(path.read_bytes()))
+    name, argument, _ = next(
+        (opcode.name, argument, at) for opcode, argument, at in pickletools.genops(path.read_bytes())
+    )
     assert name == "PROTO"
     return argument
 
@@ -96,8 +98,11 @@ def _at_the_start(snapshot: dict) -> dict[int, int]:
 def steps_in_snapshot(path: Path) -> list[int]:
     """Steps between whose annotations something was allocated or freed; tags must name the same ones."""
     snapshot = read_snapshot(path)
-    marks = [(mark["time_us"], mark["stage"], int(mark["name"].removeprefix("step ")))
-             for mark in snapshot["external_annotations"] if mark["name"].startswith("step ")]
+    marks = [
+        (mark["time_us"], mark["stage"], int(mark["name"].removeprefix("step ")))
+        for mark in snapshot["external_annotations"]
+        if mark["name"].startswith("step ")
+    ]
     ends = {step: time_us for time_us, stage, step in marks if stage == "END"}
     begins = {step: time_us for time_us, stage, step in marks if stage == "START"}
     times = [event["time_us"] for event in trace(snapshot)]

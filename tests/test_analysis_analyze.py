@@ -106,7 +106,9 @@ def test_too_little_memory_is_a_gap(tmp_path, monkeypatch):
 
 
 def test_a_second_run_s_folder_is_left_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.analysis.run.read.read_run", lambda folder: types.SimpleNamespace(folder=str(folder)))
+    monkeypatch.setattr(
+        "megatron_lite.analysis.run.read.read_run", lambda folder: types.SimpleNamespace(folder=str(folder))
+    )
     gaps = module._Gaps()
     assert module._run([tmp_path / "new", tmp_path / "old"], gaps).folder == str(tmp_path / "new")
     assert len(gaps.found) == 1 and "old: an older run's folder" in gaps.found[0]

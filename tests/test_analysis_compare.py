@@ -30,12 +30,21 @@ def noisy(mean, spread, number, seed):
     return [source.gauss(mean, spread) for _ in range(number)]
 
 
-@pytest.mark.parametrize(("a", "b", "change"), [
-    (noisy(100, 1, 50, 1), noisy(100, 1, 50, 2), Change.SAME), (noisy(100, 1, 50, 1), noisy(108, 1, 50, 2), Change.MORE),
-    (noisy(100, 1, 50, 1), noisy(92, 1, 50, 2), Change.LESS), (noisy(100, 60, 6, 1), noisy(110, 60, 6, 2), Change.UNCLEAR),
-    ([100, 100], [50, 50, 50], Change.UNCLEAR), ([100, 101, 102], [50, 51, 50], Change.LESS), ([], [1.0, 1, 1], Change.ONLY_B),
-    ([1.0, 1, 1], [], Change.ONLY_A), ([], [], Change.UNCLEAR), ([5.0, 5, 5], [5.02, 5.02, 5.02], Change.SAME),
-])
+@pytest.mark.parametrize(
+    ("a", "b", "change"),
+    [
+        (noisy(100, 1, 50, 1), noisy(100, 1, 50, 2), Change.SAME),
+        (noisy(100, 1, 50, 1), noisy(108, 1, 50, 2), Change.MORE),
+        (noisy(100, 1, 50, 1), noisy(92, 1, 50, 2), Change.LESS),
+        (noisy(100, 60, 6, 1), noisy(110, 60, 6, 2), Change.UNCLEAR),
+        ([100, 100], [50, 50, 50], Change.UNCLEAR),
+        ([100, 101, 102], [50, 51, 50], Change.LESS),
+        ([], [1.0, 1, 1], Change.ONLY_B),
+        ([1.0, 1, 1], [], Change.ONLY_A),
+        ([], [], Change.UNCLEAR),
+        ([5.0, 5, 5], [5.02, 5.02, 5.02], Change.SAME),
+    ],
+)
 def test_noise(a, b, change):
     assert paired_samples(a, b).change is change
 
@@ -48,7 +57,11 @@ def test_a_drift_within_a_run_widens_its_band():
 def test_equal_runs_seldom_differ():
     pairs = [paired_samples(noisy(100, 5, 30, seed), noisy(100, 5, 30, -seed - 1)) for seed in range(400)]
     assert sum(pair.change in CLEAR for pair in pairs) < 0.08 * len(pairs)
-    assert exact(1000, 1005).change is Change.SAME and exact(1000, 900).change is Change.LESS and exact(0, 5).change is Change.MORE
+    assert (
+        exact(1000, 1005).change is Change.SAME
+        and exact(1000, 900).change is Change.LESS
+        and exact(0, 5).change is Change.MORE
+    )
     assert paired(None, None, 1.0).change is Change.UNCLEAR
 
 
@@ -61,7 +74,9 @@ def traced(folder, name="a", rename=(), **more) -> Facts:
 
 
 def test_differences_of_rows_sum_to_the_steps(tmp_path):
-    found = compare(traced(tmp_path, steps=6), traced(tmp_path, "b", steps=6, step_us=1300.0, all_reduce_us=350.0, item=True))
+    found = compare(
+        traced(tmp_path, steps=6), traced(tmp_path, "b", steps=6, step_us=1300.0, all_reduce_us=350.0, item=True)
+    )
     [step] = [total.pair for total in found.totals]
     assert step.difference == pytest.approx(0.3) and step.change is Change.MORE
     assert sum(pair.difference for pair in found.rows.values()) == pytest.approx(step.difference)
@@ -71,8 +86,13 @@ def test_differences_of_rows_sum_to_the_steps(tmp_path):
 
 def test_a_run_differs_from_itself_in_nothing(tmp_path):
     found = compare(traced(tmp_path, all_reduce_us=300.0), traced(tmp_path, "b", all_reduce_us=300.0))
-    pairs = [*(total.pair for total in found.totals), *found.rows.values(), *found.roles.values(), *(one.ms for one in found.kernels),
-             *(pair for phase in found.phases for pair in (phase.host, phase.device))]
+    pairs = [
+        *(total.pair for total in found.totals),
+        *found.rows.values(),
+        *found.roles.values(),
+        *(one.ms for one in found.kernels),
+        *(pair for phase in found.phases for pair in (phase.host, phase.device)),
+    ]
     assert len(pairs) > 20 and {pair.change for pair in pairs} == {Change.SAME}
     assert found.sentence.startswith("B's steps take as long as A's")
 
@@ -81,10 +101,20 @@ def test_kernels_are_matched_by_operator_and_phase_not_by_name(tmp_path):
     half = [("ampere_sgemm_128x64_tn", "ampere_fp16_s1688gemm_fp16_128x128_ldg8_relu_f2f_stages_32x1_tn")]
     found = compare(traced(tmp_path), traced(tmp_path, "b", rename=half))
     [product] = [one for one in found.kernels if (one.operator, one.phase) == ("aten::mm", "forward")]
-    assert product.names_a == ("ampere_sgemm_128x64_tn",) and product.names_b[0].startswith("ampere_fp16") and product.role == "matrix products"
-    assert (product.ms.a, product.ms.b) == (pytest.approx(0.2), pytest.approx(0.2)) and product.per_step.change is Change.SAME
+    assert (
+        product.names_a == ("ampere_sgemm_128x64_tn",)
+        and product.names_b[0].startswith("ampere_fp16")
+        and product.role == "matrix products"
+    )
+    assert (product.ms.a, product.ms.b) == (
+        pytest.approx(0.2),
+        pytest.approx(0.2),
+    ) and product.per_step.change is Change.SAME
     [forward] = [one for one in found.phases if one.name == "forward"]
-    assert (forward.host.a, forward.device.a) == (pytest.approx(0.04), pytest.approx(0.2))  # the label's time and the truth
+    assert (forward.host.a, forward.device.a) == (
+        pytest.approx(0.04),
+        pytest.approx(0.2),
+    )  # the label's time and the truth
 
 
 def with_run(tmp_path, name, ms=10.0, plan=None, **more) -> Facts:
@@ -95,13 +125,27 @@ def with_run(tmp_path, name, ms=10.0, plan=None, **more) -> Facts:
 
 def test_flags_that_differ(tmp_path):
     args = {"training": {"micro_batch_size": 2, "bf16": True, "seed": 1}, "model": {"recompute_granularity": "full"}}
-    other = {"training": {"micro_batch_size": 4, "bf16": False, "seed": 1}, "model": {"recompute_granularity": None},
-             "watch": {"save": "/b", "data_path": ["x", "y"]}}
+    other = {
+        "training": {"micro_batch_size": 4, "bf16": False, "seed": 1},
+        "model": {"recompute_granularity": None},
+        "watch": {"save": "/b", "data_path": ["x", "y"]},
+    }
     a = with_run(tmp_path, "a", plan=PLAN | {"args": args, "precision": "bf16"}, versions={"torch": "2.13"})
-    b = with_run(tmp_path, "b", plan=PLAN | {"args": other, "precision": "fp32", "world": {"size": 4}}, versions={"torch": "2.14"})
+    b = with_run(
+        tmp_path,
+        "b",
+        plan=PLAN | {"args": other, "precision": "fp32", "world": {"size": 4}},
+        versions={"torch": "2.14"},
+    )
     assert {(flag.name, flag.a, flag.b) for flag in compare(a, b).flags} == {
-        ("--micro-batch-size", "2", "4"), ("--bf16", "on", "off"), ("--recompute-granularity", "full", "not given"),
-        ("--data-path", "not given", "x y"), ("precision", "bf16", "fp32"), ("ranks", "2", "4"), ("torch", "2.13", "2.14")}
+        ("--micro-batch-size", "2", "4"),
+        ("--bf16", "on", "off"),
+        ("--recompute-granularity", "full", "not given"),
+        ("--data-path", "not given", "x y"),
+        ("precision", "bf16", "fp32"),
+        ("ranks", "2", "4"),
+        ("torch", "2.13", "2.14"),
+    }
 
 
 def test_runs_without_traces(tmp_path):
@@ -109,18 +153,31 @@ def test_runs_without_traces(tmp_path):
     found = compare(a, b)
     totals = {total.name: total.pair for total in found.totals}
     assert totals["step"].change is Change.LESS and totals["tokens per second"].change is Change.MORE and not found.rows
-    assert totals["tokens per second"].ratio == pytest.approx(2, rel=0.02) and totals["MFU, causal attention"].change is Change.MORE
-    slow = dataclasses.replace(b, run=dataclasses.replace(b.run, phases_ms={"forward": (5.0,) * 29, "backward": (15.0,) * 29}))
-    assert compare(b, slow).sentence.startswith("B's steps take as long") and "backward" not in compare(b, slow).sentence
-    quick = dataclasses.replace(a, run=dataclasses.replace(a.run, phases_ms={"forward": (4.0,) * 29, "backward": (15.0,) * 29}))
-    assert compare(quick, b).sentence == "B takes 50% less time per step (20.1 -> 10.1 ms)"  # forward takes longer: no reason
+    assert (
+        totals["tokens per second"].ratio == pytest.approx(2, rel=0.02)
+        and totals["MFU, causal attention"].change is Change.MORE
+    )
+    slow = dataclasses.replace(
+        b, run=dataclasses.replace(b.run, phases_ms={"forward": (5.0,) * 29, "backward": (15.0,) * 29})
+    )
+    assert (
+        compare(b, slow).sentence.startswith("B's steps take as long") and "backward" not in compare(b, slow).sentence
+    )
+    quick = dataclasses.replace(
+        a, run=dataclasses.replace(a.run, phases_ms={"forward": (4.0,) * 29, "backward": (15.0,) * 29})
+    )
+    assert (
+        compare(quick, b).sentence == "B takes 50% less time per step (20.1 -> 10.1 ms)"
+    )  # forward takes longer: no reason
     assert [phase.name for phase in found.phases] == ["forward"] and found.phases_of.startswith("steps.jsonl")
 
 
 def test_noisy_machines_and_short_windows_are_said(tmp_path):
     a, b = (with_run(tmp_path, name) for name in "ab")
     wild = dataclasses.replace(b, run=dataclasses.replace(b.run, training_ms=tuple(noisy(12, 9, b.run.steps, 3))))
-    assert "may be the machine" in " ".join(compare(a, wild).notes) and compare(a, wild).sentence.startswith("whether B's steps")
+    assert "may be the machine" in " ".join(compare(a, wild).notes) and compare(a, wild).sentence.startswith(
+        "whether B's steps"
+    )
     few = compare(traced(tmp_path, "c", steps=2), traced(tmp_path, "d", steps=2))
     assert "few steps were seen" in " ".join(few.notes) and "too few steps" in few.sentence
 
@@ -145,7 +202,9 @@ def test_nothing_in_common_is_one_line(tmp_path):
 
 
 def test_memory_by_category():
-    less = dataclasses.replace(snapshot(), peak_bytes=24 * 2**30, held=(Held("moments", 8 * 2**30, 1), Held("activations", 4 * 2**30, 1)))
+    less = dataclasses.replace(
+        snapshot(), peak_bytes=24 * 2**30, held=(Held("moments", 8 * 2**30, 1), Held("activations", 4 * 2**30, 1))
+    )
     a, b = (Facts(ranks_seen=(), ranks=None, snapshots=(one,), run=None, gaps=()) for one in (snapshot(), less))
     found = compare(a, b)
     assert found.memory["activations"].difference == -8 * 2**30 and found.memory["moments"].change is Change.SAME
@@ -155,7 +214,9 @@ def test_memory_by_category():
 
 def test_lines_are_narrow_and_harmless(tmp_path):
     a, b = report(name=HOSTILE).facts, report(name="forward").facts
-    b = dataclasses.replace(b, run=dataclasses.replace(run_of(), plan={"args": {"x": {"tokenizer_model": HOSTILE}}, "shape": PLAN["shape"]}))
+    b = dataclasses.replace(
+        b, run=dataclasses.replace(run_of(), plan={"args": {"x": {"tokenizer_model": HOSTILE}}, "shape": PLAN["shape"]})
+    )
     lines = comparison_lines(compare(a, b, True, (HOSTILE, "B")), Style(), everything=True)
     assert max(map(len, lines)) <= 100 and all(line.isprintable() for line in lines) and len(lines) > 20
     json.dumps(plain(compare(a, b, True)), allow_nan=False)
@@ -169,7 +230,11 @@ def test_the_command(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "B takes 50% less time per step" in out and "written:" in out and "To keep in mind" in out
     assert json.loads((tmp_path / "c.json").read_text())["totals"][0]["pair"]["change"] == "less"
-    for argv, said in (([paths[0], str(tmp_path / "none")], "none"), ([paths[0]], "--help"), ([*paths, "--json", str(tmp_path)], "--json")):
+    for argv, said in (
+        ([paths[0], str(tmp_path / "none")], "none"),
+        ([paths[0]], "--help"),
+        ([*paths, "--json", str(tmp_path)], "--json"),
+    ):
         assert main(["compare", *argv]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and said in error

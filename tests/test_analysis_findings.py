@@ -75,14 +75,24 @@ def straggler_of(folder, window, ordinary_ms) -> str:
     """All evidence of the finding, of traces of three ranks beside medians of a whole run."""
     write = both(window, recorded(ranks=rank_lines(ordinary_ms), world=3))
     [one] = [one for one in found_in(folder, write) if one.code == "straggler"]
-    return f"rank {one.rank}, {'certain' if one.certain else 'likely'}: " + " | ".join(piece.text for piece in one.evidence)
+    return f"rank {one.rank}, {'certain' if one.certain else 'likely'}: " + " | ".join(
+        piece.text for piece in one.evidence
+    )
 
 
-@pytest.mark.parametrize(("ranks", "stacks", "flags", "advice"), [
-    ((0, 1, 2), False, ("--pytorch-profiler-collect-callstack",), "rank 1: record it with --pytorch-profiler-collect-callstack"),
-    ((0, 1, 2), True, (), "rank 1: swap its node or GPU"),
-    ((0, 1), True, ("--profile-ranks -1",), "rank 1: record it with --profile-ranks -1"),
-])
+@pytest.mark.parametrize(
+    ("ranks", "stacks", "flags", "advice"),
+    [
+        (
+            (0, 1, 2),
+            False,
+            ("--pytorch-profiler-collect-callstack",),
+            "rank 1: record it with --pytorch-profiler-collect-callstack",
+        ),
+        ((0, 1, 2), True, (), "rank 1: swap its node or GPU"),
+        ((0, 1), True, ("--profile-ranks -1",), "rank 1: record it with --profile-ranks -1"),
+    ],
+)
 def test_advice_about_a_straggler_asks_only_for_what_is_not_there(tmp_path, ranks, stacks, flags, advice):
     for rank in ranks:
         gpu(tmp_path, rank, 3, header={"with_stack": int(stacks)})
@@ -94,8 +104,10 @@ def test_advice_about_a_straggler_asks_only_for_what_is_not_there(tmp_path, rank
 
 def test_a_straggler_of_the_run_that_the_profiled_steps_do_not_show_says_both(tmp_path):
     other = straggler_of(tmp_path / "other", ranks_late(20), [3.0, 3.0, 5.0])
-    assert other.startswith("rank 2, likely: over the whole run rank 2 takes 2.0 ms longer per step than the median rank "
-                            "(medians in steps.jsonl); but in the profiled steps the others wait most for rank 1, 0.02 ms")
+    assert other.startswith(
+        "rank 2, likely: over the whole run rank 2 takes 2.0 ms longer per step than the median rank "
+        "(medians in steps.jsonl); but in the profiled steps the others wait most for rank 1, 0.02 ms"
+    )
     alike = straggler_of(tmp_path / "alike", ranks_late(20), [3.0, 5.0, 3.0])
     assert "; in the profiled steps, too, the others wait most for it, 0.02 ms per step | " in alike
     same = straggler_of(tmp_path / "same", ranks_late(1500), [3.0, 5.0, 3.0])
@@ -105,7 +117,11 @@ def test_a_straggler_of_the_run_that_the_profiled_steps_do_not_show_says_both(tm
 @pytest.mark.parametrize(
     ("line", "seen", "advice"),
     [
-        (None, "4.0 ms in the median step, the longest stretch of it after aten::sum", "-collect-callstack names the function; "),
+        (
+            None,
+            "4.0 ms in the median step, the longest stretch of it after aten::sum",
+            "-collect-callstack names the function; ",
+        ),
         ("train.py(7): think", "4.0 ms in the median step in train.py(7): think", ""),
     ],
 )
@@ -197,7 +213,9 @@ def test_files_of_others_confuse_no_rule(path):
 def test_a_real_snapshot_with_explicit_attention_says_so():
     report = analyze([SHARED / "snapshots" / "cuda_gpt_24x1024_seq1024_bf16.pickle"])
     [one] = [one for one in report.findings if one.code == "attention-memory"]
-    assert one.cost_bytes == pytest.approx(24 * 4 * 16 * 1024 * 1024 * 4, rel=0.01)  # layers x batch x heads x T x T in fp32
+    assert one.cost_bytes == pytest.approx(
+        24 * 4 * 16 * 1024 * 1024 * 4, rel=0.01
+    )  # layers x batch x heads x T x T in fp32
 
 
 def test_the_pair_of_loaders_is_told_apart():
@@ -217,11 +235,14 @@ def test_what_rules_ask_of_a_run_stands_in_its_plan():
     assert parts and [(group, name) for group, name in parts if name not in plan[group]] == []
 
 
-@pytest.mark.parametrize(("device", "gain_ms"), [
-    ("NVIDIA H100 80GB HBM3", 40.0 * (1 - 66.9 / 989.5)),  # both peaks are known
-    ("Tesla V100-DGXS-32GB", 40.0 - 1.25),  # 156.25 GFLOP at the fp16 peak of 125 TFLOP/s; no fp32 peak
-    ("GPU of nobody", None),
-])
+@pytest.mark.parametrize(
+    ("device", "gain_ms"),
+    [
+        ("NVIDIA H100 80GB HBM3", 40.0 * (1 - 66.9 / 989.5)),  # both peaks are known
+        ("Tesla V100-DGXS-32GB", 40.0 - 1.25),  # 156.25 GFLOP at the fp16 peak of 125 TFLOP/s; no fp32 peak
+        ("GPU of nobody", None),
+    ],
+)
 def test_the_gain_of_16_bits_is_bounded_by_the_hardware_or_not_at_all(device, gain_ms):
     [one] = report_cases.report(device, ranks=None).facts.ranks_seen[:1]
     row = dataclasses.replace(one.kernels.rows[0], ms=40.0, precision="fp32", tensor_cores=TensorCores.NO)
@@ -231,7 +252,9 @@ def test_the_gain_of_16_bits_is_bounded_by_the_hardware_or_not_at_all(device, ga
     assert found.gain_ms == (gain_ms and pytest.approx(gain_ms)) and found.cost_ms == pytest.approx(gain_ms or 40.0)
 
 
-@pytest.mark.parametrize(("device", "word"), [("cpu", "without --record-memory-history"), ("cuda", "device times, not gaps")])
+@pytest.mark.parametrize(
+    ("device", "word"), [("cpu", "without --record-memory-history"), ("cuda", "device times, not gaps")]
+)
 def test_a_disturbing_profiler_is_blamed_by_its_flags(device, word):
     plan = {"device": device, "args": {"profile": {"record_memory_history": True}}}
     slow = dataclasses.replace(report_cases.run_of(), plan=plan, profiled_step_ms=150.0)
@@ -242,7 +265,10 @@ def test_a_disturbing_profiler_is_blamed_by_its_flags(device, word):
     ("plan", "advice"),
     [
         ({"shape": {"ffn_hidden_size": 4000}}, "--ffn-hidden-size 4096 (now 4000)"),
-        ({"shape": {"padded_vocab_size": 4000}}, "--make-vocab-size-divisible-by 128 (the vocabulary has now 4000 rows)"),
+        (
+            {"shape": {"padded_vocab_size": 4000}},
+            "--make-vocab-size-divisible-by 128 (the vocabulary has now 4000 rows)",
+        ),
         (None, "pad 4000 to 4096"),
     ],
 )
@@ -284,9 +310,16 @@ def test_a_straggler_of_traces_on_a_busy_machine_is_none(tmp_path):
     ("parts", "advice", "flags"),
     [
         ({"dims": THIN}, "larger products", ("--micro-batch-size",)),
-        ({"dims": [[2040, 4096], [4096, 16384]]}, "larger products; dimensions in multiples of 64", ("--micro-batch-size",)),
-        ({"dims": [[256, 4096], [4096, 16384]], "dtypes": ["float", "float"], "gemm": FP32_GEMM}, "larger products; 16 bits",
-         ("--micro-batch-size", "--bf16")),
+        (
+            {"dims": [[2040, 4096], [4096, 16384]]},
+            "larger products; dimensions in multiples of 64",
+            ("--micro-batch-size",),
+        ),
+        (
+            {"dims": [[256, 4096], [4096, 16384]], "dtypes": ["float", "float"], "gemm": FP32_GEMM},
+            "larger products; 16 bits",
+            ("--micro-batch-size", "--bf16"),
+        ),
     ],
 )
 def test_advice_for_slow_products_names_what_they_lack(tmp_path, parts, advice, flags):

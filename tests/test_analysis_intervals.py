@@ -36,7 +36,11 @@ def test_sets_are_what_counting_says(random):
     low, high = sorted(random.integers(0, AXIS, 2))
     window = held([low], [high])
     for cover, wanted in (
-        (a, x), (joined(a, b), x | y), (intersection(a, b), x & y), (difference(a, b), x & ~y), (complement(a, low, high), window & ~x),
+        (a, x),
+        (joined(a, b), x | y),
+        (intersection(a, b), x & y),
+        (difference(a, b), x & ~y),
+        (complement(a, low, high), window & ~x),
     ):
         assert well_formed(cover)
         assert (held(cover.start, cover.end) == wanted).all()
@@ -83,7 +87,9 @@ def test_the_innermost_range_is_found_on_each_thread(random):
     moments = np.arange(-1, 63)
     for where in range(4):
         for moment, found in zip(moments, nest.row_at(moments, np.full(len(moments), where)), strict=True):
-            around = [(start[k], -end[k]) for k in range(len(ranges)) if thread[k] == where and start[k] <= moment < end[k]]
+            around = [
+                (start[k], -end[k]) for k in range(len(ranges)) if thread[k] == where and start[k] <= moment < end[k]
+            ]
             assert (found >= 0) == bool(around)
             assert not around or (start[found], -end[found]) == max(around)
 

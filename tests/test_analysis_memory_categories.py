@@ -118,19 +118,32 @@ def test_a_foreign_loop_without_tags_to_the_byte(tmp_path, from_the_start):
 
 
 # a schedule so long that a table of its rates would be larger than the moments
-RECORD = ("--record-memory-history --profile-step-start 2 --profile-step-end 5 --train-iters 5000000 --exit-interval 5 "
-          "--num-layers 3")
+RECORD = (
+    "--record-memory-history --profile-step-start 2 --profile-step-end 5 --train-iters 5000000 --exit-interval 5 "
+    "--num-layers 3"
+)
 SHAPE = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2"
-WAYS = {"fp32": "", "untied": "--untie-embeddings-and-output-weights", "bf16": "--bf16",
-        "fp16, dropout": "--fp16 --hidden-dropout 0.1 --attention-dropout 0.1",
-        "many words": "--vocab-size 4000", "many words, bf16": "--vocab-size 4000 --bf16",
-        "recompute": "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"}
+WAYS = {
+    "fp32": "",
+    "untied": "--untie-embeddings-and-output-weights",
+    "bf16": "--bf16",
+    "fp16, dropout": "--fp16 --hidden-dropout 0.1 --attention-dropout 0.1",
+    "many words": "--vocab-size 4000",
+    "many words, bf16": "--vocab-size 4000 --bf16",
+    "recompute": "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
 
 
-@pytest.fixture(scope="module", params=[
-    *(pytest.param(way, marks=pytest.mark.slow) for way in ("fp32", "untied", "bf16")),
-    "many words", "many words, bf16", "fp16, dropout", "recompute",
-])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("fp32", "untied", "bf16")),
+        "many words",
+        "many words, bf16",
+        "fp16, dropout",
+        "recompute",
+    ],
+)
 def own(request, tmp_path_factory):
     """(path of a run's snapshot, its plan as run.json has it)."""
     folder = tmp_path_factory.mktemp("own")
@@ -146,7 +159,10 @@ def without_tags(snapshot: dict) -> dict:
     own where Python has no frames."""
     snapshot = copy.deepcopy(snapshot)
     snapshot["external_annotations"] = []
-    for entry in [*snapshot["device_traces"][0], *(block for segment in snapshot["segments"] for block in segment["blocks"])]:
+    for entry in [
+        *snapshot["device_traces"][0],
+        *(block for segment in snapshot["segments"] for block in segment["blocks"]),
+    ]:
         entry.pop("user_metadata", None)
         python = [frame for frame in entry["frames"] if frame["line"]]
         names = [frame["name"] for frame in python]
@@ -183,13 +199,22 @@ def test_without_tags_as_with_them(own):
 
 
 SHAPES = [(2, positions, 10_000, bf16) for positions in (64, 256, 1024) for bf16 in (False, True)]
-MORE_SHAPES = [(layers, positions, vocabulary, bf16) for layers in (1, 4) for positions in (32, 128, 512)
-               for vocabulary in (1000, 50_000) for bf16 in (False, True)]
+MORE_SHAPES = [
+    (layers, positions, vocabulary, bf16)
+    for layers in (1, 4)
+    for positions in (32, 128, 512)
+    for vocabulary in (1000, 50_000)
+    for bf16 in (False, True)
+]
 
 
-@pytest.mark.parametrize(("layers", "positions", "vocabulary", "bf16"), [
-    *SHAPES, *(pytest.param(*shape, marks=pytest.mark.slow) for shape in MORE_SHAPES),
-])
+@pytest.mark.parametrize(
+    ("layers", "positions", "vocabulary", "bf16"),
+    [
+        *SHAPES,
+        *(pytest.param(*shape, marks=pytest.mark.slow) for shape in MORE_SHAPES),
+    ],
+)
 def test_the_phase_of_the_peak_without_tags_is_the_walks(monkeypatch, layers, positions, vocabulary, bf16):
     """Somebody's language model with a loss that chooses by gather. At 256 positions the end of forward is the highest moment in
     fp32, by some numbers; in bf16 it is backward, whose gradient is cast while it is held twice: by one tensor of logits."""

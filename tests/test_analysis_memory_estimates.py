@@ -19,8 +19,17 @@ from megatron_lite.estimate.memory import activation_bytes, logits_bytes, state_
 from megatron_lite.estimate.sizes import MATH, UNFUSED, Setting
 from megatron_lite.units import MIB
 
-SHAPE = ModelShape(num_layers=24, hidden_size=1024, num_attention_heads=16, num_query_groups=16, kv_channels=64,
-                   ffn_hidden_size=4096, seq_length=2048, max_position_embeddings=2048, padded_vocab_size=50304)
+SHAPE = ModelShape(
+    num_layers=24,
+    hidden_size=1024,
+    num_attention_heads=16,
+    num_query_groups=16,
+    kv_channels=64,
+    ffn_hidden_size=4096,
+    seq_length=2048,
+    max_position_embeddings=2048,
+    padded_vocab_size=50304,
+)
 SBH = 2048 * 4 * 1024
 
 
@@ -52,7 +61,11 @@ def test_recomputed_layers_keep_their_input_and_one_is_there_again():
 
 
 def test_states_and_logits():
-    assert sum(state_bytes(100, "fp16", False, "adam").values()) == sum(state_bytes(100, "fp32", False, "adam").values()) == 1600
+    assert (
+        sum(state_bytes(100, "fp16", False, "adam").values())
+        == sum(state_bytes(100, "fp32", False, "adam").values())
+        == 1600
+    )
     assert sum(state_bytes(100, "bf16", True, "adam").values()) == 1800
     assert state_bytes(100, "fp32", False, "sgd", momentum=False)["moments"] == 0
     rows = 2**24 // 50304  # whose logits are in fp32, beside their softmax
@@ -121,7 +134,11 @@ def fragmented(reserved: int) -> MadeSnapshot:
 
 def test_the_record_replayed_with_growing_segments(tmp_path):
     found = read_snapshot(fragmented(240 * MIB).write(tmp_path / "s.pickle")).fragmentation
-    assert (found.reserved_bytes, found.replay_as_it_was_bytes, found.replay_reserved_bytes) == (240 * MIB, 240 * MIB, 120 * MIB)
+    assert (found.reserved_bytes, found.replay_as_it_was_bytes, found.replay_reserved_bytes) == (
+        240 * MIB,
+        240 * MIB,
+        120 * MIB,
+    )
     assert not found.expandable
 
 

@@ -38,10 +38,16 @@ def test_no_code_is_run(tmp_path, protocol):
     assert "names " in refusal(path) and "holds plain values only" in refusal(path) and not mark.exists()
 
 
-@pytest.mark.parametrize("opcodes", [
-    b"\x80\x02cos\nsystem\nU\x04truetR.", b"\x80\x04\x8c\x02os\x8c\x06system\x93.", b"(ios\nsystem\n.", b"\x80\x02\x82\x01.",
-    b"\x80\x02cbuiltins\neval\n)\x81.",
-])
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"\x80\x02cos\nsystem\nU\x04truetR.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
+        b"(ios\nsystem\n.",
+        b"\x80\x02\x82\x01.",
+        b"\x80\x02cbuiltins\neval\n)\x81.",
+    ],
+)
 def test_every_opcode_that_names_code_is_refused(tmp_path, opcodes):
     path = tmp_path / "s.pickle"
     path.write_bytes(opcodes)
@@ -54,10 +60,17 @@ def test_objects_elsewhere_are_refused(tmp_path):
     assert "refers to objects outside of itself" in refusal(path)
 
 
-@pytest.mark.parametrize("opcodes", [
-    b"\x80\x04\x8d" + struct.pack("<Q", 2**60), b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b"a", b"\x80\x05\x96" + struct.pack("<Q", 2**61),
-    b"\x80\x02]r\xff\xff\xff\xff.", b"\x80\x02]r\xff\xff\xff\x3f.",
-], ids=["text", "bytes", "bytearray", "memo of 64 GiB", "memo of 16 GiB"])
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"\x80\x04\x8d" + struct.pack("<Q", 2**60),
+        b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b"a",
+        b"\x80\x05\x96" + struct.pack("<Q", 2**61),
+        b"\x80\x02]r\xff\xff\xff\xff.",
+        b"\x80\x02]r\xff\xff\xff\x3f.",
+    ],
+    ids=["text", "bytes", "bytearray", "memo of 64 GiB", "memo of 16 GiB"],
+)
 def test_a_few_bytes_cannot_ask_for_gigabytes(tmp_path, opcodes):
     path = tmp_path / "s.pickle"
     path.write_bytes(opcodes)
@@ -121,10 +134,25 @@ def change(data, what):
     return data
 
 
-@pytest.mark.parametrize("what", [
-    "no dict", "nothing", "segments is text", "no segments", "event is text", "address is text", "size is NaN", "size is negative",
-    "size is huge", "frames are numbers", "blocks are none", "device is text", "annotation lacks a time", "tag is a list",
-])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "no dict",
+        "nothing",
+        "segments is text",
+        "no segments",
+        "event is text",
+        "address is text",
+        "size is NaN",
+        "size is negative",
+        "size is huge",
+        "frames are numbers",
+        "blocks are none",
+        "device is text",
+        "annotation lacks a time",
+        "tag is a list",
+    ],
+)
 def test_values_that_are_no_snapshot(tmp_path, what):
     assert "is no memory snapshot" in refusal(write(change(training().data(), what), tmp_path / "s.pickle"))
 

@@ -35,7 +35,12 @@ def held(found) -> dict[str, int]:
 def test_the_peak_and_what_held_it_without_any_tag(tmp_path):
     found = read(training(), tmp_path)
     assert found.peak_phase == "forward" and found.complete
-    assert held(found) == {"parameters": 3 * MIB, "moments": 6 * MIB, "activations": 12 * MIB, "logits and loss": 8 * MIB}
+    assert held(found) == {
+        "parameters": 3 * MIB,
+        "moments": 6 * MIB,
+        "activations": 12 * MIB,
+        "logits and loss": 8 * MIB,
+    }
     assert found.peak_bytes == 29 * MIB
     highest = {one.category: one.num_bytes for one in found.highest}
     assert highest["gradients"] == 3 * MIB and highest["workspace"] == 3 * MIB
@@ -62,7 +67,10 @@ def test_own_tags_name_phase_and_module(tmp_path):
     made.alloc(4 * MIB, forward_stack(6), "step 3/backward/decoder.layers.1")
     found = read(made, tmp_path, "snapshot_rank3.pickle")
     assert (found.rank, found.simulated, found.peak_phase) == (3, True, "backward")
-    assert [(layer.name, layer.num_bytes) for layer in found.layers] == [("decoder.layers.0", 2 * MIB), ("decoder.layers.1", 2 * MIB)]
+    assert [(layer.name, layer.num_bytes) for layer in found.layers] == [
+        ("decoder.layers.0", 2 * MIB),
+        ("decoder.layers.1", 2 * MIB),
+    ]
     [mlp] = [site for site in found.sites if site.category == "activations"]
     assert (mlp.module, mlp.blocks, mlp.phase) == ("decoder.layers.*.mlp", 2, "forward")
 
@@ -79,7 +87,9 @@ def test_annotations_tell_phases_and_steps(tmp_path):
     found = read(made, tmp_path)
     assert found.peak_phase == "optimizer_step" and found.peak_bytes == 5 * MIB
     assert [(step.name, step.peak, step.allocated_at_end) for step in found.steps] == [
-        ("ProfilerStep#4", 4 * MIB, 0), ("ProfilerStep#5", 5 * MIB, 0)]
+        ("ProfilerStep#4", 4 * MIB, 0),
+        ("ProfilerStep#5", 5 * MIB, 0),
+    ]
 
 
 def test_a_leak_is_named_with_its_line(tmp_path):
@@ -133,7 +143,11 @@ def test_forms_of_older_torch(tmp_path):
     del old["allocator_settings"], old["external_annotations"]
     found = check(read_snapshot(write(old, tmp_path / "old.pickle")))
     assert found.peak_bytes == 29 * MIB and "the file has no times: moments are counted in events" in found.notes
-    block = {"size": 2 * MIB, "state": "active_allocated", "history": [{"addr": 5, "real_size": MIB + 1, "frames": forward_stack(8)}]}
+    block = {
+        "size": 2 * MIB,
+        "state": "active_allocated",
+        "history": [{"addr": 5, "real_size": MIB + 1, "frames": forward_stack(8)}],
+    }
     segments = [{"device": 0, "address": 5, "total_size": 2 * MIB, "stream": 0, "blocks": [block]}]
     bare = check(read_snapshot(write(segments, tmp_path / "bare.pickle")))
     assert bare.peak_bytes == MIB + 512 and bare.sites[0].site == "model.py:8 forward"
@@ -148,14 +162,19 @@ def test_backward_that_did_not_end_holds_gradients_by_their_sizes(tmp_path):
     made.alloc(MIB, BACKWARD)
     made.alloc(3 * MIB, BACKWARD)
     found = held(read(made, tmp_path))
-    assert found == {"parameters": 2 * MIB, "activations": 4 * MIB, "gradients": MIB, "workspace": 3 * MIB} and activation
+    assert (
+        found == {"parameters": 2 * MIB, "activations": 4 * MIB, "gradients": MIB, "workspace": 3 * MIB} and activation
+    )
 
 
 @needs_real
-@pytest.mark.parametrize(("name", "peak", "phase"), [
-    ("cuda_gpt_24x1024_seq1024_bf16.pickle", 24_207_167_496, "backward"),
-    ("cuda_gpt_24x1024_seq128_fp32.pickle", 7_013_335_044, "optimizer_step"),
-])
+@pytest.mark.parametrize(
+    ("name", "peak", "phase"),
+    [
+        ("cuda_gpt_24x1024_seq1024_bf16.pickle", 24_207_167_496, "backward"),
+        ("cuda_gpt_24x1024_seq128_fp32.pickle", 7_013_335_044, "optimizer_step"),
+    ],
+)
 def test_real_gpu_snapshots(name, peak, phase):
     """24 layers of 1024: 4 attention and 3 MLP matrices of 4096, 10,000 words twice, norms; fp32 with Adam."""
     found = check(read_snapshot(SNAPSHOTS / name))

@@ -29,7 +29,9 @@ def test_a_prediction_comes_back_as_it_was_written():
     assert written["prediction"]["peak_bytes"] == 31 * GIB
 
 
-@pytest.mark.parametrize("prediction", [None, "soon", [], {}, {"memory": None, "time": None}, {"memory": {"moments": []}}])
+@pytest.mark.parametrize(
+    "prediction", [None, "soon", [], {}, {"memory": None, "time": None}, {"memory": {"moments": []}}]
+)
 def test_a_run_that_predicted_nothing_is_compared_with_nothing(prediction):
     assert predicted_of(facts({"prediction": prediction})) is None
 
@@ -65,7 +67,10 @@ def test_a_record_that_began_late_tells_the_peak_only():
 def test_memory_that_ran_out_never_reached_its_peak():
     found = of(replace(measured(), oom=OutOfMemory(GIB, 0, "loss.py:3")))
     assert found.memory is None
-    assert found.notes[0] == "memory ran out before its peak, which was predicted as 31.00 GiB at cross entropy (backward)."
+    assert (
+        found.notes[0]
+        == "memory ran out before its peak, which was predicted as 31.00 GiB at cross entropy (backward)."
+    )
 
 
 def test_without_a_snapshot_the_gpus_own_counter_is_compared():
@@ -93,8 +98,10 @@ def test_the_step_is_compared_with_the_shortest_possible_one():
 def test_parts_of_a_trace_add_up_to_its_step():
     parts = of(ranks_seen=cases.report().facts.ranks_seen[:1]).time.parts
     assert [(part.name, part.predicted, part.measured) for part in parts] == [
-        ("matrix products, attention", 30.0, 50.0), ("all other computing", 10.0, 10.0),
-        ("communication that nothing hides", 10.0, 20.0), ("not computing", 0.0, 20.0),
+        ("matrix products, attention", 30.0, 50.0),
+        ("all other computing", 10.0, 10.0),
+        ("communication that nothing hides", 10.0, 20.0),
+        ("not computing", 0.0, 20.0),
     ]
     assert sum(part.measured for part in parts) == 100.0
 

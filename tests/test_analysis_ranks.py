@@ -53,7 +53,14 @@ def test_waits_transfer_and_bandwidth_are_told_apart(tmp_path):
     found = ranks_of(four(tmp_path))
     [row] = found.collectives
     assert (row.name, row.algorithm, row.phase, row.group_size, row.per_step, row.num_bytes, row.dtype) == (
-        "all_reduce", "ring, LL128", "backward", 4, 1, 4 * ELEMENTS, "Float")
+        "all_reduce",
+        "ring, LL128",
+        "backward",
+        4,
+        1,
+        4 * ELEMENTS,
+        "Float",
+    )
     assert row.transfer_ms == pytest.approx(0.040) and row.wait_ms == pytest.approx((200 + 190 + 180) / 4 / 1000)
     assert row.kernel_ms == pytest.approx(row.transfer_ms + row.wait_ms) == pytest.approx(row.exposed_ms)
     assert row.bus_gb_s == pytest.approx(BUS_GB_S)
@@ -90,8 +97,15 @@ def test_a_slow_loader_is_the_cause(tmp_path):
     assert found.straggler.caused_wait_ms == pytest.approx(0.18) and found.rows[0].wait_ms == pytest.approx(0.18)
 
 
-@pytest.mark.parametrize("late", [[0, 0, 0, 0], [0, 5, 0, 5], [[0, 200, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]],
-                                  [[200, 0, 0], [0, 200, 0], [0, 0, 0], [0, 0, 200]]])
+@pytest.mark.parametrize(
+    "late",
+    [
+        [0, 0, 0, 0],
+        [0, 5, 0, 5],
+        [[0, 200, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]],
+        [[200, 0, 0], [0, 200, 0], [0, 0, 0], [0, 0, 200]],
+    ],
+)
 def test_ranks_that_take_turns_or_are_alike_have_no_straggler(tmp_path, late):
     latest = [200] * 3 if isinstance(late[0], list) else max(late)
     assert ranks_of(seen(tmp_path, *(late_run(rank, 4, us, latest) for rank, us in enumerate(late)))).straggler is None
@@ -112,8 +126,12 @@ def test_the_order_of_the_traces_does_not_matter(tmp_path):
 
 def test_clocks_of_hosts_are_set_right_by_the_ends(tmp_path):
     bases = (0, 0, 7_000_000, 7_000_000)
-    made = [late_run(rank, 4, us, 200, host_name=f"node{rank // 2}", baseTimeNanoseconds=1_700_000_000_000_000_000 + bases[rank])
-            for rank, us in enumerate((0, 10, 20, 200))]
+    made = [
+        late_run(
+            rank, 4, us, 200, host_name=f"node{rank // 2}", baseTimeNanoseconds=1_700_000_000_000_000_000 + bases[rank]
+        )
+        for rank, us in enumerate((0, 10, 20, 200))
+    ]
     found, plain = ranks_of(seen(tmp_path / "a", *made)), ranks_of(four(tmp_path / "b"))
     assert found.clocks_aligned and "clocks differ" in found.notes[0] and "node" in found.notes[0]
     assert [row.wait_ms for row in found.rows] == pytest.approx([row.wait_ms for row in plain.rows])
@@ -185,7 +203,9 @@ def test_gloo_spans_belong_where_they_were_called(tmp_path):
 
 
 def test_traces_without_rank_or_of_several_windows(tmp_path):
-    nameless = [(replace(trace, rank=None), placing, replace(time, rank=None)) for trace, placing, time in four(tmp_path)]
+    nameless = [
+        (replace(trace, rank=None), placing, replace(time, rank=None)) for trace, placing, time in four(tmp_path)
+    ]
     found = ranks_of(nameless)
     assert found.rows == () and found.critical_rank is None and "only" in found.notes[0] and found.collectives
     assert "left out" in ranks_of([*four(tmp_path), nameless[0]]).notes[0]
@@ -200,19 +220,31 @@ def test_the_dlrm_ranks():
     found = ranks_of([(trace, placing := placing_of(trace), rank_time(trace, placing)) for trace in traces])
     assert (found.straggler.rank, found.straggler.share_last, found.critical_rank) == (7, 5 / 8, 7)
     assert found.clocks_aligned and found.missing == () and found.notes == () and len(found.rows) == 8
-    first = next(row for row in found.collectives if row.name == "all_to_all" and row.num_bytes == 24576 and row.phase == "forward")
+    first = next(
+        row
+        for row in found.collectives
+        if row.name == "all_to_all" and row.num_bytes == 24576 and row.phase == "forward"
+    )
     assert first.transfer_ms == pytest.approx(0.010) and first.wait_ms > 3 and first.group_size == 8
     assert sum(row.per_step for row in found.collectives) == 8
     for row in found.collectives:
         assert row.kernel_ms == pytest.approx(row.transfer_ms + row.wait_ms) and row.exposed_ms <= row.kernel_ms + 1e-9
     for row in found.rows:
-        assert 0 <= row.exposed_wait_ms <= row.exposed_communication_ms <= row.communication_ms and row.wait_ms <= row.communication_ms
+        assert (
+            0 <= row.exposed_wait_ms <= row.exposed_communication_ms <= row.communication_ms
+            and row.wait_ms <= row.communication_ms
+        )
 
 
-@pytest.mark.parametrize("said", [
-    {"In msg nelems": -5, "Out msg nelems": 10**30, "Group size": 0, "Seq": -3}, {"dtype": "\x1b[31m", "Seq": 10**30},
-    {"In msg nelems": "many", "Group size": "all", "Process Group Name": 7, "Seq": None}, {"Collective name": "</script>", "Group size": -1},
-])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"In msg nelems": -5, "Out msg nelems": 10**30, "Group size": 0, "Seq": -3},
+        {"dtype": "\x1b[31m", "Seq": 10**30},
+        {"In msg nelems": "many", "Group size": "all", "Process Group Name": 7, "Seq": None},
+        {"Collective name": "</script>", "Group size": -1},
+    ],
+)
 def test_hostile_numbers_are_unknown_not_wrong(tmp_path, said):
     made = [late_run(rank, 2, 50 * rank, 50) for rank in range(2)]
     for event in (event for one in made for event in one.events if "Seq" in event["args"]):
@@ -226,8 +258,12 @@ def test_hostile_numbers_are_unknown_not_wrong(tmp_path, said):
 def test_a_real_slow_rank_is_named_by_traces_and_without(tmp_path):
     from launch import REPO, flags, pretrain  # torch: not for the fast tests
 
-    argv = flags("--micro-batch-size 2 --train-iters 11 --log-interval 4 --profile --use-pytorch-profiler --profile-step-start 6 "
-                 "--profile-step-end 10 --profile-ranks -1", "--run-dir", tmp_path)
+    argv = flags(
+        "--micro-batch-size 2 --train-iters 11 --log-interval 4 --profile --use-pytorch-profiler --profile-step-start 6 "
+        "--profile-step-end 10 --profile-ranks -1",
+        "--run-dir",
+        tmp_path,
+    )
     ended = pretrain(["400", *argv], ranks=2, script=REPO / "tests" / "slow_rank.py")
     assert ended.code == 0, ended.err
     traces = [read_traces(path)[0] for path in sorted(tmp_path.glob("*.pt.trace.json*"))]
@@ -236,4 +272,8 @@ def test_a_real_slow_rank_is_named_by_traces_and_without(tmp_path):
     assert (found.straggler.rank, found.straggler.phase) == (1, "data") and found.straggler.caused_wait_ms > 300
     assert {row.name for row in found.collectives} >= {"all_reduce"}
     from_steps = ranks_of_run(read_run(tmp_path)).straggler
-    assert (from_steps.rank, from_steps.cause, from_steps.phase) == (1, "data_wait", "data") and from_steps.caused_wait_ms > 300
+    assert (from_steps.rank, from_steps.cause, from_steps.phase) == (
+        1,
+        "data_wait",
+        "data",
+    ) and from_steps.caused_wait_ms > 300

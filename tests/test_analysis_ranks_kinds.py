@@ -12,34 +12,68 @@ from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.trace.columns import Collective, Shapes
 
 
-@pytest.mark.parametrize(("name", "kind", "algorithm"), [
-    ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)", "all_reduce", "ring, LL"),
-    ("ncclDevKernel_AllReduce_Sum_bf16_TREE_LL128(ncclDevKernelArgsStorage<4096ul>)", "all_reduce", "tree, LL128"),
-    ("ncclDevKernel_ReduceScatter_Sum_bf16_NVLS_SIMPLE(...)", "reduce_scatter", "nvls, simple"),
-    ("ncclDevKernel_AllGather_RING_LL(...)", "all_gather", "ring, LL"),
-    ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)", "send_recv", "ring, simple"),
-    ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "other", ""),
-    ("nccl:_all_gather_base", "all_gather", ""), ("_allgather_base", "all_gather", ""), ("nccl:_reduce_scatter_base", "reduce_scatter", ""),
-    ("alltoall_base", "all_to_all", ""), ("nccl:all_to_all", "all_to_all", ""), ("gloo:all_reduce", "all_reduce", ""),
-    ("nccl:send 0->1", "send", ""), ("nccl:coalesced", "other", ""), ("gloo:barrier", "barrier", ""), ("nccl:reduce", "reduce", ""),
-])
+@pytest.mark.parametrize(
+    ("name", "kind", "algorithm"),
+    [
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)", "all_reduce", "ring, LL"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_TREE_LL128(ncclDevKernelArgsStorage<4096ul>)", "all_reduce", "tree, LL128"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_NVLS_SIMPLE(...)", "reduce_scatter", "nvls, simple"),
+        ("ncclDevKernel_AllGather_RING_LL(...)", "all_gather", "ring, LL"),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)", "send_recv", "ring, simple"),
+        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "other", ""),
+        ("nccl:_all_gather_base", "all_gather", ""),
+        ("_allgather_base", "all_gather", ""),
+        ("nccl:_reduce_scatter_base", "reduce_scatter", ""),
+        ("alltoall_base", "all_to_all", ""),
+        ("nccl:all_to_all", "all_to_all", ""),
+        ("gloo:all_reduce", "all_reduce", ""),
+        ("nccl:send 0->1", "send", ""),
+        ("nccl:coalesced", "other", ""),
+        ("gloo:barrier", "barrier", ""),
+        ("nccl:reduce", "reduce", ""),
+    ],
+)
 def test_kinds_and_algorithms(name, kind, algorithm):
     assert (kind_of(name), algorithm_of(name)) == (kind, algorithm)
 
 
-@pytest.mark.parametrize(("dtype", "width"), [("Float", 4), ("BFloat16", 2), ("c10::Half", 2), ("long int", 8), ("Double", 8), ("int", 4),
-                                              ("Float8_e4m3fn", 1), ("Bool", 1), ("", None), ("Quantum", None)])
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        ("Float", 4),
+        ("BFloat16", 2),
+        ("c10::Half", 2),
+        ("long int", 8),
+        ("Double", 8),
+        ("int", 4),
+        ("Float8_e4m3fn", 1),
+        ("Bool", 1),
+        ("", None),
+        ("Quantum", None),
+    ],
+)
 def test_widths(dtype, width):
     assert dtype_bytes(dtype) == width
 
 
-@pytest.mark.parametrize(("kind", "given", "taken", "ranks", "expected"), [
-    ("all_reduce", 100, 100, 4, 400), ("all_gather", 100, 400, 4, 1600), ("all_gather", 100, None, 4, 1600),
-    ("all_gather", 100, None, None, None), ("reduce_scatter", 400, 100, 4, 1600), ("reduce_scatter", None, 100, 4, 1600),
-    ("broadcast", None, 100, 4, 400), ("all_reduce", None, None, 4, None),
-])
+@pytest.mark.parametrize(
+    ("kind", "given", "taken", "ranks", "expected"),
+    [
+        ("all_reduce", 100, 100, 4, 400),
+        ("all_gather", 100, 400, 4, 1600),
+        ("all_gather", 100, None, 4, 1600),
+        ("all_gather", 100, None, None, None),
+        ("reduce_scatter", 400, 100, 4, 1600),
+        ("reduce_scatter", None, 100, 4, 1600),
+        ("broadcast", None, 100, 4, 400),
+        ("all_reduce", None, None, 4, None),
+    ],
+)
 def test_bytes_as_nccl_tests_count_them(kind, given, taken, ranks, expected):
-    assert message_bytes(kind, Collective(kind, "0", ranks, given, taken, "Float", None), None, ranks) == (expected, "Float")
+    assert message_bytes(kind, Collective(kind, "0", ranks, given, taken, "Float", None), None, ranks) == (
+        expected,
+        "Float",
+    )
 
 
 def test_bytes_from_shapes_of_older_traces():
@@ -50,18 +84,37 @@ def test_bytes_from_shapes_of_older_traces():
     assert message_bytes("all_reduce", None, None, 8) == (None, "")
 
 
-@pytest.mark.parametrize(("kind", "factor"), [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("all_to_all", 0.875),
-                                              ("broadcast", 1), ("reduce", 1), ("send_recv", 1)])
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [
+        ("all_reduce", 1.75),
+        ("all_gather", 0.875),
+        ("reduce_scatter", 0.875),
+        ("all_to_all", 0.875),
+        ("broadcast", 1),
+        ("reduce", 1),
+        ("send_recv", 1),
+    ],
+)
 def test_bus_bytes(kind, factor):
     assert bus_bytes(kind, 1000, 8) == 1000 * factor
 
 
 def of_run(path, forward, data=(1, 1, 1), lines=4, steps=5):
     """Every line's medians; `forward` and `data` are a tuple, or one per line."""
+
     def at(values, line):
         return values[line] if isinstance(values, list) else values
-    told = [ranks(steps * n + 1, steps * n + steps, [20, 20, 20], phases_ms={"forward": list(at(forward, n)), "data": list(at(data, n))})
-            for n in range(lines)]
+
+    told = [
+        ranks(
+            steps * n + 1,
+            steps * n + steps,
+            [20, 20, 20],
+            phases_ms={"forward": list(at(forward, n)), "data": list(at(data, n))},
+        )
+        for n in range(lines)
+    ]
     return ranks_of_run(read_run(folder(path, [*(step(n) for n in range(1, steps * lines + 1)), *told])))
 
 
@@ -74,7 +127,9 @@ def test_steps_alone_name_a_straggler(tmp_path):
     assert of_run(tmp_path, (4, 4, 4), data=(1, 7, 1)).straggler.cause == "data_wait"
 
 
-@pytest.mark.parametrize("forward", [(4, 4.1, 4.3), (0.1, 0.1, 0.2), [(9, 4, 4), (4, 9, 4), (4, 4, 9), (9, 4, 4)], (4, None, 9)])
+@pytest.mark.parametrize(
+    "forward", [(4, 4.1, 4.3), (0.1, 0.1, 0.2), [(9, 4, 4), (4, 9, 4), (4, 4, 9), (9, 4, 4)], (4, None, 9)]
+)
 def test_alike_ranks_and_noise_that_changes_sides_have_none(tmp_path, forward):
     assert of_run(tmp_path, forward).straggler is None
 
@@ -85,8 +140,16 @@ def test_too_few_steps_and_no_ranks_say_nothing(tmp_path):
 
 
 def with_own_backward(path, own_ms, steps=5):
-    told = [ranks(1 + steps * n, steps + steps * n, [20, 20, 20], own_backward_ms=list(own_ms),
-                  phases_ms={"data": [1, 1, 1], "forward": [4, 4, 4], "backward": [9, 9, 9], "optimizer_step": [1, 1, 1]}) for n in range(4)]
+    told = [
+        ranks(
+            1 + steps * n,
+            steps + steps * n,
+            [20, 20, 20],
+            own_backward_ms=list(own_ms),
+            phases_ms={"data": [1, 1, 1], "forward": [4, 4, 4], "backward": [9, 9, 9], "optimizer_step": [1, 1, 1]},
+        )
+        for n in range(4)
+    ]
     return read_run(folder(path, [*(step(n) for n in range(1, 4 * steps + 1)), *told]))
 
 
@@ -95,11 +158,15 @@ def test_a_rank_that_is_slow_only_in_backward_is_named_by_its_own_part_of_it(tmp
     assert (found.rank, found.phase, found.caused_wait_ms) == (1, "backward", 4)
 
 
-@pytest.mark.parametrize(("own_ms", "kept"), [((5, 9, 5), True), ((5, 5.3, 5), False), ((9, 5, 5), False), ((5, None, 5), True)])
+@pytest.mark.parametrize(
+    ("own_ms", "kept"), [((5, 9, 5), True), ((5, 5.3, 5), False), ((9, 5, 5), False), ((5, None, 5), True)]
+)
 def test_a_straggler_of_a_profile_is_one_only_if_ordinary_steps_agree(tmp_path, own_ms, kept):
     run = with_own_backward(tmp_path, own_ms)
     seen = replace(ranks_of_run(run), straggler=Straggler(1, 3.25, 0.8, "compute", 3.0), notes=())
     found = only_lasting(seen, run)
     assert (found.straggler is not None, found.notes == ()) == (kept, kept)
     if not kept:
-        assert found.notes[0].startswith("in the profiled steps the others wait 3.25 ms per step for rank 1; in the ordinary ones")
+        assert found.notes[0].startswith(
+            "in the profiled steps the others wait 3.25 ms per step for rank 1; in the ordinary ones"
+        )

@@ -17,16 +17,30 @@ from megatron_lite.process_state import identity, pid_space
 
 
 def test_ordinary_steps_are_apart_from_all_others(tmp_path):
-    lines = [step(1, 100), step(2, 10), step(3, 12), step(4, 30, phases_ms={"eval": 20.0}), step(5, 60, phases_ms={"save": 49.0}),
-             step(6, 15, beside_profile=True), step(7, 20, profiled=True), step(8, 22, profiled=True),
-             step(9, 300, compiling=True), step(10, 11)]
+    lines = [
+        step(1, 100),
+        step(2, 10),
+        step(3, 12),
+        step(4, 30, phases_ms={"eval": 20.0}),
+        step(5, 60, phases_ms={"save": 49.0}),
+        step(6, 15, beside_profile=True),
+        step(7, 20, profiled=True),
+        step(8, 22, profiled=True),
+        step(9, 300, compiling=True),
+        step(10, 11),
+    ]
     run = read_run(folder(tmp_path, lines))
     assert [at for at, plain in zip(run.iterations, run.ordinary) if plain] == [2, 3, 10]
     assert (run.first_step_ms, run.steady_step_ms, run.profiled_step_ms) == (100, 11, 21)
     assert run.before_profile_ms == 10.5  # of 10, 12, 30 - 20 and 60 - 49, as the trainer's own line has it
     assert run.profiler_slowdown == 21 / 10.5
     assert run.training_ms[3:5] == (10, 11) and run.step_ms[3:5] == (30, 60)
-    assert run.evaluating[3] and run.saving[4] and run.compiling[8] and run.profiled == (False,) * 6 + (True, True, False, False)
+    assert (
+        run.evaluating[3]
+        and run.saving[4]
+        and run.compiling[8]
+        and run.profiled == (False,) * 6 + (True, True, False, False)
+    )
     assert run.phases_ms["forward"][:4] == (5, 5, 5, 0)
 
 
@@ -53,13 +67,20 @@ def test_speed_and_both_conventions_of_model_flops(tmp_path):
 def test_what_the_folder_does_not_say_is_none_and_told(tmp_path):
     bare = {"schema": 1, "plan": {"args": {}}, "hardware": {"device": "cpu", "peak_tflops": None}}
     run = read_run(folder(tmp_path, [step(1), step(2, batch_size="x", loss=None, loss_scale=1e400)], bare))
-    assert (run.tokens_per_second, run.mfu_causal, run.mfu_full, run.model_tflops, run.ranks, run.world_size) == (None,) * 6
+    assert (run.tokens_per_second, run.mfu_causal, run.mfu_full, run.model_tflops, run.ranks, run.world_size) == (
+        None,
+    ) * 6
     assert math.isnan(run.losses[1]) and math.isnan(run.batch_sizes[1]) and math.isnan(run.loss_scale[1])
     assert run.status == "unknown" and run.args == {} and "shape is unknown" in run.notes[0]
 
 
 def test_scale_and_skipped_steps(tmp_path):
-    run = read_run(folder(tmp_path, [step(1, loss_scale=8.0), step(2, loss_scale=4.0, skipped=True, loss=None), step(3, loss_scale=2.0)]))
+    run = read_run(
+        folder(
+            tmp_path,
+            [step(1, loss_scale=8.0), step(2, loss_scale=4.0, skipped=True, loss=None), step(3, loss_scale=2.0)],
+        )
+    )
     assert run.loss_scale == (8, 4, 2) and run.skipped == (False, True, False)
 
 
@@ -75,9 +96,14 @@ def test_a_start_without_steps_is_not_taken_for_the_one_before(tmp_path):
     assert "that start has no steps yet" in read_run(folder(tmp_path, [step(1), step(2)], later)).notes[0]
 
 
-@pytest.mark.parametrize(("more", "status"), [
-    ({}, "running"), ({"started_ticks": 1}, "killed or lost: its process is gone"), ({"host": "elsewhere"}, "running, or killed"),
-])
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ({}, "running"),
+        ({"started_ticks": 1}, "killed or lost: its process is gone"),
+        ({"host": "elsewhere"}, "running, or killed"),
+    ],
+)
 @pytest.mark.skipif(pid_space() is None, reason="only Linux tells of processes")
 def test_a_run_without_an_end_runs_or_was_killed(tmp_path, more, status):
     record = RECORD | {"status": "running", "process": identity() | more}
@@ -86,9 +112,15 @@ def test_a_run_without_an_end_runs_or_was_killed(tmp_path, more, status):
     assert read_run(folder(tmp_path, [step(1)], record | {"status": "finished"})).status == "finished"
 
 
-@pytest.mark.parametrize(("told", "said"), [
-    ({"verdict": "rank 1 died", "ranks": {}}, "rank 1 died"), ({"verdict": 3}, ""), ([1], ""), (None, ""),
-])
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"verdict": "rank 1 died", "ranks": {}}, "rank 1 died"),
+        ({"verdict": 3}, ""),
+        ([1], ""),
+        (None, ""),
+    ],
+)
 def test_ranks_that_died_are_told(tmp_path, told, said):
     path = folder(tmp_path, [step(1), step(2)]) / "ranks.json"
     path.write_text("{" if told is None else json.dumps(told))
@@ -97,18 +129,25 @@ def test_ranks_that_died_are_told(tmp_path, told, said):
     assert read_run(tmp_path).verdict_on_ranks == "", "of an earlier start"
 
 
-@pytest.mark.parametrize(("lines", "record", "said"), [
-    ([step(1), "garbage\n", "[1, 2]\n", step(2), '{"iteration": 3, "st'], RECORD, ["2 lines", "line 2, 3", "ends within a line"]),
-    ([step(1), step(2)], None, ["there is no run.json"]),
-    ([step(1), step(2)], '{"schema": 1, "plan"', ["run.json is damaged"]),
-    ([step(1), step(2)], "[]", ["run.json is damaged"]),
-    ([step(1), step(2)], {"schema": 7, "plan": PLAN}, ["has schema 7"]),
-    ([step(1), step(2)], {"schema": 1, "plan": "none"}, ["holds no plan"]),
-    (None, RECORD, ["there is no steps.jsonl"]),
-    ([], RECORD, ["holds no step"]),
-    ([step(1), step(2, ms=-1), step(3, ms=float("nan")), step(4, ms="9"), step("5"), step(6)], RECORD, ["4 lines"]),
-    ([step(1), step(2, profiled=True)], RECORD, ["there is no steady step time"]),
-])
+@pytest.mark.parametrize(
+    ("lines", "record", "said"),
+    [
+        (
+            [step(1), "garbage\n", "[1, 2]\n", step(2), '{"iteration": 3, "st'],
+            RECORD,
+            ["2 lines", "line 2, 3", "ends within a line"],
+        ),
+        ([step(1), step(2)], None, ["there is no run.json"]),
+        ([step(1), step(2)], '{"schema": 1, "plan"', ["run.json is damaged"]),
+        ([step(1), step(2)], "[]", ["run.json is damaged"]),
+        ([step(1), step(2)], {"schema": 7, "plan": PLAN}, ["has schema 7"]),
+        ([step(1), step(2)], {"schema": 1, "plan": "none"}, ["holds no plan"]),
+        (None, RECORD, ["there is no steps.jsonl"]),
+        ([], RECORD, ["holds no step"]),
+        ([step(1), step(2, ms=-1), step(3, ms=float("nan")), step(4, ms="9"), step("5"), step(6)], RECORD, ["4 lines"]),
+        ([step(1), step(2, profiled=True)], RECORD, ["there is no steady step time"]),
+    ],
+)
 def test_damage_is_a_named_gap(tmp_path, lines, record, said):
     notes = " ".join(read_run(folder(tmp_path, lines, record)).notes)
     assert all(text in notes for text in said), notes
@@ -140,10 +179,19 @@ def test_files_cut_anywhere_raise_nothing_else(tmp_path):
 
 
 def test_ranks_are_medians_of_lines_with_ordinary_steps(tmp_path):
-    lines = [step(1, 99), *(step(n) for n in range(2, 5)), step(5, profiled=True), step(6, profiled=True), *(step(n) for n in (7, 8)),
-             ranks(1, 1, [99, 99]), ranks(2, 4, [10, 20], phases_ms={"forward": [4, 8], "odd": [1]}, host_memory_bytes=[5, 6]),
-             ranks(5, 6, [70, 70]), ranks(7, 8, [12, None], phases_ms={"forward": [6, 10]}), {"ranks": {"iterations": "x"}},
-             {"ranks": 3}]
+    lines = [
+        step(1, 99),
+        *(step(n) for n in range(2, 5)),
+        step(5, profiled=True),
+        step(6, profiled=True),
+        *(step(n) for n in (7, 8)),
+        ranks(1, 1, [99, 99]),
+        ranks(2, 4, [10, 20], phases_ms={"forward": [4, 8], "odd": [1]}, host_memory_bytes=[5, 6]),
+        ranks(5, 6, [70, 70]),
+        ranks(7, 8, [12, None], phases_ms={"forward": [6, 10]}),
+        {"ranks": {"iterations": "x"}},
+        {"ranks": 3},
+    ]
     run = read_run(folder(tmp_path, lines))
     assert run.ranks.step_ms == (11, 20) and run.ranks.phases_ms == {"forward": (5, 9)}
     assert [(one.first, one.last) for one in run.ranks.intervals] == [(2, 4), (7, 8)]
@@ -151,13 +199,16 @@ def test_ranks_are_medians_of_lines_with_ordinary_steps(tmp_path):
     assert run.ranks.gpu_ms == () and run.ranks.phase_ms("forward") == (5, 9) and "2 lines" in run.notes[0]
 
 
-@pytest.mark.parametrize(("held", "grows"), [
-    (lambda n: 500 * MIB + n * 2 * MIB, True),  # a leak
-    (lambda n: 500 * MIB + 300 * MIB * (n > 20) + n * 1000, False),  # one jump
-    (lambda n: 500 * MIB + 400 * MIB * min(n, 6) // 6, False),  # warming up
-    (lambda n: 500 * MIB + (n % 5) * 30 * MIB, False),  # up and down
-    (lambda n: 5000 * MIB + n * MIB // 4, False),  # noise of an allocator
-])
+@pytest.mark.parametrize(
+    ("held", "grows"),
+    [
+        (lambda n: 500 * MIB + n * 2 * MIB, True),  # a leak
+        (lambda n: 500 * MIB + 300 * MIB * (n > 20) + n * 1000, False),  # one jump
+        (lambda n: 500 * MIB + 400 * MIB * min(n, 6) // 6, False),  # warming up
+        (lambda n: 500 * MIB + (n % 5) * 30 * MIB, False),  # up and down
+        (lambda n: 5000 * MIB + n * MIB // 4, False),  # noise of an allocator
+    ],
+)
 def test_growth_is_steady_or_none(tmp_path, held, grows):
     run = read_run(folder(tmp_path, [step(n, host_memory_bytes=held(n)) for n in range(1, 41)]))
     assert bool(run.growths) == grows and run.gpu_growths == ()
@@ -186,14 +237,23 @@ def test_growth_names_the_rank(tmp_path):
 def test_the_trainers_own_run_and_its_own_figures(tmp_path):
     from launch import flags, pretrain  # torch: not for the fast tests
 
-    argv = flags("--train-iters 14 --log-interval 4 --eval-interval 5 --eval-iters 1 --profile --use-pytorch-profiler "
-                 "--profile-step-start 8 --profile-step-end 11", "--run-dir", tmp_path)
+    argv = flags(
+        "--train-iters 14 --log-interval 4 --eval-interval 5 --eval-iters 1 --profile --use-pytorch-profiler "
+        "--profile-step-start 8 --profile-step-end 11",
+        "--run-dir",
+        tmp_path,
+    )
     ended = pretrain(argv)
     assert ended.code == 0, ended.err
     run = read_run(tmp_path)
     assert run.iterations == tuple(range(1, 15)) and run.status == "finished" and run.notes == ()
-    slower, during, before = map(float, re.search(r"took ([\d.]+) x .*median ([\d.]+) ms.* against ([\d.]+) ms", ended.out).groups())
-    assert (run.profiled_step_ms, run.before_profile_ms) == (pytest.approx(during, abs=0.06), pytest.approx(before, abs=0.06))
+    slower, during, before = map(
+        float, re.search(r"took ([\d.]+) x .*median ([\d.]+) ms.* against ([\d.]+) ms", ended.out).groups()
+    )
+    assert (run.profiled_step_ms, run.before_profile_ms) == (
+        pytest.approx(during, abs=0.06),
+        pytest.approx(before, abs=0.06),
+    )
     assert run.profiler_slowdown == pytest.approx(slower, abs=0.02)
     assert run.args["micro_batch_size"] == 1 and run.world_size == 1 and run.mfu_causal is None
     assert run.evaluating[4] and not run.ordinary[4] and run.profiled[7:10] == (True,) * 3

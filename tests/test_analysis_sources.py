@@ -19,7 +19,9 @@ from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
 SECOND = 10**9
 
 
-def trace(folder: Path, rank: int | None = 0, time_ns: int = 1_700_000_000 * SECOND, world_size=2, ending=".json") -> Path:
+def trace(
+    folder: Path, rank: int | None = 0, time_ns: int = 1_700_000_000 * SECOND, world_size=2, ending=".json"
+) -> Path:
     made = MadeTrace(rank, world_size)
     made.step(1, 0, 10)
     who = "host" if rank is None else f"host_rank{rank}"
@@ -34,8 +36,13 @@ def snapshot(path: Path) -> Path:
 
 def run(folder: Path, started="2024-01-01T00:00:00+0000", **flags) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    args = {"watch": {"tensorboard_dir": flags.get("tensorboard_dir")},
-            "profile": {"memory_snapshot_path": flags.get("snapshot", "snapshot.pickle"), "record_memory_history": "snapshot" in flags}}
+    args = {
+        "watch": {"tensorboard_dir": flags.get("tensorboard_dir")},
+        "profile": {
+            "memory_snapshot_path": flags.get("snapshot", "snapshot.pickle"),
+            "record_memory_history": "snapshot" in flags,
+        },
+    }
     (folder / RUN_FILE).write_text(json.dumps({"schema": 1, "started": started, "plan": {"args": args}}))
     (folder / STEPS_FILE).write_text("{}\n")
     return folder
@@ -84,7 +91,9 @@ def test_the_newest_window_of_each_rank(tmp_path):
     new = [trace(tmp_path, rank, (1_700_000_600 + rank) * SECOND) for rank in range(2)]
     found = sources_of([tmp_path])
     assert found.traces == tuple(new)
-    assert reasons(found) == {old[rank].name: f"an older window of rank {rank}; {new[rank].name} is the newest" for rank in range(2)}
+    assert reasons(found) == {
+        old[rank].name: f"an older window of rank {rank}; {new[rank].name} is the newest" for rank in range(2)
+    }
 
 
 def test_a_window_that_only_one_rank_has(tmp_path):
@@ -106,7 +115,9 @@ def test_runs_of_different_size(tmp_path):
     old, new = trace(tmp_path, 0, 1_700_000_000 * SECOND, 8), trace(tmp_path, 0, 1_700_000_600 * SECOND, 2)
     found = sources_of([tmp_path])
     assert found.traces == (new,)
-    assert reasons(found) == {old.name: f"of another run (8 ranks; the newest trace, {new.name}, is of 2 ranks); name it alone to read it"}
+    assert reasons(found) == {
+        old.name: f"of another run (8 ranks; the newest trace, {new.name}, is of 2 ranks); name it alone to read it"
+    }
 
 
 def test_runs_in_different_folders(tmp_path):
@@ -132,12 +143,17 @@ def test_reports_of_nsys(tmp_path):
     nodes = tuple(report(tmp_path / f"gpt_2_node{number}.sqlite", 2000 + number) for number in range(2))
     old = report(tmp_path / "gpt_1_node0.sqlite", 1000)
     found = sources_of([tmp_path])
-    assert (found.traces, reasons(found)) == (nodes, {old.name: "older than gpt_2_node1.sqlite; name it alone to read it"})
+    assert (found.traces, reasons(found)) == (
+        nodes,
+        {old.name: "older than gpt_2_node1.sqlite; name it alone to read it"},
+    )
     (tmp_path / "gpt_2_node0.nsys-rep").write_bytes(b"x")
     assert sources_of([tmp_path]) == found, "what is exported needs no advice"
     mine = trace(tmp_path)
     found = sources_of([tmp_path])
-    assert found.traces == (mine,) and reasons(found)[nodes[0].name].startswith("a report of Nsight Systems beside traces")
+    assert found.traces == (mine,) and reasons(found)[nodes[0].name].startswith(
+        "a report of Nsight Systems beside traces"
+    )
 
 
 def test_processes_without_a_rank(tmp_path):
@@ -169,7 +185,9 @@ def test_what_a_run_wrote_elsewhere(tmp_path):
     assert (found.traces, found.snapshots) == ((), ()), "they are older than the run"
 
 
-@pytest.mark.parametrize("record", ["", "[]", "{", '{"plan": 5, "started": "soon"}', '{"started": null, "plan": {"args": {}}}'])
+@pytest.mark.parametrize(
+    "record", ["", "[]", "{", '{"plan": 5, "started": "soon"}', '{"started": null, "plan": {"args": {}}}']
+)
 def test_a_damaged_record_of_a_run_is_the_readers_business(tmp_path, record):
     (run(tmp_path) / RUN_FILE).write_text(record)
     assert sources_of([tmp_path]).run_folders == (tmp_path,)
@@ -231,10 +249,15 @@ def test_a_run_inside_of_a_run_has_its_own_files(tmp_path):
 CUT = b'{"traceEvents": [{}, {'
 
 
-@pytest.mark.parametrize(("ending", "data"), [
-    (".json", b"{"), (".json", CUT), (".json", b"{" + b" " * 2**20 + b"["),
-    (".json.gz", gzip.compress(CUT, mtime=0)),
-])
+@pytest.mark.parametrize(
+    ("ending", "data"),
+    [
+        (".json", b"{"),
+        (".json", CUT),
+        (".json", b"{" + b" " * 2**20 + b"["),
+        (".json.gz", gzip.compress(CUT, mtime=0)),
+    ],
+)
 def test_a_damaged_newer_file_displaces_no_sound_one(tmp_path, ending, data):
     sound = tuple(trace(tmp_path, rank) for rank in range(2))
     damaged = tmp_path / f"host_rank0.{1_700_000_600 * SECOND}.pt.trace{ending}"
@@ -282,7 +305,8 @@ def test_nothing_to_read(tmp_path):
         (tmp_path / f"{number}.json").write_text("{}")
     assert complaint(tmp_path) == (
         f"{tmp_path}: no trace, memory snapshot or run found (0.json: JSON, but no trace; 1.json: JSON, but no trace; "
-        "2.json: JSON, but no trace; and 2 more).")
+        "2.json: JSON, but no trace; and 2 more)."
+    )
 
 
 def test_a_truncated_gzip_is_still_a_trace(tmp_path):

@@ -40,8 +40,11 @@ def test_a_whole_run_has_the_rows_that_were_made(tmp_path):
 def test_phases_are_the_hosts(tmp_path):
     phases = {phase.name: phase for phase in timed(cpu_run(steps=5), tmp_path).phases}
     assert list(phases) == ["data", "forward", "backward", "grad_sync", "optimizer_step"]
-    assert (phases["backward"].host_ms, phases["backward"].compute_ms, phases["backward"].communication_ms) == pytest.approx(
-        (0.3, 0.24, 0.1))
+    assert (
+        phases["backward"].host_ms,
+        phases["backward"].compute_ms,
+        phases["backward"].communication_ms,
+    ) == pytest.approx((0.3, 0.24, 0.1))
     assert phases["backward"].device_ms == phases["backward"].host_ms
 
 
@@ -89,7 +92,13 @@ def test_a_phase_inside_another_is_not_counted_twice(tmp_path):
 def test_the_timeline_is_the_main_threads(tmp_path):
     time = timed(cpu_run(steps=3), tmp_path)
     assert [span.name for span in time.timeline] == [
-        "data", "forward", "backward", "communication", "grad_sync", "optimizer_step"]
+        "data",
+        "forward",
+        "backward",
+        "communication",
+        "grad_sync",
+        "optimizer_step",
+    ]
 
 
 def test_python_between_operators_has_its_phase_and_line(tmp_path):
@@ -97,6 +106,10 @@ def test_python_between_operators_has_its_phase_and_line(tmp_path):
     made.annotation("forward", 50, 400)
     made.frame("train.py(3): tokenize", 600, 900)
     sites = {(site.what, site.phase): site.idle_ms * 1e3 for site in timed(made, tmp_path).hosts}
-    assert sites == pytest.approx({
-        ("Python between operators", ""): 50 + 200 + 100, ("Python between operators", "forward"): 50 + 100,
-        ("train.py(3): tokenize", ""): 300})
+    assert sites == pytest.approx(
+        {
+            ("Python between operators", ""): 50 + 200 + 100,
+            ("Python between operators", "forward"): 50 + 100,
+            ("train.py(3): tokenize", ""): 300,
+        }
+    )

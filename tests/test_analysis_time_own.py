@@ -15,8 +15,15 @@ PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-ste
 def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     with alone():
-        quietly(flags("--train-iters 9 --global-batch-size 2 --eval-iters 1 --eval-interval 5", PROFILE,
-                      "--tensorboard-dir", folder / "tb"), folder / "run")
+        quietly(
+            flags(
+                "--train-iters 9 --global-batch-size 2 --eval-iters 1 --eval-interval 5",
+                PROFILE,
+                "--tensorboard-dir",
+                folder / "tb",
+            ),
+            folder / "run",
+        )
     [path] = trace_files(folder / "tb")
     [trace] = read_traces(path)
     placing = placing_of(trace)
@@ -40,6 +47,15 @@ def test_rows_sum_to_the_step_and_operators_are_part_of_it(own):
 def test_phases_fill_the_step_in_order(own):
     _, _, time = own
     assert [phase.name for phase in time.phases] == [
-        "data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step", "log"]
+        "data",
+        "data_to_device",
+        "forward",
+        "backward",
+        "grad_sync",
+        "unscale",
+        "clip_grad",
+        "optimizer_step",
+        "log",
+    ]
     assert 0.5 * time.step_ms < sum(phase.host_ms for phase in time.phases) <= time.step_ms
     assert time.loader_host_ms == pytest.approx(time.phases[0].host_ms)

@@ -94,8 +94,12 @@ def test_without_phases_operators_tell(tmp_path):
     made.annotation("Optimizer.step#SGD.step", 500, 600)
     made.kernel("sgd", 750, 800, 520)
     trace, placing = placed(made, tmp_path)
-    assert phase_by_name(trace, placing) == {"fwd": {"forward"}, "bwd": {"backward"}, "accumulate": {"backward"},
-                                             "sgd": {"optimizer_step"}}
+    assert phase_by_name(trace, placing) == {
+        "fwd": {"forward"},
+        "bwd": {"backward"},
+        "accumulate": {"backward"},
+        "sgd": {"optimizer_step"},
+    }
     assert phase_by_name(trace, placing, Kind.MEMCPY) == {"Memcpy HtoD (Pageable -> Device)": {"data_to_device"}}
 
 
@@ -127,11 +131,14 @@ def test_a_range_around_the_whole_step_gives_way_to_what_it_holds(tmp_path):
     assert phase_by_name(trace, placing) == {"e": {"encoder"}, "d": {"decoder"}}
 
 
-@pytest.mark.parametrize(("names", "numbers"), [
-    (["step 5", "step 6", "step 7"], [5, 6, 7]),
-    (["iteration_5", "iteration_6", "iteration_7"], [5, 6, 7]),
-    (["Train Step #5", "Train Step #6", "Train Step #7"], [5, 6, 7]),
-])
+@pytest.mark.parametrize(
+    ("names", "numbers"),
+    [
+        (["step 5", "step 6", "step 7"], [5, 6, 7]),
+        (["iteration_5", "iteration_6", "iteration_7"], [5, 6, 7]),
+        (["Train Step #5", "Train Step #6", "Train Step #7"], [5, 6, 7]),
+    ],
+)
 def test_numbered_ranges_are_steps(tmp_path, names, numbers):
     made = MadeTrace()
     made.annotation("capture", 0, 5000)
@@ -176,12 +183,20 @@ def test_two_windows_in_one_file_leave_a_hole(tmp_path):
     assert max(step.ms for step in placing.steps) < 2  # the 47 ms between the windows belong to no step
 
 
-@pytest.mark.parametrize(("name", "label"), [
-    ("## forward ##", "forward"), ("Optimizer.step#AdamW.step", "optimizer_step"), ("forward-compute", "forward"),
-    ("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "data"), ("batch-generator", "data"),
-    ("DistributedDataParallel.forward", "forward"), ("## sparse_data_dist ##", "sparse_data_dist"),
-    ("Optimizer.zero_grad#SGD.zero_grad", "Optimizer.zero_grad"), ("###", "###"),
-])
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("## forward ##", "forward"),
+        ("Optimizer.step#AdamW.step", "optimizer_step"),
+        ("forward-compute", "forward"),
+        ("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "data"),
+        ("batch-generator", "data"),
+        ("DistributedDataParallel.forward", "forward"),
+        ("## sparse_data_dist ##", "sparse_data_dist"),
+        ("Optimizer.zero_grad#SGD.zero_grad", "Optimizer.zero_grad"),
+        ("###", "###"),
+    ],
+)
 def test_names_of_other_people(name, label):
     assert phase_label(name) == label
 

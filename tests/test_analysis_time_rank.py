@@ -103,11 +103,21 @@ def test_a_loader_that_the_device_hides_costs_nothing(tmp_path):
     assert time.loader_host_ms == pytest.approx(0.12)
 
 
-@pytest.mark.parametrize(("call", "row"), [
-    ("cudaMalloc", "allocator"), ("cudaFree", "allocator"), ("cudaHostAlloc", "allocator"), ("cuMemCreate", "allocator"),
-    ("hipMalloc", "allocator"), ("cudaStreamSynchronize", "sync"), ("hipDeviceSynchronize", "sync"), ("cudaMemcpy", "sync"),
-    ("cudaEventQuery", "host"), ("cudaMemcpyAsync", "host"),
-])
+@pytest.mark.parametrize(
+    ("call", "row"),
+    [
+        ("cudaMalloc", "allocator"),
+        ("cudaFree", "allocator"),
+        ("cudaHostAlloc", "allocator"),
+        ("cuMemCreate", "allocator"),
+        ("hipMalloc", "allocator"),
+        ("cudaStreamSynchronize", "sync"),
+        ("hipDeviceSynchronize", "sync"),
+        ("cudaMemcpy", "sync"),
+        ("cudaEventQuery", "host"),
+        ("cudaMemcpyAsync", "host"),
+    ],
+)
 def test_calls_of_the_runtime(tmp_path, call, row):
     made = two_kernels(100, launched=290)
     made.runtime(call, 210, 250)

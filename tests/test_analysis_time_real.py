@@ -35,12 +35,16 @@ def test_rows_sum_to_the_step_and_nothing_is_negative(path):
         assert sum(time.rows.values()) == pytest.approx(time.step_ms, rel=1e-12)
         assert min(time.rows.values()) >= 0
         assert time.rows["unexplained"] < 0.02 * time.step_ms
-        assert time.busy_ms == pytest.approx(sum(time.rows[row] for row in ("compute", "exposed_communication", "exposed_copy")))
+        assert time.busy_ms == pytest.approx(
+            sum(time.rows[row] for row in ("compute", "exposed_communication", "exposed_copy"))
+        )
         assert sum(site.idle_ms for site in time.syncs) == pytest.approx(time.rows["sync"], abs=1e-6)
         assert sum(site.idle_ms for site in time.hosts) <= time.rows["host"] + 1e-6
         assert all(0 <= phase.device_ms <= phase.device_span_ms + 1e-9 for phase in time.phases)
         assert all(phase.device_ms <= phase.device_sum_ms + 1e-9 for phase in time.phases)
-        json.dumps(time.rows | {"syncs": [vars(site) for site in time.syncs], "phases": [vars(phase) for phase in time.phases]})
+        json.dumps(
+            time.rows | {"syncs": [vars(site) for site in time.syncs], "phases": [vars(phase) for phase in time.phases]}
+        )
 
 
 def first_device_ns(path: Path) -> int:
@@ -51,8 +55,12 @@ def first_device_ns(path: Path) -> int:
 def swept(path: Path, time: RankTime) -> dict[str, float]:
     """ms per steady step of what runs at each moment, by a sweep over the file's own events."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    device = [event for event in events if event.get("ph") == "X" and str(event.get("cat")).lower() in (
-        "kernel", "memcpy", "memset", "gpu_memcpy", "gpu_memset")]
+    device = [
+        event
+        for event in events
+        if event.get("ph") == "X"
+        and str(event.get("cat")).lower() in ("kernel", "memcpy", "memset", "gpu_memcpy", "gpu_memset")
+    ]
     shift = min(event["ts"] for event in device) - first_device_ns(path) / 1e3
     edges = [(step.start_ns / 1e3 + shift, 0, 0) for step in time.steps] + [(time.steps[-1].end_ns / 1e3 + shift, 0, 0)]
     for event in device:
@@ -69,8 +77,11 @@ def swept(path: Path, time: RankTime) -> dict[str, float]:
             running[kind] += change
         before = moment
     per_step = 1e3 * len(windows)
-    return {"compute": found[COMPUTE] / per_step, "exposed_communication": found[COMMUNICATION] / per_step,
-            "exposed_copy": found[COPY] / per_step}
+    return {
+        "compute": found[COMPUTE] / per_step,
+        "exposed_communication": found[COMMUNICATION] / per_step,
+        "exposed_copy": found[COPY] / per_step,
+    }
 
 
 @pytest.mark.parametrize("folder", ["a100_ddp_nccl_rank0of2", "h100_qwen_stacks", "v100_dlrm_8ranks"])

@@ -8,11 +8,38 @@ from megatron_lite.analysis.time.placing_of import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.trace.read import read_traces
 
-OPERATORS = ["aten::mm", "aten::item", "aten::to", "autograd::engine::evaluate_function: X", "c10d::allreduce_", "", "\x00<b>"]
+OPERATORS = [
+    "aten::mm",
+    "aten::item",
+    "aten::to",
+    "autograd::engine::evaluate_function: X",
+    "c10d::allreduce_",
+    "",
+    "\x00<b>",
+]
 CALLS = ["cudaStreamSynchronize", "cudaMalloc", "cudaStreamWaitEvent", "cudaEventQuery", "cudaMemcpyAsync", "INVALID"]
-RANGES = ["forward", "backward", "data", "save", "eval", "gloo:all_reduce", "nccl:all_reduce", "layers.0 forward", "step 7", "##",
-          "enumerate(DataLoader)#x.__next__", "Optimizer.step#Y.step"]
-FRAMES = ["train.py(3): step", "<built-in function collect>", "torch/nn/module.py(1): call", "nn.Module: X_0", "(", ".py(1): "]
+RANGES = [
+    "forward",
+    "backward",
+    "data",
+    "save",
+    "eval",
+    "gloo:all_reduce",
+    "nccl:all_reduce",
+    "layers.0 forward",
+    "step 7",
+    "##",
+    "enumerate(DataLoader)#x.__next__",
+    "Optimizer.step#Y.step",
+]
+FRAMES = [
+    "train.py(3): step",
+    "<built-in function collect>",
+    "torch/nn/module.py(1): call",
+    "nn.Module: X_0",
+    "(",
+    ".py(1): ",
+]
 KERNELS = ["gemm", "ncclDevKernel_AllReduce", "", "Memcpy HtoD (Pageable -> Device)"]
 
 

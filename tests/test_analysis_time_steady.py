@@ -30,16 +30,19 @@ def test_tiles_leave_no_hole(tmp_path):
     assert [step.ms for step in found[1:]] == pytest.approx([1.0] * 5)
 
 
-@pytest.mark.parametrize(("lengths", "counting"), [
-    ([100], [0]),
-    ([100, 100], [0, 1]),
-    ([200, 100], [1]),
-    ([100, 100, 100], [0, 1, 2]),
-    ([200, 100, 100], [1, 2]),
-    ([100, 100, 200], [0, 1]),
-    ([100, 100, 100, 100], [1, 2, 3]),
-    ([100, 100, 300, 100, 100], [1, 2, 3, 4]),  # a slow step in the middle is the run's own
-])
+@pytest.mark.parametrize(
+    ("lengths", "counting"),
+    [
+        ([100], [0]),
+        ([100, 100], [0, 1]),
+        ([200, 100], [1]),
+        ([100, 100, 100], [0, 1, 2]),
+        ([200, 100, 100], [1, 2]),
+        ([100, 100, 200], [0, 1]),
+        ([100, 100, 100, 100], [1, 2, 3]),
+        ([100, 100, 300, 100, 100], [1, 2, 3, 4]),  # a slow step in the middle is the run's own
+    ],
+)
 def test_steps_at_the_edges_that_pay_for_the_profiler_do_not_count(tmp_path, lengths, counting):
     assert [k for k, step in enumerate(steps(with_lengths(lengths), tmp_path)) if step.steady] == counting
 
@@ -63,7 +66,9 @@ def test_a_record_of_the_gpu_that_ends_early_cuts_the_step_in_which_it_ends(tmp_
     made = gpu_run(steps=6)
     on_gpu = ("kernel", "gpu_memcpy", "gpu_memset")
     times = sorted(event["ts"] for event in made.events if event["cat"] in on_gpu)
-    made.events = [event for event in made.events if event["cat"] not in on_gpu or event["ts"] < times[len(times) * 7 // 12]]
+    made.events = [
+        event for event in made.events if event["cat"] not in on_gpu or event["ts"] < times[len(times) * 7 // 12]
+    ]
     [trace] = read_traces(made.write(tmp_path))
     found = placing_of(trace)
     assert [step.why_not for step in found.steps][3:] == ["the trace cuts it", "no work in it", "no work in it"]

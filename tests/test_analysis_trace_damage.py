@@ -39,7 +39,7 @@ def event(name="a", ts="1", dur="1", category="cpu_op", more="") -> str:
 
 
 def of(*events: str) -> str:
-    return '{"schemaVersion": 1, "traceEvents": [' + ",\n".join(events) + ']}'
+    return '{"schemaVersion": 1, "traceEvents": [' + ",\n".join(events) + "]}"
 
 
 def complaint(path) -> str:
@@ -53,7 +53,9 @@ def test_cut_off_json_is_read_up_to_there(tmp_path, text):
     place = text.index('"ph"', len(text) // 2) + 40
     trace = read(tmp_path, text[:place])
     begin = text.rindex('{"ph"', 0, place)
-    assert trace.notes == (f"t.json: the JSON breaks off in the event at byte {begin:,}; what stands before it was read",)
+    assert trace.notes == (
+        f"t.json: the JSON breaks off in the event at byte {begin:,}; what stands before it was read",
+    )
     assert len(trace.events) == text[:begin].count('"ph": "X"')
     assert (trace.rank, trace.devices) == (0, ("NVIDIA A100-SXM4-80GB",)), "the header stands before"
 
@@ -71,7 +73,9 @@ def test_json_cut_between_events(tmp_path):
     for end in ("", ",", " , "):
         trace = read(tmp_path, text + end)
         assert len(trace.events) == 2
-        assert trace.notes == (f"t.json: the JSON breaks off after byte {len(text + end)}; what stands before it was read",)
+        assert trace.notes == (
+            f"t.json: the JSON breaks off after byte {len(text + end)}; what stands before it was read",
+        )
 
 
 def test_a_damaged_event_in_the_middle_costs_only_itself(tmp_path, text):
@@ -120,10 +124,18 @@ def test_exact_times_that_are_no_times(tmp_path):
 
 
 def test_control_characters_backslashes_and_broken_utf8(tmp_path):
-    lines = [event("a\x01b\nc"), event("C:\\Users\\x.py(1): f", "2"), event("caf\xe9", "3"), event('q\\"u\\\\', "4"), event("\\ud800 x \\ud83d\\ude00", "5")]
+    lines = [
+        event("a\x01b\nc"),
+        event("C:\\Users\\x.py(1): f", "2"),
+        event("caf\xe9", "3"),
+        event('q\\"u\\\\', "4"),
+        event("\\ud800 x \\ud83d\\ude00", "5"),
+    ]
     trace = read(tmp_path, of(*lines).encode("latin-1"))
     names = [trace.name_of(i) for i in range(5)]
-    assert names[0] == "a b c" and names[1] == "C:\\Users\\x.py(1): f" and names[2] == "caf\ufffd" and names[3] == 'q"u\\'
+    assert (
+        names[0] == "a b c" and names[1] == "C:\\Users\\x.py(1): f" and names[2] == "caf\ufffd" and names[3] == 'q"u\\'
+    )
     assert names[4] == "\ufffd x \U0001f600", "half a character cannot be printed"
     assert trace.notes == ()
 
@@ -135,7 +147,9 @@ def test_negative_durations_are_instants(tmp_path):
 
 
 def test_zero_times_in_a_trace_of_absolute_ones_are_lost_times(tmp_path):
-    trace = read(tmp_path, of(*(event("a", f"16941282014354{i:02d}") for i in range(5)), event("zero", "0", category="kernel")))
+    trace = read(
+        tmp_path, of(*(event("a", f"16941282014354{i:02d}") for i in range(5)), event("zero", "0", category="kernel"))
+    )
     assert (len(trace.events), trace.notes) == (5, ("events without a start time: 1, left out",))
     assert len(read(tmp_path, of(event("a", "0"), event("b", "5"))).events) == 2, "here 0 is the beginning"
 
@@ -156,7 +170,10 @@ def test_headers_of_any_type(tmp_path):
     header = {"distributedInfo": [1], "deviceProperties": {"a": 1}, "baseTimeNanoseconds": "soon", "schemaVersion": {}}
     trace = read(tmp_path, json.dumps(header | {"traceEvents": [json.loads(event())]}))
     assert (trace.rank, trace.world_size, trace.devices, trace.base_ns, trace.facts) == (None, None, (), None, {})
-    header = {"distributedInfo": {"rank": "2", "world_size": -1, "backend": "x" * 999}, "deviceProperties": [None, {"name": 5}, {}]}
+    header = {
+        "distributedInfo": {"rank": "2", "world_size": -1, "backend": "x" * 999},
+        "deviceProperties": [None, {"name": 5}, {}],
+    }
     trace = read(tmp_path, json.dumps(header | {"traceEvents": [json.loads(event())]}))
     assert (trace.rank, trace.world_size, trace.devices, trace.facts) == (2, None, ("5", ""), {"backend": "x" * 200})
 
@@ -173,11 +190,19 @@ def test_headers_of_any_type(tmp_path):
         (b"[]", "t.json: a trace without events; was the profiler on?"),
         (b"[1, 2, 3]", "t.json: the JSON breaks off in the event at byte 1; what stands before it was read"),
         (b'{"traceEvents": [{"ph": "M", "name": "x"}]}', "t.json: a trace without events; was the profiler on?"),
-        (b'{"traceEvents": [{"ph": "X", "name": "x"}]}',
-         "t.json: no event of it has a start time, so there is nothing to analyse."),
+        (
+            b'{"traceEvents": [{"ph": "X", "name": "x"}]}',
+            "t.json: no event of it has a start time, so there is nothing to analyse.",
+        ),
         (gzip.compress(b"", mtime=0), "t.json: empty; a trace holds a JSON object with traceEvents."),
-        (gzip.compress(b"{" * 1000, mtime=0)[:15], "t.json: the gzip file ends early, after 260 bytes of text; what stands before it was read, and holds no event."),
-        (b"\x1f\x8bgarbage!", "t.json: the gzip data is damaged after 0 bytes of text; what stands before it was read, and holds no event."),
+        (
+            gzip.compress(b"{" * 1000, mtime=0)[:15],
+            "t.json: the gzip file ends early, after 260 bytes of text; what stands before it was read, and holds no event.",
+        ),
+        (
+            b"\x1f\x8bgarbage!",
+            "t.json: the gzip data is damaged after 0 bytes of text; what stands before it was read, and holds no event.",
+        ),
     ],
 )
 def test_what_is_no_trace_is_said_in_a_line(tmp_path, content, words):
@@ -261,19 +286,27 @@ def test_a_cut_trace_is_reported_over_its_whole_steps(run, cut, tmp_path):
         path.write_bytes(zipped[: len(zipped) * 9 // 10])
         text = zlib.decompressobj(wbits=31).decompress(path.read_bytes()).decode()
     else:
-        text = text[: text.index('"name": "', len(text) * 3 // 4) + 12 if cut == "in a string" else int(len(text) * cut)]
+        text = text[
+            : text.index('"name": "', len(text) * 3 // 4) + 12 if cut == "in a string" else int(len(text) * cut)
+        ]
         path.write_text(text)
     report = analyze([path])
     steps, kernels = report.facts.ranks_seen[0].time.steps, '"cat": "kernel"' in text
     assert sum("the JSON breaks off" in gap or "ends early" in gap for gap in gaps_of(report)) == 1
     assert report.verdict.confidence == "low"
     if "GPU" in run and not kernels:
-        assert report.verdict.sentence.startswith("INCONCLUSIVE: the trace names a GPU (NVIDIA A100-SXM4-80GB) and holds no kernel")
+        assert report.verdict.sentence.startswith(
+            "INCONCLUSIVE: the trace names a GPU (NVIDIA A100-SXM4-80GB) and holds no kernel"
+        )
         return
-    last_work = "multi_tensor_apply" if "GPU" in run else "aten::_fused_adamw_" if "Kineto" not in run else "ProfilerStep"
+    last_work = (
+        "multi_tensor_apply" if "GPU" in run else "aten::_fused_adamw_" if "Kineto" not in run else "ProfilerStep"
+    )
     whole = text.count(last_work)
     counted = [step.number for step in steps if step.steady]
-    assert set(counted) <= set(range(10, 10 + whole)) and len(counted) >= whole - 2, "the first one on a GPU, and the last where nothing follows"
+    assert set(counted) <= set(range(10, 10 + whole)) and len(counted) >= whole - 2, (
+        "the first one on a GPU, and the last where nothing follows"
+    )
     assert "INCONCLUSIVE" not in report.verdict.sentence and f"{len(counted)} steady steps; " in report.verdict.why
     uncut = analyze([CUT_RUNS[run]().write(tmp_path / "uncut")]).facts.ranks_seen[0].time
     assert report.facts.ranks_seen[0].time.rows == pytest.approx(uncut.rows, rel=0.1, abs=0.03)
@@ -294,4 +327,7 @@ def test_of_a_trace_that_is_too_large_as_many_whole_steps_are_read_as_may_be_hel
     assert "no step marks" not in analyze([tmp_path / "cut.json"]).verdict.sentence
     monkeypatch.setattr(read_several, "_max_events", lambda files: per_step * 2)
     report = analyze([path])
-    assert report.verdict.sentence.startswith("INCONCLUSIVE: only one whole step stands in the ") and "profile a window of" not in report.verdict.sentence
+    assert (
+        report.verdict.sentence.startswith("INCONCLUSIVE: only one whole step stands in the ")
+        and "profile a window of" not in report.verdict.sentence
+    )

@@ -33,8 +33,10 @@ def read(folder: Path, events: list, name="t.json", **header):
 def table(trace) -> list[tuple]:
     """(kind, name, start, length) of each event."""
     e = trace.events
-    return [(Kind(k).name, trace.names[n], s, t - s) for k, n, s, t in zip(*map(np.ndarray.tolist, (
-        e.kind, e.name, e.start_ns, e.end_ns)))]
+    return [
+        (Kind(k).name, trace.names[n], s, t - s)
+        for k, n, s, t in zip(*map(np.ndarray.tolist, (e.kind, e.name, e.start_ns, e.end_ns)))
+    ]
 
 
 def test_a_modern_trace(tmp_path):
@@ -63,7 +65,12 @@ def test_a_modern_trace(tmp_path):
     assert (e.device[at["aten::mm"]], e.stream[at["aten::mm"]], e.correlation[at["aten::mm"]]) == (-1, -1, -1)
     m = trace.memory
     assert [column.tolist() for column in (m.time_ns, m.num_bytes, m.total_allocated, m.total_reserved, m.device)] == [
-        [15_000], [512], [1024], [2048], [0]]
+        [15_000],
+        [512],
+        [1024],
+        [2048],
+        [0],
+    ]
 
 
 def test_a_trace_of_2021(tmp_path):
@@ -83,7 +90,9 @@ def test_a_trace_of_2021(tmp_path):
         {"ph": "s", "id": 1, "pid": 5, "tid": 5, "ts": start, "cat": "async", "name": "launch"},
     ])  # fmt: skip
     kinds = {name: kind for kind, name, *_ in table(trace)}
-    assert kinds["ProfilerStep#5"] == kinds["enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"] == "ANNOTATION"
+    assert (
+        kinds["ProfilerStep#5"] == kinds["enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"] == "ANNOTATION"
+    )
     assert kinds["aten::copy_"] == kinds["detach_"] == "OP"
     assert [row[1] for row in table(trace)][:2] == ["ProfilerStep#5", "aten::copy_"], "the longer one stands first"
     assert trace.base_ns == start * 1000
@@ -128,7 +137,9 @@ def test_absolute_times_with_nanoseconds_are_exact_too(tmp_path):
 
 
 def test_absolute_times_in_whole_microseconds(tmp_path):
-    trace = read(tmp_path, [span("cpu_op", "a", 1_694_128_201_435_418, 1), span("cpu_op", "b", 1_694_128_201_435_419, 1)])
+    trace = read(
+        tmp_path, [span("cpu_op", "a", 1_694_128_201_435_418, 1), span("cpu_op", "b", 1_694_128_201_435_419, 1)]
+    )
     assert (trace.base_ns, trace.events.start_ns.tolist()) == (1_694_128_201_435_418_000, [0, 1000])
 
 
@@ -142,7 +153,11 @@ def test_beginnings_and_ends(tmp_path):
         half("B", 0, "outer"), half("B", 10, "inner"), half("B", 12, "other", tid=2), half("E", 20), half("E", 30),
         half("E", 40, tid=2), half("B", 50, "open"), half("E", 60, tid=3),
     ])  # fmt: skip
-    assert table(trace) == [("OP", "outer", 0, 30_000), ("OP", "inner", 10_000, 10_000), ("OP", "other", 12_000, 28_000)]
+    assert table(trace) == [
+        ("OP", "outer", 0, 30_000),
+        ("OP", "inner", 10_000, 10_000),
+        ("OP", "other", 12_000, 28_000),
+    ]
     assert trace.notes == ("beginnings or ends of spans without a counterpart: 2, left out",)
 
 
@@ -174,7 +189,13 @@ def test_an_unknown_category_is_kept_as_other(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "rank"),
-    [("host_rank12.170.pt.trace.json", 12), ("rank3.json", 3), ("trace[5].json", 5), ("rank-7_x.json", 7), ("host_170.json", None)],
+    [
+        ("host_rank12.170.pt.trace.json", 12),
+        ("rank3.json", 3),
+        ("trace[5].json", 5),
+        ("rank-7_x.json", 7),
+        ("host_170.json", None),
+    ],
 )
 def test_the_rank_from_the_name_where_the_file_has_none(tmp_path, name, rank):
     assert read(tmp_path, [span("cpu_op", "a", 1, 1)], name).rank == rank
@@ -195,7 +216,9 @@ def test_the_header_may_stand_behind_the_events(tmp_path):
 @pytest.mark.parametrize("indent", [None, 1])
 def test_where_the_file_is_cut_into_chunks_does_not_matter(tmp_path, indent):
     data = gpu_run(steps=2).data()
-    data["traceEvents"].append(span("cpu_op", 'a "name" with }, {"ph": and } ] in it \\', 1.0, 2.0, list=[{"a": 1}, {"b": [{}]}]))
+    data["traceEvents"].append(
+        span("cpu_op", 'a "name" with }, {"ph": and } ] in it \\', 1.0, 2.0, list=[{"a": 1}, {"b": [{}]}])
+    )
     path = tmp_path / "t.json"
     path.write_text(json.dumps(data, indent=indent))
     expected = [(event["name"], event["ts"]) for event in data["traceEvents"]]
@@ -215,15 +238,21 @@ def test_gzip_of_several_parts(tmp_path):
 
 
 @needs_traces
-@pytest.mark.parametrize("path", [path for path in REAL if path.stat().st_size < 800_000], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", [path for path in REAL if path.stat().st_size < 800_000], ids=lambda path: path.parent.name
+)
 def test_real_traces_against_plain_json(path):
     data = json.loads(gzip.open(path).read(), parse_float=Decimal, strict=False)
     [trace] = read_traces(path)
     spans = [event for event in data["traceEvents"] if event.get("ph") == "X"]
     first = min(event["ts"] for event in spans)
-    expected = Counter((KIND_OF_CATEGORY.get(e["cat"], Kind.OTHER).name, e["name"], int((e["ts"] - first) * 1000)) for e in spans)
+    expected = Counter(
+        (KIND_OF_CATEGORY.get(e["cat"], Kind.OTHER).name, e["name"], int((e["ts"] - first) * 1000)) for e in spans
+    )
     assert Counter(row[:3] for row in table(trace)) == expected
-    assert sum(int(e["dur"] * 1000) for e in spans) == (trace.events.end_ns - trace.events.start_ns).sum(), "nothing clipped"
+    assert sum(int(e["dur"] * 1000) for e in spans) == (trace.events.end_ns - trace.events.start_ns).sum(), (
+        "nothing clipped"
+    )
     assert sum("Input Dims" in e["args"] for e in spans) == (trace.events.shapes >= 0).sum()
     assert sum(e["args"].get("Collective name") is not None for e in spans) == (trace.events.collective >= 0).sum()
     assert len(trace.memory) == sum(e["name"] == "[memory]" for e in data["traceEvents"])
@@ -237,12 +266,19 @@ def test_device_work_finds_its_launch():
     for path in REAL:
         [trace] = read_traces(path)
         found[path.parent.name] = float((trace.launch_of[trace.device_rows] >= 0).mean())
-    assert found.pop("h100_qwen_stacks") == pytest.approx(0.702, abs=0.001), "509 of 1,707 were launched before the window"
+    assert found.pop("h100_qwen_stacks") == pytest.approx(0.702, abs=0.001), (
+        "509 of 1,707 were launched before the window"
+    )
     assert set(found.values()) == {1.0}
 
 
 def test_only_names_of_the_wanted_kinds_are_asked(tmp_path):
-    events = [span("kernel", "a", 1, 1), span("cpu_op", "b", 2, 1), span("cpu_op", "a", 3, 1), span("python_function", "f", 4, 1)]
+    events = [
+        span("kernel", "a", 1, 1),
+        span("cpu_op", "b", 2, 1),
+        span("cpu_op", "a", 3, 1),
+        span("python_function", "f", 4, 1),
+    ]
     trace, asked = read(tmp_path, events), []
     passes = trace.passing(lambda name: asked.append(name) or name == "a", Kind.OP, Kind.MEMCPY)
     assert sorted(asked) == ["a", "b"]
@@ -266,7 +302,9 @@ def test_of_more_events_than_may_be_held_the_first_part_in_time_is_read(tmp_path
     monkeypatch.setattr(Chunks.__init__, "__defaults__", (4096,))
     events = gpu_run(steps=40, item=True).events
     memory = [{"ph": "i", "name": "[memory]", "ts": event["ts"], "args": {"Bytes": 1}} for event in events[::5]]
-    events = sorted(events + memory, key=(lambda event: event.get("cat", "")) if by_kind else (lambda event: event["ts"]))
+    events = sorted(
+        events + memory, key=(lambda event: event.get("cat", "")) if by_kind else (lambda event: event["ts"])
+    )
     path = write({"traceEvents": events}, tmp_path / "t.json")
     [whole], limit, told = read_traces(path), len(events) // 3, []
     [part] = read_traces(path, limit, told.append)
@@ -276,5 +314,8 @@ def test_of_more_events_than_may_be_held_the_first_part_in_time_is_read(tmp_path
     assert table(part) == [event for event in before if event[2] + event[3] <= last]
     assert len(part.memory) == (whole.memory.time_ns <= last).sum()
     [note] = part.notes
-    assert re.fullmatch(rf"t.json: more than {limit:,} events; what ends in its first 0.0\d+ of 0.04\d* s was read, the rest left out; .*", note)
+    assert re.fullmatch(
+        rf"t.json: more than {limit:,} events; what ends in its first 0.0\d+ of 0.04\d* s was read, the rest left out; .*",
+        note,
+    )
     assert not whole.notes

@@ -68,8 +68,10 @@ def two_ranks(folder: Path) -> Path:
 
 def table(trace) -> list[tuple]:
     e = trace.events
-    return [(Kind(k).name, trace.names[n], s, t) for k, n, s, t in zip(*map(np.ndarray.tolist, (
-        e.kind, e.name, e.start_ns, e.end_ns)))]
+    return [
+        (Kind(k).name, trace.names[n], s, t)
+        for k, n, s, t in zip(*map(np.ndarray.tolist, (e.kind, e.name, e.start_ns, e.end_ns)))
+    ]
 
 
 def complaint(path: Path) -> str:
@@ -82,7 +84,9 @@ def complaint(path: Path) -> str:
 def test_each_process_is_a_trace(tmp_path):
     first, second = read_traces(two_ranks(tmp_path))
     assert [(t.rank, t.world_size, t.writer, t.source) for t in (first, second)] == [
-        (0, 2, "nsys", "report.sqlite (process 10)"), (1, 2, "nsys", "report.sqlite (process 20)")]
+        (0, 2, "nsys", "report.sqlite (process 10)"),
+        (1, 2, "nsys", "report.sqlite (process 20)"),
+    ]
     assert table(first) == [("ANNOTATION", "profile", 0, 9000)]
     assert table(second) == [
         ("ANNOTATION", "step 8", 0, 8000), ("ANNOTATION", "forward", 500, 3000), ("OP", "aten::mm", 600, 900),
@@ -107,14 +111,27 @@ def test_columns_of_a_process(tmp_path):
 
 def test_tables_that_are_not_there(tmp_path):
     [trace] = read_traces(export(tmp_path, NVTX_EVENTS=[(5, 9, 59, "forward", place(3, 3), None)]))
-    assert (table(trace), trace.rank, trace.devices, trace.base_ns) == ([("ANNOTATION", "forward", 0, 4)], None, (), None)
-    [trace] = read_traces(export(tmp_path, NVTX_EVENTS=[], CUPTI_ACTIVITY_KIND_KERNEL=[(5, 9, 0, 7, 1, place(3), None, None)]))
+    assert (table(trace), trace.rank, trace.devices, trace.base_ns) == (
+        [("ANNOTATION", "forward", 0, 4)],
+        None,
+        (),
+        None,
+    )
+    [trace] = read_traces(
+        export(tmp_path, NVTX_EVENTS=[], CUPTI_ACTIVITY_KIND_KERNEL=[(5, 9, 0, 7, 1, place(3), None, None)])
+    )
     assert table(trace) == [("KERNEL", "unknown kernel", 0, 4)]
 
 
 def test_values_that_are_missing(tmp_path):
-    path = export(tmp_path, CUPTI_ACTIVITY_KIND_KERNEL=[
-        (None, 9, 0, 7, 1, place(3), None, None), (5, None, None, None, None, place(3), None, None), ("x", "y", 0, 7, 1, place(3), 9, 9)])
+    path = export(
+        tmp_path,
+        CUPTI_ACTIVITY_KIND_KERNEL=[
+            (None, 9, 0, 7, 1, place(3), None, None),
+            (5, None, None, None, None, place(3), None, None),
+            ("x", "y", 0, 7, 1, place(3), 9, 9),
+        ],
+    )
     [trace] = read_traces(path)
     assert (trace.events.end_ns >= trace.events.start_ns).all() and len(trace.events) == 2
 
@@ -132,9 +149,11 @@ def test_values_of_the_wrong_type(tmp_path):
 
 def test_files_that_are_something_else(tmp_path):
     assert complaint(export(tmp_path)) == (
-        "report.sqlite: an sqlite file, but not of Nsight Systems (nsys export --type sqlite makes one).")
+        "report.sqlite: an sqlite file, but not of Nsight Systems (nsys export --type sqlite makes one)."
+    )
     assert complaint(export(tmp_path, NVTX_EVENTS=[])) == (
-        "report.sqlite: no CUDA or NVTX events in it; trace with -t cuda,nvtx.")
+        "report.sqlite: no CUDA or NVTX events in it; trace with -t cuda,nvtx."
+    )
     path = two_ranks(tmp_path)
     path.write_bytes(path.read_bytes()[:5000])
     assert complaint(path).startswith("report.sqlite: damaged, sqlite says: ")
@@ -150,7 +169,13 @@ def test_nothing_is_written_beside_a_report(tmp_path):
     [
         ("aten::mul, seq = 45328, op_id = 990726", "aten::mul", Kind.OP, 45328, None),
         ("AllToAll4D, seq = 45440, op_id = 990760", "AllToAll4D", Kind.OP, 45440, None),
-        ("aten::mm, op_id = 1, sizes = [[2, 3], [], [[4], [5, 6]]]", "aten::mm", Kind.OP, -1, ((2, 3), (), ((4,), (5, 6)))),
+        (
+            "aten::mm, op_id = 1, sizes = [[2, 3], [], [[4], [5, 6]]]",
+            "aten::mm",
+            Kind.OP,
+            -1,
+            ((2, 3), (), ((4,), (5, 6))),
+        ),
         ("aten::mm", "aten::mm", Kind.OP, -1, None),
         ("MmBackward0, seq = 5", "MmBackward0", Kind.OP, 5, None),
         ("step 10", "step 10", Kind.ANNOTATION, -1, None),
@@ -180,7 +205,8 @@ def test_a_real_export_against_sql():
         for trace in traces:
             pid = int(trace.threads[-1][0])
             kernels, kernel_ns = database.execute(
-                "SELECT count(*), sum(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE globalPid >> 24 & 0xffffff = ?", (pid,)
+                "SELECT count(*), sum(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE globalPid >> 24 & 0xffffff = ?",
+                (pid,),
             ).fetchone()
             rows = trace.rows[Kind.KERNEL]
             assert len(rows) == kernels

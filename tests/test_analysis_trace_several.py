@@ -21,7 +21,12 @@ def test_in_processes_as_in_this_one(tmp_path, at_any_size):
     paths = [gpu_run(rank=rank, world_size=3).write(tmp_path) for rank in range(3)]
     for path, read in zip(paths, read_several.readers(paths), strict=True):
         [there], [here] = read(), read_traces(path)
-        assert (there.rank, there.names, there.shapes, there.collectives) == (here.rank, here.names, here.shapes, here.collectives)
+        assert (there.rank, there.names, there.shapes, there.collectives) == (
+            here.rank,
+            here.names,
+            here.shapes,
+            here.collectives,
+        )
         assert all(np.array_equal(column, vars(here.events)[name]) for name, column in vars(there.events).items())
 
 

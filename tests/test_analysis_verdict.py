@@ -175,8 +175,11 @@ def test_the_title_names_what_is_known():
 
 def test_processes_without_ranks_are_not_called_ranks():
     seen = tuple(
-        dataclasses.replace(one, trace=dataclasses.replace(one.trace, rank=None, world_size=None),
-                            time=dataclasses.replace(one.time, rank=None))
+        dataclasses.replace(
+            one,
+            trace=dataclasses.replace(one.trace, rank=None, world_size=None),
+            time=dataclasses.replace(one.time, rank=None),
+        )
         for one in cases.report().facts.ranks_seen
     )
     assert title_of(["job.sqlite"], Facts(**{**NOTHING, "ranks_seen": seen})).startswith("job.sqlite: 2 processes, ")

@@ -39,9 +39,29 @@ def test_a_part_inside_another_counts_once(monkeypatch):
 def test_the_whole_measurement(tmp_path):
     out = tmp_path / "figures.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.loop_overhead", "--ranks", "2", "--log-intervals", "10", "--rounds", "1",
-         "--steps", "60", "--real-steps", "30", "--tensorboard", "--out", out],
-        check=False, cwd=REPO, capture_output=True, text=True, timeout=LIMIT_S,
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.loop_overhead",
+            "--ranks",
+            "2",
+            "--log-intervals",
+            "10",
+            "--rounds",
+            "1",
+            "--steps",
+            "60",
+            "--real-steps",
+            "30",
+            "--tensorboard",
+            "--out",
+            out,
+        ],
+        check=False,
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads(Path(out).read_text())["configurations"]

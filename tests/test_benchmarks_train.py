@@ -24,8 +24,22 @@ from benchmarks.training.summary import Limits, line_of, loss_distance, loss_tab
 from benchmarks.training.tokens import write_tokens
 from megatron_lite.errors import UserError
 
-TINY = ["--layers", "1", "--hidden", "16", "--heads", "2", "--sequence", "16", "--micro-batch", "2", "--steps", "3",
-        "--warm-up", "1"]
+TINY = [
+    "--layers",
+    "1",
+    "--hidden",
+    "16",
+    "--heads",
+    "2",
+    "--sequence",
+    "16",
+    "--micro-batch",
+    "2",
+    "--steps",
+    "3",
+    "--warm-up",
+    "1",
+]
 COUNTING = """
 import time
 block = bytearray(64 * 2**20)
@@ -43,10 +57,14 @@ def of_flags(words: list[str], device: str = "cpu"):
 
 def test_known_answers_of_the_table():
     work, _ = of_flags(TINY)  # 4 sequences of 16 tokens per step
-    fast = [Result("ours", 1, [9.0, 0.5, 0.5, 0.7], [5.0, 4.0, 3.0, 2.0], 10.0, 100, outside_s=0.6),
-            Result("ours", 2, [9.0, 0.1, 0.2, 0.3], [5.0, 4.0, 3.0, 2.2], 12.0, 300)]
-    slow = [Result("plain", 1, [1.0, 1.0, 1.0, 1.0], [5.0, 4.0, 3.1, 2.1]),
-            Result("plain", 2, [1.0, 9.0, 9.0, 9.0], failure="exit code 1")]
+    fast = [
+        Result("ours", 1, [9.0, 0.5, 0.5, 0.7], [5.0, 4.0, 3.0, 2.0], 10.0, 100, outside_s=0.6),
+        Result("ours", 2, [9.0, 0.1, 0.2, 0.3], [5.0, 4.0, 3.0, 2.2], 12.0, 300),
+    ]
+    slow = [
+        Result("plain", 1, [1.0, 1.0, 1.0, 1.0], [5.0, 4.0, 3.1, 2.1]),
+        Result("plain", 2, [1.0, 9.0, 9.0, 9.0], failure="exit code 1"),
+    ]
     line = line_of("ours", 1, fast + slow, work, warm_up=1)
     times = [0.5, 0.5, 0.7, 0.1, 0.2, 0.3]
     assert line.tokens_s == pytest.approx(64 / 0.4)
@@ -59,7 +77,9 @@ def test_known_answers_of_the_table():
     ratio = ratio_of("ours", "plain", fast + slow, warm_up=1)
     assert ratio.rounds == (2.0,) and ratio.median == 2.0  # of round 2 only one is known
     other = [Result("other", 1, [1.0, 2.0, 2.0, 2.0]), Result("other", 2, [1.0] * 4)]
-    assert ratio_of("ours", ["plain", "other"], fast + slow + other, warm_up=1).rounds == (2.0,)  # plain's was the faster
+    assert ratio_of("ours", ["plain", "other"], fast + slow + other, warm_up=1).rounds == (
+        2.0,
+    )  # plain's was the faster
     losses = loss_table(fast + slow)
     assert losses == {"ours": [5.0, 4.0, 3.0, pytest.approx(2.1)], "plain": [5.0, 4.0, 3.1, 2.1]}
     assert loss_distance(losses) == pytest.approx(0.05 / 2.575)
@@ -74,7 +94,9 @@ def test_rates_are_shares_of_a_gpu_or_of_the_whole_processor():
     line = line_of("ours", 1, [Result("ours", 1, [1.0] * 4, [3.0] * 4)], work, 1, Limits(ceiling=1e-5))
     assert line.ceiling_full == pytest.approx(line.tflops_full / 1e-5) and line.mfu_full is None
     head, row = table.speeds([line], threads=2, device="cpu")
-    assert "MFU" not in head and row.endswith(f"{line.ceiling_full:.1%}, {line.ceiling_causal:.1%}") and "1,000 ms" in row
+    assert (
+        "MFU" not in head and row.endswith(f"{line.ceiling_full:.1%}, {line.ceiling_causal:.1%}") and "1,000 ms" in row
+    )
     assert "MFU full, causal" in table.speeds([replace(line, mfu_full=0.5, mfu_causal=0.4)], 2, "cuda")[0]
     assert table.ceiling([None, None], "cpu") == [] and "at 10 and 12 GFLOP/s" in table.ceiling([0.01, 0.012], "cpu")[0]
 
@@ -87,8 +109,12 @@ def test_bars_take_the_faster_of_the_plain_ones():
     speeds = {"ours": 1.0, "ours@2": 0.8, "plain": 1.2, "plain-compiled": 1.4, "hf": 2.0}
     results = [Result(name, number, [number * seconds] * 3) for name, seconds in speeds.items() for number in (1, 2)]
     lines = table.bars(bars_of(found, results, work, warm_up=1))
-    assert [line.split()[-2:] for line in lines[1:]] == [["1.35", "missed"], ["1.8", "reached"], ["1.35", "reached"],
-                                                         ["1.8", "reached"]]
+    assert [line.split()[-2:] for line in lines[1:]] == [
+        ["1.35", "missed"],
+        ["1.8", "reached"],
+        ["1.35", "reached"],
+        ["1.8", "reached"],
+    ]
     assert "the faster of plain and plain-compiled     1.20   1.20 to 1.20" in lines[1]
     for other in (["--vocabulary", "512"], ["--layers", "2"]):
         unknown, _ = of_flags(["--bars", *other])
@@ -109,8 +135,10 @@ def test_the_ceiling_is_a_rate_that_a_machine_can_have():
 
 def test_remarks_say_what_speaks_against_the_figures():
     work, _ = of_flags(TINY)
-    results = [Result("ours", 1, [1.0] * 4, [3.0] * 4, outside_s=2.0),
-               Result("plain", 1, [1.0] * 4, [4.0] * 4, outside_s=1.0)]
+    results = [
+        Result("ours", 1, [1.0] * 4, [3.0] * 4, outside_s=2.0),
+        Result("plain", 1, [1.0] * 4, [4.0] * 4, outside_s=1.0),
+    ]
     lines = [line_of(name, 1, results, work, 1) for name in ("ours", "plain")]
     apart, outside, busy = table.remarks(lines, loss_table(results), load_before=1.5, cores=2)
     assert "29% apart" in apart and "ours: its steps add up to 50%" in outside and "not idle (load 1.5 on 2" in busy
@@ -129,11 +157,14 @@ def test_a_run_is_watched_from_outside(tmp_path):
     assert good.step_s == [0.3, 0.3] and good.failure is None and good.outside_s == run.seen[2] - run.seen[1]
 
 
-@pytest.mark.parametrize("code, limit_s, said", [
-    ("import sys; print('error: --lr'); print('end'); sys.exit(2)", LIMIT_S, "exit code 2: error: --lr"),
-    ("raise ValueError('no tokens')", LIMIT_S, "exit code 1: ValueError: no tokens"),
-    ("import time; time.sleep(600)", 0.3, "ended: the time of --minutes was up"),
-])
+@pytest.mark.parametrize(
+    "code, limit_s, said",
+    [
+        ("import sys; print('error: --lr'); print('end'); sys.exit(2)", LIMIT_S, "exit code 2: error: --lr"),
+        ("raise ValueError('no tokens')", LIMIT_S, "exit code 1: ValueError: no tokens"),
+        ("import time; time.sleep(600)", 0.3, "ended: the time of --minutes was up"),
+    ],
+)
 def test_a_failure_says_why(tmp_path, code, limit_s, said):
     run = watch([sys.executable, "-c", code], environment_of("cpu", 1), 1, limit_s)
     assert result_of(Contestant("hf", 1, "hf"), 1, run, tmp_path, steps=2).failure == said
@@ -160,21 +191,24 @@ def test_contestants_get_the_same_task(tmp_path):
     assert plain[plain.index("--accumulation") + 1] == "1" and mine[mine.index("--global-batch-size") + 1] == "4"
 
 
-@pytest.mark.parametrize("words, said", [
-    (["--vocabulary", "100"], "--vocabulary 100: must be a multiple of 128"),
-    (["--hidden", "10", "--heads", "3"], "--hidden 10: is not divisible by --heads 3"),
-    (["--contestants", "ours@3"], "--accumulation 2: cannot be shared out to 3 ranks"),
-    (["--contestants", "megatron"], "--contestants megatron: no such contestant; there are ours, plain"),
-    (["--contestants", "ours@x"], "--contestants ours@x: @x is no number of ranks"),
-    (["--contestants"], "--contestants: nobody is left to compete"),
-    (["--ours=--torch-compile"], "needs a name before the flags"),
-    (["--ours", "ours: --seed 2"], "two contestants are called ours"),
-    (["--vocab-file", "v"], "--vocab-file and --merge-file belong together"),
-    (["--vocab-file", "v", "--merge-file", "m"], "--vocab-file goes with --work bpe"),
-    (["--steps", "3", "--warm-up", "3"], "--warm-up 3: must be at least 1 and below --steps 3"),
-    (["--rounds", "0"], "--rounds 0: must be at least 1"),
-    (["--out", "no/such/folder/x.json"], "--out no/such/folder/x.json: there is no folder no/such/folder"),
-])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--vocabulary", "100"], "--vocabulary 100: must be a multiple of 128"),
+        (["--hidden", "10", "--heads", "3"], "--hidden 10: is not divisible by --heads 3"),
+        (["--contestants", "ours@3"], "--accumulation 2: cannot be shared out to 3 ranks"),
+        (["--contestants", "megatron"], "--contestants megatron: no such contestant; there are ours, plain"),
+        (["--contestants", "ours@x"], "--contestants ours@x: @x is no number of ranks"),
+        (["--contestants"], "--contestants: nobody is left to compete"),
+        (["--ours=--torch-compile"], "needs a name before the flags"),
+        (["--ours", "ours: --seed 2"], "two contestants are called ours"),
+        (["--vocab-file", "v"], "--vocab-file and --merge-file belong together"),
+        (["--vocab-file", "v", "--merge-file", "m"], "--vocab-file goes with --work bpe"),
+        (["--steps", "3", "--warm-up", "3"], "--warm-up 3: must be at least 1 and below --steps 3"),
+        (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (["--out", "no/such/folder/x.json"], "--out no/such/folder/x.json: there is no folder no/such/folder"),
+    ],
+)
 def test_mistakes_are_one_line(words, said):
     with pytest.raises(UserError, match="^[^\n]+$") as error:
         of_flags([*TINY, *words])
@@ -196,9 +230,30 @@ def test_missing_packages_and_texts(tmp_path, monkeypatch, capsys):
 def test_two_contestants_run(tmp_path):
     out = tmp_path / "figures.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.train", *TINY, "--rounds", "1", "--contestants", "ours", "plain", "--device",
-         "cpu", "--precision", "fp32", "--threads", "1", "--out", str(out)],
-        check=False, cwd=REPO, capture_output=True, text=True, timeout=LIMIT_S,
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.train",
+            *TINY,
+            "--rounds",
+            "1",
+            "--contestants",
+            "ours",
+            "plain",
+            "--device",
+            "cpu",
+            "--precision",
+            "fp32",
+            "--threads",
+            "1",
+            "--out",
+            str(out),
+        ],
+        check=False,
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())

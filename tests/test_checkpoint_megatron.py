@@ -63,9 +63,17 @@ def trained(precision: str, *words: str, variant: str = "gqa_swiglu_rmsnorm", st
     for _ in range(steps):
         optimizer.step([torch.randn_like(p) for p in named.values()], 4, lambda name: contextlib.nullcontext())
     flat = {f"model.{name}": p.detach() for name, p in named.items()} | optimizer.tensors(list(named))
-    record = Record(iteration=steps, consumed=4 * steps, consumed_valid_samples=8,
-                    shape=dataclasses.asdict(shape), precision=precision, vocab_size=127,
-                    schedule=dataclasses.asdict(plan.learning_rate), optimizer=plan.args.optimizer.optimizer, versions={"torch": "2"})
+    record = Record(
+        iteration=steps,
+        consumed=4 * steps,
+        consumed_valid_samples=8,
+        shape=dataclasses.asdict(shape),
+        precision=precision,
+        vocab_size=127,
+        schedule=dataclasses.asdict(plan.learning_rate),
+        optimizer=plan.args.optimizer.optimizer,
+        versions={"torch": "2"},
+    )
     return plan, record, flat
 
 
@@ -122,11 +130,14 @@ def test_the_arguments_in_the_file_describe_the_model(variant, tmp_path):
     assert foreign == expected
 
 
-@pytest.mark.parametrize("words", [
-    "--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style cosine",
-    "--lr-decay-style inverse-square-root --lr-warmup-init 1e-5",
-    "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear",
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style cosine",
+        "--lr-decay-style inverse-square-root --lr-warmup-init 1e-5",
+        "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear",
+    ],
+)
 def test_every_schedule_is_mapped_back(words, tmp_path):
     plan, record, tensors = trained("fp32", words, steps=1)
     path = written(place(tmp_path), record, tensors, plan)
@@ -143,23 +154,41 @@ def test_every_schedule_is_mapped_back(words, tmp_path):
 
 
 # Order and names as a checkpoint of Megatron-LM with Transformer Engine lists them
-FUSED = ["self_attention.linear_proj.weight", "self_attention.linear_proj.bias",
-         "self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias",
-         "self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias",
-         "self_attention.q_layernorm.weight", "self_attention.q_layernorm.bias",
-         "self_attention.k_layernorm.weight", "self_attention.k_layernorm.bias",
-         "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.layer_norm_bias", "mlp.linear_fc1.weight",
-         "mlp.linear_fc1.bias", "mlp.linear_fc2.weight", "mlp.linear_fc2.bias"]
+FUSED = [
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.layer_norm_bias",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "self_attention.q_layernorm.weight",
+    "self_attention.q_layernorm.bias",
+    "self_attention.k_layernorm.weight",
+    "self_attention.k_layernorm.bias",
+    "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.layer_norm_bias",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc1.bias",
+    "mlp.linear_fc2.weight",
+    "mlp.linear_fc2.bias",
+]
 
 
 def test_transformer_engines_names_and_order():
     held = [name for name, _ in build(VARIANTS["qk_layernorm"]).named_parameters()]
     names = [file_name(name, fused=True) for name in in_file_order(held, fused=True)]
-    assert names == ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight",
-                     *(f"decoder.layers.{layer}.{name}" for layer in range(2) for name in FUSED),
-                     "decoder.final_layernorm.weight", "decoder.final_layernorm.bias"]
+    assert names == [
+        "embedding.word_embeddings.weight",
+        "embedding.position_embeddings.weight",
+        *(f"decoder.layers.{layer}.{name}" for layer in range(2) for name in FUSED),
+        "decoder.final_layernorm.weight",
+        "decoder.final_layernorm.bias",
+    ]
     assert sorted(ours(name) for name in names) == sorted(held)
-    assert in_file_order(["decoder.layers.10.mlp.linear_fc2.bias", "decoder.layers.9.mlp.linear_fc2.bias"], True)[0][15] == "9"
+    assert (
+        in_file_order(["decoder.layers.10.mlp.linear_fc2.bias", "decoder.layers.9.mlp.linear_fc2.bias"], True)[0][15]
+        == "9"
+    )
 
 
 def test_transformer_engines_adam_counts_steps_per_group(tmp_path):
@@ -177,20 +206,32 @@ def test_extra_states_and_buffers_are_no_weights(tmp_path):
     path = written(place(tmp_path), record, tensors, plan)
     state = torch.load(path, weights_only=False)
     del state["megatron_lite"]
-    state["model"] |= {"decoder.layers.0.mlp.linear_fc1._extra_state": torch.zeros(8, dtype=torch.uint8),
-                       "decoder.layers.0.mlp.linear_fc2._extra_state": io.BytesIO(b"fp8"),
-                       "decoder.layers.1.mlp.linear_fc2._extra_state": b"fp8",
-                       "rotary_pos_emb.inv_freq": torch.ones(4)}
+    state["model"] |= {
+        "decoder.layers.0.mlp.linear_fc1._extra_state": torch.zeros(8, dtype=torch.uint8),
+        "decoder.layers.0.mlp.linear_fc2._extra_state": io.BytesIO(b"fp8"),
+        "decoder.layers.1.mlp.linear_fc2._extra_state": b"fp8",
+        "rotary_pos_emb.inv_freq": torch.ones(4),
+    }
     torch.save(state, path)
     assert same(read(MegatronFile(path)), tensors)
 
 
-OLD = [("embedding.", "language_model.embedding."), ("decoder.final_layernorm", "language_model.encoder.final_layernorm"),
-       ("decoder.layers", "language_model.encoder.layers"), ("pre_mlp_layernorm", "post_attention_layernorm"),
-       ("self_attention.linear_qkv", "attention.query_key_value"), ("self_attention.linear_proj", "attention.dense"),
-       ("mlp.linear_fc1", "mlp.dense_h_to_4h"), ("mlp.linear_fc2", "mlp.dense_4h_to_h")]
-NEWER = [("final_layernorm", "final_norm"), ("input_layernorm", "input_norm"), (".attention.", ".self_attention."),
-         ("post_attention_layernorm", "post_attention_norm")]
+OLD = [
+    ("embedding.", "language_model.embedding."),
+    ("decoder.final_layernorm", "language_model.encoder.final_layernorm"),
+    ("decoder.layers", "language_model.encoder.layers"),
+    ("pre_mlp_layernorm", "post_attention_layernorm"),
+    ("self_attention.linear_qkv", "attention.query_key_value"),
+    ("self_attention.linear_proj", "attention.dense"),
+    ("mlp.linear_fc1", "mlp.dense_h_to_4h"),
+    ("mlp.linear_fc2", "mlp.dense_4h_to_h"),
+]
+NEWER = [
+    ("final_layernorm", "final_norm"),
+    ("input_layernorm", "input_norm"),
+    (".attention.", ".self_attention."),
+    ("post_attention_layernorm", "post_attention_norm"),
+]
 
 
 def nested(names: dict) -> dict:
@@ -253,7 +294,10 @@ def test_random_states_are_pythons_and_numpys_own(tmp_path):
     assert same(numpy.standard_normal(3).tolist(), expected_numpy.standard_normal(3).tolist())
     streams = entry["rng_tracker_states"]  # Megatron leaves if there are none
     assert {name: state.view(torch.int64).tolist() for name, state in streams.items()} == {
-        "data-parallel-rng": [5, 0], "model-parallel-rng": [2723, 0], "expert-parallel-rng": [1029, 0]}
+        "data-parallel-rng": [5, 0],
+        "model-parallel-rng": [2723, 0],
+        "expert-parallel-rng": [1029, 0],
+    }
 
 
 def test_a_foreign_files_random_states_are_left_alone(tmp_path):
@@ -308,10 +352,12 @@ class Trap:
 @pytest.mark.parametrize("kind", ["os.mkdir", "eval", "setattr", "own"])
 def test_a_trap_does_not_snap(where, kind, tmp_path):
     snapped = tmp_path / "snapped"
-    traps = {"os.mkdir": (Trap(os.mkdir, str(snapped)), "posix.mkdir"),
-             "eval": (Trap(eval, f"__import__('os').mkdir({str(snapped)!r})"), "builtins.eval"),
-             "setattr": (Trap(setattr, argparse.Namespace, "x", 1), "builtins.setattr"),
-             "own": (foreign_class("somebody", "Model")(), "somebody.Model")}
+    traps = {
+        "os.mkdir": (Trap(os.mkdir, str(snapped)), "posix.mkdir"),
+        "eval": (Trap(eval, f"__import__('os').mkdir({str(snapped)!r})"), "builtins.eval"),
+        "setattr": (Trap(setattr, argparse.Namespace, "x", 1), "builtins.setattr"),
+        "own": (foreign_class("somebody", "Model")(), "somebody.Model"),
+    }
     trap, name = traps[kind]
     plan, record, tensors = trained("fp32", steps=1)
     path = written(place(tmp_path), record, tensors, plan)
@@ -387,8 +433,9 @@ def changed(folder: Path, change) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "pipeline_model_parallel_size",
-                                  "virtual_pipeline_model_parallel_size"])
+@pytest.mark.parametrize(
+    "name", ["tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"]
+)
 def test_a_part_alone_is_refused(name, tmp_path):
     path = changed(tmp_path, lambda state: setattr(state["args"], name, 2))
     assert "is of a model in" in refusal(path) and "not 1 x 1 x 1; give the folder of all of its parts" in refusal(path)
@@ -418,8 +465,10 @@ def test_an_argument_that_is_missing_is_named(tmp_path):
 
 def test_a_shape_that_cannot_be_is_one_line(tmp_path):
     """Seven heads do not divide an old file's QKV."""
+
     def change(state):
         state["checkpoint_version"], state["args"].num_attention_heads = 0, 7
+
     assert "has not the form of a checkpoint" in refusal(changed(tmp_path, change))
 
 
@@ -431,6 +480,7 @@ def test_old_spellings_of_arguments(tmp_path):
         state["total_iters"] = state.pop("iteration")
         state["lr_scheduler"] = state.pop("opt_param_scheduler")
         state["lr_scheduler"]["num_iters"] = state["lr_scheduler"].pop("num_steps")
+
     record = MegatronFile(changed(tmp_path, change)).record
     assert (record.iteration, record.consumed) == (1, 4)
     assert record.shape["norm_epsilon"] == 1e-3 and record.shape["position_embedding"] == "none"
@@ -474,15 +524,18 @@ def shortened(state):
     inner["param_groups"][0]["params"].pop()
 
 
-@pytest.mark.parametrize("change, why", [
-    (transposed, "numbers its parameters in an order that does not fit these weights"),
-    (shortened, "numbers its parameters in an order that does not fit these weights"),
-    (without_state, "lies in distrib_optim.pt (--use-distributed-optimizer), which is not there"),
-    (swapped, "numbers its parameters in an order that does not fit these weights"),
-    (lambda state: state.update(optimizer=[{}, {}]), "is made of 2 chained ones"),
-    (lambda state: state.update(optimizer={"state": 1}), "has a form that is not known here"),
-    (lambda state: state.pop("optimizer"), "was not saved (--no-save-optim)"),
-])
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (transposed, "numbers its parameters in an order that does not fit these weights"),
+        (shortened, "numbers its parameters in an order that does not fit these weights"),
+        (without_state, "lies in distrib_optim.pt (--use-distributed-optimizer), which is not there"),
+        (swapped, "numbers its parameters in an order that does not fit these weights"),
+        (lambda state: state.update(optimizer=[{}, {}]), "is made of 2 chained ones"),
+        (lambda state: state.update(optimizer={"state": 1}), "has a form that is not known here"),
+        (lambda state: state.pop("optimizer"), "was not saved (--no-save-optim)"),
+    ],
+)
 def test_an_optimizer_that_cannot_be_named_leaves_the_weights(change, why, tmp_path):
     file = MegatronFile(changed(tmp_path, change))
     assert file.record.optimizer is None and file.without_optimizer == why
@@ -498,7 +551,10 @@ def buffers_of(tensors: dict, names: list) -> dict:
             padding = torch.zeros(-len(buffer) % 64)
             buffer = torch.cat([buffer, padding, tensors[f"optimizer.{name}.{kept}"].flatten()])
         flat[key] = buffer
-    return {0: {(torch.bfloat16, torch.float32): flat | {"numel_unpadded": len(flat["param"])}}, "buckets_coalesced": True}
+    return {
+        0: {(torch.bfloat16, torch.float32): flat | {"numel_unpadded": len(flat["param"])}},
+        "buckets_coalesced": True,
+    }
 
 
 def set_step(state, step):
@@ -506,15 +562,30 @@ def set_step(state, step):
         group["step"] = step
 
 
-@pytest.mark.parametrize("change, why", [
-    (lambda state, buffers: None, None),
-    (lambda state, buffers: buffers.pop("buckets_coalesced"), "is of several kinds of parameters, or from before February"),
-    (lambda state, buffers: buffers.update({1: buffers[0]}), "is of several kinds of parameters, or from before February"),
-    (lambda state, buffers: flat_of(buffers)["param"].mul_(2), "is laid out in a way that does not fit these weights"),
-    (lambda state, buffers: flat_of(buffers).update(param=flat_of(buffers)["param"][1:]), "is laid out in a way"),
-    (lambda state, buffers: set_step(state, 4), "has made [3, 4] steps, not one number of them"),
-    (lambda state, buffers: buffers.update(trap=Trap(eval, "1")), "cannot be read; it is damaged, or names classes"),
-])
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (lambda state, buffers: None, None),
+        (
+            lambda state, buffers: buffers.pop("buckets_coalesced"),
+            "is of several kinds of parameters, or from before February",
+        ),
+        (
+            lambda state, buffers: buffers.update({1: buffers[0]}),
+            "is of several kinds of parameters, or from before February",
+        ),
+        (
+            lambda state, buffers: flat_of(buffers)["param"].mul_(2),
+            "is laid out in a way that does not fit these weights",
+        ),
+        (lambda state, buffers: flat_of(buffers).update(param=flat_of(buffers)["param"][1:]), "is laid out in a way"),
+        (lambda state, buffers: set_step(state, 4), "has made [3, 4] steps, not one number of them"),
+        (
+            lambda state, buffers: buffers.update(trap=Trap(eval, "1")),
+            "cannot be read; it is damaged, or names classes",
+        ),
+    ],
+)
 def test_the_distributed_optimizers_file_beside_it(change, why, tmp_path):
     plan, record, tensors = trained("bf16")
     path = written(place(tmp_path), record, tensors, plan)
@@ -551,13 +622,18 @@ def test_groups_of_their_own_learning_rate_and_decaying_head_norms(tmp_path):
     special = ["embedding.word_embeddings.weight"]
     head_norms = [name for name in names if "q_layernorm" in name or "k_layernorm" in name]
     decays = [name for name in names if (matrix[name] or name in head_norms) and name not in special]
-    groups = [([1.0, True], special), ([1.0, False], decays),
-              ([0.0, False], [name for name in names if name not in decays and name not in special])]
+    groups = [
+        ([1.0, True], special),
+        ([1.0, False], decays),
+        ([0.0, False], [name for name in names if name not in decays and name not in special]),
+    ]
     order = [name for _, members in groups for name in members]
     assert sorted(order) == sorted(names)
     inner["state"] = {i: entries[number[name]] for i, name in enumerate(order)}
-    inner["param_groups"] = [{"params": [order.index(name) for name in members], "wd_mult": wd, "is_decoupled_lr": own}
-                             for (wd, own), members in groups]
+    inner["param_groups"] = [
+        {"params": [order.index(name) for name in members], "wd_mult": wd, "is_decoupled_lr": own}
+        for (wd, own), members in groups
+    ]
     torch.save(state, path)
     assert same(read(MegatronFile(path)), tensors)
 
@@ -567,11 +643,23 @@ def test_megatrons_own_check_of_the_arguments(tmp_path):
     plan, record, tensors = trained("bf16", "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64")
     state = torch.load(written(place(tmp_path), record, tensors, plan), weights_only=False)
     args = vars(state["args"])
-    expected = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "add_position_embedding": True,
-                "max_position_embeddings": 16, "make_vocab_size_divisible_by": 64, "padded_vocab_size": 128,
-                "tokenizer_type": "NullTokenizer", "data_parallel_random_init": False, "tensor_model_parallel_size": 1,
-                "pipeline_model_parallel_size": 1, "consumed_train_samples": 12, "skipped_train_samples": 0,
-                "consumed_valid_samples": 8, "params_dtype": torch.bfloat16}
+    expected = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "add_position_embedding": True,
+        "max_position_embeddings": 16,
+        "make_vocab_size_divisible_by": 64,
+        "padded_vocab_size": 128,
+        "tokenizer_type": "NullTokenizer",
+        "data_parallel_random_init": False,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "consumed_train_samples": 12,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 8,
+        "params_dtype": torch.bfloat16,
+    }
     assert {name: args[name] for name in expected} == expected
     assert state["checkpoint_version"] == 3.0 and state["iteration"] == 3
     assert state["num_floating_point_operations_so_far"] > 1e6

@@ -32,8 +32,10 @@ from megatron_lite.optim.optimizer import Optimizer
 CPU = torch.device("cpu")
 SAMPLES = 4  # of a step
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-TRAINING = ("--train-iters 20 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 "
-            "--adam-beta2 0.95 --clip-grad 1 --transformer-impl local")
+TRAINING = (
+    "--train-iters 20 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 "
+    "--adam-beta2 0.95 --clip-grad 1 --transformer-impl local"
+)
 PRECISION = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"}
 
 
@@ -45,10 +47,13 @@ def optimizers_on_cpu(megatron_on_cpu, monkeypatch):  # noqa: F811
 def pretend(monkeypatch):
     """Megatron's optimizers ask for CUDA in three ways: scalars on it, its tensors' type names, and .cuda()."""
     kind = torch.Tensor.type
+
     def on_cpu(make):
         return lambda *given, device=None, **named: make(*given, device="cpu" if device == "cuda" else device, **named)
+
     def as_on_cuda(self, *given, **named):
         return kind(self, *given, **named) if given or named else kind(self).replace("torch.", "torch.cuda.")
+
     monkeypatch.setattr(torch, "tensor", on_cpu(torch.tensor))
     monkeypatch.setattr(torch, "zeros", on_cpu(torch.zeros))
     monkeypatch.setattr(torch.Tensor, "type", as_on_cuda)
@@ -65,16 +70,40 @@ class Theirs:
         if weights is not None:
             self.model.load_state_dict(weights, strict=False)
         self.model.ddp_config = DistributedDataParallelConfig()
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(
-            optimizer=o.optimizer, lr=o.lr, min_lr=o.min_lr, weight_decay=o.weight_decay, adam_beta1=o.adam_beta1,
-            adam_beta2=o.adam_beta2, adam_eps=o.adam_eps, sgd_momentum=o.sgd_momentum, clip_grad=o.clip_grad, fp16=p.fp16,
-            bf16=p.bf16, params_dtype=DTYPES[plan.precision], initial_loss_scale=p.initial_loss_scale,
-            min_loss_scale=p.min_loss_scale, loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis,
-        ), [self.model])
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer=o.optimizer,
+                lr=o.lr,
+                min_lr=o.min_lr,
+                weight_decay=o.weight_decay,
+                adam_beta1=o.adam_beta1,
+                adam_beta2=o.adam_beta2,
+                adam_eps=o.adam_eps,
+                sgd_momentum=o.sgd_momentum,
+                clip_grad=o.clip_grad,
+                fp16=p.fp16,
+                bf16=p.bf16,
+                params_dtype=DTYPES[plan.precision],
+                initial_loss_scale=p.initial_loss_scale,
+                min_loss_scale=p.min_loss_scale,
+                loss_scale_window=p.loss_scale_window,
+                hysteresis=p.hysteresis,
+            ),
+            [self.model],
+        )
         self.scheduler = OptimizerParamScheduler(
-            self.optimizer, schedule.init, schedule.peak, schedule.floor, schedule.warmup_samples,
-            schedule.decay_samples, schedule.style, schedule.start_weight_decay, schedule.end_weight_decay,
-            schedule.weight_decay_samples, schedule.weight_decay_style, use_checkpoint_opt_param_scheduler=False,
+            self.optimizer,
+            schedule.init,
+            schedule.peak,
+            schedule.floor,
+            schedule.warmup_samples,
+            schedule.decay_samples,
+            schedule.style,
+            schedule.start_weight_decay,
+            schedule.end_weight_decay,
+            schedule.weight_decay_samples,
+            schedule.weight_decay_style,
+            use_checkpoint_opt_param_scheduler=False,
         )
 
     def step(self, gradients: dict):
@@ -100,38 +129,73 @@ class Theirs:
 
     def save(self, path: Path, iteration: int) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({
-            "args": self.namespace(iteration), "checkpoint_version": 3.0, "iteration": iteration,
-            "model": self.model.state_dict_for_save_checkpoint(), "optimizer": self.optimizer.state_dict(),
-            "opt_param_scheduler": self.scheduler.state_dict(), "num_floating_point_operations_so_far": 0,
-            "rng_state": [{
-                "random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(),
-                "torch_rng_state": torch.get_rng_state(), "cuda_rng_state": torch.zeros(16, dtype=torch.uint8),
-                "rng_tracker_states": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
-            }],
-        }, path)
+        torch.save(
+            {
+                "args": self.namespace(iteration),
+                "checkpoint_version": 3.0,
+                "iteration": iteration,
+                "model": self.model.state_dict_for_save_checkpoint(),
+                "optimizer": self.optimizer.state_dict(),
+                "opt_param_scheduler": self.scheduler.state_dict(),
+                "num_floating_point_operations_so_far": 0,
+                "rng_state": [
+                    {
+                        "random_rng_state": random.getstate(),
+                        "np_rng_state": np.random.get_state(),
+                        "torch_rng_state": torch.get_rng_state(),
+                        "cuda_rng_state": torch.zeros(16, dtype=torch.uint8),
+                        "rng_tracker_states": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
+                    }
+                ],
+            },
+            path,
+        )
         return path
 
     def namespace(self, iteration: int) -> argparse.Namespace:
         """As Megatron-LM's: what was typed, and objects of its own classes."""
         s, a = self.shape, self.plan.args
         return argparse.Namespace(
-            **vars(a.training), **vars(a.optimizer), consumed_train_samples=iteration * SAMPLES,
-            num_layers=s.num_layers, hidden_size=s.hidden_size, ffn_hidden_size=s.ffn_hidden_size,
-            num_attention_heads=s.num_attention_heads, kv_channels=s.kv_channels, seq_length=s.seq_length,
-            max_position_embeddings=s.max_position_embeddings, group_query_attention=s.num_query_groups != s.num_attention_heads,
-            num_query_groups=s.num_query_groups, position_embedding_type=s.position_embedding,
-            rotary_percent=s.rotary_percent, rotary_base=s.rotary_base, rotary_interleaved=s.rotary_interleaved,
-            rotary_seq_len_interpolation_factor=s.rotary_seq_len_interpolation_factor, normalization=s.normalization,
-            norm_epsilon=s.norm_epsilon, swiglu=s.activation == "swiglu", squared_relu=s.activation == "squared_relu",
-            bias_gelu_fusion=s.activation == "gelu_tanh", add_bias_linear=s.linear_bias, add_qkv_bias=s.qkv_bias,
-            qk_layernorm=s.qk_layernorm, untie_embeddings_and_output_weights=not s.tied_embeddings, hidden_dropout=0.0,
-            attention_dropout=0.0, apply_query_key_layer_scaling=s.query_key_layer_scaling,
-            attention_softmax_in_fp32=s.softmax_in_fp32, init_method_std=s.init_method_std, apply_layernorm_1p=False,
-            fp16=a.precision.fp16, bf16=a.precision.bf16, params_dtype=DTYPES[self.plan.precision],
+            **vars(a.training),
+            **vars(a.optimizer),
+            consumed_train_samples=iteration * SAMPLES,
+            num_layers=s.num_layers,
+            hidden_size=s.hidden_size,
+            ffn_hidden_size=s.ffn_hidden_size,
+            num_attention_heads=s.num_attention_heads,
+            kv_channels=s.kv_channels,
+            seq_length=s.seq_length,
+            max_position_embeddings=s.max_position_embeddings,
+            group_query_attention=s.num_query_groups != s.num_attention_heads,
+            num_query_groups=s.num_query_groups,
+            position_embedding_type=s.position_embedding,
+            rotary_percent=s.rotary_percent,
+            rotary_base=s.rotary_base,
+            rotary_interleaved=s.rotary_interleaved,
+            rotary_seq_len_interpolation_factor=s.rotary_seq_len_interpolation_factor,
+            normalization=s.normalization,
+            norm_epsilon=s.norm_epsilon,
+            swiglu=s.activation == "swiglu",
+            squared_relu=s.activation == "squared_relu",
+            bias_gelu_fusion=s.activation == "gelu_tanh",
+            add_bias_linear=s.linear_bias,
+            add_qkv_bias=s.qkv_bias,
+            qk_layernorm=s.qk_layernorm,
+            untie_embeddings_and_output_weights=not s.tied_embeddings,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            apply_query_key_layer_scaling=s.query_key_layer_scaling,
+            attention_softmax_in_fp32=s.softmax_in_fp32,
+            init_method_std=s.init_method_std,
+            apply_layernorm_1p=False,
+            fp16=a.precision.fp16,
+            bf16=a.precision.bf16,
+            params_dtype=DTYPES[self.plan.precision],
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-            pipeline_model_parallel_size=1, model_type=ModelType.encoder_or_decoder,
-            attention_backend=AttnBackend.auto, path=Path("somewhere"),
+            pipeline_model_parallel_size=1,
+            model_type=ModelType.encoder_or_decoder,
+            attention_backend=AttnBackend.auto,
+            path=Path("somewhere"),
         )
 
     def flat(self) -> dict:
@@ -144,9 +208,11 @@ class Theirs:
                 found[f"optimizer.{name}.master"] = master.detach()
             found |= {f"optimizer.{name}.{key}": value for key, value in inner.optimizer.state[master].items()}
         if getattr(inner, "grad_scaler", None):
-            found |= {"loss_scale.scale": inner.grad_scaler.scale.reshape(()),
-                      "loss_scale.growth_tracker": torch.tensor(inner.grad_scaler._growth_tracker, dtype=torch.int32),
-                      "loss_scale.hysteresis_tracker": torch.tensor(inner.grad_scaler._hysteresis_tracker, dtype=torch.int32)}
+            found |= {
+                "loss_scale.scale": inner.grad_scaler.scale.reshape(()),
+                "loss_scale.growth_tracker": torch.tensor(inner.grad_scaler._growth_tracker, dtype=torch.int32),
+                "loss_scale.hysteresis_tracker": torch.tensor(inner.grad_scaler._hysteresis_tracker, dtype=torch.int32),
+            }
         return found | {"optimizer.good_samples": torch.tensor(self.scheduler.num_steps)}
 
 
@@ -159,14 +225,32 @@ class Distributed(Theirs):
         self.model = reference(shape).to(DTYPES[plan.precision])
         self.model.load_state_dict(weights, strict=False)
         self.model.config.bf16 = p.bf16
-        self.wrapped = DistributedDataParallel(self.model.config, DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=bucket_size is not None,
-            bucket_size=bucket_size), self.model)
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(
-            optimizer="adam", lr=o.lr, min_lr=o.min_lr, weight_decay=o.weight_decay, clip_grad=o.clip_grad, bf16=p.bf16,
-            params_dtype=DTYPES[plan.precision], use_distributed_optimizer=True), [self.wrapped])
+        self.wrapped = DistributedDataParallel(
+            self.model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=bucket_size is not None,
+                bucket_size=bucket_size,
+            ),
+            self.model,
+        )
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=o.lr,
+                min_lr=o.min_lr,
+                weight_decay=o.weight_decay,
+                clip_grad=o.clip_grad,
+                bf16=p.bf16,
+                params_dtype=DTYPES[plan.precision],
+                use_distributed_optimizer=True,
+            ),
+            [self.wrapped],
+        )
         self.scheduler = OptimizerParamScheduler(
-            self.optimizer, 0.0, o.lr, o.min_lr, 8, 80, "cosine", 0.1, 0.1, 80, "constant")
+            self.optimizer, 0.0, o.lr, o.min_lr, 8, 80, "cosine", 0.1, 0.1, 80, "constant"
+        )
 
     def step(self, gradients: dict):
         for name, parameter in self.model.named_parameters():
@@ -190,7 +274,9 @@ class Distributed(Theirs):
         found = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
         for name, p in self.model.named_parameters():
             states = inner._get_main_param_and_optimizer_states(p)
-            found |= {f"optimizer.{name}.{key}": states[key].detach().view(p.shape) for key in ("exp_avg", "exp_avg_sq")}
+            found |= {
+                f"optimizer.{name}.{key}": states[key].detach().view(p.shape) for key in ("exp_avg", "exp_avg_sq")
+            }
             if p.dtype != torch.float32:
                 found[f"optimizer.{name}.master"] = states["param"].detach().view(p.shape)
             found[f"optimizer.{name}.step"] = torch.tensor(float(self.scheduler.num_steps // SAMPLES))
@@ -228,8 +314,12 @@ class Ours:
     def save(self, path: Path, iteration: int, argv_plan=None) -> Record:
         plan = argv_plan or self.plan
         record = Record(
-            iteration=iteration, consumed=iteration * SAMPLES, shape=dataclasses.asdict(self.shape),
-            precision=plan.precision, vocab_size=127, schedule=dataclasses.asdict(plan.learning_rate),
+            iteration=iteration,
+            consumed=iteration * SAMPLES,
+            shape=dataclasses.asdict(self.shape),
+            precision=plan.precision,
+            vocab_size=127,
+            schedule=dataclasses.asdict(plan.learning_rate),
             optimizer=plan.args.optimizer.optimizer,
         )
         with open(path, "wb") as file:
@@ -261,8 +351,14 @@ def batches(shape, count: int) -> list:
     return [(tokens(shape, SAMPLES, seed=2 * i), tokens(shape, SAMPLES, seed=2 * i + 1)) for i in range(count)]
 
 
-CASES = [("fp32", "gelu_tanh"), ("fp32", "untied"), ("fp32", "gqa_swiglu_rmsnorm"), ("fp32", "qk_rmsnorm_rope"),
-         ("bf16", "qk_layernorm"), ("fp16", "gelu_tanh")]
+CASES = [
+    ("fp32", "gelu_tanh"),
+    ("fp32", "untied"),
+    ("fp32", "gqa_swiglu_rmsnorm"),
+    ("fp32", "qk_rmsnorm_rope"),
+    ("bf16", "qk_layernorm"),
+    ("fp16", "gelu_tanh"),
+]
 
 
 @pytest.mark.parametrize("precision, variant", CASES)
@@ -278,8 +374,13 @@ def test_what_megatron_saved_is_read_by_name_and_goes_on(precision, variant, tmp
     file.read_into(read)
     assert same(read, held)
     assert file.record == Record(
-        iteration=4, consumed=16, shape=dataclasses.asdict(shape), precision=precision,
-        schedule=dataclasses.asdict(plan.learning_rate), optimizer="adam", trainer="Megatron-LM",
+        iteration=4,
+        consumed=16,
+        shape=dataclasses.asdict(shape),
+        precision=precision,
+        schedule=dataclasses.asdict(plan.learning_rate),
+        optimizer="adam",
+        trainer="Megatron-LM",
     )
     ours = Ours(plan, shape)
     ours.load(file)

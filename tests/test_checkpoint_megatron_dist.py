@@ -36,8 +36,11 @@ from megatron_lite.checkpoint.record import Record
 from megatron_lite.cli.main import main
 from megatron_lite.config.shape import ModelShape
 
-RESHARDABLE, BUCKETS, APART = ({"distrib_optim_sharding_type": "fully_reshardable"},
-                               {"distrib_optim_sharding_type": "dp_reshardable"}, {"singleton_local_shards": True})
+RESHARDABLE, BUCKETS, APART = (
+    {"distrib_optim_sharding_type": "fully_reshardable"},
+    {"distrib_optim_sharding_type": "dp_reshardable"},
+    {"singleton_local_shards": True},
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,9 +70,17 @@ def save_theirs(run, folder: Path, iteration: int, metadata: dict, **others) -> 
     folder.mkdir(parents=True)
     namespace = run.namespace(iteration)
     namespace.transformer_impl = "local"
-    state = template(run, metadata) | others | {
-        "args": namespace, "checkpoint_version": 3.0, "iteration": iteration,
-        "opt_param_scheduler": run.scheduler.state_dict(), "num_floating_point_operations_so_far": 0}
+    state = (
+        template(run, metadata)
+        | others
+        | {
+            "args": namespace,
+            "checkpoint_version": 3.0,
+            "iteration": iteration,
+            "opt_param_scheduler": run.scheduler.state_dict(),
+            "num_floating_point_operations_so_far": 0,
+        }
+    )
     dist_checkpointing.save(state, str(folder), content_metadata=dict(metadata))
     return folder
 
@@ -92,9 +103,15 @@ def load_theirs(run, folder: Path, random: bool = True):
 def save_ours(run: Ours, folder: Path, iteration: int) -> Record:
     folder.mkdir(parents=True)
     record = Record(
-        iteration=iteration, consumed=iteration * 4, shape=dataclasses.asdict(run.shape), precision=run.plan.precision,
-        vocab_size=127, schedule=dataclasses.asdict(run.plan.learning_rate), optimizer=run.plan.args.optimizer.optimizer,
-        ranks=1)
+        iteration=iteration,
+        consumed=iteration * 4,
+        shape=dataclasses.asdict(run.shape),
+        precision=run.plan.precision,
+        vocab_size=127,
+        schedule=dataclasses.asdict(run.plan.learning_rate),
+        optimizer=run.plan.args.optimizer.optimizer,
+        ranks=1,
+    )
     random = {f"random.0.{kind}": value for kind, value in random_state(torch.device("cpu")).items()}
     writer(plain_arguments(run.plan.args))(folder, record, run.flat() | random, None)
     return record
@@ -106,9 +123,16 @@ def read_all(file: DistFile) -> dict:
     return read
 
 
-@pytest.mark.parametrize("precision, variant, metadata", [
-    ("fp32", "gqa_swiglu_rmsnorm", {}), ("fp32", "untied", {"non_homogeneous_layers": True}), ("bf16", "qk_layernorm", {}),
-    ("bf16", "gqa_swiglu_rmsnorm", APART), ("fp16", "gelu_tanh", {})])
+@pytest.mark.parametrize(
+    "precision, variant, metadata",
+    [
+        ("fp32", "gqa_swiglu_rmsnorm", {}),
+        ("fp32", "untied", {"non_homogeneous_layers": True}),
+        ("bf16", "qk_layernorm", {}),
+        ("bf16", "gqa_swiglu_rmsnorm", APART),
+        ("fp16", "gelu_tanh", {}),
+    ],
+)
 def test_what_megatron_saved_is_read_by_name(precision, variant, metadata, tmp_path):
     plan, shape = plan_for(precision), VARIANTS[variant]
     theirs = Theirs(plan, shape, build(shape).state_dict())
@@ -118,8 +142,14 @@ def test_what_megatron_saved_is_read_by_name(precision, variant, metadata, tmp_p
     assert file.without_optimizer is None
     assert same(read_all(file), theirs.flat())
     assert file.record == Record(
-        iteration=3, consumed=12, shape=dataclasses.asdict(shape), precision=precision,
-        schedule=dataclasses.asdict(plan.learning_rate), optimizer="adam", trainer="Megatron-LM")
+        iteration=3,
+        consumed=12,
+        shape=dataclasses.asdict(shape),
+        precision=precision,
+        schedule=dataclasses.asdict(plan.learning_rate),
+        optimizer="adam",
+        trainer="Megatron-LM",
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -145,8 +175,10 @@ def test_masters_that_megatron_mixed_up_are_not_taken(tmp_path):
     assert same(read_all(file), weights)
 
 
-@pytest.mark.parametrize("precision, variant", [("fp32", "gqa_swiglu_rmsnorm"), ("fp32", "untied"), ("bf16", "qk_layernorm"),
-                                                ("fp16", "gelu_tanh")])
+@pytest.mark.parametrize(
+    "precision, variant",
+    [("fp32", "gqa_swiglu_rmsnorm"), ("fp32", "untied"), ("bf16", "qk_layernorm"), ("fp16", "gelu_tanh")],
+)
 def test_megatron_loads_what_was_saved_here(precision, variant, tmp_path):
     plan, shape = plan_for(precision), VARIANTS[variant]
     ours, theirs = Ours(plan, shape), Theirs(plan, shape)
@@ -175,10 +207,17 @@ def test_megatrons_distributed_optimizer_loads_it_too(precision, tmp_path, monke
     theirs.step(gradients(shape, 9))
     theirs.scheduler.num_steps = 0
     put = DistributedOptimizer._set_main_param_and_optimizer_states
-    monkeypatch.setattr(DistributedOptimizer, "_set_main_param_and_optimizer_states", lambda self, parameter, tensors: put(
-        self, parameter, tensors | {"step": self._get_main_param_and_optimizer_states(parameter)["step"]}))
+    monkeypatch.setattr(
+        DistributedOptimizer,
+        "_set_main_param_and_optimizer_states",
+        lambda self, parameter, tensors: put(
+            self, parameter, tensors | {"step": self._get_main_param_and_optimizer_states(parameter)["step"]}
+        ),
+    )
     load_theirs(theirs, tmp_path / "iter_0000003")
-    found = {name: value for name, value in theirs.flat().items() if not name.endswith(".step")}  # told by the clock there
+    found = {
+        name: value for name, value in theirs.flat().items() if not name.endswith(".step")
+    }  # told by the clock there
     assert same(found, {name: value for name, value in ours.flat().items() if not name.endswith(".step")})
     steps = {value["step"].item() for value in theirs.optimizer.chained_optimizers[0].optimizer.state.values()}
     assert steps == {3.0}
@@ -211,8 +250,17 @@ def test_training_goes_on_with_the_same_losses(precision, tmp_path):
     assert losses[1] == pytest.approx(losses[0], abs=LIKE[precision])
 
 
-SMALL = ModelShape(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=4, kv_channels=8,
-                   ffn_hidden_size=128, seq_length=16, max_position_embeddings=16, padded_vocab_size=128)  # launch.MODEL
+SMALL = ModelShape(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=8,
+    ffn_hidden_size=128,
+    seq_length=16,
+    max_position_embeddings=16,
+    padded_vocab_size=128,
+)  # launch.MODEL
 
 
 def test_states_of_transformer_engine_are_left_out_with_a_word(tmp_path, capsys):
@@ -222,7 +270,9 @@ def test_states_of_transformer_engine_are_left_out_with_a_word(tmp_path, capsys)
     for step in range(3):
         theirs.step(gradients(SMALL, step))
     module = "decoder.layers.self_attention.core_attention._extra_state"
-    states = [ShardedObject(module, state, (2,), (layer,)) for layer, state in enumerate([io.BytesIO(), io.BytesIO(b"fp8")])]
+    states = [
+        ShardedObject(module, state, (2,), (layer,)) for layer, state in enumerate([io.BytesIO(), io.BytesIO(b"fp8")])
+    ]
     save_theirs(theirs, tmp_path / "theirs" / "iter_0000003", 3, {}, attention=states)
     (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("3")
     said = "note: --load {}: 10 _extra_state entries, Transformer Engine's own (FP8 scales, or empty), are left out"

@@ -19,8 +19,14 @@ CASES = [("fp32", "gelu_tanh"), ("bf16", "gqa_swiglu_rmsnorm"), ("fp32", "untied
 
 def share(name: str, tensor: torch.Tensor, rank: int, ranks: int, gated: bool) -> torch.Tensor:
     """A tensor-parallel rank's part of a weight, as Megatron's layers are described."""
-    rows = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", "word_embeddings.weight",
-            "output_layer.weight")
+    rows = (
+        "linear_qkv.weight",
+        "linear_qkv.bias",
+        "linear_fc1.weight",
+        "linear_fc1.bias",
+        "word_embeddings.weight",
+        "output_layer.weight",
+    )
     if gated and "linear_fc1" in name:
         return torch.cat([half.chunk(ranks)[rank] for half in tensor.chunk(2)])
     if name.endswith(rows):
@@ -34,10 +40,12 @@ def stage_names(names: list[str], stage: int, stages: int, tied: bool) -> dict[s
     """{name in the stage: name in the whole}: two layers, one each if there are two stages."""
     if stages == 1:
         return {name: name for name in names}
+
     def here(name):
         if ".layers." in name:
             return f".layers.{stage}." in name
         return name.startswith("embedding.") == (stage == 0)
+
     held = {name.replace(f".layers.{stage}.", ".layers.0."): name for name in names if here(name)}
     return held | ({"output_layer.weight": "embedding.word_embeddings.weight"} if tied and stage == 1 else {})
 
@@ -55,20 +63,28 @@ def spread(folder: Path, precision: str, variant: str, ranks: int, stages: int):
     for rank in range(ranks):
         for stage in range(stages):
             held = stage_names(list(in_file), stage, stages, tied)
+
             def cut(name, tensor, rank=rank):
                 return share(name, tensor, rank, ranks, gated).clone() if tensor.ndim else tensor
+
             model = {mine: cut(name, whole["model"][in_file[name]]) for mine, name in held.items()}
             order = [mine for mine, _ in in_groups(model)]
-            state = {i: {key: cut(held[mine], value) for key, value in inner["state"][number[held[mine]]].items()}
-                     for i, mine in enumerate(order)}
+            state = {
+                i: {key: cut(held[mine], value) for key, value in inner["state"][number[held[mine]]].items()}
+                for i, mine in enumerate(order)
+            }
             matrices = sum(model[mine].ndim > 1 for mine in order)
-            groups = [group | {"params": list(numbers)} for group, numbers in
-                      zip(inner["param_groups"], (range(matrices), range(matrices, len(order))))]
+            groups = [
+                group | {"params": list(numbers)}
+                for group, numbers in zip(inner["param_groups"], (range(matrices), range(matrices, len(order))))
+            ]
             part = whole | {"model": model, "optimizer": {"state": state, "param_groups": groups}}
             if masters:
                 flat = [cut(held[mine], masters[number[held[mine]]]) for mine in order]
-                part["optimizer"] = outer | {"optimizer": part["optimizer"],
-                                             "fp32_from_fp16_params": [flat[:matrices], flat[matrices:]]}
+                part["optimizer"] = outer | {
+                    "optimizer": part["optimizer"],
+                    "fp32_from_fp16_params": [flat[:matrices], flat[matrices:]],
+                }
             del part["megatron_lite"]
             part["args"].tensor_model_parallel_size, part["args"].pipeline_model_parallel_size = ranks, stages
             place = folder / (f"mp_rank_{rank:02d}_{stage:03d}" if stages > 1 else f"mp_rank_{rank:02d}")

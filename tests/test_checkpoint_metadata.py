@@ -25,8 +25,11 @@ from megatron_lite.checkpoint.record import Record
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import RECORD_FILE
 
-TENSORS = {"a.weight": torch.ones(4, 3, dtype=torch.bfloat16), "a.step": torch.tensor(3.0),
-           "n": torch.zeros(0, 2, dtype=torch.int64)}
+TENSORS = {
+    "a.weight": torch.ones(4, 3, dtype=torch.bfloat16),
+    "a.step": torch.tensor(3.0),
+    "n": torch.zeros(0, 2, dtype=torch.int64),
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,9 @@ def pickled(value, pickler=pickle.Pickler, protocol=4) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("pickler, protocol", [(pickle.Pickler, 4), (pickle.Pickler, 5), (WithGetattr, 4), (pickle._Pickler, 4)])
+@pytest.mark.parametrize(
+    "pickler, protocol", [(pickle.Pickler, 4), (pickle.Pickler, 5), (WithGetattr, 4), (pickle._Pickler, 4)]
+)
 def test_it_is_read_as_torch_reads_it(metadata, tmp_path, pickler, protocol):
     path = tmp_path / ".metadata"
     path.write_bytes(pickled(metadata, pickler, protocol))
@@ -83,14 +88,20 @@ def nested(depth: int) -> bytes:
     return b")\x94" + b"".join(b"h" + bytes([at]) + b"\x86\x94" for at in range(depth))
 
 
-POISON = name("pathlib", "PosixPath") + b"N}" + text("_str") + text("/victim") + b"s\x86b0"  # POP: the rest may be sound
+POISON = (
+    name("pathlib", "PosixPath") + b"N}" + text("_str") + text("/victim") + b"s\x86b0"
+)  # POP: the rest may be sound
 HOSTILE = {  # after the opcode of the protocol: what is said of it
     "a class gets an attribute": (POISON + b"}.", "no object"),
-    "an object gets an attribute": (name("pathlib", "PosixPath") + b")\x81N}" + text("_str") + text("/victim") + b"s\x86b.",
-                                    "pathlib.PosixPath in the place of"),
+    "an object gets an attribute": (
+        name("pathlib", "PosixPath") + b")\x81N}" + text("_str") + text("/victim") + b"s\x86b.",
+        "pathlib.PosixPath in the place of",
+    ),
     "a call": (name("os", "mkdir") + text("MARK") + b"\x85R.", "os.mkdir in the place of"),
-    "a call of getattr": (name("builtins", "getattr") + name("pathlib", "PosixPath") + text("unlink") + b"\x86R.",
-                          "builtins.getattr in the place of"),
+    "a call of getattr": (
+        name("builtins", "getattr") + name("pathlib", "PosixPath") + text("unlink") + b"\x86R.",
+        "builtins.getattr in the place of",
+    ),
     "an old form of a name": (b"cos\nsystem\n" + text("touch MARK") + b"\x85R.", "opcode GLOBAL"),
     "an instance": (b"(" + text("touch MARK") + b"ios\nsystem\n.", "opcode INST"),
     "an object elsewhere": (text("x") + b"Q.", "opcode BINPERSID"),
@@ -139,7 +150,9 @@ def answers(saved, tmp_path_factory) -> dict[str, str]:
     for title, (opcodes, _) in (HOSTILE | {"poison": (POISON + sound, "")}).items():
         shutil.copytree(saved, folder / title)
         (folder / title / ".metadata").write_bytes(b"\x80\x04" + opcodes)
-    made = subprocess.run([sys.executable, "-c", READ_ALL, folder], check=False, capture_output=True, text=True, timeout=600)
+    made = subprocess.run(
+        [sys.executable, "-c", READ_ALL, folder], check=False, capture_output=True, text=True, timeout=600
+    )
     assert made.returncode == 0, made.stderr
     said, path = json.loads(made.stdout)
     return said | {"a path afterwards": path, "files": sorted(path.name for path in folder.iterdir())}
@@ -180,8 +193,9 @@ def test_what_is_shared_is_converted_once(metadata, tmp_path):
     """Else a file of n bytes would take n * n of memory: many tensors that share one list of pieces."""
     entry = metadata.state_dict_metadata["two"]
     entry.chunks = [entry.chunks[0]] * 1000
-    metadata.state_dict_metadata = {str(number): TensorStorageMetadata(entry.properties, entry.size, entry.chunks)
-                                    for number in range(1000)}
+    metadata.state_dict_metadata = {
+        str(number): TensorStorageMetadata(entry.properties, entry.size, entry.chunks) for number in range(1000)
+    }
     path = tmp_path / ".metadata"
     path.write_bytes(pickled(metadata))
     found = read_metadata(path).state_dict_metadata
@@ -211,8 +225,17 @@ def test_damage_touches_nothing_and_never_makes_a_traceback(saved, tmp_path):
             damaged = bytearray(sound)
             for _ in range(chance.randrange(1, 4)):
                 at = chance.randrange(11, len(damaged))
-                pieces = [bytes([chance.randrange(256)]), name("os", "system"), b"R", b"b", b"\x81", POISON, b"h\x03", b""]
-                damaged[at:at + chance.randrange(2)] = chance.choice(pieces)
+                pieces = [
+                    bytes([chance.randrange(256)]),
+                    name("os", "system"),
+                    b"R",
+                    b"b",
+                    b"\x81",
+                    POISON,
+                    b"h\x03",
+                    b"",
+                ]
+                damaged[at : at + chance.randrange(2)] = chance.choice(pieces)
             (folder / ".metadata").write_bytes(damaged)
             done.clear()
             try:

@@ -16,14 +16,17 @@ def test_no_command_lists_all_of_them(capsys):
     assert all(f"  {name}" in shown for name in COMMANDS)
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    (["make-corpos"], "make-corpos: no such command; did you mean make-corpus?"),
-    (["zzz"], "zzz: no such command; there are preprocess, merge, inspect, convert, make-corpus"),
-    (["make-corpus"], "megatron-lite make-corpus: the following arguments are required: --output-prefix"),
-    (["make-corpus", "--output-prefix", "x", "--bpe", "many"], "argument --bpe: invalid int value: 'many'"),
-    (["make-corpus", "--output-pre", "x"], "required: --output-prefix"),
-    (["preprocess", "--input", "x", "--output-prefix", "y", "--parts", "4"], "unrecognized arguments: --parts 4"),
-])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["make-corpos"], "make-corpos: no such command; did you mean make-corpus?"),
+        (["zzz"], "zzz: no such command; there are preprocess, merge, inspect, convert, make-corpus"),
+        (["make-corpus"], "megatron-lite make-corpus: the following arguments are required: --output-prefix"),
+        (["make-corpus", "--output-prefix", "x", "--bpe", "many"], "argument --bpe: invalid int value: 'many'"),
+        (["make-corpus", "--output-pre", "x"], "required: --output-prefix"),
+        (["preprocess", "--input", "x", "--output-prefix", "y", "--parts", "4"], "unrecognized arguments: --parts 4"),
+    ],
+)
 def test_a_mistake_is_one_line_and_exit_code_2(argv, said, capsys):
     assert main(argv) == 2
     output = capsys.readouterr()
@@ -57,6 +60,11 @@ assert "tiktoken" in sys.modules and "torch" not in sys.modules
 
 
 def test_the_module_is_the_command():
-    run = subprocess.run([sys.executable, "-m", "megatron_lite.cli.main", "preproces"], check=False, cwd=ROOT,
-                         capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_lite.cli.main", "preproces"],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 2 and run.stderr.endswith("did you mean preprocess?\n")

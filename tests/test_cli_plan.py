@@ -63,7 +63,14 @@ def test_a_script_gets_its_verdict_first(capsys):
     assert "79.4 TFLOP  2.42 GFLOP per token" in shown and "89.3 TFLOP  2.72 GFLOP per token" in shown
     assert "--vocab-file no/VOCAB is not here: GPT-2's vocabulary of 50,257 is assumed." in shown
     assert "1 GPU: so the script says where its own commands are not run; --gpus N for more." in shown
-    for title in ("Memory at the peak", "Memory through a step", "Time of a step at best", "Work of a step", "Parameters", "What if"):
+    for title in (
+        "Memory at the peak",
+        "Memory through a step",
+        "Time of a step at best",
+        "Work of a step",
+        "Parameters",
+        "What if",
+    ):
         assert f"\n\n{title}" in shown
     assert "Environment" not in shown and "Inference" not in shown and "Exact" not in shown
 
@@ -118,12 +125,18 @@ def test_data_need_not_be_there(data, capsys):
 
 
 def test_contradictions_among_data_are_still_the_trainers(capsys):
-    assert refused(capsys, *argv("--data-path a")) == ["error: --data-path and --mock-data exclude each other; keep one."]
+    assert refused(capsys, *argv("--data-path a")) == [
+        "error: --data-path and --mock-data exclude each other; keep one."
+    ]
 
 
 def test_options_and_flags_have_no_name_in_common():
     ours = {name for action in _parser()._actions for name in action.option_strings} - {"-h", "--help"}
-    theirs = {spelling for flag in flags_of(Args) for spelling in flag.spellings} | set(answers(ACCEPTED)) | set(answers(REFUSED))
+    theirs = (
+        {spelling for flag in flags_of(Args) for spelling in flag.spellings}
+        | set(answers(ACCEPTED))
+        | set(answers(REFUSED))
+    )
     assert not ours & (theirs | set(answers(RETIRED)) | set(RESPELLED))
 
 
@@ -151,7 +164,9 @@ def test_a_launch_command_can_be_pasted(before, gpus, capsys):
 
 
 def test_bash_may_stand_before_a_script(capsys):
-    assert printed(capsys, "--gpu", "H200", "bash", OUR_SCRIPT, *FILES) == printed(capsys, "--gpu", "H200", OUR_SCRIPT, *FILES)
+    assert printed(capsys, "--gpu", "H200", "bash", OUR_SCRIPT, *FILES) == printed(
+        capsys, "--gpu", "H200", OUR_SCRIPT, *FILES
+    )
 
 
 def test_several_gpus_are_columns(capsys):
@@ -182,7 +197,9 @@ def test_what_does_not_fit_gets_the_flags_that_do(capsys):
 
 def test_what_hardly_fits_is_called_so(capsys):
     shown = flat(printed(capsys, "--gpu", "H200", "--margin", "0.95", *SEED))
-    assert "may fit in one H200" in shown and "less than 95% is left for CUDA, NCCL and what the allocator loses" in shown
+    assert (
+        "may fit in one H200" in shown and "less than 95% is left for CUDA, NCCL and what the allocator loses" in shown
+    )
 
 
 def test_fit_names_flags_to_paste(capsys):
@@ -203,7 +220,9 @@ def test_why_prints_the_formula_behind_each_line(capsys):
 def test_inference(capsys):
     shown = printed(capsys, "--inference", "--batch", "32", "--context", "1024", "--gpu", "H200", "T4", *SEED)
     assert "batch 32, 1,024 tokens each; tensors only" in shown
-    assert "cache of keys and values: 3.00 GiB = 2 x 24 layers x 16 heads x 64 x 1,024 tokens x 32 sequences" in flat(shown)
+    assert "cache of keys and values: 3.00 GiB = 2 x 24 layers x 16 heads x 64 x 1,024 tokens x 32 sequences" in flat(
+        shown
+    )
     assert "tokens/s at best" in shown
     large = printed(capsys, "--inference", "--batch", "4096", "--gpu", "T4", *SEED)
     assert "does not fit" in large[large.index("tokens/s at best") :]
@@ -217,7 +236,9 @@ def test_inference_answers_for_generating_not_for_training(capsys):
     assert "peak" not in shown and "Memory at the peak" not in shown and "What if" not in shown
     assert "does not fit" in flat(printed(capsys, "--gpu", "T4", *wide)), "training, of which nothing is said above"
     many = flat(printed(capsys, "--inference", "--batch", "64", "--gpu", "T4", *wide))
-    assert "generating does not fit in one T4: 57.4 of 14.5 GiB" in many and "; it fits with --batch 5 (13.15 GiB)" in many
+    assert (
+        "generating does not fit in one T4: 57.4 of 14.5 GiB" in many and "; it fits with --batch 5 (13.15 GiB)" in many
+    )
     tight = flat(printed(capsys, "--inference", "--gpu", "T4", *SEED, "--hidden-size", "8192"))
     assert "; it fits with weights in int4 (" in tight
     assert "--gpu NAME shows whether it fits" in flat(printed(capsys, "--inference", *wide))
@@ -225,13 +246,29 @@ def test_inference_answers_for_generating_not_for_training(capsys):
 
 def test_env_says_what_can_cost_something(capsys):
     words = [OUR_SCRIPT, *FILES]  # which sets the variable
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" not in printed(capsys, "--env", *words)  # a single rank has nothing to wait for
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" not in printed(
+        capsys, "--env", *words
+    )  # a single rank has nothing to wait for
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in printed(capsys, "--env", "--gpus", "4", *words)
     assert "nothing in flags and variables that would cost anything" in flat(printed(capsys, "--env", *argv()))
 
 
 def test_json_holds_all_of_it(capsys):
-    shown = printed(capsys, "--json", "plan.json", "--gpu", "H200", "T4", "--fit", "T4", "--inference", "--env", *SEED, "--micro-batch-size", "8")
+    shown = printed(
+        capsys,
+        "--json",
+        "plan.json",
+        "--gpu",
+        "H200",
+        "T4",
+        "--fit",
+        "T4",
+        "--inference",
+        "--env",
+        *SEED,
+        "--micro-batch-size",
+        "8",
+    )
     assert shown.endswith("\nwritten: plan.json\n")
     text = Path("plan.json").read_text()
     assert text.isascii()
@@ -244,7 +281,12 @@ def test_json_holds_all_of_it(capsys):
     h200, t4 = found["gpus"]
     assert h200["time"]["step_ms"] == pytest.approx(sum(row["ms"] for row in h200["time"]["rows"]))
     assert h200["fit"] is None and t4["fit"]["found"]["add"] == ["--micro-batch-size 4"] and found["fit"] == t4["fit"]
-    assert h200["duration"]["days"] > 0 and found["inference"]["batch"] == 1 and found["hints"] == [] and found["exact"] is None
+    assert (
+        h200["duration"]["days"] > 0
+        and found["inference"]["batch"] == 1
+        and found["hints"] == []
+        and found["exact"] is None
+    )
     assert found["plan"]["world"] == vars(World(gpus=1)) and found["what_if"][0]["step_ms"] > 0
 
 
@@ -292,12 +334,16 @@ def test_an_unknown_gpu_gets_the_list(capsys):
 
 def test_a_script_that_does_not_say_its_gpus_is_asked(capsys):
     Path("launch.sh").write_text(f"torchrun --nproc_per_node gpu pretrain_gpt.py {' '.join(argv())}\n")
-    assert refused(capsys, "launch.sh") == ["error: launch.sh: does not say how many GPUs it uses; give --gpus N before it."]
+    assert refused(capsys, "launch.sh") == [
+        "error: launch.sh: does not say how many GPUs it uses; give --gpus N before it."
+    ]
     assert "2 GPUs, batch 8 = 2 x 2 x 2" in printed(capsys, "--gpus", "2", "launch.sh")
 
 
 def test_profiling_with_nsys_is_judged_as_it_will_be(capsys):
-    Path("launch.sh").write_text(f"nsys profile torchrun pretrain_gpt.py {' '.join(argv('--profile --use-pytorch-profiler'))}\n")
+    Path("launch.sh").write_text(
+        f"nsys profile torchrun pretrain_gpt.py {' '.join(argv('--profile --use-pytorch-profiler'))}\n"
+    )
     assert "does not work under nsys" in refused(capsys, "launch.sh")[0]
 
 
@@ -305,7 +351,9 @@ def test_help_shows_the_options(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     shown = capsys.readouterr().out
-    assert shown.startswith("usage: megatron-lite plan [OPTIONS] SCRIPT.sh ARGUMENTS... | torchrun") and "--exact" in shown
+    assert (
+        shown.startswith("usage: megatron-lite plan [OPTIONS] SCRIPT.sh ARGUMENTS... | torchrun") and "--exact" in shown
+    )
 
 
 def test_the_whole_command_imports_neither_torch_nor_numpy():

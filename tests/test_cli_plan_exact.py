@@ -46,7 +46,9 @@ def test_formula_and_walk_stand_beside_each_other(in_process, capsys):
     assert walked["allocated_peak_bytes"] == pytest.approx(found["memory"]["peak_bytes"], rel=0.05)
     assert walked["allocated_peak_bytes"] <= walked["reserved_peak_bytes"]
     assert "\n\nExact  " in shown and "difference" in shown and "reserved by the caching allocator" in shown
-    assert "\n\nMemory  " in shown and "s.pickle, simulated" in shown and "allocated by" in shown  # the report's own section
+    assert (
+        "\n\nMemory  " in shown and "s.pickle, simulated" in shown and "allocated by" in shown
+    )  # the report's own section
     assert "written: s.pickle" in shown and "written: p.json" in shown
     assert set(pickle.loads(Path("s.pickle").read_bytes())) >= {"segments", "device_traces"}
 
@@ -67,7 +69,9 @@ def test_a_machine_without_torch_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(exact_plan, "MODULE", "megatron_lite.no_such_module")
     assert main(["plan", "--exact", *argv()]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("error: --exact: the walk failed (") and "no_such_module" in shown and shown.count("\n") == 1
+    assert (
+        shown.startswith("error: --exact: the walk failed (") and "no_such_module" in shown and shown.count("\n") == 1
+    )
 
 
 @pytest.mark.slow
@@ -75,5 +79,7 @@ def test_the_whole_of_it_as_processes(tmp_path):
     """Also: the process that prints has no torch."""
     code = "import sys\nfrom megatron_lite.cli.main import main\nassert main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules"
     words = ["plan", "--gpu", "H200", "--exact", *argv("--fp16")]
-    shown = subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", code, *words], check=True, cwd=ROOT, capture_output=True, text=True
+    ).stdout
     assert "\n\nExact  " in shown and "predicted.pickle, simulated" in shown

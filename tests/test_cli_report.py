@@ -132,8 +132,15 @@ def test_a_reader_that_leaves_ends_the_printing_but_the_files_are_written(trace)
     ours, theirs = os.pipe()
     os.close(ours)  # as head does after its lines
     command = [sys.executable, "-m", "megatron_lite.cli.main", "report", str(trace)]
-    ended = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False,
-                           env=os.environ | {"PYTHONPATH": str(ROOT)})
+    ended = subprocess.run(
+        command,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     os.close(theirs)
     assert (ended.returncode, ended.stderr) == (141, "")
     assert written(Path()) == {"report.html", "report.json"}
@@ -143,7 +150,10 @@ def test_a_reader_that_leaves_ends_the_printing_but_the_files_are_written(trace)
 def test_the_size_of_a_large_trace_is_said_before_it_is_read(terminal, trace, monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     seen = []
-    monkeypatch.setattr("megatron_lite.analysis.trace.read_several.read_traces", lambda *args: seen.append(capsys.readouterr().err) or read_traces(*args))
+    monkeypatch.setattr(
+        "megatron_lite.analysis.trace.read_several.read_traces",
+        lambda *args: seen.append(capsys.readouterr().err) or read_traces(*args),
+    )
     assert main(["report", str(trace), "--no-html"]) == 0
     assert "\n" not in seen[0], "small files need no line of their own"
     monkeypatch.setattr("megatron_lite.analysis.trace.read_several.MIN_LARGE_BYTES", trace.stat().st_size)

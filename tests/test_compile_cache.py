@@ -22,7 +22,9 @@ from megatron_lite.parallel.compiled import no_compiler
 def test_the_folder_is_below_the_users_cache(tmp_path):
     named, home = {"XDG_CACHE_HOME": str(tmp_path / "named"), "HOME": str(tmp_path)}, {"HOME": str(tmp_path)}
     folder = keep_compiled(named)
-    assert folder.parent == tmp_path / "named/megatron_lite/compiled" and named[PLACE] == str(folder) and folder.is_dir()
+    assert (
+        folder.parent == tmp_path / "named/megatron_lite/compiled" and named[PLACE] == str(folder) and folder.is_dir()
+    )
     assert folder.name.startswith(f"torch-{torch.__version__}-")
     assert keep_compiled(home).parent == tmp_path / ".cache/megatron_lite/compiled"
     relative = {"XDG_CACHE_HOME": "here", "HOME": str(tmp_path)}
@@ -65,15 +67,25 @@ def test_an_old_gpu_is_seen_before_a_missing_compiler(monkeypatch):
     assert no_compiler(World(gpus=1)).startswith("Triton is not installed")
 
 
-@pytest.mark.parametrize(("failure", "told"), [
-    (None, ""),
-    (AssertionError("libcuda.so cannot found!\nPlease run ldconfig"), "Triton does not start here (libcuda.so cannot found!)"),
-    (CalledProcessError(1, ["gcc", "main.c"]),
-     "Triton does not start here (gcc failed to build what launches its kernels, see above)"),
-    (ImportError("failed to map segment from shared object"),
-     "Triton does not start here (failed to map segment from shared object)"),
-    (RuntimeError(), "Triton does not start here (RuntimeError)"),
-])
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (None, ""),
+        (
+            AssertionError("libcuda.so cannot found!\nPlease run ldconfig"),
+            "Triton does not start here (libcuda.so cannot found!)",
+        ),
+        (
+            CalledProcessError(1, ["gcc", "main.c"]),
+            "Triton does not start here (gcc failed to build what launches its kernels, see above)",
+        ),
+        (
+            ImportError("failed to map segment from shared object"),
+            "Triton does not start here (failed to map segment from shared object)",
+        ),
+        (RuntimeError(), "Triton does not start here (RuntimeError)"),
+    ],
+)
 def test_triton_is_asked_whether_it_starts(failure, told, monkeypatch):
     class Driver:
         @property
@@ -81,8 +93,11 @@ def test_triton_is_asked_whether_it_starts(failure, told, monkeypatch):
             if failure is not None:
                 raise failure
 
-    for name, module in (("triton", ModuleType("triton")), ("triton.runtime", ModuleType("triton.runtime")),
-                         ("triton.runtime.driver", SimpleNamespace(driver=Driver()))):
+    for name, module in (
+        ("triton", ModuleType("triton")),
+        ("triton.runtime", ModuleType("triton.runtime")),
+        ("triton.runtime.driver", SimpleNamespace(driver=Driver())),
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("megatron_lite.parallel.compiled.missing_compiler", lambda on_gpu, environ: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
@@ -116,7 +131,9 @@ def test_graphs_seconds_and_hits_are_told_after_the_step(monkeypatch):
     monkeypatch.undo()
     watching.close(None)
     hits["autograd_cache_hit"] = before
-    assert said[1] == "   compiled 3 graphs in 1.0 s (from the cache: 0)"  # after the last step, such as for its evaluation
+    assert (
+        said[1] == "   compiled 3 graphs in 1.0 s (from the cache: 0)"
+    )  # after the last step, such as for its evaluation
     assert "compiled 4 graphs, where 2 were expected" in said[2]
 
 

@@ -56,10 +56,19 @@ ONE_MISTAKE = [
         "--lr-warmup is not a flag; did you mean --lr-warmup-fraction or --lr-warmup-iters or --lr-warmup-samples?",
     ),
     ("--moe-router-topkk 1", "--moe-router-topkk is not a flag; did you mean --moe-router-topk?"),
-    ("--num-expert 8", "--num-expert is not a flag, and --num-experts of Megatron-LM is not here either; leave it out."),
-    ("--fp4_format e2m1", "--fp4_format is not a flag, and --fp4-format of Megatron-LM is not here either; leave it out."),
+    (
+        "--num-expert 8",
+        "--num-expert is not a flag, and --num-experts of Megatron-LM is not here either; leave it out.",
+    ),
+    (
+        "--fp4_format e2m1",
+        "--fp4_format is not a flag, and --fp4-format of Megatron-LM is not here either; leave it out.",
+    ),
     ("--recompute-m x", "--recompute-m is not a flag; did you mean --recompute-method?"),
-    ("--recompute-modules core_attn mlp", f"--recompute-modules is refused: {answers(REFUSED)['--recompute-modules']}."),
+    (
+        "--recompute-modules core_attn mlp",
+        f"--recompute-modules is refused: {answers(REFUSED)['--recompute-modules']}.",
+    ),
     ("--window-size (128,0)", f"--window-size {FIRST_WORDS}: {answers(NOT_HERE)['--window-size']}."),
     ("--fp4-format e2m1", f"--fp4-format {FIRST_WORDS}, and use --bf16 or --fp16."),
     ("--dump-param-to-param-group-map a b", f"--dump-param-to-param-group-map {FIRST_WORDS}."),
@@ -97,7 +106,9 @@ def test_one_mistake(changes, answer):
 
 def test_no_guess_is_itself_refused():
     lacking = answers((*REFUSED, *NOT_HERE))
-    for number, name in enumerate([*lacking, *answers(ACCEPTED)]):  # one of five kinds of typos each: a guess takes milliseconds
+    for number, name in enumerate(
+        [*lacking, *answers(ACCEPTED)]
+    ):  # one of five kinds of typos each: a guess takes milliseconds
         typos = (name[:-1], name[:-2] + name[-1], name + "s", name.replace("-", "_")[2:], name[: len(name) // 2])
         for line in read_command_line([f"--{typos[number % len(typos)].lstrip('-')}", "1"]).mistakes:
             guesses = re.findall(r"--[\w-]+", line.partition("; did you mean ")[2])
@@ -202,8 +213,10 @@ def notes(changes, world=ALONE):
         ("--loss-scale 8", "--loss-scale has no effect without --fp16 or --bf16."),
         ("--bf16 --initial-loss-scale 8", "--initial-loss-scale has no effect without --fp16."),
         ("--timing-log-option all", "--timing-log-option has no effect without --timing-log-level 1 or 2."),
-        ("--no-step-timeline --timing-log-level 2",
-         "--timing-log-level has no effect without the step timeline (drop --no-step-timeline)."),
+        (
+            "--no-step-timeline --timing-log-level 2",
+            "--timing-log-level has no effect without the step timeline (drop --no-step-timeline).",
+        ),
         ("--torch-compile-backend aot_eager", "--torch-compile-backend has no effect without --torch-compile."),
         ("--save-interval 5", "--save-interval has no effect without --save."),
         ("--async-save", "--async-save has no effect without --save."),

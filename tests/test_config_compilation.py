@@ -27,9 +27,19 @@ NO_GCC = World(gpus=1, no_compiler="there is no C compiler (gcc or clang) on the
         ("", CPU, "none", "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"),
         ("--torch-compile auto", CPU, "none", "on a CPU its start"),
         ("", GPU, "layers", "automatic on a GPU; --torch-compile none trains without"),
-        ("", NO_GCC, "none", "there is no C compiler (gcc or clang) on the PATH; install one; layers would be faster compiled"),
+        (
+            "",
+            NO_GCC,
+            "none",
+            "there is no C compiler (gcc or clang) on the PATH; install one; layers would be faster compiled",
+        ),
         ("--torch-compile-backend aot_eager", NO_GCC, "layers", "automatic on a GPU"),
-        ("--deterministic-mode", GPU, "none", "--deterministic-mode is given, and compiled kernels may be picked by timing them"),
+        (
+            "--deterministic-mode",
+            GPU,
+            "none",
+            "--deterministic-mode is given, and compiled kernels may be picked by timing them",
+        ),
         ("--torch-compile none", GPU, "none", ""),
         ("--torch-compile-backend aot_eager --torch-compile", GPU, "layers", ""),
         ("--torch-compile layers", CPU, "layers", ""),
@@ -44,11 +54,14 @@ def test_the_choice_and_its_reason(changes, world, target, why):
 
 def test_other_values_are_refused():
     assert mistakes("--torch-compile layer") == [
-        "--torch-compile layer: choose from auto, layers, none; did you mean layers?"]
+        "--torch-compile layer: choose from auto, layers, none; did you mean layers?"
+    ]
     assert mistakes("--torch-compile layers none") == ["--torch-compile takes one value, got 2: 'layers none'."]
 
 
-@pytest.mark.parametrize(("value", "taken"), [("true", "layers"), ("false", "none"), ("none", "none"), ("auto", "auto")])
+@pytest.mark.parametrize(
+    ("value", "taken"), [("true", "layers"), ("false", "none"), ("none", "none"), ("auto", "auto")]
+)
 def test_files_of_settings_may_still_say_true_or_false(value, taken, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f"torch_compile: {value}\n")
@@ -60,9 +73,15 @@ def test_help_shows_that_the_value_may_be_left_out():
     assert "--torch-compile [{auto,layers,none}]" in help_text()
 
 
-@pytest.mark.parametrize(("world", "changes", "told"), [
-    (CPU, "", True), (GPU, "", False), (GPU, "--torch-compile none", True), (CPU, "--torch-compile", False),
-])
+@pytest.mark.parametrize(
+    ("world", "changes", "told"),
+    [
+        (CPU, "", True),
+        (GPU, "", False),
+        (GPU, "--torch-compile none", True),
+        (CPU, "--torch-compile", False),
+    ],
+)
 def test_a_backend_without_anything_to_compile_is_remarked(world, changes, told):
     line = read(f"--torch-compile-backend aot_eager {changes}")
     assert ("--torch-compile-backend has no effect without --torch-compile." in remarks(line, world)) is told
@@ -71,8 +90,10 @@ def test_a_backend_without_anything_to_compile_is_remarked(world, changes, told)
 def test_what_a_gpu_lacks(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     assert missing_compiler(True, {}) == "Triton is not installed, which compiles kernels for GPUs; pip install triton"
-    said = ("--torch-compile: Triton is not installed, which compiles kernels for GPUs; pip install triton, or take "
-            "--torch-compile none.")
+    said = (
+        "--torch-compile: Triton is not installed, which compiles kernels for GPUs; pip install triton, or take "
+        "--torch-compile none."
+    )
     assert mistakes("--torch-compile", GPU) == [said]
     assert mistakes("", GPU) == []
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
@@ -89,7 +110,9 @@ def test_python_without_headers_compiles_nothing(world, tmp_path, monkeypatch):
     monkeypatch.setattr(machine.sys, "platform", "linux")
     monkeypatch.setattr(machine.sysconfig, "get_path", lambda name, scheme: str(tmp_path / "none"))
     said = missing_compiler(bool(world.gpus), {})
-    assert said.startswith(f"Python's headers are missing ({tmp_path}/none/Python.h); install them (on Debian and Ubuntu the ")
+    assert said.startswith(
+        f"Python's headers are missing ({tmp_path}/none/Python.h); install them (on Debian and Ubuntu the "
+    )
     assert mistakes("--torch-compile", world) == [f"--torch-compile: {said}, or take --torch-compile none."]
     (tmp_path / "Python.h").touch()
     assert missing_compiler(bool(world.gpus), {"CPATH": f"/nowhere:{tmp_path}"}) == ""
@@ -97,11 +120,14 @@ def test_python_without_headers_compiles_nothing(world, tmp_path, monkeypatch):
     assert missing_compiler(bool(world.gpus), {}) == ""
 
 
-@pytest.mark.parametrize(("change", "answer"), [
-    ({}, False),  # ARGS of the made runs: torch_compile false, as before there was a choice
-    ({"torch_compile": True}, True),
-    ({"torch_compile": "layers"}, None),  # no such run was ever written
-])
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ({}, False),  # ARGS of the made runs: torch_compile false, as before there was a choice
+        ({"torch_compile": True}, True),
+        ({"torch_compile": "layers"}, None),  # no such run was ever written
+    ],
+)
 def test_older_runs_are_read(change, answer, tmp_path):
     assert compiles(analyze([run(tmp_path, **change)]).facts) is answer
 

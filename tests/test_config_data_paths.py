@@ -10,9 +10,15 @@ from megatron_lite.config.data_paths import with_files_read
 from megatron_lite.errors import DataError
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("a", ("a",)), (" 0.3 a\n0.7\tb\n\n", ("0.3", "a", "0.7", "b")), ("0.3\r\na", ("0.3", "a")), ("\ufeff0.3 a", ("0.3", "a")),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a", ("a",)),
+        (" 0.3 a\n0.7\tb\n\n", ("0.3", "a", "0.7", "b")),
+        ("0.3\r\na", ("0.3", "a")),
+        ("\ufeff0.3 a", ("0.3", "a")),
+    ],
+)
 def test_words_are_what_white_space_separates(tmp_path, text, words):
     (tmp_path / "words").write_text(text)
     assert with_files_read(DataArgs(data_args_path=str(tmp_path / "words"))) == DataArgs(
@@ -28,12 +34,15 @@ def test_words_of_each_split(tmp_path):
     assert with_files_read(DataArgs(data_path=("x",))) == DataArgs(data_path=("x",))
 
 
-@pytest.mark.parametrize(("raw", "message"), [
-    (b"", ": is empty; write what --data-path takes into it"),
-    (b" \n", ": is empty; write what --data-path takes into it"),
-    (b"\xff", ": not UTF-8; give a text file"),
-    (None, ": cannot be read (No such file or directory); check the path"),
-])
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", ": is empty; write what --data-path takes into it"),
+        (b" \n", ": is empty; write what --data-path takes into it"),
+        (b"\xff", ": not UTF-8; give a text file"),
+        (None, ": cannot be read (No such file or directory); check the path"),
+    ],
+)
 def test_files_without_words(tmp_path, raw, message):
     path = tmp_path / "words"
     if raw is not None:
@@ -43,14 +52,17 @@ def test_files_without_words(tmp_path, raw, message):
     assert str(caught.value) == f"--data-args-path {path}{message}"
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("a b", "not JSON of the form "),
-    ("[" * 100_000, "not JSON of the form "),
-    ('["a"]', "not JSON of the form "),
-    ('{"train": ["a"], "validation": ["b"]}', "not JSON of the form "),
-    ('{"train": "a"}', '"train" is no list of words; write what --train-data-path takes'),
-    ('{"train": ["a"], "test": [["a"]]}', '"test" is no list of words; write what --test-data-path takes'),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a b", "not JSON of the form "),
+        ("[" * 100_000, "not JSON of the form "),
+        ('["a"]', "not JSON of the form "),
+        ('{"train": ["a"], "validation": ["b"]}', "not JSON of the form "),
+        ('{"train": "a"}', '"train" is no list of words; write what --train-data-path takes'),
+        ('{"train": ["a"], "test": [["a"]]}', '"test" is no list of words; write what --test-data-path takes'),
+    ],
+)
 def test_files_without_splits(tmp_path, text, message):
     path = tmp_path / "splits.json"
     path.write_text(text)
@@ -71,6 +83,8 @@ def test_a_split_file_obeys_the_rules_of_the_flags(tmp_path):
     assert mistakes(words) == []
     assert mistakes(f"{words} --split 9,1") == ["--split 9,1 does not go with --per-split-data-args-path; drop one."]
     assert mistakes(f"{words} --data-path {path}")[0] == (
-        "--data-path and --per-split-data-args-path exclude each other; keep one.")
+        "--data-path and --per-split-data-args-path exclude each other; keep one."
+    )
     assert mistakes(f"{words} --test-data-path {path}")[0] == (
-        "--test-data-path and --per-split-data-args-path exclude each other; keep one.")
+        "--test-data-path and --per-split-data-args-path exclude each other; keep one."
+    )

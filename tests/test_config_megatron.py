@@ -120,7 +120,9 @@ def test_flags_named_in_an_answer_exist():
 @pytest.mark.parametrize(("old", "new"), RESPELLED.items())
 def test_old_spellings_mean_their_new_ones(old, new):
     value = [] if KNOBS[new[-1 if len(new) == 1 else 0]].is_switch or len(new) > 1 else ["1"]
-    value = {"--warmup": ["0.1"], "--checkpoint-granularity": ["full"], "--checkpoint-method": ["block"]}.get(old, value)
+    value = {"--warmup": ["0.1"], "--checkpoint-granularity": ["full"], "--checkpoint-method": ["block"]}.get(
+        old, value
+    )
     line = read([old, *value])
     assert line.values == read([*new, *value]).values != read().values or old in (
         "--use-flash-attn",

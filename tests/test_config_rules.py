@@ -123,7 +123,11 @@ def numbers_of(value) -> list:
     if dataclasses.is_dataclass(value):
         return [number for field in dataclasses.fields(value) for number in numbers_of(getattr(value, field.name))]
     if isinstance(value, (tuple, frozenset, range)):
-        return [number for one in (value if not isinstance(value, range) else (value.start, value.stop)) for number in numbers_of(one)]
+        return [
+            number
+            for one in (value if not isinstance(value, range) else (value.start, value.stop))
+            for number in numbers_of(one)
+        ]
     return [value] if isinstance(value, (int, float)) else []
 
 
@@ -132,7 +136,9 @@ def test_the_extremes_of_every_numeric_flag_are_one_line_or_fit(flag):
     """One line that names the flag; or what follows from it has 63 bits, is finite in fp32, and makes no tensor beyond memory's bounds."""
     passed = []
     for value in WHOLE if flag.kind is int else REAL:
-        line = read_command_line(argv([flag.spelling, *[f"{value!r}"] * (3 if flag.field == "rampup_batch_size" else 1)]))
+        line = read_command_line(
+            argv([flag.spelling, *[f"{value!r}"] * (3 if flag.field == "rampup_batch_size" else 1)])
+        )
         try:
             check(line, World(), RULES_WITHOUT_FILES)
             found = resolve(line.args, World(), line.args.data.vocab_size + 1)
@@ -144,4 +150,6 @@ def test_the_extremes_of_every_numeric_flag_are_one_line_or_fit(flag):
         for number in numbers_of(dataclasses.replace(found, args=None)):
             assert abs(number) < (2**63 if isinstance(number, int) else 3.5e38), (value, number)
         assert found.shape.padded_vocab_size * found.shape.hidden_size < 2**59
-    assert not [value for value in passed if abs(value) > (2**53 if flag.kind is int else 3.5e38) or 0 < abs(value) < 1e-38]
+    assert not [
+        value for value in passed if abs(value) > (2**53 if flag.kind is int else 3.5e38) or 0 < abs(value) < 1e-38
+    ]

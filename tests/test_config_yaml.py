@@ -58,7 +58,10 @@ def values(path: str, more: str = "") -> dict:
         ("a: &shared\n  lr: 1\nb: *shared", {"lr": 1.0}),
         ("bias_gelu_fusion: false", {"bias_gelu_fusion": False}),
         ("load_optim: false\nload_rng: true", {"no_load_optim": True}),
-        ("layernorm_zero_centered_gamma: true\nlayernorm_epsilon: 1.e-6", {"apply_layernorm_1p": True, "norm_epsilon": 1e-6}),
+        (
+            "layernorm_zero_centered_gamma: true\nlayernorm_epsilon: 1.e-6",
+            {"apply_layernorm_1p": True, "norm_epsilon": 1e-6},
+        ),
         ("activation_func: swiglu\ngated_linear_unit: false\nswiglu: true", {"swiglu": True}),
         ("activation_func: silu\ngated_linear_unit: true", {"swiglu": True}),
         ("swiglu: true\ngated_linear_unit: true", {"swiglu": True}),
@@ -137,11 +140,16 @@ def test_another_spelling_in_the_file_is_no_contradiction(file):
         ("window_size: [128, 0]", [f"{{path}}: --window-size {FIRST_WORDS}: {answers(NOT_HERE)['--window-size']}."]),
         (
             "init_method: xavier_uniform",
-            [f"{{path}}: --init-method-xavier-uniform {FIRST_WORDS}: {answers(NOT_HERE)['--init-method-xavier-uniform']}."],
+            [
+                f"{{path}}: --init-method-xavier-uniform {FIRST_WORDS}: {answers(NOT_HERE)['--init-method-xavier-uniform']}."
+            ],
         ),
         ("zzz: true", ["{path}: --zzz is not a flag; --help lists them all."]),
         ("masked_softmax_fusion: 3", ["{path}: masked_softmax_fusion: 3: is a switch; give true or false."]),
-        ("layernorm_zero_centered_gamma: 1", ["{path}: layernorm_zero_centered_gamma: 1: is a switch; give true or false."]),
+        (
+            "layernorm_zero_centered_gamma: 1",
+            ["{path}: layernorm_zero_centered_gamma: 1: is a switch; give true or false."],
+        ),
         ("activation_func: geglu", ["{path}: activation_func: geglu: choose from swiglu, squaredrelu, gelu."]),
         ("activation_func: silu", ["{path}: activation_func: silu: choose from swiglu, squaredrelu, gelu."]),
         ("activation_func: [gelu]", ["{path}: activation_func: ['gelu']: choose from swiglu, squaredrelu, gelu."]),
@@ -149,7 +157,10 @@ def test_another_spelling_in_the_file_is_no_contradiction(file):
             "activation_func: gelu\ngated_linear_unit: true",
             ["{path}: gated_linear_unit: true: goes with activation_func: swiglu only, not gelu; give false."],
         ),
-        ("gated_linear_unit: true", ["{path}: gated_linear_unit: true: needs activation_func: swiglu; add it, or give false."]),
+        (
+            "gated_linear_unit: true",
+            ["{path}: gated_linear_unit: true: needs activation_func: swiglu; add it, or give false."],
+        ),
         (
             "activation_func: gelu\nswiglu: true",
             ["{path}: swiglu: true: contradicts activation_func: gelu; keep one."],

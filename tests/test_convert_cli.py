@@ -14,10 +14,16 @@ from megatron_lite.cli.main import main
 from megatron_lite.convert import folders
 from megatron_lite.errors import CheckpointError
 
-LLAMA = ("--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-         "--group-query-attention --num-query-groups 2 --ffn-hidden-size 48")
-RUNS = {"gpt2": "--no-bias-gelu-fusion", "llama": f"{LLAMA} --untie-embeddings-and-output-weights --bf16",
-        "torch": f"{LLAMA} --bf16 --ckpt-format torch --apply-layernorm-1p", "squared": "--squared-relu"}
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --ffn-hidden-size 48"
+)
+RUNS = {
+    "gpt2": "--no-bias-gelu-fusion",
+    "llama": f"{LLAMA} --untie-embeddings-and-output-weights --bf16",
+    "torch": f"{LLAMA} --bf16 --ckpt-format torch --apply-layernorm-1p",
+    "squared": "--squared-relu",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,8 +46,20 @@ def runs(tmp_path_factory):
 def test_there_and_back_training_goes_on_alike(name, runs, tmp_path, capsys):
     """With the flags that the command prints, from the rows that are no padding: no other has a gradient of weight."""
     assert main(["convert", "--load", str(runs[name]), "--save-hf", str(tmp_path / "hf")]) == 0
-    assert main(["convert", "--load-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "back"),
-                 "--make-vocab-size-divisible-by", "160"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "--load-hf",
+                str(tmp_path / "hf"),
+                "--save",
+                str(tmp_path / "back"),
+                "--make-vocab-size-divisible-by",
+                "160",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("  no tokenizer: --vocab-file and --merge-file, or --tokenizer-model, would put it")
     assert f"rows of padding are left out: the vocabulary has {128} ids" in said[1]
@@ -49,7 +67,11 @@ def test_there_and_back_training_goes_on_alike(name, runs, tmp_path, capsys):
     assert f"{tmp_path}/back/release" in said[-3]
     before, after = open_newest(runs[name]), open_newest(tmp_path / "back")
     assert after.record.shape == before.record.shape | {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    assert (after.record.iteration, after.record.precision, after.record.vocab_size) == (0, before.record.precision, 128)
+    assert (after.record.iteration, after.record.precision, after.record.vocab_size) == (
+        0,
+        before.record.precision,
+        128,
+    )
     for key in after.names():
         mine, other = (torch.empty(s.size_of(key), dtype=s.dtype_of(key)) for s in (before, after))
         before.read_into({key: mine})
@@ -115,34 +137,76 @@ def test_the_checkpoint_and_the_precision_can_be_chosen(runs, tmp_path, capsys):
     assert json.loads((tmp_path / "3" / "config.json").read_text())["torch_dtype"] == "float32"
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    ("--load {load}", "megatron-lite convert: one of the arguments --save --save-hf is required; --help shows"),
-    ("--save x", "one of the arguments --load --load-hf is required"),
-    ("--load a --load-hf b --save x", "argument --load-hf: not allowed with argument --load"),
-    ("--load-hf a --save-hf b", "--save-hf b: --load-hf is a Hugging Face folder already; give --save."),
-    ("--load a --save b --dtype bf16", "--dtype bf16: a checkpoint keeps the precision of its run; leave it out."),
-    ("--load a --save-hf b --dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
-    ("--load-hf a --save b --ckpt-step 3", "--ckpt-step 3: concerns which checkpoint to read, with --load only; leave it"),
-    ("--load-hf a --save b --vocab-file v", "--vocab-file v: concerns the tokenizer's files, with --save-hf only; "),
-    ("--load-hf a --save b --merge-file v", "--merge-file v: concerns the tokenizer's files, with --save-hf only; "),
-    ("--load-hf a --save b --tokenizer-model v", "--tokenizer-model v: concerns the tokenizer's files, with --save-hf "),
-    ("--load a --save b --true-vocab-size 9", "--true-vocab-size 9: concerns the ids that are kept, with --save-hf only; "),
-    ("--load a --save-hf b --make-vocab-size-divisible-by 8", "--make-vocab-size-divisible-by 8: concerns the padding "),
-    ("--load-hf a --save b --make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: must be at least 1"),
-    ("--load a --save-hf b --true-vocab-size 0", "--true-vocab-size 0: must be at least 1"),
-    ("--load a --save-hf b --tokenizer-model t --vocab-file v", "--tokenizer-model t: excludes --vocab-file and --merge-"),
-    ("--load {load} --save-hf {full}", "--save-hf {full}: exists already, and nothing is overwritten; name a new folder."),
-    ("--load {load} --save {full}", "--save {full}: exists already, and nothing is overwritten; name a new folder."),
-    ("--load-hf {full} --save {full}", "--save {full}: exists already, and nothing is overwritten; name a new folder."),
-    ("--load {load} --save-hf {full}/file", "--save-hf {full}/file: exists already, and nothing is overwritten; "),
-    ("--load {load} --save-hf {full}/file/x", "--save-hf {full}/file/x: cannot be written (Not a directory); make room "),
-    ("--load {full} --save-hf {new}", "--load {full}: holds no latest_checkpointed_iteration.txt; "),
-    ("--load {load} --ckpt-step 7 --save-hf {new}", "--ckpt-step 7: there is no {load}/iter_0000007; "),
-    ("--load {squared} --save-hf {new}", "--squared-relu: Hugging Face's GPT-2 have GELU; "),
-    ("--load-hf {full} --save {new}", "--load-hf {full}/config.json: cannot be read (No such file or directory); "),
-    ("--load {load} --save-hf {new} --tokenizer-model {full}", "--tokenizer-model {full}: is no folder with one of "),
-    ("--load {load} --save-hf {new} --vocab-file v", "--vocab-file v: cannot be read"),
-])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--load {load}", "megatron-lite convert: one of the arguments --save --save-hf is required; --help shows"),
+        ("--save x", "one of the arguments --load --load-hf is required"),
+        ("--load a --load-hf b --save x", "argument --load-hf: not allowed with argument --load"),
+        ("--load-hf a --save-hf b", "--save-hf b: --load-hf is a Hugging Face folder already; give --save."),
+        ("--load a --save b --dtype bf16", "--dtype bf16: a checkpoint keeps the precision of its run; leave it out."),
+        ("--load a --save-hf b --dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
+        (
+            "--load-hf a --save b --ckpt-step 3",
+            "--ckpt-step 3: concerns which checkpoint to read, with --load only; leave it",
+        ),
+        (
+            "--load-hf a --save b --vocab-file v",
+            "--vocab-file v: concerns the tokenizer's files, with --save-hf only; ",
+        ),
+        (
+            "--load-hf a --save b --merge-file v",
+            "--merge-file v: concerns the tokenizer's files, with --save-hf only; ",
+        ),
+        (
+            "--load-hf a --save b --tokenizer-model v",
+            "--tokenizer-model v: concerns the tokenizer's files, with --save-hf ",
+        ),
+        (
+            "--load a --save b --true-vocab-size 9",
+            "--true-vocab-size 9: concerns the ids that are kept, with --save-hf only; ",
+        ),
+        (
+            "--load a --save-hf b --make-vocab-size-divisible-by 8",
+            "--make-vocab-size-divisible-by 8: concerns the padding ",
+        ),
+        (
+            "--load-hf a --save b --make-vocab-size-divisible-by 0",
+            "--make-vocab-size-divisible-by 0: must be at least 1",
+        ),
+        ("--load a --save-hf b --true-vocab-size 0", "--true-vocab-size 0: must be at least 1"),
+        (
+            "--load a --save-hf b --tokenizer-model t --vocab-file v",
+            "--tokenizer-model t: excludes --vocab-file and --merge-",
+        ),
+        (
+            "--load {load} --save-hf {full}",
+            "--save-hf {full}: exists already, and nothing is overwritten; name a new folder.",
+        ),
+        (
+            "--load {load} --save {full}",
+            "--save {full}: exists already, and nothing is overwritten; name a new folder.",
+        ),
+        (
+            "--load-hf {full} --save {full}",
+            "--save {full}: exists already, and nothing is overwritten; name a new folder.",
+        ),
+        ("--load {load} --save-hf {full}/file", "--save-hf {full}/file: exists already, and nothing is overwritten; "),
+        (
+            "--load {load} --save-hf {full}/file/x",
+            "--save-hf {full}/file/x: cannot be written (Not a directory); make room ",
+        ),
+        ("--load {full} --save-hf {new}", "--load {full}: holds no latest_checkpointed_iteration.txt; "),
+        ("--load {load} --ckpt-step 7 --save-hf {new}", "--ckpt-step 7: there is no {load}/iter_0000007; "),
+        ("--load {squared} --save-hf {new}", "--squared-relu: Hugging Face's GPT-2 have GELU; "),
+        ("--load-hf {full} --save {new}", "--load-hf {full}/config.json: cannot be read (No such file or directory); "),
+        (
+            "--load {load} --save-hf {new} --tokenizer-model {full}",
+            "--tokenizer-model {full}: is no folder with one of ",
+        ),
+        ("--load {load} --save-hf {new} --vocab-file v", "--vocab-file v: cannot be read"),
+    ],
+)
 def test_a_mistake_is_one_line_and_leaves_nothing(argv, said, runs, tmp_path, capsys):
     places = {"full": tmp_path / "full", "new": tmp_path / "new", "load": runs["gpt2"], "squared": runs["squared"]}
     places["full"].mkdir()
@@ -169,8 +233,10 @@ def test_a_conversion_that_fails_half_way_leaves_nothing(runs, tmp_path, monkeyp
 
     monkeypatch.setattr(folders.Export, "write", full_disk)
     assert main(["convert", "--load", str(runs["gpt2"]), "--save-hf", str(tmp_path / "hf")]) == 2
-    assert capsys.readouterr().err == (f"error: --save-hf {tmp_path}/hf: cannot be written (No space left on device); make "
-                                       "room or choose another folder.\n")
+    assert capsys.readouterr().err == (
+        f"error: --save-hf {tmp_path}/hf: cannot be written (No space left on device); make "
+        "room or choose another folder.\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -187,6 +253,8 @@ def test_a_damaged_checkpoint_is_not_converted(runs, tmp_path):
 
 
 def test_help_and_mistakes_need_no_torch():
-    code = ("import sys\nfrom megatron_lite.cli.main import main\nassert main(['convert', '--load', 'x']) == 2\n"
-            "try:\n    main(['convert', '--help'])\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules")
+    code = (
+        "import sys\nfrom megatron_lite.cli.main import main\nassert main(['convert', '--load', 'x']) == 2\n"
+        "try:\n    main(['convert', '--help'])\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO, capture_output=True)

@@ -64,18 +64,26 @@ def test_what_is_folded_comes_back_as_the_same_function(name, tmp_path):
     assert (again / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("run", "wanted", "source"), [
-    ("fp32", "fp32", "model.{}"), ("bf16", "bf16", "model.{}"), ("bf16", "fp32", "optimizer.{}.master"),
-    ("bf16", "fp16", "optimizer.{}.master"), ("fp32", "bf16", "model.{}"),
-])
+@pytest.mark.parametrize(
+    ("run", "wanted", "source"),
+    [
+        ("fp32", "fp32", "model.{}"),
+        ("bf16", "bf16", "model.{}"),
+        ("bf16", "fp32", "optimizer.{}.master"),
+        ("bf16", "fp16", "optimizer.{}.master"),
+        ("fp32", "bf16", "model.{}"),
+    ],
+)
 def test_weights_are_the_runs_or_made_of_its_masters(run, wanted, source, tmp_path):
     stored = kept(PLAIN, run)
     stored.tensors["model.decoder.layers.0.mlp.linear_fc1.bias"] += 1  # so that weight and master differ visibly
     export(stored, tmp_path, wanted)
     file = SafetensorsFile(tmp_path / "model.safetensors")
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[wanted]
-    for theirs, ours in (("wpe.weight", "embedding.position_embeddings.weight"),
-                         ("h.0.mlp.c_fc.bias", "decoder.layers.0.mlp.linear_fc1.bias")):
+    for theirs, ours in (
+        ("wpe.weight", "embedding.position_embeddings.weight"),
+        ("h.0.mlp.c_fc.bias", "decoder.layers.0.mlp.linear_fc1.bias"),
+    ):
         assert torch.equal(file.tensor(f"transformer.{theirs}"), stored.tensors[source.format(ours)].to(dtype))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["torch_dtype"] == str(dtype).removeprefix("torch.")
@@ -84,8 +92,11 @@ def test_weights_are_the_runs_or_made_of_its_masters(run, wanted, source, tmp_pa
 def test_a_weight_beyond_fp16_is_said(tmp_path):
     stored = kept(PLAIN, "bf16")
     stored.tensors["optimizer.decoder.layers.1.mlp.linear_fc2.bias.master"][3] = -7e4
-    with pytest.raises(UserError, match=r"^--dtype fp16: transformer.h.1.mlp.c_proj.bias holds 7e\+04, beyond fp16's "
-                                        "65504; use bf16 or fp32.$"):
+    with pytest.raises(
+        UserError,
+        match=r"^--dtype fp16: transformer.h.1.mlp.c_proj.bias holds 7e\+04, beyond fp16's "
+        "65504; use bf16 or fp32.$",
+    ):
         export(stored, tmp_path, "fp16")
 
 
@@ -95,9 +106,16 @@ def test_all_rows_are_kept_where_the_vocabulary_is_unknown(tmp_path):
     assert SafetensorsFile(tmp_path / "model.safetensors").tensor("lm_head.weight").shape == (128, 32)
 
 
-@pytest.mark.parametrize(("stated", "tokenizers", "asked", "kept_ids"), [
-    (120, 0, None, 120), (120, 100, None, 120), (None, 100, None, 100), (None, 0, 90, 90), (120, 0, 90, 90),
-])
+@pytest.mark.parametrize(
+    ("stated", "tokenizers", "asked", "kept_ids"),
+    [
+        (120, 0, None, 120),
+        (120, 100, None, 120),
+        (None, 100, None, 100),
+        (None, 0, 90, 90),
+        (120, 0, 90, 90),
+    ],
+)
 def test_whose_word_on_the_vocabulary_counts(stated, tokenizers, asked, kept_ids, tmp_path):
     tokenizer = replace(no_files(), vocab_size=tokenizers)
     export(kept(PLAIN, vocab_size=stated), tmp_path, tokenizer=tokenizer, true_vocab_size=asked)
@@ -105,11 +123,14 @@ def test_whose_word_on_the_vocabulary_counts(stated, tokenizers, asked, kept_ids
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == kept_ids
 
 
-@pytest.mark.parametrize(("stated", "tokenizers", "asked", "said"), [
-    (120, 121, None, "--vocab-file x: has 121 ids, and the model's vocabulary 120; give the files that it was"),
-    (None, 129, None, "--vocab-file x: has 129 ids, and the model's vocabulary 128; "),
-    (None, 0, 129, "--true-vocab-size 129: the model has 128 rows only; "),
-])
+@pytest.mark.parametrize(
+    ("stated", "tokenizers", "asked", "said"),
+    [
+        (120, 121, None, "--vocab-file x: has 121 ids, and the model's vocabulary 120; give the files that it was"),
+        (None, 129, None, "--vocab-file x: has 129 ids, and the model's vocabulary 128; "),
+        (None, 0, 129, "--true-vocab-size 129: the model has 128 rows only; "),
+    ],
+)
 def test_a_vocabulary_that_the_model_does_not_have_is_refused(stated, tokenizers, asked, said, tmp_path):
     tokenizer = replace(no_files(), flag="--vocab-file x", vocab_size=tokenizers)
     with pytest.raises(UserError) as caught:
@@ -137,8 +158,10 @@ def test_large_models_are_written_in_pieces_with_an_index(tmp_path):
     one = SafetensorsFile(whole / "model.safetensors")
     assert index["metadata"]["total_size"] == sum(one.tensor(name).nbytes for name in one.names())
     assert torch.equal(their_logits(whole), their_logits(pieces))
-    assert all(torch.equal(mine, other) for mine, other in
-               zip(take_in(whole, 128)[1].values(), take_in(pieces, 128)[1].values()))
+    assert all(
+        torch.equal(mine, other)
+        for mine, other in zip(take_in(whole, 128)[1].values(), take_in(pieces, 128)[1].values())
+    )
 
 
 def test_old_and_new_spellings_of_the_rotation_are_read_alike(tmp_path):
@@ -149,25 +172,31 @@ def test_old_and_new_spellings_of_the_rotation_are_read_alike(tmp_path):
     assert (shape["rotary_base"], shape["rotary_seq_len_interpolation_factor"]) == (10000.0, 4.0)
 
 
-@pytest.mark.parametrize(("shape", "said"), [
-    (replace(PLAIN, activation="squared_relu"), "--squared-relu: Hugging Face's GPT-2 have GELU; only"),
-    (replace(PLAIN, activation="swiglu"), "--swiglu: Hugging Face's GPT-2 have GELU"),
-    (replace(PLAIN, normalization="RMSNorm"), "--normalization RMSNorm: Hugging Face's GPT-2 have LayerNorm"),
-    (replace(PLAIN, position_embedding="none"), "--position-embedding-type none: "),
-    (replace(PLAIN, num_query_groups=2), "--num-query-groups 2: "),
-    (replace(PLAIN, kv_channels=16), "--kv-channels 16: "),
-    (replace(PLAIN, qk_layernorm=True), "--qk-layernorm: "),
-    (replace(LLAMA, normalization="LayerNorm"), "--normalization LayerNorm: Hugging Face's Llama, Qwen2 and Qwen3 have "),
-    (replace(LLAMA, activation="squared_relu"), "--squared-relu: "),
-    (replace(LLAMA, activation="gelu_erf"), "GELU (no --swiglu): "),
-    (replace(LLAMA, rotary_percent=0.5), "--rotary-percent 0.5: "),
-    (replace(LLAMA, qk_layernorm=True, qkv_bias=True), "--qk-layernorm with biases: "),
-    (replace(LLAMA, num_attention_heads=6), "--num-attention-heads 6: "),
-])
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        (replace(PLAIN, activation="squared_relu"), "--squared-relu: Hugging Face's GPT-2 have GELU; only"),
+        (replace(PLAIN, activation="swiglu"), "--swiglu: Hugging Face's GPT-2 have GELU"),
+        (replace(PLAIN, normalization="RMSNorm"), "--normalization RMSNorm: Hugging Face's GPT-2 have LayerNorm"),
+        (replace(PLAIN, position_embedding="none"), "--position-embedding-type none: "),
+        (replace(PLAIN, num_query_groups=2), "--num-query-groups 2: "),
+        (replace(PLAIN, kv_channels=16), "--kv-channels 16: "),
+        (replace(PLAIN, qk_layernorm=True), "--qk-layernorm: "),
+        (
+            replace(LLAMA, normalization="LayerNorm"),
+            "--normalization LayerNorm: Hugging Face's Llama, Qwen2 and Qwen3 have ",
+        ),
+        (replace(LLAMA, activation="squared_relu"), "--squared-relu: "),
+        (replace(LLAMA, activation="gelu_erf"), "GELU (no --swiglu): "),
+        (replace(LLAMA, rotary_percent=0.5), "--rotary-percent 0.5: "),
+        (replace(LLAMA, qk_layernorm=True, qkv_bias=True), "--qk-layernorm with biases: "),
+        (replace(LLAMA, num_attention_heads=6), "--num-attention-heads 6: "),
+    ],
+)
 def test_what_has_no_twin_is_named(shape, said, tmp_path):
     with pytest.raises(ConfigError) as caught:
         export(kept(shape), tmp_path)
-    assert [line[:len(said)] for line in caught.value.lines] == [said]
+    assert [line[: len(said)] for line in caught.value.lines] == [said]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,12 +206,19 @@ def test_all_that_has_no_twin_is_named_at_once(tmp_path):
     assert len(caught.value.lines) == 3
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda tensors: tensors.pop("model.decoder.final_layernorm.bias"),
-     "--load SAVE: lacks 1 weights such as model.decoder.final_layernorm.bias; "),
-    (lambda tensors: tensors.update({"model.decoder.layers.2.x": torch.zeros(1)}),
-     "--load SAVE: holds, beside its model, 1 weights such as model.decoder.layers.2.x; "),
-])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda tensors: tensors.pop("model.decoder.final_layernorm.bias"),
+            "--load SAVE: lacks 1 weights such as model.decoder.final_layernorm.bias; ",
+        ),
+        (
+            lambda tensors: tensors.update({"model.decoder.layers.2.x": torch.zeros(1)}),
+            "--load SAVE: holds, beside its model, 1 weights such as model.decoder.layers.2.x; ",
+        ),
+    ],
+)
 def test_a_checkpoint_that_is_not_its_shape_is_refused(change, said, tmp_path):
     stored = kept(PLAIN)
     change(stored.tensors)
@@ -200,7 +236,8 @@ def test_a_record_of_another_version_is_refused(tmp_path):
 
 def test_dropout_that_has_no_place_is_said(tmp_path):
     assert export(kept(replace(LLAMA, hidden_dropout=0.25), vocab_size=128), tmp_path) == [
-        "  --hidden-dropout 0.25: they have none, and it matters in training only"]
+        "  --hidden-dropout 0.25: they have none, and it matters in training only"
+    ]
 
 
 def test_training_settings_stand_in_the_config(tmp_path):

@@ -23,8 +23,15 @@ transformers = pytest.importorskip("transformers", reason="equality with Hugging
 
 IDS = 125
 GPT2 = {"vocab_size": IDS, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
-SIZES = {"vocab_size": IDS, "max_position_embeddings": 16, "hidden_size": 32, "intermediate_size": 48,
-         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "vocab_size": IDS,
+    "max_position_embeddings": 16,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 MODELS = {
     "gpt2": ("GPT2", GPT2),
@@ -43,8 +50,9 @@ MODELS = {
 def theirs(name: str):
     """A random model of transformers whose every parameter has an effect that a test can see."""
     kind, settings = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**settings, bos_token_id=None, eos_token_id=None,
-                                                    attn_implementation="eager")
+    config = getattr(transformers, f"{kind}Config")(
+        **settings, bos_token_id=None, eos_token_id=None, attn_implementation="eager"
+    )
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -71,7 +79,9 @@ def test_logits_are_equal_and_the_way_back_is_bitwise(name, tmp_path):
     record, tensors = take_in(tmp_path / "theirs", 128)
     assert record.shape["padded_vocab_size"] == 128 and record.vocab_size == IDS and record.optimizer is None
     expected = logits_of(model)
-    torch.testing.assert_close(taken_logits(tmp_path / "theirs"), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    torch.testing.assert_close(
+        taken_logits(tmp_path / "theirs"), expected, rtol=0, atol=1e-5 * expected.abs().max().item()
+    )
 
     export(Kept(record, tensors), tmp_path / "back")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
@@ -108,10 +118,16 @@ def test_pieces_that_transformers_wrote_are_read(tmp_path):
     torch.testing.assert_close(taken_logits(tmp_path), logits_of(model), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "wanted", "precision"), [
-    (torch.bfloat16, None, "bf16"), (torch.float16, None, "fp16"), (torch.float32, None, "fp32"),
-    (torch.bfloat16, "fp32", "fp32"), (torch.float32, "bf16", "bf16"),
-])
+@pytest.mark.parametrize(
+    ("dtype", "wanted", "precision"),
+    [
+        (torch.bfloat16, None, "bf16"),
+        (torch.float16, None, "fp16"),
+        (torch.float32, None, "fp32"),
+        (torch.bfloat16, "fp32", "fp32"),
+        (torch.float32, "bf16", "bf16"),
+    ],
+)
 def test_the_precision_is_the_files_or_the_one_asked_for(dtype, wanted, precision, tmp_path):
     theirs("qwen2").to(dtype).save_pretrained(tmp_path)
     record, tensors = take_in(tmp_path, 128, wanted)
@@ -152,8 +168,21 @@ def test_the_flags_build_the_shape(name):
     shape = {**VARIANTS, **EXACT, **FOLDED}[name]
     if not shape.linear_bias and shape.activation == "gelu_tanh":
         pytest.skip("no command line makes that: without biases GELU is the exact one")
-    words = [*model_flags(shape), "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--mock-data",
-             "--tokenizer-type", "NullTokenizer", "--vocab-size", "99", *QUIET]
+    words = [
+        *model_flags(shape),
+        "--micro-batch-size",
+        "1",
+        "--train-iters",
+        "1",
+        "--lr",
+        "1e-3",
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "99",
+        *QUIET,
+    ]
     line = read_command_line(words)
     check(line, ALONE)
     assert resolve(line.args, ALONE, 100).shape == shape
@@ -175,52 +204,91 @@ def reconfigured(folder, **changes):
     return folder
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"architectures": ["MambaForCausalLM"]}, 'architectures is ["MambaForCausalLM"]: known here are GPT2LMHeadModel, '),
-    ({"architectures": [["LlamaForCausalLM"]]}, 'architectures is [["LlamaForCausalLM"]]: known here are '),
-    ({"architectures": ...}, "architectures is null: known here are "),
-    ({"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4}: quantised weights cannot be trained'),
-    ({"hidden_size": ...}, "hidden_size is missing; give the folder of a whole model."),
-    ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two": must be a whole number above 0'),
-    ({"vocab_size": 0}, "vocab_size is 0: must be a whole number above 0"),
-    ({"rms_norm_eps": "small"}, 'rms_norm_eps is "small": must be a number'),
-    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1: must be true or false"),
-    ({"hidden_act": "gelu"}, 'hidden_act is "gelu": the gate is SiLU here'),
-    ({"use_sliding_window": True}, "use_sliding_window is true: attention always reaches back"),
-    ({"layer_types": 5}, "layer_types is 5: "),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, 'layer_types is ["full_attention", "sliding_attention"]: '),
-    ({"mlp_bias": True}, "mlp_bias is true: attention and MLP both have biases here, or neither"),
-    ({"num_key_value_heads": 3}, "num_key_value_heads is 3: must divide num_attention_heads, which is 4"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 'rope_scaling is {"rope_type": "llama3", "factor": 8.0}: only'),
-    ({"rope_parameters": {"type": "yarn"}}, 'rope_parameters is {"type": "yarn"}: only linear'),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is "),
-    ({"rope_scaling": [2]}, "rope_scaling is [2]: all layers rotate alike here"),
-    ({"rope_theta": 1234.5}, "rope_theta is 1234.5: must be a whole number"),
-    ({"rope_scaling": {"type": "linear", "factor": 1.5}}, "factor is 1.5: must be a whole number"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5: heads of this architecture"),
-    ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias is true: attention and MLP both"),
-])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            'architectures is ["MambaForCausalLM"]: known here are GPT2LMHeadModel, ',
+        ),
+        ({"architectures": [["LlamaForCausalLM"]]}, 'architectures is [["LlamaForCausalLM"]]: known here are '),
+        ({"architectures": ...}, "architectures is null: known here are "),
+        (
+            {"quantization_config": {"bits": 4}},
+            'quantization_config is {"bits": 4}: quantised weights cannot be trained',
+        ),
+        ({"hidden_size": ...}, "hidden_size is missing; give the folder of a whole model."),
+        ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two": must be a whole number above 0'),
+        ({"vocab_size": 0}, "vocab_size is 0: must be a whole number above 0"),
+        ({"rms_norm_eps": "small"}, 'rms_norm_eps is "small": must be a number'),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1: must be true or false"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu": the gate is SiLU here'),
+        ({"use_sliding_window": True}, "use_sliding_window is true: attention always reaches back"),
+        ({"layer_types": 5}, "layer_types is 5: "),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            'layer_types is ["full_attention", "sliding_attention"]: ',
+        ),
+        ({"mlp_bias": True}, "mlp_bias is true: attention and MLP both have biases here, or neither"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3: must divide num_attention_heads, which is 4"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            'rope_scaling is {"rope_type": "llama3", "factor": 8.0}: only',
+        ),
+        ({"rope_parameters": {"type": "yarn"}}, 'rope_parameters is {"type": "yarn"}: only linear'),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is "),
+        ({"rope_scaling": [2]}, "rope_scaling is [2]: all layers rotate alike here"),
+        ({"rope_theta": 1234.5}, "rope_theta is 1234.5: must be a whole number"),
+        ({"rope_scaling": {"type": "linear", "factor": 1.5}}, "factor is 1.5: must be a whole number"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5: heads of this architecture",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "attention_bias": True},
+            "attention_bias is true: attention and MLP both",
+        ),
+    ],
+)
 def test_a_llama_that_does_not_exist_here_is_one_line(changes, said, tmp_path):
     refused(reconfigured(written(tmp_path), **changes), f"--load-hf {tmp_path}/config.json: {said}")
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"activation_function": "relu"}, 'activation_function is "relu": only gelu_new, gelu_pytorch_tanh, gelu exist here'),
-    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true: "),
-    ({"add_cross_attention": True}, "add_cross_attention is true: "),
-    ({"scale_attn_weights": False}, "scale_attn_weights is false: "),
-    ({"n_head": 5}, "n_head is 5: must divide n_embd, which is 32"),
-])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"activation_function": "relu"},
+            'activation_function is "relu": only gelu_new, gelu_pytorch_tanh, gelu exist here',
+        ),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true: "),
+        ({"add_cross_attention": True}, "add_cross_attention is true: "),
+        ({"scale_attn_weights": False}, "scale_attn_weights is false: "),
+        ({"n_head": 5}, "n_head is 5: must divide n_embd, which is 32"),
+    ],
+)
 def test_a_gpt2_that_does_not_exist_here_is_one_line(changes, said, tmp_path):
     refused(reconfigured(written(tmp_path, PLAIN), **changes), f"--load-hf {tmp_path}/config.json: {said}")
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"num_hidden_layers": 3}, ": lacks 9 tensors such as model.layers.2.input_layernorm.weight; "),
-    ({"num_hidden_layers": 1}, ": holds, beside what its config.json tells of, 9 tensors such as model.layers.1.input_lay"),
-    ({"intermediate_size": 64}, ": model.layers.0.mlp.gate_proj.weight has the shape [96, 32], and its config.json makes"),
-    ({"vocab_size": 121}, ": model.embed_tokens.weight has the shape [120, 32], and its config.json makes it [121, 32]; "),
-])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 3}, ": lacks 9 tensors such as model.layers.2.input_layernorm.weight; "),
+        (
+            {"num_hidden_layers": 1},
+            ": holds, beside what its config.json tells of, 9 tensors such as model.layers.1.input_lay",
+        ),
+        (
+            {"intermediate_size": 64},
+            ": model.layers.0.mlp.gate_proj.weight has the shape [96, 32], and its config.json makes",
+        ),
+        (
+            {"vocab_size": 121},
+            ": model.embed_tokens.weight has the shape [120, 32], and its config.json makes it [121, 32]; ",
+        ),
+    ],
+)
 def test_tensors_that_are_not_those_of_the_config_are_one_line(changes, said, tmp_path):
     refused(reconfigured(written(tmp_path), **changes), f"--load-hf {tmp_path}{said}")
 
@@ -280,6 +348,8 @@ def test_an_index_is_not_believed(tmp_path):
         refused(tmp_path, f"--load-hf {path}: its weight_map does not name files of that folder; ")
     first = good["weight_map"]["model.embed_tokens.weight"]
     path.write_text(json.dumps({"weight_map": {**good["weight_map"], "model.norm.weight": first}}))
-    refused(tmp_path, f"--load-hf {tmp_path}/{first}: lacks model.norm.weight, which model.safetensors.index.json says ")
+    refused(
+        tmp_path, f"--load-hf {tmp_path}/{first}: lacks model.norm.weight, which model.safetensors.index.json says "
+    )
     (tmp_path / first).unlink()
     refused(tmp_path, f"--load-hf {tmp_path}/{first}: cannot be read (No such file or directory)")

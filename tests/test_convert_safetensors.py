@@ -34,8 +34,11 @@ def test_the_library_reads_what_is_written(dtype, tmp_path):
 
 def test_what_the_library_writes_is_read(tmp_path):
     library = pytest.importorskip("safetensors.torch", reason="the comparison needs safetensors")
-    tensors = {name: t.clone(memory_format=torch.contiguous_format) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
-               for name, t in ((f"{dtype}{key}", value) for key, value in some(dtype).items())}
+    tensors = {
+        name: t.clone(memory_format=torch.contiguous_format)
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+        for name, t in ((f"{dtype}{key}", value) for key, value in some(dtype).items())
+    }
     tensors["empty"] = torch.zeros(0, 3)
     library.save_file(tensors, tmp_path / "x.safetensors", metadata={"a": "b"})
     file = SafetensorsFile(tmp_path / "x.safetensors")
@@ -69,15 +72,23 @@ def test_the_writer_holds_its_caller_to_the_announcement(tmp_path):
         SafetensorsWriter(tmp_path / "x", {"a": (2,)}, torch.float32).close()
 
 
-@pytest.mark.parametrize(("header", "said"), [
-    ({"x": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, "x has the type F8_E4M3, which is not supported"),
-    ({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "x does not lie within it"),
-    ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, "x does not lie within it"),
-    ({"x": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, "x has no valid shape and place"),
-    ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, "x has no valid shape and place"),
-    ({"x": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}, ""),
-    ({"x": 3}, ""), ([], ""), ({"x": {}}, ""),
-])
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (
+            {"x": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}},
+            "x has the type F8_E4M3, which is not supported",
+        ),
+        ({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "x does not lie within it"),
+        ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, "x does not lie within it"),
+        ({"x": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, "x has no valid shape and place"),
+        ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, "x has no valid shape and place"),
+        ({"x": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}, ""),
+        ({"x": 3}, ""),
+        ([], ""),
+        ({"x": {}}, ""),
+    ],
+)
 def test_a_header_that_makes_no_sense_is_one_line(header, said, tmp_path):
     text = json.dumps(header).encode()
     damaged(tmp_path / "x", len(text).to_bytes(8, "little") + text + bytes(8), said)

@@ -18,8 +18,17 @@ transformers = pytest.importorskip("transformers", reason="equality with Hugging
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 ROWS = {"padded_vocab_size": 384}
-TEXTS = ["", " ", "Hello world, and then some", "a\n\n  b\t\u00a0c ", "naïve café 東京 🎉🏽 ﷽", "it's I'LL we've 12345",
-         "\u2028\x00\x85", "def f(x):\n    return x  # so\n\n\n", "x" * 300 + " " * 50 + "\r\n"]
+TEXTS = [
+    "",
+    " ",
+    "Hello world, and then some",
+    "a\n\n  b\t\u00a0c ",
+    "naïve café 東京 🎉🏽 ﷽",
+    "it's I'LL we've 12345",
+    "\u2028\x00\x85",
+    "def f(x):\n    return x  # so\n\n\n",
+    "x" * 300 + " " * 50 + "\r\n",
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +78,9 @@ def test_a_reader_that_cuts_text_otherwise_is_warned_of(name, warns, bpe, tmp_pa
     shape = type(PLAIN)(**vars(EXACT[name]) | ROWS)
     for number, given in enumerate((tokenizer, copied_files(str(tmp_path / "copied")))):
         said = export(kept(shape, vocab_size=384), tmp_path / str(number), tokenizer=given)
-        warning = ("  AutoTokenizer cuts text Qwen2's way for every such model; use GPT2Tokenizer.from_pretrained for this "
-                   "one")
+        warning = (
+            "  AutoTokenizer cuts text Qwen2's way for every such model; use GPT2Tokenizer.from_pretrained for this one"
+        )
         assert said == [warning] * warns
 
 
@@ -121,11 +131,20 @@ def test_what_is_no_tokenizer_is_refused(bpe, tmp_path):
     with pytest.raises(UserError, match=f"^--tokenizer-model {tmp_path}: is no folder with one of tokenizer.json, "):
         copied_files(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=f"^--tokenizer-model {tmp_path}/tokenizer.json: cannot be read as a JSON object; "):
+    with pytest.raises(
+        UserError, match=f"^--tokenizer-model {tmp_path}/tokenizer.json: cannot be read as a JSON object; "
+    ):
         copied_files(str(tmp_path))
-    for strange in ('{"model": []}', '{"model": {"vocab": [1]}}', '{"added_tokens": [{"id": 3}]}', '{"model": {"vocab": {"a": "b"}}}'):
+    for strange in (
+        '{"model": []}',
+        '{"model": {"vocab": [1]}}',
+        '{"added_tokens": [{"id": 3}]}',
+        '{"model": {"vocab": {"a": "b"}}}',
+    ):
         (tmp_path / "tokenizer.json").write_text(strange)
-        with pytest.raises(UserError, match=f"^--tokenizer-model {tmp_path}: its tokenizer.json, .* has not the form of a "):
+        with pytest.raises(
+            UserError, match=f"^--tokenizer-model {tmp_path}: its tokenizer.json, .* has not the form of a "
+        ):
             copied_files(str(tmp_path))
     with pytest.raises(UserError, match="^--merge-file: missing"):
         gpt2_files(files(bpe)[0], None)

@@ -45,9 +45,14 @@ def test_labels_are_the_tokens_one_further():
     assert batch.tokens_BT.is_contiguous() and batch.labels_BT.is_contiguous()
 
 
-@pytest.mark.parametrize(("option", "field"), [
-    ("eod_mask_loss", "loss_mask_BT"), ("reset_position_ids", "positions_BT"), ("reset_attention_mask", "documents_BT"),
-])
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [
+        ("eod_mask_loss", "loss_mask_BT"),
+        ("reset_position_ids", "positions_BT"),
+        ("reset_attention_mask", "documents_BT"),
+    ],
+)
 def test_each_option_adds_its_field_only(option, field):
     batch = make_batch(random_raw(0), eod=EOD, **{**OFF, option: True})
     extras = {name: getattr(batch, name) for name in ("loss_mask_BT", "positions_BT", "documents_BT")}

@@ -82,7 +82,9 @@ def test_sizes_are_always_enough_for_the_mixing():
 
 
 def test_data_set_too_small_for_its_share():
-    with pytest.raises(DataError, match=r"^--data-path: the blend takes 5 samples of data set 2, which has only 3; .*$"):
+    with pytest.raises(
+        DataError, match=r"^--data-path: the blend takes 5 samples of data set 2, which has only 3; .*$"
+    ):
         BlendedDataset(numbered(9, 3), [1, 1], 10)
 
 

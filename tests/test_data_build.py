@@ -88,13 +88,16 @@ def test_mock_data_needs_no_files():
     assert not np.array_equal(built.train[0], built.valid[0])
 
 
-@pytest.mark.parametrize(("words", "prefixes", "weights"), [
-    (["a"], ["a"], None),
-    (["a", "b"], ["a", "b"], None),
-    (["a", "b", "c"], ["a", "b", "c"], None),
-    (["1", "b", "c"], ["1", "b", "c"], None),
-    (["0.3", " a ", "7e-1", "b"], ["a", "b"], [0.3, 0.7]),
-])
+@pytest.mark.parametrize(
+    ("words", "prefixes", "weights"),
+    [
+        (["a"], ["a"], None),
+        (["a", "b"], ["a", "b"], None),
+        (["a", "b", "c"], ["a", "b", "c"], None),
+        (["1", "b", "c"], ["1", "b", "c"], None),
+        (["0.3", " a ", "7e-1", "b"], ["a", "b"], [0.3, 0.7]),
+    ],
+)
 def test_words_of_a_blend(words, prefixes, weights):
     assert parse_blend(words, "--data-path") == (prefixes, weights)
 
@@ -117,7 +120,9 @@ def test_missing_file_blames_its_flag(corpora, flag):
 
 
 def test_id_outside_the_vocabulary(corpora):
-    with pytest.raises(DataError, match=r"^\S+corpus3\.bin: token id 3 is outside the vocabulary of 3; use the token.*$"):
+    with pytest.raises(
+        DataError, match=r"^\S+corpus3\.bin: token id 3 is outside the vocabulary of 3; use the token.*$"
+    ):
         build(data_path=tuple(corpora), vocab_size=3)
 
 
@@ -129,7 +134,9 @@ def test_negative_ids(tmp_path):
     ids = np.fromfile(f"{prefix}.bin", np.int32)
     ids[500] = -100
     ids.tofile(f"{prefix}.bin")
-    with pytest.raises(DataError, match=r"labels\.bin: token id -100 is outside the vocabulary of 1,001; use the token.*$"):
+    with pytest.raises(
+        DataError, match=r"labels\.bin: token id -100 is outside the vocabulary of 1,001; use the token.*$"
+    ):
         build(data_path=(str(prefix),), vocab_size=1001)
 
 
@@ -145,7 +152,9 @@ def test_no_share_for_training(corpora):
 
 def test_share_of_no_sequence(corpora):
     assert build(data_path=(corpora[0],), split="999,1,0").valid is None  # as in Megatron
-    with pytest.raises(DataError, match=r"^--split 999,1,0: the validation share of \S+ is none of its 40 sequences; .*$"):
+    with pytest.raises(
+        DataError, match=r"^--split 999,1,0: the validation share of \S+ is none of its 40 sequences; .*$"
+    ):
         build(data_path=("1", corpora[0], "1", corpora[0]), split="999,1,0")
 
 

@@ -97,7 +97,9 @@ def test_one_epoch_without_a_size():
 def test_index_types():
     dataset = GPTDataset(InMemory([10, 3, 8]), range(3), 9, 5, 1)
     assert (dataset.document_index.dtype, dataset.sample_index.dtype, dataset.shuffle_index.dtype) == (
-        np.int32, np.int32, np.uint32
+        np.int32,
+        np.int32,
+        np.uint32,
     )
 
 
@@ -140,12 +142,18 @@ def test_sample_that_only_single_precision_finds_is_one_token_and_filling():
 def test_indices_that_do_not_fit_the_data_are_met(tmp_path):
     indexed = corpus(tmp_path, [7, 3, 20])
     for index, place, value in (
-        ("document_index", 0, 99), ("document_index", 1, -7), ("sample_index", (1, 1), 90), ("sample_index", (1, 0), 80),
-        ("sample_index", (1, 1), -1), ("shuffle_index", 0, 77),
+        ("document_index", 0, 99),
+        ("document_index", 1, -7),
+        ("sample_index", (1, 1), 90),
+        ("sample_index", (1, 0), 80),
+        ("sample_index", (1, 1), -1),
+        ("shuffle_index", 0, 77),
     ):
         dataset = GPTDataset(indexed, range(3), 5, 5, 0)
         getattr(dataset, index)[place] = value
-        with pytest.raises(DataError, match=r"^\S+corpus: the indices of sample \d do not fit the data; report this .*$"):
+        with pytest.raises(
+            DataError, match=r"^\S+corpus: the indices of sample \d do not fit the data; report this .*$"
+        ):
             [dataset[i] for i in range(5)]
     with pytest.raises(IndexError):
         GPTDataset(indexed, range(3), 5, 5, 0)[99]

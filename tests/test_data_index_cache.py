@@ -151,14 +151,18 @@ def test_read_only_data_are_no_mistake(indexed, monkeypatch, tmp_path, heard):
     (tmp_path / "corpus").write_text("in the way")
     assert_same(dataset(indexed, IndexCache(None, heard.append)), dataset(indexed))
     assert len(heard) == 1
-    assert heard[0].startswith("  indices of ") and heard[0].endswith("GPTDataset_indices cannot be written (Not a directory)")
+    assert heard[0].startswith("  indices of ") and heard[0].endswith(
+        "GPTDataset_indices cannot be written (Not a directory)"
+    )
     assert sorted(content(tmp_path)) == ["corpus", "corpus.bin", "corpus.idx"]
 
 
 def test_a_flag_that_cannot_be_served_is_one_line(indexed, tmp_path):
     (tmp_path / "file").write_text("")
     before = content(tmp_path)
-    with pytest.raises(DataError, match=r"^--data-cache-path \S+/file/x: cannot be written \(Not a directory\); give .*$"):
+    with pytest.raises(
+        DataError, match=r"^--data-cache-path \S+/file/x: cannot be written \(Not a directory\); give .*$"
+    ):
         dataset(indexed, IndexCache(str(tmp_path / "file" / "x")))
     assert content(tmp_path) == before
 
@@ -361,7 +365,9 @@ def _one_rank(indexed, cache, barrier, results, folder):
 
     barrier.wait(LIMIT_S)
     arrays = cache.get(str(folder / "kept"), recipe.entry(indexed.sequence_lengths, "train"), build)
-    results.put((all(isinstance(array, np.memmap) for array in arrays.values()), *(a.tobytes() for a in arrays.values())))
+    results.put(
+        (all(isinstance(array, np.memmap) for array in arrays.values()), *(a.tobytes() for a in arrays.values()))
+    )
 
 
 @pytest.mark.parametrize("error", [OSError(37, "No locks available"), OSError(95, "Operation not supported")])

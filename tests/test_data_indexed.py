@@ -21,13 +21,15 @@ DOCUMENTS = [[1, 2, 3], [], [40_000, 5]]
 
 # Written by hand from the table of the format: two sequences, three documents, the second one empty.
 GOLDEN_BIN = bytes.fromhex("0100 0200 0300 409c 0500")
-GOLDEN_IDX = b"".join([
-    b"MMIDIDX\x00\x00",
-    bytes.fromhex("0100000000000000 08 0200000000000000 0400000000000000"),
-    bytes.fromhex("03000000 02000000"),
-    bytes.fromhex("0000000000000000 0600000000000000"),
-    bytes.fromhex("0000000000000000 0100000000000000 0100000000000000 0200000000000000"),
-])
+GOLDEN_IDX = b"".join(
+    [
+        b"MMIDIDX\x00\x00",
+        bytes.fromhex("0100000000000000 08 0200000000000000 0400000000000000"),
+        bytes.fromhex("03000000 02000000"),
+        bytes.fromhex("0000000000000000 0600000000000000"),
+        bytes.fromhex("0000000000000000 0100000000000000 0100000000000000 0200000000000000"),
+    ]
+)
 
 
 def write(prefix, documents, vocab_size=50_257):
@@ -102,13 +104,25 @@ def test_multimodal_file_is_read_without_its_modes(prefix):
     assert len(IndexedDataset(prefix)) == 2
 
 
-@pytest.mark.parametrize(("document", "vocab_size", "message"), [
-    ([1, 70_000], 50_257, r"^\S+: token id 70000 in document 2 is outside the vocabulary of 50,257; .*--vocab-size$"),
-    ([-1], 50_257, r"^\S+: token id -1 in document 2 .*$"),
-    ([300], 300, r"^\S+: token id 300 .* of 300; .*$"),
-    ([1.5], 300, r"^\S+: token ids of type float64 are no integers; .*$"),
-    (np.broadcast_to(np.uint8(1), 2**31), 300, r"^\S+: document 2 has 2,147,483,648 tokens, .*; cut it into several$"),
-], ids=["70000-in-uint16", "negative", "vocabulary", "float", "too-long"])
+@pytest.mark.parametrize(
+    ("document", "vocab_size", "message"),
+    [
+        (
+            [1, 70_000],
+            50_257,
+            r"^\S+: token id 70000 in document 2 is outside the vocabulary of 50,257; .*--vocab-size$",
+        ),
+        ([-1], 50_257, r"^\S+: token id -1 in document 2 .*$"),
+        ([300], 300, r"^\S+: token id 300 .* of 300; .*$"),
+        ([1.5], 300, r"^\S+: token ids of type float64 are no integers; .*$"),
+        (
+            np.broadcast_to(np.uint8(1), 2**31),
+            300,
+            r"^\S+: document 2 has 2,147,483,648 tokens, .*; cut it into several$",
+        ),
+    ],
+    ids=["70000-in-uint16", "negative", "vocabulary", "float", "too-long"],
+)
 def test_refused_document_leaves_no_file(tmp_path, document, vocab_size, message):
     with pytest.raises(DataError, match=message):
         write(tmp_path / "x", [[1], document], vocab_size)
@@ -159,7 +173,9 @@ def test_full_disk_is_one_line_and_leaves_no_file(tmp_path, num_tokens):
 
 
 def test_missing_files_are_named_with_the_flag(tmp_path):
-    with pytest.raises(DataError, match=r"^--data-path \S+x: no file \S+x\.bin and no file \S+x\.idx; give the path .*$"):
+    with pytest.raises(
+        DataError, match=r"^--data-path \S+x: no file \S+x\.bin and no file \S+x\.idx; give the path .*$"
+    ):
         IndexedDataset(str(tmp_path / "x"))
     with pytest.raises(DataError, match=r"^--valid-data-path .*$"):
         IndexedDataset(str(tmp_path / "x"), "--valid-data-path")
@@ -199,23 +215,27 @@ def patched(at, form, *values):
     return bytes(raw)
 
 
-@pytest.mark.parametrize(("index", "message"), [
-    (b"", "0 bytes is too short"),
-    (GOLDEN_IDX[:20], "20 bytes is too short"),
-    (b"PK" + GOLDEN_IDX[2:], "starts with b'PKIDIDX.*not an indexed data set"),
-    (patched(9, "<Q", 2), "version 2 is unknown"),
-    (patched(17, "B", 9), "token type code 9 is unknown"),
-    (patched(17, "B", 7), "token type float32 holds no token ids"),
-    (patched(18, "<Q", 2**63), "bytes, but its 9,223,372,036,854,775,808 sequences"),
-    (GOLDEN_IDX[:-1], "89 bytes, but its 2 sequences and 4 document marks need 90"),
-    (GOLDEN_IDX + b"12345", "95 bytes, but"),
-    (GOLDEN_IDX[:18] + bytes(16), "document marks run from nothing"),
-    (patched(58, "<q", 1), "document marks run from 1 to 2, not from 0 to 2"),
-    (patched(82, "<q", 1), "document marks run from 0 to 1, not from 0 to 2"),
-    (patched(66, "<q", 2), "document marks go backwards"),
-    (patched(34, "<i", -3), "sequence 0 has a negative length"),
-    (patched(50, "<q", 4), "sequence 1 does not start where"),
-], ids=lambda value: value[:24] if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (b"", "0 bytes is too short"),
+        (GOLDEN_IDX[:20], "20 bytes is too short"),
+        (b"PK" + GOLDEN_IDX[2:], "starts with b'PKIDIDX.*not an indexed data set"),
+        (patched(9, "<Q", 2), "version 2 is unknown"),
+        (patched(17, "B", 9), "token type code 9 is unknown"),
+        (patched(17, "B", 7), "token type float32 holds no token ids"),
+        (patched(18, "<Q", 2**63), "bytes, but its 9,223,372,036,854,775,808 sequences"),
+        (GOLDEN_IDX[:-1], "89 bytes, but its 2 sequences and 4 document marks need 90"),
+        (GOLDEN_IDX + b"12345", "95 bytes, but"),
+        (GOLDEN_IDX[:18] + bytes(16), "document marks run from nothing"),
+        (patched(58, "<q", 1), "document marks run from 1 to 2, not from 0 to 2"),
+        (patched(82, "<q", 1), "document marks run from 0 to 1, not from 0 to 2"),
+        (patched(66, "<q", 2), "document marks go backwards"),
+        (patched(34, "<i", -3), "sequence 0 has a negative length"),
+        (patched(50, "<q", 4), "sequence 1 does not start where"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
+)
 def test_damaged_index(prefix, index, message):
     Path(prefix + ".idx").write_bytes(index)
     with pytest.raises(DataError, match=rf"^\S+\.idx: .*{message}.*; .*$|^\S+\.idx: .*{message}.*: preprocess.*$"):

@@ -79,8 +79,10 @@ def test_an_id_outside_the_vocabulary_is_found_wherever_it_stands(prefix, monkey
         tokens = np.concatenate([np.array(document, "<u2") for document in DOCUMENTS])
         tokens[position] = 10
         Path(prefix + ".bin").write_bytes(tokens.tobytes())
-        message = (rf"^{prefix}\.bin: token {position} \(document {document}\) is the id 10, outside the vocabulary of 10; "
-                   "give the tokenizer that it was made with, or preprocess the text again$")
+        message = (
+            rf"^{prefix}\.bin: token {position} \(document {document}\) is the id 10, outside the vocabulary of 10; "
+            "give the tokenizer that it was made with, or preprocess the text again$"
+        )
         with pytest.raises(DataError, match=message):
             inspect(prefix, vocab_size=10)
         assert inspect(prefix, vocab_size=11).largest_id == 10
@@ -113,9 +115,16 @@ def test_a_million_documents_in_seconds_and_little_memory(tmp_path):
 def test_the_command_shows_what_it_found(prefix, capsys):
     assert main(["inspect", prefix, "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]) == 0
     shown = capsys.readouterr().out
-    for words in ("x: sound", "9 (8 sequences)", "21 as uint16", "0 to 9, all below the vocabulary of 10",
-                  "0 to 5 tokens, median 2.0, mean 2.3; 1 empty", "3 documents (33.3%) equal an earlier one",
-                  "6 of 8 documents end with 9, and it stands 1 times elsewhere", "begins             '1 2 9'"):
+    for words in (
+        "x: sound",
+        "9 (8 sequences)",
+        "21 as uint16",
+        "0 to 9, all below the vocabulary of 10",
+        "0 to 5 tokens, median 2.0, mean 2.3; 1 empty",
+        "3 documents (33.3%) equal an earlier one",
+        "6 of 8 documents end with 9, and it stands 1 times elsewhere",
+        "begins             '1 2 9'",
+    ):
         assert words in shown
 
 
@@ -138,16 +147,23 @@ def test_damaged_ones_are_named_and_the_others_shown(prefix, tmp_path, capsys):
     output = capsys.readouterr()
     assert output.out.count(": sound") == 1
     lines = output.err.splitlines()
-    assert [line.split(": ")[1] for line in lines] == [f"{cut}.bin", f"{turned}.idx", f"megatron-lite inspect {tmp_path}/none"]
+    assert [line.split(": ")[1] for line in lines] == [
+        f"{cut}.bin",
+        f"{turned}.idx",
+        f"megatron-lite inspect {tmp_path}/none",
+    ]
     assert "document marks go backwards" in lines[1]
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    (["--vocab-size", "0"], "--vocab-size 0: must be 1 or more; give the number of ids"),
-    (["--vocab-size", "9"], "is the id 9, outside the vocabulary of 9"),
-    (["--vocab-file", "none.json"], "--vocab-file none.json: cannot be read"),
-    (["--tokenizer-type", "NoTokenizer"], "--tokenizer-type NoTokenizer: not available"),
-])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--vocab-size", "0"], "--vocab-size 0: must be 1 or more; give the number of ids"),
+        (["--vocab-size", "9"], "is the id 9, outside the vocabulary of 9"),
+        (["--vocab-file", "none.json"], "--vocab-file none.json: cannot be read"),
+        (["--tokenizer-type", "NoTokenizer"], "--tokenizer-type NoTokenizer: not available"),
+    ],
+)
 def test_a_mistake_is_one_line_and_exit_code_2(prefix, argv, said, capsys):
     assert main(["inspect", prefix, *argv]) == 2
     message = capsys.readouterr().err

@@ -35,7 +35,6 @@ def dataset():
     return MockDataset(10, 8, 100, 1)
 
 
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stacks_the_samples_in_order(dataset, num_workers):
     loaded = list(batches(dataset, INDICES, num_workers=num_workers, pin=False))

@@ -99,7 +99,12 @@ def both(megatron, corpora, tmp_path):
 
     def build(sequences, num_samples, seq_length, seed, drop_last, cache=None):
         settings = config(
-            megatron, seq_length, seed, blend=([corpora[0]], None), split="1,0,0", path_to_cache=str(tmp_path / "cache"),
+            megatron,
+            seq_length,
+            seed,
+            blend=([corpora[0]], None),
+            split="1,0,0",
+            path_to_cache=str(tmp_path / "cache"),
             drop_last_partial_validation_sequence=drop_last,
         )
         numbers = np.arange(sequences.start, sequences.stop, dtype=np.int32)
@@ -138,7 +143,10 @@ def test_indices(both, block, tmp_path, monkeypatch):
         apart = epochs > 1 and set(np.unique(first_epochs, return_counts=True)[1].tolist()) == {epochs - 1}
         kinds.add((min(epochs, 3), apart, drop_last))
     assert kinds == {
-        (epochs, apart, drop_last) for epochs in (1, 2, 3) for apart in (False, True) for drop_last in (False, True)
+        (epochs, apart, drop_last)
+        for epochs in (1, 2, 3)
+        for apart in (False, True)
+        for drop_last in (False, True)
         if epochs > 1 or not apart
     }
 
@@ -166,9 +174,7 @@ def test_large_files_give_the_same_number_of_cut_samples(megatron):
         lengths, tokens = np.array(lengths, np.int32), sum(lengths)
         recipe = sample_recipe(range(len(lengths)), tokens, None, seq_length, 1, False)
         built = recipe.build(lengths)
-        theirs = megatron.helpers.build_sample_idx(
-            lengths, built["document_index"], seq_length, 1, tokens, False, True
-        )
+        theirs = megatron.helpers.build_sample_idx(lengths, built["document_index"], seq_length, 1, tokens, False, True)
         assert np.array_equal(built["sample_index"], theirs)
 
 

@@ -89,14 +89,26 @@ def test_a_folder_as_megatrons_tool_takes_it(parts, tmp_path, capsys):
         assert Path(f"{whole}{suffix}").read_bytes() == Path(f"{tmp_path}/all/named{suffix}").read_bytes()
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    (["--input", "/no/such"], "error: megatron-lite merge --input /no/such: cannot be read (No such file or directory); give a fold"),
-    (["--input", "EMPTY"], "EMPTY: holds no .bin and .idx files; give another folder, or name data sets by --inputs"),
-    (["--input", "HALF"], "--input HALF/a: no file HALF/a.idx"),
-    (["--input", "x", "--inputs", "y"], "not allowed with argument"),
-    (["--input", "x", "--multimodal"], "megatron-lite merge --multimodal: only data sets of text are merged; leave it out"),
-    ([], "one of the arguments --inputs --input is required"),
-])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["--input", "/no/such"],
+            "error: megatron-lite merge --input /no/such: cannot be read (No such file or directory); give a fold",
+        ),
+        (
+            ["--input", "EMPTY"],
+            "EMPTY: holds no .bin and .idx files; give another folder, or name data sets by --inputs",
+        ),
+        (["--input", "HALF"], "--input HALF/a: no file HALF/a.idx"),
+        (["--input", "x", "--inputs", "y"], "not allowed with argument"),
+        (
+            ["--input", "x", "--multimodal"],
+            "megatron-lite merge --multimodal: only data sets of text are merged; leave it out",
+        ),
+        ([], "one of the arguments --inputs --input is required"),
+    ],
+)
 def test_mistakes_of_merge(argv, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("EMPTY", "HALF"):
@@ -115,7 +127,9 @@ def refused(parts, output, message):
 def test_token_types_that_differ(parts, tmp_path):
     parts.append(write(tmp_path / "wide", [[1]], 100_000))
     before = sorted(tmp_path.iterdir())
-    refused(parts, tmp_path / "all", r"--inputs \S+/wide: its tokens are int32, those of \S+/a uint16; preprocess both .*")
+    refused(
+        parts, tmp_path / "all", r"--inputs \S+/wide: its tokens are int32, those of \S+/a uint16; preprocess both .*"
+    )
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -139,13 +153,25 @@ def test_modes_of_a_multimodal_data_set_are_not_dropped(parts, tmp_path):
     refused(parts, tmp_path / "all", r"--inputs \S+/b: a multimodal data set, whose modes would be lost; .*")
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    (["--merge", "x", "--output-prefix", "y", "--append-eod"], "preprocess --append-eod: means nothing beside --merge; leave"),
-    (["--merge", "x", "--output-prefix=y", "--workers=3"], "preprocess --workers: means nothing beside --merge; leave it out"),
-    (["--merge", "x", "--input", "z", "--output-prefix", "y"], "argument --input: not allowed with argument --merge"),
-    (["--output-prefix", "y"], "one of the arguments --input --merge is required"),
-    (["--merge", "/no/x", "--output-prefix", "y"], "--merge /no/x: no file /no/x.bin"),
-])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["--merge", "x", "--output-prefix", "y", "--append-eod"],
+            "preprocess --append-eod: means nothing beside --merge; leave",
+        ),
+        (
+            ["--merge", "x", "--output-prefix=y", "--workers=3"],
+            "preprocess --workers: means nothing beside --merge; leave it out",
+        ),
+        (
+            ["--merge", "x", "--input", "z", "--output-prefix", "y"],
+            "argument --input: not allowed with argument --merge",
+        ),
+        (["--output-prefix", "y"], "one of the arguments --input --merge is required"),
+        (["--merge", "/no/x", "--output-prefix", "y"], "--merge /no/x: no file /no/x.bin"),
+    ],
+)
 def test_a_mistake_is_one_line_and_exit_code_2(argv, said, capsys):
     assert main(["preprocess", *argv]) == 2
     message = capsys.readouterr().err

@@ -72,17 +72,21 @@ def test_progress_is_reported_and_ends_with_all(tmp_path, monkeypatch):
     assert seen[1][2] == 0.5 and seen[-1][2] == 1
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    (b'{"text": ', r":2: not JSON \(.*\); .*"),
-    (b"[" * 100_000, r":2: not JSON \(.*\); .*"),
-    (b'"text"', ":2: a str, not an object; .*"),
-    (b'{"body": "x", "n": 1}', r":2: no text under 'text'; it has body, n \(--json-keys\)"),
-    (b'{"a\\n\\u001b[2J": 1, "b": 2}', r":2: no text under 'text'; it has 'a\\n\\x1b\[2J', b \(--json-keys\)"),
-    (json.dumps({f"k{i}": i for i in range(11)}).encode(), r":2: .*; it has k0, .*, k9, \.\.\. \(--json-keys\)"),
-    (b"{}", r":2: no text under 'text'; it has nothing \(--json-keys\)"),
-    (b'{"text": 5}', ":2: no text under 'text'; .*"),
-    (b'{"text": "\xe9"}', ":2: byte 0xe9 is not UTF-8; .*"),
-], ids=["cut", "deep", "string", "other-key", "odd-key", "many-keys", "empty", "number", "latin-1"])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": ', r":2: not JSON \(.*\); .*"),
+        (b"[" * 100_000, r":2: not JSON \(.*\); .*"),
+        (b'"text"', ":2: a str, not an object; .*"),
+        (b'{"body": "x", "n": 1}', r":2: no text under 'text'; it has body, n \(--json-keys\)"),
+        (b'{"a\\n\\u001b[2J": 1, "b": 2}', r":2: no text under 'text'; it has 'a\\n\\x1b\[2J', b \(--json-keys\)"),
+        (json.dumps({f"k{i}": i for i in range(11)}).encode(), r":2: .*; it has k0, .*, k9, \.\.\. \(--json-keys\)"),
+        (b"{}", r":2: no text under 'text'; it has nothing \(--json-keys\)"),
+        (b'{"text": 5}', ":2: no text under 'text'; .*"),
+        (b'{"text": "\xe9"}', ":2: byte 0xe9 is not UTF-8; .*"),
+    ],
+    ids=["cut", "deep", "string", "other-key", "odd-key", "many-keys", "empty", "number", "latin-1"],
+)
 def test_bad_line_is_named_and_nothing_is_written(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
@@ -134,11 +138,14 @@ def test_a_line_that_is_bad_for_one_key_is_left_out_for_all(tmp_path):
     assert [documents(prefix) for prefix in summary.prefixes] == [["3"], ["4"]]
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("7 x", r"--tokenizer-type NullTokenizer: 'x' in the text is no integer; .*"),
-    ("7 33", r"token id 33 in the text is outside the vocabulary of 33; .*"),
-    ("7 99999999999999999999", r"token ids of type object are no integers; .*"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("7 x", r"--tokenizer-type NullTokenizer: 'x' in the text is no integer; .*"),
+        ("7 33", r"token id 33 in the text is outside the vocabulary of 33; .*"),
+        ("7 99999999999999999999", r"token ids of type object are no integers; .*"),
+    ],
+)
 def test_a_line_of_ids_that_are_none(tmp_path, text, message):
     path = jsonl(tmp_path / "a.jsonl", {"text": "1 2"}, {"text": text})
     with pytest.raises(DataError, match=rf"^{re.escape(str(path))}:2: {message}$"):
@@ -172,7 +179,9 @@ def test_damaged_compressed_file(tmp_path, kind, spoil):
     path = tmp_path / f"a.jsonl.{kind}"
     whole = packed_as(kind, b'{"text": "some words"}\n' * 1000)
     path.write_bytes(whole[:-7] if spoil == "cut" else b"not compressed" * 9)
-    with pytest.raises(DataError, match=rf"^--input {re.escape(str(path))}: cannot be read \(.+\); .*copy the file again$"):
+    with pytest.raises(
+        DataError, match=rf"^--input {re.escape(str(path))}: cannot be read \(.+\); .*copy the file again$"
+    ):
         preprocess([path], tmp_path / "x", BYTES, on_error="skip")
     assert list(tmp_path.iterdir()) == [path]
 
@@ -181,7 +190,9 @@ def test_missing_package_for_zst(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"x")
-    with pytest.raises(UserError, match=r"^--input \S+a\.jsonl\.zst: the package .* is missing; pip install zstandard$"):
+    with pytest.raises(
+        UserError, match=r"^--input \S+a\.jsonl\.zst: the package .* is missing; pip install zstandard$"
+    ):
         preprocess([path], tmp_path / "x", BYTES)
 
 
@@ -195,7 +206,9 @@ def test_input_that_may_not_be_read(tmp_path, monkeypatch):
         return builtin(name, *args, **kwargs)
 
     monkeypatch.setattr("builtins.open", refuse)
-    with pytest.raises(DataError, match=r"^--input \S+: cannot be read \(Permission denied\); check its permissions, .*$"):
+    with pytest.raises(
+        DataError, match=r"^--input \S+: cannot be read \(Permission denied\); check its permissions, .*$"
+    ):
         preprocess([path], tmp_path / "x", BYTES)
 
 
@@ -225,7 +238,11 @@ def test_a_line_just_within_the_limit_is_good_and_one_byte_more_is_not(tmp_path)
 
     for num_bytes, skipped in ((1 << 20, 0), ((1 << 20) + 1, 1)):
         path = tmp_path / "a.jsonl"
-        for text in (line(100) + line(num_bytes), line(num_bytes) + line(100), line(100) + line(num_bytes)[:-1] + b" " * skipped):
+        for text in (
+            line(100) + line(num_bytes),
+            line(num_bytes) + line(100),
+            line(100) + line(num_bytes)[:-1] + b" " * skipped,
+        ):
             path.write_bytes(text)
             assert preprocess([path], tmp_path / "x", BYTES, max_document_mb=1, on_error="skip").skipped == skipped
 

@@ -177,7 +177,9 @@ def test_a_state_that_cannot_be_saved_is_one_line(inputs, tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", refuse)
-    with pytest.raises(DataError, match=r"^\S+x\.unfinished\.json: cannot be written \(No space left on device\); free .*$"):
+    with pytest.raises(
+        DataError, match=r"^\S+x\.unfinished\.json: cannot be written \(No space left on device\); free .*$"
+    ):
         run(inputs, tmp_path / "parts" / "x")
     assert contents(tmp_path / "parts") == {}
 
@@ -186,7 +188,9 @@ def test_a_disk_that_fills_up_costs_nothing_that_was_done(inputs, whole, tmp_pat
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, old[1]))
     try:
-        with pytest.raises(DataError, match=r"^\S+x_text_document: cannot be written \(File too large\); free some space .*$"):
+        with pytest.raises(
+            DataError, match=r"^\S+x_text_document: cannot be written \(File too large\); free some space .*$"
+        ):
             run(inputs, tmp_path / "parts" / "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)

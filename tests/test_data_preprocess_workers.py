@@ -81,13 +81,17 @@ def test_a_killed_worker_ends_the_run(lines, tmp_path):
         if multiprocessing.active_children():
             os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
-    with pytest.raises(WorkerDied, match=r"^--workers: a worker process died \(SIGKILL\), mostly for lack of memory; .*$"):
+    with pytest.raises(
+        WorkerDied, match=r"^--workers: a worker process died \(SIGKILL\), mostly for lack of memory; .*$"
+    ):
         preprocess([lines], tmp_path / "out" / "x", BYTES, workers=2, report=kill)
     assert contents(tmp_path / "out") == {} and multiprocessing.active_children() == []
 
 
 def test_a_worker_that_fails_says_why(lines, tmp_path, capfd):
-    with pytest.raises(WorkerDied, match=r"^--workers: a worker process died \(exit code 1\), its own message .* processes$"):
+    with pytest.raises(
+        WorkerDied, match=r"^--workers: a worker process died \(exit code 1\), its own message .* processes$"
+    ):
         preprocess([lines], tmp_path / "out" / "x", FailingTokenizer(), workers=2)
     assert "ZeroDivisionError: a mistake in a tokenizer" in capfd.readouterr().err
 
@@ -95,7 +99,15 @@ def test_a_worker_that_fails_says_why(lines, tmp_path, capfd):
 def test_kill_9_on_the_command_line_is_one_line_and_exit_code_1(lines, tmp_path, capfd):
     raw = lines.read_text()
     lines.write_text(raw * 600)
-    argv = ["preprocess", "--input", str(lines), "--output-prefix", f"{tmp_path}/out/x", "--tokenizer-type", "ByteTokenizer"]
+    argv = [
+        "preprocess",
+        "--input",
+        str(lines),
+        "--output-prefix",
+        f"{tmp_path}/out/x",
+        "--tokenizer-type",
+        "ByteTokenizer",
+    ]
 
     def kill():
         while not multiprocessing.active_children():

@@ -31,19 +31,34 @@ FILES = {
     "empty .bin": (".bin", lambda raw: b"", r"\S+\.bin: 0 bytes, but its \.idx needs .*"),
     "foreign .idx": (".idx", lambda raw: b"\x93NUMPY" + raw, r"\S+\.idx: starts with .*; not an indexed data set: .*"),
     "flipped magic": (".idx", lambda raw: flipped(raw, 3), r"\S+\.idx: starts with .*"),
-    "flipped length": (".idx", lambda raw: flipped(raw, 34), r"\S+\.idx: sequence 0 does not start where .*|.*sequence 1 .*"),
+    "flipped length": (
+        ".idx",
+        lambda raw: flipped(raw, 34),
+        r"\S+\.idx: sequence 0 does not start where .*|.*sequence 1 .*",
+    ),
     "flipped id": (".bin", lambda raw: flipped(raw, 1), r"\S+\.bin: token id \d+ is outside the vocabulary of 128; .*"),
-    "noise as .bin": (".bin", lambda raw: np.random.default_rng(1).bytes(len(raw)), r"\S+\.bin: token id \d+ is outside .*"),
+    "noise as .bin": (
+        ".bin",
+        lambda raw: np.random.default_rng(1).bytes(len(raw)),
+        r"\S+\.bin: token id \d+ is outside .*",
+    ),
 }
 COMMANDS = {
-    "no documents for training": ("--split 1,999,0", r"--split 1,999,0: the training share of \S+ is none of its 30 .*"),
-    "an unwritable cache": ("--data-cache-path {prefix}.bin/x", r"--data-cache-path \S+: cannot be written \(Not a .*\); .*"),
+    "no documents for training": (
+        "--split 1,999,0",
+        r"--split 1,999,0: the training share of \S+ is none of its 30 .*",
+    ),
+    "an unwritable cache": (
+        "--data-cache-path {prefix}.bin/x",
+        r"--data-cache-path \S+: cannot be written \(Not a .*\); .*",
+    ),
     "fewer samples than a batch": (
         "--data-path {prefix} {prefix} --split 1,29,0 --dataloader-type cyclic --micro-batch-size 8 --global-batch-size 8",
         "--micro-batch-size 8: 4 samples are too few for one micro-batch on each of 1 data-parallel ranks; .*",
     ),
     "fewer samples than the run takes": (
-        "--data-path {prefix} {prefix} --split 1,29,0", r"--data-path: .* their train share of 4 samples is less than the .*",
+        "--data-path {prefix} {prefix} --split 1,29,0",
+        r"--data-path: .* their train share of 4 samples is less than the .*",
     ),
 }
 

@@ -106,7 +106,9 @@ def test_cyclic_leaves_the_models_random_numbers_alone():
 
 @pytest.mark.parametrize("make", [single_batches, *ENDLESS])
 def test_fewer_samples_than_a_block(make):
-    with pytest.raises(DataError, match=r"^--micro-batch-size 4: 7 samples are too few .* of 2 data-parallel ranks; .*$"):
+    with pytest.raises(
+        DataError, match=r"^--micro-batch-size 4: 7 samples are too few .* of 2 data-parallel ranks; .*$"
+    ):
         make(7, 0, 4, 0, 2)
 
 

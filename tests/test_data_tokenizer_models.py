@@ -19,6 +19,7 @@ from megatron_lite.errors import UserError
 
 SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
+
 def megatrons(path, library: str, **options):
     tokenizers = pytest.importorskip("megatron.core.tokenizers")
     return tokenizers.MegatronTokenizer.from_pretrained(str(path), {"library": library}, **options)
@@ -50,14 +51,24 @@ def model_file(folder):
 
 @pytest.fixture(scope="module")
 def json_file(folder):
-    return tik(folder / "tik.json", [*(bytes([i]) for i in range(256)), b"th", b"the", b" t", b" the", b"  ", "é".encode()])
+    return tik(
+        folder / "tik.json", [*(bytes([i]) for i in range(256)), b"th", b"the", b" t", b" the", b"  ", "é".encode()]
+    )
 
 
 def tik(path, tokens: list[bytes]) -> str:
-    path.write_text(json.dumps([
-        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode("utf-8", "replace")}
-        for rank, token in enumerate(tokens)
-    ]))
+    path.write_text(
+        json.dumps(
+            [
+                {
+                    "rank": rank,
+                    "token_bytes": base64.b64encode(token).decode(),
+                    "token_str": token.decode("utf-8", "replace"),
+                }
+                for rank, token in enumerate(tokens)
+            ]
+        )
+    )
     return str(path)
 
 
@@ -81,8 +92,17 @@ def test_a_model_without_end_of_sentence_has_no_end_of_document(folder, tmp_path
     model = sentence_piece(tmp_path / "x.model", vocab_size=30, eos_id=-1)
     assert make_tokenizer("SentencePieceTokenizer", tokenizer_model=model).eod is None
     (tmp_path / "a.txt").write_text("the cat")
-    argv = ["preprocess", "--input", f"{tmp_path}/a.txt", "--output-prefix", f"{tmp_path}/x", "--tokenizer-model", model,
-            "--tokenizer-type", "SentencePieceTokenizer"]
+    argv = [
+        "preprocess",
+        "--input",
+        f"{tmp_path}/a.txt",
+        "--output-prefix",
+        f"{tmp_path}/x",
+        "--tokenizer-model",
+        model,
+        "--tokenizer-type",
+        "SentencePieceTokenizer",
+    ]
     assert main([*argv, "--append-eod"]) == 2
     assert capsys.readouterr().err.startswith("error: --append-eod: this tokenizer has no end-of-document token; leave")
     assert main(argv) == 0
@@ -93,8 +113,14 @@ def test_a_model_without_end_of_sentence_has_no_end_of_document(folder, tmp_path
 def test_tiktoken_ids_are_megatrons(json_file, pattern, names):
     options = {"vocab_size": 275, "tiktoken_pattern": pattern, "tiktoken_num_special_tokens": 15}
     mine = make_tokenizer("TikTokenizer", tokenizer_model=json_file, tokenizer_special_tokens=names, **options)
-    theirs = megatrons(json_file, "tiktoken", vocab_size=275, pattern=pattern, num_special_tokens=15,
-                       special_tokens=list(names) or None)
+    theirs = megatrons(
+        json_file,
+        "tiktoken",
+        vocab_size=275,
+        pattern=pattern,
+        num_special_tokens=15,
+        special_tokens=list(names) or None,
+    )
     assert_same(mine, theirs, "a [INST]b<SPECIAL_9>", *[" the" * 300])
     assert mine.decode(mine.encode("<s>thé the </s>")) == "<s>thé the </s>"
 
@@ -102,10 +128,15 @@ def test_tiktoken_ids_are_megatrons(json_file, pattern, names):
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("names", [(), ("<new>", "<|endoftext|>", "<more>")], ids=["plain", "more"])
 def test_hugging_face_ids_are_megatrons(hf_folder, include, names):
-    mine = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=hf_folder, tokenizer_special_tokens=names,
-                          tokenizer_hf_include_special_tokens=include)
-    theirs = megatrons(hf_folder, "huggingface", use_fast=True, include_special_tokens=include,
-                       additional_special_tokens=list(names))
+    mine = make_tokenizer(
+        "HuggingFaceTokenizer",
+        tokenizer_model=hf_folder,
+        tokenizer_special_tokens=names,
+        tokenizer_hf_include_special_tokens=include,
+    )
+    theirs = megatrons(
+        hf_folder, "huggingface", use_fast=True, include_special_tokens=include, additional_special_tokens=list(names)
+    )
     assert_same(mine, theirs, "the<|endoftext|> cat<new> <more>")
     assert mine.decode(mine.encode("thé<|endoftext|> cat")) == "thé<|endoftext|> cat"
 
@@ -118,18 +149,31 @@ def test_hugging_face_keeps_what_stands_around_a_text_only_if_told_to(hf_folder,
     stored = json.loads((tmp_path / "x/tokenizer.json").read_text())
     end = next(token for token in stored["added_tokens"] if token["content"] == "<|endoftext|>")["id"]
     stored["post_processor"] = {
-        "type": "TemplateProcessing", "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "type": "TemplateProcessing",
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
         "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [end], "tokens": ["<|endoftext|>"]}},
     }
     stored["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    stored["padding"] = {"strategy": {"Fixed": 3}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-                         "pad_type_id": 0, "pad_token": "!"}
+    stored["padding"] = {
+        "strategy": {"Fixed": 3},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "!",
+    }
     (tmp_path / "x/tokenizer.json").write_text(json.dumps(stored))
     config = json.loads((tmp_path / "x/tokenizer_config.json").read_text())
-    (tmp_path / "x/tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
-    plain, around = (make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "x"),
-                                    tokenizer_hf_include_special_tokens=include) for include in (False, True))
+    (tmp_path / "x/tokenizer_config.json").write_text(
+        json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    plain, around = (
+        make_tokenizer(
+            "HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "x"), tokenizer_hf_include_special_tokens=include
+        )
+        for include in (False, True)
+    )
     whole = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=hf_folder)
     for text in ("the old cat sat on the mat, 77", "a"):
         assert plain.encode(text) == whole.encode(text) and around.encode(text) == [end, *whole.encode(text)]
@@ -137,9 +181,12 @@ def test_hugging_face_keeps_what_stands_around_a_text_only_if_told_to(hf_folder,
 
 def tokenizers(folder, model_file, json_file, hf_folder):
     files = {"vocab_file": f"{folder}/vocab.json", "merge_file": f"{folder}/merges.txt"}
-    return [make_tokenizer("GPT2BPETokenizer", **files), make_tokenizer("Llama2Tokenizer", tokenizer_model=model_file),
-            make_tokenizer("HuggingFaceTokenizer", tokenizer_model=hf_folder),
-            make_tokenizer("TikTokenizer", tokenizer_model=json_file, vocab_size=270, tiktoken_num_special_tokens=9)]
+    return [
+        make_tokenizer("GPT2BPETokenizer", **files),
+        make_tokenizer("Llama2Tokenizer", tokenizer_model=model_file),
+        make_tokenizer("HuggingFaceTokenizer", tokenizer_model=hf_folder),
+        make_tokenizer("TikTokenizer", tokenizer_model=json_file, vocab_size=270, tiktoken_num_special_tokens=9),
+    ]
 
 
 def test_pickled_ones_are_the_same_bytes_and_give_the_same_ids(folder, model_file, json_file, hf_folder):
@@ -173,15 +220,21 @@ def test_a_long_run_is_seen_wherever_it_stands(monkeypatch):
         assert not byte_pairs._has_long_blank("x" * before + " " * 9 + "y" * 30)
 
 
-@pytest.mark.parametrize(("kind", "module", "extra"), [
-    ("HuggingFaceTokenizer", "transformers", "hf"),
-    *((kind, "sentencepiece", "sentencepiece") for kind in SENTENCE_PIECE),
-])
+@pytest.mark.parametrize(
+    ("kind", "module", "extra"),
+    [
+        ("HuggingFaceTokenizer", "transformers", "hf"),
+        *((kind, "sentencepiece", "sentencepiece") for kind in SENTENCE_PIECE),
+    ],
+)
 def test_a_missing_package(monkeypatch, kind, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError) as caught:
         make_tokenizer(kind, tokenizer_model="x")
-    assert str(caught.value) == f"--tokenizer-type {kind}: needs the package {module}; pip install 'megatron_lite[{extra}]'"
+    assert (
+        str(caught.value)
+        == f"--tokenizer-type {kind}: needs the package {module}; pip install 'megatron_lite[{extra}]'"
+    )
 
 
 @pytest.mark.parametrize("kind", [*SENTENCE_PIECE, "HuggingFaceTokenizer", "TikTokenizer"])
@@ -194,11 +247,13 @@ def test_files_that_are_no_sentence_piece_model(tmp_path, model_file):
     (tmp_path / "text").write_text("the cat")
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "cut").write_bytes(open(model_file, "rb").read()[:1000])
-    for name, message in (("none", "cannot be read (No such file or directory); give the .model file"),
-                          ("", "cannot be read (Is a directory); give the .model file"),
-                          ("text", "not a SentencePiece model; give the .model file, or another --tokenizer-type"),
-                          ("empty", "not a SentencePiece model; give the .model file, or another --tokenizer-type"),
-                          ("cut", "not a SentencePiece model; give the .model file, or another --tokenizer-type")):
+    for name, message in (
+        ("none", "cannot be read (No such file or directory); give the .model file"),
+        ("", "cannot be read (Is a directory); give the .model file"),
+        ("text", "not a SentencePiece model; give the .model file, or another --tokenizer-type"),
+        ("empty", "not a SentencePiece model; give the .model file, or another --tokenizer-type"),
+        ("cut", "not a SentencePiece model; give the .model file, or another --tokenizer-type"),
+    ):
         with pytest.raises(UserError) as caught:
             make_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path / name))
         assert str(caught.value) == f"--tokenizer-model {tmp_path / name}: {message}"
@@ -207,19 +262,23 @@ def test_files_that_are_no_sentence_piece_model(tmp_path, model_file):
 ALL_BYTES = [bytes([i]) for i in range(256)]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (None, "cannot be read (No such file or directory); check the path"),
-    (b"\xff", "not JSON; give a list of "),
-    (b"[" * 100_000, "not JSON; give a list of "),
-    (b"{}", "a dict; give a list of "),
-    (b"[1]", "entry 0 is not that rank's token; give a list of "),
-    (b'[{"rank": 1, "token_bytes": "AA=="}]', "entry 0 is not that rank's token; give a list of "),
-    (b'[{"rank": 0, "token_bytes": "?"}]', "entry 0 is not that rank's token; give a list of "),
-    (b'[{"rank": 0, "token_bytes": 7}]', "entry 0 is not that rank's token; give a list of "),
-    (b"[]", "does not start with the 256 bytes, or repeats a token; give a list of "),
-    ([*ALL_BYTES[:97], b"A", *ALL_BYTES[98:]], "does not start with the 256 bytes, or repeats a token; give"),
-    ([*ALL_BYTES, b"th", b"th"], "does not start with the 256 bytes, or repeats a token; give"),
-], ids=["none", "utf8", "deep", "dict", "number", "rank", "base64", "no-text", "empty", "byte", "twice"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read (No such file or directory); check the path"),
+        (b"\xff", "not JSON; give a list of "),
+        (b"[" * 100_000, "not JSON; give a list of "),
+        (b"{}", "a dict; give a list of "),
+        (b"[1]", "entry 0 is not that rank's token; give a list of "),
+        (b'[{"rank": 1, "token_bytes": "AA=="}]', "entry 0 is not that rank's token; give a list of "),
+        (b'[{"rank": 0, "token_bytes": "?"}]', "entry 0 is not that rank's token; give a list of "),
+        (b'[{"rank": 0, "token_bytes": 7}]', "entry 0 is not that rank's token; give a list of "),
+        (b"[]", "does not start with the 256 bytes, or repeats a token; give a list of "),
+        ([*ALL_BYTES[:97], b"A", *ALL_BYTES[98:]], "does not start with the 256 bytes, or repeats a token; give"),
+        ([*ALL_BYTES, b"th", b"th"], "does not start with the 256 bytes, or repeats a token; give"),
+    ],
+    ids=["none", "utf8", "deep", "dict", "number", "rank", "base64", "no-text", "empty", "byte", "twice"],
+)
 def test_files_that_are_no_tiktoken_model(tmp_path, content, message):
     path = tmp_path / "x.json"
     if isinstance(content, list):
@@ -231,27 +290,49 @@ def test_files_that_are_no_tiktoken_model(tmp_path, content, message):
     assert str(caught.value).startswith(f"--tokenizer-model {path}: {message}") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({}, "--vocab-size 131072: FILE holds 262 tokens, with the special ones 1262; give --vocab-size 1262"),
-    ({"vocab_size": 1263}, "--vocab-size 1263: FILE holds 262 tokens, with the special ones 1262; give --vocab-size 1262"),
-    ({"vocab_size": 1000}, "1000: must be at least the 7 named ones and less than the vocabulary of 1000; 1000 is usual"),
-    ({"tiktoken_num_special_tokens": 6}, "--tiktoken-num-special-tokens 6: must be at least the 7 named ones"),
-    ({"tokenizer_special_tokens": ("<s>",)}, "--tokenizer-special-tokens <s>: <unk> is missing; name all of <unk>"),
-    ({"tokenizer_special_tokens": (*SPECIAL_TOKENS, "<s>")}, "<cls> <sep> <s>: <s> is there twice; name each token once"),
-    ({"tokenizer_special_tokens": (*SPECIAL_TOKENS, "<SPECIAL_8>")}, "<SPECIAL_8> is there twice"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "--vocab-size 131072: FILE holds 262 tokens, with the special ones 1262; give --vocab-size 1262"),
+        (
+            {"vocab_size": 1263},
+            "--vocab-size 1263: FILE holds 262 tokens, with the special ones 1262; give --vocab-size 1262",
+        ),
+        (
+            {"vocab_size": 1000},
+            "1000: must be at least the 7 named ones and less than the vocabulary of 1000; 1000 is usual",
+        ),
+        ({"tiktoken_num_special_tokens": 6}, "--tiktoken-num-special-tokens 6: must be at least the 7 named ones"),
+        ({"tokenizer_special_tokens": ("<s>",)}, "--tokenizer-special-tokens <s>: <unk> is missing; name all of <unk>"),
+        (
+            {"tokenizer_special_tokens": (*SPECIAL_TOKENS, "<s>")},
+            "<cls> <sep> <s>: <s> is there twice; name each token once",
+        ),
+        ({"tokenizer_special_tokens": (*SPECIAL_TOKENS, "<SPECIAL_8>")}, "<SPECIAL_8> is there twice"),
+    ],
+)
 def test_numbers_that_do_not_fit_a_tiktoken_model(json_file, options, message):
     with pytest.raises(UserError) as caught:
         make_tokenizer("TikTokenizer", tokenizer_model=json_file, **options)
     assert message.replace("FILE", json_file) in str(caught.value)
 
 
-@pytest.mark.parametrize(("files", "why"), [
-    ({}, "no tokenizer ("),
-    ({"tokenizer.json": "{"}, "no tokenizer (Expecting property name"),
-    ({"config.json": "{}", "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}', "x.py": "1 / 0"},
-     "no tokenizer (it needs code of its own, which is not run here)"),
-], ids=["empty", "damaged", "code"])
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({}, "no tokenizer ("),
+        ({"tokenizer.json": "{"}, "no tokenizer (Expecting property name"),
+        (
+            {
+                "config.json": "{}",
+                "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}',
+                "x.py": "1 / 0",
+            },
+            "no tokenizer (it needs code of its own, which is not run here)",
+        ),
+    ],
+    ids=["empty", "damaged", "code"],
+)
 def test_folders_without_a_tokenizer(tmp_path, files, why):
     pytest.importorskip("transformers")
     for name, content in files.items():
@@ -270,8 +351,10 @@ def test_a_name_without_a_network_is_told_at_once(monkeypatch, tmp_path, capsys,
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", way == "offline")
     monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    message = (r"^--tokenizer-model no-one/no-model: no such folder, not in Hugging Face's cache, and its hub cannot be "
-               r"reached; give a folder with tokenizer.json, or fetch it where there is a network$")
+    message = (
+        r"^--tokenizer-model no-one/no-model: no such folder, not in Hugging Face's cache, and its hub cannot be "
+        r"reached; give a folder with tokenizer.json, or fetch it where there is a network$"
+    )
     with pytest.raises(UserError, match=message):
         make_tokenizer("HuggingFaceTokenizer", tokenizer_model="no-one/no-model")
     assert capsys.readouterr().err == ""
@@ -280,8 +363,21 @@ def test_a_name_without_a_network_is_told_at_once(monkeypatch, tmp_path, capsys,
 def test_commands_take_the_same_flags(tmp_path, json_file, model_file, hf_folder, capsys):
     (tmp_path / "a.txt").write_text("the old cat")
     for flags, eod in (
-        (["--tokenizer-type", "TikTokenizer", "--tokenizer-model", json_file, "--vocab-size", "270",
-          "--tiktoken-num-special-tokens", "9", "--tiktoken-pattern", "v1"], 2),
+        (
+            [
+                "--tokenizer-type",
+                "TikTokenizer",
+                "--tokenizer-model",
+                json_file,
+                "--vocab-size",
+                "270",
+                "--tiktoken-num-special-tokens",
+                "9",
+                "--tiktoken-pattern",
+                "v1",
+            ],
+            2,
+        ),
         (["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", model_file], 2),
         (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", hf_folder], None),
     ):

@@ -13,7 +13,15 @@ from megatron_lite.errors import DataError, UserError
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="no ../shared/data/gpt2 beside the repository")
-TEXTS = ["", " ", "Hello world", "a\n\n  b\t\u00a0c ", "naïve café 東京 🎉🏽 ﷽", "it's I'LL we've 12345", "\u2028\x00\x85"]
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    "a\n\n  b\t\u00a0c ",
+    "naïve café 東京 🎉🏽 ﷽",
+    "it's I'LL we've 12345",
+    "\u2028\x00\x85",
+]
 BYTES = list(byte_alphabet())
 MERGES = [("h", "e"), ("Ġ", "he"), ("l", "l")]
 
@@ -38,7 +46,21 @@ def test_gpt2_ids():
     assert tokenizer.encode("Hello world") == [15496, 995]
     assert tokenizer.encode("<|endoftext|>") == [27, 91, 437, 1659, 5239, 91, 29]  # text, not the token
     assert tokenizer.encode("  It's 2024, naïve 東京\n\n\tx ") == [
-        220, 632, 338, 48609, 11, 41492, 10545, 251, 109, 12859, 105, 628, 197, 87, 220
+        220,
+        632,
+        338,
+        48609,
+        11,
+        41492,
+        10545,
+        251,
+        109,
+        12859,
+        105,
+        628,
+        197,
+        87,
+        220,
     ]
     assert (tokenizer.vocab_size, tokenizer.eod) == (50_257, 50_256)
 
@@ -127,16 +149,20 @@ def test_missing_files(tmp_path):
             make_tokenizer("GPT2BPETokenizer", **files)
 
 
-@pytest.mark.parametrize(("raw", "message"), [
-    (b"\xff\xfe", "not UTF-8; .*"),
-    (b"[" * 100_000, "not JSON; .*"),
-    (b"[1, 2]", "not a map from tokens to the ids .*"),
-    (b'{"a": 1}', "not a map from tokens to the ids .*"),
-    (b'{"a": "0"}', "not a map from tokens to the ids .*"),
-    (b'{"a": [0]}', "not a map from tokens to the ids .*"),
-    (b'{"a": 0}', r"<\|endoftext\|> is missing; .*"),
-    (json.dumps({t: i for i, t in enumerate([END_OF_TEXT, *BYTES[1:]])}).encode(), "! is missing; .*"),
-], ids=["utf8", "deep", "list", "gap", "string-ids", "list-ids", "no-eod", "no-byte"])
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"\xff\xfe", "not UTF-8; .*"),
+        (b"[" * 100_000, "not JSON; .*"),
+        (b"[1, 2]", "not a map from tokens to the ids .*"),
+        (b'{"a": 1}', "not a map from tokens to the ids .*"),
+        (b'{"a": "0"}', "not a map from tokens to the ids .*"),
+        (b'{"a": [0]}', "not a map from tokens to the ids .*"),
+        (b'{"a": 0}', r"<\|endoftext\|> is missing; .*"),
+        (json.dumps({t: i for i, t in enumerate([END_OF_TEXT, *BYTES[1:]])}).encode(), "! is missing; .*"),
+    ],
+    ids=["utf8", "deep", "list", "gap", "string-ids", "list-ids", "no-eod", "no-byte"],
+)
 def test_malformed_vocabulary(tmp_path, raw, message):
     bpe(tmp_path)
     (tmp_path / "vocab.json").write_bytes(raw)
@@ -144,14 +170,18 @@ def test_malformed_vocabulary(tmp_path, raw, message):
         bpe_from(tmp_path)
 
 
-@pytest.mark.parametrize(("vocab", "merges", "message"), [
-    (None, [*MERGES, ("x", "y")], "merge 'x y' does not fit the vocabulary; .*"),
-    (None, [MERGES[1], MERGES[0], MERGES[2]], "merge 'Ġ he' does not fit the vocabulary; .*"),
-    (None, [*MERGES, MERGES[0]], "merge 'h e' does not fit the vocabulary; .*"),
-    (None, [MERGES[0], MERGES[2], MERGES[1]], "the ids do not follow the order of the merges; .*"),
-    (None, MERGES[:1], "no merge makes 2 tokens such as Ġhe; is the merge file complete?"),
-    (vocabulary("extra"), MERGES, "no merge makes 1 tokens such as extra; .*"),
-], ids=["unknown", "order", "twice", "ids", "truncated", "unmade"])
+@pytest.mark.parametrize(
+    ("vocab", "merges", "message"),
+    [
+        (None, [*MERGES, ("x", "y")], "merge 'x y' does not fit the vocabulary; .*"),
+        (None, [MERGES[1], MERGES[0], MERGES[2]], "merge 'Ġ he' does not fit the vocabulary; .*"),
+        (None, [*MERGES, MERGES[0]], "merge 'h e' does not fit the vocabulary; .*"),
+        (None, [MERGES[0], MERGES[2], MERGES[1]], "the ids do not follow the order of the merges; .*"),
+        (None, MERGES[:1], "no merge makes 2 tokens such as Ġhe; is the merge file complete?"),
+        (vocabulary("extra"), MERGES, "no merge makes 1 tokens such as extra; .*"),
+    ],
+    ids=["unknown", "order", "twice", "ids", "truncated", "unmade"],
+)
 def test_files_of_different_models(tmp_path, vocab, merges, message):
     with pytest.raises(UserError, match=rf"^--vocab-file \S+ and --merge-file \S+: {message.replace('?', '[?]')}$"):
         bpe(tmp_path, vocab, merges)

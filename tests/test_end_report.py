@@ -17,9 +17,11 @@ PROFILED = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-st
 @pytest.fixture
 def instead(monkeypatch):
     """Runs other Python code in place of the report's command."""
+
     def run(code: str):
         whole = end_report._run
         monkeypatch.setattr(end_report, "_run", lambda command, seconds: whole([sys.executable, "-c", code], seconds))
+
     return run
 
 
@@ -29,10 +31,16 @@ def said_of(run_dir, seconds=LIMIT_S) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("words", "wanted"), [
-    ("", False), (PROFILED, True), (f"{PROFILED} --no-report", False), ("--record-memory-history", True),
-    ("--profile --profile-step-start 2 --profile-step-end 4", False),  # Nsight Systems: no file yet
-])
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("", False),
+        (PROFILED, True),
+        (f"{PROFILED} --no-report", False),
+        ("--record-memory-history", True),
+        ("--profile --profile-step-start 2 --profile-step-end 4", False),  # Nsight Systems: no file yet
+    ],
+)
 def test_a_report_is_made_of_what_it_can_read(words, wanted):
     assert wants_report(plan_of(flags(words))) is wanted
 
@@ -49,20 +57,27 @@ def test_its_lines_are_printed(instead, tmp_path):
 
 def test_a_report_that_takes_too_long_is_given_up_with_all_that_it_started(instead, tmp_path):
     started = tmp_path / "started"
-    instead("import pathlib, subprocess, time; child = subprocess.Popen(['sleep', '600']); "
-            f"pathlib.Path({str(started)!r}).write_text(str(child.pid)); time.sleep(600)")
+    instead(
+        "import pathlib, subprocess, time; child = subprocess.Popen(['sleep', '600']); "
+        f"pathlib.Path({str(started)!r}).write_text(str(child.pid)); time.sleep(600)"
+    )
     for seconds in (1, 4, 16, 64):  # long enough for a busy machine to start the report
-        assert said_of(tmp_path, seconds) == [f"  no report within {seconds} s; megatron-lite report {tmp_path} makes it"]
+        assert said_of(tmp_path, seconds) == [
+            f"  no report within {seconds} s; megatron-lite report {tmp_path} makes it"
+        ]
         if started.exists():
             break
     wait_until(lambda: process_state(int(started.read_text())) == "dead")
 
 
-@pytest.mark.parametrize(("code", "said"), [
-    ("import sys; sys.exit('error: nothing in it can be read')", "nothing in it can be read"),
-    ("import sys; sys.exit(7)", "exit code 7"),
-    ("raise ValueError('odd')", "ValueError: odd"),
-])
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys; sys.exit('error: nothing in it can be read')", "nothing in it can be read"),
+        ("import sys; sys.exit(7)", "exit code 7"),
+        ("raise ValueError('odd')", "ValueError: odd"),
+    ],
+)
 def test_a_report_that_fails_is_one_line(instead, tmp_path, code, said):
     instead(code)
     assert said_of(tmp_path) == [f"  no report: {said}; megatron-lite report {tmp_path} tries again"]
@@ -74,7 +89,8 @@ def test_a_process_that_cannot_be_started_is_one_line(monkeypatch, tmp_path):
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     assert said_of(tmp_path) == [
-        f"  no report: another process cannot be started (no more processes); megatron-lite report {tmp_path} makes it"]
+        f"  no report: another process cannot be started (no more processes); megatron-lite report {tmp_path} makes it"
+    ]
 
 
 def test_a_folder_without_anything_is_said_by_the_real_command(tmp_path):

@@ -87,8 +87,9 @@ def test_a_missing_clip_is_seen_in_the_losses(data, ours):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", [{"clip": 0.44}, {"lr": 1.01e-3}, {"decay": 0.11}, {"decay_all": True}, {"eps": 1e-7}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "mistake", [{"clip": 0.44}, {"lr": 1.01e-3}, {"decay": 0.11}, {"decay_all": True}, {"eps": 1e-7}], ids=str
+)
 def test_a_small_mistake_is_seen_in_fp32(data, ours, mistake):
     assert not IN_FP32.holds(ours, plain_curve(data, **mistake))
 
@@ -104,12 +105,15 @@ def test_16_bits_are_plain_pytorch(data, tmp_path, ours, words, tolerance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words, tolerance", [("", IN_FP32), (FP16, KERNELS_IN_FP16), ("--bf16", IN_BF16)],
-                         ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "words, tolerance", [("", IN_FP32), (FP16, KERNELS_IN_FP16), ("--bf16", IN_BF16)], ids=["fp32", "fp16", "bf16"]
+)
 def test_kernels_of_attention_agree(data, tmp_path, words, tolerance):
     """On a CPU auto is torch's kernel in fp32 and fp16, and the explicit one in bf16."""
-    curves = [curve_of(data, tmp_path / kernel, words, f"--attention-backend {kernel}")
-              for kernel in ("auto", "flash", "unfused")]
+    curves = [
+        curve_of(data, tmp_path / kernel, words, f"--attention-backend {kernel}")
+        for kernel in ("auto", "flash", "unfused")
+    ]
     assert apart(curves[1].losses, curves[2].losses) > 0, "they are different kernels"
     assert tolerance.holds(curves[1], curves[2])
     assert curves[0] == curves[2 if words == "--bf16" else 1]
@@ -126,7 +130,9 @@ def test_compiled_layers_agree_with_eager_ones(data, tmp_path, words, tolerance)
 @pytest.mark.slow
 def test_two_ranks_agree_with_one(data, tmp_path, ours):
     scenarios = tmp_path / "scenarios.json"
-    scenarios.write_text(json.dumps({name: flags(WORDS, words, data=data) for name, words in (("fp32", ""), ("bf16", "--bf16"))}))
+    scenarios.write_text(
+        json.dumps({name: flags(WORDS, words, data=data) for name, words in (("fp32", ""), ("bf16", "--bf16"))})
+    )
     on_ranks("launch:train_all", tmp_path, str(scenarios))
     assert IN_FP32.holds(read_curve(tmp_path / "fp32"), ours)
     assert IN_BF16.holds(read_curve(tmp_path / "bf16"), curve_of(data, tmp_path / "alone", "--bf16"))

@@ -6,8 +6,10 @@ from command_lines import plan
 from megatron_lite.config.world import World
 from megatron_lite.estimate.duration import duration_of
 
-GPT2 = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
-        "--micro-batch-size 64 --global-batch-size 512 --train-iters 19073 --bf16")
+GPT2 = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 64 --global-batch-size 512 --train-iters 19073 --bf16"
+)
 EIGHT = World(size=8, local_size=8, gpus=8)
 
 

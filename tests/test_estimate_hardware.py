@@ -148,8 +148,19 @@ def test_names_as_people_type_them(text, name):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GPU", "80GB", "nvidia", "GB200", "3090 ti", "4090 laptop", "4090 D", "H100 40GB",
-     "A100-PG509-200", "A100 MIG"],
+    [
+        "",
+        "GPU",
+        "80GB",
+        "nvidia",
+        "GB200",
+        "3090 ti",
+        "4090 laptop",
+        "4090 D",
+        "H100 40GB",
+        "A100-PG509-200",
+        "A100 MIG",
+    ],
 )
 def test_other_names_are_answered_with_the_list(text):
     with pytest.raises(UserError) as caught:
@@ -194,17 +205,22 @@ def test_sizes_that_tensor_cores_like():
     assert (padded(50257, 64), padded(50304, 64), padded(1, 8), padded(0, 8)) == (50304, 50304, 8, 0)
 
 
-@pytest.mark.parametrize(("words", "gpu", "expected"), [
-    ("", None, CUBLAS_WORKSPACE),
-    ("", "A100", CUBLAS_WORKSPACE),
-    ("", "4090", CUBLAS_WORKSPACE),
-    ("", "H200", CUBLAS_WORKSPACE_SINCE_HOPPER),
-    ("", "B200", CUBLAS_WORKSPACE_SINCE_HOPPER),
-    ("--deterministic-mode", "A100", CUBLAS_WORKSPACE_SINCE_HOPPER),  # the trainer sets CUBLAS_WORKSPACE_CONFIG
-])
+@pytest.mark.parametrize(
+    ("words", "gpu", "expected"),
+    [
+        ("", None, CUBLAS_WORKSPACE),
+        ("", "A100", CUBLAS_WORKSPACE),
+        ("", "4090", CUBLAS_WORKSPACE),
+        ("", "H200", CUBLAS_WORKSPACE_SINCE_HOPPER),
+        ("", "B200", CUBLAS_WORKSPACE_SINCE_HOPPER),
+        ("--deterministic-mode", "A100", CUBLAS_WORKSPACE_SINCE_HOPPER),  # the trainer sets CUBLAS_WORKSPACE_CONFIG
+    ],
+)
 def test_cublas_takes_more_on_newer_gpus(words, gpu, expected):
     plan = plan_of(flags(words), World(gpus=1))
     processor = processor_called(gpu) if gpu else None
     assert workspace_bytes(plan, processor) == expected
-    [row] = [row for row in predict_memory(plan, processor).peak.rows if row.category == "workspace" and "cuBLAS" in row.name]
+    [row] = [
+        row for row in predict_memory(plan, processor).peak.rows if row.category == "workspace" and "cuBLAS" in row.name
+    ]
     assert row.num_bytes == 2 * expected

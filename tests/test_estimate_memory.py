@@ -31,8 +31,11 @@ def named(moment: Moment) -> dict[str, int]:
 
 
 def at(words: str, where: str, ranks: int = 1) -> Moment:
-    [found] = [moment for moment in predict_memory(plan_for(words, ranks)).moments if moment.where == where
-               and moment.phase != Phase.FORWARD]
+    [found] = [
+        moment
+        for moment in predict_memory(plan_for(words, ranks)).moments
+        if moment.where == where and moment.phase != Phase.FORWARD
+    ]
     return found
 
 
@@ -55,13 +58,16 @@ def test_seven_billion_parameters_with_adam_in_mixed_precision():
     assert found["master weights"] + found["moments"] == 84
 
 
-@pytest.mark.parametrize(("words", "per_parameter"), [
-    (SEED, 20),  # 16 and fp32 copies of the gradients, during the update
-    (SEED.replace("--fp16", "--bf16"), 18),
-    (SEED.replace("--fp16", ""), 16),
-    (SEED.replace("--fp16", "--bf16 --optimizer sgd"), 14),
-    (SEED.replace("--fp16", "--bf16 --grad-reduce-in-bf16 --optimizer sgd --sgd-momentum 0"), 12),
-])
+@pytest.mark.parametrize(
+    ("words", "per_parameter"),
+    [
+        (SEED, 20),  # 16 and fp32 copies of the gradients, during the update
+        (SEED.replace("--fp16", "--bf16"), 18),
+        (SEED.replace("--fp16", ""), 16),
+        (SEED.replace("--fp16", "--bf16 --optimizer sgd"), 14),
+        (SEED.replace("--fp16", "--bf16 --grad-reduce-in-bf16 --optimizer sgd --sgd-momentum 0"), 12),
+    ],
+)
 def test_the_update_takes_so_many_bytes_per_parameter(words, per_parameter):
     others = WORKSPACES + 2 * 8 * 4 * 2048  # tokens and labels
     assert at(words, "update of the weights").num_bytes == per_parameter * SEED_PARAMETERS + others
@@ -88,10 +94,15 @@ def test_the_857m_script_is_highest_in_cross_entropy():
     assert activations == plain + statistics + tokens * (5 * 1024 + 2 * 4)  # and the last norm, the embedding's dropout
 
 
-@pytest.mark.parametrize(("words", "where"), [
-    (SEED + FULL, "gradient norm"), (LARGE + "--fp16 " + FULL, "gradient norm"), (SHORT, "embedding"),
-    (MEDIUM + UNFUSED + "--padded-vocab-size 50304 --recompute-granularity selective", "output layer"),
-])
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (SEED + FULL, "gradient norm"),
+        (LARGE + "--fp16 " + FULL, "gradient norm"),
+        (SHORT, "embedding"),
+        (MEDIUM + UNFUSED + "--padded-vocab-size 50304 --recompute-granularity selective", "output layer"),
+    ],
+)
 def test_where_it_is_highest(words, where):
     assert peak_of(words).where == where
 
@@ -113,11 +124,20 @@ def test_rows_say_what_they_are_made_of(name, device):
         assert [row.num_bytes for row in moment.rows] == sorted((row.num_bytes for row in moment.rows), reverse=True)
 
 
-@pytest.mark.parametrize(("more", "less"), [
-    (SEED, SEED + FULL), (SEED + UNFUSED, SEED + UNFUSED + "--recompute-activations"), (SEED + UNFUSED, SEED),
-    (SEED, SEED + "--micro-batch-size 2"), (SEED, SEED + "--hidden-dropout 0"), (SEED + "--global-batch-size 8", SEED),
-    (MEDIUM, MEDIUM + "--bf16"), (MEDIUM, MEDIUM + "--optimizer sgd"), (MEDIUM + "--swiglu", MEDIUM + "--num-layers 5"),
-])
+@pytest.mark.parametrize(
+    ("more", "less"),
+    [
+        (SEED, SEED + FULL),
+        (SEED + UNFUSED, SEED + UNFUSED + "--recompute-activations"),
+        (SEED + UNFUSED, SEED),
+        (SEED, SEED + "--micro-batch-size 2"),
+        (SEED, SEED + "--hidden-dropout 0"),
+        (SEED + "--global-batch-size 8", SEED),
+        (MEDIUM, MEDIUM + "--bf16"),
+        (MEDIUM, MEDIUM + "--optimizer sgd"),
+        (MEDIUM + "--swiglu", MEDIUM + "--num-layers 5"),
+    ],
+)
 def test_what_takes_more(more, less):
     assert peak_of(more).num_bytes > peak_of(less).num_bytes
 
@@ -139,11 +159,19 @@ def test_cpus_keep_wider_masks_and_have_no_workspace():
     assert on_gpu["cuBLAS workspaces"] == WORKSPACES and "cuBLAS workspaces" not in on_cpu
 
 
-@pytest.mark.parametrize(("words", "device", "found"), [
-    ("--bf16", "cuda", ("fused", True)), ("", "cuda", ("fused", False)), ("--kv-channels 10", "cuda", (MATH, False)),
-    ("--bf16 --reset-attention-mask", "cuda", ("fused", False)), ("--bf16 --kv-channels 264", "cuda", ("fused", False)),
-    (UNFUSED, "cuda", ("unfused", False)), ("--bf16", "cpu", (MATH, False)), ("--attention-dropout 0", "cpu", ("fused", True)),
-])
+@pytest.mark.parametrize(
+    ("words", "device", "found"),
+    [
+        ("--bf16", "cuda", ("fused", True)),
+        ("", "cuda", ("fused", False)),
+        ("--kv-channels 10", "cuda", (MATH, False)),
+        ("--bf16 --reset-attention-mask", "cuda", ("fused", False)),
+        ("--bf16 --kv-channels 264", "cuda", ("fused", False)),
+        (UNFUSED, "cuda", ("unfused", False)),
+        ("--bf16", "cpu", (MATH, False)),
+        ("--attention-dropout 0", "cpu", ("fused", True)),
+    ],
+)
 def test_attention_is_torchs_choice(words, device, found):
     assert attention_of(plan_for(MEDIUM + words, device=device)) == found
 
@@ -162,7 +190,10 @@ def test_megatron_lm_says_so_much_of_the_857m_script():
     """Measured by running its own function: 6069.97 + 7704.97 = 13774.94 MB."""
     found = megatron_theoretical_bytes(plan_for(SEED))
     assert [round(part / MIB, 2) for part in (found.states_bytes, found.activations_bytes, found.num_bytes)] == [
-        6069.97, 7704.97, 13774.94]
+        6069.97,
+        7704.97,
+        13774.94,
+    ]
     assert "353,601,536 parameters" in found.formula and "biases and learned positions" in found.leaves_out
     assert counted_parameters(plan_for(SEED).shape) + 24 * 9 * 1024 + 2048 * 1024 == SEED_PARAMETERS
 
@@ -171,7 +202,14 @@ def test_what_megatron_lm_leaves_out_depends_on_the_flags():
     found = megatron_theoretical_bytes(plan_for(MEDIUM + UNFUSED + FULL + "--swiglu", 2)).leaves_out
     for words in ("recomputation", "fp32 activations", "attention scores", "buckets", "18 bytes", "widths"):
         assert any(words in line for line in found)
-    assert len(megatron_theoretical_bytes(plan_for(MEDIUM + "--bf16 --disable-bias-linear --no-position-embedding")).leaves_out) == 2
+    assert (
+        len(
+            megatron_theoretical_bytes(
+                plan_for(MEDIUM + "--bf16 --disable-bias-linear --no-position-embedding")
+            ).leaves_out
+        )
+        == 2
+    )
 
 
 def test_the_layers_of_a_plain_gpt_keep_34_bytes_per_element():

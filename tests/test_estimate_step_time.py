@@ -7,15 +7,19 @@ from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import processor_called, processor_of
 from megatron_lite.estimate.step_time import predict_time
 
-SEED = ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
-        "--micro-batch-size 4 --global-batch-size 16 --fp16 --torch-compile none")
+SEED = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
+    "--micro-batch-size 4 --global-batch-size 16 --fp16 --torch-compile none"
+)
 ONE, FOUR, EIGHT = World(gpus=1), World(size=4, local_size=4, gpus=4), World(size=8, local_size=8, gpus=8)
 
 
 def gpt(layers: int, hidden: int, heads: int, seq: int, micro: int, batch: int, more: str = "--bf16") -> str:
-    return (f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {seq} "
-            f"--max-position-embeddings {seq} --micro-batch-size {micro} --global-batch-size {batch} "
-            f"--hidden-dropout 0 --attention-dropout 0 {more}")  # compiled, as GPUs have it
+    return (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {seq} "
+        f"--max-position-embeddings {seq} --micro-batch-size {micro} --global-batch-size {batch} "
+        f"--hidden-dropout 0 --attention-dropout 0 {more}"
+    )  # compiled, as GPUs have it
 
 
 def predict(changes: str, gpu: str = "H200", world: World = ONE, vocab_size: int = 50257):
@@ -29,26 +33,27 @@ def predict(changes: str, gpu: str = "H200", world: World = ONE, vocab_size: int
 # pull 147. What they do otherwise (Muon, ZeRO-1, FSDP) changes little of the bound: the optimizer is 13% of it at most.
 MODERN = "--bf16 --position-embedding-type rope --disable-bias-linear --normalization RMSNorm --squared-relu"
 MEASURED = [
-    ("llm.c 124M", gpt(12, 768, 12, 1024, 64, 512), "H100", EIGHT, 140,2.01),
-    ("modded-nanogpt 124M, #7", gpt(12, 768, 6, 1024, 64, 512, MODERN), "H100", EIGHT, 141.8,2.04),
-    ("modded-nanogpt 1.5B", gpt(52, 1536, 12, 1024, 4, 480, MODERN), "H100", EIGHT, 1720,2.44),
-    ("llm.c 1558M", gpt(48, 1600, 25, 1024, 16, 1024), "H100", EIGHT, 2800,1.89),
-    ("llm-foundry 1.3B", gpt(24, 2048, 16, 2048, 8, 64), "H100", EIGHT, 8 * 2048 / 45.5,2.13),
-    ("torchtitan 124M", gpt(12, 768, 12, 8192, 5, 20), "H100", FOUR, 5 * 8192 / 111.8,5.79),
-    ("Megatron-LM 64M", gpt(12, 512, 8, 1024, 4, 32, "--fp16 --attention-backend local"), "H100", EIGHT, 51,11.31),
-    ("llm.c 124M", gpt(12, 768, 12, 1024, 64, 512), "A100", EIGHT, 300,1.53),
-    ("llm.c 350M", gpt(24, 1024, 16, 1024, 64, 512), "A100", EIGHT, 820,1.53),
-    ("llm.c 774M", gpt(36, 1280, 20, 1024, 32, 512), "A100", EIGHT, 1700,1.49),
-    ("nanoGPT 124M", gpt(12, 768, 12, 1024, 12, 480), "A100 40GB", EIGHT, 562,2.93),
-    ("llm-foundry 125M", gpt(12, 768, 12, 2048, 8, 64), "A100 40GB", EIGHT, 8 * 2048 / 143,2.00),
-    ("llm-foundry 350M", gpt(24, 1024, 16, 2048, 8, 64), "A100 40GB", EIGHT, 8 * 2048 / 58.8,1.80),
-    ("llm-foundry 1.3B", gpt(24, 2048, 16, 2048, 8, 64), "A100 40GB", EIGHT, 8 * 2048 / 20.5,1.57),
-    ("nanochat d20", gpt(20, 1280, 10, 2048, 16, 128, MODERN), "A100", EIGHT, 16 * 2048 / 66,1.38),
+    ("llm.c 124M", gpt(12, 768, 12, 1024, 64, 512), "H100", EIGHT, 140, 2.01),
+    ("modded-nanogpt 124M, #7", gpt(12, 768, 6, 1024, 64, 512, MODERN), "H100", EIGHT, 141.8, 2.04),
+    ("modded-nanogpt 1.5B", gpt(52, 1536, 12, 1024, 4, 480, MODERN), "H100", EIGHT, 1720, 2.44),
+    ("llm.c 1558M", gpt(48, 1600, 25, 1024, 16, 1024), "H100", EIGHT, 2800, 1.89),
+    ("llm-foundry 1.3B", gpt(24, 2048, 16, 2048, 8, 64), "H100", EIGHT, 8 * 2048 / 45.5, 2.13),
+    ("torchtitan 124M", gpt(12, 768, 12, 8192, 5, 20), "H100", FOUR, 5 * 8192 / 111.8, 5.79),
+    ("Megatron-LM 64M", gpt(12, 512, 8, 1024, 4, 32, "--fp16 --attention-backend local"), "H100", EIGHT, 51, 11.31),
+    ("llm.c 124M", gpt(12, 768, 12, 1024, 64, 512), "A100", EIGHT, 300, 1.53),
+    ("llm.c 350M", gpt(24, 1024, 16, 1024, 64, 512), "A100", EIGHT, 820, 1.53),
+    ("llm.c 774M", gpt(36, 1280, 20, 1024, 32, 512), "A100", EIGHT, 1700, 1.49),
+    ("nanoGPT 124M", gpt(12, 768, 12, 1024, 12, 480), "A100 40GB", EIGHT, 562, 2.93),
+    ("llm-foundry 125M", gpt(12, 768, 12, 2048, 8, 64), "A100 40GB", EIGHT, 8 * 2048 / 143, 2.00),
+    ("llm-foundry 350M", gpt(24, 1024, 16, 2048, 8, 64), "A100 40GB", EIGHT, 8 * 2048 / 58.8, 1.80),
+    ("llm-foundry 1.3B", gpt(24, 2048, 16, 2048, 8, 64), "A100 40GB", EIGHT, 8 * 2048 / 20.5, 1.57),
+    ("nanochat d20", gpt(20, 1280, 10, 2048, 16, 128, MODERN), "A100", EIGHT, 16 * 2048 / 66, 1.38),
 ]
 
 
 @pytest.mark.parametrize(
-    ("run", "flags", "gpu", "world", "measured_ms", "times_the_bound"), MEASURED,
+    ("run", "flags", "gpu", "world", "measured_ms", "times_the_bound"),
+    MEASURED,
     ids=[f"{run} {gpu}" for run, _, gpu, *_ in MEASURED],
 )
 def test_no_public_measurement_is_faster_than_its_bound(run, flags, gpu, world, measured_ms, times_the_bound):
@@ -102,8 +107,15 @@ def test_ranks_share_the_work_but_not_the_optimizer():
 
 @pytest.mark.parametrize(
     ("flags", "bytes_per_parameter"),
-    [("--fp16", 30), ("--bf16", 34), ("--bf16 --grad-reduce-in-bf16", 30), ("", 32), ("--optimizer sgd --fp16", 22),
-     ("--optimizer sgd --sgd-momentum 0", 16), ("--fp16 --accumulate-allreduce-grads-in-fp32", 34)],
+    [
+        ("--fp16", 30),
+        ("--bf16", 34),
+        ("--bf16 --grad-reduce-in-bf16", 30),
+        ("", 32),
+        ("--optimizer sgd --fp16", 22),
+        ("--optimizer sgd --sgd-momentum 0", 16),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", 34),
+    ],
 )
 def test_bytes_of_the_optimizer(flags, bytes_per_parameter):
     assert f"x {bytes_per_parameter} bytes at" in row(predict(flags), "gradients' norm, optimizer").formula
@@ -192,19 +204,48 @@ BY_MEMORY = ("norms, activations, dropout", "loss", "gradients' norm, optimizer"
 @pytest.mark.parametrize(
     ("flags", "device", "world", "missing", "note"),
     [
-        ("--bf16", "Tesla V100-SXM2-16GB", ONE, {"matrix products", "attention"},
-         "V100 SXM2 16 GB: no known peak in bf16 (--fp16 has one); not in the bound: matrix products, attention"),
-        ("--fp16", "NVIDIA A100-PG509-200", World(gpus=1),
-         set(BY_MEMORY),
-         "A100, board unknown: no known memory bandwidth; not in the bound: " + ", ".join(BY_MEMORY)),
-        ("", "Tesla V100-DGXS-32GB", ONE, {"matrix products", "attention"},
-         "V100 of a DGX Station: no known peak in fp32; not in the bound: matrix products, attention"),
-        ("--fp16", "AMD Instinct MI250X", FOUR, {"all-reduce that nothing hides"},
-         "MI250X (one die): no known speed between GPUs; not in the bound: the gradients' all-reduce"),
-        ("--fp16", "NVIDIA H200", World(size=4, local_size=1, gpus=1), {"all-reduce that nothing hides"},
-         "4 nodes: the network between them is not known; not in the bound: the gradients' way over it"),
-        ("--fp16 !--train-iters --train-samples 1000 --rampup-batch-size 4 2 100", "NVIDIA H200", ONE, set(),
-         "--rampup-batch-size: the bound is for the final global batch of 8"),
+        (
+            "--bf16",
+            "Tesla V100-SXM2-16GB",
+            ONE,
+            {"matrix products", "attention"},
+            "V100 SXM2 16 GB: no known peak in bf16 (--fp16 has one); not in the bound: matrix products, attention",
+        ),
+        (
+            "--fp16",
+            "NVIDIA A100-PG509-200",
+            World(gpus=1),
+            set(BY_MEMORY),
+            "A100, board unknown: no known memory bandwidth; not in the bound: " + ", ".join(BY_MEMORY),
+        ),
+        (
+            "",
+            "Tesla V100-DGXS-32GB",
+            ONE,
+            {"matrix products", "attention"},
+            "V100 of a DGX Station: no known peak in fp32; not in the bound: matrix products, attention",
+        ),
+        (
+            "--fp16",
+            "AMD Instinct MI250X",
+            FOUR,
+            {"all-reduce that nothing hides"},
+            "MI250X (one die): no known speed between GPUs; not in the bound: the gradients' all-reduce",
+        ),
+        (
+            "--fp16",
+            "NVIDIA H200",
+            World(size=4, local_size=1, gpus=1),
+            {"all-reduce that nothing hides"},
+            "4 nodes: the network between them is not known; not in the bound: the gradients' way over it",
+        ),
+        (
+            "--fp16 !--train-iters --train-samples 1000 --rampup-batch-size 4 2 100",
+            "NVIDIA H200",
+            ONE,
+            set(),
+            "--rampup-batch-size: the bound is for the final global batch of 8",
+        ),
     ],
 )
 def test_what_is_not_known_is_missing_and_said(flags, device, world, missing, note):
@@ -227,8 +268,10 @@ def test_a_rank_that_knows_no_computation_hides_everything_but_the_last_gradient
 
 def test_a_fallback_that_stores_scores_is_seen():
     """No fused kernel takes heads that are not a multiple of 16 bytes and, masked, cannot be flash's."""
-    flags = ("--num-layers 2 --hidden-size 72 --num-attention-heads 6 --seq-length 64 --max-position-embeddings 64 --fp16 "
-             "--reset-attention-mask")
+    flags = (
+        "--num-layers 2 --hidden-size 72 --num-attention-heads 6 --seq-length 64 --max-position-embeddings 64 --fp16 "
+        "--reset-attention-mask"
+    )
     assert "attention's scores" in names(predict(flags))
     assert "attention's scores" not in names(predict(flags.replace("72", "96")))
 

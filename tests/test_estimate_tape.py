@@ -70,8 +70,12 @@ def test_views_share_memory_and_their_gradients_do_not():
 
 
 def test_a_sum_hands_its_gradient_on():
-    tape = run((Op("curve", ("in",), (("curved", sized(10)),), ("in",)),
-                Op("add", ("in", "curved"), (("out", sized(10)),), passes=True)))
+    tape = run(
+        (
+            Op("curve", ("in",), (("curved", sized(10)),), ("in",)),
+            Op("add", ("in", "curved"), (("out", sized(10)),), passes=True),
+        )
+    )
     assert tape.live.num_bytes == 10
     tape.live.forget_most()
     tape.backward("out", sized(10))

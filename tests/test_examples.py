@@ -21,8 +21,20 @@ QUICKSTART = ROOT / "examples" / "gpt3" / "quickstart.sh"
 SOURCED = [ROOT / "examples" / "environment.sh", ROOT / "examples" / "nsight.sh"]
 SCRIPTS = [SCRIPT, QUICKSTART, *SOURCED, ROOT / "tests" / "run", ROOT / ".ci" / "run"]
 OURS = ("GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "STEPS", "OMP_NUM_THREADS")
-TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32",
-        "--max-position-embeddings", "32", "--num-workers", "0"]
+TINY = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "32",
+    "--max-position-embeddings",
+    "32",
+    "--num-workers",
+    "0",
+]
 SHORT = ["--train-iters", "2", "--lr-decay-iters", "2", "--log-interval", "1", "--eval-iters", "1"]
 
 
@@ -31,8 +43,14 @@ def start(script: Path, *arguments, cwd: Path = ROOT, **environment: str) -> sub
     kept = {name: value for name, value in os.environ.items() if name not in OURS}
     env = kept | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
     return subprocess.run(
-        ["bash", str(script), *map(str, arguments)], check=False, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=LIMIT_S,
+        ["bash", str(script), *map(str, arguments)],
+        check=False,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
 
 
@@ -42,8 +60,13 @@ def places(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("a place")
     assert main(["make-corpus", "--output-prefix", f"{folder}/in put/python", "--bpe", "300"]) == 0
     inputs = folder / "in put"
-    return [folder / "check points", folder / "tensor board", inputs / "vocab.json", inputs / "merges.txt",
-            inputs / "python_text_document"]
+    return [
+        folder / "check points",
+        folder / "tensor board",
+        inputs / "vocab.json",
+        inputs / "merges.txt",
+        inputs / "python_text_document",
+    ]
 
 
 def read_tracker(save: Path) -> int:
@@ -67,15 +90,20 @@ def test_scripts_parse_and_can_be_executed(script):
 
 def test_each_missing_argument_is_named(places):
     for number, name in enumerate(["TB", "VOCAB", "MERGES", "DATA"], start=1):
-        assert_refused(start(SCRIPT, *places[:number]), f"{name} is missing; give all of CKPT TB VOCAB MERGES DATA, or none")
+        assert_refused(
+            start(SCRIPT, *places[:number]), f"{name} is missing; give all of CKPT TB VOCAB MERGES DATA, or none"
+        )
 
 
-@pytest.mark.parametrize(("position", "value", "said"), [
-    (2, "no such.json", "VOCAB no such.json: there is no such file"),
-    (3, "no such.txt", "MERGES no such.txt: there is no such file"),
-    (4, "no such data", "DATA no such data: there is no no such data.bin; make it with megatron-lite preprocess"),
-    (4, "x/data.bin", "DATA x/data.bin: give the prefix without its ending: x/data"),
-])
+@pytest.mark.parametrize(
+    ("position", "value", "said"),
+    [
+        (2, "no such.json", "VOCAB no such.json: there is no such file"),
+        (3, "no such.txt", "MERGES no such.txt: there is no such file"),
+        (4, "no such data", "DATA no such data: there is no no such data.bin; make it with megatron-lite preprocess"),
+        (4, "x/data.bin", "DATA x/data.bin: give the prefix without its ending: x/data"),
+    ],
+)
 def test_each_missing_file_is_named(position, value, said, places):
     arguments = [*places]
     arguments[position] = value
@@ -83,22 +111,28 @@ def test_each_missing_file_is_named(position, value, said, places):
     assert not places[0].exists() and not places[1].exists()
 
 
-@pytest.mark.parametrize(("extra", "said"), [
-    (["--train-iters", "2"], "--train-iters is not an option of this script; put the trainer's flags behind --"),
-    (["more"], "'more' is one argument too many"),
-])
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--train-iters", "2"], "--train-iters is not an option of this script; put the trainer's flags behind --"),
+        (["more"], "'more' is one argument too many"),
+    ],
+)
 def test_flags_belong_behind_the_dashes(extra, said, places):
     assert_refused(start(SCRIPT, *places, *extra), said)
 
 
-@pytest.mark.parametrize(("environment", "said"), [
-    ({"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE=two: needs a whole number, at least 1"),
-    ({"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0: needs a whole number, at least 1"),
-    ({"NODE_RANK": "-1"}, "NODE_RANK=-1: needs a whole number, at least 0"),
-    ({"MASTER_PORT": "http"}, "MASTER_PORT=http: needs a whole number"),
-    ({"NUM_NODES": "2"}, "NUM_NODES=2 needs MASTER_ADDR"),
-    ({"PYTHON": "/no/python"}, "/no/python: lacks packages of pyproject.toml"),
-])
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE=two: needs a whole number, at least 1"),
+        ({"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0: needs a whole number, at least 1"),
+        ({"NODE_RANK": "-1"}, "NODE_RANK=-1: needs a whole number, at least 0"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http: needs a whole number"),
+        ({"NUM_NODES": "2"}, "NUM_NODES=2 needs MASTER_ADDR"),
+        ({"PYTHON": "/no/python"}, "/no/python: lacks packages of pyproject.toml"),
+    ],
+)
 def test_an_impossible_environment_is_said(environment, said, places):
     assert_refused(start(SCRIPT, *places, **environment), said)
 
@@ -106,7 +140,9 @@ def test_an_impossible_environment_is_said(environment, said, places):
 def test_a_taken_port_is_said(places):
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert_refused(start(SCRIPT, *places, MASTER_PORT=port), f"MASTER_PORT={port} is taken on this machine; set another")
+        assert_refused(
+            start(SCRIPT, *places, MASTER_PORT=port), f"MASTER_PORT={port} is taken on this machine; set another"
+        )
 
 
 def test_help_is_the_head_of_the_script():
@@ -167,16 +203,21 @@ def test_the_quickstart_from_start_to_end(tmp_path):
         assert [line["iteration"] for line in written if "ranks" not in line] == list(range(1, steps + 1))
         assert read_tracker(folder / "checkpoints") == steps and list((folder / "tensorboard").iterdir())
         if number == 1:
-            first, last = map(float, re.search(r"validation loss +([\d.]+) after 2 .* ([\d.]+) after 16", run.stdout).groups())
+            first, last = map(
+                float, re.search(r"validation loss +([\d.]+) after 2 .* ([\d.]+) after 16", run.stdout).groups()
+            )
             assert last < first - 0.3
             assert (folder / "console.log").read_text().count("validation loss at") == 10
     assert "is there already" in run.stdout
 
 
-@pytest.mark.parametrize(("arguments", "environment", "said"), [
-    ([], {"STEPS": "none"}, "STEPS=none: needs a whole number"),
-    (["100"], {}, "'100': the quickstart takes no arguments"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        ([], {"STEPS": "none"}, "STEPS=none: needs a whole number"),
+        (["100"], {}, "'100': the quickstart takes no arguments"),
+    ],
+)
 def test_the_quickstart_refuses_what_it_does_not_know(arguments, environment, said):
     assert_refused(start(QUICKSTART, *arguments, **environment), said)
 
@@ -223,10 +264,16 @@ exec "{sys.executable}" "$@"
     return str(tool)
 
 
-@pytest.mark.parametrize(("fails_at", "said"), [
-    ("version_info\\ \\<", "no Python of 3.10 or newer here; install one, or name it: PYTHON=/path/to/python3 bash"),
-    ("ensurepip", f"on Debian and Ubuntu: apt-get install python3.{sys.version_info[1]}-venv"),
-])
+@pytest.mark.parametrize(
+    ("fails_at", "said"),
+    [
+        (
+            "version_info\\ \\<",
+            "no Python of 3.10 or newer here; install one, or name it: PYTHON=/path/to/python3 bash",
+        ),
+        ("ensurepip", f"on Debian and Ubuntu: apt-get install python3.{sys.version_info[1]}-venv"),
+    ],
+)
 def test_a_python_that_cannot_make_an_environment_is_said(fails_at, said, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "copy" / "examples")
     script = tmp_path / "copy" / "examples" / "gpt3" / QUICKSTART.name
@@ -248,7 +295,9 @@ def packages(folder: Path, *names: str, asked: str = "missing") -> subprocess.Co
     """examples/packages.py in an environment that has `names`, each NAME or NAME==VERSION, and no others."""
     for name, _, version in (name.partition("==") for name in names):
         (folder / f"{name}-{version or 9999}.dist-info").mkdir(parents=True)
-        (folder / f"{name}-{version or 9999}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version or 9999}\n")
+        (folder / f"{name}-{version or 9999}.dist-info" / "METADATA").write_text(
+            f"Name: {name}\nVersion: {version or 9999}\n"
+        )
     code = (
         "import runpy, sys, importlib.metadata\n"
         f"sys.path[:] = [path for path in sys.path if 'site-packages' not in path and 'dist-packages' not in path] + [{str(folder)!r}]\n"
@@ -291,7 +340,11 @@ esac
 
 @pytest.mark.parametrize(
     ("builds", "taken"),
-    [("2.99.0, 2.13.0+cu130, 2.13.0+cpu, 2.12.1+cpu, 2.99.0+cpu", "torch==2.13.0+cpu"), ("2.13.0, 2.10.0+cpu", None), ("", None)],
+    [
+        ("2.99.0, 2.13.0+cu130, 2.13.0+cpu, 2.12.1+cpu, 2.99.0+cpu", "torch==2.13.0+cpu"),
+        ("2.13.0, 2.10.0+cpu", None),
+        ("", None),
+    ],
 )
 def test_without_a_gpu_the_cpu_build_is_taken_or_its_size_said_first(builds, taken, tmp_path):
     (tmp_path / "venv" / "bin").mkdir(parents=True)
@@ -301,7 +354,12 @@ def test_without_a_gpu_the_cpu_build_is_taken_or_its_size_said_first(builds, tak
     script = f"""set -euo pipefail; root={ROOT}; source "$root/examples/environment.sh"
         has_driver() {{ return 1; }}; uname() {{ echo Linux x86_64; }}
         make_environment "{tmp_path}/venv" . """
-    environment = {"BUILDS": builds, "SAID": str(tmp_path / "said"), "SEEN": str(tmp_path / "seen"), "REAL": sys.executable}
+    environment = {
+        "BUILDS": builds,
+        "SAID": str(tmp_path / "said"),
+        "SEEN": str(tmp_path / "seen"),
+        "REAL": sys.executable,
+    }
     run = subprocess.Popen(
         ["bash", "-c", script], env=os.environ | environment | {"SECONDS_BETWEEN_LINES": "0.2"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -14,12 +14,36 @@ from waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path("examples", "gpt3", "train_gpt3_857m_distributed.sh")
-NSYS_2022 = ["-c, --capture-range=", "--capture-range-end=", "--kill=", "--cuda-graph-trace=", "--cpuctxsw=", "-p, --nvtx-capture="]
+NSYS_2022 = [
+    "-c, --capture-range=",
+    "--capture-range-end=",
+    "--kill=",
+    "--cuda-graph-trace=",
+    "--cpuctxsw=",
+    "-p, --nvtx-capture=",
+]
 NSYS_2023 = [*NSYS_2022, "--cudabacktrace=", "--python-backtrace="]
 
 SECRET = re.compile("(?i).*(token|key|secret|passw|credential)")
-UNIX = ["bash", "cat", "cp", "date", "dirname", "env", "getconf", "grep", "head", "mkdir", "mktemp", "nproc", "readlink",
-        "rm", "sed", "tail", "tr"]
+UNIX = [
+    "bash",
+    "cat",
+    "cp",
+    "date",
+    "dirname",
+    "env",
+    "getconf",
+    "grep",
+    "head",
+    "mkdir",
+    "mktemp",
+    "nproc",
+    "readlink",
+    "rm",
+    "sed",
+    "tail",
+    "tr",
+]
 
 NSYS = """#!/usr/bin/env bash
 case "$1 $2" in
@@ -63,7 +87,9 @@ class Desk:
             (self.folder / name).touch()
         # torchrun shows its words and a variable or two; this Python has the package nvtx unless it is told otherwise
         self.tool("python", f'case "$2" in *nvtx*) exit ${{LACKS_NVTX:-0}} ;; esac\nexec "{sys.executable}" "$@"')
-        self.tool("torchrun", 'printf "%s\\n" "$@"; env | grep -E "MY_|HF_|TOKENIZERS|REGISTER|_PKEY"; exit ${TRAINER:-0}')
+        self.tool(
+            "torchrun", 'printf "%s\\n" "$@"; env | grep -E "MY_|HF_|TOKENIZERS|REGISTER|_PKEY"; exit ${TRAINER:-0}'
+        )
 
         self.tool("sleep", "exit 0")
 
@@ -84,12 +110,36 @@ class Desk:
     def start(self, *arguments: str, gpu: bool = False, **environment: str) -> subprocess.CompletedProcess:
         if gpu:
             self.tool("nvidia-smi", "exit 0")
-        ours = ("NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NSYS", "NSYS_PROFILING_SESSION_ID", "SLURM_JOB_ID")
+        ours = (
+            "NUM_NODES",
+            "NODE_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "NSYS",
+            "NSYS_PROFILING_SESSION_ID",
+            "SLURM_JOB_ID",
+        )
         kept = {name: value for name, value in os.environ.items() if name not in ours and not SECRET.match(name)}
-        env = kept | {"PYTHON": str(self.tools / "python"), "PATH": f"{self.tools}:{self.unix}", "GPUS_PER_NODE": "2",
-                      "CUDA_VISIBLE_DEVICES": "", "SLURM_JOB_ID": "17"} | environment
-        return subprocess.run(["bash", str(self.folder / SCRIPT), *map(str, self.inputs), "--nsys", *arguments], env=env,
-                              check=False, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
+        env = (
+            kept
+            | {
+                "PYTHON": str(self.tools / "python"),
+                "PATH": f"{self.tools}:{self.unix}",
+                "GPUS_PER_NODE": "2",
+                "CUDA_VISIBLE_DEVICES": "",
+                "SLURM_JOB_ID": "17",
+            }
+            | environment
+        )
+        return subprocess.run(
+            ["bash", str(self.folder / SCRIPT), *map(str, self.inputs), "--nsys", *arguments],
+            env=env,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL,
+        )
 
     def report(self, *texts: str) -> Path:
         """What nsys would export of a report with these ranges."""
@@ -128,16 +178,29 @@ def refused(run: subprocess.CompletedProcess, said: str) -> bool:
 @pytest.mark.skipif(any(Path(at).exists() for at in ("/usr/local/cuda/bin/nsys", "/opt/nvidia")), reason="has an nsys")
 def test_without_nsys_it_says_how_to_get_it_and_does_nothing(desk):
     run = desk.start()
-    assert refused(run, "error: --nsys: there is no nsys on the PATH; get Nsight Systems from https://developer.nvidia.com")
+    assert refused(
+        run, "error: --nsys: there is no nsys on the PATH; get Nsight Systems from https://developer.nvidia.com"
+    )
     assert refused(desk.start(NSYS="/no/such/nsys"), "NSYS=/no/such/nsys: cannot be run; get Nsight Systems")
     assert not desk.reports.exists()
 
 
-@pytest.mark.parametrize(("known", "environment", "said"), [
-    (["--capture-range-end="], {}, "nsys has no --capture-range, without which the whole run would be recorded; get"),
-    (NSYS_2022, {"NSYS_PROFILING_SESSION_ID": "1"}, "--nsys: this shell runs under nsys already"),
-    (NSYS_2022, {"LACKS_NVTX": "1"}, "python lacks the package nvtx, and without a GPU there is nothing else to record"),
-])
+@pytest.mark.parametrize(
+    ("known", "environment", "said"),
+    [
+        (
+            ["--capture-range-end="],
+            {},
+            "nsys has no --capture-range, without which the whole run would be recorded; get",
+        ),
+        (NSYS_2022, {"NSYS_PROFILING_SESSION_ID": "1"}, "--nsys: this shell runs under nsys already"),
+        (
+            NSYS_2022,
+            {"LACKS_NVTX": "1"},
+            "python lacks the package nvtx, and without a GPU there is nothing else to record",
+        ),
+    ],
+)
 def test_what_could_record_nothing_is_refused(desk, known, environment, said):
     desk.nsys(known)
     assert refused(desk.start(**environment), said)
@@ -160,16 +223,25 @@ def got(run: subprocess.CompletedProcess) -> list[str]:
 def test_options_that_this_nsys_lacks_are_left_out_with_a_word(desk):
     desk.nsys(["-c, --capture-range=", "--kill=", "--nvtx-capture-not="])
     run = desk.start()
-    assert ("note: NVIDIA Nsight Systems version 2022.4 does not know --capture-range-end=stop --nvtx-capture=profile "
-            "--cpuctxsw=none; left out\n") in run.stdout
+    assert (
+        "note: NVIDIA Nsight Systems version 2022.4 does not know --capture-range-end=stop --nvtx-capture=profile "
+        "--cpuctxsw=none; left out\n"
+    ) in run.stdout
     assert got(run) == ["-t", "--capture-range=nvtx", "-s", "--kill=none", "-o"]
 
 
 def test_on_gpus_cudas_own_range_is_waited_for(desk):
     desk.nsys(NSYS_2023)
     assert got(desk.start(gpu=True, LACKS_NVTX="1")) == [
-        "-t", "--capture-range=cudaProfilerApi", "-s", "--capture-range-end=stop", "--kill=none", "--cuda-graph-trace=node",
-        "--cpuctxsw=none", "-o"]
+        "-t",
+        "--capture-range=cudaProfilerApi",
+        "-s",
+        "--capture-range-end=stop",
+        "--kill=none",
+        "--cuda-graph-trace=node",
+        "--cpuctxsw=none",
+        "-o",
+    ]
     assert got(desk.start(gpu=True, NSYS_BACKTRACES="1"))[6:8] == ["--cudabacktrace=all", "--python-backtrace=cuda"]
     desk.nsys(NSYS_2022)
     run = desk.start(gpu=True, NSYS_BACKTRACES="1")
@@ -179,22 +251,43 @@ def test_on_gpus_cudas_own_range_is_waited_for(desk):
 
 def test_torch_profiler_gives_way_and_other_words_stay_as_they_are(desk):
     desk.nsys()
-    run = desk.start("--", "--use-pytorch-profiler", "--run-dir", "two words $HOME 100%", "--bf16", "--use-pytorch-profiler")
+    run = desk.start(
+        "--", "--use-pytorch-profiler", "--run-dir", "two words $HOME 100%", "--bf16", "--use-pytorch-profiler"
+    )
     assert run.stdout.count("note: --use-pytorch-profiler left out: with --nsys, Nsight Systems is the profiler\n") == 2
     words = run.stdout.splitlines()
-    assert "--use-pytorch-profiler" not in words and words[words.index("--run-dir"):][1:3] == ["two words $HOME 100%", "--bf16"]
+    assert "--use-pytorch-profiler" not in words and words[words.index("--run-dir") :][1:3] == [
+        "two words $HOME 100%",
+        "--bf16",
+    ]
     assert words[words.index("--save") + 1] == str(desk.inputs[0]) and "--profile" in words
 
 
 def test_secrets_stay_out_of_the_environment_that_reports_hold(desk):
     desk.nsys()
-    run = desk.start(HF_TOKEN="hunter2", my_api_key="hunter2", MY_PASSWORD="hunter2\nMY_NAME=x", MY_NAME="Jo",
-                     TOKENIZERS_PARALLELISM="false", NCCL_IB_PKEY="1")
+    run = desk.start(
+        HF_TOKEN="hunter2",
+        my_api_key="hunter2",
+        MY_PASSWORD="hunter2\nMY_NAME=x",
+        MY_NAME="Jo",
+        TOKENIZERS_PARALLELISM="false",
+        NCCL_IB_PKEY="1",
+    )
     assert "hunter2" not in run.stdout + run.stderr
-    noted = re.search(r"note: (.*): kept from the run, since Nsight Systems' reports hold the environment\n", run.stdout)[1].split()
-    assert {"HF_TOKEN", "my_api_key", "MY_PASSWORD"} <= set(noted) and not {"TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY"} & set(noted)
+    noted = re.search(
+        r"note: (.*): kept from the run, since Nsight Systems' reports hold the environment\n", run.stdout
+    )[1].split()
+    assert {"HF_TOKEN", "my_api_key", "MY_PASSWORD"} <= set(noted) and not {
+        "TOKENIZERS_PARALLELISM",
+        "NCCL_IB_PKEY",
+    } & set(noted)
     seen = run.stdout.splitlines()
-    assert "NCCL_IB_PKEY=1" in seen and "MY_NAME=Jo" in seen and "TOKENIZERS_PARALLELISM=false" in seen and "NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in seen
+    assert (
+        "NCCL_IB_PKEY=1" in seen
+        and "MY_NAME=Jo" in seen
+        and "TOKENIZERS_PARALLELISM=false" in seen
+        and "NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in seen
+    )
 
 
 def test_nodes_without_a_profiled_rank_train_without_nsys(desk):
@@ -204,7 +297,9 @@ def test_nodes_without_a_profiled_rank_train_without_nsys(desk):
         for node in "01":
             run = desk.start("--", *(["--profile-ranks", *ranks] if ranks else []), **nodes, NODE_RANK=node)
             assert run.returncode == 0 and (got(run) != []) == (node in profiled)
-            assert (f"no rank of node {node} is among --profile-ranks: it trains without nsys" in run.stdout) == (node not in profiled)
+            assert (f"no rank of node {node} is among --profile-ranks: it trains without nsys" in run.stdout) == (
+                node not in profiled
+            )
 
 
 # --- what comes out
@@ -213,12 +308,18 @@ def test_nodes_without_a_profiled_rank_train_without_nsys(desk):
 def test_each_node_and_job_has_a_report_of_its_own(desk):
     desk.nsys(writes='cp "$REPORT" "$report.nsys-rep"')
     report = str(desk.report("rank 0 of 2, window: steps 4-5 of this run", "step 4", "forward", "step 5"))
-    for environment, name in (({}, "job17_node0"), ({}, "job17_node0-2"), ({"SLURM_JOB_ID": "18"}, "job18_node0"),
-                              ({"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "there"}, "job17_node1")):
+    for environment, name in (
+        ({}, "job17_node0"),
+        ({}, "job17_node0-2"),
+        ({"SLURM_JOB_ID": "18"}, "job18_node0"),
+        ({"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "there"}, "job17_node1"),
+    ):
         run = desk.start("--", "--profile-ranks", "-1", REPORT=report, **environment)
         assert run.returncode == 0, run.stderr
-        assert (f"Nsight Systems report: {desk.reports}/gpt3_857m_{name}.nsys-rep (steps 4-5, 3 ranges, no kernels; "
-                "rank 0 of 2, window: steps 4-5 of this run)\n") in run.stdout
+        assert (
+            f"Nsight Systems report: {desk.reports}/gpt3_857m_{name}.nsys-rep (steps 4-5, 3 ranges, no kernels; "
+            "rank 0 of 2, window: steps 4-5 of this run)\n"
+        ) in run.stdout
     assert len(list(desk.reports.iterdir())) == 4
     run = desk.start(REPORT=report, SLURM_JOB_ID="")
     assert re.search(r"gpt3_857m_\d{8}-\d{6}_node0\.nsys-rep \(", run.stdout)
@@ -228,7 +329,10 @@ def test_a_report_that_was_not_imported_is(desk):
     desk.nsys(writes='cp "$REPORT" "$report.qdstrm"')
     report = str(desk.report("step 7"))
     run = desk.start(REPORT=report)
-    assert run.returncode == 3 and "node0.qdstrm, not imported: there is no QdstrmImporter here; on a machine" in run.stderr
+    assert (
+        run.returncode == 3
+        and "node0.qdstrm, not imported: there is no QdstrmImporter here; on a machine" in run.stderr
+    )
     desk.tool("host-linux-x64/QdstrmImporter", 'echo "cannot read it"; exit 1')
     run = desk.start(REPORT=report)
     assert run.returncode == 3 and "QdstrmImporter could not import: cannot read it; its whole log is" in run.stderr
@@ -239,15 +343,28 @@ def test_a_report_that_was_not_imported_is(desk):
     assert not list(desk.reports.glob("*node0-3.qdstrm"))
 
 
-@pytest.mark.parametrize(("writes", "environment", "code", "said"), [
-    (":", {}, 3, "no Nsight Systems report, though nsys ended with exit code 0: was --profile-step-start reached"),
-    (":", {"TRAINER": "7"}, 7, "no Nsight Systems report: the run failed (exit code 7), see above"),
-    (":", {"EXIT": "1"}, 1, "no Nsight Systems report: the run failed (exit code 1), see above"),
-    ('cp "$REPORT" "$report.nsys-rep"', {}, 3, "node0.nsys-rep, but no step of ours is in it: was the window reached"),
-    ('cp "$REPORT" "$report.nsys-rep"', {"TRAINER": "7"}, 7, "node0.nsys-rep, but no step of ours is in it"),
-    (': >"$report.nsys-rep"', {}, 3, "node0.nsys-rep, but nsys export could not read it"),
-    ('echo nonsense >"$report.nsys-rep"', {}, 3, "node0.nsys-rep, but sqlite3.DatabaseError: file is not a database"),
-])
+@pytest.mark.parametrize(
+    ("writes", "environment", "code", "said"),
+    [
+        (":", {}, 3, "no Nsight Systems report, though nsys ended with exit code 0: was --profile-step-start reached"),
+        (":", {"TRAINER": "7"}, 7, "no Nsight Systems report: the run failed (exit code 7), see above"),
+        (":", {"EXIT": "1"}, 1, "no Nsight Systems report: the run failed (exit code 1), see above"),
+        (
+            'cp "$REPORT" "$report.nsys-rep"',
+            {},
+            3,
+            "node0.nsys-rep, but no step of ours is in it: was the window reached",
+        ),
+        ('cp "$REPORT" "$report.nsys-rep"', {"TRAINER": "7"}, 7, "node0.nsys-rep, but no step of ours is in it"),
+        (': >"$report.nsys-rep"', {}, 3, "node0.nsys-rep, but nsys export could not read it"),
+        (
+            'echo nonsense >"$report.nsys-rep"',
+            {},
+            3,
+            "node0.nsys-rep, but sqlite3.DatabaseError: file is not a database",
+        ),
+    ],
+)
 def test_a_lost_or_empty_report_is_found(desk, writes, environment, code, said):
     desk.nsys(writes=writes)
     run = desk.start(REPORT=str(desk.report("another range")), **environment)
@@ -279,6 +396,10 @@ def test_what_a_report_holds_is_counted(tmp_path):
     window = "window: steps 9-12 of this run = iterations 109-112"
     texts = [f"rank 10 of 11, {window}", f"rank 9 of 11, {window}", "step 9", "step 9", "step 12", "steps", "step 11"]
     write_report(tmp_path / "x?y%20.sqlite", *texts, kernels=3)
-    run = subprocess.run([sys.executable, ROOT / "examples" / "nsight_contents.py", tmp_path / "x?y%20.sqlite"],
-                         check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / "nsight_contents.py", tmp_path / "x?y%20.sqlite"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert run.stdout == f"steps 9, 11-12, 5 ranges, 3 kernels; rank 9 of 11, {window}; rank 10 of 11, {window}\n"

@@ -46,6 +46,7 @@ time.sleep(600)
 
 # --- time
 
+
 def test_each_part_gets_its_share_of_what_is_left():
     assert budget.limit_s(A, [B, C], 105) == 25
     assert budget.limit_s(B, [C], 105) == pytest.approx(100 / 3)  # a took nothing: b and c have its time
@@ -63,7 +64,9 @@ def test_nine_minutes_are_enough_to_start_every_part_though_all_use_up_their_tim
 
 
 def test_a_process_that_ends_by_itself(tmp_path):
-    ended = process.run([sys.executable, "-c", "print('hello'); raise SystemExit(4)"], dict(os.environ), LIMIT_S, tmp_path / "log")
+    ended = process.run(
+        [sys.executable, "-c", "print('hello'); raise SystemExit(4)"], dict(os.environ), LIMIT_S, tmp_path / "log"
+    )
     assert ended.code == 4 and ended.seconds < LIMIT_S and (tmp_path / "log").read_text() == "hello\n"
 
 
@@ -87,6 +90,7 @@ def _runs(pid: int) -> bool:
 
 # --- results
 
+
 def test_every_test_is_noted_as_soon_as_it_is_over(tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_skipped.py").write_text("import pytest; pytest.skip('needs a GPU', allow_module_level=True)")
@@ -99,8 +103,13 @@ def test_every_test_is_noted_as_soon_as_it_is_over(tmp_path):
     assert done.returncode == 1, done.stdout
     tests = {test["test"]: test for test in outcome.read_tests(found)}
     assert {name: test["outcome"] for name, test in tests.items()} == {
-        "test_some.py::test_good": "passed", "test_some.py::test_bad": "failed", "test_some.py::test_other": "skipped",
-        "test_some.py::test_of_broken": "failed", "test_skipped.py": "skipped", "test_unreadable.py": "failed"}
+        "test_some.py::test_good": "passed",
+        "test_some.py::test_bad": "failed",
+        "test_some.py::test_other": "skipped",
+        "test_some.py::test_of_broken": "failed",
+        "test_skipped.py": "skipped",
+        "test_unreadable.py": "failed",
+    }
     messages = {name: test["message"] for name, test in tests.items() if test["message"]}
     assert len(messages["test_some.py::test_bad"]) == LONGEST and "no disk" in messages["test_some.py::test_of_broken"]
     assert messages["test_some.py::test_other"] == "needs nsys" and messages["test_skipped.py"] == "needs a GPU"
@@ -109,22 +118,27 @@ def test_every_test_is_noted_as_soon_as_it_is_over(tmp_path):
 
 
 def noted(*outcomes: str) -> list[dict]:
-    return [{"test": f"t{at}", "outcome": kind, "message": "why" if kind != "passed" else "", "figures": {}}
-            for at, kind in enumerate(outcomes)]
+    return [
+        {"test": f"t{at}", "outcome": kind, "message": "why" if kind != "passed" else "", "figures": {}}
+        for at, kind in enumerate(outcomes)
+    ]
 
 
-@pytest.mark.parametrize(("kinds", "code", "result", "words"), [
-    (("passed", "passed", "skipped"), 0, "passed", "2 passed, 1 skipped"),
-    (("passed", "failed"), 1, "failed", "1 passed, 1 failed"),
-    (("skipped", "skipped"), 0, "left out", "2 skipped"),
-    (("skipped",), 5, "left out", "1 skipped"),  # a file that skips itself as a whole
-    ((), 5, "failed", "no test ran, exit code 5"),
-    ((), -11, "failed", "no test ran, exit code -11"),
-    (("passed",), -6, "failed", "1 passed, exit code -6"),
-    (("passed",), None, "out of time", "1 passed, ended after its 30 s"),
-    ((), None, "out of time", "no test was over, ended after its 30 s"),
-    (("failed",), None, "failed", "1 failed, ended after its 30 s"),
-])
+@pytest.mark.parametrize(
+    ("kinds", "code", "result", "words"),
+    [
+        (("passed", "passed", "skipped"), 0, "passed", "2 passed, 1 skipped"),
+        (("passed", "failed"), 1, "failed", "1 passed, 1 failed"),
+        (("skipped", "skipped"), 0, "left out", "2 skipped"),
+        (("skipped",), 5, "left out", "1 skipped"),  # a file that skips itself as a whole
+        ((), 5, "failed", "no test ran, exit code 5"),
+        ((), -11, "failed", "no test ran, exit code -11"),
+        (("passed",), -6, "failed", "1 passed, exit code -6"),
+        (("passed",), None, "out of time", "1 passed, ended after its 30 s"),
+        ((), None, "out of time", "no test was over, ended after its 30 s"),
+        (("failed",), None, "failed", "1 failed, ended after its 30 s"),
+    ],
+)
 def test_what_a_part_comes_to(kinds, code, result, words):
     found = outcome.of_tests("memory", noted(*kinds), code, 12.0, 30.0)
     assert (found.result, found.words) == (result, words)
@@ -150,6 +164,7 @@ def test_no_test_of_a_gpu_is_forgotten():
 
 # --- speed
 
+
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
 def test_the_benchmark_understands_its_command(tmp_path, on):
     words = parts.command_of(PARTS[-1], on, 200, tmp_path)
@@ -166,13 +181,26 @@ def measured(peak: int, tokens_s: float | None = 200_000.0, gpus=("NVIDIA H200",
     words = command(Contestant("ours", 1, "ours"), work, Path("tokens"), Path("run"))
     failed = {"contestant": "hf", "round": 1, "failure": "exit code 1: Error"}
     return {
-        "machine": {"gpus": [{"name": name} for name in gpus]}, "work": {"precision": "fp16"},
-        "summary": [{"name": "ours", "tokens_s": tokens_s, "first_step_s": 30.0, "tflops_full": 500.0, "tflops_causal": 450.0,
-                     "peak_bytes": peak}],
-        "ratios": [{"ours": "ours", "other": "plain", "median": 1.5},
-                   {"ours": "ours", "other": "plain-compiled", "median": 1.01}],
-        "runs": [{"command": words, "result": {"contestant": "ours", "round": 1, "failure": None}},
-                 {"command": [], "result": failed}],
+        "machine": {"gpus": [{"name": name} for name in gpus]},
+        "work": {"precision": "fp16"},
+        "summary": [
+            {
+                "name": "ours",
+                "tokens_s": tokens_s,
+                "first_step_s": 30.0,
+                "tflops_full": 500.0,
+                "tflops_causal": 450.0,
+                "peak_bytes": peak,
+            }
+        ],
+        "ratios": [
+            {"ours": "ours", "other": "plain", "median": 1.5},
+            {"ours": "ours", "other": "plain-compiled", "median": 1.01},
+        ],
+        "runs": [
+            {"command": words, "result": {"contestant": "ours", "round": 1, "failure": None}},
+            {"command": [], "result": failed},
+        ],
     }
 
 
@@ -183,7 +211,9 @@ def judged(folder: Path, content: dict, code: int | None = 0, on: str = "cuda") 
 
 def planned_peak() -> int:
     words = measured(1)["runs"][0]["command"]
-    return predict_memory(planned_run(words[words.index("pretrain_gpt.py") + 1 :], 1).plan, processor_called("H200")).peak.num_bytes
+    return predict_memory(
+        planned_run(words[words.index("pretrain_gpt.py") + 1 :], 1).plan, processor_called("H200")
+    ).peak.num_bytes
 
 
 def test_speed_is_held_against_the_bars_and_memory_against_the_plan(tmp_path):
@@ -192,7 +222,9 @@ def test_speed_is_held_against_the_bars_and_memory_against_the_plan(tmp_path):
     assert found.result == "passed" and found.words == "2 runs measured, 1 failed"
     assert found.figures["planned_peak_bytes"] == planned > 2**30
     assert found.figures["mfu_full"] == pytest.approx(0.505, abs=0.001)
-    assert "MFU: 50.5% full, 45.5% causal; gate 45% reached, goal 52% MISSED, best hoped for 56% MISSED" in found.remarks
+    assert (
+        "MFU: 50.5% full, 45.5% causal; gate 45% reached, goal 52% MISSED, best hoped for 56% MISSED" in found.remarks
+    )
     assert "over plain: 1.50 x; bar 1.4 reached" in found.remarks
     assert "over plain-compiled: 1.01 x; bar 1.05 MISSED" in found.remarks
     assert "failed: hf, round 1: exit code 1: Error" in found.remarks
@@ -207,7 +239,9 @@ def test_bars_are_those_of_one_kind_of_gpu(tmp_path):
     assert unknown.figures["mfu_full"] is None and not any("MFU" in remark for remark in unknown.remarks)
 
 
-@pytest.mark.parametrize(("code", "tokens_s", "result"), [(1, 1.0, "out of time"), (1, None, "failed"), (None, 1.0, "out of time")])
+@pytest.mark.parametrize(
+    ("code", "tokens_s", "result"), [(1, 1.0, "out of time"), (1, None, "failed"), (None, 1.0, "out of time")]
+)
 def test_a_speed_table_that_was_not_finished(tmp_path, code, tokens_s, result):
     assert judged(tmp_path, measured(1, tokens_s), code).result == result
 
@@ -220,6 +254,7 @@ def test_nothing_measured_and_nothing_of_a_gpu(tmp_path):
 
 
 # --- files
+
 
 def test_few_and_small_files_are_left_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(out_folder, "MOST_BYTES", 5000)
@@ -250,8 +285,10 @@ def test_what_is_worth_keeping_is_kept_if_it_is_small(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["trace.gz"]
 
 
-@pytest.mark.parametrize(("gpu", "asked", "device_to_use"), [
-    (True, "", "cuda"), (True, "cuda", "cuda"), (False, "cpu", "cpu"), (False, "", None), (False, "cuda", None)])
+@pytest.mark.parametrize(
+    ("gpu", "asked", "device_to_use"),
+    [(True, "", "cuda"), (True, "cuda", "cuda"), (False, "cpu", "cpu"), (False, "", None), (False, "cuda", None)],
+)
 def test_where_tests_run(monkeypatch, gpu, asked, device_to_use):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setenv(DEVICE_VARIABLE, asked)
@@ -267,6 +304,7 @@ FOUND = {"torch": "2.13.0", "device": "NVIDIA H200"}
 @pytest.fixture
 def command_with(monkeypatch, capsys):
     """Runs the command with a fake machine and fake parts: `does(name)` gives (tests' outcomes, exit code)."""
+
     def run(words: list[str], does, found=FOUND):
         def pretend(command, environment, limit_s, log):
             log.write_text(f"output of {log.stem}")
@@ -276,17 +314,22 @@ def command_with(monkeypatch, capsys):
             return process.Ended(code, 2.0)
 
         monkeypatch.setattr(main, "_torch_facts", lambda: found)
-        monkeypatch.setattr(main, "lacks", lambda part, device: "needs nsys on the PATH" if part.name == "nsys" else None)
+        monkeypatch.setattr(
+            main, "lacks", lambda part, device: "needs nsys on the PATH" if part.name == "nsys" else None
+        )
         monkeypatch.setattr(main, "run", pretend)
         code = main.main(words, "")
         return code, capsys.readouterr()
+
     return run
 
 
 def test_the_command_goes_on_after_a_failure(command_with, tmp_path):
     names = [part.name for part in PARTS if part.name != SPEED]
-    code, said = command_with(["--out", str(tmp_path / "out" / "of"), "--parts", *names],
-                              lambda name: (("passed", "failed"), 1) if name == "syncs" else (("passed",), 0))
+    code, said = command_with(
+        ["--out", str(tmp_path / "out" / "of"), "--parts", *names],
+        lambda name: (("passed", "failed"), 1) if name == "syncs" else (("passed",), 0),
+    )
     assert code == 1 and said.err == ""
     lines = said.out.splitlines()
     assert lines[0] == "NVIDIA H200, torch 2.13.0; at most 9 minutes"
@@ -318,25 +361,37 @@ def test_what_was_found_before_an_interruption_is_shown(command_with, tmp_path):
 
     code, said = command_with(["--out", str(tmp_path / "out"), "--parts", "equal", "syncs", "memory"], does)
     assert code == 130 and [line.split()[:2] for line in said.out.splitlines()[3:6]] == [
-        ["equal", "passed"], ["syncs", "not"], ["memory", "not"]]
+        ["equal", "passed"],
+        ["syncs", "not"],
+        ["memory", "not"],
+    ]
     assert (tmp_path / "out" / "results.json").exists()
 
 
-@pytest.mark.parametrize(("found", "words"), [
-    ({"torch": "2.13.0+cpu", "device": None}, f"torch 2.13.0+cpu {NO_GPU}"),
-    ({"torch": None}, "cannot import torch; start this with the Python that has it"),
-    ({"torch": None, "why": "exit code -11"}, "cannot import torch (exit code -11); start this with the Python that has it"),
-])
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"torch": "2.13.0+cpu", "device": None}, f"torch 2.13.0+cpu {NO_GPU}"),
+        ({"torch": None}, "cannot import torch; start this with the Python that has it"),
+        (
+            {"torch": None, "why": "exit code -11"},
+            "cannot import torch (exit code -11); start this with the Python that has it",
+        ),
+    ],
+)
 def test_where_nothing_can_be_checked_one_line_says_so(command_with, found, words):
     code, said = command_with([], lambda name: pytest.fail("was started"), found)
     assert code == 3 and said.out == "" and said.err.startswith("error: ") and said.err.endswith(words + "\n")
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--minutes", "0.5"], "--minutes 0.5: must be at least 1"),
-    (["--parts", "speeed"], "--parts speeed: no such part; there are equal, syncs,"),
-    (["--out", str(REPO)], "is there already and not an empty folder; name another"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--minutes", "0.5"], "--minutes 0.5: must be at least 1"),
+        (["--parts", "speeed"], "--parts speeed: no such part; there are equal, syncs,"),
+        (["--out", str(REPO)], "is there already and not an empty folder; name another"),
+    ],
+)
 def test_mistakes_in_the_flags(words, message, capsys):
     with pytest.raises(SystemExit) as caught:
         main.main(words, "")
@@ -345,35 +400,48 @@ def test_mistakes_in_the_flags(words, message, capsys):
 
 def test_lines_stay_in_their_columns():
     assert table.line_of(Outcome("equal", "passed", "5 passed", 43.2, 60.0)) == (
-        "equal     passed       5 passed                                      43 s of 60")
+        "equal     passed       5 passed                                      43 s of 60"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_real_command_ends_at_once():
-    done = subprocess.run([sys.executable, REPO / "tests" / "gpu"], check=False, capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(
+        [sys.executable, REPO / "tests" / "gpu"], check=False, capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode == 3 and done.stdout == ""
     assert done.stderr == f"error: torch {torch.__version__} {NO_GPU}\n"
 
 
 def test_a_package_that_everything_needs_is_named():
-    start = f"import runpy, sys; sys.modules['yaml'] = None; runpy.run_path({str(parts.GPU_TESTS)!r}, run_name='__main__')"
+    start = (
+        f"import runpy, sys; sys.modules['yaml'] = None; runpy.run_path({str(parts.GPU_TESTS)!r}, run_name='__main__')"
+    )
     done = subprocess.run([sys.executable, "-c", start], check=False, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 3 and done.stderr == (
-        f"error: {sys.executable} has no yaml, without which nothing can be trained; install it there\n")
+        f"error: {sys.executable} has no yaml, without which nothing can be trained; install it there\n"
+    )
 
 
 @pytest.mark.slow
 def test_training_and_measuring_do_without_packages_that_only_some_flags_need():
-    start = ("import sys; sys.modules |= dict.fromkeys(['tensorboard', 'tiktoken', 'regex', 'msgspec', 'plotly', 'nvtx']); "
-             "import megatron_lite.app, benchmarks.train")
+    start = (
+        "import sys; sys.modules |= dict.fromkeys(['tensorboard', 'tiktoken', 'regex', 'msgspec', 'plotly', 'nvtx']); "
+        "import megatron_lite.app, benchmarks.train"
+    )
     subprocess.run([sys.executable, "-c", start], check=True, cwd=REPO, timeout=LIMIT_S)
 
 
 @pytest.mark.slow
 def test_a_rehearsal_on_the_cpu_runs_all_that_can_run_there(tmp_path):
     out = tmp_path / "out"
-    done = subprocess.run([sys.executable, REPO / "tests" / "gpu", "--device", "cpu", "--out", out], check=False,
-                          capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(
+        [sys.executable, REPO / "tests" / "gpu", "--device", "cpu", "--out", out],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     results = {part["part"]: part for part in json.loads((out / "results.json").read_text())["parts"]}
     assert {name for name, part in results.items() if part["result"] == "passed"} == {"equal", "explain", "speed"}

@@ -28,8 +28,14 @@ profiler.prepare_trace(); profiler.start_trace(); profiler.stop_trace()
 
 def kinetos_words(room: bool) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "KINETO_CONFIG"} | {"KINETO_LOG_LEVEL": "0"}
-    done = subprocess.run([sys.executable, "-c", PREPARE.format(room=room)], capture_output=True, text=True, env=environ,
-                          cwd=Path(__file__).parent.parent, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE.format(room=room)],
+        capture_output=True,
+        text=True,
+        env=environ,
+        cwd=Path(__file__).parent.parent,
+        check=True,
+    )
     return done.stdout + done.stderr
 
 
@@ -44,7 +50,10 @@ def test_what_the_user_or_the_machine_says_stays(tmp_path, monkeypatch):
     assert make_room(environ) is None and environ == {"KINETO_CONFIG": "mine"}
     system = tmp_path / "libkineto.conf"
     monkeypatch.setattr(kineto_room, "SYSTEM_FILE", system)
-    for given, expected in (("A=1", "A=1\nACTIVITIES_MAX_GPU_BUFFER_SIZE_MB=2048\n"), ("ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB=7",) * 2):
+    for given, expected in (
+        ("A=1", "A=1\nACTIVITIES_MAX_GPU_BUFFER_SIZE_MB=2048\n"),
+        ("ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB=7",) * 2,
+    ):
         system.write_text(given)
         environ = {}
         file = make_room(environ)

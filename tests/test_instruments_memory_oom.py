@@ -39,24 +39,43 @@ used = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]), -1))
 sys.exit(main(sys.argv[3:]))
 """
-TOO_MUCH = ("--seq-length 128 --max-position-embeddings 128 --micro-batch-size 128 --global-batch-size 128 --hidden-size 128 "
-            "--train-iters 3 --vocab-size 9000")
+TOO_MUCH = (
+    "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 128 --global-batch-size 128 --hidden-size 128 "
+    "--train-iters 3 --vocab-size 9000"
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
 def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
-    words = flags(TOO_MUCH, "--record-memory-history --profile-step-start 1 --profile-step-end 3 --memory-snapshot-path",
-                  tmp_path / "deep" / "s.pickle", "--run-dir", tmp_path / "run")
-    ended = subprocess.run([sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *words], capture_output=True,
-                           text=True, timeout=LIMIT_S, env=environment(), cwd=tmp_path, check=False)
+    words = flags(
+        TOO_MUCH,
+        "--record-memory-history --profile-step-start 1 --profile-step-end 3 --memory-snapshot-path",
+        tmp_path / "deep" / "s.pickle",
+        "--run-dir",
+        tmp_path / "run",
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment(),
+        cwd=tmp_path,
+        check=False,
+    )
     assert ended.returncode == 1
-    said = ended.stdout[ended.stdout.index("error: "):].splitlines()
+    said = ended.stdout[ended.stdout.index("error: ") :].splitlines()
     assert len(said) == 5, said
-    assert re.match(r"error: out of memory on rank 0, (forward|backward) of step 1( in \S+)?: [\d.]+ [MG]iB were asked for; tensors "
-                    r"hold [\d.]+ [MG]iB, [\d.]+ [MG]iB are reserved, [\d.]+ GiB of [\d.]+ GiB are free$", said[0])
+    assert re.match(
+        r"error: out of memory on rank 0, (forward|backward) of step 1( in \S+)?: [\d.]+ [MG]iB were asked for; tensors "
+        r"hold [\d.]+ [MG]iB, [\d.]+ [MG]iB are reserved, [\d.]+ GiB of [\d.]+ GiB are free$",
+        said[0],
+    )
     assert re.match(r"  held by: activations [\d.]+ [MG]iB, optimizer ", said[1])
     assert re.match(r"  largest: [\d.]+ [MG]iB \w+ \(model/\w+\.py:\d+\)", said[2])
-    assert said[3].startswith("  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size (predicted peak ")
+    assert said[3].startswith(
+        "  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size (predicted peak "
+    )
     path = tmp_path / "deep" / "s_oom_rank0.pickle"
     assert said[4] == f"  snapshot: {path}; draw it at pytorch.org/memory_viz"
     snapshot = read_snapshot(path)
@@ -70,12 +89,23 @@ def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
 def test_a_cpu_run_that_does_not_record_says_it_in_two_lines(tmp_path):
     words = flags(TOO_MUCH, "--run-dir", tmp_path / "run")
-    ended = subprocess.run([sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *words], capture_output=True,
-                           text=True, timeout=LIMIT_S, env=environment(), cwd=tmp_path, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment(),
+        cwd=tmp_path,
+        check=False,
+    )
     assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
-    first, second = ended.stdout[ended.stdout.index("error: "):].splitlines()
-    assert re.match(r"error: out of memory on rank 0: [\d.]+ [MG]iB were asked for; [\d.]+ GiB of [\d.]+ GiB are free$", first)
-    assert second.startswith("  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size (predicted peak ")
+    first, second = ended.stdout[ended.stdout.index("error: ") :].splitlines()
+    assert re.match(
+        r"error: out of memory on rank 0: [\d.]+ [MG]iB were asked for; [\d.]+ GiB of [\d.]+ GiB are free$", first
+    )
+    assert second.startswith(
+        "  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size (predicted peak "
+    )
 
 
 # --- a GPU's allocator, played from a real recording
@@ -112,8 +142,12 @@ def allocator(monkeypatch, real):
 def on_gpu(words: str, path, window=range(3, 5)):
     """(instruments of one GPU rank, what they said)."""
     said = []
-    plan = plan_of(flags("--record-memory-history --profile-step-start 3 --profile-step-end 5", words,
-                         "--memory-snapshot-path", path), World(gpus=1))
+    plan = plan_of(
+        flags(
+            "--record-memory-history --profile-step-start 3 --profile-step-end 5", words, "--memory-snapshot-path", path
+        ),
+        World(gpus=1),
+    )
     return Instruments(memory_instruments(plan, Window(window), said.append), said.append), said
 
 
@@ -133,7 +167,10 @@ def test_a_gpu_records_from_the_start_and_its_file_holds_the_window(tmp_path, al
     rings = [(call["enabled"], call.get("max_entries"), call.get("clear_history")) for call in allocator.calls]
     assert rings == [("all", 100_000, True), ("all", 300_000, True), ("all", 100_000, True), (None, None, None)]
     assert [(call["stacks"], call["context"]) for call in allocator.calls[:-1]] == [
-        ("python", "alloc"), ("python", "all"), ("python", "alloc")]  # who frees is told in the window only
+        ("python", "alloc"),
+        ("python", "all"),
+        ("python", "alloc"),
+    ]  # who frees is told in the window only
     assert {"step 3", "step 3/forward", "step 4/forward"} <= set(allocator.tags)
     written = read_snapshot(tmp_path / "new" / "s.pickle")
     assert protocol(tmp_path / "new" / "s.pickle") == 4 and written["device_traces"] == real["device_traces"]
@@ -220,15 +257,20 @@ def test_an_explanation_that_fails_takes_nothing_with_it(tmp_path, allocator, mo
 
 def without_history(snapshot: dict) -> dict:
     """As torch gives it where nothing was recorded."""
-    segments = [{**segment, "frames": [], "blocks": [{**block, "frames": []} for block in segment["blocks"]]}
-                for segment in snapshot["segments"]]
+    segments = [
+        {**segment, "frames": [], "blocks": [{**block, "frames": []} for block in segment["blocks"]]}
+        for segment in snapshot["segments"]
+    ]
     return {**snapshot, "segments": segments, "device_traces": [[] for _ in snapshot["device_traces"]]}
 
 
 def test_a_gpu_rank_that_does_not_record_explains_itself_too(tmp_path, monkeypatch, real):
     allocator, said = Allocator(monkeypatch, without_history(real)), []
     plan = plan_of(flags(""), World(gpus=1))
-    with pytest.raises(torch.OutOfMemoryError), Instruments(memory_instruments(plan, Window(), said.append), said.append):
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        Instruments(memory_instruments(plan, Window(), said.append), said.append),
+    ):
         allocator.observers[0](0, GIB, 80 * GIB, 0)
         raise torch.OutOfMemoryError
     assert len(said) == 5 and allocator.calls == []
@@ -250,22 +292,38 @@ def test_cpu_ranks_that_do_not_record_are_left_alone():
 
 def test_sites_are_the_users_lines(real):
     name, size, pieces = by_site(held_at_the_end(real))[0]
-    assert re.fullmatch(r".+ \(.+/.+\.py:\d+\)|code without Python frames, such as backward", name) and size > 0 and pieces > 0
+    assert (
+        re.fullmatch(r".+ \(.+/.+\.py:\d+\)|code without Python frames, such as backward", name)
+        and size > 0
+        and pieces > 0
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "held", "unused", "found"),
     [
         ("--micro-batch-size 4", {ACTIVATIONS: 9}, 0, ["--micro-batch-size 2 instead of 4", FULL_RECOMPUTE, "--bf16"]),
-        ("--bf16 --micro-batch-size 2", {ACTIVATIONS: 9}, 0,
-         ["--micro-batch-size 1 instead of 2", FULL_RECOMPUTE, "--grad-reduce-in-bf16"]),
+        (
+            "--bf16 --micro-batch-size 2",
+            {ACTIVATIONS: 9},
+            0,
+            ["--micro-batch-size 1 instead of 2", FULL_RECOMPUTE, "--grad-reduce-in-bf16"],
+        ),
         ("--bf16", {OPTIMIZER: 9}, 0, ["--grad-reduce-in-bf16", FULL_RECOMPUTE]),
         ("--bf16 --grad-reduce-in-bf16", {OPTIMIZER: 9, GRADIENTS: 3}, 0, [FULL_RECOMPUTE]),
-        ("--fp16 --accumulate-allreduce-grads-in-fp32", {WEIGHTS: 9}, 0,
-         ["no --accumulate-allreduce-grads-in-fp32", FULL_RECOMPUTE]),
+        (
+            "--fp16 --accumulate-allreduce-grads-in-fp32",
+            {WEIGHTS: 9},
+            0,
+            ["no --accumulate-allreduce-grads-in-fp32", FULL_RECOMPUTE],
+        ),
         (f"--fp16 {FULL_RECOMPUTE}", {WEIGHTS: 9}, 0, [LAST_RESORT]),
-        ("--fp16 --recompute-granularity full --recompute-method block --recompute-num-layers 1", {ACTIVATIONS: 9}, 0,
-         ["--recompute-num-layers 2 instead of 1"]),
+        (
+            "--fp16 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            {ACTIVATIONS: 9},
+            0,
+            ["--recompute-num-layers 2 instead of 1"],
+        ),
         ("--fp16", {ACTIVATIONS: 9}, 100, [EXPANDABLE, FULL_RECOMPUTE]),
     ],
 )

@@ -46,9 +46,19 @@ def test_views_and_in_place_operations_take_no_memory(tracker):
 
 def test_every_way_to_make_a_tensor_is_seen(tracker):
     made = [
-        torch.empty(7), torch.tensor([1.0, 2.0]), torch.arange(9), torch.ones(3, 4).t().contiguous(), torch.zeros(5).bool(),
-        torch.ones(4) + 1, torch.eye(3).clone(), torch.cat([torch.ones(2), torch.ones(3)]), torch.empty(0).resize_(11),
-        torch.nn.Parameter(torch.zeros(6)), *torch.ones(4, 4).svd(), torch.randn(6).sort().values, torch.zeros(5).half(),
+        torch.empty(7),
+        torch.tensor([1.0, 2.0]),
+        torch.arange(9),
+        torch.ones(3, 4).t().contiguous(),
+        torch.zeros(5).bool(),
+        torch.ones(4) + 1,
+        torch.eye(3).clone(),
+        torch.cat([torch.ones(2), torch.ones(3)]),
+        torch.empty(0).resize_(11),
+        torch.nn.Parameter(torch.zeros(6)),
+        *torch.ones(4, 4).svd(),
+        torch.randn(6).sort().values,
+        torch.zeros(5).half(),
     ]
     assert tracker.live_bytes() == alive(*made)
     live = sum(live_blocks(tracker.snapshot()).values())
@@ -60,8 +70,13 @@ def test_a_storage_that_grows_is_freed_and_taken_anew(tracker):
     grown.resize_(300)
     assert tracker.live_bytes() == alive(grown) == 1200
     actions = [(event["action"], event["size"]) for event in trace(tracker.snapshot())]
-    assert actions == [("segment_alloc", 2 * MIB), ("alloc", 400), ("free_requested", 400), ("free_completed", 400),
-                       ("alloc", 1200)]
+    assert actions == [
+        ("segment_alloc", 2 * MIB),
+        ("alloc", 400),
+        ("free_requested", 400),
+        ("free_completed", 400),
+        ("alloc", 1200),
+    ]
 
 
 def test_what_autograd_saves_is_held_until_backward_has_used_it(tracker):
@@ -101,7 +116,11 @@ def test_stacks_name_the_line_and_the_operation(tracker):
     line = test_stacks_name_the_line_and_the_operation.__code__.co_firstlineno + 1
     [event] = [event for event in trace(tracker.snapshot()) if event["action"] == "alloc"]
     assert event["frames"][0] == {"filename": "??", "line": 0, "name": "aten.zeros.default"}
-    assert event["frames"][1] == {"filename": __file__, "line": line, "name": "test_stacks_name_the_line_and_the_operation"}
+    assert event["frames"][1] == {
+        "filename": __file__,
+        "line": line,
+        "name": "test_stacks_name_the_line_and_the_operation",
+    }
     assert kept is not None and not any("/instruments/memory_" in frame["filename"] for frame in event["frames"])
 
 
@@ -156,7 +175,9 @@ def test_backward_is_named_by_the_module_that_it_belongs_to():
     assert {f"step 1/{phase}/{n}" for phase in ("forward", "backward") for n in "012"} <= found
     made = [e for e in trace(tracker.snapshot()) if e["user_metadata"] == "step 1/forward" and e["action"] == "alloc"]
     assert [e["frames"][0]["name"] for e in made] == ["aten.ones.default", "aten.sum.default"]  # in no module
-    of_backward = [e for e in trace(tracker.snapshot()) if e["user_metadata"] == "step 1/backward/0" and e["action"] == "alloc"]
+    of_backward = [
+        e for e in trace(tracker.snapshot()) if e["user_metadata"] == "step 1/backward/0" and e["action"] == "alloc"
+    ]
     assert {e["frames"][0]["name"] for e in of_backward} >= {"aten.mm.default"}  # the first layer's weight gradient
     assert not torch.nn.modules.module._global_forward_hooks and not torch.nn.modules.module._global_forward_pre_hooks
 
@@ -191,7 +212,9 @@ def test_blocks_fill_segments_and_never_overlap(seed, expandable):
         if held and chance.random() < 0.48:
             layout.release(held.pop(chance.randrange(len(held))))
         else:
-            held.append(Allocation(chance.choice((1, 512, 513, 100_000, MIB, MIB + 1, 9 * MIB, 10 * MIB, 33 * MIB)), "", []))
+            held.append(
+                Allocation(chance.choice((1, 512, 513, 100_000, MIB, MIB + 1, 9 * MIB, 10 * MIB, 33 * MIB)), "", [])
+            )
             layout.place(held[-1])
     check(layout, held)
     other = layout.copy()
@@ -222,7 +245,14 @@ def check(layout: Layout, held: list[Allocation]):
 
 @pytest.mark.parametrize(
     ("size", "segment"),
-    [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB + 1, 12 * MIB)],
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB),
+    ],
 )
 def test_segments_are_as_large_as_cudas(size, segment):
     assert Layout().place(Allocation(size, "", [])).size == segment

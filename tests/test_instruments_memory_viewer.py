@@ -24,11 +24,15 @@ VIZ = Path(os.environ.get("MEMORY_VIZ", "nowhere"))
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (VIZ / "MemoryViz.js").exists(), reason="needs MEMORY_VIZ, a folder with MemoryViz.js and d3.min.js"),
+    pytest.mark.skipif(
+        not (VIZ / "MemoryViz.js").exists(), reason="needs MEMORY_VIZ, a folder with MemoryViz.js and d3.min.js"
+    ),
     pytest.mark.skipif(BROWSER is None, reason="needs chromium"),
 ]
-MODEL = ("--train-iters 4 --num-layers 8 --hidden-size 128 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 4 "
-         "--vocab-size 5000 --record-memory-history --profile-step-start 3 --profile-step-end 5")
+MODEL = (
+    "--train-iters 4 --num-layers 8 --hidden-size 128 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 4 "
+    "--vocab-size 5000 --record-memory-history --profile-step-start 3 --profile-step-end 5"
+)
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 D3 = ["select", "format", "axisLeft", "scaleLinear", "zoom", "zoomIdentity", "brushX"]
 PAGE = """<!DOCTYPE html><html><head><title>nothing yet</title><script src="/d3.min.js"></script>
@@ -50,8 +54,9 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     for name in ("MemoryViz.js", "d3.min.js"):
         shutil.copy(VIZ / name, folder)
-    (folder / "d3.js").write_text("".join(f"export const {name} = globalThis.d3.{name};" for name in D3)
-                                  + "export const event = null;")
+    (folder / "d3.js").write_text(
+        "".join(f"export const {name} = globalThis.d3.{name};" for name in D3) + "export const event = null;"
+    )
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield folder, f"http://127.0.0.1:{server.server_port}/page.html"
@@ -74,11 +79,21 @@ def drawn(site, snapshot: Path, view: str, picture: Path | None = None) -> str:
     imports = json.dumps({"imports": dict.fromkeys(urls, "/d3.js")})
     data = base64.b64encode(snapshot.read_bytes()).decode()
     (folder / "page.html").write_text(PAGE.format(imports=imports, data=data, view=view))
-    browser = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,500",
-               "--virtual-time-budget=30000", f"--user-data-dir={folder / 'browser'}"]
+    browser = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--window-size=1100,500",
+        "--virtual-time-budget=30000",
+        f"--user-data-dir={folder / 'browser'}",
+    ]
     if picture is not None:
         subprocess.run([*browser, f"--screenshot={picture}", address], check=True, capture_output=True, timeout=LIMIT_S)
-    page = subprocess.run([*browser, "--dump-dom", address], check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    page = subprocess.run(
+        [*browser, "--dump-dom", address], check=True, capture_output=True, text=True, timeout=LIMIT_S
+    ).stdout
     assert re.search("<title>(.*?)</title>", page)[1] == "drawn"
     return page
 

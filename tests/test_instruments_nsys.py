@@ -72,7 +72,10 @@ def profiled(argv, run_dir, *watchers) -> list[str]:
 def test_the_window_holds_its_steps_and_their_phases(notes, tmp_path):
     said = profiled(flags("--train-iters 7", WINDOW), tmp_path / "run")
     assert notes.step_names() == ["step 3", "step 4"] and notes.stack == []
-    assert notes.said[:2] == [CAPTURE, "mark rank 0 of 1, window: steps 3-4 of this run"] and notes.said[-1] == f"end of {CAPTURE}"
+    assert (
+        notes.said[:2] == [CAPTURE, "mark rank 0 of 1, window: steps 3-4 of this run"]
+        and notes.said[-1] == f"end of {CAPTURE}"
+    )
     for step in ("step 3", "step 4"):
         assert {said.split("/")[2] for said in notes.said if said.startswith(f"profile/{step}/")} == PHASES
     assert said == ["marked for Nsight Systems: steps 3-4 of this run, rank 0"]
@@ -123,7 +126,12 @@ def test_a_window_that_was_not_reached_leaves_nothing(notes, tmp_path):
 def test_nvtx_ranges_are_for_all_steps(notes, tmp_path):
     profiled(flags("--train-iters 5", WINDOW, "--nvtx-ranges"), tmp_path / "run")
     assert [said for said in notes.said if re.fullmatch(r"(.*/)?step \d+", said)] == [
-        "step 1", "step 2", "profile/step 3", "profile/step 4", "step 5"]
+        "step 1",
+        "step 2",
+        "profile/step 3",
+        "profile/step 4",
+        "step 5",
+    ]
     assert "step 1/forward" in notes.said and notes.stack == []
     notes.said.clear()
     profiled(flags("--train-iters 2 --nvtx-ranges"), tmp_path / "unprofiled")
@@ -131,23 +139,28 @@ def test_nvtx_ranges_are_for_all_steps(notes, tmp_path):
 
 
 def test_ranges_of_a_rank_that_is_not_profiled_start_no_collection(notes):
-    plan = plan_of(flags("--profile --profile-step-start 1 --profile-step-end 3 --nvtx-ranges"), World(1, 2, under_nsys=True))
+    plan = plan_of(
+        flags("--profile --profile-step-start 1 --profile-step-end 3 --nvtx-ranges"), World(1, 2, under_nsys=True)
+    )
     nsys = nsys_range.nsys_range(plan, Window(plan.profile_window), print)
     with Instruments([nsys], print) as watching, watching.step(1), watching.phase(Phase.FORWARD):
         pass
     assert notes.said == ["step 1", "step 1/forward", "end of forward", "end of step 1"]
 
 
-@pytest.mark.parametrize(("words", "world", "made"), [
-    ("--profile", World(), False),  # no tool sees a CPU run that is not under nsys
-    ("--profile", World(under_nsys=True), True),
-    ("--profile", World(gpus=1), True),  # other tools wait for cudaProfilerStart too
-    ("", World(gpus=1, under_nsys=True), False),
-    ("--nvtx-ranges", World(gpus=1), True),
-    ("--profile --use-pytorch-profiler", World(gpus=1), False),
-    ("--profile --profile-ranks 1", World(0, 2, 0, 2, gpus=2), False),
-    ("--profile --profile-ranks 1", World(1, 2, 1, 2, gpus=2), True),
-])
+@pytest.mark.parametrize(
+    ("words", "world", "made"),
+    [
+        ("--profile", World(), False),  # no tool sees a CPU run that is not under nsys
+        ("--profile", World(under_nsys=True), True),
+        ("--profile", World(gpus=1), True),  # other tools wait for cudaProfilerStart too
+        ("", World(gpus=1, under_nsys=True), False),
+        ("--nvtx-ranges", World(gpus=1), True),
+        ("--profile --use-pytorch-profiler", World(gpus=1), False),
+        ("--profile --profile-ranks 1", World(0, 2, 0, 2, gpus=2), False),
+        ("--profile --profile-ranks 1", World(1, 2, 1, 2, gpus=2), True),
+    ],
+)
 def test_who_has_one(words, world, made):
     plan = plan_of(flags("--global-batch-size 4", words), world)
     assert (nsys_range.nsys_range(plan, Window(plan.profile_window), print) is not None) == made
@@ -215,9 +228,20 @@ def test_on_a_gpu_everything_lies_between_start_and_stop(cuda):
             with watching.step(step), watching.phase(Phase.FORWARD):
                 pass
     assert cuda == [
-        "synchronize", "start", CAPTURE, "mark rank 0 of 1, window: step 2 of this run", "operators, shapes True", "profile/step 2",
-        "profile/step 2/forward", "end of forward", "end of step 2", "no operators", "synchronize", f"end of {CAPTURE}",
-        "stop", "marked for Nsight Systems: step 2 of this run, rank 0",
+        "synchronize",
+        "start",
+        CAPTURE,
+        "mark rank 0 of 1, window: step 2 of this run",
+        "operators, shapes True",
+        "profile/step 2",
+        "profile/step 2/forward",
+        "end of forward",
+        "end of step 2",
+        "no operators",
+        "synchronize",
+        f"end of {CAPTURE}",
+        "stop",
+        "marked for Nsight Systems: step 2 of this run, rank 0",
     ]
 
 
@@ -233,14 +257,18 @@ def test_a_profiler_that_fails_is_said_and_training_goes_on(cuda, notes, monkeyp
         for step in (1, 2, 3):
             with watching.step(step), watching.phase(Phase.FORWARD):
                 pass
-    assert len(words) == 1 and words[0].endswith("failed and was switched off; training goes on: profiler is out of order")
+    assert len(words) == 1 and words[0].endswith(
+        "failed and was switched off; training goes on: profiler is out of order"
+    )
     assert notes.stack == [] and ("stop" in cuda) == (fails == "emit_nvtx")  # what had been started is not left on
 
 
 def test_without_nsys_the_loss_is_said(cuda):
     said = []
-    with Instruments([NsysRange(Window(range(1, 2)), "cuda", said.append, under_nsys=False)], said.append) as watching, \
-            watching.step(1):
+    with (
+        Instruments([NsysRange(Window(range(1, 2)), "cuda", said.append, under_nsys=False)], said.append) as watching,
+        watching.step(1),
+    ):
         pass
     [line] = said
     assert line.endswith("step 1 of this run, rank 0; this run is not under nsys, which would have recorded them")
@@ -248,8 +276,10 @@ def test_without_nsys_the_loss_is_said(cuda):
 
 def test_operators_on_a_cpu_are_left_out_with_a_word(notes):
     said = []
-    with Instruments([NsysRange(Window(range(1, 2)), "cpu", said.append, operators=True)], said.append) as watching, \
-            watching.step(1):
+    with (
+        Instruments([NsysRange(Window(range(1, 2)), "cpu", said.append, operators=True)], said.append) as watching,
+        watching.step(1),
+    ):
         pass
     assert said[0].startswith("note: --record-shapes: torch names operators for Nsight Systems on GPUs only")
     assert notes.said[-1] == f"end of {CAPTURE}"
@@ -267,7 +297,9 @@ def test_a_missing_package_is_said(monkeypatch):
         assert isinstance(nvtx_for("cpu"), TorchNvtx)
     else:
         [line] = words
-        assert line.startswith("NsysRange.open failed and was switched off; training goes on: the package nvtx is missing")
+        assert line.startswith(
+            "NsysRange.open failed and was switched off; training goes on: the package nvtx is missing"
+        )
         assert line.endswith("pip install nvtx")
 
 
@@ -326,14 +358,17 @@ def test_the_real_package_can_do_what_we_ask():
 TOOL = "/opt/nvidia/nsight-systems/2025.1/target-linux-x64/libToolsInjection64.so"
 
 
-@pytest.mark.parametrize(("environment", "under"), [
-    ({}, False),
-    ({"NSYS_PROFILING_SESSION_ID": "12"}, True),
-    ({"CUDA_INJECTION64_PATH": TOOL}, True),
-    ({"NVTX_INJECTION64_PATH": TOOL}, True),
-    ({"LD_PRELOAD": "/usr/lib/x/libToolsInjectionProxy64.so:/lib/other.so"}, True),
-    ({"LD_PRELOAD": "/lib/libjemalloc.so", "CUDA_INJECTION64_PATH": "/opt/other/libtool.so"}, False),
-    ({"PATH": "/opt/nvidia/nsight-systems/bin"}, False),
-])
+@pytest.mark.parametrize(
+    ("environment", "under"),
+    [
+        ({}, False),
+        ({"NSYS_PROFILING_SESSION_ID": "12"}, True),
+        ({"CUDA_INJECTION64_PATH": TOOL}, True),
+        ({"NVTX_INJECTION64_PATH": TOOL}, True),
+        ({"LD_PRELOAD": "/usr/lib/x/libToolsInjectionProxy64.so:/lib/other.so"}, True),
+        ({"LD_PRELOAD": "/lib/libjemalloc.so", "CUDA_INJECTION64_PATH": "/opt/other/libtool.so"}, False),
+        ({"PATH": "/opt/nvidia/nsight-systems/bin"}, False),
+    ],
+)
 def test_nsys_is_known_by_what_it_puts_into_the_environment(environment, under):
     assert read_world(0, 1, environment).under_nsys == under

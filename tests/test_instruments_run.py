@@ -10,8 +10,17 @@ from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.phases import Phase
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
-STEP_PHASES = ["data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step",
-               "log"]
+STEP_PHASES = [
+    "data",
+    "data_to_device",
+    "forward",
+    "backward",
+    "grad_sync",
+    "unscale",
+    "clip_grad",
+    "optimizer_step",
+    "log",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,10 +36,23 @@ def group():
 def test_profiling_changes_no_bit(tmp_path, precision):
     argv = flags("--train-iters 6 --eval-interval 2 --eval-iters 1", precision, *DROPOUT)
     quietly([*argv, "--save", str(tmp_path / "off")], tmp_path / "off")
-    quietly([*argv, "--save", str(tmp_path / "on"), *PROFILE.split(), "--pytorch-profiler-collect-shapes",
-             "--pytorch-profiler-collect-callstack", "--pytorch-profiler-collect-memory", "--profile-modules",
-             "--pytorch-profiler-collect-chakra", "--pytorch-profiler-collect-flops", "--timing-log-level", "2"],
-            tmp_path / "on")
+    quietly(
+        [
+            *argv,
+            "--save",
+            str(tmp_path / "on"),
+            *PROFILE.split(),
+            "--pytorch-profiler-collect-shapes",
+            "--pytorch-profiler-collect-callstack",
+            "--pytorch-profiler-collect-memory",
+            "--profile-modules",
+            "--pytorch-profiler-collect-chakra",
+            "--pytorch-profiler-collect-flops",
+            "--timing-log-level",
+            "2",
+        ],
+        tmp_path / "on",
+    )
     off, on = (checkpoint(tmp_path / name, 6) for name in ("off", "on"))
     assert off.keys() == on.keys() and all(same(off[name], on[name]) for name in off if name != "record")
     assert [s["loss"] for s in steps(tmp_path / "off")] == [s["loss"] for s in steps(tmp_path / "on")]
@@ -153,11 +175,19 @@ def test_one_that_fails_does_not_make_others_contexts_last():
 
 
 def test_phases_add_up_to_no_more_than_the_step(tmp_path):
-    quietly(flags("--train-iters 12 --log-interval 3 --eval-interval 4 --eval-iters 1 --save-interval 5 --save",
-                  tmp_path / "save"), tmp_path / "run")
+    quietly(
+        flags(
+            "--train-iters 12 --log-interval 3 --eval-interval 4 --eval-iters 1 --save-interval 5 --save",
+            tmp_path / "save",
+        ),
+        tmp_path / "run",
+    )
     records = steps(tmp_path / "run")
     for record in records:
         assert 0 < sum(record["phases_ms"].values()) <= record["ms"] + 0.01
-        expected = {*STEP_PHASES, *(["eval"] if record["iteration"] % 4 == 0 else []),
-                    *(["save"] if record["iteration"] % 5 == 0 else [])}
+        expected = {
+            *STEP_PHASES,
+            *(["eval"] if record["iteration"] % 4 == 0 else []),
+            *(["save"] if record["iteration"] % 5 == 0 else []),
+        }
         assert set(record["phases_ms"]) == expected

@@ -22,14 +22,29 @@ from megatron_lite.parallel.host_memory import NO_THREAD_CACHE, SmallBlocks, lib
 GLIBC = pytest.mark.skipif(not (libc_version() or "").startswith("glibc"), reason="another C library")
 FIRST, LAST, MIB = 5, 8, 2**20
 # large enough that lost blocks show; about half a second per step
-WORK = ("--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 128 --max-position-embeddings 128 "
-        f"--micro-batch-size 4 --global-batch-size 8 --train-iters {LAST + 1} --no-report")
+WORK = (
+    "--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 128 --max-position-embeddings 128 "
+    f"--micro-batch-size 4 --global-batch-size 8 --train-iters {LAST + 1} --no-report"
+)
 PROFILE = f"--profile --use-pytorch-profiler --profile-step-start {FIRST} --profile-step-end {LAST + 1}"
 
 
 class Mallinfo2(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 def free_blocks() -> int:
@@ -62,8 +77,14 @@ def free_blocks_of_runs() -> tuple[int, int]:
 def of_a_process(call: str) -> tuple[int, ...]:
     """What `call` of a function here prints in a process of its own: this one's heap has free small blocks of others."""
     code = f"import {__name__} as here; print(*here.{call})"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment(), capture_output=True,
-                           text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return tuple(map(int, ended.stdout.split()))
 
 
@@ -115,7 +136,7 @@ def test_starting_again_keeps_the_command(monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "pretrain_gpt.py", "--bf16"])
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     runpy.run_path(str(REPO / "pretrain_gpt.py"))["start_again_for_profiling"]()
-    (program, argv, environ), = started
+    ((program, argv, environ),) = started
     assert (program, argv) == (sys.executable, [sys.executable, "-u", "pretrain_gpt.py", "--bf16"])
     assert environ == {**os.environ, "GLIBC_TUNABLES": NO_THREAD_CACHE}
 
@@ -153,7 +174,9 @@ def test_it_is_there_where_torch_may_record(tmp_path, ways, rooms):
 @GLIBC
 @pytest.mark.slow
 def test_profiled_steps_reuse_freed_memory(tmp_path):
-    ended = pretrain(flags(WORK, PROFILE, "--run-dir", tmp_path, "--tensorboard-dir", tmp_path), under=["env"])  # no fork: a heap of its own
+    ended = pretrain(
+        flags(WORK, PROFILE, "--run-dir", tmp_path, "--tensorboard-dir", tmp_path), under=["env"]
+    )  # no fork: a heap of its own
     assert ended.code == 0, ended.err
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     resident = {line["step"]: line["host_memory_bytes"] for line in lines if "step" in line}

@@ -126,7 +126,11 @@ def test_waiting_for_other_ranks_is_told_apart_from_a_ranks_own_backward(timelin
 def test_own_backward_is_of_the_gpu_or_of_the_host_and_never_mixed():
     host = {"phases": {"backward": 0.5}, "reduce_wait": 0.1}
     arrived = StepTime(1, gpu_phases={"backward": 0.016}, gpu_reduce_wait=0.002, **host)
-    for times, own_ms in (([arrived, StepTime(2, **host)], 14.0), ([StepTime(2, **host)], 400.0), ([StepTime(3)], None)):
+    for times, own_ms in (
+        ([arrived, StepTime(2, **host)], 14.0),
+        ([StepTime(2, **host)], 400.0),
+        ([StepTime(3)], None),
+    ):
         record = gather(times, 0, torch.device("cpu"), ranks=1).record()
         assert record.get("own_backward_ms") == (own_ms and [own_ms])
 
@@ -190,9 +194,16 @@ def test_host_memory_is_the_process_own(tmp_path):
 def figures(**changes) -> RankFigures:
     ranks = 4
     usual = {
-        "first": 11, "last": 20, "steps": [10.0] * ranks, "step_ms": [100.0] * ranks,
-        "gpu_step_ms": [float("nan")] * ranks, "own_backward_ms": [float("nan")] * ranks, "host_memory_bytes": [1e9] * ranks,
-        "peak_memory_bytes": [float("nan")] * ranks, "mean_ms": {}, "gpu_ms": {},
+        "first": 11,
+        "last": 20,
+        "steps": [10.0] * ranks,
+        "step_ms": [100.0] * ranks,
+        "gpu_step_ms": [float("nan")] * ranks,
+        "own_backward_ms": [float("nan")] * ranks,
+        "host_memory_bytes": [1e9] * ranks,
+        "peak_memory_bytes": [float("nan")] * ranks,
+        "mean_ms": {},
+        "gpu_ms": {},
         "host_ms": {"data": [0.1] * ranks, "forward": [30.0] * ranks, "backward": [60.0] * ranks},
     }
     return RankFigures(**usual | changes)
@@ -206,23 +217,28 @@ def said(f: RankFigures) -> list[str]:
 
 def test_a_slow_rank_is_named():
     slow = figures(host_ms={"forward": [30.0, 31.0, 29.0, 35.4]})
-    line = ("   rank 3 is 18% slower than the median rank in forward (35.4 against 30.0 ms per step, iterations 11-20); "
-            "the others wait for it in backward")
+    line = (
+        "   rank 3 is 18% slower than the median rank in forward (35.4 against 30.0 ms per step, iterations 11-20); "
+        "the others wait for it in backward"
+    )
     assert said(slow) == [line]
     two = figures(steps=[10.0, 10.0], step_ms=[100.0] * 2, host_ms={"forward": [40.0, 20.0]})
     assert "rank 0 is 100% slower" in said(two)[0]
 
 
-@pytest.mark.parametrize("quiet", [
-    figures(),
-    figures(host_ms={"forward": [30.0, 30.0, 30.0, 32.9]}),  # below 10%
-    figures(host_ms={"forward": [1.0, 1.0, 1.0, 2.9]}),  # below 2% of the step
-    figures(host_ms={"backward": [60.0, 60.0, 60.0, 90.0]}),  # whoever is fast waits there
-    figures(steps=[10.0, 10.0, 10.0, 2.0], host_ms={"forward": [30.0, 30.0, 30.0, 60.0]}),
-    figures(steps=[5.0], step_ms=[100.0], host_ms={"forward": [60.0], "data": [9.0]}),
-    figures(step_ms=[5.0] * 4, host_ms={"data": [0.9] * 4}),
-    figures(host_ms={"forward": [30.0] * 4}, gpu_ms={"forward": [30.0, float("nan"), 50.0, 30.0]}),
-])
+@pytest.mark.parametrize(
+    "quiet",
+    [
+        figures(),
+        figures(host_ms={"forward": [30.0, 30.0, 30.0, 32.9]}),  # below 10%
+        figures(host_ms={"forward": [1.0, 1.0, 1.0, 2.9]}),  # below 2% of the step
+        figures(host_ms={"backward": [60.0, 60.0, 60.0, 90.0]}),  # whoever is fast waits there
+        figures(steps=[10.0, 10.0, 10.0, 2.0], host_ms={"forward": [30.0, 30.0, 30.0, 60.0]}),
+        figures(steps=[5.0], step_ms=[100.0], host_ms={"forward": [60.0], "data": [9.0]}),
+        figures(step_ms=[5.0] * 4, host_ms={"data": [0.9] * 4}),
+        figures(host_ms={"forward": [30.0] * 4}, gpu_ms={"forward": [30.0, float("nan"), 50.0, 30.0]}),
+    ],
+)
 def test_what_is_usual_is_not_said(quiet):
     assert said(quiet) == []
 
@@ -251,7 +267,10 @@ def test_the_same_is_not_said_again_until_it_has_stopped():
 
 def test_a_rank_that_is_slow_now_and_then_is_no_slow_rank():
     """On a busy machine now this rank is hit and now that one, each time by far."""
-    worth, hit = WorthSaying(), [figures(host_ms={"forward": [30.0] * rank + [180.0] + [30.0] * (3 - rank)}) for rank in (0, 1)]
+    worth, hit = (
+        WorthSaying(),
+        [figures(host_ms={"forward": [30.0] * rank + [180.0] + [30.0] * (3 - rank)}) for rank in (0, 1)],
+    )
     assert [line for _ in range(20) for f in (*hit, *reversed(hit)) for line in worth.of(f)] == []
     assert list(worth.of(figures(steps=[float("nan")] * 4, step_ms=[float("nan")] * 4))) == []
 
@@ -265,28 +284,56 @@ def test_a_rank_that_becomes_slow_after_a_long_time_is_named_soon():
 @pytest.mark.parametrize("which", ["host_memory_bytes", "peak_memory_bytes"])
 def test_growing_memory_is_said_and_counted_anew(which):
     worth, kind = WorthSaying(), "host memory" if which.startswith("host") else "GPU memory"
-    lines = [list(worth.of(figures(last=10 * i, **{which: [1e9, 1e9 + i * 32 * MIB, 1e9 - i, 1e9 + i]})))
-             for i in range(2 * GROWING_INTERVALS + 2)]
+    lines = [
+        list(worth.of(figures(last=10 * i, **{which: [1e9, 1e9 + i * 32 * MIB, 1e9 - i, 1e9 + i]})))
+        for i in range(2 * GROWING_INTERVALS + 2)
+    ]
     assert [len(found) for found in lines] == [0, *([0] * (GROWING_INTERVALS - 1) + [1]) * 2, 0]
     assert lines[GROWING_INTERVALS] == [
-        f"   {kind} of rank 1 grows steadily: by 3.2 MiB per step since iteration 10, to 1.31 GiB"]
+        f"   {kind} of rank 1 grows steadily: by 3.2 MiB per step since iteration 10, to 1.31 GiB"
+    ]
 
 
-@pytest.mark.parametrize(("megabytes", "disturbed"), [
-    ([300.0, 320.0, 340.0, 360.0, 380.0] + [400.0 + index / 100 for index in range(40)], ()),  # caches that fill
-    ([300.0 + index / 100 for index in range(5)] + [500.0 + index / 100 for index in range(40)], ()),  # a single jump
-    ([300.0, 300.0, *(300.0 + 3 * index for index in range(20)), *[300.0] * 30], range(2, 22)),  # a profile's records
-    ([300.0 + index % 2 * 40 for index in range(50)], ()),
-])
+@pytest.mark.parametrize(
+    ("megabytes", "disturbed"),
+    [
+        ([300.0, 320.0, 340.0, 360.0, 380.0] + [400.0 + index / 100 for index in range(40)], ()),  # caches that fill
+        (
+            [300.0 + index / 100 for index in range(5)] + [500.0 + index / 100 for index in range(40)],
+            (),
+        ),  # a single jump
+        (
+            [300.0, 300.0, *(300.0 + 3 * index for index in range(20)), *[300.0] * 30],
+            range(2, 22),
+        ),  # a profile's records
+        ([300.0 + index % 2 * 40 for index in range(50)], ()),
+    ],
+)
 def test_memory_of_which_the_audit_says_that_it_does_not_grow_is_not_called_growing(tmp_path, megabytes, disturbed):
     """The console has a word for it only where the report has a finding."""
     worth = WorthSaying()
-    lines = [line for at, value in enumerate(megabytes)
-             for line in worth.of(figures(last=at, host_memory_bytes=[value * MIB] * 4), at in disturbed)]
+    lines = [
+        line
+        for at, value in enumerate(megabytes)
+        for line in worth.of(figures(last=at, host_memory_bytes=[value * MIB] * 4), at in disturbed)
+    ]
     assert lines == []
-    run(tmp_path, ranks=[{"iterations": [at, at], "steps": [1], "step_ms": [10.0], "phases_ms": {"forward": [9.0]},
-                     "host_memory_bytes": [value * MIB]} for at, value in enumerate(megabytes) if at not in disturbed],
-        steps=ordinary_steps(len(megabytes)), world=1)
+    run(
+        tmp_path,
+        ranks=[
+            {
+                "iterations": [at, at],
+                "steps": [1],
+                "step_ms": [10.0],
+                "phases_ms": {"forward": [9.0]},
+                "host_memory_bytes": [value * MIB],
+            }
+            for at, value in enumerate(megabytes)
+            if at not in disturbed
+        ],
+        steps=ordinary_steps(len(megabytes)),
+        world=1,
+    )
     assert read_run(tmp_path).growths == ()
 
 
@@ -296,14 +343,22 @@ def test_memory_of_which_the_audit_says_that_it_does_not_grow_is_not_called_grow
 def test_a_run_says_its_memory_and_compares_its_one_rank(tmp_path):
     with alone():
         quietly(flags("--train-iters 9 --log-interval 4 --eval-interval 3 --eval-iters 1"), tmp_path)
-        quietly(flags("--train-iters 9 --log-interval 4 --eval-interval 3 --eval-iters 1 --no-step-timeline"),
-                tmp_path / "off")
+        quietly(
+            flags("--train-iters 9 --log-interval 4 --eval-interval 3 --eval-iters 1 --no-step-timeline"),
+            tmp_path / "off",
+        )
     records, found = steps(tmp_path), intervals(tmp_path)
     assert all(record["host_memory_bytes"] > 20 * MIB for record in records)
-    assert [f["iterations"] for f in found] == [[1, 3], [4, 7], [8, 8]] and [f["steps"] for f in found] == [[3], [4], [1]]
+    assert [f["iterations"] for f in found] == [[1, 3], [4, 7], [8, 8]] and [f["steps"] for f in found] == [
+        [3],
+        [4],
+        [1],
+    ]
     for f in found:
         mine = [r for r in records if f["iterations"][0] <= r["iteration"] <= f["iterations"][1]]
-        assert f["phases_ms"]["forward"] == [pytest.approx(np.median([r["phases_ms"]["forward"] for r in mine]), abs=0.002)]
+        assert f["phases_ms"]["forward"] == [
+            pytest.approx(np.median([r["phases_ms"]["forward"] for r in mine]), abs=0.002)
+        ]
         assert f["host_memory_bytes"] == [round(np.median([r["host_memory_bytes"] for r in mine]))]
         assert "gpu_ms" not in f and "peak_memory_bytes" not in f
     off = steps(tmp_path / "off")
@@ -319,7 +374,9 @@ class SlowForward(Instrument):
         return self if name == "forward" else None
 
     def __enter__(self):
-        time.sleep(0.2)  # 2 micro-batches: 400 ms a step, since a busy machine delays either rank by tens of milliseconds
+        time.sleep(
+            0.2
+        )  # 2 micro-batches: 400 ms a step, since a busy machine delays either rank by tens of milliseconds
 
     def __exit__(self, *error):
         pass
@@ -341,11 +398,18 @@ class SlowBackward(Instrument):
 
 
 def one_of_two_is_slow(world, folder):
-    argv = flags("--train-iters 13 --log-interval 4 --timing-log-level 1 --log-timers-to-tensorboard "
-                 "--log-memory-to-tensorboard", f"--tensorboard-dir {folder}/tb")
+    argv = flags(
+        "--train-iters 13 --log-interval 4 --timing-log-level 1 --log-timers-to-tensorboard "
+        "--log-memory-to-tensorboard",
+        f"--tensorboard-dir {folder}/tb",
+    )
     train(argv, Path(folder, "forward"), world, [SlowForward()] if world.rank == 0 else [])
-    train(flags("--train-iters 13 --log-interval 4"), Path(folder, "backward"), world,
-          [SlowBackward()] if world.rank == 1 else [])
+    train(
+        flags("--train-iters 13 --log-interval 4"),
+        Path(folder, "backward"),
+        world,
+        [SlowBackward()] if world.rank == 1 else [],
+    )
 
 
 def test_two_ranks_are_compared(tmp_path):
@@ -374,17 +438,25 @@ def _look_at_slow_forward(found: list[dict], out: str, tensorboard: Path):
         assert f["step_ms"][1] > fast + 100  # the fast one waits for the slow one
         assert len(f["host_memory_bytes"]) == 2
     assert_is_named(out, 0, "forward")
-    block = out[out.index("(min, max) time across ranks (ms):"):].splitlines()[1:5]
-    assert [line.split()[0] for line in block] == ["forward-backward", "all-grads-sync", "optimizer-unscale-and-check-inf", "optimizer-clip-main-grad"]
+    block = out[out.index("(min, max) time across ranks (ms):") :].splitlines()[1:5]
+    assert [line.split()[0] for line in block] == [
+        "forward-backward",
+        "all-grads-sync",
+        "optimizer-unscale-and-check-inf",
+        "optimizer-clip-main-grad",
+    ]
     board = EventAccumulator(str(tensorboard))
     board.Reload()
     least, most = (board.Scalars(name) for name in ("forward-time-min", "forward-time"))
-    assert [event.step for event in most] == [4, 8, 12, 13] and all(a.value + 0.1 < b.value for a, b in zip(least, most))
+    assert [event.step for event in most] == [4, 8, 12, 13] and all(
+        a.value + 0.1 < b.value for a, b in zip(least, most)
+    )
     assert min(event.value for event in board.Scalars("host-memory-bytes")) > 20 * MIB
 
 
 def test_a_failed_run_writes_its_steps_without_the_ranks(tmp_path):
     """Nothing is gathered on the way out, since others may be gone."""
+
     class Fails(Instrument):
         def begin(self, step):
             if step == 6:
@@ -445,8 +517,10 @@ def test_disturbed_steps_are_left_out_of_figures():
 def test_on_a_busy_machine_no_rank_is_called_slow():
     cores = {"core_wait_ms": [1.0, 2.0, 1.0, 30.0], "cpu_ms": [95.0] * 4, "involuntary_switches": [1.0] * 4}
     busy = figures(host_ms={"forward": [30.0, 31.0, 29.0, 60.0]}, cores=cores)
-    line = ("   rank 3 is ready and has no core for 30.0 of 100.0 ms per step (iterations 11-20); other programs or too many "
-            "threads share the machine, and times tell of them too")
+    line = (
+        "   rank 3 is ready and has no core for 30.0 of 100.0 ms per step (iterations 11-20); other programs or too many "
+        "threads share the machine, and times tell of them too"
+    )
     assert said(busy) == [line]
     quiet = figures(host_ms={"forward": [30.0, 31.0, 29.0, 60.0]}, cores=cores | {"core_wait_ms": [1.0] * 4})
     assert "rank 3 is 100% slower" in said(quiet)[0]

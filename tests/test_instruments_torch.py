@@ -30,12 +30,27 @@ from megatron_lite.parallel.recompute import recomputed
 from megatron_lite.phases import Phase
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
-STEP_PHASES = ["data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step",
-               "log"]
-FORWARD = [(0, f"layers.{i} forward") if part is None else (1, f"layers.{i}.{part} forward")
-           for i in range(2) for part in (None, "self_attention", "mlp")]
-BACKWARD = [(0, f"layers.{i} backward") if part is None else (1, f"layers.{i}.{part} backward")
-            for i in (1, 0) for part in (None, "mlp", "self_attention")]
+STEP_PHASES = [
+    "data",
+    "data_to_device",
+    "forward",
+    "backward",
+    "grad_sync",
+    "unscale",
+    "clip_grad",
+    "optimizer_step",
+    "log",
+]
+FORWARD = [
+    (0, f"layers.{i} forward") if part is None else (1, f"layers.{i}.{part} forward")
+    for i in range(2)
+    for part in (None, "self_attention", "mlp")
+]
+BACKWARD = [
+    (0, f"layers.{i} backward") if part is None else (1, f"layers.{i}.{part} backward")
+    for i in (1, 0)
+    for part in (None, "mlp", "self_attention")
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,30 +63,45 @@ def group():
 
 
 def test_the_trace_holds_the_window_and_its_phases(tmp_path):
-    _, out = quietly(flags("--train-iters 7 --global-batch-size 2", PROFILE, "--tensorboard-dir", tmp_path / "tb"),
-                     tmp_path / "run")
+    _, out = quietly(
+        flags("--train-iters 7 --global-batch-size 2", PROFILE, "--tensorboard-dir", tmp_path / "tb"), tmp_path / "run"
+    )
     found = trace(tmp_path / "tb")
     windows = spans(found, r"ProfilerStep#\d+")
     assert [span["name"] for span in windows] == ["ProfilerStep#3", "ProfilerStep#4"]
     twice = [name for name in STEP_PHASES[:4] for _ in range(2)]  # two micro-batches
     for window in windows:
-        inside = [span["name"] for span in spans(found, "|".join(phase.value for phase in Phase))
-                  if window["ts"] <= span["ts"] and span["ts"] + span["dur"] <= window["ts"] + window["dur"]]
+        inside = [
+            span["name"]
+            for span in spans(found, "|".join(phase.value for phase in Phase))
+            if window["ts"] <= span["ts"] and span["ts"] + span["dur"] <= window["ts"] + window["dur"]
+        ]
         assert sorted(inside) == sorted([*twice, *STEP_PHASES[4:]])
     operators = {event["name"] for event in found if event.get("cat") == "cpu_op"}
     assert "aten::addmm" in operators or "aten::linear" in operators
-    assert re.search(r"^profiled steps 3-4 of this run, rank 0: .*/tb/.*_rank0\.\d+\.pt\.trace\.json \(", out,
-                     re.MULTILINE)
-    assert "profiled steps cannot be compared with those before: 3 after the run's first are needed, 1 could be timed." in out
+    assert re.search(
+        r"^profiled steps 3-4 of this run, rank 0: .*/tb/.*_rank0\.\d+\.pt\.trace\.json \(", out, re.MULTILINE
+    )
+    assert (
+        "profiled steps cannot be compared with those before: 3 after the run's first are needed, 1 could be timed."
+        in out
+    )
     assert "trace of rank" not in out  # it found in the trace what it meant to record
 
 
 def test_a_run_that_ends_inside_the_window_writes_what_it_has(tmp_path):
-    _, out = quietly(flags("--train-iters 9 --exit-interval 4 --profile --use-pytorch-profiler",
-                           "--profile-step-start 3 --profile-step-end 8"), tmp_path / "left")
+    _, out = quietly(
+        flags(
+            "--train-iters 9 --exit-interval 4 --profile --use-pytorch-profiler",
+            "--profile-step-start 3 --profile-step-end 8",
+        ),
+        tmp_path / "left",
+    )
     assert steps_of(tmp_path / "left") == [3, 4] and "profiled steps 3-4 of this run" in out and "be compared" in out
-    quietly(flags("--train-iters 4 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 99"),
-            tmp_path / "short")
+    quietly(
+        flags("--train-iters 4 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 99"),
+        tmp_path / "short",
+    )
     assert steps_of(tmp_path / "short") == [3, 4]
 
     class Fails(Instrument):
@@ -81,8 +111,11 @@ def test_a_run_that_ends_inside_the_window_writes_what_it_has(tmp_path):
 
     said = io.StringIO()
     with pytest.raises(KeyboardInterrupt), contextlib.redirect_stdout(said):
-        train(flags("--train-iters 9 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 8"),
-                tmp_path / "failed", watchers=[Fails()])
+        train(
+            flags("--train-iters 9 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 8"),
+            tmp_path / "failed",
+            watchers=[Fails()],
+        )
     assert steps_of(tmp_path / "failed") == [3, 4, 5]
     assert "profiled steps 3-5 of this run (the last one broken off), rank 0: " in said.getvalue()
     assert not torch.autograd._profiler_enabled()
@@ -106,9 +139,16 @@ def test_a_resumed_run_counts_its_own_steps_and_names_both_counts(tmp_path):
 
 
 def test_every_detail_is_where_its_reader_looks_for_it(tmp_path):
-    quietly(flags("--train-iters 5", PROFILE, "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-chakra",
-                  "--pytorch-profiler-collect-memory --pytorch-profiler-collect-flops --profile-gzip",
-                  "--pytorch-profiler-collect-callstack --profile-modules"), tmp_path)
+    quietly(
+        flags(
+            "--train-iters 5",
+            PROFILE,
+            "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-chakra",
+            "--pytorch-profiler-collect-memory --pytorch-profiler-collect-flops --profile-gzip",
+            "--pytorch-profiler-collect-callstack --profile-modules",
+        ),
+        tmp_path,
+    )
     [path] = trace_files(tmp_path)
     assert path.name.endswith(".pt.trace.json.gz")  # what TensorBoard's plugin looks for
     found = events(path)
@@ -147,8 +187,9 @@ def test_large_traces_are_compressed_unless_told_otherwise(tmp_path, monkeypatch
 def model(recompute: bool = False, dropout: float = 0.1) -> GPT:
     torch.manual_seed(1)
     shape = plan_of(flags(f"--hidden-dropout {dropout} --attention-dropout {dropout}")).shape
-    attend = choose_attention("auto", shape, batch=1, device=torch.device("cpu"), dtype=torch.float32, masked=False,
-                              explain=False)
+    attend = choose_attention(
+        "auto", shape, batch=1, device=torch.device("cpu"), dtype=torch.float32, masked=False, explain=False
+    )
     gpt = GPT(shape, attend)
     for layer in gpt.decoder.layers if recompute else ():
         layer.forward = recomputed(layer.forward)
@@ -191,10 +232,20 @@ def test_module_ranges_nest_and_change_no_bit(tmp_path, dropout):
 
 # where a layer's own dropout is undone first, it calls for recomputing; else the MLP does, and what is computed ends in
 # the middle of the MLP, by an exception
-AGAIN_FOR_DROPOUT = [(0, " backward"), (1, ".self_attention recompute"), (1, ".mlp recompute"), (1, ".mlp backward"),
-                     (1, ".self_attention backward")]
-AGAIN_FOR_MLP = [(0, " backward"), (1, ".mlp backward"), (2, ".self_attention recompute"), (2, ".mlp recompute"),
-                 (1, ".self_attention backward")]
+AGAIN_FOR_DROPOUT = [
+    (0, " backward"),
+    (1, ".self_attention recompute"),
+    (1, ".mlp recompute"),
+    (1, ".mlp backward"),
+    (1, ".self_attention backward"),
+]
+AGAIN_FOR_MLP = [
+    (0, " backward"),
+    (1, ".mlp backward"),
+    (2, ".self_attention recompute"),
+    (2, ".mlp recompute"),
+    (1, ".self_attention backward"),
+]
 
 
 @pytest.mark.parametrize(("dropout", "again"), [(0.0, AGAIN_FOR_MLP), (0.1, AGAIN_FOR_DROPOUT)])
@@ -204,8 +255,13 @@ def test_recomputed_layers_show_what_is_computed_twice(tmp_path, dropout, again)
     assert same(list(plain), list(computed))
     assert ranges == FORWARD + [(depth, f"layers.{i}{name}") for i in (1, 0) for depth, name in again]
     found = events(tmp_path / "trace.json")
-    undone = [event["ts"] for event in found if event.get("cat") == "cpu_op" and event["name"].endswith("Backward0")
-              and not event["name"].startswith("autograd::")]
+    undone = [
+        event["ts"]
+        for event in found
+        if event.get("cat") == "cpu_op"
+        and event["name"].endswith("Backward0")
+        and not event["name"].startswith("autograd::")
+    ]
     for span in spans(found, r".* recompute"):  # over before what it recomputed is undone
         assert not any(span["ts"] < at < span["ts"] + span["dur"] for at in undone)
 
@@ -323,6 +379,7 @@ def test_a_profiler_is_off_even_if_stopping_it_fails(tmp_path, monkeypatch):
     out = []
     profiler = TorchProfiler(Window(range(1, 9)), tmp_path, 0, Details(), out.append)
     with Instruments([profiler], out.append) as watching, watching.step(1):
+
         def fail(*arguments):
             raise RuntimeError("an illegal memory access")
 

@@ -57,8 +57,11 @@ def test_a_window_is_half_open_and_counted_from_1():
 def test_an_empty_window_does_nothing():
     window = Window(range(0))
     assert not window and len(window) == 0
-    assert not any(question(step) for step in range(-2, 3)
-                   for question in (window.opens, window.closes, window.disturbs, window.__contains__))
+    assert not any(
+        question(step)
+        for step in range(-2, 3)
+        for question in (window.opens, window.closes, window.disturbs, window.__contains__)
+    )
 
 
 # --- averages
@@ -80,14 +83,19 @@ def elapsed(out: str) -> list[float]:
 
 
 def test_averages_leave_profiled_steps_out_and_say_so(tmp_path):
-    argv = flags("--train-iters 12 --log-interval 4 --log-timers-to-tensorboard --log-throughput --tensorboard-dir",
-                 tmp_path / "tb", "--profile --use-pytorch-profiler --profile-step-start 6 --profile-step-end 8")
+    argv = flags(
+        "--train-iters 12 --log-interval 4 --log-timers-to-tensorboard --log-throughput --tensorboard-dir",
+        tmp_path / "tb",
+        "--profile --use-pytorch-profiler --profile-step-start 6 --profile-step-end 8",
+    )
     _, out = quietly(argv, tmp_path, [Slow(6, 7)])
     assert re.findall(r"time and throughput .*", out) == ["time and throughput leave out 2 profiled steps"]
     records = steps(tmp_path)
     assert [record["step"] for record in records if record.get("profiled")] == [6, 7]
     assert not any("beside_profile" in record for record in records)  # one rank on a CPU
-    inside, others = ([record["ms"] for record in records if record.get("profiled", False) == way] for way in (True, False))
+    inside, others = (
+        [record["ms"] for record in records if record.get("profiled", False) == way] for way in (True, False)
+    )
     assert min(inside) > 500
     assert len(elapsed(out)) == 4 and max(elapsed(out)) < 1.5 * max(others)  # the profiled steps' 500 ms are in none
     ratio = float(re.search(r"profiled steps took ([\d.]+) x", out)[1])
@@ -106,19 +114,42 @@ def scalar(folder: Path, name: str) -> list[int]:
 
 
 def test_an_interval_of_profiled_steps_only_is_not_passed_off_as_others(tmp_path):
-    _, out = quietly(flags("--train-iters 5 --log-interval 1 --profile --use-pytorch-profiler",
-                           "--profile-step-start 3 --profile-step-end 4"), tmp_path, [Slow(3)])
+    _, out = quietly(
+        flags(
+            "--train-iters 5 --log-interval 1 --profile --use-pytorch-profiler",
+            "--profile-step-start 3 --profile-step-end 4",
+        ),
+        tmp_path,
+        [Slow(3)],
+    )
     *_, slow, fourth, fifth = elapsed(out)
-    assert slow > 400 and max(fourth, fifth) < 1.5 * max(record["ms"] for record in steps(tmp_path) if record["step"] != 3)
+    assert slow > 400 and max(fourth, fifth) < 1.5 * max(
+        record["ms"] for record in steps(tmp_path) if record["step"] != 3
+    )
     assert out.count("time and throughput are of 1 profiled step: there was no other since the last line") == 1
 
 
-@pytest.mark.parametrize(("first", "rank", "said"), [
-    (1, None, "profiled steps cannot be compared with those before: 3 after the run's first are needed, 0 could be timed."),
-    (3, 1, "profiled steps cannot be compared with those before: 3 after the run's first are needed, 1 could be timed."),
-    (5, None, "profiled steps took 2.00 x as long as those before: median 200.0 ms of 2 against 100.0 ms of 3"),
-    (5, 1, "profiled steps on rank 1 took 2.00 x as long as those before: median 200.0 ms of 2 against 100.0 ms of 3"),
-])
+@pytest.mark.parametrize(
+    ("first", "rank", "said"),
+    [
+        (
+            1,
+            None,
+            "profiled steps cannot be compared with those before: 3 after the run's first are needed, 0 could be timed.",
+        ),
+        (
+            3,
+            1,
+            "profiled steps cannot be compared with those before: 3 after the run's first are needed, 1 could be timed.",
+        ),
+        (5, None, "profiled steps took 2.00 x as long as those before: median 200.0 ms of 2 against 100.0 ms of 3"),
+        (
+            5,
+            1,
+            "profiled steps on rank 1 took 2.00 x as long as those before: median 200.0 ms of 2 against 100.0 ms of 3",
+        ),
+    ],
+)
 def test_a_ratio_takes_three_steps_before_and_names_its_rank(first, rank, said):
     timeline, words = Timeline(), []
     watcher = Disturbance(Window(range(first, first + 2)), timeline, lambda: 99, words.append, rank=rank)
@@ -129,12 +160,15 @@ def test_a_ratio_takes_three_steps_before_and_names_its_rank(first, rank, said):
     assert words == [said]
 
 
-@pytest.mark.parametrize(("after", "cupti", "said"), [
-    (0.110, {"cupti_planned": True}, True),
-    (0.104, {"cupti_planned": True}, False),
-    (0.110, {}, False),
-    (0.110, {"cupti_on_demand": True}, False),  # it could have been used, and was not
-])
+@pytest.mark.parametrize(
+    ("after", "cupti", "said"),
+    [
+        (0.110, {"cupti_planned": True}, True),
+        (0.104, {"cupti_planned": True}, False),
+        (0.110, {}, False),
+        (0.110, {"cupti_on_demand": True}, False),  # it could have been used, and was not
+    ],
+)
 def test_a_profiler_that_slows_later_steps_down_is_said_once(after, cupti, said):
     timeline, words = Timeline(), []
     watcher = Disturbance(Window(range(10, 12)), timeline, lambda: 99, words.append, **cupti)
@@ -142,8 +176,10 @@ def test_a_profiler_that_slows_later_steps_down_is_said_once(after, cupti, said)
         watcher.begin(step)
         timeline.current = StepTime(step, 0.1 if step < 10 else 0.2 if step < 12 else after)
         watcher.end(step)
-    line = ("steps after the profile take 1.10 x as long as those before it: CUPTI may have stayed attached, which "
-            "TEARDOWN_CUPTI=1 in the environment prevents.")
+    line = (
+        "steps after the profile take 1.10 x as long as those before it: CUPTI may have stayed attached, which "
+        "TEARDOWN_CUPTI=1 in the environment prevents."
+    )
     assert words[1:] == [line] * said and words[0].startswith("profiled steps took 2.00 x")
 
 
@@ -187,7 +223,11 @@ def test_a_live_run_is_profiled_on_demand(tmp_path, eager):
 @pytest.mark.parametrize(
     ("requests", "said", "left"),
     [
-        ({"at2": "many"}, "profile.now: holds no number of steps from 1 to 1000, so nothing is profiled; make it an empty", False),
+        (
+            {"at2": "many"},
+            "profile.now: holds no number of steps from 1 to 1000, so nothing is profiled; make it an empty",
+            False,
+        ),
         ({"at2": "0"}, "profile.now: holds no number of steps", False),
         ({"at7": ""}, "profile.now: the run ends before step 10, so nothing is profiled.", False),
         ({"at8": ""}, "profile.now came too late for this run and stays", True),
@@ -223,6 +263,7 @@ HOSTILE = [put_pipe, put_endless, put_secret, put_huge, os.mkdir, lambda path: p
 @pytest.fixture
 def watcher_of(tmp_path, eager):
     """A rank's watcher of requests, and what it says."""
+
     def make(world: World) -> tuple[OnDemand, list[str]]:
         said = []
         members = choose(plan_of(flags("--train-iters 99"), world), tmp_path, Timeline(), said.append)
@@ -251,7 +292,9 @@ def test_a_request_that_is_a_trap_is_refused_once(tmp_path, watcher_of, put):
     watcher.close(None)
     [line] = said
     wrong = r"holds no number of steps from 1 to 1000|cannot be read \((Not a regular file|Is a directory)\)"
-    assert re.fullmatch(rf"\S+/profile.now: ({wrong}), so nothing is profiled; make it an empty file for 2 steps, or .*", line)
+    assert re.fullmatch(
+        rf"\S+/profile.now: ({wrong}), so nothing is profiled; make it an empty file for 2 steps, or .*", line
+    )
     assert "swordfish" not in line and not watcher.window.on_demand
     assert os.path.lexists(tmp_path / "profile.now") == (put is os.mkdir)
     if put is os.mkdir:
@@ -276,13 +319,16 @@ def test_a_trap_beside_a_file_that_is_replaced_is_removed(tmp_path, watcher_of, 
     put(tmp_path / ".profile.next.partial")
     write_atomically(tmp_path / "profile.next", "7 9")
     assert (tmp_path / "profile.next").read_text() == "7 9" and "7" not in "".join(
-        path.read_text() for path in tmp_path.glob("secret"))
+        path.read_text() for path in tmp_path.glob("secret")
+    )
 
 
 @pytest.mark.parametrize("put", [*HOSTILE[:3], os.mkdir])
 def test_a_steps_file_that_is_a_trap_ends_the_run_in_one_line(tmp_path, watcher_of, put):
     put(tmp_path / "steps.jsonl")
-    with pytest.raises(UserError, match=r"^\S+/steps.jsonl: cannot be written \((Not a regular file|Is a directory)\); move it away"):
+    with pytest.raises(
+        UserError, match=r"^\S+/steps.jsonl: cannot be written \((Not a regular file|Is a directory)\); move it away"
+    ):
         StepsFile(tmp_path)
 
 
@@ -296,7 +342,11 @@ GPU, UNDER_NSYS, BOTH = World(gpus=1), World(under_nsys=True), World(gpus=1, und
         ("", BOTH, [OnDemand, Disturbance, Timeline]),  # nothing could record, which is what OnDemand says when asked
         ("", UNDER_NSYS, [OnDemand, Disturbance, TorchProfiler, Timeline]),
         ("--profile", BOTH, [OnDemand, Disturbance, NsysRange, Timeline]),
-        ("--profile", UNDER_NSYS, [OnDemand, Disturbance, NsysRange, TorchProfiler, Timeline]),  # the last on demand only
+        (
+            "--profile",
+            UNDER_NSYS,
+            [OnDemand, Disturbance, NsysRange, TorchProfiler, Timeline],
+        ),  # the last on demand only
         ("", World(rank=1, size=2, local_rank=1, local_size=2, gpus=2, under_nsys=True), [Timeline]),
         ("--profile", GPU, [OnDemand, Disturbance, NsysRange, TorchProfiler, Timeline]),  # the last one on demand only
         ("--profile --use-pytorch-profiler --no-profile-on-demand", GPU, [Disturbance, TorchProfiler, Timeline]),
@@ -313,14 +363,20 @@ def test_who_watches(tmp_path, words, world, watchers):
 
 def test_on_demand_under_nsys_on_a_gpu_is_refused_or_of_memory_only(tmp_path, eager):
     """Made for a GPU's plan, asked on the CPU: which line is said does not depend on what records."""
-    refused = ("profile.now: nsys holds the GPU's counters in this run and collects the planned window only, so nothing is "
-               "profiled; start the run without nsys to profile on demand.")
+    refused = (
+        "profile.now: nsys holds the GPU's counters in this run and collects the planned window only, so nothing is "
+        "profiled; start the run without nsys to profile on demand."
+    )
     taken = "taken: nsys holds the GPU's counters, so only memory is recorded in steps 5-6 of this run."
     record = f"--record-memory-history --memory-snapshot-path {tmp_path}/s.pickle"
     for words, line in (("", refused), (record, taken)):
         said = []
-        made = choose(plan_of(flags("--profile --profile-step-start 20 --profile-step-end 22 --train-iters 99", words), BOTH),
-                      tmp_path, Timeline(), said.append)
+        made = choose(
+            plan_of(flags("--profile --profile-step-start 20 --profile-step-end 22 --train-iters 99", words), BOTH),
+            tmp_path,
+            Timeline(),
+            said.append,
+        )
         [watcher] = [member for member in made if isinstance(member, OnDemand)]
         (tmp_path / "profile.now").touch()
         watcher.begin(3)
@@ -349,11 +405,15 @@ class Nvtx:
 
 
 def test_memory_on_demand_leaves_the_planned_file_its_name(tmp_path, eager):
-    argv = flags("--train-iters 12 --record-memory-history --profile-step-start 8 --profile-step-end 10 "
-                 "--memory-snapshot-path", tmp_path / "s.pickle")
+    argv = flags(
+        "--train-iters 12 --record-memory-history --profile-step-start 8 --profile-step-end 10 --memory-snapshot-path",
+        tmp_path / "s.pickle",
+    )
     _, out = quietly(argv, tmp_path / "run", [Asks(tmp_path / "run", at2="1")])
     assert {path.name: steps_in_snapshot(path) for path in tmp_path.glob("*.pickle")} == {
-        "s.pickle": [8, 9], "s_steps5-5.pickle": [5]}
+        "s.pickle": [8, 9],
+        "s_steps5-5.pickle": [5],
+    }
     assert captures(tmp_path / "run") == [[5]]  # and a trace, which nobody planned
     assert out.count("memory snapshot: ") == 2
     quietly(flags("--train-iters 12"), tmp_path / "plain")
@@ -387,8 +447,13 @@ def train_all_and_on_request(world, words):
 
 
 def test_each_profiled_rank_has_its_own_trace_of_the_same_steps(tmp_path):
-    argvs = [flags("--train-iters 5 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5",
-                   f"--profile-ranks {ranks}") for ranks in ("-1", "1", "0")]
+    argvs = [
+        flags(
+            "--train-iters 5 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5",
+            f"--profile-ranks {ranks}",
+        )
+        for ranks in ("-1", "1", "0")
+    ]
     argvs.append(flags("--train-iters 14 --profile-ranks -1 --log-interval 7"))
     on_ranks("test_instruments_window:train_all_and_on_request", tmp_path, json.dumps(argvs))
     assert steps_of(tmp_path / "run0", 0) == steps_of(tmp_path / "run0", 1) == [3, 4]

@@ -141,7 +141,9 @@ def test_our_own_script_is_read_whatever_it_is_given(monkeypatch):
     files = ["no/CKPT", "no/TB", "no/VOCAB", "no/MERGES", "no/DATA"]
     plain = read_launch_script(OUR_SCRIPT, files)
     assert plain.ranks == Ranks(1, 1) and not plain.under_nsys
-    assert plain.flags[:4] == ("--num-layers", "24", "--hidden-size", "1024") and "--use-pytorch-profiler" in plain.flags
+    assert (
+        plain.flags[:4] == ("--num-layers", "24", "--hidden-size", "1024") and "--use-pytorch-profiler" in plain.flags
+    )
     assert plain.flags[plain.flags.index("--data-path") + 1] == "no/DATA"
     assert plain.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     monkeypatch.setenv("GPUS_PER_NODE", "4")
@@ -224,7 +226,9 @@ def test_launchers_and_shells(script, text, ranks, flags):
 
 def test_what_it_sources_belongs_to_it(script):
     Path("lib").mkdir()
-    Path("lib/settings.sh").write_text('echo "$0" >/dev/null\nLAYERS=7\nhelper() { echo "--by ${BASH_SOURCE[0]##*/} ${BASH_SOURCE##*/}"; }\n')
+    Path("lib/settings.sh").write_text(
+        'echo "$0" >/dev/null\nLAYERS=7\nhelper() { echo "--by ${BASH_SOURCE[0]##*/} ${BASH_SOURCE##*/}"; }\n'
+    )
     name = script('here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\nsource "$here/lib/settings.sh"; . no/such/file\n'
                   "torchrun pretrain_gpt.py --num-layers $LAYERS $(helper)\n")  # fmt: skip
     assert read_launch_script(name, []).flags == ("--num-layers", "7", "--by", "settings.sh", "settings.sh")
@@ -234,7 +238,11 @@ def test_the_environment_is_the_trainers(script, monkeypatch):
     monkeypatch.setenv("OF_THE_USER", "two\nlines")
     name = script("export NCCL_DEBUG=INFO; NOT_EXPORTED=1; OMP_NUM_THREADS=3 torchrun pretrain_gpt.py\n")
     environment = read_launch_script(name, []).environment
-    assert (environment["NCCL_DEBUG"], environment["OMP_NUM_THREADS"], environment["OF_THE_USER"]) == ("INFO", "3", "two\nlines")
+    assert (environment["NCCL_DEBUG"], environment["OMP_NUM_THREADS"], environment["OF_THE_USER"]) == (
+        "INFO",
+        "3",
+        "two\nlines",
+    )
     assert "NOT_EXPORTED" not in environment
 
 
@@ -253,7 +261,10 @@ SYNTAX = "syntax error near unexpected token"
             "#!/bin/bash\nA=1\n\nexport B=2\n\nSAVE=<Specify path>\ntorchrun pretrain_gpt.py --save $SAVE",
             f"launch.sh: bash cannot read line 6: SAVE=<Specify path> ({SYNTAX} `newline'); put a value there.",
         ),
-        ("echo hi\ntorchrun pretrain_gpt.py <it>", f"line 2: torchrun pretrain_gpt.py <it> ({SYNTAX} `newline'); put a value there."),
+        (
+            "echo hi\ntorchrun pretrain_gpt.py <it>",
+            f"line 2: torchrun pretrain_gpt.py <it> ({SYNTAX} `newline'); put a value there.",
+        ),
         ("echo hi (; done\ntorchrun pretrain_gpt.py", f"line 1: echo hi (; done ({SYNTAX} `('); mend the script."),
         ("if true; then\ntorchrun pretrain_gpt.py", "launch.sh: bash cannot read line "),
         ('eval "x=<a> ("', "(the script says so, exit code"),  # its own eval: the file itself can be read
@@ -332,7 +343,8 @@ def test_training_in_a_loop_or_in_the_background_is_found(script, after):
 
 
 @pytest.mark.parametrize(
-    "job", ["read -r x <fifo", "(while :; do read -r x <fifo; done) >/dev/null 2>&1", "set -m; (read -r x <fifo) >/dev/null"]
+    "job",
+    ["read -r x <fifo", "(while :; do read -r x <fifo; done) >/dev/null 2>&1", "set -m; (read -r x <fifo) >/dev/null"],
 )
 def test_every_process_is_ended(script, job, tmp_path, monkeypatch):
     """Whether plan finds the training, refuses the script, or is interrupted."""
@@ -356,7 +368,9 @@ def test_every_process_is_ended(script, job, tmp_path, monkeypatch):
 def test_what_a_script_prints_is_kept_up_to_a_limit(script, monkeypatch):
     """Of 40 MB in one command only the end, as a refusal stands there."""
     tracemalloc.start()
-    assert "the end (the script says so, exit code 1)" in said(script("printf '%040000000d\\n' 1; echo the end; exit 1\n"))
+    assert "the end (the script says so, exit code 1)" in said(
+        script("printf '%040000000d\\n' 1; echo the end; exit 1\n")
+    )
     assert tracemalloc.get_traced_memory()[1] < 4e6
     tracemalloc.stop()
 

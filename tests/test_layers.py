@@ -22,7 +22,23 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"app", "cli"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
-WITHOUT_TORCH = {"terminal", "rank_errors", "errors", "units", "phases", "notable", "live_line", "variables", "process_state", "config", "run_folder", "estimate", "analysis", "report", "cli"}
+WITHOUT_TORCH = {
+    "terminal",
+    "rank_errors",
+    "errors",
+    "units",
+    "phases",
+    "notable",
+    "live_line",
+    "variables",
+    "process_state",
+    "config",
+    "run_folder",
+    "estimate",
+    "analysis",
+    "report",
+    "cli",
+}
 READERS = {"analysis", "report", "cli"}  # they meet the trainer only in files
 TRAINERS = {"model", "parallel", "optim", "instruments", "train", "rehearsal", "app"}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60

@@ -49,8 +49,12 @@ def test_16_bit_kernels_round_no_more_than_what_they_store(dtype, spread):
     each probability by up to twice as much."""
     q, k, v = (spread * heads(4, seed, length=32, dtype=torch.float64) for seed in (1, 2, 3))
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    exact, spread_of_values = (explicit_attention(q.double(), k.double(), values.double(), None, 0.0, 1, fp32_softmax=False,
-                                                  scale_by_layer=False) for values in (v, v.abs()))
+    exact, spread_of_values = (
+        explicit_attention(
+            q.double(), k.double(), values.double(), None, 0.0, 1, fp32_softmax=False, scale_by_layer=False
+        )
+        for values in (v, v.abs())
+    )
     largest_score = (q.double() @ k.double().transpose(-2, -1)).abs().max() / q.shape[-1] ** 0.5
     unit = torch.finfo(dtype).eps / 2 * spread_of_values
     flash = sdpa_attention(q, k, v, None, 0.0, 1, backend=SDPBackend.FLASH_ATTENTION, expand=False)
@@ -203,13 +207,22 @@ def test_kernels_on_a_gpu_equal_the_explicit_one(backend, masked):
 
 
 def test_auto_means_the_explicit_kernel_where_that_is_preferred():
-    chosen = choose_attention("auto", PLAIN, batch=2, device="cpu", dtype=torch.bfloat16, masked=False, prefer_explicit=True, explain=True)
+    chosen = choose_attention(
+        "auto", PLAIN, batch=2, device="cpu", dtype=torch.bfloat16, masked=False, prefer_explicit=True, explain=True
+    )
     assert chosen.name == "explicit" and "slower for so few positions" in chosen.why_not[0]
 
 
-@pytest.mark.parametrize(("precision", "device", "positions", "masked", "faster"), [
-    ("bf16", "cpu", 512, False, True), ("bf16", "cpu", 513, False, False), ("fp32", "cpu", 64, False, False),
-    ("bf16", "cuda", 64, False, False), ("bf16", "cpu", 64, True, False)])
+@pytest.mark.parametrize(
+    ("precision", "device", "positions", "masked", "faster"),
+    [
+        ("bf16", "cpu", 512, False, True),
+        ("bf16", "cpu", 513, False, False),
+        ("fp32", "cpu", 64, False, False),
+        ("bf16", "cuda", 64, False, False),
+        ("bf16", "cpu", 64, True, False),
+    ],
+)
 def test_it_is_preferred_for_short_sequences_in_bf16_on_a_cpu(precision, device, positions, masked, faster):
     assert explicit_is_faster(replace(PLAIN, seq_length=positions), precision, device, masked) == faster
 

@@ -61,7 +61,9 @@ def test_trials_run_forward_and_backward_on_numbers_like_the_models(monkeypatch)
     """Both kernels that a CPU has."""
     calls = []
     inner = attention_race.sdpa_attention
-    monkeypatch.setattr(attention_race, "sdpa_attention", lambda q, *more, **how: calls.append((q, how)) or inner(q, *more, **how))
+    monkeypatch.setattr(
+        attention_race, "sdpa_attention", lambda q, *more, **how: calls.append((q, how)) or inner(q, *more, **how)
+    )
     [probe] = attend._probes(PLAIN, 2, CPU, torch.float32, masked=False)
     for trial in trials_of(probe, ("flash", "math")).values():
         assert trial() is None

@@ -28,7 +28,9 @@ def results(losses, dtype):
 
 
 def compiled(backend="aot_eager"):
-    return partial(fused_token_losses, pieces=Pieces(*(torch.compile(f, backend=backend, dynamic=False) for f in Pieces())))
+    return partial(
+        fused_token_losses, pieces=Pieces(*(torch.compile(f, backend=backend, dynamic=False) for f in Pieces()))
+    )
 
 
 WAYS = {
@@ -56,7 +58,9 @@ def test_small_gradients_survive_fp16_with_the_loss_scale(way):
     mean, scale = 1 / 32768, 2.0**12
     (WAYS[way]()(hidden, weight, labels).sum() * mean * scale).backward()
     exact = made(torch.float64)
-    (F.cross_entropy(F.linear(exact[0], exact[1]).flatten(0, 1), labels.flatten(), reduction="sum") * mean * scale).backward()
+    (
+        F.cross_entropy(F.linear(exact[0], exact[1]).flatten(0, 1), labels.flatten(), reduction="sum") * mean * scale
+    ).backward()
     for mine, theirs in ((hidden, exact[0]), (weight, exact[1])):
         assert (mine.grad.double() - theirs.grad).norm() < 5e-3 * theirs.grad.norm()
 
@@ -92,7 +96,9 @@ def test_inductor_stores_nothing_of_the_logits_size(monkeypatch):
     from torch._inductor.graph import GraphLowering
 
     inner = GraphLowering.codegen
-    monkeypatch.setattr(GraphLowering, "codegen", lambda self: (found := inner(self), sources.append(str(found[0].value)))[0])
+    monkeypatch.setattr(
+        GraphLowering, "codegen", lambda self: (found := inner(self), sources.append(str(found[0].value)))[0]
+    )
     with torch._inductor.utils.fresh_cache():
         results(compiled("inductor"), torch.bfloat16)
     stored = [line for text in sources for line in text.splitlines() if "= empty_strided" in line and "((" in line]

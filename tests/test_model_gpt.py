@@ -77,8 +77,10 @@ def test_rope_sees_only_distances(name):
     x_BNTD, y_BNTD = torch.randn(2, 1, 1, 1, shape.kv_channels)
 
     def score(first: int, second: int) -> torch.Tensor:
-        turned = [rotate(v, *rotary_tables(torch.tensor([[p]]), shape), shape.rotary_interleaved)
-                  for v, p in ((x_BNTD, first), (y_BNTD, second))]
+        turned = [
+            rotate(v, *rotary_tables(torch.tensor([[p]]), shape), shape.rotary_interleaved)
+            for v, p in ((x_BNTD, first), (y_BNTD, second))
+        ]
         return (turned[0] * turned[1]).sum()
 
     torch.testing.assert_close(score(3, 7), score(23, 27))

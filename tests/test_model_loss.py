@@ -49,7 +49,9 @@ def test_small_gradients_survive_fp16_with_the_loss_scale():
     mean, scale = 1 / 32768, 2.0**12
     (token_losses(hidden, weight, labels).sum() * mean * scale).backward()
     exact = made(torch.float64)
-    (F.cross_entropy(F.linear(exact[0], exact[1]).flatten(0, 1), labels.flatten(), reduction="sum") * mean * scale).backward()
+    (
+        F.cross_entropy(F.linear(exact[0], exact[1]).flatten(0, 1), labels.flatten(), reduction="sum") * mean * scale
+    ).backward()
     for mine, theirs in ((hidden, exact[0]), (weight, exact[1])):
         assert (mine.grad.double() - theirs.grad).norm() < 5e-3 * theirs.grad.norm()
 

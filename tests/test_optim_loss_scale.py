@@ -40,8 +40,11 @@ class Rules:
 @pytest.mark.parametrize("seed", range(6))
 def test_thousands_of_random_updates(seed):
     draw = random.Random(seed)
-    settings = {"minimum": draw.choice([1.0, 0.25, 64.0]), "window": draw.choice([1, 2, 5, 20]),
-                "hysteresis": draw.choice([1, 2, 3, 7])}
+    settings = {
+        "minimum": draw.choice([1.0, 0.25, 64.0]),
+        "window": draw.choice([1, 2, 5, 20]),
+        "hysteresis": draw.choice([1, 2, 3, 7]),
+    }
     rules = Rules(scale=2.0**10, **settings)
     ours = DynamicLossScale(2.0**10, settings["minimum"], settings["window"], settings["hysteresis"], CPU)
     for _ in range(3000):
@@ -50,7 +53,10 @@ def test_thousands_of_random_updates(seed):
         ours.update(torch.tensor(overflow))
         rules.update(overflow)
         assert (ours.scale.item(), ours.growth_tracker.item(), ours.hysteresis_tracker.item()) == (
-            rules.scale, rules.clean, rules.left)
+            rules.scale,
+            rules.clean,
+            rules.left,
+        )
 
 
 def test_from_2_32_to_2_16_takes_17_overflows():
@@ -94,11 +100,18 @@ def test_a_fixed_scale_has_nothing_to_be_saved():
     assert LossScale(128.0, CPU).tensors() == {}
 
 
-@pytest.mark.parametrize("words, kind, scale", [
-    ("--fp16", DynamicLossScale, 2.0**32), ("--fp16 --initial-loss-scale 4096", DynamicLossScale, 4096.0),
-    ("--fp16 --loss-scale 64", LossScale, 64.0), ("--fp16 --loss-scale 0", DynamicLossScale, 2.0**32), ("--bf16 --loss-scale 8", LossScale, 8.0),
-    ("--bf16", type(None), None), ("", type(None), None),
-])
+@pytest.mark.parametrize(
+    "words, kind, scale",
+    [
+        ("--fp16", DynamicLossScale, 2.0**32),
+        ("--fp16 --initial-loss-scale 4096", DynamicLossScale, 4096.0),
+        ("--fp16 --loss-scale 64", LossScale, 64.0),
+        ("--fp16 --loss-scale 0", DynamicLossScale, 2.0**32),
+        ("--bf16 --loss-scale 8", LossScale, 8.0),
+        ("--bf16", type(None), None),
+        ("", type(None), None),
+    ],
+)
 def test_which_precision_has_which_scale(words, kind, scale):
     made = make_loss_scale(plan_of(flags(words)), CPU)
     assert type(made) is kind and (made is None or made.scale.item() == scale)

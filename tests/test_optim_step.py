@@ -74,7 +74,9 @@ def compare(plan, reference, infs=(), dtype=torch.float32, steps=20) -> tuple[fl
         if not skip:
             assert float(update.grad_norm) == pytest.approx(norm, rel=1e-5)
         assert int(optimizer.good_samples) == reference.good
-        worst = max(worst, max((m - r).abs().max().item() for m, r in zip(optimizer.weights.masters, reference.weights)))
+        worst = max(
+            worst, max((m - r).abs().max().item() for m, r in zip(optimizer.weights.masters, reference.weights))
+        )
     return worst, optimizer
 
 
@@ -103,7 +105,9 @@ def test_fp16_step_with_infs_is_the_plain_one(clip, dtype):
         assert torch.equal(model, master.to(model.dtype)), "the model is the rounded masters"
 
 
-@pytest.mark.parametrize("words, dtype", [("", torch.float32), ("--bf16", torch.bfloat16), ("--fp16 --loss-scale 128", torch.float16)])
+@pytest.mark.parametrize(
+    "words, dtype", [("", torch.float32), ("--bf16", torch.bfloat16), ("--fp16 --loss-scale 128", torch.float16)]
+)
 def test_other_precisions_are_the_plain_step(words, dtype):
     worst, _ = compare(plan_of(flags(ADAM, words)), Plainly(parameters(dtype), adamw, 1.0, linear_lr), dtype=dtype)
     assert worst < 1e-6
@@ -160,8 +164,12 @@ def test_matrices_decay_and_vectors_do_not():
 @pytest.mark.parametrize("words, dtype", [("", torch.float32), ("--fp16 --initial-loss-scale 64", torch.float16)])
 def test_sgd_is_torchs_plain_sgd(momentum, words, dtype):
     plan = plan_of(flags("--train-iters 20 --optimizer sgd --weight-decay 0.1", f"--sgd-momentum {momentum}", words))
-    reference = Plainly(parameters(dtype), lambda groups: torch.optim.SGD(
-        groups, lr=0.0, momentum=momentum, weight_decay=0.1, foreach=False), 1.0, linear_lr)
+    reference = Plainly(
+        parameters(dtype),
+        lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=momentum, weight_decay=0.1, foreach=False),
+        1.0,
+        linear_lr,
+    )
     worst, _ = compare(plan, reference, INFS if words else (), dtype)
     assert worst < 1e-6
 
@@ -170,6 +178,7 @@ def growing(style):
     def decay_of(good):
         share = good / (20 * SAMPLES)
         return 0.02 + (0.5 - 0.02) * (share if style == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - share))))
+
     return decay_of
 
 
@@ -177,10 +186,17 @@ def growing(style):
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("words, dtype", [("", torch.float32), ("--fp16 --initial-loss-scale 64", torch.float16)])
 def test_a_growing_weight_decay_is_applied(style, optimizer, words, dtype):
-    plan = plan_of(flags("--train-iters 20 --start-weight-decay 0.02 --end-weight-decay 0.5 --adam-beta2 0.95",
-                         f"--weight-decay-incr-style {style} --optimizer {optimizer}", words))
+    plan = plan_of(
+        flags(
+            "--train-iters 20 --start-weight-decay 0.02 --end-weight-decay 0.5 --adam-beta2 0.95",
+            f"--weight-decay-incr-style {style} --optimizer {optimizer}",
+            words,
+        )
+    )
+
     def make(groups):
         return adamw(groups) if optimizer == "adam" else torch.optim.SGD(groups, lr=0.0, momentum=0.9, foreach=False)
+
     reference = Plainly(parameters(dtype), make, 1.0, linear_lr, growing(style))
     worst, _ = compare(plan, reference, INFS if words else (), dtype)
     assert worst < 1e-6
@@ -203,7 +219,11 @@ def test_skipped_steps_do_not_advance_the_schedule():
 
 
 def test_a_state_goes_on_bitwise():
-    for words, dtype in (("--fp16 --initial-loss-scale 64", torch.float16), ("", torch.float32), ("--optimizer sgd", torch.float32)):
+    for words, dtype in (
+        ("--fp16 --initial-loss-scale 64", torch.float16),
+        ("", torch.float32),
+        ("--optimizer sgd", torch.float32),
+    ):
         plan = plan_of(flags(ADAM, words))
         one = Optimizer(plan, parameters(dtype), CPU)
         for step in range(4):
@@ -222,8 +242,12 @@ def test_a_state_goes_on_bitwise():
 @pytest.mark.parametrize("batch", [4, 8])
 def test_rates_are_those_of_the_exact_sample_count(batch):
     """A run of another global batch size has left a count that is no multiple of this one's."""
-    plan = plan_of(flags(f"--global-batch-size {batch} --train-iters 10 --lr-decay-style cosine --start-weight-decay 0",
-                         "--end-weight-decay 0.5 --weight-decay-incr-style linear"))
+    plan = plan_of(
+        flags(
+            f"--global-batch-size {batch} --train-iters 10 --lr-decay-style cosine --start-weight-decay 0",
+            "--end-weight-decay 0.5 --weight-decay-incr-style linear",
+        )
+    )
     weights = [nn.Parameter(torch.ones(2, 2))]
     optimizer = Optimizer(plan, weights, CPU)
     optimizer.tensors(["weight"])["optimizer.good_samples"].fill_(20)

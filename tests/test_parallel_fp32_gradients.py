@@ -79,6 +79,8 @@ def test_buckets_are_parts_of_one_tensor(order):
             for parameter in parameters:
                 parameter.grad = None
             sums.clear()
-    assert [len(tensor) for tensor in reduced[1:3]] == [sum(32 * (1 + (p.numel() > 32)) for p in bucket) for bucket in buckets[1]]
+    assert [len(tensor) for tensor in reduced[1:3]] == [
+        sum(32 * (1 + (p.numel() > 32)) for p in bucket) for bucket in buckets[1]
+    ]
     one_tensor = len({tensor.untyped_storage().data_ptr() for tensor in reduced}) == 1
     assert one_tensor == (order == [2, 1, 0])

@@ -28,9 +28,13 @@ from megatron_lite.parallel.post import Post, Whereabouts, post_of
 from megatron_lite.parallel.verdict import CLOSED
 from megatron_lite.phases import Phase
 
-RESET = RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:5537: Connection reset by peer. "
-                     "This is typically caused by a remote worker hanging")
-LATE_ERROR = RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete")
+RESET = RuntimeError(
+    "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:5537: Connection reset by peer. "
+    "This is typically caused by a remote worker hanging"
+)
+LATE_ERROR = RuntimeError(
+    "[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
+)
 
 
 class Recorder:
@@ -65,7 +69,9 @@ def ranks(monkeypatch):
         for rank, other in enumerate(others, start=1):
             Board(store, rank, 1 + len(others)).pin(other)
         world = World(0, 1 + len(others), 0, 1 + len(others))
-        made.append(presence.Presence(world, store, recorder or Recorder(), limit_s, tell, **({"backstop": False} | more)))
+        made.append(
+            presence.Presence(world, store, recorder or Recorder(), limit_s, tell, **({"backstop": False} | more))
+        )
         made[-1].start()
         return made[-1]
 
@@ -93,7 +99,9 @@ def test_the_first_to_ask_speaks_for_all():
     first, second = (Inquiry(World(rank, 3), Board(store, rank, 3), 60.0, ends_record=False) for rank in (0, 1))
     Board(store, 2, 3).pin(post(left="ValueError: no"))
     said, repeated = first.into(CLOSED, post(), None), second.into(CLOSED, post(), None)
-    assert str(said) == str(repeated) and str(said).startswith("rank 2 ended in the start, before the first step, with ValueError: no")
+    assert str(said) == str(repeated) and str(said).startswith(
+        "rank 2 ended in the start, before the first step, with ValueError: no"
+    )
     assert (said.told, repeated.told, said.exit_code) == (False, True, 1)
 
 
@@ -117,11 +125,17 @@ def test_states_of_processes(tmp_path, monkeypatch):
         wait_until(lambda: process_state.process_state(child.pid) == "stopped")
     finally:
         child.kill()
-    wait_until(lambda: process_state.process_state(child.pid) == "dead")  # though nobody has asked for its exit code yet
+    wait_until(
+        lambda: process_state.process_state(child.pid) == "dead"
+    )  # though nobody has asked for its exit code yet
     child.wait()
     assert process_state.process_state(child.pid) == "dead"
     monkeypatch.setattr(process_state, "PROC", tmp_path)
-    assert (process_state.process_state(1), process_state.pid_space(), process_state.memory_kills()) == (None, None, None)
+    assert (process_state.process_state(1), process_state.pid_space(), process_state.memory_kills()) == (
+        None,
+        None,
+        None,
+    )
     (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 3\n")
     assert process_state.memory_kills() == 3
 
@@ -146,14 +160,20 @@ def record_on_two_ranks(world):
     dist.all_reduce(torch.ones(3, dtype=torch.float64))
     wait_until(lambda: recorder.unfinished() is None)  # noted a moment after the collective
     if world.rank == 0:
-        works = [dist.all_reduce(torch.ones(1000), async_op=True), dist.broadcast(torch.ones(8).bool(), 0, async_op=True)]
+        works = [
+            dist.all_reduce(torch.ones(1000), async_op=True),
+            dist.broadcast(torch.ones(8).bool(), 0, async_op=True),
+        ]
         begun, finished = recorder.counts()
         print("counts", begun - before[0], finished - before[1])
         print("oldest", recorder.unfinished(), "|", recorder.newest(), "|", recorder.counts()[0] - begun)
         store.set("looked", "")
     else:
         store.wait(["looked"])
-        works = [dist.all_reduce(torch.ones(1000), async_op=True), dist.broadcast(torch.ones(8).bool(), 0, async_op=True)]
+        works = [
+            dist.all_reduce(torch.ones(1000), async_op=True),
+            dist.broadcast(torch.ones(8).bool(), 0, async_op=True),
+        ]
     for work in works:
         work.wait()
     wait_until(lambda: recorder.unfinished() is None)
@@ -216,21 +236,37 @@ def test_who_hangs_answers_with_its_stack(ranks, monkeypatch):
         other._over = True
         other._thread.join()
     assert "rank 1 did not join barrier #7 of rank 0 within 1m00s: since" in str(caught.value)
-    assert "after collective #6" in str(caught.value) and "_call (megatron_lite/parallel/presence.py:" in str(caught.value)
+    assert "after collective #6" in str(caught.value) and "_call (megatron_lite/parallel/presence.py:" in str(
+        caught.value
+    )
 
 
 def test_farewells(ranks):
-    for error, blameless in ((ValueError("no\nmore"), False), (RanksError("other"), True), (None, True), (KeyboardInterrupt(), True)):
+    for error, blameless in (
+        (ValueError("no\nmore"), False),
+        (RanksError("other"), True),
+        (None, True),
+        (KeyboardInterrupt(), True),
+    ):
         one = ranks(post())
         one.leave(error)
         left = one._board.posts([0])[0]
-        assert left.blameless == blameless and left.left in ("ValueError: no", "RanksError: other", "no error", "KeyboardInterrupt: ")
+        assert left.blameless == blameless and left.left in (
+            "ValueError: no",
+            "RanksError: other",
+            "no error",
+            "KeyboardInterrupt: ",
+        )
 
 
-@pytest.mark.parametrize("error", [
-    ZeroDivisionError("Connection reset by peer"), RuntimeError("out of memory"),
-    RuntimeError("[enforce fail at /x/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
-])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ZeroDivisionError("Connection reset by peer"),
+        RuntimeError("out of memory"),
+        RuntimeError("[enforce fail at /x/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
+    ],
+)
 def test_other_errors_pass(ranks, error):
     with pytest.raises(type(error)) as caught:
         ask(ranks(post(left="ValueError: no")), error)
@@ -246,7 +282,10 @@ def test_a_store_that_fails_or_hangs_is_told(ranks, monkeypatch):
     for broken in (lambda *_: time.sleep(5), lambda *_: (_ for _ in ()).throw(dist.DistNetworkError("gone"))):
         one = ranks(post())
         one._inquiry.into = broken
-        with pytest.raises(RanksError, match="MASTER_ADDR:MASTER_PORT there:99: the store there .* rank 0, which holds it, died, is stopped"):
+        with pytest.raises(
+            RanksError,
+            match="MASTER_ADDR:MASTER_PORT there:99: the store there .* rank 0, which holds it, died, is stopped",
+        ):
             ask(one, RESET)
 
 
@@ -322,8 +361,12 @@ def test_sigterm_tells_of_a_dead_neighbour_and_kills_as_ever(tmp_path):
     script.write_text(TERMINATED)
     path = os.pathsep.join([environment()["PYTHONPATH"], os.path.dirname(__file__)])
     processes = {
-        (pid, busy_in): subprocess.Popen([sys.executable, str(script), str(pid), busy_in], stdout=subprocess.PIPE, text=True,
-                                         env=environment() | {"PYTHONPATH": path})
+        (pid, busy_in): subprocess.Popen(
+            [sys.executable, str(script), str(pid), busy_in],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment() | {"PYTHONPATH": path},
+        )
         for pid, busy_in in ((gone.pid, "C"), (os.getpid(), "Python"))
     }
     for (pid, _), process in processes.items():

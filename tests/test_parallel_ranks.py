@@ -17,33 +17,58 @@ from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
 
 TEN = "--train-iters 10 --global-batch-size 8"
-PLAIN = {f"micro {m}, {a} passes": f"--micro-batch-size {m} --global-batch-size {m * 2 * a}"
-         for m, a in ((1, 1), (2, 1), (1, 4))}
-FP32 = {**PLAIN, "small buckets": "--ddp-bucket-size 500", "one parameter a bucket": "--ddp-bucket-size 1",
-        "sgd": "--optimizer sgd", "untied": "--untie-embeddings-and-output-weights"}
-BF16 = {"bf16": "--bf16", "bf16, small buckets": "--bf16 --ddp-bucket-size 500",
-        "bf16, sums in bf16": "--bf16 --grad-reduce-in-bf16"}
-FP16 = {"fp16": "--fp16", "fp16, sums in fp32": "--fp16 --accumulate-allreduce-grads-in-fp32",
-        "fp16, sums in fp32, small buckets": "--fp16 --accumulate-allreduce-grads-in-fp32 --ddp-bucket-size 500"}
+PLAIN = {
+    f"micro {m}, {a} passes": f"--micro-batch-size {m} --global-batch-size {m * 2 * a}"
+    for m, a in ((1, 1), (2, 1), (1, 4))
+}
+FP32 = {
+    **PLAIN,
+    "small buckets": "--ddp-bucket-size 500",
+    "one parameter a bucket": "--ddp-bucket-size 1",
+    "sgd": "--optimizer sgd",
+    "untied": "--untie-embeddings-and-output-weights",
+}
+BF16 = {
+    "bf16": "--bf16",
+    "bf16, small buckets": "--bf16 --ddp-bucket-size 500",
+    "bf16, sums in bf16": "--bf16 --grad-reduce-in-bf16",
+}
+FP16 = {
+    "fp16": "--fp16",
+    "fp16, sums in fp32": "--fp16 --accumulate-allreduce-grads-in-fp32",
+    "fp16, sums in fp32, small buckets": "--fp16 --accumulate-allreduce-grads-in-fp32 --ddp-bucket-size 500",
+}
 SCALE = "--initial-loss-scale 4096"
-MASKED = {"masked": "--eod-mask-loss --reset-position-ids --reset-attention-mask --attention-backend unfused",
-          "per token": "--eod-mask-loss --calculate-per-token-loss"}
+MASKED = {
+    "masked": "--eod-mask-loss --reset-position-ids --reset-attention-mask --attention-backend unfused",
+    "per token": "--eod-mask-loss --calculate-per-token-loss",
+}
 # one step whose change of the weights is the gradient itself
-ONE_STEP = ("--train-iters 1 --optimizer sgd --sgd-momentum 0 --lr 1 --lr-decay-style constant --clip-grad 0 "
-            "--weight-decay 0 --eod-mask-loss")
-GRADIENT = {f"gradient, micro {m}{', per token' * per_token}":
-            f"{ONE_STEP} --micro-batch-size {m} --global-batch-size {4 * m} {'--calculate-per-token-loss' * per_token}"
-            for m, per_token in itertools.product((1, 3), (False, True))}
-PROFILED = {f"profiled {name}": f"--global-batch-size 8 --train-iters 5 --profile --use-pytorch-profiler "
-            f"--profile-step-start 3 --profile-step-end 5 --profile-ranks -1 {words}"
-            for name, words in (FP32 | BF16).items() if name in ("small buckets", "bf16", "bf16, small buckets")}
+ONE_STEP = (
+    "--train-iters 1 --optimizer sgd --sgd-momentum 0 --lr 1 --lr-decay-style constant --clip-grad 0 "
+    "--weight-decay 0 --eod-mask-loss"
+)
+GRADIENT = {
+    f"gradient, micro {m}{', per token' * per_token}": f"{ONE_STEP} --micro-batch-size {m} --global-batch-size {4 * m} {'--calculate-per-token-loss' * per_token}"
+    for m, per_token in itertools.product((1, 3), (False, True))
+}
+PROFILED = {
+    f"profiled {name}": f"--global-batch-size 8 --train-iters 5 --profile --use-pytorch-profiler "
+    f"--profile-step-start 3 --profile-step-end 5 --profile-ranks -1 {words}"
+    for name, words in (FP32 | BF16).items()
+    if name in ("small buckets", "bf16", "bf16, small buckets")
+}
 DROPPING = {f"dropout {number}": "--train-iters 1 --hidden-dropout 0.5" for number in (1, 2)}
 # largest difference of a loss over ten iterations; measured: fp32 7e-7, per token 1.3e-6, bf16 5e-7,
 # sums in bf16 9e-3, fp16 8e-4, fp16 with sums in fp32 5e-5. A rank's own 16-bit gradients round otherwise than one
 # rank's, and Adam makes a full step of the smallest gradient.
 TOLERANCES = dict.fromkeys(FP32 | MASKED, 5e-6) | {
-    "bf16": 5e-4, "bf16, small buckets": 5e-4, "bf16, sums in bf16": 3e-2,
-    "fp16": 5e-3, "fp16, sums in fp32": 5e-4, "fp16, sums in fp32, small buckets": 5e-4,
+    "bf16": 5e-4,
+    "bf16, small buckets": 5e-4,
+    "bf16, sums in bf16": 3e-2,
+    "fp16": 5e-3,
+    "fp16, sums in fp32": 5e-4,
+    "fp16, sums in fp32, small buckets": 5e-4,
 }
 
 
@@ -75,8 +100,14 @@ def runs(tmp_path_factory, outputs):
     # documents of very different lengths, so that ranks differ in their number of masked tokens
     data = write_documents(folder / "data", [2, 30, 3, 3, 3, 3, 50, 1, 1, 1, 1, 1, 40] * 20)
     scenarios = {
-        name: flags(TEN, words, SCALE if name in FP16 else "", "--save", Path(name),
-                    data=data if name in MASKED | GRADIENT else None)
+        name: flags(
+            TEN,
+            words,
+            SCALE if name in FP16 else "",
+            "--save",
+            Path(name),
+            data=data if name in MASKED | GRADIENT else None,
+        )
         for name, words in (FP32 | BF16 | FP16 | MASKED | GRADIENT | PROFILED | DROPPING).items()
     }
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
@@ -109,7 +140,9 @@ def test_gradient_and_loss_against_a_reference_by_hand(runs, name):
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
     sums, tokens = [], []
     for _ in range(4):  # two passes of two ranks, here one after the other
-        batch = make_batch(next(batches), eod=EOD, eod_mask_loss=True, reset_position_ids=False, reset_attention_mask=False)
+        batch = make_batch(
+            next(batches), eod=EOD, eod_mask_loss=True, reset_position_ids=False, reset_attention_mask=False
+        )
         counted = batch.tokens_BT != EOD
         sums.append(model(batch.tokens_BT, batch.labels_BT)[counted].sum())
         tokens.append(int(counted.sum()))

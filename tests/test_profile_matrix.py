@@ -19,11 +19,16 @@ WELL = Ended(0, "", "", 1.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "case"), [
-    pytest.param(way, case, id=f"{way}, {case.name}")
-    for way in WAYS for number, case in enumerate(CASES)
-    if way in ("torch profiler", "nsys") or number in (0, len(CASES) - 1)  # all of them: python tests/profile_matrix.py
-])
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        pytest.param(way, case, id=f"{way}, {case.name}")
+        for way in WAYS
+        for number, case in enumerate(CASES)
+        if way in ("torch profiler", "nsys")
+        or number in (0, len(CASES) - 1)  # all of them: python tests/profile_matrix.py
+    ],
+)
 def test_the_files_hold_the_window(tmp_path, way, case):
     cell = one(way, case, tmp_path)
     if cell.skipped:
@@ -55,18 +60,26 @@ def _whole_steps(found: dict, case) -> dict:
 # --- the table can find fault
 
 
-@pytest.mark.parametrize(("case", "found", "ended", "complaint"), [
-    (CASES[0], [3, 4], WELL, None),
-    (CASES[0], [2, 3], WELL, "trace: 3-4 were meant"),
-    (CASES[0], [3, 4, 5], WELL, "trace: 3-4 were meant"),
-    (CASES[0], [], WELL, "trace: 3-4 were meant"),
-    (CASES[0], [3, 4], Ended(1, "", "broke", 1.0), "exit code 1: broke"),
-    (CASES[0], [3, 4], Ended(0, "", "a warning", 1.0), "noise on stderr: a warning"),
-    (CASES[2], [3, 4], WELL, "does not say 'steps 3-4 of this run = iterations 8-9'"),
-    (CASES[4], [*range(3, 10)], Ended(0, "exiting program after receiving SIGTERM", "", 1.0), None),
-    (CASES[4], [*range(3, 9)], Ended(0, "exiting program after receiving SIGTERM", "", 1.0), "trace: 3-9 were meant"),
-    (CASES[5], [1, 2, 3, 4, 5], Ended(16, "", "the loss is NaN or Inf", 1.0), None),  # one step may be broken off
-])
+@pytest.mark.parametrize(
+    ("case", "found", "ended", "complaint"),
+    [
+        (CASES[0], [3, 4], WELL, None),
+        (CASES[0], [2, 3], WELL, "trace: 3-4 were meant"),
+        (CASES[0], [3, 4, 5], WELL, "trace: 3-4 were meant"),
+        (CASES[0], [], WELL, "trace: 3-4 were meant"),
+        (CASES[0], [3, 4], Ended(1, "", "broke", 1.0), "exit code 1: broke"),
+        (CASES[0], [3, 4], Ended(0, "", "a warning", 1.0), "noise on stderr: a warning"),
+        (CASES[2], [3, 4], WELL, "does not say 'steps 3-4 of this run = iterations 8-9'"),
+        (CASES[4], [*range(3, 10)], Ended(0, "exiting program after receiving SIGTERM", "", 1.0), None),
+        (
+            CASES[4],
+            [*range(3, 9)],
+            Ended(0, "exiting program after receiving SIGTERM", "", 1.0),
+            "trace: 3-9 were meant",
+        ),
+        (CASES[5], [1, 2, 3, 4, 5], Ended(16, "", "the loss is NaN or Inf", 1.0), None),  # one step may be broken off
+    ],
+)
 def test_a_wrong_window_is_a_complaint(case, found, ended, complaint):
     said = [*complaints(case, ended, {"trace": found}, last=9 * case.signalled, under_tool=False)]
     assert said == ([complaint] if complaint else [])
@@ -81,8 +94,10 @@ def test_files_that_are_missing_or_of_another_rank_hold_nothing(tmp_path):
 
 
 def test_a_row_says_what_is_wrong_or_why_nothing_was_done():
-    cells = [Cell("nsys", CASES[0], skipped="no nsys here"),
-             Cell("torch profiler", CASES[0], "python", {"trace": [4]}, ["x"], ["trace: 3-4 were meant"])]
+    cells = [
+        Cell("nsys", CASES[0], skipped="no nsys here"),
+        Cell("torch profiler", CASES[0], "python", {"trace": [4]}, ["x"], ["trace: 3-4 were meant"]),
+    ]
     *_, skipped, wrong = table(cells)
     assert skipped.startswith("| nsys | 1 rank | no nsys here |")
     assert wrong == "| torch profiler | 1 rank | trace 4 WRONG: trace: 3-4 were meant | x | `python` |"

@@ -40,8 +40,14 @@ print(json.dumps({"workers": run.workers, "views": sorted(views), "operators": m
 
 
 def ask(script: str, folder) -> dict:
-    ended = subprocess.run([PYTHON, "-c", script, str(folder)], check=False, capture_output=True, text=True,
-                           timeout=LIMIT_S, env=os.environ | {"HTA_DISABLE_NS_ROUNDING": "1"})
+    ended = subprocess.run(
+        [PYTHON, "-c", script, str(folder)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=os.environ | {"HTA_DISABLE_NS_ROUNDING": "1"},
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -54,10 +60,18 @@ def need(package: str):
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
-    ended = pretrain(flags("--train-iters 7 --profile --use-pytorch-profiler --profile-step-start 3",
-                           "--profile-step-end 6 --profile-ranks -1 --profile-modules --profile-gzip",
-                           "--pytorch-profiler-collect-shapes",
-                           "--tensorboard-dir", folder / "tb", "--run-dir", folder / "run"), ranks=2)
+    ended = pretrain(
+        flags(
+            "--train-iters 7 --profile --use-pytorch-profiler --profile-step-start 3",
+            "--profile-step-end 6 --profile-ranks -1 --profile-modules --profile-gzip",
+            "--pytorch-profiler-collect-shapes",
+            "--tensorboard-dir",
+            folder / "tb",
+            "--run-dir",
+            folder / "run",
+        ),
+        ranks=2,
+    )
     assert ended.code == 0, ended.err
     return folder / "tb"
 

@@ -16,8 +16,10 @@ from megatron_lite.rehearsal.attention import cpu_choice
 from megatron_lite.rehearsal.rehearse import Rehearsal, rehearsal_of, rehearse, write_snapshot
 from megatron_lite.units import size
 
-LLAMA = ("--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear --group-query-attention "
-         "--num-query-groups 2 --untie-embeddings-and-output-weights --qk-layernorm")
+LLAMA = (
+    "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear --group-query-attention "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights --qk-layernorm"
+)
 TWO = World(size=2)
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
@@ -38,13 +40,19 @@ def holds_as_much(words: str, world: World = ALONE) -> Rehearsal:
     return found
 
 
-@pytest.mark.parametrize("words", [
-    "", "--fp16", f"--bf16 {DROPOUT} {FULL}", f"{LLAMA} --fp16 --accumulate-allreduce-grads-in-fp32",
-    f"{LLAMA} --bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
-    "--bf16 --attention-backend unfused --recompute-activations --optimizer sgd " + DROPOUT,
-    "--reset-attention-mask --reset-position-ids --eod-mask-loss --apply-layernorm-1p --squared-relu",
-    "--calculate-per-token-loss --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 --bf16",
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--fp16",
+        f"--bf16 {DROPOUT} {FULL}",
+        f"{LLAMA} --fp16 --accumulate-allreduce-grads-in-fp32",
+        f"{LLAMA} --bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "--bf16 --attention-backend unfused --recompute-activations --optimizer sgd " + DROPOUT,
+        "--reset-attention-mask --reset-position-ids --eod-mask-loss --apply-layernorm-1p --squared-relu",
+        "--calculate-per-token-loss --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 --bf16",
+    ],
+)
 def test_a_rehearsal_takes_what_real_steps_take(words):
     holds_as_much(words)
 
@@ -78,7 +86,9 @@ def test_first_steps_take_no_more_than_later_ones():
     assert max(first, second) <= third + 512
 
 
-@pytest.mark.parametrize(("groups", "masked", "dropout"), [(4, False, 0.0), (2, False, 0.0), (4, True, 0.0), (4, False, 0.1)])
+@pytest.mark.parametrize(
+    ("groups", "masked", "dropout"), [(4, False, 0.0), (2, False, 0.0), (4, True, 0.0), (4, False, 0.1)]
+)
 def test_the_rules_of_a_cpus_attention_are_torchs(groups, masked, dropout):
     for dtype in (torch.bfloat16, torch.float32):
         arguments = attention_arguments(dtype, 16, groups, masked, "cpu") | {"dropout_p": dropout}
@@ -112,7 +122,16 @@ def test_the_snapshot_is_read_as_one_of_a_gpu(rehearsed, tmp_path, capsys):
     path = tmp_path / "folder" / "rehearsed.pickle"
     write_snapshot(rehearsed, path)
     read = read_snapshot(path)
-    assert protocol(path) == 4 and types_in(rehearsed.snapshot) <= {dict, list, tuple, str, int, float, bool, type(None)}
+    assert protocol(path) == 4 and types_in(rehearsed.snapshot) <= {
+        dict,
+        list,
+        tuple,
+        str,
+        int,
+        float,
+        bool,
+        type(None),
+    }
     assert (read.peak_bytes, read.simulated, read.complete) == (rehearsed.allocated_peak_bytes, True, True)
     assert [step.name for step in read.steps] == ["step 1", "step 2"]
     assert max(total for _, total in live_at_each_moment(rehearsed.snapshot)) == peak(rehearsed.snapshot).size
@@ -141,8 +160,10 @@ def test_nothing_of_the_process_is_changed():
 def test_what_is_left_out_is_said(rehearsed):
     outside, compiling = rehearsed.notes
     assert compiling == "--torch-compile layers is not rehearsed: compiled layers hold less"
-    assert outside == ("CUDA's own memory, outside of torch's allocator, is not counted, nor what a kernel takes and gives back "
-                    "within itself")
+    assert outside == (
+        "CUDA's own memory, outside of torch's allocator, is not counted, nor what a kernel takes and gives back "
+        "within itself"
+    )
     [several] = rehearse(planned("--torch-compile none --global-batch-size 8", World(size=2, gpus=1))).notes
     assert several.startswith("CUDA's own memory and NCCL's")
     assert rehearse(planned()).notes == ()

@@ -25,18 +25,28 @@ def on_gpu(words: str) -> Rehearsal:
 
 def sizes(rehearsal: Rehearsal, operation: str, phase: str = "forward") -> list[int]:
     """Of what this operation allocated."""
-    return [event["size"] for event in rehearsal.snapshot["device_traces"][0]
-            if event["action"] == "alloc" and event["user_metadata"].startswith(f"step 1/{phase}")
-            and event["frames"][0]["name"] == f"aten.{operation}.default"]
+    return [
+        event["size"]
+        for event in rehearsal.snapshot["device_traces"][0]
+        if event["action"] == "alloc"
+        and event["user_metadata"].startswith(f"step 1/{phase}")
+        and event["frames"][0]["name"] == f"aten.{operation}.default"
+    ]
 
 
-@pytest.mark.parametrize(("words", "kernel"), [
-    ("--bf16", "flash"), ("--fp16 --attention-backend flash " + DROPOUT, "flash"), ("--bf16 --attention-backend fused", "flash"),
-    ("", "efficient"), ("--bf16 --reset-attention-mask", "efficient"),
-    ("--bf16 --group-query-attention --num-query-groups 2", "flash"),
-    ("--group-query-attention --num-query-groups 2", "efficient"),
-    ("--bf16 --kv-channels 10", "flash"),
-])
+@pytest.mark.parametrize(
+    ("words", "kernel"),
+    [
+        ("--bf16", "flash"),
+        ("--fp16 --attention-backend flash " + DROPOUT, "flash"),
+        ("--bf16 --attention-backend fused", "flash"),
+        ("", "efficient"),
+        ("--bf16 --reset-attention-mask", "efficient"),
+        ("--bf16 --group-query-attention --num-query-groups 2", "flash"),
+        ("--group-query-attention --num-query-groups 2", "efficient"),
+        ("--bf16 --kv-channels 10", "flash"),
+    ],
+)
 def test_attention_is_the_kernel_that_a_gpu_takes(words, kernel):
     found = on_gpu(words)
     outputs = sizes(found, f"_scaled_dot_product_{kernel}_attention")
@@ -51,14 +61,21 @@ def test_scores_are_written_down_where_no_kernel_keeps_them_away(words):
 
 
 def test_heads_of_odd_width_are_padded():
-    even, odd = (sizes(on_gpu(f"--bf16 --kv-channels {width}"), "_scaled_dot_product_flash_attention")[0] for width in (16, 10))
+    even, odd = (
+        sizes(on_gpu(f"--bf16 --kv-channels {width}"), "_scaled_dot_product_flash_attention")[0] for width in (16, 10)
+    )
     assert even == odd
 
 
 def test_a_mask_of_documents_is_written_down_per_layer():
     events = on_gpu("--bf16 --reset-attention-mask").snapshot["device_traces"][0]
-    masks = [event for event in events if event["action"] == "alloc" and event["frames"][0]["name"].startswith("aten.where.")
-             and event["user_metadata"].startswith("step 1/forward")]
+    masks = [
+        event
+        for event in events
+        if event["action"] == "alloc"
+        and event["frames"][0]["name"].startswith("aten.where.")
+        and event["user_metadata"].startswith("step 1/forward")
+    ]
     assert [event["size"] for event in masks] == LAYERS * [2 * POSITIONS * POSITIONS * 2]  # two sequences, in bf16
 
 
@@ -69,16 +86,21 @@ def test_dropout_keeps_a_byte_per_element():
 
 def test_rms_norm_keeps_one_number_per_row():
     events = on_gpu("--bf16 --normalization RMSNorm").snapshot["device_traces"][0]
-    found = {event["size"] for event in events if event["user_metadata"] == "step 1/forward/decoder.final_layernorm"
-             and event["action"] == "alloc"}
+    found = {
+        event["size"]
+        for event in events
+        if event["user_metadata"] == "step 1/forward/decoder.final_layernorm" and event["action"] == "alloc"
+    }
     assert found == {4 * TOKENS, 2 * TOKENS * HIDDEN}
 
 
 def test_a_kernel_that_cannot_run_is_refused_as_by_the_trainer():
     with pytest.raises(UserError) as caught:
         on_gpu("--bf16 --attention-backend flash --kv-channels 264")
-    assert str(caught.value) == ("--attention-backend flash: cannot run here (no such kernel for torch.bfloat16, heads of 264 and "
-                                 "no mask); use --attention-backend auto")
+    assert str(caught.value) == (
+        "--attention-backend flash: cannot run here (no such kernel for torch.bfloat16, heads of 264 and "
+        "no mask); use --attention-backend auto"
+    )
 
 
 def test_cublas_takes_two_workspaces():
@@ -106,11 +128,17 @@ def test_any_model_and_step_can_be_walked():
     assert (found.size, found.tag) == (2 * 400_000 + 4_000 + 40_000 + 8, "step 3/backward/Linear")  # the last of equals
 
 
-@pytest.mark.parametrize("choose", [
-    lambda x: x.gather(1, torch.empty(1000, 1, dtype=torch.int64)), lambda x: x.max(dim=1).values,
-], ids=["gather", "max"])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda x: x.gather(1, torch.empty(1000, 1, dtype=torch.int64)),
+        lambda x: x.max(dim=1).values,
+    ],
+    ids=["gather", "max"],
+)
 def test_gradients_of_what_was_chosen_are_scattered_in_place(choose):
     """As of tensors with data; autograd takes another way for those without, which holds one tensor more."""
+
     def prepare():
         weight = nn.Parameter(torch.empty(1000, 100))
 
@@ -129,6 +157,7 @@ def test_gradients_of_what_was_chosen_are_scattered_in_place(choose):
 
 def test_gradients_of_two_paths_are_added_in_place():
     """As a GPU's own record has it (339 of 387 sums of a 24-layer model in fp32), where nobody else holds the first one."""
+
     def prepare():
         weight = nn.Parameter(torch.empty(1000, 100))
 
@@ -142,10 +171,18 @@ def test_gradients_of_two_paths_are_added_in_place():
 
         return step
 
-    names = {device: [event["frames"][0]["name"] for event in walk(prepare, 1, device)["device_traces"][0]
-                      if event["action"] == "alloc" and event["user_metadata"].startswith("step 1/backward")]
-             for device in ("cuda", "cpu")}
-    assert [names[device].count("aten.add.Tensor") for device in ("cuda", "cpu")] == [0, 1]  # a recorder on a CPU is seen by autograd
+    names = {
+        device: [
+            event["frames"][0]["name"]
+            for event in walk(prepare, 1, device)["device_traces"][0]
+            if event["action"] == "alloc" and event["user_metadata"].startswith("step 1/backward")
+        ]
+        for device in ("cuda", "cpu")
+    }
+    assert [names[device].count("aten.add.Tensor") for device in ("cuda", "cpu")] == [
+        0,
+        1,
+    ]  # a recorder on a CPU is seen by autograd
 
 
 def test_an_operation_without_rule_never_runs_on_real_memory():

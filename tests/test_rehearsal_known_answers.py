@@ -38,7 +38,11 @@ def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
     path = SNAPSHOTS / f"cuda_gpt_24x1024_seq{positions}_{'bf16' if bf16 else 'fp32'}.pickle"
     found = rehearsal_of(walk(lambda: prepare_medium(positions, bf16), 2, "cuda"))
     real = analyse(path)
-    assert peak(found.snapshot).size == peak(read_snapshot(path)).size == {128: 7_013_335_044, 1024: 24_207_167_496}[positions]
+    assert (
+        peak(found.snapshot).size
+        == peak(read_snapshot(path)).size
+        == {128: 7_013_335_044, 1024: 24_207_167_496}[positions]
+    )
     assert (found.allocated_peak_bytes, found.phase) == (real.peak_bytes, real.peak_phase)
     assert found.reserved_peak_bytes == pytest.approx(real.fragmentation.reserved_bytes, rel=0.015)
     for held in real.held:
@@ -83,7 +87,9 @@ def in_place_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor) ->
 def test_the_example_peaks_in_cross_entropy():
     """The chart that comes with this example, of Megatron-LM on four GPUs, shows about 15 GB, at cross entropy."""
     found = example(losses=in_place_losses)
-    assert found.where.startswith("forward of step 1 in GPT: aten.sub")  # of the labels' logits, with the fp32 copy there
+    assert found.where.startswith(
+        "forward of step 1 in GPT: aten.sub"
+    )  # of the labels' logits, with the fp32 copy there
     assert found.allocated_peak_bytes == pytest.approx(15.07e9 + 2 * CUBLAS_WORKSPACE, rel=0.001)
 
 
@@ -103,11 +109,15 @@ def test_the_example_with_this_trainers_loss():
 @pytest.mark.slow
 def test_the_example_takes_seconds():
     """The whole process, torch's import included."""
-    code = ("import json, sys; sys.path.insert(0, sys.argv[1]); from launch import flags, plan_of; from rehearsal_cases import "
-            "EXAMPLE, GPU; from megatron_lite.rehearsal.rehearse import rehearse; "
-            "print(json.dumps(rehearse(plan_of(flags(EXAMPLE), GPU)).categories))")
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from launch import flags, plan_of; from rehearsal_cases import "
+        "EXAMPLE, GPU; from megatron_lite.rehearsal.rehearse import rehearse; "
+        "print(json.dumps(rehearse(plan_of(flags(EXAMPLE), GPU)).categories))"
+    )
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
-    said = subprocess.run([sys.executable, "-c", code, str(TESTS)], check=True, capture_output=True, text=True, timeout=LIMIT_S)
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(TESTS)], check=True, capture_output=True, text=True, timeout=LIMIT_S
+    )
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime < 20
     assert sum(json.loads(said.stdout).values()) > 13 * 10**9 and said.stderr == ""

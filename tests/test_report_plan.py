@@ -63,7 +63,9 @@ def test_parts_that_the_model_lacks_are_left_out():
 def test_an_unknown_peak_is_no_time():
     """A V100 does not calculate in bf16."""
     made = report(processor_called("V100"))
-    assert verdicts(made)[0].endswith("how fast it can be is not known: the table has no peak of this GPU in this precision")
+    assert verdicts(made)[0].endswith(
+        "how fast it can be is not known: the table has no peak of this GPU in this precision"
+    )
     told = [line for block in time(made, False).blocks for line in getattr(block, "texts", ())]
     assert any("bf16" in line for line in told)
     sums = dict(row[:2] for row in time(made, False).blocks[0].rows)
@@ -88,7 +90,16 @@ def test_of_peak_is_the_share_of_arithmetic_in_the_bound():
 
 
 def test_the_exact_peak_is_the_verdicts():
-    walked = Exact(10 * GIB, 11 * GIB, 11 * GIB, "backward", "backward of step 2 in GPT", {"activations": 10 * GIB}, ["a note"], 3.0)
+    walked = Exact(
+        10 * GIB,
+        11 * GIB,
+        11 * GIB,
+        "backward",
+        "backward of step 2 in GPT",
+        {"activations": 10 * GIB},
+        ["a note"],
+        3.0,
+    )
     made = report(processor_called("H200"), exact=walked)
     assert "peak 10.0 of 139.7 GiB (7%), in backward" in verdicts(made)[0]
     table, lines = exact(made).blocks
@@ -100,11 +111,22 @@ def test_the_exact_peak_is_the_verdicts():
 def test_the_page_names_every_key_of_the_json():
     page = (Path(__file__).parent.parent / "docs/planning.md").read_text(encoding="utf-8")
     found = as_json(report(processor_called("H200")))
-    keys = {*found, *found["gpus"][0], *found["memory"], *found["memory"]["moments"][0], *found["memory"]["moments"][0]["rows"][0]}
+    keys = {
+        *found,
+        *found["gpus"][0],
+        *found["memory"],
+        *found["memory"]["moments"][0],
+        *found["memory"]["moments"][0]["rows"][0],
+    }
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
 
 
 def test_the_page_names_every_option():
     page = (Path(__file__).parent.parent / "docs/planning.md").read_text(encoding="utf-8")
-    options = [name for action in _parser()._actions for name in action.option_strings if name not in ("-h", "--help", "--version")]
+    options = [
+        name
+        for action in _parser()._actions
+        for name in action.option_strings
+        if name not in ("-h", "--help", "--version")
+    ]
     assert [name for name in options if f"`{name}" not in page] == []

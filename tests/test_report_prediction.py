@@ -33,7 +33,14 @@ def test_memory_row_by_row():
     assert rows["peak of tensors"] == ["31.00 GiB", "32.00 GiB", "3.2% more"]
     differing = replace(measured(), held=held(parameters=5, gradients=1, moments=8.001, activations=12.1))
     assert [row[3] for row in section(predicted(differing)).blocks[0].rows] == [
-        "2.5 x as much", "50% less", "100% less", "as predicted", "0.8% more", "100% less", "16% less"]
+        "2.5 x as much",
+        "50% less",
+        "100% less",
+        "as predicted",
+        "0.8% more",
+        "100% less",
+        "16% less",
+    ]
     assert list(made.blocks[1].texts) == ["the peak was predicted at cross entropy (backward), measured in backward"]
 
 
@@ -48,7 +55,10 @@ def test_the_step_against_its_bound():
     made = section(predicted(ranks_seen=cases.report().facts.ranks_seen[:1], peak_memory_bytes=(33 * GIB,) * 3))
     times = made.blocks[2].rows
     assert times[0] == ["matrix products, attention", "30.00", "50.00", "1.67 x the bound"]
-    assert times[-2:] == [["step", "50.00", "95.50", "1.91 x the bound"], ["tokens per second", "327,680", "171,000", "52% of the bound"]]
+    assert times[-2:] == [
+        ["step", "50.00", "95.50", "1.91 x the bound"],
+        ["tokens per second", "327,680", "171,000", "52% of the bound"],
+    ]
     assert made.blocks[3].texts[-1] == "not in the bound: 2 nodes: the network is not known"
 
 
@@ -64,11 +74,17 @@ def test_what_cannot_be_compared_is_said():
 
 def test_all_three_renderers_show_it():
     shown = cases.report(predicted=predicted(measured()))
-    assert any("Predicted against measured" in line for line in terminal_lines(shown, Style(colour=False, unicode=False), True))
+    assert any(
+        "Predicted against measured" in line for line in terminal_lines(shown, Style(colour=False, unicode=False), True)
+    )
     assert '<section id="prediction">' in html_page(shown)
     read = as_json(shown)["predicted"]
-    assert read["memory"]["peak"] == {"name": "peak of tensors", "predicted": 31 * GIB, "measured": 32 * GIB,
-                                      "difference": pytest.approx(1 / 31)}
+    assert read["memory"]["peak"] == {
+        "name": "peak of tensors",
+        "predicted": 31 * GIB,
+        "measured": 32 * GIB,
+        "difference": pytest.approx(1 / 31),
+    }
     assert read["time"]["step"]["difference"] == pytest.approx(0.91) and read["time"]["parts"] == []
 
 

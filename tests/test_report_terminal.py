@@ -173,7 +173,9 @@ def test_memory_is_measured_beside_the_formula():
 
 
 def test_what_lies_outside_of_layers_is_no_layer():
-    assert "activations of 24 layers: 12.00 GiB, outside of layers 256.0 MiB; most in layers.0 512.0 MiB" in " ".join(text().split())
+    assert "activations of 24 layers: 12.00 GiB, outside of layers 256.0 MiB; most in layers.0 512.0 MiB" in " ".join(
+        text().split()
+    )
 
 
 def test_without_a_snapshot_the_trace_tells_the_peak():
@@ -201,7 +203,11 @@ def test_a_killed_run_says_so_first():
 
 def test_which_rank_died_is_told_once():
     line = "rank 1 died (process 7 on there is gone)"
-    for status, shown in (("failed: RanksError: " + line, 1), ("failed: ZeroDivisionError: by zero", 1), ("running", 1)):
+    for status, shown in (
+        ("failed: RanksError: " + line, 1),
+        ("failed: ZeroDivisionError: by zero", 1),
+        ("running", 1),
+    ):
         failed = dataclasses.replace(cases.run_of(), record={"status": status}, verdict_on_ranks=line)
         assert text(cases.report(run=failed)).count(line) == shown
 
@@ -212,7 +218,9 @@ def test_flags_for_another_job_are_called_this_trainers():
 
 def test_a_file_without_ranks_is_called_by_its_name():
     seen = tuple(
-        dataclasses.replace(one, trace=cases.trace(None, source=f"job.sqlite (process {at})"), time=cases.rank_time(None))
+        dataclasses.replace(
+            one, trace=cases.trace(None, source=f"job.sqlite (process {at})"), time=cases.rank_time(None)
+        )
         for at, one in enumerate(cases.report().facts.ranks_seen)
     )
     shown = text(cases.report(ranks_seen=seen, ranks=None))

@@ -11,10 +11,14 @@ from launch import alone, flags, quietly, steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
-SIZE = ("--num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
-        "--micro-batch-size 2 --global-batch-size 2 --train-iters 24 --attention-backend unfused --lr 1e-4")
-WATCH = ("--profile --use-pytorch-profiler --profile-step-start 20 --profile-step-end 21 --record-memory-history "
-         "--pytorch-profiler-collect-shapes")
+SIZE = (
+    "--num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 2 --global-batch-size 2 --train-iters 24 --attention-backend unfused --lr 1e-4"
+)
+WATCH = (
+    "--profile --use-pytorch-profiler --profile-step-start 20 --profile-step-end 21 --record-memory-history "
+    "--pytorch-profiler-collect-shapes"
+)
 SWITCHES = {
     "plain": "",
     "bf16": "--bf16",
@@ -33,7 +37,9 @@ class Seen:
         torch._dynamo.reset()
         _, out = quietly(flags(SIZE, words, WATCH, "--memory-snapshot-path", folder / "snapshot.pickle"), folder)
         self.steps = steps(folder)
-        usual = [s for s in self.steps[3:] if not any(s.get(mark) for mark in ("profiled", "beside_profile", "compiling"))]
+        usual = [
+            s for s in self.steps[3:] if not any(s.get(mark) for mark in ("profiled", "beside_profile", "compiling"))
+        ]
         self.ms = {name: median(s["phases_ms"][name] for s in usual) for name in ("forward", "backward")}
         peak, unit = re.search(r"memory snapshot: .* peak ([\d.]+) (\w+),", out).groups()
         self.peak_mib = float(peak) * UNITS[unit] / UNITS["MiB"]
@@ -41,7 +47,9 @@ class Seen:
         events = json.loads(trace.read_text())["traceEvents"]
         self.operators = Counter(e["name"] for e in events if e.get("cat") == "cpu_op")
         # whoever follows memory on a CPU sees every operator through a mode of dispatch, which torch records once more
-        self.norms, self.softmaxes = (self.operators[f"aten::{name}"] // 2 for name in ("native_layer_norm", "_softmax"))
+        self.norms, self.softmaxes = (
+            self.operators[f"aten::{name}"] // 2 for name in ("native_layer_norm", "_softmax")
+        )
         self.types = Counter(kind for e in events for kind in e.get("args", {}).get("Input type", ()))
 
 
@@ -52,8 +60,10 @@ def seen(tmp_path_factory):
         runs = {name: Seen(words, folder / name) for name, words in SWITCHES.items()}
     for name, run in runs.items():
         times = "  ".join(f"{phase} {ms:6.1f} ms" for phase, ms in run.ms.items())
-        print(f"{name:<10} {times}  peak {run.peak_mib:6.1f} MiB  norms {run.norms:3}  "
-              f"softmaxes {run.softmaxes:3}  operators {sum(run.operators.values()):5}")
+        print(
+            f"{name:<10} {times}  peak {run.peak_mib:6.1f} MiB  norms {run.norms:3}  "
+            f"softmaxes {run.softmaxes:3}  operators {sum(run.operators.values()):5}"
+        )
     return runs
 
 
@@ -62,7 +72,11 @@ def test_recomputing_layers_takes_backward_longer_and_memory_less(seen):
     shares = [run.ms["backward"] / run.ms["forward"] for run in (plain, full)]  # another program disturbs both phases
     assert shares[1] > 1.15 * shares[0]
     assert full.peak_mib < block.peak_mib < plain.peak_mib and full.peak_mib < 0.75 * plain.peak_mib
-    assert [run.norms for run in (plain, block, full)] == [13, 13 + 6, 13 + 12]  # two per layer and the last; again for those whose layer is recomputed
+    assert [run.norms for run in (plain, block, full)] == [
+        13,
+        13 + 6,
+        13 + 12,
+    ]  # two per layer and the last; again for those whose layer is recomputed
 
 
 def test_recomputing_attention_keeps_no_scores(seen):

@@ -27,7 +27,29 @@ TRAINER = REPO / "pretrain_gpt.py"
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202eevil\u2028\ud800\x7f\nforged line"
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]|^ *forged", re.MULTILINE)
 
-SMALL = ["--mock-data", "--vocab-size", "256", "--tokenizer-type", "NullTokenizer", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "4", "--train-iters", "2", "--lr", "1e-3"]
+SMALL = [
+    "--mock-data",
+    "--vocab-size",
+    "256",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "64",
+    "--max-position-embeddings",
+    "64",
+    "--micro-batch-size",
+    "4",
+    "--train-iters",
+    "2",
+    "--lr",
+    "1e-3",
+]
 
 
 class Terminal(io.StringIO):
@@ -97,10 +119,14 @@ def test_without_torch_the_trainer_says_so(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: failed to map segment\\nand more')")
     done = start(str(TRAINER), *SMALL, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: torch cannot be imported (libtorch.so: failed to map segment); pip install -e . ")
+    assert done.stderr.startswith(
+        "error: torch cannot be imported (libtorch.so: failed to map segment); pip install -e . "
+    )
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="importing a CUDA build takes more address space than is left here")
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="importing a CUDA build takes more address space than is left here"
+)
 def test_memory_that_runs_out_is_one_line():
     """Enough to import torch, too little for the allocator's first blocks."""
     limit = 700_000 * 1024
@@ -155,9 +181,15 @@ def write_hostile_files(folder: Path, text: str) -> dict[str, str]:
     name = text.encode(errors="ignore").decode()
     folder = folder / name
     folder.mkdir()
-    plan = PLAN | {"args": {"training": {"micro_batch_size": 2, "exit_signal": text}, text: {text: text}}} | dict.fromkeys(("precision", "device", "backend"), text)
+    plan = (
+        PLAN
+        | {"args": {"training": {"micro_batch_size": 2, "exit_signal": text}, text: {text: text}}}
+        | dict.fromkeys(("precision", "device", "backend"), text)
+    )
     record = RECORD | {"plan": plan, "status": text, "started": text, "hardware": {"device": text, text: text}}
-    record |= {part: {"python": text, text: text} for part in ("versions", "environment", "process", "artefacts", "git")}
+    record |= {
+        part: {"python": text, text: text} for part in ("versions", "environment", "process", "artefacts", "git")
+    }
     run_folder(folder / "run", [step(number, phases_ms={text: 5.0}) for number in range(1, 9)], record)
     trace = gpu_run()
     trace.device, trace.header = text, {"hostName": text, "deviceProperties": [{"id": 0, "name": text}]}
@@ -178,7 +210,12 @@ def hostile_words(tmp_path_factory) -> dict[str, str]:
     """What the words of HOSTILE_COMMANDS stand for; the files of the OTHER differ in each of the hostile texts."""
     folder = tmp_path_factory.mktemp("hostile")
     other = write_hostile_files(folder, f"{HOSTILE} other")
-    typed = {"HOSTILE": HOSTILE, "--HOSTILE": f"--{HOSTILE}", "FLAGS": f"--lr={HOSTILE}", "FILE": str(folder / "written")}
+    typed = {
+        "HOSTILE": HOSTILE,
+        "--HOSTILE": f"--{HOSTILE}",
+        "FLAGS": f"--lr={HOSTILE}",
+        "FILE": str(folder / "written"),
+    }
     return write_hostile_files(folder, HOSTILE) | {f"OTHER_{word}": path for word, path in other.items()} | typed
 
 
@@ -205,11 +242,15 @@ def test_no_command_passes_on_what_a_terminal_obeys(command, hostile_words, monk
     shown = run_in_process(words, monkeypatch)
     assert "evil" in shown and not OBEYED.search(shown)
     monkeypatch.setattr("megatron_lite.terminal._OBEYED", re.compile("(?!)"))
-    assert OBEYED.search(run_in_process(words, monkeypatch)), "this command shows no hostile text, so that it proves nothing"
+    assert OBEYED.search(run_in_process(words, monkeypatch)), (
+        "this command shows no hostile text, so that it proves nothing"
+    )
 
 
 def test_a_comparison_shows_both_sides_of_each_setting_escaped(hostile_words, monkeypatch):
-    lines = run_in_process(["compare", hostile_words["RUN"], hostile_words["OTHER_RUN"], "--all"], monkeypatch).splitlines()
+    lines = run_in_process(
+        ["compare", hostile_words["RUN"], hostile_words["OTHER_RUN"], "--all"], monkeypatch
+    ).splitlines()
     for setting in ("--exit-signal", "precision", "device", "backend", "python"):
         assert any(re.match(rf"  {setting} .*x1b.* .*x1b.*", line) for line in lines), setting
 
@@ -244,12 +285,18 @@ def replaced(value, way: tuple, item):
 
 def test_no_single_field_of_a_runs_files_reaches_the_terminal_raw(tmp_path, monkeypatch):
     """Each in its turn: with all of them hostile most of a report is missing."""
-    record = RECORD | {part: {"name": "x"} for part in ("versions", "environment", "process", "artefacts", "prediction")}
+    record = RECORD | {
+        part: {"name": "x"} for part in ("versions", "environment", "process", "artefacts", "prediction")
+    }
     lines = [step(number) for number in range(1, 9)] + [{"kind": "ranks", **ranks(1, 8, [10.0, 12.0])}]
     plain = str(run_folder(tmp_path / "plain", lines, record))
     changed = [(replaced(record, way, HOSTILE), lines) for way in leaves(record)]
     changed += [(record, replaced(lines, way, HOSTILE)) for way in leaves(lines) if way[0] in (3, 8)]
     for hostile_record, hostile_lines in changed:
         hostile = str(run_folder(tmp_path / "hostile", hostile_lines, hostile_record))
-        for words in (["compare", plain, hostile, "--force", "--all"], ["report", hostile, "--no-html", "--all"], ["audit", hostile]):
+        for words in (
+            ["compare", plain, hostile, "--force", "--all"],
+            ["report", hostile, "--no-html", "--all"],
+            ["audit", hostile],
+        ):
             assert not OBEYED.search(run_in_process(words, monkeypatch))

@@ -30,14 +30,31 @@ from megatron_lite.train.step import BatchMaker, loss_and_tokens
 
 CPU = torch.device("cpu")
 
-WHOLE = "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
-PRECISIONS = {"fp32": "", "fp16": "--fp16 --initial-loss-scale 4194304 --loss-scale-window 2 --hysteresis 1",
-              "bf16": "--bf16", "sgd": "--optimizer sgd", "cyclic": "--dataloader-type cyclic",
-              "async": "--async-save --bf16 --save-interval 1", "torch": "--ckpt-format torch --bf16"}
+WHOLE = (
+    "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
+)
+PRECISIONS = {
+    "fp32": "",
+    "fp16": "--fp16 --initial-loss-scale 4194304 --loss-scale-window 2 --hysteresis 1",
+    "bf16": "--bf16",
+    "sgd": "--optimizer sgd",
+    "cyclic": "--dataloader-type cyclic",
+    "async": "--async-save --bf16 --save-interval 1",
+    "torch": "--ckpt-format torch --bf16",
+}
 
 # of a step, and its number in its run
-MEASURED = {"ms", "cpu_ms", "core_wait_ms", "involuntary_switches", "phases_ms", "reduce_wait_ms", "step",
-            "host_memory_bytes", "peak_memory_bytes"}
+MEASURED = {
+    "ms",
+    "cpu_ms",
+    "core_wait_ms",
+    "involuntary_switches",
+    "phases_ms",
+    "reduce_wait_ms",
+    "step",
+    "host_memory_bytes",
+    "peak_memory_bytes",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,17 +96,23 @@ def test_resuming_is_not_interrupting(two_ranks, name):
     assert whole.keys() == parts.keys()
     for key in whole:
         assert same(whole[key], parts[key]), key
-    timeless = [[{k: v for k, v in record.items() if k not in MEASURED} for record in records]
-                for records in (steps(two_ranks / f"{name} whole"),
-                                steps(two_ranks / f"{name} first") + steps(two_ranks / f"{name} second"))]
+    timeless = [
+        [{k: v for k, v in record.items() if k not in MEASURED} for record in records]
+        for records in (
+            steps(two_ranks / f"{name} whole"),
+            steps(two_ranks / f"{name} first") + steps(two_ranks / f"{name} second"),
+        )
+    ]
     assert timeless[0] == timeless[1] and len(timeless[0]) == 8
 
 
 def test_formats_hold_the_same(two_ranks):
     sharded, one_file = (checkpoint(two_ranks / f"{name} save", 8) for name in ("async", "torch"))
     assert sharded.keys() == one_file.keys() and all(same(sharded[key], one_file[key]) for key in sharded)
-    files = {name: {path.name for path in (two_ranks / f"{name} save" / "iter_0000008").rglob("*") if path.is_file()}
-             for name in ("async", "torch")}
+    files = {
+        name: {path.name for path in (two_ranks / f"{name} save" / "iter_0000008").rglob("*") if path.is_file()}
+        for name in ("async", "torch")
+    }
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} < files["async"] and "model_optim_rng.pt" in files["torch"]
 
 
@@ -110,7 +133,10 @@ def changing_ranks(tmp_path_factory) -> Path:
 
     two("whole", "--save", str(folder / "save whole"))
     two("first", "--exit-interval", "3")
-    quietly([*common, "--exit-interval", "6", "--save", str(folder / "save"), "--load", str(folder / "save")], folder / "second")
+    quietly(
+        [*common, "--exit-interval", "6", "--save", str(folder / "save"), "--load", str(folder / "save")],
+        folder / "second",
+    )
     two("third", "--load", str(folder / "save"))
     return folder
 
@@ -168,7 +194,9 @@ def test_finetune_takes_weights_only(saved, tmp_path):
     assert finetuned[0] != losses(tmp_path / "fresh")[0]
     quietly(flags(WHOLE, *DROPOUT, "--pretrained-checkpoint", saved), tmp_path / "pretrained")
     assert finetuned == losses(tmp_path / "pretrained")
-    quietly(flags(WHOLE, *DROPOUT, "--pretrained-checkpoint", saved, "--load", tmp_path / "none yet"), tmp_path / "both")
+    quietly(
+        flags(WHOLE, *DROPOUT, "--pretrained-checkpoint", saved, "--load", tmp_path / "none yet"), tmp_path / "both"
+    )
     assert finetuned == losses(tmp_path / "both")
 
 
@@ -194,9 +222,16 @@ def test_without_the_optimizer_the_schedule_starts_over(tmp_path):
     assert rates[0] == rates[1] and rates[0][0] < rates[0][-1]
 
 
-@pytest.mark.parametrize("before, after", [("", "--bf16"), ("", "--fp16 --initial-loss-scale 4096"), ("--bf16", ""),
-                                           ("--fp16 --initial-loss-scale 4096", "--bf16"),
-                                           ("--fp16 --initial-loss-scale 4096", "--fp16 --loss-scale 512")])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("", "--bf16"),
+        ("", "--fp16 --initial-loss-scale 4096"),
+        ("--bf16", ""),
+        ("--fp16 --initial-loss-scale 4096", "--bf16"),
+        ("--fp16 --initial-loss-scale 4096", "--fp16 --loss-scale 512"),
+    ],
+)
 def test_precision_may_change(tmp_path, before, after):
     quietly(flags(WHOLE, before, "--exit-interval 4 --save", tmp_path / "save"), tmp_path / "a")
     quietly(flags(WHOLE, before, "--load", tmp_path / "save"), tmp_path / "same")
@@ -208,18 +243,37 @@ def test_precision_may_change(tmp_path, before, after):
 
 def saved_again(save: Path, tmp_path: Path, words: str) -> dict:
     """The checkpoint of iteration 4 as a run with other flags has it after loading, before its first step."""
-    quietly(flags(WHOLE, "--train-iters 4 --use-checkpoint-opt-param-scheduler", words, "--load", save, "--save", tmp_path / "again"), tmp_path / "b")
+    quietly(
+        flags(
+            WHOLE,
+            "--train-iters 4 --use-checkpoint-opt-param-scheduler",
+            words,
+            "--load",
+            save,
+            "--save",
+            tmp_path / "again",
+        ),
+        tmp_path / "b",
+    )
     return checkpoint(tmp_path / "again", 4)
 
 
-@pytest.mark.parametrize("before, after", [("", "--bf16"), ("--bf16", ""), ("--bf16", "--fp16 --initial-loss-scale 64")])
+@pytest.mark.parametrize(
+    "before, after", [("", "--bf16"), ("--bf16", ""), ("--bf16", "--fp16 --initial-loss-scale 64")]
+)
 def test_masters_pass_from_one_precision_to_another_whole(tmp_path, before, after):
     quietly(flags(WHOLE, before, "--exit-interval 4 --save", tmp_path / "save"), tmp_path / "a")
     one, other = checkpoint(tmp_path / "save", 4), saved_again(tmp_path / "save", tmp_path, after)
     names = list(part(one, "model."))
-    exact = [{name: saved.get(f"optimizer.{name}.master", saved[f"model.{name}"]) for name in names} for saved in (one, other)]
+    exact = [
+        {name: saved.get(f"optimizer.{name}.master", saved[f"model.{name}"]) for name in names}
+        for saved in (one, other)
+    ]
     assert same(*exact) and all(tensor.dtype == torch.float32 for tensor in exact[0].values())
-    moments = [{name: saved[name] for name in saved if name.endswith((".exp_avg", ".exp_avg_sq", ".step"))} for saved in (one, other)]
+    moments = [
+        {name: saved[name] for name in saved if name.endswith((".exp_avg", ".exp_avg_sq", ".step"))}
+        for saved in (one, other)
+    ]
     assert same(*moments) and len(moments[0]) == 3 * len(names)
     rounded = part(other, "model.")
     assert all(torch.equal(rounded[name], exact[1][name].to(rounded[name].dtype)) for name in names)
@@ -242,8 +296,14 @@ class MegatronsEvaluations:
         self.next = 0 if t.skip_train else consumed_valid_samples
         self.per_evaluation = w.eval_iters * batch
         eval_iters = w.eval_iters if t.skip_train else (t.train_iters // w.eval_interval + 1) * w.eval_iters
-        spec = DataSpec(sizes=(0, eval_iters * batch, 0), seq_length=16, seed=t.seed, vocab_size=VOCABULARY + 1,
-                        split="100,100,0", data_path=self.plan.args.data.data_path)
+        spec = DataSpec(
+            sizes=(0, eval_iters * batch, 0),
+            seq_length=16,
+            seed=t.seed,
+            vocab_size=VOCABULARY + 1,
+            split="100,100,0",
+            data_path=self.plan.args.data.data_path,
+        )
         self.samples = build_datasets(spec).valid
 
     def loss(self, saved: dict) -> float:
@@ -262,8 +322,15 @@ def evaluated(tmp_path_factory):
     """(data, checkpoints) of a run that has evaluated on 16 samples when it is saved at iteration 4."""
     folder = tmp_path_factory.mktemp("evaluated")
     data = write_documents(folder / "data", range(20, 140))
-    quietly(flags(WHOLE, "--split 100,100,0 --eval-interval 2 --eval-iters 2 --exit-interval 4 --save", folder / "save",
-                  data=data), folder / "run")
+    quietly(
+        flags(
+            WHOLE,
+            "--split 100,100,0 --eval-interval 2 --eval-iters 2 --exit-interval 4 --save",
+            folder / "save",
+            data=data,
+        ),
+        folder / "run",
+    )
     return data, folder / "save"
 
 
@@ -271,12 +338,21 @@ def evaluated(tmp_path_factory):
 def test_validation_sees_the_samples_that_megatrons_sees(evaluated, tmp_path, words):
     data, save = evaluated
     argv = flags(WHOLE, "--split 100,100,0 --eval-interval 2 --eval-iters 2", words, data=data)
-    _, out = quietly([*argv, "--load", str(save), "--save", str(tmp_path / "save"), "--save-interval", "2"], tmp_path / "run")
-    found = [(int(at), float(loss)) for at, loss in re.findall(r"validation loss at iteration (\d+).*?value: (\S+)", out)]
+    _, out = quietly(
+        [*argv, "--load", str(save), "--save", str(tmp_path / "save"), "--save-interval", "2"], tmp_path / "run"
+    )
+    found = [
+        (int(at), float(loss)) for at, loss in re.findall(r"validation loss at iteration (\d+).*?value: (\S+)", out)
+    ]
     theirs = MegatronsEvaluations(argv, 4, 16)
-    assert [at for at, _ in found] == {"--skip-train": [4], "--eval-interval 4": [8, 8], "--eval-iters 1": [6, 8, 8]}[words]
+    assert [at for at, _ in found] == {"--skip-train": [4], "--eval-interval 4": [8, 8], "--eval-iters 1": [6, 8, 8]}[
+        words
+    ]
     for at, loss in dict(found).items():  # the line of the end repeats that of an interval which ends there
         weights = checkpoint(save if at == 4 else tmp_path / "save", at)
         assert loss == pytest.approx(theirs.loss(weights), rel=2e-6), f"{words}: iteration {at}"
     if words != "--skip-train":
-        assert checkpoint(tmp_path / "save", 8)["record"].consumed_valid_samples == {"--eval-interval 4": 24, "--eval-iters 1": 24}[words]
+        assert (
+            checkpoint(tmp_path / "save", 8)["record"].consumed_valid_samples
+            == {"--eval-interval 4": 24, "--eval-iters 1": 24}[words]
+        )

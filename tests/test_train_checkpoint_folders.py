@@ -67,10 +67,17 @@ def flip(path: Path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("text, words", [
-    ("9" * 300, "which is not there"), ("1_0", "holds no iteration"), ("٤", "holds no iteration"), ("4 5", "holds no iteration"),
-    ("-4", "holds no iteration"), ("", "holds no iteration"),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("9" * 300, "which is not there"),
+        ("1_0", "holds no iteration"),
+        ("٤", "holds no iteration"),
+        ("4 5", "holds no iteration"),
+        ("-4", "holds no iteration"),
+        ("", "holds no iteration"),
+    ],
+)
 def test_an_odd_tracker(copy, tmp_path, text, words):
     (copy / TRACKER_FILE).write_text(text, encoding="utf-8")
     assert words in refusal(tmp_path, "--load", copy)
@@ -81,8 +88,14 @@ def test_a_tracker_as_an_editor_leaves_it(copy, tmp_path):
     assert resume(tmp_path, "--load", copy)[0] == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("make, reason", [(os.mkdir, "Is a directory"), (os.mkfifo, "Not a regular file"),
-                                          (lambda path: path.symlink_to("/dev/zero"), "Not a regular file")])
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (os.mkdir, "Is a directory"),
+        (os.mkfifo, "Not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "Not a regular file"),
+    ],
+)
 def test_a_tracker_that_cannot_be_read(copy, tmp_path, make, reason):
     (copy / TRACKER_FILE).unlink()
     make(copy / TRACKER_FILE)
@@ -232,7 +245,11 @@ def test_a_save_in_the_background_that_is_given_up_is_told(tmp_path, monkeypatch
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(KeyboardInterrupt):
-        train(flags(WHOLE, "--async-save --save-interval 3 --save", tmp_path / "save"), tmp_path / "run", watchers=[Fail()])
+        train(
+            flags(WHOLE, "--async-save --save-interval 3 --save", tmp_path / "save"),
+            tmp_path / "run",
+            watchers=[Fail()],
+        )
     assert "the checkpoint in the background is given up after 0.1 s" in out.getvalue()
 
 
@@ -245,7 +262,9 @@ def test_the_time_limit_holds_for_saves(tmp_path, monkeypatch):
         return inner(*args, timeout=timeout, **named)
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    quietly(flags(WHOLE, "--train-iters 1 --distributed-timeout-minutes 50 --save", tmp_path / "save"), tmp_path / "run")
+    quietly(
+        flags(WHOLE, "--train-iters 1 --distributed-timeout-minutes 50 --save", tmp_path / "save"), tmp_path / "run"
+    )
     assert limits == [timedelta(minutes=50)]
 
 

@@ -44,7 +44,9 @@ from megatron_lite.run_folder import TRACKER_FILE
 from megatron_lite.train import checkpoint as train_checkpoint
 from megatron_lite.train.checkpoint_fit import require_shape, rotary_note
 
-WHOLE = "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
+WHOLE = (
+    "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
+)
 
 CPU = torch.device("cpu")
 
@@ -88,13 +90,16 @@ def refusal(load, tmp_path, *words) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("words, fragments", [
-    ("--hidden-size 64", ["--hidden-size is 64, the checkpoint's 32"]),
-    ("--num-layers 3", ["--num-layers is 3, the checkpoint's 2"]),
-    ("--untie-embeddings-and-output-weights", ["--untie-embeddings-and-output-weights", "False", "True"]),
-    ("--swiglu", ["--swiglu", "gelu_tanh"]),
-    ("--vocab-size 200", ["--vocab-size", "256", "128"]),
-])
+@pytest.mark.parametrize(
+    "words, fragments",
+    [
+        ("--hidden-size 64", ["--hidden-size is 64, the checkpoint's 32"]),
+        ("--num-layers 3", ["--num-layers is 3, the checkpoint's 2"]),
+        ("--untie-embeddings-and-output-weights", ["--untie-embeddings-and-output-weights", "False", "True"]),
+        ("--swiglu", ["--swiglu", "gelu_tanh"]),
+        ("--vocab-size 200", ["--vocab-size", "256", "128"]),
+    ],
+)
 def test_another_shape(saved, tmp_path, words, fragments):
     message = refusal(saved, tmp_path, words)
     assert all(fragment in message for fragment in fragments), message
@@ -109,8 +114,12 @@ def test_another_optimizer(saved, tmp_path):
 def test_another_schedule_needs_a_word(saved, tmp_path):
     other = "--lr 5e-3 --lr-decay-style cosine"
     message = refusal(saved, tmp_path, other)
-    for fragment in ("--lr is 0.005, the checkpoint's 0.01", "--lr-decay-style is cosine, the checkpoint's constant",
-                     "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
+    for fragment in (
+        "--lr is 0.005, the checkpoint's 0.01",
+        "--lr-decay-style is cosine, the checkpoint's constant",
+        "--override-opt-param-scheduler",
+        "--use-checkpoint-opt-param-scheduler",
+    ):
         assert fragment in message
     rates = {}
     for word in ("", "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
@@ -131,10 +140,15 @@ def test_megatrons_interpolation_factor_is_noted():
         note = rotary_note(Path("X"), record, with_factor)
         assert (note is not None) == (trainer == "Megatron-LM"), note
         assert rotary_note(Path("X"), record, without) is None
-        with contextlib.nullcontext() if note else pytest.raises(CheckpointError, match="--rotary-seq-len-interpolation-factor"):
+        with (
+            contextlib.nullcontext()
+            if note
+            else pytest.raises(CheckpointError, match="--rotary-seq-len-interpolation-factor")
+        ):
             require_shape(Path("X"), record, without)
     assert "leave the flag out if that version trained these weights" in rotary_note(
-        Path("X"), dataclasses.replace(record, trainer="Megatron-LM"), with_factor)
+        Path("X"), dataclasses.replace(record, trainer="Megatron-LM"), with_factor
+    )
 
 
 def test_the_checkpoints_schedule_brings_its_weight_decay(saved):
@@ -340,7 +354,9 @@ def test_a_full_disk(copy, tmp_path, way):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [line] = caught.value.lines
     assert "\n" not in line and f"--save {copy}" in line and "iter_0000008" in line and "untouched" in line
-    assert re.search(r"\((rank 0: )(File too large|a file could not be written to its end), [0-9.]+ [KMGT]iB free there\)", line)
+    assert re.search(
+        r"\((rank 0: )(File too large|a file could not be written to its end), [0-9.]+ [KMGT]iB free there\)", line
+    )
     assert contents(copy) == before, "nothing half-written stays"
     resumed(copy, tmp_path)
 
@@ -367,7 +383,9 @@ def test_a_full_disk_need_not_stop_the_run(copy, tmp_path, way):
     assert (copy / TRACKER_FILE).read_text() == "8" and checkpoint(copy, 8)["record"].iteration == 8
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("[enforce fail] unexpected pos\nmore")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("[enforce fail] unexpected pos\nmore")]
+)
 def test_a_save_that_fails_in_torch(copy, tmp_path, monkeypatch, error):
     before = contents(copy)
 
@@ -386,7 +404,11 @@ def test_a_save_in_the_background_that_failed_stops_the_run(tmp_path, monkeypatc
     monkeypatch.setattr(torch, "save", save_by(lambda state, file: (_ for _ in ()).throw(OSError(28, "No space left"))))
     slow = Slow()
     with pytest.raises(CheckpointError, match="No space left"):
-        quietly(flags("--train-iters 200 --async-save --save-interval 100 --save", tmp_path / "save"), tmp_path / "run", [slow])
+        quietly(
+            flags("--train-iters 200 --async-save --save-interval 100 --save", tmp_path / "save"),
+            tmp_path / "run",
+            [slow],
+        )
     assert 100 < len(steps(tmp_path / "run")) < 190
 
 
@@ -400,6 +422,7 @@ class Slow(Instrument):
 
 def fail_to_save(world, save, failing, words):
     """For on_ranks: one rank cannot write; every rank must hear of it."""
+
     def fail(state, file):
         raise OSError(28, "No space left on device")
 
@@ -501,7 +524,8 @@ def test_ctrl_c_during_a_save_names_the_checkpoint_before_and_exits_130(tmp_path
     (tmp_path / "driver.py").write_text(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport torch\nfrom megatron_lite.app import main\n"
         "from test_train_checkpoint_safety import Path, interrupt_in\n"
-        f"torch.save = interrupt_in(Path({str(save)!r}), 4)\nsys.exit(main(sys.argv[1:]))\n")
+        f"torch.save = interrupt_in(Path({str(save)!r}), 4)\nsys.exit(main(sys.argv[1:]))\n"
+    )
     ended = pretrain(flags(WHOLE, "--save-interval 2 --save", save), script=tmp_path / "driver.py")
     assert ended.code == 130 and ended.err == "", ended.err
     assert f"interrupted; --load {save} goes on from iter_0000002\n" in ended.out
@@ -546,8 +570,13 @@ with reserved(Path(sys.argv[1]), 0, print):
 @pytest.fixture
 def holder(tmp_path):
     """A process that has reserved tmp_path/save, in a group of its own, together with a child."""
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "save")], stdout=subprocess.PIPE, text=True,
-                          env=environment(), start_new_session=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "save")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    ) as process:
         assert process.stdout.readline() == "held\n"
         yield process
         os.killpg(process.pid, signal.SIGKILL)
@@ -563,8 +592,12 @@ def test_the_lock_ends_with_its_holder(tmp_path, holder):
 
     with reserved(tmp_path / "save", 100, say):
         assert len(said) == 2, said
-        who = rf"\({re.escape(socket.gethostname())}, process {holder.pid}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d \w+\)"
-        assert re.fullmatch(rf"  --save \S+/save: another run saves there {who}; waiting for its end, 100 s at most", said[0])
+        who = (
+            rf"\({re.escape(socket.gethostname())}, process {holder.pid}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d \w+\)"
+        )
+        assert re.fullmatch(
+            rf"  --save \S+/save: another run saves there {who}; waiting for its end, 100 s at most", said[0]
+        )
         assert re.fullmatch(r"  --save \S+/save: that run has ended; going on after \d+ s", said[1])
         assert f"process {os.getpid()}," in (tmp_path / "save" / ".lock").read_text()
     assert list((tmp_path / "save").iterdir()) == []
@@ -581,7 +614,10 @@ def be_refused(world, save: str):
 
 def test_all_ranks_are_refused(tmp_path, holder):
     for output in on_ranks("test_train_checkpoint_safety:be_refused", tmp_path, str(tmp_path / "save")):
-        assert f"process {holder.pid}, since " in output and "still after 0 s; end that run, or choose another folder.\n" in output
+        assert (
+            f"process {holder.pid}, since " in output
+            and "still after 0 s; end that run, or choose another folder.\n" in output
+        )
     assert list((tmp_path / "save").iterdir()) == [tmp_path / "save" / ".lock"]
 
 
@@ -591,11 +627,15 @@ def test_a_refused_run_leaves_no_trace_and_exits_2(tmp_path, holder):
     (tmp_path / "save" / "run.json").write_text("the other's")
     (tmp_path / "driver.py").write_text(
         "import sys\nfrom megatron_lite import app\nfrom megatron_lite.train import checkpoint\ncheckpoint.MAX_WAIT_S = 0.5\n"
-        "sys.exit(app.main(sys.argv[1:]))\n")
+        "sys.exit(app.main(sys.argv[1:]))\n"
+    )
     ended = pretrain(flags(WHOLE, "--save", tmp_path / "save"), script=tmp_path / "driver.py")
     assert ended.code == 2 and ended.out.count("waiting for its end, 0 s at most") == 1
     [line] = ended.err.splitlines()
-    assert line.startswith(f"error: --save {tmp_path}/save: another run saves there (") and f"process {holder.pid}," in line
+    assert (
+        line.startswith(f"error: --save {tmp_path}/save: another run saves there (")
+        and f"process {holder.pid}," in line
+    )
     assert sorted(path.name for path in (tmp_path / "save").iterdir()) == [".lock", "run.json"]
     assert (tmp_path / "save" / "run.json").read_text() == "the other's"
 
@@ -619,16 +659,27 @@ def test_a_lock_that_a_run_of_another_machine_left(tmp_path):
     (tmp_path / ".lock").write_text("elsewhere, process 7, since long ago\x1b[2J")
     said = []
     with reserved(tmp_path, 0, said.append):
-        assert len(said) == 1 and "a run on another machine (elsewhere, process 7, since long ago[2J) was ended or is cut off" in said[0]
+        assert (
+            len(said) == 1
+            and "a run on another machine (elsewhere, process 7, since long ago[2J) was ended or is cut off" in said[0]
+        )
 
 
-@pytest.mark.parametrize("make, reason", [(os.mkfifo, "Not a regular file"), (os.mkdir, "Is a directory"),
-                                          (lambda path: path.symlink_to("victim"), "Not a regular file")])
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (os.mkfifo, "Not a regular file"),
+        (os.mkdir, "Is a directory"),
+        (lambda path: path.symlink_to("victim"), "Not a regular file"),
+    ],
+)
 def test_a_lock_that_is_no_file(tmp_path, make, reason):
     make(tmp_path / ".lock")
     with pytest.raises(CheckpointError) as caught, reserved(tmp_path, 0, print):
         pass
-    assert str(caught.value).startswith(f"--save {tmp_path}: cannot be written ({reason}: ") and ".lock" in str(caught.value)
+    assert str(caught.value).startswith(f"--save {tmp_path}: cannot be written ({reason}: ") and ".lock" in str(
+        caught.value
+    )
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -651,10 +702,16 @@ def test_retention(tmp_path):
 def test_retention_spares_what_a_failed_save_would_leave_alone(copy, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", save_by(lambda state, file: (_ for _ in ()).throw(OSError(28, "No space left"))))
     with pytest.raises(CheckpointError):
-        quietly(flags(WHOLE, *DROPOUT, "--save-interval 1 --save-retain-interval 3 --save", copy, "--load", copy), tmp_path / "run")
+        quietly(
+            flags(WHOLE, *DROPOUT, "--save-interval 1 --save-retain-interval 3 --save", copy, "--load", copy),
+            tmp_path / "run",
+        )
     assert iterations(copy) == [4] and checkpoint(copy, 4)["record"].iteration == 4
 
 
 def test_another_folder_keeps_what_was_loaded(saved, tmp_path):
-    quietly(flags(WHOLE, *DROPOUT, "--save-interval 1 --save-retain-interval 3 --load", saved, "--save", tmp_path / "new"), tmp_path / "run")
+    quietly(
+        flags(WHOLE, *DROPOUT, "--save-interval 1 --save-retain-interval 3 --load", saved, "--save", tmp_path / "new"),
+        tmp_path / "run",
+    )
     assert iterations(saved) == [4] and iterations(tmp_path / "new") == [6, 8]

@@ -42,7 +42,7 @@ VARIANTS = {
     "fp32, recomputing a layer": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     "fp16, recomputing attention": f"--fp16 --initial-loss-scale 4096 --recompute-activations {UNFUSED}",
     "bf16, documents": "--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope --reset-attention-mask "
-                       "--reset-position-ids --eod-mask-loss",
+    "--reset-position-ids --eod-mask-loss",
 }
 
 
@@ -52,15 +52,20 @@ def as_on_a_gpu(args, world) -> Compilation:
     return replace(found, loss=found.layers)
 
 
-@pytest.mark.parametrize(("words", "with_loss"), [*((words, True) for words in VARIANTS.values()), ("--bf16", False)],
-                         ids=[*VARIANTS, "bf16, as on a CPU"])
+@pytest.mark.parametrize(
+    ("words", "with_loss"),
+    [*((words, True) for words in VARIANTS.values()), ("--bf16", False)],
+    ids=[*VARIANTS, "bf16, as on a CPU"],
+)
 def test_nothing_changes_but_the_speed(tmp_path, monkeypatch, words, with_loss):
     if with_loss:
         monkeypatch.setattr(plan, "compilation_of", as_on_a_gpu)
     argv = flags("--train-iters 5 --eval-interval 2 --eval-iters 1 --log-interval 2", words, *DROPOUT)
     quietly([*argv, "--save", str(tmp_path / "eager")], tmp_path / "eager")
     _, out = quietly([*argv, *EAGER.split(), "--save", str(tmp_path / "compiled")], tmp_path / "compiled")
-    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=2e-3 if "16" in words else 1e-6)
+    assert losses(tmp_path / "compiled") == pytest.approx(
+        losses(tmp_path / "eager"), rel=2e-3 if "16" in words else 1e-6
+    )
     what = "each of 2 layers and the loss" if with_loss else "each of 2 layers"
     assert f"  compiling {what} with aot_eager: the steps in which" in out and "expected" not in out
     # for all layers one for training and one for evaluating; for both the loss forward, and its gradients
@@ -86,11 +91,14 @@ def test_steps_that_compile_are_marked_and_not_averaged(tmp_path):
     assert "time and throughput are of 1 compiling step: there was no other" in out
     assert "time and throughput leave out 1 compiling step\n" in out
     said = [float(ms) for ms in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", out)]
-    assert said[0] > records[0]["ms"] / 2 and max(said[1:]) < 1.5 * max(r["ms"] for r in records if not r.get("compiling"))
+    assert said[0] > records[0]["ms"] / 2 and max(said[1:]) < 1.5 * max(
+        r["ms"] for r in records if not r.get("compiling")
+    )
 
 
 def test_too_many_compilations_are_said(tmp_path):
     """Here something else that compiled code depends on changes between steps."""
+
     class Meddles(Instrument):
         def begin(self, step):
             torch.use_deterministic_algorithms(step % 3 == 1, warn_only=step % 3 == 2)
@@ -106,8 +114,10 @@ def test_without_a_compiler_it_is_refused(tmp_path, monkeypatch):
     line = ["--torch-compile"]
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = ("--torch-compile: there is no C++ compiler (g++) on the PATH; install one, or name one in the variable CXX, or take "
-            "--torch-compile none.")
+    said = (
+        "--torch-compile: there is no C++ compiler (g++) on the PATH; install one, or name one in the variable CXX, or take "
+        "--torch-compile none."
+    )
     assert mistakes(line) == [said]
     assert mistakes([*line, "--torch-compile-backend", "aot_eager"]) == []
     compiler = tmp_path / "mine"

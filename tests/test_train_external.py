@@ -158,22 +158,40 @@ def test_each_rank_gets_its_own(file):
     assert seen == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-@pytest.mark.parametrize(("function", "message"), [
-    ("not_iterable", "for train it gave a int; return an iterable of micro-batches, or None"),
-    ("nothing", "for train it gave nothing from sample 0 on; yield more, or train or evaluate less"),
-    ("lists", "for train it yields a list; yield tensors or arrays of integers"),
-    ("floats", "for train it yields a Tensor of torch.float32; yield tensors or arrays of integers"),
-    ("halves", "for train it yields a ndarray of float16; yield tensors or arrays of integers"),
-    ("short", "for train it yields the shape [1, 16]; yield [micro-batch size, seq-length + 1] = [1, 17]"),
-    ("large", "for train it yields the id 128, outside the vocabulary of 128; give the tokenizer that made its ids"),
-    ("negative", "for train it yields the id -1, outside the vocabulary of 128; give the tokenizer that made its ids"),
-    ("later_large", "for train it yields the id 128, outside the vocabulary of 128; give the tokenizer that made"),
-    ("three", "for train it ended after 3 micro-batches and more are wanted; yield more, or train or evaluate less"),
-    ("number", "FILE has no function number; check its name"),
-    ("no_such", "FILE has no function no_such; check its name"),
-    ("few_arguments", "cannot be called (got an unexpected keyword argument 'micro_batch_size'); let it take split, and by"),
-    ("positional", "cannot be called (missing a required argument: 'more'); let it take split, and by name consumed, "),
-])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("not_iterable", "for train it gave a int; return an iterable of micro-batches, or None"),
+        ("nothing", "for train it gave nothing from sample 0 on; yield more, or train or evaluate less"),
+        ("lists", "for train it yields a list; yield tensors or arrays of integers"),
+        ("floats", "for train it yields a Tensor of torch.float32; yield tensors or arrays of integers"),
+        ("halves", "for train it yields a ndarray of float16; yield tensors or arrays of integers"),
+        ("short", "for train it yields the shape [1, 16]; yield [micro-batch size, seq-length + 1] = [1, 17]"),
+        (
+            "large",
+            "for train it yields the id 128, outside the vocabulary of 128; give the tokenizer that made its ids",
+        ),
+        (
+            "negative",
+            "for train it yields the id -1, outside the vocabulary of 128; give the tokenizer that made its ids",
+        ),
+        ("later_large", "for train it yields the id 128, outside the vocabulary of 128; give the tokenizer that made"),
+        (
+            "three",
+            "for train it ended after 3 micro-batches and more are wanted; yield more, or train or evaluate less",
+        ),
+        ("number", "FILE has no function number; check its name"),
+        ("no_such", "FILE has no function no_such; check its name"),
+        (
+            "few_arguments",
+            "cannot be called (got an unexpected keyword argument 'micro_batch_size'); let it take split, and by",
+        ),
+        (
+            "positional",
+            "cannot be called (missing a required argument: 'more'); let it take split, and by name consumed, ",
+        ),
+    ],
+)
 def test_what_is_wrong_is_one_line(file, tmp_path, function, message):
     with pytest.raises(DataError) as caught:
         run(argv(file, function), tmp_path / "run")
@@ -182,14 +200,22 @@ def test_what_is_wrong_is_one_line(file, tmp_path, function, message):
     assert "\n" not in said
 
 
-@pytest.mark.parametrize(("spelled", "message"), [
-    ("loader.py", "names no function; give FILE.py:FUNCTION or MODULE:FUNCTION"),
-    ("none.py:f", "there is no file none.py; check the path"),
-    ("no_such_module:f", "there is no module no_such_module; give FILE.py:FUNCTION, or set PYTHONPATH"),
-    (".own:f", ".own is relative to no package; give the module's whole name, or FILE.py:FUNCTION"),
-    ("builtins:max", ("cannot be called (no signature found for builtin <built-in function max>); let it take split, and by "
-                      "name consumed, micro_batch_size, seq_length, rank, num_ranks, seed")),
-])
+@pytest.mark.parametrize(
+    ("spelled", "message"),
+    [
+        ("loader.py", "names no function; give FILE.py:FUNCTION or MODULE:FUNCTION"),
+        ("none.py:f", "there is no file none.py; check the path"),
+        ("no_such_module:f", "there is no module no_such_module; give FILE.py:FUNCTION, or set PYTHONPATH"),
+        (".own:f", ".own is relative to no package; give the module's whole name, or FILE.py:FUNCTION"),
+        (
+            "builtins:max",
+            (
+                "cannot be called (no signature found for builtin <built-in function max>); let it take split, and by "
+                "name consumed, micro_batch_size, seq_length, rank, num_ranks, seed"
+            ),
+        ),
+    ],
+)
 def test_functions_that_are_not_found(spelled, message):
     line = argv("x.py", "f")
     line[line.index("--external-dataloader") + 1] = spelled

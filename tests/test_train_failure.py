@@ -46,17 +46,21 @@ def status(folder: Path) -> str:
     return json.loads((folder / "run.json").read_text())["status"]
 
 
-@pytest.mark.parametrize("how", ["exception", *(pytest.param(how, marks=pytest.mark.slow) for how in ("user", "killed"))])
+@pytest.mark.parametrize(
+    "how", ["exception", *(pytest.param(how, marks=pytest.mark.slow) for how in ("user", "killed"))]
+)
 def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
     ended = run_faulty(how, tmp_path / "run", "--num-workers 1" if how == "exception" else "")
     assert ended.code != 0 and ended.seconds < 500, "600 s would be a collective's time limit"
-    root = ended.err[ended.err.index(SUMMARY):]
+    root = ended.err[ended.err.index(SUMMARY) :]
     assert re.search(r"rank +: 1 \(local_rank: 1\)", root), root
     for cause in CAUSES[how]:
         assert re.search(cause, root), root
-    said = {"exception": r"ended in iteration 3, with ZeroDivisionError: a mistake in this rank only; rank 0 waited",
-            "user": "ended in iteration 3, with DataError: --data-path x: ",
-            "killed": r"died \(process \d+ on \S+ is gone\), last seen "}[how]
+    said = {
+        "exception": r"ended in iteration 3, with ZeroDivisionError: a mistake in this rank only; rank 0 waited",
+        "user": "ended in iteration 3, with DataError: --data-path x: ",
+        "killed": r"died \(process \d+ on \S+ is gone\), last seen ",
+    }[how]
     assert re.match(f"error: rank 1 {said}", verdict_of(ended)), verdict_of(ended)
     assert re.search(f"waited for it in {OPERATION}, iteration 3, phase backward", verdict_of(ended))
     assert "RuntimeError" not in ended.err, "no second traceback"
@@ -83,9 +87,12 @@ def test_steps_since_the_last_console_line_outlive_their_writer(tmp_path):
 def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
     ended = run_faulty("loop", tmp_path / "run", limit_s=3)
     line = verdict_of(ended)
-    assert re.match(f"error: rank 1 did not join {OPERATION} of rank 0 within 3.0s: since [34].[0-9]s in iteration 3, "
-                    r"phase data, in never_ends \(.*faulty.py:\d+\) called by __call__ \(.*train/step.py:\d+\), after", line), line
-    assert line.removeprefix("error: ") in ended.err[ended.err.index(SUMMARY):], "the launcher's summary tells it too"
+    assert re.match(
+        f"error: rank 1 did not join {OPERATION} of rank 0 within 3.0s: since [34].[0-9]s in iteration 3, "
+        r"phase data, in never_ends \(.*faulty.py:\d+\) called by __call__ \(.*train/step.py:\d+\), after",
+        line,
+    ), line
+    assert line.removeprefix("error: ") in ended.err[ended.err.index(SUMMARY) :], "the launcher's summary tells it too"
     assert status(tmp_path / "run") == "failed: RanksError: " + line.removeprefix("error: ")
     told = json.loads((tmp_path / "run" / "ranks.json").read_text())
     assert told["verdict"] == line.removeprefix("error: ")
@@ -97,7 +104,9 @@ def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
 def test_a_stopped_rank_is_named(tmp_path):
     """The launcher takes 30 s to end a stopped process."""
     ended = run_faulty("stopped", tmp_path / "run", limit_s=3)
-    assert re.search(r"rank 1 did not join .* within 3.0s: process \d+ on \S+ is stopped \(SIGSTOP\), last seen", verdict_of(ended))
+    assert re.search(
+        r"rank 1 did not join .* within 3.0s: process \d+ on \S+ is stopped \(SIGSTOP\), last seen", verdict_of(ended)
+    )
     assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 did not join"), "its own writer is stopped"
 
 
@@ -123,9 +132,23 @@ def test_the_launcher_starts_again_from_the_checkpoint(tmp_path):
     outcome = {}
     for name, how in (("whole", "none"), ("broken", "killed once")):
         save = tmp_path / name
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1",
-                   "--master_addr", "localhost", "--master_port", str(free_port()), str(FAULTY), how, "60",
-                   *flags(words, save, "--load", save)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--max-restarts",
+            "1",
+            "--master_addr",
+            "localhost",
+            "--master_port",
+            str(free_port()),
+            str(FAULTY),
+            how,
+            "60",
+            *flags(words, save, "--load", save),
+        ]
         ended = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
         assert ended.returncode == 0, ended.err
         outcome[name] = {record["iteration"]: record["loss"] for record in steps(save)}
@@ -139,10 +162,12 @@ def test_the_launcher_starts_again_from_the_checkpoint(tmp_path):
 def test_a_mistake_that_all_ranks_have_is_told_once(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    ended = pretrain(flags("--exit-on-missing-checkpoint --load", empty, "--run-dir", tmp_path / "run"), ranks=2, launcher=True)
+    ended = pretrain(
+        flags("--exit-on-missing-checkpoint --load", empty, "--run-dir", tmp_path / "run"), ranks=2, launcher=True
+    )
     assert ended.code != 0
     assert len(re.findall(r"^(?:rank \d: )?error: ", ended.err, re.MULTILINE)) == 1
-    assert str(empty) in ended.err[ended.err.index(SUMMARY):]
+    assert str(empty) in ended.err[ended.err.index(SUMMARY) :]
 
 
 def test_ranks_of_a_node_print_the_same_error_once_whoever_comes_first(tmp_path, monkeypatch, capfd):
@@ -171,7 +196,10 @@ def test_ranks_end_with_a_killed_launcher(tmp_path):
     assert [process_state(pid) for pid in ranks] == ["dead"] * 2
     line = f"torchrun's agent (process {launcher.pid} on {socket.gethostname()}) is gone, so its ranks end: "
     assert err.count(f"error: {line}") == 1 and "Traceback" not in err, err
-    assert re.match("failed: RanksError: .*torchrun's agent.*, died|failed: RanksError: " + re.escape(line), status(tmp_path / "save"))
+    assert re.match(
+        "failed: RanksError: .*torchrun's agent.*, died|failed: RanksError: " + re.escape(line),
+        status(tmp_path / "save"),
+    )
     assert wrong(newest(tmp_path / "save").folder) is None
 
 
@@ -193,21 +221,25 @@ rank = subprocess.Popen({command!r}, env={{**os.environ, **{variables!r}, "START
 VARIABLES = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/tmp/0/error.json", "LOCAL_RANK": "0"}
 
 
-@pytest.mark.parametrize("variables, wrapper, orphan, found", [
-    (VARIABLES, [], False, True),
-    (VARIABLES, ["bash", "-c", '"$@"; exit $?', "wrapper"], False, True),  # torchrun --no-python wrapper.sh
-    ({}, [], False, False),  # a shell, nohup, a batch system
-    ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, [], False, False),  # srun with variables set by hand
-    (VARIABLES, ["setsid"], False, True),
-    (VARIABLES, [], True, False),  # adopted before it looked
-])
+@pytest.mark.parametrize(
+    "variables, wrapper, orphan, found",
+    [
+        (VARIABLES, [], False, True),
+        (VARIABLES, ["bash", "-c", '"$@"; exit $?', "wrapper"], False, True),  # torchrun --no-python wrapper.sh
+        ({}, [], False, False),  # a shell, nohup, a batch system
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, [], False, False),  # srun with variables set by hand
+        (VARIABLES, ["setsid"], False, True),
+        (VARIABLES, [], True, False),  # adopted before it looked
+    ],
+)
 def test_the_launcher_is_found_above_wrappers_and_nowhere_else(variables, wrapper, orphan, found):
     command = [*wrapper, sys.executable, "-c", RANK.format(repo=str(REPO), orphan=orphan)]
     agent = AGENT.format(command=command, variables=variables, wait=orphan)
     for environ in (environment(), environment() | VARIABLES | {"TORCHELASTIC_ERROR_FILE": "/tmp/outer"}):
         if environ.get("LOCAL_RANK") and not variables.get("TORCHELASTIC_RUN_ID"):
             continue  # inherited from an outer torchrun: its rank in all but name
-        ended = subprocess.run([sys.executable, "-c", agent], env=environ, capture_output=True, text=True, timeout=LIMIT_S,
-                               check=False)
+        ended = subprocess.run(
+            [sys.executable, "-c", agent], env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
         pid, answer = ended.stdout.splitlines()
         assert answer == (f"({pid}, True)" if found else "None"), ended

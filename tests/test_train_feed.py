@@ -24,14 +24,17 @@ def opened(argv: list[str]) -> Feed:
 def test_data_sets_without_weights_are_not_repeated(corpora):
     argv = flags("--eval-iters 0 --train-iters 5000", data=corpora[0])
     place = argv.index(str(corpora[0]))
-    both = [*argv[:place], *map(str, corpora), *argv[place + 1:]]
-    with pytest.raises(DataError, match=r"^--data-path: several data sets without weights are read once, and their train "
-                                        r"share of [\d,]+ samples is less than the 20,000 that the run takes; give each"):
+    both = [*argv[:place], *map(str, corpora), *argv[place + 1 :]]
+    with pytest.raises(
+        DataError,
+        match=r"^--data-path: several data sets without weights are read once, and their train "
+        r"share of [\d,]+ samples is less than the 20,000 that the run takes; give each",
+    ):
         opened(both)
-    split = [*argv[:place - 1], "--train-data-path", *map(str, corpora), *argv[place + 1:]]
+    split = [*argv[: place - 1], "--train-data-path", *map(str, corpora), *argv[place + 1 :]]
     with pytest.raises(DataError, match="^--train-data-path: several data sets without weights"):
         opened(split)
-    opened([*argv[:place], "1", str(corpora[0]), "1", str(corpora[1]), *argv[place + 1:]])
+    opened([*argv[:place], "1", str(corpora[0]), "1", str(corpora[1]), *argv[place + 1 :]])
     opened([*both, "--train-iters", "5"])
 
 
@@ -57,8 +60,10 @@ def test_words_of_the_data_flags_may_stand_in_files(tmp_path):
     (tmp_path / "splits.json").write_text(f'{{"train": [0.3, "{a}", "0.7", "{b}"], "valid": ["{b}"], "test": null}}')
     typed = ["--data-path", "0.3", str(a), "0.7", str(b)]
     split = ["--train-data-path", *typed[1:], "--valid-data-path", str(b)]
-    for in_file, on_line in ((["--data-args-path", f"{tmp_path}/words"], typed),
-                             (["--per-split-data-args-path", f"{tmp_path}/splits.json"], split)):
+    for in_file, on_line in (
+        (["--data-args-path", f"{tmp_path}/words"], typed),
+        (["--per-split-data-args-path", f"{tmp_path}/splits.json"], split),
+    ):
         feeds = [opened([*BASE, *words, "--eval-iters", "1"]) for words in (in_file, on_line)]
         streams = [feed.training(Progress(0, 0)) for feed in feeds]
         assert [next(streams[0]).tolist() for _ in range(20)] == [next(streams[1]).tolist() for _ in range(20)]
@@ -71,9 +76,17 @@ def test_resuming_with_other_flags_may_need_more_than_there_is(tmp_path):
         quietly(flags(words, "--eval-interval 2 --exit-interval 4 --save", tmp_path / "save"), tmp_path / "run")
         resume = [words, "--load", tmp_path / "save"]
         _, out = quietly(flags(*resume, "--eval-interval 8"), tmp_path / "sparse")
-        assert ("valid data: 8 samples are fewer than the 8 consumed so far and 8 to come; after the last one evaluations begin "
-                "with the first again") in out
+        assert (
+            "valid data: 8 samples are fewer than the 8 consumed so far and 8 to come; after the last one evaluations begin "
+            "with the first again"
+        ) in out
         assert out.count("validation loss at iteration 8") == 3, "at the interval, at the end, and on the test set"
-        with pytest.raises(DataError, match="^train data: 8 samples are fewer than the 16 consumed so far and 4 to come; resume "
-                                            "with the --global-batch-size of the run that was saved, or add --finetune"):
-            quietly(flags(*resume, "--eval-interval 8 --global-batch-size 1 --override-opt-param-scheduler"), tmp_path / "small")
+        with pytest.raises(
+            DataError,
+            match="^train data: 8 samples are fewer than the 16 consumed so far and 4 to come; resume "
+            "with the --global-batch-size of the run that was saved, or add --finetune",
+        ):
+            quietly(
+                flags(*resume, "--eval-interval 8 --global-batch-size 1 --override-opt-param-scheduler"),
+                tmp_path / "small",
+            )

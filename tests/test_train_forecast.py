@@ -29,20 +29,25 @@ def test_memory_and_speed_on_a_gpu():
     seen = forecast(plan("--bf16", ON_GPUS), H200, 140 * GIB)
     memory, speed = lines_of(seen)
     peak = seen.memory.peak
-    assert memory.startswith(f"  predicted: tensors peak at {size(peak.num_bytes)} of 140.00 GiB, at {peak.where} ({peak.phase}):\n    ")
+    assert memory.startswith(
+        f"  predicted: tensors peak at {size(peak.num_bytes)} of 140.00 GiB, at {peak.where} ({peak.phase}):\n    "
+    )
     assert peak.rows[0].category in memory.splitlines()[1]
     assert speed.startswith("  predicted: at best ") and speed.endswith(" tokens/s")
     assert seen.time.gpu == "H200"
 
 
 def test_ranks_of_one_machine_share_its_memory():
-    alone, = said("", World(), None, 16 * GIB)
-    both, = said("", World(size=2, local_size=2), None, 16 * GIB)
+    (alone,) = said("", World(), None, 16 * GIB)
+    (both,) = said("", World(size=2, local_size=2), None, 16 * GIB)
     assert " 2 x " in both and " x " not in alone and "at best" not in alone + both
 
 
 def test_a_processor_that_no_table_has_is_given_no_speed():
-    assert len(said("", ON_GPUS, "Foreign GPU 9", None)) == 1 and " of " not in said("", ON_GPUS, "Foreign GPU 9", None)[0].split(",")[0]
+    assert (
+        len(said("", ON_GPUS, "Foreign GPU 9", None)) == 1
+        and " of " not in said("", ON_GPUS, "Foreign GPU 9", None)[0].split(",")[0]
+    )
 
 
 def test_a_run_that_only_evaluates_is_not_judged_as_training():
@@ -53,7 +58,11 @@ def test_a_run_that_only_evaluates_is_not_judged_as_training():
 def test_the_way_out_is_a_flag_that_fits():
     words = "--micro-batch-size 256 --global-batch-size 512 --num-layers 8"
     peak = forecast(plan(words, ON_GPUS), H200, None).memory.peak.num_bytes
-    for world, device, room in ((ON_GPUS, H200, peak // 2), (ON_GPUS, "Foreign GPU 9", peak // 2), (World(), None, peak // 2)):
+    for world, device, room in (
+        (ON_GPUS, H200, peak // 2),
+        (ON_GPUS, "Foreign GPU 9", peak // 2),
+        (World(), None, peak // 2),
+    ):
         seen = forecast(plan(words, world), device, room)
         flags, _, needs = seen.way_out.rpartition(" would need ")
         changed = forecast(plan(f"{words} {flags}", world), device, room)
@@ -64,7 +73,10 @@ def test_the_way_out_is_a_flag_that_fits():
 def test_too_little_room_is_said_and_training_goes_on():
     peak = forecast(plan("", ON_GPUS), H200, GIB).memory.peak.num_bytes
     assert not any("note" in line for line in said("", ON_GPUS, H200, int(peak / (1 - MARGIN)) + 1))
-    assert "  note: the predicted peak leaves less than 8% of the memory for libraries" in said("", ON_GPUS, H200, peak)[-1]
+    assert (
+        "  note: the predicted peak leaves less than 8% of the memory for libraries"
+        in said("", ON_GPUS, H200, peak)[-1]
+    )
     told = said("", ON_GPUS, H200, peak // 2)[-1]
     assert told.startswith(f"  note: the predicted peak is {size(peak - peak // 2)} more than there is")
 
@@ -88,18 +100,32 @@ def test_the_record_of_a_run_holds_it_with_all_its_formulas(tmp_path):
     written = json.loads((tmp_path / RUN_FILE).read_text())["prediction"]
     assert written == json.loads(json.dumps(as_record(seen)))
     assert written["peak_bytes"] == seen.memory.peak.num_bytes and written["room_bytes"] == GIB
-    assert set(written["memory"]["moments"][0]["rows"][0]) == {field.name for field in dataclasses.fields(seen.memory.peak.rows[0])}
+    assert set(written["memory"]["moments"][0]["rows"][0]) == {
+        field.name for field in dataclasses.fields(seen.memory.peak.rows[0])
+    }
 
 
 @pytest.mark.slow  # whole runs
-@pytest.mark.parametrize("words", [
-    "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1",
-    "--fp16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --micro-batch-size 2",
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --num-layers 4",
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1",
+        "--fp16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --micro-batch-size 2",
+        "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --num-layers 4",
+    ],
+)
 def test_a_real_run_holds_what_was_predicted(words, tmp_path):
-    ended = pretrain(flags(MIDDLING, words, "--record-memory-history --profile-step-start 2 --profile-step-end 4",
-                           "--memory-snapshot-path", tmp_path / "s.pickle", "--run-dir", tmp_path / "run"))
+    ended = pretrain(
+        flags(
+            MIDDLING,
+            words,
+            "--record-memory-history --profile-step-start 2 --profile-step-end 4",
+            "--memory-snapshot-path",
+            tmp_path / "s.pickle",
+            "--run-dir",
+            tmp_path / "run",
+        )
+    )
     assert ended.code == 0, ended.err
     assert ended.out.count("  predicted: tensors peak at ") == 1
     found = analyze([tmp_path / "run", tmp_path / "s.pickle"]).facts.predicted.memory

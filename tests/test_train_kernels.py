@@ -8,8 +8,10 @@ from launch import alone, checkpoint, flags, quietly
 from megatron_lite.train.kernels import other_kernels
 
 SAVED = {"attention": "sdpa flash", "torch_compile": "none"}
-CUDNN_NOW = ("attention was sdpa flash and is sdpa cudnn: losses may differ in their last digits from those of an uninterrupted "
-             "run; --attention-backend flash goes on as before.")
+CUDNN_NOW = (
+    "attention was sdpa flash and is sdpa cudnn: losses may differ in their last digits from those of an uninterrupted "
+    "run; --attention-backend flash goes on as before."
+)
 
 
 @pytest.mark.parametrize(
@@ -17,8 +19,7 @@ CUDNN_NOW = ("attention was sdpa flash and is sdpa cudnn: losses may differ in t
     [
         (SAVED, SAVED, []),
         ({}, SAVED, []),  # from before, or Megatron-LM's
-        (SAVED, SAVED | {"attention": "sdpa cudnn"},
-         [CUDNN_NOW]),
+        (SAVED, SAVED | {"attention": "sdpa cudnn"}, [CUDNN_NOW]),
         (SAVED | {"attention": "sdpa cudnn"}, SAVED, ["--attention-backend fused goes"]),
         (SAVED | {"attention": "explicit"}, SAVED, ["--attention-backend unfused goes"]),
         (SAVED, SAVED | {"torch_compile": "layers"}, ["torch.compile was none and is layers"]),
@@ -39,4 +40,6 @@ def test_a_resumed_run_says_what_computes_differently(tmp_path):
         _, same = quietly(more, tmp_path / "two")
         _, other = quietly([*more, "--attention-backend", "unfused"], tmp_path / "three")
     assert "note: --load" not in same
-    assert re.search(r"note: --load \S+: attention was sdpa flash and is explicit: .*; --attention-backend flash goes on", other)
+    assert re.search(
+        r"note: --load \S+: attention was sdpa flash and is explicit: .*; --attention-backend flash goes on", other
+    )

@@ -11,14 +11,28 @@ from waiting import LIMIT_S
 
 def killed(tmp_path, *words: str):
     script = Path(__file__).parent / "killed_saves.py"
-    ended = subprocess.run([sys.executable, script, tmp_path / "runs", *words], env=environment(), capture_output=True,
-                           text=True, timeout=LIMIT_S, check=False)
+    ended = subprocess.run(
+        [sys.executable, script, tmp_path / "runs", *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("8", "1", "--save-retain-interval", "2"), ("8", "2"), ("5", "2", "--async-save"), ("5", "2", "--ckpt-format", "torch")],
-                         ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("8", "1", "--save-retain-interval", "2"),
+        ("8", "2"),
+        ("5", "2", "--async-save"),
+        ("5", "2", "--ckpt-format", "torch"),
+    ],
+    ids=" ".join,
+)
 def test_at_random_moments(tmp_path, words):
     killed(tmp_path, *words)
 

@@ -25,11 +25,15 @@ ITERATION_LINE = re.compile(
     r"(grad norm: \d+\.\d{3} \| )?(num zeros: \d+\.\d \| )?(params norm: \d+\.\d{3} \| )?"
     r"number of skipped iterations: [ \d]{2}\d \| number of nan iterations: [ \d]{2}\d \|$"
 )
-VALIDATION_LINE = re.compile(rf"^ validation loss at (.+?) \| lm loss value: ({NUMBER}) \| lm loss PPL: ({NUMBER}) \| $")
-FP16 = ("--fp16 --train-iters 24 --log-interval 4 --eval-interval 10 --eval-iters 2 --lr-warmup-iters 3 --log-throughput "
-        "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --log-timers-to-tensorboard "
-        "--log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --tensorboard-queue-size 5 "
-        "--split 80,15,5 --lr-decay-style cosine --min-lr 1e-3")
+VALIDATION_LINE = re.compile(
+    rf"^ validation loss at (.+?) \| lm loss value: ({NUMBER}) \| lm loss PPL: ({NUMBER}) \| $"
+)
+FP16 = (
+    "--fp16 --train-iters 24 --log-interval 4 --eval-interval 10 --eval-iters 2 --lr-warmup-iters 3 --log-throughput "
+    "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --log-timers-to-tensorboard "
+    "--log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --tensorboard-queue-size 5 "
+    "--split 80,15,5 --lr-decay-style cosine --min-lr 1e-3"
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,7 @@ def test_an_interval_of_skipped_steps_has_no_loss(run, records):
 
 
 def intervals(records) -> list[list[dict]]:
-    return [records[first:first + 4] for first in range(0, 24, 4)]
+    return [records[first : first + 4] for first in range(0, 24, 4)]
 
 
 def test_rate_and_scale_are_the_next_steps(run, records):
@@ -95,35 +99,70 @@ def test_validation_lines_are_megatrons(run):
     out = run[1].out.splitlines()
     found = [(i, VALIDATION_LINE.match(line)) for i, line in enumerate(out) if VALIDATION_LINE.match(line)]
     assert [match[1] for _, match in found] == [
-        "iteration 10", "iteration 20", "iteration 24 on validation set", "iteration 24 on test set"]
+        "iteration 10",
+        "iteration 20",
+        "iteration 24 on validation set",
+        "iteration 24 on test set",
+    ]
     for i, match in found:
         assert set(out[i - 1]) == set(out[i + 1]) == {"-"} and len(out[i - 1]) > len(out[i])
         assert float(match[3]) == pytest.approx(math.exp(float(match[2])), rel=1e-4)
 
 
 def test_timers_have_megatrons_names(run):
-    block = run[1].out[run[1].out.index("(min, max) time across ranks (ms):"):].splitlines()[1:]
-    found = [re.match(r"^    ([\w-]+) \.+: \(\d+\.\d\d, \d+\.\d\d\)$", line) for line in block[:block.index(next(
-        line for line in block if not line.startswith("    ")))]]
+    block = run[1].out[run[1].out.index("(min, max) time across ranks (ms):") :].splitlines()[1:]
+    found = [
+        re.match(r"^    ([\w-]+) \.+: \(\d+\.\d\d, \d+\.\d\d\)$", line)
+        for line in block[: block.index(next(line for line in block if not line.startswith("    ")))]
+    ]
     assert [match[1] for match in found] == [
-        "forward-backward", "all-grads-sync", "optimizer-unscale-and-check-inf", "optimizer-clip-main-grad",
-        "optimizer-inner-step", "optimizer", "batch-generator", "forward-compute", "backward-compute", "data", "forward", "log"]
+        "forward-backward",
+        "all-grads-sync",
+        "optimizer-unscale-and-check-inf",
+        "optimizer-clip-main-grad",
+        "optimizer-inner-step",
+        "optimizer",
+        "batch-generator",
+        "forward-compute",
+        "backward-compute",
+        "data",
+        "forward",
+        "log",
+    ]
 
 
 @pytest.mark.parametrize("option", ["max", "minmax", "all"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_timer_lines_are_megatron_cores(option, level):
     """Its own Timers, given the same times of two ranks, print the same block."""
-    phases = {"data": [1.0, 2.0], "data_to_device": [0.5, 0.5], "forward": [3.0, 4.0], "backward": [6.0, 5.0],
-              "grad_sync": [math.nan, 1.0], "unscale": [0.1, 0.1], "clip_grad": [0.2, 0.3], "optimizer_step": [2.0, 2.0]}
+    phases = {
+        "data": [1.0, 2.0],
+        "data_to_device": [0.5, 0.5],
+        "forward": [3.0, 4.0],
+        "backward": [6.0, 5.0],
+        "grad_sync": [math.nan, 1.0],
+        "unscale": [0.1, 0.1],
+        "clip_grad": [0.2, 0.3],
+        "optimizer_step": [2.0, 2.0],
+    }
     found = {name: times for name, times in compute_timers(phases, level).items() if name not in ("data", "forward")}
     expected = {
-        "forward-backward": [10.5, 12.5], "all-grads-sync": [0.0, 1.0], "optimizer-unscale-and-check-inf": [0.1, 0.1],
-        "optimizer-clip-main-grad": [0.2, 0.3], "optimizer-inner-step": [2.0, 2.0], "optimizer": [2.3, 2.4],
-    } | ({"batch-generator": [1.5, 2.5], "forward-compute": [4.5, 6.5], "backward-compute": [6.0, 5.0]} if level == 2 else {})
+        "forward-backward": [10.5, 12.5],
+        "all-grads-sync": [0.0, 1.0],
+        "optimizer-unscale-and-check-inf": [0.1, 0.1],
+        "optimizer-clip-main-grad": [0.2, 0.3],
+        "optimizer-inner-step": [2.0, 2.0],
+        "optimizer": [2.3, 2.4],
+    } | (
+        {"batch-generator": [1.5, 2.5], "forward-compute": [4.5, 6.5], "backward-compute": [6.0, 5.0]}
+        if level == 2
+        else {}
+    )
     assert {name: pytest.approx(times) for name, times in expected.items()} == found
     timers = pytest.importorskip("megatron.core.timers").Timers(level, option)
-    timers._get_elapsed_time_all_ranks = lambda names, reset, barrier: torch.tensor([expected[name] for name in names]).T / 1000
+    timers._get_elapsed_time_all_ranks = lambda names, reset, barrier: (
+        torch.tensor([expected[name] for name in names]).T / 1000
+    )
     with patch("torch.distributed.get_world_size", lambda: 2):
         assert timer_lines(option, found) == timers.get_all_timers_string(list(expected))
 
@@ -144,11 +183,19 @@ def test_what_was_written_ahead_is_replaced(tmp_path, monkeypatch, seconds):
     monkeypatch.setattr(log, "SECONDS_AHEAD", seconds)
     ahead = []
     write = StepsFile.write_ahead
-    monkeypatch.setattr(StepsFile, "write_ahead", lambda self, *given: (ahead.append(given[0].iteration), write(self, *given)))
+    monkeypatch.setattr(
+        StepsFile, "write_ahead", lambda self, *given: (ahead.append(given[0].iteration), write(self, *given))
+    )
     for last, load in ((11, ""), (20, "--load")):
         with alone():
-            quietly(flags(f"--train-iters 20 --log-interval 5 --exit-interval {last} --save", tmp_path / "save",
-                          *([load, tmp_path / "save"] if load else [])), tmp_path / "run")
+            quietly(
+                flags(
+                    f"--train-iters 20 --log-interval 5 --exit-interval {last} --save",
+                    tmp_path / "save",
+                    *([load, tmp_path / "save"] if load else []),
+                ),
+                tmp_path / "run",
+            )
     assert [record["iteration"] for record in steps(tmp_path / "run")] == list(range(1, 21))
     assert not any("local" in record for record in steps(tmp_path / "run")) and len(set(ahead)) == len(ahead)
     assert bool(ahead) == (seconds == 0.0)
@@ -156,13 +203,31 @@ def test_what_was_written_ahead_is_replaced(tmp_path, monkeypatch, seconds):
 
 def test_tensorboard_has_megatrons_names(board, records):
     tags = set(board.Tags()["scalars"])
-    stepwise = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "num-zeros", "params-norm",
-                "world-size"}
+    stepwise = {
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "loss-scale",
+        "grad-norm",
+        "num-zeros",
+        "params-norm",
+        "world-size",
+    }
     evaluations = {"lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl"}
     for name in stepwise | evaluations:
         assert {name, f"{name} vs samples"} <= tags, name
-    assert {"iteration-time", "throughput", "forward-backward-time", "forward-compute-time", "backward-compute-time",
-            "batch-generator-time", "optimizer-time", "optimizer-inner-step-time", "data-time", "log-time"} <= tags
+    assert {
+        "iteration-time",
+        "throughput",
+        "forward-backward-time",
+        "forward-compute-time",
+        "backward-compute-time",
+        "batch-generator-time",
+        "optimizer-time",
+        "optimizer-inner-step-time",
+        "data-time",
+        "log-time",
+    } <= tags
     spent = [event.value for event in board.Scalars("forward-backward-time")]
     assert 0 < max(spent) < max(record["ms"] for record in records) / 500, "seconds, as Megatron's"
     assert "micro_batch_size/text_summary" in board.Tags()["tensors"]

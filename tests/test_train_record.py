@@ -18,4 +18,6 @@ def test_it_names_the_cores_and_the_variables_that_matter_and_no_others(tmp_path
     record = json.loads(text)
     assert record["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "CUDA_LAUNCH_BLOCKING" not in record["environment"] and "secret" not in text
-    assert record["hardware"]["cpus"] >= 1 and {record["hardware"][f"{name}_products"] for name in ("bf16", "fp16")} <= {True, False}
+    assert record["hardware"]["cpus"] >= 1 and {
+        record["hardware"][f"{name}_products"] for name in ("bf16", "fp16")
+    } <= {True, False}

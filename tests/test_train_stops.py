@@ -95,7 +95,9 @@ def diverge_on_one_rank(world):
 
     def losses(*inputs, **options):
         calls.append(1)
-        return inner(*inputs, **options) * (math.nan if world.rank == 1 and len(calls) == 5 else 1.0)  # 2 passes in a step
+        return inner(*inputs, **options) * (
+            math.nan if world.rank == 1 and len(calls) == 5 else 1.0
+        )  # 2 passes in a step
 
     run.token_losses = losses
     try:
@@ -130,17 +132,22 @@ def test_exit_interval(group, tmp_path):
 
 def test_exit_interval_on_a_save_interval_saves_once(group, tmp_path):
     _, out = quietly(flags("--exit-interval 4 --save-interval 2 --train-iters 9 --save", tmp_path / "save"), tmp_path)
-    assert [line.split(":")[0] for line in out.splitlines() if "saved" in line] == ["  saved iteration 2", "  saved iteration 4"]
+    assert [line.split(":")[0] for line in out.splitlines() if "saved" in line] == [
+        "  saved iteration 2",
+        "  saved iteration 4",
+    ]
 
 
 def test_exit_duration(group, tmp_path, monkeypatch):
     """The clock jumps by half an hour in the fourth step."""
+
     class Clock:
         def monotonic(self):
             return 1800.0 * (len(done) >= 4)
 
     done = []
     monkeypatch.setattr(leave, "time", Clock())
+
     class Count(Instrument):
         def begin(self, step):
             done.append(step)
@@ -172,7 +179,9 @@ def test_sigterm_on_two_ranks_saves_once_and_ends_well(tmp_path):
     iteration = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
     records = steps(tmp_path / "save")
     assert [record["iteration"] for record in records] == list(range(1, iteration + 1))
-    assert json.loads((tmp_path / "save" / "run.json").read_text())["status"] == "exiting program after receiving SIGTERM."
+    assert (
+        json.loads((tmp_path / "save" / "run.json").read_text())["status"] == "exiting program after receiving SIGTERM."
+    )
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -180,7 +189,9 @@ def test_ctrl_c_ends_two_ranks_at_once_and_says_where_to_go_on(tmp_path, times):
     """As from a terminal, which sends it to all processes. Several times: a rank may be within a reduction or not."""
     for number in range(times):
         save = tmp_path / f"save{number}"
-        argv = flags("--train-iters 100000 --log-interval 20 --save-interval 10 --save", save, "--run-dir", save, *DROPOUT)
+        argv = flags(
+            "--train-iters 100000 --log-interval 20 --save-interval 10 --save", save, "--run-dir", save, *DROPOUT
+        )
         with start(argv, ranks=2) as launcher:
             head = wait_for(launcher, " iteration       20/")
             os.killpg(launcher.pid, signal.SIGINT)
@@ -191,7 +202,9 @@ def test_ctrl_c_ends_two_ranks_at_once_and_says_where_to_go_on(tmp_path, times):
         assert json.loads((save / "run.json").read_text())["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("tracker", [None, pytest.param("7", marks=pytest.mark.slow)])  # none, and of a checkpoint that is gone
+@pytest.mark.parametrize(
+    "tracker", [None, pytest.param("7", marks=pytest.mark.slow)]
+)  # none, and of a checkpoint that is gone
 def test_ctrl_c_without_a_checkpoint(tmp_path, tracker):
     words = "--train-iters 100000 --log-interval 20 --save-interval 100000 --run-dir"
     save = tmp_path / "save"
@@ -202,7 +215,11 @@ def test_ctrl_c_without_a_checkpoint(tmp_path, tracker):
             (save / "latest_checkpointed_iteration.txt").write_text(tracker)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 130 and "interrupted; there is no checkpoint to go on from\n" in out and "Traceback" not in err, err
+    assert (
+        process.returncode == 130
+        and "interrupted; there is no checkpoint to go on from\n" in out
+        and "Traceback" not in err
+    ), err
 
 
 def wait_for(process, text: str) -> str:

@@ -15,8 +15,19 @@ from megatron_lite.train.meter import Meter
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
-WAITING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique_consecutive",
-           "_unique2", "allclose", "nonzero_static", "to_dense"}
+WAITING = {
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "unique_consecutive",
+    "_unique2",
+    "allclose",
+    "nonzero_static",
+    "to_dense",
+}
 CPU = torch.device("cpu")
 
 
@@ -31,7 +42,8 @@ class Waits(TorchDispatchMode):
         self.operators += 1
         name = function.overloadpacket.__name__
         by_mask = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in arguments[1])
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in arguments[1]
+        )
         if name in WAITING or by_mask:
             self.found.append(name)
         return function(*arguments, **(named or {}))
@@ -65,13 +77,21 @@ class Trainer:
         return result
 
 
-@pytest.mark.parametrize("words", [
-    "--fp16 --initial-loss-scale 4096", "--fp16 --loss-scale 128", "--fp16 --accumulate-allreduce-grads-in-fp32",
-    "--bf16", "", "--optimizer sgd", "--log-num-zeros-in-grad",
-    "--fp16 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
-    "--optimizer sgd --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
-    "--bf16 --eod-mask-loss --calculate-per-token-loss --clip-grad 0",
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--fp16 --initial-loss-scale 4096",
+        "--fp16 --loss-scale 128",
+        "--fp16 --accumulate-allreduce-grads-in-fp32",
+        "--bf16",
+        "",
+        "--optimizer sgd",
+        "--log-num-zeros-in-grad",
+        "--fp16 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+        "--optimizer sgd --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+        "--bf16 --eod-mask-loss --calculate-per-token-loss --clip-grad 0",
+    ],
+)
 def test_no_operator_waits_in_a_steady_step(words):
     trainer = Trainer(words)
     for _ in range(4):

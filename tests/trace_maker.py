@@ -24,7 +24,9 @@ BASE_US = 1_000_000.0  # real files never begin at 0
 class MadeTrace:
     """Events of one rank, added one by one."""
 
-    def __init__(self, rank: int | None = 0, world_size: int = 1, device: str | None = "NVIDIA A100-SXM4-80GB", **header):
+    def __init__(
+        self, rank: int | None = 0, world_size: int = 1, device: str | None = "NVIDIA A100-SXM4-80GB", **header
+    ):
         """`device` None: a CPU-only trace. `header`: further top-level keys."""
         self.rank, self.world_size, self.device, self.header = rank, world_size, device, header
         self.events: list[dict] = []
@@ -32,8 +34,16 @@ class MadeTrace:
 
     def add(self, category: str, name: str, start: float, end: float, thread=MAIN, pid=1, **args):
         """Any event; returns it, to be changed at will."""
-        event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": thread,
-                 "ts": BASE_US + start, "dur": end - start, "args": args}
+        event = {
+            "ph": "X",
+            "cat": category,
+            "name": name,
+            "pid": pid,
+            "tid": thread,
+            "ts": BASE_US + start,
+            "dur": end - start,
+            "args": args,
+        }
         self.events.append(event)
         return event
 
@@ -48,7 +58,17 @@ class MadeTrace:
         """An annotation around what is added in the block; only for the eye: times say what lies where."""
         yield self.annotation(name, start, end)
 
-    def op(self, name: str, start: float, end: float, thread=MAIN, dims=None, dtypes=None, sequence=None, forward_thread=None):
+    def op(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        thread=MAIN,
+        dims=None,
+        dtypes=None,
+        sequence=None,
+        forward_thread=None,
+    ):
         """An operator. `dims`: a list per argument; `dtypes`: "float" for each tensor if not given."""
         args = {"External id": len(self.events)}
         if dims is not None:
@@ -65,17 +85,51 @@ class MadeTrace:
         self._correlation += 1
         return self._correlation
 
-    def device_work(self, category: str, name: str, start: float, end: float, launched: float | None, *, stream, thread,
-                    call: str, call_end: float | None = None, correlation: int | None = None, **args):
+    def device_work(
+        self,
+        category: str,
+        name: str,
+        start: float,
+        end: float,
+        launched: float | None,
+        *,
+        stream,
+        thread,
+        call: str,
+        call_end: float | None = None,
+        correlation: int | None = None,
+        **args,
+    ):
         """Work on the GPU. `launched`: start of its launch call; None: the call lies outside of the trace."""
         correlation = correlation or self.correlation()
         if launched is not None:
             self.runtime(call, launched, call_end or launched + LAUNCH_US, thread, correlation)
-        return self.add(category, name, start, end, stream, pid=0, device=0, context=1, stream=stream,
-                        correlation=correlation, **args)
+        return self.add(
+            category,
+            name,
+            start,
+            end,
+            stream,
+            pid=0,
+            device=0,
+            context=1,
+            stream=stream,
+            correlation=correlation,
+            **args,
+        )
 
-    def kernel(self, name: str, start: float, end: float, launched: float | None, *, stream=COMPUTE_STREAM, thread=MAIN,
-               call="cudaLaunchKernel", **args):
+    def kernel(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        launched: float | None,
+        *,
+        stream=COMPUTE_STREAM,
+        thread=MAIN,
+        call="cudaLaunchKernel",
+        **args,
+    ):
         return self.device_work("kernel", name, start, end, launched, stream=stream, thread=thread, call=call, **args)
 
     def graph(self, kernels: list[tuple[str, float, float]], launched: float, stream=COMPUTE_STREAM, thread=MAIN):
@@ -83,29 +137,85 @@ class MadeTrace:
         correlation = self.correlation()
         self.runtime("cudaGraphLaunch", launched, launched + LAUNCH_US, thread, correlation)
         for name, start, end in kernels:
-            self.device_work("kernel", name, start, end, None, stream=stream, thread=thread, call="", correlation=correlation)
+            self.device_work(
+                "kernel", name, start, end, None, stream=stream, thread=thread, call="", correlation=correlation
+            )
 
-    def copy(self, name: str, start: float, end: float, launched: float | None, num_bytes: int, *, stream=COMPUTE_STREAM,
-             thread=MAIN, call="cudaMemcpyAsync", call_end: float | None = None):
+    def copy(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        launched: float | None,
+        num_bytes: int,
+        *,
+        stream=COMPUTE_STREAM,
+        thread=MAIN,
+        call="cudaMemcpyAsync",
+        call_end: float | None = None,
+    ):
         """`name`: "Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pinned)", ..."""
-        return self.device_work("gpu_memcpy", name, start, end, launched, stream=stream, thread=thread, call=call,
-                                call_end=call_end, bytes=num_bytes)
+        return self.device_work(
+            "gpu_memcpy",
+            name,
+            start,
+            end,
+            launched,
+            stream=stream,
+            thread=thread,
+            call=call,
+            call_end=call_end,
+            bytes=num_bytes,
+        )
 
-    def memset(self, start: float, end: float, launched: float | None, num_bytes: int, *, stream=COMPUTE_STREAM, thread=MAIN):
-        return self.device_work("gpu_memset", "Memset (Device)", start, end, launched, stream=stream, thread=thread,
-                                call="cudaMemsetAsync", bytes=num_bytes)
+    def memset(
+        self, start: float, end: float, launched: float | None, num_bytes: int, *, stream=COMPUTE_STREAM, thread=MAIN
+    ):
+        return self.device_work(
+            "gpu_memset",
+            "Memset (Device)",
+            start,
+            end,
+            launched,
+            stream=stream,
+            thread=thread,
+            call="cudaMemsetAsync",
+            bytes=num_bytes,
+        )
 
-    def collective(self, start: float, end: float, launched: float | None, *, name="allreduce", elements=1024, dtype="Float",
-                   kernel="ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", group="0",
-                   group_size: int | None = None, thread=AUTOGRAD, stream=NCCL_STREAM):
+    def collective(
+        self,
+        start: float,
+        end: float,
+        launched: float | None,
+        *,
+        name="allreduce",
+        elements=1024,
+        dtype="Float",
+        kernel="ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        group="0",
+        group_size: int | None = None,
+        thread=AUTOGRAD,
+        stream=NCCL_STREAM,
+    ):
         """An NCCL kernel with what PyTorch writes beside it, and its host annotation."""
         self._sequence += 1
         if launched is not None:
-            self.annotation(f"nccl:{name.replace('allreduce', 'all_reduce')}", launched - 1, launched + LAUNCH_US + 1, thread)
-        said = {"Collective name": name, "In msg nelems": elements, "Out msg nelems": elements, "dtype": dtype,
-                "Group size": group_size or self.world_size, "Process Group Name": group, "Seq": self._sequence}
-        return self.device_work("kernel", kernel, start, end, launched, stream=stream, thread=thread,
-                                call="cudaLaunchKernelExC", **said)
+            self.annotation(
+                f"nccl:{name.replace('allreduce', 'all_reduce')}", launched - 1, launched + LAUNCH_US + 1, thread
+            )
+        said = {
+            "Collective name": name,
+            "In msg nelems": elements,
+            "Out msg nelems": elements,
+            "dtype": dtype,
+            "Group size": group_size or self.world_size,
+            "Process Group Name": group,
+            "Seq": self._sequence,
+        }
+        return self.device_work(
+            "kernel", kernel, start, end, launched, stream=stream, thread=thread, call="cudaLaunchKernelExC", **said
+        )
 
     def gloo(self, start: float, end: float, name="gloo:all_reduce", thread=GLOO):
         return self.annotation(name, start, end, thread)
@@ -121,16 +231,35 @@ class MadeTrace:
         return self.add("python_function", name, start, end, thread)
 
     def memory(self, time: float, num_bytes: int, allocated: int, reserved: int | None = None, device: int = 0):
-        self.events.append({
-            "ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 1, "tid": MAIN, "ts": BASE_US + time,
-            "args": {"Bytes": num_bytes, "Total Allocated": allocated, "Total Reserved": reserved or allocated,
-                     "Device Type": 1 if self.device else 0, "Device Id": device if self.device else -1, "Addr": 1}})
+        self.events.append(
+            {
+                "ph": "i",
+                "cat": "cpu_instant_event",
+                "s": "t",
+                "name": "[memory]",
+                "pid": 1,
+                "tid": MAIN,
+                "ts": BASE_US + time,
+                "args": {
+                    "Bytes": num_bytes,
+                    "Total Allocated": allocated,
+                    "Total Reserved": reserved or allocated,
+                    "Device Type": 1 if self.device else 0,
+                    "Device Id": device if self.device else -1,
+                    "Addr": 1,
+                },
+            }
+        )
 
     def data(self) -> dict:
         """The file's content."""
         devices = [{"id": 0, "name": self.device, "totalGlobalMem": 85 << 30, "numSms": 108}] if self.device else []
-        header = {"schemaVersion": 1, "deviceProperties": devices, "displayTimeUnit": "ms",
-                  "baseTimeNanoseconds": 1_700_000_000_000_000_000}
+        header = {
+            "schemaVersion": 1,
+            "deviceProperties": devices,
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": 1_700_000_000_000_000_000,
+        }
         if self.rank is not None:
             backend = "nccl" if self.device else "gloo"
             header["distributedInfo"] = {"backend": backend, "rank": self.rank, "world_size": self.world_size}
@@ -153,8 +282,17 @@ def write(data: dict, path: Path) -> Path:
     return path
 
 
-def gpu_run(steps=4, step_us=1000.0, first=10, gpu_lag_us=50.0, rank=0, world_size=1, all_reduce_us=0.0, data_us=40.0,
-            item=False) -> MadeTrace:
+def gpu_run(
+    steps=4,
+    step_us=1000.0,
+    first=10,
+    gpu_lag_us=50.0,
+    rank=0,
+    world_size=1,
+    all_reduce_us=0.0,
+    data_us=40.0,
+    item=False,
+) -> MadeTrace:
     """Steps as this trainer makes them; the GPU starts `gpu_lag_us` after the host's step. Per step, on the device:
 
     copy 10, forward 200, backward 400, all_reduce `all_reduce_us` from the middle of backward on (so what is above 200

@@ -18,8 +18,10 @@ FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 1
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, char*>"
 CAST = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>"
 SOFTMAX = "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 11, false, false>"
-FUSED_ADAM = ("void at::native::multi_tensor_apply_kernel<at::native::FusedOptimizerTensorListMetadata<4>, "
-              "FusedAdamMathFunctor<float, 4>>")
+FUSED_ADAM = (
+    "void at::native::multi_tensor_apply_kernel<at::native::FusedOptimizerTensorListMetadata<4>, "
+    "FusedAdamMathFunctor<float, 4>>"
+)
 HALF = ["c10::BFloat16", "c10::BFloat16"]
 PROJECTION = [[8192, 4096], [4096, 16384]]  # 1.1 ms at an H100's peak in bf16
 
@@ -137,8 +139,17 @@ def _change(clean: Clean, where: str, step: Step):
         change(step)
 
 
-def cpu(folder: Path, steps=STEPS, change=None, rank=0, optimizer=("aten::_fused_adamw_",), dtype="c10::BFloat16",
-        dims=None, micro_batches=1, between_us=50.0) -> Path:
+def cpu(
+    folder: Path,
+    steps=STEPS,
+    change=None,
+    rank=0,
+    optimizer=("aten::_fused_adamw_",),
+    dtype="c10::BFloat16",
+    dims=None,
+    micro_batches=1,
+    between_us=50.0,
+) -> Path:
     """A CPU rank's trace: per step, in us, forward 3,000, backward 5,500, optimizer 800; `change(made, at)` adds."""
     made = MadeTrace(rank, 1, device=None)
     for index in range(steps):
@@ -165,26 +176,69 @@ def _cpu_range(made: MadeTrace, name: str, host: float, ops, between_us: float, 
     return host
 
 
-ARGS = {"micro_batch_size": 4, "num_workers": 2, "torch_compile": False, "log_interval": 100,
-        "recompute_granularity": None, "attention_dropout": 0.0, "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1, "swiglu": False,
-        "loss_scale": None, "async_save": False, "manual_gc": False}
-SHAPE = {"num_layers": 24, "hidden_size": 4096, "ffn_hidden_size": 16384, "kv_channels": 128, "num_attention_heads": 32,
-         "num_query_groups": 32, "seq_length": 2048, "padded_vocab_size": 50304}
+ARGS = {
+    "micro_batch_size": 4,
+    "num_workers": 2,
+    "torch_compile": False,
+    "log_interval": 100,
+    "recompute_granularity": None,
+    "attention_dropout": 0.0,
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "swiglu": False,
+    "loss_scale": None,
+    "async_save": False,
+    "manual_gc": False,
+}
+SHAPE = {
+    "num_layers": 24,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 16384,
+    "kv_channels": 128,
+    "num_attention_heads": 32,
+    "num_query_groups": 32,
+    "seq_length": 2048,
+    "padded_vocab_size": 50304,
+}
 
 
-def run(folder: Path, steps: list[dict] | None = None, ranks: list[dict] | None = None, *, device="cuda",
-        precision="bf16", world=2, batch=8, vocabulary=50257, shape=None, hardware=None, environment=None,
-        parameters=355_919_872, **args) -> Path:
+def run(
+    folder: Path,
+    steps: list[dict] | None = None,
+    ranks: list[dict] | None = None,
+    *,
+    device="cuda",
+    precision="bf16",
+    world=2,
+    batch=8,
+    vocabulary=50257,
+    shape=None,
+    hardware=None,
+    environment=None,
+    parameters=355_919_872,
+    **args,
+) -> Path:
     """A run folder: run.json and steps.jsonl. `steps`: `ordinary_steps()` if not given. `ranks`: lines of all ranks."""
-    machine = {"cuda": {"device": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 * 10**9, "cpus": 64},
-               "cpu": {"device": "cpu", "threads": 1, "bf16_products": True, "cpus": 8}}[device]
+    machine = {
+        "cuda": {"device": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 * 10**9, "cpus": 64},
+        "cpu": {"device": "cpu", "threads": 1, "bf16_products": True, "cpus": 8},
+    }[device]
     record = {
-        "schema": 1, "status": "finished", "started": "2026-01-01T00:00:00+0000", "parameters": parameters,
-        "plan": {"args": {"all": ARGS | args}, "world": {"rank": world - 1, "size": world, "local_size": world},
-                 "shape": SHAPE | (shape or {}), "vocab_size": vocabulary, "device": device, "precision": precision,
-                 "batch": {"final": batch, "start": 0}},
-        "hardware": machine | (hardware or {}), "environment": environment or {},
+        "schema": 1,
+        "status": "finished",
+        "started": "2026-01-01T00:00:00+0000",
+        "parameters": parameters,
+        "plan": {
+            "args": {"all": ARGS | args},
+            "world": {"rank": world - 1, "size": world, "local_size": world},
+            "shape": SHAPE | (shape or {}),
+            "vocab_size": vocabulary,
+            "device": device,
+            "precision": precision,
+            "batch": {"final": batch, "start": 0},
+        },
+        "hardware": machine | (hardware or {}),
+        "environment": environment or {},
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(record))
@@ -200,17 +254,37 @@ def ordinary_steps(number: int = 40, **columns) -> list[dict]:
         value = {name: one(index) if callable(one) else one for name, one in columns.items()}
         phases = {"data": 0.1, "forward": 3.0, "backward": 5.5, "optimizer_step": 0.8}
         phases |= {name.removeprefix("phase_"): value.pop(name) for name in [*value] if name.startswith("phase_")}
-        found.append({
-            "iteration": index + 1, "step": index + 1, "consumed_samples": 8 * (index + 1), "batch_size": 8, "ms": 10.0,
-            "phases_ms": phases, "loss": 3.0 - index / 1000, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "next_lr": 1e-4,
-            "host_memory_bytes": 2**31, **value,
-        })
+        found.append(
+            {
+                "iteration": index + 1,
+                "step": index + 1,
+                "consumed_samples": 8 * (index + 1),
+                "batch_size": 8,
+                "ms": 10.0,
+                "phases_ms": phases,
+                "loss": 3.0 - index / 1000,
+                "grad_norm": 1.0,
+                "loss_scale": 1.0,
+                "skipped": False,
+                "next_lr": 1e-4,
+                "host_memory_bytes": 2**31,
+                **value,
+            }
+        )
     return found
 
 
 def rank_lines(forward_ms: list[float], lines: int = 6, **more) -> list[dict]:
     """Console lines of all ranks. `more`: further lists."""
     alike = [10.0] * len(forward_ms)
-    return [{"iterations": [1 + 5 * k, 5 + 5 * k], "steps": [5] * len(forward_ms), "step_ms": alike,
-             "phases_ms": {"data": [0.1] * len(forward_ms), "forward": forward_ms, "backward": [5.5] * len(forward_ms)},
-             "host_memory_bytes": [2**31] * len(forward_ms), **more} for k in range(lines)]
+    return [
+        {
+            "iterations": [1 + 5 * k, 5 + 5 * k],
+            "steps": [5] * len(forward_ms),
+            "step_ms": alike,
+            "phases_ms": {"data": [0.1] * len(forward_ms), "forward": forward_ms, "backward": [5.5] * len(forward_ms)},
+            "host_memory_bytes": [2**31] * len(forward_ms),
+            **more,
+        }
+        for k in range(lines)
+    ]

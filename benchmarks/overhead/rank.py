@@ -54,7 +54,8 @@ def main(kind: str, out: str, *flags: str) -> int:
     clock = time.thread_time if kind == "real" else time.perf_counter
     timeline_module.time = SimpleNamespace(perf_counter=clock)
     app.choose = lambda plan, run_dir, timeline, tell: [
-        Watch(timeline, stopwatch.seconds, clock, path), *choose(plan, run_dir, timeline, tell)
+        Watch(timeline, stopwatch.seconds, clock, path),
+        *choose(plan, run_dir, timeline, tell),
     ]
     if kind != "real":
         run.TrainingStep, Feed.training = empty_step, same_batch

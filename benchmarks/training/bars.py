@@ -8,15 +8,27 @@ from benchmarks.training.work import SIZES, VOCABULARIES, Work
 PLAIN, COMPILED, HUGGING_FACE = "plain", "plain-compiled", "hf"
 CONTESTANTS = {"cpu": ["ours", "ours@2", PLAIN, COMPILED, HUGGING_FACE], "cuda": ["ours", PLAIN, COMPILED]}
 # tokens/s over those of the faster of plain and plain-compiled, and over Hugging Face's: 2 CPU cores, 6 layers of 384
-ON_CPU = {("byte", "fp32"): (1.15, 1.4), ("byte", "bf16"): (1.35, 1.8), ("bpe", "fp32"): (1.5, 1.5), ("bpe", "bf16"): (2.7, 2.7)}
+ON_CPU = {
+    ("byte", "fp32"): (1.15, 1.4),
+    ("byte", "bf16"): (1.35, 1.8),
+    ("bpe", "fp32"): (1.5, 1.5),
+    ("bpe", "bf16"): (2.7, 2.7),
+}
 ON_GPU = {PLAIN: 1.4, COMPILED: 1.05}  # one H200, fp16, the 857m script's model
 
 
-def bars_of(contestants: list[Contestant], results: list[Result], work: Work, warm_up: int) -> list[tuple[Ratio, float | None]]:
+def bars_of(
+    contestants: list[Contestant], results: list[Result], work: Work, warm_up: int
+) -> list[tuple[Ratio, float | None]]:
     """(ratio, goal) of each of ours with each yardstick that took part; None: there is no goal for such work."""
     here = [one.name for one in contestants]
     pairs = [(others, goal) for others, goal in _goals(work) if set(others) <= set(here)]
-    return [(ratio_of(one.name, others, results, warm_up), goal) for one in contestants if one.is_ours for others, goal in pairs]
+    return [
+        (ratio_of(one.name, others, results, warm_up), goal)
+        for one in contestants
+        if one.is_ours
+        for others, goal in pairs
+    ]
 
 
 def _goals(work: Work) -> list[tuple[list[str], float | None]]:

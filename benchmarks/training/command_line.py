@@ -19,12 +19,26 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--work", choices=sorted(VOCABULARIES), help="vocabulary of 256 bytes, or of 50,304 [byte; on a GPU bpe]")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="[bf16; on a GPU fp16]")
     add("--device", choices=("cpu", "cuda"), help="[cuda where nvidia-smi shows a GPU]")
-    add("--contestants", nargs="*", metavar="KIND[@RANKS]", help=f"of ours, {', '.join(YARDSTICKS)} "
-        f"[{' '.join(CONTESTANTS['cpu'])}; on a GPU {' '.join(CONTESTANTS['cuda'])}]")
-    add("--ours", action="append", default=[], metavar='"NAME[@RANKS]: FLAGS"',
-        help="one more of ours, with these flags of the trainer; may be repeated")
-    add("--bars", action="store_true", help="also print ours over the faster of plain and plain-compiled, and over hf (on a GPU "
-        "over each of plain and plain-compiled), beside the project's goals; these are then the contestants by default")
+    add(
+        "--contestants",
+        nargs="*",
+        metavar="KIND[@RANKS]",
+        help=f"of ours, {', '.join(YARDSTICKS)} "
+        f"[{' '.join(CONTESTANTS['cpu'])}; on a GPU {' '.join(CONTESTANTS['cuda'])}]",
+    )
+    add(
+        "--ours",
+        action="append",
+        default=[],
+        metavar='"NAME[@RANKS]: FLAGS"',
+        help="one more of ours, with these flags of the trainer; may be repeated",
+    )
+    add(
+        "--bars",
+        action="store_true",
+        help="also print ours over the faster of plain and plain-compiled, and over hf (on a GPU "
+        "over each of plain and plain-compiled), beside the project's goals; these are then the contestants by default",
+    )
     add("--rounds", type=int, default=3, help="runs of each contestant [%(default)s]")
     add("--steps", type=int, help="of each run [12; on a GPU 40]")
     add("--warm-up", type=int, help="steps at a run's start that do not count [3; on a GPU 10]")
@@ -44,10 +58,16 @@ def work_of(args: argparse.Namespace, device: str) -> tuple[Work, int]:
     """(what to train, steps that warm up). UserError for flags that do not go together."""
     kind = args.work or ("byte" if device == "cpu" else "bpe")
     given = {name: getattr(args, name) for name in SIZES[device] if getattr(args, name) is not None}
-    steps, warm_up = (own if given_one is None else given_one
-                      for own, given_one in zip(STEPS[device], (args.steps, args.warm_up)))
-    work = Work(device=device, precision=args.precision or ("bf16" if device == "cpu" else "fp16"), steps=steps,
-                vocabulary=args.vocabulary or VOCABULARIES[kind], **{**SIZES[device], **given})
+    steps, warm_up = (
+        own if given_one is None else given_one for own, given_one in zip(STEPS[device], (args.steps, args.warm_up))
+    )
+    work = Work(
+        device=device,
+        precision=args.precision or ("bf16" if device == "cpu" else "fp16"),
+        steps=steps,
+        vocabulary=args.vocabulary or VOCABULARIES[kind],
+        **{**SIZES[device], **given},
+    )
     check(work)
     if bool(args.vocab_file) != bool(args.merge_file):
         raise UserError("--vocab-file and --merge-file belong together; give both or none")

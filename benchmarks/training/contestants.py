@@ -17,7 +17,11 @@ LR_WARM_UP = 100
 STEP_FILE = "steps.jsonl"  # of a yardstick
 PLAIN = "benchmarks.yardsticks.plain_loop"
 # what megatron_lite.parallel.host_memory sets by itself, in the variables of glibc's mallopt(3)
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(KEEP_BYTES), "MALLOC_TOP_PAD_": str(GROW_BY_BYTES)}
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(KEEP_BYTES),
+    "MALLOC_TOP_PAD_": str(GROW_BY_BYTES),
+}
 
 
 @dataclass(frozen=True)
@@ -103,23 +107,40 @@ def _name_and_ranks(word: str, flag: str) -> tuple[str, int]:
 
 def _launcher(ranks: int) -> list[str]:
     # Alone without torchrun, all alike: it would add seconds to the first step.
-    return [sys.executable] if ranks == 1 else [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return (
+        [sys.executable]
+        if ranks == 1
+        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    )
 
 
 def _our_flags(work: Work, tokens: Path, folder: Path) -> list[str]:
     """The task in Megatron's flags; all else stays at the trainer's defaults."""
     values = {
-        "--num-layers": work.layers, "--hidden-size": work.hidden, "--num-attention-heads": work.heads,
-        "--seq-length": work.sequence, "--max-position-embeddings": work.sequence,
-        "--hidden-dropout": 0, "--attention-dropout": 0,
-        "--micro-batch-size": work.micro_batch, "--global-batch-size": work.global_batch, "--train-iters": work.steps,
-        "--lr": work.lr, "--lr-decay-style": "constant", "--lr-warmup-iters": LR_WARM_UP,
-        "--lr-decay-iters": work.steps + LR_WARM_UP, "--weight-decay": 0.1, "--adam-beta1": 0.9,
-        "--adam-beta2": 0.95, "--clip-grad": 1.0,
-        "--data-path": tokens, "--split": "1,0,0", "--eval-iters": 0,
+        "--num-layers": work.layers,
+        "--hidden-size": work.hidden,
+        "--num-attention-heads": work.heads,
+        "--seq-length": work.sequence,
+        "--max-position-embeddings": work.sequence,
+        "--hidden-dropout": 0,
+        "--attention-dropout": 0,
+        "--micro-batch-size": work.micro_batch,
+        "--global-batch-size": work.global_batch,
+        "--train-iters": work.steps,
+        "--lr": work.lr,
+        "--lr-decay-style": "constant",
+        "--lr-warmup-iters": LR_WARM_UP,
+        "--lr-decay-iters": work.steps + LR_WARM_UP,
+        "--weight-decay": 0.1,
+        "--adam-beta1": 0.9,
+        "--adam-beta2": 0.95,
+        "--clip-grad": 1.0,
+        "--data-path": tokens,
+        "--split": "1,0,0",
+        "--eval-iters": 0,
         # NullTokenizer adds one id of its own, the end of a document
-        "--tokenizer-type": "NullTokenizer", "--vocab-size": work.vocabulary - 1,
+        "--tokenizer-type": "NullTokenizer",
+        "--vocab-size": work.vocabulary - 1,
         "--run-dir": folder,
     }
     if work.precision == "fp16":
@@ -130,10 +151,20 @@ def _our_flags(work: Work, tokens: Path, folder: Path) -> list[str]:
 
 def _yardstick_flags(work: Work, ranks: int, tokens: Path, folder: Path) -> list[str]:
     values = {
-        "--layers": work.layers, "--hidden": work.hidden, "--heads": work.heads, "--sequence": work.sequence,
-        "--vocabulary": work.vocabulary, "--micro-batch": work.micro_batch,
-        "--accumulation": work.accumulation_of(ranks), "--steps": work.steps, "--lr": work.lr, "--lr-warm-up": LR_WARM_UP,
-        "--precision": work.precision, "--tokens": f"{tokens}.bin", "--token-type": work.token_type,
-        "--step-file": folder / STEP_FILE, "--device": work.device,
+        "--layers": work.layers,
+        "--hidden": work.hidden,
+        "--heads": work.heads,
+        "--sequence": work.sequence,
+        "--vocabulary": work.vocabulary,
+        "--micro-batch": work.micro_batch,
+        "--accumulation": work.accumulation_of(ranks),
+        "--steps": work.steps,
+        "--lr": work.lr,
+        "--lr-warm-up": LR_WARM_UP,
+        "--precision": work.precision,
+        "--tokens": f"{tokens}.bin",
+        "--token-type": work.token_type,
+        "--step-file": folder / STEP_FILE,
+        "--device": work.device,
     }
     return [str(word) for pair in values.items() for word in pair]

@@ -14,19 +14,30 @@ GPU_FIELDS = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,
 def gpus() -> list[dict[str, str]]:
     """A row per GPU, as nvidia-smi gives it; empty without one."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"],
-                              check=True, capture_output=True, text=True, timeout=20)
-        return [dict(zip(GPU_FIELDS.split(","), (cell.strip() for cell in line.split(","))))
-                for line in done.stdout.splitlines() if line.strip()]
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        return [
+            dict(zip(GPU_FIELDS.split(","), (cell.strip() for cell in line.split(","))))
+            for line in done.stdout.splitlines()
+            if line.strip()
+        ]
     return []
 
 
 def machine() -> dict:
     """Hardware and versions, of what can be read."""
     return {
-        "cpu": _cpu_field("model name") or platform.processor() or platform.machine(), "cores": cores(),
-        **clocks(), "system": platform.platform(),
-        "python": platform.python_version(), "versions": {name: _version(name) for name in PACKAGES},
+        "cpu": _cpu_field("model name") or platform.processor() or platform.machine(),
+        "cores": cores(),
+        **clocks(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
     }
 
 

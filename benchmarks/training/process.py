@@ -41,8 +41,17 @@ class Watched:
 def watch(command: list[str], environment: dict[str, str], ranks: int, limit_s: float, sample=None) -> Watched:
     """Run it to its end, or for `limit_s` seconds; `sample()` describes the machine every few seconds meanwhile."""
     started = time.monotonic()
-    process = subprocess.Popen(command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=REPO,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     run = Watched(None, 0.0, [])
     reader = threading.Thread(target=_read, args=(process.stdout, run, started), daemon=True)
     reader.start()
@@ -69,8 +78,13 @@ def environment_of(device: str, threads: int) -> dict[str, str]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         kept.pop(name, None)
     paths = [str(REPO), *filter(None, [kept.get("PYTHONPATH")])]
-    kept |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
-             "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    kept |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
     return kept if device == "cuda" else kept | {"CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -34,12 +34,15 @@ def result_of(contestant: Contestant, round_number: int, run: Watched, folder: P
     peaks = [record["peak_memory_bytes"] for record in records if record.get("peak_memory_bytes")]
     whole = run.seen.get(steps), run.seen.get(1)
     return Result(
-        contestant.name, round_number,
+        contestant.name,
+        round_number,
         step_s=[] if failure else [record["seconds"] for record in records],
         losses=[] if failure else [record["loss"] for record in records],
-        first_step_s=run.seen.get(1), peak_bytes=max(peaks) if peaks else run.peak_bytes,
+        first_step_s=run.seen.get(1),
+        peak_bytes=max(peaks) if peaks else run.peak_bytes,
         outside_s=(whole[0] - whole[1]) / (steps - 1) if steps > 1 and None not in whole else None,
-        seconds=run.seconds, failure=failure,
+        seconds=run.seconds,
+        failure=failure,
     )
 
 
@@ -52,8 +55,14 @@ def _failure(run: Watched) -> str | None:
 def _of_ours(folder: Path) -> list[dict]:
     """steps.jsonl as run_folder describes it; on a GPU its own time of a step, which the host runs ahead of."""
     steps = read_step_lines(folder / STEPS_FILE).steps if (folder / STEPS_FILE).exists() else []
-    return [{"seconds": step.get("gpu_ms", step["ms"]) / 1000, "loss": step["loss"],
-             "peak_memory_bytes": step.get("peak_memory_bytes")} for step in steps]
+    return [
+        {
+            "seconds": step.get("gpu_ms", step["ms"]) / 1000,
+            "loss": step["loss"],
+            "peak_memory_bytes": step.get("peak_memory_bytes"),
+        }
+        for step in steps
+    ]
 
 
 def _of_yardstick(folder: Path) -> list[dict]:

@@ -69,23 +69,35 @@ def line_of(name: str, ranks: int, results: list[Result], work: Work, warm_up: i
     times = [seconds for result in good for seconds in result.step_s[warm_up:]]
     rate = work.tokens_per_step / median(times)
     fast, slow = (work.tokens_per_step / float(np.percentile(times, share)) for share in (FAST, SLOW))
-    full, causal = (step_flops(work.shape, work.global_batch, causal) / median(times) / 1e12
-                    for causal in (False, True))
+    full, causal = (
+        step_flops(work.shape, work.global_batch, causal) / median(times) / 1e12 for causal in (False, True)
+    )
     mfu, ceiling = zip(*(limits.shares(tflops, ranks, work.device) for tflops in (full, causal)))
     return Line(
-        name, ranks, rate, slow, fast, median(times),
+        name,
+        ranks,
+        rate,
+        slow,
+        fast,
+        median(times),
         first_step_s=_of_known(median, [result.first_step_s for result in good]),
         peak_bytes=_of_known(max, [result.peak_bytes for result in good]),
-        tflops_full=full, tflops_causal=causal, mfu_full=mfu[0], mfu_causal=mfu[1], ceiling_full=ceiling[0],
-        ceiling_causal=ceiling[1], unexplained=_of_known(median, map(_unexplained, good)),
+        tflops_full=full,
+        tflops_causal=causal,
+        mfu_full=mfu[0],
+        mfu_causal=mfu[1],
+        ceiling_full=ceiling[0],
+        ceiling_causal=ceiling[1],
+        unexplained=_of_known(median, map(_unexplained, good)),
     )
 
 
 def ratio_of(ours: str, others: str | list[str], results: list[Result], warm_up: int) -> Ratio:
     """Of several others the faster one of each round. Rounds in which one of all failed are left out."""
     others = [others] if isinstance(others, str) else others
-    median_s = {(result.round, result.contestant): median(result.step_s[warm_up:])
-                for result in results if not result.failure}
+    median_s = {
+        (result.round, result.contestant): median(result.step_s[warm_up:]) for result in results if not result.failure
+    }
     rounds = sorted({number for number, _ in median_s})
     complete = [number for number in rounds if {(number, name) for name in (ours, *others)} <= median_s.keys()]
     fastest_s = {number: min(median_s[number, other] for other in others) for number in complete}

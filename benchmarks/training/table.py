@@ -16,9 +16,19 @@ def speeds(lines: list[Line], threads: int, device: str) -> list[str]:
     for line in lines:
         many = f"{line.ranks} x {max(threads // line.ranks, 1)}"
         mfu = [_shares(line.mfu_full, line.mfu_causal)] if with_mfu else []
-        rows.append([line.name, many, _count(line.tokens_s), _span(line), _milliseconds(line.step_s),
-                     _seconds(line.first_step_s), UNKNOWN if line.peak_bytes is None else size(line.peak_bytes), *mfu,
-                     _shares(line.ceiling_full, line.ceiling_causal)])
+        rows.append(
+            [
+                line.name,
+                many,
+                _count(line.tokens_s),
+                _span(line),
+                _milliseconds(line.step_s),
+                _seconds(line.first_step_s),
+                UNKNOWN if line.peak_bytes is None else size(line.peak_bytes),
+                *mfu,
+                _shares(line.ceiling_full, line.ceiling_causal),
+            ]
+        )
     return _aligned(rows)
 
 
@@ -26,8 +36,10 @@ def ceiling(tflops: list[float | None], device: str) -> list[str]:
     """What the last column is a share of. `tflops`: measured before and after the contestants ran."""
     where = "one GPU" if device == "cuda" else "this machine"
     found = " and ".join(f"{1000 * one:,.0f}" for one in tflops if one is not None)
-    words = (f"ceiling: {where} multiplies the model's own matrices at {found} GFLOP/s, before and after; shares are of the "
-             "larger, attention counted in full and causally")
+    words = (
+        f"ceiling: {where} multiplies the model's own matrices at {found} GFLOP/s, before and after; shares are of the "
+        "larger, attention counted in full and causally"
+    )
     return [words] if found else []
 
 
@@ -49,10 +61,16 @@ def bars(found: list[tuple[Ratio, float | None]]) -> list[str]:
     rows = [["goal: tokens/s of", "over those of", "median", "range", "goal", ""]]
     for ratio, goal in found:
         known = ratio.median is not None
-        rows.append([ratio.ours, ratio.other, f"{ratio.median:.2f}" if known else UNKNOWN,
-                     f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f}" if known else UNKNOWN,
-                     UNKNOWN if goal is None else f"{goal:g}",
-                     "" if goal is None or not known else "reached" if ratio.median >= goal else "missed"])
+        rows.append(
+            [
+                ratio.ours,
+                ratio.other,
+                f"{ratio.median:.2f}" if known else UNKNOWN,
+                f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f}" if known else UNKNOWN,
+                UNKNOWN if goal is None else f"{goal:g}",
+                "" if goal is None or not known else "reached" if ratio.median >= goal else "missed",
+            ]
+        )
     return _aligned(rows, left=2)
 
 
@@ -63,8 +81,13 @@ def losses(columns: dict[str, list[float | None]]) -> list[str]:
         return []
     shown = sorted({round(1 + k * (steps - 1) / max(STEPS_SHOWN - 1, 1)) for k in range(STEPS_SHOWN)})
     rows = [["loss at step", *columns]]
-    rows += [[str(step), *(UNKNOWN if column[step - 1] is None else f"{column[step - 1]:.3f}"
-                           for column in columns.values())] for step in shown]
+    rows += [
+        [
+            str(step),
+            *(UNKNOWN if column[step - 1] is None else f"{column[step - 1]:.3f}" for column in columns.values()),
+        ]
+        for step in shown
+    ]
     return _aligned(rows)
 
 
@@ -79,16 +102,22 @@ def remarks(lines: list[Line], columns: dict[str, list[float | None]], load_befo
             share = f"{1 - line.unexplained:.0%}"
             found.append(f"note: {line.name}: its steps add up to {share} of the time seen from outside")
     if load_before > 0.25 * cores:
-        found.append(f"note: this machine was not idle (load {load_before:.1f} on {cores} cores before the start): the "
-                     "ratios count, not the absolute figures")
+        found.append(
+            f"note: this machine was not idle (load {load_before:.1f} on {cores} cores before the start): the "
+            "ratios count, not the absolute figures"
+        )
     return found
 
 
 def _aligned(rows: list[list[str]], left: int = 1) -> list[str]:
     """Columns as wide as needed, numbers to the right but the first `left` ones."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["   ".join(cell.ljust(width) if at < left else cell.rjust(width)
-                       for at, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    return [
+        "   ".join(
+            cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _count(value: float | None) -> str:

@@ -8,8 +8,15 @@ from megatron_lite.errors import UserError
 VOCABULARIES = {"byte": 256, "bpe": 50304}
 SIZES = {  # by device: of a laptop, and of examples/gpt3/train_gpt3_857m_distributed.sh
     "cpu": {"layers": 6, "hidden": 384, "heads": 6, "sequence": 256, "micro_batch": 8, "accumulation": 2, "lr": 1e-3},
-    "cuda": {"layers": 24, "hidden": 1024, "heads": 16, "sequence": 2048, "micro_batch": 4, "accumulation": 4,
-             "lr": 1e-4},
+    "cuda": {
+        "layers": 24,
+        "hidden": 1024,
+        "heads": 16,
+        "sequence": 2048,
+        "micro_batch": 4,
+        "accumulation": 4,
+        "lr": 1e-4,
+    },
 }
 
 
@@ -47,10 +54,16 @@ class Work:
     def shape(self) -> ModelShape:
         """For counting floating-point operations."""
         return ModelShape(
-            num_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads,
-            num_query_groups=self.heads, kv_channels=self.hidden // self.heads, ffn_hidden_size=4 * self.hidden,
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            num_query_groups=self.heads,
+            kv_channels=self.hidden // self.heads,
+            ffn_hidden_size=4 * self.hidden,
             seq_length=self.sequence,
-            max_position_embeddings=self.sequence, padded_vocab_size=self.vocabulary, hidden_dropout=0.0,
+            max_position_embeddings=self.sequence,
+            padded_vocab_size=self.vocabulary,
+            hidden_dropout=0.0,
             attention_dropout=0.0,
         )
 
@@ -64,9 +77,11 @@ class Work:
 
     def words(self) -> str:
         """For the table's head."""
-        return (f"GPT {self.layers} x {self.hidden}, {self.heads} heads, sequence {self.sequence}, vocabulary "
-                f"{self.vocabulary:,}, {self.precision}; {self.global_batch} sequences = {self.tokens_per_step:,} "
-                f"tokens per step in micro-batches of {self.micro_batch}")
+        return (
+            f"GPT {self.layers} x {self.hidden}, {self.heads} heads, sequence {self.sequence}, vocabulary "
+            f"{self.vocabulary:,}, {self.precision}; {self.global_batch} sequences = {self.tokens_per_step:,} "
+            f"tokens per step in micro-batches of {self.micro_batch}"
+        )
 
 
 def check(work: Work):

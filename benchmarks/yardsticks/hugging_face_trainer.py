@@ -1,6 +1,6 @@
 """GPT-2 from scratch by transformers.Trainer, set up as its documentation says.
 
-    [torchrun --nproc-per-node N -m] python -m benchmarks.yardsticks.hugging_face_trainer --help
+[torchrun --nproc-per-node N -m] python -m benchmarks.yardsticks.hugging_face_trainer --help
 """
 
 import argparse
@@ -43,7 +43,9 @@ def main():
     torch.manual_seed(task.seed)
     with tempfile.TemporaryDirectory() as folder:
         trainer = WatchedTrainer(
-            model=GPT2LMHeadModel(model_config(task)), args=training_arguments(task, folder), data_collator=collate,
+            model=GPT2LMHeadModel(model_config(task)),
+            args=training_arguments(task, folder),
+            data_collator=collate,
             train_dataset=RandomWindows(task, rank),
         )
         trainer.add_callback(Watch(trainer, StepLog(task, ranks)))
@@ -52,21 +54,45 @@ def main():
 
 def model_config(task: argparse.Namespace) -> GPT2Config:
     return GPT2Config(
-        vocab_size=task.vocabulary, n_positions=task.sequence, n_embd=task.hidden, n_layer=task.layers,
-        n_head=task.heads, activation_function="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        use_cache=False, bos_token_id=None, eos_token_id=None,
+        vocab_size=task.vocabulary,
+        n_positions=task.sequence,
+        n_embd=task.hidden,
+        n_layer=task.layers,
+        n_head=task.heads,
+        activation_function="gelu_new",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
     )
 
 
 def training_arguments(task: argparse.Namespace, folder: str) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=folder, max_steps=task.steps, per_device_train_batch_size=task.micro_batch,
-        gradient_accumulation_steps=task.accumulation, learning_rate=task.lr, lr_scheduler_type="constant_with_warmup",
+        output_dir=folder,
+        max_steps=task.steps,
+        per_device_train_batch_size=task.micro_batch,
+        gradient_accumulation_steps=task.accumulation,
+        learning_rate=task.lr,
+        lr_scheduler_type="constant_with_warmup",
         warmup_steps=task.lr_warm_up,
-        optim="adamw_torch_fused", adam_beta1=BETAS[0], adam_beta2=BETAS[1], weight_decay=WEIGHT_DECAY,
-        max_grad_norm=CLIP, bf16=task.precision == "bf16", fp16=task.precision == "fp16",
-        use_cpu=task.device == "cpu", torch_compile=task.compile, seed=task.seed, ddp_find_unused_parameters=False,
-        logging_strategy="no", report_to="none", save_strategy="no", disable_tqdm=True,
+        optim="adamw_torch_fused",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=CLIP,
+        bf16=task.precision == "bf16",
+        fp16=task.precision == "fp16",
+        use_cpu=task.device == "cpu",
+        torch_compile=task.compile,
+        seed=task.seed,
+        ddp_find_unused_parameters=False,
+        logging_strategy="no",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
         dataloader_pin_memory=task.device == "cuda",
     )
 

@@ -39,12 +39,16 @@ def main():
     print(flops / seconds / 1e12)
 
 
-def _products(rows: int, width_in: int, width_out: int, dtype: torch.dtype, device: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _products(
+    rows: int, width_in: int, width_out: int, dtype: torch.dtype, device: str
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(left, right, result) of forward, of the input's and of the weights' gradient, laid out as autograd hands them over."""
     x, gradient = (torch.randn(rows, width, device=device).to(dtype) for width in (width_in, width_out))
     weight = torch.randn(width_out, width_in, device=device).to(dtype)
     factors = ((x, weight.t()), (gradient, weight), (gradient.t(), x))
-    return [(left, right, torch.empty(len(left), right.shape[1], dtype=dtype, device=device)) for left, right in factors]
+    return [
+        (left, right, torch.empty(len(left), right.shape[1], dtype=dtype, device=device)) for left, right in factors
+    ]
 
 
 def _least_s(left: Tensor, right: Tensor, result: Tensor, share_s: float) -> float:

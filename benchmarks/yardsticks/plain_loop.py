@@ -1,6 +1,6 @@
 """What a careful user writes in plain PyTorch to train a GPT-2, after the example of nanoGPT.
 
-    [torchrun --nproc-per-node N -m] python -m benchmarks.yardsticks.plain_loop --help
+[torchrun --nproc-per-node N -m] python -m benchmarks.yardsticks.plain_loop --help
 """
 
 import argparse
@@ -76,8 +76,9 @@ def main():
     if task.compile:
         model = torch.compile(model)
     if ranks > 1:
-        model = DistributedDataParallel(model, device_ids=[device] if task.device == "cuda" else None,
-                                        gradient_as_bucket_view=True)
+        model = DistributedDataParallel(
+            model, device_ids=[device] if task.device == "cuda" else None, gradient_as_bucket_view=True
+        )
     train(task, model, optimizer, RandomWindows(task, rank), device, StepLog(task, ranks))
     if ranks > 1:
         dist.destroy_process_group()
@@ -86,8 +87,10 @@ def main():
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     """Fused; weight decay for matrices only."""
     weights = list(model.parameters())
-    groups = [{"params": [w for w in weights if w.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-              {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [w for w in weights if w.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True)
 
 

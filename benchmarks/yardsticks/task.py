@@ -31,8 +31,12 @@ def read_task(description: str) -> argparse.Namespace:
     add("--step-file", type=Path, required=True, help="gets a JSON line per step")
     add("--device", choices=("cpu", "cuda"), required=True)
     add("--seed", type=int, default=1234)
-    add("--gelu", choices=("tanh", "none"), default="tanh",
-        help="its approximation; none: the exact one, nanoGPT's, which is less work on a CPU; ours is the tanh form")
+    add(
+        "--gelu",
+        choices=("tanh", "none"),
+        default="tanh",
+        help="its approximation; none: the exact one, nanoGPT's, which is less work on a CPU; ours is the tanh form",
+    )
     add("--compile", action="store_true", help="torch.compile of the whole model")
     return parser.parse_args()
 

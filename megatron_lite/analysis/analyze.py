@@ -75,8 +75,12 @@ def analyze(paths: Sequence[Path | str], say: Callable = say_nothing) -> Report:
     findings = weakened(gaps.attempt("findings", findings_of, facts, gaps.add) or (), facts)
     facts = dataclasses.replace(facts, gaps=tuple(gaps.found))
     return Report(
-        paths=tuple(map(str, paths)), title=title_of(paths, facts), verdict=verdict_of(facts, findings),
-        findings=findings, facts=facts, read_s=time.monotonic() - started,
+        paths=tuple(map(str, paths)),
+        title=title_of(paths, facts),
+        verdict=verdict_of(facts, findings),
+        findings=findings,
+        facts=facts,
+        read_s=time.monotonic() - started,
     )
 
 
@@ -99,9 +103,22 @@ def _rank(trace: Trace, gaps: _Gaps) -> RankFacts:
 
 def _no_kernels(rank: int | None) -> RankKernels:
     return RankKernels(
-        rank=rank, rows=(), operators=(), roles={}, device_ms=0.0, matrix_ms=0.0, tensor_core_ms=0.0,
-        maybe_tensor_core_ms=0.0, roofline=(), model_flops=None, achieved_tflops=None, peak_tflops=None, peak_dtype="",
-        mfu=None, compiled_regions=0.0, notes=(),
+        rank=rank,
+        rows=(),
+        operators=(),
+        roles={},
+        device_ms=0.0,
+        matrix_ms=0.0,
+        tensor_core_ms=0.0,
+        maybe_tensor_core_ms=0.0,
+        roofline=(),
+        model_flops=None,
+        achieved_tflops=None,
+        peak_tflops=None,
+        peak_dtype="",
+        mfu=None,
+        compiled_regions=0.0,
+        notes=(),
     )
 
 
@@ -133,8 +150,10 @@ def _with_memory(facts: Facts, gaps: _Gaps) -> Facts:
 
         rows = gaps.attempt("memory formulas", ledger, facts.highest_snapshot, facts.plan)
         return dataclasses.replace(facts, ledger=rows or ())
-    found = [gaps.attempt(f"memory of {one.trace.source}", memory_of_trace, one.trace, one.placing)
-             for one in facts.ranks_seen]
+    found = [
+        gaps.attempt(f"memory of {one.trace.source}", memory_of_trace, one.trace, one.placing)
+        for one in facts.ranks_seen
+    ]
     return dataclasses.replace(facts, traced_memory=tuple(one for one in found if one))
 
 

@@ -44,7 +44,9 @@ def newest_reports(files: Sequence[SourceFile]) -> tuple[list[SourceFile], list[
         return [], []
     newest = max(files, key=_age)
     kept = [file for file in files if _without_rank(file.path) == _without_rank(newest.path)]
-    ignored = [(file.path, f"older than {newest.path.name}; name it alone to read it") for file in files if file not in kept]
+    ignored = [
+        (file.path, f"older than {newest.path.name}; name it alone to read it") for file in files if file not in kept
+    ]
     return sorted(kept, key=lambda file: file.path), ignored
 
 
@@ -64,13 +66,17 @@ def _without_rank(path: Path) -> str:
 
 def _nearest(files: list[SourceFile], other: SourceFile) -> SourceFile:
     """The one of `files` that is closest in time to `other`: ranks write their windows at about the same time."""
-    return min(files, key=lambda file: (abs(file.time_ns - other.time_ns), -file.time_ns, file.path.name != other.path.name))
+    return min(
+        files, key=lambda file: (abs(file.time_ns - other.time_ns), -file.time_ns, file.path.name != other.path.name)
+    )
 
 
 def _other_run(file: SourceFile, newest: SourceFile) -> str:
     if file.world_size != newest.world_size:
-        return (f"of another run ({_size(file)}; the newest trace, {newest.path.name}, is of {_size(newest)}); "
-                "name it alone to read it")
+        return (
+            f"of another run ({_size(file)}; the newest trace, {newest.path.name}, is of {_size(newest)}); "
+            "name it alone to read it"
+        )
     return f"of another run, older than {newest.path}; name it alone to read it"
 
 

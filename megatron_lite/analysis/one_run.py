@@ -10,7 +10,9 @@ from megatron_lite.analysis.source_files import SourceFile
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
 
 
-def one_run(folders: Sequence[Path], files: Sequence[SourceFile], newest: Sequence[Path]) -> tuple[list[Path], dict[Path, str]]:
+def one_run(
+    folders: Sequence[Path], files: Sequence[SourceFile], newest: Sequence[Path]
+) -> tuple[list[Path], dict[Path, str]]:
     """(run folders, first the one to read, which wrote one of the `newest` files or is the newest run itself; those of
     `files` that other runs wrote, with the reason why they are left out)."""
     folders_seen, writers = set(folders), defaultdict(set)
@@ -18,7 +20,9 @@ def one_run(folders: Sequence[Path], files: Sequence[SourceFile], newest: Sequen
         for path in artefacts_of(folder):
             writers[path].add(folder)
     owners = {file.path: writers[file.path] | _around(file.path, folders_seen) for file in files}
-    runs = sorted(folders_seen, key=lambda folder: (not any(folder in owners[path] for path in newest), -_time(folder), folder))
+    runs = sorted(
+        folders_seen, key=lambda folder: (not any(folder in owners[path] for path in newest), -_time(folder), folder)
+    )
     of_others = {
         file.path: f"of another run than {runs[0]}; name {min(owners[file.path])} alone to read it"
         for file in files
@@ -34,4 +38,6 @@ def _around(path: Path, folders: set[Path]) -> set[Path]:
 
 def _time(folder: Path) -> float:
     """When its records were last written."""
-    return max((path.stat().st_mtime for name in (RUN_FILE, STEPS_FILE) if (path := folder / name).exists()), default=0.0)
+    return max(
+        (path.stat().st_mtime for name in (RUN_FILE, STEPS_FILE) if (path := folder / name).exists()), default=0.0
+    )

@@ -23,7 +23,11 @@ def artefacts_of(run_folder: Path) -> list[Path]:
     found = [path for folder in _places(tensorboard, run_folder) for path in folder.glob("*.pt.trace.json*")]
     if recorded and isinstance(snapshot, str):
         name = Path(snapshot)
-        found += [path for folder in _places(str(name.parent), run_folder) for path in folder.glob(f"{name.stem}*{name.suffix}")]
+        found += [
+            path
+            for folder in _places(str(name.parent), run_folder)
+            for path in folder.glob(f"{name.stem}*{name.suffix}")
+        ]
     return sorted({path for path in found if _is_of(path, started, ended)})
 
 

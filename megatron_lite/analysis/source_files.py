@@ -12,7 +12,9 @@ from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, export
 from megatron_lite.run_folder import RUN_FILE
 
 HEAD_BYTES = 1 << 20  # a trace's events begin after its header, which may hold a list of all packages
-OWN_FILES = re.compile(r"(report|manifest|ranks|run-[\d-]+)\.json")  # of a run folder; what run.json names is read elsewhere
+OWN_FILES = re.compile(
+    r"(report|manifest|ranks|run-[\d-]+)\.json"
+)  # of a run folder; what run.json names is read elsewhere
 CANDIDATES = (".json", ".gz", ".sqlite", ".sqlite3", ".db", ".pickle", ".pkl", *NSYS_REPORTS)
 _HEADER = (b'"schemaVersion"', b'"distributedInfo"')  # torch writes them first
 _TAIL_BYTES = 64  # room for line ends after the last bracket

@@ -46,13 +46,17 @@ def sources_of(paths: Sequence[Path]) -> Sources:
     runs, of_others = one_run(seen.run_folders, seen.files, [file.path for file in _newest(seen.files)[0]])
     files, older = _newest([file for file in seen.files if file.path not in of_others])
     exported = {file.path.with_suffix("") for file in seen.files if file.what == "nsys"}
-    ignored = [(path, why) for path, why in seen.ignored
-               if path.suffix not in NSYS_REPORTS or path.with_suffix("") not in exported]
+    ignored = [
+        (path, why)
+        for path, why in seen.ignored
+        if path.suffix not in NSYS_REPORTS or path.with_suffix("") not in exported
+    ]
     other_runs = [(folder, f"another run's folder than {runs[0]}; name it alone to read it") for folder in runs[1:]]
     found = Sources(
         traces=tuple(file.path for file in files if file.what != "snapshot"),
         snapshots=tuple(file.path for file in files if file.what == "snapshot"),
-        run_folders=tuple(runs[:1]), ignored=(*ignored, *of_others.items(), *older, *other_runs),
+        run_folders=tuple(runs[:1]),
+        ignored=(*ignored, *of_others.items(), *older, *other_runs),
     )
     if not (found.traces or found.snapshots or found.run_folders):
         raise UserError(_nothing(paths, found.ignored))
@@ -106,8 +110,10 @@ def _keep(file: SourceFile, seen: _Seen):
 def _files(folder: Path, seen: _Seen) -> Iterator[Path]:
     """Files below `folder`, without hidden ones and checkpoints."""
     count = 0
-    for place, folders, names in os.walk(folder, onerror=lambda error: seen.ignored.append(
-            (Path(error.filename), f"cannot be opened ({error.strerror})"))):
+    for place, folders, names in os.walk(
+        folder,
+        onerror=lambda error: seen.ignored.append((Path(error.filename), f"cannot be opened ({error.strerror})")),
+    ):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and iteration_of(name) is None)
         for name in sorted(names):
             if count >= MOST_FILES:

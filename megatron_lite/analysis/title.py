@@ -8,7 +8,7 @@ from megatron_lite.analysis.facts import Facts
 
 
 def title_of(paths: Sequence[Path | str], facts: Facts) -> str:
-    """"run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"; parts that are not known are left out."""
+    """ "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"; parts that are not known are left out."""
     parts = [_ranks(facts), _device(facts), _model(facts.plan)]
     return f"{_name(paths)}: {', '.join(part for part in parts if part)}".removesuffix(": ")
 

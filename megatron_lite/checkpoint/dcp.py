@@ -59,8 +59,13 @@ def write(folder: Path, pieces: list[Piece], objects: dict[str, object], find_al
     Collective. CheckpointException on every rank if one fails.
     """
     with _quiet():
-        dcp.save({}, storage_writer=_Writer(folder, find_aliases), planner=_SavePlanner(pieces, objects), process_group=group,
-                 no_dist=group is None)
+        dcp.save(
+            {},
+            storage_writer=_Writer(folder, find_aliases),
+            planner=_SavePlanner(pieces, objects),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 class Reader(FileSystemReader):
@@ -77,8 +82,12 @@ class Reader(FileSystemReader):
     def read(self, wanted: list[tuple[Region, Tensor]]):
         """Copy each region into the tensor that is given for it, which has its sizes. Raises what torch raises."""
         with _quiet(), limit_memory(sum(path.stat().st_size for path in self.folder.iterdir())):
-            dcp.load({str(number): tensor for number, (_, tensor) in enumerate(wanted)}, storage_reader=self,
-                     planner=_LoadPlanner([region for region, _ in wanted]), no_dist=True)
+            dcp.load(
+                {str(number): tensor for number, (_, tensor) in enumerate(wanted)},
+                storage_reader=self,
+                planner=_LoadPlanner([region for region, _ in wanted]),
+                no_dist=True,
+            )
 
     def read_object(self, key: str) -> io.BytesIO:
         """The bytes of an object. KeyError if there is none of that key."""
@@ -91,16 +100,20 @@ class Reader(FileSystemReader):
 class _SavePlanner(DefaultSavePlanner):
     def __init__(self, pieces: list[Piece], objects: dict[str, object]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._tensors = {(piece.region.key, piece.region.offsets): piece.tensor.detach().view(piece.region.sizes)
-                         for piece in pieces}
+        self._tensors = {
+            (piece.region.key, piece.region.offsets): piece.tensor.detach().view(piece.region.sizes) for piece in pieces
+        }
         self._pieces, self._objects = pieces, objects
 
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
         for piece in self._pieces:
             offsets, sizes = torch.Size(piece.region.offsets), torch.Size(piece.region.sizes)
-            data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=piece.tensor.dtype),
-                                   torch.Size(piece.whole))
+            data = TensorWriteData(
+                ChunkStorageMetadata(offsets, sizes),
+                TensorProperties(dtype=piece.tensor.dtype),
+                torch.Size(piece.whole),
+            )
             items.append(WriteItem(MetadataIndex(piece.region.key, offsets), WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
@@ -122,8 +135,12 @@ class _Writer(FileSystemWriter):
         for alias, key in self._find_aliases(metadata).items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
             aliases.setdefault(key, []).append(alias)
-        again = [replace(result, index=replace(result.index, fqn=alias)) for part in results for result in part
-                 for alias in aliases.get(result.index.fqn, ())]
+        again = [
+            replace(result, index=replace(result.index, fqn=alias))
+            for part in results
+            for result in part
+            for alias in aliases.get(result.index.fqn, ())
+        ]
         super().finish(metadata, [*results, again])
 
 
@@ -168,12 +185,16 @@ def require_fit(stored, where: Path, targets: dict[str, Tensor]):
     """CheckpointError unless `stored` has every one of `targets`, in its shape."""
     absent = sorted(set(targets) - stored.names())
     if absent:
-        raise CheckpointError(f"--load {where}: lacks {len(absent)} of the tensors that this run needs, such as "
-                              f"{absent[0]}; give the flags that the checkpoint was trained with.")
+        raise CheckpointError(
+            f"--load {where}: lacks {len(absent)} of the tensors that this run needs, such as "
+            f"{absent[0]}; give the flags that the checkpoint was trained with."
+        )
     for name, target in targets.items():
         if tuple(target.shape) != stored.size_of(name):
-            raise CheckpointError(f"--load {where}: {name} has the shape {list(stored.size_of(name))}, and the run's is "
-                                  f"{list(target.shape)}; give the flags that the checkpoint was trained with.")
+            raise CheckpointError(
+                f"--load {where}: {name} has the shape {list(stored.size_of(name))}, and the run's is "
+                f"{list(target.shape)}; give the flags that the checkpoint was trained with."
+            )
 
 
 @contextlib.contextmanager
@@ -185,8 +206,10 @@ def readable(path: Path):
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:  # torch's exception is none of Python's ordinary ones
-        raise CheckpointError(f"--load {path}: cannot be read ({reason(error)}); it is damaged or was written by another "
-                              "program. Load an earlier one with --ckpt-step.") from error
+        raise CheckpointError(
+            f"--load {path}: cannot be read ({reason(error)}); it is damaged or was written by another "
+            "program. Load an earlier one with --ckpt-step."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -27,26 +27,39 @@ def chosen(source: Path, step: int | None, flag: str = "--load") -> Slot | None:
     try:
         slot = folder.newest(source)
     except ValueError:
-        raise CheckpointError(f"{flag} {source}: {TRACKER_FILE} holds no iteration; write the number of a checkpoint into "
-                              f"it, {_those_there_are(source)}.") from None
+        raise CheckpointError(
+            f"{flag} {source}: {TRACKER_FILE} holds no iteration; write the number of a checkpoint into "
+            f"it, {_those_there_are(source)}."
+        ) from None
     except OSError as error:
-        raise CheckpointError(f"{flag} {source}: {TRACKER_FILE} cannot be read ({error.strerror}); make it readable, or "
-                              "choose another folder.") from None
+        raise CheckpointError(
+            f"{flag} {source}: {TRACKER_FILE} cannot be read ({error.strerror}); make it readable, or "
+            "choose another folder."
+        ) from None
     if slot is None and _is_checkpoint(source):
-        raise CheckpointError(f"{flag} {source}: is a checkpoint itself; give the folder around it, {source.parent}, with a "
-                              f"{TRACKER_FILE} that names it.")
+        raise CheckpointError(
+            f"{flag} {source}: is a checkpoint itself; give the folder around it, {source.parent}, with a "
+            f"{TRACKER_FILE} that names it."
+        )
     if slot is None and folder.complete(source):
-        raise CheckpointError(f"{flag} {source}: holds checkpoints, but no {TRACKER_FILE}; give --ckpt-step, "
-                              f"{_those_there_are(source)}.")
+        raise CheckpointError(
+            f"{flag} {source}: holds checkpoints, but no {TRACKER_FILE}; give --ckpt-step, {_those_there_are(source)}."
+        )
     if slot is not None and slot.folder is None:
-        raise CheckpointError(f"{flag} {source}: {TRACKER_FILE} names {slot.name}, which is not there; give --ckpt-step, "
-                              f"{_those_there_are(source)}.")
+        raise CheckpointError(
+            f"{flag} {source}: {TRACKER_FILE} names {slot.name}, which is not there; give --ckpt-step, "
+            f"{_those_there_are(source)}."
+        )
     return slot
 
 
 def newest_sound(
-    source: Path, step: int | None, damage: Callable[[Path], str | None], say: Callable,
-    agree: Callable = lambda look: look(), flag: str = "--load",
+    source: Path,
+    step: int | None,
+    damage: Callable[[Path], str | None],
+    say: Callable,
+    agree: Callable = lambda look: look(),
+    flag: str = "--load",
 ) -> Slot | None:
     """`chosen`, or the newest earlier one whose contents are what was written.
 
@@ -59,18 +72,24 @@ def newest_sound(
     wrong = damage(slot.expected)
     if wrong is None:
         return slot
-    if step is None and agree(partial(chosen, source, step, flag)) != slot:  # a run that saves here has gone on meanwhile
+    if (
+        step is None and agree(partial(chosen, source, step, flag)) != slot
+    ):  # a run that saves here has gone on meanwhile
         return newest_sound(source, step, damage, say, agree, flag)
     if step is not None:
-        raise CheckpointError(f"--ckpt-step {step}: {slot.final} is damaged: {wrong}; choose another, "
-                              f"{_those_there_are(source, besides=slot)}.")
+        raise CheckpointError(
+            f"--ckpt-step {step}: {slot.final} is damaged: {wrong}; choose another, "
+            f"{_those_there_are(source, besides=slot)}."
+        )
     for earlier in agree(partial(_earlier, source, slot)):
         say(f"  {slot.final} is damaged: {wrong}; going back to {earlier.name}")
         slot, wrong = earlier, damage(earlier.expected)
         if wrong is None:
             return slot
-    raise CheckpointError(f"{flag} {source}: {slot.name} is damaged: {wrong}; there is no earlier one. Load another folder, "
-                          "or start afresh without --load.")
+    raise CheckpointError(
+        f"{flag} {source}: {slot.name} is damaged: {wrong}; there is no earlier one. Load another folder, "
+        "or start afresh without --load."
+    )
 
 
 def open_checkpoint(path: Path) -> Stored:
@@ -97,8 +116,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _earlier(source: Path, slot: Slot) -> list[Slot]:
     iteration = iteration_of(slot.name)
-    return [other for other in folder.complete(source)
-            if iteration is not None and iteration_of(other.name) < iteration]
+    return [
+        other for other in folder.complete(source) if iteration is not None and iteration_of(other.name) < iteration
+    ]
 
 
 def _those_there_are(source: Path, besides: Slot | None = None) -> str:

@@ -87,8 +87,10 @@ def reserved(save: Path, wait_s: float, say: Callable[[str], None]) -> Iterator[
             _wait_for_lock(save, wait_s, say, held)
         except OSError as error:
             if error.errno not in FULL:
-                raise CheckpointError(f"--save {save}: cannot be written ({error.strerror}: {error.filename or LOCK_FILE}); "
-                                      "choose another folder.") from None
+                raise CheckpointError(
+                    f"--save {save}: cannot be written ({error.strerror}: {error.filename or LOCK_FILE}); "
+                    "choose another folder."
+                ) from None
             # what a killed run left there may be what fills the disk, and the next save clears it away
             say(f"  note: --save {save}: is not locked against other runs ({error.strerror}).")
         yield
@@ -118,8 +120,10 @@ def _wait_for_lock(save: Path, wait_s: float, say: Callable[[str], None], held: 
     if lock is Lock.NONE:
         say(f"  note: --save {save}: the file system has no locks; a second run on this folder would not be noticed.")
     elif holder and not waits and not holder.startswith(f"{socket.gethostname()}, "):
-        say(f"  note: --save {save}: a run on another machine ({holder}) was ended or is cut off; if it still runs, end it: "
-            "this file system may lock within one machine only.")
+        say(
+            f"  note: --save {save}: a run on another machine ({holder}) was ended or is cut off; if it still runs, end it: "
+            "this file system may lock within one machine only."
+        )
 
 
 def _holder(path: Path) -> str:
@@ -271,7 +275,8 @@ def retire(slot: Slot):
 def _is_foreign(folder: Path) -> bool:
     """Megatron-LM's, in its torch or its torch_dist format."""
     return not (folder / RECORD_FILE).exists() and (
-        (folder / "common.pt").exists() or any(folder.glob("mp_rank_*/*.pt")))
+        (folder / "common.pt").exists() or any(folder.glob("mp_rank_*/*.pt"))
+    )
 
 
 def _announced(source: Path) -> Slot | None:

@@ -12,13 +12,35 @@ from megatron_lite.config.plan import LearningRatePlan
 from megatron_lite.config.shape import ModelShape
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SAME_NAME = {"num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length",
-             "max_position_embeddings", "qk_layernorm", "normalization", "norm_epsilon", "rotary_percent", "rotary_base",
-             "rotary_interleaved", "rotary_seq_len_interpolation_factor", "hidden_dropout", "attention_dropout",
-             "init_method_std"}
-SCHEDULE = {"style": "lr_decay_style", "peak": "max_lr", "floor": "min_lr", "warmup_samples": "lr_warmup_steps",
-            "decay_samples": "lr_decay_steps", "weight_decay_style": "wd_incr_style", "start_weight_decay": "start_wd",
-            "end_weight_decay": "end_wd", "weight_decay_samples": "wd_incr_steps"}
+SAME_NAME = {
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "seq_length",
+    "max_position_embeddings",
+    "qk_layernorm",
+    "normalization",
+    "norm_epsilon",
+    "rotary_percent",
+    "rotary_base",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+}
+SCHEDULE = {
+    "style": "lr_decay_style",
+    "peak": "max_lr",
+    "floor": "min_lr",
+    "warmup_samples": "lr_warmup_steps",
+    "decay_samples": "lr_decay_steps",
+    "weight_decay_style": "wd_incr_style",
+    "start_weight_decay": "start_wd",
+    "end_weight_decay": "end_wd",
+    "weight_decay_samples": "wd_incr_steps",
+}
 STYLES = {"constant", "linear", "cosine", "inverse-square-root", "WSD"}
 OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "tensor_model_parallel_size": "model_parallel_size"}
 
@@ -40,8 +62,11 @@ class MegatronArgs:
     @property
     def plain(self) -> dict:
         """What is kept of them in a conversion: all that is no object of a program."""
-        return {name: value for name, value in vars(self.namespace).items()
-                if value is None or isinstance(value, (bool, int, float, str, torch.dtype))}
+        return {
+            name: value
+            for name, value in vars(self.namespace).items()
+            if value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+        }
 
     @property
     def splits(self) -> tuple[int, int, int]:
@@ -81,8 +106,12 @@ class MegatronArgs:
         wsd = self.given("lr_wsd_decay_samples") if by_samples else self._in_samples("lr_wsd_decay_iters")
         if known["style"] == "WSD" and wsd is None:
             return None
-        plan = LearningRatePlan(**known, init=self.given("lr_warmup_init", 0.0), wsd_samples=wsd or 0,
-                                wsd_style=self.given("lr_wsd_decay_style", "exponential"))
+        plan = LearningRatePlan(
+            **known,
+            init=self.given("lr_warmup_init", 0.0),
+            wsd_samples=wsd or 0,
+            wsd_style=self.given("lr_wsd_decay_style", "exponential"),
+        )
         return dataclasses.asdict(plan)
 
     def _needed(self, name: str, default):
@@ -121,23 +150,27 @@ def plain_arguments(args: Args) -> dict:
 
 def namespace_of(record: Record, arguments: dict, ckpt_format: str) -> argparse.Namespace:
     """The arguments under which Megatron would have trained this: `arguments`, and what was derived from them."""
-    return argparse.Namespace(**arguments | _model(record.shape) | {
-        "iteration": record.iteration,
-        "consumed_train_samples": record.consumed,
-        "consumed_valid_samples": record.consumed_valid_samples,
-        "skipped_train_samples": 0,
-        "params_dtype": DTYPES[record.precision],
-        "fp16": record.precision == "fp16",
-        "bf16": record.precision == "bf16",
-        "ckpt_format": ckpt_format,
-        "use_distributed_optimizer": False,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "data_parallel_random_init": False,
-        "no_save_optim": record.optimizer is None,
-        "no_save_rng": record.ranks == 0,
-        "rank": 0,
-    })
+    return argparse.Namespace(
+        **arguments
+        | _model(record.shape)
+        | {
+            "iteration": record.iteration,
+            "consumed_train_samples": record.consumed,
+            "consumed_valid_samples": record.consumed_valid_samples,
+            "skipped_train_samples": 0,
+            "params_dtype": DTYPES[record.precision],
+            "fp16": record.precision == "fp16",
+            "bf16": record.precision == "bf16",
+            "ckpt_format": ckpt_format,
+            "use_distributed_optimizer": False,
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "data_parallel_random_init": False,
+            "no_save_optim": record.optimizer is None,
+            "no_save_rng": record.ranks == 0,
+            "rank": 0,
+        }
+    )
 
 
 def scheduler_of(schedule: dict | None, good_samples: int) -> dict:

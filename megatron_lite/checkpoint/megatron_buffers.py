@@ -65,7 +65,9 @@ def _slice(flat: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _are_masters(flat: Tensor, starts: dict[str, int], weights: dict[str, Tensor]) -> bool:
-    return all(torch.equal(_slice(flat, starts[name], weight).to(weight.dtype), weight) for name, weight in weights.items())
+    return all(
+        torch.equal(_slice(flat, starts[name], weight).to(weight.dtype), weight) for name, weight in weights.items()
+    )
 
 
 def _named(flat: dict[str, Tensor], starts: dict[str, int], weights: dict[str, Tensor]) -> dict[str, Tensor]:

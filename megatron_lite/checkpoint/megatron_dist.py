@@ -53,20 +53,42 @@ from megatron_lite.checkpoint.record import Record
 from megatron_lite.run_folder import RECORD_FILE, write_atomically
 
 COMMON_FILE, BACKENDS_FILE = "common.pt", "metadata.json"
-BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 # what Megatron's sharded_state_dict is told, to ask for what is here
-CONTENT = {"distrib_optim_sharding_type": SHARDING, "distrib_optim_fully_reshardable_mem_efficient": False,
-           "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+CONTENT = {
+    "distrib_optim_sharding_type": SHARDING,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
 STATE = re.compile(r"^optimizer\.state\.(\w+)\.(.+)$")
-MASTERS = ("fp32_param", "param", "master_param")  # by Megatron's optimizer for halves, its distributed one, and its exact one
-BUCKET = re.compile(r"^(optimizer\.distributed\.dp_group_idx_(\d+))\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)$")
+MASTERS = (
+    "fp32_param",
+    "param",
+    "master_param",
+)  # by Megatron's optimizer for halves, its distributed one, and its exact one
+BUCKET = re.compile(
+    r"^(optimizer\.distributed\.dp_group_idx_(\d+))\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)$"
+)
 GATED = re.compile(r"^(.*\.mlp\.linear_fc1\.(?:weight|bias))(_w|_v)$")  # gates and values, stored apart
 HALVES = ("", "_w", "_v")
 RANDOM = "random."
 MAX_LAYERS = 2**12
 # Megatron asks for each module's own state. It is empty but for FP8: all are one object
-MODULES_OF_A_LAYER = ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention",
-                      "self_attention.q_layernorm", "self_attention.k_layernorm", "mlp.linear_fc1", "mlp.linear_fc2")
+MODULES_OF_A_LAYER = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "self_attention.core_attention",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
 EMPTY_STATE = "decoder.final_layernorm._extra_state/shard_0_1"
 
 
@@ -96,8 +118,11 @@ class DistFile:
                 own = Record.from_json((folder / RECORD_FILE).read_text(encoding="utf-8"))
         with dcp.readable(folder / METADATA_FILE):
             self._reader = dcp.Reader(folder)
-        self._entries = {key: entry for key, entry in self._reader.metadata.state_dict_metadata.items()
-                         if isinstance(entry, TensorStorageMetadata)}
+        self._entries = {
+            key: entry
+            for key, entry in self._reader.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
         if own is None or (folder / COMMON_FILE).exists():
             common = megatron_unpickle.load(folder / COMMON_FILE)
             try:
@@ -136,7 +161,9 @@ class DistFile:
         args = read_arguments(common)
         self.arguments = args.plain
         self._places = find_places(self._entries)
-        weights = {name.removeprefix("model."): place for name, place in self._places.items() if name.startswith("model.")}
+        weights = {
+            name.removeprefix("model."): place for name, place in self._places.items() if name.startswith("model.")
+        }
         try:
             self._understand_optimizer(common, args, weights)
             if own is None:
@@ -159,15 +186,19 @@ class DistFile:
         optimizer = common.get("optimizer")
         if buckets:
             self._find_in_buckets(buckets, args, weights)
-            optimizer = {key: self._object(f"optimizer.distributed.dp_group_idx_0.{key}/shard_0_1")
-                         for key in ("optimizer", "grad_scaler")}
+            optimizer = {
+                key: self._object(f"optimizer.distributed.dp_group_idx_0.{key}/shard_0_1")
+                for key in ("optimizer", "grad_scaler")
+            }
         elif not optimizer:
             raise Unmapped("was not saved (--no-save-optim)")
         for name, place in self._places.items():
             owner = name.removeprefix("optimizer.").rpartition(".")[0]
             if name.startswith("optimizer.") and (owner not in weights or place.shape != weights[owner].shape):
-                raise Unmapped("is stored in another shape than its weights: flat, as before Megatron-Core 0.14, or of "
-                               "several optimizers")
+                raise Unmapped(
+                    "is stored in another shape than its weights: flat, as before Megatron-Core 0.14, or of "
+                    "several optimizers"
+                )
         stepping = [name for name in weights if f"optimizer.{name}.exp_avg" in self._places]
         self._values = read_settings(optimizer, stepping) | read_clock(common)
 
@@ -184,22 +215,31 @@ class DistFile:
         That the layout is understood is proved by the weights: each must be its master, rounded.
         """
         if any(match[2] != "0" or match[3] != "0" for match in buckets):
-            raise Unmapped("lies in the buckets of a model in several parts; save it there with "
-                           "--dist-ckpt-optim-fully-reshardable")
+            raise Unmapped(
+                "lies in the buckets of a model in several parts; save it there with "
+                "--dist-ckpt-optim-fully-reshardable"
+            )
         by_kind: dict[str, dict[int, str]] = {}
         for match, key in buckets.items():
             by_kind.setdefault(match[5], {})[int(match[4])] = key
         for fused, bucket_size in itertools.product((True, False), bucket_sizes(args)):
             names = megatron_names.in_file_order(weights, fused)
             starts, total = layout({name: torch.Size(weights[name].shape).numel() for name in names}, bucket_size)
-            found = {f"optimizer.{name}.{ours}": place for theirs, ours in KEYS.items()
-                     for name, place in self._slices(by_kind[theirs], starts, total, weights).items()}
+            found = {
+                f"optimizer.{name}.{ours}": place
+                for theirs, ours in KEYS.items()
+                for name, place in self._slices(by_kind[theirs], starts, total, weights).items()
+            }
             if found and all(self._are_masters(found, weights, [name]) for name in names):
                 self._places |= found
                 return
-        raise Unmapped("lies in buckets that do not fit these weights; save it there with --dist-ckpt-optim-fully-reshardable")
+        raise Unmapped(
+            "lies in buckets that do not fit these weights; save it there with --dist-ckpt-optim-fully-reshardable"
+        )
 
-    def _slices(self, keys: dict[int, str], starts: dict[str, int], total: int, weights: dict[str, Place]) -> dict[str, Place]:
+    def _slices(
+        self, keys: dict[int, str], starts: dict[str, int], total: int, weights: dict[str, Place]
+    ) -> dict[str, Place]:
         """{name: its place} in buckets, laid end to end; empty if they are not as long as that. keys: by number."""
         ends = list(itertools.accumulate(self._entries[keys[number]].size[0] for number in range(len(keys))))
         if not ends or ends[-1] != total:
@@ -217,16 +257,26 @@ class DistFile:
 
     def _require_masters(self, weights: dict[str, Place]):
         """Unmapped unless masters are those of their weights, judged by norms and biases: they are small, and everywhere."""
-        vectors = [name for name, weight in weights.items() if len(weight.shape) == 1 and f"optimizer.{name}.master" in self._places]
+        vectors = [
+            name
+            for name, weight in weights.items()
+            if len(weight.shape) == 1 and f"optimizer.{name}.master" in self._places
+        ]
         if not self._are_masters(self._places, weights, vectors):
-            raise Unmapped("holds masters that are not its weights', as Megatron-Core 0.16.1 stores them from several padded "
-                           "buckets with --dist-ckpt-optim-fully-reshardable; save it there without that flag")
+            raise Unmapped(
+                "holds masters that are not its weights', as Megatron-Core 0.16.1 stores them from several padded "
+                "buckets with --dist-ckpt-optim-fully-reshardable; save it there without that flag"
+            )
 
     def _are_masters(self, masters: dict[str, Place], weights: dict[str, Place], names: list[str]) -> bool:
         pairs = [(masters[f"optimizer.{name}.master"], weights[name]) for name in names]
         held = [tuple(torch.empty(place.shape, dtype=place.dtype) for place in pair) for pair in pairs]
-        wanted = [part for pair, tensors in zip(pairs, held) for place, tensor in zip(pair, tensors)
-                  for part in _cut(place, tensor)]
+        wanted = [
+            part
+            for pair, tensors in zip(pairs, held)
+            for place, tensor in zip(pair, tensors)
+            for part in _cut(place, tensor)
+        ]
         with dcp.readable(self.path):
             self._reader.read(wanted)
         return all(torch.equal(master.to(weight.dtype), weight) for master, weight in held)
@@ -234,7 +284,9 @@ class DistFile:
     def _note_extra_states(self):
         count = sum("_extra_state" in key for key in self._reader.metadata.state_dict_metadata)
         if count:
-            self.notes.append(f"{count} _extra_state entries, Transformer Engine's own (FP8 scales, or empty), are left out")
+            self.notes.append(
+                f"{count} _extra_state entries, Transformer Engine's own (FP8 scales, or empty), are left out"
+            )
 
 
 def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, Place]:
@@ -270,8 +322,10 @@ def _layers(key: str, weight: str, entry: TensorStorageMetadata) -> list[tuple[s
     if count > MAX_LAYERS:
         raise ValueError(f"{key} is of {count} layers")
     return [
-        (megatron_names.unstacked_name(weight, layer),
-         Place(torch.Size(shape), entry.properties.dtype, [Region(key, (layer, *[0] * len(shape)), (1, *shape))]))
+        (
+            megatron_names.unstacked_name(weight, layer),
+            Place(torch.Size(shape), entry.properties.dtype, [Region(key, (layer, *[0] * len(shape)), (1, *shape))]),
+        )
         for layer in range(count)
     ]
 
@@ -284,8 +338,11 @@ def _joined(parts: list[Place]) -> Place:
     first = parts[0]
     if len(parts) == 1:
         return first
-    return Place(torch.Size([len(parts) * first.shape[0], *first.shape[1:]]), first.dtype,
-                 [region for part in parts for region in part.regions])
+    return Place(
+        torch.Size([len(parts) * first.shape[0], *first.shape[1:]]),
+        first.dtype,
+        [region for part in parts for region in part.regions],
+    )
 
 
 def writer(arguments: dict) -> Callable:
@@ -339,8 +396,11 @@ def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
 
     There a weight in fp32 is a master, too.
     """
-    aliases = {f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}": EMPTY_STATE
-               for module in MODULES_OF_A_LAYER for layer in range(layers)}
+    aliases = {
+        f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}": EMPTY_STATE
+        for module in MODULES_OF_A_LAYER
+        for layer in range(layers)
+    }
     aliases["output_layer._extra_state/shard_0_1"] = EMPTY_STATE
     held = metadata.state_dict_metadata
     for key in list(held):

@@ -63,9 +63,11 @@ class MegatronFile:
         self.arguments = args.plain
         if args.splits != self.splits:
             found, expected = (" x ".join(map(str, splits)) for splits in (args.splits, self.splits))
-            raise CheckpointError(f"--load {self.path}: is of a model in {found} parts (tensor x pipeline x virtual or "
-                                  f"expert parallel), not {expected}; give the folder of all of its parts, or merge them "
-                                  "with Megatron-LM's tools/checkpoint/convert.py.")
+            raise CheckpointError(
+                f"--load {self.path}: is of a model in {found} parts (tensor x pipeline x virtual or "
+                f"expert parallel), not {expected}; give the folder of all of its parts, or merge them "
+                "with Megatron-LM's tools/checkpoint/convert.py."
+            )
         self._weights = megatron_names.read_names(state["model"])
         optimizer = self._optimizer(state, args)
         weight = self._weights[EMBEDDING] if self.stage == 0 else next(iter(self._weights.values()))
@@ -90,8 +92,10 @@ class MegatronFile:
         for name, target in targets.items():
             source = self._tensor(name)
             if source.shape != target.shape:
-                raise CheckpointError(f"--load {self.path}: {name} has the shape {tuple(source.shape)}, this run's "
-                                      f"{tuple(target.shape)}; give the flags of the model that was saved.")
+                raise CheckpointError(
+                    f"--load {self.path}: {name} has the shape {tuple(source.shape)}, this run's "
+                    f"{tuple(target.shape)}; give the flags of the model that was saved."
+                )
             target.copy_(source)
 
     def _tensor(self, name: str) -> Tensor:
@@ -131,8 +135,9 @@ class MegatronFile:
 
 def malformed(path: Path, error: Exception) -> CheckpointError:
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return CheckpointError(f"--load {path}: has not the form of a checkpoint by Megatron-LM or this trainer "
-                           f"({why}); load one that has.")
+    return CheckpointError(
+        f"--load {path}: has not the form of a checkpoint by Megatron-LM or this trainer ({why}); load one that has."
+    )
 
 
 def read_arguments(state: dict) -> MegatronArgs:
@@ -168,6 +173,7 @@ def write_megatron_file(file: BinaryIO, record: Record, tensors: dict[str, Tenso
     tensors: by flat name, on any device. With --transformer-impl transformer_engine, the default, names and optimizer are
     those of a Megatron that trains with Transformer Engine; with local, of one without.
     """
+
     def take(name: str) -> Tensor | None:
         return _for_file(tensors[name]) if name in tensors else None
 

@@ -23,11 +23,23 @@ FUSED_NORMS = [
     (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
 ]
-ENDS = ["embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers", "decoder.final_layernorm",
-        "output_layer"]
-IN_A_LAYER = ["input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
-              "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1",
-              "mlp.linear_fc2"]
+ENDS = [
+    "embedding.word_embeddings",
+    "embedding.position_embeddings",
+    "decoder.layers",
+    "decoder.final_layernorm",
+    "output_layer",
+]
+IN_A_LAYER = [
+    "input_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+]
 IN_A_FUSED_LAYER = [IN_A_LAYER[1], IN_A_LAYER[0], *IN_A_LAYER[2:]]  # the first norm stands inside linear_qkv
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 

@@ -141,7 +141,9 @@ def read_settings(optimizer: dict, names: Iterable[str], where: str = "") -> dic
     steps = {float(count) for count in counts if count is not None}
     if len(steps) > 1:
         raise Unmapped(f"{where}has made {sorted(map(int, steps))} steps, not one number of them")
-    return {f"optimizer.{name}.step": torch.tensor(step) for step in steps for name in names} | read_loss_scale(optimizer)
+    return {f"optimizer.{name}.step": torch.tensor(step) for step in steps for name in names} | read_loss_scale(
+        optimizer
+    )
 
 
 def _taken(name: str, take: Take) -> dict[str, Tensor]:
@@ -156,9 +158,15 @@ def group_settings(args: Namespace, record: Record) -> dict:
     schedule = record.schedule
     peak = schedule["peak"] if schedule else args.lr
     return (adam if record.optimizer == "adam" else sgd) | {
-        "lr": peak, "max_lr": peak, "min_lr": schedule["floor"] if schedule else args.min_lr,
+        "lr": peak,
+        "max_lr": peak,
+        "min_lr": schedule["floor"] if schedule else args.min_lr,
         "weight_decay": schedule["start_weight_decay"] if schedule else args.weight_decay,
-        "wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False, "default_config": True,
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "is_expert_parallel": False,
+        "default_config": True,
     }
 
 

@@ -29,8 +29,10 @@ def open_megatron(folder: Path) -> MegatronFile:
     for path in sorted(folder.glob(f"mp_rank_*/{FILE}")):
         match = FOLDER.match(path.parent.name)
         if match is None:
-            raise CheckpointError(f"--load {folder}: holds {path.parent.name}, a part of a mixture of experts; load a "
-                                  "checkpoint of a plain GPT.")
+            raise CheckpointError(
+                f"--load {folder}: holds {path.parent.name}, a part of a mixture of experts; load a "
+                "checkpoint of a plain GPT."
+            )
         files[int(match[1]), int(match[2] or 0)] = path
     if set(files) <= {(0, 0)}:
         return MegatronFile(files.get((0, 0), folder / "mp_rank_00" / FILE))
@@ -44,20 +46,25 @@ class MegatronParts(MegatronFile):
         """files: by (tensor-parallel rank, stage)."""
         ranks, stages = (max(places) + 1 for places in zip(*files))
         if len(files) != ranks * stages:
-            raise CheckpointError(f"--load {folder}: holds {len(files)} of {ranks * stages} parts of a model; copy the rest "
-                                  "into it, or load another.")
+            raise CheckpointError(
+                f"--load {folder}: holds {len(files)} of {ranks * stages} parts of a model; copy the rest "
+                "into it, or load another."
+            )
         splits = (ranks, stages, 1)
         parts = [[MegatronFile(files[rank, stage], splits, stage) for rank in range(ranks)] for stage in range(stages)]
         first = parts[0][0]
         self.path, self.splits, self.stage, self.notes, self.arguments = folder, WHOLE, 0, [], first.arguments
-        self.without_optimizer = next((part.without_optimizer for row in parts for part in row if part.without_optimizer), None)
+        self.without_optimizer = next(
+            (part.without_optimizer for row in parts for part in row if part.without_optimizer), None
+        )
         self._gated = first.record.shape["activation"] == "swiglu"
         self._pieces = _pieces(parts, first.record.shape["tied_embeddings"])
         if self.without_optimizer:
             self._pieces = {name: pieces for name, pieces in self._pieces.items() if name.startswith("model.")}
         rows = self.size_of(f"model.{EMBEDDING}")[0]
         self.record = dataclasses.replace(
-            first.record, shape=first.record.shape | {"padded_vocab_size": rows},
+            first.record,
+            shape=first.record.shape | {"padded_vocab_size": rows},
             optimizer=None if self.without_optimizer else first.record.optimizer,
         )
 

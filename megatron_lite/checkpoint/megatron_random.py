@@ -1,9 +1,9 @@
 """Random states: as flat tensors, and as Megatron writes them.
 
-    python  int64[627]: version, 625 integers, 1 if a Gaussian is kept        random.getstate()
-    numpy   int64[626]: 624 keys, position, 1 if a Gaussian is kept           numpy.random.get_state()
-    gauss   float64[2]: Python's and numpy's kept Gaussian, or 0
-    torch, cuda  uint8: torch.get_rng_state(), torch.cuda.get_rng_state()
+python  int64[627]: version, 625 integers, 1 if a Gaussian is kept        random.getstate()
+numpy   int64[626]: 624 keys, position, 1 if a Gaussian is kept           numpy.random.get_state()
+gauss   float64[2]: Python's and numpy's kept Gaussian, or 0
+torch, cuda  uint8: torch.get_rng_state(), torch.cuda.get_rng_state()
 """
 
 import numpy as np

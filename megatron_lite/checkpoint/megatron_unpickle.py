@@ -14,8 +14,19 @@ from megatron_lite.errors import CheckpointError, first_line
 from megatron_lite.process_state import limit_memory
 
 # None of what these hold is needed here: enums, paths and recorders among the arguments, numpy's random state
-PACKAGES = {"megatron", "megatron_patch", "transformer_engine", "apex", "deepspeed", "modelopt", "nvidia_resiliency_ext",
-            "numpy", "signal", "pathlib", "datetime"}
+PACKAGES = {
+    "megatron",
+    "megatron_patch",
+    "transformer_engine",
+    "apex",
+    "deepspeed",
+    "modelopt",
+    "nvidia_resiliency_ext",
+    "numpy",
+    "signal",
+    "pathlib",
+    "datetime",
+}
 # getattr: Python 3.11.2 pickles a member of an enum as getattr(class, name)
 CLASSES = {"types.SimpleNamespace", "_io.BytesIO", "io.BytesIO", "builtins.range", "builtins.slice", "builtins.getattr"}
 
@@ -59,16 +70,20 @@ def load_object(path: Path, source: Path | BytesIO):
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - damaged files make torch raise errors of many kinds
-        raise CheckpointError(f"--load {path}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged, or "
-                              "older than torch 1.6. Load an earlier one, or save it again with a newer torch.") from None
+        raise CheckpointError(
+            f"--load {path}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged, or "
+            "older than torch 1.6. Load an earlier one, or save it again with a newer torch."
+        ) from None
 
 
 def _load(path: Path, source: Path | BytesIO):
     named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     refused = sorted(name for name in named if not _harmless(name) and name != "argparse.Namespace")
     if refused:
-        raise CheckpointError(f"--load {path}: names {refused[0]}, which is neither data nor a class of a known training "
-                              "program, and reading it might run its code; load a file that you trust, without it.")
+        raise CheckpointError(
+            f"--load {path}: names {refused[0]}, which is neither data nor a class of a known training "
+            "program, and reading it might run its code; load a file that you trust, without it."
+        )
     allowed = [argparse.Namespace, *((Inert, name) for name in named if _harmless(name))]
     if source is not path:
         source.seek(0)

@@ -1,12 +1,12 @@
 """What a checkpoint holds: a record of plain values, and tensors under flat names.
 
-    model.NAME                          a weight, under Megatron-Core's name, in the run's precision
-    optimizer.NAME.master               its fp32 master, of a run in fp16 or bf16
-    optimizer.NAME.exp_avg|exp_avg_sq   AdamW's moments, fp32, and .step, a float32 scalar
-    optimizer.NAME.momentum_buffer      SGD's
-    optimizer.good_samples              int64 scalar: samples of all successful steps, the schedule's clock
-    loss_scale.scale|growth_tracker|hysteresis_tracker
-    random.RANK.python|numpy|torch|...  every rank's generators
+model.NAME                          a weight, under Megatron-Core's name, in the run's precision
+optimizer.NAME.master               its fp32 master, of a run in fp16 or bf16
+optimizer.NAME.exp_avg|exp_avg_sq   AdamW's moments, fp32, and .step, a float32 scalar
+optimizer.NAME.momentum_buffer      SGD's
+optimizer.good_samples              int64 scalar: samples of all successful steps, the schedule's clock
+loss_scale.scale|growth_tracker|hysteresis_tracker
+random.RANK.python|numpy|torch|...  every rank's generators
 """
 
 import dataclasses

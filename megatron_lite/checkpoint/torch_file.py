@@ -20,7 +20,9 @@ def writer(args: Args) -> Callable:
     def write(folder: Path, record: Record, tensors: dict[str, Tensor], group):
         """The first rank writes; the others send it what they alone have, their random states."""
         parts: list = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(parts, {name: value for name, value in tensors.items() if name.startswith("random.")}, group)
+        dist.all_gather_object(
+            parts, {name: value for name, value in tensors.items() if name.startswith("random.")}, group
+        )
         if dist.get_rank(group) != 0:
             return
         everything = tensors | {name: value for part in parts for name, value in part.items()}

@@ -115,8 +115,10 @@ class Writer:
         if failures:
             if self._is_first:
                 folder.discard(slot)
-            raise CheckpointError(f"--save {self.save}: {slot.name} could not be written ({failures[0]}); earlier "
-                                  "checkpoints are untouched. Make room or choose another folder.")
+            raise CheckpointError(
+                f"--save {self.save}: {slot.name} could not be written ({failures[0]}); earlier "
+                "checkpoints are untouched. Make room or choose another folder."
+            )
         return [result for result, _ in results]
 
     def _room(self) -> str:
@@ -146,9 +148,14 @@ def write_alone(
     arguments: flags that it was trained with, by name; those that are not known have their defaults.
     """
     with folder.reserved(Path(save), 0, print):
-        return Writer(Path(save), megatron_dist.writer(plain_arguments(Args()) | (arguments or {}))).write(record, tensors, release)
+        return Writer(Path(save), megatron_dist.writer(plain_arguments(Args()) | (arguments or {}))).write(
+            record, tensors, release
+        )
 
 
 def _files(unfinished: Path) -> list[str]:
-    return [str(path.relative_to(unfinished)) for path in unfinished.rglob("*")
-            if path.is_file() and path.name != MANIFEST_FILE]
+    return [
+        str(path.relative_to(unfinished))
+        for path in unfinished.rglob("*")
+        if path.is_file() and path.name != MANIFEST_FILE
+    ]

@@ -30,8 +30,11 @@ def run(argv: list[str]):
 
 
 def _parser() -> Parser:
-    parser = Parser("compare", "Says what changed from run A to run B, and what did not: flags, steps, phases, kernels, memory, "
-                               "each against the noise of its steps. Reads what `report` reads.")
+    parser = Parser(
+        "compare",
+        "Says what changed from run A to run B, and what did not: flags, steps, phases, kernels, memory, "
+        "each against the noise of its steps. Reads what `report` reads.",
+    )
     parser.add_argument("a", metavar="A", help="a run folder, a trace, a folder of several ranks, or a snapshot")
     parser.add_argument("b", metavar="B", help="what to compare with it")
     parser.add_argument("--force", action="store_true", help="compare although model or batch differ")
@@ -47,7 +50,10 @@ def _write(path: Path, found) -> list[str]:
     from megatron_lite.report.json_file import plain
 
     try:
-        path.write_text(json.dumps({"schema": COMPARISON_SCHEMA, **plain(found)}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps({"schema": COMPARISON_SCHEMA, **plain(found)}, indent=1, allow_nan=False) + "\n",
+            encoding="utf-8",
+        )
     except OSError as error:
         raise UserError(f"--json {path}: cannot be written ({error.strerror or error}); name another file.") from error
     return [f"written: {path}"]

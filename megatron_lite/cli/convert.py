@@ -42,25 +42,41 @@ def run(argv: list[str]):
 
 
 def _parser() -> Parser:
-    parser = Parser("convert", "Converts checkpoints to Hugging Face folders and back, and Megatron-LM's torch files to "
-                               "this trainer's format.")
+    parser = Parser(
+        "convert",
+        "Converts checkpoints to Hugging Face folders and back, and Megatron-LM's torch files to "
+        "this trainer's format.",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--load", metavar="FOLDER", help="what --save of this trainer, or of Megatron-LM, wrote to")
-    source.add_argument("--load-hf", metavar="FOLDER", help="a GPT-2, Llama, Qwen2 or Qwen3 for causal language modelling")
+    source.add_argument(
+        "--load-hf", metavar="FOLDER", help="a GPT-2, Llama, Qwen2 or Qwen3 for causal language modelling"
+    )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--save", metavar="FOLDER", help="a new folder that --load of this trainer takes")
     target.add_argument("--save-hf", metavar="FOLDER", help="a new folder that from_pretrained takes")
     add = parser.add_argument
     add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N [the newest]")
-    add("--dtype", choices=PRECISIONS,
-        help="of the written weights; other than the run's: made of its fp32 masters [that of the source]")
+    add(
+        "--dtype",
+        choices=PRECISIONS,
+        help="of the written weights; other than the run's: made of its fp32 masters [that of the source]",
+    )
     add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json, for --save-hf")
     add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt, for --save-hf")
     add("--tokenizer-model", metavar="FOLDER", help="a tokenizer in Hugging Face's form, for --save-hf")
-    add("--true-vocab-size", type=int, metavar="N",
-        help="ids without the padding, for --save-hf [what the checkpoint says, else the tokenizer's, else all rows]")
-    add("--make-vocab-size-divisible-by", type=int, metavar="N",
-        help=f"pad the vocabulary to a multiple of N, for --load-hf [{DIVISIBLE_BY}]")
+    add(
+        "--true-vocab-size",
+        type=int,
+        metavar="N",
+        help="ids without the padding, for --save-hf [what the checkpoint says, else the tokenizer's, else all rows]",
+    )
+    add(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        metavar="N",
+        help=f"pad the vocabulary to a multiple of N, for --load-hf [{DIVISIBLE_BY}]",
+    )
     return parser
 
 
@@ -69,12 +85,16 @@ def _check(options: argparse.Namespace):
         raise UserError(f"--save-hf {options.save_hf}: --load-hf is a Hugging Face folder already; give --save.")
     for name, (needed, what) in MEANING.items():
         if getattr(options, name) is not None and getattr(options, needed) is None:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: concerns {what}, with "
-                            f"--{needed.replace('_', '-')} only; leave it out.")
+            raise UserError(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: concerns {what}, with "
+                f"--{needed.replace('_', '-')} only; leave it out."
+            )
     if options.dtype and options.load and options.save:
         raise UserError(f"--dtype {options.dtype}: a checkpoint keeps the precision of its run; leave it out.")
     if options.tokenizer_model and (options.vocab_file or options.merge_file):
-        raise UserError(f"--tokenizer-model {options.tokenizer_model}: excludes --vocab-file and --merge-file; keep one.")
+        raise UserError(
+            f"--tokenizer-model {options.tokenizer_model}: excludes --vocab-file and --merge-file; keep one."
+        )
     for flag in ("make_vocab_size_divisible_by", "true_vocab_size"):
         value = getattr(options, flag)
         if value is not None and value < 1:
@@ -95,13 +115,21 @@ def _to_hugging_face(options: argparse.Namespace) -> list[str]:
     line = LiveLine()
     try:
         record = to_hugging_face(
-            Path(options.load), options.ckpt_step, Path(options.save_hf), options.dtype, tokenizer,
-            options.true_vocab_size, say, lambda done, total: line.draw(f"{done} of {total} tensors"),
+            Path(options.load),
+            options.ckpt_step,
+            Path(options.save_hf),
+            options.dtype,
+            tokenizer,
+            options.true_vocab_size,
+            say,
+            lambda done, total: line.draw(f"{done} of {total} tensors"),
         )
     finally:
         line.wipe()
     precision = options.dtype or record.precision
-    return [f"iteration {record.iteration} of {options.load}, {_parameters(record.shape)} in {precision}: {options.save_hf}"]
+    return [
+        f"iteration {record.iteration} of {options.load}, {_parameters(record.shape)} in {precision}: {options.save_hf}"
+    ]
 
 
 def _from_hugging_face(options: argparse.Namespace) -> list[str]:
@@ -127,7 +155,9 @@ def _to_own_format(options: argparse.Namespace) -> list[str]:
 
     record, folder = to_own_format(Path(options.load), options.ckpt_step, Path(options.save), say)
     held = f"with the state of {record.optimizer}" if record.optimizer else "without an optimizer (--no-load-optim)"
-    return [f"iteration {record.iteration} of {options.load}, {_parameters(record.shape)} in {record.precision}, {held}: {folder}"]
+    return [
+        f"iteration {record.iteration} of {options.load}, {_parameters(record.shape)} in {record.precision}, {held}: {folder}"
+    ]
 
 
 def _parameters(shape: dict) -> str:

@@ -25,8 +25,19 @@ from megatron_lite.units import MIB, count, duration, size
 MARK = "corpus.json"
 DOCUMENT_CHARACTERS = 4000
 # Not everywhere installed, or tables rather than text: left out, so that machines agree more or less.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "distutils",
-            "encodings", "pydoc_data", "__pycache__"}
+LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "distutils",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 
 
 def run(argv: list[str]):
@@ -106,8 +117,10 @@ def _build(prefix: Path, wanted: dict, progress: DocumentProgress) -> str:
             writer.add_document([*tokenizer.encode(text), tokenizer.eod])
             text_bytes += len(text.encode("utf-8"))
             progress(number, text_bytes)
-    summary = (f"{count(len(texts))} documents of Python {platform.python_version()}'s library, {size(text_bytes)}, "
-               f"{count(writer.num_tokens)} tokens of {count(tokenizer.vocab_size)}")
+    summary = (
+        f"{count(len(texts))} documents of Python {platform.python_version()}'s library, {size(text_bytes)}, "
+        f"{count(writer.num_tokens)} tokens of {count(tokenizer.vocab_size)}"
+    )
     sizes = {path.name: path.stat().st_size for path in _files(prefix, wanted["bpe"])}
     _write_mark(prefix, {"wanted": wanted, "complete": True, "summary": summary, "sizes": sizes})
     return summary
@@ -137,14 +150,18 @@ def _read_mark(prefix: Path) -> dict | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError):
-        raise DataError(f"{prefix.parent / MARK}: not readable as JSON; delete it with its folder, or choose another") from None
+        raise DataError(
+            f"{prefix.parent / MARK}: not readable as JSON; delete it with its folder, or choose another"
+        ) from None
 
 
 def _write_mark(prefix: Path, mark: dict):
     try:
         write_atomically(prefix.parent / MARK, json.dumps(mark, indent=1) + "\n")
     except OSError as error:
-        raise DataError(f"--output-prefix {prefix}: cannot be written ({error.strerror}); choose another folder") from None
+        raise DataError(
+            f"--output-prefix {prefix}: cannot be written ({error.strerror}); choose another folder"
+        ) from None
 
 
 def _refuse_foreign_files(prefix: Path, mark: dict | None):
@@ -153,11 +170,15 @@ def _refuse_foreign_files(prefix: Path, mark: dict | None):
         raise DataError(f"--output-prefix {prefix}: {prefix.parent} holds another corpus; choose another folder")
     foreign = [path for path in _files(prefix, 0) if mark is None and path.exists()]
     if foreign:
-        raise DataError(f"--output-prefix {prefix}: {foreign[0]} exists and is not make-corpus's; choose another folder")
+        raise DataError(
+            f"--output-prefix {prefix}: {foreign[0]} exists and is not make-corpus's; choose another folder"
+        )
 
 
 def _is_complete(prefix: Path, mark: dict) -> bool:
     if not mark.get("complete"):
         return False
-    sizes = {path.name: path.stat().st_size if path.is_file() else None for path in _files(prefix, mark["wanted"]["bpe"])}
+    sizes = {
+        path.name: path.stat().st_size if path.is_file() else None for path in _files(prefix, mark["wanted"]["bpe"])
+    }
     return sizes == mark["sizes"]

@@ -35,10 +35,14 @@ def exact(run: PlannedRun, snapshot: Path, processor: Processor | None = None) -
     if walk.returncode == UserError.exit_code and lines:
         raise ConfigError(lines)
     if walk.returncode:
-        raise UserError(f"--exact: the walk failed ({lines[-1] if lines else f'exit code {walk.returncode}'}); leave it out.")
+        raise UserError(
+            f"--exact: the walk failed ({lines[-1] if lines else f'exit code {walk.returncode}'}); leave it out."
+        )
     figures = json.loads(walk.stdout.splitlines()[-1])
     known = {field.name for field in dataclasses.fields(Exact)}
-    return Exact(seconds=time.monotonic() - started, **{name: value for name, value in figures.items() if name in known})
+    return Exact(
+        seconds=time.monotonic() - started, **{name: value for name, value in figures.items() if name in known}
+    )
 
 
 def snapshot_lines(snapshot: Path, style, everything: bool) -> list[str]:

@@ -38,8 +38,11 @@ def _explanation(words: str) -> list[str]:
 def _overview() -> list[str]:
     pages = _pages()
     width = max(map(len, pages), default=0)
-    return ["megatron-lite explain CODE says what a finding means; with a kernel's name, what that says. Codes:", "",
-            *(f"  {code:<{width}}  {rule.TITLE}" for code, rule in sorted(pages.items()))]
+    return [
+        "megatron-lite explain CODE says what a finding means; with a kernel's name, what that says. Codes:",
+        "",
+        *(f"  {code:<{width}}  {rule.TITLE}" for code, rule in sorted(pages.items())),
+    ]
 
 
 def _pages() -> dict[str, ModuleType]:

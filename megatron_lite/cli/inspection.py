@@ -47,8 +47,10 @@ def _lines(found: Inspection, vocab_size: int | None, tokenizer: Tokenizer | Non
         f"  documents          {count(found.documents)} ({count(found.sequences)} sequences)",
         f"  tokens             {count(found.tokens)} as {found.dtype}, {size(found.file_bytes)} in both files",
         f"  ids                {found.smallest_id} to {found.largest_id}{checked}",
-        (f"  document lengths   {count(found.shortest)} to {count(found.longest)} tokens, "
-         f"median {found.median:,.1f}, mean {found.mean:,.1f}; {count(found.empty)} empty"),
+        (
+            f"  document lengths   {count(found.shortest)} to {count(found.longest)} tokens, "
+            f"median {found.median:,.1f}, mean {found.mean:,.1f}; {count(found.empty)} empty"
+        ),
         f"  duplicates         {_duplicates(found)}",
         f"  end of document    {_end(found)}",
     ]
@@ -62,10 +64,14 @@ def _duplicates(found: Inspection) -> str:
     if not found.duplicates:
         return "none"
     first, second = found.duplicate_pair
-    return (f"{count(found.duplicates)} documents ({found.duplicates / found.documents:.1%}) equal an earlier one, "
-            f"as {count(second)} equals {count(first)} (counted from 0)")
+    return (
+        f"{count(found.duplicates)} documents ({found.duplicates / found.documents:.1%}) equal an earlier one, "
+        f"as {count(second)} equals {count(first)} (counted from 0)"
+    )
 
 
 def _end(found: Inspection) -> str:
     inside = f", and it stands {count(found.end_id_inside)} times elsewhere" if found.end_id_inside else ""
-    return f"{count(found.ending_so)} of {count(found.documents - found.empty)} documents end with {found.end_id}{inside}"
+    return (
+        f"{count(found.ending_so)} of {count(found.documents - found.empty)} documents end with {found.end_id}{inside}"
+    )

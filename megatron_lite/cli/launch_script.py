@@ -85,9 +85,25 @@ def _look(bash: str, script: _Script, depth: int) -> tuple[tuple[list[str], dict
 def _walk(bash: str, script: _Script) -> tuple[bytes, str, int | None]:
     """(the record of the commands, the end of what the script printed, its exit code; None: it still waits for something)."""
     environment = {name: value for name, value in script.environment.items() if name not in NOT_HANDED_ON}
-    with tempfile.TemporaryFile() as record, open(os.devnull, "wb") as nothing, _high(record) as out, _high(nothing) as null, _pipe() as (alive, held):
+    with (
+        tempfile.TemporaryFile() as record,
+        open(os.devnull, "wb") as nothing,
+        _high(record) as out,
+        _high(nothing) as null,
+        _pipe() as (alive, held),
+    ):
         text = prologue(out.fileno(), null.fileno())
-        command = [bash, "--restricted", "--noprofile", "--norc", "-c", text, script.name, script.text, *script.arguments]
+        command = [
+            bash,
+            "--restricted",
+            "--noprofile",
+            "--norc",
+            "-c",
+            text,
+            script.name,
+            script.text,
+            *script.arguments,
+        ]
         try:
             shell = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -96,7 +112,9 @@ def _walk(bash: str, script: _Script) -> tuple[bytes, str, int | None]:
             held.close()
         except (OSError, ValueError) as error:  # longer than an argument may be; a zero byte
             reason = getattr(error, "strerror", None) or "no text"
-            raise UserError(f"{script.name}: cannot be given to bash ({reason}); give the trainer's flags themselves.") from None
+            raise UserError(
+                f"{script.name}: cannot be given to bash ({reason}); give the trainer's flags themselves."
+            ) from None
         with shell.stdout:
             try:
                 said, waits = _listen(shell, alive)
@@ -187,7 +205,17 @@ def _why_unreadable(bash: str, script: _Script, said: str) -> str | None:
     """Which line bash stumbled over, if it did; what it `said` counts the lines from elsewhere."""
     if f"{script.name}: eval: " not in said:
         return None
-    command = [bash, "--noprofile", "--norc", "-O", "extglob", "-n", "-c", script.text, script.name]  # -n: reads, runs nothing
+    command = [
+        bash,
+        "--noprofile",
+        "--norc",
+        "-O",
+        "extglob",
+        "-n",
+        "-c",
+        script.text,
+        script.name,
+    ]  # -n: reads, runs nothing
     parsed = subprocess.run(
         command, check=False, stdin=subprocess.DEVNULL, capture_output=True, env={"PATH": NOWHERE, "LC_ALL": "C"},
         text=True, errors="replace",

@@ -72,7 +72,9 @@ def ranks_of(words: list[str], header: Mapping[str, str]) -> Ranks:
     own = set(ALONE) & programs
     nodes = _number(options, NODES) or _number(header, ("SLURM_NNODES",)) or 1
     if own:
-        return Ranks(_number(options, PER_NODE) if any(name in options for name in PER_NODE) else ALONE[own.pop()], nodes)
+        return Ranks(
+            _number(options, PER_NODE) if any(name in options for name in PER_NODE) else ALONE[own.pop()], nodes
+        )
     if not PLACERS & programs:
         return Ranks(1)
     tasks = _number(options, TASKS) or _number(header, ("SLURM_NTASKS",))

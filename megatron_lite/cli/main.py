@@ -14,7 +14,10 @@ COMMANDS = {  # name: (module with run(argv), which may return an exit code, and
     "convert": ("megatron_lite.cli.convert", "checkpoints to and from Hugging Face folders, and from Megatron-LM's"),
     "make-corpus": ("megatron_lite.cli.corpus", "a data set from Python's own sources, for machines without any data"),
     "plan": ("megatron_lite.cli.plan", "will a run fit, how fast can it be, what to change: from its launch command"),
-    "report": ("megatron_lite.cli.report", "why a run is slow and why memory peaks: from run folders, traces, snapshots"),
+    "report": (
+        "megatron_lite.cli.report",
+        "why a run is slow and why memory peaks: from run folders, traces, snapshots",
+    ),
     "explain": ("megatron_lite.cli.explain", "what a finding of the report means, or what a kernel's name says"),
     "compare": ("megatron_lite.cli.compare", "what changed from one run or trace to another, and what did not"),
     "audit": ("megatron_lite.cli.audit", "18 questions to a profiled run: pass, fail or not seen, and why"),

@@ -15,16 +15,16 @@ PREPROCESS_ACCEPTED = (
     Family(("--keep-sequential-samples",), "documents keep their order with any number of workers"),
     Family(("--dataset-impl",), "all data sets are memory-mapped ones"),
     Family(("--lang", "--keep-newlines"), "it matters only with --split-sentences"),
-    Family(("--workers-to-check", "--max-documents", "--performance-dir"),
-           "it matters only with --find-optimal-num-workers"),
+    Family(
+        ("--workers-to-check", "--max-documents", "--performance-dir"),
+        "it matters only with --find-optimal-num-workers",
+    ),
 )
 PREPROCESS_REFUSED = (
     Family(("--split-sentences",), "a GPT reads documents whole; leave it out"),
     Family(("--find-optimal-num-workers",), "leave it out, try a few values of --workers, and compare documents/s"),
 )
-MERGE_REFUSED = (
-    Family(("--multimodal",), "only data sets of text are merged; leave it out"),
-)
+MERGE_REFUSED = (Family(("--multimodal",), "only data sets of text are merged; leave it out"),)
 ONLY = {"--dataset-impl": "mmap"}  # flag: the value that it may have
 
 

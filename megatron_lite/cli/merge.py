@@ -33,11 +33,15 @@ def _of_folder(folder: str) -> list[str]:
     try:
         names = [name for name in os.listdir(folder) if name.endswith((".bin", ".idx"))]
     except OSError as error:
-        raise UserError(f"megatron-lite merge --input {folder}: cannot be read ({error.strerror}); "
-                        "give a folder, or name data sets by --inputs") from None
+        raise UserError(
+            f"megatron-lite merge --input {folder}: cannot be read ({error.strerror}); "
+            "give a folder, or name data sets by --inputs"
+        ) from None
     if not names:
-        raise UserError(f"megatron-lite merge --input {folder}: holds no .bin and .idx files; "
-                        "give another folder, or name data sets by --inputs")
+        raise UserError(
+            f"megatron-lite merge --input {folder}: holds no .bin and .idx files; "
+            "give another folder, or name data sets by --inputs"
+        )
     return sorted({os.path.join(folder, name[:-4]) for name in names})
 
 
@@ -50,5 +54,7 @@ def merge_and_say(inputs: Sequence[str], output_prefix: str, flag: str):
         line.wipe()
     seconds = duration(time.monotonic() - started)
     print_lines(
-        [f"{count(written.documents)} documents of {len(inputs)} data sets: {count(written.tokens)} tokens in {seconds}; --data-path {output_prefix}"]
+        [
+            f"{count(written.documents)} documents of {len(inputs)} data sets: {count(written.tokens)} tokens in {seconds}; --data-path {output_prefix}"
+        ]
     )

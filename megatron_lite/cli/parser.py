@@ -11,7 +11,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, description: str):
         super().__init__(prog=f"megatron-lite {command}", description=description, allow_abbrev=False)
-        self.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="show the version, and end")
+        self.add_argument(
+            "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="show the version, and end"
+        )
 
     def error(self, message: str):
         raise UserError(f"{self.prog}: {message}; --help shows its options")

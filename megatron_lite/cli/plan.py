@@ -71,7 +71,9 @@ def _processors(options: argparse.Namespace) -> list[Processor]:
     return list({one.name: one for one in map(processor_called, names)}.values())
 
 
-def _outlook(options: argparse.Namespace, plan: Plan, processor: Processor, exact: Exact | None, margin: float) -> Outlook:
+def _outlook(
+    options: argparse.Namespace, plan: Plan, processor: Processor, exact: Exact | None, margin: float
+) -> Outlook:
     time = predict_time(plan, processor)
     tokens = None if options.tokens is None else int(options.tokens)
     memory = predict_memory(plan, processor)
@@ -87,7 +89,9 @@ def _outlook(options: argparse.Namespace, plan: Plan, processor: Processor, exac
     )
 
 
-def _inference(options: argparse.Namespace, plan: Plan, processor: Processor | None = None) -> InferencePrediction | None:
+def _inference(
+    options: argparse.Namespace, plan: Plan, processor: Processor | None = None
+) -> InferencePrediction | None:
     return predict_inference(plan.shape, options.batch or 1, options.context, processor) if options.inference else None
 
 
@@ -108,7 +112,9 @@ def _hints(found: PlannedRun) -> list[str]:
     return hints(found.plan, found.environment, read_machine() if DRIVER.exists() else None)
 
 
-def _with_exact(options: argparse.Namespace, words: list[str], found: PlannedRun, style) -> tuple[PlanReport, list[str]]:
+def _with_exact(
+    options: argparse.Namespace, words: list[str], found: PlannedRun, style
+) -> tuple[PlanReport, list[str]]:
     """(the report, the snapshot's own section)."""
     from megatron_lite.cli.exact_plan import exact, snapshot_lines
 

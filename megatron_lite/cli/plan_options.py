@@ -29,7 +29,12 @@ def _parser() -> Parser:
     )
     parser.usage = "megatron-lite plan [OPTIONS] SCRIPT.sh ARGUMENTS... | torchrun ... pretrain_gpt.py FLAGS | FLAGS"
     add = parser.add_argument
-    add("--gpu", nargs="+", metavar="NAME", help="H200, A100-40, 4090 ...: does it fit, and how fast at best; a column for each")
+    add(
+        "--gpu",
+        nargs="+",
+        metavar="NAME",
+        help="H200, A100-40, 4090 ...: does it fit, and how fast at best; a column for each",
+    )
     add("--gpus", type=int, metavar="N", help="GPUs of the whole job [what the script says, else 1]")
     add("--tokens", type=float, metavar="N", help="to train on, such as 300e9 [the flags' own length]")
     add("--why", action="store_true", help="the formula behind each line")
@@ -78,7 +83,9 @@ def _until_next(words: list[str]) -> Iterator[str]:
 
 def _check(options: argparse.Namespace, rest: list[str]):
     if not rest:
-        raise UserError("megatron-lite plan: no launch command; give SCRIPT.sh with its arguments, or the trainer's flags.")
+        raise UserError(
+            "megatron-lite plan: no launch command; give SCRIPT.sh with its arguments, or the trainer's flags."
+        )
     if not is_script(rest[0]):
         before, flags = split_at_trainer(rest) or ([], rest)
         if not before and flags and not flags[0].startswith("-"):
@@ -101,4 +108,6 @@ def _check_order(flags: list[str]):
     ours = {name for action in _parser()._actions for name in action.option_strings} - {"-h", "--help"}
     late = next((word for word in flags if word.partition("=")[0] in ours), None)
     if late:
-        raise UserError(f"megatron-lite plan {late}: stands behind flags of the trainer; put the options of plan before them.")
+        raise UserError(
+            f"megatron-lite plan {late}: stands behind flags of the trainer; put the options of plan before them."
+        )

@@ -20,7 +20,9 @@ def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[st
         return tokenizer_of(data).vocab_size, []
     known = data.vocab_size or padded
     if known is None:
-        raise UserError(f"--tokenizer-model {data.tokenizer_model}: is not here to be counted; add --padded-vocab-size N.")
+        raise UserError(
+            f"--tokenizer-model {data.tokenizer_model}: is not here to be counted; add --padded-vocab-size N."
+        )
     return known, [f"--tokenizer-model {data.tokenizer_model} is not here: a vocabulary of {known:,} is assumed."]
 
 

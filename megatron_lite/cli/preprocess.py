@@ -32,8 +32,10 @@ def run(argv: list[str]):
 
 def _preprocess(options: argparse.Namespace):
     if options.legacy_tokenizer and options.tokenizer_type not in SAME_AS_LEGACY:
-        raise UserError(f"megatron-lite preprocess --legacy-tokenizer: Megatron's older {options.tokenizer_type} may put other ids "
-                        "around a text; leave it out for those of its newer one, or tokenize with Megatron-LM")
+        raise UserError(
+            f"megatron-lite preprocess --legacy-tokenizer: Megatron's older {options.tokenizer_type} may put other ids "
+            "around a text; leave it out for those of its newer one, or tokenize with Megatron-LM"
+        )
     tokenizer = tokenizer_of(options)
     started, progress = time.monotonic(), PreprocessLine()
 
@@ -43,9 +45,16 @@ def _preprocess(options: argparse.Namespace):
 
     try:
         summary = preprocess(
-            options.input, options.output_prefix, tokenizer, json_keys=options.json_keys,
-            append_eod=options.append_eod, workers=options.workers, on_error=options.on_error,
-            max_document_mb=options.max_document_mb, report=progress, say=say,
+            options.input,
+            options.output_prefix,
+            tokenizer,
+            json_keys=options.json_keys,
+            append_eod=options.append_eod,
+            workers=options.workers,
+            on_error=options.on_error,
+            max_document_mb=options.max_document_mb,
+            report=progress,
+            say=say,
         )
     finally:
         progress.wipe()
@@ -55,19 +64,37 @@ def _preprocess(options: argparse.Namespace):
 def _parser() -> Parser:
     parser = Parser("preprocess", "Tokenizes documents into the files that --data-path names, or merges such files.")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--input", nargs="+", metavar="FILE",
-                        help=".jsonl, .json: one object a line; others: one document each; .gz and .zst are unpacked")
+    source.add_argument(
+        "--input",
+        nargs="+",
+        metavar="FILE",
+        help=".jsonl, .json: one object a line; others: one document each; .gz and .zst are unpacked",
+    )
     source.add_argument("--merge", nargs="+", metavar="PREFIX", help="data sets to join instead, without .bin or .idx")
     add = parser.add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
     add_tokenizer_flags(parser, TOKENIZER, "number of ids, for NullTokenizer and TikTokenizer")
-    add("--legacy-tokenizer", action="store_true", help=f"no effect: ids are the same; only for {', '.join(SAME_AS_LEGACY)}")
+    add(
+        "--legacy-tokenizer",
+        action="store_true",
+        help=f"no effect: ids are the same; only for {', '.join(SAME_AS_LEGACY)}",
+    )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields of a jsonl object [text]")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize [%(default)s]")
-    add("--on-error", choices=ON_ERROR, default="stop", help="what a bad line does: stop, or be named and left out [stop]")
-    add("--max-document-mb", type=int, default=MAX_DOCUMENT_MB, metavar="N",
-        help="a line, or a text file, of more than N MiB is a bad line; one takes six times as much memory [%(default)s]")
+    add(
+        "--on-error",
+        choices=ON_ERROR,
+        default="stop",
+        help="what a bad line does: stop, or be named and left out [stop]",
+    )
+    add(
+        "--max-document-mb",
+        type=int,
+        default=MAX_DOCUMENT_MB,
+        metavar="N",
+        help="a line, or a text file, of more than N MiB is a bad line; one takes six times as much memory [%(default)s]",
+    )
     add_answers(parser, PREPROCESS_ACCEPTED, PREPROCESS_REFUSED)
     return parser
 
@@ -82,5 +109,7 @@ def _refuse_beside_merge(argv: list[str]):
 def _sentence(summary: Summary, seconds: float) -> str:
     left_out = f", {count(summary.empty)} empty ones left out" if summary.empty else ""
     skipped = f", {count(summary.skipped)} bad lines skipped" if summary.skipped else ""
-    return (f"{count(summary.documents)} documents ({size(summary.text_bytes)}){left_out}{skipped}: "
-            f"{count(summary.tokens)} tokens in {duration(seconds)}; --data-path {' '.join(summary.prefixes)}")
+    return (
+        f"{count(summary.documents)} documents ({size(summary.text_bytes)}){left_out}{skipped}: "
+        f"{count(summary.tokens)} tokens in {duration(seconds)}; --data-path {' '.join(summary.prefixes)}"
+    )

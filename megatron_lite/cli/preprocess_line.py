@@ -23,6 +23,8 @@ class PreprocessLine(LiveLine):
         text = f"{count(documents)} documents, {size(text_bytes)}, {share:.0%}"
         if seconds > 0 and more_share > 0:
             left = seconds * (1 - share) / more_share
-            text += (f", {count(more_documents / seconds)} documents/s, {size(more_bytes / seconds)}/s, "
-                     f"{duration(left)} left")
+            text += (
+                f", {count(more_documents / seconds)} documents/s, {size(more_bytes / seconds)}/s, "
+                f"{duration(left)} left"
+            )
         self.draw(text)

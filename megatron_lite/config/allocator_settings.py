@@ -10,17 +10,33 @@ from difflib import get_close_matches
 from megatron_lite.units import is_number
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first one that is set counts
-SWITCHES = frozenset({
-    "expandable_segments", "pinned_use_background_threads", "pinned_use_cuda_host_register", "release_lock_on_cudamalloc",
-    "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
-})
+SWITCHES = frozenset(
+    {
+        "expandable_segments",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "release_lock_on_cudamalloc",
+        "graph_capture_record_stream_reuse",
+        "throw_on_cudamalloc_oom",
+    }
+)
 LEAST = {"max_split_size_mb": 20, "max_non_split_rounding_mb": 20}  # smaller ones are refused
 BACKENDS = ("native", "cudaMallocAsync")
-OPTIONS = frozenset({
-    *SWITCHES, *LEAST, "backend", "garbage_collection_threshold", "roundup_power2_divisions", "pinned_num_register_threads",
-    "pinned_reserve_segment_size_mb", "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb", "large_segment_size_mb",
-    "per_process_memory_fraction",
-})
+OPTIONS = frozenset(
+    {
+        *SWITCHES,
+        *LEAST,
+        "backend",
+        "garbage_collection_threshold",
+        "roundup_power2_divisions",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_max_round_threshold_mb",
+        "pinned_max_cached_size_mb",
+        "large_segment_size_mb",
+        "per_process_memory_fraction",
+    }
+)
 
 
 def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
@@ -36,8 +52,10 @@ def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
     for option, value in settings.items():
         yield from (f"{name}={option}:{value}: {wrong}" for wrong in _wrong(option, value))
     if settings.get("expandable_segments") == "True" and "max_split_size_mb" in settings:
-        yield (f"{name}: max_split_size_mb:{settings['max_split_size_mb']} does nothing with expandable_segments:True, whose "
-               "blocks are always split; drop it.")
+        yield (
+            f"{name}: max_split_size_mb:{settings['max_split_size_mb']} does nothing with expandable_segments:True, whose "
+            "blocks are always split; drop it."
+        )
     native = sorted({"expandable_segments", "garbage_collection_threshold", *LEAST} & set(settings))
     if settings.get("backend") == BACKENDS[1] and native:
         yield f"{name}: backend:{BACKENDS[1]} ignores {', '.join(native)}; drop one or the other."
@@ -47,15 +65,21 @@ def _settings(text: str) -> tuple[dict[str, str], list[str]]:
     """({option: value}, the parts that are none). A value in brackets may hold commas; blanks do not count."""
     parts = re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", re.sub(r"\s", "", text))
     pairs = [part.partition(":") for part in parts]
-    return ({option: value for option, colon, value in pairs if option and value},
-            [option + colon + value for option, colon, value in pairs if not (option and value)])
+    return (
+        {option: value for option, colon, value in pairs if option and value},
+        [option + colon + value for option, colon, value in pairs if not (option and value)],
+    )
 
 
 def _wrong(option: str, value: str) -> Iterator[str]:
     """Why torch does not take it, with the way out."""
     if option not in OPTIONS:
         near = get_close_matches(option, OPTIONS, 1)
-        yield f"torch may refuse this option; did you mean {near[0]}?" if near else "torch may refuse this option; check its name."
+        yield (
+            f"torch may refuse this option; did you mean {near[0]}?"
+            if near
+            else "torch may refuse this option; check its name."
+        )
     elif option in SWITCHES and value not in ("True", "False"):
         yield "is refused by torch; write True or False, with a capital."
     elif option in LEAST and not (value.isdigit() and int(value) >= LEAST[option]):

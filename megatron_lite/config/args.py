@@ -22,7 +22,8 @@ class ModelArgs:
     group_query_attention: bool = flag(False, "Share keys and values between groups of heads.")
     num_query_groups: int = flag(1, "Key/value heads, with --group-query-attention.")
     position_embedding_type: str = flag(
-        "learned_absolute", "Learned table, rotary, or none.",
+        "learned_absolute",
+        "Learned table, rotary, or none.",
         choices=("learned_absolute", "rope", "none"),
     )
     rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.")
@@ -52,7 +53,8 @@ class ModelArgs:
     make_vocab_size_divisible_by: int = flag(128, "The vocabulary is padded to a multiple of this.")
     padded_vocab_size: int | None = flag(None, "The padded vocabulary outright.")
     attention_backend: str = flag(
-        "auto", "Attention kernel: flash, fused (cuDNN), unfused, local, or the fastest that fits.",
+        "auto",
+        "Attention kernel: flash, fused (cuDNN), unfused, local, or the fastest that fits.",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
     explain_attention: bool = flag(False, "Say why faster attention kernels were rejected. (ours)")
@@ -77,7 +79,9 @@ class TrainingArgs:
         None, "Samples per optimizer step over all ranks; micro-batch x ranks when left out."
     )
     rampup_batch_size: tuple[int, ...] = flag(
-        (), "Grow the global batch over the first samples; with --train-samples.", value="START INCREMENT SAMPLES",
+        (),
+        "Grow the global batch over the first samples; with --train-samples.",
+        value="START INCREMENT SAMPLES",
     )
     train_iters: int | None = flag(None, "Optimizer steps to run. Required, or --train-samples.")
     train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.")
@@ -86,17 +90,24 @@ class TrainingArgs:
     skip_train: bool = flag(False, "Only evaluate.")
     exit_interval: int | None = flag(None, "Save and leave when the iteration is a multiple of this.")
     exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.")
-    exit_signal_handler: bool = flag(False, "On the exit signal: finish the step (on GPUs the two after it), save, exit 0; torchrun waits --shutdown-timeout, 30 s.")
+    exit_signal_handler: bool = flag(
+        False,
+        "On the exit signal: finish the step (on GPUs the two after it), save, exit 0; torchrun waits --shutdown-timeout, 30 s.",
+    )
     exit_signal: str = flag("SIGTERM", "The signal of --exit-signal-handler.", value="NAME")
     manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")
     manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.")
     deterministic_mode: bool = flag(False, "Refuse nondeterministic kernels.")
     torch_compile: str = flag(
-        "auto", "What torch.compile compiles: the transformer layers, with the loss on GPUs, or nothing. auto: layers on GPUs, none on "
-        "CPUs. Without a value: layers. (ours)", choices=("auto", "layers", "none"), as_switch=("layers", "none"),
+        "auto",
+        "What torch.compile compiles: the transformer layers, with the loss on GPUs, or nothing. auto: layers on GPUs, none on "
+        "CPUs. Without a value: layers. (ours)",
+        choices=("auto", "layers", "none"),
+        as_switch=("layers", "none"),
     )
     torch_compile_backend: str = flag(
-        "inductor", "What it compiles with; aot_eager: nothing, for finding errors. (ours)",
+        "inductor",
+        "What it compiles with; aot_eager: nothing, for finding errors. (ours)",
         choices=("inductor", "aot_eager"),
     )
 
@@ -155,7 +166,8 @@ class OptimizerArgs:
         False, "The command line's schedule wins over the checkpoint's.", aliases=("--override-opt_param-scheduler",)
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, "The checkpoint's schedule wins over the command line's.",
+        False,
+        "The checkpoint's schedule wins over the command line's.",
         aliases=("--use-checkpoint-opt_param-scheduler",),
     )
 
@@ -179,42 +191,54 @@ class DataArgs:
     """Data"""
 
     data_path: tuple[str, ...] = flag(
-        (), "Prefix of a .bin/.idx pair, several, or each with its weight before it.", value="[WEIGHT] PREFIX ...",
+        (),
+        "Prefix of a .bin/.idx pair, several, or each with its weight before it.",
+        value="[WEIGHT] PREFIX ...",
     )
     train_data_path: tuple[str, ...] = flag(
-        (), "The same for training only; with --valid-data-path/--test-data-path.", value="[WEIGHT] PREFIX ...",
+        (),
+        "The same for training only; with --valid-data-path/--test-data-path.",
+        value="[WEIGHT] PREFIX ...",
     )
     valid_data_path: tuple[str, ...] = flag((), "The same for validation only.", value="[WEIGHT] PREFIX ...")
     test_data_path: tuple[str, ...] = flag((), "The same for the test only.", value="[WEIGHT] PREFIX ...")
     data_args_path: str | None = flag(None, "A file with the words of --data-path.", value="FILE")
     per_split_data_args_path: str | None = flag(
-        None, 'A JSON file with the words of each split: {"train": [...], "valid": [...], "test": [...]}.',
+        None,
+        'A JSON file with the words of each split: {"train": [...], "valid": [...], "test": [...]}.',
         value="FILE",
     )
     external_dataloader: str | None = flag(
-        None, "With --dataloader-type external: a function that yields int [micro-batch, seq-length + 1] arrays, called "
+        None,
+        "With --dataloader-type external: a function that yields int [micro-batch, seq-length + 1] arrays, called "
         "as FUNCTION(split, consumed=, micro_batch_size=, seq_length=, rank=, num_ranks=, seed=). (ours)",
         value="FILE.py:FUNCTION",
     )
     split: str | None = flag(None, "Shares of train, validation and test; 969,30,1 when left out.", value="A,B,C")
     mock_data: bool = flag(False, "Synthetic data instead of files.")
     data_cache_path: str | None = flag(
-        None, "Folder for the index files of the data; when left out, large ones go to PREFIX/cache.", value="FOLDER",
+        None,
+        "Folder for the index files of the data; when left out, large ones go to PREFIX/cache.",
+        value="FOLDER",
     )
     tokenizer_type: str | None = flag(
-        None, "GPT2BPETokenizer (when left out), HuggingFaceTokenizer, SentencePieceTokenizer, "
+        None,
+        "GPT2BPETokenizer (when left out), HuggingFaceTokenizer, SentencePieceTokenizer, "
         "GPTSentencePieceTokenizer, Llama2Tokenizer, TikTokenizer, NullTokenizer, or ByteTokenizer: 256 bytes and EOD "
         "(ours).",
         value="NAME",
     )
     tokenizer_model: str | None = flag(
-        None, "The SentencePiece .model or TikTokenizer's .json; for HuggingFaceTokenizer a folder or a hub's name.",
+        None,
+        "The SentencePiece .model or TikTokenizer's .json; for HuggingFaceTokenizer a folder or a hub's name.",
         value="FILE",
     )
     tiktoken_pattern: str | None = flag(None, "How TikTokenizer cuts words; v2 when left out.", choices=("v1", "v2"))
     tiktoken_num_special_tokens: int = flag(1000, "TikTokenizer's ids below its first byte.")
     tokenizer_special_tokens: tuple[str, ...] = flag(
-        (), "Names of TikTokenizer's first ids; tokens to add to HuggingFaceTokenizer.", value="TOKEN ...",
+        (),
+        "Names of TikTokenizer's first ids; tokens to add to HuggingFaceTokenizer.",
+        value="TOKEN ...",
         aliases=("--tiktoken-special-tokens",),
     )
     tokenizer_hf_include_special_tokens: bool = flag(
@@ -222,9 +246,12 @@ class DataArgs:
     )
     vocab_file: str | None = flag(None, "GPT-2 style vocab.json.", value="FILE")
     merge_file: str | None = flag(None, "GPT-2 style merges.txt.", value="FILE")
-    vocab_size: int | None = flag(None, "Vocabulary before padding, for NullTokenizer (without its EOD) and TikTokenizer.")
+    vocab_size: int | None = flag(
+        None, "Vocabulary before padding, for NullTokenizer (without its EOD) and TikTokenizer."
+    )
     dataloader_type: str = flag(
-        "single", "In order once (single), shuffled anew each epoch (cyclic), or from --external-dataloader (external).",
+        "single",
+        "In order once (single), shuffled anew each epoch (cyclic), or from --external-dataloader (external).",
         choices=("single", "cyclic", "external"),
     )
     data_sharding: bool = flag(True, "cyclic: one permutation over all ranks.", off="--no-data-sharding")
@@ -244,7 +271,8 @@ class WatchArgs:
     log_params_norm: bool = flag(False, "Log the L2 norm of the parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradients.")
     step_timeline: bool = flag(
-        True, "Only each step's time: no times of its phases, no memory, no comparison of ranks. (ours)",
+        True,
+        "Only each step's time: no times of its phases, no memory, no comparison of ranks. (ours)",
         off="--no-step-timeline",
     )
     timing_log_level: int = flag(
@@ -263,12 +291,15 @@ class WatchArgs:
     log_memory_to_tensorboard: bool = flag(False, "The GPU allocator's counters and host memory to TensorBoard.")
     log_world_size_to_tensorboard: bool = flag(False, "The number of ranks to TensorBoard.")
     log_loss_scale_to_tensorboard: bool = flag(
-        True, "No loss scale to TensorBoard.", off="--no-log-loss-scale-to-tensorboard",
+        True,
+        "No loss scale to TensorBoard.",
+        off="--no-log-loss-scale-to-tensorboard",
         aliases=("--disable-log-loss-scale-to-tensorboard",),
     )
     log_memory_interval: int | None = flag(None, "Iterations between memory lines; a multiple of --log-interval.")
     run_dir: str | None = flag(
-        None, "Folder of run.json and steps.jsonl; else --tensorboard-dir, else --save, else runs/TIME. (ours)",
+        None,
+        "Folder of run.json and steps.jsonl; else --tensorboard-dir, else --save, else runs/TIME. (ours)",
         value="FOLDER",
     )
 
@@ -279,14 +310,17 @@ class CheckpointArgs:
 
     save: str | None = flag(None, "Folder to write checkpoints to.", value="FOLDER")
     load: str | None = flag(
-        None, "Folder to read the latest checkpoint from; fresh start if it holds none.", value="FOLDER",
+        None,
+        "Folder to read the latest checkpoint from; fresh start if it holds none.",
+        value="FOLDER",
     )
     save_interval: int | None = flag(None, "Iterations between checkpoints.", aliases=("--persistent-save-interval",))
     save_retain_interval: int | None = flag(
         None, "Keep checkpoints of multiples of this; others are deleted once a newer one is complete."
     )
     ckpt_format: str = flag(
-        "torch_dist", "torch_dist, torch_dcp: Megatron's torch_dist, a file per rank; torch: Megatron's one file.",
+        "torch_dist",
+        "torch_dist, torch_dcp: Megatron's torch_dist, a file per rank; torch: Megatron's one file.",
         choices=("torch", "torch_dist", "torch_dcp"),
     )
     async_save: bool = flag(False, "Write checkpoints in a thread, from a copy in host memory, while training goes on.")
@@ -323,19 +357,25 @@ class ProfileArgs:
     profile_gzip: bool = flag(False, "Compress every trace; without it, those of 16 MiB and more. (ours)")
     no_profile_gzip: bool = flag(False, "Compress no trace. (ours)")
     profile_on_demand: bool = flag(
-        True, "Do not watch for the file RUN/profile.now, which profiles a run going on. (ours)",
+        True,
+        "Do not watch for the file RUN/profile.now, which profiles a run going on. (ours)",
         off="--no-profile-on-demand",
     )
     report: bool = flag(
-        True, "Do not end a profiled run with megatron-lite report, which takes a minute at most. (ours)", off="--no-report"
+        True,
+        "Do not end a profiled run with megatron-lite report, which takes a minute at most. (ours)",
+        off="--no-report",
     )
     nvtx_ranges: bool = flag(False, "NVTX ranges for all steps and on all ranks; those of --profile have them anyway.")
     record_shapes: bool = flag(False, "NVTX ranges for every operator with its shapes, on the Nsight Systems path.")
     record_memory_history: bool = flag(
-        False, "Record every allocation with its Python stack; a snapshot for pytorch.org/memory_viz at the window's end."
+        False,
+        "Record every allocation with its Python stack; a snapshot for pytorch.org/memory_viz at the window's end.",
     )
     memory_snapshot_path: str = flag(
-        "snapshot.pickle", "File of that snapshot; with several ranks _rankN is put before the ending.", value="FILE",
+        "snapshot.pickle",
+        "File of that snapshot; with several ranks _rankN is put before the ending.",
+        value="FILE",
     )
     memory_history_events: int = flag(
         1_000_000, "Allocations and frees that a snapshot holds at most, the newest ones. (ours)"

@@ -18,7 +18,14 @@ from megatron_lite.errors import ConfigError
 
 Rule = Callable[[Args, World], Iterator[str]]
 RULES_WITHOUT_FILES = (
-    model_rules, training_rules, precision_rules, optimizer_rules, rank_rules, data_rules, watch_rules, profile_rules,
+    model_rules,
+    training_rules,
+    precision_rules,
+    optimizer_rules,
+    rank_rules,
+    data_rules,
+    watch_rules,
+    profile_rules,
 )
 RULES = (*RULES_WITHOUT_FILES, machine_rules)
 
@@ -48,11 +55,15 @@ def remarks(line: CommandLine, world: World) -> list[str]:
     if profiling and t.skip_train:
         notes.append("--skip-train: there are no steps to profile.")
     elif profiling and t.train_iters is not None and p.profile_step_start > t.train_iters:
-        notes.append(f"--profile-step-start {p.profile_step_start} lies beyond --train-iters {t.train_iters}: "
-                     "nothing will be profiled.")
+        notes.append(
+            f"--profile-step-start {p.profile_step_start} lies beyond --train-iters {t.train_iters}: "
+            "nothing will be profiled."
+        )
     elif profiling and t.train_iters is not None and p.profile_step_end > t.train_iters + 1:
-        notes.append(f"--profile-step-end {p.profile_step_end} lies beyond --train-iters {t.train_iters}: "
-                     "the profile stops with the run.")
+        notes.append(
+            f"--profile-step-end {p.profile_step_end} lies beyond --train-iters {t.train_iters}: "
+            "the profile stops with the run."
+        )
     if args.checkpoint.save is not None and args.checkpoint.save_interval is None:
         notes.append("--save without --save-interval: a checkpoint is written when the run ends, none before.")
     if "torch_compile_backend" in line.spelled and not compilation_of(args, world).layers:

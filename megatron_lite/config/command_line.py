@@ -117,7 +117,9 @@ def _refuse_unknown(name: str, known: dict[str, Flag], line: CommandLine):
     lacking, wanted = _lacking(), "--" + name.lstrip("-").replace("_", "-").lower()
     twins = _closest(wanted, _all_names(known), ALMOST)
     if twins and lacking.keys() >= set(twins):
-        line.mistakes.append(f"{name} is not a flag, and {' or '.join(twins)} of Megatron-LM is not here either; leave it out.")
+        line.mistakes.append(
+            f"{name} is not a flag, and {' or '.join(twins)} of Megatron-LM is not here either; leave it out."
+        )
         return
     near = _nearest(wanted, known, [name for name in _all_names(known) if name not in lacking])
     hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
@@ -156,8 +158,10 @@ def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | No
     """(value, None), or (None, what is wrong)."""
     if flag.is_switch:
         if values:
-            return None, (f"{name} is a switch and takes no value, got '{' '.join(values)}'; "
-                          "drop the value, or the flag to switch it off.")
+            return None, (
+                f"{name} is a switch and takes no value, got '{' '.join(values)}'; "
+                "drop the value, or the flag to switch it off."
+            )
         return not flag.default, None
     if flag.as_switch and not values:
         return flag.as_switch[0], None

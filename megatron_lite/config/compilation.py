@@ -14,7 +14,9 @@ class Compilation:
 
     layers: bool  # each by itself
     why: str = ""  # of an automatic choice, with the way out; empty: the flag says it
-    loss: bool = False  # too: on GPUs, where one kernel then does what several passes do; a CPU is slower with it compiled
+    loss: bool = (
+        False  # too: on GPUs, where one kernel then does what several passes do; a CPU is slower with it compiled
+    )
 
     @property
     def target(self) -> str:
@@ -28,10 +30,15 @@ def compilation_of(args: Args, world: World) -> Compilation:
     if asked != AUTO:
         return Compilation(asked == LAYERS, loss=asked == LAYERS and world.gpus > 0)
     if not world.gpus:
-        return Compilation(False, "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles")
+        return Compilation(
+            False, "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"
+        )
     if args.training.deterministic_mode:
-        return Compilation(False, "--deterministic-mode is given, and compiled kernels may be picked by timing them; "
-                                  "--torch-compile layers compiles all the same")
+        return Compilation(
+            False,
+            "--deterministic-mode is given, and compiled kernels may be picked by timing them; "
+            "--torch-compile layers compiles all the same",
+        )
     if world.no_compiler and args.training.torch_compile_backend == "inductor":
         return Compilation(False, f"{world.no_compiler}; layers would be faster compiled")
     return Compilation(True, "automatic on a GPU; --torch-compile none trains without", loss=True)

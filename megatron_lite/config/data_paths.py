@@ -62,8 +62,10 @@ def _read_splits(path: str) -> tuple[tuple[str, ...], ...]:
     except (ValueError, RecursionError):
         splits = None
     if not isinstance(splits, dict) or set(splits) - set(names):
-        raise DataError(f'{flag} {path}: not JSON of the form {{"train": [...], "valid": [...], "test": [...]}}; write '
-                        "it so, or give --train-data-path and its kin")
+        raise DataError(
+            f'{flag} {path}: not JSON of the form {{"train": [...], "valid": [...], "test": [...]}}; write '
+            "it so, or give --train-data-path and its kin"
+        )
     for name in names:
         words = splits.get(name)
         if words is not None and not (isinstance(words, list) and all(isinstance(w, (str, int, float)) for w in words)):

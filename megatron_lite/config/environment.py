@@ -24,7 +24,9 @@ from megatron_lite.variables import (
 
 TOKEN_BYTES = 8  # int64, as the loader hands them over
 FILES_BESIDE = 256  # room for libraries, sockets of ranks, logs
-LEAST_SHM = 64 * MIB  # what a container gets that was not given more; NCCL asks for --shm-size=1g (its troubleshooting page)
+LEAST_SHM = (
+    64 * MIB
+)  # what a container gets that was not given more; NCCL asks for --shm-size=1g (its troubleshooting page)
 # variables that change how fast a run is or how its memory is laid out; others may be secret, and are not written down
 TELLING_VARIABLES = (QUEUES, THREADS, *ALLOCATOR_VARIABLES, *(switch.variable for switch in SWITCHES))
 
@@ -40,8 +42,10 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
 
 def _queues(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:
     if plan.device == "cuda" and has_needless_order(environ.get(QUEUES), plan.world.size):
-        yield (f"{QUEUES}=1: communication may wait for kernels that were launched before it; without tensor parallelism "
-               f"unset it, or set {MORE_QUEUES}, and compare.")
+        yield (
+            f"{QUEUES}=1: communication may wait for kernels that were launched before it; without tensor parallelism "
+            f"unset it, or set {MORE_QUEUES}, and compare."
+        )
 
 
 def _allocator(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:
@@ -81,8 +85,10 @@ def _nsys(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> It
     if not p.profile or p.use_pytorch_profiler or plan.world.under_nsys:
         return
     absent = ", which is not on the PATH" if machine is not None and not machine.has_nsys else ""
-    yield ("--profile without --use-pytorch-profiler steers Nsight Systems, and this run is not under nsys: nothing will be "
-           f"recorded; start it with nsys profile{absent}, or add --use-pytorch-profiler.")
+    yield (
+        "--profile without --use-pytorch-profiler steers Nsight Systems, and this run is not under nsys: nothing will be "
+        f"recorded; start it with nsys profile{absent}, or add --use-pytorch-profiler."
+    )
 
 
 def _shared_memory(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:
@@ -91,11 +97,15 @@ def _shared_memory(plan: Plan, environ: Mapping[str, str], machine: Machine | No
     batch = plan.args.training.micro_batch_size * (plan.shape.seq_length + 1) * TOKEN_BYTES
     needed = plan.world.local_size * _batches_under_way(plan) * batch
     if needed > machine.shm_bytes:
-        yield (f"--num-workers {plan.loader_workers}: loaders of {plan.world.local_size} ranks put up to {size(needed)} "
-               f"into /dev/shm, which has {size(machine.shm_bytes)}; give a container --shm-size, or take fewer workers.")
+        yield (
+            f"--num-workers {plan.loader_workers}: loaders of {plan.world.local_size} ranks put up to {size(needed)} "
+            f"into /dev/shm, which has {size(machine.shm_bytes)}; give a container --shm-size, or take fewer workers."
+        )
     elif plan.backend == "nccl" and plan.world.local_size > 1 and machine.shm_bytes <= LEAST_SHM:
-        yield (f"/dev/shm has {size(machine.shm_bytes)}: NCCL may fail for lack of room between the GPUs of this machine; "
-               "give a container --shm-size=1g.")
+        yield (
+            f"/dev/shm has {size(machine.shm_bytes)}: NCCL may fail for lack of room between the GPUs of this machine; "
+            "give a container --shm-size=1g."
+        )
 
 
 def _batches_under_way(plan: Plan) -> int:
@@ -112,8 +122,10 @@ def _open_files(plan: Plan, environ: Mapping[str, str], machine: Machine | None)
     files = 2 * len(_prefixes(plan.args.data))
     needed = files + _batches_under_way(plan) + FILES_BESIDE
     if needed > machine.open_files >= 0:
-        yield (f"ulimit -n {machine.open_files}: {count(files)} data files and the loader's batches need about {count(needed)} "
-               f"open files in each process; raise it with ulimit -n {2 * needed}.")
+        yield (
+            f"ulimit -n {machine.open_files}: {count(files)} data files and the loader's batches need about {count(needed)} "
+            f"open files in each process; raise it with ulimit -n {2 * needed}."
+        )
 
 
 def _prefixes(typed: DataArgs) -> set[str]:

@@ -36,8 +36,14 @@ class Flag:
 
 
 def flag(
-    default, help: str, *, choices: tuple[str, ...] = (), off: str | None = None, aliases: tuple[str, ...] = (),
-    value: str = "", as_switch: tuple[str, ...] = (),
+    default,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    off: str | None = None,
+    aliases: tuple[str, ...] = (),
+    value: str = "",
+    as_switch: tuple[str, ...] = (),
 ):
     """Declare one knob. `off`: the spelling that switches a default-on bool off. `value`: what help calls its value.
 
@@ -61,8 +67,17 @@ def flags_of(root_class: type) -> Iterator[Flag]:
             kind, many = _kind(hints[field.name])
             meta = field.metadata
             yield Flag(
-                field.name, meta["off"] or dashed(field.name), meta["aliases"], title, meta["help"],
-                kind, field.default, many, meta["choices"], meta["value"], meta["as_switch"],
+                field.name,
+                meta["off"] or dashed(field.name),
+                meta["aliases"],
+                title,
+                meta["help"],
+                kind,
+                field.default,
+                many,
+                meta["choices"],
+                meta["value"],
+                meta["as_switch"],
             )
 
 

@@ -69,6 +69,10 @@ def _default(flag: Flag) -> str:
 
 def _wrapped(first: str, text: str, width: int) -> str:
     return textwrap.fill(
-        text, width, initial_indent=first, subsequent_indent=" " * (len(first) if len(first) > 4 else 6),
-        break_long_words=False, break_on_hyphens=False,
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * (len(first) if len(first) > 4 else 6),
+        break_long_words=False,
+        break_on_hyphens=False,
     )

@@ -59,8 +59,10 @@ def missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
     variable, language, names = ("CC", "C", ("gcc", "clang")) if on_gpu else ("CXX", "C++", ("g++",))
     chosen = environ.get(variable)
     if not any(map(shutil.which, (chosen,) if chosen else names)):
-        return (f"there is no {language} compiler ({chosen or ' or '.join(names)}) on the PATH; install one, or name one in "
-                f"the variable {variable}")
+        return (
+            f"there is no {language} compiler ({chosen or ' or '.join(names)}) on the PATH; install one, or name one in "
+            f"the variable {variable}"
+        )
     return _missing_headers(environ)
 
 
@@ -69,11 +71,15 @@ def _missing_headers(environ: Mapping[str, str]) -> str:
     if sys.platform != "linux":
         return ""
     own = sysconfig.get_path("include", scheme="posix_prefix")  # where inductor and Triton look
-    if any((Path(folder) / "Python.h").exists() for folder in (own, *filter(None, environ.get("CPATH", "").split(":")))):
+    if any(
+        (Path(folder) / "Python.h").exists() for folder in (own, *filter(None, environ.get("CPATH", "").split(":")))
+    ):
         return ""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return (f"Python's headers are missing ({own}/Python.h); install them (on Debian and Ubuntu the package "
-            f"python{version}-dev), or name their folder in the variable CPATH")
+    return (
+        f"Python's headers are missing ({own}/Python.h); install them (on Debian and Ubuntu the package "
+        f"python{version}-dev), or name their folder in the variable CPATH"
+    )
 
 
 def _visible_cores() -> int:

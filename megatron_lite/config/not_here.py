@@ -19,8 +19,10 @@ NOT_HERE = (
         "and use --bf16 or --fp16",
     ),
     Family(
-        named("window-size window-attn-skip-freq softmax-type qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold "
-               "attention-output-gate no-rope-freq"),
+        named(
+            "window-size window-attn-skip-freq softmax-type qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold "
+            "attention-output-gate no-rope-freq"
+        ),
         "every layer attends to all tokens before, with a plain softmax and the same positions",
     ),
     Family(
@@ -34,15 +36,23 @@ NOT_HERE = (
         named("quick-geglu glu-linear-offset activation-func-clamp-value"),
         "and choose GELU (when nothing is said), --swiglu or --squared-relu",
     ),
-    Family(named("openai-gelu"), "GELU is the tanh formula unless --no-bias-gelu-fusion or --disable-bias-linear is given"),
+    Family(
+        named("openai-gelu"), "GELU is the tanh formula unless --no-bias-gelu-fusion or --disable-bias-linear is given"
+    ),
     Family(named("mtp-num-layers mtp-standalone"), "each position predicts the next token only"),
-    Family(named("mtp-loss-scaling-factor mtp-use-repeated-layer"), "it goes with --mtp-num-layers, which is not here either"),
+    Family(
+        named("mtp-loss-scaling-factor mtp-use-repeated-layer"),
+        "it goes with --mtp-num-layers, which is not here either",
+    ),
     Family(
         named("embedding-init-method-std init-method-xavier-uniform"),
         "all matrices begin with the standard deviation of --init-method-std",
     ),
     Family(named("fp16-lm-cross-entropy"), "the loss is taken in fp32"),
-    Family(named("disable-bf16-reduced-precision-matmul batch-invariant-mode"), "matrix products are torch's, as it sets them"),
+    Family(
+        named("disable-bf16-reduced-precision-matmul batch-invariant-mode"),
+        "matrix products are torch's, as it sets them",
+    ),
     Family(
         named("ddp-reduce-scatter-with-fp32-accumulation"),
         "or give --accumulate-allreduce-grads-in-fp32, which reduces in fp32",
@@ -105,8 +115,10 @@ NOT_HERE = (
         "and set the size of the vocabulary by --padded-vocab-size",
     ),
     Family(
-        named("tokenizer-metadata tokenizer-sentencepiece-legacy tokenizer-hf-no-use-fast "
-               "no-tokenizer-sentencepiece-ignore-extra-whitespaces"),
+        named(
+            "tokenizer-metadata tokenizer-sentencepiece-legacy tokenizer-hf-no-use-fast "
+            "no-tokenizer-sentencepiece-ignore-extra-whitespaces"
+        ),
         "the tokenizer is what --tokenizer-type and --tokenizer-model say",
     ),
     Family(
@@ -120,8 +132,10 @@ NOT_HERE = (
     ),
     Family(named("load-main-params-from-ckpt"), "a checkpoint that holds fp32 masters gives them back"),
     Family(
-        named("save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
-               "save-dgrads-interval"),
+        named(
+            "save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
+            "save-dgrads-interval"
+        ),
         "only checkpoints are saved",
     ),
     Family(named("no-weight-decay-cond-type apply-wd-to-qk-layernorm"), "biases and norms get no weight decay"),

@@ -79,8 +79,10 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         backend=args.parallel.distributed_backend or ("nccl" if world.gpus else "gloo"),
         precision="fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32",
         # Megatron turns this on by itself for bf16, whose 8 bits of mantissa lose small gradients in a sum
-        fp32_gradients=precision.accumulate_allreduce_grads_in_fp32 and (precision.fp16 or precision.bf16)
-        or precision.bf16 and not precision.grad_reduce_in_bf16,
+        fp32_gradients=precision.accumulate_allreduce_grads_in_fp32
+        and (precision.fp16 or precision.bf16)
+        or precision.bf16
+        and not precision.grad_reduce_in_bf16,
         batch=batch,
         train_iters=iterations,
         train_samples=samples,
@@ -95,7 +97,9 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
 def _loader_workers(args: Args, world: World) -> int:
     if args.data.num_workers is not None:
         return args.data.num_workers
-    return 2 if world.gpus else 0  # Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
+    return (
+        2 if world.gpus else 0
+    )  # Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
 
 
 def _batch(args: Args, world: World) -> BatchSchedule:

@@ -66,7 +66,10 @@ def activation_words(values: dict[str, object]) -> tuple[list[tuple[str, list[st
     if flag is None or (activation == "silu" and not (gated or swiglu)):
         return [], f"activation_func: {activation}: choose from swiglu, squaredrelu, gelu."
     if gated and flag != "--swiglu":
-        return [], f"gated_linear_unit: {_shown(gated)}: goes with activation_func: swiglu only, not {activation}; give false."
+        return (
+            [],
+            f"gated_linear_unit: {_shown(gated)}: goes with activation_func: swiglu only, not {activation}; give false.",
+        )
     asked = [name for name in ("--swiglu", "--squared-relu") if values.get(plain(name)) is True and name != flag]
     if asked:
         key = plain(asked[0]).replace("-", "_")

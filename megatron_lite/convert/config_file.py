@@ -66,8 +66,10 @@ def read_json(path: Path) -> dict:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"--load-hf {path}: cannot be read ({error.strerror}); give the folder that "
-                              "save_pretrained wrote or that was downloaded.") from None
+        raise CheckpointError(
+            f"--load-hf {path}: cannot be read ({error.strerror}); give the folder that "
+            "save_pretrained wrote or that was downloaded."
+        ) from None
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):

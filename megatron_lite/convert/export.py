@@ -52,7 +52,9 @@ class Export:
         self._require_whole(shape)
         vocab_size = self._vocab_size(shape)
         config = {
-            **family.config_of(shape, vocab_size), **self.tokenizer.ids, "torch_dtype": _torch_name(self._dtype),
+            **family.config_of(shape, vocab_size),
+            **self.tokenizer.ids,
+            "torch_dtype": _torch_name(self._dtype),
         }
         for note in filter(None, (*family.notes(shape), self.tokenizer.note(config["model_type"]))):
             self.say(f"  {note}")
@@ -67,8 +69,10 @@ class Export:
         try:
             return ModelShape(**self.stored.record.shape)
         except TypeError as error:
-            raise CheckpointError(f"--load {self.load}: its model cannot be read ({error}); it is of another version, "
-                                  "convert it with that one.") from None
+            raise CheckpointError(
+                f"--load {self.load}: its model cannot be read ({error}); it is of another version, "
+                "convert it with that one."
+            ) from None
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -79,11 +83,14 @@ class Export:
         known = self.true_vocab_size or self.stored.record.vocab_size
         size = known or self.tokenizer.vocab_size or shape.padded_vocab_size
         if self.tokenizer.vocab_size > min(size, shape.padded_vocab_size):
-            raise UserError(f"{self.tokenizer.flag}: has {self.tokenizer.vocab_size} ids, and the model's vocabulary "
-                            f"{min(size, shape.padded_vocab_size)}; give the files that it was trained with.")
+            raise UserError(
+                f"{self.tokenizer.flag}: has {self.tokenizer.vocab_size} ids, and the model's vocabulary "
+                f"{min(size, shape.padded_vocab_size)}; give the files that it was trained with."
+            )
         if size > shape.padded_vocab_size:
-            raise UserError(f"--true-vocab-size {size}: the model has {shape.padded_vocab_size} rows only; give at most "
-                            "that.")
+            raise UserError(
+                f"--true-vocab-size {size}: the model has {shape.padded_vocab_size} rows only; give at most that."
+            )
         if size < shape.padded_vocab_size:
             self.say(f"  {shape.padded_vocab_size - size} rows of padding are left out: the vocabulary has {size} ids")
         return size
@@ -93,12 +100,17 @@ class Export:
         found = {name for name in self.stored.names() if name.startswith("model.")}
         for difference, verb in ((expected - found, "lacks"), (found - expected, "holds, beside its model,")):
             if difference:
-                raise CheckpointError(f"--load {self.load}: {verb} {len(difference)} weights such as {min(difference)}; "
-                                      "load one that was saved as a whole.")
+                raise CheckpointError(
+                    f"--load {self.load}: {verb} {len(difference)} weights such as {min(difference)}; "
+                    "load one that was saved as a whole."
+                )
 
     def _write_weights(self, folder: Path, links: list[Link], sizes: dict[str, tuple[int, ...]]):
-        theirs = {name: tuple(tensor.shape) for link in links
-                  for name, tensor in zip(link.theirs, link.layout.give(torch.empty(sizes[link.ours], device="meta")))}
+        theirs = {
+            name: tuple(tensor.shape)
+            for link in links
+            for name, tensor in zip(link.theirs, link.layout.give(torch.empty(sizes[link.ours], device="meta")))
+        }
         shards = split(theirs, self._dtype, self.shard_bytes)
         tensors, written = self._tensors(links, sizes), 0
         for file, names in shards.items():

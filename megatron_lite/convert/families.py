@@ -15,8 +15,10 @@ def family_of_shape(shape: ModelShape) -> ModuleType:
     """gpt2 or llama. ConfigError with a line for each flag that the nearer of the two does not know."""
     family = llama if shape.position_embedding == "rope" else gpt2
     # Scores divided by a layer's number and multiplied back, and a softmax in fp32, are no other arithmetic.
-    wrong = [f"{flag}: Hugging Face's {TITLES[family]} have {instead}; only a model trained with that can be converted."
-             for flag, instead in family.objections(shape)]
+    wrong = [
+        f"{flag}: Hugging Face's {TITLES[family]} have {instead}; only a model trained with that can be converted."
+        for flag, instead in family.objections(shape)
+    ]
     if wrong:
         raise ConfigError(wrong)
     return family

@@ -22,8 +22,14 @@ OURS = "megatron_lite"
 
 
 def to_hugging_face(
-    load: Path, step: int | None, save_hf: Path, precision: str | None, tokenizer: TokenizerFiles,
-    true_vocab_size: int | None, say: Callable[[str], None], progress: Callable[[int, int], None],
+    load: Path,
+    step: int | None,
+    save_hf: Path,
+    precision: str | None,
+    tokenizer: TokenizerFiles,
+    true_vocab_size: int | None,
+    say: Callable[[str], None],
+    progress: Callable[[int, int], None],
 ) -> Record:
     """The newest checkpoint of `load`, or that of iteration `step`, as the Hugging Face folder `save_hf`.
 
@@ -84,7 +90,8 @@ def new_folder(flag: str, folder: Path) -> Iterator[Path]:
         os.replace(unfinished, folder)
         sync_folder(folder.parent)
     except OSError as error:
-        raise UserError(f"{flag} {folder}: cannot be written ({error.strerror}); make room or choose another folder."
-                        ) from None
+        raise UserError(
+            f"{flag} {folder}: cannot be written ({error.strerror}); make room or choose another folder."
+        ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -52,17 +52,23 @@ class _Source:
         expected = {name for link in links for name in link.theirs}
         if "lm_head.weight" not in expected:
             self._files_name.pop("lm_head.weight", None)  # tied: a second name of the embeddings, in .bin files
-        for difference, verb in ((expected - set(self._files_name), "lacks"),
-                                 (set(self._files_name) - expected, f"holds, beside what its {CONFIG_FILE} tells of,")):
+        for difference, verb in (
+            (expected - set(self._files_name), "lacks"),
+            (set(self._files_name) - expected, f"holds, beside what its {CONFIG_FILE} tells of,"),
+        ):
             if difference:
-                raise CheckpointError(f"--load-hf {folder}: {verb} {len(difference)} tensors such as {min(difference)}; "
-                                      "give the folder of a whole model.")
+                raise CheckpointError(
+                    f"--load-hf {folder}: {verb} {len(difference)} tensors such as {min(difference)}; "
+                    "give the folder of a whole model."
+                )
 
     def ours(self, link: Link) -> Tensor:
         expected = link.layout.give(torch.empty(self._sizes[link.ours], device="meta"))
         theirs = [self._weights.tensor(self._files_name[name]) for name in link.theirs]
         for name, tensor, model in zip(link.theirs, theirs, expected):
             if tensor.shape != model.shape:
-                raise CheckpointError(f"--load-hf {self._folder}: {name} has the shape {list(tensor.shape)}, and its "
-                                      f"{CONFIG_FILE} makes it {list(model.shape)}; copy or download the folder again.")
+                raise CheckpointError(
+                    f"--load-hf {self._folder}: {name} has the shape {list(tensor.shape)}, and its "
+                    f"{CONFIG_FILE} makes it {list(model.shape)}; copy or download the folder again."
+                )
         return link.layout.take(theirs)

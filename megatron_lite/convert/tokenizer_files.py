@@ -36,7 +36,9 @@ class TokenizerFiles:
         """A warning that AutoTokenizer would give other ids, from transformers 5 on."""
         if model_type != "qwen2" or self.reader in ("", "Qwen2Tokenizer"):
             return None
-        return f"AutoTokenizer cuts text Qwen2's way for every such model; use {self.reader}.from_pretrained for this one"
+        return (
+            f"AutoTokenizer cuts text Qwen2's way for every such model; use {self.reader}.from_pretrained for this one"
+        )
 
 
 def no_files() -> TokenizerFiles:
@@ -52,10 +54,16 @@ def gpt2_files(vocab_file: str | None, merge_file: str | None) -> TokenizerFiles
         shutil.copyfile(vocab_file, folder / VOCAB_FILE)
         shutil.copyfile(merge_file, folder / MERGES_FILE)
         special = {name: END_OF_TEXT for name in ("bos_token", "eos_token", "unk_token")}
-        _write_json(folder / CONFIG_FILE, {
-            "tokenizer_class": GPT2_READER, "add_prefix_space": False, "model_max_length": longest,
-            "clean_up_tokenization_spaces": False, **special,
-        })
+        _write_json(
+            folder / CONFIG_FILE,
+            {
+                "tokenizer_class": GPT2_READER,
+                "add_prefix_space": False,
+                "model_max_length": longest,
+                "clean_up_tokenization_spaces": False,
+                **special,
+            },
+        )
         _write_fast(folder)
 
     ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
@@ -67,15 +75,19 @@ def copied_files(source: str) -> TokenizerFiles:
     folder = Path(source)
     present = [name for name in (*CARRIERS, *OTHERS) if (folder / name).is_file()]
     if not set(present) & set(CARRIERS):
-        raise UserError(f"--tokenizer-model {source}: is no folder with one of {', '.join(CARRIERS)}; give the folder that "
-                        "a tokenizer's save_pretrained wrote.")
+        raise UserError(
+            f"--tokenizer-model {source}: is no folder with one of {', '.join(CARRIERS)}; give the folder that "
+            "a tokenizer's save_pretrained wrote."
+        )
     try:
         vocabulary, special = _vocabulary(folder), _read_json(folder / CONFIG_FILE)
         ids = {f"{name}_token_id": vocabulary.get(_content(special.get(f"{name}_token"))) for name in ("bos", "eos")}
         size = max(vocabulary.values(), default=-1) + 1
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(f"--tokenizer-model {source}: its {TOKENIZER_FILE}, {VOCAB_FILE} or {CONFIG_FILE} has not the form "
-                        "of a tokenizer; save it again.") from None
+        raise UserError(
+            f"--tokenizer-model {source}: its {TOKENIZER_FILE}, {VOCAB_FILE} or {CONFIG_FILE} has not the form "
+            "of a tokenizer; save it again."
+        ) from None
 
     def write(target: Path, longest: int):
         for name in present:

@@ -29,8 +29,9 @@ def open_weights(folder: Path) -> Weights:
     for name, opened in ((WHOLE, open_piece), (INDEX, Pieces), (BIN, open_piece), (BIN_INDEX, Pieces)):
         if (folder / name).is_file():
             return opened(folder / name)
-    raise CheckpointError(f"--load-hf {folder}: holds no {WHOLE}, {BIN}, nor their index.json; give the folder of a "
-                          "whole model.")
+    raise CheckpointError(
+        f"--load-hf {folder}: holds no {WHOLE}, {BIN}, nor their index.json; give the folder of a whole model."
+    )
 
 
 def open_piece(path: Path) -> Weights:
@@ -47,8 +48,10 @@ class BinFile:
         except OSError as error:
             raise CheckpointError(f"--load-hf {path}: cannot be read ({error.strerror}); check the folder.") from None
         except Exception as error:  # noqa: BLE001 - damaged files make torch raise errors of many kinds
-            raise CheckpointError(f"--load-hf {path}: holds more than tensors or is damaged ({type(error).__name__}); "
-                                  "use the model's .safetensors.") from None
+            raise CheckpointError(
+                f"--load-hf {path}: holds more than tensors or is damaged ({type(error).__name__}); "
+                "use the model's .safetensors."
+            ) from None
         if not isinstance(self._tensors, dict) or not all(
             isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in self._tensors.items()
         ):
@@ -68,8 +71,9 @@ class Pieces:
         self._index, self._open = index, None
         self._files = read_json(index).get("weight_map")
         if not isinstance(self._files, dict) or not all(map(_is_plain, self._files.values())):
-            raise CheckpointError(f"--load-hf {index}: its weight_map does not name files of that folder; copy or "
-                                  "download it again.")
+            raise CheckpointError(
+                f"--load-hf {index}: its weight_map does not name files of that folder; copy or download it again."
+            )
 
     def names(self) -> set[str]:
         return set(self._files)
@@ -84,8 +88,10 @@ class Pieces:
             self._open = (file, open_piece(self._index.parent / file))
         piece = self._open[1]
         if name not in piece.names():
-            raise CheckpointError(f"--load-hf {self._index.parent / file}: lacks {name}, which {self._index.name} says "
-                                  "it holds; copy or download it again.")
+            raise CheckpointError(
+                f"--load-hf {self._index.parent / file}: lacks {name}, which {self._index.name} says "
+                "it holds; copy or download it again."
+            )
         return piece
 
 

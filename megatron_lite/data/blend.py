@@ -20,7 +20,9 @@ BLOCK = 1 << 20
 def normalized(weights: Sequence[float]) -> list[float]:
     """Weights that sum to 1. DataError unless all are above 0."""
     if not all(0 < weight < math.inf for weight in weights):
-        raise DataError(f"--data-path: weights {list(weights)} must all be above 0; leave out a data set that is unused")
+        raise DataError(
+            f"--data-path: weights {list(weights)} must all be above 0; leave out a data set that is unused"
+        )
     values = np.array(weights, dtype=np.float64)
     return (values / np.sum(values)).tolist()
 

@@ -63,8 +63,9 @@ class ExternalLoader:
         if first is not None:
             return self._going_on(split, self._tensor(split, first, is_first=True), batches)
         if split == "train" or consumed:
-            raise self._wrong(split, f"gave nothing from sample {count(consumed)} on; yield more, or train or evaluate "
-                                     "less")
+            raise self._wrong(
+                split, f"gave nothing from sample {count(consumed)} on; yield more, or train or evaluate less"
+            )
         return None
 
     def _going_on(self, split: str, first: Tensor, others: Iterator) -> Iterator[Tensor]:
@@ -72,8 +73,10 @@ class ExternalLoader:
         number = 1
         for number, batch in enumerate(others, start=2):
             yield self._tensor(split, batch)
-        raise self._wrong(split, f"ended after {count(number)} micro-batches and more are wanted; yield more, or train "
-                                 "or evaluate less")
+        raise self._wrong(
+            split,
+            f"ended after {count(number)} micro-batches and more are wanted; yield more, or train or evaluate less",
+        )
 
     def _tensor(self, split: str, batch, is_first: bool = False) -> Tensor:
         whole_numbers = isinstance(batch, np.ndarray) and batch.dtype.kind in "iu"
@@ -83,8 +86,10 @@ class ExternalLoader:
             raise self._wrong(split, f"yields a {kind}; yield tensors or arrays of integers")
         wanted = (self._request.micro_batch_size, self._request.seq_length + 1)
         if tuple(raw_BT1.shape) != wanted:
-            raise self._wrong(split, f"yields the shape {list(raw_BT1.shape)}; yield [micro-batch size, seq-length + 1] "
-                                     f"= {list(wanted)}")
+            raise self._wrong(
+                split,
+                f"yields the shape {list(raw_BT1.shape)}; yield [micro-batch size, seq-length + 1] = {list(wanted)}",
+            )
         # A copy: the loader may fill the same buffer again, for another split even, while a first batch still waits.
         raw_BT1 = raw_BT1.to(torch.int64, copy=True)
         if is_first or not raw_BT1.is_cuda:  # asking the GPU would make the host wait for it
@@ -94,8 +99,11 @@ class ExternalLoader:
     def _check_ids(self, split: str, raw_BT1: Tensor):
         for extreme in (int(raw_BT1.min()), int(raw_BT1.max())):
             if not 0 <= extreme < self._vocab_size:
-                raise self._wrong(split, f"yields the id {extreme}, outside the vocabulary of "
-                                         f"{count(self._vocab_size)}; give the tokenizer that made its ids")
+                raise self._wrong(
+                    split,
+                    f"yields the id {extreme}, outside the vocabulary of "
+                    f"{count(self._vocab_size)}; give the tokenizer that made its ids",
+                )
 
     def _wrong(self, split: str, what: str) -> DataError:
         return DataError(f"{FLAG} {self._spelled}: for {split} it {what}")
@@ -112,8 +120,9 @@ def _find(spelled: str) -> Callable:
     try:
         inspect.signature(function).bind("train", **dict.fromkeys(KEYWORDS))
     except (TypeError, ValueError) as error:  # the second: a function in C that does not tell what it takes
-        raise DataError(f"{FLAG} {spelled}: cannot be called ({error}); let it take split, and by name "
-                        f"{', '.join(KEYWORDS)}") from None
+        raise DataError(
+            f"{FLAG} {spelled}: cannot be called ({error}); let it take split, and by name {', '.join(KEYWORDS)}"
+        ) from None
     return function
 
 
@@ -131,8 +140,9 @@ def _file(spelled: str, path: str) -> ModuleType:
 
 def _module(spelled: str, name: str) -> ModuleType:
     if name.startswith("."):
-        raise DataError(f"{FLAG} {spelled}: {name} is relative to no package; give the module's whole name, or "
-                        "FILE.py:FUNCTION")
+        raise DataError(
+            f"{FLAG} {spelled}: {name} is relative to no package; give the module's whole name, or FILE.py:FUNCTION"
+        )
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

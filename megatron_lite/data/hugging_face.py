@@ -60,8 +60,10 @@ def _open(model: str):
         if os.path.exists(model):
             raise _unusable(model, error) from None
     if not _hub_answers():
-        raise UserError(f"--tokenizer-model {model}: no such folder, not in Hugging Face's cache, and its hub cannot "
-                        "be reached; give a folder with tokenizer.json, or fetch it where there is a network")
+        raise UserError(
+            f"--tokenizer-model {model}: no such folder, not in Hugging Face's cache, and its hub cannot "
+            "be reached; give a folder with tokenizer.json, or fetch it where there is a network"
+        )
     try:
         return _from(transformers, model, local_files_only=False)
     except Exception as error:  # noqa: BLE001 - the same
@@ -77,8 +79,10 @@ def _unusable(model: str, error: Exception) -> UserError:
         why = "it needs code of its own, which is not run here"
     else:
         why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-    return UserError(f"--tokenizer-model {model}: no tokenizer ({why}); give a folder that save_pretrained wrote, or "
-                     "a name on the hub")
+    return UserError(
+        f"--tokenizer-model {model}: no tokenizer ({why}); give a folder that save_pretrained wrote, or "
+        "a name on the hub"
+    )
 
 
 def _hub_answers() -> bool:

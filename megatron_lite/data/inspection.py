@@ -65,11 +65,24 @@ def inspect(
     ending_so = int((last_ids == end_id).sum())
     duplicates, pair = _duplicates(dataset, bounds, full, report)
     return Inspection(
-        prefix=prefix, dtype=str(dataset.dtype), documents=len(lengths), sequences=len(dataset),
-        tokens=dataset.num_tokens, file_bytes=dataset.file_bytes(), shortest=int(lengths.min()),
-        median=float(np.median(lengths)), mean=float(lengths.mean()), longest=int(lengths.max()),
-        empty=len(lengths) - len(full), duplicates=duplicates, duplicate_pair=pair, smallest_id=smallest,
-        largest_id=largest, end_id=end_id, ending_so=ending_so, end_id_inside=occurrences - ending_so,
+        prefix=prefix,
+        dtype=str(dataset.dtype),
+        documents=len(lengths),
+        sequences=len(dataset),
+        tokens=dataset.num_tokens,
+        file_bytes=dataset.file_bytes(),
+        shortest=int(lengths.min()),
+        median=float(np.median(lengths)),
+        mean=float(lengths.mean()),
+        longest=int(lengths.max()),
+        empty=len(lengths) - len(full),
+        duplicates=duplicates,
+        duplicate_pair=pair,
+        smallest_id=smallest,
+        largest_id=largest,
+        end_id=end_id,
+        ending_so=ending_so,
+        end_id_inside=occurrences - ending_so,
         sample=tuple(dataset.tokens_at(slice(start, min(end, start + SAMPLE_TOKENS))).tolist()),
     )
 

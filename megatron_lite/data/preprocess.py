@@ -165,7 +165,9 @@ class Tokenize:
     def _joined(self, columns: list[list[np.ndarray]], text_bytes: int, mistakes: list[str]) -> Tokenized:
         full = [[ids for ids in column if ids.size] for column in columns]
         empty = sum(map(len, columns)) - sum(map(len, full))
-        joined = [(b"".join(ids.tobytes() for ids in column), np.array([*map(len, column)], np.int32)) for column in full]
+        joined = [
+            (b"".join(ids.tobytes() for ids in column), np.array([*map(len, column)], np.int32)) for column in full
+        ]
         return Tokenized(joined, text_bytes, empty, mistakes)
 
 
@@ -185,7 +187,9 @@ def _decoded(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: byte {raw[error.start]:#04x} is not UTF-8; convert the file (iconv -t UTF-8)") from None
+        raise DataError(
+            f"{where}: byte {raw[error.start]:#04x} is not UTF-8; convert the file (iconv -t UTF-8)"
+        ) from None
 
 
 def _texts(line: str, json_keys: Sequence[str], where: str) -> list[str]:
@@ -194,7 +198,7 @@ def _texts(line: str, json_keys: Sequence[str], where: str) -> list[str]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}); mend the line, or name a plain text file .txt") from None
     if not isinstance(document, dict):
-        raise DataError(f"{where}: a {type(document).__name__}, not an object; write {{\"text\": \"...\"}} on each line")
+        raise DataError(f'{where}: a {type(document).__name__}, not an object; write {{"text": "..."}} on each line')
     for key in json_keys:
         if not isinstance(document.get(key), str):
             raise DataError(f"{where}: no text under '{key}'; it has {_names(document)} (--json-keys)")

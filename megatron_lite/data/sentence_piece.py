@@ -27,8 +27,10 @@ class SentencePieceTokenizer:
                 raise OSError("empty")
             self._processor = package.SentencePieceProcessor(model_proto=serialized)
         except (RuntimeError, OSError):
-            raise UserError(f"--tokenizer-model {model}: not a SentencePiece model; give the .model file, or another "
-                            "--tokenizer-type") from None
+            raise UserError(
+                f"--tokenizer-model {model}: not a SentencePiece model; give the .model file, or another "
+                "--tokenizer-type"
+            ) from None
         self.vocab_size = self._processor.get_piece_size()
         end = self._processor.eos_id()
         self.eod = end if end >= 0 else None

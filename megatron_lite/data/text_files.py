@@ -123,7 +123,9 @@ def _reading(path: str):
         yield
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error
-        raise DataError(f"--input {path}: cannot be read ({why}); check its permissions, or copy the file again") from None
+        raise DataError(
+            f"--input {path}: cannot be read ({why}); check its permissions, or copy the file again"
+        ) from None
 
 
 def require_reader(path: str | Path) -> None:

@@ -23,8 +23,10 @@ _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 PATTERNS = {
     "v1": _V1_WORD,
     # as v1, but words are cut where lower case turns to upper, and more line ends stay together
-    "v2": (rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
-           r"|\s*[\r\n]+|\s+(?!\S)|\s+"),
+    "v2": (
+        rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
 }
 
 
@@ -36,7 +38,11 @@ class TikTokenizer:
     """
 
     def __init__(
-        self, model: str, pattern: str = "v2", vocab_size: int | None = None, num_special_tokens: int = 1000,
+        self,
+        model: str,
+        pattern: str = "v2",
+        vocab_size: int | None = None,
+        num_special_tokens: int = 1000,
         special_tokens: Sequence[str] = (),
     ):
         self.vocab_size = vocab_size or VOCAB_SIZE
@@ -44,8 +50,10 @@ class TikTokenizer:
         tokens = _read_tokens(model)[: self.vocab_size - num_special_tokens]
         real_size = num_special_tokens + len(tokens)
         if real_size < self.vocab_size:
-            raise UserError(f"--vocab-size {self.vocab_size}: {model} holds {len(tokens)} tokens, with the special "
-                            f"ones {real_size}; give --vocab-size {real_size}")
+            raise UserError(
+                f"--vocab-size {self.vocab_size}: {model} holds {len(tokens)} tokens, with the special "
+                f"ones {real_size}; give --vocab-size {real_size}"
+            )
         self.eod = names.index("</s>")
         ranks = {token: rank + num_special_tokens for rank, token in enumerate(tokens)}
         self._pairs = BytePairs(model, PATTERNS[pattern], ranks, {name: i for i, name in enumerate(names)})
@@ -60,15 +68,19 @@ class TikTokenizer:
 def _special_names(given: tuple[str, ...], number: int, vocab_size: int) -> list[str]:
     missing = [name for name in SPECIAL_TOKENS if name not in given]
     if missing:
-        raise UserError(f"--tokenizer-special-tokens {' '.join(given)}: {missing[0]} is missing; name all of "
-                        f"{' '.join(SPECIAL_TOKENS)}, or leave the flag out")
+        raise UserError(
+            f"--tokenizer-special-tokens {' '.join(given)}: {missing[0]} is missing; name all of "
+            f"{' '.join(SPECIAL_TOKENS)}, or leave the flag out"
+        )
     names = [*given, *(f"<SPECIAL_{i}>" for i in range(len(given), number))]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"--tokenizer-special-tokens {' '.join(given)}: {twice} is there twice; name each token once")
     if not len(given) <= number < vocab_size:
-        raise UserError(f"--tiktoken-num-special-tokens {number}: must be at least the {len(given)} named ones and "
-                        f"less than the vocabulary of {vocab_size}; 1000 is usual")
+        raise UserError(
+            f"--tiktoken-num-special-tokens {number}: must be at least the {len(given)} named ones and "
+            f"less than the vocabulary of {vocab_size}; 1000 is usual"
+        )
     return names
 
 
@@ -83,8 +95,9 @@ def _read_tokens(path: str) -> list[bytes]:
         raise UserError(f"--tokenizer-model {path}: a {type(entries).__name__}; give {FORMAT}")
     tokens = [_token_bytes(path, rank, entry) for rank, entry in enumerate(entries)]
     if tokens[:256] != [bytes([byte]) for byte in range(256)] or len(set(tokens)) < len(tokens):
-        raise UserError(f"--tokenizer-model {path}: does not start with the 256 bytes, or repeats a token; give "
-                        f"{FORMAT}")
+        raise UserError(
+            f"--tokenizer-model {path}: does not start with the 256 bytes, or repeats a token; give {FORMAT}"
+        )
     return tokens
 
 

@@ -25,18 +25,28 @@ class Tokenizer(Protocol):
 def tokenizer_of(options) -> Tokenizer:
     """The tokenizer that flags describe; options has an attribute for each, such as DataArgs or a command's options."""
     return make_tokenizer(
-        options.tokenizer_type or TOKENIZER, vocab_file=options.vocab_file, merge_file=options.merge_file,
-        vocab_size=options.vocab_size, tokenizer_model=options.tokenizer_model,
-        tiktoken_pattern=options.tiktoken_pattern, tiktoken_num_special_tokens=options.tiktoken_num_special_tokens,
+        options.tokenizer_type or TOKENIZER,
+        vocab_file=options.vocab_file,
+        merge_file=options.merge_file,
+        vocab_size=options.vocab_size,
+        tokenizer_model=options.tokenizer_model,
+        tiktoken_pattern=options.tiktoken_pattern,
+        tiktoken_num_special_tokens=options.tiktoken_num_special_tokens,
         tokenizer_special_tokens=options.tokenizer_special_tokens,
         tokenizer_hf_include_special_tokens=options.tokenizer_hf_include_special_tokens,
     )
 
 
 def make_tokenizer(
-    tokenizer_type: str, *, vocab_file: str | None = None, merge_file: str | None = None, vocab_size: int | None = None,
-    tokenizer_model: str | None = None, tiktoken_pattern: str | None = None,
-    tiktoken_num_special_tokens: int = TIKTOKEN_SPECIAL, tokenizer_special_tokens: tuple[str, ...] = (),
+    tokenizer_type: str,
+    *,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    vocab_size: int | None = None,
+    tokenizer_model: str | None = None,
+    tiktoken_pattern: str | None = None,
+    tiktoken_num_special_tokens: int = TIKTOKEN_SPECIAL,
+    tokenizer_special_tokens: tuple[str, ...] = (),
     tokenizer_hf_include_special_tokens: bool = False,
 ) -> Tokenizer:
     """The tokenizer of Megatron's --tokenizer-type. UserError for one that does not exist here or lacks its files.
@@ -67,8 +77,13 @@ def make_tokenizer(
     if tokenizer_type == "TikTokenizer":
         from megatron_lite.data.tiktoken_json import TikTokenizer
 
-        return TikTokenizer(tokenizer_model, tiktoken_pattern or TIKTOKEN_PATTERN, vocab_size,
-                            tiktoken_num_special_tokens, tokenizer_special_tokens or ())
+        return TikTokenizer(
+            tokenizer_model,
+            tiktoken_pattern or TIKTOKEN_PATTERN,
+            vocab_size,
+            tiktoken_num_special_tokens,
+            tokenizer_special_tokens or (),
+        )
     from megatron_lite.data.sentence_piece import SentencePieceTokenizer
 
     return SentencePieceTokenizer(tokenizer_type, tokenizer_model)

@@ -43,7 +43,12 @@ class Unfinished:
     """
 
     def __init__(
-        self, output_prefix: str, pairs: Sequence[PairWriter], settings: dict, may_skip: bool, say: Callable[[str], None]
+        self,
+        output_prefix: str,
+        pairs: Sequence[PairWriter],
+        settings: dict,
+        may_skip: bool,
+        say: Callable[[str], None],
     ):
         self.reached = Reached()
         self._path = Path(f"{output_prefix}{ENDING}.json")

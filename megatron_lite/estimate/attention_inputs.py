@@ -10,8 +10,13 @@ def input_ops(setting: Setting) -> tuple[tuple[Op, ...], tuple[str, str, str]]:
     shape = setting.shape
     queries, keys = setting.rows(QKV, shape.attention_width), setting.rows(QKV, setting.key_width)
     ops = [
-        Op("linear_qkv", ("normed",), (("qkv", setting.rows(QKV, shape.qkv_width)),), ("normed",),
-           weights=shape.qkv_width * (shape.hidden_size + shape.qkv_bias)),
+        Op(
+            "linear_qkv",
+            ("normed",),
+            (("qkv", setting.rows(QKV, shape.qkv_width)),),
+            ("normed",),
+            weights=shape.qkv_width * (shape.hidden_size + shape.qkv_bias),
+        ),
         Op("split", ("qkv",), (("q", queries),), view=True),
     ]
     q, k = "q", "k"
@@ -40,7 +45,10 @@ def _rotate(setting: Setting, source: str, result: str, heads: int) -> tuple[Op,
     shape = setting.shape
     width = int(shape.kv_channels * shape.rotary_percent)
     turned, half = setting.rows(ROTARY, heads * width), setting.rows(ROTARY, heads * width // 2)
-    whole, rest = setting.rows(ROTARY, heads * shape.kv_channels), setting.rows(ROTARY, heads * (shape.kv_channels - width))
+    whole, rest = (
+        setting.rows(ROTARY, heads * shape.kv_channels),
+        setting.rows(ROTARY, heads * (shape.kv_channels - width)),
+    )
     part = source if width == shape.kv_channels else f"{source}.part"
     ops = [Op("rotate", (source,), ((f"{source}.rest", rest),), view=True)]
     if part != source:

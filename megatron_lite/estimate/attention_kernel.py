@@ -14,23 +14,50 @@ EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple 
 def setting_of(plan: Plan) -> Setting:
     """What the sizes of one micro-batch's tensors depend on."""
     a = plan.args
-    return setting_from(plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
-                        a.data.reset_attention_mask, a.model.recompute_granularity, plan.world.threads)
+    return setting_from(
+        plan.shape,
+        a.training.micro_batch_size,
+        plan.precision,
+        plan.device,
+        a.model.attention_backend,
+        a.data.reset_attention_mask,
+        a.model.recompute_granularity,
+        plan.world.threads,
+    )
 
 
-def setting_from(shape: ModelShape, micro_batch: int, precision: str, device: str, backend: str, masked: bool = False,
-                 recompute: str | None = None, threads: int = 1) -> Setting:
+def setting_from(
+    shape: ModelShape,
+    micro_batch: int,
+    precision: str,
+    device: str,
+    backend: str,
+    masked: bool = False,
+    recompute: str | None = None,
+    threads: int = 1,
+) -> Setting:
     """The same from the plan's parts: --attention-backend, --reset-attention-mask, --recompute-granularity, threads of a rank."""
     width = element_bytes(precision)
     kernel, flash = kernel_of(shape, precision, device, backend, masked)
-    return Setting(shape, micro_batch, width, kernel, on_cpu=device == "cpu", threads=threads, is_flash=flash, masked=masked,
-                   recomputes_attention=kernel == UNFUSED and recompute == "selective", in_fp16=precision == "fp16")
+    return Setting(
+        shape,
+        micro_batch,
+        width,
+        kernel,
+        on_cpu=device == "cpu",
+        threads=threads,
+        is_flash=flash,
+        masked=masked,
+        recomputes_attention=kernel == UNFUSED and recompute == "selective",
+        in_fp16=precision == "fp16",
+    )
 
 
 def attention_of(plan: Plan) -> tuple[str, bool]:
     """(fused, unfused or math; whether a fused one is flash) of a plan."""
-    return kernel_of(plan.shape, plan.precision, plan.device, plan.args.model.attention_backend,
-                     plan.args.data.reset_attention_mask)
+    return kernel_of(
+        plan.shape, plan.precision, plan.device, plan.args.model.attention_backend, plan.args.data.reset_attention_mask
+    )
 
 
 def explicit_is_faster(shape: ModelShape, precision: str, device: str, masked: bool) -> bool:

@@ -45,9 +45,7 @@ class Segment:
     holders: list[Allocation | None] = field(default_factory=list)
 
     def copy(self) -> "Segment":
-        return Segment(
-            self.address, self.size, self.pool, self.frames, self.starts[:], self.sizes[:], self.holders[:]
-        )
+        return Segment(self.address, self.size, self.pool, self.frames, self.starts[:], self.sizes[:], self.holders[:])
 
 
 def rounded(size: int) -> int:
@@ -63,7 +61,9 @@ class Layout:
         self.address_of: dict[Allocation, int] = {}
         self.reserved = 0  # bytes of all segments
         self._expandable = expandable
-        self._free: dict[tuple[str, int], list] = {}  # of a pool and stream: (size, address, number of the segment), sorted
+        self._free: dict[
+            tuple[str, int], list
+        ] = {}  # of a pool and stream: (size, address, number of the segment), sorted
         self._arena: dict[tuple[str, int], int] = {}  # number of its segment, if expandable
         self._number_of: dict[Allocation, int] = {}
         self._next = FIRST_ADDRESS

@@ -46,11 +46,17 @@ def _padded(setting: Setting, inputs: tuple[str, str, str], kept: list[Sized], r
     width = -(-shape.kv_channels // FLASH_HEAD_STEP) * FLASH_HEAD_STEP
     heads = (shape.num_attention_heads, shape.num_query_groups, shape.num_query_groups)
     wide = tuple(f"{name}.padded" for name in inputs)
-    pads = (Op(NAME, (name,), ((copy, setting.rows(QKV, number * width)),)) for name, copy, number in zip(inputs, wide, heads))
+    pads = (
+        Op(NAME, (name,), ((copy, setting.rows(QKV, number * width)),))
+        for name, copy, number in zip(inputs, wide, heads)
+    )
     out = setting.rows(ATTENTION, shape.num_attention_heads * width)
-    return (*pads, Op(NAME, wide, (("out", out),), (*wide, "out"), tuple(kept)),
-            Op(NAME, ("out",), (("out.cut", _queries(setting, ATTENTION)),), view=True),
-            Op(NAME, ("out.cut",), ((result, _queries(setting, ATTENTION)),), passes=True))
+    return (
+        *pads,
+        Op(NAME, wide, (("out", out),), (*wide, "out"), tuple(kept)),
+        Op(NAME, ("out",), (("out.cut", _queries(setting, ATTENTION)),), view=True),
+        Op(NAME, ("out.cut",), ((result, _queries(setting, ATTENTION)),), passes=True),
+    )
 
 
 def _explicit(setting: Setting, inputs: tuple[str, str, str]) -> tuple[Op, ...]:
@@ -75,13 +81,20 @@ def _scores(setting: Setting, inputs: tuple[str, str, str], repeated: bool, narr
     if not setting.masked:
         order, names = _in_rows(setting, (q, k, v), repeated, setting.element_bytes)
         future = setting.matrices(SCORES, 1, setting.element_bytes, "mask")
-        product = Op(NAME, names[:2], (("scores", narrow),), names[:2], scratch=(future,),
-                     backward_scratch=(_queries(setting, PASSING),))
+        product = Op(
+            NAME,
+            names[:2],
+            (("scores", narrow),),
+            names[:2],
+            scratch=(future,),
+            backward_scratch=(_queries(setting, PASSING),),
+        )
         return [*order, product], names
     order, names = _in_rows(setting, ("q.scaled", k, v), repeated, setting.element_bytes)
     mask = setting.matrices(SCORES, setting.micro_batch, 1, "masks")
     return [
-        Op(NAME, (q,), (("q.scaled", _queries(setting, QKV)),)), *order,
+        Op(NAME, (q,), (("q.scaled", _queries(setting, QKV)),)),
+        *order,
         Op(NAME, names[:2], (("scores.unmasked", narrow),), names[:2]),
         Op(NAME, ("scores.unmasked",), (("scores", narrow),), keeps_too=(mask,)),
     ], names
@@ -92,8 +105,10 @@ def _in_fp32(setting: Setting) -> tuple[Op, ...]:
     damped = ("scores.damped", setting.scores(FP32))
     if setting.element_bytes == FP32:
         return (Op(NAME, ("scores",), (damped,)),)
-    return (Op(NAME, ("scores",), (("scores.fp32", setting.scores(FP32)),)),
-            Op(NAME, ("scores.fp32",), (damped,), holds=("scores",)))
+    return (
+        Op(NAME, ("scores",), (("scores.fp32", setting.scores(FP32)),)),
+        Op(NAME, ("scores.fp32",), (damped,), holds=("scores",)),
+    )
 
 
 def _math(setting: Setting, inputs: tuple[str, str, str]) -> tuple[Op, ...]:
@@ -107,15 +122,19 @@ def _math(setting: Setting, inputs: tuple[str, str, str]) -> tuple[Op, ...]:
     scale = (Op(NAME, (name,), ((scaled, wide),)) for name, scaled in ((q, "q.scaled"), (k, "k.scaled")))
     order, (q, k, v) = _in_rows(setting, ("q.scaled", "k.scaled", v), bool(repeat), FP32)
     return (
-        *casts, *repeat, *scale, *order,
+        *casts,
+        *repeat,
+        *scale,
+        *order,
         Op(NAME, (q, k), (("scores", scores),), (q, k)),
         Op(NAME, ("scores",), (("softmax", scores),), ("softmax",)),
         *_weighted(setting, "softmax", v, scores, inputs, FP32),
     )
 
 
-def _weighted(setting: Setting, probabilities: str, v: str, scores: Sized, held: tuple[str, ...],
-              num_bytes: int | None = None) -> tuple[Op, ...]:
+def _weighted(
+    setting: Setting, probabilities: str, v: str, scores: Sized, held: tuple[str, ...], num_bytes: int | None = None
+) -> tuple[Op, ...]:
     """Dropout of the probabilities and their product with the values, as "out"."""
     each, ops = num_bytes or setting.element_bytes, []
     if setting.shape.attention_dropout:
@@ -125,24 +144,36 @@ def _weighted(setting: Setting, probabilities: str, v: str, scores: Sized, held:
     out = _queries(setting, PASSING, each)
     if each == setting.element_bytes:
         return *ops, Op(NAME, (probabilities, v), (("out", out),), (probabilities, v), holds=held)
-    return (*ops, Op(NAME, (probabilities, v), (("out.fp32", out),), (probabilities, v), holds=held),
-            Op(NAME, ("out.fp32",), (("out", _queries(setting, PASSING)),)))
+    return (
+        *ops,
+        Op(NAME, (probabilities, v), (("out.fp32", out),), (probabilities, v), holds=held),
+        Op(NAME, ("out.fp32",), (("out", _queries(setting, PASSING)),)),
+    )
 
 
-def _repeated(setting: Setting, inputs: tuple[str, str, str], num_bytes: int) -> tuple[tuple[Op, ...], tuple[str, str, str]]:
+def _repeated(
+    setting: Setting, inputs: tuple[str, str, str], num_bytes: int
+) -> tuple[tuple[Op, ...], tuple[str, str, str]]:
     """Keys and values once for each head."""
     q, k, v = inputs
     if not setting.is_grouped:
         return (), inputs
     wide = _queries(setting, QKV, num_bytes)
-    return tuple(Op(NAME, (name,), ((f"{name}.repeated", wide),)) for name in (k, v)), (q, f"{k}.repeated", f"{v}.repeated")
+    return tuple(Op(NAME, (name,), ((f"{name}.repeated", wide),)) for name in (k, v)), (
+        q,
+        f"{k}.repeated",
+        f"{v}.repeated",
+    )
 
 
 def _in_rows(setting: Setting, inputs: tuple[str, str, str], repeated: bool, num_bytes: int):
     """A batched product takes sequences and heads as one dimension: what has tokens between them is copied."""
     between = setting.micro_batch > 1 and setting.shape.num_attention_heads > 1
-    copied = (between and not setting.heads_come_first, between and not setting.heads_come_first and not repeated,
-              between and not repeated)
+    copied = (
+        between and not setting.heads_come_first,
+        between and not setting.heads_come_first and not repeated,
+        between and not repeated,
+    )
     wide = _queries(setting, QKV, num_bytes)
     ops = tuple(Op(NAME, (name,), ((f"{name}.rows", wide),), passes=True) for name, copy in zip(inputs, copied) if copy)
     return ops, tuple(f"{name}.rows" if copy else name for name, copy in zip(inputs, copied))

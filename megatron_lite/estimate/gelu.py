@@ -16,6 +16,10 @@ def gelu_op(setting: Setting, inner: Sized) -> Op:
     if not in_pieces or setting.shape.activation != "gelu_tanh":
         return Op("gelu", ("fc1",), (("activated", inner),), ("fc1",))
     elements = min(PIECE * setting.threads, setting.tokens * setting.shape.ffn_hidden_size)
-    pieces = Sized("workspace", "pieces of GELU in fp32", COPIES * FP32 * elements,
-                   f"{FP32} bytes x {COPIES} x {count(elements)} elements")
+    pieces = Sized(
+        "workspace",
+        "pieces of GELU in fp32",
+        COPIES * FP32 * elements,
+        f"{FP32} bytes x {COPIES} x {count(elements)} elements",
+    )
     return Op("gelu", ("fc1",), (("activated", inner),), keeps_too=(inner,), forward_scratch=(pieces,))

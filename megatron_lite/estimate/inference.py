@@ -37,8 +37,13 @@ class InferencePrediction:
         return 1000 * self.batch / row.ms
 
 
-def predict_inference(shape: ModelShape, batch: int = 1, tokens: int | None = None, processor: Processor | None = None,
-                      cache_bytes: int = CACHE_BYTES) -> InferencePrediction:
+def predict_inference(
+    shape: ModelShape,
+    batch: int = 1,
+    tokens: int | None = None,
+    processor: Processor | None = None,
+    cache_bytes: int = CACHE_BYTES,
+) -> InferencePrediction:
     """`tokens` per sequence: seq_length when left out. cache_bytes: of one element of the cache."""
     tokens = shape.seq_length if tokens is None else tokens
     weights = tuple(_weights(shape, name, bits) for name, bits in WEIGHT_BITS.items())
@@ -73,8 +78,10 @@ def _weights(shape: ModelShape, name: str, bits: int) -> LedgerRow:
 
 
 def _cache(shape: ModelShape, batch: int, tokens: int, element_bytes: int) -> LedgerRow:
-    formula = (f"2 x {shape.num_layers} layers x {shape.num_query_groups} heads x {shape.kv_channels} x "
-               f"{count(tokens)} tokens x {count(batch)} sequences x {element_bytes} bytes")
+    formula = (
+        f"2 x {shape.num_layers} layers x {shape.num_query_groups} heads x {shape.kv_channels} x "
+        f"{count(tokens)} tokens x {count(batch)} sequences x {element_bytes} bytes"
+    )
     return LedgerRow("other", "cache of keys and values", kv_cache_bytes(shape, batch, tokens, element_bytes), formula)
 
 
@@ -82,8 +89,10 @@ def _token(shape: ModelShape, bits: int, cache: LedgerRow, processor: Processor)
     """Every weight that takes part is read once for the whole batch, the cache wholly."""
     read = weight_bytes(parameter_count(shape) - _looked_up(shape), bits)
     ms = (read + cache.num_bytes) / processor.memory_gb_s / 1e6
-    formula = (f"({read / 1e9:.2f} GB of weights + {cache.num_bytes / 1e9:.2f} GB of cache) at "
-               f"{processor.memory_gb_s:,.0f} GB/s")
+    formula = (
+        f"({read / 1e9:.2f} GB of weights + {cache.num_bytes / 1e9:.2f} GB of cache) at "
+        f"{processor.memory_gb_s:,.0f} GB/s"
+    )
     return TimeRow("next token of each sequence", ms, "memory", formula)
 
 

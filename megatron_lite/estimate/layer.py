@@ -39,8 +39,14 @@ def _dropout(setting: Setting, name: str) -> tuple[Op, ...]:
 def _attention(setting: Setting) -> tuple[Op, ...]:
     shape = setting.shape
     ops, inputs = input_ops(setting)
-    projection = Op("linear_proj", ("heads",), (("attended", setting.hidden(PASSING)),), ("heads",),
-                    weights=shape.hidden_size * (shape.attention_width + shape.linear_bias), holds=inputs)
+    projection = Op(
+        "linear_proj",
+        ("heads",),
+        (("attended", setting.hidden(PASSING)),),
+        ("heads",),
+        weights=shape.hidden_size * (shape.attention_width + shape.linear_bias),
+        holds=inputs,
+    )
     return *ops, *core_ops(setting, inputs, "heads"), projection
 
 
@@ -58,14 +64,30 @@ def _mlp(setting: Setting) -> tuple[Op, ...]:
         "squared_relu": (
             Op("squared_relu", ("fc1",), (("relu", inner),), ("relu",)),
             # backward takes the relu to the power of one, doubles it, multiplies: three tensors
-            Op("squared_relu", ("relu",), (("activated", inner),), ("relu",), holds=("fc1",),
-               backward_scratch=(gradient_of(inner), gradient_of(inner))),
+            Op(
+                "squared_relu",
+                ("relu",),
+                (("activated", inner),),
+                ("relu",),
+                holds=("fc1",),
+                backward_scratch=(gradient_of(inner), gradient_of(inner)),
+            ),
         ),
     }.get(shape.activation, (gelu_op(setting, inner),))
     return (
-        Op("linear_fc1", ("mlp.normed",), (("fc1", outer),), ("mlp.normed",),
-           weights=shape.fc1_width * (shape.hidden_size + shape.linear_bias)),
+        Op(
+            "linear_fc1",
+            ("mlp.normed",),
+            (("fc1", outer),),
+            ("mlp.normed",),
+            weights=shape.fc1_width * (shape.hidden_size + shape.linear_bias),
+        ),
         *middle,
-        Op("linear_fc2", ("activated",), (("changed", setting.hidden(PASSING)),), ("activated",),
-           weights=shape.hidden_size * (width + shape.linear_bias)),
+        Op(
+            "linear_fc2",
+            ("activated",),
+            (("changed", setting.hidden(PASSING)),),
+            ("activated",),
+            weights=shape.hidden_size * (width + shape.linear_bias),
+        ),
     )

@@ -23,8 +23,12 @@ def in_cross_entropy(setting: Setting) -> Counter[Sized]:
         return Counter([_logits(setting)])
     rows = min(setting.tokens, rows_at_once(setting.shape.padded_vocab_size, setting.threads if setting.on_cpu else 0))
     num_bytes = rows * setting.shape.padded_vocab_size * FP32
-    chunk = Sized("logits and loss", "rows of logits in fp32", num_bytes,
-                  f"{FP32} bytes x {count(rows)} tokens at a time x {count(setting.shape.padded_vocab_size)} words")
+    chunk = Sized(
+        "logits and loss",
+        "rows of logits in fp32",
+        num_bytes,
+        f"{FP32} bytes x {count(rows)} tokens at a time x {count(setting.shape.padded_vocab_size)} words",
+    )
     return Counter({_logits(setting): 1, chunk: 2 if setting.in_fp16 else 1})
 
 

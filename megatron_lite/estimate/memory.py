@@ -14,7 +14,9 @@ def element_bytes(precision: str) -> int:
     return 4 if precision == "fp32" else 2
 
 
-def state_bytes(parameters: int, precision: str, fp32_gradients: bool, optimizer: str, momentum: bool = True) -> dict[str, int]:
+def state_bytes(
+    parameters: int, precision: str, fp32_gradients: bool, optimizer: str, momentum: bool = True
+) -> dict[str, int]:
     """Bytes that live from step to step on every rank: weights, gradients, fp32 masters of 16-bit weights, Adam's two
     moments or SGD's one. 16 bytes per parameter for fp16 with Adam: 2 + 2 + 4 + 4 + 4 (Rajbhandari et al. 2020, ZeRO,
     section 3.1); 18 with gradients in fp32; 16 in fp32: 4 + 4 + 8.

@@ -4,6 +4,14 @@
 # ends there. Workspace is all else that does not outlive its phase: temporaries of forward, backward and the
 # optimizer, and the buffers of libraries such as cublas.
 CATEGORIES = (
-    "parameters", "gradients", "master weights", "moments", "activations", "logits and loss", "workspace", "communication",
-    "other", "before the record",
+    "parameters",
+    "gradients",
+    "master weights",
+    "moments",
+    "activations",
+    "logits and loss",
+    "workspace",
+    "communication",
+    "other",
+    "before the record",
 )

@@ -52,7 +52,11 @@ class MicroBatch:
         return [
             *self._last_forward(),
             moment(Phase.FORWARD, "cross entropy", at_loss + in_cross_entropy(setting)),
-            *([moment(Phase.BACKWARD, "cross entropy", at_loss + in_cross_entropy(setting))] if setting.in_fp16 else []),
+            *(
+                [moment(Phase.BACKWARD, "cross entropy", at_loss + in_cross_entropy(setting))]
+                if setting.in_fp16
+                else []
+            ),
             moment(Phase.BACKWARD, "output layer", at_loss + in_output_backward(setting, self._weight)),
             *(self._backward(turn) for turn in turns),
             moment(Phase.BACKWARD, "embedding", self._base + self._in_embedding),

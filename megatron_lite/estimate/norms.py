@@ -4,8 +4,15 @@ from megatron_lite.estimate.sizes import FP32, LINEAR_INPUTS, NORMS, PASSING, Se
 from megatron_lite.estimate.tape import Op, Sized
 
 
-def norm_ops(setting: Setting, name: str, source: str, result: str, width: int, rows_per_token: int = 1,
-             kind: str = LINEAR_INPUTS) -> tuple[Op, ...]:
+def norm_ops(
+    setting: Setting,
+    name: str,
+    source: str,
+    result: str,
+    width: int,
+    rows_per_token: int = 1,
+    kind: str = LINEAR_INPUTS,
+) -> tuple[Op, ...]:
     """Over the last `width` elements, `rows_per_token` of which a token has. Kept are the input, and for each row two fp32
     numbers by LayerNorm, one by RMSNorm (aten::native_layer_norm, aten::_fused_rms_norm)."""
     layer_norm, elements = setting.shape.normalization == "LayerNorm", width * rows_per_token
@@ -14,12 +21,15 @@ def norm_ops(setting: Setting, name: str, source: str, result: str, width: int, 
     if setting.shape.layernorm_1p and setting.element_bytes < FP32:
         return _in_fp32(setting, name, source, (result, setting.rows(kind, elements)), elements, weights, kept)
     if setting.on_cpu and not layer_norm:
-        return _in_parts(setting, name, source, (result, setting.rows(kind, elements)), elements, weights, rows_per_token)
+        return _in_parts(
+            setting, name, source, (result, setting.rows(kind, elements)), elements, weights, rows_per_token
+        )
     return (Op(name, (source,), ((result, setting.rows(kind, elements)),), (source,), tuple(kept), weights),)
 
 
-def _in_fp32(setting: Setting, name: str, source: str, result: tuple[str, Sized], elements: int, weights: int,
-             kept: list[Sized]) -> tuple[Op, ...]:
+def _in_fp32(
+    setting: Setting, name: str, source: str, result: tuple[str, Sized], elements: int, weights: int, kept: list[Sized]
+) -> tuple[Op, ...]:
     """Weights that are stored minus one are added to one in fp32, and so all is calculated there."""
     wide, there, back = setting.rows(NORMS, elements, FP32), f"{source}.fp32", f"{result[0]}.fp32"
     return (
@@ -29,8 +39,15 @@ def _in_fp32(setting: Setting, name: str, source: str, result: tuple[str, Sized]
     )
 
 
-def _in_parts(setting: Setting, name: str, source: str, result: tuple[str, Sized], elements: int, weights: int,
-              rows_per_token: int) -> tuple[Op, ...]:
+def _in_parts(
+    setting: Setting,
+    name: str,
+    source: str,
+    result: tuple[str, Sized],
+    elements: int,
+    weights: int,
+    rows_per_token: int,
+) -> tuple[Op, ...]:
     """RMSNorm on CPUs, where torch 2.13 takes it apart: in fp32, with the normalised input kept beside the input."""
     wide, rows = setting.rows(NORMS, elements, FP32), setting.rows(NORMS, rows_per_token, FP32)
     passing, casts = setting.rows(PASSING, elements, FP32), setting.element_bytes < FP32

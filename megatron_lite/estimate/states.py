@@ -47,8 +47,9 @@ def lasting(plan: Plan) -> Counter[Sized]:
     found = state_bytes(number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0)
     per = {category: num_bytes // number for category, num_bytes in found.items() if num_bytes}
     names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
-    kept = Counter({of_parameters(category, name, per[category]): number
-                    for category, name in names.items() if category in per})
+    kept = Counter(
+        {of_parameters(category, name, per[category]): number for category, name in names.items() if category in per}
+    )
     if plan.fp32_gradients:
         kept[of_parameters("gradients", "fp32 sums of gradients", FP32)] = number
     if is_reduced(plan):
@@ -82,7 +83,9 @@ def workspaces(plan: Plan, workspace_bytes: int) -> Counter[Sized]:
     """cuBLAS', one for each thread, from the first step on."""
     if plan.device == "cpu":
         return Counter()
-    return Counter({Sized("workspace", "cuBLAS workspaces", workspace_bytes, f"{workspace_bytes:,} bytes"): THREADS_WITH_CUBLAS})
+    return Counter(
+        {Sized("workspace", "cuBLAS workspaces", workspace_bytes, f"{workspace_bytes:,} bytes"): THREADS_WITH_CUBLAS}
+    )
 
 
 def _tokens(plan: Plan) -> Counter[Sized]:

@@ -78,7 +78,9 @@ def _notes(plan: Plan, processor: Processor, parts: list[Part], rates: dict[str,
     if plan.world.local_size > 1 and route_of(plan, processor) is None:
         yield f"{processor.name}: no known speed between GPUs; not in the bound: the gradients' all-reduce"
     if plan.world.size > plan.world.local_size:
-        yield (f"{plan.world.size // plan.world.local_size} nodes: the network between them is not known; "
-               "not in the bound: the gradients' way over it")
+        yield (
+            f"{plan.world.size // plan.world.local_size} nodes: the network between them is not known; "
+            "not in the bound: the gradients' way over it"
+        )
     if plan.batch.start and plan.batch.start != plan.batch.final:
         yield f"--rampup-batch-size: the bound is for the final global batch of {count(plan.batch.final)}"

@@ -91,15 +91,30 @@ def _recomputed(plan: Plan) -> Iterator[Part]:
     linear = flops.linear_flops(shape, sequences) - _not_repeated(shape, sequences)
     attention = flops.attention_flops(shape, sequences, causal=not stored)
     again = traffic.forward_bytes_per_token(shape, plan.precision, plan.compiles_layers)
-    yield Part("recomputed products", COMPUTE, layers * linear,
-               f"{layers} layers x 2 x {count(tokens)} tokens x {count(linear // (2 * tokens))} weights", 1.0)
-    yield Part("recomputed attention", COMPUTE, attended * attention,
-               f"{attended} layers x {count(sequences)} sequences x {_scores(shape, stored)}", 1.0)
+    yield Part(
+        "recomputed products",
+        COMPUTE,
+        layers * linear,
+        f"{layers} layers x 2 x {count(tokens)} tokens x {count(linear // (2 * tokens))} weights",
+        1.0,
+    )
+    yield Part(
+        "recomputed attention",
+        COMPUTE,
+        attended * attention,
+        f"{attended} layers x {count(sequences)} sequences x {_scores(shape, stored)}",
+        1.0,
+    )
     if stored:
         scores = traffic.forward_scores_bytes_per_token(shape, plan.precision)
         yield _moved("recomputed scores", attended * tokens, scores, f"{attended} layers x {count(tokens)} tokens", 1.0)
-    yield _moved("recomputed norms, activations, dropout", layers * tokens, again,
-                 f"{layers} layers x {count(tokens)} tokens", 1.0)
+    yield _moved(
+        "recomputed norms, activations, dropout",
+        layers * tokens,
+        again,
+        f"{layers} layers x {count(tokens)} tokens",
+        1.0,
+    )
 
 
 def _not_repeated(shape: ModelShape, sequences: int) -> int:
@@ -109,8 +124,13 @@ def _not_repeated(shape: ModelShape, sequences: int) -> int:
 
 def _optimizer(plan: Plan) -> Part:
     number = parameter_count(plan.shape)
-    return _moved("gradients' norm, optimizer", number, traffic.optimizer_bytes_per_parameter(plan),
-                  f"{count(number)} parameters", 0.0)
+    return _moved(
+        "gradients' norm, optimizer",
+        number,
+        traffic.optimizer_bytes_per_parameter(plan),
+        f"{count(number)} parameters",
+        0.0,
+    )
 
 
 def _moved(name: str, elements: int, num_bytes: int, of_what: str, in_backward: float) -> Part:

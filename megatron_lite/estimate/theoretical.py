@@ -38,9 +38,11 @@ def megatron_theoretical_bytes(plan: Plan) -> TheoreticalMemory:
     number, tokens = counted_parameters(shape), micro_batch * shape.seq_length
     hidden, layers, words = shape.hidden_size, shape.num_layers, shape.padded_vocab_size
     at_ends = tokens * (2 * words + 3 * hidden + 8)
-    formula = (f"{BYTES_PER_PARAMETER} bytes x {count(number)} parameters + 1.{MARGIN_PERCENT:02} x ({layers} layers x "
-               f"{BYTES_PER_LAYER} bytes x {count(tokens)} tokens x {count(hidden)} + {count(tokens)} tokens x "
-               f"(2 bytes x {count(words)} words + 3 bytes x {count(hidden)} + 8 bytes))")
+    formula = (
+        f"{BYTES_PER_PARAMETER} bytes x {count(number)} parameters + 1.{MARGIN_PERCENT:02} x ({layers} layers x "
+        f"{BYTES_PER_LAYER} bytes x {count(tokens)} tokens x {count(hidden)} + {count(tokens)} tokens x "
+        f"(2 bytes x {count(words)} words + 3 bytes x {count(hidden)} + 8 bytes))"
+    )
     return TheoreticalMemory(
         states_bytes=BYTES_PER_PARAMETER * number,
         activations_bytes=(100 + MARGIN_PERCENT) * (layers * BYTES_PER_LAYER * tokens * hidden + at_ends) // 100,

@@ -67,8 +67,11 @@ def _values(args: Args) -> dict[str, object]:
 def _spelled(before: dict[str, object], changes: dict[str, object]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(flags to add, flags to drop)."""
     add = [_text(FLAGS[name], value) for name, value in changes.items() if not _is_default(FLAGS[name], value)]
-    drop = [FLAGS[name].spelling for name, value in changes.items()
-            if _is_default(FLAGS[name], value) and not _is_default(FLAGS[name], before[name])]
+    drop = [
+        FLAGS[name].spelling
+        for name, value in changes.items()
+        if _is_default(FLAGS[name], value) and not _is_default(FLAGS[name], before[name])
+    ]
     return tuple(add), tuple(drop)
 
 

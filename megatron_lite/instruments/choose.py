@@ -33,11 +33,17 @@ def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrume
     if on_demand and (leads or (profiled or plan.world.is_last) and not nobody):  # the last rank must not average them
         members.append(_on_demand(plan, window, run_dir, leads, tell))
     if leads and (on_demand or window):
-        members.append(Disturbance(
-            window, timeline, lambda: plan.train_iters - window.started_at, tell, cupti_on_demand=_uses_cupti(plan),
-            cupti_planned=_uses_cupti(plan) and plan.args.profile.use_pytorch_profiler,
-            rank=rank if plan.world.size > 1 else None,
-        ))
+        members.append(
+            Disturbance(
+                window,
+                timeline,
+                lambda: plan.train_iters - window.started_at,
+                tell,
+                cupti_on_demand=_uses_cupti(plan),
+                cupti_planned=_uses_cupti(plan) and plan.args.profile.use_pytorch_profiler,
+                rank=rank if plan.world.size > 1 else None,
+            )
+        )
     if nsys := nsys_range(plan, window, tell):
         members.append(nsys)
     members += memory_instruments(plan, window, tell)
@@ -51,22 +57,29 @@ def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrume
 def _room_for_names(plan: Plan, window: Window) -> RoomForNames:
     tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
     chunks = -(-tokens // rows_at_once(plan.shape.padded_vocab_size, plan.world.threads))
-    return RoomForNames(window, plan.shape.num_layers, plan.micro_batches(plan.train_samples), chunks,
-                        plan.args.profile.pytorch_profiler_collect_shapes)
+    return RoomForNames(
+        window,
+        plan.shape.num_layers,
+        plan.micro_batches(plan.train_samples),
+        chunks,
+        plan.args.profile.pytorch_profiler_collect_shapes,
+    )
 
 
 def _torch_profiler(plan: Plan, window: Window, run_dir: Path, tell) -> TorchProfiler:
     p = plan.args.profile
     details = Details(
-        cuda=plan.device == "cuda", shapes=p.pytorch_profiler_collect_shapes,
-        stacks=p.pytorch_profiler_collect_callstack, memory=p.pytorch_profiler_collect_memory,
-        flops=p.pytorch_profiler_collect_flops, chakra=p.pytorch_profiler_collect_chakra,
-        modules=p.profile_modules, compress=True if p.profile_gzip else False if p.no_profile_gzip else None,
+        cuda=plan.device == "cuda",
+        shapes=p.pytorch_profiler_collect_shapes,
+        stacks=p.pytorch_profiler_collect_callstack,
+        memory=p.pytorch_profiler_collect_memory,
+        flops=p.pytorch_profiler_collect_flops,
+        chakra=p.pytorch_profiler_collect_chakra,
+        modules=p.profile_modules,
+        compress=True if p.profile_gzip else False if p.no_profile_gzip else None,
     )
     folder = Path(plan.args.watch.tensorboard_dir or run_dir)
-    return TorchProfiler(
-        window, folder, plan.world.rank, details, tell, only_on_demand=not p.use_pytorch_profiler
-    )
+    return TorchProfiler(window, folder, plan.world.rank, details, tell, only_on_demand=not p.use_pytorch_profiler)
 
 
 def _on_demand(plan: Plan, window: Window, run_dir: Path, leads: bool, tell) -> OnDemand:
@@ -74,8 +87,14 @@ def _on_demand(plan: Plan, window: Window, run_dir: Path, leads: bool, tell) -> 
     followers = plan.profile_ranks | {plan.world.size - 1}
     length = max(p.profile_step_end - max(p.profile_step_start, 1), 1)
     return OnDemand(
-        window, run_dir, length, leads, alone=len(followers) == 1,
-        last_step=lambda: plan.train_iters - window.started_at, records=_records_on_demand(plan), tell=tell,
+        window,
+        run_dir,
+        length,
+        leads,
+        alone=len(followers) == 1,
+        last_step=lambda: plan.train_iters - window.started_at,
+        records=_records_on_demand(plan),
+        tell=tell,
     )
 
 
@@ -86,7 +105,11 @@ def _records_on_demand(plan: Plan) -> str:
     """
     if not _torch_is_blind(plan):
         return "profiling"
-    return "nsys holds the GPU's counters, so only memory is recorded in" if plan.args.profile.record_memory_history else ""
+    return (
+        "nsys holds the GPU's counters, so only memory is recorded in"
+        if plan.args.profile.record_memory_history
+        else ""
+    )
 
 
 def _uses_cupti(plan: Plan) -> bool:

@@ -35,8 +35,10 @@ class Compiling(Instrument):
         self._handler.remove_end_callback(self._ends)
         self._tell_of_new()
         if self.compilations > self._expected:
-            self._tell(f"--torch-compile compiled {self.compilations} graphs, where {self._expected} were expected: something "
-                       "about the inputs of layers changes; start with TORCH_LOGS=recompiles to see what")
+            self._tell(
+                f"--torch-compile compiled {self.compilations} graphs, where {self._expected} were expected: something "
+                "about the inputs of layers changes; start with TORCH_LOGS=recompiles to see what"
+            )
 
     def _begins(self, happening):
         self._since = time.perf_counter()
@@ -55,7 +57,9 @@ class Compiling(Instrument):
         graphs, seconds, cached = (value - before for value, before in zip(now, self._told))
         self._told = now
         if graphs:
-            self._tell(f"   compiled {graphs} graph{'s' if graphs > 1 else ''} in {seconds:.1f} s (from the cache: {cached})")
+            self._tell(
+                f"   compiled {graphs} graph{'s' if graphs > 1 else ''} in {seconds:.1f} s (from the cache: {cached})"
+            )
 
     def _cache_hits(self) -> int:
         """Graphs whose forward and backward were there from an earlier run, or from another rank."""

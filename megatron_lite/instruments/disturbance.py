@@ -16,8 +16,16 @@ STEPS_AFTER, LINGERS = 20, 1.05  # ratio; smaller ones are noise
 class Disturbance(Instrument):
     """On one rank only. Outside of the timeline, so that a step's time is complete when `end` is called."""
 
-    def __init__(self, window: Window, timeline: Timeline, last_step, tell, cupti_planned: bool = False,
-                 cupti_on_demand: bool = False, rank: int | None = None):
+    def __init__(
+        self,
+        window: Window,
+        timeline: Timeline,
+        last_step,
+        tell,
+        cupti_planned: bool = False,
+        cupti_on_demand: bool = False,
+        rank: int | None = None,
+    ):
         """`cupti_...`: in such a window torch.profiler records a GPU. `rank`: this one, where there are several."""
         self.window, self.timeline, self._last_step, self._tell = window, timeline, last_step, tell
         self._asked = range(window.first, window.last + 1)
@@ -30,8 +38,10 @@ class Disturbance(Instrument):
 
     def begin(self, step: int):
         if step == 1 and self._asked and self._asked.start > self._last_step() and self.window.started_at:
-            self._tell(f"--profile-step-start {self._asked.start} counts this run's own steps, and there are "
-                       f"{self._last_step()} left of it: nothing will be profiled. Give a smaller one.")
+            self._tell(
+                f"--profile-step-start {self._asked.start} counts this run's own steps, and there are "
+                f"{self._last_step()} left of it: nothing will be profiled. Give a smaller one."
+            )
         self._steps = step
         self._reached = self._reached or step in self._asked
 
@@ -49,8 +59,10 @@ class Disturbance(Instrument):
         if self._inside:
             self._say()
         if self._asked and not self._reached:
-            self._tell(f"--profile-step-start {self._asked.start} was never reached: the run ended after "
-                       f"{self._steps} of its steps, so there is no profile.")
+            self._tell(
+                f"--profile-step-start {self._asked.start} was never reached: the run ended after "
+                f"{self._steps} of its steps, so there is no profile."
+            )
 
     def _compare_after(self, seconds: float):
         """CUPTI, once it was used, stays attached and may slow every later step down (pytorch issue 144455)."""
@@ -61,17 +73,23 @@ class Disturbance(Instrument):
             return
         ratio, self._usual = median(self._after) / self._usual, None
         if self._cupti and ratio > LINGERS:
-            self._tell(f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: CUPTI may have stayed "
-                       "attached, which TEARDOWN_CUPTI=1 in the environment prevents.")
+            self._tell(
+                f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: CUPTI may have stayed "
+                "attached, which TEARDOWN_CUPTI=1 in the environment prevents."
+            )
 
     def _say(self):
         inside, self._inside = self._inside, []
         self._cupti = self._cupti or self._cupti_in[self.window.on_demand]
         if len(self._before) < FEWEST_BEFORE:
-            self._tell(f"profiled steps cannot be compared with those before: {FEWEST_BEFORE} after the run's first are needed, "
-                       f"{len(self._before)} could be timed.")
+            self._tell(
+                f"profiled steps cannot be compared with those before: {FEWEST_BEFORE} after the run's first are needed, "
+                f"{len(self._before)} could be timed."
+            )
             return
         self._usual, self._after = median(self._before), []
         during, before = 1000 * median(inside), 1000 * self._usual
-        self._tell(f"profiled steps{self._where} took {during / before:.2f} x as long as those before: median {during:.1f} ms of "
-                   f"{len(inside)} against {before:.1f} ms of {len(self._before)}")
+        self._tell(
+            f"profiled steps{self._where} took {during / before:.2f} x as long as those before: median {during:.1f} ms of "
+            f"{len(inside)} against {before:.1f} ms of {len(self._before)}"
+        )

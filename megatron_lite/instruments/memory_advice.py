@@ -7,8 +7,10 @@ from megatron_lite.units import size
 
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-LAST_RESORT = ("fewer --num-layers, a smaller --hidden-size or a shorter --seq-length: weights and optimizer state are whole "
-               "on every rank, so that more ranks do not help")
+LAST_RESORT = (
+    "fewer --num-layers, a smaller --hidden-size or a shorter --seq-length: weights and optimizer state are whole "
+    "on every rank, so that more ranks do not help"
+)
 MOVING, STANDING = (ACTIVATIONS, EVALUATION, INPUT), (WEIGHTS, OPTIMIZER)
 
 
@@ -35,8 +37,11 @@ def _smaller_activations(plan: Plan) -> list[str]:
         words = f"--micro-batch-size {smaller} instead of {now}, with the same --global-batch-size"
         found.append(_told(plan, words, micro_batch_size=smaller))
     if m.recompute_granularity != "full":
-        found.append(_told(plan, FULL_RECOMPUTE, recompute_granularity="full", recompute_method="uniform",
-                           recompute_num_layers=1))
+        found.append(
+            _told(
+                plan, FULL_RECOMPUTE, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+            )
+        )
     elif m.recompute_method == "block" and (m.recompute_num_layers or 1) < layers:
         words = f"--recompute-num-layers {layers} instead of {m.recompute_num_layers or 1}"
         found.append(_told(plan, words, recompute_num_layers=layers))
@@ -49,10 +54,21 @@ def _smaller_state(plan: Plan) -> list[str]:
     if not plan.fp32_gradients:
         return []
     if plan.precision == "bf16":
-        return [_told(plan, "--grad-reduce-in-bf16: gradients without fp32 sums", grad_reduce_in_bf16=True,
-                      accumulate_allreduce_grads_in_fp32=False)]
-    return [_told(plan, "no --accumulate-allreduce-grads-in-fp32: gradients without fp32 sums",
-                  accumulate_allreduce_grads_in_fp32=False)]
+        return [
+            _told(
+                plan,
+                "--grad-reduce-in-bf16: gradients without fp32 sums",
+                grad_reduce_in_bf16=True,
+                accumulate_allreduce_grads_in_fp32=False,
+            )
+        ]
+    return [
+        _told(
+            plan,
+            "no --accumulate-allreduce-grads-in-fp32: gradients without fp32 sums",
+            accumulate_allreduce_grads_in_fp32=False,
+        )
+    ]
 
 
 def _told(plan: Plan, words: str, **changes) -> str:

@@ -61,5 +61,6 @@ class CpuRecorder:
     def shortage(self, asked: int | None) -> Shortage:
         """Now."""
         host = host_memory()
-        return Shortage(asked, free=host["free"], total=host["total"], reserved=host["mine"],
-                        all_known=self._tracker.seeing)
+        return Shortage(
+            asked, free=host["free"], total=host["total"], reserved=host["mine"], all_known=self._tracker.seeing
+        )

@@ -53,7 +53,8 @@ class CudaRecorder:
         taken = torch.cuda.memory._snapshot()
         device = torch.cuda.current_device()
         taken["external_annotations"] = [
-            *taken.get("external_annotations", ()), *annotations(self.place.marks, device),
+            *taken.get("external_annotations", ()),
+            *annotations(self.place.marks, device),
         ]
         return taken, len(taken["device_traces"][device]) >= self._full_at
 
@@ -64,6 +65,7 @@ class CudaRecorder:
 
     def watch_for_shortage(self, observe):
         """Call `observe` with a Shortage at every allocation that fails, on whatever thread that is."""
+
         def failed(device: int, asked: int, total: int, free: int):
             observe(Shortage(asked, free, total, torch.cuda.memory_reserved(device)))
 

@@ -70,8 +70,14 @@ def _entries(layout: Layout, event: Event) -> list[dict]:
 
 def _entry(action: str, address: int, size: int, event: Event) -> dict:
     return {
-        "action": action, "addr": address, "size": size, "stream": 0, "time_us": event.time_us, "compile_context": "N/A",
-        "user_metadata": event.tag, "frames": event.frames,
+        "action": action,
+        "addr": address,
+        "size": size,
+        "stream": 0,
+        "time_us": event.time_us,
+        "compile_context": "N/A",
+        "user_metadata": event.tag,
+        "frames": event.frames,
     }
 
 
@@ -80,12 +86,25 @@ def _segment(segment: Segment) -> dict:
     for address, size, holder in zip(segment.starts, segment.sizes, segment.holders):
         block = {"address": address, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
         if holder is not None:
-            block |= {"requested_size": holder.size, "state": "active_allocated", "frames": holder.frames,
-                      "user_metadata": holder.tag}  # torch's own blocks have no tag; viewers do not mind it
+            block |= {
+                "requested_size": holder.size,
+                "state": "active_allocated",
+                "frames": holder.frames,
+                "user_metadata": holder.tag,
+            }  # torch's own blocks have no tag; viewers do not mind it
             used, requested = used + size, requested + holder.size
         blocks.append(block)
     return {
-        "device": 0, "address": segment.address, "total_size": segment.size, "allocated_size": used, "active_size": used,
-        "requested_size": requested, "stream": 0, "segment_type": segment.pool, "segment_pool_id": (0, 0),
-        "is_expandable": False, "frames": segment.frames, "blocks": blocks,
+        "device": 0,
+        "address": segment.address,
+        "total_size": segment.size,
+        "allocated_size": used,
+        "active_size": used,
+        "requested_size": requested,
+        "stream": 0,
+        "segment_type": segment.pool,
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": segment.frames,
+        "blocks": blocks,
     }

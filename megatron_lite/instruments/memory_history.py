@@ -85,10 +85,13 @@ class MemoryHistory(Instrument):
         try:
             write_snapshot(path, snapshot)
         except OSError as error:
-            self._tell(f"--memory-snapshot-path: {path} could not be written ({error.strerror}) and is lost; training goes "
-                       "on.")
+            self._tell(
+                f"--memory-snapshot-path: {path} could not be written ({error.strerror}) and is lost; training goes on."
+            )
             return
-        self._tell(f"memory snapshot: {path} holds {self._contents(snapshot, dropped)}; draw it at pytorch.org/memory_viz")
+        self._tell(
+            f"memory snapshot: {path} holds {self._contents(snapshot, dropped)}; draw it at pytorch.org/memory_viz"
+        )
 
     def _contents(self, snapshot: dict, dropped: bool) -> str:
         device = self._recorder.number

@@ -25,8 +25,13 @@ from megatron_lite.units import KIB, size
 LARGEST = 3  # sites that are named
 MOST_FILES = 3  # of failures that somebody caught: a snapshot may be gigabytes
 # of libraries that allocate for themselves; their errors are plain RuntimeErrors
-SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory",
-         "not enough memory")
+SIGNS = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "not enough memory",
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,10 @@ def _sites(held: list[Held]) -> list[str]:
 def _blocks(held: list[Held]) -> list[str]:
     """By size, the largest first."""
     numbers = Counter(piece.size for piece in held)
-    return [size(amount) + (f" x {numbers[amount]}" if numbers[amount] > 1 else "") for amount in sorted(numbers, reverse=True)]
+    return [
+        size(amount) + (f" x {numbers[amount]}" if numbers[amount] > 1 else "")
+        for amount in sorted(numbers, reverse=True)
+    ]
 
 
 def _with_unknown(held: dict[str, int], shortage: Shortage) -> dict[str, int]:
@@ -141,9 +149,7 @@ class OutOfMemory(Instrument):
         try:
             snapshot, _ = self._recorder.snapshot()
             written = self._write(snapshot)
-            self._lines = report(
-                self._plan, self._place.tag, shortage, snapshot, self._recorder.number, written
-            )
+            self._lines = report(self._plan, self._place.tag, shortage, snapshot, self._recorder.number, written)
         except Exception as problem:  # noqa: BLE001 - see above
             self._lines = [f"{_headline(self._plan, self._place.tag)}; why could not be found out: {problem}"]
 

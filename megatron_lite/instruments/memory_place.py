@@ -93,7 +93,8 @@ class ModuleHooks:
         """From now on, for every module of the process."""
         if not self._handles:
             self._handles = [
-                register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
             ]
 
     def detach(self):

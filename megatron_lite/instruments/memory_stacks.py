@@ -4,7 +4,12 @@ import sys
 from types import CodeType
 
 # what records, or calls what records: no part of the stack that is recorded
-RECORDERS = ("/instruments/memory_", "/torch/utils/_python_dispatch.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
+RECORDERS = (
+    "/instruments/memory_",
+    "/torch/utils/_python_dispatch.py",
+    "/torch/_compile.py",
+    "/torch/_dynamo/eval_frame.py",
+)
 DEEPEST = 100
 
 
@@ -44,7 +49,11 @@ class Stacks:
             if began:
                 place = (id(code), frame.f_lasti)
                 if place not in self._frames:
-                    self._frames[place] = {"filename": code.co_filename, "line": frame.f_lineno or 0, "name": code.co_name}
+                    self._frames[place] = {
+                        "filename": code.co_filename,
+                        "line": frame.f_lineno or 0,
+                        "name": code.co_name,
+                    }
                 frames.append(self._frames[place])
             frame = frame.f_back
         return frames

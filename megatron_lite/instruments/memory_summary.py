@@ -10,16 +10,29 @@ from megatron_lite.phases import Phase
 ACTIVATIONS, GRADIENTS, WEIGHTS = "activations", "gradients and what backward computes", "weights"
 OPTIMIZER, INPUT, EVALUATION, OTHER = "optimizer", "input", "evaluation", "other"
 CATEGORY_OF_PHASE = {
-    Phase.DATA: INPUT, Phase.DATA_TO_DEVICE: INPUT, Phase.FORWARD: ACTIVATIONS, RECOMPUTE: ACTIVATIONS,
-    Phase.BACKWARD: GRADIENTS, Phase.GRAD_SYNC: GRADIENTS, Phase.UNSCALE: OPTIMIZER, Phase.CLIP_GRAD: OPTIMIZER,
-    Phase.OPTIMIZER_STEP: OPTIMIZER, Phase.EVAL: EVALUATION,
+    Phase.DATA: INPUT,
+    Phase.DATA_TO_DEVICE: INPUT,
+    Phase.FORWARD: ACTIVATIONS,
+    RECOMPUTE: ACTIVATIONS,
+    Phase.BACKWARD: GRADIENTS,
+    Phase.GRAD_SYNC: GRADIENTS,
+    Phase.UNSCALE: OPTIMIZER,
+    Phase.CLIP_GRAD: OPTIMIZER,
+    Phase.OPTIMIZER_STEP: OPTIMIZER,
+    Phase.EVAL: EVALUATION,
 }
 CATEGORY_OF_PHASE = {str(phase): category for phase, category in CATEGORY_OF_PHASE.items()}
 # whose stack a memory has that was allocated outside of phases, or whose tag has fallen out of the ring
 CATEGORY_OF_CODE = (
-    ("megatron_lite/optim/", OPTIMIZER), ("torch/optim/", OPTIMIZER), ("megatron_lite/parallel/", GRADIENTS),
-    ("torch/nn/parallel/", GRADIENTS), ("torch/autograd/", GRADIENTS), ("megatron_lite/train/evaluate.py", EVALUATION),
-    ("megatron_lite/train/step.py", ACTIVATIONS), ("megatron_lite/model/", WEIGHTS), ("megatron_lite/train/run.py", WEIGHTS),
+    ("megatron_lite/optim/", OPTIMIZER),
+    ("torch/optim/", OPTIMIZER),
+    ("megatron_lite/parallel/", GRADIENTS),
+    ("torch/nn/parallel/", GRADIENTS),
+    ("torch/autograd/", GRADIENTS),
+    ("megatron_lite/train/evaluate.py", EVALUATION),
+    ("megatron_lite/train/step.py", ACTIVATIONS),
+    ("megatron_lite/model/", WEIGHTS),
+    ("megatron_lite/train/run.py", WEIGHTS),
 )
 PACKAGE, TORCH = "megatron_lite/", "/torch/"
 ALLOCATED, FREED = "alloc", "free_completed"
@@ -55,9 +68,13 @@ def held_at_the_end(snapshot: dict, device: int = 0) -> list[Held]:
     """All memory that tensors hold when the snapshot was taken."""
     tags = {e["addr"]: e.get("user_metadata", "") for e in _trace(snapshot, device) if e["action"] == ALLOCATED}
     return [
-        Held(block.get("requested_size") or block["size"], block.get("user_metadata") or tags.get(address, ""),
-             block.get("frames") or [])
-        for address, block in _blocks(snapshot, device) if block["state"] != "inactive"
+        Held(
+            block.get("requested_size") or block["size"],
+            block.get("user_metadata") or tags.get(address, ""),
+            block.get("frames") or [],
+        )
+        for address, block in _blocks(snapshot, device)
+        if block["state"] != "inactive"
     ]
 
 
@@ -113,15 +130,22 @@ def site(frames: list[dict]) -> str:
     foreign = [frame for frame in python if TORCH not in frame["filename"]]
     for candidates in (own, foreign, python):
         if candidates:
-            file = candidates[0]["filename"].rpartition(PACKAGE)[2] if own else "/".join(
-                candidates[0]["filename"].split("/")[-2:])
+            file = (
+                candidates[0]["filename"].rpartition(PACKAGE)[2]
+                if own
+                else "/".join(candidates[0]["filename"].split("/")[-2:])
+            )
             return f"{candidates[0]['name']} ({file}:{candidates[0]['line']})"
     return "code without Python frames, such as backward"
 
 
 def operation(frames: list[dict]) -> str:
     """'aten.mm.default from ', where the stack begins with what a CPU's tracker saw."""
-    return f"{frames[0]['name']} from " if frames and not frames[0]["line"] and frames[0]["name"].startswith("aten.") else ""
+    return (
+        f"{frames[0]['name']} from "
+        if frames and not frames[0]["line"] and frames[0]["name"].startswith("aten.")
+        else ""
+    )
 
 
 def place_words(tag: str) -> str:

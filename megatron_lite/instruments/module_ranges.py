@@ -153,13 +153,16 @@ def _is_compiled(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     if isinstance(forward, partial):  # recomputation around a compiled layer
         forward = forward.args[0]
-    return (hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-            or hasattr(forward, "_torchdynamo_orig_callable"))
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or hasattr(forward, "_torchdynamo_orig_callable")
+    )
 
 
 def _short(name: str) -> str:
     """module.decoder.layers.3 -> layers.3."""
-    return name[name.find("layers."):]
+    return name[name.find("layers.") :]
 
 
 def _in_backward() -> bool:

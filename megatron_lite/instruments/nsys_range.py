@@ -24,8 +24,19 @@ class NsysRange(Instrument):
     all_steps: ranges for the steps outside the window too. neighbours: the other profiled ranks of this node.
     """
 
-    def __init__(self, window: Window, device: str, tell, *, rank: int = 0, size: int = 1, neighbours: Sequence[int] = (),
-                 all_steps: bool = False, operators: bool = False, under_nsys: bool = True):
+    def __init__(
+        self,
+        window: Window,
+        device: str,
+        tell,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        neighbours: Sequence[int] = (),
+        all_steps: bool = False,
+        operators: bool = False,
+        under_nsys: bool = True,
+    ):
         self.window, self._device, self._tell, self._rank = window, device, tell, rank
         self._title, self._neighbours = f"rank {rank} of {size}", list(neighbours)
         self._all_steps, self._operators, self._under_nsys = all_steps, operators, under_nsys
@@ -114,7 +125,13 @@ def nsys_range(plan: Plan, window: Window, tell) -> NsysRange | None:
     first = world.rank - world.local_rank
     node = range(first, first + world.local_size)
     return NsysRange(
-        window if profiled else Window(range(0)), plan.device, tell, rank=world.rank, size=world.size,
+        window if profiled else Window(range(0)),
+        plan.device,
+        tell,
+        rank=world.rank,
+        size=world.size,
         neighbours=[rank for rank in node if rank in plan.profile_ranks and rank != world.rank],
-        all_steps=p.nvtx_ranges, operators=p.record_shapes, under_nsys=world.under_nsys,
+        all_steps=p.nvtx_ranges,
+        operators=p.record_shapes,
+        under_nsys=world.under_nsys,
     )

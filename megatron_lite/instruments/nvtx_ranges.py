@@ -6,9 +6,14 @@ import torch
 class TorchNvtx:
     """What torch's CUDA build has of NVTX, in the default domain."""
 
-    push, pop, mark = (staticmethod(f) for f in (
-        torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop, torch.cuda.nvtx.mark,
-    ))
+    push, pop, mark = (
+        staticmethod(f)
+        for f in (
+            torch.cuda.nvtx.range_push,
+            torch.cuda.nvtx.range_pop,
+            torch.cuda.nvtx.mark,
+        )
+    )
 
 
 class PackageNvtx:
@@ -50,7 +55,9 @@ def nvtx_for(device: str) -> TorchNvtx | PackageNvtx:
     except ImportError:
         if hasattr(torch._C, "_nvtx"):  # a CUDA build that trains on the CPU
             return TorchNvtx()
-        raise RuntimeError("the package nvtx is missing, without which a CPU run has no ranges; pip install nvtx") from None
+        raise RuntimeError(
+            "the package nvtx is missing, without which a CPU run has no ranges; pip install nvtx"
+        ) from None
 
 
 class Span:

@@ -26,8 +26,17 @@ class OnDemand(Instrument):
     clock at which they look and the pace of the steps; one that sees it late joins late.
     """
 
-    def __init__(self, window: Window, run_dir: Path, length: int, leads: bool, alone: bool, last_step, tell,
-                 records: str = "profiling"):
+    def __init__(
+        self,
+        window: Window,
+        run_dir: Path,
+        length: int,
+        leads: bool,
+        alone: bool,
+        last_step,
+        tell,
+        records: str = "profiling",
+    ):
         self.window, self._length, self._leads, self._alone = window, length, leads, alone
         self._request, self._answer = run_dir / REQUEST, run_dir / ANSWER
         self._last_step, self._tell, self._records = last_step, tell, records  # last_step(): of this run
@@ -69,14 +78,18 @@ class OnDemand(Instrument):
         if length is None:
             return
         if not self._records:
-            self._tell(f"{self._request}: nsys holds the GPU's counters in this run and collects the planned window only, "
-                       "so nothing is profiled; start the run without nsys to profile on demand.")
+            self._tell(
+                f"{self._request}: nsys holds the GPU's counters in this run and collects the planned window only, "
+                "so nothing is profiled; start the run without nsys to profile on demand."
+            )
             return
         first = step + 2 if self._alone else step + HOSTS_APART + int(3 * SECONDS_BETWEEN_LOOKS * pace)
         steps = range(first, first + length)
         if self._scheduled and self._scheduled.start <= steps.stop and self._scheduled.stop > step:
-            self._tell(f"{self._request}: steps {self._scheduled.start}-{self._scheduled.stop - 1} are about to be "
-                       "profiled anyway; ask again after them.")
+            self._tell(
+                f"{self._request}: steps {self._scheduled.start}-{self._scheduled.stop - 1} are about to be "
+                "profiled anyway; ask again after them."
+            )
             return
         if first > self._last_step():
             self._tell(f"{self._request}: the run ends before step {first}, so nothing is profiled.")
@@ -104,8 +117,10 @@ class OnDemand(Instrument):
             return self._length
         if text.isdecimal() and 0 < int(text) <= MOST_STEPS:
             return int(text)
-        self._tell(f"{self._request}: {wrong}, so nothing is profiled; make it an empty file for {self._length} steps, or write "
-                   "their number into it.")
+        self._tell(
+            f"{self._request}: {wrong}, so nothing is profiled; make it an empty file for {self._length} steps, or write "
+            "their number into it."
+        )
         return None
 
     def _follow(self, step: int):

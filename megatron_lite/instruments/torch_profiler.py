@@ -46,10 +46,14 @@ class Details:
         """torch's profiler, off."""
         return _KinetoProfile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])],
-            record_shapes=self.shapes, with_stack=self.stacks, profile_memory=self.memory, with_flops=self.flops,
+            record_shapes=self.shapes,
+            with_stack=self.stacks,
+            profile_memory=self.memory,
+            with_flops=self.flops,
             # which stream or event a synchronisation waits for: critical paths need it
             experimental_config=_ExperimentalConfig(enable_cuda_sync_events=self.cuda),
-            execution_trace_observer=chakra.observer if chakra else None, **TABLE_LIMIT,
+            execution_trace_observer=chakra.observer if chakra else None,
+            **TABLE_LIMIT,
         )
 
 
@@ -202,8 +206,10 @@ class TorchProfiler(Instrument):
         if self._chakra:
             beside.append(self._attempt(self._chakra.write, self.details.compress))
         seconds = time.perf_counter() - started
-        self._tell(f"profiled {words}, rank {self.rank}: {path} ({path.stat().st_size / MIB:.1f} MiB, "
-                   f"{seconds:.1f} s between steps)" + "".join(f"\n    {what}" for what in beside))
+        self._tell(
+            f"profiled {words}, rank {self.rank}: {path} ({path.stat().st_size / MIB:.1f} MiB, "
+            f"{seconds:.1f} s between steps)" + "".join(f"\n    {what}" for what in beside)
+        )
         for complaint in self._complaints(found):
             self._tell(f"trace of rank {self.rank}: {complaint}")
 
@@ -213,11 +219,15 @@ class TorchProfiler(Instrument):
         if found.steps != meant:
             yield f"holds the steps {_listed(found.steps)}, not {_listed(meant)} as it should."
         if self._full:
-            yield ("the record of the GPU ends early: Kineto's room for events was full; profile fewer steps "
-                   "(--profile-step-end), or fewer micro-batches in each.")
+            yield (
+                "the record of the GPU ends early: Kineto's room for events was full; profile fewer steps "
+                "(--profile-step-end), or fewer micro-batches in each."
+            )
         elif self.details.cuda and not found.kernels:
-            yield ("holds no GPU kernel. CUPTI, which reports them, serves one tool per process: Nsight Systems or "
-                   "Compute, a debugger or monitoring (DCGM's profiling metrics) has it; stop that, and profile again.")
+            yield (
+                "holds no GPU kernel. CUPTI, which reports them, serves one tool per process: Nsight Systems or "
+                "Compute, a debugger or monitoring (DCGM's profiling metrics) has it; stop that, and profile again."
+            )
 
     @staticmethod
     def _attempt(write, *arguments) -> str:

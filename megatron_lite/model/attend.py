@@ -130,8 +130,12 @@ def _scores(q_BNTD: Tensor, k_BNTD: Tensor, scale: float, mask_B1TT: Tensor | No
     rows, positions, width = q_BNTD.shape[:2].numel(), *q_BNTD.shape[2:]
     future = torch.full((positions, positions), -math.inf, dtype=q_BNTD.dtype, device=q_BNTD.device).triu(1)
     # scaling and masking within the product: no pass of their own over the scores
-    scores = torch.baddbmm(future.expand(rows, -1, -1), q_BNTD.reshape(rows, positions, width),
-                           k_BNTD.reshape(rows, positions, width).transpose(1, 2), alpha=scale)
+    scores = torch.baddbmm(
+        future.expand(rows, -1, -1),
+        q_BNTD.reshape(rows, positions, width),
+        k_BNTD.reshape(rows, positions, width).transpose(1, 2),
+        alpha=scale,
+    )
     return scores.view(*q_BNTD.shape[:3], positions)
 
 
@@ -176,10 +180,12 @@ def _explicit(backend: str, shape: ModelShape, explain: bool) -> Attend:
     function = partial(
         explicit_attention, fp32_softmax=shape.softmax_in_fp32, scale_by_layer=shape.query_key_layer_scaling
     )
-    reason = ("in bf16 on a CPU it is slower for so few positions" if backend == "auto"
-              else f"--attention-backend {backend} asks for the explicit kernel")
+    reason = (
+        "in bf16 on a CPU it is slower for so few positions"
+        if backend == "auto"
+        else f"--attention-backend {backend} asks for the explicit kernel"
+    )
     return Attend(function, "explicit", (f"sdpa: {reason}",) if explain else ())
-
 
 
 def _automatic(probes: list[Probe], explain: bool, pick: Callable | None) -> Attend:

@@ -27,8 +27,11 @@ class Race:
         """'1.21 ms, flash 1.60 ms forward and backward'; empty where nothing was timed."""
         if self.winner not in self.times_ms:
             return ""
-        others = [f"{name} {ms:.2f} ms" for name, ms in sorted(self.times_ms.items(), key=lambda item: item[1])
-                  if name != self.winner]
+        others = [
+            f"{name} {ms:.2f} ms"
+            for name, ms in sorted(self.times_ms.items(), key=lambda item: item[1])
+            if name != self.winner
+        ]
         return f"{', '.join([f'{self.times_ms[self.winner]:.2f} ms', *others])} forward and backward"
 
 
@@ -46,12 +49,16 @@ def fastest(probe: Probe, able: tuple[str, ...], preferred: str | None) -> Race:
 def trials_of(probe: Probe, names: tuple[str, ...]) -> dict[str, Trial]:
     """Forward and backward of attention by each kernel, on normal numbers: zeros would be faster than any data."""
     backends = {name: backend for backend, name in NAMES.items()}
-    q_BNTD, k_BGTD, v_BGTD = (torch.randn_like(like).requires_grad_() for like in (probe.q_BNTD, probe.k_BGTD, probe.k_BGTD))
+    q_BNTD, k_BGTD, v_BGTD = (
+        torch.randn_like(like).requires_grad_() for like in (probe.q_BNTD, probe.k_BGTD, probe.k_BGTD)
+    )
     mask_B1TT = None if probe.mask_B1TT is None else torch.ones_like(probe.mask_B1TT).tril()
     gradient_BNTD = torch.randn_like(q_BNTD)
 
     def trial(name: str):
-        out_BNTD = sdpa_attention(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, probe.dropout, 1, backend=backends[name], expand=False)
+        out_BNTD = sdpa_attention(
+            q_BNTD, k_BGTD, v_BGTD, mask_B1TT, probe.dropout, 1, backend=backends[name], expand=False
+        )
         torch.autograd.grad(out_BNTD, (q_BNTD, k_BGTD, v_BGTD), gradient_BNTD)
 
     return {name: partial(trial, name) for name in names}

@@ -47,7 +47,9 @@ class _Losses(torch.autograd.Function):
     def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_MH, weight_VH, gradients_MV = ctx.saved_tensors
         gradient_M1 = gradient_M[:, None]  # stays in fp32: rounded, it would be wrong in the same way for all tokens
-        of_weight_VH = _weight_gradient(gradients_MV, torch.mul(hidden_MH, gradient_M1, out=torch.empty_like(hidden_MH)))
+        of_weight_VH = _weight_gradient(
+            gradients_MV, torch.mul(hidden_MH, gradient_M1, out=torch.empty_like(hidden_MH))
+        )
         of_hidden_MH = (gradients_MV @ weight_VH).mul_(gradient_M1)
         return of_hidden_MH, of_weight_VH, None, None, None
 
@@ -73,7 +75,9 @@ def _softmax(logits_MV: Tensor, rows_at_once: int, learns: bool) -> tuple[Tensor
     highest_M1, sums_M1 = torch.empty(2, len(logits_MV), 1, dtype=torch.float32, device=logits_MV.device)
     in_fp32 = logits_MV.dtype == torch.float32
     room_RV = None if in_fp32 else torch.empty_like(logits_MV[:rows_at_once], dtype=torch.float32)
-    for logits_RV, highest_R1, sums_R1 in zip(*(all_M.split(rows_at_once) for all_M in (logits_MV, highest_M1, sums_M1))):
+    for logits_RV, highest_R1, sums_R1 in zip(
+        *(all_M.split(rows_at_once) for all_M in (logits_MV, highest_M1, sums_M1))
+    ):
         wide_RV = logits_RV if in_fp32 else room_RV[: len(logits_RV)].copy_(logits_RV)
         torch.amax(wide_RV, -1, keepdim=True, out=highest_R1)
         torch.sum(wide_RV.sub_(highest_R1).exp_(), -1, keepdim=True, out=sums_R1)

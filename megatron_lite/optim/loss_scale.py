@@ -45,7 +45,11 @@ class DynamicLossScale(LossScale):
         self.hysteresis_tracker.copy_(torch.where(grow, self.hysteresis, left))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"scale": self.scale, "growth_tracker": self.growth_tracker, "hysteresis_tracker": self.hysteresis_tracker}
+        return {
+            "scale": self.scale,
+            "growth_tracker": self.growth_tracker,
+            "hysteresis_tracker": self.hysteresis_tracker,
+        }
 
 
 def make_loss_scale(plan: Plan, device: torch.device) -> LossScale | None:

@@ -47,5 +47,8 @@ def _processor() -> str:
     except (OSError, ValueError):
         lines = []
     telling = ("vendor_id", "model name", "flags", "Features", "CPU part")
-    kind = sorted({line for line in lines if line.split("\t")[0].strip() in telling}) or [platform.machine(), platform.processor()]
+    kind = sorted({line for line in lines if line.split("\t")[0].strip() in telling}) or [
+        platform.machine(),
+        platform.processor(),
+    ]
     return hashlib.sha256("\n".join(kind).encode()).hexdigest()[:8]

@@ -59,7 +59,9 @@ def compile_layers(plan: Plan, layers: nn.ModuleList):
     import torch._dynamo  # takes a second, which runs without the flag do not pay
 
     dynamo = torch._dynamo.config
-    dynamo.optimize_ddp = False  # would cut each layer at bucket edges, although buckets are reduced between layers anyway
+    dynamo.optimize_ddp = (
+        False  # would cut each layer at bucket edges, although buckets are reduced between layers anyway
+    )
     # beyond its limit torch would go on eagerly, without a word
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * expected_compilations(plan))
     for layer in layers:
@@ -78,5 +80,7 @@ def words_of(plan: Plan) -> str:
         return f"torch.compile: none{why and f' ({why})'}"
     backend = plan.args.training.torch_compile_backend
     what = f"each of {plan.shape.num_layers} layers" + " and the loss" * plan.compilation.loss
-    return (f"compiling {what} with {backend}{why and f' ({why})'}: the steps in "
-            "which that happens take longer and are left out of averages")
+    return (
+        f"compiling {what} with {backend}{why and f' ({why})'}: the steps in "
+        "which that happens take longer and are left out of averages"
+    )

@@ -12,8 +12,17 @@ from torch._C import _distributed_c10d as c10d
 
 from megatron_lite.units import size
 
-DTYPES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
-          "Long": torch.int64, "Int": torch.int32, "Byte": torch.uint8, "Char": torch.int8, "Bool": torch.bool}
+DTYPES = {
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "Bool": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,9 @@ class Operation:
         known = DTYPES.get(self.dtype)
         if known is None or not self.elements:
             return f"{self.name} #{self.number}"
-        return f"{self.name} #{self.number} ({size(self.elements * known.itemsize)} {str(known).removeprefix('torch.')})"
+        return (
+            f"{self.name} #{self.number} ({size(self.elements * known.itemsize)} {str(known).removeprefix('torch.')})"
+        )
 
 
 class FlightRecorder:

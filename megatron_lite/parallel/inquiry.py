@@ -28,7 +28,9 @@ class Inquiry:
         self.run_dir: Path | None = None
         self._kills = memory_kills()
 
-    def into(self, reason: str, mine: Post, operation: Operation | None, detail: str | None = None) -> RanksError | None:
+    def into(
+        self, reason: str, mine: Post, operation: Operation | None, detail: str | None = None
+    ) -> RanksError | None:
         """The error to raise on this rank; None if no rank is to blame. Takes seconds. `detail`: of a lost connection."""
         if not self.board.claim():
             line = self.board.published(VERDICT_SECONDS)
@@ -55,8 +57,13 @@ class Inquiry:
         posts = self.board.posts(range(self.world.size) if ranks is None else ranks)
         kills = memory_kills()
         case = Case(
-            rank=self.world.rank, size=self.world.size, reason=reason, limit_s=self.limit_s, now=time.time(),
-            posts={**posts, self.world.rank: dataclasses.replace(mine, answers=True)}, operation=operation,
+            rank=self.world.rank,
+            size=self.world.size,
+            reason=reason,
+            limit_s=self.limit_s,
+            now=time.time(),
+            posts={**posts, self.world.rank: dataclasses.replace(mine, answers=True)},
+            operation=operation,
             memory_kills=kills - self._kills if kills is not None and self._kills is not None else 0,
             report=str(self.run_dir / RANKS_FILE) if self.run_dir else None,
         )

@@ -48,8 +48,10 @@ class LauncherWatch:
         os._exit(RanksError.exit_code)
 
     def _say(self):
-        line = (f"torchrun's agent (process {self._agent['pid']} on {self._agent['host']}) is gone, so its ranks end: nobody "
-                f"would restart or stop them; {AGAIN}")
+        line = (
+            f"torchrun's agent (process {self._agent['pid']} on {self._agent['host']}) is gone, so its ranks end: nobody "
+            f"would restart or stop them; {AGAIN}"
+        )
         with contextlib.suppress(OSError):  # the agent may have been the one to read it
             if self._world.local_rank == 0:
                 print_lines([f"error: {line}"], sys.stderr)

@@ -52,7 +52,11 @@ class Post:
         """'iteration 52, phase data'."""
         if not self.step:
             return "the start, before the first step"
-        done = f"iteration {self.started_at + self.step}" if self.started_at is not None else f"step {self.step} of this run"
+        done = (
+            f"iteration {self.started_at + self.step}"
+            if self.started_at is not None
+            else f"step {self.step} of this run"
+        )
         return f"{done}, phase {self.phase}" if self.phase else done
 
     def dumps(self) -> str:
@@ -68,8 +72,16 @@ class Post:
 def post_of(where: Whereabouts, counts: tuple[int, int], **more) -> Post:
     """This process's."""
     return Post(
-        socket.gethostname(), pid_space(), os.getpid(), time.time(), where.step, where.started_at, where.phase,
-        time.monotonic() - where.since, *counts, **more,
+        socket.gethostname(),
+        pid_space(),
+        os.getpid(),
+        time.time(),
+        where.step,
+        where.started_at,
+        where.phase,
+        time.monotonic() - where.since,
+        *counts,
+        **more,
     )
 
 

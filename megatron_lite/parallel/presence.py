@@ -65,9 +65,17 @@ class Presence:
     Where the backend's failures do not reach Python (nccl), `backstop` makes this thread end the process at the limit.
     """
 
-    def __init__(self, world: World, store: dist.Store, recorder: FlightRecorder, limit_s: float, tell, *, backstop: bool):
+    def __init__(
+        self, world: World, store: dist.Store, recorder: FlightRecorder, limit_s: float, tell, *, backstop: bool
+    ):
         self.where = Whereabouts()
-        self._world, self._recorder, self._limit_s, self._tell, self._backstop = world, recorder, limit_s, tell, backstop
+        self._world, self._recorder, self._limit_s, self._tell, self._backstop = (
+            world,
+            recorder,
+            limit_s,
+            tell,
+            backstop,
+        )
         self._board = Board(store, world.rank, world.size)
         self._inquiry = Inquiry(world, self._board, limit_s, ends_record=backstop)
         self._main = threading.get_ident()
@@ -133,7 +141,8 @@ class Presence:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         mine, detail = self._post(), lost_connection(error)
         done, found = self._call(
-            lambda: self._inquiry.into(LATE if late else CLOSED, mine, operation, detail), ANSWER_SECONDS + VERDICT_SECONDS
+            lambda: self._inquiry.into(LATE if late else CLOSED, mine, operation, detail),
+            ANSWER_SECONDS + VERDICT_SECONDS,
         )
         return found if done else RanksError(_store_is_gone(), ended=True)
 
@@ -231,5 +240,7 @@ def _die_of(number: int):
 def _store_is_gone() -> str:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     holder = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-    return (f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {holder}, which holds it, died, is stopped "
-            "or cut off; start again with --load to go on from the newest checkpoint.")
+    return (
+        f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {holder}, which holds it, died, is stopped "
+        "or cut off; start again with --load to go on from the newest checkpoint."
+    )

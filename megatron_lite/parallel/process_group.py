@@ -41,8 +41,12 @@ def process_group(plan: Plan, tell):
     with _presence(plan, store, limit, tell) as presence:
         with presence.explained():
             dist.init_process_group(
-                plan.backend, store=store, rank=plan.world.rank, world_size=plan.world.size,
-                timeout=limit + NCCL_MARGIN if nccl else limit, device_id=device_of(plan) if nccl else None,
+                plan.backend,
+                store=store,
+                rank=plan.world.rank,
+                world_size=plan.world.size,
+                timeout=limit + NCCL_MARGIN if nccl else limit,
+                device_id=device_of(plan) if nccl else None,
             )
         try:
             with presence.explained():
@@ -101,7 +105,9 @@ def _store(plan: Plan, timeout: timedelta) -> dist.Store:
     try:
         store, _, _ = next(dist.rendezvous("env://", plan.world.rank, plan.world.size, timeout=timeout))
     except ValueError as error:
-        raise UserError(f"WORLD_SIZE={plan.world.size} without MASTER_ADDR and MASTER_PORT: {error}; start with torchrun.")
+        raise UserError(
+            f"WORLD_SIZE={plan.world.size} without MASTER_ADDR and MASTER_PORT: {error}; start with torchrun."
+        )
     except (dist.DistError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise UserError(f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use on this machine; set another.")

@@ -51,7 +51,8 @@ def verdict(case: Case, *, heard: bool = True) -> Verdict | None:
 def answered(case: Case) -> bool:
     """Has every rank said something, but for those that cannot any more?"""
     return all(
-        rank in case.posts and (case.posts[rank].answers or case.posts[rank].left or case.states.get(rank) in ("dead", "stopped"))
+        rank in case.posts
+        and (case.posts[rank].answers or case.posts[rank].left or case.states.get(rank) in ("dead", "stopped"))
         for rank in range(case.size)
     )
 
@@ -62,17 +63,23 @@ def _named(case: Case, heard: bool) -> Verdict | None:
             continue
         ranks = [rank for rank in range(case.size) if rank != case.rank and kind_of(case, rank) == kind]
         if ranks:
-            return Verdict(describe(case, ranks, case.posts.get(ranks[0])), ranks, kind in ("left", "dead", "signalled"))
+            return Verdict(
+                describe(case, ranks, case.posts.get(ranks[0])), ranks, kind in ("left", "dead", "signalled")
+            )
     return None
 
 
 def _unnamed(case: Case) -> Verdict | None:
     if case.reason == LATE:
-        line = (f"{_operation(case)} took longer than {duration(case.limit_s)} although all ranks had begun it; if the network "
-                f"between them is sound, raise --distributed-timeout-minutes{_see(case)}.")
+        line = (
+            f"{_operation(case)} took longer than {duration(case.limit_s)} although all ranks had begun it; if the network "
+            f"between them is sound, raise --distributed-timeout-minutes{_see(case)}."
+        )
     elif case.reason == CLOSED and case.detail:
-        line = (f"{_operation(case)} of rank {case.rank} lost a connection although all ranks run ({case.detail}); look at the "
-                f"network between them, then {AGAIN}")
+        line = (
+            f"{_operation(case)} of rank {case.rank} lost a connection although all ranks run ({case.detail}); look at the "
+            f"network between them, then {AGAIN}"
+        )
     else:
         return None
     return Verdict(line, [], False)
@@ -96,47 +103,72 @@ def kind_of(case: Case, rank: int) -> str | None:
 
 
 def _left(case: Case, ranks: list[int], post: Post) -> str:
-    return (f"{_who(ranks)} ended in {post.place}, with {post.left}{_waited(case)}. Mend what its own message names, then "
-            f"{AGAIN}")
+    return (
+        f"{_who(ranks)} ended in {post.place}, with {post.left}{_waited(case)}. Mend what its own message names, then "
+        f"{AGAIN}"
+    )
 
 
 def _dead(case: Case, ranks: list[int], post: Post) -> str:
-    killed = f" Meanwhile the kernel killed {case.memory_kills} for want of memory on this machine." if case.memory_kills else ""
-    return (f"{_who(ranks)} died (process {post.pid} on {post.host} is gone){_last_seen(case, post)}{_waited(case)}."
-            f"{killed} The launcher's summary names the signal; {AGAIN}")
+    killed = (
+        f" Meanwhile the kernel killed {case.memory_kills} for want of memory on this machine."
+        if case.memory_kills
+        else ""
+    )
+    return (
+        f"{_who(ranks)} died (process {post.pid} on {post.host} is gone){_last_seen(case, post)}{_waited(case)}."
+        f"{killed} The launcher's summary names the signal; {AGAIN}"
+    )
 
 
 def _absent(case: Case, ranks: list[int], post: None) -> str:
-    return (f"{_who(ranks)} of {case.size} never arrived{_waited(case)}; see that {'it was' if len(ranks) == 1 else 'they were'} "
-            f"started with the same MASTER_ADDR and MASTER_PORT, and can reach them.")
+    return (
+        f"{_who(ranks)} of {case.size} never arrived{_waited(case)}; see that {'it was' if len(ranks) == 1 else 'they were'} "
+        f"started with the same MASTER_ADDR and MASTER_PORT, and can reach them."
+    )
 
 
 def _stopped(case: Case, ranks: list[int], post: Post) -> str:
-    return (f"{_who(ranks)} did not join {_operation(case)}{_within(case)}: process {post.pid} on {post.host} is stopped "
-            f"(SIGSTOP){_last_seen(case, post)}. Find who stopped it, a debugger or a batch system; {AGAIN}")
+    return (
+        f"{_who(ranks)} did not join {_operation(case)}{_within(case)}: process {post.pid} on {post.host} is stopped "
+        f"(SIGSTOP){_last_seen(case, post)}. Find who stopped it, a debugger or a batch system; {AGAIN}"
+    )
 
 
 def _silent(case: Case, ranks: list[int], post: Post) -> str:
     runs = case.states.get(ranks[0]) == "running"
     what = "its process runs, but its Python does not" if runs else "it died, is stopped, or its machine is cut off"
-    return (f"{_who(ranks)} does not answer: {what} (process {post.pid} on {post.host}){_last_seen(case, post)}{_waited(case)}. "
-            f"Look there, then {AGAIN}")
+    return (
+        f"{_who(ranks)} does not answer: {what} (process {post.pid} on {post.host}){_last_seen(case, post)}{_waited(case)}. "
+        f"Look there, then {AGAIN}"
+    )
 
 
 def _behind(case: Case, ranks: list[int], post: Post) -> str:
-    return (f"{_who(ranks)} did not join {_operation(case)}{_within(case)}: since {duration(post.phase_s)} in {post.place}, "
-            f"in {where(post.stack)}, after collective #{post.begun}. If that is only slow, raise "
-            f"--distributed-timeout-minutes{_see(case)}; else mend it, and {AGAIN}")
+    return (
+        f"{_who(ranks)} did not join {_operation(case)}{_within(case)}: since {duration(post.phase_s)} in {post.place}, "
+        f"in {where(post.stack)}, after collective #{post.begun}. If that is only slow, raise "
+        f"--distributed-timeout-minutes{_see(case)}; else mend it, and {AGAIN}"
+    )
 
 
 def _signalled(case: Case, ranks: list[int], post: Post) -> str:
     signal = "SIGTERM" if post.left.startswith("SIGTERM") else "SIGINT"
-    return (f"{_who(ranks)} ended in {post.place}, by {signal}{_waited(case)}. Find who sent it, a person or a batch system, "
-            f"then {AGAIN}")
+    return (
+        f"{_who(ranks)} ended in {post.place}, by {signal}{_waited(case)}. Find who sent it, a person or a batch system, "
+        f"then {AGAIN}"
+    )
 
 
-_KINDS = {"left": _left, "dead": _dead, "absent": _absent, "stopped": _stopped, "silent": _silent, "behind": _behind,
-          "signalled": _signalled}
+_KINDS = {
+    "left": _left,
+    "dead": _dead,
+    "absent": _absent,
+    "stopped": _stopped,
+    "silent": _silent,
+    "behind": _behind,
+    "signalled": _signalled,
+}
 _ONLY_WHEN_HEARD = ("absent", "silent", "behind", "stopped", "signalled")
 
 

@@ -18,7 +18,9 @@ HALF = (torch.float16, torch.bfloat16)
 MASK_STEP = 16  # elements: rows of a mask are padded to it
 
 
-def cuda_choice(q_BNTD, k_BGTD, v_BGTD, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> int:
+def cuda_choice(
+    q_BNTD, k_BGTD, v_BGTD, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> int:
     """What torch._fused_sdp_choice answers on a GPU since Ampere (sdp_utils.cpp of torch 2.13), as a number of SDPBackend.
 
     cuDNN is never named: it keeps what flash and the memory-efficient kernel keep. Where torch prefers it, it alone takes
@@ -34,7 +36,9 @@ def cuda_choice(q_BNTD, k_BGTD, v_BGTD, attn_mask=None, dropout_p=0.0, is_causal
     return _math_or_error(q_BNTD, attn_mask)
 
 
-def cpu_choice(q_BNTD, k_BGTD, v_BGTD, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> int:
+def cpu_choice(
+    q_BNTD, k_BGTD, v_BGTD, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> int:
     """The same on a CPU, whose flash kernel knows no dropout."""
     if torch.backends.cuda.flash_sdp_enabled() and not dropout_p:
         return int(SDPBackend.FLASH_ATTENTION)
@@ -54,7 +58,8 @@ def cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scal
         keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
         bias = None if attn_mask is None else _bias(attn_mask, q, k)
         return torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, keep, dropout_p, is_causal, scale=scale)[0]
+            q, k, v, bias, keep, dropout_p, is_causal, scale=scale
+        )[0]
     return _math(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -64,13 +69,15 @@ def cpu_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale
     if choice == SDPBackend.FLASH_ATTENTION:
         mask = None if attn_mask is None else _as_numbers(attn_mask, q)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+            q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )[0]
     return _math(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _math(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
     return torch.ops.aten._scaled_dot_product_attention_math(
-        q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+        q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
 
 
 def _math_or_error(q_BNTD: Tensor, attn_mask: Tensor | None) -> int:

@@ -45,8 +45,12 @@ def cuda_rms_norm(x: Tensor, normalized_shape, weight: Tensor, eps: float | None
 
 
 ON = {
-    "cuda": {"scaled_dot_product_attention": cuda_attention, "_fused_sdp_choice": cuda_choice, "dropout": cuda_dropout,
-             "rms_norm": cuda_rms_norm},
+    "cuda": {
+        "scaled_dot_product_attention": cuda_attention,
+        "_fused_sdp_choice": cuda_choice,
+        "dropout": cuda_dropout,
+        "rms_norm": cuda_rms_norm,
+    },
     "cpu": {"scaled_dot_product_attention": cpu_attention, "_fused_sdp_choice": cpu_choice},
 }
 

@@ -136,8 +136,10 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     notes = []
     if plan.device == "cuda":
         outside = "CUDA's own memory" + (" and NCCL's" if plan.world.size > 1 else "")
-        notes.append(f"{outside}, outside of torch's allocator, is not counted, nor what a kernel takes and gives back within "
-                     "itself")
+        notes.append(
+            f"{outside}, outside of torch's allocator, is not counted, nor what a kernel takes and gives back within "
+            "itself"
+        )
     if plan.compiles_layers:
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
     return tuple(notes)

@@ -18,12 +18,32 @@ PAIR_ALIGN = "rrrrrl"
 
 def comparison_lines(found: Comparison, style: Style, everything: bool = False) -> list[str]:
     """What changed and what did not, about 60 lines; `everything`: all rows of all tables."""
-    lines = [*wrapped(f"A: {found.title_a}", ""), *wrapped(f"B: {found.title_b}", ""), "", *map(style.warm, wrapped(found.sentence))]
-    for section in filter(None, (_flags(found, everything), _totals(found), _rows(found), _phases(found), _roles(found),
-                                 _kernels(found, everything), _memory(found))):
+    lines = [
+        *wrapped(f"A: {found.title_a}", ""),
+        *wrapped(f"B: {found.title_b}", ""),
+        "",
+        *map(style.warm, wrapped(found.sentence)),
+    ]
+    for section in filter(
+        None,
+        (
+            _flags(found, everything),
+            _totals(found),
+            _rows(found),
+            _phases(found),
+            _roles(found),
+            _kernels(found, everything),
+            _memory(found),
+        ),
+    ):
         lines += ["", *section_lines(section, style)]
     told = [*(f"compared by --force though {reason}" for reason in found.forced), *found.notes]
-    return [*lines, "", heading("To keep in mind", "", style), *(line for note in told for line in wrapped(note, "  - ", "    "))]
+    return [
+        *lines,
+        "",
+        heading("To keep in mind", "", style),
+        *(line for note in told for line in wrapped(note, "  - ", "    ")),
+    ]
 
 
 def _flags(found: Comparison, everything: bool) -> Section | None:
@@ -33,8 +53,13 @@ def _flags(found: Comparison, everything: bool) -> Section | None:
 
 
 def _totals(found: Comparison) -> Section:
-    body = [[f"{total.name}, {total.unit}" if total.unit in ("ms", "%") else total.name, *_cells(total.pair, _writer(total))]
-            for total in found.totals]
+    body = [
+        [
+            f"{total.name}, {total.unit}" if total.unit in ("ms", "%") else total.name,
+            *_cells(total.pair, _writer(total)),
+        ]
+        for total in found.totals
+    ]
     names: dict[str, list[str]] = {}
     for total in found.totals:
         names.setdefault(total.of, []).append(total.name)
@@ -53,14 +78,31 @@ def _phases(found: Comparison) -> Section | None:
     """The host's labels beside the device's own time where there is a GPU: the two tell different stories."""
     if not found.phases:
         return None
-    shown = [phase for phase in found.phases if any(_seen(pair, found.step_ms) for pair in (phase.host, phase.device) if pair)]
+    shown = [
+        phase
+        for phase in found.phases
+        if any(_seen(pair, found.step_ms) for pair in (phase.host, phase.device) if pair)
+    ]
     on_device = [phase for phase in shown if phase.device]
-    device, host = (Table([[name, *_cells(pair, _ms(pairs.values()))] for name, pair in pairs.items()], "l" + PAIR_ALIGN, [title, *PAIR_HEAD])
-                    for title, pairs in (("on the device", {phase.name: phase.device for phase in on_device}),
-                                         ("by labels on the host", {phase.name: phase.host for phase in shown})))
+    device, host = (
+        Table(
+            [[name, *_cells(pair, _ms(pairs.values()))] for name, pair in pairs.items()],
+            "l" + PAIR_ALIGN,
+            [title, *PAIR_HEAD],
+        )
+        for title, pairs in (
+            ("on the device", {phase.name: phase.device for phase in on_device}),
+            ("by labels on the host", {phase.name: phase.host for phase in shown}),
+        )
+    )
     blocks = [with_some_value(table) for table in (device, host) if table.rows]
     if on_device:
-        blocks.append(Lines(["labels on the host show when work was handed over, and waits; the device's time is what it takes"], quiet=True))
+        blocks.append(
+            Lines(
+                ["labels on the host show when work was handed over, and waits; the device's time is what it takes"],
+                quiet=True,
+            )
+        )
     return Section("phases", "Phases", f"ms per step, {found.phases_of}", blocks)
 
 
@@ -71,13 +113,18 @@ def _seen(pair: Pair, step_ms: float) -> bool:
 def _roles(found: Comparison) -> Section | None:
     if not found.roles:
         return None
-    body = [[name, *_cells(pair, _ms(found.roles.values()))] for name, pair in found.roles.items()
-            if _seen(pair, found.step_ms)]
+    body = [
+        [name, *_cells(pair, _ms(found.roles.values()))]
+        for name, pair in found.roles.items()
+        if _seen(pair, found.step_ms)
+    ]
     return Section("roles", "By kind of work", "ms per step, added up", [_table(body, "l", [""])])
 
 
 def _kernels(found: Comparison, everything: bool) -> Section | None:
-    shown, hidden = first([pair for pair in found.kernels if everything or _matters(pair, found.step_ms)], KERNELS_SHOWN, everything)
+    shown, hidden = first(
+        [pair for pair in found.kernels if everything or _matters(pair, found.step_ms)], KERNELS_SHOWN, everything
+    )
     if not shown:
         return None
     writer = _ms(pair.ms for pair in shown)
@@ -96,8 +143,10 @@ def _names(pair: KernelPair) -> str:
     """'aten::addmm, forward: ampere_sgemm_128x64_tn (24) -> ampere_fp16_s1688gemm_... (24)'; '' where the names are the same."""
     if set(pair.names_a) == set(pair.names_b):
         return ""
-    sides = (", ".join(names[:NAMES_SHOWN]) + (f" ({calls(number)})" if number else "") or "nothing"
-             for names, number in ((pair.names_a, pair.per_step.a), (pair.names_b, pair.per_step.b)))
+    sides = (
+        ", ".join(names[:NAMES_SHOWN]) + (f" ({calls(number)})" if number else "") or "nothing"
+        for names, number in ((pair.names_a, pair.per_step.a), (pair.names_b, pair.per_step.b))
+    )
     return f"{pair.operator}{f', {pair.phase}' if pair.phase else ''}: {' -> '.join(sides)}"
 
 
@@ -115,9 +164,14 @@ def _table(body: list[list[str]], align: str, head: list[str], hidden: int = 0) 
 def _cells(pair: Pair, write) -> list[str]:
     """A, B, their difference, in percent, the noise, what became of it."""
     by = pair.difference
-    return ["" if pair.a is None else write(pair.a), "" if pair.b is None else write(pair.b),
-            "" if by is None else f"{'+' if by > 0 else '-' if by < 0 else ''}{write(abs(by))}",
-            _ratio(pair.ratio), "" if not pair.band else write(pair.band), str(pair.change)]
+    return [
+        "" if pair.a is None else write(pair.a),
+        "" if pair.b is None else write(pair.b),
+        "" if by is None else f"{'+' if by > 0 else '-' if by < 0 else ''}{write(abs(by))}",
+        _ratio(pair.ratio),
+        "" if not pair.band else write(pair.band),
+        str(pair.change),
+    ]
 
 
 def _ratio(ratio: float | None) -> str:

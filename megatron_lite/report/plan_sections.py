@@ -72,8 +72,10 @@ def exact(report: PlanReport) -> Section:
     pairs = [(name, found.categories.get(name, 0), by_formula.get(name, 0)) for name in names]
     pairs.append(("peak", found.allocated_peak_bytes, report.memory.peak.num_bytes))
     rows = [(name, size(real), size(formula), _difference(formula, real)) for name, real, formula in pairs]
-    reserved = (f"reserved by the caching allocator: {size(found.reserved_peak_bytes)}; with expandable segments "
-                f"{size(found.expandable_reserved_bytes)}")
+    reserved = (
+        f"reserved by the caching allocator: {size(found.reserved_peak_bytes)}; with expandable segments "
+        f"{size(found.expandable_reserved_bytes)}"
+    )
     table = Table(rows, "lrrr", ["", "exact", "formula", "difference"])
     lines = Lines([f"peak in {found.where}", reserved, *found.notes])
     return Section("exact", "Exact", f"the real model and step, without data, in {found.seconds:.1f} s", [table, lines])
@@ -167,8 +169,12 @@ def inference(report: PlanReport, why: bool) -> Section:
     ]
     blocks = [Table(rows, "lrrr", ["", "weights", "with cache", "cache is larger from batch"])]
     if timed:
-        speeds = [[_format(row.name), *(_tokens_per_s(one, at) for one in timed)] for at, row in enumerate(found.weights)]
-        blocks.append(Table(speeds, "l" + "r" * len(timed), ["tokens/s at best", *(one.processor.name for one in timed)]))
+        speeds = [
+            [_format(row.name), *(_tokens_per_s(one, at) for one in timed)] for at, row in enumerate(found.weights)
+        ]
+        blocks.append(
+            Table(speeds, "l" + "r" * len(timed), ["tokens/s at best", *(one.processor.name for one in timed)])
+        )
     lines = [f"cache of keys and values: {size(found.cache.num_bytes)} = {found.cache.formula}"]
     if why:
         lines += [f"{row.name} = {row.formula}" for row in found.weights]

@@ -53,7 +53,9 @@ def fit_sentence(fit: Fit) -> str:
     if fit.found:
         words = fit.found.words or "no change at all, by formula"
         return f"it fits with {words} ({size(fit.found.peak_bytes)})"
-    too_much = f"{size(fit.least.peak_bytes - fit.budget_bytes)} more than there is with {percent(fit.margin)} left free"
+    too_much = (
+        f"{size(fit.least.peak_bytes - fit.budget_bytes)} more than there is with {percent(fit.margin)} left free"
+    )
     least = f"no micro-batch and no recomputation makes it fit: at least {size(fit.least.peak_bytes)}, {too_much}"
     if fit.way_out is None:
         return f"{least}; nor does a shorter sequence: it needs a smaller model{_larger_gpu(fit)}"

@@ -37,12 +37,16 @@ def require_checkpoint(plan: Plan):
     c = plan.args.checkpoint
     found = chosen(Path(c.load), c.ckpt_step) if c.load is not None else None
     if c.exit_on_missing_checkpoint and found is None and c.pretrained_checkpoint is None:
-        raise CheckpointError(f"--load {c.load}: holds no checkpoint, and --exit-on-missing-checkpoint is given; check "
-                              "the folder, or drop that flag to start afresh.")
+        raise CheckpointError(
+            f"--load {c.load}: holds no checkpoint, and --exit-on-missing-checkpoint is given; check "
+            "the folder, or drop that flag to start afresh."
+        )
     if c.pretrained_checkpoint is None or found is not None:
         return
     if chosen(Path(c.pretrained_checkpoint), None, "--pretrained-checkpoint") is None:
-        raise CheckpointError(f"--pretrained-checkpoint {c.pretrained_checkpoint}: holds no checkpoint; check the folder.")
+        raise CheckpointError(
+            f"--pretrained-checkpoint {c.pretrained_checkpoint}: holds no checkpoint; check the folder."
+        )
 
 
 @contextlib.contextmanager
@@ -56,7 +60,9 @@ def save_reserved(plan: Plan, say):
     with contextlib.ExitStack() as held:
         if plan.world.is_first:
             try:
-                held.enter_context(folder.reserved(Path(save), min(MAX_WAIT_S, time_limit(plan).total_seconds() / 2), say))
+                held.enter_context(
+                    folder.reserved(Path(save), min(MAX_WAIT_S, time_limit(plan).total_seconds() / 2), say)
+                )
             except CheckpointError as error:
                 refusal = [error]
         dist.broadcast_object_list(refusal, src=0)
@@ -89,8 +95,10 @@ class Checkpoints:
         else:
             self._background.give_up(SECONDS_TO_FINISH)
             if self._background.busy:
-                self._say(f"  warning: the checkpoint in the background is given up after {SECONDS_TO_FINISH} s; the one "
-                          "before it is the newest")
+                self._say(
+                    f"  warning: the checkpoint in the background is given up after {SECONDS_TO_FINISH} s; the one "
+                    "before it is the newest"
+                )
 
     @property
     def failed(self) -> bool:
@@ -119,8 +127,10 @@ class Checkpoints:
     def load(self, progress: Progress):
         """Continue from --load's newest checkpoint, or start from --pretrained-checkpoint's weights, or do nothing."""
         c = self.plan.args.checkpoint
-        for flag, source, step, weights_only in (("--load", c.load, c.ckpt_step, c.finetune),
-                                                 ("--pretrained-checkpoint", c.pretrained_checkpoint, None, True)):
+        for flag, source, step, weights_only in (
+            ("--load", c.load, c.ckpt_step, c.finetune),
+            ("--pretrained-checkpoint", c.pretrained_checkpoint, None, True),
+        ):
             if source is None:
                 continue
             slot = newest_sound(Path(source), step, self._damage, self._say, self._as_first_rank, flag)
@@ -147,12 +157,17 @@ class Checkpoints:
     def _record(self, progress: Progress) -> Record:
         plan, c = self.plan, self.plan.args.checkpoint
         return Record(
-            iteration=progress.iteration, consumed=progress.consumed, consumed_valid_samples=progress.consumed_valid,
-            shape=dataclasses.asdict(plan.shape), precision=plan.precision, vocab_size=plan.vocab_size,
+            iteration=progress.iteration,
+            consumed=progress.consumed,
+            consumed_valid_samples=progress.consumed_valid,
+            shape=dataclasses.asdict(plan.shape),
+            precision=plan.precision,
+            vocab_size=plan.vocab_size,
             schedule=dataclasses.asdict(self.optimizer.schedule),
             optimizer=None if c.no_save_optim else plan.args.optimizer.optimizer,
             ranks=0 if c.no_save_rng else plan.world.size,
-            versions={"torch": torch.__version__, "python": platform.python_version()}, kernels=kernels_of(plan, self.model),
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+            kernels=kernels_of(plan, self.model),
         )
 
     def _write_copies(self, record: Record, tensors: dict[str, torch.Tensor]):
@@ -178,7 +193,9 @@ class Checkpoints:
             with open(path, "a", encoding="utf-8", opener=open_regular) as file:
                 file.write(f"iteration {record.iteration}, {record.consumed} samples: {written.name}\n")
         except OSError as error:
-            self._say(f"  warning: --log-progress: {path} cannot be written ({error.strerror}); the checkpoint is complete.")
+            self._say(
+                f"  warning: --log-progress: {path} cannot be written ({error.strerror}); the checkpoint is complete."
+            )
 
     def _as_first_rank(self, look: Callable):
         """What the first rank sees, on all: another run may save meanwhile, and a network's folder may look older elsewhere."""
@@ -234,8 +251,11 @@ class Checkpoints:
     def _load_everything(self, stored: Stored):
         """Masters are read from masters or, of a run in fp32, from the weights; the weights are rounded from them."""
         held = stored.names()
-        targets = {name: tensor for name, tensor in self.optimizer.tensors(self._names()).items()
-                   if not name.endswith(".master") and (name in held or not name.startswith("loss_scale."))}
+        targets = {
+            name: tensor
+            for name, tensor in self.optimizer.tensors(self._names()).items()
+            if not name.endswith(".master") and (name in held or not name.startswith("loss_scale."))
+        }
         for name, master in zip(self._names(), self.optimizer.weights.masters, strict=True):
             source = f"optimizer.{name}.master"
             targets[source if source in held else f"model.{name}"] = master.detach()
@@ -247,11 +267,16 @@ class Checkpoints:
         if record.ranks == 0 and record.trainer != Record.trainer:
             return self._say(f"  random states of {record.trainer} mean nothing here; dropout goes on from --seed")
         if record.ranks == 0:
-            raise CheckpointError(f"--load {path}: was saved with --no-save-rng and holds no random states; add "
-                                  "--no-load-rng to go on with those of --seed.")
+            raise CheckpointError(
+                f"--load {path}: was saved with --no-save-rng and holds no random states; add "
+                "--no-load-rng to go on with those of --seed."
+            )
         prefix = f"random.{rank}."  # a rank that the saving run did not have keeps the state that its seed gave it
-        state = {name: torch.empty(stored.size_of(name), dtype=stored.dtype_of(name))
-                 for name in stored.names() if name.startswith(prefix)}
+        state = {
+            name: torch.empty(stored.size_of(name), dtype=stored.dtype_of(name))
+            for name in stored.names()
+            if name.startswith(prefix)
+        }
         if state:
             stored.read_into(state)
             set_random_state({name.removeprefix(prefix): value for name, value in state.items()}, self.device)

@@ -67,12 +67,15 @@ def iteration_line(f: IntervalFigures, with_throughput: bool) -> str:
 
 def speed_line(tokens_per_second: float, causal_tflops: float, full_tflops: float, peak: float | None) -> str:
     """tokens/s of all ranks, and model FLOPs per rank on both conventions, against the table's peak if it has one."""
-    line = (f"   {count(tokens_per_second)} tokens/s | TFLOP/s per rank: {causal_tflops:.3g} causal (Megatron-LM), "
-            f"{full_tflops:.3g} full attention")
+    line = (
+        f"   {count(tokens_per_second)} tokens/s | TFLOP/s per rank: {causal_tflops:.3g} causal (Megatron-LM), "
+        f"{full_tflops:.3g} full attention"
+    )
     if peak is None:
         return line
-    return line + (f" | MFU {100 * causal_tflops / peak:.1f}% causal, {100 * full_tflops / peak:.1f}% full, "
-                   f"of {peak:g} TFLOP/s")
+    return line + (
+        f" | MFU {100 * causal_tflops / peak:.1f}% causal, {100 * full_tflops / peak:.1f}% full, of {peak:g} TFLOP/s"
+    )
 
 
 def evaluation_lines(title: str, loss: float) -> str:
@@ -88,8 +91,12 @@ def perplexity(loss: float) -> float:
 
 def memory_line(rank: int, iteration: int, stats: dict[str, int]) -> str:
     """Megatron-LM's memory line, from torch.cuda.memory_stats()."""
-    names = {"allocated": "allocated_bytes.all.current", "max allocated": "allocated_bytes.all.peak",
-             "reserved": "reserved_bytes.all.current", "max reserved": "reserved_bytes.all.peak"}
+    names = {
+        "allocated": "allocated_bytes.all.current",
+        "max allocated": "allocated_bytes.all.peak",
+        "reserved": "reserved_bytes.all.current",
+        "max reserved": "reserved_bytes.all.peak",
+    }
     parts = " | ".join(f"{name}: {stats[key] / MIB:.2f}" for name, key in names.items())
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {parts}"
 
@@ -108,8 +115,11 @@ def compute_timers(phases: dict[str, list[float]], level: int = 2) -> dict[str, 
 
 def timer_lines(option: str, found: dict[str, list[float]]) -> str:
     """Megatron-LM's block of `compute_timers`; its least time is that of ranks that have one."""
-    heads = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):",
-             "all": "times across ranks (ms):"}
+    heads = {
+        "max": "max time across ranks (ms):",
+        "minmax": "(min, max) time across ranks (ms):",
+        "all": "times across ranks (ms):",
+    }
     lines = [heads[option]]
     for name, of_ranks in found.items():
         label = f"    {f'{name} ':.<48}"

@@ -47,7 +47,9 @@ class Feed:
             return self._streams.stream("valid", 0, one)
         if not progress.consumed_valid and t.train_samples is None:
             progress.consumed_valid = past * one
-        return self._streams.stream("valid", progress.consumed_valid, (self.plan.train_iters // w.eval_interval - past + 1) * one)
+        return self._streams.stream(
+            "valid", progress.consumed_valid, (self.plan.train_iters // w.eval_interval - past + 1) * one
+        )
 
     def test(self) -> Iterator[Tensor]:
         """From the start."""
@@ -65,21 +67,33 @@ class _DatasetStreams:
         training = not plan.args.training.skip_train
         evaluations = training * (plan.train_iters // w.eval_interval) + 1
         sizes = (training * plan.train_samples, evaluations * evaluated, evaluated)
-        self._sets = build_datasets(DataSpec(
-            sizes=sizes,
-            seq_length=plan.shape.seq_length, seed=plan.args.training.seed, vocab_size=plan.vocab_size,
-            split=d.split or SPLIT, mock=d.mock_data, data_path=d.data_path, train_data_path=d.train_data_path,
-            valid_data_path=d.valid_data_path, test_data_path=d.test_data_path, cache_path=d.data_cache_path,
-        ), say)
+        self._sets = build_datasets(
+            DataSpec(
+                sizes=sizes,
+                seq_length=plan.shape.seq_length,
+                seed=plan.args.training.seed,
+                vocab_size=plan.vocab_size,
+                split=d.split or SPLIT,
+                mock=d.mock_data,
+                data_path=d.data_path,
+                train_data_path=d.train_data_path,
+                valid_data_path=d.valid_data_path,
+                test_data_path=d.test_data_path,
+                cache_path=d.data_cache_path,
+            ),
+            say,
+        )
         for name, size in zip(("train", "valid", "test"), sizes):
             samples = getattr(self._sets, name)
             why = f" (--split {d.split or SPLIT} leaves it no document)" if size and d.data_path else ""
             say(f"  {name} data: {count(len(samples))} samples" if samples is not None else f"  {name} data: none{why}")
             if samples is not None and len(samples) < size and d.dataloader_type == "single":
                 flag = f"--{name}-data-path" if getattr(d, f"{name}_data_path") else "--data-path"
-                raise DataError(f"{flag}: several data sets without weights are read once, and their {name} share of "
-                                f"{count(len(samples))} samples is less than the {count(size)} that the run takes; give "
-                                "each a weight, which repeats them, or train or evaluate less.")
+                raise DataError(
+                    f"{flag}: several data sets without weights are read once, and their {name} share of "
+                    f"{count(len(samples))} samples is less than the {count(size)} that the run takes; give "
+                    "each a weight, which repeats them, or train or evaluate less."
+                )
             if samples is not None:
                 require_block(len(samples), plan.args.training.micro_batch_size, plan.world.size)
 
@@ -100,13 +114,14 @@ class _DatasetStreams:
                 indices = itertools.chain(indices, itertools.chain.from_iterable(again))
         return batches(dataset, indices, num_workers=plan.loader_workers, pin=plan.device == "cuda")
 
-
     def _run_out(self, split: str, size: int, consumed: int, wanted: int):
         """After a resume with other flags: the data set is as long as today's flags take from its start."""
         found = f"{split} data: {count(size)} samples are fewer than the {count(consumed)} consumed so far and {count(wanted)} to come"
         if split == "train":
-            raise DataError(f"{found}; resume with the --global-batch-size of the run that was saved, or add --finetune to "
-                            "begin with the first sample.")
+            raise DataError(
+                f"{found}; resume with the --global-batch-size of the run that was saved, or add --finetune to "
+                "begin with the first sample."
+            )
         self._say(f"  {found}; after the last one evaluations begin with the first again")
 
 

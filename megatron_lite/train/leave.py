@@ -63,7 +63,9 @@ class Leave:
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
         self._votes.push(None, (vote,))
         # all ranks read the same step's vote: on GPUs one that has arrived, on CPUs there is none to wait for
-        return max((values[0] for _, values in self._votes.pop(LAG if self._device.type == "cuda" else 0)), default=STAY)
+        return max(
+            (values[0] for _, values in self._votes.pop(LAG if self._device.type == "cuda" else 0)), default=STAY
+        )
 
     def _wish(self) -> float:
         if self._checkpoints.failed:

@@ -75,7 +75,9 @@ class Log:
         self.meter.record(progress, result)
         self._time.step(progress.iteration)
         self._line.update(progress.iteration, self.meter.latest_loss)
-        ends = progress.iteration % self.plan.args.watch.log_interval == 0 or progress.iteration == self.plan.train_iters
+        ends = (
+            progress.iteration % self.plan.args.watch.log_interval == 0 or progress.iteration == self.plan.train_iters
+        )
         if ends or progress.step == 1:
             self._report()
         elif self._speaks and time.monotonic() - self._written_at > SECONDS_AHEAD:
@@ -92,7 +94,9 @@ class Log:
     def evaluation(self, title: str, which: str, loss: float):
         """The result of one evaluation: `which` is validation or test."""
         self.say(evaluation_lines(title, loss))
-        if self._tensorboard and not self.plan.args.training.skip_train:  # as in Megatron, whose curves are those of training
+        if (
+            self._tensorboard and not self.plan.args.training.skip_train
+        ):  # as in Megatron, whose curves are those of training
             self._tensorboard.evaluation(which, loss, self._progress.iteration, self._progress.consumed)
             self._tensorboard.flush()
 
@@ -121,14 +125,27 @@ class Log:
             step_flops(self.plan.shape, samples, causal) / (seconds * TERA * self.plan.world.size)
             for causal in (True, False)
         )
-        self.say(iteration_line(IntervalFigures(
-            iteration=last.iteration, train_iters=self.plan.train_iters, consumed=last.consumed,
-            seconds_per_iteration=seconds / len(averaged), tflops_per_gpu=causal, learning_rate=last.next_lr,
-            batch_size=last.batch_size, loss=sum(losses) / len(losses) if losses else None,
-            loss_scale=last.next_loss_scale, grad_norm=None if last.skipped else last.grad_norm,
-            zeros=last.zeros if w.log_num_zeros_in_grad else None, params_norm=last.params_norm if w.log_params_norm else None,
-            skipped=sum(s.skipped for s in steps), nan=sum(not math.isfinite(s.loss_sum) for s in steps),
-        ), w.log_throughput))
+        self.say(
+            iteration_line(
+                IntervalFigures(
+                    iteration=last.iteration,
+                    train_iters=self.plan.train_iters,
+                    consumed=last.consumed,
+                    seconds_per_iteration=seconds / len(averaged),
+                    tflops_per_gpu=causal,
+                    learning_rate=last.next_lr,
+                    batch_size=last.batch_size,
+                    loss=sum(losses) / len(losses) if losses else None,
+                    loss_scale=last.next_loss_scale,
+                    grad_norm=None if last.skipped else last.grad_norm,
+                    zeros=last.zeros if w.log_num_zeros_in_grad else None,
+                    params_norm=last.params_norm if w.log_params_norm else None,
+                    skipped=sum(s.skipped for s in steps),
+                    nan=sum(not math.isfinite(s.loss_sum) for s in steps),
+                ),
+                w.log_throughput,
+            )
+        )
         self.say(speed_line(samples * self.plan.shape.seq_length / seconds, causal, full, self._peak))
         if self._time.left_out:
             self.say(self._time.words())

@@ -52,8 +52,17 @@ class Meter:
     def record(self, progress: Progress, result: StepResult):
         """Take a step's figures in, and look at those of the step before last."""
         u = result.update
-        values = (result.loss_sum, result.tokens, u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale,
-                  u.next_lr, result.zeros, result.params_norm)
+        values = (
+            result.loss_sum,
+            result.tokens,
+            u.grad_norm,
+            u.skipped,
+            u.loss_scale,
+            u.next_loss_scale,
+            u.next_lr,
+            result.zeros,
+            result.params_norm,
+        )
         self._readback.push((progress.iteration, progress.consumed, result.samples), values)
         self.settle(LAG)
 

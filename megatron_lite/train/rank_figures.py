@@ -12,7 +12,15 @@ from megatron_lite.phases import Phase
 
 PHASES = tuple(phase.value for phase in Phase)
 CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")
-OWN = ("steps", "step_ms", "gpu_ms", "own_backward_ms", "host_memory_bytes", "peak_memory_bytes", *CORES)  # of a rank, beside its phases'
+OWN = (
+    "steps",
+    "step_ms",
+    "gpu_ms",
+    "own_backward_ms",
+    "host_memory_bytes",
+    "peak_memory_bytes",
+    *CORES,
+)  # of a rank, beside its phases'
 OF_PHASE = ("mean", "host", "gpu")
 NONE = math.nan
 
@@ -46,9 +54,12 @@ class RankFigures:
     def record(self) -> dict:
         """For steps.jsonl; see run_folder."""
         named = {
-            "iterations": [self.first, self.last], "steps": _plain(self.steps, 0), "step_ms": _plain(self.step_ms),
+            "iterations": [self.first, self.last],
+            "steps": _plain(self.steps, 0),
+            "step_ms": _plain(self.step_ms),
             "phases_ms": {name: _plain(ms) for name, ms in self.host_ms.items()},
-            "gpu_ms": _plain(self.gpu_step_ms), "gpu_phases_ms": {name: _plain(ms) for name, ms in self.gpu_ms.items()},
+            "gpu_ms": _plain(self.gpu_step_ms),
+            "gpu_phases_ms": {name: _plain(ms) for name, ms in self.gpu_ms.items()},
             "own_backward_ms": _plain(self.own_backward_ms),
             "host_memory_bytes": _plain(self.host_memory_bytes, 0),
             "peak_memory_bytes": _plain(self.peak_memory_bytes, 0),
@@ -71,11 +82,18 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
             if not all(map(math.isnan, values)):
                 phases[what][name] = values
     return RankFigures(
-        first=started_at + min((t.step for t in times), default=0), last=started_at + max((t.step for t in times), default=0),
-        steps=own["steps"], step_ms=own["step_ms"], gpu_step_ms=own["gpu_ms"],
+        first=started_at + min((t.step for t in times), default=0),
+        last=started_at + max((t.step for t in times), default=0),
+        steps=own["steps"],
+        step_ms=own["step_ms"],
+        gpu_step_ms=own["gpu_ms"],
         own_backward_ms=own["own_backward_ms"],
-        host_memory_bytes=own["host_memory_bytes"], peak_memory_bytes=own["peak_memory_bytes"],
-        mean_ms=phases["mean"], host_ms=phases["host"], gpu_ms=phases["gpu"], cores={name: own[name] for name in CORES},
+        host_memory_bytes=own["host_memory_bytes"],
+        peak_memory_bytes=own["peak_memory_bytes"],
+        mean_ms=phases["mean"],
+        host_ms=phases["host"],
+        gpu_ms=phases["gpu"],
+        cores={name: own[name] for name in CORES},
     )
 
 

@@ -52,18 +52,31 @@ class RunRecord:
 
 
 def _artefacts(plan: Plan) -> dict:
-    named = {"steps": STEPS_FILE, "tensorboard": plan.args.watch.tensorboard_dir, "checkpoints": plan.args.checkpoint.save}
+    named = {
+        "steps": STEPS_FILE,
+        "tensorboard": plan.args.watch.tensorboard_dir,
+        "checkpoints": plan.args.checkpoint.save,
+    }
     return {name: path for name, path in named.items() if path is not None}
 
 
 def _hardware(plan: Plan) -> dict:
     if plan.device != "cuda":
-        return {"device": "cpu", "processor": platform.processor() or platform.machine(), "peak_tflops": None,
-                "threads": torch.get_num_threads(), "bf16_products": _has_bf16_products(),
-                "fp16_products": _has_fp16_products()}
+        return {
+            "device": "cpu",
+            "processor": platform.processor() or platform.machine(),
+            "peak_tflops": None,
+            "threads": torch.get_num_threads(),
+            "bf16_products": _has_bf16_products(),
+            "fp16_products": _has_fp16_products(),
+        }
     properties = torch.cuda.get_device_properties(plan.world.gpu)
-    return {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
-            "peak_tflops": peak_tflops(properties.name, plan.precision)}
+    return {
+        "device": properties.name,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "peak_tflops": peak_tflops(properties.name, plan.precision),
+    }
 
 
 def _has_bf16_products() -> bool:

@@ -68,9 +68,7 @@ def run(
             step = TrainingStep(plan, replica, optimizer, make, timeline.gradients_computed if waits else None)
             chores = [chore for chore in (validation, saving, Collector(plan)) if chore is not None]
             leave = Leave(plan, device, checkpoints)
-            reason = train(
-                plan.train_iters, progress, step, feed.training(progress), log, chores, leave, instruments
-            )
+            reason = train(plan.train_iters, progress, step, feed.training(progress), log, chores, leave, instruments)
             log.finish()
             saving.act(progress)
             leave.over()
@@ -82,8 +80,11 @@ def run(
 def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
     """The initialised model on the device, in the plan's precision, with recomputation as the flags say."""
     shape, attend = plan.shape, attention_of(plan, device, _race_of(plan, device))
-    say(f"  attention: {attend.name}" + (f" ({attend.timed})" if attend.timed else "")
-        + "".join(f"\n    not {reason}" for reason in attend.why_not))
+    say(
+        f"  attention: {attend.name}"
+        + (f" ({attend.timed})" if attend.timed else "")
+        + "".join(f"\n    not {reason}" for reason in attend.why_not)
+    )
     _seed(plan.args.training.seed)
     with torch.device("cpu" if plan.args.parallel.use_cpu_initialization else device):
         model = GPT(shape, attend, _compiled_losses(plan) if plan.compilation.loss else losses_of(plan))
@@ -106,9 +107,15 @@ def attention_of(plan: Plan, device: torch.device, pick: Callable[..., Race] | N
     choose_attention."""
     m, masked = plan.args.model, plan.args.data.reset_attention_mask
     attend = choose_attention(
-        m.attention_backend, plan.shape, batch=plan.args.training.micro_batch_size, device=device,
-        dtype=DTYPES[plan.precision], masked=masked, explain=m.explain_attention,
-        prefer_explicit=explicit_is_faster(plan.shape, plan.precision, plan.device, masked), pick=pick,
+        m.attention_backend,
+        plan.shape,
+        batch=plan.args.training.micro_batch_size,
+        device=device,
+        dtype=DTYPES[plan.precision],
+        masked=masked,
+        explain=m.explain_attention,
+        prefer_explicit=explicit_is_faster(plan.shape, plan.precision, plan.device, masked),
+        pick=pick,
     )
     if attend.name == "explicit" and m.recompute_granularity == "selective":
         return replace(attend, function=recomputed(attend.function))
@@ -144,8 +151,10 @@ def describe_precision(plan: Plan) -> str:
         return "fp32 weights and gradients"
     sums = "fp32" if plan.fp32_gradients else plan.precision
     p = plan.args.precision
-    scale = f", loss scale {p.loss_scale:g}" if p.loss_scale else (
-        f", dynamic loss scale from {p.initial_loss_scale:.0f}" if plan.precision == "fp16" else ""
+    scale = (
+        f", loss scale {p.loss_scale:g}"
+        if p.loss_scale
+        else (f", dynamic loss scale from {p.initial_loss_scale:.0f}" if plan.precision == "fp16" else "")
     )
     return f"{plan.precision} weights, fp32 masters and moments, gradients summed in {sums}{scale}"
 
@@ -154,7 +163,9 @@ def _evaluate_at_the_end(plan: Plan, feed: Feed, model, make: BatchMaker, log: L
     if validation is not None:
         validation.report_at_the_end(progress)
     if feed.has_test:
-        Evaluation(plan, model, feed.test(), make, log).report(progress, f"iteration {progress.iteration} on test set", "test")
+        Evaluation(plan, model, feed.test(), make, log).report(
+            progress, f"iteration {progress.iteration} on test set", "test"
+        )
 
 
 def _seed(seed: int):

@@ -36,7 +36,9 @@ class BatchMaker:
         self.device = device
         self._to_device = ToDevice(device)
         self._options = {
-            "eod": eod, "eod_mask_loss": d.eod_mask_loss, "reset_position_ids": d.reset_position_ids,
+            "eod": eod,
+            "eod_mask_loss": d.eod_mask_loss,
+            "reset_position_ids": d.reset_position_ids,
             "reset_attention_mask": d.reset_attention_mask,
         }
 

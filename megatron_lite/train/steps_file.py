@@ -24,8 +24,10 @@ class StepsFile:
         try:
             self._file = open(run_dir / STEPS_FILE, "ab", opener=open_regular)
         except OSError as error:
-            raise UserError(f"{run_dir / STEPS_FILE}: cannot be written ({error.strerror}); move it away, or give another "
-                            "--run-dir.") from None
+            raise UserError(
+                f"{run_dir / STEPS_FILE}: cannot be written ({error.strerror}); move it away, or give another "
+                "--run-dir."
+            ) from None
         self._kept: int | None = None  # bytes of the file before what was written ahead; None: nothing was
 
     def write(self, figures: StepFigures, time: StepTime):
@@ -86,8 +88,12 @@ def _record(figures: StepFigures, time: StepTime) -> dict:
         record["involuntary_switches"] = time.involuntary_switches
     memory = {"host_memory_bytes": time.host_bytes, "peak_memory_bytes": time.peak_bytes}
     record |= {name: value for name, value in memory.items() if value is not None}
-    marks = {"local": figures.local, "profiled": time.profiled, "beside_profile": time.beside_profile,
-             "compiling": time.compiling}
+    marks = {
+        "local": figures.local,
+        "profiled": time.profiled,
+        "beside_profile": time.beside_profile,
+        "compiling": time.compiling,
+    }
     if time.compiling:
         record["compile_ms"] = round(1000 * time.compile_seconds, 3)
     return record | {name: True for name, holds in marks.items() if holds}

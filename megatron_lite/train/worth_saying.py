@@ -15,7 +15,10 @@ INDEPENDENT = (Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.v
 SLOW_INTERVALS = 8  # at most: those in which a rank must mostly be the slow one
 FEWEST_INTERVALS = 3  # at least: one or two may be a busy machine
 WAIT_SHARE, WAIT_MS = 0.10, 1.0  # of a step spent waiting for data
-GROWING_INTERVALS, REMEMBERED = 12, 60  # after the first, whose steps fill caches: as many as the report asks of steps, and at most
+GROWING_INTERVALS, REMEMBERED = (
+    12,
+    60,
+)  # after the first, whose steps fill caches: as many as the report asks of steps, and at most
 
 
 class WorthSaying:
@@ -81,9 +84,12 @@ def waits_for_a_core(f: RankFigures) -> Iterator[tuple[str, str]]:
     if found:
         rank, ms = found
         how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step" if ms is not None else ", time and again,"
-        yield "core", (
-            f"   rank {rank} is ready and has no core{how_long} (iterations {f.first}-{f.last}); "
-            "other programs or too many threads share the machine, and times tell of them too"
+        yield (
+            "core",
+            (
+                f"   rank {rank} is ready and has no core{how_long} (iterations {f.first}-{f.last}); "
+                "other programs or too many threads share the machine, and times tell of them too"
+            ),
         )
 
 
@@ -95,9 +101,12 @@ def waits_for_data(f: RankFigures) -> Iterator[tuple[str, str]]:
     ms = max(waits)
     rank = waits.index(ms)
     if ms > max(WAIT_SHARE * f.step_ms[rank], WAIT_MS):
-        yield Phase.DATA.value, (
-            f"   rank {rank} waits {ms:.1f} of {f.step_ms[rank]:.1f} ms per step for data (iterations "
-            f"{f.first}-{f.last}); more --num-workers or a faster disk would help"
+        yield (
+            Phase.DATA.value,
+            (
+                f"   rank {rank} waits {ms:.1f} of {f.step_ms[rank]:.1f} ms per step for data (iterations "
+                f"{f.first}-{f.last}); more --num-workers or a faster disk would help"
+            ),
         )
 
 
@@ -122,8 +131,10 @@ class Growth:
             rows = [(at, values[rank]) for at, values in self._history]
             found = None if any(math.isnan(value) for _, value in rows) else steady_growth(rows)
             if found:
-                grown.append(f"   {self._what} of rank {rank} grows steadily: by {size(found[1])} per step since iteration "
-                             f"{since}, to {size(last)}")
+                grown.append(
+                    f"   {self._what} of rank {rank} grows steadily: by {size(found[1])} per step since iteration "
+                    f"{since}, to {size(last)}"
+                )
         if grown:
             self._history.clear()
         yield from grown

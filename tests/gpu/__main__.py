@@ -15,7 +15,10 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 try:
     from gpu_checks.main import main
 except ModuleNotFoundError as missing:
-    print(f"error: {sys.executable} has no {missing.name}, without which nothing can be trained; install it there", file=sys.stderr)
+    print(
+        f"error: {sys.executable} has no {missing.name}, without which nothing can be trained; install it there",
+        file=sys.stderr,
+    )
     sys.exit(3)
 
 if __name__ == "__main__":

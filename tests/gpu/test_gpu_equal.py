@@ -22,8 +22,10 @@ HERE = World(gpus=1) if DEVICE == "cuda" else ALONE
 STEPS = 20
 # one start for all: a GPU's own random numbers are others than the CPU's
 WIDTH = 128 if DEVICE == "cuda" else 32
-MODEL = (f"--num-layers 4 --hidden-size {WIDTH} --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
-         f"--micro-batch-size 4 --global-batch-size 8 --train-iters {STEPS} --lr 1e-3 --use-cpu-initialization")
+MODEL = (
+    f"--num-layers 4 --hidden-size {WIDTH} --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    f"--micro-batch-size 4 --global-batch-size 8 --train-iters {STEPS} --lr 1e-3 --use-cpu-initialization"
+)
 EAGER, FP16 = "--torch-compile none", "--fp16 --initial-loss-scale 65536"
 
 

@@ -22,14 +22,20 @@ from benchmarks.training.process import environment_of
 
 SECONDS = 100
 WIDTH = 256 if DEVICE == "cuda" else 64  # of everything
-GPT = (f"--num-layers 4 --hidden-size {WIDTH} --num-attention-heads 4 --seq-length {WIDTH} --max-position-embeddings {WIDTH} "
-       "--micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --mock-data --eval-iters 0 --log-interval 4 --bf16 "
-       "--tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0 --torch-compile none")
-WATCHED = ("--train-iters 12 --profile --use-pytorch-profiler --pytorch-profiler-collect-shapes --profile-step-start 5 "
-           "--profile-step-end 9 --record-memory-history --no-report")
+GPT = (
+    f"--num-layers 4 --hidden-size {WIDTH} --num-attention-heads 4 --seq-length {WIDTH} --max-position-embeddings {WIDTH} "
+    "--micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --mock-data --eval-iters 0 --log-interval 4 --bf16 "
+    "--tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0 --torch-compile none"
+)
+WATCHED = (
+    "--train-iters 12 --profile --use-pytorch-profiler --pytorch-profiler-collect-shapes --profile-step-start 5 "
+    "--profile-step-end 9 --record-memory-history --no-report"
+)
 # 34 GB for the embedding's output alone: the first layers ask for more than any GPU has
-TOO_MUCH = ("--num-layers 24 --hidden-size 1024 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 8192 "
-            "--global-batch-size 8192 --train-iters 2 --record-memory-history --attention-backend unfused")
+TOO_MUCH = (
+    "--num-layers 24 --hidden-size 1024 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 8192 "
+    "--global-batch-size 8192 --train-iters 2 --record-memory-history --attention-backend unfused"
+)
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
@@ -44,15 +50,24 @@ class Explained:
 
 
 def started(*words: str | Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *map(str, words)], check=False, cwd=REPO, env=environment_of(DEVICE, threads=1),
-                          capture_output=True, text=True, timeout=SECONDS)
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        check=False,
+        cwd=REPO,
+        env=environment_of(DEVICE, threads=1),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
 
 
 @pytest.fixture(scope="module")
 def explained(tmp_path_factory) -> Explained:
     folder = tmp_path_factory.mktemp("explained")
     snapshot = folder / "snapshot.pickle"
-    run = started("pretrain_gpt.py", *GPT.split(), *WATCHED.split(), "--memory-snapshot-path", snapshot, "--run-dir", folder)
+    run = started(
+        "pretrain_gpt.py", *GPT.split(), *WATCHED.split(), "--memory-snapshot-path", snapshot, "--run-dir", folder
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     [trace] = folder.glob("*.pt.trace.json*")
     keep(trace, "trace.json")
@@ -81,11 +96,18 @@ def test_the_report_reads_the_trace(explained, record_property):
 
 
 def test_the_snapshot_has_every_phase(explained):
-    tags = {event["user_metadata"].split("/")[1] for event in explained.snapshot["device_traces"][0]
-            if event["action"] == "alloc" and event["user_metadata"].count("/")}
+    tags = {
+        event["user_metadata"].split("/")[1]
+        for event in explained.snapshot["device_traces"][0]
+        if event["action"] == "alloc" and event["user_metadata"].count("/")
+    }
     assert {"forward", "backward", "optimizer_step"} <= tags
     [read] = explained.report["snapshots"]
-    assert read["peak_bytes"] > 0 and read["oom"] is None and read["peak_phase"] in ("forward", "backward", "optimizer_step")
+    assert (
+        read["peak_bytes"] > 0
+        and read["oom"] is None
+        and read["peak_phase"] in ("forward", "backward", "optimizer_step")
+    )
     assert read["simulated"] == (DEVICE == "cpu")
 
 
@@ -100,8 +122,15 @@ def test_weights_and_moments_are_as_large_as_planned(explained, record_property)
 
 @needs_gpu
 def test_memory_that_runs_out_ends_in_five_lines_and_a_dump(tmp_path):
-    run = started("pretrain_gpt.py", *GPT.split(), *TOO_MUCH.split(), "--memory-snapshot-path", tmp_path / "s.pickle",
-                  "--run-dir", tmp_path / "run")
+    run = started(
+        "pretrain_gpt.py",
+        *GPT.split(),
+        *TOO_MUCH.split(),
+        "--memory-snapshot-path",
+        tmp_path / "s.pickle",
+        "--run-dir",
+        tmp_path / "run",
+    )
     output = run.stdout + run.stderr
     assert run.returncode == 1 and "error: out of memory on rank 0" in output and "Traceback" not in output, output
     assert "  would help: " in output and "  held by: " in output, output

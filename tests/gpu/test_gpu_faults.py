@@ -43,8 +43,9 @@ def gpu_environment() -> dict[str, str]:
 
 
 def test_what_nccl_records():
-    ended = subprocess.run([sys.executable, "-c", RECORD], check=False, env=gpu_environment(), capture_output=True, text=True,
-                           timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", RECORD], check=False, env=gpu_environment(), capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0, ended.stderr
     assert "finished (3, 3) all_reduce #3 (3.9 KiB float32) None" in ended.stdout, ended.stdout
     assert "waiting (4, 3) all_reduce #4 (3.9 KiB float32)" in ended.stdout, ended.stdout
@@ -53,11 +54,23 @@ def test_what_nccl_records():
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("how", ["loop", "killed"])
 def test_a_rank_that_fails_is_named_within_the_limit(tmp_path, how):
-    words = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --mock-data "
-             "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --global-batch-size 4 --train-iters 1000000 "
-             f"--lr 1e-3 --bf16 --eval-iters 0 --log-interval 1 --num-workers 0 --torch-compile none --run-dir {tmp_path}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(TESTS / "faulty.py"),
-               how, "10", *words.split()]
+    words = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --global-batch-size 4 --train-iters 1000000 "
+        f"--lr 1e-3 --bf16 --eval-iters 0 --log-interval 1 --num-workers 0 --torch-compile none --run-dir {tmp_path}"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(TESTS / "faulty.py"),
+        how,
+        "10",
+        *words.split(),
+    ]
     ended = subprocess.run(command, check=False, env=gpu_environment(), capture_output=True, text=True, timeout=180)
     assert ended.returncode != 0
     said = {"loop": r"did not join \w+ #\d+ .* within 10.0s: .* in never_ends \(", "killed": r"died \(process \d+"}[how]

@@ -22,8 +22,10 @@ from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_summary import ACTIVATIONS, WEIGHTS, by_category, held_at_the_end, peak
 
 # compiled layers would hide the modules inside them
-MODEL = ("--torch-compile none --num-layers 4 --hidden-size 256 --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 "
-         "--global-batch-size 4 --train-iters 6 --deterministic-mode --attention-backend unfused --bf16")
+MODEL = (
+    "--torch-compile none --num-layers 4 --hidden-size 256 --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 "
+    "--global-batch-size 4 --train-iters 6 --deterministic-mode --attention-backend unfused --bf16"
+)
 RECORD = "--record-memory-history --profile-step-start 3 --profile-step-end 5"
 ONE = World(gpus=1)
 
@@ -67,7 +69,9 @@ def recorded(tmp_path_factory):
 
 def test_the_file_holds_the_window_and_the_peak_that_torch_counted(recorded):
     folder, snapshot, lines, requested = recorded
-    assert protocol(folder / "m" / "s.pickle") == 4 and len(lines) == 1 and " of steps 3-4 of this run, peak " in lines[0]
+    assert (
+        protocol(folder / "m" / "s.pickle") == 4 and len(lines) == 1 and " of steps 3-4 of this run, peak " in lines[0]
+    )
     # what backward's thread allocates before the first module's hook, a few scalars, has none in its first step
     tags = {event["user_metadata"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"} - {""}
     assert {tag.split("/")[0] for tag in tags} == {"step 3", "step 4"}
@@ -95,14 +99,16 @@ def test_recording_changes_no_bit(recorded, tmp_path):
 def test_memory_that_really_runs_out_is_explained(tmp_path):
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.6 * 2**30 / torch.cuda.mem_get_info()[1])
-    argv = flags(MODEL, RECORD, "--micro-batch-size 64 --global-batch-size 64 --memory-snapshot-path", tmp_path / "s.pickle")
+    argv = flags(
+        MODEL, RECORD, "--micro-batch-size 64 --global-batch-size 64 --memory-snapshot-path", tmp_path / "s.pickle"
+    )
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(torch.OutOfMemoryError):
             train(argv, tmp_path / "run", ONE)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
-    said = out.getvalue()[out.getvalue().index("error: "):].splitlines()
+    said = out.getvalue()[out.getvalue().index("error: ") :].splitlines()
     assert said[0].startswith("error: out of memory on rank 0, ") and "--micro-batch-size 32 instead" in said[3]
     snapshot = read_snapshot(tmp_path / "s_oom_rank0.pickle")
     assert any(event["action"] == "oom" for event in snapshot["device_traces"][0])

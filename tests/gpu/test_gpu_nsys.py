@@ -20,9 +20,11 @@ from megatron_lite.instruments.window import Window
 from megatron_lite.phases import Phase
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZE = ("--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16 "
-        "--micro-batch-size 2 --global-batch-size 4 --train-iters 12 --lr 1e-3 --mock-data --eval-iters 0 --log-interval 4 "
-        "--tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --torch-compile none")
+SIZE = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 12 --lr 1e-3 --mock-data --eval-iters 0 --log-interval 4 "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --torch-compile none"
+)
 
 
 def test_the_profiler_starts_and_stops_around_the_window(monkeypatch):
@@ -47,23 +49,57 @@ def test_the_profiler_starts_and_stops_around_the_window(monkeypatch):
 def test_a_report_holds_the_steps_and_their_kernels(tmp_path, extra):
     report, database = tmp_path / "report", tmp_path / "report.sqlite"
     done = subprocess.run(
-        ["nsys", "profile", "-t", "cuda,nvtx", "-s", "none", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
-         "--kill=none", "-o", report, sys.executable, ROOT / "pretrain_gpt.py", *SIZE.split(), "--profile", "--profile-step-start", "5",
-         "--profile-step-end", "7", "--run-dir", tmp_path / "run", *extra],
-        check=False, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [
+            "nsys",
+            "profile",
+            "-t",
+            "cuda,nvtx",
+            "-s",
+            "none",
+            "--capture-range=cudaProfilerApi",
+            "--capture-range-end=stop",
+            "--kill=none",
+            "-o",
+            report,
+            sys.executable,
+            ROOT / "pretrain_gpt.py",
+            *SIZE.split(),
+            "--profile",
+            "--profile-step-start",
+            "5",
+            "--profile-step-end",
+            "7",
+            "--run-dir",
+            tmp_path / "run",
+            *extra,
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0 and "steps 5-6 of this run, rank 0" in done.stdout, done.stdout + done.stderr
     if not report.with_suffix(".nsys-rep").exists():
         pytest.skip("this nsys has no importer")
-    subprocess.run(["nsys", "export", "--type", "sqlite", "--output", database, f"{report}.nsys-rep"], check=True, cwd=tmp_path)
+    subprocess.run(
+        ["nsys", "export", "--type", "sqlite", "--output", database, f"{report}.nsys-rep"], check=True, cwd=tmp_path
+    )
     with closing(sqlite3.connect(database)) as rows:
-        ranges = {text: (start, end) for text, start, end in rows.execute(
-            """SELECT coalesce(e.text, s.value), e.start, e.end FROM NVTX_EVENTS e LEFT JOIN StringIds s ON s.id = e.textId
-            WHERE e.end IS NOT NULL AND coalesce(e.text, s.value) IS NOT NULL""")}
+        ranges = {
+            text: (start, end)
+            for text, start, end in rows.execute(
+                """SELECT coalesce(e.text, s.value), e.start, e.end FROM NVTX_EVENTS e LEFT JOIN StringIds s ON s.id = e.textId
+            WHERE e.end IS NOT NULL AND coalesce(e.text, s.value) IS NOT NULL"""
+            )
+        }
         starts = [start for (start,) in rows.execute("SELECT start FROM CUPTI_ACTIVITY_KIND_KERNEL")]
     assert [name for name in sorted(ranges) if name.startswith("step ")] == ["step 5", "step 6"]
     begun, ended = ranges["profile"]
     assert starts and all(begun <= start <= ended for start in starts)
     assert {phase for phase in ("forward", "backward", "optimizer_step") if phase in ranges} == {
-        "forward", "backward", "optimizer_step"}
+        "forward",
+        "backward",
+        "optimizer_step",
+    }
     assert any("aten::" in name and "sizes" in name for name in ranges) == bool(extra)

@@ -29,9 +29,11 @@ from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 STEPS = 3
-LLAMA = ("--num-layers 8 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear "
-         "--group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --hidden-dropout 0 "
-         "--attention-dropout 0")
+LLAMA = (
+    "--num-layers 8 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear "
+    "--group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0"
+)
 MOST_OFF = 0.02
 
 
@@ -58,10 +60,15 @@ def measured_peak(plan: Plan) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-@pytest.mark.parametrize("words", [
-    "--num-layers 12", f"--num-layers 12 --global-batch-size 4 {FULL}", LLAMA,
-    "--num-layers 4 --attention-backend unfused --seq-length 1024",
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-layers 12",
+        f"--num-layers 12 --global-batch-size 4 {FULL}",
+        LLAMA,
+        "--num-layers 4 --attention-backend unfused --seq-length 1024",
+    ],
+)
 def test_a_rehearsal_takes_what_a_gpu_takes(words):
     plan = plan_of(flags(EXAMPLE, words, "--torch-compile none"), GPU)
     hopper = torch.cuda.get_device_capability()[0] >= 9
@@ -70,14 +77,18 @@ def test_a_rehearsal_takes_what_a_gpu_takes(words):
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability()[0] < 8, reason="the rules are those since Ampere")
-@pytest.mark.parametrize(("dtype", "width", "groups", "masked"), itertools.product(
-    (torch.float16, torch.bfloat16, torch.float32), (10, 64, 128, 256, 264), (2, 4), (False, True)))
+@pytest.mark.parametrize(
+    ("dtype", "width", "groups", "masked"),
+    itertools.product((torch.float16, torch.bfloat16, torch.float32), (10, 64, 128, 256, 264), (2, 4), (False, True)),
+)
 def test_the_rules_of_attention_are_torchs(dtype, width, groups, masked):
     arguments = attention_arguments(dtype, width, groups, masked, "cuda")
     choice = SDPBackend(torch._fused_sdp_choice(**arguments))
     foretold = SDPBackend(cuda_choice(*arguments.values()))
     if choice == SDPBackend.CUDNN_ATTENTION and foretold == SDPBackend.MATH:
-        assert masked and groups != 4  # cuDNN alone takes grouped keys with a mask: foretold is more memory than it needs
+        assert (
+            masked and groups != 4
+        )  # cuDNN alone takes grouped keys with a mask: foretold is more memory than it needs
     else:
         alike = {SDPBackend.CUDNN_ATTENTION: (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)}
         assert foretold in alike.get(choice, (choice,))

@@ -25,9 +25,11 @@ from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.train.feed import Feed
 from megatron_lite.train.run import run
 
-SIZE = ("--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
-        "--micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
-        "--vocab-size 1023 --eval-iters 0 --log-interval 10 --bf16 --num-workers 0 --torch-compile none")
+SIZE = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 1023 --eval-iters 0 --log-interval 10 --bf16 --num-workers 0 --torch-compile none"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +58,15 @@ def test_every_step_has_the_gpus_times_and_peak(tmp_path):
     assert len(records) == 35
     for r in records:
         gpu = r["gpu_phases_ms"]
-        assert set(gpu) == {"data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step"}
+        assert set(gpu) == {
+            "data_to_device",
+            "forward",
+            "backward",
+            "grad_sync",
+            "unscale",
+            "clip_grad",
+            "optimizer_step",
+        }
         assert sum(gpu.values()) <= r["gpu_ms"] + 0.05 and min(gpu["forward"], gpu["backward"]) > 0
         assert r["peak_memory_bytes"] > 2**20
     # steps follow each other on the GPU as they do on the host: in the long run both say the same
@@ -140,6 +150,8 @@ def test_the_hosts_cost_of_a_step():
 def test_compiled_layers_learn_the_same(tmp_path):
     torch._dynamo.reset()
     eager, _ = trained("--train-iters 8 --hidden-dropout 0 --attention-dropout 0", tmp_path / "eager")
-    compiled, _ = trained("--train-iters 8 --hidden-dropout 0 --attention-dropout 0 --torch-compile layers", tmp_path / "compiled")
+    compiled, _ = trained(
+        "--train-iters 8 --hidden-dropout 0 --attention-dropout 0 --torch-compile layers", tmp_path / "compiled"
+    )
     assert [r["loss"] for r in compiled] == pytest.approx([r["loss"] for r in eager], rel=5e-3)
     assert [r["iteration"] for r in compiled if r.get("compiling")] == [1]

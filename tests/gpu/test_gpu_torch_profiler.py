@@ -24,10 +24,12 @@ from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.train.feed import Feed
 from megatron_lite.train.run import run
 
-SIZE = ("--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-        "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --mock-data "
-        "--tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --log-interval 1000 "
-        "--bf16 --num-workers 0 --torch-compile none --profile --use-pytorch-profiler")
+SIZE = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --log-interval 1000 "
+    "--bf16 --num-workers 0 --torch-compile none --profile --use-pytorch-profiler"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,11 +63,20 @@ def test_every_profiled_step_has_its_kernels(tmp_path, first):
     said = profiled(f"--train-iters {first + 4} --profile-step-start {first} --profile-step-end {first + 3}", tmp_path)
     assert not any("trace of rank" in text for text in said), said
     found = events(tmp_path)
-    steps = sorted((e for e in found if e.get("ph") == "X" and e.get("cat") == "user_annotation"
-                    and re.fullmatch(r"ProfilerStep#\d+", e["name"])), key=lambda e: e["ts"])
+    steps = sorted(
+        (
+            e
+            for e in found
+            if e.get("ph") == "X" and e.get("cat") == "user_annotation" and re.fullmatch(r"ProfilerStep#\d+", e["name"])
+        ),
+        key=lambda e: e["ts"],
+    )
     assert [e["name"] for e in steps] == [f"ProfilerStep#{first + i}" for i in range(3)]
-    launches = {e["args"]["correlation"]: e["ts"] for e in found
-                if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})}
+    launches = {
+        e["args"]["correlation"]: e["ts"]
+        for e in found
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
     kernels = Counter()
     for kernel in (e for e in found if e.get("cat") == "kernel"):
         at = launches.get(kernel["args"]["correlation"])
@@ -77,8 +88,10 @@ def test_every_profiled_step_has_its_kernels(tmp_path, first):
 def test_module_ranges_of_backward_stand_in_autograds_thread(tmp_path):
     profiled("--train-iters 6 --profile-step-start 3 --profile-step-end 5 --profile-modules", tmp_path)
     ranges = [e for e in events(tmp_path) if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
-    threads = {way: {e["tid"] for e in ranges if re.fullmatch(rf"layers\.\d+.* {way}", e["name"])}
-               for way in ("forward", "backward")}
+    threads = {
+        way: {e["tid"] for e in ranges if re.fullmatch(rf"layers\.\d+.* {way}", e["name"])}
+        for way in ("forward", "backward")
+    }
     assert len(threads["forward"]) == len(threads["backward"]) == 1 and threads["forward"] != threads["backward"]
     on_gpu = {e["name"] for e in events(tmp_path) if e.get("cat") == "gpu_user_annotation"}
     assert {"layers.0.mlp forward", "layers.0.mlp backward"} <= on_gpu
@@ -91,8 +104,11 @@ def test_the_table_sorts_by_device_time(tmp_path):
     columns = re.split(r"\s{2,}", head.strip())
     share = columns.index("Self CUDA %")
     rows = [re.split(r"\s{2,}", line.strip()) for line in table.read_text().splitlines()]
-    shares = [float(row[share].rstrip("%")) for row in rows if len(row) == len(columns) and row != columns
-              and row[share].endswith("%")]
+    shares = [
+        float(row[share].rstrip("%"))
+        for row in rows
+        if len(row) == len(columns) and row != columns and row[share].endswith("%")
+    ]
     assert len(shares) > 10 and shares == sorted(shares, reverse=True)
 
 
@@ -100,8 +116,14 @@ def test_losses_are_the_same_and_steps_after_the_window_as_fast_as_before(tmp_pa
     common = "--train-iters 60 --deterministic-mode --attention-backend unfused"
     profiled(f"{common} --profile-step-start 20 --profile-step-end 22 --profile-modules", tmp_path / "on")
     profiled(f"{common} --profile-step-start 61 --profile-step-end 62", tmp_path / "off")
-    on, off = ([json.loads(line) for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()
-                if not line.startswith('{"ranks"')] for name in ("on", "off"))
+    on, off = (
+        [
+            json.loads(line)
+            for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()
+            if not line.startswith('{"ranks"')
+        ]
+        for name in ("on", "off")
+    )
     assert [s["loss"] for s in on] == [s["loss"] for s in off]
     clean = [s for s in on[5:] if not s.get("profiled") and not s.get("beside_profile")]
     before, after = (statistics.median(s["ms"] for s in clean if (s["step"] < 20) == early) for early in (True, False))

@@ -21,9 +21,11 @@ from megatron_lite.train.meter import Meter
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
-SIZE = ("--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-        "--micro-batch-size 2 --global-batch-size 4 --train-iters 50 --lr 1e-3 --mock-data "
-        "--tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0")
+SIZE = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 50 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0"
+)
 EAGER, COMPILED = "--torch-compile none", "--torch-compile layers"
 WITHOUT_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 
@@ -35,15 +37,29 @@ def group():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("words", [
-    *(f"{words} {EAGER}" for words in (
-        "--fp16", "--fp16 --initial-loss-scale 4096", "--bf16", "", "--bf16 --optimizer sgd",
-        "--fp16 --accumulate-allreduce-grads-in-fp32", "--bf16 --recompute-activations", "--log-num-zeros-in-grad",
-        "--bf16 --attention-backend unfused", "--bf16 --reset-attention-mask --reset-position-ids --eod-mask-loss",
-        "--bf16 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear")),
-    *(f"{words} {COMPILED} {WITHOUT_DROPOUT}" for words in ("--fp16 --initial-loss-scale 4096", "--bf16", "")),
-    f"--fp16 --initial-loss-scale 4096 {COMPILED}",
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            f"{words} {EAGER}"
+            for words in (
+                "--fp16",
+                "--fp16 --initial-loss-scale 4096",
+                "--bf16",
+                "",
+                "--bf16 --optimizer sgd",
+                "--fp16 --accumulate-allreduce-grads-in-fp32",
+                "--bf16 --recompute-activations",
+                "--log-num-zeros-in-grad",
+                "--bf16 --attention-backend unfused",
+                "--bf16 --reset-attention-mask --reset-position-ids --eod-mask-loss",
+                "--bf16 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear",
+            )
+        ),
+        *(f"{words} {COMPILED} {WITHOUT_DROPOUT}" for words in ("--fp16 --initial-loss-scale 4096", "--bf16", "")),
+        f"--fp16 --initial-loss-scale 4096 {COMPILED}",
+    ],
+)
 def test_torch_finds_no_synchronisation_in_a_steady_step(words):
     device, world = torch.device("cuda", 0), World(gpus=torch.cuda.device_count())
     line = read_command_line([*SIZE.split(), *words.split()])

@@ -37,8 +37,12 @@ def same_losses(case: Case) -> Outcome:
     if other := _other_data(case.facts, case.other):
         return not_seen("--against a run with the same seed, data, model and batch", *map(Evidence, other))
     if any(run.not_finite) and not any(base.not_finite):
-        told = Evidence(f"{learning_of(run).losses}; the baseline's are all finite", f"steps.jsonl, against {base.folder}")
-        return failed("undo changes one by one until the losses are finite; megatron-lite compare A B", told, code="no-learning")
+        told = Evidence(
+            f"{learning_of(run).losses}; the baseline's are all finite", f"steps.jsonl, against {base.folder}"
+        )
+        return failed(
+            "undo changes one by one until the losses are finite; megatron-lite compare A B", told, code="no-learning"
+        )
     mine, theirs = _losses(run), _losses(base)
     both = sorted(mine.keys() & theirs.keys())
     if not both:

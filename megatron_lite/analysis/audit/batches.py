@@ -22,7 +22,9 @@ def one_update_per_batch(case: Case) -> Outcome:
     facts = case.facts
     if facts.run and (why := learning_of(facts.run).nothing):
         code = next((one.code for one in case.found("overflow-storm", "no-learning")), "")
-        return failed("see why no step improves the weights", Evidence(f"no update at all: {why}", "steps.jsonl"), code=code)
+        return failed(
+            "see why no step improves the weights", Evidence(f"no update at all: {why}", "steps.jsonl"), code=code
+        )
     traced = _traced(facts.critical)
     passes = _samples_per_pass(facts)
     sizes = [one for one in facts.run.batch_sizes if one > 0] if facts.run else []

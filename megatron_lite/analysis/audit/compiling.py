@@ -18,7 +18,9 @@ def compiling_apart(case: Case) -> Outcome:
     if found := case.found(*causes):
         return blamed(found)
     if compiled is False and not regions:
-        return not_seen("a run with --torch-compile", Evidence("nothing is compiled (--torch-compile none)", "run.json"))
+        return not_seen(
+            "a run with --torch-compile", Evidence("nothing is compiled (--torch-compile none)", "run.json")
+        )
     seen = (Evidence(f"{regions:,.3g} compiled regions per step", where(one)),) if regions else ()
     if not run or not (compiled or regions) or not run.first_step_ms or not run.steady_step_ms:
         return not_seen(RUN_FOLDER if run is None else "all steps of the run: start it with an empty --run-dir", *seen)

@@ -57,8 +57,10 @@ def few_overflows(case: Case) -> Outcome:
     text = f"{sum(run.skipped)} of {run.steps} steps skipped, the loss scale is {scales[-1]:,.6g} at the end"
     settled = run.steps - (run.skipped.index(False) if False in run.skipped else run.steps)
     if any(run.skipped) and settled < FEWEST_SETTLED:
-        return not_seen(f"{LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning",
-                        Evidence(f"{text}; {settled} steps since the first good one", "steps.jsonl"))
+        return not_seen(
+            f"{LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning",
+            Evidence(f"{text}; {settled} steps since the first good one", "steps.jsonl"),
+        )
     planned = case.facts.plan.get("precision")
     if planned and planned != "fp16":
         text += f": {planned} has the range of fp32 and needs none"

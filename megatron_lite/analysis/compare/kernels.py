@@ -18,5 +18,10 @@ def kernels_of(a: Purposes, b: Purposes) -> tuple[KernelPair, ...]:
 def _pair(key: tuple[str, str], one: Work | None, other: Work | None) -> KernelPair:
     samples = [work.ms.tolist() if work else [] for work in (one, other)]
     return KernelPair(
-        (one or other).role, *key, one.names if one else (), other.names if other else (),
-        paired(one and one.per_step, other and other.per_step, 0.0), paired_samples(*samples, centre=fmean))
+        (one or other).role,
+        *key,
+        one.names if one else (),
+        other.names if other else (),
+        paired(one and one.per_step, other and other.per_step, 0.0),
+        paired_samples(*samples, centre=fmean),
+    )

@@ -31,7 +31,8 @@ def _time(step: Pair) -> str:
         return f"B's steps take as long as A's ({numbers}, noise {_ms(step.band)} ms)"
     if step.change is Change.UNCLEAR:
         return f"whether B's steps take longer cannot be told ({numbers}, " + (
-            "too few steps)" if step.band is None else f"noise {_ms(step.band)} ms)")
+            "too few steps)" if step.band is None else f"noise {_ms(step.band)} ms)"
+        )
     return f"B takes {abs(step.ratio - 1):.0%} {step.change} time per step ({numbers})"
 
 
@@ -40,8 +41,11 @@ def _where(step: Pair, phases: Sequence[PhasePair], rows: dict[str, Pair]) -> st
         return ""
     parts = _parts(step, phases, rows)
     # a phase that takes longer explains no shorter step
-    told = [(name, pair.difference) for name, pair in parts if pair.change is step.change
-            and abs(pair.difference) >= LEAST_SHARE * abs(step.difference)]
+    told = [
+        (name, pair.difference)
+        for name, pair in parts
+        if pair.change is step.change and abs(pair.difference) >= LEAST_SHARE * abs(step.difference)
+    ]
     told = sorted(told, key=lambda part: -abs(part[1]))[:MOST_NAMED]
     return (": " + ", ".join(f"{name} {'+' if by > 0 else '-'}{_ms(abs(by))} ms" for name, by in told)) if told else ""
 
@@ -52,7 +56,10 @@ def _parts(step: Pair, phases: Sequence[PhasePair], rows: dict[str, Pair]) -> li
     computing = compute is not None and (compute.difference or 0.0) / step.difference >= MOSTLY_COMPUTE
     if rows and not computing:
         return [(ROW_TITLES[name], pair) for name, pair in rows.items()]
-    return [(phase.name, phase.device if phase.device and phase.device.difference is not None else phase.host) for phase in phases]
+    return [
+        (phase.name, phase.device if phase.device and phase.device.difference is not None else phase.host)
+        for phase in phases
+    ]
 
 
 def _memory(peak: Pair) -> str:

@@ -10,10 +10,17 @@ from megatron_lite.analysis.run.figures import Run
 # where things are written to: no setting of the run
 PLACES = ("run_dir", "save", "load", "tensorboard_dir", "memory_snapshot_path", "master_port", "nsys_output")
 MODEL_FLAGS = {  # of the plan's shape: the flags that decide it
-    "num_layers": "--num-layers", "hidden_size": "--hidden-size", "num_attention_heads": "--num-attention-heads",
-    "num_query_groups": "--num-query-groups", "kv_channels": "--kv-channels", "ffn_hidden_size": "--ffn-hidden-size",
-    "seq_length": "--seq-length", "padded_vocab_size": "--make-vocab-size-divisible-by",
-    "position_embedding": "--position-embedding-type", "normalization": "--normalization", "activation": "--swiglu",
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "num_query_groups": "--num-query-groups",
+    "kv_channels": "--kv-channels",
+    "ffn_hidden_size": "--ffn-hidden-size",
+    "seq_length": "--seq-length",
+    "padded_vocab_size": "--make-vocab-size-divisible-by",
+    "position_embedding": "--position-embedding-type",
+    "normalization": "--normalization",
+    "activation": "--swiglu",
     "tied_embeddings": "--untie-embeddings-and-output-weights",
 }
 
@@ -23,11 +30,19 @@ def flags_that_differ(a: Facts, b: Facts) -> tuple[Flag, ...]:
     if a.run is None or b.run is None:
         return ()
     flags = _differing(a.run.args, b.run.args, lambda name: f"--{name.replace('_', '-')}", skip=PLACES)
-    plain = [Flag(key, _words(a.plan.get(key)), _words(b.plan.get(key))) for key in ("precision", "device", "backend")
-             if a.plan.get(key) != b.plan.get(key)]
-    sizes = [Flag("ranks", str(a.run.world_size), str(b.run.world_size))] if a.run.world_size != b.run.world_size else []
-    records = [flag for part in ("versions", "hardware", "environment")
-               for flag in _differing(_part(a.run, part), _part(b.run, part), str)]
+    plain = [
+        Flag(key, _words(a.plan.get(key)), _words(b.plan.get(key)))
+        for key in ("precision", "device", "backend")
+        if a.plan.get(key) != b.plan.get(key)
+    ]
+    sizes = (
+        [Flag("ranks", str(a.run.world_size), str(b.run.world_size))] if a.run.world_size != b.run.world_size else []
+    )
+    records = [
+        flag
+        for part in ("versions", "hardware", "environment")
+        for flag in _differing(_part(a.run, part), _part(b.run, part), str)
+    ]
     return (*flags, *plain, *sizes, *records)
 
 
@@ -39,8 +54,11 @@ def objections(a: Facts, b: Facts) -> list[str]:
 def _other_model(a: Facts, b: Facts) -> Iterator[str]:
     one, other = a.plan.get("shape"), b.plan.get("shape")
     if isinstance(one, dict) and isinstance(other, dict):
-        told = [f"{flag} {_words(one[name])} against {_words(other[name])}" for name, flag in MODEL_FLAGS.items()
-                if name in one and name in other and one[name] != other[name]]
+        told = [
+            f"{flag} {_words(one[name])} against {_words(other[name])}"
+            for name, flag in MODEL_FLAGS.items()
+            if name in one and name in other and one[name] != other[name]
+        ]
         if told:
             yield f"{', '.join(told)}: another model"
 

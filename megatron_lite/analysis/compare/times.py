@@ -7,7 +7,13 @@ from megatron_lite.analysis.compare.noise import band_of, exact, paired, paired_
 from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.run.figures import Run
 
-STEP, TRACED_STEP, TOKENS, MFU, PEAK = "step", "traced step", "tokens per second", "MFU, causal attention", "peak memory"
+STEP, TRACED_STEP, TOKENS, MFU, PEAK = (
+    "step",
+    "traced step",
+    "tokens per second",
+    "MFU, causal attention",
+    "peak memory",
+)
 
 
 def totals_of(a: Facts, b: Facts) -> list[Total]:
@@ -28,10 +34,14 @@ def _totals_of_runs(a: Run, b: Run) -> list[Total]:
     totals = [Total(STEP, "ms", of, paired_samples(*ordinary))]
     # rates are of all ordinary time, as a report has them; they vary as one over the step does
     relative = band_of(*([fmean(ms) / one for one in ms] for ms in ordinary))
-    for name, unit, mine, theirs in ((TOKENS, "tokens/s", a.tokens_per_second, b.tokens_per_second),
-                                     (MFU, "%", _percent(a.mfu_causal), _percent(b.mfu_causal))):
+    for name, unit, mine, theirs in (
+        (TOKENS, "tokens/s", a.tokens_per_second, b.tokens_per_second),
+        (MFU, "%", _percent(a.mfu_causal), _percent(b.mfu_causal)),
+    ):
         if mine is not None and theirs is not None:
-            totals.append(Total(name, unit, of, paired(mine, theirs, None if relative is None else relative * max(mine, theirs))))
+            totals.append(
+                Total(name, unit, of, paired(mine, theirs, None if relative is None else relative * max(mine, theirs)))
+            )
     return totals
 
 
@@ -49,7 +59,9 @@ def phases_of_runs(a: Run, b: Run) -> tuple[PhasePair, ...]:
     found = []
     for name in {**a.phases_ms, **b.phases_ms}:
         host = _of_phase(a, b, a.phases_ms, b.phases_ms, name)
-        found.append(PhasePair(name, host, _of_phase(a, b, a.gpu_phases_ms, b.gpu_phases_ms, name) if with_gpu else None))
+        found.append(
+            PhasePair(name, host, _of_phase(a, b, a.gpu_phases_ms, b.gpu_phases_ms, name) if with_gpu else None)
+        )
     return tuple(found)
 
 
@@ -70,5 +82,8 @@ def _peak_memory(a: Facts, b: Facts) -> list[Total]:
     peaks = [max((one.peak_bytes for one in facts.snapshots), default=None) for facts in (a, b)]
     if None not in peaks:
         return [Total(PEAK, "bytes", "memory snapshots", exact(*peaks))]
-    peaks = [max((size for size in (facts.run.peak_memory_bytes if facts.run else ()) if size > 0), default=None) for facts in (a, b)]
+    peaks = [
+        max((size for size in (facts.run.peak_memory_bytes if facts.run else ()) if size > 0), default=None)
+        for facts in (a, b)
+    ]
     return [Total(PEAK, "bytes", "steps.jsonl", exact(*peaks))] if None not in peaks else []

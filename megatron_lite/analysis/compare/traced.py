@@ -34,7 +34,9 @@ class Side:
 def side_of(one: RankFacts) -> Side:
     """The rank's steps one by one; as many times the work of `rank_time` as there are."""
     steady = [at for at, step in enumerate(one.placing.steps) if step.steady]
-    chosen = [steady[len(steady) * at // MOST_STEPS] for at in range(MOST_STEPS)] if len(steady) > MOST_STEPS else steady
+    chosen = (
+        [steady[len(steady) * at // MOST_STEPS] for at in range(MOST_STEPS)] if len(steady) > MOST_STEPS else steady
+    )
     roles = {str(role): ms for role, ms in one.kernels.roles.items()}
     return Side(one.time, tuple(_only(one, at) for at in chosen), work_of(one), roles, roles_by_step(one))
 
@@ -54,8 +56,14 @@ def phases_of(a: Side, b: Side) -> tuple[PhasePair, ...]:
     """In the order of a step. A phase that one run lacks is None there."""
     names = dict.fromkeys(phase.name for side in (a, b) for phase in side.time.phases)
     on_gpu = a.time.on_gpu or b.time.on_gpu
-    return tuple(PhasePair(name, a.pair_with(b, _of_phase(name, "host_ms")),
-                           a.pair_with(b, _of_phase(name, "device_ms")) if on_gpu else None) for name in names)
+    return tuple(
+        PhasePair(
+            name,
+            a.pair_with(b, _of_phase(name, "host_ms")),
+            a.pair_with(b, _of_phase(name, "device_ms")) if on_gpu else None,
+        )
+        for name in names
+    )
 
 
 def _of_phase(name: str, what: str) -> Callable[[RankTime], float | None]:
@@ -65,5 +73,7 @@ def _of_phase(name: str, what: str) -> Callable[[RankTime], float | None]:
 def roles_of(a: Side, b: Side) -> dict[str, Pair]:
     """ms per step by role, largest first."""
     names = sorted({**a.roles, **b.roles}, key=lambda name: -max(a.roles.get(name, 0.0), b.roles.get(name, 0.0)))
-    return {name: paired(a.roles.get(name), b.roles.get(name), band_of(*(side.role_steps.get(name, ()) for side in (a, b))))
-            for name in names}
+    return {
+        name: paired(a.roles.get(name), b.roles.get(name), band_of(*(side.role_steps.get(name, ()) for side in (a, b))))
+        for name in names
+    }

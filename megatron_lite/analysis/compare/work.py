@@ -62,8 +62,12 @@ def work_of(one: RankFacts) -> dict[tuple[str, str], Work]:
     keys, group = np.unique(purpose * phases + placing.phase[timed.rows] + 1, return_inverse=True)
     table, calls = timed.table(group, len(keys)), np.bincount(group, minlength=len(keys)) / timed.steps
     names = _names(name[timed.rows], group, timed.ms, len(keys))
-    return {(_bare(trace.names[key // phases]), placing.phases[key % phases - 1] if key % phases else ""):
-            _work(trace.names, names[at], table[at], float(calls[at]), on_gpu) for at, key in enumerate(keys.tolist())}
+    return {
+        (_bare(trace.names[key // phases]), placing.phases[key % phases - 1] if key % phases else ""): _work(
+            trace.names, names[at], table[at], float(calls[at]), on_gpu
+        )
+        for at, key in enumerate(keys.tolist())
+    }
 
 
 def roles_by_step(one: RankFacts) -> dict[str, np.ndarray]:

@@ -27,15 +27,23 @@ def find(facts: Facts) -> Finding | None:
     seen = reduction_of(one) if one is not None else None
     if seen is None or seen.early_share < NEVER_EARLY or share(seen.tail_ms, one) < MATTERS:
         return None
-    text = (f"the tail takes {of_step(seen.tail_ms, one)}; {counted(seen.collectives, 'collective')} of together "
-            f"{in_ms(seen.communication_ms)} per step, {seen.early_share:.0%} of it begun before backward's end")
+    text = (
+        f"the tail takes {of_step(seen.tail_ms, one)}; {counted(seen.collectives, 'collective')} of together "
+        f"{in_ms(seen.communication_ms)} per step, {seen.early_share:.0%} of it begun before backward's end"
+    )
     alone = facts.ranks is None or len(facts.ranks.present) < 2
-    waiting = () if not alone else (Evidence("with one rank's trace alone, waiting for a slower rank is not told "
-                                             "apart"),)
+    waiting = (
+        () if not alone else (Evidence("with one rank's trace alone, waiting for a slower rank is not told apart"),)
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=seen.tail_ms, evidence=(Evidence(text, where(one)), *waiting),
+        code=CODE,
+        title=TITLE,
+        cost_ms=seen.tail_ms,
+        evidence=(Evidence(text, where(one)), *waiting),
         advice="smaller buckets (--ddp-bucket-size), 16-bit reduction (--grad-reduce-in-bf16), or more micro-batches "
-               "per step",
-        flags=("--ddp-bucket-size", "--grad-reduce-in-bf16"), gain_ms=seen.tail_ms, certain=not alone,
+        "per step",
+        flags=("--ddp-bucket-size", "--grad-reduce-in-bf16"),
+        gain_ms=seen.tail_ms,
+        certain=not alone,
         rank=one.time.rank,
     )

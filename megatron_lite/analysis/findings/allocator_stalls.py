@@ -33,10 +33,15 @@ def find(facts: Facts) -> Finding | None:
         return None
     rows = rows_named(one, lambda name: name.startswith(CALLS), Kind.RUNTIME)
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(_seen(one, rows, cost),),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(_seen(one, rows, cost),),
         advice="leave the allocator more room, or let its segments grow: "
-               "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        flags=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",), gain_ms=cost, rank=one.time.rank,
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        flags=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",),
+        gain_ms=cost,
+        rank=one.time.rank,
     )
 
 

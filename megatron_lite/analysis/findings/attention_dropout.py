@@ -31,10 +31,18 @@ def find(facts: Facts) -> Finding | None:
     cost = covered(one, rows).length / 1e6 / steady_steps(one)
     if not len(rows) or share(cost, one) < MATTERS:
         return None
-    text = (f"--attention-dropout {dropout:g}: {len(rows) / steady_steps(one):,.0f} unfused calls, forward alone "
-            f"{of_step(cost, one)}")
+    text = (
+        f"--attention-dropout {dropout:g}: {len(rows) / steady_steps(one):,.0f} unfused calls, forward alone "
+        f"{of_step(cost, one)}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one, rows[0])),),
-        advice="train without dropout inside attention: --attention-dropout 0", flags=("--attention-dropout 0",),
-        gain_ms=cost, certain=False, rank=one.time.rank,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one, rows[0])),),
+        advice="train without dropout inside attention: --attention-dropout 0",
+        flags=("--attention-dropout 0",),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )

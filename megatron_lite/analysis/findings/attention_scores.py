@@ -47,16 +47,23 @@ def find(facts: Facts) -> Finding | None:
         return None
     text = f"operators on {' and '.join(f'{t} x {t}' for t in sorted(lengths))} scores take {of_step(cost, one)}"
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one, row)),),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one, row)),),
         advice="fused attention: --attention-backend auto, or torch's scaled_dot_product_attention(is_causal=True)",
-        flags=("--attention-backend auto",), gain_ms=cost, certain=one.time.on_gpu, rank=one.time.rank,
+        flags=("--attention-backend auto",),
+        gain_ms=cost,
+        certain=one.time.on_gpu,
+        rank=one.time.rank,
     )
 
 
 def squares_of(dims: tuple) -> set[int]:
     """T of every argument [..., T, T] with batch or heads in front."""
-    return {arg[-1] for arg in dims
-            if len(arg) >= 3 and all(isinstance(size, int) for size in arg) and arg[-1] == arg[-2]}
+    return {
+        arg[-1] for arg in dims if len(arg) >= 3 and all(isinstance(size, int) for size in arg) and arg[-1] == arg[-2]
+    }
 
 
 def _softmax_lengths(one: RankFacts) -> set[int]:

@@ -33,20 +33,37 @@ def find(facts: Facts) -> Finding | None:
     one = facts.critical
     if one is None or not one.time.on_gpu:
         return None
-    slow = [row for row in one.kernels.roofline if row.role in ROLES and row.efficiency is not None
-            and row.efficiency < REACHES and share(row.ms, one) >= WORTH_A_LINE]
+    slow = [
+        row
+        for row in one.kernels.roofline
+        if row.role in ROLES
+        and row.efficiency is not None
+        and row.efficiency < REACHES
+        and share(row.ms, one) >= WORTH_A_LINE
+    ]
     cost = sum(_above(row) for row in slow)
     if share(cost, one) < TOO_MUCH:
         return None
-    shown = [Evidence(f"{layer_of(facts, row.dims)} {row.operator} {row.shape}: {in_ms(row.ms)} where "
-                      f"{in_ms(row.bound_ms)} is the floor "
-                      f"({row.efficiency:.0%}, bound by {row.bound_by})", row.phase)
-             for row in sorted(slow, key=_above, reverse=True)[:MOST_SHOWN]]
+    shown = [
+        Evidence(
+            f"{layer_of(facts, row.dims)} {row.operator} {row.shape}: {in_ms(row.ms)} where "
+            f"{in_ms(row.bound_ms)} is the floor "
+            f"({row.efficiency:.0%}, bound by {row.bound_by})",
+            row.phase,
+        )
+        for row in sorted(slow, key=_above, reverse=True)[:MOST_SHOWN]
+    ]
     ways = _ways(slow)
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
         evidence=(Evidence(f"time above the floor: {of_step(cost, one)}", where(one)), *shown),
-        advice="; ".join(text for text, _ in ways), flags=tuple(flag for _, flag in ways if flag), gain_ms=cost, certain=False, rank=one.time.rank,
+        advice="; ".join(text for text, _ in ways),
+        flags=tuple(flag for _, flag in ways if flag),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )
 
 

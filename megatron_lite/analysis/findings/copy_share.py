@@ -36,10 +36,15 @@ def find(facts: Facts) -> Finding | None:
     if share(cost, one) < (TOO_MUCH if one.time.on_gpu else TOO_MUCH_ON_CPU):
         return None
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
         evidence=(Evidence(f"copies and casts take {of_step(cost, one)}", where(one)), *_operators(one)),
         advice="16-bit weights instead of autocast, one layout from the start, torch.compile to fold casts away",
-        flags=("--torch-compile",), gain_ms=cost, certain=False, rank=one.time.rank,
+        flags=("--torch-compile",),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )
 
 
@@ -48,8 +53,13 @@ def _on_cpu(one: RankFacts) -> list[OperatorRow]:
 
 
 def _operators(one: RankFacts) -> list[Evidence]:
-    rows = [(row.ms, f"{row.short} under {row.operator or 'no operator'}", row.phase, row.per_step)
-            for row in one.kernels.rows if row.role is Role.CAST_COPY]
+    rows = [
+        (row.ms, f"{row.short} under {row.operator or 'no operator'}", row.phase, row.per_step)
+        for row in one.kernels.rows
+        if row.role is Role.CAST_COPY
+    ]
     rows = rows or [(row.self_ms, row.name, row.phase, row.per_step) for row in _on_cpu(one)]
-    return [Evidence(f"{name}: {in_ms(ms)}, {per_step:,.3g} per step", phase)
-            for ms, name, phase, per_step in sorted(rows, reverse=True)[:MOST_SHOWN]]
+    return [
+        Evidence(f"{name}: {in_ms(ms)}, {per_step:,.3g} per step", phase)
+        for ms, name, phase, per_step in sorted(rows, reverse=True)[:MOST_SHOWN]
+    ]

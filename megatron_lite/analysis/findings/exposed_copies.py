@@ -44,8 +44,12 @@ def find(facts: Facts) -> Finding | None:
         return None
     first = Evidence(f"nothing but copies runs {of_step(cost, one)}", where(one))
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(first, *_by_name(one, rows)),
-        advice="copy from pinned memory on a stream of its own, ahead of the kernels that need it", gain_ms=cost,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(first, *_by_name(one, rows)),
+        advice="copy from pinned memory on a stream of its own, ahead of the kernels that need it",
+        gain_ms=cost,
         rank=one.time.rank,
     )
 
@@ -54,8 +58,10 @@ def _by_name(one: RankFacts, rows: np.ndarray) -> list[Evidence]:
     groups = [rows[one.trace.events.name[rows] == name] for name in np.unique(one.trace.events.name[rows])]
     groups.sort(key=lambda group: -per_step_ms(one, group))
     return [
-        Evidence(f"{one.trace.name_of(group[0])}: {len(group) / steady_steps(one):.3g} per step, "
-                 f"{in_ms(per_step_ms(one, group))}",
-                 where(one, group[0]))
+        Evidence(
+            f"{one.trace.name_of(group[0])}: {len(group) / steady_steps(one):.3g} per step, "
+            f"{in_ms(per_step_ms(one, group))}",
+            where(one, group[0]),
+        )
         for group in groups[:MOST_SHOWN]
     ]

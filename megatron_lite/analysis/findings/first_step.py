@@ -36,14 +36,25 @@ def find(facts: Facts) -> Finding | None:
     if extra < max(LEAST_MS, TOO_MUCH * total):
         return None
     compiled = bool(compiles(facts))
-    text = (f"the first step took {in_ms(run.first_step_ms)}, ordinary ones {in_ms(run.steady_step_ms)}: "
-            f"{extra / total:.0%} of {run.steps} steps{_compiling(run)}")
-    advice = ("compiling does not pay in so short a run: --torch-compile none, or keep its cache where the next run finds it "
-              "(TORCHINDUCTOR_CACHE_DIR)"
-              if compiled else "leave the first steps out of comparisons; a longer run hides them")
+    text = (
+        f"the first step took {in_ms(run.first_step_ms)}, ordinary ones {in_ms(run.steady_step_ms)}: "
+        f"{extra / total:.0%} of {run.steps} steps{_compiling(run)}"
+    )
+    advice = (
+        "compiling does not pay in so short a run: --torch-compile none, or keep its cache where the next run finds it "
+        "(TORCHINDUCTOR_CACHE_DIR)"
+        if compiled
+        else "leave the first steps out of comparisons; a longer run hides them"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=extra / run.steps, evidence=(Evidence(text, "steps.jsonl"),), advice=advice,
-        flags=("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR") if compiled else (), gain_ms=extra / run.steps, certain=compiled,
+        code=CODE,
+        title=TITLE,
+        cost_ms=extra / run.steps,
+        evidence=(Evidence(text, "steps.jsonl"),),
+        advice=advice,
+        flags=("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR") if compiled else (),
+        gain_ms=extra / run.steps,
+        certain=compiled,
     )
 
 

@@ -33,14 +33,22 @@ def find(facts: Facts) -> Finding | None:
     if unused < max(TOO_MUCH * held.reserved_bytes, LEAST_BYTES):
         return None
     gain = _gain(worst)
-    text = (f"{size(held.reserved_bytes)} are reserved for tensors of {size(held.allocated_bytes)}: {size(unused)} lie "
-            "between them")
+    text = (
+        f"{size(held.reserved_bytes)} are reserved for tensors of {size(held.allocated_bytes)}: {size(unused)} lie "
+        "between them"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_bytes=unused,
+        code=CODE,
+        title=TITLE,
+        cost_bytes=unused,
         evidence=(Evidence(text, worst.source), Evidence(_replayed(worst, gain))),
-        advice="let segments grow: "
-               f"{FLAG}" if gain else "keep batch and sequence length constant, so that freed pieces fit again",
-        flags=(FLAG,) if gain else (), gain_bytes=gain, certain=gain is not None, rank=worst.rank,
+        advice=f"let segments grow: {FLAG}"
+        if gain
+        else "keep batch and sequence length constant, so that freed pieces fit again",
+        flags=(FLAG,) if gain else (),
+        gain_bytes=gain,
+        certain=gain is not None,
+        rank=worst.rank,
     )
 
 
@@ -63,5 +71,6 @@ def _replayed(one: Snapshot, gain: int | None) -> str:
     if held.replay_reserved_bytes is None:
         return "the record cannot be replayed, so that nothing is known of expandable segments"
     verdict = f"save {size(gain)}" if gain else "not help"
-    return (f"replayed with expandable segments {size(held.replay_reserved_bytes)} would be reserved: they would "
-            f"{verdict}")
+    return (
+        f"replayed with expandable segments {size(held.replay_reserved_bytes)} would be reserved: they would {verdict}"
+    )

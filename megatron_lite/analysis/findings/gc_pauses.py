@@ -28,11 +28,18 @@ def find(facts: Facts) -> Finding | None:
     if share(cost, one) < WORTH_A_LINE:
         return None
     manual = argument(facts, "manual_gc")
-    advice = ("--manual-gc is on: a larger "
-              "--manual-gc-interval") if manual else (
-                  "collect on all ranks in the same, rare steps: --manual-gc, without a gc.collect() in the step itself")
+    advice = (
+        ("--manual-gc is on: a larger --manual-gc-interval")
+        if manual
+        else ("collect on all ranks in the same, rare steps: --manual-gc, without a gc.collect() in the step itself")
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost,
-        evidence=(Evidence(f"garbage collection takes {of_step(cost, one)}", where(one)),), advice=advice,
-        flags=() if manual else ("--manual-gc --manual-gc-interval 100",), gain_ms=cost, rank=one.time.rank,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(f"garbage collection takes {of_step(cost, one)}", where(one)),),
+        advice=advice,
+        flags=() if manual else ("--manual-gc --manual-gc-interval 100",),
+        gain_ms=cost,
+        rank=one.time.rank,
     )

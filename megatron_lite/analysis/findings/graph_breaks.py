@@ -42,15 +42,18 @@ def find(facts: Facts) -> Finding | None:
     frames = {REGION.match(name)[1] for name in _names(one, regions)}
     if len(frames) <= (1 if compiled_as_asked(facts) else FEW):
         return None
-    text = (f"{len(frames)} different functions were compiled, {len(regions) / steady_steps(one):,.0f} regions run per "
-            "step")
+    text = (
+        f"{len(frames)} different functions were compiled, {len(regions) / steady_steps(one):,.0f} regions run per step"
+    )
     return _finding(one, [Evidence(text, where(one, regions[0]))], certain=False)
 
 
 def _resumptions(one: RankFacts, rows: np.ndarray) -> list[Evidence]:
     found = dict.fromkeys(RESUME.search(name).groups() for name in _names(one, rows))
-    return [Evidence(f"the graph of {function} breaks before line {line}", where(one, rows[0]))
-            for function, line in list(found)[:MOST_SHOWN]]
+    return [
+        Evidence(f"the graph of {function} breaks before line {line}", where(one, rows[0]))
+        for function, line in list(found)[:MOST_SHOWN]
+    ]
 
 
 def _names(one: RankFacts, rows: np.ndarray) -> list[str]:
@@ -60,7 +63,11 @@ def _names(one: RankFacts, rows: np.ndarray) -> list[str]:
 
 def _finding(one: RankFacts, evidence: list[Evidence], certain: bool) -> Finding:
     return Finding(
-        code=CODE, title=TITLE, evidence=tuple(evidence),
+        code=CODE,
+        title=TITLE,
+        evidence=tuple(evidence),
         advice="start with TORCH_LOGS=graph_breaks to see the lines that break the graph",
-        flags=("TORCH_LOGS=graph_breaks",), certain=certain, rank=one.time.rank,
+        flags=("TORCH_LOGS=graph_breaks",),
+        certain=certain,
+        rank=one.time.rank,
     )

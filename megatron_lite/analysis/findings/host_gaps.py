@@ -47,10 +47,15 @@ def find(facts: Facts) -> Finding | None:
         return None
     sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MOST_SHOWN]]
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
         evidence=(Evidence(f"the device idles {of_step(seen, one)} because of the host", where(one)), *sites),
         advice="take Python work out of the step; profile with stacks to see the lines",
-        flags=() if one.trace.with_stack else (STACKS,), gain_ms=cost, certain=False, rank=one.time.rank,
+        flags=() if one.trace.with_stack else (STACKS,),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )
 
 
@@ -74,9 +79,15 @@ def _in_places(one: RankFacts, stretches: list[Stretch], seen: float, cost: floa
     place = f"take that work out of {first.phase or 'the step'}, or do it in fewer steps"
     text = f"Python runs for a millisecond or longer without an operator: {of_step(seen, one)}"
     return Finding(
-        code=CODE, title=TITLE_ON_CPU, cost_ms=cost,
-        evidence=(Evidence(text, where(one)), *shown), advice=place if stacks else f"{STACKS} names the function; {place}",
-        flags=() if stacks else (STACKS,), gain_ms=cost, certain=False, rank=one.time.rank,
+        code=CODE,
+        title=TITLE_ON_CPU,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one)), *shown),
+        advice=place if stacks else f"{STACKS} names the function; {place}",
+        flags=() if stacks else (STACKS,),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )
 
 
@@ -93,9 +104,15 @@ def _in_calls(one: RankFacts, cost: float) -> Finding:
     text = f"{operators:,.0f} operators per step, {each}; Python between them takes {of_step(cost, one)}"
     sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MOST_SHOWN]]
     return Finding(
-        code=CODE, title=TITLE_ON_CPU, cost_ms=cost, evidence=(Evidence(text, where(one)), *sites),
+        code=CODE,
+        title=TITLE_ON_CPU,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one)), *sites),
         advice=f"give each operator more to do: a larger {LARGER_OPERATORS[0]}, or {LARGER_OPERATORS[1]}",
-        flags=LARGER_OPERATORS, gain_ms=cost, certain=False, rank=one.time.rank,
+        flags=LARGER_OPERATORS,
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )
 
 

@@ -32,16 +32,29 @@ def find(facts: Facts) -> Finding | None:
         return None
     t = one.time
     cost = t.rows.get("host", 0.0) + t.rows.get("launch", 0.0)
-    text = (f"the device idles {of_step(cost, one)}: {t.launches:,.0f} kernels per step; medians: "
-            f"{t.median_kernel_us:.1f} us per kernel, {t.median_launch_interval_us:.1f} us from launch to launch, "
-            f"{t.median_queue_us:.1f} us in the queue")
-    sites = tuple(Evidence(f"{in_ms(site.idle_ms)} while the host is in "
-                           f"{site.what}", site.phase) for site in t.hosts[:MOST_SHOWN])
+    text = (
+        f"the device idles {of_step(cost, one)}: {t.launches:,.0f} kernels per step; medians: "
+        f"{t.median_kernel_us:.1f} us per kernel, {t.median_launch_interval_us:.1f} us from launch to launch, "
+        f"{t.median_queue_us:.1f} us in the queue"
+    )
+    sites = tuple(
+        Evidence(f"{in_ms(site.idle_ms)} while the host is in {site.what}", site.phase) for site in t.hosts[:MOST_SHOWN]
+    )
     larger = larger_micro_batch(facts)
     flags = ((larger.flag,) if larger else ()) + (() if compiles(facts) else ("--torch-compile",))
-    advice = ("more work per launch: "
-              f"{larger.text}") if larger else "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
+    advice = (
+        (f"more work per launch: {larger.text}")
+        if larger
+        else "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one)), *sites), advice=advice, flags=flags,
-        gain_ms=cost, certain=not one.trace.with_stack, rank=one.time.rank,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one)), *sites),
+        advice=advice,
+        flags=flags,
+        gain_ms=cost,
+        certain=not one.trace.with_stack,
+        rank=one.time.rank,
     )

@@ -36,7 +36,12 @@ def find(facts: Facts) -> Finding | None:
     advice = f"a larger --log-interval{f' (now {now})' if now else ''}"
     advice += f", without {', '.join(costly)}" if costly else ""
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(evidence,), advice=advice, flags=("--log-interval 100",),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(evidence,),
+        advice=advice,
+        flags=("--log-interval 100",),
         gain_ms=cost,
     )
 
@@ -47,8 +52,10 @@ def _of_trace(facts: Facts) -> tuple[float, Evidence] | None:
     cost = sum(site.idle_ms for site in sites)
     if not sites or share(cost, one) < WORTH_A_LINE:
         return None
-    return cost, Evidence(f"after {sum(site.per_step for site in sites):.3g} waits in {LOG} the device idles "
-                          f"{of_step(cost, one)}", where(one))
+    return cost, Evidence(
+        f"after {sum(site.per_step for site in sites):.3g} waits in {LOG} the device idles {of_step(cost, one)}",
+        where(one),
+    )
 
 
 def _of_run(facts: Facts) -> tuple[float, Evidence] | None:
@@ -57,6 +64,8 @@ def _of_run(facts: Facts) -> tuple[float, Evidence] | None:
     known = [ms for ms, ordinary in times if ordinary and not math.isnan(ms)]
     if not known or median(known) < MATTERS * run.steady_step_ms:
         return None
-    text = (f"the phase {LOG} takes {in_ms(median(known))} of a step of {in_ms(run.steady_step_ms)} (medians of "
-            "ordinary steps)")
+    text = (
+        f"the phase {LOG} takes {in_ms(median(known))} of a step of {in_ms(run.steady_step_ms)} (medians of "
+        "ordinary steps)"
+    )
     return median(known), Evidence(text, "steps.jsonl")

@@ -32,11 +32,18 @@ def find(facts: Facts) -> Finding | None:
         return None
     now = whole(argument(facts, "micro_batch_size"))
     half = f"--micro-batch-size {now // 2}" if now and now > 1 else ""
-    text = (f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%}), in "
-            f"{most.peak_phase or 'an unknown phase'}")
+    text = (
+        f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%}), in "
+        f"{most.peak_phase or 'an unknown phase'}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_bytes=held, evidence=(Evidence(text, most.source),),
+        code=CODE,
+        title=TITLE,
+        cost_bytes=held,
+        evidence=(Evidence(text, most.source),),
         advice="compute the loss in chunks of "
-               "tokens" + (f", or {half} (now {now}) with more micro-batches" if half else ""),
-        flags=(half,) if half else (), gain_bytes=held, rank=most.rank,
+        "tokens" + (f", or {half} (now {now}) with more micro-batches" if half else ""),
+        flags=(half,) if half else (),
+        gain_bytes=held,
+        rank=most.rank,
     )

@@ -44,10 +44,15 @@ def find(facts: Facts) -> Finding | None:
     dearest = sorted(rows, key=lambda row: -row.ms)
     changes = _changes(facts, dearest)
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=_evidence(facts, one, dearest, ms),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=_evidence(facts, one, dearest, ms),
         advice="; ".join(changes[:MOST_SHOWN]),
-        flags=tuple(change.partition(" (")[0] for change in changes if change.startswith("--")), gain_ms=cost,
-        certain=one.time.on_gpu, rank=one.time.rank,
+        flags=tuple(change.partition(" (")[0] for change in changes if change.startswith("--")),
+        gain_ms=cost,
+        certain=one.time.on_gpu,
+        rank=one.time.rank,
     )
 
 
@@ -79,7 +84,8 @@ def _changes(facts: Facts, rows: list[RooflineRow]) -> list[str]:
 
 def _evidence(facts: Facts, one: RankFacts, rows: list[RooflineRow], ms: float) -> tuple[Evidence, ...]:
     first = Evidence(f"products with such dimensions take {of_step(ms, one)}", where(one))
-    shown = [Evidence(f"{layer_of(facts, row.dims)} {row.shape}: {in_ms(row.ms)}, {row.per_step:,.3g} per "
-                      "step", row.phase)
-             for row in rows[:MOST_SHOWN]]
+    shown = [
+        Evidence(f"{layer_of(facts, row.dims)} {row.shape}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase)
+        for row in rows[:MOST_SHOWN]
+    ]
     return (first, *shown)

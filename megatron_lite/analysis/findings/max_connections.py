@@ -32,10 +32,17 @@ def find(facts: Facts) -> Finding | None:
     needless = has_needless_order(variable(facts, QUEUES), world or 1, tensor or 1, context or 1)
     if not needless or share(cost, one) < WORTH_A_LINE:
         return None
-    text = (f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of "
-            f"{of_step(cost, one)}")
+    text = (
+        f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of {of_step(cost, one)}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one)),),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one)),),
         advice=f"unset {QUEUES} (or set 32) for pure data parallelism, and compare",
-        flags=(MORE_QUEUES,), gain_ms=cost, certain=False, rank=one.time.rank,
+        flags=(MORE_QUEUES,),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )

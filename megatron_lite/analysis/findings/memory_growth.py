@@ -47,21 +47,38 @@ def _leaks(one: Snapshot) -> bool:
 def _of_snapshot(one: Snapshot) -> Finding:
     grown = one.growth
     first = Evidence(f"{size(grown.bytes_per_step)} more after each of {grown.steps} steps", one.source)
-    sites = [Evidence(f"{size(site.num_bytes)} per step of {site.category} made in "
-                      f"{site.phase or 'an unknown phase'}", site.site)
-             for site in grown.sites[:MOST_SHOWN]]
+    sites = [
+        Evidence(
+            f"{size(site.num_bytes)} per step of {site.category} made in {site.phase or 'an unknown phase'}", site.site
+        )
+        for site in grown.sites[:MOST_SHOWN]
+    ]
     total = int(grown.bytes_per_step * grown.steps)
     return Finding(
-        code=CODE, title=TITLE, cost_bytes=total, evidence=(first, *sites), advice=ADVICE,
-        flags=("--record-memory-history",), gain_bytes=total, rank=one.rank,
+        code=CODE,
+        title=TITLE,
+        cost_bytes=total,
+        evidence=(first, *sites),
+        advice=ADVICE,
+        flags=("--record-memory-history",),
+        gain_bytes=total,
+        rank=one.rank,
     )
 
 
 def _of_run(grown: Growth, what: str) -> Finding:
-    text = (f"{what} grew by {size(grown.bytes_per_step)} per step, {size(grown.num_bytes)} in all, to "
-            f"{size(grown.at_end)}")
+    text = (
+        f"{what} grew by {size(grown.bytes_per_step)} per step, {size(grown.num_bytes)} in all, to {size(grown.at_end)}"
+    )
     where = "steps.jsonl" if grown.rank is None else f"rank {grown.rank}, steps.jsonl"
     return Finding(
-        code=CODE, title=TITLE, cost_bytes=grown.num_bytes, evidence=(Evidence(text, where),), advice=ADVICE,
-        flags=("--record-memory-history",), gain_bytes=grown.num_bytes, certain=False, rank=grown.rank,
+        code=CODE,
+        title=TITLE,
+        cost_bytes=grown.num_bytes,
+        evidence=(Evidence(text, where),),
+        advice=ADVICE,
+        flags=("--record-memory-history",),
+        gain_bytes=grown.num_bytes,
+        certain=False,
+        rank=grown.rank,
     )

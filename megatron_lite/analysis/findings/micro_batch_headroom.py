@@ -30,9 +30,17 @@ def find(facts: Facts) -> Finding | None:
         return None
     held = peak(facts)
     cost = accumulation_ms(one) or None if one is not None else None
-    text = (f"the peak is {size(held.num_bytes)} of {size(device_bytes(facts))}, with {micro_batches(facts)} "
-            "micro-batches per step")
+    text = (
+        f"the peak is {size(held.num_bytes)} of {size(device_bytes(facts))}, with {micro_batches(facts)} "
+        "micro-batches per step"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, held.where),), advice=larger.text,
-        flags=(larger.flag,), gain_ms=cost, certain=False,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, held.where),),
+        advice=larger.text,
+        flags=(larger.flag,),
+        gain_ms=cost,
+        certain=False,
     )

@@ -47,12 +47,18 @@ def find(facts: Facts) -> Finding | None:
     cost = forward * recomputed / layers
     if cost < MATTERS * step_ms or any(one.oom is not None for one in facts.snapshots):
         return None
-    text = (f"{recomputed} of {layers} layers are recomputed; without that a step would hold at most {size(needed)}, and "
-            f"there are {size(room)}")
+    text = (
+        f"{recomputed} of {layers} layers are recomputed; without that a step would hold at most {size(needed)}, and "
+        f"there are {size(room)}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
         evidence=(Evidence(text, "run.json"), Evidence(f"forward takes {in_ms(forward)}, and is run twice", where)),
-        advice="leave out --recompute-granularity full", flags=("--recompute-granularity selective",), gain_ms=cost,
+        advice="leave out --recompute-granularity full",
+        flags=("--recompute-granularity selective",),
+        gain_ms=cost,
         certain=False,
     )
 

@@ -31,10 +31,17 @@ def find(facts: Facts) -> Finding | None:
         return None
     parameters = whole(facts.run.record.get("parameters")) if facts.run else None
     flag = f"--ddp-bucket-size {parameters // BUCKETS}" if parameters else "--ddp-bucket-size"
-    text = (f"{counted(seen.collectives, 'collective')} per step, none before backward's end; nothing hides "
-            f"{of_step(seen.tail_ms, one)}")
+    text = (
+        f"{counted(seen.collectives, 'collective')} per step, none before backward's end; nothing hides "
+        f"{of_step(seen.tail_ms, one)}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=seen.tail_ms, evidence=(Evidence(text, where(one)),),
+        code=CODE,
+        title=TITLE,
+        cost_ms=seen.tail_ms,
+        evidence=(Evidence(text, where(one)),),
         advice=f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce",
-        flags=(flag,), gain_ms=seen.tail_ms, rank=one.time.rank,
+        flags=(flag,),
+        gain_ms=seen.tail_ms,
+        rank=one.time.rank,
     )

@@ -33,16 +33,26 @@ def find(facts: Facts) -> Finding | None:
     cost = sum(row.ms for row in rows)
     if not rows or share(cost, one) < MATTERS:
         return None
-    text = (f"{of_step(cost, one)}; tensor cores run {in_ms(one.kernels.tensor_core_ms)} of "
-            f"{in_ms(one.kernels.matrix_ms)} of products")
-    shown = [Evidence(f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step, from "
-                      f"{row.operator or 'no operator'}", row.phase)
-             for row in rows[:MOST_SHOWN]]
+    text = (
+        f"{of_step(cost, one)}; tensor cores run {in_ms(one.kernels.tensor_core_ms)} of "
+        f"{in_ms(one.kernels.matrix_ms)} of products"
+    )
+    shown = [
+        Evidence(
+            f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step, from {row.operator or 'no operator'}",
+            row.phase,
+        )
+        for row in rows[:MOST_SHOWN]
+    ]
     changes = _changes(facts, one, rows)
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one)), *shown),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one)), *shown),
         advice="; ".join(changes) or "make the dimensions of these products multiples of 64 (at least 8)",
-        flags=tuple(change.partition(" (")[0] for change in changes if change.startswith("--")), gain_ms=cost,
+        flags=tuple(change.partition(" (")[0] for change in changes if change.startswith("--")),
+        gain_ms=cost,
         rank=one.time.rank,
     )
 

@@ -27,15 +27,25 @@ def find(facts: Facts) -> Finding | None:
     failed = next((one for one in facts.snapshots if one.oom is not None), None)
     if failed is None:
         return None
-    text = (f"{size(failed.oom.requested_bytes)} were asked for, {size(max(failed.oom.device_free_bytes, 0))} were "
-            "free on the device")
-    held = [Evidence(f"{part.category}: {size(part.num_bytes)}, {part.num_bytes / max(failed.peak_bytes, 1):.0%} of "
-                     "what tensors held")
-            for part in failed.held[:MOST_SHOWN]]
+    text = (
+        f"{size(failed.oom.requested_bytes)} were asked for, {size(max(failed.oom.device_free_bytes, 0))} were "
+        "free on the device"
+    )
+    held = [
+        Evidence(
+            f"{part.category}: {size(part.num_bytes)}, {part.num_bytes / max(failed.peak_bytes, 1):.0%} of "
+            "what tensors held"
+        )
+        for part in failed.held[:MOST_SHOWN]
+    ]
     return Finding(
-        code=CODE, title=TITLE, cost_bytes=failed.peak_bytes,
-        evidence=(Evidence(text, failed.oom.site or failed.source), *held), advice=_advice(failed),
-        flags=("--micro-batch-size", "--recompute-granularity full"), rank=failed.rank,
+        code=CODE,
+        title=TITLE,
+        cost_bytes=failed.peak_bytes,
+        evidence=(Evidence(text, failed.oom.site or failed.source), *held),
+        advice=_advice(failed),
+        flags=("--micro-batch-size", "--recompute-granularity full"),
+        rank=failed.rank,
     )
 
 

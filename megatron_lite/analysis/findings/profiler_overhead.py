@@ -24,9 +24,11 @@ from megatron_lite.notable import is_by_chance
 CODE = "profiler-overhead"
 TITLE = "profiler that disturbs what it measures"
 TOO_MUCH = 1.25  # a quarter more: a cause of a tenth of the step can then be the profiler's own
-COSTLY = {"pytorch_profiler_collect_callstack": "--pytorch-profiler-collect-callstack",
-          "pytorch_profiler_collect_memory": "--pytorch-profiler-collect-memory",
-          "pytorch_profiler_collect_shapes": "--pytorch-profiler-collect-shapes"}
+COSTLY = {
+    "pytorch_profiler_collect_callstack": "--pytorch-profiler-collect-callstack",
+    "pytorch_profiler_collect_memory": "--pytorch-profiler-collect-memory",
+    "pytorch_profiler_collect_shapes": "--pytorch-profiler-collect-shapes",
+}
 COSTLY_ON_CPUS = {"record_memory_history": "--record-memory-history"}
 
 
@@ -37,8 +39,10 @@ def find(facts: Facts) -> Finding | None:
         return None
     if is_by_chance(run.profiled_step_ms - run.before_profile_ms, run.without_core):
         return None  # busy-machine says why
-    text = (f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it (median "
-            f"{in_ms(run.profiled_step_ms)})")
+    text = (
+        f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it (median "
+        f"{in_ms(run.profiled_step_ms)})"
+    )
     if run.after_profile_ms is not None:
         text += f"; those after it {'again' if run.recovered else 'still'} {in_ms(run.after_profile_ms)}"
     on_cpu = facts.plan.get("device") == "cpu"
@@ -47,6 +51,9 @@ def find(facts: Facts) -> Finding | None:
     trust = "the run's own step times, not the trace's" if on_cpu else "device times, not gaps"
     without = f" without {', '.join(used)}" if used else " with a larger micro-batch"
     return Finding(
-        code=CODE, title=TITLE, evidence=(Evidence(text, "steps.jsonl"),),
-        advice=f"trust {trust}; profile again{without}", certain=bool(run.recovered),
+        code=CODE,
+        title=TITLE,
+        evidence=(Evidence(text, "steps.jsonl"),),
+        advice=f"trust {trust}; profile again{without}",
+        certain=bool(run.recovered),
     )

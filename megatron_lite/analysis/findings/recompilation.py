@@ -54,9 +54,11 @@ def _of_run(run: Run) -> Finding | None:
     if not cost >= WORTH_A_LINE * steady_ms:
         return None
     shown = ", ".join(str(run.iterations[index]) for index in late[:6]) + (", ..." if len(late) > 6 else "")
-    text = (f"{len(late)} of {run.steps} steps compiled something, after the first one (iterations {shown}); spread "
-            "over all "
-            f"steps {in_ms(cost)} each, beside {in_ms(steady_ms)} without compiling")
+    text = (
+        f"{len(late)} of {run.steps} steps compiled something, after the first one (iterations {shown}); spread "
+        "over all "
+        f"steps {in_ms(cost)} each, beside {in_ms(steady_ms)} without compiling"
+    )
     return _finding(cost, Evidence(text, "steps.jsonl"), None)
 
 
@@ -75,7 +77,12 @@ def _of_trace(one: RankFacts) -> Finding | None:
 
 def _finding(cost: float, evidence: Evidence, rank: int | None) -> Finding:
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(evidence,),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(evidence,),
         advice="start with TORCH_LOGS=recompiles to see which guard fails, and keep shapes and Python values constant",
-        flags=("TORCH_LOGS=recompiles",), gain_ms=cost, rank=rank,
+        flags=("TORCH_LOGS=recompiles",),
+        gain_ms=cost,
+        rank=rank,
     )

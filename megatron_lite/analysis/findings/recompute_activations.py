@@ -39,13 +39,21 @@ def find(facts: Facts) -> Finding | None:
     gain = held - max(layers) - (inputs or 0)
     if gain < WORTH_IT * most.peak_bytes:
         return None
-    text = (f"{len(layers)} layers hold {size(held)} of the peak of {size(most.peak_bytes)}; with recomputation one "
-            "layer's "
-            f"{size(held / len(layers))} and the layers' inputs{f' of {size(inputs)}' if inputs else ''}")
+    text = (
+        f"{len(layers)} layers hold {size(held)} of the peak of {size(most.peak_bytes)}; with recomputation one "
+        "layer's "
+        f"{size(held / len(layers))} and the layers' inputs{f' of {size(inputs)}' if inputs else ''}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_bytes=held, evidence=(Evidence(text, most.source),),
-        advice=f"if memory keeps the micro-batch small: {FLAG} (costs a second forward)", flags=(FLAG,),
-        gain_bytes=int(gain), certain=inputs is not None, rank=most.rank,
+        code=CODE,
+        title=TITLE,
+        cost_bytes=held,
+        evidence=(Evidence(text, most.source),),
+        advice=f"if memory keeps the micro-batch small: {FLAG} (costs a second forward)",
+        flags=(FLAG,),
+        gain_bytes=int(gain),
+        certain=inputs is not None,
+        rank=most.rank,
     )
 
 

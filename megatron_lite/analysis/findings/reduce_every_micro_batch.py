@@ -33,11 +33,17 @@ def find(facts: Facts) -> Finding | None:
     if early is None or share(per_step_ms(one, early), one) < WORTH_A_LINE:
         return None
     cost = exposed_ms(one, early)
-    text = (f"{batches:.3g} micro-batches per step, and all reduce: those before the last one communicate "
-            f"{in_ms(per_step_ms(one, early))} per step; nothing hides {of_step(cost, one)}")
+    text = (
+        f"{batches:.3g} micro-batches per step, and all reduce: those before the last one communicate "
+        f"{in_ms(per_step_ms(one, early))} per step; nothing hides {of_step(cost, one)}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one, early[0])),),
-        advice="reduce after the last micro-batch only: model.no_sync() around the others", gain_ms=cost,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one, early[0])),),
+        advice="reduce after the last micro-batch only: model.no_sync() around the others",
+        gain_ms=cost,
         rank=one.time.rank,
     )
 

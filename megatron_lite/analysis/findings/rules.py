@@ -60,16 +60,56 @@ from megatron_lite.analysis.findings import (
 from megatron_lite.analysis.findings.base import Finding
 
 RULES: tuple[ModuleType, ...] = (
-    sync_in_step, starved_loader, too_many_workers, unpinned_copies, small_copies, exposed_copies, launch_bound,
-    host_gaps, tiny_micro_batches, gc_pauses, allocator_stalls, stream_waits, log_stalls, save_and_eval,
-    no_tensor_cores, fp32_products, slow_16_bit_products, matmul_shapes, below_roofline, vocabulary_padding,
-    attention_scores, attention_dropout,
-    copy_share, unfused_elementwise, unfused_optimizer, zeroed_gradients,
-    all_reduce_tail, no_overlap, small_buckets, reduce_every_micro_batch, straggler, max_connections,
-    recompilation, graph_breaks, first_step, profiler_overhead, debug_switches, too_many_threads, busy_machine,
-    overflow_storm, scale_collapse, no_learning,
-    memory_growth, out_of_memory, fragmentation, logits_peak, attention_memory, recompute_activations,
-    micro_batch_headroom, needless_recompute,
+    sync_in_step,
+    starved_loader,
+    too_many_workers,
+    unpinned_copies,
+    small_copies,
+    exposed_copies,
+    launch_bound,
+    host_gaps,
+    tiny_micro_batches,
+    gc_pauses,
+    allocator_stalls,
+    stream_waits,
+    log_stalls,
+    save_and_eval,
+    no_tensor_cores,
+    fp32_products,
+    slow_16_bit_products,
+    matmul_shapes,
+    below_roofline,
+    vocabulary_padding,
+    attention_scores,
+    attention_dropout,
+    copy_share,
+    unfused_elementwise,
+    unfused_optimizer,
+    zeroed_gradients,
+    all_reduce_tail,
+    no_overlap,
+    small_buckets,
+    reduce_every_micro_batch,
+    straggler,
+    max_connections,
+    recompilation,
+    graph_breaks,
+    first_step,
+    profiler_overhead,
+    debug_switches,
+    too_many_threads,
+    busy_machine,
+    overflow_storm,
+    scale_collapse,
+    no_learning,
+    memory_growth,
+    out_of_memory,
+    fragmentation,
+    logits_peak,
+    attention_memory,
+    recompute_activations,
+    micro_batch_headroom,
+    needless_recompute,
 )
 
 
@@ -92,7 +132,9 @@ def _asked(rule: ModuleType, facts: Facts, gap: Callable[[str], object] | None) 
         found = rule.find(facts)
     except Exception as error:  # noqa: BLE001  one rule that a foreign file confuses must not silence the others
         if gap is not None:
-            gap(f"rule {rule.CODE}: could not be asked ({type(error).__name__}: {error}); its cause may be there "
-                "unseen.")
+            gap(
+                f"rule {rule.CODE}: could not be asked ({type(error).__name__}: {error}); its cause may be there "
+                "unseen."
+            )
         return None
     return found if found is None or found.cost_ms is None or math.isfinite(found.cost_ms) else None

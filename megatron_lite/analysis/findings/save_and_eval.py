@@ -36,9 +36,12 @@ def find(facts: Facts) -> Finding | None:
         return None
     cost = sum(stalls.values()) / run.steps
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
         evidence=tuple(_seen(run, name, total, whole_ms) for name, total in stalls.items() if total),
-        advice=f"stand still less: {' and '.join(_ways(facts, stalls))}", flags=tuple(_flags(facts, stalls)),
+        advice=f"stand still less: {' and '.join(_ways(facts, stalls))}",
+        flags=tuple(_flags(facts, stalls)),
         gain_ms=cost,
     )
 
@@ -58,16 +61,23 @@ def _total(values) -> float:
 
 def _seen(run: Run, name: str, total: float, whole_ms: float) -> Evidence:
     times = _times(run, name)
-    return Evidence(f"{name}: {times} times, {in_ms(total / times)} each, {total / whole_ms:.0%} of the time of "
-                    f"the run's {run.steps} steps",
-                    "steps.jsonl")
+    return Evidence(
+        f"{name}: {times} times, {in_ms(total / times)} each, {total / whole_ms:.0%} of the time of "
+        f"the run's {run.steps} steps",
+        "steps.jsonl",
+    )
 
 
 def _ways(facts: Facts, stalls: dict[str, float]) -> list[str]:
-    saving = ("save less often "
-              "(--save-interval)") if argument(facts, "async_save") else "write in the background (--async-save)"
-    ways = {Phase.SAVE.value: saving, Phase.EVAL.value: "evaluate less often (--eval-interval) or on less "
-                                                        "(--eval-iters)"}
+    saving = (
+        ("save less often (--save-interval)")
+        if argument(facts, "async_save")
+        else "write in the background (--async-save)"
+    )
+    ways = {
+        Phase.SAVE.value: saving,
+        Phase.EVAL.value: "evaluate less often (--eval-interval) or on less (--eval-iters)",
+    }
     return [ways[name] for name, total in stalls.items() if total]
 
 

@@ -31,9 +31,14 @@ def find(facts: Facts) -> Finding | None:
     known = [scale for scale in settled if not math.isnan(scale) and scale > 0]
     if len(known) < FEWEST_STEPS or known[-1] > TOO_SMALL or max(known) < FALLEN * known[-1]:
         return None
-    text = (f"the loss scale fell from {max(known):,.0f} to {known[-1]:g} ({sum(run.skipped)} of {run.steps} steps "
-            "were skipped)")
+    text = (
+        f"the loss scale fell from {max(known):,.0f} to {known[-1]:g} ({sum(run.skipped)} of {run.steps} steps "
+        "were skipped)"
+    )
     return Finding(
-        code=CODE, title=TITLE, evidence=(Evidence(text, "steps.jsonl"),),
-        advice="stop and find what overflows; --bf16 needs no loss scale", flags=("--bf16",),
+        code=CODE,
+        title=TITLE,
+        evidence=(Evidence(text, "steps.jsonl"),),
+        advice="stop and find what overflows; --bf16 needs no loss scale",
+        flags=("--bf16",),
     )

@@ -33,12 +33,22 @@ def find(facts: Facts) -> Finding | None:
         return None
     flag = "--bf16" if hardware(facts, "bf16_products") is True else ""
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost,
-        evidence=(Evidence(f"the run is in {precision}, for which this processor has no units", "run.json"), *_products(one, cost)),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(
+            Evidence(f"the run is in {precision}, for which this processor has no units", "run.json"),
+            *_products(one, cost),
+        ),
         advice=f"use {flag} instead of --{precision}" if flag else f"try fp32: leave out --{precision}",
-        flags=(flag,) if flag else (), gain_ms=cost, certain=False, rank=one.time.rank if one is not None else None,
+        flags=(flag,) if flag else (),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank if one is not None else None,
     )
 
 
 def _products(one: RankFacts | None, cost: float | None) -> tuple[Evidence, ...]:
-    return (Evidence(f"matrix products and attention take {of_step(cost, one)}", where(one)),) if one is not None else ()
+    return (
+        (Evidence(f"matrix products and attention take {of_step(cost, one)}", where(one)),) if one is not None else ()
+    )

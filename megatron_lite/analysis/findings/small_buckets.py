@@ -40,11 +40,20 @@ def find(facts: Facts) -> Finding | None:
     if len(small) < MANY * steady_steps(one) or share(cost, one) < WORTH_A_LINE:
         return None
     median = float(np.median(sizes[sizes <= SMALL_BYTES]))
-    text = (f"{len(small) / steady_steps(one):,.0f} collectives per step of {size(median)} (median); nothing hides "
-            f"{of_step(cost, one)}")
+    text = (
+        f"{len(small) / steady_steps(one):,.0f} collectives per step of {size(median)} (median); nothing hides "
+        f"{of_step(cost, one)}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one, small[0])),),
-        advice=f"larger buckets: {FLAG}", flags=(FLAG,), gain_ms=cost, certain=False, rank=one.time.rank,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one, small[0])),),
+        advice=f"larger buckets: {FLAG}",
+        flags=(FLAG,),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )
 
 

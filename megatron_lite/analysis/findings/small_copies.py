@@ -49,12 +49,20 @@ def find(facts: Facts) -> Finding | None:
     if number < MANY or share(cost, one) < WORTH_A_LINE:
         return None
     median = float(np.median(one.trace.events.num_bytes[rows]))
-    text = (f"{number:,.0f} copies per step, the median one of {size(median)}; their calls take the host "
-            f"{of_step(cost, one)}")
+    text = (
+        f"{number:,.0f} copies per step, the median one of {size(median)}; their calls take the host "
+        f"{of_step(cost, one)}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one, rows[0])),),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one, rows[0])),),
         advice="copy one tensor per batch and split it on the device; fetch values together and seldom",
-        flags=("--log-interval 100",), gain_ms=cost, certain=False, rank=one.time.rank,
+        flags=("--log-interval 100",),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )
 
 

@@ -32,13 +32,20 @@ def find(facts: Facts) -> Finding | None:
         return None
     workers = loader_workers(facts)
     wanted = _workers(wait, workers, whole(part(facts, "world", "local_size")))
-    advice = ("load ahead with more workers: --num-workers "
-              f"{wanted}") if wanted else "load ahead with more worker processes"
+    advice = (
+        (f"load ahead with more workers: --num-workers {wanted}") if wanted else "load ahead with more worker processes"
+    )
     if isinstance(workers, int):
         advice += f" (now {workers})"
     return Finding(
-        code=CODE, title=TITLE, cost_ms=wait.ms, evidence=(Evidence(wait.text, wait.where), *_loading(wait)),
-        advice=advice, flags=(f"--num-workers {wanted or 'N'}",), gain_ms=wait.ms, rank=wait.rank,
+        code=CODE,
+        title=TITLE,
+        cost_ms=wait.ms,
+        evidence=(Evidence(wait.text, wait.where), *_loading(wait)),
+        advice=advice,
+        flags=(f"--num-workers {wanted or 'N'}",),
+        gain_ms=wait.ms,
+        rank=wait.rank,
     )
 
 

@@ -42,13 +42,20 @@ def find(facts: Facts) -> Finding | None:
         return None
     flags = _what_to_record(facts)
     why = CAUSES.get(found.cause) or (
-        f"record it with {flags[0]}, and compare it with another one" if flags
-        else "swap its node or GPU with another's and see whether the rank or the place is slow")
+        f"record it with {flags[0]}, and compare it with another one"
+        if flags
+        else "swap its node or GPU with another's and see whether the rank or the place is slow"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=found.caused_wait_ms,
+        code=CODE,
+        title=TITLE,
+        cost_ms=found.caused_wait_ms,
         evidence=(Evidence(_lateness(found, facts.ranks), f"rank {found.rank}"), Evidence(_reason(found))),
-        advice=f"rank {found.rank}: {why}", flags=flags, gain_ms=found.caused_wait_ms,
-        certain=bool(found.cause) and found.share_last is not None, rank=found.rank,
+        advice=f"rank {found.rank}: {why}",
+        flags=flags,
+        gain_ms=found.caused_wait_ms,
+        certain=bool(found.cause) and found.share_last is not None,
+        rank=found.rank,
     )
 
 
@@ -61,10 +68,14 @@ def _what_to_record(facts: Facts) -> tuple[str, ...]:
 
 def _lateness(found: Straggler, ranks: Ranks | None) -> str:
     if found.share_last is None:  # no collectives were seen, only every rank's own clock
-        return (f"over the whole run rank {found.rank} takes {in_ms(found.caused_wait_ms)} longer per step than the median "
-                f"rank (medians in steps.jsonl){_in_profiled_steps(found, ranks) if ranks else ''}")
-    return (f"rank {found.rank} is last in {found.share_last:.0%} of the collectives; others wait "
-            f"{in_ms(found.caused_wait_ms)} per step")
+        return (
+            f"over the whole run rank {found.rank} takes {in_ms(found.caused_wait_ms)} longer per step than the median "
+            f"rank (medians in steps.jsonl){_in_profiled_steps(found, ranks) if ranks else ''}"
+        )
+    return (
+        f"rank {found.rank} is last in {found.share_last:.0%} of the collectives; others wait "
+        f"{in_ms(found.caused_wait_ms)} per step"
+    )
 
 
 def _in_profiled_steps(found: Straggler, ranks: Ranks) -> str:
@@ -74,7 +85,9 @@ def _in_profiled_steps(found: Straggler, ranks: Ranks) -> str:
         return ""
     most = max(awaited, key=lambda row: row.caused_wait_ms)
     agrees = most.rank == found.rank
-    where, whom = ("in the profiled steps, too,", "it") if agrees else ("but in the profiled steps", f"rank {most.rank}")
+    where, whom = (
+        ("in the profiled steps, too,", "it") if agrees else ("but in the profiled steps", f"rank {most.rank}")
+    )
     return f"; {where} the others wait most for {whom}, {in_ms(most.caused_wait_ms)} per step"
 
 

@@ -48,22 +48,32 @@ def find(facts: Facts) -> Finding | None:
     calls = sum(site.per_step for site in sites)
     text = f"{counted(calls, 'wait')} per step, after which the device idles {of_step(cost, one)}"
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
         evidence=(Evidence(text, where(one)), *map(_seen, sites[:MOST_SHOWN])),
         advice="read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device",
-        flags=("--log-interval 100",), gain_ms=cost, rank=one.time.rank,
+        flags=("--log-interval 100",),
+        gain_ms=cost,
+        rank=one.time.rank,
     )
 
 
 def waits_inside(one: RankFacts) -> list[SyncSite]:
     """Where the host waits for the device inside every step; most idle time first."""
     unpinned = len(pageable_rows(one)) > 0  # they are a finding of their own
-    return [site for site in one.time.syncs
-            if site.per_step >= ONCE and site.phase not in BETWEEN_STEPS and not (unpinned and is_batch_copy(site))]
+    return [
+        site
+        for site in one.time.syncs
+        if site.per_step >= ONCE and site.phase not in BETWEEN_STEPS and not (unpinned and is_batch_copy(site))
+    ]
 
 
 def _seen(site: SyncSite) -> Evidence:
     what = f"{site.operator} -> {site.call}" if site.operator else site.call
-    return Evidence(f"{what} in {site.phase or 'no phase'}: {site.per_step:.3g} per step, host waits "
-                    f"{in_ms(site.host_ms)}, "
-                    f"device idles {in_ms(site.idle_ms)}", site.frame)
+    return Evidence(
+        f"{what} in {site.phase or 'no phase'}: {site.per_step:.3g} per step, host waits "
+        f"{in_ms(site.host_ms)}, "
+        f"device idles {in_ms(site.idle_ms)}",
+        site.frame,
+    )

@@ -42,15 +42,24 @@ def find(facts: Facts) -> Finding | None:
 
 def _finding(facts: Facts, one: RankFacts, number: float, tokens: int, costs, larger) -> Finding:
     added, host, cost = costs
-    text = (f"{number:.3g} micro-batches per step of {tokens:,} tokens: adding gradients up {in_ms(added)}, the host "
-            "between "
-            f"operators {in_ms(host)}; saved at most {of_step(cost, one)}")
+    text = (
+        f"{number:.3g} micro-batches per step of {tokens:,} tokens: adding gradients up {in_ms(added)}, the host "
+        "between "
+        f"operators {in_ms(host)}; saved at most {of_step(cost, one)}"
+    )
     now = whole(argument(facts, "micro_batch_size"))
     flag = larger.flag if larger else "--micro-batch-size"  # no number without the memory that it would take
     advice = larger.text if larger else f"fewer, larger micro-batches as far as memory allows: {flag} above {now}"
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one)),), advice=advice, flags=(flag,),
-        gain_ms=cost, certain=False, rank=one.time.rank,
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one)),),
+        advice=advice,
+        flags=(flag,),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )
 
 

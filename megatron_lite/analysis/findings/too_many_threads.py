@@ -31,7 +31,10 @@ def find(facts: Facts) -> Finding | None:
         return None
     flag = f"{THREADS}={fewer}"
     return Finding(
-        code=CODE, title=TITLE,
+        code=CODE,
+        title=TITLE,
         evidence=(Evidence(f"{threads} threads x {ranks} ranks of this machine on {cpus} cores", "run.json"),),
-        advice=f"share the cores out: {flag}", flags=(flag,), certain=False,
+        advice=f"share the cores out: {flag}",
+        flags=(flag,),
+        certain=False,
     )

@@ -29,9 +29,15 @@ def find(facts: Facts) -> Finding | None:
     fewer = max(1, cpus // (2 * ranks))
     seen = Evidence(f"{workers} workers x {ranks} ranks of this machine on {cpus} cores", "run.json")
     return Finding(
-        code=CODE, title=TITLE, cost_ms=wait.ms, evidence=(Evidence(wait.text, wait.where), seen),
+        code=CODE,
+        title=TITLE,
+        cost_ms=wait.ms,
+        evidence=(Evidence(wait.text, wait.where), seen),
         advice=f"fewer workers than cores: --num-workers {fewer} (now {workers}), and less work per batch",
-        flags=(f"--num-workers {fewer}",), gain_ms=wait.ms, certain=False, rank=wait.rank,
+        flags=(f"--num-workers {fewer}",),
+        gain_ms=wait.ms,
+        certain=False,
+        rank=wait.rank,
     )
 
 
@@ -42,5 +48,4 @@ def are_too_many(facts: Facts) -> bool:
 
 
 def _counts(facts: Facts) -> tuple[int | None, int | None, int | None]:
-    return (whole(loader_workers(facts)), whole(part(facts, "world", "local_size")),
-            whole(hardware(facts, "cpus")))
+    return (whole(loader_workers(facts)), whole(part(facts, "world", "local_size")), whole(hardware(facts, "cpus")))

@@ -31,12 +31,20 @@ def find(facts: Facts) -> Finding | None:
     if share(cost, one) < TOO_MUCH:
         return None
     rows = [row for row in one.kernels.rows if row.role is Role.ELEMENTWISE]
-    first = Evidence(f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take "
-                     f"{of_step(cost, one)}", where(one))
-    shown = [Evidence(f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per "
-                      "step", row.phase) for row in rows[:MOST_SHOWN]]
+    first = Evidence(
+        f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take {of_step(cost, one)}", where(one)
+    )
+    shown = [
+        Evidence(f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase) for row in rows[:MOST_SHOWN]
+    ]
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(first, *shown),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(first, *shown),
         advice="compile the layers, so that chains of elementwise operators become one kernel",
-        flags=("--torch-compile",), gain_ms=cost, certain=False, rank=one.time.rank,
+        flags=("--torch-compile",),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank,
     )

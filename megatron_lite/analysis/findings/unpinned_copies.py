@@ -51,13 +51,19 @@ def find(facts: Facts) -> Finding | None:
     if share(cost, one) < WORTH_A_LINE:
         return None
     number, each = len(rows) / steady_steps(one), float(one.trace.events.num_bytes[rows].clip(min=0).mean())
-    text = (f"{number:.3g} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device that nothing "
-            "hides, "
-            f"{in_ms(stalled)} idle after the host's wait; {of_step(cost, one)}")
+    text = (
+        f"{number:.3g} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device that nothing "
+        "hides, "
+        f"{in_ms(stalled)} idle after the host's wait; {of_step(cost, one)}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one, rows[0])),),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one, rows[0])),),
         advice="pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)",
-        gain_ms=cost, rank=one.time.rank,
+        gain_ms=cost,
+        rank=one.time.rank,
     )
 
 

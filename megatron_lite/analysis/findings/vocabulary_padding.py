@@ -32,10 +32,17 @@ def find(facts: Facts) -> Finding | None:
     cost = ms * (padded - used) / padded
     if share(cost, one) < WORTH_A_LINE:
         return None
-    text = (f"{count(used)} of {count(padded)} rows are used; products with them take {in_ms(ms)}, the padding "
-            f"{of_step(cost, one)}")
+    text = (
+        f"{count(used)} of {count(padded)} rows are used; products with them take {in_ms(ms)}, the padding "
+        f"{of_step(cost, one)}"
+    )
     return Finding(
-        code=CODE, title=TITLE, cost_ms=cost, evidence=(Evidence(text, where(one)),),
+        code=CODE,
+        title=TITLE,
+        cost_ms=cost,
+        evidence=(Evidence(text, where(one)),),
         advice=f"pad the vocabulary to a multiple of {FIT} only: --make-vocab-size-divisible-by {FIT}",
-        flags=(f"--make-vocab-size-divisible-by {FIT}",), gain_ms=cost, rank=one.time.rank,
+        flags=(f"--make-vocab-size-divisible-by {FIT}",),
+        gain_ms=cost,
+        rank=one.time.rank,
     )

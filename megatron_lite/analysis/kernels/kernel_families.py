@@ -97,7 +97,9 @@ def _describe_tensile_layout(text: str) -> str:
 def find_functor(name: str) -> str:
     """What an elementwise or reduction kernel computes: 'MulFunctor', 'silu_kernel'; '' where nothing tells."""
     words = re.findall(r"\w+", name.partition("<")[2])
-    found = (one for one in words if _FUNCTIONS.fullmatch(one) and not one.startswith(_WRAPPERS) and "elementwise" not in one)
+    found = (
+        one for one in words if _FUNCTIONS.fullmatch(one) and not one.startswith(_WRAPPERS) and "elementwise" not in one
+    )
     return next(found, "")
 
 
@@ -106,6 +108,7 @@ def _functor_pieces(found: re.Match, name: str) -> list[tuple[str, None]]:
 
 
 # --- precision
+
 
 def _of_template(found: re.Match, name: str) -> str:
     return template_format(name)
@@ -146,7 +149,10 @@ def _format_pieces(found: re.Match, name: str) -> list[tuple[str, str]]:
     types = _find_types(found)
     if not types and found["acc"] == "s" and not found["math"]:
         return [("", "none is named: operands in fp32, rounded to TF32")]
-    return [(one, f"operands in {FORMATS[one]}" if at == 0 else f"{FORMATS[one]} appears too, sums or result") for at, one in enumerate(types)]
+    return [
+        (one, f"operands in {FORMATS[one]}" if at == 0 else f"{FORMATS[one]} appears too, sums or result")
+        for at, one in enumerate(types)
+    ]
 
 
 def _family_of_product(word: str) -> str:
@@ -185,13 +191,31 @@ _FLASH_HELPERS = (
     ("postprocess", "converts a gradient from fp32"), ("prepare_varlen", "plans the blocks of sequences of unequal length"),
     ("combine", "joins pieces of one sequence"),
 )  # fmt: skip
-_PASSES = {"F": "attention, forward pass", "B": "attention, backward pass", "fprop": "attention, forward pass", "bprop": "attention, backward pass"}
+_PASSES = {
+    "F": "attention, forward pass",
+    "B": "attention, backward pass",
+    "fprop": "attention, forward pass",
+    "bprop": "attention, backward pass",
+}
 _PASSES |= {"fwd": _PASSES["F"], "bwd": _PASSES["B"]}
-_TENSILE_LETTERS = {"F8": "fp8", "B8": "fp8", "I8": "int8", "B": "bf16", "H": "fp16", "X": "tf32", "S": "fp32", "D": "fp64"}
+_TENSILE_LETTERS = {
+    "F8": "fp8",
+    "B8": "fp8",
+    "I8": "int8",
+    "B": "bf16",
+    "H": "fp16",
+    "X": "tf32",
+    "S": "fp32",
+    "D": "fp64",
+}
 _NVJET_LETTERS = {"h": "fp16", "t": "bf16", "q": "fp8", "r": "fp8", "s": "fp32", "d": "fp64"}
 _INSTRUCTIONS = {"884": "8x8x4", "1688": "16x8x8", "16816": "16x8x16", "8816": "8x8x16", "16832": "16x8x32", "16864": "16x8x64",
                  "161616": "16x16x16", "161632": "16x16x32", "168128": "16x8x128", None: "of a size that is not known here"}  # fmt: skip
-_WAYS = {"fwd": "convolution, forward", "bwd": "convolution, gradient of the input", "wrw": "convolution, gradient of the weights"}
+_WAYS = {
+    "fwd": "convolution, forward",
+    "bwd": "convolution, gradient of the input",
+    "wrw": "convolution, gradient of the weights",
+}
 _LOOPS = (
     ("vectorized_elementwise_kernel", "element by element, several per load: contiguous tensors"),
     ("unrolled_elementwise_kernel", "element by element, one per load: contiguous, but types differ or data is not aligned"),
@@ -201,7 +225,15 @@ _LOOPS = (
     ("distribution_elementwise", "random numbers"), ("reduce_kernel", "a reduction"), ("CatArrayBatchedCopy", "joins tensors to one"),
 )  # fmt: skip
 _FUNCTIONS = re.compile(r"\w*(Functor(OnSelf)?(_\w+)?|Ops|_kernel(_cuda|_impl)?|CUDAKernelImpl|_out|_scalar|_functor)")
-_WRAPPERS = ("gpu_kernel_impl", "gpu_index_kernel", "AUnaryFunctor", "BUnaryFunctor", "BinaryFunctor", "UnaryFunctor", "multi_tensor_apply_kernel")
+_WRAPPERS = (
+    "gpu_kernel_impl",
+    "gpu_index_kernel",
+    "AUnaryFunctor",
+    "BUnaryFunctor",
+    "BinaryFunctor",
+    "UnaryFunctor",
+    "multi_tensor_apply_kernel",
+)
 _LIST_FUNCTORS = {
     "FusedAdamMathFunctor": "one step of Adam for many parameters at once", "LpNormFunctor": "norms, for clipping",
     "UnscaleFunctor": "divides gradients by the loss scale", "CopyFunctor": "copies", "ScaleFunctor": "multiplies by a factor",
@@ -271,7 +303,10 @@ _NVJET_TAIL = (
     (r"_(?P<v>bias|bgrad[ab])(?=_)", "epilogue", {"bias": "adds a bias", None: "sums the bias gradient up too"}, INFERRED),
     (r"_(?P<v>[NT]{3})$", "layout", describe_layout, INFERRED),
 )  # fmt: skip
-_TENSILE_PIECES = (("=layout", "layout", _describe_tensile_layout, INFERRED), ("=types", "formats", "operands in {any}", INFERRED))
+_TENSILE_PIECES = (
+    ("=layout", "layout", _describe_tensile_layout, INFERRED),
+    ("=types", "formats", "operands in {any}", INFERRED),
+)
 _TENSILE_TAIL = (
     (r"_MT(?P<v>\d+x\d+x\d+)", "block tile", describe_tile),
     (r"_MI(?P<v>\d+x\d+(x\d+)*)", "instruction tile", "matrix instructions (MFMA, AMD's tensor cores) of {v}"),
@@ -298,12 +333,25 @@ _ON_CORES = (
 )  # fmt: skip
 _WITHOUT_CORES = (
     *_PRODUCT_HEAD,
-    (lambda found, name: [(found["acc"] + found["kind"], f"{ACCUMULATORS[found['acc']]} on the CUDA cores: {IDLE}")], "operation", ""),
+    (
+        lambda found, name: [(found["acc"] + found["kind"], f"{ACCUMULATORS[found['acc']]} on the CUDA cores: {IDLE}")],
+        "operation",
+        "",
+    ),
 )
 _FLASH_PIECES = (
     ("flash_(?P<v>fwd|bwd)", "operation", _PASSES),
     (rf"kernel_traits<{_INT}(?P<t>\d+)", "head width", "heads of at most {v} elements"),
-    (lambda found, name: [(f"{found['q']}, {found['k']}", f"{found['q']} queries times {found['k']} keys at a time; no score ever reaches memory")], "block tile", ""),
+    (
+        lambda found, name: [
+            (
+                f"{found['q']}, {found['k']}",
+                f"{found['q']} queries times {found['k']} keys at a time; no score ever reaches memory",
+            )
+        ],
+        "block tile",
+        "",
+    ),
     ("(?P<t>)", "format", "operands in {any}"),
 )
 _TUPLE = r"tuple<cute::C<\d+>, cute::C<\d+>, cute::C<\d+>"
@@ -317,7 +365,9 @@ _FLASH_3_PIECES = (
 _CUDNN = (r"cudnn_generated_\w*?sdpa_(?P<sm>sm\d+)_\w*?(?P<way>fprop|bprop)_(?:(?P<unit>wgmma|wmma|mma|tcgen\w*?)_)?"
           r"(?P<type>f16|bf16|e4m3|e5m2|f8|fp8|f32)?(?P<rest>\w*)")  # fmt: skip
 # cuDNN says f16 for both 16-bit formats: a bf16 model runs ..._wgmma_f16_... as well.
-_CUDNN_TYPES = {"f16": "fp16/bf16", "bf16": "bf16", "f32": "fp32", None: ""} | dict.fromkeys(("e4m3", "e5m2", "f8", "fp8"), "fp8")
+_CUDNN_TYPES = {"f16": "fp16/bf16", "bf16": "bf16", "f32": "fp32", None: ""} | dict.fromkeys(
+    ("e4m3", "e5m2", "f8", "fp8"), "fp8"
+)
 _CUDNN_PIECES = (
     ("=sm", "architecture", describe_architecture), ("=way", "operation", _PASSES),
     ("=unit", "unit", {"wgmma": "tensor core instructions of Hopper", None: "tensor core instructions"}),

@@ -89,7 +89,9 @@ def _speed(calls: list[Calls], time: RankTime, matrix_ms: float, with_shapes: bo
 def _notes(matrix: list[Calls], time: RankTime, matrix_ms: float, with_shapes: bool, peakless: str) -> tuple[str, ...]:
     """`peakless`: number format of most FLOPs if no peak is known for it."""
     if not with_shapes:
-        return (f"the trace has no shapes, so no FLOPs and no roofline: torch.profiler records them with {SHAPES_FLAG}",)
+        return (
+            f"the trace has no shapes, so no FLOPs and no roofline: torch.profiler records them with {SHAPES_FLAG}",
+        )
     notes, covered = [], sum(one.ms for one in matrix)
     if matrix_ms and time.on_gpu and covered < COVERED * matrix_ms:
         notes.append(

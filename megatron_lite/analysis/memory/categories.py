@@ -169,7 +169,9 @@ def _logits(seen: Placed, lives: Lives, phases: Phases) -> np.ndarray:
     sized = np.isin(lives.requested, lives.requested[loss]) & (lives.begin >= 0)
     found = np.zeros(len(lives), bool)
     forward = np.flatnonzero(_in(seen, "forward") & (lives.begin >= 0))
-    stack_in_span = phases.fine_span[lives.begin[forward]] * (int(lives.stack.max(initial=0)) + 1) + lives.stack[forward]
+    stack_in_span = (
+        phases.fine_span[lives.begin[forward]] * (int(lives.stack.max(initial=0)) + 1) + lives.stack[forward]
+    )
     _, where, times = np.unique(stack_in_span, return_inverse=True, return_counts=True)
     found[forward] = sized[forward] & (times[where] == 1)
     # of a small model all that a layer makes may have that size: what comes between may be smaller

@@ -19,7 +19,9 @@ def reserved_bytes(record: Record) -> np.ndarray:
     return np.maximum(int(record.segment_bytes.sum()) - later, 0)
 
 
-def fragmentation_of(record: Record, lives: Lives, allocated: np.ndarray, reserved: np.ndarray) -> tuple[Fragmentation, str]:
+def fragmentation_of(
+    record: Record, lives: Lives, allocated: np.ndarray, reserved: np.ndarray
+) -> tuple[Fragmentation, str]:
     """(figures, why the record could not be replayed or ''). allocated, reserved: int64 [n + 1]."""
     fullest = np.flatnonzero(reserved == reserved.max())
     at = int(fullest[np.argmax(allocated[fullest])])
@@ -31,13 +33,19 @@ def fragmentation_of(record: Record, lives: Lives, allocated: np.ndarray, reserv
         if abs(as_it_was - reserved[at]) <= MOST_ERROR * reserved[at]:
             expandable = replayed_peak(record, lives, True)
         else:
-            why = (f"a replay of the allocator reserves {as_it_was / reserved[at]:.0%} of what was reserved: what happened before "
-                   "the record matters, and whether expandable segments would help is unknown")
+            why = (
+                f"a replay of the allocator reserves {as_it_was / reserved[at]:.0%} of what was reserved: what happened before "
+                "the record matters, and whether expandable segments would help is unknown"
+            )
     elif reserved[at] > 0:
         expandable, as_it_was = replayed_peak(record, lives, True), int(reserved[at])
     return Fragmentation(
-        reserved_bytes=int(reserved[at]), allocated_bytes=int(allocated[at]), largest_free_block=int(free.max(initial=0)),
-        expandable=was_expandable, replay_reserved_bytes=expandable, replay_as_it_was_bytes=as_it_was,
+        reserved_bytes=int(reserved[at]),
+        allocated_bytes=int(allocated[at]),
+        largest_free_block=int(free.max(initial=0)),
+        expandable=was_expandable,
+        replay_reserved_bytes=expandable,
+        replay_as_it_was_bytes=as_it_was,
     ), why
 
 

@@ -27,7 +27,12 @@ def growth_of(steps: tuple[StepSpan, ...], allocated: np.ndarray, sites_between)
 
 def step_memory(steps: tuple[StepSpan, ...], allocated: np.ndarray, time_us: np.ndarray) -> tuple[StepMemory, ...]:
     return tuple(
-        StepMemory(step.name, int(time_us[step.first]), int(time_us[step.last]), int(allocated[step.last + 1]),
-                   int(allocated[step.first: step.last + 2].max()))
+        StepMemory(
+            step.name,
+            int(time_us[step.first]),
+            int(time_us[step.last]),
+            int(allocated[step.last + 1]),
+            int(allocated[step.first : step.last + 2].max()),
+        )
         for step in steps
     )

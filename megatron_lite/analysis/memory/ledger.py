@@ -29,8 +29,10 @@ def ledger(snapshot: Snapshot, plan: dict) -> tuple[LedgerRow, ...]:
     except (KeyError, TypeError, AttributeError, ValueError):
         return ()
     measured = {held.category: held.requested_bytes for held in snapshot.highest}
-    return tuple(LedgerRow(category, formula, num_bytes, measured.get(category, 0))
-                 for category, (formula, num_bytes) in formulas.items())
+    return tuple(
+        LedgerRow(category, formula, num_bytes, measured.get(category, 0))
+        for category, (formula, num_bytes) in formulas.items()
+    )
 
 
 def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
@@ -39,24 +41,40 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
     shape = ModelShape(**{field.name: plan["shape"][field.name] for field in fields(ModelShape)})
     batch, parameters = args["training"]["micro_batch_size"], parameter_count(shape)
     optimizer = args["optimizer"]
-    state = state_bytes(parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], optimizer["sgd_momentum"] > 0)
+    state = state_bytes(
+        parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], optimizer["sgd_momentum"] > 0
+    )
     if precision != "fp32" and not plan["fp32_gradients"]:
         state["gradients"] += FP32 * parameters  # the optimizer's copies, during its step
-    found = {category: (f"{num_bytes // parameters} bytes x {count(parameters)} parameters", num_bytes)
-             for category, num_bytes in state.items()}
+    found = {
+        category: (f"{num_bytes // parameters} bytes x {count(parameters)} parameters", num_bytes)
+        for category, num_bytes in state.items()
+    }
     words, num_bytes = found["gradients"]
     found["gradients"] = f"kept ones: {words}", num_bytes  # as Snapshot.highest counts them
-    recomputed = recomputed_layers(*(args["model"][f"recompute_{name}"] for name in ("granularity", "method", "num_layers")),
-                                   shape.num_layers)
-    setting = setting_from(shape, batch, precision, plan["device"], args["model"]["attention_backend"],
-                           args["data"]["reset_attention_mask"], args["model"]["recompute_granularity"],
-                           plan["world"].get("threads", 1))
+    recomputed = recomputed_layers(
+        *(args["model"][f"recompute_{name}"] for name in ("granularity", "method", "num_layers")), shape.num_layers
+    )
+    setting = setting_from(
+        shape,
+        batch,
+        precision,
+        plan["device"],
+        args["model"]["attention_backend"],
+        args["data"]["reset_attention_mask"],
+        args["model"]["recompute_granularity"],
+        plan["world"].get("threads", 1),
+    )
     whole = shape.num_layers - recomputed
     kept = f"{whole} layers" + (f" and the inputs of {recomputed}, of which one is there again" if recomputed else "")
-    words = (f"{kept}, {setting.attention} attention, micro-batch {batch} x {shape.seq_length} tokens, "
-             f"{element_bytes(precision)} bytes each")
-    logits = (f"{element_bytes(precision)} bytes x {count(setting.tokens)} tokens x {count(shape.padded_vocab_size)} words, "
-              "and what the loss works with")
+    words = (
+        f"{kept}, {setting.attention} attention, micro-batch {batch} x {shape.seq_length} tokens, "
+        f"{element_bytes(precision)} bytes each"
+    )
+    logits = (
+        f"{element_bytes(precision)} bytes x {count(setting.tokens)} tokens x {count(shape.padded_vocab_size)} words, "
+        "and what the loss works with"
+    )
     return found | {
         "activations": (words, activation_bytes(setting, recomputed)),
         "logits and loss": (logits, logits_bytes(setting)),

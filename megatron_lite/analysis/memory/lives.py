@@ -6,7 +6,9 @@ import numpy as np
 
 from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, Record
 
-SMALLEST_BLOCK = 512  # bytes; CUDA's caching allocator rounds up to multiples (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
+SMALLEST_BLOCK = (
+    512  # bytes; CUDA's caching allocator rounds up to multiples (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
+)
 
 
 @dataclass(frozen=True)

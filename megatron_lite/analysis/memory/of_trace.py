@@ -28,10 +28,16 @@ def memory_of_trace(trace: Trace, placing: Placing) -> TraceMemory | None:
     phases = _phases(placing, operators)
     reserved = seen.total_reserved[rows]
     return TraceMemory(
-        source=trace.source, rank=trace.rank, device=device, peak_bytes=int(allocated[peak]), peak_ns=int(seen.time_ns[rows[peak]]),
-        peak_phase=phases[peak], peak_operator=_name(trace, operators[peak]),
+        source=trace.source,
+        rank=trace.rank,
+        device=device,
+        peak_bytes=int(allocated[peak]),
+        peak_ns=int(seen.time_ns[rows[peak]]),
+        peak_phase=phases[peak],
+        peak_operator=_name(trace, operators[peak]),
         reserved_bytes=int(reserved.max()) if np.any(reserved > 0) else None,
-        curve=_curve(seen.time_ns[rows], allocated, peak), total_is_given=given,
+        curve=_curve(seen.time_ns[rows], allocated, peak),
+        total_is_given=given,
     )
 
 

@@ -37,7 +37,9 @@ class Phases:
     """n events."""
 
     of_event: np.ndarray  # int64 [n], index into PHASES
-    span: np.ndarray  # int64 [n], rises where a phase begins; recomputation is part of backward, clipping of the optimizer's
+    span: (
+        np.ndarray
+    )  # int64 [n], rises where a phase begins; recomputation is part of backward, clipping of the optimizer's
     fine_span: np.ndarray  # int64 [n], the same, and recomputation does
     steps: tuple[StepSpan, ...]
     of_stack: np.ndarray  # int64 [stacks], index into PHASES or NOT_SAID
@@ -90,8 +92,12 @@ def _stacks(record: Record) -> np.ndarray:
     for part, name in ((Code.MAIN, UNKNOWN), (Code.SETUP, SETUP), (Code.LOSS, "forward")):
         phase[(code & part) > 0] = NUMBER[name]
     for part, name in (
-        (Code.LOADER, "data"), (Code.FORWARD, "forward"), (Code.BACKWARD, "backward"), (Code.OPTIMIZER, "optimizer_step"),
-        (Code.CLIP, "clip_grad"), (Code.ZERO_GRAD, ZERO_GRAD),
+        (Code.LOADER, "data"),
+        (Code.FORWARD, "forward"),
+        (Code.BACKWARD, "backward"),
+        (Code.OPTIMIZER, "optimizer_step"),
+        (Code.CLIP, "clip_grad"),
+        (Code.ZERO_GRAD, ZERO_GRAD),
     ):
         phase[(inner & part) > 0] = NUMBER[name]
     phase[(phase == NUMBER["optimizer_step"]) & ((code & Code.OPTIMIZER_SETUP) > 0)] = NUMBER[SETUP]
@@ -151,4 +157,6 @@ def _steps_by_optimizer(phase: np.ndarray) -> tuple[StepSpan, ...]:
     rows = np.flatnonzero(stepping | (phase == NUMBER["forward"]) | (phase == NUMBER["backward"]))
     ends = rows[stepping[rows] & ~np.append(stepping[rows[1:]], False)]
     starts = np.concatenate([[-1], ends[:-1]]) + 1
-    return tuple(StepSpan(f"step {number}", int(start), int(end)) for number, (start, end) in enumerate(zip(starts, ends), 1))
+    return tuple(
+        StepSpan(f"step {number}", int(start), int(end)) for number, (start, end) in enumerate(zip(starts, ends), 1)
+    )

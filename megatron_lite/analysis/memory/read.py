@@ -60,24 +60,44 @@ class _Reading:
         unknown = sum(one.num_bytes for one in held if one.category == "before the record")
         complete = unknown <= MOST_UNKNOWN * int(self.allocated[self.peak + 1])
         return Snapshot(
-            source=self.path.name, rank=int(rank[1]) if rank else None, simulated=bool(record.settings.get("simulated")),
-            peak_bytes=int(self.allocated[self.peak + 1]), peak_time_us=self._time(self.peak), peak_phase=self._peak_phase(),
-            held=held, sites=self._sites(rows, lives.num_bytes[rows]), layers=layers, curve=self._curve(),
-            steps=step_memory(self.phases.steps, self.allocated, record.time_us), growth=growth, fragmentation=fragmentation,
-            oom=self._oom(), events=len(record), complete=complete,
-            notes=(*record.notes, *self._notes(unknown, complete), *([unreplayed] if unreplayed else []),
-                   *(["layers are told apart by the order in which equal stacks allocate"] if guessed and layers else [])),
+            source=self.path.name,
+            rank=int(rank[1]) if rank else None,
+            simulated=bool(record.settings.get("simulated")),
+            peak_bytes=int(self.allocated[self.peak + 1]),
+            peak_time_us=self._time(self.peak),
+            peak_phase=self._peak_phase(),
+            held=held,
+            sites=self._sites(rows, lives.num_bytes[rows]),
+            layers=layers,
+            curve=self._curve(),
+            steps=step_memory(self.phases.steps, self.allocated, record.time_us),
+            growth=growth,
+            fragmentation=fragmentation,
+            oom=self._oom(),
+            events=len(record),
+            complete=complete,
+            notes=(
+                *record.notes,
+                *self._notes(unknown, complete),
+                *([unreplayed] if unreplayed else []),
+                *(["layers are told apart by the order in which equal stacks allocate"] if guessed and layers else []),
+            ),
             highest=self._highest(),
         )
 
     def _held(self) -> tuple[Held, ...]:
         rows = self.lives.held_after(self.peak)
         category = self.categories[rows]
-        sums, requested = (np.bincount(category, weights=sizes[rows], minlength=len(CATEGORIES))
-                           for sizes in (self.lives.num_bytes, self.lives.requested))
+        sums, requested = (
+            np.bincount(category, weights=sizes[rows], minlength=len(CATEGORIES))
+            for sizes in (self.lives.num_bytes, self.lives.requested)
+        )
         blocks = np.bincount(category, minlength=len(CATEGORIES))
-        return tuple(Held(CATEGORIES[at], int(sums[at]), int(blocks[at]), int(requested[at]))
-                     for at in np.argsort(-sums, kind="stable") if blocks[at])
+        return tuple(
+            Held(CATEGORIES[at], int(sums[at]), int(blocks[at]), int(requested[at]))
+            for at in np.argsort(-sums, kind="stable")
+            if blocks[at]
+        )
 
     def _highest(self) -> tuple[Held, ...]:
         found = []
@@ -95,7 +115,9 @@ class _Reading:
 
     def _grown_sites(self, first: int, last: int, times: int):
         """Per step: what was held after `last` and not after `first`, less what the same lines held before."""
-        more, less = (np.setdiff1d(self.lives.held_after(a), self.lives.held_after(b)) for a, b in ((last, first), (first, last)))
+        more, less = (
+            np.setdiff1d(self.lives.held_after(a), self.lives.held_after(b)) for a, b in ((last, first), (first, last))
+        )
         rows = np.concatenate([more, less])
         signed = np.concatenate([self.lives.num_bytes[more], -self.lives.num_bytes[less]])
         return tuple(site for site in self._sites(rows, signed / times) if site.num_bytes > 0)
@@ -112,14 +134,20 @@ class _Reading:
         edges = np.unique(np.linspace(0, n, min(n, CURVE_POINTS) + 1).astype(np.int64))
         highest = [int(start + np.argmax(self.allocated[start:end])) for start, end in itertools.pairwise(edges)]
         at = np.unique([0, *highest, self.peak + 1, n - 1])
-        parts = np.stack([
-            held_bytes(self.lives, len(self.record), np.where(self.categories == number, self.lives.num_bytes, 0))[at]
-            for number in range(len(CATEGORIES))
-        ], axis=1)
+        parts = np.stack(
+            [
+                held_bytes(self.lives, len(self.record), np.where(self.categories == number, self.lives.num_bytes, 0))[
+                    at
+                ]
+                for number in range(len(CATEGORIES))
+            ],
+            axis=1,
+        )
         return tuple(
             Moment(self._time(point - 1), allocated, reserved, tuple(part))
             for point, allocated, reserved, part in zip(
-                at.tolist(), self.allocated[at].tolist(), self.reserved[at].tolist(), parts.tolist())
+                at.tolist(), self.allocated[at].tolist(), self.reserved[at].tolist(), parts.tolist()
+            )
         )
 
     def _oom(self) -> OutOfMemory | None:
@@ -129,20 +157,25 @@ class _Reading:
             return None
         last = int(failed[-1])
         return OutOfMemory(
-            requested_bytes=int(self.record.size[last]), device_free_bytes=int(self.record.device_free[last]),
+            requested_bytes=int(self.record.size[last]),
+            device_free_bytes=int(self.record.device_free[last]),
             site=self.record.stacks.site(int(self.record.stack[last])),
         )
 
     def _notes(self, unknown: int, complete: bool):
         record = self.record
         if not len(record):
-            yield ("no history was recorded: this is the state at the moment of the dump, no peak; call "
-                   "torch.cuda.memory._record_memory_history first")
+            yield (
+                "no history was recorded: this is the state at the moment of the dump, no peak; call "
+                "torch.cuda.memory._record_memory_history first"
+            )
             return
         if not record.timed:
             yield "the file has no times: moments are counted in events"
         if not complete:
-            yield (f"{size(unknown)} of the peak were there before the record began and nothing says what for: record from "
-                   "before the model is made, with a larger ring if it was full")
+            yield (
+                f"{size(unknown)} of the peak were there before the record began and nothing says what for: record from "
+                "before the model is made, with a larger ring if it was full"
+            )
         if len(self.phases.steps) < FEWEST_STEPS:
             yield f"growth from step to step needs {FEWEST_STEPS} steps; the record holds {len(self.phases.steps)}"

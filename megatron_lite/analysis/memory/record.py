@@ -13,9 +13,20 @@ import numpy as np
 from megatron_lite.analysis.memory.stacks import Stacks
 from megatron_lite.errors import UserError
 
-ACTIONS = ("alloc", "free_completed", "free_requested", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
-           "snapshot")
-ALLOC, FREE, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM, SNAPSHOT = range(len(ACTIONS))
+ACTIONS = (
+    "alloc",
+    "free_completed",
+    "free_requested",
+    "segment_alloc",
+    "segment_free",
+    "segment_map",
+    "segment_unmap",
+    "oom",
+    "snapshot",
+)
+ALLOC, FREE, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM, SNAPSHOT = range(
+    len(ACTIONS)
+)
 UNKNOWN_ACTION = 255
 LARGEST = 2**50  # bytes; no device has as much
 
@@ -66,8 +77,10 @@ def record_of(raw, path: Path) -> Record:
     try:
         return _record(raw)
     except (TypeError, ValueError, OverflowError, KeyError, AttributeError, IndexError) as error:
-        raise UserError(f"{path}: is no memory snapshot ({_reason(error)}); one is written by "
-                        "torch.cuda.memory._dump_snapshot or --record-memory-history.") from None
+        raise UserError(
+            f"{path}: is no memory snapshot ({_reason(error)}); one is written by "
+            "torch.cuda.memory._dump_snapshot or --record-memory-history."
+        ) from None
 
 
 def _reason(error: Exception) -> str:
@@ -105,9 +118,13 @@ def _record(raw) -> Record:
         blocks=_blocks(mine, stacks, tags),
         segment_address=_integers(segment["address"] for segment in mine),
         segment_bytes=_sizes(segment["total_size"] for segment in mine),
-        stacks=stacks, tags=tuple(tags.values), marks=_marks(raw, device, int(start)) if timed else (),
+        stacks=stacks,
+        tags=tuple(tags.values),
+        marks=_marks(raw, device, int(start)) if timed else (),
         settings=raw["allocator_settings"] if type(raw.get("allocator_settings")) is dict else {},
-        device=device, timed=timed, notes=tuple(notes),
+        device=device,
+        timed=timed,
+        notes=tuple(notes),
     )
 
 
@@ -161,20 +178,41 @@ def _blocks(segments, stacks: Stacks, tags: _Numbers) -> Blocks:
             asked = block.get("requested_size") or history[0].get("real_size") or size
             frames = block.get("frames") or history[0].get("frames")
             live = block["state"] != "inactive"
-            rows.append((address, size, min(asked, size) if live else 0, live, stacks.number(frames) if live else 0,
-                         tags.number(block.get("user_metadata")) if live else 0, stream, number))
+            rows.append(
+                (
+                    address,
+                    size,
+                    min(asked, size) if live else 0,
+                    live,
+                    stacks.number(frames) if live else 0,
+                    tags.number(block.get("user_metadata")) if live else 0,
+                    stream,
+                    number,
+                )
+            )
             address += size
     columns = list(zip(*rows)) or [()] * 8
     address, size, asked, live, stack, tag, stream, number = (np.array(column, np.int64) for column in columns)
     _sizes(iter(size))
     order = np.argsort(address, kind="stable")
-    return Blocks(address[order], size[order], asked[order], live[order].astype(bool), stack[order], tag[order],
-                  stream[order], number[order])
+    return Blocks(
+        address[order],
+        size[order],
+        asked[order],
+        live[order].astype(bool),
+        stack[order],
+        tag[order],
+        stream[order],
+        number[order],
+    )
 
 
 def _marks(raw: dict, device: int, start_us: int) -> tuple[tuple[int, str, str], ...]:
     found = raw.get("external_annotations") or ()
-    return tuple(sorted(
-        (int(mark["time_us"]) - start_us, str(mark["stage"]), str(mark["name"]))
-        for mark in found if mark.get("device", device) in (device, -1)
-    ))
+    return tuple(
+        sorted(
+            (int(mark["time_us"]) - start_us, str(mark["stage"]), str(mark["name"]))
+            for mark in found
+            if mark.get("device", device) in (device, -1)
+        )
+    )

@@ -16,8 +16,15 @@ BETWEEN_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 LEAST_EXPLAINED = 0.5  # of the activations' bytes, by stacks that come once per layer
 
 
-def sites_of(rows: np.ndarray, sizes: np.ndarray, record: Record, lives: Lives, phases: Phases, categories: np.ndarray,
-             phase_of_life: np.ndarray) -> tuple[SiteBytes, ...]:
+def sites_of(
+    rows: np.ndarray,
+    sizes: np.ndarray,
+    record: Record,
+    lives: Lives,
+    phases: Phases,
+    categories: np.ndarray,
+    phase_of_life: np.ndarray,
+) -> tuple[SiteBytes, ...]:
     """Largest first. rows: of `lives`; sizes: bytes of each row, negative ones too (memory that went away)."""
     columns = np.stack([lives.stack[rows], lives.tag[rows], categories[rows], phase_of_life[rows]])
     distinct, where = np.unique(columns, axis=1, return_inverse=True)
@@ -27,11 +34,18 @@ def sites_of(rows: np.ndarray, sizes: np.ndarray, record: Record, lives: Lives, 
     found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
     for (stack, tag, category, phase), num_bytes, count in zip(distinct.T.tolist(), sums.tolist(), blocks.tolist()):
         name = "" if phase == NOT_SAID else PHASES[phase]
-        key = (_site(record, stack, name), CATEGORIES[category], name, BETWEEN_NUMBERS.sub("*", phases.module_of_tag[tag]))
+        key = (
+            _site(record, stack, name),
+            CATEGORIES[category],
+            name,
+            BETWEEN_NUMBERS.sub("*", phases.module_of_tag[tag]),
+        )
         found[key][0] += int(num_bytes)
         found[key][1] += int(count)
-    return tuple(SiteBytes(*key, num_bytes=total, blocks=count)
-                 for key, (total, count) in sorted(found.items(), key=lambda item: -item[1][0]))
+    return tuple(
+        SiteBytes(*key, num_bytes=total, blocks=count)
+        for key, (total, count) in sorted(found.items(), key=lambda item: -item[1][0])
+    )
 
 
 def _site(record: Record, stack: int, phase: str) -> str:
@@ -86,4 +100,3 @@ def _by_repetition(rows: np.ndarray, lives: Lives, phases: Phases) -> tuple[Laye
     found = [Layer(f"layer {number}", int(total)) for number, total in enumerate(totals)]
     rest = int(sizes[~inside].sum())
     return ((Layer(OUTSIDE, rest),) if rest else ()) + tuple(found)
-

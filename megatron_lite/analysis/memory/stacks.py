@@ -32,19 +32,27 @@ class Code(enum.IntFlag):
     MAIN = enum.auto()  # where a thread of Python's begins; backward's threads have no such frame
 
 
-OPTIMIZER_FILE = (r"(^|/)(optim|optimizers?)/|(^|/)\w*optim\w*\.py$"
-                  r"|(^|/)([a-z]+_)?(adamw?|lamb|lars|lion|muon|shampoo|adafactor|sgd)(_?8bit)?\.py$")
+OPTIMIZER_FILE = (
+    r"(^|/)(optim|optimizers?)/|(^|/)\w*optim\w*\.py$"
+    r"|(^|/)([a-z]+_)?(adamw?|lamb|lars|lion|muon|shampoo|adafactor|sgd)(_?8bit)?\.py$"
+)
 # (what it is, pattern of the file, pattern of the function); both must match. C++ frames have no line.
 PYTHON_CODE = (
     (Code.FORWARD, r"", r"^forward$"),
     (Code.BACKWARD, r"", r"^(backward|_engine_run_backward)$"),
     (Code.BACKWARD, r"/torch/autograd/", r"^(grad|apply)$"),
-    (Code.RECOMPUTE, r"(^|/)(checkpoint|activation_checkpoint|recompute)\w*\.py$|/tensor_parallel/random\.py$",
-     r"^(recompute_fn|unpack_hook|backward|recompute)$"),
+    (
+        Code.RECOMPUTE,
+        r"(^|/)(checkpoint|activation_checkpoint|recompute)\w*\.py$|/tensor_parallel/random\.py$",
+        r"^(recompute_fn|unpack_hook|backward|recompute)$",
+    ),
     (Code.OPTIMIZER, OPTIMIZER_FILE, r"^(?!zero_grad)"),
     (Code.OPTIMIZER_SETUP, OPTIMIZER_FILE, r"^(__init__|load_state_dict|_process_value_according_to_param_policy)$"),
-    (Code.MASTER, r"/optim/weights\.py$|(^|/)(fp16|float16|distrib)_?optimizer\.py$|/fp16_utils/|/apex/amp/",
-     r"^(__init__|<listcomp>|_?build_\w+)$"),
+    (
+        Code.MASTER,
+        r"/optim/weights\.py$|(^|/)(fp16|float16|distrib)_?optimizer\.py$|/fp16_utils/|/apex/amp/",
+        r"^(__init__|<listcomp>|_?build_\w+)$",
+    ),
     (Code.MASTER, r"", r"master|main_param"),
     (Code.ZERO_GRAD, r"", r"^zero_grad|^zero_grad_buffer$"),
     (Code.CLIP, r"", r"clip_grad|get_total_norm|get_grad_norm"),
@@ -66,7 +74,10 @@ NATIVE_CODE = (  # one pattern each, of the function
     (Code.GRADIENT_BUFFER, r"c10d::Reducer::initialize_bucket"),
 )
 PHASE_CODE = Code.FORWARD | Code.BACKWARD | Code.OPTIMIZER | Code.ZERO_GRAD | Code.CLIP | Code.LOADER
-SIGN_OF_TORCH, SIGN_OF_PACKAGES = re.compile(r"(^|/)torch/"), re.compile(r"/(site|dist)-packages/|/lib/python3|<frozen |^<")
+SIGN_OF_TORCH, SIGN_OF_PACKAGES = (
+    re.compile(r"(^|/)torch/"),
+    re.compile(r"/(site|dist)-packages/|/lib/python3|<frozen |^<"),
+)
 BACKWARD_NODE = re.compile(r"\b(\w+Backward\w*?)::apply")
 
 

@@ -30,7 +30,14 @@ class Sets:
         return (("parameters", 1, 1), ("master weights", self.masters, factor), ("moments", self.moments, factor))
 
 
-HYPOTHESES = (Sets(0, 0, False), Sets(0, 1, False), Sets(0, 2, False), Sets(1, 2, True), Sets(1, 1, True), Sets(0, 2, True))
+HYPOTHESES = (
+    Sets(0, 0, False),
+    Sets(0, 1, False),
+    Sets(0, 2, False),
+    Sets(1, 2, True),
+    Sets(1, 1, True),
+    Sets(0, 2, True),
+)
 
 
 def assign_unknown(lives: Lives, found: np.ndarray, freed_in: np.ndarray, index: dict[str, int]):
@@ -44,7 +51,9 @@ def assign_unknown(lives: Lives, found: np.ndarray, freed_in: np.ndarray, index:
     freed = freed_in[open_rows]
     replaced = (freed == NUMBER["optimizer_step"]) & np.isin(lives.requested[open_rows], moments)
     found[open_rows[replaced]] = index["moments"]
-    cleared = np.isin(freed, [NUMBER[ZERO_GRAD], NUMBER["forward"], NUMBER["data"], NUMBER["data_to_device"], NUMBER[""]])
+    cleared = np.isin(
+        freed, [NUMBER[ZERO_GRAD], NUMBER["forward"], NUMBER["data"], NUMBER["data_to_device"], NUMBER[""]]
+    )
     cleared &= np.isin(lives.requested[open_rows], known_sizes)
     found[open_rows[cleared]] = index["gradients"]
     staying = open_rows[freed == NOT_SAID]

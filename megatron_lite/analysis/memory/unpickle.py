@@ -32,13 +32,19 @@ def plain_values(path: Path):
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the file.") from None
     except _Refused as why:
-        raise UserError(f"{path}: {_printable(str(why))}, but a memory snapshot holds plain values only; reading it could run "
-                        f"its code and is refused; {FROM_TORCH}.") from None
+        raise UserError(
+            f"{path}: {_printable(str(why))}, but a memory snapshot holds plain values only; reading it could run "
+            f"its code and is refused; {FROM_TORCH}."
+        ) from None
     except MemoryError:
-        raise UserError(f"{path}: asks for far more memory than its size explains; it is damaged: {FROM_TORCH}.") from None
+        raise UserError(
+            f"{path}: asks for far more memory than its size explains; it is damaged: {FROM_TORCH}."
+        ) from None
     except Exception as error:  # noqa: BLE001 - damaged pickles make the reader raise errors of many kinds
-        raise UserError(f"{path}: is no readable pickle ({type(error).__name__}: {_printable(str(error))}), cut short or "
-                        f"damaged; {FROM_TORCH}.") from None
+        raise UserError(
+            f"{path}: is no readable pickle ({type(error).__name__}: {_printable(str(error))}), cut short or "
+            f"damaged; {FROM_TORCH}."
+        ) from None
 
 
 def _printable(text: str) -> str:

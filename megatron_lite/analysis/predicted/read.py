@@ -17,10 +17,17 @@ def predicted_time(record: dict) -> TimePrediction | None:
     """Likewise; None too where no row bounds the step."""
     try:
         given = record["prediction"]["time"]
-        rows = tuple(TimeRow(str(row["name"]), float(row["ms"]), str(row["bound"]), str(row["formula"])) for row in given["rows"])
+        rows = tuple(
+            TimeRow(str(row["name"]), float(row["ms"]), str(row["bound"]), str(row["formula"])) for row in given["rows"]
+        )
         read = TimePrediction(
-            gpu=str(given["gpu"]), rows=rows, tokens=int(given["tokens"]), flops_causal=int(given["flops_causal"]),
-            flops_full=int(given["flops_full"]), peak_tflops=float(given["peak_tflops"]), notes=tuple(map(str, given["notes"])),
+            gpu=str(given["gpu"]),
+            rows=rows,
+            tokens=int(given["tokens"]),
+            flops_causal=int(given["flops_causal"]),
+            flops_full=int(given["flops_full"]),
+            peak_tflops=float(given["peak_tflops"]),
+            notes=tuple(map(str, given["notes"])),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
@@ -28,5 +35,8 @@ def predicted_time(record: dict) -> TimePrediction | None:
 
 
 def _moment(given: dict) -> Moment:
-    rows = (LedgerRow(str(row["category"]), str(row["name"]), int(row["num_bytes"]), str(row["formula"])) for row in given["rows"])
+    rows = (
+        LedgerRow(str(row["category"]), str(row["name"]), int(row["num_bytes"]), str(row["formula"]))
+        for row in given["rows"]
+    )
     return Moment(str(given["phase"]), str(given["where"]), tuple(rows))

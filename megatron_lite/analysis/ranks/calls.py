@@ -61,8 +61,11 @@ def calls_of(trace: Trace, placing: Placing, world_size: int | None) -> Calls:
     around, told = _told(trace, called)
     whats = _whats(trace, rows, around, told, world_size)
     return Calls(
-        whats=whats, start_ns=events.start_ns[rows], end_ns=events.end_ns[rows],
-        step=placing.step[called], phase=tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called]),
+        whats=whats,
+        start_ns=events.start_ns[rows],
+        end_ns=events.end_ns[rows],
+        step=placing.step[called],
+        phase=tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called]),
         sequence=_sequences(trace)[told],
         compute=_compute(trace, of_communication, on_gpu, rows),
     )
@@ -91,7 +94,9 @@ def _told(trace: Trace, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     spans = spans[trace.matching(SPAN.match)[spans]]
     around = Nesting(spans, events.start_ns[spans], events.end_ns[spans], events.thread[spans]).row_at(moment, thread)
     records = np.flatnonzero((events.kind == Kind.OP) & (events.collective >= 0))
-    record = Nesting(records, events.start_ns[records], events.end_ns[records], events.thread[records]).row_at(moment, thread)
+    record = Nesting(records, events.start_ns[records], events.end_ns[records], events.thread[records]).row_at(
+        moment, thread
+    )
     from_op = np.where(record >= 0, events.collective[np.maximum(record, 0)], -1)
     own = events.collective[rows]
     return around, np.where(own >= 0, own, from_op)
@@ -103,14 +108,23 @@ def _sequences(trace: Trace) -> np.ndarray:
     return np.array([-1 if one is None or not 0 <= one < LARGEST_SEQUENCE else one for one in given] + [-1], np.int64)
 
 
-def _whats(trace: Trace, rows: np.ndarray, around: np.ndarray, told: np.ndarray, world_size: int | None) -> tuple[What, ...]:
+def _whats(
+    trace: Trace, rows: np.ndarray, around: np.ndarray, told: np.ndarray, world_size: int | None
+) -> tuple[What, ...]:
     """Each distinct combination of names, shapes and sizes is worked out once."""
     events, known, whats = trace.events, {}, []
     names, spans = events.name[rows].tolist(), np.where(around >= 0, events.name[around], -1).tolist()
-    shapes = np.where(events.shapes[rows] >= 0, events.shapes[rows], np.where(around >= 0, events.shapes[around], -1)).tolist()
+    shapes = np.where(
+        events.shapes[rows] >= 0, events.shapes[rows], np.where(around >= 0, events.shapes[around], -1)
+    ).tolist()
     for name, span, shape, record in zip(names, spans, shapes, told.tolist()):
         one = trace.collectives[record] if record >= 0 else None
-        key = name, span, shape, one and (one.name, one.group, one.group_size, one.in_elements, one.out_elements, one.dtype)
+        key = (
+            name,
+            span,
+            shape,
+            one and (one.name, one.group, one.group_size, one.in_elements, one.out_elements, one.dtype),
+        )
         if key not in known:
             known[key] = _what(trace, name, span, one, trace.shapes[shape] if shape >= 0 else None, world_size)
         whats.append(known[key])
@@ -126,7 +140,9 @@ def _what(
     kind = next((kind for kind in map(kind_of, names) if kind != OTHER), OTHER)
     group_size = told.group_size if told and (told.group_size or 0) > 0 else None
     num_bytes, dtype = message_bytes(kind, told, shapes, group_size or world_size)
-    return What(kind, algorithm_of(trace.names[name]), num_bytes, dtype, (told.group if told else None) or "", group_size)
+    return What(
+        kind, algorithm_of(trace.names[name]), num_bytes, dtype, (told.group if told else None) or "", group_size
+    )
 
 
 def _compute(trace: Trace, of_communication: np.ndarray, on_gpu: bool, rows: np.ndarray) -> Cover:

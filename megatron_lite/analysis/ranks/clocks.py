@@ -22,7 +22,9 @@ class Clocks:
     notes: tuple[str, ...]
 
 
-def clocks_of(ranks: Sequence[Calls], groups: list[Group], base_ns: Sequence[int | None], hosts: Sequence[str]) -> Clocks:
+def clocks_of(
+    ranks: Sequence[Calls], groups: list[Group], base_ns: Sequence[int | None], hosts: Sequence[str]
+) -> Clocks:
     """`base_ns`: each trace's own first moment on the clock that its file names; `hosts`: "" where unknown."""
     named = all(base is not None for base in base_ns)
     start = [base - min(base_ns) if named else 0 for base in base_ns]
@@ -34,14 +36,28 @@ def clocks_of(ranks: Sequence[Calls], groups: list[Group], base_ns: Sequence[int
     if np.isnan(offsets).all():
         return Clocks(tuple(start), None if not named else True, ())
     off = np.nan_to_num(_by_host(offsets, hosts))
-    wrong = (np.abs(off) > OFF_NS) & (np.abs(off) > NOISE * np.nan_to_num(spreads)) if named else np.ones(len(off), bool)
+    wrong = (
+        (np.abs(off) > OFF_NS) & (np.abs(off) > NOISE * np.nan_to_num(spreads)) if named else np.ones(len(off), bool)
+    )
     if not wrong.any():
         aligned = bool(np.abs(off).max() <= OFF_NS)
-        return Clocks(tuple(start), aligned, () if aligned else (
-            "the ranks' collectives do not end together, so that their clocks may differ: waits are uncertain",))
+        return Clocks(
+            tuple(start),
+            aligned,
+            ()
+            if aligned
+            else ("the ranks' collectives do not end together, so that their clocks may differ: waits are uncertain",),
+        )
     corrected = tuple(int(at - by) if bad else at for at, by, bad in zip(start, off, wrong))
-    return Clocks(corrected, True, (_said(off, wrong, hosts) if named else
-                                    "the traces name no common clock: they are laid over each other by the ends of collectives",))
+    return Clocks(
+        corrected,
+        True,
+        (
+            _said(off, wrong, hosts)
+            if named
+            else "the traces name no common clock: they are laid over each other by the ends of collectives",
+        ),
+    )
 
 
 def _offsets(ranks: Sequence[Calls], groups: list[Group], start: list[int]) -> tuple[np.ndarray, np.ndarray]:

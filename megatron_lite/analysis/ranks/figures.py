@@ -35,7 +35,9 @@ class RankRow:
     data_wait_ms: float | None  # None: not seen
     host_idle_ms: float | None  # device idle because of the host; None without a trace
     last_in: float | None  # share of collectives in which it came last
-    caused_wait_ms: float | None  # wait of others for it: sum over collectives of (its start - median of the others') where it was last
+    caused_wait_ms: (
+        float | None
+    )  # wait of others for it: sum over collectives of (its start - median of the others') where it was last
     exposed_wait_ms: float | None = None  # of exposed_communication_ms what is waiting for others; the rest is transfer
 
 

@@ -23,9 +23,14 @@ def ranks_of_run(run: Run) -> Ranks | None:
     straggler = straggler_of_medians(run.ranks)
     slowest = max(rows, key=lambda row: 0.0 if math.isnan(row.step_ms) else row.step_ms).rank
     return Ranks(
-        world_size=run.world_size or len(rows), present=tuple(row.rank for row in rows),
-        missing=tuple(range(len(rows), run.world_size or 0)), rows=rows, collectives=(), straggler=straggler,
-        clocks_aligned=None, critical_rank=straggler.rank if straggler else slowest,
+        world_size=run.world_size or len(rows),
+        present=tuple(row.rank for row in rows),
+        missing=tuple(range(len(rows), run.world_size or 0)),
+        rows=rows,
+        collectives=(),
+        straggler=straggler,
+        clocks_aligned=None,
+        critical_rank=straggler.rank if straggler else slowest,
         notes=(NO_WAITS,) if len(rows) > 1 else (),
     )
 
@@ -34,8 +39,11 @@ def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
     """The rank whose own work takes clearly longer than the median rank's, in the phase where that costs most."""
     if len(ranks.step_ms) < 2 or not _enough_steps(ranks):
         return None
-    late = [(*found, name) for name in OWN
-            if (found := slowest_rank(ranks.own_ms(name), ranks.step_ms)) and _mostly(ranks, name, found[1])]
+    late = [
+        (*found, name)
+        for name in OWN
+        if (found := slowest_rank(ranks.own_ms(name), ranks.step_ms)) and _mostly(ranks, name, found[1])
+    ]
     if not late:
         return None
     lag, rank, name = max(late)
@@ -52,8 +60,10 @@ def only_lasting(ranks: Ranks, run: Run) -> Ranks:
         return replace(ranks, straggler=None, notes=(*ranks.notes, BUSY))
     if late is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:
         return ranks
-    note = (f"in the profiled steps the others wait {late.caused_wait_ms:,.3g} ms per step for rank {late.rank}; in the "
-            "ordinary ones its own work takes no longer (steps.jsonl): the recording or a moment's load, no straggler")
+    note = (
+        f"in the profiled steps the others wait {late.caused_wait_ms:,.3g} ms per step for rank {late.rank}; in the "
+        "ordinary ones its own work takes no longer (steps.jsonl): the recording or a moment's load, no straggler"
+    )
     return replace(ranks, straggler=None, notes=(*ranks.notes, note))
 
 
@@ -65,7 +75,7 @@ def slower_in_ordinary_steps(ranks: RankMedians, rank: int) -> bool | None:
     own_ms = [sum(of_rank) for of_rank in zip(*works)]
     if any(map(math.isnan, own_ms)):
         return None
-    lag = own_ms[rank] - median_low(own_ms[:rank] + own_ms[rank + 1:])
+    lag = own_ms[rank] - median_low(own_ms[:rank] + own_ms[rank + 1 :])
     return lag > SHARE_OF_STEP * median_low(ranks.step_ms)
 
 
@@ -82,7 +92,15 @@ def _enough_steps(ranks: RankMedians) -> bool:
 def _row(ranks: RankMedians, rank: int) -> RankRow:
     data = ranks.phases_ms.get(Phase.DATA.value, ())
     return RankRow(
-        rank=rank, host="", step_ms=ranks.step_ms[rank], compute_ms=None, communication_ms=None,
-        exposed_communication_ms=None, wait_ms=None, data_wait_ms=data[rank] if data and not math.isnan(data[rank]) else None,
-        host_idle_ms=None, last_in=None, caused_wait_ms=None,
+        rank=rank,
+        host="",
+        step_ms=ranks.step_ms[rank],
+        compute_ms=None,
+        communication_ms=None,
+        exposed_communication_ms=None,
+        wait_ms=None,
+        data_wait_ms=data[rank] if data and not math.isnan(data[rank]) else None,
+        host_idle_ms=None,
+        last_in=None,
+        caused_wait_ms=None,
     )

@@ -24,7 +24,9 @@ POINT_TO_POINT = ("send_recv", "send", "recv")
 # all ranks leave them at the same moment, since each needs something of every other
 END_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 LARGEST_BYTES = 2**50  # a petabyte in one message: a damaged file
-_ALGORITHM = re.compile(r"(?<![a-z])(ring|tree|collnet_?direct|collnet_?chain|collnet|nvls_?tree|nvls|pat)(?![a-z])", re.IGNORECASE)
+_ALGORITHM = re.compile(
+    r"(?<![a-z])(ring|tree|collnet_?direct|collnet_?chain|collnet|nvls_?tree|nvls|pat)(?![a-z])", re.IGNORECASE
+)
 _PROTOCOL = re.compile(r"(?<![a-z])(ll128|ll|simple)(?![a-z0-9])", re.IGNORECASE)
 _WIDTHS = (
     (8, r"double|long|int64|uint64|float64|complexfloat|complex64"),
@@ -54,7 +56,9 @@ def dtype_bytes(dtype: str) -> int | None:
     return next((width for width, pattern in _WIDTHS if re.search(pattern, plain)), None)
 
 
-def message_bytes(kind: str, what: Collective | None, shapes: Shapes | None, ranks: int | None) -> tuple[int | None, str]:
+def message_bytes(
+    kind: str, what: Collective | None, shapes: Shapes | None, ranks: int | None
+) -> tuple[int | None, str]:
     """(bytes, dtype) of one collective as NCCL's tests count them: the larger side of a gather or scatter, the buffer of
     the others. None where the trace does not say. `shapes`: of the annotation around the launch, in older traces."""
     elements, dtype = _elements(kind, what, ranks) if what else _shaped(kind, shapes, ranks)

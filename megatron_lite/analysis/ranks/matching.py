@@ -22,7 +22,9 @@ class Group:
     call: np.ndarray  # int64 [K, G], index into that rank's calls; every one is there
 
 
-def match(ranks: Sequence[Calls], slots: Sequence[np.ndarray], clock_ns: Sequence[int | None]) -> tuple[list[Group], list[str]]:
+def match(
+    ranks: Sequence[Calls], slots: Sequence[np.ndarray], clock_ns: Sequence[int | None]
+) -> tuple[list[Group], list[str]]:
     """(groups of two ranks or more, sentences on what could not be matched).
 
     slots: by rank, int [c], the step of each call among those that all ranks have; -1: none. clock_ns: when each rank's
@@ -40,7 +42,9 @@ def match(ranks: Sequence[Calls], slots: Sequence[np.ndarray], clock_ns: Sequenc
             continue
         label = f"process group {name!r}" if name else "collectives"
         if any(size is not None and size < len(members) for size in sizes):
-            notes.append(f"{label}: more ranks use the name than the group has members, so that starts are not compared")
+            notes.append(
+                f"{label}: more ranks use the name than the group has members, so that starts are not compared"
+            )
             continue
         group = _match(name, members, ranks, slots, clock_ns)
         if group is None:
@@ -62,7 +66,7 @@ def _match(name: str, members: dict[int, np.ndarray], ranks: Sequence[Calls], sl
             return None
         column = np.full(len(members[longest]), -1, np.int64)
         first, last = max(shift, 0), min(shift + len(rows), len(column))
-        column[first:last] = rows[first - shift:last - shift]
+        column[first:last] = rows[first - shift : last - shift]
         columns.append(column)
     call = np.stack(columns, axis=1)
     call = call[(call >= 0).all(axis=1)]

@@ -42,10 +42,15 @@ def ranks_of(seen: Sequence[tuple[Trace, Placing, RankTime]]) -> Ranks | None:
     present = tuple(row.rank for row in rows)
     missing = tuple(sorted(set(range(world_size or 0)) - set(present))) if present else ()
     return Ranks(
-        world_size=world_size, present=present, missing=missing, rows=rows,
+        world_size=world_size,
+        present=present,
+        missing=missing,
+        rows=rows,
         collectives=collective_rows(calls, slots, waits.transfer_ns, steps, world_size if everyone else None),
         straggler=straggler_of(rows, [one.time for one in one_each], waits.net_ms),
-        clocks_aligned=clocks.aligned, critical_rank=_critical(rows), notes=(*notes, *unmatched, *clocks.notes),
+        clocks_aligned=clocks.aligned,
+        critical_rank=_critical(rows),
+        notes=(*notes, *unmatched, *clocks.notes),
     )
 
 
@@ -53,10 +58,14 @@ def _one_each(seen: list[Seen]) -> tuple[list[Seen], list[str]]:
     """By rank, of several windows of a rank the last; without a rank only if there is nothing else."""
     known = [one for one in seen if one.time.rank is not None]
     if not known:
-        return seen[:1], [f"{len(seen)} traces do not say which rank they are of: only {seen[0].trace.source} is looked at"
-                          ] if len(seen) > 1 else []
-    notes = [f"{len(seen) - len(known)} traces do not say which rank they are of: they are left out"
-             ] if len(known) < len(seen) else []
+        return seen[:1], [
+            f"{len(seen)} traces do not say which rank they are of: only {seen[0].trace.source} is looked at"
+        ] if len(seen) > 1 else []
+    notes = (
+        [f"{len(seen) - len(known)} traces do not say which rank they are of: they are left out"]
+        if len(known) < len(seen)
+        else []
+    )
     latest: dict[int, Seen] = {}
     for one in sorted(known, key=lambda one: one.trace.base_ns or 0):
         latest[one.time.rank] = one
@@ -72,15 +81,24 @@ def _host(trace: Trace) -> str:
 def _rank_row(at: int, one: Seen, waits: Waits, clocks: Clocks) -> RankRow:
     time, matched = one.time, waits.matched[at].sum()
     row = RankRow(
-        rank=time.rank, host=_host(one.trace), step_ms=time.step_ms, compute_ms=time.rows.get("compute", 0.0),
-        communication_ms=time.communication_ms, exposed_communication_ms=time.rows.get("exposed_communication", 0.0),
-        wait_ms=None, data_wait_ms=time.rows.get("data_wait", 0.0),
-        host_idle_ms=time.rows.get("host", 0.0) + time.rows.get("sync", 0.0), last_in=None, caused_wait_ms=None,
+        rank=time.rank,
+        host=_host(one.trace),
+        step_ms=time.step_ms,
+        compute_ms=time.rows.get("compute", 0.0),
+        communication_ms=time.communication_ms,
+        exposed_communication_ms=time.rows.get("exposed_communication", 0.0),
+        wait_ms=None,
+        data_wait_ms=time.rows.get("data_wait", 0.0),
+        host_idle_ms=time.rows.get("host", 0.0) + time.rows.get("sync", 0.0),
+        last_in=None,
+        caused_wait_ms=None,
     )
     if not matched or clocks.aligned is None:
         return row
     return replace(
-        row, wait_ms=float(waits.wait_ms[at].mean()), last_in=float(waits.last[at].sum() / matched),
+        row,
+        wait_ms=float(waits.wait_ms[at].mean()),
+        last_in=float(waits.last[at].sum() / matched),
         caused_wait_ms=float(waits.caused_ms[at].mean()),
         exposed_wait_ms=min(float(waits.exposed_wait_ms[at].mean()), row.exposed_communication_ms),
     )

@@ -14,7 +14,10 @@ MANY = -1
 
 
 def collective_rows(
-    ranks: Sequence[Calls], slots: Sequence[np.ndarray], transfer_ns: Sequence[np.ndarray], steps: int,
+    ranks: Sequence[Calls],
+    slots: Sequence[np.ndarray],
+    transfer_ns: Sequence[np.ndarray],
+    steps: int,
     group_size: int | None,
 ) -> tuple[CollectiveRow, ...]:
     """Most exposed first; means over the ranks that take part. slots (-1: does not count), transfer_ns (-1: not matched): by
@@ -32,8 +35,14 @@ def _of_rank(calls: Calls, keep: np.ndarray, transfer: np.ndarray, group_size: i
     kept, kinds = np.flatnonzero(keep), {}
     kind = np.array([kinds.setdefault((calls.whats[i], calls.phase[i]), len(kinds)) for i in kept.tolist()], np.int64)
     moved = np.array([_moved(what, group_size) for what, _ in kinds]).reshape(-1, 2)[kind]
-    columns = (np.ones(len(kept)), (calls.end_ns - calls.start_ns)[kept], calls.exposed_ns[kept], np.maximum(transfer[kept], 0),
-               transfer[kept] < 0, *moved.T)
+    columns = (
+        np.ones(len(kept)),
+        (calls.end_ns - calls.start_ns)[kept],
+        calls.exposed_ns[kept],
+        np.maximum(transfer[kept], 0),
+        transfer[kept] < 0,
+        *moved.T,
+    )
     table = np.stack([np.bincount(kind, column, len(kinds)) for column in columns], axis=1)
     sizes = Counter((what.kind, phase) for what, phase in kinds)
     sums = defaultdict(lambda: np.zeros(len(columns)))
@@ -55,8 +64,16 @@ def _row(key: tuple, sums: np.ndarray) -> CollectiveRow:
     number, ns, exposed, transfer, unmatched, bus, num_bytes = sums.tolist()
     known = not unmatched
     return CollectiveRow(
-        name=kind, algorithm=algorithm, phase=phase, group_size=ranks, per_step=number,
-        num_bytes=round(num_bytes / number) if size == MANY else size, dtype=dtype, kernel_ms=ns / 1e6,
-        transfer_ms=transfer / 1e6 if known else None, wait_ms=(ns - transfer) / 1e6 if known else None,
-        exposed_ms=exposed / 1e6, bus_gb_s=bus / transfer if known and bus and transfer else None,  # bytes per ns = GB/s
+        name=kind,
+        algorithm=algorithm,
+        phase=phase,
+        group_size=ranks,
+        per_step=number,
+        num_bytes=round(num_bytes / number) if size == MANY else size,
+        dtype=dtype,
+        kernel_ms=ns / 1e6,
+        transfer_ms=transfer / 1e6 if known else None,
+        wait_ms=(ns - transfer) / 1e6 if known else None,
+        exposed_ms=exposed / 1e6,
+        bus_gb_s=bus / transfer if known and bus and transfer else None,  # bytes per ns = GB/s
     )

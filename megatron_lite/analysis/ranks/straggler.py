@@ -18,7 +18,9 @@ CAUSES: dict[str, Callable[[RankTime], float]] = {
     "data_wait": lambda time: time.rows.get("data_wait", 0.0),
     "compute": lambda time: time.rows.get("compute", 0.0),
     "copy": lambda time: time.rows.get("exposed_copy", 0.0),
-    "host": lambda time: sum(time.rows.get(name, 0.0) for name in ("host", "sync", "garbage_collector", "allocator", "launch")),
+    "host": lambda time: sum(
+        time.rows.get(name, 0.0) for name in ("host", "sync", "garbage_collector", "allocator", "launch")
+    ),
 }
 # no rank waits for another in these, so that their time is the rank's own
 INDEPENDENT = tuple(map(str, (Phase.DATA, Phase.DATA_TO_DEVICE, Phase.FORWARD, Phase.OPTIMIZER_STEP)))
@@ -50,8 +52,10 @@ def _steadily(net_ms: np.ndarray, least: float) -> bool:
 
 def _excess(times: Sequence[RankTime], late: int, quantities: dict[str, Callable], lag: float) -> tuple[str, float]:
     """(name, ms): what the late rank has most more of than the median of the others; ("", 0) if it is no explanation."""
-    found = {name: quantity(times[late]) - median(quantity(time) for at, time in enumerate(times) if at != late)
-             for name, quantity in quantities.items()}
+    found = {
+        name: quantity(times[late]) - median(quantity(time) for at, time in enumerate(times) if at != late)
+        for name, quantity in quantities.items()
+    }
     name = max(found, key=found.get, default="")
     return (name, found[name]) if name and found[name] >= EXPLAINED * lag else ("", 0.0)
 
@@ -62,9 +66,11 @@ def _phases(times: Sequence[RankTime]) -> list[str]:
 
 def _of_phase(name: str) -> Callable[[RankTime], float]:
     """Time of a phase that is the rank's own: compute, and where no rank waits for another the host's if that is longer."""
+
     def of(time: RankTime) -> float:
         phase = next((phase for phase in time.phases if phase.name == name), None)
         if phase is None:
             return 0.0
         return max(phase.compute_ms, phase.host_ms) if name in INDEPENDENT and not time.on_gpu else phase.compute_ms
+
     return of

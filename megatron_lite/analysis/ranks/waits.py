@@ -27,10 +27,13 @@ class Waits:
         return self.caused_ms - self.wait_ms
 
 
-def waits_of(ranks: Sequence[Calls], groups: list[Group], clocks: Clocks, slots: Sequence[np.ndarray], steps: int) -> Waits:
+def waits_of(
+    ranks: Sequence[Calls], groups: list[Group], clocks: Clocks, slots: Sequence[np.ndarray], steps: int
+) -> Waits:
     """slots: by rank, int [c], the shared step of each call, -1 for what does not count."""
-    found = Waits(*(np.zeros((len(ranks), steps)) for _ in range(5)),
-                  tuple(np.full(len(calls), -1, np.int64) for calls in ranks))
+    found = Waits(
+        *(np.zeros((len(ranks), steps)) for _ in range(5)), tuple(np.full(len(calls), -1, np.int64) for calls in ranks)
+    )
     for group in groups:
         columns = list(zip(group.members.tolist(), group.call.T))
         start = np.stack([ranks[at].start_ns[calls] + clocks.start_ns[at] for at, calls in columns], axis=1)
@@ -53,7 +56,11 @@ def _add(found: Waits, ranks: Sequence[Calls], columns: list, start: np.ndarray,
     for column, (at, calls, slot) in enumerate(columns):
         own, is_last = ranks[at].start_ns[calls], last == column
         hidden = ranks[at].compute.within(own, own + wait[:, column])
-        for table, values in ((found.wait_ms, wait[:, column] / 1e6), (found.caused_ms, np.where(is_last, lag, 0) / 1e6),
-                              (found.exposed_wait_ms, (wait[:, column] - hidden) / 1e6), (found.last, is_last),
-                              (found.matched, np.ones(len(slot)))):
+        for table, values in (
+            (found.wait_ms, wait[:, column] / 1e6),
+            (found.caused_ms, np.where(is_last, lag, 0) / 1e6),
+            (found.exposed_wait_ms, (wait[:, column] - hidden) / 1e6),
+            (found.last, is_last),
+            (found.matched, np.ones(len(slot))),
+        ):
             np.add.at(table[at], slot, values)

@@ -38,8 +38,10 @@ class Columns:
     @property
     def ordinary(self) -> tuple[bool, ...]:
         """Undisturbed, and neither evaluating nor saving."""
-        return tuple(quiet and not (evaluates or saves)
-                     for quiet, evaluates, saves in zip(self.undisturbed, self.evaluating, self.saving))
+        return tuple(
+            quiet and not (evaluates or saves)
+            for quiet, evaluates, saves in zip(self.undisturbed, self.evaluating, self.saving)
+        )
 
 
 def columns_of(steps: list[dict]) -> Columns:
@@ -48,18 +50,29 @@ def columns_of(steps: list[dict]) -> Columns:
     evaluating_ms, saving_ms = (phases.get(name, (0.0,) * len(steps)) for name in (EVAL, SAVE))
     marks = {name: _marks(steps, name) for name in ("profiled", "beside_profile", "compiling")}
     return Columns(
-        iterations=tuple(step["iteration"] for step in steps), step_ms=step_ms,
-        training_ms=tuple(max(ms - evaluating - saving, 0.0)
-                          for ms, evaluating, saving in zip(step_ms, evaluating_ms, saving_ms)),
-        gpu_ms=_numbers(steps, "gpu_ms"), phases_ms=phases, gpu_phases_ms=_by_phase(steps, "gpu_phases_ms"),
-        batch_sizes=_numbers(steps, "batch_size"), consumed_samples=_numbers(steps, "consumed_samples"),
-        next_lrs=_numbers(steps, "next_lr"), losses=_numbers(steps, "loss"),
+        iterations=tuple(step["iteration"] for step in steps),
+        step_ms=step_ms,
+        training_ms=tuple(
+            max(ms - evaluating - saving, 0.0) for ms, evaluating, saving in zip(step_ms, evaluating_ms, saving_ms)
+        ),
+        gpu_ms=_numbers(steps, "gpu_ms"),
+        phases_ms=phases,
+        gpu_phases_ms=_by_phase(steps, "gpu_phases_ms"),
+        batch_sizes=_numbers(steps, "batch_size"),
+        consumed_samples=_numbers(steps, "consumed_samples"),
+        next_lrs=_numbers(steps, "next_lr"),
+        losses=_numbers(steps, "loss"),
         not_finite=tuple(map(_is_lost, steps)),
-        grad_norms=_numbers(steps, "grad_norm"), loss_scale=_numbers(steps, "loss_scale"),
-        host_memory_bytes=_numbers(steps, "host_memory_bytes"), peak_memory_bytes=_numbers(steps, "peak_memory_bytes"),
-        skipped=_marks(steps, "skipped"), profiled=marks["profiled"], compiling=marks["compiling"],
+        grad_norms=_numbers(steps, "grad_norm"),
+        loss_scale=_numbers(steps, "loss_scale"),
+        host_memory_bytes=_numbers(steps, "host_memory_bytes"),
+        peak_memory_bytes=_numbers(steps, "peak_memory_bytes"),
+        skipped=_marks(steps, "skipped"),
+        profiled=marks["profiled"],
+        compiling=marks["compiling"],
         compile_ms=_numbers(steps, "compile_ms"),
-        evaluating=tuple(ms > 0 for ms in evaluating_ms), saving=tuple(ms > 0 for ms in saving_ms),
+        evaluating=tuple(ms > 0 for ms in evaluating_ms),
+        saving=tuple(ms > 0 for ms in saving_ms),
         undisturbed=tuple(step["step"] > 1 and not any(odd) for step, *odd in zip(steps, *marks.values())),
     )
 
@@ -81,4 +94,6 @@ def _by_phase(steps: list[dict], name: str) -> dict[str, tuple[float, ...]]:
     """Milliseconds per step by phase, in the order in which phases first occur; 0 where a step has none."""
     rows = [row if isinstance(row := step.get(name), dict) else {} for step in steps]
     read = [{phase: ms for phase, value in row.items() if (ms := number(value)) >= 0} for row in rows]
-    return {phase: tuple(row.get(phase, 0.0) for row in read) for phase in dict.fromkeys(p for row in read for p in row)}
+    return {
+        phase: tuple(row.get(phase, 0.0) for row in read) for phase in dict.fromkeys(p for row in read for p in row)
+    }

@@ -161,7 +161,9 @@ class Run:
         """Were steps after the window again as long as before it? None for unknown."""
         if self.after_profile_ms is None or self.profiler_slowdown is None:
             return None
-        return self.after_profile_ms - self.before_profile_ms < RECOVERED * (self.profiled_step_ms - self.before_profile_ms)
+        return self.after_profile_ms - self.before_profile_ms < RECOVERED * (
+            self.profiled_step_ms - self.before_profile_ms
+        )
 
     @property
     def without_core(self) -> tuple[int, float | None] | None:

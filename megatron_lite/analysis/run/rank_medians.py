@@ -16,11 +16,14 @@ def rank_medians(intervals: list[Interval], ordinary: set[int]) -> RankMedians |
     alike = [interval for interval in intervals if len(interval.step_ms) == ranks]
     good = [one for one in alike if any(at in ordinary for at in range(one.first, one.last + 1))] or alike
     return RankMedians(
-        step_ms=_median([one.step_ms for one in good]), gpu_ms=_some(_median([one.gpu_ms for one in good])),
-        phases_ms=_by_phase(one.phases_ms for one in good), gpu_phases_ms=_by_phase(one.gpu_phases_ms for one in good),
+        step_ms=_median([one.step_ms for one in good]),
+        gpu_ms=_some(_median([one.gpu_ms for one in good])),
+        phases_ms=_by_phase(one.phases_ms for one in good),
+        gpu_phases_ms=_by_phase(one.gpu_phases_ms for one in good),
         own_backward_ms=_some(_median([one.own_backward_ms for one in good])),
         host_memory_bytes=tuple(one.host_memory_bytes for one in alike),
-        peak_memory_bytes=tuple(one.peak_memory_bytes for one in alike), intervals=tuple(good),
+        peak_memory_bytes=tuple(one.peak_memory_bytes for one in alike),
+        intervals=tuple(good),
         **{name: _some(_median([getattr(one, name) for one in good])) for name in CORES},
     )
 

@@ -31,7 +31,9 @@ def read_run(folder: Path) -> Run:
         notes.append(f"{RUN_FILE} holds no plan, so that the run's flags are unknown.")
     plan = plan if isinstance(plan, dict) else {}
     if lines.steps and _is_older(folder / STEPS_FILE, record):
-        notes.append(f"{STEPS_FILE} was last written before the start that {RUN_FILE} describes: that start has no steps yet.")
+        notes.append(
+            f"{STEPS_FILE} was last written before the start that {RUN_FILE} describes: that start has no steps yet."
+        )
     starts = max(lines.starts, 1 + len(list(folder.glob("run-*.json"))))
     if starts > 1 and lines.steps:
         span = f"{lines.steps[0]['iteration']} to {lines.steps[-1]['iteration']}"
@@ -60,7 +62,9 @@ def _record(folder: Path) -> tuple[dict, list[str]]:
         return {}, [f"{RUN_FILE} is damaged: it is no JSON object."]
     schema = record.get("schema")
     if schema != RUN_SCHEMA:
-        return record, [f"{RUN_FILE} has schema {schema!r}, and this reader knows {RUN_SCHEMA}: some of it may be misread."]
+        return record, [
+            f"{RUN_FILE} has schema {schema!r}, and this reader knows {RUN_SCHEMA}: some of it may be misread."
+        ]
     return record, []
 
 
@@ -69,7 +73,9 @@ def _lines(folder: Path) -> tuple[StepLines, list[str]]:
     try:
         lines = read_step_lines(folder / STEPS_FILE)
     except FileNotFoundError:
-        return StepLines(), [f"there is no {STEPS_FILE}: the run has no step that is over, or another rank's folder has it."]
+        return StepLines(), [
+            f"there is no {STEPS_FILE}: the run has no step that is over, or another rank's folder has it."
+        ]
     except OSError as error:
         return StepLines(), [f"{STEPS_FILE} cannot be opened ({error.strerror})."]
     notes = []
@@ -107,11 +113,23 @@ def _run(folder: Path, plan: dict, record: dict, lines: StepLines, starts: int, 
     plain = {at for at, is_plain in zip(columns.iterations, columns.ordinary) if is_plain}
     ranks = rank_medians(lines.intervals, plain)
     profiled = [at for at, was in zip(columns.iterations, columns.profiled) if was]
-    growths = {what: growths_of_ranks(ranks, what, profiled)
-               or growths_of_writer(columns.iterations, getattr(columns, what), columns.ordinary, profiled)
-               for what in ("host_memory_bytes", "peak_memory_bytes")}
+    growths = {
+        what: growths_of_ranks(ranks, what, profiled)
+        or growths_of_writer(columns.iterations, getattr(columns, what), columns.ordinary, profiled)
+        for what in ("host_memory_bytes", "peak_memory_bytes")
+    }
     return Run(
-        folder=str(folder), plan=plan, record=record, steps=len(lines.steps), starts=starts, notes=(*notes, *missing),
-        verdict_on_ranks=_verdict_on_ranks(folder, record), ordinary=columns.ordinary, ranks=ranks, growths=growths["host_memory_bytes"],
-        gpu_growths=growths["peak_memory_bytes"], **vars(columns), **vars(speed),
+        folder=str(folder),
+        plan=plan,
+        record=record,
+        steps=len(lines.steps),
+        starts=starts,
+        notes=(*notes, *missing),
+        verdict_on_ranks=_verdict_on_ranks(folder, record),
+        ordinary=columns.ordinary,
+        ranks=ranks,
+        growths=growths["host_memory_bytes"],
+        gpu_growths=growths["peak_memory_bytes"],
+        **vars(columns),
+        **vars(speed),
     )

@@ -38,8 +38,10 @@ def speed_of(plan: dict, record: dict, columns: Columns, starts_at_first: bool) 
     ordinary = [row for row, plain in enumerate(columns.ordinary) if plain]
     plain_ms = [training[row] for row in ordinary]
     if training and not ordinary:
-        notes.append("No step is an ordinary one (each is the first, profiled, compiling, evaluating or saving): "
-                     "there is no steady step time.")
+        notes.append(
+            "No step is an ordinary one (each is the first, profiled, compiling, evaluating or saving): "
+            "there is no steady step time."
+        )
     inside = [row for row, profiled in enumerate(columns.profiled) if profiled]
     before, after = ([training[row] for row in rows] for rows in _beside(columns, inside))
     rate, shape = _samples_per_ms(columns, ordinary), shape_of(plan)
@@ -56,7 +58,8 @@ def speed_of(plan: dict, record: dict, columns: Columns, starts_at_first: bool) 
         before_profile_ms=median(before) if len(before) >= FEWEST_BEFORE else None,
         after_profile_ms=median(after) if len(after) >= FEWEST_BEFORE else None,
         tokens_per_second=1000 * rate * shape.seq_length if rate and shape else None,
-        model_tflops=causal, model_tflops_full=full,
+        model_tflops=causal,
+        model_tflops_full=full,
         mfu_causal=causal / peak if causal and peak > 0 else None,
         mfu_full=full / peak if full and peak > 0 else None,
     ), notes

@@ -9,7 +9,15 @@ from pathlib import Path
 from megatron_lite.analysis.run.figures import Interval
 
 CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")
-LISTS = ("steps", "step_ms", "gpu_ms", "own_backward_ms", "host_memory_bytes", "peak_memory_bytes", *CORES)  # of a line of ranks
+LISTS = (
+    "steps",
+    "step_ms",
+    "gpu_ms",
+    "own_backward_ms",
+    "host_memory_bytes",
+    "peak_memory_bytes",
+    *CORES,
+)  # of a line of ranks
 LARGEST = 1e18  # no count, time or size of a run; beyond it a file is damaged
 NONE = math.nan
 

@@ -124,7 +124,9 @@ class RankTime:
     median_queue_us: float  # kernel start - end of its launch call
     launch_bound: bool
     spilled_ms: float  # device work whose launch lies outside of the trace; of the whole trace, not per step
-    timeline: tuple[Span, ...]  # one representative step on the device: what computes by phase, "communication", "copies"
+    timeline: tuple[
+        Span, ...
+    ]  # one representative step on the device: what computes by phase, "communication", "copies"
     timeline_step: int | None  # its index in steps
     notes: tuple[str, ...]  # named gaps
     stretches: tuple[Stretch, ...] = ()  # longest first; () with a GPU

@@ -57,8 +57,16 @@ def gaps_of(trace: Trace, rows: np.ndarray, busy: Cover, steady: Cover, activity
     amounts["dependency"] = np.where(known & ~quick & awaits, queued, 0)
     amounts["unexplained"] = np.where(quick | known & awaits, 0, queued)
     thread = np.where(known, events.thread[np.maximum(launch, 0)], -1)
-    return Gaps(start, end, by, thread, late, np.where(amounts["sync"] > 0, waited, -1), amounts,
-                _host_itself(activity, start, late, amounts["sync"]))
+    return Gaps(
+        start,
+        end,
+        by,
+        thread,
+        late,
+        np.where(amounts["sync"] > 0, waited, -1),
+        amounts,
+        _host_itself(activity, start, late, amounts["sync"]),
+    )
 
 
 def _first_from(starts: np.ndarray, rows: np.ndarray, moment: np.ndarray) -> np.ndarray:
@@ -69,8 +77,12 @@ def _first_from(starts: np.ndarray, rows: np.ndarray, moment: np.ndarray) -> np.
 
 def _named(activity: HostActivity, start: np.ndarray, end: np.ndarray) -> dict[str, np.ndarray]:
     """What has a name of its own; where two have, the first in this order."""
-    covers = {"save": activity.save, "garbage_collector": activity.garbage, "allocator": activity.allocator,
-              "data_wait": activity.data}
+    covers = {
+        "save": activity.save,
+        "garbage_collector": activity.garbage,
+        "allocator": activity.allocator,
+        "data_wait": activity.data,
+    }
     amounts, taken = {}, union((), ())
     for row, cover in covers.items():
         amounts[row] = difference(cover, taken).within(start, end)

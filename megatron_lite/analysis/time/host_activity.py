@@ -20,7 +20,9 @@ ALLOCATES = re.compile(
     r"(cuda|hip)(Malloc|Free|Host(Alloc|Register|Unregister|Malloc|Free)|ExtMalloc)"
     r"|(cu|hip)Mem(Alloc|Free|Create|Map|Unmap|Release|SetAccess|Address|HostAlloc|HostRegister|FreeHost)"
 )
-COLLECTS_GARBAGE = re.compile(r"Python GC|.*\bgc\b.*\bcollect\b|<built-in function collect>|.*garbage.?collect", re.IGNORECASE)
+COLLECTS_GARBAGE = re.compile(
+    r"Python GC|.*\bgc\b.*\bcollect\b|<built-in function collect>|.*garbage.?collect", re.IGNORECASE
+)
 LOADER_FRAME = re.compile(r".*torch/utils/data/dataloader\.py\(\d+\): __next__")
 MANY_LAUNCHES = 0.2  # of the device work: a thread that launches so much drives the GPU
 
@@ -56,7 +58,8 @@ def host_activity(trace: Trace, placing: Placing) -> HostActivity:
     unpinned = pageable_copies(trace)
     waits = np.union1d(rows(WAITS, Kind.RUNTIME), unpinned[on_threads[unpinned]])
     return HostActivity(
-        threads, waits,
+        threads,
+        waits,
         data=joined(phase_cover(trace, placing, Phase.DATA), cover(rows(LOADER_FRAME, Kind.PYTHON))),
         save=joined(phase_cover(trace, placing, Phase.SAVE), phase_cover(trace, placing, Phase.EVAL)),
         allocator=cover(rows(ALLOCATES, Kind.RUNTIME)),

@@ -10,7 +10,9 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 
 PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,18})$")
 NUMBERED = re.compile(r"(?:train(?:ing)?[ _-]?)?(?:step|iter|iteration)[ _#:=-]*(\d{1,18})$", re.IGNORECASE)
-NOT_A_STEP = re.compile(r"nccl|gloo:|c10d::|Optimizer\.|enumerate\(DataLoader\)|nn\.Module|PyTorch Profiler", re.IGNORECASE)
+NOT_A_STEP = re.compile(
+    r"nccl|gloo:|c10d::|Optimizer\.|enumerate\(DataLoader\)|nn\.Module|PyTorch Profiler", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,10 @@ class HostSteps:
     def follows(self) -> np.ndarray:
         """bool [k]: does the step come right after the one before? Two windows in one file leave a hole."""
         known = [n is not None for n in self.numbers]
-        direct = [k > 0 and (not (known[k] and known[k - 1]) or self.numbers[k] == self.numbers[k - 1] + 1)
-                  for k in range(len(self.names))]
+        direct = [
+            k > 0 and (not (known[k] and known[k - 1]) or self.numbers[k] == self.numbers[k - 1] + 1)
+            for k in range(len(self.names))
+        ]
         return np.array(direct, bool)
 
 
@@ -81,19 +85,33 @@ def _repeating(trace: Trace, rows: np.ndarray) -> HostSteps | None:
         return None
     name = trace.name_of(top[0])
     note = f"no step marks (ProfilerStep#N): steps are taken from the range '{name}', which comes {len(top)} times"
-    return HostSteps((name,) * len(top), (None,) * len(top), events.start_ns[top], events.end_ns[top],
-                     int(events.thread[top[0]]), (note,))
+    return HostSteps(
+        (name,) * len(top),
+        (None,) * len(top),
+        events.start_ns[top],
+        events.end_ns[top],
+        int(events.thread[top[0]]),
+        (note,),
+    )
 
 
 def _whole(trace: Trace) -> HostSteps:
     """All of the trace as one step."""
     events = trace.events
-    host = np.flatnonzero((events.device < 0) & np.isin(events.kind, (Kind.OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.PYTHON)))
+    host = np.flatnonzero(
+        (events.device < 0) & np.isin(events.kind, (Kind.OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.PYTHON))
+    )
     rows = np.concatenate((host, trace.device_rows))
     if not len(rows):
         empty = np.empty(0, np.int64)
         return HostSteps((), (), empty, empty, -1, ("no event of a host or a device",))
     thread = int(np.bincount(events.thread[host]).argmax()) if len(host) else -1
     start, end = events.start_ns[rows].min(keepdims=True), events.end_ns[rows].max(keepdims=True)
-    return HostSteps(("whole trace",), (None,), start, end, thread,
-                     ("no step marks (ProfilerStep#N): the whole trace counts as one step",))
+    return HostSteps(
+        ("whole trace",),
+        (None,),
+        start,
+        end,
+        thread,
+        ("no step marks (ProfilerStep#N): the whole trace counts as one step",),
+    )

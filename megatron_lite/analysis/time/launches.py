@@ -17,12 +17,17 @@ class Launches:
     per_step: float  # kernels
     kernel_us: float
     interval_us: float  # between launch calls of the same thread
-    queue_us: float  # from the end of a launch call to the kernel's start; below 0 where it starts before the call returns
+    queue_us: (
+        float  # from the end of a launch call to the kernel's start; below 0 where it starts before the call returns
+    )
 
     def bound(self, host_share: float) -> bool:
         """Is the host too slow to launch? `host_share`: of the step, in which the GPU waited for the host itself."""
-        return (host_share >= IDLE_SHARE and 0 < self.kernel_us < KERNEL_TO_INTERVAL * self.interval_us
-                and self.queue_us < QUEUE_US)
+        return (
+            host_share >= IDLE_SHARE
+            and 0 < self.kernel_us < KERNEL_TO_INTERVAL * self.interval_us
+            and self.queue_us < QUEUE_US
+        )
 
 
 def launches(trace: Trace, kernels: np.ndarray, steps: int) -> Launches:
@@ -36,8 +41,12 @@ def launches(trace: Trace, kernels: np.ndarray, steps: int) -> Launches:
     calls = calls[np.lexsort((events.start_ns[calls], events.thread[calls]))]
     between = np.diff(events.start_ns[calls])[np.diff(events.thread[calls]) == 0]
     queue = events.start_ns[kernels[known]] - events.end_ns[launch[known]]
-    return Launches(len(kernels) / steps, _median_us(events.end_ns[kernels] - events.start_ns[kernels]), _median_us(between),
-                    _median_us(queue))
+    return Launches(
+        len(kernels) / steps,
+        _median_us(events.end_ns[kernels] - events.start_ns[kernels]),
+        _median_us(between),
+        _median_us(queue),
+    )
 
 
 def _median_us(lengths: np.ndarray) -> float:

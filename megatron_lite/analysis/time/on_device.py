@@ -52,8 +52,11 @@ class OnDevice:
     def breakdown(self) -> dict[str, float]:
         """Rows that sum to the step, in ms."""
         covers = self.covers
-        rows = {"compute": self.ms(covers.compute), "exposed_communication": self.ms(covers.exposed_communication),
-                "exposed_copy": self.ms(covers.exposed_copy)}
+        rows = {
+            "compute": self.ms(covers.compute),
+            "exposed_communication": self.ms(covers.exposed_communication),
+            "exposed_copy": self.ms(covers.exposed_copy),
+        }
         return rows | {row: self.gaps.total(row) / 1e6 / self.steady.count for row in self.gaps.amounts}
 
 
@@ -65,18 +68,29 @@ def on_device(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:
     breakdown, covers, activity, sites = one.breakdown(), one.covers, one.activity, CallSites(trace, placing)
     talking, pace = one.ms(covers.communication), one.launches
     return RankTime(
-        rank=trace.rank, device=trace.devices[device] if 0 <= device < len(trace.devices) else None, on_gpu=True,
-        steps=placing.steps, step_ms=steady.step_ms, rows=breakdown,
-        busy_ms=one.ms(covers.busy), communication_ms=talking, copy_ms=one.ms(covers.copy),
+        rank=trace.rank,
+        device=trace.devices[device] if 0 <= device < len(trace.devices) else None,
+        on_gpu=True,
+        steps=placing.steps,
+        step_ms=steady.step_ms,
+        rows=breakdown,
+        busy_ms=one.ms(covers.busy),
+        communication_ms=talking,
+        copy_ms=one.ms(covers.copy),
         overlap=1 - breakdown["exposed_communication"] / talking if talking else None,
         phases=device_phases(trace, placing, rows, steady.flags),
         syncs=sync_sites(trace, placing, activity, one.gaps, sites, steady.flags),
         hosts=host_sites(trace, placing, one.gaps, sites, steady.count),
         loader_host_ms=intersection(activity.data, steady.host_cover).length / 1e6 / steady.count,
-        launches=pace.per_step, median_kernel_us=pace.kernel_us, median_launch_interval_us=pace.interval_us,
-        median_queue_us=pace.queue_us, launch_bound=pace.bound(breakdown["host"] / steady.step_ms),
-        spilled_ms=_spilled_ms(one), timeline=device_timeline(trace, placing, rows, steady.typical),
-        timeline_step=steady.typical, notes=(*placing.notes, *steady.notes, *_notes(one)),
+        launches=pace.per_step,
+        median_kernel_us=pace.kernel_us,
+        median_launch_interval_us=pace.interval_us,
+        median_queue_us=pace.queue_us,
+        launch_bound=pace.bound(breakdown["host"] / steady.step_ms),
+        spilled_ms=_spilled_ms(one),
+        timeline=device_timeline(trace, placing, rows, steady.typical),
+        timeline_step=steady.typical,
+        notes=(*placing.notes, *steady.notes, *_notes(one)),
     )
 
 
@@ -92,8 +106,10 @@ def _notes(one: OnDevice):
     if lost == len(one.rows):
         yield "no device work can be joined with the call that launched it: its phase and why the GPU idled are unknown"
     elif lost:
-        yield (f"{lost} of {len(one.rows)} kernels and copies were launched outside of the trace ({_spilled_ms(one):.1f} ms): "
-               "they keep the device busy, but belong to no step or phase")
+        yield (
+            f"{lost} of {len(one.rows)} kernels and copies were launched outside of the trace ({_spilled_ms(one):.1f} ms): "
+            "they keep the device busy, but belong to no step or phase"
+        )
     others = set(events.device[trace.device_rows].tolist()) - {one.device}
     if others:
         yield f"the process drives {len(others) + 1} GPUs; the figures are of GPU {one.device}, which computes most"

@@ -22,7 +22,9 @@ from megatron_lite.analysis.time.steady import SteadySteps
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 COMPILED = re.compile(r"## Call CompiledFxGraph|Torch-Compiled Region|CompiledFunction")
-MAY_WAIT = re.compile(r"c10d::|record_param_comms|gloo|torch[.:]+distributed|Torch-Compiled Region|_c10d_functional|c10d_functional")
+MAY_WAIT = re.compile(
+    r"c10d::|record_param_comms|gloo|torch[.:]+distributed|Torch-Compiled Region|_c10d_functional|c10d_functional"
+)
 
 
 def on_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:
@@ -38,15 +40,30 @@ def on_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:
     talking = ms(communication)
     exposed = ms(rows["exposed_communication"])
     return RankTime(
-        rank=trace.rank, device=None, on_gpu=False, steps=placing.steps, step_ms=steady.step_ms,
-        rows={row: ms(cover) for row, cover in rows.items()}, busy_ms=ms(joined(compute, communication)),
-        communication_ms=talking, copy_ms=0.0, overlap=1 - exposed / talking if talking else None,
-        phases=host_phases(trace, placing, compute, communication, steady.flags), syncs=(),
+        rank=trace.rank,
+        device=None,
+        on_gpu=False,
+        steps=placing.steps,
+        step_ms=steady.step_ms,
+        rows={row: ms(cover) for row, cover in rows.items()},
+        busy_ms=ms(joined(compute, communication)),
+        communication_ms=talking,
+        copy_ms=0.0,
+        overlap=1 - exposed / talking if talking else None,
+        phases=host_phases(trace, placing, compute, communication, steady.flags),
+        syncs=(),
         hosts=python_sites(trace, placing, rows["host"], sites, steady.count),
-        loader_host_ms=ms(intersection(activity.data, steady.cover)), launches=0.0, median_kernel_us=0.0,
-        median_launch_interval_us=0.0, median_queue_us=0.0, launch_bound=False, spilled_ms=0.0,
-        timeline=host_timeline(trace, placing, communication, steady.typical), timeline_step=steady.typical,
-        notes=(*placing.notes, *steady.notes), stretches=long_stretches(trace, placing, rows["host"], sites, steady.flags),
+        loader_host_ms=ms(intersection(activity.data, steady.cover)),
+        launches=0.0,
+        median_kernel_us=0.0,
+        median_launch_interval_us=0.0,
+        median_queue_us=0.0,
+        launch_bound=False,
+        spilled_ms=0.0,
+        timeline=host_timeline(trace, placing, communication, steady.typical),
+        timeline_step=steady.typical,
+        notes=(*placing.notes, *steady.notes),
+        stretches=long_stretches(trace, placing, rows["host"], sites, steady.flags),
     )
 
 
@@ -57,11 +74,18 @@ def _communication(trace: Trace) -> Cover:
     return union(events.start_ns[rows], events.end_ns[rows])
 
 
-def _breakdown(trace: Trace, steady: SteadySteps, activity: HostActivity, communication: Cover) -> tuple[dict[str, Cover], Cover]:
+def _breakdown(
+    trace: Trace, steady: SteadySteps, activity: HostActivity, communication: Cover
+) -> tuple[dict[str, Cover], Cover]:
     """({row: when}, operators at work): rows are disjoint and cover the steady steps."""
     working = _operators_at_work(trace, activity, communication)
-    order = {"save": activity.save, "data_wait": activity.data, "compute": working, "exposed_communication": communication,
-             "garbage_collector": activity.garbage}
+    order = {
+        "save": activity.save,
+        "data_wait": activity.data,
+        "compute": working,
+        "exposed_communication": communication,
+        "garbage_collector": activity.garbage,
+    }
     rows, left = {}, steady.cover
     for row, cover in order.items():
         rows[row] = intersection(left, cover)

@@ -5,8 +5,19 @@ import re
 from megatron_lite.phases import Phase
 
 OTHER_NAMES = {
-    Phase.DATA: ("dataloader", "data_loader", "data_loading", "load_data", "load_batch", "get_batch", "next_batch", "batch_generator",
-                 "wait_for_batch", "fetch_batch", "dataload"),
+    Phase.DATA: (
+        "dataloader",
+        "data_loader",
+        "data_loading",
+        "load_data",
+        "load_batch",
+        "get_batch",
+        "next_batch",
+        "batch_generator",
+        "wait_for_batch",
+        "fetch_batch",
+        "dataload",
+    ),
     Phase.DATA_TO_DEVICE: ("to_device", "h2d", "copy_batch_to_gpu", "batch_to_device", "data_to_gpu", "copy_to_device"),
     Phase.FORWARD: ("fwd", "forward_pass", "forward_compute", "forward_step"),
     Phase.BACKWARD: ("bwd", "backward_pass", "backward_compute", "backward_step"),

@@ -30,7 +30,9 @@ def device_phases(trace: Trace, placing: Placing, rows: np.ndarray, steady: np.n
         ranges = host_ranges(trace, placing, phase, counts) if phase >= 0 else np.empty(0, np.int64)
         if len(work) or len(ranges):
             name = placing.phases[phase] if phase >= 0 else NO_PHASE
-            found.append((_entered(trace, ranges, work), _device_phase(trace, placing, name, work, ranges, int(steady.sum()))))
+            found.append(
+                (_entered(trace, ranges, work), _device_phase(trace, placing, name, work, ranges, int(steady.sum())))
+            )
     return tuple(phase for _, phase in sorted(found, key=lambda pair: pair[0]))
 
 
@@ -39,15 +41,21 @@ def _entered(trace: Trace, ranges: np.ndarray, work: np.ndarray) -> int:
     return int(trace.events.start_ns[first].min())
 
 
-def _device_phase(trace: Trace, placing: Placing, name: str, work: np.ndarray, ranges: np.ndarray, steps: int) -> PhaseTime:
+def _device_phase(
+    trace: Trace, placing: Placing, name: str, work: np.ndarray, ranges: np.ndarray, steps: int
+) -> PhaseTime:
     events, per_step = trace.events, 1 / steps / 1e6
     covers = device_covers(trace, work)
     span, lag = _span_and_lag(trace, placing, work, ranges)
     return PhaseTime(
-        name, host_ms=union(events.start_ns[ranges], events.end_ns[ranges]).length * per_step,
+        name,
+        host_ms=union(events.start_ns[ranges], events.end_ns[ranges]).length * per_step,
         device_sum_ms=float((events.end_ns[work] - events.start_ns[work]).sum()) * per_step,
-        device_ms=covers.busy.length * per_step, device_span_ms=span * per_step, lag_ms=lag,
-        compute_ms=covers.compute.length * per_step, communication_ms=covers.communication.length * per_step,
+        device_ms=covers.busy.length * per_step,
+        device_span_ms=span * per_step,
+        lag_ms=lag,
+        compute_ms=covers.compute.length * per_step,
+        communication_ms=covers.communication.length * per_step,
         copy_ms=covers.copy.length * per_step,
         kernels=np.count_nonzero(events.kind[work] == Kind.KERNEL) / steps,
     )
@@ -74,7 +82,9 @@ def _ends_per_step(step: np.ndarray, start: np.ndarray, end: np.ndarray) -> tupl
     return dict(zip(steps.tolist(), first.tolist(), strict=True)), dict(zip(steps.tolist(), last.tolist(), strict=True))
 
 
-def host_phases(trace: Trace, placing: Placing, compute: Cover, communication: Cover, steady: np.ndarray) -> tuple[PhaseTime, ...]:
+def host_phases(
+    trace: Trace, placing: Placing, compute: Cover, communication: Cover, steady: np.ndarray
+) -> tuple[PhaseTime, ...]:
     """The same without a GPU: the host is the device. compute, communication: unions inside the steady steps."""
     events, counts, found = trace.events, steady[placing.step], []
     steps = int(steady.sum())
@@ -83,22 +93,48 @@ def host_phases(trace: Trace, placing: Placing, compute: Cover, communication: C
         if not len(ranges):
             continue
         cover = difference(union(events.start_ns[ranges], events.end_ns[ranges]), _inner(trace, placing, phase))
-        host, computing, talking = (int(one) / 1e6 / steps for one in (
-            cover.length, compute.within(cover.start, cover.end).sum(), communication.within(cover.start, cover.end).sum()))
-        operators = np.count_nonzero(counts & (placing.phase == phase) & (events.kind == Kind.OP) & (placing.operator < 0))
-        found.append((int(events.start_ns[ranges].min()), PhaseTime(
-            name, host_ms=host, device_sum_ms=host, device_ms=host, device_span_ms=host, lag_ms=0.0, compute_ms=computing,
-            communication_ms=talking, copy_ms=0.0, kernels=operators / steps)))
+        host, computing, talking = (
+            int(one) / 1e6 / steps
+            for one in (
+                cover.length,
+                compute.within(cover.start, cover.end).sum(),
+                communication.within(cover.start, cover.end).sum(),
+            )
+        )
+        operators = np.count_nonzero(
+            counts & (placing.phase == phase) & (events.kind == Kind.OP) & (placing.operator < 0)
+        )
+        found.append(
+            (
+                int(events.start_ns[ranges].min()),
+                PhaseTime(
+                    name,
+                    host_ms=host,
+                    device_sum_ms=host,
+                    device_ms=host,
+                    device_span_ms=host,
+                    lag_ms=0.0,
+                    compute_ms=computing,
+                    communication_ms=talking,
+                    copy_ms=0.0,
+                    kernels=operators / steps,
+                ),
+            )
+        )
     return tuple(phase for _, phase in sorted(found, key=lambda pair: pair[0]))
 
 
 def _inner(trace: Trace, placing: Placing, phase: int) -> Cover:
     """Ranges of other phases that lie inside one of this phase: their time is theirs."""
     events = trace.events
-    rows = np.flatnonzero((placing.phase >= 0) & (events.kind == Kind.ANNOTATION) & (events.thread == placing.main_thread))
+    rows = np.flatnonzero(
+        (placing.phase >= 0) & (events.kind == Kind.ANNOTATION) & (events.thread == placing.main_thread)
+    )
     nest = Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
     parents = nest.parent_rows()
-    inner = nest.rows[(parents >= 0) & (placing.phase[nest.rows] != phase) & (placing.phase[np.maximum(parents, 0)] == phase)]
+    inner = nest.rows[
+        (parents >= 0) & (placing.phase[nest.rows] != phase) & (placing.phase[np.maximum(parents, 0)] == phase)
+    ]
     return union(events.start_ns[inner], events.end_ns[inner])
 
 

@@ -11,7 +11,10 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import PYTHON_GC, Phase
 
 AUTOGRAD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torch::autograd::AccumulateGrad")
-SENDS, TO_DEVICE = re.compile(r"aten::(to|_to_copy|copy_|cuda)$"), re.compile(r"HtoD|HostToDevice|Host ?-> ?Device", re.IGNORECASE)
+SENDS, TO_DEVICE = (
+    re.compile(r"aten::(to|_to_copy|copy_|cuda)$"),
+    re.compile(r"HtoD|HostToDevice|Host ?-> ?Device", re.IGNORECASE),
+)
 NO_PHASE = re.compile(rf"nccl|gloo:|c10d::|ucc:|mpi:|{PYTHON_GC}$", re.IGNORECASE)  # it comes inside any
 MOST_NAMES = 100  # of ranges that are phases
 WRAPPER_SHARE = 0.9  # a range over so much of its step says nothing: what lies inside it is the phase
@@ -57,7 +60,9 @@ def _most_of(trace: Trace, rows: np.ndarray) -> np.ndarray:
     return rows[np.isin(inverse, np.argsort(-lengths, kind="stable")[:MOST_NAMES])]
 
 
-def phases_of(trace: Trace, steps: HostSteps, thread: np.ndarray, moment: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+def phases_of(
+    trace: Trace, steps: HostSteps, thread: np.ndarray, moment: np.ndarray
+) -> tuple[tuple[str, ...], np.ndarray]:
     """(names, index into names per event; -1: none). thread, moment [n]: where the host was for each event, -1: unknown.
 
     The innermost phase around the moment on its own thread; else on the thread that drives the steps, which stands in
@@ -69,7 +74,9 @@ def phases_of(trace: Trace, steps: HostSteps, thread: np.ndarray, moment: np.nda
     number_of = np.full(len(trace.names) + 1, -1, np.int16)
     for name, label in labels.items():
         number_of[name] = names.index(label)
-    found = _ranges_around(trace, Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows]), thread, moment)
+    found = _ranges_around(
+        trace, Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows]), thread, moment
+    )
     elsewhere = np.flatnonzero((found < 0) & (thread >= 0) & (thread != steps.thread))
     if steps.thread >= 0:
         rows = rows[events.thread[rows] == steps.thread]
@@ -114,7 +121,10 @@ def _told_by_operators(trace: Trace, main_thread: int):
     inside = _inside(trace, np.flatnonzero(backward))
     yield str(Phase.BACKWARD), lambda thread, moment: inside(thread, moment) | np.isin(thread, threads)
     yield str(Phase.DATA_TO_DEVICE), _inside(trace, _sending(trace))
-    yield str(Phase.FORWARD), _inside(trace, np.flatnonzero((events.kind == Kind.OP) & ~backward & (events.sequence >= 0)))
+    yield (
+        str(Phase.FORWARD),
+        _inside(trace, np.flatnonzero((events.kind == Kind.OP) & ~backward & (events.sequence >= 0))),
+    )
 
 
 def _sending(trace: Trace) -> np.ndarray:

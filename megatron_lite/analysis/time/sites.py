@@ -62,7 +62,9 @@ def _outermost_operators(trace: Trace, placing: Placing) -> np.ndarray:
     return operators[around < 0]
 
 
-def sync_sites(trace: Trace, placing: Placing, activity: HostActivity, gaps: Gaps, sites: CallSites, steady) -> tuple[SyncSite, ...]:
+def sync_sites(
+    trace: Trace, placing: Placing, activity: HostActivity, gaps: Gaps, sites: CallSites, steady
+) -> tuple[SyncSite, ...]:
     """Per place: calls and host ms per steady step, and the idle time that they caused; most idle first."""
     events, steps = trace.events, int(steady.sum())
     caused = np.zeros(len(events), np.int64)
@@ -74,14 +76,29 @@ def sync_sites(trace: Trace, placing: Placing, activity: HostActivity, gaps: Gap
     operator = sites.operator(events.start_ns[calls], events.thread[calls])
     frame = sites.frame(events.start_ns[calls], events.thread[calls], placing.main_thread)
     unpinned = np.isin(calls, pageable_copies(trace))
-    keys = np.stack((events.name[calls], unpinned, _name_or_none(trace, operator), _name_or_none(trace, frame), placing.phase[calls]))
+    keys = np.stack(
+        (
+            events.name[calls],
+            unpinned,
+            _name_or_none(trace, operator),
+            _name_or_none(trace, frame),
+            placing.phase[calls],
+        )
+    )
     keys, inverse = np.unique(keys, axis=1, return_inverse=True)
     counted = steady[placing.step[calls]]  # one of the step before may have made a steady step wait
-    counts, host, idle = (np.bincount(inverse.ravel(), amounts, minlength=keys.shape[1]) for amounts in (
-        counted, (events.end_ns[calls] - events.start_ns[calls]) * counted, caused[calls]))
+    counts, host, idle = (
+        np.bincount(inverse.ravel(), amounts, minlength=keys.shape[1])
+        for amounts in (counted, (events.end_ns[calls] - events.start_ns[calls]) * counted, caused[calls])
+    )
     found = [
-        SyncSite(_named(trace, name) + (" (pageable memory)" if pageable else ""), _named(trace, op), _named(trace, line),
-                 placing.phases[phase] if phase >= 0 else "", *(float(one[k]) / steps for one in (counts, host / 1e6, idle / 1e6)))
+        SyncSite(
+            _named(trace, name) + (" (pageable memory)" if pageable else ""),
+            _named(trace, op),
+            _named(trace, line),
+            placing.phases[phase] if phase >= 0 else "",
+            *(float(one[k]) / steps for one in (counts, host / 1e6, idle / 1e6)),
+        )
         for k, (name, pageable, op, line, phase) in enumerate(keys.T)
     ]
     return tuple(sorted(found, key=lambda site: (-site.idle_ms, -site.host_ms))[:MOST_SITES])
@@ -94,7 +111,13 @@ def host_sites(trace: Trace, placing: Placing, gaps: Gaps, sites: CallSites, ste
         mine = late & (gaps.thread == thread)
         idle = intersection(gaps.host, union(gaps.start[mine], gaps.start[mine] + gaps.late[mine]))
         rows = sites.top_operators[events.thread[sites.top_operators] == thread]
-        _add(total, trace, events.name[rows], placing.phase[rows], idle.within(events.start_ns[rows], events.end_ns[rows]))
+        _add(
+            total,
+            trace,
+            events.name[rows],
+            placing.phase[rows],
+            idle.within(events.start_ns[rows], events.end_ns[rows]),
+        )
         between = difference(idle, union(events.start_ns[rows], events.end_ns[rows]))
         _add_python(total, trace, placing, sites, between, int(thread))
     return _host_sites(total, placing, steps)
@@ -125,8 +148,14 @@ def long_stretches(trace: Trace, placing: Placing, host: Cover, sites: CallSites
         per_step = np.bincount(step[mine], lengths[mine], minlength=len(placing.steps))[steady[:-1]]
         most, longest = frame[mine[_dearest(frame[mine], lengths[mine])]], mine[lengths[mine].argmax()]
         after = trace.name_of(sites.top_operators[order[before[longest]]]) if before[longest] >= 0 else ""
-        found.append(Stretch(placing.phases[number] if number >= 0 else "", float(np.median(per_step)) / 1e6,
-                             _named(trace, most), after))
+        found.append(
+            Stretch(
+                placing.phases[number] if number >= 0 else "",
+                float(np.median(per_step)) / 1e6,
+                _named(trace, most),
+                after,
+            )
+        )
     return tuple(sorted((one for one in found if one.ms > 0), key=lambda one: -one.ms))
 
 
@@ -139,7 +168,9 @@ def _dearest(keys: np.ndarray, amounts: np.ndarray) -> int:
 def _phase_ranges(trace: Trace, placing: Placing) -> Nesting:
     """The main thread's ranges that have a phase."""
     events = trace.events
-    rows = np.flatnonzero((placing.phase >= 0) & (events.kind == Kind.ANNOTATION) & (events.thread == placing.main_thread))
+    rows = np.flatnonzero(
+        (placing.phase >= 0) & (events.kind == Kind.ANNOTATION) & (events.thread == placing.main_thread)
+    )
     return Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
 
 
@@ -170,7 +201,10 @@ def _phase_told(trace: Trace, placing: Placing, ranges: Nesting, moment: np.ndar
 
 
 def _host_sites(total: dict, placing: Placing, steps: int) -> tuple[HostSite, ...]:
-    found = [HostSite(what, placing.phases[phase] if phase >= 0 else "", float(ns) / 1e6 / steps) for (what, phase), ns in total.items()]
+    found = [
+        HostSite(what, placing.phases[phase] if phase >= 0 else "", float(ns) / 1e6 / steps)
+        for (what, phase), ns in total.items()
+    ]
     return tuple(sorted((site for site in found if site.idle_ms > 0), key=lambda site: -site.idle_ms)[:MOST_SITES])
 
 

@@ -29,12 +29,16 @@ class SteadySteps:
     @cached_property
     def cover(self) -> Cover:
         """Their windows, on the device's clock where there is one."""
-        return union([step.start_ns for step in self.steps if step.steady], [step.end_ns for step in self.steps if step.steady])
+        return union(
+            [step.start_ns for step in self.steps if step.steady], [step.end_ns for step in self.steps if step.steady]
+        )
 
     @cached_property
     def host_cover(self) -> Cover:
-        return union([step.host_start_ns for step in self.steps if step.steady],
-                     [step.host_end_ns for step in self.steps if step.steady])
+        return union(
+            [step.host_start_ns for step in self.steps if step.steady],
+            [step.host_end_ns for step in self.steps if step.steady],
+        )
 
     @property
     def step_ms(self) -> float:

@@ -65,7 +65,9 @@ def host_windows(host: HostSteps) -> tuple[np.ndarray, np.ndarray]:
     return host.start_ns, np.where(following, after, host.end_ns)
 
 
-def steps_of(trace: Trace, host: HostSteps, step: np.ndarray, phases: tuple[str, ...], phase: np.ndarray) -> tuple[Step, ...]:
+def steps_of(
+    trace: Trace, host: HostSteps, step: np.ndarray, phases: tuple[str, ...], phase: np.ndarray
+) -> tuple[Step, ...]:
     """The steps with their windows, each marked as steady or not, with the reason."""
     on_gpu = len(trace.device_rows) > 0
     start, end = device_windows(trace, host, step) if on_gpu else host_windows(host)
@@ -77,8 +79,16 @@ def steps_of(trace: Trace, host: HostSteps, step: np.ndarray, phases: tuple[str,
     if on_gpu and sum(not why for why in why_not[1:]) >= ENOUGH:
         why_not[0] = why_not[0] or "the window begins in it"
     return tuple(
-        Step(host.names[k], host.numbers[k], int(start[k]), int(end[k]), int(host.start_ns[k]), int(host.end_ns[k]),
-             steady=not why_not[k], why_not=why_not[k])
+        Step(
+            host.names[k],
+            host.numbers[k],
+            int(start[k]),
+            int(end[k]),
+            int(host.start_ns[k]),
+            int(host.end_ns[k]),
+            steady=not why_not[k],
+            why_not=why_not[k],
+        )
         for k in range(len(host.names))
     )
 
@@ -95,7 +105,9 @@ def _chores(trace: Trace, phases, phase, host: HostSteps, start, end) -> dict[st
     return found
 
 
-def _why_not(lengths: np.ndarray, counts: np.ndarray, last: int, unfinished: bool, chores: dict[str, np.ndarray]) -> list[str]:
+def _why_not(
+    lengths: np.ndarray, counts: np.ndarray, last: int, unfinished: bool, chores: dict[str, np.ndarray]
+) -> list[str]:
     """A reason per step, "" for steady ones. last: step with work; unfinished: more of it may have been cut off."""
     why = [next((f"has {name} in it" for name, hit in chores.items() if hit[k]), "") for k in range(len(lengths))]
     why = [NO_WORK if not counts[k] or not lengths[k] else why[k] for k in range(len(lengths))]
@@ -120,7 +132,9 @@ def empty_end(steps: tuple[Step, ...], on_gpu: bool) -> tuple[str, ...]:
     if not empty:
         return ()
     names = empty[0].name if len(empty) == 1 else f"{empty[0].name} to {empty[-1].name}"
-    return (f"the trace holds no work of the GPU in {names}: a full buffer ends the record of the GPU early; profile fewer steps",)
+    return (
+        f"the trace holds no work of the GPU in {names}: a full buffer ends the record of the GPU early; profile fewer steps",
+    )
 
 
 def steady_or_all(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[str, ...]]:

@@ -45,7 +45,9 @@ class Blocks:
                 text = stream.decompress(zipped, self.block_bytes)
             except zlib.error:
                 text = _until_damage(before, zipped)
-                self.damage = f"the gzip data is damaged after {read + len(text):,} bytes of text; what stands before it was read"
+                self.damage = (
+                    f"the gzip data is damaged after {read + len(text):,} bytes of text; what stands before it was read"
+                )
                 yield text
                 return
             read += len(text)

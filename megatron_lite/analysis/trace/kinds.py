@@ -23,7 +23,10 @@ KIND_OF_CATEGORY = {
 }  # fmt: skip
 # Waiting that some devices record as work of a stream: MTIA's event_wait, Ascend's EVENT_WAIT and NOTIFY_WAIT.
 DEVICE_WAIT = re.compile(r"(event|notify|stream)_?wait|wait_?event", re.IGNORECASE)
-KIND_OF_PROCESS = {"CPU functions": Kind.OP, "CUDA functions": Kind.KERNEL}  # before Kineto (2020) there were no categories
+KIND_OF_PROCESS = {
+    "CPU functions": Kind.OP,
+    "CUDA functions": Kind.KERNEL,
+}  # before Kineto (2020) there were no categories
 OPERATORS_OF_2021 = "Operator"  # this category holds annotations too
 _NAMED_BY_CODE = re.compile(
     r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.(step|zero_grad)#|(nccl|gloo|mpi|ucc):|DistributedDataParallel\.|## "

@@ -28,7 +28,9 @@ _MANY_LOST = 0.01  # of the events, without a time; profilers lose single ones i
 _LONG_AFTER_0 = 10**12  # a trace whose times are larger did not begin at 0
 
 
-def read_kineto(path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = lambda bytes_read: None) -> Trace:
+def read_kineto(
+    path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = lambda bytes_read: None
+) -> Trace:
     """The trace in the file `path`, its first part in time where it has more than max_events. Raises TraceError for what is none.
 
     report(bytes of the file that are read) is called now and then.

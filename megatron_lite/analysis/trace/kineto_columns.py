@@ -77,7 +77,9 @@ class Collected:
         for chunks in (self.spans, self.instants):
             chunks[:] = [_rows(columns, _ends_ns(columns) <= self.until_ns) for columns in chunks]
         self.halves = [event for event in self.halves if _end_ns(event) <= self.until_ns]
-        self.held = sum(len(next(iter(columns.values()))) for columns in (*self.spans, *self.instants)) + len(self.halves)
+        self.held = sum(len(next(iter(columns.values()))) for columns in (*self.spans, *self.instants)) + len(
+            self.halves
+        )
 
     def _columns(self, spans: list[Event]) -> dict[str, np.ndarray]:
         count = len(spans)

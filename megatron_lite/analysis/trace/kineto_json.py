@@ -107,8 +107,11 @@ def decoded_alone(text: bytes) -> Event | None:
     if not isinstance(entry, dict) or "ph" not in entry:
         return None
     args = entry.get("args")
-    kept = {_ARGS[key].name: _fitting(value, _ARGS[key]) for key, value in args.items() if key in _ARGS} if (
-        isinstance(args, dict)) else {}
+    kept = (
+        {_ARGS[key].name: _fitting(value, _ARGS[key]) for key, value in args.items() if key in _ARGS}
+        if (isinstance(args, dict))
+        else {}
+    )
     return Event(
         ph=str(entry.get("ph", "")), cat=str(entry.get("cat", "")), name=str(entry.get("name", "")),
         pid=_id(entry.get("pid")), tid=_id(entry.get("tid")), ts=_number(entry.get("ts")), dur=_number(entry.get("dur")),

@@ -30,7 +30,9 @@ def read_nsys(path: Path) -> tuple[Trace, ...]:
             database.text_factory = lambda raw: raw.decode("utf-8", "replace")
             tables = NsysTables(database)
             if not tables.is_nsys:
-                raise TraceError(f"{path}: an sqlite file, but not of Nsight Systems (nsys export --type sqlite makes one).")
+                raise TraceError(
+                    f"{path}: an sqlite file, but not of Nsight Systems (nsys export --type sqlite makes one)."
+                )
             return _traces(path, tables)
     except sqlite3.Error as error:
         raise TraceError(f"{path}: damaged, sqlite says: {error}; export the report again.") from None
@@ -46,7 +48,9 @@ def _traces(path: Path, tables: NsysTables) -> tuple[Trace, ...]:
     if not len(process):
         raise TraceError(f"{path}: no CUDA or NVTX events in it; trace with -t cuda,nvtx.")
     context = _Context(path, tables, tuple(names), nvtx_shapes)
-    return tuple(context.trace(int(pid), {k: v[process == pid] for k, v in columns.items()}) for pid in np.unique(process))
+    return tuple(
+        context.trace(int(pid), {k: v[process == pid] for k, v in columns.items()}) for pid in np.unique(process)
+    )
 
 
 class _Context:
@@ -130,7 +134,9 @@ _DEVICE = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId")
 
 def _device_piece(rows: np.ndarray, kind: Kind, name: np.ndarray, **columns) -> dict:
     no_thread = np.full(len(rows), -1, np.int64)
-    return _piece(rows, kind, name, device=rows[:, 3], stream=rows[:, 4], correlation=rows[:, 5], thread=no_thread, **columns)
+    return _piece(
+        rows, kind, name, device=rows[:, 3], stream=rows[:, 4], correlation=rows[:, 5], thread=no_thread, **columns
+    )
 
 
 def _kernels(tables: NsysTables, names: Numbered) -> dict:

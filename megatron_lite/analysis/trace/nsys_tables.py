@@ -15,7 +15,8 @@ class NsysTables:
         names = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")]
         self._columns = {name: self._columns_of(name) for name in names}
         self.is_nsys = "StringIds" in self._columns and (
-            "NVTX_EVENTS" in self._columns or any(name.startswith(("CUPTI_", "META_DATA_", "EXPORT_META")) for name in names)
+            "NVTX_EVENTS" in self._columns
+            or any(name.startswith(("CUPTI_", "META_DATA_", "EXPORT_META")) for name in names)
         )
         strings = database.execute("SELECT id, value FROM StringIds WHERE value IS NOT NULL") if self.is_nsys else ()
         self.strings = {number: str(text) for number, text in strings}
@@ -72,7 +73,9 @@ class NsysTables:
         """Nanoseconds since 1970 of the report's time 0, by the machine's clock; None where it does not say."""
         if "utcEpochNs" not in self._columns.get("TARGET_INFO_SESSION_START_TIME", set()):
             return None
-        row = self._database.execute("SELECT CAST(utcEpochNs AS INTEGER) FROM TARGET_INFO_SESSION_START_TIME").fetchone()
+        row = self._database.execute(
+            "SELECT CAST(utcEpochNs AS INTEGER) FROM TARGET_INFO_SESSION_START_TIME"
+        ).fetchone()
         start = None
         if "startTime" in self._columns.get("ANALYSIS_DETAILS", set()):
             start = self._database.execute("SELECT CAST(startTime AS INTEGER) FROM ANALYSIS_DETAILS").fetchone()

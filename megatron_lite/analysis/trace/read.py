@@ -36,6 +36,8 @@ def read_traces(
 def export_first(report: Path) -> str:
     """What to do with a report of Nsight Systems."""
     if report.suffix == ".qdstrm":
-        return ("what nsys recorded, not imported yet; run QdstrmImporter -i on it, then nsys export --type sqlite on its "
-                ".nsys-rep")
+        return (
+            "what nsys recorded, not imported yet; run QdstrmImporter -i on it, then nsys export --type sqlite on its "
+            ".nsys-rep"
+        )
     return f"a report of Nsight Systems; export it first: nsys export --type sqlite {report.name}"

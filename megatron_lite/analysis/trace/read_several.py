@@ -28,10 +28,16 @@ def readers(paths: Sequence[Path], say: Callable = say_nothing) -> Iterator[Call
     """For each path a function that gives its traces, or raises what read_traces raises. say(how far it is) meanwhile; for
     files that take seconds say(what is read, lasting=True) before anything else."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    several, max_events = min(cores, len(paths)) > 1 and sum(map(file_bytes, paths)) >= WORTH_BYTES, _max_events(len(paths))
+    several, max_events = (
+        min(cores, len(paths)) > 1 and sum(map(file_bytes, paths)) >= WORTH_BYTES,
+        _max_events(len(paths)),
+    )
     if several:
         return _in_processes(paths, min(cores, len(paths)), max_events, say)
-    return (partial(read_traces, path, max_events, _progress(path, number, len(paths), say)) for number, path in enumerate(paths, 1))
+    return (
+        partial(read_traces, path, max_events, _progress(path, number, len(paths), say))
+        for number, path in enumerate(paths, 1)
+    )
 
 
 def _max_events(files: int) -> int:
@@ -42,7 +48,9 @@ def _max_events(files: int) -> int:
 
 def are_large(paths: Sequence[Path]) -> bool:
     """Does it take seconds to read them?"""
-    return sum(file_bytes(path) * (TEXT_PER_GZIP_BYTE if path.suffix == ".gz" else 1) for path in paths) >= MIN_LARGE_BYTES
+    return (
+        sum(file_bytes(path) * (TEXT_PER_GZIP_BYTE if path.suffix == ".gz" else 1) for path in paths) >= MIN_LARGE_BYTES
+    )
 
 
 def _progress(path: Path, number: int, files: int, say: Callable) -> Callable[[int], None]:

@@ -21,8 +21,11 @@ def machine_rules(args: Args, world: World) -> Iterator[str]:
                 yield from _readable(name, path)
     yield from _all_data(d)
     named = c.save or w.tensorboard_dir or w.run_dir
-    for name, path in (("--save", c.save), ("--tensorboard-dir", w.tensorboard_dir),
-                       ("--run-dir", w.run_dir if named else "runs")):
+    for name, path in (
+        ("--save", c.save),
+        ("--tensorboard-dir", w.tensorboard_dir),
+        ("--run-dir", w.run_dir if named else "runs"),
+    ):
         if path is not None:
             yield from _writable(name, path)
     if p.record_memory_history:
@@ -59,8 +62,12 @@ def _all_data(typed: DataArgs) -> Iterator[str]:
         return  # a file of words beside it is a mistake of another kind
     whole = "--data-args-path" if typed.data_args_path else "--data-path"
     split = "--per-split-data-args-path" if typed.per_split_data_args_path else None
-    for name, words in ((whole, d.data_path), (split or "--train-data-path", d.train_data_path),
-                        (split or "--valid-data-path", d.valid_data_path), (split or "--test-data-path", d.test_data_path)):
+    for name, words in (
+        (whole, d.data_path),
+        (split or "--train-data-path", d.train_data_path),
+        (split or "--valid-data-path", d.valid_data_path),
+        (split or "--test-data-path", d.test_data_path),
+    ):
         yield from _data(name, words)
 
 

@@ -66,11 +66,15 @@ def _heads(args: Args) -> Iterator[str]:
     if not m.hidden_size or not m.num_attention_heads or m.num_attention_heads < 1:
         return
     if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
-        yield (f"--hidden-size {m.hidden_size} is not divisible by --num-attention-heads {m.num_attention_heads}; "
-               "change one, or give --kv-channels.")
+        yield (
+            f"--hidden-size {m.hidden_size} is not divisible by --num-attention-heads {m.num_attention_heads}; "
+            "change one, or give --kv-channels."
+        )
     if m.group_query_attention and (m.num_query_groups < 1 or m.num_attention_heads % m.num_query_groups):
-        yield (f"--num-query-groups {m.num_query_groups} does not divide --num-attention-heads "
-               f"{m.num_attention_heads}; choose a divisor.")
+        yield (
+            f"--num-query-groups {m.num_query_groups} does not divide --num-attention-heads "
+            f"{m.num_attention_heads}; choose a divisor."
+        )
 
 
 def _positions(args: Args) -> Iterator[str]:
@@ -79,8 +83,10 @@ def _positions(args: Args) -> Iterator[str]:
     if learned and m.max_position_embeddings is None:
         yield "--max-position-embeddings is missing; give it --seq-length's value."
     if learned and m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
-        yield (f"--max-position-embeddings {m.max_position_embeddings} is smaller than --seq-length {m.seq_length}; "
-               "raise it to at least that.")
+        yield (
+            f"--max-position-embeddings {m.max_position_embeddings} is smaller than --seq-length {m.seq_length}; "
+            "raise it to at least that."
+        )
     if not 0 < m.rotary_percent <= 1:
         yield f"--rotary-percent {m.rotary_percent}: must be above 0 and at most 1."
     elif m.position_embedding_type == "rope":
@@ -88,8 +94,10 @@ def _positions(args: Args) -> Iterator[str]:
     if m.rotary_base < 1:
         yield f"--rotary-base {m.rotary_base}: must be at least 1; 10000 is usual."
     if m.rotary_seq_len_interpolation_factor is not None and m.rotary_seq_len_interpolation_factor < 1:
-        yield (f"--rotary-seq-len-interpolation-factor {m.rotary_seq_len_interpolation_factor}: must be at least 1, "
-               "or leave it out.")
+        yield (
+            f"--rotary-seq-len-interpolation-factor {m.rotary_seq_len_interpolation_factor}: must be at least 1, "
+            "or leave it out."
+        )
 
 
 def _rotated(args: Args) -> Iterator[str]:
@@ -99,8 +107,10 @@ def _rotated(args: Args) -> Iterator[str]:
     width = m.kv_channels or (m.hidden_size // heads if m.hidden_size and heads > 0 else 2)
     rotated = int(width * m.rotary_percent)
     if width > 0 and (rotated < 2 or rotated % 2):
-        yield (f"--rotary-percent {m.rotary_percent:g} rotates {rotated} of a head's {width} channels, but they rotate "
-               "in pairs; change it, or --kv-channels.")
+        yield (
+            f"--rotary-percent {m.rotary_percent:g} rotates {rotated} of a head's {width} channels, but they rotate "
+            "in pairs; change it, or --kv-channels."
+        )
 
 
 def _switches(args: Args) -> Iterator[str]:
@@ -108,8 +118,10 @@ def _switches(args: Args) -> Iterator[str]:
     if m.swiglu and m.squared_relu:
         yield "--swiglu and --squared-relu exclude each other; keep one."
     if m.swiglu and m.ffn_hidden_size is None and 0 < (m.hidden_size or 0) < 24:
-        yield (f"--swiglu with --hidden-size {m.hidden_size} gives an MLP of width 0, because it is a multiple of 64; "
-               "give --ffn-hidden-size.")
+        yield (
+            f"--swiglu with --hidden-size {m.hidden_size} gives an MLP of width 0, because it is a multiple of 64; "
+            "give --ffn-hidden-size."
+        )
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(m, name) < 1:
             yield f"--{name.replace('_', '-')} {getattr(m, name)}: must be at least 0 and below 1."
@@ -140,8 +152,12 @@ def _recompute(args: Args) -> Iterator[str]:
         if m.recompute_num_layers is not None and m.recompute_num_layers < 1:
             yield f"--recompute-num-layers {m.recompute_num_layers}: must be at least 1."
     elif m.recompute_method is not None:
-        yield (f"--recompute-method {m.recompute_method} works with --recompute-granularity full only; "
-               "add that, or drop it.")
+        yield (
+            f"--recompute-method {m.recompute_method} works with --recompute-granularity full only; "
+            "add that, or drop it."
+        )
     elif m.recompute_granularity == "selective" and m.recompute_num_layers is not None:
-        yield (f"--recompute-num-layers {m.recompute_num_layers} does not go with --recompute-granularity selective, "
-               "which concerns all layers; drop it, or use full.")
+        yield (
+            f"--recompute-num-layers {m.recompute_num_layers} does not go with --recompute-granularity selective, "
+            "which concerns all layers; drop it, or use full."
+        )

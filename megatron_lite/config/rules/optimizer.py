@@ -33,10 +33,16 @@ def _learning_rate(args: Args) -> Iterator[str]:
 
 def _schedule_units(args: Args) -> Iterator[str]:
     o, t = args.optimizer, args.training
-    in_iters = {"--lr-decay-iters": o.lr_decay_iters, "--lr-warmup-iters": o.lr_warmup_iters,
-                "--lr-wsd-decay-iters": o.lr_wsd_decay_iters}
-    in_samples = {"--lr-decay-samples": o.lr_decay_samples, "--lr-warmup-samples": o.lr_warmup_samples,
-                  "--lr-wsd-decay-samples": o.lr_wsd_decay_samples}
+    in_iters = {
+        "--lr-decay-iters": o.lr_decay_iters,
+        "--lr-warmup-iters": o.lr_warmup_iters,
+        "--lr-wsd-decay-iters": o.lr_wsd_decay_iters,
+    }
+    in_samples = {
+        "--lr-decay-samples": o.lr_decay_samples,
+        "--lr-warmup-samples": o.lr_warmup_samples,
+        "--lr-wsd-decay-samples": o.lr_wsd_decay_samples,
+    }
     for name, value in {**in_iters, **in_samples}.items():
         least = 1 if name.startswith("--lr-decay") else 0
         if value is not None and value < least:
@@ -59,8 +65,10 @@ def _warmup(args: Args) -> Iterator[str]:
     for unit, total in (("iters", t.train_iters), ("samples", t.train_samples)):
         decay, warmup = getattr(o, f"lr_decay_{unit}") or total, getattr(o, f"lr_warmup_{unit}")
         if decay and warmup and warmup >= decay:
-            yield (f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} {unit} of decay; "
-                   f"lower it, or raise --lr-decay-{unit}.")
+            yield (
+                f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} {unit} of decay; "
+                f"lower it, or raise --lr-decay-{unit}."
+            )
 
 
 def _wsd(args: Args) -> Iterator[str]:
@@ -82,19 +90,26 @@ def _weight_decay(args: Args) -> Iterator[str]:
     start, end = o.start_weight_decay, o.end_weight_decay
     if o.weight_decay_incr_style == "constant":
         if start is not None or end is not None:
-            yield ("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine; "
-                   "add it, or use --weight-decay.")
+            yield (
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine; "
+                "add it, or use --weight-decay."
+            )
     elif start is None or end is None:
-        yield (f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and "
-               "--end-weight-decay; add them.")
+        yield (
+            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and "
+            "--end-weight-decay; add them."
+        )
     elif not 0 <= start <= end:
         yield f"--start-weight-decay {start:g}: must be at least 0 and at most --end-weight-decay {end:g}."
 
 
 def _moments(args: Args) -> Iterator[str]:
     o = args.optimizer
-    for name, value in (("--adam-beta1", o.adam_beta1), ("--adam-beta2", o.adam_beta2),
-                        ("--sgd-momentum", o.sgd_momentum)):
+    for name, value in (
+        ("--adam-beta1", o.adam_beta1),
+        ("--adam-beta2", o.adam_beta2),
+        ("--sgd-momentum", o.sgd_momentum),
+    ):
         if not 0 <= value < 1:
             yield f"{name} {value:g}: must be at least 0 and below 1."
     if o.adam_eps <= 0:

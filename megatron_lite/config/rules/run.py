@@ -17,16 +17,22 @@ MAX_IDS = 2**31 - 2  # int32 holds the last of them, and the end of document
 def rank_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among parallel sizes and the backend."""
     p = args.parallel
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-                 "expert_model_parallel_size"):
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    ):
         value = getattr(p, name)
         if value != 1:
             yield f"--{name.replace('_', '-')} {value} is refused: ranks are data parallel only; give 1."
     if p.distributed_backend == "nccl" and not world.gpus:
         yield "--distributed-backend nccl needs a GPU and this machine shows none; drop it, or give gloo for CPUs."
     elif world.gpus and world.local_size > world.gpus:
-        yield (f"torchrun --nproc_per_node {world.local_size}: more ranks than GPUs here, which are {world.gpus}; "
-               f"give {world.gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU.")
+        yield (
+            f"torchrun --nproc_per_node {world.local_size}: more ranks than GPUs here, which are {world.gpus}; "
+            f"give {world.gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU."
+        )
     if not 1 <= p.distributed_timeout_minutes <= MAX_TIMEOUT_MINUTES:
         yield f"--distributed-timeout-minutes {p.distributed_timeout_minutes}: must be at least 1 and at most {MAX_TIMEOUT_MINUTES}."
     if p.ddp_bucket_size is not None and p.ddp_bucket_size < 1:
@@ -46,8 +52,11 @@ def data_rules(args: Args, world: World) -> Iterator[str]:
         yield f"{error}."
     else:
         if own and untrained and not args.training.skip_train:
-            yield (f'--per-split-data-args-path {d.per_split_data_args_path}: names no data for "train"; add it.'
-                   if d.per_split_data_args_path else f"--train-data-path is missing beside {own[0]}; give it too.")
+            yield (
+                f'--per-split-data-args-path {d.per_split_data_args_path}: names no data for "train"; add it.'
+                if d.per_split_data_args_path
+                else f"--train-data-path is missing beside {own[0]}; give it too."
+            )
     if d.split is not None:
         yield from _split(d.split, args.training.skip_train)
     yield from _tokenizer(args)
@@ -94,8 +103,10 @@ def _tokenizer(args: Args) -> Iterator[str]:
     d = args.data
     kind = d.tokenizer_type or TOKENIZER
     if kind not in TOKENIZERS:
-        yield (f"--tokenizer-type {kind} is refused: there are {', '.join(TOKENIZERS)}; data that is already tokenized "
-               "trains with --tokenizer-type NullTokenizer --vocab-size N.")
+        yield (
+            f"--tokenizer-type {kind} is refused: there are {', '.join(TOKENIZERS)}; data that is already tokenized "
+            "trains with --tokenizer-type NullTokenizer --vocab-size N."
+        )
     if kind == "GPT2BPETokenizer":
         for name in ("vocab_file", "merge_file"):
             if getattr(d, name) is None:
@@ -104,12 +115,17 @@ def _tokenizer(args: Args) -> Iterator[str]:
         yield f"--tokenizer-model is missing; --tokenizer-type {kind} reads it."
     if kind == "NullTokenizer" and d.vocab_size is None:
         yield "--vocab-size is missing; --tokenizer-type NullTokenizer needs it."
-    for flag, value, least in (("vocab-size", d.vocab_size, 1), ("tiktoken-num-special-tokens", d.tiktoken_num_special_tokens, 0)):
+    for flag, value, least in (
+        ("vocab-size", d.vocab_size, 1),
+        ("tiktoken-num-special-tokens", d.tiktoken_num_special_tokens, 0),
+    ):
         if value is not None and not least <= value <= MAX_IDS:
             yield f"--{flag} {value}: must be at least {least} and at most {MAX_IDS}."
     if d.tokenizer_special_tokens and kind not in ("TikTokenizer", "HuggingFaceTokenizer"):
-        yield (f"--tokenizer-special-tokens {d.tokenizer_special_tokens[0]}: --tokenizer-type {kind} has those of its "
-               "files only; drop it.")
+        yield (
+            f"--tokenizer-special-tokens {d.tokenizer_special_tokens[0]}: --tokenizer-type {kind} has those of its "
+            "files only; drop it."
+        )
 
 
 def watch_rules(args: Args, world: World) -> Iterator[str]:
@@ -128,8 +144,10 @@ def watch_rules(args: Args, world: World) -> Iterator[str]:
         if getattr(c, name) is not None and getattr(c, name) < 1:
             yield f"--{name.replace('_', '-')} {getattr(c, name)}: must be at least 1."
     if c.save_retain_interval is not None and c.save_interval and c.save_retain_interval % c.save_interval:
-        yield (f"--save-retain-interval {c.save_retain_interval}: must be a multiple of --save-interval "
-               f"{c.save_interval}, or checkpoints to keep would never be written.")
+        yield (
+            f"--save-retain-interval {c.save_retain_interval}: must be a multiple of --save-interval "
+            f"{c.save_interval}, or checkpoints to keep would never be written."
+        )
     if c.ckpt_step is not None and (c.ckpt_step < 0 or c.load is None):
         yield f"--ckpt-step {c.ckpt_step}: names an iteration, at least 0, of the folder that --load gives; add it."
     if c.exit_on_missing_checkpoint and c.load is None:

@@ -57,9 +57,11 @@ def _batch(args: Args, world: World) -> Iterator[str]:
     if t.global_batch_size is None:
         return
     if t.global_batch_size < 1 or t.global_batch_size % per_pass:
-        yield (f"--global-batch-size {t.global_batch_size} is not divisible by --micro-batch-size "
-               f"{t.micro_batch_size} times data parallel size {world.size} = {per_pass}; "
-               f"try {max(1, t.global_batch_size // per_pass) * per_pass}.")
+        yield (
+            f"--global-batch-size {t.global_batch_size} is not divisible by --micro-batch-size "
+            f"{t.micro_batch_size} times data parallel size {world.size} = {per_pass}; "
+            f"try {max(1, t.global_batch_size // per_pass) * per_pass}."
+        )
 
 
 def _rampup(args: Args, world: World) -> Iterator[str]:
@@ -77,11 +79,14 @@ def _rampup(args: Args, world: World) -> Iterator[str]:
     if final is None:
         yield f"{shown} needs --global-batch-size, the size to grow to."
     elif start > final or (final - start) % increment:
-        yield (f"{shown}: steps of {increment} from {start} do not reach --global-batch-size {final}; "
-               "choose ones that do.")
+        yield (
+            f"{shown}: steps of {increment} from {start} do not reach --global-batch-size {final}; choose ones that do."
+        )
     if (t.micro_batch_size or 0) > 0 and (start % per_pass or increment % per_pass):
-        yield (f"{shown}: start and increment must be divisible by --micro-batch-size {t.micro_batch_size} times "
-               f"data parallel size {world.size} = {per_pass}.")
+        yield (
+            f"{shown}: start and increment must be divisible by --micro-batch-size {t.micro_batch_size} times "
+            f"data parallel size {world.size} = {per_pass}."
+        )
 
 
 def _exits(args: Args) -> Iterator[str]:
@@ -93,8 +98,10 @@ def _exits(args: Args) -> Iterator[str]:
         if value is not None and value < 1:
             yield f"--{name.replace('_', '-')} {value}: must be at least 1, or leave it out."
     if t.exit_signal not in set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
-        yield (f"--exit-signal {t.exit_signal}: not a signal that a program can catch; SIGTERM, SIGINT and SIGUSR1 are "
-               "usual.")
+        yield (
+            f"--exit-signal {t.exit_signal}: not a signal that a program can catch; SIGTERM, SIGINT and SIGUSR1 are "
+            "usual."
+        )
     if t.manual_gc_interval < 0:
         yield f"--manual-gc-interval {t.manual_gc_interval}: must be at least 0."
 
@@ -113,8 +120,9 @@ def precision_rules(args: Args, world: World) -> Iterator[str]:
         if value is not None and (value < 0 or not value and name != "loss_scale"):
             yield f"--{name.replace('_', '-')} {value:g}: must be above 0."
     if 0 < p.initial_loss_scale < p.min_loss_scale:
-        yield (f"--min-loss-scale {p.min_loss_scale:g} exceeds --initial-loss-scale {p.initial_loss_scale:g}; "
-               "lower it.")
+        yield (
+            f"--min-loss-scale {p.min_loss_scale:g} exceeds --initial-loss-scale {p.initial_loss_scale:g}; lower it."
+        )
     if not 1 <= p.loss_scale_window <= MAX_SIZE or p.loss_scale_window != int(p.loss_scale_window):
         yield f"--loss-scale-window {p.loss_scale_window:g}: must be a whole number of at least 1 and at most {MAX_SIZE}."
     if not 1 <= p.hysteresis <= MAX_SIZE:

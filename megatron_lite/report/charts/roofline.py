@@ -20,8 +20,7 @@ def roofline(report: Report) -> Figure | None:
         return None
     roles = list(dict.fromkeys(row.role for row in rows))
     data = [
-        _points([row for row in rows if row.role == role], str(role), ROLE_COLORS[role], rows[0].ms)
-        for role in roles
+        _points([row for row in rows if row.role == role], str(role), ROLE_COLORS[role], rows[0].ms) for role in roles
     ]
     intensities = [row.flops / row.num_bytes for row in rows]
     data += _ceilings(rank.kernels.roofline, min(intensities) / 2, max(intensities) * 2)
@@ -70,7 +69,9 @@ def _ceilings(rows: tuple[RooflineRow, ...], lowest: float, highest: float) -> l
         tb_s = max(bandwidths)  # TFLOP/s = FLOP per byte x TB/s
         end = min(highest, max(peaks.values()) / tb_s) if peaks else highest
         if end > lowest:
-            lines.append(_line([lowest, end], [lowest * tb_s, end * tb_s], f"memory, {tb_s * 1000:,.0f} GB/s", "bottom right"))
+            lines.append(
+                _line([lowest, end], [lowest * tb_s, end * tb_s], f"memory, {tb_s * 1000:,.0f} GB/s", "bottom right")
+            )
     return lines
 
 

@@ -32,11 +32,7 @@ def run_steps(report: Report) -> Figure | None:
                 }
             )
     y = axis("ms", type="log" if max(run.step_ms) > 10 * (run.steady_step_ms or max(run.step_ms)) else "linear")
-    return (
-        Figure("How long every step of the run took", data, layout(240, axis("iteration"), y))
-        if data
-        else None
-    )
+    return Figure("How long every step of the run took", data, layout(240, axis("iteration"), y)) if data else None
 
 
 def _kinds(run: Run) -> list[str]:

@@ -139,9 +139,7 @@ def _fragmentation(snapshot: Snapshot) -> list[str]:
         return [text]
     saved = found.reserved_bytes - found.replay_reserved_bytes
     gain = f"{size(saved)} less" if saved > 0 else "no less"
-    return [
-        f"{text}; replayed with expandable segments: {size(found.replay_reserved_bytes)}, {gain}"
-    ]
+    return [f"{text}; replayed with expandable segments: {size(found.replay_reserved_bytes)}, {gain}"]
 
 
 def _oom(snapshot: Snapshot) -> list[str]:

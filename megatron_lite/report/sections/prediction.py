@@ -18,8 +18,14 @@ def prediction_section(report: Report, everything: bool) -> Section | None:
     found = report.facts.predicted
     if found is None:
         return None
-    blocks = [*_memory(found.memory, everything), *_time(found.time), *([Lines(found.notes, quiet=True)] if found.notes else [])]
-    return Section("prediction", "Predicted against measured", _of(found.memory, found.time), blocks) if blocks else None
+    blocks = [
+        *_memory(found.memory, everything),
+        *_time(found.time),
+        *([Lines(found.notes, quiet=True)] if found.notes else []),
+    ]
+    return (
+        Section("prediction", "Predicted against measured", _of(found.memory, found.time), blocks) if blocks else None
+    )
 
 
 def _of(memory: ComparedMemory | None, time: ComparedTime | None) -> str:
@@ -66,10 +72,18 @@ def _time(time: ComparedTime | None) -> list:
         return []
     rows = [_ms(row, time.step) for row in (*time.parts, time.step)]
     if time.tokens:
-        rows.append([time.tokens.name, count(time.tokens.predicted), count(time.tokens.measured),
-                     f"{percent(time.tokens.measured / time.tokens.predicted)} of the bound"])
+        rows.append(
+            [
+                time.tokens.name,
+                count(time.tokens.predicted),
+                count(time.tokens.measured),
+                f"{percent(time.tokens.measured / time.tokens.predicted)} of the bound",
+            ]
+        )
     table = Table(rows, "lrrr", ["ms per step", "at best", "measured", "measured is"])
-    told = ["at best: each part at the hardware's peak, nothing in between; real steps take longer"] if time.parts else []
+    told = (
+        ["at best: each part at the hardware's peak, nothing in between; real steps take longer"] if time.parts else []
+    )
     return [table, Lines([*told, *(f"not in the bound: {text}" for text in time.not_predicted)], quiet=True)]
 
 

@@ -42,7 +42,11 @@ def _speed(run: Run) -> list[str]:
 
 def _profiled(run: Run) -> list[str]:
     slower = run.profiler_slowdown
-    return [f"inside the profiled window a step{run.on_rank} took {slower:.2f} times as long as before it"] if slower else []
+    return (
+        [f"inside the profiled window a step{run.on_rank} took {slower:.2f} times as long as before it"]
+        if slower
+        else []
+    )
 
 
 def _first(run: Run) -> list[str]:

@@ -38,8 +38,9 @@ def main(argv: list[str], description: str) -> int:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        outcomes, interrupted = _check([part for part in PARTS if part.name in args.parts], args,
-                                       started + 60 * args.minutes, Path(folder))
+        outcomes, interrupted = _check(
+            [part for part in PARTS if part.name in args.parts], args, started + 60 * args.minutes, Path(folder)
+        )
         lines = table.lines_of(outcomes, time.monotonic() - started)
         if args.out:
             lines += out_folder.write(args.out, Path(folder), facts, outcomes)
@@ -73,8 +74,9 @@ def _outcome(part: Part, later: Sequence[Part], args, deadline: float, scratch: 
     folder = scratch / part.name
     folder.mkdir()
     tests = folder / "tests.jsonl"
-    ended = run(command_of(part, args.device, limit_s, folder), _environment(args, tests), limit_s,
-                scratch / f"{part.name}.log")
+    ended = run(
+        command_of(part, args.device, limit_s, folder), _environment(args, tests), limit_s, scratch / f"{part.name}.log"
+    )
     if part.name == SPEED:
         return speed.outcome_of(folder / SPEED_FILE, part.name, args.device, ended.code, ended.seconds, limit_s)
     return of_tests(part.name, read_tests(tests), ended.code, ended.seconds, limit_s)
@@ -83,8 +85,10 @@ def _outcome(part: Part, later: Sequence[Part], args, deadline: float, scratch: 
 def _environment(args, tests: Path) -> dict[str, str]:
     inherited = environment_of(args.device, threads=1)  # tiny models; the benchmark gives its contestants all cores
     return inherited | {
-        "PYTHONPATH": os.pathsep.join([inherited["PYTHONPATH"], str(GPU_TESTS)]), FILE_VARIABLE: str(tests),
-        DEVICE_VARIABLE: args.device, KEEP_VARIABLE: str(args.out.resolve()) if args.out else "",
+        "PYTHONPATH": os.pathsep.join([inherited["PYTHONPATH"], str(GPU_TESTS)]),
+        FILE_VARIABLE: str(tests),
+        DEVICE_VARIABLE: args.device,
+        KEEP_VARIABLE: str(args.out.resolve()) if args.out else "",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever else is installed there
     }
 
@@ -104,8 +108,10 @@ def _objection(found: dict, device: str) -> str | None:
         why = f" ({found['why']})" if "why" in found else ""
         return f"{sys.executable}: cannot import torch{why}; start this with the Python that has it"
     if device == "cuda" and found["device"] is None:
-        return (f"torch {found['torch']} finds no CUDA device here; run this on a machine with a GPU, or rehearse it with "
-                "--device cpu")
+        return (
+            f"torch {found['torch']} finds no CUDA device here; run this on a machine with a GPU, or rehearse it with "
+            "--device cpu"
+        )
     return None
 
 

@@ -30,4 +30,7 @@ def _left_out(out: Path) -> list[str]:
     too_many = [path for at, path in enumerate(files) if at >= MOST_FILES or path.stat().st_size > MOST_BYTES]
     for path in too_many:
         path.unlink()
-    return [f"{path.name} was left out of {out}: at most {MOST_FILES} files of {MOST_BYTES // 2**20} MiB" for path in too_many]
+    return [
+        f"{path.name} was left out of {out}: at most {MOST_FILES} files of {MOST_BYTES // 2**20} MiB"
+        for path in too_many
+    ]

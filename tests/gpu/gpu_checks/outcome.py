@@ -54,6 +54,9 @@ def _remarks(tests: list[dict]) -> list[str]:
     failed = [f"failed: {test['test']}: {test['message']}" for test in tests if test["outcome"] == "failed"]
     reasons = Counter(test["message"] for test in tests if test["outcome"] == "skipped")
     skipped = [f"skipped: {many} x {reason}" for reason, many in reasons.items()]
-    measured = [f"{test['test']}: " + ", ".join(f"{name} {value}" for name, value in test["figures"].items())
-                for test in tests if test["figures"]]
+    measured = [
+        f"{test['test']}: " + ", ".join(f"{name} {value}" for name, value in test["figures"].items())
+        for test in tests
+        if test["figures"]
+    ]
     return [*failed, *skipped, *measured]

@@ -18,8 +18,13 @@ def pytest_collectreport(report):
 
 
 def _write(name: str, report, figures: dict, seconds: float):
-    line = {"test": name.rpartition("/")[2], "outcome": report.outcome, "seconds": round(seconds, 2),
-            "message": _message(report), "figures": figures}
+    line = {
+        "test": name.rpartition("/")[2],
+        "outcome": report.outcome,
+        "seconds": round(seconds, 2),
+        "message": _message(report),
+        "figures": figures,
+    }
     with open(os.environ[FILE_VARIABLE], "a", encoding="utf-8") as file:
         file.write(json.dumps(line, default=str) + "\n")
 

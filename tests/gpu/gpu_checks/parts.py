@@ -11,8 +11,10 @@ REPO = GPU_TESTS.parents[1]
 PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p", "gpu_checks.outcomes_plugin")
 SPEED = "speed"
 SPEED_FILE = "speed.json"
-TINY = ("--device cpu --work byte --precision fp32 --layers 1 --hidden 16 --heads 2 --sequence 16 --micro-batch 2 "
-        "--steps 6 --warm-up 2 --rounds 1 --contestants ours plain")
+TINY = (
+    "--device cpu --work byte --precision fp32 --layers 1 --hidden 16 --heads 2 --sequence 16 --micro-batch 2 "
+    "--steps 6 --warm-up 2 --rounds 1 --contestants ours plain"
+)
 SECONDS_TO_WRITE = 20  # the benchmark ends by itself that much before it would be ended
 
 
@@ -61,5 +63,15 @@ def command_of(part: Part, device: str, limit_s: float, folder: Path) -> list[st
         return [sys.executable, *PYTEST, *(str(GPU_TESTS / file) for file in part.files)]
     sizes = TINY.split() if device == "cpu" else ["--device", "cuda"]
     minutes = max(limit_s - SECONDS_TO_WRITE, limit_s / 2) / 60
-    return [sys.executable, "-m", "benchmarks.train", *sizes, "--minutes", f"{minutes:.2f}", "--scratch", str(folder),
-            "--out", str(folder / SPEED_FILE)]
+    return [
+        sys.executable,
+        "-m",
+        "benchmarks.train",
+        *sizes,
+        "--minutes",
+        f"{minutes:.2f}",
+        "--scratch",
+        str(folder),
+        "--out",
+        str(folder / SPEED_FILE),
+    ]

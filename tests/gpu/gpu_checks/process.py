@@ -25,8 +25,15 @@ def run(command: list[str], environment: dict[str, str], limit_s: float, log: Pa
     """Run `command` in the repository for at most `limit_s`, its output into the file `log`."""
     started = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=REPO,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:

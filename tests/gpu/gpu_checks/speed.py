@@ -22,15 +22,25 @@ def outcome_of(path: Path, part: str, device: str, code: int | None, seconds: fl
         return Outcome(part, OUT_OF_TIME if code is None else FAILED, words, seconds, limit_s)
     measured = json.loads(path.read_text(encoding="utf-8"))
     figures = figures_of(measured, device)
-    failures = [f"failed: {result['contestant']}, round {result['round']}: {result['failure']}"
-                for result in _results(measured) if result["failure"]]
+    failures = [
+        f"failed: {result['contestant']}, round {result['round']}: {result['failure']}"
+        for result in _results(measured)
+        if result["failure"]
+    ]
     too_much = figures["peak_bytes"] is not None and figures["peak_bytes"] > figures["planned_peak_bytes"]
     if too_much:
         failures.append("failed: ours takes more memory than planned")
     result = FAILED if too_much or figures["tokens_per_s"] is None else PASSED if code == 0 else OUT_OF_TIME
     runs = len(_results(measured))
-    return Outcome(part, result, f"{runs} run{'s' if runs != 1 else ''} measured, {len(failures)} failed", seconds, limit_s,
-                   remarks=[*failures, *_lines(figures)], figures=figures)
+    return Outcome(
+        part,
+        result,
+        f"{runs} run{'s' if runs != 1 else ''} measured, {len(failures)} failed",
+        seconds,
+        limit_s,
+        remarks=[*failures, *_lines(figures)],
+        figures=figures,
+    )
 
 
 def figures_of(measured: dict, device: str) -> dict:
@@ -39,8 +49,11 @@ def figures_of(measured: dict, device: str) -> dict:
     gpu = measured["machine"]["gpus"][0]["name"] if device == "cuda" and measured["machine"]["gpus"] else None
     peak = peak_tflops(gpu, measured["work"]["precision"]) if gpu else None
     return {
-        "gpu": gpu, "tokens_per_s": line["tokens_s"], "first_step_s": line["first_step_s"],
-        "mfu_full": _over(line["tflops_full"], peak), "mfu_causal": _over(line["tflops_causal"], peak),
+        "gpu": gpu,
+        "tokens_per_s": line["tokens_s"],
+        "first_step_s": line["first_step_s"],
+        "mfu_full": _over(line["tflops_full"], peak),
+        "mfu_causal": _over(line["tflops_causal"], peak),
         "peak_bytes": line["peak_bytes"] if device == "cuda" else None,
         "planned_peak_bytes": _planned(measured, gpu) if device == "cuda" else None,
         "over": {ratio["other"]: ratio["median"] for ratio in measured["ratios"] if ratio["ours"] == OURS},
@@ -67,13 +80,16 @@ def _lines(figures: dict) -> list[str]:
         return []
     lines = [f"ours: {count(figures['tokens_per_s'])} tokens/s"]
     if figures["peak_bytes"] is not None:
-        lines.append(f"memory: tensors peak at {size(figures['peak_bytes'])}, planned were "
-                     f"{size(figures['planned_peak_bytes'])}")
+        lines.append(
+            f"memory: tensors peak at {size(figures['peak_bytes'])}, planned were {size(figures['planned_peak_bytes'])}"
+        )
     with_bars = BARS_ARE_OF in (figures["gpu"] or "")
     if figures["mfu_full"] is not None:
         bars = [f"{name} {bar:.0%} {_answer(figures['mfu_full'] >= bar)}" for name, bar in MFU_BARS.items()]
-        lines.append(f"MFU: {figures['mfu_full']:.1%} full, {figures['mfu_causal']:.1%} causal"
-                     + (f"; {', '.join(bars)}" if with_bars else ""))
+        lines.append(
+            f"MFU: {figures['mfu_full']:.1%} full, {figures['mfu_causal']:.1%} causal"
+            + (f"; {', '.join(bars)}" if with_bars else "")
+        )
     for other, ratio in figures["over"].items():
         bar = RATIO_BARS.get(other) if with_bars else None
         lines.append(f"over {other}: {ratio:.2f} x" + (f"; bar {bar:g} {_answer(ratio >= bar)}" if bar else ""))

@@ -14,9 +14,13 @@ def main():
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         facts |= {
-            "device": properties.name, "devices": torch.cuda.device_count(), "memory_bytes": properties.total_memory,
-            "capability": list(torch.cuda.get_device_capability(0)), "multiprocessors": properties.multi_processor_count,
-            "cudnn": torch.backends.cudnn.version(), "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "device": properties.name,
+            "devices": torch.cuda.device_count(),
+            "memory_bytes": properties.total_memory,
+            "capability": list(torch.cuda.get_device_capability(0)),
+            "multiprocessors": properties.multi_processor_count,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
         }
     print(json.dumps(facts))

@@ -43,8 +43,12 @@ def reduction_of(one: RankFacts) -> Reduction | None:
     tail = alone.within(last[seen], ends[seen]).sum()
     number = steady_steps(one)
     total = float(length.sum())
-    return Reduction(len(rows) / number, total / 1e6 / number, float(tail) / 1e6 / number,
-                     float(length[early].sum()) / total if total else 0.0)
+    return Reduction(
+        len(rows) / number,
+        total / 1e6 / number,
+        float(tail) / 1e6 / number,
+        float(length[early].sum()) / total if total else 0.0,
+    )
 
 
 def reduction_rows(one: RankFacts) -> np.ndarray:

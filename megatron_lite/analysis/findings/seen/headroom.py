@@ -57,7 +57,9 @@ def larger_micro_batch(facts: Facts) -> Larger | None:
     if factor == 1:
         return None
     then = fixed + factor * held.grows_bytes
-    text = (f"--micro-batch-size {factor * now} (now {now}): the peak of {size(held.num_bytes)} would be at most "
-            f"{size(then)} "
-            f"of {size(room)}")
+    text = (
+        f"--micro-batch-size {factor * now} (now {now}): the peak of {size(held.num_bytes)} would be at most "
+        f"{size(then)} "
+        f"of {size(room)}"
+    )
     return Larger(factor * now, f"--micro-batch-size {factor * now}", text)

@@ -39,8 +39,14 @@ def _of_trace(one: RankFacts) -> LoaderWait | None:
     if share(ms, one) < MATTERS:
         return None
     who = "the device" if one.time.on_gpu else "the step"
-    return LoaderWait(ms, one.time.step_ms - ms, one.time.loader_host_ms or None,
-                      f"{who} waits for the loader {of_step(ms, one)}", where(one), one.time.rank)
+    return LoaderWait(
+        ms,
+        one.time.step_ms - ms,
+        one.time.loader_host_ms or None,
+        f"{who} waits for the loader {of_step(ms, one)}",
+        where(one),
+        one.time.rank,
+    )
 
 
 def _of_ranks(run: Run) -> LoaderWait | None:

@@ -51,7 +51,7 @@ def share(ms: float, one: RankFacts) -> float:
 
 
 def where(one: RankFacts, row: int | None = None) -> str:
-    """"rank 0, ProfilerStep#12 at 1,204.3 ms"."""
+    """ "rank 0, ProfilerStep#12 at 1,204.3 ms"."""
     words = [f"rank {one.time.rank}" if one.time.rank is not None else one.trace.source]
     if row is not None:
         index = int(one.placing.step[row])
