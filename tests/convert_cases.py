@@ -10,7 +10,7 @@ from model_variants import PLAIN, build, tokens
 
 from megatron_lite.checkpoint.record import Record
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.convert.export import Export
+from megatron_lite.convert.folders import Export
 from megatron_lite.convert.tokenizer_files import no_files
 from megatron_lite.model.attend import choose_attention
 from megatron_lite.model.gpt import GPT

@@ -24,7 +24,7 @@ from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.instruments.memory_place import Place
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.rehearsal.walk import walk
+from megatron_lite.rehearsal.command import walk
 
 WIDTH, VOCABULARY, TOKENS = 64, 512, 256
 

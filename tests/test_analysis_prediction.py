@@ -13,8 +13,7 @@ from training_maker import run as write_run
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.memory.figures import OutOfMemory
 from megatron_lite.analysis.predicted.figures import Compared
-from megatron_lite.analysis.predicted.predicted import predicted_of
-from megatron_lite.analysis.predicted.read import predicted_memory, predicted_time
+from megatron_lite.analysis.predicted.predicted import predicted_memory, predicted_of, predicted_time
 from megatron_lite.analysis.run.read import read_run
 
 

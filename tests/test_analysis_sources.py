@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from trace_maker import MadeTrace, gpu_run, write
 
-from megatron_lite.analysis.newest_set import DAMAGED
-from megatron_lite.analysis.sources import sources_of
+from megatron_lite.analysis.sources import DAMAGED, sources_of
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
 

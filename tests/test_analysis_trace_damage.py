@@ -14,8 +14,7 @@ from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.trace import read_several
 from megatron_lite.analysis.trace.blocks import ahead
 from megatron_lite.analysis.trace.columns import Kind
-from megatron_lite.analysis.trace.kineto_chunks import Chunks
-from megatron_lite.analysis.trace.read import read_traces
+from megatron_lite.analysis.trace.read import Chunks, read_traces
 from megatron_lite.errors import UserError
 from megatron_lite.report.sections.all import gaps_of
 
@@ -219,7 +218,7 @@ def test_paths_that_cannot_be_read(tmp_path):
 
 
 def test_an_endless_string_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.analysis.trace.kineto_chunks._MOST_EVENT_BYTES", 10_000)
+    monkeypatch.setattr("megatron_lite.analysis.trace.read._MOST_EVENT_BYTES", 10_000)
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [' + event() + ', {"ph": "X", "name": "' + "x" * 100_000)
     chunks = Chunks(path, 1000)
@@ -314,7 +313,7 @@ def test_a_cut_trace_is_reported_over_its_whole_steps(run, cut, tmp_path):
 
 def test_of_a_trace_that_is_too_large_as_many_whole_steps_are_read_as_may_be_held(tmp_path, monkeypatch):
     """They were half of them: of a trace of few long steps one was left."""
-    monkeypatch.setattr("megatron_lite.analysis.trace.kineto.Chunks", lambda path: Chunks(path, 500))
+    monkeypatch.setattr("megatron_lite.analysis.trace.read.Chunks", lambda path: Chunks(path, 500))
     made = gpu_run(steps=6)
     path, per_step = made.write(tmp_path), len(made.events) // 6
     monkeypatch.setattr(read_several, "_max_events", lambda files: per_step * 5)

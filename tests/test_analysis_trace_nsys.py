@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.analysis.trace.columns import Kind, Shapes
-from megatron_lite.analysis.trace.nsys_names import memcpy_name, nvtx_name, runtime_name
+from megatron_lite.analysis.trace.nsys import memcpy_name, nvtx_name, runtime_name
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.errors import UserError
 

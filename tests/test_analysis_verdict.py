@@ -13,7 +13,7 @@ from megatron_lite.analysis.audit.figures import Answer
 from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.title import title_of
 from megatron_lite.analysis.verdict import verdict_of
-from megatron_lite.report.sections.run import run_section
+from megatron_lite.report.sections.all import run_section
 
 NOTHING = {"ranks": None, "snapshots": (), "run": None, "gaps": ()}
 

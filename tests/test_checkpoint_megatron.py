@@ -20,9 +20,8 @@ from launch import flags, plan_of, same
 from model_variants import VARIANTS, build
 from torch import nn
 
-from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
+from megatron_lite.checkpoint.megatron_file import MegatronFile, from_megatron, to_megatron, write_megatron_file
 from megatron_lite.checkpoint.megatron_names import file_name, in_file_order, ours
-from megatron_lite.checkpoint.megatron_random import from_megatron, to_megatron
 from megatron_lite.checkpoint.megatron_unpickle import Inert, load
 from megatron_lite.checkpoint.record import Record
 from megatron_lite.errors import CheckpointError

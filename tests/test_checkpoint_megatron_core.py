@@ -24,8 +24,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from test_model_megatron_parity import megatron_on_cpu, reference  # noqa: F401 - a fixture
 
+from megatron_lite.checkpoint.find import open_megatron
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
-from megatron_lite.checkpoint.megatron_parts import open_megatron
 from megatron_lite.checkpoint.record import Record
 from megatron_lite.optim.optimizer import Optimizer
 

@@ -9,9 +9,9 @@ from launch import same
 from model_variants import VARIANTS
 from test_checkpoint_megatron import in_groups, read, trained, written
 
+from megatron_lite.checkpoint.find import open_megatron
 from megatron_lite.checkpoint.megatron_file import MegatronFile
 from megatron_lite.checkpoint.megatron_names import ours
-from megatron_lite.checkpoint.megatron_parts import open_megatron
 from megatron_lite.errors import CheckpointError
 
 CASES = [("fp32", "gelu_tanh"), ("bf16", "gqa_swiglu_rmsnorm"), ("fp32", "untied"), ("fp16", "qk_layernorm")]

@@ -9,7 +9,7 @@ import pytest
 from command_lines import argv
 
 from megatron_lite.cli.main import main
-from megatron_lite.cli.plan_options import _parser
+from megatron_lite.cli.plan import _parser
 from megatron_lite.config.args import Args
 from megatron_lite.config.family import answers
 from megatron_lite.config.flags import flags_of

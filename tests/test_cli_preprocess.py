@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.cli.main import main
-from megatron_lite.cli.preprocess_line import PreprocessLine
+from megatron_lite.cli.preprocess import PreprocessLine
 from megatron_lite.data import text_files, unfinished
 from megatron_lite.data.indexed import IndexedDataset
 

@@ -12,9 +12,8 @@ import pytest
 
 from megatron_lite.cli.main import main
 from megatron_lite.data import text_files
-from megatron_lite.data.preprocess import preprocess
+from megatron_lite.data.preprocess import AHEAD, WorkerDied, in_order, preprocess
 from megatron_lite.data.tokenizers import ByteTokenizer, make_tokenizer
-from megatron_lite.data.workers import AHEAD, WorkerDied, in_order
 from megatron_lite.errors import DataError, UserError
 
 BYTES = make_tokenizer("ByteTokenizer")

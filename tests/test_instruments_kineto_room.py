@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.instruments import kineto_room
-from megatron_lite.instruments.kineto_room import make_room, record_is_full
-from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
+from megatron_lite.instruments import torch_profiler as kineto_room
+from megatron_lite.instruments.torch_profiler import Details, TorchProfiler, make_room, record_is_full
 from megatron_lite.instruments.trace_file import Found
 from megatron_lite.instruments.window import Window
 
 PREPARE = """
 import os
-from megatron_lite.instruments.kineto_room import make_room
+from megatron_lite.instruments.torch_profiler import make_room
 from torch.profiler import ProfilerActivity, _KinetoProfile
 
 import pytest

@@ -13,11 +13,17 @@ from waiting import LIMIT_S
 
 from megatron_lite.config.world import World
 from megatron_lite.estimate.peak import predict_memory
-from megatron_lite.instruments import memory_advice
+from megatron_lite.instruments import memory_oom as memory_advice
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.memory_advice import EXPANDABLE, FULL_RECOMPUTE, LAST_RESORT, advice
 from megatron_lite.instruments.memory_history import memory_instruments
-from megatron_lite.instruments.memory_oom import asked_bytes, is_out_of_memory
+from megatron_lite.instruments.memory_oom import (
+    EXPANDABLE,
+    FULL_RECOMPUTE,
+    LAST_RESORT,
+    advice,
+    asked_bytes,
+    is_out_of_memory,
+)
 from megatron_lite.instruments.memory_summary import (
     ACTIVATIONS,
     GRADIENTS,

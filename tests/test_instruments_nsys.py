@@ -17,8 +17,7 @@ from waiting import LIMIT_S
 from megatron_lite.config.world import World, read_world
 from megatron_lite.instruments import nsys_range
 from megatron_lite.instruments.base import Instrument, Instruments
-from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange
-from megatron_lite.instruments.nvtx_ranges import PackageNvtx, TorchNvtx, nvtx_for
+from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange, PackageNvtx, TorchNvtx, nvtx_for
 from megatron_lite.instruments.window import Window
 from megatron_lite.phases import Phase
 

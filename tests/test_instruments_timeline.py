@@ -20,9 +20,8 @@ from training_maker import ordinary_steps, run
 
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.gpu_times import GpuTimes
 from megatron_lite.instruments.memory_now import MemoryNow
-from megatron_lite.instruments.timeline import StepTime, Timeline
+from megatron_lite.instruments.timeline import GpuTimes, StepTime, Timeline
 from megatron_lite.model.gpt import TransformerLayer
 from megatron_lite.process_state import CoreTime
 from megatron_lite.train.rank_figures import RankFigures, gather, ordinary

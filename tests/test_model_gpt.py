@@ -6,10 +6,9 @@ import pytest
 import torch
 from model_variants import PLAIN, VARIANTS, build, tokens
 
-from megatron_lite.model.gpt import GPT
+from megatron_lite.model.gpt import GPT, rotary_tables, rotate
 from megatron_lite.model.init import initialize
 from megatron_lite.model.loss import token_losses
-from megatron_lite.model.rotary import rotary_tables, rotate
 
 BACKENDS = ["auto", "flash", "unfused", "local"]
 DOCUMENT_VARIANTS = ["gelu_tanh", "rope", "gqa_swiglu_rmsnorm", "layer_scaling"]

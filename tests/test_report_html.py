@@ -16,8 +16,7 @@ from megatron_lite.report import html as page_module
 from megatron_lite.report.charts.all import charts_of
 from megatron_lite.report.charts.figure import log_axis
 from megatron_lite.report.charts.memory_curve import thinned
-from megatron_lite.report.html import html_page
-from megatron_lite.report.tiles import tiles_of
+from megatron_lite.report.html import html_page, tiles_of
 
 HOSTILE = cases.HOSTILE.replace("alert(1)", "document.title='owned'")
 REPORTS = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from command_lines import plan
 
-from megatron_lite.cli.plan_options import _parser
+from megatron_lite.cli.plan import _parser
 from megatron_lite.config.world import World
 from megatron_lite.estimate.duration import duration_of
 from megatron_lite.estimate.hardware import Processor, processor_called
@@ -13,9 +13,7 @@ from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Momen
 from megatron_lite.estimate.step_time import predict_time
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
 from megatron_lite.report.plan_json import as_json
-from megatron_lite.report.plan_sections import exact
-from megatron_lite.report.plan_terminal import plan_lines
-from megatron_lite.report.plan_time import time
+from megatron_lite.report.plan_terminal import exact, plan_lines, time
 from megatron_lite.report.plan_verdict import verdicts
 from megatron_lite.report.text import Style
 from megatron_lite.units import GIB

@@ -1,17 +1,191 @@
 """What lies under the paths that a user gave: traces, memory snapshots, run folders; recognised by content."""
 
+import json
+import math
 import os
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
 
-from megatron_lite.analysis.newest_set import newest_reports, newest_set
-from megatron_lite.analysis.one_run import one_run
-from megatron_lite.analysis.run_artefacts import artefacts_of
-from megatron_lite.analysis.source_files import CANDIDATES, OWN_FILES, SourceFile, looked_at
+from megatron_lite.analysis.source_files import CANDIDATES, OWN_FILES, SourceFile, looked_at, time_in_name
 from megatron_lite.analysis.trace.read import NSYS_REPORTS
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
+
+# --- of all traces under a folder those that belong together: one of each rank, of the newest window
+
+DAMAGED = "damaged: its header and its end are missing; name it alone to read what is left"
+_OF_ONE_RANK = re.compile(r"((?:rank|node|worker|host)[_-]?)\d+", re.IGNORECASE)
+
+
+def newest_set(files: Sequence[SourceFile]) -> tuple[list[SourceFile], list[tuple[Path, str]]]:
+    """(the newest window's files by rank, the others with the reason why they are left out)."""
+    if not files:
+        return [], []
+    damaged = [file for file in files if not (file.whole or file.named)]  # they tell not of which run they are
+    whole = [file for file in files if file.whole or file.named]
+    if not whole:
+        whole, damaged = damaged, []
+    newest = max(whole, key=_age)
+    ignored, of_run = [(file.path, DAMAGED) for file in damaged], []
+    for file in whole:
+        if _run_of(file) != _run_of(newest):
+            ignored.append((file.path, _other_run(file, newest)))
+        else:
+            of_run.append(file)
+    by_rank: dict[int | None, list[SourceFile]] = {}
+    for file in of_run:
+        by_rank.setdefault(file.rank, []).append(file)
+    kept = []
+    for own in by_rank.values():
+        best = max(own, key=_age)
+        in_window = _nearest(by_rank[newest.rank], best) is newest
+        if in_window:
+            kept.append(best)
+        ignored += [(file.path, _older(file, best, in_window)) for file in own if file is not best or not in_window]
+    return sorted(kept, key=lambda file: (file.rank is None, file.rank or 0)), ignored
+
+
+def newest_reports(files: Sequence[SourceFile]) -> tuple[list[SourceFile], list[tuple[Path, str]]]:
+    """The same for reports of Nsight Systems: one per node, whose names differ in the node's number."""
+    if not files:
+        return [], []
+    newest = max(files, key=_age)
+    kept = [file for file in files if _without_rank(file.path) == _without_rank(newest.path)]
+    ignored = [
+        (file.path, f"older than {newest.path.name}; name it alone to read it") for file in files if file not in kept
+    ]
+    return sorted(kept, key=lambda file: file.path), ignored
+
+
+def _age(file: SourceFile) -> tuple:
+    """Of two files of one window the plain one counts as newer: it is faster to read."""
+    return file.time_ns, file.path.suffix != ".gz", file.path.name
+
+
+def _run_of(file: SourceFile) -> tuple:
+    """What files of one run have in common. Folders may be one per rank or node; files that were named may lie anywhere."""
+    return file.world_size, "" if file.named else _without_rank(file.path.parent)
+
+
+def _without_rank(path: Path) -> str:
+    return _OF_ONE_RANK.sub(r"\1", str(path))
+
+
+def _nearest(files: list[SourceFile], other: SourceFile) -> SourceFile:
+    """The one of `files` that is closest in time to `other`: ranks write their windows at about the same time."""
+    return min(
+        files, key=lambda file: (abs(file.time_ns - other.time_ns), -file.time_ns, file.path.name != other.path.name)
+    )
+
+
+def _other_run(file: SourceFile, newest: SourceFile) -> str:
+    if file.world_size != newest.world_size:
+        return (
+            f"of another run ({_size(file)}; the newest trace, {newest.path.name}, is of {_size(newest)}); "
+            "name it alone to read it"
+        )
+    return f"of another run, older than {newest.path}; name it alone to read it"
+
+
+def _size(file: SourceFile) -> str:
+    return "an unknown number of ranks" if file.world_size is None else f"{file.world_size} ranks"
+
+
+def _older(file: SourceFile, best: SourceFile, in_window: bool) -> str:
+    who = "the same process" if file.rank is None else f"rank {file.rank}"
+    if not in_window:
+        return f"an older window; {who} has none of the newest one"
+    if file.time_ns == best.time_ns:
+        return f"the same window of {who} as {best.path.name}"
+    return f"an older window of {who}; {best.path.name} is the newest"
+
+
+# --- traces and memory snapshots that a run wrote outside its folder, by the flags in its run.json
+
+
+def artefacts_of(run_folder: Path) -> list[Path]:
+    """Files in the run's --tensorboard-dir and beside its --memory-snapshot-path that were written while it ran."""
+    try:
+        record = json.loads((run_folder / RUN_FILE).read_bytes())
+        started, ended = _seconds(record["started"]), _seconds(record.get("ended"))
+        args = record["plan"]["args"]
+        tensorboard, snapshot = args["watch"]["tensorboard_dir"], args["profile"]["memory_snapshot_path"]
+        recorded = args["profile"]["record_memory_history"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []  # reading the run itself says what is wrong with it
+    found = [path for folder in _places(tensorboard, run_folder) for path in folder.glob("*.pt.trace.json*")]
+    if recorded and isinstance(snapshot, str):
+        name = Path(snapshot)
+        found += [
+            path
+            for folder in _places(str(name.parent), run_folder)
+            for path in folder.glob(f"{name.stem}*{name.suffix}")
+        ]
+    return sorted({path for path in found if _is_of(path, started, ended)})
+
+
+def _seconds(text: str | None) -> float:
+    """Since 1970; endless for a run that has not ended."""
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp() if text else math.inf
+
+
+def _is_of(path: Path, started: float, ended: float) -> bool:
+    """Other runs may write to the same folder. A copy may make a file younger, but leaves the time in its name."""
+    if time_ns := time_in_name(path.name):
+        return started - 1 <= time_ns / 1e9 <= ended + 1
+    return path.stat().st_mtime >= started - 1
+
+
+def _places(written: str | None, run_folder: Path) -> Iterator[Path]:
+    """Folders that the text of a flag may mean: the run was perhaps started elsewhere."""
+    if isinstance(written, str) and "\0" not in written:
+        for place in dict.fromkeys((Path(written), run_folder / written, run_folder.parent / written)):
+            if place.is_dir():
+                yield place
+
+
+# --- of several runs under a folder the one that is read, and which files are not its own
+
+
+def one_run(
+    folders: Sequence[Path], files: Sequence[SourceFile], newest: Sequence[Path]
+) -> tuple[list[Path], dict[Path, str]]:
+    """(run folders, first the one to read, which wrote one of the `newest` files or is the newest run itself; those of
+    `files` that other runs wrote, with the reason why they are left out)."""
+    folders_seen, writers = set(folders), defaultdict(set)
+    for folder in folders_seen:
+        for path in artefacts_of(folder):
+            writers[path].add(folder)
+    owners = {file.path: writers[file.path] | _around(file.path, folders_seen) for file in files}
+    runs = sorted(
+        folders_seen, key=lambda folder: (not any(folder in owners[path] for path in newest), -_time(folder), folder)
+    )
+    of_others = {
+        file.path: f"of another run than {runs[0]}; name {min(owners[file.path])} alone to read it"
+        for file in files
+        if not file.named and owners[file.path] and runs[0] not in owners[file.path]
+    }
+    return runs, of_others
+
+
+def _around(path: Path, folders: set[Path]) -> set[Path]:
+    """The innermost of the run folders in which it lies."""
+    return set(islice((folder for folder in path.parents if folder in folders), 1))
+
+
+def _time(folder: Path) -> float:
+    """When its records were last written."""
+    return max(
+        (path.stat().st_mtime for name in (RUN_FILE, STEPS_FILE) if (path := folder / name).exists()), default=0.0
+    )
+
+
+# --- what lies under the paths that a user gave: traces, memory snapshots, run folders; recognised by content
 
 MOST_FILES = 20_000  # of a folder; somebody may have named /
 BESIDE_TRACES = "a report of Nsight Systems beside traces of torch.profiler, which say more; name it alone to read it"

@@ -13,14 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
-from megatron_lite.cli.progress import DocumentProgress
 from megatron_lite.data.indexed import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.data.train_bpe import train_bpe, write_bpe
 from megatron_lite.errors import DataError
+from megatron_lite.live_line import LiveLine
 from megatron_lite.run_folder import write_atomically
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import MIB, count, duration, size
+
+# --- how far a command is that works through documents
+
+
+class DocumentProgress(LiveLine):
+    """Called with documents and bytes of text, as data.preprocess reports them."""
+
+    def __call__(self, documents: int, text_bytes: int):
+        self.draw(f"{count(documents)} documents, {size(text_bytes)}")
+
+
+# --- megatron-lite make-corpus: real text that every machine has, the sources of Python's own standard library
 
 MARK = "corpus.json"
 DOCUMENT_CHARACTERS = 4000

@@ -7,14 +7,43 @@ import time
 from megatron_lite.cli.megatron_tools import PREPROCESS_ACCEPTED, PREPROCESS_REFUSED, add_answers
 from megatron_lite.cli.merge import merge_and_say
 from megatron_lite.cli.parser import Parser
-from megatron_lite.cli.preprocess_line import PreprocessLine
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags
 from megatron_lite.config.data_defaults import TOKENIZER
 from megatron_lite.data.preprocess import MAX_DOCUMENT_MB, ON_ERROR, Summary, preprocess
 from megatron_lite.data.tokenizers import tokenizer_of
 from megatron_lite.errors import UserError
+from megatron_lite.live_line import LiveLine
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import count, duration, size
+
+# --- the line that shows how far a preprocessing is
+
+
+class PreprocessLine(LiveLine):
+    """Called with documents, bytes of text and the share of the input that is done, as data.preprocess reports them.
+
+    Rates and the time left are measured from the first report on: an interrupted run may have done much before.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._first = None
+
+    def __call__(self, documents: int, text_bytes: int, share: float):
+        now = (time.monotonic(), documents, text_bytes, share)
+        self._first = self._first or now
+        seconds, more_documents, more_bytes, more_share = (new - old for new, old in zip(now, self._first))
+        text = f"{count(documents)} documents, {size(text_bytes)}, {share:.0%}"
+        if seconds > 0 and more_share > 0:
+            left = seconds * (1 - share) / more_share
+            text += (
+                f", {count(more_documents / seconds)} documents/s, {size(more_bytes / seconds)}/s, "
+                f"{duration(left)} left"
+            )
+        self.draw(text)
+
+
+# --- megatron-lite preprocess: text and jsonl files to PREFIX_KEY_document.{bin,idx}
 
 # of --tokenizer-type: those whose files are byte for byte the same with and without Megatron's --legacy-tokenizer
 SAME_AS_LEGACY = ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")

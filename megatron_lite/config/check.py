@@ -12,9 +12,103 @@ from megatron_lite.config.rules.optimizer import optimizer_rules
 from megatron_lite.config.rules.profile import profile_rules
 from megatron_lite.config.rules.run import data_rules, rank_rules, watch_rules
 from megatron_lite.config.rules.training import precision_rules, training_rules
-from megatron_lite.config.without_effect import without_effect
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
+
+# --- flags that were given but cannot matter, because another one that they depend on was not
+
+DEPENDS: tuple[tuple[tuple[str, ...], str, Callable[[Args], object]], ...] = (
+    (("loss_scale",), "--fp16 or --bf16", lambda a: a.precision.fp16 or a.precision.bf16),
+    (("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "--fp16", lambda a: a.precision.fp16),
+    (("accumulate_allreduce_grads_in_fp32",), "--fp16 or --bf16", lambda a: a.precision.fp16 or a.precision.bf16),
+    (
+        ("num_query_groups",),
+        "--group-query-attention",
+        lambda a: a.model.group_query_attention or a.model.num_query_groups == 1,
+    ),
+    (("recompute_num_layers",), "--recompute-granularity full", lambda a: a.model.recompute_granularity),
+    (
+        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        "--lr-decay-style WSD",
+        lambda a: a.optimizer.lr_decay_style == "WSD",
+    ),
+    (
+        ("tiktoken_pattern", "tiktoken_num_special_tokens"),
+        "--tokenizer-type TikTokenizer",
+        lambda a: a.data.tokenizer_type == "TikTokenizer",
+    ),
+    (("num_workers",), "--dataloader-type single or cyclic", lambda a: a.data.dataloader_type != "external"),
+    (("data_sharding",), "--dataloader-type cyclic", lambda a: a.data.dataloader_type == "cyclic"),
+    (("timing_log_level",), "the step timeline (drop --no-step-timeline)", lambda a: a.watch.step_timeline),
+    (("timing_log_option",), "--timing-log-level 1 or 2", lambda a: a.watch.timing_log_level),
+    (("exit_signal",), "--exit-signal-handler", lambda a: a.training.exit_signal_handler),
+    (("manual_gc_interval",), "--manual-gc", lambda a: a.training.manual_gc),
+    (
+        (
+            "save_interval",
+            "save_retain_interval",
+            "log_progress",
+            "no_save_optim",
+            "no_save_rng",
+            "ckpt_format",
+            "async_save",
+            "exit_on_save_failure",
+        ),
+        "--save",
+        lambda a: a.checkpoint.save,
+    ),
+    (("no_load_optim", "no_load_rng"), "--load", lambda a: a.checkpoint.load),
+    (
+        ("profile_step_start", "profile_step_end"),
+        "--profile",
+        lambda a: a.profile.profile or a.profile.use_pytorch_profiler or a.profile.record_memory_history,
+    ),
+    (
+        ("profile_ranks",),
+        "--profile, or a profile on demand",
+        lambda a: a.profile.profile or a.profile.use_pytorch_profiler or a.profile.record_memory_history,
+    ),
+    (
+        (
+            "pytorch_profiler_collect_shapes",
+            "pytorch_profiler_collect_callstack",
+            "pytorch_profiler_collect_chakra",
+            "pytorch_profiler_collect_memory",
+            "pytorch_profiler_collect_flops",
+            "profile_modules",
+            "profile_gzip",
+            "no_profile_gzip",
+        ),
+        "--use-pytorch-profiler, or a profile on demand",
+        lambda a: a.profile.use_pytorch_profiler,
+    ),
+    (
+        ("report",),
+        "--use-pytorch-profiler or --record-memory-history",
+        lambda a: a.profile.use_pytorch_profiler or a.profile.record_memory_history,
+    ),
+    (
+        ("record_shapes",),
+        "--profile for Nsight Systems",
+        lambda a: a.profile.profile and not a.profile.use_pytorch_profiler,
+    ),
+    (
+        ("memory_snapshot_path", "memory_history_events"),
+        "--record-memory-history",
+        lambda a: a.profile.record_memory_history,
+    ),
+)
+
+
+def without_effect(line: CommandLine) -> Iterator[str]:
+    """One sentence for each flag that the user gave in vain."""
+    for fields, needed, holds in DEPENDS:
+        for name in fields:
+            if name in line.spelled and not holds(line.args):
+                yield f"{line.spelled[name]} has no effect without {needed}."
+
+
+# --- all mistakes of a command line together, before a process group or a file is made
 
 Rule = Callable[[Args, World], Iterator[str]]
 RULES_WITHOUT_FILES = (

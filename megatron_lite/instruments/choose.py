@@ -1,20 +1,207 @@
 """Which instruments watch this rank: the only place that asks what is to be profiled."""
 
+import time
+from collections import deque
 from pathlib import Path
+from statistics import median
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.loss import rows_at_once
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.compiling import Compiling
-from megatron_lite.instruments.disturbance import Disturbance
 from megatron_lite.instruments.memory_history import memory_instruments
 from megatron_lite.instruments.nsys_range import nsys_range
 from megatron_lite.instruments.on_demand import OnDemand
-from megatron_lite.instruments.small_blocks import RoomForNames
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
 from megatron_lite.instruments.window import Window
+from megatron_lite.notable import FEWEST_BEFORE
 from megatron_lite.parallel.compiled import expected_compilations
+from megatron_lite.parallel.host_memory import SmallBlocks
+
+# --- what is said of a window: that it cannot or did not come, and how much it slowed its steps, and later ones, down
+
+REMEMBERED = 50  # steps before the window
+WARMING_UP = 1  # the first step of a run allocates, compiles and fills caches
+STEPS_AFTER, LINGERS = 20, 1.05  # ratio; smaller ones are noise
+
+
+class Disturbance(Instrument):
+    """On one rank only. Outside of the timeline, so that a step's time is complete when `end` is called."""
+
+    def __init__(
+        self,
+        window: Window,
+        timeline: Timeline,
+        last_step,
+        tell,
+        cupti_planned: bool = False,
+        cupti_on_demand: bool = False,
+        rank: int | None = None,
+    ):
+        """`cupti_...`: in such a window torch.profiler records a GPU. `rank`: this one, where there are several."""
+        self.window, self.timeline, self._last_step, self._tell = window, timeline, last_step, tell
+        self._asked = range(window.first, window.last + 1)
+        self._before: deque[float] = deque(maxlen=REMEMBERED)
+        self._inside: list[float] = []
+        self._cupti_in, self._cupti = {False: cupti_planned, True: cupti_on_demand}, False
+        self._usual, self._after = None, []  # seconds of a step before the window; those after it
+        self._steps, self._reached = 0, False
+        self._where = "" if rank is None else f" on rank {rank}"
+
+    def begin(self, step: int):
+        if step == 1 and self._asked and self._asked.start > self._last_step() and self.window.started_at:
+            self._tell(
+                f"--profile-step-start {self._asked.start} counts this run's own steps, and there are "
+                f"{self._last_step()} left of it: nothing will be profiled. Give a smaller one."
+            )
+        self._steps = step
+        self._reached = self._reached or step in self._asked
+
+    def end(self, step: int):
+        seconds = self.timeline.current.training_seconds
+        if step in self.window:
+            self._inside.append(seconds)
+        elif step > WARMING_UP and not self.window.disturbs(step):
+            self._before.append(seconds)
+            self._compare_after(seconds)
+        if self.window.closes(step):
+            self._say()
+
+    def close(self, error: BaseException | None):
+        if self._inside:
+            self._say()
+        if self._asked and not self._reached:
+            self._tell(
+                f"--profile-step-start {self._asked.start} was never reached: the run ended after "
+                f"{self._steps} of its steps, so there is no profile."
+            )
+
+    def _compare_after(self, seconds: float):
+        """CUPTI, once it was used, stays attached and may slow every later step down (pytorch issue 144455)."""
+        if self._usual is None:
+            return
+        self._after.append(seconds)
+        if len(self._after) < STEPS_AFTER:
+            return
+        ratio, self._usual = median(self._after) / self._usual, None
+        if self._cupti and ratio > LINGERS:
+            self._tell(
+                f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: CUPTI may have stayed "
+                "attached, which TEARDOWN_CUPTI=1 in the environment prevents."
+            )
+
+    def _say(self):
+        inside, self._inside = self._inside, []
+        self._cupti = self._cupti or self._cupti_in[self.window.on_demand]
+        if len(self._before) < FEWEST_BEFORE:
+            self._tell(
+                f"profiled steps cannot be compared with those before: {FEWEST_BEFORE} after the run's first are needed, "
+                f"{len(self._before)} could be timed."
+            )
+            return
+        self._usual, self._after = median(self._before), []
+        during, before = 1000 * median(inside), 1000 * self._usual
+        self._tell(
+            f"profiled steps{self._where} took {during / before:.2f} x as long as those before: median {during:.1f} ms of "
+            f"{len(inside)} against {before:.1f} ms of {len(self._before)}"
+        )
+
+
+# --- which steps torch.compile slowed down and for how long, and whether it compiled more often than it should
+
+
+class Compiling(Instrument):
+    """Marks steps in the timeline, and tells of each that compiled. `expected`: compilations that need no word at the end.
+
+    A GPU's kernels are tried out and chosen when they first run, which torch does not report: that is not in the seconds.
+    """
+
+    def __init__(self, timeline: Timeline, expected: int, tell):
+        self._timeline, self._expected, self._tell = timeline, expected, tell
+        self.compilations, self.seconds = 0, 0.0
+        self._told = (0, 0.0, 0)  # compilations, seconds, cache hits
+        self._since: float | None = None
+
+    def open(self):
+        from torch._dynamo.callback import callback_handler  # takes a second, and only runs that compile have this
+        from torch._dynamo.utils import counters
+
+        self._handler, self._counters = callback_handler, counters
+        self._told = (0, 0.0, self._cache_hits())
+        self._handler.register_start_callback(self._begins)
+        self._handler.register_end_callback(self._ends)
+
+    def end(self, step: int):
+        self._tell_of_new()
+
+    def close(self, error: BaseException | None):
+        self._handler.remove_start_callback(self._begins)
+        self._handler.remove_end_callback(self._ends)
+        self._tell_of_new()
+        if self.compilations > self._expected:
+            self._tell(
+                f"--torch-compile compiled {self.compilations} graphs, where {self._expected} were expected: something "
+                "about the inputs of layers changes; start with TORCH_LOGS=recompiles to see what"
+            )
+
+    def _begins(self, happening):
+        self._since = time.perf_counter()
+        self._timeline.current.compiling = True
+        self.compilations += happening.callback_trigger.name == "DYNAMO"  # others: backward, kernels of the same graph
+
+    def _ends(self, happening):
+        if self._since is None:  # it began before this was opened
+            return
+        seconds, self._since = time.perf_counter() - self._since, None
+        self.seconds += seconds
+        self._timeline.current.compile_seconds += seconds
+
+    def _tell_of_new(self):
+        now = (self.compilations, self.seconds, self._cache_hits())
+        graphs, seconds, cached = (value - before for value, before in zip(now, self._told))
+        self._told = now
+        if graphs:
+            self._tell(
+                f"   compiled {graphs} graph{'s' if graphs > 1 else ''} in {seconds:.1f} s (from the cache: {cached})"
+            )
+
+    def _cache_hits(self) -> int:
+        """Graphs whose forward and backward were there from an earlier run, or from another rank."""
+        return self._counters["aot_autograd"]["autograd_cache_hit"]
+
+
+# --- room for what torch's profiler keeps, apart from the memory of tensors (see parallel/host_memory.py)
+
+# Of torch 2.13, 6 layers and 2 micro-batches: 5,700 names of operators per step, and blocks that live as long as one.
+PER_LAYER_AND_PASS, PER_STEP = 1_024, 8_192
+PER_CHUNK = 24  # of the loss' rows (model/loss.py): 12 operators
+WITH_SHAPES = 2  # times as many: --pytorch-profiler-collect-shapes keeps those of each operator
+MOST_STEPS = 20  # of a window: room costs 3 MB and 10 ms for each
+
+
+class RoomForNames(Instrument):
+    """On a CPU, on a rank that records: all of it before the first profiled step, since readers of a trace take what lies between
+    two steps for the first one's."""
+
+    def __init__(self, window: Window, layers: int, passes: int, chunks: int, shapes: bool):
+        """`passes`: micro-batches of a rank per step; `chunks`: of rows that the loss makes of one."""
+        self.window, self._blocks = window, SmallBlocks()
+        per_pass = PER_LAYER_AND_PASS * layers + PER_CHUNK * chunks
+        self.per_step = (PER_STEP + per_pass * passes) * (WITH_SHAPES if shapes else 1)
+
+    def begin(self, step: int):
+        if self.window.opens(step):
+            self._blocks.add(self.per_step * min(len(self.window), MOST_STEPS))
+
+    def end(self, step: int):
+        if self.window.closes(step):
+            self._blocks.close()
+
+    def close(self, error: BaseException | None):
+        self._blocks.close()
+
+
+# --- which instruments watch this rank: the only place that asks what is to be profiled
 
 
 def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrument]:

@@ -1,15 +1,170 @@
 """--record-memory-history: every allocation with its Python stack, drawn by pytorch.org/memory_viz."""
 
+import torch
+
 from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.memory_cpu import CpuRecorder
-from megatron_lite.instruments.memory_cuda import CudaRecorder
 from megatron_lite.instruments.memory_file import SnapshotFiles, write_snapshot
-from megatron_lite.instruments.memory_oom import OutOfMemory, is_out_of_memory
-from megatron_lite.instruments.memory_place import SETUP
+from megatron_lite.instruments.memory_form import annotations
+from megatron_lite.instruments.memory_oom import OutOfMemory, Shortage, host_memory, is_out_of_memory
+from megatron_lite.instruments.memory_place import SETUP, ModuleHooks, Place
 from megatron_lite.instruments.memory_summary import operation, peak, place_words, site
+from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.instruments.window import Window
 from megatron_lite.units import count, size
+
+# --- what torch's CUDA allocator records by itself, and how it is asked for it. GPUs only
+
+OUTSIDE = 100_000  # events kept before and after the window, for the story of an out-of-memory there
+
+
+class CudaRecorder:
+    """Records from before the first parameter to the end of the run. In the window the ring holds `most` events.
+
+    The history is cleared when the window opens, so that the snapshot shows it and nothing else; blocks allocated before
+    carry their stacks all the same. Allocations of the window are tagged with step, phase and module.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        # per thread, and without effect on allocators other than torch's own
+        tell = getattr(torch.cuda.memory, "_set_memory_metadata", None)
+        self.place = Place(tell)
+        self._hooks = ModuleHooks(self.place, in_backward=tell is not None)
+        self._full_at = OUTSIDE
+
+    def open(self):
+        self._record(min(OUTSIDE, self._most))
+
+    def begin_step(self):
+        """Nothing to do: the allocator records by itself."""
+
+    def pause(self):
+        """Recording goes on: memory may run out in any step."""
+
+    def open_window(self):
+        self._record(self._most, stacks_of="all")
+        self._hooks.attach()
+
+    def close_window(self):
+        self._hooks.detach()
+        self._record(min(OUTSIDE, self._most))
+
+    def close(self):
+        self._hooks.detach()
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def end_step(self):
+        """Nothing to do: what the run's end frees is recorded too."""
+
+    def snapshot(self, of_last_step: bool = False) -> tuple[dict, bool]:
+        """(the snapshot, whether the ring had to drop events that belong to it). Always of now."""
+        taken = torch.cuda.memory._snapshot()
+        device = torch.cuda.current_device()
+        taken["external_annotations"] = [
+            *taken.get("external_annotations", ()),
+            *annotations(self.place.marks, device),
+        ]
+        return taken, len(taken["device_traces"][device]) >= self._full_at
+
+    @property
+    def failure(self) -> Exception | None:
+        """None: what the allocator records does not fail."""
+        return None
+
+    def watch_for_shortage(self, observe):
+        """Call `observe` with a Shortage at every allocation that fails, on whatever thread that is."""
+
+        def failed(device: int, asked: int, total: int, free: int):
+            observe(Shortage(asked, free, total, torch.cuda.memory_reserved(device)))
+
+        torch.cuda.init()  # older allocators crash on an observer that comes before
+        torch._C._cuda_attach_out_of_memory_observer(failed)
+
+    def shortage(self, asked: int | None) -> Shortage:
+        """Now."""
+        free, total = torch.cuda.mem_get_info()
+        return Shortage(asked, free, total, torch.cuda.memory_reserved())
+
+    @property
+    def number(self) -> int:
+        """Of the device in the snapshot."""
+        return torch.cuda.current_device()
+
+    def _record(self, most: int, stacks_of: str = "alloc"):
+        """stacks_of: "alloc", or with those of frees, which nobody reads outside of the window, "all"."""
+        # C++ frames would make a snapshot take minutes instead of seconds
+        torch.cuda.memory._record_memory_history(
+            enabled="all", context=stacks_of, stacks="python", max_entries=most, clear_history=True
+        )
+        self._full_at = most
+
+
+# --- the memory history of a CPU run, in the form that a GPU's allocator gives it
+
+
+class CpuRecorder:
+    """Records while the model is built and inside the window; between them steps run at their own speed.
+
+    What appears in between and lives on is found when the window first touches it.
+    """
+
+    number = 0  # of the device in the snapshot
+
+    def __init__(self, most: int):
+        self.place = Place()
+        self._tracker = StorageTracker(self.place, most)
+        self._hooks = ModuleHooks(self.place, in_backward=False)
+
+    def open(self):
+        self._tracker.start()
+
+    def begin_step(self):
+        self._tracker.begin_step()
+
+    def pause(self):
+        if self._tracker.seeing:
+            self._tracker.remember()
+        self._tracker.stop()
+
+    def end_step(self):
+        """A run that ends now frees all before anybody can look: a snapshot of its last step is one of this moment."""
+        if self._tracker.seeing:
+            self._tracker.remember()
+
+    def open_window(self):
+        self._tracker.forget_history()
+        self._hooks.attach()
+        self._tracker.start()
+
+    def close_window(self):
+        self._hooks.detach()
+        self._tracker.stop()
+
+    def close(self):
+        self.close_window()
+
+    def snapshot(self, of_last_step: bool = False) -> tuple[dict, bool]:
+        """(the snapshot, whether events that belong to it were dropped). Of now, or of the last step's end."""
+        return self._tracker.snapshot(remembered=of_last_step), self._tracker.dropped
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why recording stopped, if it did."""
+        return self._tracker.failure
+
+    def watch_for_shortage(self, observe):
+        self._tracker.out_of_memory = lambda asked: observe(self.shortage(asked))
+
+    def shortage(self, asked: int | None) -> Shortage:
+        """Now."""
+        host = host_memory()
+        return Shortage(
+            asked, free=host["free"], total=host["total"], reserved=host["mine"], all_known=self._tracker.seeing
+        )
+
+
+# --- --record-memory-history: every allocation with its Python stack, drawn by pytorch.org/memory_viz
 
 
 def memory_instruments(plan: Plan, window: Window, tell) -> list[Instrument]:

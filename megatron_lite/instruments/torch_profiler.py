@@ -1,26 +1,115 @@
 """torch.profiler over the profiled window: one trace per profiled rank, where TensorBoard looks for it."""
 
+import contextlib
 import gc
 import inspect
 import os
+import re
 import socket
+import sys
+import tempfile
 import time
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, _KinetoProfile, record_function
 
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.chakra import ChakraTrace
-from megatron_lite.instruments.kineto_room import make_room, record_is_full
 from megatron_lite.instruments.module_ranges import ModuleRanges
-from megatron_lite.instruments.quiet import without_notes
 from megatron_lite.instruments.trace_file import Found, LostFile, write_text, write_whole
 from megatron_lite.instruments.window import Window
 from megatron_lite.phases import PYTHON_GC
 from megatron_lite.units import MIB
+
+# --- torch's C++ writes notes of its profilers to stderr, past all settings; they are no news to a user
+
+NOISE = re.compile(rb"execution_trace_observer\.cpp|CPUAllocator\.cpp|output_json\.cpp|USDT:|kineto", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def without_notes():
+    """Hold back what is written to stderr inside, and pass on at the end what is no noise."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held:
+        real = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
+            held.seek(0)
+            for line in held:
+                if not NOISE.search(line):
+                    os.write(2, line)
+
+
+# --- A Chakra execution trace of the window: operators as a graph, for simulators and replay
+
+
+class ChakraTrace:
+    """torch writes it while it records, so it is recorded under a hidden name.
+
+    It lies in a folder of its own: readers of Kineto's traces take every .json beside them for one.
+    """
+
+    def __init__(self, folder: Path, worker: str):
+        self._path = folder / "chakra" / f"{worker}.et.json"
+        self._recording = self._path.with_name(f".{worker}.recording.json")
+        self._recording.parent.mkdir(parents=True, exist_ok=True)
+        self.observer = ExecutionTraceObserver().register_callback(str(self._recording))  # the profiler starts it
+
+    def write(self, compress: bool | None) -> str:
+        """Give the trace its name; returns what to say of it. LostFile if the disk is full, or the like."""
+        self._end()
+        path, _ = write_whole(self._path, lambda hidden: os.replace(self._recording, hidden), compress)
+        return f"Chakra execution trace: {path}"
+
+    def drop(self):
+        """Leave nothing behind."""
+        self._end()
+        with contextlib.suppress(OSError):
+            self._recording.unlink()
+
+    def _end(self):
+        with without_notes():
+            self.observer.unregister_callback()
+
+
+# --- room for what a GPU reports: Kineto keeps 128 MiB of it, about 1.9 million events, and silently drops all that follow
+#
+# That is some twenty eager steps of 24 layers, or a single one with many micro-batches.
+
+PLACE = "KINETO_CONFIG"  # names the file that Kineto reads; without it SYSTEM_FILE
+SYSTEM_FILE = Path("/etc/libkineto.conf")
+KEY, MEGABYTES = "ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB", 2048  # taken piece by piece, as events come
+
+
+def make_room(environ: MutableMapping[str, str]):
+    """To be called before a profiler gets ready. Returns the file, which has to be kept until the profiler is done; None if the user
+    named one, or none can be written."""
+    if PLACE in environ:
+        return None
+    try:
+        given = SYSTEM_FILE.read_text(encoding="utf-8") if SYSTEM_FILE.exists() else ""
+        file = tempfile.NamedTemporaryFile("w", prefix="kineto_", suffix=".conf", encoding="utf-8")
+        file.write(given if KEY in given else f"{given}\n{KEY}={MEGABYTES}\n")
+        file.flush()
+    except (OSError, ValueError):
+        return None
+    environ[PLACE] = file.name
+    return file
+
+
+def record_is_full() -> bool:
+    """Whether Kineto has stopped taking the GPU's events. torch 2.11 does not tell."""
+    return getattr(torch.autograd, "_is_kineto_stopped", bool)()
+
+
+# --- torch.profiler over the profiled window: one trace per profiled rank, where TensorBoard looks for it
 
 TABLE_ROWS, NAME_WIDTH = 200, 80
 # summing up takes tens of microseconds per operator: a huge trace gets a table of its beginning (torch 2.13 can)

@@ -11,12 +11,195 @@ from torch import Tensor, nn
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attend import Attend, document_mask
-from megatron_lite.model.attention import SelfAttention
-from megatron_lite.model.embedding import Embedding
+from megatron_lite.model.gelu import gelu_tanh
 from megatron_lite.model.loss import token_losses
-from megatron_lite.model.mlp import MLP
-from megatron_lite.model.norms import Norm
-from megatron_lite.model.rotary import rotary_tables
+
+# --- rotary position embedding (Su et al. 2021, arXiv 2104.09864)
+#
+# Letters: B batch, N heads, T positions, D width of one head, R rotated part of D.
+
+
+def rotary_width(shape: ModelShape) -> int:
+    """R: how many leading channels of each head are rotated."""
+    return int(shape.kv_channels * shape.rotary_percent)
+
+
+def rotary_tables(positions_BT: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
+    """cos_B1TR, sin_B1TR in fp32: angle = position / factor * base^(-2i/R) for the i-th pair of channels.
+
+    Calculated anew in each forward pass, because a table kept as a buffer would not survive meta-device construction.
+    """
+    width = rotary_width(shape)
+    channels = torch.arange(0, width, 2, dtype=torch.float32, device=positions_BT.device)
+    frequencies = 1.0 / shape.rotary_base ** (channels / width)
+    positions = positions_BT.float()
+    if shape.rotary_seq_len_interpolation_factor is not None:
+        positions = positions * (1 / shape.rotary_seq_len_interpolation_factor)
+    angles = positions[:, None, :, None] * frequencies
+    if shape.rotary_interleaved:
+        angles = angles.repeat_interleave(2, dim=-1)
+    else:
+        angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BNTD: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor, interleaved: bool) -> Tensor:
+    """Turns the first R channels of each head; the rest passes unchanged.
+
+    A pair is (i, i + R/2), or (2i, 2i + 1) when interleaved.
+    """
+    width = cos_B1TR.shape[-1]
+    cos, sin = cos_B1TR.to(x_BNTD.dtype), sin_B1TR.to(x_BNTD.dtype)
+    turned, rest = x_BNTD[..., :width], x_BNTD[..., width:]
+    turned = turned * cos + _quarter_turn(turned, interleaved) * sin
+    return torch.cat((turned, rest), dim=-1)
+
+
+def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+    """(a, b) -> (-b, a) for each pair."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+# --- LayerNorm and RMSNorm with the switches of Megatron. Letters: W normalised width
+
+
+class Norm(nn.Module):
+    """Normalises the last dimension; input and output (..., W), same dtype.
+
+    Parameters: weight_W, and bias_W for LayerNorm only. With layernorm_1p the stored weight is the real one minus 1.
+    """
+
+    def __init__(self, width: int, shape: ModelShape):
+        super().__init__()
+        self.width = (width,)
+        self.eps = shape.norm_epsilon
+        self.minus_one = shape.layernorm_1p
+        self.weight = nn.Parameter(torch.zeros(width) if self.minus_one else torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if shape.normalization == "LayerNorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.minus_one:
+            return self._normalise(x, self.weight, self.bias)
+        # 1 + weight is formed in fp32: in bf16 the sum would round away the digits that storing it minus one preserves.
+        bias = None if self.bias is None else self.bias.float()
+        return self._normalise(x.float(), self.weight.float() + 1, bias).to(x.dtype)
+
+    def _normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return F.rms_norm(x, self.width, weight, self.eps)
+        return F.layer_norm(x, self.width, weight, bias, self.eps)
+
+
+# --- causal self-attention around an exchangeable kernel
+#
+# Letters: B batch, T positions, H hidden, N query heads, G query groups (key/value heads), D width of one head,
+# R rotated part of D.
+
+
+class SelfAttention(nn.Module):
+    """hidden_BTH -> BTH. The rows of linear_qkv are grouped: [queries of the group, its key, its value], per group.
+
+    layer_number counts from 1 over the whole model, not over a pipeline stage.
+    """
+
+    def __init__(self, shape: ModelShape, layer_number: int, attend: Attend):
+        super().__init__()
+        # the same for all layers where it is not used, so that a compiled layer serves all
+        self.layer_number = layer_number if shape.query_key_layer_scaling else 1
+        self.attend = attend
+        self.heads_per_group = shape.num_attention_heads // shape.num_query_groups
+        self.kv_channels = shape.kv_channels
+        self.dropout = shape.attention_dropout
+        self.rotary_interleaved = shape.rotary_interleaved
+        self.linear_qkv = nn.Linear(shape.hidden_size, shape.qkv_width, bias=shape.qkv_bias)
+        self.linear_proj = nn.Linear(shape.attention_width, shape.hidden_size, bias=shape.linear_bias)
+        self.q_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
+        self.k_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
+
+    def forward(
+        self,
+        hidden_BTH: Tensor,
+        mask_B1TT: Tensor | None = None,
+        cos_B1TR: Tensor | None = None,
+        sin_B1TR: Tensor | None = None,
+    ) -> Tensor:
+        q_BNTD, k_BGTD, v_BGTD = self._split(self.linear_qkv(hidden_BTH))
+        if self.q_layernorm is not None:
+            q_BNTD, k_BGTD = self.q_layernorm(q_BNTD), self.k_layernorm(k_BGTD)
+        if cos_B1TR is not None:
+            q_BNTD = rotate(q_BNTD, cos_B1TR, sin_B1TR, self.rotary_interleaved)
+            k_BGTD = rotate(k_BGTD, cos_B1TR, sin_B1TR, self.rotary_interleaved)
+        dropout = self.dropout if self.training else 0.0
+        out_BNTD = self.attend.function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, self.layer_number)
+        return self.linear_proj(out_BNTD.transpose(1, 2).flatten(2))
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # The number of groups is left to the tensor: a tensor-parallel rank holds only its share of them.
+        grouped = qkv.unflatten(-1, (-1, self.heads_per_group + 2, self.kv_channels))
+        # one split, whose backward is one copy; a slice each would fill a whole tensor with zeros and add it
+        q, k, v = grouped.split((self.heads_per_group, 1, 1), dim=-2)
+        q_BTND, k_BTGD, v_BTGD = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        return q_BTND.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2)
+
+
+# --- the two-matrix MLP. Letters: B batch, T positions, H hidden, F width of fc1's output
+
+
+def gelu_erf(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """(..., 2F) -> (..., F): the first half is the gate, the second the value."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+ACTIVATIONS = {f.__name__: f for f in (gelu_tanh, gelu_erf, squared_relu, swiglu)}
+
+
+class MLP(nn.Module):
+    """hidden_BTH -> fc1 -> activation -> fc2 -> BTH. For swiglu the rows of fc1 are all gates, then all values."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.linear_fc1 = nn.Linear(shape.hidden_size, shape.fc1_width, bias=shape.linear_bias)
+        self.linear_fc2 = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=shape.linear_bias)
+        self.activation = ACTIVATIONS[shape.activation]
+
+    def forward(self, hidden_BTH: Tensor) -> Tensor:
+        return self.linear_fc2(self.activation(self.linear_fc1(hidden_BTH)))
+
+
+# --- tokens and positions to vectors. Letters: B batch, T positions, H hidden
+
+
+class Embedding(nn.Module):
+    """hidden_BTH = dropout(word vectors + position vectors); the latter only for learned_absolute positions."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(shape.padded_vocab_size, shape.hidden_size)
+        self.position_embeddings = None
+        if shape.position_embedding == "learned_absolute":
+            self.position_embeddings = nn.Embedding(shape.max_position_embeddings, shape.hidden_size)
+        self.dropout = nn.Dropout(shape.hidden_dropout) if shape.hidden_dropout else nn.Identity()
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        hidden_BTH = self.word_embeddings(tokens_BT)
+        if self.position_embeddings is not None:
+            hidden_BTH = hidden_BTH + self.position_embeddings(positions_BT)
+        return self.dropout(hidden_BTH)
+
+
+# --- the GPT model. Parameter names and layouts are those of Megatron-Core's local layer specification
 
 
 class TransformerLayer(nn.Module):

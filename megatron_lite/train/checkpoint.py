@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,8 +25,38 @@ from megatron_lite.parallel.process_group import time_limit
 from megatron_lite.run_folder import RELEASE
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.checkpoint_fit import require_optimizer, require_schedule, require_shape, rotary_note
-from megatron_lite.train.kernels import kernels_of, other_kernels
 from megatron_lite.train.loop import Progress
+
+# --- which kernels a run computes with, as far as its last bits depend on it: kept in checkpoints, so that a resumed run can tell
+
+ATTENTION_FLAGS = {
+    "sdpa flash": "flash",
+    "sdpa cudnn": "fused",
+    "explicit": "unfused",
+}  # by what Attend calls its kernel
+
+
+def kernels_of(plan: Plan, model: nn.Module) -> dict[str, str]:
+    """{"attention": "sdpa flash", "torch_compile": "layers"}."""
+    return {"attention": model.decoder.layers[0].self_attention.attend.name, "torch_compile": plan.compilation.target}
+
+
+def other_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """A line for each that differs, with the flag that goes on as before. `saved`: {} of a checkpoint that does not say it."""
+    flags = {
+        "attention": f"--attention-backend {ATTENTION_FLAGS.get(saved.get('attention'), 'auto')}",
+        "torch_compile": f"--torch-compile {saved.get('torch_compile')}",
+    }
+    names = {"attention": "attention", "torch_compile": "torch.compile"}
+    for what, flag in flags.items():
+        if what in saved and saved[what] != now[what]:
+            yield (
+                f"{names[what]} was {saved[what]} and is {now[what]}: losses may differ in their last digits from those of "
+                f"an uninterrupted run; {flag} goes on as before."
+            )
+
+
+# --- A run's state, to a checkpoint and back
 
 SECONDS_TO_FINISH = 60  # for a save in the background of a run that fails
 MAX_WAIT_S = 60  # for the run that has --save: a launcher leaves its ranks half a minute to end

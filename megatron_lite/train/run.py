@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.attention_kernel import explicit_is_faster
@@ -29,17 +29,116 @@ from megatron_lite.parallel.compiled import compile_layers, compiled, words_of
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.process_group import device_of
 from megatron_lite.parallel.recompute import recompute_layers, recomputed
+from megatron_lite.phases import Phase
 from megatron_lite.train.checkpoint import Checkpoints
-from megatron_lite.train.collector import Collector
-from megatron_lite.train.evaluate import Evaluation
+from megatron_lite.train.console import evaluation_lines
 from megatron_lite.train.feed import Feed
 from megatron_lite.train.leave import Leave
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress, train
 from megatron_lite.train.meter import Meter
-from megatron_lite.train.saving import Saving
-from megatron_lite.train.step import BatchMaker, TrainingStep
+from megatron_lite.train.step import BatchMaker, TrainingStep, loss_and_tokens
 from megatron_lite.units import count, short_count
+
+# --- loss on data that is not trained on
+
+
+@torch.no_grad()
+def evaluate(plan: Plan, model, batches: Iterator[Tensor], make: BatchMaker) -> float:
+    """Mean loss per token in nats over --eval-iters global batches and all ranks. Collective."""
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=make.device)
+    for _ in range(plan.args.watch.eval_iters * plan.batch.final // plan.samples_per_pass):
+        loss_sum, tokens = loss_and_tokens(model, make(next(batches)))
+        sums += torch.stack((loss_sum, tokens)).double()
+    model.train()
+    dist.all_reduce(sums)
+    loss_sum, tokens = sums.tolist()
+    return loss_sum / max(tokens, 1)
+
+
+class Evaluation:
+    """The chore of validating at --eval-interval."""
+
+    phase = Phase.EVAL
+
+    def __init__(self, plan: Plan, model, batches: Iterator[Tensor], make: BatchMaker, log):
+        self.plan, self.model, self.batches, self.make, self.log = plan, model, batches, make, log
+        self.latest: tuple[int, float] | None = None  # (iteration, loss) of the last evaluation at an interval
+
+    def due(self, progress: Progress) -> bool:
+        return progress.iteration % self.plan.args.watch.eval_interval == 0
+
+    def act(self, progress: Progress):
+        self.log.meter.settle()  # a run that diverged must stop, not be evaluated
+        self.latest = (progress.iteration, self.report(progress, f"iteration {progress.iteration}", "validation"))
+
+    def report(self, progress: Progress, title: str, which: str) -> float:
+        """Evaluate on the batches that come next, and say so; returns the loss."""
+        progress.consumed_valid += self.plan.args.watch.eval_iters * self.plan.batch.final
+        loss = evaluate(self.plan, self.model, self.batches, self.make)
+        self.log.evaluation(title, which, loss)
+        return loss
+
+    def report_at_the_end(self, progress: Progress):
+        """As Megatron-LM does; where the last interval ends here, its loss again, rather than a second one of the same weights."""
+        title = f"iteration {progress.iteration} on validation set"
+        if self.latest and self.latest[0] == progress.iteration:
+            self.log.say(evaluation_lines(title, self.latest[1]))
+        else:
+            self.report(progress, title, "validation")
+
+
+# --- the chore of saving at --save-interval
+
+
+class Saving:
+    """Saves when it is due, and at the end what has not been saved yet."""
+
+    phase = Phase.SAVE
+
+    def __init__(self, plan: Plan, checkpoints: Checkpoints, log, loaded: int):
+        self.plan, self.checkpoints, self.log = plan, checkpoints, log
+        c = plan.args.checkpoint
+        here = c.save is not None and c.load is not None and Path(c.save).resolve() == Path(c.load).resolve()
+        self.saved = loaded if here and loaded else None  # the newest iteration that the folder holds
+
+    def due(self, progress: Progress) -> bool:
+        interval = self.plan.args.checkpoint.save_interval
+        return interval is not None and progress.iteration % interval == 0
+
+    def act(self, progress: Progress):
+        """Save, unless this iteration is saved already."""
+        if self.plan.args.checkpoint.save is None or self.saved == progress.iteration:
+            return
+        self.log.meter.settle()  # weights of a run that diverged must not be called a checkpoint
+        self.checkpoints.save(progress)
+        self.saved = progress.iteration
+
+
+# --- python's garbage collector on a schedule, so that all ranks pause in the same step
+
+
+class Collector:
+    """The chore of --manual-gc: collection is off, but for every --manual-gc-interval iterations."""
+
+    phase = Phase.LOG
+
+    def __init__(self, plan: Plan):
+        t = plan.args.training
+        self._interval = t.manual_gc_interval if t.manual_gc else 0
+        if t.manual_gc:
+            gc.collect()
+            gc.disable()
+
+    def due(self, progress: Progress) -> bool:
+        return self._interval > 0 and progress.iteration % self._interval == 0
+
+    def act(self, progress: Progress):
+        gc.collect()
+
+
+# --- one run from a plan: build everything, train, evaluate, save
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

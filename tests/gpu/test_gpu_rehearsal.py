@@ -23,8 +23,8 @@ from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SIN
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.rehearsal.attention import cuda_choice
-from megatron_lite.rehearsal.rehearse import rehearse
+from megatron_lite.rehearsal.command import rehearse
+from megatron_lite.rehearsal.kernels import cuda_choice
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 

@@ -19,9 +19,8 @@ from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.choose import choose
-from megatron_lite.instruments.gpu_times import GpuTimes
 from megatron_lite.instruments.memory_now import MemoryNow
-from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.instruments.timeline import GpuTimes, Timeline
 from megatron_lite.train.feed import Feed
 from megatron_lite.train.run import run
 

@@ -7,14 +7,49 @@ import numpy as np
 
 from megatron_lite.analysis.audit.figures import Case, Outcome, blamed, failed, not_seen, passed
 from megatron_lite.analysis.audit.recording import LONGER_RUN, RUN_FOLDER, SECOND_RUN
-from megatron_lite.analysis.audit.two_runs import peaks, step_times
-from megatron_lite.analysis.compare.figures import Change
+from megatron_lite.analysis.compare.figures import Change, Pair
+from megatron_lite.analysis.compare.noise import exact, paired_samples
 from megatron_lite.analysis.compare.settings import objections
 from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence
+from megatron_lite.analysis.findings.seen.headroom import peak
 from megatron_lite.analysis.findings.seen.steady import in_ms, rows_named, where
 from megatron_lite.analysis.kernels.figures import Role
 from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.units import MIB
+
+# --- times and memory of two runs beside each other, with the noise of their steps
+
+
+def step_times(a: Facts, b: Facts) -> Pair | None:
+    """ms of ordinary steps, else of the traces' steady ones; None where the two have not the same."""
+    for samples in (_ordinary_ms, _traced_ms):
+        found = samples(a), samples(b)
+        if all(found):
+            return paired_samples(*found)
+    return None
+
+
+def peaks(a: Facts, b: Facts) -> Pair | None:
+    """MiB of tensors at the peak, by the allocator or by snapshots; None where the two have not the same."""
+    measured = peak(a), peak(b)
+    if all(measured):
+        return exact(*(one.num_bytes / MIB for one in measured))
+    recorded = a.highest_snapshot, b.highest_snapshot
+    return exact(*(one.peak_bytes / MIB for one in recorded)) if all(recorded) else None
+
+
+def _ordinary_ms(facts: Facts) -> list[float]:
+    run = facts.run
+    return [ms for ms, plain in zip(run.training_ms, run.ordinary) if plain] if run else []
+
+
+def _traced_ms(facts: Facts) -> list[float]:
+    one = facts.critical
+    return [step.ms for step in one.time.steps if step.steady] if one is not None else []
+
+
+# --- points about 16-bit formats: whether they pay, and whether gradients survive them
 
 SIXTEEN_BITS = ("fp16", "bf16")
 MATRIX = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)

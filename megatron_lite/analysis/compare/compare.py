@@ -1,16 +1,218 @@
 """Two runs or traces beside each other: what changed, what did not, and what cannot be told."""
 
-from megatron_lite.analysis.compare.figures import Change, Comparison, Pair, Total
-from megatron_lite.analysis.compare.kernels import kernels_of
-from megatron_lite.analysis.compare.noise import exact
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+
+from megatron_lite.analysis.compare.figures import Change, Comparison, KernelPair, Pair, PhasePair, Total
+from megatron_lite.analysis.compare.noise import band_of, exact, paired, paired_samples
 from megatron_lite.analysis.compare.sentence import sentence_of
 from megatron_lite.analysis.compare.settings import flags_that_differ, objections
 from megatron_lite.analysis.compare.times import STEP, TRACED_STEP, phases_of_runs, totals_of
-from megatron_lite.analysis.compare.traced import phases_of, roles_of, rows_of, side_of
 from megatron_lite.analysis.contradictions import contradictions_of
-from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.facts import Facts, RankFacts
+from megatron_lite.analysis.kernels.kernel_names import short_name
+from megatron_lite.analysis.kernels.operator_table import own_ms
+from megatron_lite.analysis.kernels.roles import role_of_kernel, role_of_operator
+from megatron_lite.analysis.kernels.selection import Selection
+from megatron_lite.analysis.time.figures import ROW_TITLES, RankTime
+from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.estimate.memory_categories import CATEGORIES
+
+# --- what one rank spends on each purpose, step by step: device work by the operator that launched it and the phase, on a CPU
+#
+# the operators' own time.
+
+NAMES_KEPT = 4  # kernels of one purpose, most time first
+
+
+@dataclass(frozen=True)
+class Work:
+    """One purpose."""
+
+    role: str
+    ms: np.ndarray  # float [S], of each steady step
+    per_step: float
+    names: tuple[str, ...]  # kernels, most time first; () on a CPU, where the operator is all
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """m events that count, of S steady steps."""
+
+    rows: np.ndarray  # of the trace
+    ms: np.ndarray  # float [m]
+    step: np.ndarray  # int [m], 0 to S - 1
+    steps: int
+
+    def table(self, group: np.ndarray, size: int) -> np.ndarray:
+        """ms [size, S]"""
+        table = np.zeros((size, self.steps))
+        np.add.at(table, (group, self.step), self.ms)
+        return table
+
+
+def _timed(one: RankFacts) -> _Timed | None:
+    chosen = Selection(one.trace, one.placing)
+    if not chosen.steps:
+        return None
+    rows = chosen.device if one.time.on_gpu else np.concatenate([chosen.operators, chosen.spans])
+    ms = (chosen.ms if one.time.on_gpu else own_ms(chosen))[rows] * chosen.steps
+    order = np.cumsum([step.steady for step in one.placing.steps]) - 1
+    return _Timed(rows, ms, order[one.placing.step[rows]], chosen.steps)
+
+
+def work_of(one: RankFacts) -> dict[tuple[str, str], Work]:
+    """By (operator, phase); device work without an operator goes by its own name."""
+    timed = _timed(one)
+    if timed is None:
+        return {}
+    trace, placing, name, on_gpu = one.trace, one.placing, one.trace.events.name, one.time.on_gpu
+    operator = placing.operator[timed.rows] if on_gpu else timed.rows
+    purpose = np.where(operator >= 0, name[operator], name[timed.rows]).astype(np.int64)
+    phases = len(placing.phases) + 1
+    keys, group = np.unique(purpose * phases + placing.phase[timed.rows] + 1, return_inverse=True)
+    table, calls = timed.table(group, len(keys)), np.bincount(group, minlength=len(keys)) / timed.steps
+    names = _names(name[timed.rows], group, timed.ms, len(keys))
+    return {
+        (_bare(trace.names[key // phases]), placing.phases[key % phases - 1] if key % phases else ""): _work(
+            trace.names, names[at], table[at], float(calls[at]), on_gpu
+        )
+        for at, key in enumerate(keys.tolist())
+    }
+
+
+def roles_by_step(one: RankFacts) -> dict[str, np.ndarray]:
+    """ms of each steady step by role, as the rank's kernel figures assign it."""
+    timed = _timed(one)
+    if timed is None:
+        return {}
+    role_of = {row.name: str(row.role) for row in (one.kernels.rows if one.time.on_gpu else one.kernels.operators)}
+    names, group = np.unique(one.trace.events.name[timed.rows], return_inverse=True)
+    sums: dict[str, np.ndarray] = {}
+    for name, ms in zip(names.tolist(), timed.table(group, len(names))):
+        role = role_of.get(one.trace.names[name], "")
+        sums[role] = sums.get(role, 0.0) + ms
+    return sums
+
+
+def _names(name: np.ndarray, group: np.ndarray, ms: np.ndarray, size: int) -> list[list[int]]:
+    """Of each group its names, most time first."""
+    pairs, where = np.unique(np.stack([group, name.astype(np.int64)]), axis=1, return_inverse=True)
+    sums = np.bincount(where.ravel(), ms, pairs.shape[1])
+    found: list[list[int]] = [[] for _ in range(size)]
+    for at in np.argsort(-sums, kind="stable").tolist():
+        found[pairs[0, at]].append(int(pairs[1, at]))
+    return found
+
+
+def _work(all_names: tuple[str, ...], names: list[int], ms: np.ndarray, per_step: float, on_gpu: bool) -> Work:
+    role = (role_of_kernel if on_gpu else role_of_operator)(all_names[names[0]])
+    kernels = dict.fromkeys(short_name(all_names[name]) for name in names[:NAMES_KEPT]) if on_gpu else ()
+    return Work(str(role), ms, per_step, tuple(kernels))
+
+
+def _bare(name: str) -> str:
+    """'autograd::engine::evaluate_function: X' and long C++ names as people call them."""
+    return name if name.startswith("aten::") else short_name(name)
+
+
+# --- two traces beside each other: rows and phases of their steps, each with the noise that it has itself
+
+MOST_STEPS = 10  # steady steps that are looked at one by one; evenly chosen of more
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run's critical rank."""
+
+    time: RankTime  # of all steady steps together
+    steps: tuple[RankTime, ...]  # of single ones: how much every number varies
+    work: dict[tuple[str, str], Work]
+    roles: dict[str, float]
+    role_steps: dict[str, np.ndarray]  # ms of each steady step
+
+    def pair_with(self, other: "Side", figure: Callable[[RankTime], float | None]) -> Pair:
+        """A figure of both, and its noise from single steps."""
+        samples = [[figure(time) or 0.0 for time in side.steps] for side in (self, other)]
+        return paired(figure(self.time), figure(other.time), band_of(*samples))
+
+
+def side_of(one: RankFacts) -> Side:
+    """The rank's steps one by one; as many times the work of `rank_time` as there are."""
+    steady = [at for at, step in enumerate(one.placing.steps) if step.steady]
+    chosen = (
+        [steady[len(steady) * at // MOST_STEPS] for at in range(MOST_STEPS)] if len(steady) > MOST_STEPS else steady
+    )
+    roles = {str(role): ms for role, ms in one.kernels.roles.items()}
+    return Side(one.time, tuple(_only(one, at) for at in chosen), work_of(one), roles, roles_by_step(one))
+
+
+def _only(one: RankFacts, at: int) -> RankTime:
+    steps = tuple(replace(step, steady=number == at) for number, step in enumerate(one.placing.steps))
+    return rank_time(one.trace, replace(one.placing, steps=steps))
+
+
+def rows_of(a: Side, b: Side) -> dict[str, Pair]:
+    """Where the steps go, in the order of a report."""
+    names = [name for name in ROW_TITLES if a.time.rows.get(name) or b.time.rows.get(name)]
+    return {name: a.pair_with(b, lambda time, name=name: time.rows.get(name, 0.0)) for name in names}
+
+
+def phases_of(a: Side, b: Side) -> tuple[PhasePair, ...]:
+    """In the order of a step. A phase that one run lacks is None there."""
+    names = dict.fromkeys(phase.name for side in (a, b) for phase in side.time.phases)
+    on_gpu = a.time.on_gpu or b.time.on_gpu
+    return tuple(
+        PhasePair(
+            name,
+            a.pair_with(b, _of_phase(name, "host_ms")),
+            a.pair_with(b, _of_phase(name, "device_ms")) if on_gpu else None,
+        )
+        for name in names
+    )
+
+
+def _of_phase(name: str, what: str) -> Callable[[RankTime], float | None]:
+    return lambda time: next((getattr(phase, what) for phase in time.phases if phase.name == name), None)
+
+
+def roles_of(a: Side, b: Side) -> dict[str, Pair]:
+    """ms per step by role, largest first."""
+    names = sorted({**a.roles, **b.roles}, key=lambda name: -max(a.roles.get(name, 0.0), b.roles.get(name, 0.0)))
+    return {
+        name: paired(a.roles.get(name), b.roles.get(name), band_of(*(side.role_steps.get(name, ()) for side in (a, b))))
+        for name in names
+    }
+
+
+# --- kernels of two runs, matched by what they are for: names change with the precision, shapes and libraries
+
+Purposes = dict[tuple[str, str], Work]  # by operator and phase
+
+
+def kernels_of(a: Purposes, b: Purposes) -> tuple[KernelPair, ...]:
+    """Largest difference first. On CPUs operators take the place of kernels."""
+    found = [_pair(key, a.get(key), b.get(key)) for key in {**a, **b}]
+    return tuple(sorted(found, key=lambda pair: -abs((pair.ms.b or 0.0) - (pair.ms.a or 0.0))))
+
+
+def _pair(key: tuple[str, str], one: Work | None, other: Work | None) -> KernelPair:
+    samples = [work.ms.tolist() if work else [] for work in (one, other)]
+    return KernelPair(
+        (one or other).role,
+        *key,
+        one.names if one else (),
+        other.names if other else (),
+        paired(one and one.per_step, other and other.per_step, 0.0),
+        paired_samples(*samples, centre=fmean),
+    )
+
+
+# --- two runs or traces beside each other: what changed, what did not, and what cannot be told
 
 ONE_START = (
     "one start of each: what differs from start to start (clock speeds, neighbours, placement) is not in the noise bands; "

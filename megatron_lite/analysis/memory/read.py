@@ -2,22 +2,107 @@
 memory then."""
 
 import itertools
+import pickle
 import re
 from pathlib import Path
 
 import numpy as np
 
 from megatron_lite.analysis.memory.categories import INDEX, categories_of, passing_gradients, placed
-from megatron_lite.analysis.memory.figures import Held, Moment, OutOfMemory, Snapshot
+from megatron_lite.analysis.memory.figures import Growth, Held, Moment, OutOfMemory, Snapshot, StepMemory
 from megatron_lite.analysis.memory.fragmentation import fragmentation_of, reserved_bytes
-from megatron_lite.analysis.memory.growth import FEWEST_STEPS, growth_of, step_memory
 from megatron_lite.analysis.memory.lives import Lives, held_bytes, lives_of
-from megatron_lite.analysis.memory.phases import PHASES, Phases, phases_of
+from megatron_lite.analysis.memory.phases import PHASES, Phases, StepSpan, phases_of
 from megatron_lite.analysis.memory.record import OOM, Record, record_of
 from megatron_lite.analysis.memory.sites import layers_of, sites_of
-from megatron_lite.analysis.memory.unpickle import plain_values
+from megatron_lite.errors import UserError
 from megatron_lite.estimate.memory_categories import CATEGORIES
+from megatron_lite.process_state import limit_memory
 from megatron_lite.units import size
+
+# --- reads a pickle that may be hostile: plain values only, and nothing is executed
+
+MAX_MEMORY_PER_BYTE = 60  # a snapshot takes 10 to 30 times its file's size
+FROM_TORCH = "write it again with torch.cuda.memory._dump_snapshot or --record-memory-history"
+
+
+class _PlainValues(pickle.Unpickler):
+    """Every way to code leads through one of these two."""
+
+    def find_class(self, module, name):
+        raise _Refused(f"names {module}.{name}")
+
+    def persistent_load(self, pid):
+        raise _Refused("refers to objects outside of itself")
+
+
+class _Refused(Exception):
+    pass
+
+
+def plain_values(path: Path):
+    """What the pickle at `path` holds. Raises UserError for one that is damaged, cut, or holds more than plain values."""
+    try:
+        with open(path, "rb") as file, limit_memory(path.stat().st_size, MAX_MEMORY_PER_BYTE):
+            return _PlainValues(file).load()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file.") from None
+    except _Refused as why:
+        raise UserError(
+            f"{path}: {_printable(str(why))}, but a memory snapshot holds plain values only; reading it could run "
+            f"its code and is refused; {FROM_TORCH}."
+        ) from None
+    except MemoryError:
+        raise UserError(
+            f"{path}: asks for far more memory than its size explains; it is damaged: {FROM_TORCH}."
+        ) from None
+    except Exception as error:  # noqa: BLE001 - damaged pickles make the reader raise errors of many kinds
+        raise UserError(
+            f"{path}: is no readable pickle ({type(error).__name__}: {_printable(str(error))}), cut short or "
+            f"damaged; {FROM_TORCH}."
+        ) from None
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:200])
+
+
+# --- memory that stays after each step
+
+FEWEST_STEPS = 3
+LEAST_BYTES = 4096  # per step; counters and log values come and go
+MOSTLY = 0.75  # of the steps must end higher than the one before
+
+
+def growth_of(steps: tuple[StepSpan, ...], allocated: np.ndarray, sites_between) -> Growth | None:
+    """allocated: int64 [n + 1], bytes before the first event and after each. sites_between(first, last): what is held after
+    event `last` more than after event `first`. None where memory does not grow or too few steps are seen."""
+    ends = np.array([step.last for step in steps], np.int64)
+    if len(ends) < FEWEST_STEPS:
+        return None
+    change = np.diff(allocated[ends + 1])
+    slope = float(np.median(change))
+    if slope < LEAST_BYTES or np.mean(change > 0) < MOSTLY:
+        return None
+    times = len(change)
+    sites = sites_between(int(ends[0]), int(ends[-1]), times)
+    return Growth(bytes_per_step=slope, steps=len(ends), sites=sites)
+
+
+def step_memory(steps: tuple[StepSpan, ...], allocated: np.ndarray, time_us: np.ndarray) -> tuple[StepMemory, ...]:
+    return tuple(
+        StepMemory(
+            step.name,
+            int(time_us[step.first]),
+            int(time_us[step.last]),
+            int(allocated[step.last + 1]),
+            int(allocated[step.first : step.last + 2].max()),
+        )
+        for step in steps
+    )
+
+
+# --- A memory snapshot, read: the curve worked out from the state at the end and the events before it, the peak, and what held
 
 CURVE_POINTS = 800
 MOST_UNKNOWN = 0.01  # of the peak, without origin, in a record that counts as complete

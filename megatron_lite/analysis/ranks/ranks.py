@@ -1,20 +1,181 @@
 """All ranks of one run, beside each other."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import NamedTuple
 
-from megatron_lite.analysis.ranks.calls import calls_of
+import numpy as np
+
+from megatron_lite.analysis.ranks.calls import Calls, calls_of
 from megatron_lite.analysis.ranks.clocks import Clocks, clocks_of
-from megatron_lite.analysis.ranks.figures import RankRow, Ranks
-from megatron_lite.analysis.ranks.matching import match
+from megatron_lite.analysis.ranks.figures import RankRow, Ranks, Straggler
+from megatron_lite.analysis.ranks.matching import Group, match
 from megatron_lite.analysis.ranks.rows import collective_rows
-from megatron_lite.analysis.ranks.shared_steps import shared_steps
-from megatron_lite.analysis.ranks.straggler import straggler_of
-from megatron_lite.analysis.ranks.waits import Waits, waits_of
-from megatron_lite.analysis.time.figures import RankTime
+from megatron_lite.analysis.time.figures import RankTime, Step
 from megatron_lite.analysis.time.placing import Placing
 from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.phases import Phase
+
+# --- the rank that others wait for, and the one quantity that explains it, if one does
+
+SHARE_OF_STEP = 0.02  # that others must wait for one rank, or it does not matter; as in the trainer's own line
+EXPLAINED = 0.8  # of the lag that a cause must be
+BEYOND_CHANCE = 4 / 3  # times the share of all waiting that a rank would cause if all were alike
+STANDARD_ERRORS = 2.0  # that the mean over steps must be above nothing
+
+CAUSES: dict[str, Callable[[RankTime], float]] = {
+    "data_wait": lambda time: time.rows.get("data_wait", 0.0),
+    "compute": lambda time: time.rows.get("compute", 0.0),
+    "copy": lambda time: time.rows.get("exposed_copy", 0.0),
+    "host": lambda time: sum(
+        time.rows.get(name, 0.0) for name in ("host", "sync", "garbage_collector", "allocator", "launch")
+    ),
+}
+# no rank waits for another in these, so that their time is the rank's own
+INDEPENDENT = tuple(map(str, (Phase.DATA, Phase.DATA_TO_DEVICE, Phase.FORWARD, Phase.OPTIMIZER_STEP)))
+
+
+def straggler_of(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: np.ndarray) -> Straggler | None:
+    """Of rows with waits, the same ranks' times, and what others waited for each rank beyond its own waits by step [R, S].
+
+    None where no rank stands out, or where it does by one odd step only.
+    """
+    if len(rows) < 2 or any(row.caused_wait_ms is None for row in rows):
+        return None
+    late = max(range(len(rows)), key=lambda at: rows[at].caused_wait_ms)
+    lag, whole = rows[late].caused_wait_ms, sum(row.caused_wait_ms for row in rows)
+    least = SHARE_OF_STEP * median(row.step_ms for row in rows)
+    share = min(max(0.5, BEYOND_CHANCE / len(rows)), 0.9)
+    if lag < least or lag < share * whole or not _steadily(net_ms[late], least):
+        return None
+    cause, by = _excess(times, late, CAUSES, lag)
+    phase, _ = _excess(times, late, {name: _of_phase(name) for name in _phases(times)}, lag)
+    return Straggler(rows[late].rank, lag, rows[late].last_in, cause, by, phase)
+
+
+def _steadily(net_ms: np.ndarray, least: float) -> bool:
+    """Is the rank late in the usual step, and by more than steps differ among each other?"""
+    error = net_ms.std(ddof=1) / np.sqrt(len(net_ms)) if len(net_ms) > 1 else 0.0
+    return bool(np.median(net_ms) > least and net_ms.mean() > STANDARD_ERRORS * error)
+
+
+def _excess(times: Sequence[RankTime], late: int, quantities: dict[str, Callable], lag: float) -> tuple[str, float]:
+    """(name, ms): what the late rank has most more of than the median of the others; ("", 0) if it is no explanation."""
+    found = {
+        name: quantity(times[late]) - median(quantity(time) for at, time in enumerate(times) if at != late)
+        for name, quantity in quantities.items()
+    }
+    name = max(found, key=found.get, default="")
+    return (name, found[name]) if name and found[name] >= EXPLAINED * lag else ("", 0.0)
+
+
+def _phases(times: Sequence[RankTime]) -> list[str]:
+    return list(dict.fromkeys(phase.name for time in times for phase in time.phases))
+
+
+def _of_phase(name: str) -> Callable[[RankTime], float]:
+    """Time of a phase that is the rank's own: compute, and where no rank waits for another the host's if that is longer."""
+
+    def of(time: RankTime) -> float:
+        phase = next((phase for phase in time.phases if phase.name == name), None)
+        if phase is None:
+            return 0.0
+        return max(phase.compute_ms, phase.host_ms) if name in INDEPENDENT and not time.on_gpu else phase.compute_ms
+
+    return of
+
+
+# --- who waits for whom inside collectives: of each, when every rank came and what the transfer itself takes
+
+
+@dataclass(frozen=True)
+class Waits:
+    """[R ranks, S shared steps], over the collectives that were matched; ms and counts."""
+
+    wait_ms: np.ndarray  # inside collectives for a rank that came later
+    exposed_wait_ms: np.ndarray  # of it, what no compute hides
+    caused_ms: np.ndarray  # its start - the median start of the others, where it came last
+    last: np.ndarray  # how often it came last
+    matched: np.ndarray  # collectives that it took part in
+    transfer_ns: tuple[np.ndarray, ...]  # by rank: int64 [c] of all its calls, shortest over ranks; -1: not matched
+
+    @property
+    def net_ms(self) -> np.ndarray:
+        """[R, S]: how much more others waited for the rank than it for them."""
+        return self.caused_ms - self.wait_ms
+
+
+def waits_of(
+    ranks: Sequence[Calls], groups: list[Group], clocks: Clocks, slots: Sequence[np.ndarray], steps: int
+) -> Waits:
+    """slots: by rank, int [c], the shared step of each call, -1 for what does not count."""
+    found = Waits(
+        *(np.zeros((len(ranks), steps)) for _ in range(5)), tuple(np.full(len(calls), -1, np.int64) for calls in ranks)
+    )
+    for group in groups:
+        columns = list(zip(group.members.tolist(), group.call.T))
+        start = np.stack([ranks[at].start_ns[calls] + clocks.start_ns[at] for at, calls in columns], axis=1)
+        length = np.stack([ranks[at].end_ns[calls] - ranks[at].start_ns[calls] for at, calls in columns], axis=1)
+        transfer = length.min(axis=1)
+        for at, calls in columns:
+            found.transfer_ns[at][calls] = transfer
+        if clocks.aligned is not None:
+            counts = np.stack([slots[at][calls] >= 0 for at, calls in columns], axis=1).all(axis=1)
+            kept = [(at, calls[counts], slots[at][calls[counts]]) for at, calls in columns]
+            _add(found, ranks, kept, start[counts], length[counts])
+    return found
+
+
+def _add(found: Waits, ranks: Sequence[Calls], columns: list, start: np.ndarray, length: np.ndarray):
+    """The group's collectives [K, G] to the sums of its members."""
+    wait = np.clip(start.max(axis=1, keepdims=True) - start, 0, length)
+    last = start.argmax(axis=1)
+    lag = start.max(axis=1) - np.median(np.sort(start, axis=1)[:, :-1], axis=1)
+    for column, (at, calls, slot) in enumerate(columns):
+        own, is_last = ranks[at].start_ns[calls], last == column
+        hidden = ranks[at].compute.within(own, own + wait[:, column])
+        for table, values in (
+            (found.wait_ms, wait[:, column] / 1e6),
+            (found.caused_ms, np.where(is_last, lag, 0) / 1e6),
+            (found.exposed_wait_ms, (wait[:, column] - hidden) / 1e6),
+            (found.last, is_last),
+            (found.matched, np.ones(len(slot))),
+        ):
+            np.add.at(table[at], slot, values)
+
+
+# --- the steady steps that all ranks' traces have: windows may begin and end apart, and ranks must be compared over the same
+
+
+def shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tuple[list[np.ndarray], int]:
+    """(by rank: int [c], which of the S shared steps a call is in, -1: none; S, at least 1).
+
+    By the steps' numbers where all ranks have some in common, else the k-th steady one is the same everywhere.
+    """
+    numbers = [{step.number for step in placing.steps if step.steady} for placing in placings]
+    common = sorted(set.intersection(*numbers) - {None})
+    if common:
+        slot_of = [_by_number(placing.steps, common) for placing in placings]
+    else:
+        fewest = min(sum(step.steady for step in placing.steps) for placing in placings)
+        slot_of = [_by_order(placing.steps, fewest) for placing in placings]
+    slots = [table[calls.step] for table, calls in zip(slot_of, ranks)]  # the last entry is for -1
+    return slots, max(1, len(common) or fewest)
+
+
+def _by_number(steps: Sequence[Step], common: list[int]) -> np.ndarray:
+    slot = {number: at for at, number in enumerate(common)}
+    return np.array([slot.get(step.number, -1) if step.steady else -1 for step in steps] + [-1], np.int64)
+
+
+def _by_order(steps: Sequence[Step], fewest: int) -> np.ndarray:
+    steady = np.array([step.steady for step in steps] + [False], bool)
+    order = np.cumsum(steady) - 1
+    return np.where(steady & (order < fewest), order, -1)
+
+
+# --- all ranks of one run, beside each other
 
 
 class Seen(NamedTuple):

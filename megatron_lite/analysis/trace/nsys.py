@@ -3,19 +3,171 @@
 Tables and columns differ between versions and stand there only if they hold something: what is not there is empty.
 """
 
+import ast
 import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.analysis.trace.columns import Kind, MemoryEvents, Trace
-from megatron_lite.analysis.trace.nsys_names import memcpy_name, nvtx_name, runtime_name, sync_name
-from megatron_lite.analysis.trace.nsys_tables import NsysTables
+from megatron_lite.analysis.trace.columns import Kind, MemoryEvents, Shapes, Trace
 from megatron_lite.analysis.trace.numbered import Numbered
 from megatron_lite.analysis.trace.refused import TraceError
 from megatron_lite.analysis.trace.repair import repaired
+
+# --- reading the tables of an Nsight Systems export, whichever of them and of their columns are there
+
+_PUSH_POP, _START_END, _MARK = 59, 60, 34  # ENUM_NSYS_EVENT_TYPE
+
+
+class NsysTables:
+    """The tables of an open database."""
+
+    def __init__(self, database: sqlite3.Connection):
+        self._database = database
+        names = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")]
+        self._columns = {name: self._columns_of(name) for name in names}
+        self.is_nsys = "StringIds" in self._columns and (
+            "NVTX_EVENTS" in self._columns
+            or any(name.startswith(("CUPTI_", "META_DATA_", "EXPORT_META")) for name in names)
+        )
+        strings = database.execute("SELECT id, value FROM StringIds WHERE value IS NOT NULL") if self.is_nsys else ()
+        self.strings = {number: str(text) for number, text in strings}
+
+    def _columns_of(self, table: str) -> set[str]:
+        quoted = table.replace('"', '""')
+        return {row[1] for row in self._database.execute(f'PRAGMA table_info("{quoted}")')}
+
+    def ints(self, table: str, *columns: str) -> np.ndarray:
+        """int64 [rows, columns]; -1 where a value or a column is missing; (0, columns) for a table that is not there."""
+        if not {"start", "end"} <= self._columns.get(table, set()):
+            return np.empty((0, len(columns)), np.int64)
+        have = self._columns[table]
+        wanted = ", ".join(f"coalesce(CAST({name} AS INTEGER), -1)" if name in have else "-1" for name in columns)
+        rows = self._database.execute(f"SELECT {wanted} FROM {table} WHERE start IS NOT NULL").fetchall()
+        return np.array(rows, np.int64).reshape(-1, len(columns))
+
+    def nvtx(self) -> tuple[np.ndarray, list[str]]:
+        """(int64 [rows, 3]: start, end, thread; their texts) of the ranges that ended."""
+        if not (text := self._nvtx_text()):
+            return np.empty((0, 3), np.int64), []
+        rows = self._database.execute(
+            f"SELECT CAST(start AS INTEGER), CAST(end AS INTEGER), coalesce(CAST(globalTid AS INTEGER), -1), {text} "
+            "FROM NVTX_EVENTS WHERE eventType IN (?, ?) AND start IS NOT NULL AND end IS NOT NULL", (_PUSH_POP, _START_END),
+        ).fetchall()  # fmt: skip
+        rows = [row for row in rows if row[3]]
+        return np.array([row[:3] for row in rows], np.int64).reshape(-1, 3), [str(row[3]) for row in rows]
+
+    def marks(self) -> list[tuple[int, str]]:
+        """(process id, text) of NVTX marks that name a rank."""
+        if not (text := self._nvtx_text()):
+            return []
+        return self._database.execute(
+            f"SELECT globalTid >> 24 & 0xffffff, {text} AS said FROM NVTX_EVENTS WHERE eventType = ? "
+            "AND said LIKE 'rank %'", (_MARK,),
+        ).fetchall()  # fmt: skip
+
+    def _nvtx_text(self) -> str | None:
+        """SQL for the text of a row of NVTX_EVENTS; None without the table."""
+        have = self._columns.get("NVTX_EVENTS", set())
+        if not {"start", "end", "eventType", "globalTid"} <= have:
+            return None
+        registered = "(SELECT value FROM StringIds WHERE id = textId)"
+        parts = [part for name, part in (("text", "text"), ("textId", registered)) if name in have]
+        return f"coalesce({', '.join(parts)}, NULL)" if parts else None
+
+    def devices(self) -> tuple[str, ...]:
+        """Names of the GPUs, by index."""
+        if not {"id", "name"} <= self._columns.get("TARGET_INFO_GPU", set()):
+            return ()
+        return tuple(str(name) for (name,) in self._database.execute("SELECT name FROM TARGET_INFO_GPU ORDER BY id"))
+
+    def clock_ns(self) -> int | None:
+        """Nanoseconds since 1970 of the report's time 0, by the machine's clock; None where it does not say."""
+        if "utcEpochNs" not in self._columns.get("TARGET_INFO_SESSION_START_TIME", set()):
+            return None
+        row = self._database.execute(
+            "SELECT CAST(utcEpochNs AS INTEGER) FROM TARGET_INFO_SESSION_START_TIME"
+        ).fetchone()
+        start = None
+        if "startTime" in self._columns.get("ANALYSIS_DETAILS", set()):
+            start = self._database.execute("SELECT CAST(startTime AS INTEGER) FROM ANALYSIS_DETAILS").fetchone()
+        return None if not row or row[0] is None else int(row[0]) - int(start[0] or 0 if start else 0)
+
+    def facts(self) -> dict:
+        """The version of the tool and of its tables."""
+        for table in ("META_DATA_EXPORT", "EXPORT_META_DATA"):
+            if {"name", "value"} <= self._columns.get(table, set()):
+                rows = dict(self._database.execute(f"SELECT name, value FROM {table}"))
+                wanted = {"EXPORT_PRODUCT_VERSION": "nsys_version", "EXPORT_SCHEMA_VERSION": "nsys_schema"}
+                return {ours: str(rows[theirs]) for theirs, ours in wanted.items() if theirs in rows}
+        return {}
+
+
+# --- names of Nsight Systems as the profiler of PyTorch would write them, so that one analysis serves both
+
+# torch.autograd.profiler.emit_nvtx: "aten::mm, seq = 12, sizes = [[2, 3], [3, 4]], op_id = 7, input_op_ids = [...]"
+_EMITTED = re.compile(r"(?P<name>.+?)(?:, seq = (?P<seq>\d{1,18}))?(?:, op_id = \d+)?(?:, sizes = (?P<sizes>\[.*?\]))?"
+                      r"(?:, op_id = \d+)?(?:, input_op_ids = .*)?\Z", re.DOTALL)  # fmt: skip
+_OPERATOR = re.compile(r"(aten|torch|autograd|c10d|prims|triton|inductor|_?[A-Za-z]\w*)::\w|.*Backward\d*\Z")
+_VERSION = re.compile(r"(_ptsz|_ptds)?_v\d+(_ptsz|_ptds)?\Z")
+_COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH", 10: "PtoP",
+           11: "HtoD", 12: "DtoH", 13: "DtoD"}  # fmt: skip  # ENUM_CUDA_MEMCPY_OPER; from 11 on: unified memory
+_MEMORIES = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device", 6: "Managed"}
+_SYNCS = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context Sync"}  # ENUM_CUPTI_SYNC_TYPE
+
+
+class NvtxName(NamedTuple):
+    """A range's text taken apart."""
+
+    name: str
+    kind: Kind
+    sequence: int  # autograd's; -1: not given
+    shapes: Shapes | None
+
+
+def nvtx_name(text: str) -> NvtxName:
+    """OP for the ranges that PyTorch emits for operators, ANNOTATION for those that code named."""
+    found = _EMITTED.match(text)
+    emitted = found is not None and len(found["name"]) < len(text)
+    name = found["name"] if emitted else text
+    kind = Kind.OP if emitted or _OPERATOR.match(name) else Kind.ANNOTATION
+    dims = _dims(found["sizes"]) if emitted and found["sizes"] else None
+    shapes = Shapes(dims, ("",) * len(dims)) if dims else None
+    return NvtxName(name, kind, int(found["seq"]) if emitted and found["seq"] else -1, shapes)
+
+
+def _dims(text: str) -> tuple | None:
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return _tuples(value) if isinstance(value, list) else None
+
+
+def _tuples(value):
+    return tuple(_tuples(one) if isinstance(one, list) else one for one in value)
+
+
+def runtime_name(name: str) -> str:
+    """cudaLaunchKernel of cudaLaunchKernel_v7000."""
+    return _VERSION.sub("", name)
+
+
+def memcpy_name(copy: int, source: int, target: int) -> str:
+    """Memcpy HtoD (Pageable -> Device)."""
+    where = f"{_MEMORIES.get(source, 'Unknown')} -> {_MEMORIES.get(target, 'Unknown')}"
+    return f"Memcpy {_COPIES.get(copy, 'Unknown')} ({where})"
+
+
+def sync_name(kind: int) -> str:
+    """Stream Sync, Event Sync, ..."""
+    return _SYNCS.get(kind, "Sync")
+
+
+# --- an Nsight Systems report, exported with `nsys export --type sqlite` -> a Trace per process
 
 _OUR_MARK = re.compile(r"rank (\d+) of (\d+)\b")  # megatron_lite/instruments/nsys_range.py
 _MOST_NS = 4 * 10**18  # differences of such times still fit 64 bits
