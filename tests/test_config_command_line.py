@@ -7,9 +7,7 @@ from command_lines import ALONE, argv, mistakes, read
 
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.family import answers
-from megatron_lite.config.megatron import ACCEPTED, REFUSED
-from megatron_lite.config.not_here import FIRST_WORDS, NOT_HERE
+from megatron_lite.config.megatron_flags import ABSENT_BEGINS, ACCEPTED, STOPPING, find_texts, read_flags
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
@@ -67,11 +65,11 @@ ONE_MISTAKE = [
     ("--recompute-m x", "--recompute-m is not a flag; did you mean --recompute-method?"),
     (
         "--recompute-modules core_attn mlp",
-        f"--recompute-modules is refused: {answers(REFUSED)['--recompute-modules']}.",
+        f"--recompute-modules is refused: {read_flags()['--recompute-modules'].text}.",
     ),
-    ("--window-size (128,0)", f"--window-size {FIRST_WORDS}: {answers(NOT_HERE)['--window-size']}."),
-    ("--fp4-format e2m1", f"--fp4-format {FIRST_WORDS}, and use --bf16 or --fp16."),
-    ("--dump-param-to-param-group-map a b", f"--dump-param-to-param-group-map {FIRST_WORDS}."),
+    ("--window-size (128,0)", f"--window-size {ABSENT_BEGINS}: {read_flags()['--window-size'].text}."),
+    ("--fp4-format e2m1", f"--fp4-format {ABSENT_BEGINS}, and use --bf16 or --fp16."),
+    ("--dump-param-to-param-group-map a b", f"--dump-param-to-param-group-map {ABSENT_BEGINS}."),
     ("--x 1", "--x is not a flag; --help lists them all."),
     ("--", "-- is not a flag; --help lists them all."),
     ("--l 1", "--l is not a flag; did you mean --lr?"),
@@ -105,9 +103,9 @@ def test_one_mistake(changes, answer):
 
 
 def test_no_guess_is_itself_refused():
-    lacking = answers((*REFUSED, *NOT_HERE))
+    lacking = find_texts(*STOPPING)
     for number, name in enumerate(
-        [*lacking, *answers(ACCEPTED)]
+        [*lacking, *find_texts(ACCEPTED)]
     ):  # one of five kinds of typos each: a guess takes milliseconds
         typos = (name[:-1], name[:-2] + name[-1], name + "s", name.replace("-", "_")[2:], name[: len(name) // 2])
         for line in read_command_line([f"--{typos[number % len(typos)].lstrip('-')}", "1"]).mistakes:

@@ -6,10 +6,18 @@ import pytest
 from command_lines import REPO, mistakes, read
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.family import answers
 from megatron_lite.config.flags import dashed, flags_of
-from megatron_lite.config.megatron import ACCEPTED, HARMLESS, REFUSED, RESPELLED, RETIRED
-from megatron_lite.config.not_here import FIRST_WORDS, NOT_HERE
+from megatron_lite.config.megatron_flags import (
+    ABSENT,
+    ABSENT_BEGINS,
+    ANSWERS,
+    FILE,
+    REFUSED,
+    RESPELLED,
+    STOPPING,
+    find_texts,
+    read_flags,
+)
 
 TABLE = dict(
     (line.rstrip("\n").split("\t") + [None])[:2]
@@ -17,14 +25,7 @@ TABLE = dict(
     if line.startswith("--")
 )
 KNOBS = {spelling: flag for flag in flags_of(Args) for spelling in flag.spellings}
-ANSWERS = {
-    "knob": set(KNOBS),
-    "accepted": set(answers(ACCEPTED)),
-    "refused": set(answers(REFUSED)),
-    "respelled": set(RESPELLED),
-    "retired": set(answers(RETIRED)),
-    "not here": set(answers(NOT_HERE)),
-}
+NAMES = {"knob": set(KNOBS)} | {answer: set(find_texts(answer)) for answer in ANSWERS}
 OTHER_DEFAULTS = {  # where a default differs from Megatron's: ours, and why
     "--distributed-backend": (None, "chosen: nccl with GPUs, gloo without"),
     "--eval-interval": (1000, "None crashes Megatron 0.16; 1000 is what it was before"),
@@ -65,22 +66,20 @@ def test_the_table_is_whole():
 
 @pytest.mark.parametrize("name", TABLE)
 def test_exactly_one_answer(name):
-    kinds = [kind for kind, names in ANSWERS.items() if name in names]
+    kinds = [kind for kind, names in NAMES.items() if name in names]
     assert len(kinds) == 1, kinds
     assert (kinds == ["knob"]) == (TABLE[name] is not None)
 
 
 def test_no_name_anywhere_has_two_answers():
-    names = [name for of_kind in ANSWERS.values() for name in of_kind]
-    assert len(names) == len(set(names))
-    tables = (ACCEPTED, RETIRED, REFUSED, NOT_HERE)
-    listed = [name for table in tables for family in table for name in family.flags]
-    assert len(listed) == len(set(listed))
+    rows = [line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    assert len(rows) == len(read_flags()) == sum(map(len, NAMES.values())) - len(KNOBS)
+    assert not set(read_flags()) & set(KNOBS)
     assert len(KNOBS) == sum(len(flag.spellings) for flag in flags_of(Args))
 
 
 def test_how_many_are_what():
-    count = {kind: len(names & set(TABLE)) for kind, names in ANSWERS.items()}
+    count = {kind: len(names & set(TABLE)) for kind, names in NAMES.items()}
     print(f"of {len(TABLE)}: {count}")
     assert count["knob"] >= 150 and count["refused"] <= 17 and sum(count.values()) == len(TABLE)
 
@@ -99,25 +98,25 @@ def test_what_is_ours_is_marked_so():
         assert ("(ours)" in flag.help) == (flag.spelling in OURS or flag.field == "tokenizer_type"), flag.spelling
 
 
-@pytest.mark.parametrize("family", [*ACCEPTED, *RETIRED, *REFUSED], ids=lambda family: family.flags[0])
-def test_every_answer_is_said_in_one_line(family):
-    for name in family.flags:
-        line = read([name, "1"])
-        said = [text for text in line.notes + line.mistakes if text.startswith(f"{name} ")]
-        assert len(said) == 1 and family.answer in said[0] and "\n" not in said[0] and not family.answer.endswith(".")
-        refused = family in REFUSED
-        assert bool(line.mistakes) == refused
-        if refused:
-            assert re.search(r"\b(drop it|use that)\b", family.answer), "a refusal says the way out"
+def test_every_answer_is_said_in_one_line():
+    for flag in read_flags().values():
+        if flag.answer == RESPELLED:
+            continue
+        line = read([flag.name, "1"])
+        said = [text for text in line.notes + line.mistakes if text.startswith(f"{flag.name} ")]
+        assert len(said) == 1 and flag.text in said[0] and "\n" not in said[0] and not flag.text.endswith(".")
+        assert bool(line.mistakes) == (flag.answer in STOPPING)
+        if flag.answer == REFUSED:
+            assert re.search(r"\b(drop it|use that)\b", flag.text), "a refusal says the remedy"
 
 
 def test_flags_named_in_an_answer_exist():
-    everything = set().union(*ANSWERS.values())
-    for family in [*ACCEPTED, *RETIRED, *REFUSED, *NOT_HERE]:
-        assert set(re.findall(r"--[\w-]+", family.answer)) <= everything, family.answer
+    everything = set().union(*NAMES.values())
+    for flag in read_flags().values():
+        assert set(re.findall(r"--[\w-]+", flag.text)) <= everything, flag
 
 
-@pytest.mark.parametrize(("old", "new"), RESPELLED.items())
+@pytest.mark.parametrize(("old", "new"), [(old, new.split()) for old, new in find_texts(RESPELLED).items()])
 def test_old_spellings_mean_their_new_ones(old, new):
     value = [] if KNOBS[new[-1 if len(new) == 1 else 0]].is_switch or len(new) > 1 else ["1"]
     value = {"--warmup": ["0.1"], "--checkpoint-granularity": ["full"], "--checkpoint-method": ["block"]}.get(
@@ -132,20 +131,21 @@ def test_old_spellings_mean_their_new_ones(old, new):
 
 
 def test_values_that_ask_for_nothing_pass():
-    for name, values in HARMLESS.items():
-        assert mistakes([name, *values]) == [] and name in answers((*REFUSED, *NOT_HERE))
+    passing = {flag.name: flag.passing for flag in read_flags().values() if flag.passing is not None}
+    assert len(passing) == 12
+    for name, values in passing.items():
+        assert mistakes([name, *values]) == [] and name in find_texts(*STOPPING)
         assert read([name, *values]).notes == [f"{' '.join((name, *values))} has no effect here: it is so anyway."]
         assert len(mistakes([name, *values, "7"])) == 1
 
 
-@pytest.mark.parametrize("family", NOT_HERE, ids=lambda family: family.flags[0])
-def test_what_is_not_here_is_said_in_one_line_whatever_follows_it(family):
-    for name in family.flags:
+def test_what_is_not_here_is_said_in_one_line_whatever_follows_it():
+    for name, text in find_texts(ABSENT).items():
         assert re.fullmatch(r"--[a-z0-9-]+", name)
         for words in ([name], [name, "7"], [f"{name}=7"], [name, "a", "1,-2", "-1,0", "-3", "[1]*3"]):
             assert len(said := mistakes(words)) == 1, said
-            assert said[0].startswith(f"{name} {FIRST_WORDS}") and said[0].endswith(".") and ".." not in said[0]
-            assert family.answer in said[0]
+            assert said[0].startswith(f"{name} {ABSENT_BEGINS}") and said[0].endswith(".") and ".." not in said[0]
+            assert text in said[0]
 
 
 def test_a_field_is_its_flag():

@@ -6,10 +6,8 @@ from command_lines import ALONE, argv, mistakes
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.family import answers
 from megatron_lite.config.flags import flags_of
-from megatron_lite.config.megatron import REFUSED
-from megatron_lite.config.not_here import FIRST_WORDS, NOT_HERE
+from megatron_lite.config.megatron_flags import ABSENT_BEGINS, read_flags
 from megatron_lite.errors import ConfigError
 
 
@@ -135,13 +133,13 @@ def test_another_spelling_in_the_file_is_no_contradiction(file):
                 "{path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16.",
             ],
         ),
-        ("num_moe_experts: 8", [f"{{path}}: --num-experts is refused: {answers(REFUSED)['--num-experts']}."]),
+        ("num_moe_experts: 8", [f"{{path}}: --num-experts is refused: {read_flags()['--num-experts'].text}."]),
         ("fp8: e4m3", ["{path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16."]),
-        ("window_size: [128, 0]", [f"{{path}}: --window-size {FIRST_WORDS}: {answers(NOT_HERE)['--window-size']}."]),
+        ("window_size: [128, 0]", [f"{{path}}: --window-size {ABSENT_BEGINS}: {read_flags()['--window-size'].text}."]),
         (
             "init_method: xavier_uniform",
             [
-                f"{{path}}: --init-method-xavier-uniform {FIRST_WORDS}: {answers(NOT_HERE)['--init-method-xavier-uniform']}."
+                f"{{path}}: --init-method-xavier-uniform {ABSENT_BEGINS}: {read_flags()['--init-method-xavier-uniform'].text}."
             ],
         ),
         ("zzz: true", ["{path}: --zzz is not a flag; --help lists them all."]),

@@ -4,36 +4,34 @@ import argparse
 import sys
 
 from megatron_lite.cli.parser import Parser
-from megatron_lite.config.family import Family
 from megatron_lite.errors import UserError
 from megatron_lite.terminal import print_lines
 
-PREPROCESS_ACCEPTED = (
-    Family(("--log-interval",), "on a terminal a line shows the progress all the time"),
-    Family(("--partitions",), "the input is read once, and --workers shares the work"),
-    Family(("--chunk-size",), "workers are handed blocks of bytes"),
-    Family(("--keep-sequential-samples",), "documents keep their order with any number of workers"),
-    Family(("--dataset-impl",), "all data sets are memory-mapped ones"),
-    Family(("--lang", "--keep-newlines"), "it matters only with --split-sentences"),
-    Family(
-        ("--workers-to-check", "--max-documents", "--performance-dir"),
-        "it matters only with --find-optimal-num-workers",
-    ),
-)
-PREPROCESS_REFUSED = (
-    Family(("--split-sentences",), "a GPT reads documents whole; leave it out"),
-    Family(("--find-optimal-num-workers",), "leave it out, try a few values of --workers, and compare documents/s"),
-)
-MERGE_REFUSED = (Family(("--multimodal",), "only data sets of text are merged; leave it out"),)
+PREPROCESS_ACCEPTED = {
+    "--log-interval": "on a terminal a line shows the progress all the time",
+    "--partitions": "the input is read once, and --workers shares the work",
+    "--chunk-size": "workers are handed blocks of bytes",
+    "--keep-sequential-samples": "documents keep their order with any number of workers",
+    "--dataset-impl": "all data sets are memory-mapped ones",
+    "--lang": "it matters only with --split-sentences",
+    "--keep-newlines": "it matters only with --split-sentences",
+    "--workers-to-check": "it matters only with --find-optimal-num-workers",
+    "--max-documents": "it matters only with --find-optimal-num-workers",
+    "--performance-dir": "it matters only with --find-optimal-num-workers",
+}
+PREPROCESS_REFUSED = {
+    "--split-sentences": "a GPT reads documents whole; leave it out",
+    "--find-optimal-num-workers": "leave it out, try a few values of --workers, and compare documents/s",
+}
+MERGE_REFUSED = {"--multimodal": "only data sets of text are merged; leave it out"}
 ONLY = {"--dataset-impl": "mmap"}  # flag: the value that it may have
 
 
-def add_answers(parser: Parser, accepted: tuple[Family, ...] = (), refused: tuple[Family, ...] = ()):
+def add_answers(parser: Parser, accepted: dict[str, str], refused: dict[str, str]):
     """Let `parser` take the flags of `accepted`, each with a word on stderr, and stop at those of `refused`."""
-    for families, stops in ((accepted, False), (refused, True)):
-        for family in families:
-            for flag in family.flags:
-                parser.add_argument(flag, action=_Answer, answer=family.answer, stops=stops)
+    for answers, stops in ((accepted, False), (refused, True)):
+        for flag, answer in answers.items():
+            parser.add_argument(flag, action=_Answer, answer=answer, stops=stops)
 
 
 class _Answer(argparse.Action):

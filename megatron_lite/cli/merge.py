@@ -20,7 +20,7 @@ def run(argv: list[str]):
     inputs.add_argument("--inputs", nargs="+", metavar="PREFIX", help="data sets, without .bin or .idx")
     inputs.add_argument("--input", metavar="FOLDER", help="all data sets of a folder, in the order of their names")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    add_answers(parser, refused=MERGE_REFUSED)
+    add_answers(parser, {}, MERGE_REFUSED)
     options = parser.parse_args(argv)
     if options.input is not None:
         merge_and_say(_of_folder(options.input), options.output_prefix, "--input")

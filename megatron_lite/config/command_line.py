@@ -5,10 +5,8 @@ import math
 from dataclasses import dataclass, field
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.family import answers
 from megatron_lite.config.flags import Flag, build, flags_of
-from megatron_lite.config.megatron import ACCEPTED, HARMLESS, REFUSED, RESPELLED, RETIRED
-from megatron_lite.config.not_here import FIRST_WORDS, NOT_HERE
+from megatron_lite.config.megatron_flags import RESPELLED, STOPPING, describe_flag, find_texts, read_flags
 from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 from megatron_lite.units import is_number
 
@@ -76,45 +74,28 @@ def _words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
 
 
 def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLine):
-    accepted, refused, retired, not_here = (answers(table) for table in (ACCEPTED, REFUSED, RETIRED, NOT_HERE))
+    theirs = read_flags().get(name)
     if name in known:
         _read_value(name, known[name], values, line)
-    elif name in RESPELLED:
-        first, *rest = RESPELLED[name]
-        line.notes.append(f"{name} is an old spelling of {' '.join((first, *rest))}.")
-        for new_name, new_values in _words([first, *rest, *values], line):
+    elif theirs and theirs.answer == RESPELLED:
+        line.notes.append(f"{name} is an old spelling of {theirs.text}.")
+        for new_name, new_values in _words([*theirs.text.split(), *values], line):
             _take(new_name, new_values, known, line)
-    elif name in accepted:
-        line.notes.append(f"{name} has no effect here: {accepted[name]}.")
-    elif name in retired:
-        line.notes.append(f"{name} was retired by Megatron-LM and has no effect: {retired[name]}.")
-    elif HARMLESS.get(name) == tuple(values):
-        line.notes.append(f"{' '.join((name, *values))} has no effect here: it is so anyway.")
-    elif name in refused:
-        line.mistakes.append(f"{name} is refused: {refused[name]}.")
-    elif name in not_here:
-        line.mistakes.append(f"{name} {FIRST_WORDS}{_besides(not_here[name])}.")
+    elif theirs:
+        text, is_mistake = describe_flag(theirs, values)
+        (line.mistakes if is_mistake else line.notes).append(text)
     elif name == YAML_FLAG:
         line.mistakes.append(f"{YAML_FLAG} stands in a file of settings; give all files on the command line.")
     else:
         _refuse_unknown(name, known, line)
 
 
-def _besides(answer: str) -> str:
-    """'or do that' -> ', or do that'; 'it is so' -> ': it is so'."""
-    return f"{',' if answer.startswith(('or ', 'and ')) else ':'} {answer}" if answer else ""
-
-
 def _all_names(known: dict[str, Flag]) -> list[str]:
-    return [*known, *RESPELLED, YAML_FLAG, *answers((*ACCEPTED, *RETIRED)), *_lacking()]
-
-
-def _lacking() -> dict[str, str]:
-    return answers((*REFUSED, *NOT_HERE))
+    return [*known, YAML_FLAG, *read_flags()]
 
 
 def _refuse_unknown(name: str, known: dict[str, Flag], line: CommandLine):
-    lacking, wanted = _lacking(), "--" + name.lstrip("-").replace("_", "-").lower()
+    lacking, wanted = find_texts(*STOPPING), "--" + name.lstrip("-").replace("_", "-").lower()
     twins = _closest(wanted, _all_names(known), ALMOST)
     if twins and lacking.keys() >= set(twins):
         line.mistakes.append(
@@ -129,7 +110,7 @@ def _refuse_unknown(name: str, known: dict[str, Flag], line: CommandLine):
 
 def _nearest(wanted: str, known: dict[str, Flag], names: list[str]) -> list[str]:
     """Those of `names` that look almost like `wanted`, or up to three knobs that it begins, or those most like it."""
-    knobs = [*known, *RESPELLED]
+    knobs = [*known, *find_texts(RESPELLED)]
     longer = [name for name in knobs if name.startswith(wanted) and len(wanted) > 3]
     return _closest(wanted, names, ALMOST) or longer[:3] or _closest(wanted, knobs, 0.65)
 

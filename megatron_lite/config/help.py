@@ -5,8 +5,7 @@ from itertools import groupby
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import Flag, flags_of
-from megatron_lite.config.megatron import ACCEPTED, REFUSED, RESPELLED, RETIRED
-from megatron_lite.config.not_here import NOT_HERE
+from megatron_lite.config.megatron_flags import ABSENT, ACCEPTED, REFUSED, RESPELLED, RETIRED, find_texts
 
 HEAD = """\
 usage: pretrain_gpt.py [--yaml-cfg FILE] FLAGS
@@ -20,9 +19,6 @@ the command line wins over it. Smallest run:
 Defaults stand in [brackets]; flags without a value are switches, off unless given. "(ours)" marks what
 Megatron-LM does not have. Of a flag given twice the last one counts. All mistakes are reported together.
 """
-NOT_HERE_LINE = (
-    f"And {sum(len(family.flags) for family in NOT_HERE)} more flags of Megatron-LM, each of which is answered by name."
-)
 
 
 def help_text(width: int = 110) -> str:
@@ -30,15 +26,17 @@ def help_text(width: int = 110) -> str:
     parts = [HEAD]
     for title, flags in groupby(flags_of(Args), key=lambda flag: flag.group):
         parts.append(f"\n{title}\n" + "".join(_entry(flag, width) + "\n" for flag in flags))
-    for title, families in (
+    for title, answer in (
         ("Accepted without effect, said once at the start", ACCEPTED),
         ("Retired by Megatron-LM, accepted without effect", RETIRED),
         ("Refused", REFUSED),
     ):
-        lines = (f"{', '.join(family.flags)}: {family.answer}." for family in families)
+        of_one_text = groupby(find_texts(answer).items(), key=lambda item: item[1])
+        lines = (f"{', '.join(name for name, _ in flags)}: {text}." for text, flags in of_one_text)
         parts.append(f"\n{title}\n" + "".join(_wrapped("  ", line, width) + "\n" for line in lines))
-    parts.append(_wrapped("  ", NOT_HERE_LINE, width) + "\n")
-    lines = (f"{old} = {' '.join(new)}" for old, new in RESPELLED.items())
+    absent = f"And {len(find_texts(ABSENT))} more flags of Megatron-LM, each of which is answered by name."
+    parts.append(_wrapped("  ", absent, width) + "\n")
+    lines = (f"{old} = {new}" for old, new in find_texts(RESPELLED).items())
     parts.append("\nOld spellings\n" + "".join(_wrapped("  ", line, width) + "\n" for line in lines))
     return "".join(parts).rstrip("\n")
 
