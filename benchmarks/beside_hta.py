@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.analysis.time.device_covers import device_covers
+from megatron_lite.analysis.time.attribute_events import placing_of
+from megatron_lite.analysis.time.device_intervals import device_covers
 from megatron_lite.analysis.time.host_steps import PROFILER_STEP
-from megatron_lite.analysis.time.placing_of import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.analysis.trace.read import read_traces

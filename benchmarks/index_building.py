@@ -19,9 +19,9 @@ import warnings
 
 import numpy as np
 
+from megatron_lite.data.blend_order import mix
 from megatron_lite.data.gpt_indices import sample_recipe
 from megatron_lite.data.index_cache import IndexCache
-from megatron_lite.data.mixing import mix
 
 MEAN_TOKENS, SIGMA, SEED = 600, 1.0, 1234
 

@@ -26,10 +26,10 @@ from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.process_group import device_of
 from megatron_lite.phases import Phase
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.meter import Meter
-from megatron_lite.train.rank_figures import gather
+from megatron_lite.train.rank_stats import gather
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
+from megatron_lite.train.step_metrics import Meter
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "

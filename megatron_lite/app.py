@@ -21,24 +21,24 @@ from megatron_lite.data.tokenizers import tokenizer_of
 from megatron_lite.errors import CheckpointError, ConfigError, UserError, describe_memory_error
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.choose import choose
+from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.memory_oom import is_out_of_memory, unrecorded
+from megatron_lite.instruments.rank_position import WhereaboutsKeeper
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.instruments.whereabouts import WhereaboutsKeeper
 from megatron_lite.live_line import say
 from megatron_lite.parallel.compile_cache import keep_compiled
 from megatron_lite.parallel.compiled import no_compiler
 from megatron_lite.parallel.host_memory import keep_freed_memory
-from megatron_lite.parallel.launcher import LauncherWatch
+from megatron_lite.parallel.launcher_watch import LauncherWatch
 from megatron_lite.parallel.process_group import device_of, process_group
 from megatron_lite.rank_errors import end_with_error, tell_error, write_error_file
 from megatron_lite.run_folder import default_run_dir
 from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
-from megatron_lite.train.end_report import end_with_report, wants_report
-from megatron_lite.train.feed import Feed
-from megatron_lite.train.forecast import Forecast, as_record, forecast, lines_of
-from megatron_lite.train.record import RunRecord
+from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.post_run_report import end_with_report, wants_report
 from megatron_lite.train.run import run
+from megatron_lite.train.run_prediction import Forecast, as_record, forecast, lines_of
+from megatron_lite.train.run_record import RunRecord
 
 KEPT = "the C library keeps freed blocks for the next step (mallopt)"
 GIVEN_BACK = "this C library may give freed blocks back, which slows steps down; LD_PRELOAD=libtcmalloc.so.4 keeps them"

@@ -1,6 +1,6 @@
 """Mistakes that a user can make and mend.
 
-Every message is one line with three parts: the flag or file, the value, the way out.
+Every message is one line with three parts: the flag or file, the value, the remedy.
 """
 
 try:

@@ -25,7 +25,7 @@ from finding_cases import (
 from trace_maker import cpu_run, gpu_run
 from training_maker import ADD, FP32_GEMM, Step
 
-from megatron_lite.analysis.audit.figures import Answer
+from megatron_lite.analysis.audit.audit_results import Answer
 
 PASS, FAIL, NOT_SEEN = Answer.PASS, Answer.FAIL, Answer.NOT_SEEN
 OWN_DATA = {"dataloader_type": "single", "shape": {"max_position_embeddings": 2048}}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_variants import PLAIN, build, tokens
 
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.folders import Export
 from megatron_lite.convert.tokenizer_files import no_files

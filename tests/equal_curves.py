@@ -10,7 +10,7 @@ from plain_gpt import Curve, Recipe, train_plainly
 
 from megatron_lite.cli.corpus import library_sources
 from megatron_lite.data.indexed import IndexedWriter
-from megatron_lite.train.feed import Feed
+from megatron_lite.train.data_streams import Feed
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
 

@@ -34,11 +34,11 @@ from megatron_lite.config.world import World
 from megatron_lite.data.indexed import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.choose import choose
+from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.parallel.host_memory import libc_version, without_thread_cache
 from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
-from megatron_lite.train.feed import Feed
+from megatron_lite.train.data_streams import Feed
 from megatron_lite.train.run import run
 
 REPO = Path(__file__).parent.parent

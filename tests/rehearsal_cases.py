@@ -7,7 +7,7 @@ from launch import ALONE, flags, plan_of
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
-from megatron_lite.instruments.memory_place import ModuleHooks, Place
+from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel

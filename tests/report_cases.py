@@ -5,10 +5,16 @@ import sys
 
 import numpy as np
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.kernels.figures import KernelRow, OperatorRow, RankKernels, Role, RooflineRow, TensorCores
-from megatron_lite.analysis.memory.figures import (
+from megatron_lite.analysis.kernels.kernel_results import (
+    KernelRow,
+    OperatorRow,
+    RankKernels,
+    Role,
+    RooflineRow,
+    TensorCores,
+)
+from megatron_lite.analysis.memory.memory_results import (
     Fragmentation,
     Growth,
     Held,
@@ -21,11 +27,12 @@ from megatron_lite.analysis.memory.figures import (
     TraceMemory,
 )
 from megatron_lite.analysis.memory.sites import OUTSIDE
-from megatron_lite.analysis.ranks.figures import CollectiveRow, RankRow, Ranks, Straggler
+from megatron_lite.analysis.ranks.rank_results import CollectiveRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run.figures import Run
-from megatron_lite.analysis.time.figures import HostSite, PhaseTime, RankTime, Span, Step, SyncSite
-from megatron_lite.analysis.time.placing import Placing
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.time.attribution import Placing
+from megatron_lite.analysis.time.time_results import HostSite, PhaseTime, RankTime, Span, Step, SyncSite
 from megatron_lite.analysis.trace.columns import Events, MemoryEvents, Trace
 from megatron_lite.analysis.verdict import verdict_of
 from megatron_lite.estimate.memory_categories import CATEGORIES

@@ -17,11 +17,11 @@ from trace_maker import gpu_run
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.audit import audit
 from megatron_lite.analysis.audit.audit import QUESTIONS, audit_of
-from megatron_lite.analysis.audit.figures import Point
-from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.audit.audit_results import Point
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.rules import RULES
-from megatron_lite.analysis.kernels.figures import Role
+from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.cli.main import main
 from megatron_lite.report.audit_terminal import audit_lines
 from megatron_lite.report.text import Style
@@ -49,14 +49,14 @@ def point_of(number, write, other=None) -> Point:
 
 
 def told(point: Point) -> str:
-    return " | ".join([*(f"{one.text} ({one.where})" for one in point.evidence), point.way_out])
+    return " | ".join([*(f"{one.text} ({one.where})" for one in point.evidence), point.remedy])
 
 
 def is_well_formed(point: Point):
     assert all(one.text and "\n" not in one.text + one.where for one in point.evidence)
     assert "nan" not in re.findall(r"[a-z]+", told(point).lower()) and "could not be asked" not in told(point)
     assert point.evidence or point.answer is NOT_SEEN
-    assert bool(point.way_out) == (point.answer is not PASS) and "\n" not in point.way_out
+    assert bool(point.remedy) == (point.answer is not PASS) and "\n" not in point.remedy
     assert not point.code or point.answer is FAIL and point.code in CODES
 
 
@@ -286,7 +286,7 @@ def test_the_command(tmp_path, capsys):
         "answer": "pass",
         "evidence": [],
         "code": "",
-        "way_out": "",
+        "remedy": "",
     }
     assert main(["audit", str(tmp_path / "bad")]) == 0
     assert "megatron-lite explain sync-in-step" in capsys.readouterr().out

@@ -28,11 +28,11 @@ from training_maker import FP32_GEMM, SIMT_GEMM, ordinary_steps
 
 from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings import fp32_products, profiler_overhead, straggler
 from megatron_lite.analysis.findings.rules import RULES, findings_of, page_of
-from megatron_lite.analysis.kernels.figures import TensorCores
-from megatron_lite.analysis.ranks.figures import Straggler
+from megatron_lite.analysis.kernels.kernel_results import TensorCores
+from megatron_lite.analysis.ranks.rank_results import Straggler
+from megatron_lite.analysis.run_facts import Facts
 
 PARTS = ("Meaning:", "Measured:", "Cost:", "Do:", "Flags:", "False alarm:")
 BUSY_3 = {"core_wait_ms": [0.5, 4.0, 0.5], "involuntary_switches": [1, 4, 1], "cpu_ms": [9.0, 6.0, 9.0]}

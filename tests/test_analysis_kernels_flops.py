@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
-from megatron_lite.analysis.time.placing_of import placing_of
+from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.estimate.flops import step_flops

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.analysis.kernels.figures import Role, TensorCores
 from megatron_lite.analysis.kernels.kernel_names import demangled, in_words, short_name, taken_apart
+from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
 from megatron_lite.analysis.kernels.roles import (
     bare_operator,
     fused_operators,

@@ -14,17 +14,17 @@ from launch import ALONE, alone, flags, plan_of, quietly
 from torch import nn
 from torch.nn import functional
 
+from megatron_lite.analysis.memory.allocation_lifetimes import held_bytes, lives_of
 from megatron_lite.analysis.memory.categories import categories_of
 from megatron_lite.analysis.memory.ledger import ledger
-from megatron_lite.analysis.memory.lives import held_bytes, lives_of
 from megatron_lite.analysis.memory.phases import phases_of
 from megatron_lite.analysis.memory.read import read_snapshot, snapshot_of
 from megatron_lite.analysis.memory.record import record_of
 from megatron_lite.estimate.memory_categories import CATEGORIES
-from megatron_lite.instruments.memory_place import Place
 from megatron_lite.instruments.memory_summary import peak
+from megatron_lite.instruments.memory_tags import Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.rehearsal.command import walk
+from megatron_lite.rehearsal.rehearse import walk
 
 WIDTH, VOCABULARY, TOKENS = 64, 512, 256
 

@@ -11,9 +11,9 @@ from prediction_cases import GIB, facts, held, measured, memory, record, time
 from training_maker import run as write_run
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.memory.figures import OutOfMemory
-from megatron_lite.analysis.predicted.figures import Compared
+from megatron_lite.analysis.memory.memory_results import OutOfMemory
 from megatron_lite.analysis.predicted.predicted import predicted_memory, predicted_of, predicted_time
+from megatron_lite.analysis.predicted.predicted_results import Compared
 from megatron_lite.analysis.run.read import read_run
 
 

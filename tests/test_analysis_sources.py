@@ -331,7 +331,7 @@ def test_links_in_a_circle(tmp_path):
 
 
 def test_too_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.analysis.sources.MOST_FILES", 3)
+    monkeypatch.setattr("megatron_lite.analysis.sources.MAX_FILES", 3)
     for number in range(5):
         trace(tmp_path, number, world_size=5)
     found = sources_of([tmp_path])

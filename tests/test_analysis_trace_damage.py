@@ -218,7 +218,7 @@ def test_paths_that_cannot_be_read(tmp_path):
 
 
 def test_an_endless_string_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.analysis.trace.read._MOST_EVENT_BYTES", 10_000)
+    monkeypatch.setattr("megatron_lite.analysis.trace.read._MAX_EVENT_BYTES", 10_000)
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [' + event() + ', {"ph": "X", "name": "' + "x" * 100_000)
     chunks = Chunks(path, 1000)

@@ -14,7 +14,7 @@ from megatron_lite.errors import UserError
 
 @pytest.fixture
 def at_any_size(monkeypatch):
-    monkeypatch.setattr(read_several, "WORTH_BYTES", 0)
+    monkeypatch.setattr(read_several, "MIN_BYTES_SAID", 0)
 
 
 def test_in_processes_as_in_this_one(tmp_path, at_any_size):

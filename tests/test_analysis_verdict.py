@@ -9,8 +9,8 @@ from training_maker import gpu, ordinary_steps, run
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.audit.audit import audit_of
-from megatron_lite.analysis.audit.figures import Answer
-from megatron_lite.analysis.facts import Facts, RankFacts
+from megatron_lite.analysis.audit.audit_results import Answer
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.title import title_of
 from megatron_lite.analysis.verdict import verdict_of
 from megatron_lite.report.sections.all import run_section

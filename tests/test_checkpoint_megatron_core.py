@@ -26,7 +26,7 @@ from test_model_megatron_parity import megatron_on_cpu, reference  # noqa: F401 
 
 from megatron_lite.checkpoint.find import open_megatron
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.optim.optimizer import Optimizer
 
 CPU = torch.device("cpu")

@@ -32,7 +32,7 @@ from test_checkpoint_megatron_core import (  # noqa: F401 - fixtures
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.megatron_dist import DistFile, writer
 from megatron_lite.checkpoint.random_states import random_state
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.cli.main import main
 from megatron_lite.config.shape import ModelShape
 

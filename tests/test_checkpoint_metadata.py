@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.checkpoint.metadata_pickle import read_metadata
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import RECORD_FILE
 

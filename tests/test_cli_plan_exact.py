@@ -21,10 +21,10 @@ ROOT = Path(__file__).parent.parent
 def in_process(monkeypatch, tmp_path):
     """The walk as a function of this process, which may have imported torch already."""
     monkeypatch.chdir(tmp_path)
-    from megatron_lite.rehearsal.command import main as walk
+    from megatron_lite.rehearsal.rehearse import main as walk
 
-    def run(command, input, **_):
-        assert command[1:] == ["-m", exact_plan.MODULE]
+    def run(rehearse, input, **_):
+        assert rehearse[1:] == ["-m", exact_plan.MODULE]
         out, err = io.StringIO(), io.StringIO()
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stdin", io.StringIO(input))
@@ -55,12 +55,12 @@ def test_formula_and_walk_stand_beside_each_other(in_process, capsys):
 
 def test_a_mistake_that_only_the_walk_sees_is_the_trainers_line(in_process, capsys, monkeypatch):
     from megatron_lite.errors import UserError
-    from megatron_lite.rehearsal import command
+    from megatron_lite.rehearsal import rehearse
 
     def refuse(plan, workspace):
         raise UserError("--attention-backend flash: no.")
 
-    monkeypatch.setattr(command, "rehearse", refuse)
+    monkeypatch.setattr(rehearse, "rehearse", refuse)
     assert main(["plan", "--exact", *argv()]) == 2
     assert capsys.readouterr().err == "error: --attention-backend flash: no.\n"
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_lite.cli.main import main
 from megatron_lite.cli.preprocess import PreprocessLine
-from megatron_lite.data import text_files, unfinished
+from megatron_lite.data import resume_state, text_files
 from megatron_lite.data.indexed import IndexedDataset
 
 BYTES = ["--tokenizer-type", "ByteTokenizer"]
@@ -182,7 +182,7 @@ def test_options_that_cannot_be(argv, said, tmp_path, capsys):
 
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(unfinished, "SECONDS_BETWEEN_STATES", 0)
+    monkeypatch.setattr(resume_state, "SECONDS_BETWEEN_STATES", 0)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(120_000)))
     argv = ["preprocess", "--input", f"{tmp_path}/a.jsonl", *BYTES, "--output-prefix"]
     state = tmp_path / "out.unfinished.json"

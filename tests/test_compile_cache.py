@@ -12,7 +12,7 @@ import torch
 from launch import flags, pretrain, steps
 
 from megatron_lite.config.world import World
-from megatron_lite.instruments.choose import Compiling
+from megatron_lite.instruments.build_instruments import Compiling
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.parallel import compile_cache
 from megatron_lite.parallel.compile_cache import PLACE, keep_compiled

@@ -8,7 +8,7 @@ from training_maker import ordinary_steps, run
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.audit.audit import compiling_apart
-from megatron_lite.analysis.audit.figures import Case
+from megatron_lite.analysis.audit.audit_results import Case
 from megatron_lite.analysis.findings.seen.planned import compiles
 from megatron_lite.config import machine
 from megatron_lite.config.check import remarks

@@ -100,7 +100,7 @@ FINE = [
 
 
 @pytest.mark.parametrize(("changes", "answer"), CASES)
-def test_one_line_names_flag_path_and_way_out(changes, answer, place):
+def test_one_line_names_flag_path_and_remedy(changes, answer, place):
     assert mistakes(changes) == [answer.format(here=place)]
 
 

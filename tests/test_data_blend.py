@@ -95,6 +95,6 @@ def test_weights_must_be_positive(weights):
 
 
 def test_too_many_data_sets(monkeypatch):
-    monkeypatch.setattr(blend, "MOST_DATASETS", 2)
+    monkeypatch.setattr(blend, "MAX_DATASETS", 2)
     with pytest.raises(DataError, match=r"^--data-path: 3 data sets are more than 2; merge some files$"):
         BlendedDataset(numbered(9, 9, 9), [1, 1, 1], 4)

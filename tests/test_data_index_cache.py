@@ -291,7 +291,7 @@ def test_of_a_huge_entry_blocks_all_over_are_checked_and_reading_meets_most_of_t
 ):
     """What no one can meet then is a flip that turns an index into another one that is as good."""
     monkeypatch.setattr(index_files, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(index_files, "MOST_BLOCKS", 8)
+    monkeypatch.setattr(index_files, "MAX_BLOCKS", 8)
     files = entry_files(indexed, cache, tmp_path)
     met = {"at the start": 0, "while reading": 0, "another order": 0}
     for name in NAMES:

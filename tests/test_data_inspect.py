@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_lite.cli.main import main
-from megatron_lite.data import inspection as module
+from megatron_lite.data import dataset_check as module
+from megatron_lite.data.dataset_check import inspect
 from megatron_lite.data.index_format import HEADER, write_index
 from megatron_lite.data.indexed import IndexedWriter
-from megatron_lite.data.inspection import inspect
 from megatron_lite.errors import DataError
 
 EOD = 9

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_lite.data import mixing
-from megatron_lite.data.mixing import mix
+from megatron_lite.data import blend_order
+from megatron_lite.data.blend_order import mix
 
 KINDS = ("even", "any", "whole numbers", "skewed", "one tiny")
 
@@ -35,20 +35,20 @@ def weights_of(kind, random):
 
 @pytest.fixture
 def short_lanes(monkeypatch):
-    for name, value in {"FEWEST_STEPS": 1, "LANE_STEPS": 64, "APPROACH_STEPS": 16, "LANES": 5}.items():
-        monkeypatch.setattr(mixing, name, value)
+    for name, value in {"MIN_STEPS": 1, "LANE_STEPS": 64, "APPROACH_STEPS": 16, "LANES": 5}.items():
+        monkeypatch.setattr(blend_order, name, value)
 
 
 @pytest.fixture
 def redone(monkeypatch):
     """How many steps were gone through by the plain loop."""
-    plainly, steps = mixing._plainly, []
+    plainly, steps = blend_order._plainly, []
 
     def counted(rule, begin, taken, chosen, earlier):
         steps.append(len(chosen))
         return plainly(rule, begin, taken, chosen, earlier)
 
-    monkeypatch.setattr(mixing, "_plainly", counted)
+    monkeypatch.setattr(blend_order, "_plainly", counted)
     return steps
 
 
@@ -76,15 +76,15 @@ def test_lanes_with_an_end_are_the_rule(short_lanes):
 
 @pytest.mark.parametrize("fewest", [1, 10_000])
 def test_a_data_set_that_is_used_up_is_left_alone_however_large_its_share(short_lanes, monkeypatch, fewest):
-    monkeypatch.setattr(mixing, "FEWEST_STEPS", fewest)
+    monkeypatch.setattr(blend_order, "MIN_STEPS", fewest)
     for limits in ([3, 700, 10], [300, 1, 250]):
         chosen, earlier = mix([0.6, 0.1, 0.3], sum(limits), limits)
         assert (chosen.tolist(), earlier.tolist()) == slow([0.6, 0.1, 0.3], sum(limits), limits)
 
 
 def test_a_wrong_estimate_costs_time_only(short_lanes, redone, monkeypatch):
-    estimate = mixing._estimate
-    monkeypatch.setattr(mixing, "_estimate", lambda rule, steps: np.roll(estimate(rule, steps), 1, axis=1))
+    estimate = blend_order._estimate
+    monkeypatch.setattr(blend_order, "_estimate", lambda rule, steps: np.roll(estimate(rule, steps), 1, axis=1))
     shares = [0.7, 0.2, 0.1]
     chosen, earlier = mix(shares, 640, None)
     assert (chosen.tolist(), earlier.tolist()) == slow(shares, 640, None)
@@ -96,4 +96,4 @@ def test_usual_blends_hardly_use_the_plain_loop(redone):
     for number in (2, 10, 50):
         redone.clear()
         mix((shares := random.random(number) + 0.02) / shares.sum(), 1_000_000, None)
-        assert sum(redone) < mixing.LANE_STEPS
+        assert sum(redone) < blend_order.LANE_STEPS

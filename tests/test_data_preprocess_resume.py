@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from waiting import LIMIT_S, wait_until
 
-from megatron_lite.data import text_files, unfinished
+from megatron_lite.data import resume_state, text_files
 from megatron_lite.data.preprocess import preprocess
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError
@@ -30,7 +30,7 @@ class Interrupted(Exception):
 def inputs(tmp_path, monkeypatch):
     """Four files of about 30 chunks, with blank and bad lines; the state is saved after each chunk."""
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 200)
-    monkeypatch.setattr(unfinished, "SECONDS_BETWEEN_STATES", 0)
+    monkeypatch.setattr(resume_state, "SECONDS_BETWEEN_STATES", 0)
     lines = [json.dumps({"text": f"number {i} " * (i % 5), "title": f"{i}"}) for i in range(60)]
     lines[7], lines[31], lines[59] = "", "{", "bad"
     raw = "\n".join(lines).encode()
@@ -152,7 +152,7 @@ def test_a_run_that_stopped_at_a_bad_line_can_go_on_past_it(inputs, whole, tmp_p
 
 
 def test_nothing_is_kept_that_could_not_be_continued(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(unfinished, "SECONDS_BETWEEN_STATES", 1000)
+    monkeypatch.setattr(resume_state, "SECONDS_BETWEEN_STATES", 1000)
     with pytest.raises(Interrupted):
         run(inputs, tmp_path / "parts" / "x", 9)
     assert contents(tmp_path / "parts") == {}
@@ -167,8 +167,8 @@ def test_two_runs_at_once_do_not_mix(inputs, whole, tmp_path):
         refusals.append(str(refusal.value))
 
     run(inputs, tmp_path / "parts" / "x", report=another)
-    way_out = "wait for that one or choose another output"
-    assert set(refusals) == {f"{tmp_path}/parts/x_text_document: another run is writing it; {way_out}"}
+    remedy = "wait for that one or choose another output"
+    assert set(refusals) == {f"{tmp_path}/parts/x_text_document: another run is writing it; {remedy}"}
     assert contents(tmp_path / "parts") == whole[1]
 
 

@@ -128,7 +128,7 @@ def test_null_tokenizer_without_a_size(vocab_size):
 
 
 @pytest.mark.parametrize("name", ["MultimodalTokenizer", "SFTTokenizer", "gpt2"])
-def test_other_types_get_a_way_out(name):
+def test_other_types_get_a_remedy(name):
     message = rf"^--tokenizer-type {name}: not available, only GPT2BPETokenizer, .*NullTokenizer --vocab-size N$"
     with pytest.raises(UserError, match=message):
         make_tokenizer(name)

@@ -8,8 +8,8 @@ from launch import flags, plan_of, pretrain
 from waiting import LIMIT_S, wait_until
 
 from megatron_lite.process_state import process_state
-from megatron_lite.train import end_report
-from megatron_lite.train.end_report import end_with_report, wants_report
+from megatron_lite.train import post_run_report
+from megatron_lite.train.post_run_report import end_with_report, wants_report
 
 PROFILED = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4"
 
@@ -19,8 +19,10 @@ def instead(monkeypatch):
     """Runs other Python code in place of the report's command."""
 
     def run(code: str):
-        whole = end_report._run
-        monkeypatch.setattr(end_report, "_run", lambda command, seconds: whole([sys.executable, "-c", code], seconds))
+        whole = post_run_report._run
+        monkeypatch.setattr(
+            post_run_report, "_run", lambda command, seconds: whole([sys.executable, "-c", code], seconds)
+        )
 
     return run
 

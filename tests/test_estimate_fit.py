@@ -9,10 +9,10 @@ from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
-from megatron_lite.estimate.fit import NO_RECOMPUTE, fit, what_if
+from megatron_lite.estimate.fitting_flags import NO_RECOMPUTE, fit, what_if
 from megatron_lite.estimate.hardware import Processor, processor_called
 from megatron_lite.estimate.peak import predict_memory
-from megatron_lite.estimate.variant import Variant, variant_of
+from megatron_lite.estimate.what_if import Variant, variant_of
 from megatron_lite.units import GIB
 
 MEDIUM = ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
@@ -132,27 +132,27 @@ def test_recomputation_that_is_not_needed_is_dropped():
 
 
 @pytest.mark.parametrize(
-    ("changes", "gib", "way_out"),
+    ("changes", "gib", "remedy"),
     [
         (LONG, 14.0, "--bf16"),
         (f"--bf16 {LONG}", 12.0, "--grad-reduce-in-bf16"),
         ("--fp16 --seq-length 131072 --max-position-embeddings 131072", 20.0, "--seq-length"),
     ],
 )
-def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, way_out):
+def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, remedy):
     found = fit(plan(changes), processor_of(gib))
     assert found.found is None and found.least.peak_bytes > found.budget_bytes
-    assert found.way_out.peak_bytes <= found.budget_bytes
-    assert any(flag.startswith(way_out) for flag in found.way_out.add), found.way_out.words
-    assert predict_memory(pasted(changes, found.way_out), H200).peak.num_bytes == found.way_out.peak_bytes
+    assert found.remedy.peak_bytes <= found.budget_bytes
+    assert any(flag.startswith(remedy) for flag in found.remedy.add), found.remedy.words
+    assert predict_memory(pasted(changes, found.remedy), H200).peak.num_bytes == found.remedy.peak_bytes
 
 
 @pytest.mark.parametrize(("changes", "gib"), [("--hidden-size 16384", 4.0), ("--fp16", 5.0)])
 def test_where_the_model_is_too_large_no_other_model_is_proposed(changes, gib):
     found = fit(plan(changes), processor_of(gib))
-    assert (found.found, found.way_out) == (None, None) and found.least.peak_bytes > found.budget_bytes
+    assert (found.found, found.remedy) == (None, None) and found.least.peak_bytes > found.budget_bytes
 
 
 def test_a_gpu_without_bf16_is_offered_fp16():
     found = fit(plan(LONG), processor_of(14.0, processor_called("V100")))
-    assert "--fp16" in found.way_out.add
+    assert "--fp16" in found.remedy.add

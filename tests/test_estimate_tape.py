@@ -1,6 +1,6 @@
 """Operations on paper: what lives when, on chains small enough to count by hand."""
 
-from megatron_lite.estimate.tape import Op, Sized, Tape
+from megatron_lite.estimate.liveness import Op, Sized, Tape
 
 WEIGHT = Sized("gradients", "gradients", 1, "parameters", is_element=True)
 

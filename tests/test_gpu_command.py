@@ -13,7 +13,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "tests" / "gpu")]
 
 from gpu_checks import budget, device, main, out_folder, outcome, parts, process, speed, table
-from gpu_checks.agreed import DEVICE_VARIABLE, KEEP_VARIABLE, MOST_FILES
+from gpu_checks.agreed import DEVICE_VARIABLE, KEEP_VARIABLE, MAX_FILES
 from gpu_checks.outcome import Outcome
 from gpu_checks.outcomes_plugin import FILE_VARIABLE, LONGEST
 from gpu_checks.parts import PARTS, SPEED, Part
@@ -257,18 +257,18 @@ def test_nothing_measured_and_nothing_of_a_gpu(tmp_path):
 
 
 def test_few_and_small_files_are_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(out_folder, "MOST_BYTES", 5000)
+    monkeypatch.setattr(out_folder, "MAX_BYTES", 5000)
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     out.mkdir()
     (scratch / SPEED).mkdir(parents=True)
     (scratch / SPEED / "speed.json").write_text("{}")
     (scratch / "equal.log").write_text("some output")
-    for at in range(MOST_FILES):
+    for at in range(MAX_FILES):
         (out / f"{at}.gz").write_bytes(bytes(2000 + at))
     (out / "large.gz").write_bytes(bytes(5001))
     said = out_folder.write(out, scratch, {"torch": {}}, [Outcome("equal", "passed", "1 passed")])
     left = {path.name for path in out.iterdir()}
-    assert len(left) == MOST_FILES and {"results.json", "log.txt", "speed.json"} <= left and "large.gz" not in left
+    assert len(left) == MAX_FILES and {"results.json", "log.txt", "speed.json"} <= left and "large.gz" not in left
     assert len(said) == 4 and all(line.endswith("at most 8 files of 0 MiB") for line in said)
     assert "===== equal\nsome output" in (out / "log.txt").read_text()
     assert json.loads((out / "results.json").read_text())["parts"][0]["words"] == "1 passed"
@@ -280,7 +280,7 @@ def test_what_is_worth_keeping_is_kept_if_it_is_small(tmp_path, monkeypatch):
     monkeypatch.setenv(KEEP_VARIABLE, str(tmp_path / "out"))
     (tmp_path / "out").mkdir()
     device.keep(tmp_path / "trace", "trace")
-    monkeypatch.setattr(device, "MOST_BYTES", 999)
+    monkeypatch.setattr(device, "MAX_BYTES", 999)
     device.keep(tmp_path / "trace", "too-large")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["trace.gz"]
 
@@ -348,7 +348,7 @@ def test_all_good(command_with):
 
 
 def test_what_could_not_be_started_is_named(command_with, monkeypatch):
-    monkeypatch.setattr(budget, "LEAST_S", 1000)
+    monkeypatch.setattr(budget, "MIN_S", 1000)
     code, said = command_with(["--parts", "equal", "memory"], lambda name: pytest.fail("was started"))
     assert code == 1 and said.out.count("not started") == 4 and "s of --minutes were left" in said.out
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from launch import REPO, alone, environment, flags, plan_of, pretrain
 
-from megatron_lite.instruments import choose as small_blocks
-from megatron_lite.instruments.choose import RoomForNames, choose
+from megatron_lite.instruments import build_instruments as small_blocks
+from megatron_lite.instruments.build_instruments import RoomForNames, choose
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.window import Window
 from megatron_lite.parallel import host_memory

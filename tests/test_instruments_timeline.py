@@ -20,13 +20,13 @@ from training_maker import ordinary_steps, run
 
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.memory_now import MemoryNow
+from megatron_lite.instruments.memory_stats import MemoryNow
 from megatron_lite.instruments.timeline import GpuTimes, StepTime, Timeline
 from megatron_lite.model.gpt import TransformerLayer
 from megatron_lite.process_state import CoreTime
-from megatron_lite.train.rank_figures import RankFigures, gather, ordinary
-from megatron_lite.train.readback import Readback
-from megatron_lite.train.worth_saying import FEWEST_INTERVALS, GROWING_INTERVALS, SLOW_INTERVALS, WorthSaying
+from megatron_lite.train.anomaly_warnings import GROWING_INTERVALS, MIN_INTERVALS, SLOW_INTERVALS, WorthSaying
+from megatron_lite.train.async_readback import Readback
+from megatron_lite.train.rank_stats import RankFigures, gather, ordinary
 
 MIB = 2**20
 
@@ -211,7 +211,7 @@ def figures(**changes) -> RankFigures:
 def said(f: RankFigures) -> list[str]:
     """In as many intervals like this as it takes to say it."""
     worth = WorthSaying()
-    return [line for _ in range(FEWEST_INTERVALS) for line in worth.of(f)]
+    return [line for _ in range(MIN_INTERVALS) for line in worth.of(f)]
 
 
 def test_a_slow_rank_is_named():
@@ -454,7 +454,7 @@ def _look_at_slow_forward(found: list[dict], out: str, tensorboard: Path):
 
 
 def test_a_failed_run_writes_its_steps_without_the_ranks(tmp_path):
-    """Nothing is gathered on the way out, since others may be gone."""
+    """Nothing is gathered on the remedy, since others may be gone."""
 
     class Fails(Instrument):
         def begin(self, step):

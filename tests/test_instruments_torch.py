@@ -18,7 +18,7 @@ from traces import events, nested, spans, steps_of, trace, trace_files
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.instruments.base import Instrument, Instruments
-from megatron_lite.instruments.choose import choose
+from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.module_ranges import ModuleRanges, wanted_modules
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler

@@ -18,7 +18,7 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
 from megatron_lite.instruments import on_demand
 from megatron_lite.instruments.base import Instrument, Instruments
-from megatron_lite.instruments.choose import Disturbance, choose
+from megatron_lite.instruments.build_instruments import Disturbance, choose
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.timeline import StepTime, Timeline

@@ -19,13 +19,13 @@ from megatron_lite import process_state
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.whereabouts import WhereaboutsKeeper
-from megatron_lite.parallel import inquiry, presence
-from megatron_lite.parallel.board import Board
+from megatron_lite.instruments.rank_position import WhereaboutsKeeper
+from megatron_lite.parallel import hang_diagnosis, watchdog
+from megatron_lite.parallel.failure_cause import CLOSED
 from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
-from megatron_lite.parallel.inquiry import Inquiry
-from megatron_lite.parallel.post import Post, Whereabouts, post_of
-from megatron_lite.parallel.verdict import CLOSED
+from megatron_lite.parallel.hang_diagnosis import Inquiry
+from megatron_lite.parallel.heartbeat import Post, Whereabouts, post_of
+from megatron_lite.parallel.rank_store import Board
 from megatron_lite.phases import Phase
 
 RESET = RuntimeError(
@@ -60,17 +60,17 @@ def post(**more) -> Post:
 @pytest.fixture
 def ranks(monkeypatch):
     """Makes rank 0's presence beside the posts of others, and stops it."""
-    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(inquiry, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", 0.3)
     made = []
 
-    def make(*others: Post, recorder=None, tell=None, limit_s=60.0, **more) -> presence.Presence:
+    def make(*others: Post, recorder=None, tell=None, limit_s=60.0, **more) -> watchdog.Presence:
         store = dist.HashStore()
         for rank, other in enumerate(others, start=1):
             Board(store, rank, 1 + len(others)).pin(other)
         world = World(0, 1 + len(others), 0, 1 + len(others))
         made.append(
-            presence.Presence(world, store, recorder or Recorder(), limit_s, tell, **({"backstop": False} | more))
+            watchdog.Presence(world, store, recorder or Recorder(), limit_s, tell, **({"backstop": False} | more))
         )
         made[-1].start()
         return made[-1]
@@ -81,7 +81,7 @@ def ranks(monkeypatch):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def ask(one: presence.Presence, error: Exception):
+def ask(one: watchdog.Presence, error: Exception):
     with one.explained():
         raise error
 
@@ -111,9 +111,9 @@ def test_the_record_of_a_terminated_writer_is_ended_for_it(tmp_path):
         (tmp_path / "run.json").write_text('{"status": "running"}')
         store = dist.HashStore()
         Board(store, 1, 2).pin(post(left=left, blameless=True))
-        inquiry = Inquiry(World(0, 2), Board(store, 0, 2), 60.0, ends_record=False)
-        inquiry.run_dir = tmp_path
-        assert inquiry.into(CLOSED, post(), None, "Connection closed by peer").ended
+        hang_diagnosis = Inquiry(World(0, 2), Board(store, 0, 2), 60.0, ends_record=False)
+        hang_diagnosis.run_dir = tmp_path
+        assert hang_diagnosis.into(CLOSED, post(), None, "Connection closed by peer").ended
         assert json.loads((tmp_path / "run.json").read_text())["status"].startswith(status)
 
 
@@ -200,20 +200,20 @@ def test_whereabouts_keep_the_phase_that_failed():
 
 
 def test_a_rank_says_at_once_that_it_is_there(ranks, monkeypatch):
-    monkeypatch.setattr(presence, "BEAT_SECONDS", 60.0)
+    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 60.0)
     one = ranks(post())
     wait_until(lambda: one._board.posts([0]))
     assert not one._board.posts([0])[0].answers
 
 
 def test_signals_that_come_all_the_time_do_not_silence_a_rank(ranks, monkeypatch):
-    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.2)
     one = ranks(post())
     wait_until(lambda: one._board.posts([0]))
     first = one._board.posts([0])[0].wall_time
 
     def is_newer() -> bool:
-        os.write(one._wake_write, presence.WAKE)
+        os.write(one._wake_write, watchdog.WAKE)
         return one._board.posts([0])[0].wall_time > first
 
     wait_until(is_newer, limit_s=60)
@@ -224,10 +224,10 @@ def test_signals_that_come_all_the_time_do_not_silence_a_rank(ranks, monkeypatch
 
 def test_who_hangs_answers_with_its_stack(ranks, monkeypatch):
     """Two presences over one store: rank 1's thread answers while its trainer does something else."""
-    monkeypatch.setattr(inquiry, "ANSWER_SECONDS", LIMIT_S)
-    monkeypatch.setattr(presence, "ANSWER_SECONDS", LIMIT_S)
+    monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", LIMIT_S)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", LIMIT_S)
     one = ranks(post(), recorder=Recorder(7, 6))
-    other = presence.Presence(World(1, 2), one._board._store, Recorder(6, 6), 60.0, None, backstop=False)
+    other = watchdog.Presence(World(1, 2), one._board._store, Recorder(6, 6), 60.0, None, backstop=False)
     other._thread.start()  # as on another machine: signals are rank 0's in this process
     try:
         with pytest.raises(RanksError) as caught:
@@ -236,7 +236,7 @@ def test_who_hangs_answers_with_its_stack(ranks, monkeypatch):
         other._over = True
         other._thread.join()
     assert "rank 1 did not join barrier #7 of rank 0 within 1m00s: since" in str(caught.value)
-    assert "after collective #6" in str(caught.value) and "_call (megatron_lite/parallel/presence.py:" in str(
+    assert "after collective #6" in str(caught.value) and "_call (megatron_lite/parallel/watchdog.py:" in str(
         caught.value
     )
 
@@ -274,8 +274,8 @@ def test_other_errors_pass(ranks, error):
 
 
 def test_a_store_that_fails_or_hangs_is_told(ranks, monkeypatch):
-    monkeypatch.setattr(presence, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(presence, "VERDICT_SECONDS", 0.0)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "VERDICT_SECONDS", 0.0)
     monkeypatch.setenv("MASTER_ADDR", "there")
     monkeypatch.setenv("MASTER_PORT", "99")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -294,10 +294,10 @@ def test_a_store_that_fails_or_hangs_is_told(ranks, monkeypatch):
 
 def test_the_backstop_tells_and_ends_the_process(ranks, monkeypatch):
     ended, told = [], []
-    monkeypatch.setattr(presence.os, "_exit", lambda code: (ended.append(code), setattr(one, "_over", True)))
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: (ended.append(code), setattr(one, "_over", True)))
     recorder = Recorder(5, 5)
     now = [0.0]
-    monkeypatch.setattr(presence, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     one = ranks(post(answers=True), recorder=recorder, tell=told.append, limit_s=0.4, backstop=True)
     for _ in range(20):
         _advance(one, now, 0.1)
@@ -311,7 +311,7 @@ def test_the_backstop_tells_and_ends_the_process(ranks, monkeypatch):
     assert ended == [1] and str(told[0]).startswith("rank 1 did not join barrier #12 of rank 0 within 400ms"), told
 
 
-def _advance(one: presence.Presence, now: list[float], seconds: float):
+def _advance(one: watchdog.Presence, now: list[float], seconds: float):
     """Move the clock on, and wait until the thread has looked at it twice: it looks once for each post."""
     for _ in range(2):
         before = one._board.posts([0])[0].wall_time if one._board.posts([0]) else 0.0
@@ -321,8 +321,8 @@ def _advance(one: presence.Presence, now: list[float], seconds: float):
 
 def test_nobody_outlives_the_verdict(ranks, monkeypatch):
     ended = []
-    monkeypatch.setattr(presence, "GRACE_SECONDS", 0.3)
-    monkeypatch.setattr(presence.os, "_exit", lambda code: (ended.append(code), setattr(one, "_over", True)))
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: (ended.append(code), setattr(one, "_over", True)))
     one = ranks(post())
     board = Board(one._board._store, 1, 2)
     board.claim()
@@ -337,9 +337,9 @@ TERMINATED = """
 import ctypes, dataclasses, os, sys
 import torch.distributed as dist
 from megatron_lite.config.world import World
-from megatron_lite.parallel.board import Board
-from megatron_lite.parallel.post import Whereabouts, post_of
-from megatron_lite.parallel.presence import Presence
+from megatron_lite.parallel.rank_store import Board
+from megatron_lite.parallel.heartbeat import Whereabouts, post_of
+from megatron_lite.parallel.watchdog import Presence
 from test_parallel_presence import Recorder
 
 store, pid = dist.HashStore(), int(sys.argv[1])

@@ -12,7 +12,7 @@ import torch
 from launch import EOD, alone, checkpoint, flags, losses, on_ranks, part, plan_of, train, train_all, write_documents
 
 from megatron_lite.data.batch import make_batch
-from megatron_lite.train.feed import Feed
+from megatron_lite.train.data_streams import Feed
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from megatron_lite.parallel.failure_cause import CLOSED, LATE, MAX_NAMED, TERMINATED, Case, answered, verdict, where
 from megatron_lite.parallel.flight_recorder import Operation
-from megatron_lite.parallel.post import Post
-from megatron_lite.parallel.verdict import CLOSED, LATE, MOST_NAMED, TERMINATED, Case, answered, verdict, where
+from megatron_lite.parallel.heartbeat import Post
 
 OPERATION = Operation(1234, "all_reduce", 3 * 2**20, "Float")
 WAITING = Post(
@@ -187,7 +187,7 @@ def test_a_thousand_ranks_make_one_line_of_readable_length():
     found = verdict(case(posts, reason=LATE))
     assert found.ranks == list(range(1, 1000, 2))
     assert found.line.startswith("ranks 1, 3, 5, 7, 9, 11, 13, 15 and 492 more did not join") and len(found.line) < 600
-    assert MOST_NAMED == 8
+    assert MAX_NAMED == 8
 
 
 def test_the_innermost_call_and_the_trainers():

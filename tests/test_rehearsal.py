@@ -12,8 +12,8 @@ from megatron_lite.cli.main import main
 from megatron_lite.config.world import World
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.instruments.memory_summary import peak
-from megatron_lite.rehearsal.command import Rehearsal, rehearsal_of, rehearse, write_snapshot
 from megatron_lite.rehearsal.kernels import cpu_choice
+from megatron_lite.rehearsal.rehearse import Rehearsal, rehearsal_of, rehearse, write_snapshot
 from megatron_lite.units import size
 
 LLAMA = (

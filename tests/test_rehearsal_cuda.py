@@ -11,7 +11,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.phases import Phase
-from megatron_lite.rehearsal.command import Rehearsal, rehearse, walk
+from megatron_lite.rehearsal.rehearse import Rehearsal, rehearse, walk
 
 LAYERS, HIDDEN, TOKENS, POSITIONS = 2, 64, 64, 32
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"

@@ -19,8 +19,8 @@ from megatron_lite.analysis.memory.read import read_snapshot as analyse
 from megatron_lite.config.world import World
 from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_summary import peak
-from megatron_lite.rehearsal.command import prepare, rehearsal_of, walk
-from megatron_lite.rehearsal.replica import without_other_ranks
+from megatron_lite.rehearsal.fake_ddp import without_other_ranks
+from megatron_lite.rehearsal.rehearse import prepare, rehearsal_of, walk
 from megatron_lite.units import GIB
 
 TESTS = Path(__file__).parent
@@ -110,7 +110,7 @@ def test_the_example_takes_seconds():
     """The whole process, torch's import included."""
     code = (
         "import json, sys; sys.path.insert(0, sys.argv[1]); from launch import flags, plan_of; from rehearsal_cases import "
-        "EXAMPLE, GPU; from megatron_lite.rehearsal.command import rehearse; "
+        "EXAMPLE, GPU; from megatron_lite.rehearsal.rehearse import rehearse; "
         "print(json.dumps(rehearse(plan_of(flags(EXAMPLE), GPU)).categories))"
     )
     began = resource.getrusage(resource.RUSAGE_CHILDREN)

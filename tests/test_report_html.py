@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import report_cases as cases
 
-from megatron_lite.analysis.memory.figures import Moment
+from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.report import html as page_module
 from megatron_lite.report.charts.all import charts_of
 from megatron_lite.report.charts.figure import log_axis

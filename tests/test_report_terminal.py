@@ -10,7 +10,7 @@ import report_cases as cases
 from megatron_lite.report.numbers import flops, milliseconds, percent
 from megatron_lite.report.section import Table
 from megatron_lite.report.sections.all import gaps_of, sections_of
-from megatron_lite.report.terminal import MOST_LINES, terminal_lines
+from megatron_lite.report.terminal import MAX_LINES, terminal_lines
 from megatron_lite.report.text import WIDTH, Style, fit, style_of, table_lines, wrapped
 
 PLAIN = Style(colour=False, unicode=False)
@@ -27,7 +27,7 @@ def test_every_line_fits(name, everything, device):
     lines = terminal_lines(cases.report(device, name), PLAIN, everything)
     assert max(map(len, lines)) <= WIDTH
     if not everything and (name is None or len(name) < 1000):
-        assert len(lines) <= MOST_LINES + 2
+        assert len(lines) <= MAX_LINES + 2
 
 
 def test_the_order_is_verdict_step_findings_tables():

@@ -36,7 +36,7 @@ from launch import (
 )
 
 from megatron_lite.checkpoint.folder import missing, newest, reserved
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.errors import CheckpointError
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.optim.optimizer import Optimizer

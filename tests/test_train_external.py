@@ -8,7 +8,7 @@ from launch import BASE, alone, losses, plan_of, quietly
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
-from megatron_lite.train.feed import Feed
+from megatron_lite.train.data_streams import Feed
 from megatron_lite.train.loop import Progress
 
 LOADER = '''

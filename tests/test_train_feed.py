@@ -7,7 +7,7 @@ import pytest
 from launch import BASE, alone, flags, plan_of, quietly, write_documents
 
 from megatron_lite.errors import DataError
-from megatron_lite.train.feed import Feed
+from megatron_lite.train.data_streams import Feed
 from megatron_lite.train.loop import Progress
 
 

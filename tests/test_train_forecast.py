@@ -9,11 +9,11 @@ from launch import flags, plan_of, pretrain
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.world import World
-from megatron_lite.estimate.fit import MARGIN
+from megatron_lite.estimate.fitting_flags import MARGIN
 from megatron_lite.run_folder import RUN_FILE
-from megatron_lite.train import forecast as module
-from megatron_lite.train.forecast import as_record, forecast, lines_of
-from megatron_lite.train.record import RunRecord
+from megatron_lite.train import run_prediction as module
+from megatron_lite.train.run_prediction import as_record, forecast, lines_of
+from megatron_lite.train.run_record import RunRecord
 from megatron_lite.units import GIB, size
 
 ON_GPUS = World(size=2, local_size=2, gpus=2)
@@ -55,7 +55,7 @@ def test_a_run_that_only_evaluates_is_not_judged_as_training():
     assert list(lines_of(seen)) == [] and as_record(seen)["memory"] is None
 
 
-def test_the_way_out_is_a_flag_that_fits():
+def test_the_remedy_is_a_flag_that_fits():
     words = "--micro-batch-size 256 --global-batch-size 512 --num-layers 8"
     peak = forecast(plan(words, ON_GPUS), H200, None).memory.peak.num_bytes
     for world, device, room in (
@@ -64,10 +64,10 @@ def test_the_way_out_is_a_flag_that_fits():
         (World(), None, peak // 2),
     ):
         seen = forecast(plan(words, world), device, room)
-        flags, _, needs = seen.way_out.rpartition(" would need ")
+        flags, _, needs = seen.remedy.rpartition(" would need ")
         changed = forecast(plan(f"{words} {flags}", world), device, room)
         assert not changed.exceeds(0) and size(changed.memory.peak.num_bytes) == needs
-        assert list(lines_of(seen))[-1].endswith(f"; {seen.way_out}.")
+        assert list(lines_of(seen))[-1].endswith(f"; {seen.remedy}.")
 
 
 def test_too_little_room_is_said_and_training_goes_on():

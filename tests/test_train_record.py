@@ -5,7 +5,7 @@ import json
 from launch import flags, plan_of
 
 from megatron_lite.run_folder import RUN_FILE
-from megatron_lite.train.record import RunRecord
+from megatron_lite.train.run_record import RunRecord
 
 
 def test_it_names_the_cores_and_the_variables_that_matter_and_no_others(tmp_path, monkeypatch):

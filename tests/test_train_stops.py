@@ -30,7 +30,7 @@ from waiting import LIMIT_S
 
 from megatron_lite.errors import DivergedError
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.train import leave, run
+from megatron_lite.train import exit_conditions, run
 
 DIVERGING = "--lr 1e30 --lr-decay-style constant --clip-grad 0 --train-iters 8"
 LINE = r"iteration (\d+): the loss on rank (.+?) is NaN or Inf; .*not saved.*--no-check-for-nan-in-loss-and-grad"
@@ -146,7 +146,7 @@ def test_exit_duration(group, tmp_path, monkeypatch):
             return 1800.0 * (len(done) >= 4)
 
     done = []
-    monkeypatch.setattr(leave, "time", Clock())
+    monkeypatch.setattr(exit_conditions, "time", Clock())
 
     class Count(Instrument):
         def begin(self, step):
@@ -235,9 +235,9 @@ def test_a_second_signal_means_now(group, tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGUSR1)
     ended, now = [], [100.0]
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(leave.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(exit_conditions.time, "monotonic", lambda: now[0])
     try:
-        leave.Leave(plan_of(flags("--exit-signal-handler --exit-signal SIGUSR1")), torch.device("cpu"), None)
+        exit_conditions.Leave(plan_of(flags("--exit-signal-handler --exit-signal SIGUSR1")), torch.device("cpu"), None)
         for seconds in (0, 1, 3):
             now[0] = 100.0 + seconds
             os.kill(os.getpid(), signal.SIGUSR1)

@@ -11,9 +11,9 @@ from megatron_lite.data.mock import MockDataset
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.meter import Meter
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
+from megatron_lite.train.step_metrics import Meter
 
 WAITING = {
     "_local_scalar_dense",

@@ -5,16 +5,16 @@ import time
 from collections import Counter
 
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.memory_now import MemoryNow
+from megatron_lite.instruments.memory_stats import MemoryNow
 from megatron_lite.train import log
-from megatron_lite.train.clean_time import CleanTime
-from megatron_lite.train.leave import Leave
-from megatron_lite.train.meter import Meter
+from megatron_lite.train.anomaly_warnings import WorthSaying
+from megatron_lite.train.exit_conditions import Leave
+from megatron_lite.train.interval_timer import CleanTime
 from megatron_lite.train.progress_line import ProgressLine
 from megatron_lite.train.step import BatchMaker, TrainingStep
+from megatron_lite.train.step_metrics import Meter
 from megatron_lite.train.steps_file import StepsFile
 from megatron_lite.train.tensorboard import TensorBoard
-from megatron_lite.train.worth_saying import WorthSaying
 
 STEP = "step: its phases, and arithmetic on a model of one number"
 PARTS = (

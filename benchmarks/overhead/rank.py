@@ -17,10 +17,10 @@ from benchmarks.overhead.parts import Stopwatch
 from megatron_lite import app
 from megatron_lite.instruments import timeline as timeline_module
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.choose import choose
+from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.train import run
-from megatron_lite.train.feed import Feed
+from megatron_lite.train.data_streams import Feed
 
 WARM_UP = 20  # steps
 

@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_lite.analysis.contradictions import weakened
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.rules import findings_of
-from megatron_lite.analysis.kernels.figures import RankKernels
+from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
-from megatron_lite.analysis.memory.figures import Snapshot
-from megatron_lite.analysis.memory.of_trace import memory_of_trace
-from megatron_lite.analysis.ranks.figures import Ranks
+from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.memory.trace_memory import memory_of_trace
 from megatron_lite.analysis.ranks.from_run import only_lasting, ranks_of_run
+from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.ranks.ranks import ranks_of
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.sources import sources_of
-from megatron_lite.analysis.time.placing_of import placing_of
+from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.title import title_of
 from megatron_lite.analysis.trace.columns import Trace

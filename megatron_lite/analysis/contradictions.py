@@ -11,10 +11,10 @@ from statistics import median
 
 import numpy as np
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.memory.figures import Snapshot
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Finding
+from megatron_lite.analysis.run_facts import Facts
 
 REPORT_SCHEMA = 1  # of report.json; raised when a reader of the old form would be wrong
 

@@ -187,7 +187,7 @@ def _time(folder: Path) -> float:
 
 # --- what lies under the paths that a user gave: traces, memory snapshots, run folders; recognised by content
 
-MOST_FILES = 20_000  # of a folder; somebody may have named /
+MAX_FILES = 20_000  # of a folder; somebody may have named /
 BESIDE_TRACES = "a report of Nsight Systems beside traces of torch.profiler, which say more; name it alone to read it"
 
 
@@ -290,8 +290,8 @@ def _files(folder: Path, seen: _Seen) -> Iterator[Path]:
     ):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and iteration_of(name) is None)
         for name in sorted(names):
-            if count >= MOST_FILES:
-                seen.ignored.append((folder, f"more than {MOST_FILES:,} files; the rest was not looked at"))
+            if count >= MAX_FILES:
+                seen.ignored.append((folder, f"more than {MAX_FILES:,} files; the rest was not looked at"))
                 return
             if not name.startswith("."):
                 count += 1

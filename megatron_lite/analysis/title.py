@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lite.analysis.contradictions import missing_gpu_work
-from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.run_facts import Facts
 
 
 def title_of(paths: Sequence[Path | str], facts: Facts) -> str:

@@ -5,19 +5,19 @@ from dataclasses import replace
 from statistics import fmean, pstdev
 
 from megatron_lite.analysis.contradictions import contradictions_of, missing_gpu_work
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Finding
-from megatron_lite.analysis.kernels.figures import Role
+from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.report import Verdict
-from megatron_lite.analysis.run.figures import Run
 from megatron_lite.analysis.run.learning import learning_of
-from megatron_lite.analysis.time.figures import RankTime
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.units import count, size
 
-WORTH_SAYING = 0.05  # of a step; what is smaller does not decide anything
+MIN_SHARE_SAID = 0.05  # of a step; what is smaller does not decide anything
 DECIDES = 0.20  # a loss of this share is what the run is bound by, even where it computes most of the time
-MOST_LOSSES = 2
-FEWEST_STEPS, STEPS_FOR_HIGH = 2, 3
+MAX_LOSSES = 2
+MIN_STEPS, STEPS_FOR_HIGH = 2, 3
 UNSTEADY = 0.15  # spread of step times (standard deviation / mean) that lowers confidence
 DISTORTED, UNTRUSTWORTHY = 1.10, 1.50  # profiled step / step without the profiler
 MOSTLY_UNEXPLAINED = 0.20
@@ -96,9 +96,9 @@ def _why_inconclusive(rank: RankFacts, run: Run | None) -> str:
         return f"no whole step stands in the {len(rank.trace.events):,} events that were read; record less of each step"
     if len(time.steps) == 1 and time.steps[0].number is None:
         return "no step marks, so the whole trace counts as one step"
-    if len(time.steady_steps) < FEWEST_STEPS and rank.trace.cut:
+    if len(time.steady_steps) < MIN_STEPS and rank.trace.cut:
         return f"only one whole step stands in the {len(rank.trace.events):,} events that were read; record less of each step"
-    if len(time.steady_steps) < FEWEST_STEPS:
+    if len(time.steady_steps) < MIN_STEPS:
         return f"only one steady step; profile a window of {STEPS_FOR_HIGH} or more"
     if _bound(time) == "inconclusive":
         return f"{_share(time, 'unexplained'):.0%} of the step is unexplained, more than any cause"
@@ -133,8 +133,8 @@ def _share(time: RankTime, row: str) -> float:
 
 
 def _losses(time: RankTime) -> list[str]:
-    rows = [row for row in LOSSES if _share(time, row) >= WORTH_SAYING]
-    return sorted(rows, key=lambda row: -time.rows[row])[:MOST_LOSSES]
+    rows = [row for row in LOSSES if _share(time, row) >= MIN_SHARE_SAID]
+    return sorted(rows, key=lambda row: -time.rows[row])[:MAX_LOSSES]
 
 
 def _bound(time: RankTime) -> str:
@@ -156,7 +156,7 @@ def _sentence(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> str
 
 def _straggler(facts: Facts, step_ms: float) -> str:
     late = facts.ranks.straggler if facts.ranks else None
-    if late is None or late.caused_wait_ms < WORTH_SAYING * step_ms:
+    if late is None or late.caused_wait_ms < MIN_SHARE_SAID * step_ms:
         return ""
     return f"the other ranks wait {late.caused_wait_ms:,.3g} ms per step for rank {late.rank}"
 
@@ -196,7 +196,7 @@ def _communication(facts: Facts) -> str:
 def _inside_compute(rank: RankFacts, findings: Sequence[Finding]) -> str:
     """What a run that mostly computes computes."""
     dear = next((one for one in findings if one.cost_ms), None)
-    if dear and dear.cost_ms >= WORTH_SAYING * rank.time.step_ms:
+    if dear and dear.cost_ms >= MIN_SHARE_SAID * rank.time.step_ms:
         return f"most costly cause: {dear.title} ({dear.cost_ms:,.3g} ms)"
     total = sum(rank.kernels.roles.values())
     role, ms = max(rank.kernels.roles.items(), key=lambda pair: pair[1], default=(Role.OTHER, 0.0))

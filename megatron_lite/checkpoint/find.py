@@ -14,7 +14,7 @@ from megatron_lite.checkpoint.dcp import METADATA_FILE
 from megatron_lite.checkpoint.folder import Slot
 from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.checkpoint.megatron_file import EMBEDDING, WHOLE, MegatronFile
-from megatron_lite.checkpoint.record import Stored
+from megatron_lite.checkpoint.training_state import Stored
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import RECORD_FILE, TRACKER_FILE, checkpoint_name, iteration_of
 

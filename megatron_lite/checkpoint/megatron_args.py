@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.args import Args
 from megatron_lite.config.plan import LearningRatePlan
 from megatron_lite.config.shape import ModelShape

@@ -3,7 +3,7 @@
     .metadata, __RANK_NUMBER.distcp  tensors and objects, by torch.distributed.checkpoint
     common.pt                        plain values: args, iteration, param groups, schedule, loss scale
     metadata.json                    names and versions of the two backends
-    training_state.json              ours: the record of checkpoint/record.py
+    training_state.json              ours: the record of checkpoint/training_state.py
 
 Keys of tensors are those of Transformer Engine's layers. A weight of all layers is one tensor, with the layers as its first
 dimension, or, where layers differ, one tensor per layer. A key of the optimizer is optimizer.state.KIND.WEIGHT. What only
@@ -49,7 +49,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     read_settings,
     write_settings,
 )
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.run_folder import RECORD_FILE, write_atomically
 
 COMMON_FILE, BACKENDS_FILE = "common.pt", "metadata.json"

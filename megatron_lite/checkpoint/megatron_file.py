@@ -26,7 +26,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     write_optimizer,
 )
 from megatron_lite.checkpoint.megatron_unpickle import Inert
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.args import Args
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError

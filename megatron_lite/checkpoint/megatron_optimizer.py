@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 
 Take = Callable[[str], Tensor | None]
 COUNTERS = ("growth_tracker", "hysteresis_tracker")

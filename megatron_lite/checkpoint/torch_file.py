@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.checkpoint.megatron_file import write_megatron_file
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.args import Args
 
 TORCH_FILE = Path("mp_rank_00") / "model_optim_rng.pt"  # Megatron's name for rank 0 of tensor and pipeline

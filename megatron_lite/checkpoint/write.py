@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_lite.checkpoint import dcp, folder, megatron_dist
 from megatron_lite.checkpoint.folder import Slot
 from megatron_lite.checkpoint.megatron_args import plain_arguments
-from megatron_lite.checkpoint.record import Record
+from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.args import Args
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import (

@@ -17,7 +17,7 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     from megatron_lite.analysis.analyze import analyze  # numpy and all the rest: not for --help or a typing mistake
     from megatron_lite.analysis.audit.audit import audit_of
-    from megatron_lite.analysis.audit.figures import Answer
+    from megatron_lite.analysis.audit.audit_results import Answer
     from megatron_lite.report.audit_terminal import audit_lines
     from megatron_lite.report.text import style_of
 
@@ -54,7 +54,7 @@ def _write(path: Path, points: Sequence, titles: Sequence[str]) -> list[str]:
     """The line that names the file."""
     import json
 
-    from megatron_lite.analysis.audit.figures import AUDIT_SCHEMA
+    from megatron_lite.analysis.audit.audit_results import AUDIT_SCHEMA
     from megatron_lite.report.json_file import plain
 
     against = titles[1] if len(titles) > 1 else None

@@ -14,7 +14,7 @@ from megatron_lite.estimate.hardware import Processor
 from megatron_lite.live_line import LiveLine
 from megatron_lite.report.plan_figures import Exact
 
-MODULE = "megatron_lite.rehearsal.command"
+MODULE = "megatron_lite.rehearsal.rehearse"
 
 
 def exact(run: PlannedRun, snapshot: Path, processor: Processor | None = None) -> Exact:

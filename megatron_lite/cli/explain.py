@@ -5,8 +5,8 @@ import inspect
 import re
 from types import ModuleType
 
-from megatron_lite.analysis.kernels.figures import Role
 from megatron_lite.analysis.kernels.kernel_names import in_words
+from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.kernels.roles import role_of_kernel
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError

@@ -2,7 +2,7 @@
 
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags
-from megatron_lite.data.inspection import Inspection, inspect
+from megatron_lite.data.dataset_check import Inspection, inspect
 from megatron_lite.data.tokenizers import Tokenizer, tokenizer_of
 from megatron_lite.errors import ConfigError, DataError, UserError
 from megatron_lite.live_line import LiveLine

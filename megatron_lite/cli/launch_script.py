@@ -29,7 +29,7 @@ SECONDS_FOR_JOBS = 3  # in the background, after the script's end
 SECONDS_BETWEEN = 0.2
 MAX_SAID = 2**16  # bytes kept of what a script prints
 LONGEST_SAID = 200
-LEAST_DESCRIPTOR = 100
+MIN_DESCRIPTOR = 100
 DEEPEST = 4  # scripts that start scripts
 NOWHERE = os.devnull  # a PATH without programs; an empty one would be the current folder
 STARTS_NONE = "starts no pretrain_gpt.py"
@@ -174,7 +174,7 @@ def _pipe() -> Iterator[tuple[int, IO[bytes]]]:
 
 def _high(file: IO[bytes]) -> IO[bytes]:
     """The same open file under a number that no script uses for a file of its own."""
-    return open(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, LEAST_DESCRIPTOR), "wb", buffering=0)
+    return open(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, MIN_DESCRIPTOR), "wb", buffering=0)
 
 
 def _commands(record: bytes) -> Iterator[tuple[list[str], dict[str, str]]]:
@@ -226,8 +226,8 @@ def _why_unreadable(bash: str, script: _Script, said: str) -> str | None:
     number, reason = int(found[1]), found[2]
     line = "".join(script.text.splitlines()[number - 1 : number]).strip()
     quoted = f": {_shortened(line, script.name)}" if line else ""
-    way_out = "put a value there" if re.search("<[^<>()]+>", line) else "mend the script"
-    return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {way_out}."
+    remedy = "put a value there" if re.search("<[^<>()]+>", line) else "mend the script"
+    return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {remedy}."
 
 
 def _why_nothing(script: str, said: str, code: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Options of Megatron-LM's tools for data that are none here: taken with a word, or answered with the way out."""
+"""Options of Megatron-LM's tools for data that are none here: taken with a word, or answered with the remedy."""
 
 import argparse
 import sys

@@ -14,7 +14,7 @@ from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.duration import duration_of
-from megatron_lite.estimate.fit import MARGIN, fit, what_if
+from megatron_lite.estimate.fitting_flags import MARGIN, fit, what_if
 from megatron_lite.estimate.flops import step_flops
 from megatron_lite.estimate.hardware import Processor, processor_called
 from megatron_lite.estimate.inference import InferencePrediction, predict_inference

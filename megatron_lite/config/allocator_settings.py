@@ -72,7 +72,7 @@ def _settings(text: str) -> tuple[dict[str, str], list[str]]:
 
 
 def _wrong(option: str, value: str) -> Iterator[str]:
-    """Why torch does not take it, with the way out."""
+    """Why torch does not take it, with the remedy."""
     if option not in OPTIONS:
         near = get_close_matches(option, OPTIONS, 1)
         yield (

@@ -13,7 +13,7 @@ class Compilation:
     """What torch.compile is to compile."""
 
     layers: bool  # each by itself
-    why: str = ""  # of an automatic choice, with the way out; empty: the flag says it
+    why: str = ""  # of an automatic choice, with the remedy; empty: the flag says it
     loss: bool = (
         False  # too: on GPUs, where one kernel then does what several passes do; a CPU is slower with it compiled
     )

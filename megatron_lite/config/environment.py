@@ -24,7 +24,7 @@ from megatron_lite.variables import (
 
 TOKEN_BYTES = 8  # int64, as the loader hands them over
 FILES_BESIDE = 256  # room for libraries, sockets of ranks, logs
-LEAST_SHM = (
+MIN_SHM = (
     64 * MIB
 )  # what a container gets that was not given more; NCCL asks for --shm-size=1g (its troubleshooting page)
 # variables that change how fast a run is or how its memory is laid out; others may be secret, and are not written down
@@ -32,7 +32,7 @@ TELLING_VARIABLES = (QUEUES, THREADS, *ALLOCATOR_VARIABLES, *(switch.variable fo
 
 
 def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> list[str]:
-    """A line for each thing that can cost something: variable or flag, value, way out. [] for a sound environment.
+    """A line for each thing that can cost something: variable or flag, value, remedy. [] for a sound environment.
 
     `machine` is the one that trains; None where it is not this one, and then only variables and flags are judged.
     """
@@ -101,7 +101,7 @@ def _shared_memory(plan: Plan, environ: Mapping[str, str], machine: Machine | No
             f"--num-workers {plan.loader_workers}: loaders of {plan.world.local_size} ranks put up to {size(needed)} "
             f"into /dev/shm, which has {size(machine.shm_bytes)}; give a container --shm-size, or take fewer workers."
         )
-    elif plan.backend == "nccl" and plan.world.local_size > 1 and machine.shm_bytes <= LEAST_SHM:
+    elif plan.backend == "nccl" and plan.world.local_size > 1 and machine.shm_bytes <= MIN_SHM:
         yield (
             f"/dev/shm has {size(machine.shm_bytes)}: NCCL may fail for lack of room between the GPUs of this machine; "
             "give a container --shm-size=1g."

@@ -52,7 +52,7 @@ def count_gpu_files() -> int:
 
 
 def missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
-    """What torch.compile's inductor lacks here, with the way out: a C++ compiler for a CPU's kernels; for a GPU's Triton,
+    """What torch.compile's inductor lacks here, with the remedy: a C++ compiler for a CPU's kernels; for a GPU's Triton,
     and a C compiler for what launches its kernels; Python's headers for either. Empty: nothing."""
     if on_gpu and find_spec("triton") is None:
         return "Triton is not installed, which compiles kernels for GPUs; pip install triton"

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.find import chosen, open_newest
-from megatron_lite.checkpoint.record import Record, Stored
+from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import CONFIG_FILE, read_config
 from megatron_lite.convert.families import family_of_config, family_of_shape
-from megatron_lite.convert.links import Link
+from megatron_lite.convert.mappings import Link
 from megatron_lite.convert.parameters import layer_prefix, parameter_sizes
 from megatron_lite.convert.safetensors_file import SafetensorsWriter, tensor_bytes
 from megatron_lite.convert.tokenizer_files import TokenizerFiles

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import ConfigFile
-from megatron_lite.convert.links import FusedQKV, Link, NormWeight, Same, Transposed, Vocabulary, grouped_qkv
+from megatron_lite.convert.mappings import FusedQKV, Link, NormWeight, Same, Transposed, Vocabulary, grouped_qkv
 from megatron_lite.convert.parameters import layer_prefix
 
 ARCHITECTURE = "GPT2LMHeadModel"

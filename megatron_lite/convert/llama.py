@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import ConfigFile
-from megatron_lite.convert.links import GatedHalves, Link, NormWeight, RotatedNormWeight, Same, Vocabulary, grouped_qkv
+from megatron_lite.convert.mappings import (
+    GatedHalves,
+    Link,
+    NormWeight,
+    RotatedNormWeight,
+    Same,
+    Vocabulary,
+    grouped_qkv,
+)
 from megatron_lite.convert.parameters import layer_prefix
 
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}

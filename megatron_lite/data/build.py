@@ -9,11 +9,11 @@ import numpy as np
 
 from megatron_lite.config.data_defaults import SPLIT
 from megatron_lite.config.data_paths import parse_blend
+from megatron_lite.data.blend_order import mix
 from megatron_lite.data.gpt_dataset import GPTDataset, split_bounds, split_weights
 from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.index_files import Arrays, Entry
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.mixing import mix
 from megatron_lite.data.mock import MockDataset
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
@@ -21,7 +21,7 @@ from megatron_lite.units import count
 # --- several data sets mixed in fixed proportions
 
 SURPLUS = 0.005  # each data set is built a little larger than its share, as the greedy mixing may overdraw it
-MOST_DATASETS = 32_766  # the data set's number is an int16
+MAX_DATASETS = 32_766  # the data set's number is an int16
 BLOCK = 1 << 20
 
 
@@ -61,8 +61,8 @@ class BlendedDataset:
         cache: IndexCache | None = None,
         split: str = "train",
     ):
-        if len(datasets) > MOST_DATASETS:
-            raise DataError(f"--data-path: {len(datasets)} data sets are more than {MOST_DATASETS}; merge some files")
+        if len(datasets) > MAX_DATASETS:
+            raise DataError(f"--data-path: {len(datasets)} data sets are more than {MAX_DATASETS}; merge some files")
         self.datasets = list(datasets)
         shares = tuple(normalized(weights))
         order = _Order(shares, sum(weights), tuple(weights)) if size is None else _Order(shares, size, None)

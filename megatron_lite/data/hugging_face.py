@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_lite.data.byte_pairs import mended
-from megatron_lite.data.optional_package import optional_package
+from megatron_lite.data.optional_dependency import optional_package
 from megatron_lite.errors import UserError
 
 SECONDS_TO_ANSWER = 10

@@ -25,7 +25,7 @@ from megatron_lite.shared_files import open_regular, read_bounded
 FORMAT = "megatron_lite index cache 1"
 BLOCK_BYTES = 1 << 20  # a checksum each
 MAX_DESCRIPTION_BYTES = 1 << 26  # checksums of 8 TiB
-MOST_BLOCKS = 1 << 10  # checked when an entry is opened: a GiB, so all of nearly every entry
+MAX_BLOCKS = 1 << 10  # checked when an entry is opened: a GiB, so all of nearly every entry
 
 Arrays = dict[str, np.ndarray]
 
@@ -141,12 +141,12 @@ def _blocks(data: mmap.mmap, numbers):
 
 
 def _check_bytes(name: str, data: mmap.mmap, facts) -> None:
-    """Damaged unless the size and the checksums of the blocks, or of MOST_BLOCKS spread over the file, are right."""
+    """Damaged unless the size and the checksums of the blocks, or of MAX_BLOCKS spread over the file, are right."""
     sums = facts.get("crc32_per_mib") if isinstance(facts, dict) else None
     number_of = -(-len(data) // BLOCK_BYTES)
     if not isinstance(sums, str) or facts.get("bytes") != len(data) or len(sums) != 8 * number_of:
         raise Damaged(f"{name} has {len(data)} bytes, which are not as many as were written")
-    chosen = np.unique(np.linspace(0, number_of - 1, min(number_of, MOST_BLOCKS)).astype(int)).tolist()
+    chosen = np.unique(np.linspace(0, number_of - 1, min(number_of, MAX_BLOCKS)).astype(int)).tolist()
     for number, block in zip(chosen, _blocks(data, chosen)):
         if f"{zlib.crc32(block):08x}" != sums[8 * number : 8 * number + 8]:
             raise Damaged(f"{name} has changed since it was written (MiB {number})")

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_lite.data.index_format import HEADER
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.pair_writer import PairWriter, Written
+from megatron_lite.data.indexed_writer import PairWriter, Written
 from megatron_lite.errors import DataError
 
 BLOCK = 1 << 22  # tokens, sequences or documents copied at a time

@@ -16,10 +16,10 @@ import numpy as np
 
 from megatron_lite.data.index_format import token_dtype
 from megatron_lite.data.indexed import checked_ids
-from megatron_lite.data.pair_writer import PairWriter
+from megatron_lite.data.indexed_writer import PairWriter
+from megatron_lite.data.resume_state import ENDING, Unfinished, identity
 from megatron_lite.data.text_files import Chunk, chunks, is_jsonl, require_reader
 from megatron_lite.data.tokenizers import Tokenizer
-from megatron_lite.data.unfinished import ENDING, Unfinished, identity
 from megatron_lite.errors import DataError, UserError
 
 # --- work spread over processes: results in the order of the tasks, a bounded number of them at a time
@@ -109,10 +109,10 @@ class _Worker:
         self._process.join(10)
         code = self._process.exitcode
         if code is not None and code < 0:
-            how, way_out = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
+            how, remedy = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
         else:
-            how, way_out = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
-        return WorkerDied(f"--workers: a worker process died ({how}), {way_out}")
+            how, remedy = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
+        return WorkerDied(f"--workers: a worker process died ({how}), {remedy}")
 
 
 def _serve(connection):

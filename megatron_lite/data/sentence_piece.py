@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from megatron_lite.data.byte_pairs import mended
-from megatron_lite.data.optional_package import optional_package
+from megatron_lite.data.optional_dependency import optional_package
 from megatron_lite.errors import UserError
 
 

@@ -7,8 +7,8 @@ from functools import cache
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.core_attention import core_ops
 from megatron_lite.estimate.gelu import gelu_op
+from megatron_lite.estimate.liveness import Op, Sized, Tape, gradient_of
 from megatron_lite.estimate.sizes import FP32, LINEAR_INPUTS, MLP, NORMS, PASSING, QKV, ROTARY, Setting
-from megatron_lite.estimate.tape import Op, Sized, Tape, gradient_of
 
 # --- the operations of LayerNorm and RMSNorm (model/norms.py) and their memory
 

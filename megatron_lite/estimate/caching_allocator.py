@@ -17,7 +17,7 @@ from megatron_lite.units import MIB
 MIN_BLOCK = 512
 LARGEST_SMALL = MIB
 SMALL_SEGMENT, LARGE_SEGMENT, LARGE_STEP = 2 * MIB, 20 * MIB, 2 * MIB
-LEAST_OWN_SEGMENT = 10 * MIB
+MIN_OWN_SEGMENT = 10 * MIB
 FIRST_ADDRESS = 0x7F0000000000
 ARENA_DISTANCE = 2**42  # between expandable segments: more than any of them grows to
 
@@ -198,7 +198,7 @@ class Layout:
 def _segment_bytes(size: int, pool: str) -> int:
     if pool == "small":
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else -(-size // LARGE_STEP) * LARGE_STEP
+    return LARGE_SEGMENT if size < MIN_OWN_SEGMENT else -(-size // LARGE_STEP) * LARGE_STEP
 
 
 def _page(pool: str) -> int:

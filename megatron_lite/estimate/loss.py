@@ -5,8 +5,8 @@ Letters: n tokens, V padded vocabulary, h hidden, e bytes of one activation.
 
 from collections import Counter
 
+from megatron_lite.estimate.liveness import Sized, gradient_of
 from megatron_lite.estimate.sizes import FP32, Setting
-from megatron_lite.estimate.tape import Sized, gradient_of
 from megatron_lite.units import count
 
 

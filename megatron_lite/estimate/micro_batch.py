@@ -16,15 +16,15 @@ from megatron_lite.estimate.activations import (
     total,
 )
 from megatron_lite.estimate.attention_kernel import setting_of
+from megatron_lite.estimate.liveness import Sized, gradient_of
 from megatron_lite.estimate.loss import (
     in_cross_entropy,
     in_output_backward,
     output_weights,
 )
-from megatron_lite.estimate.moment import moment, times
+from megatron_lite.estimate.peak_point import moment, times
 from megatron_lite.estimate.prediction import Moment
 from megatron_lite.estimate.states import earlier_gradients, gradient_weight, gradients_stay
-from megatron_lite.estimate.tape import Sized, gradient_of
 from megatron_lite.phases import Phase
 
 

@@ -5,13 +5,13 @@ from collections import Counter
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.cublas import workspace_bytes
 from megatron_lite.estimate.hardware import Processor
+from megatron_lite.estimate.liveness import Sized
 from megatron_lite.estimate.micro_batch import MicroBatch
-from megatron_lite.estimate.moment import moment
 from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.peak_point import moment
 from megatron_lite.estimate.prediction import MemoryPrediction, Moment
 from megatron_lite.estimate.sizes import FP32
 from megatron_lite.estimate.states import lasting, of_parameters, optimizer_copies, whole_gradients, workspaces
-from megatron_lite.estimate.tape import Sized
 from megatron_lite.phases import Phase
 
 # --- the moments between backward and the next step at which memory can be highest

@@ -6,7 +6,7 @@ Letters: b micro-batch, s sequence, n = b*s tokens, a heads, e bytes of one acti
 from dataclasses import dataclass
 
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate.tape import Sized
+from megatron_lite.estimate.liveness import Sized
 from megatron_lite.units import count
 
 FP32 = 4

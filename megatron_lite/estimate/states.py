@@ -7,10 +7,10 @@ from collections import Counter
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.cublas import THREADS_WITH_CUBLAS
+from megatron_lite.estimate.liveness import Sized
 from megatron_lite.estimate.memory import element_bytes, state_bytes
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.sizes import FP32
-from megatron_lite.estimate.tape import Sized
 
 INT64 = 8
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.variant import variant_of
+from megatron_lite.estimate.what_if import variant_of
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_file import write_snapshot
-from megatron_lite.instruments.memory_place import Place
 from megatron_lite.instruments.memory_summary import (
     ACTIVATIONS,
     EVALUATION,
@@ -25,6 +24,7 @@ from megatron_lite.instruments.memory_summary import (
     held_at_the_end,
     place_words,
 )
+from megatron_lite.instruments.memory_tags import Place
 from megatron_lite.units import KIB, size
 
 # --- what would help a run that does not fit: only flags that change its memory here
@@ -107,7 +107,7 @@ def _told(plan: Plan, words: str, **changes) -> str:
 # --- memory that ran out: five lines that say what was asked and who held it, and a snapshot of that moment
 
 LARGEST = 3  # sites that are named
-MOST_FILES = 3  # of failures that somebody caught: a snapshot may be gigabytes
+MAX_FILES = 3  # of failures that somebody caught: a snapshot may be gigabytes
 # of libraries that allocate for themselves; their errors are plain RuntimeErrors
 SIGNS = (
     "out of memory",
@@ -240,8 +240,8 @@ class OutOfMemory(Instrument):
     def _write(self, snapshot: dict) -> str:
         if self._path is None:
             return "none; --record-memory-history writes one, with the code that allocated each tensor"
-        if self._files == MOST_FILES:
-            return f"{self._path} is of an earlier failure; a run writes at most {MOST_FILES}"
+        if self._files == MAX_FILES:
+            return f"{self._path} is of an earlier failure; a run writes at most {MAX_FILES}"
         self._files += 1
         try:
             write_snapshot(self._path, snapshot)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron_lite.instruments.memory_place import RECOMPUTE, SETUP
+from megatron_lite.instruments.memory_tags import RECOMPUTE, SETUP
 from megatron_lite.phases import Phase
 
 ACTIVATIONS, GRADIENTS, WEIGHTS = "activations", "gradients and what backward computes", "weights"

@@ -58,7 +58,7 @@ def _awake(kind):
 
 
 def nvtx_for(device: str) -> TorchNvtx | PackageNvtx:
-    """What can push ranges in this process; RuntimeError, with the way out, if nothing can."""
+    """What can push ranges in this process; RuntimeError, with the remedy, if nothing can."""
     if device == "cuda":
         return TorchNvtx()
     try:

@@ -15,7 +15,7 @@ ANSWER = "profile.next"  # of the rank that took it: "FIRST STOP", for the other
 SECONDS_BETWEEN_LOOKS = 0.2  # a folder on a network may take milliseconds to answer
 HOSTS_APART = 5  # steps, at most: every rank reads back results that are two steps old, which need all ranks
 MAX_BYTES = 100  # read of either: other people may write to the folder
-MOST_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held in memory until the end
+MAX_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held in memory until the end
 
 
 class OnDemand(Instrument):
@@ -104,7 +104,7 @@ class OnDemand(Instrument):
 
         What it holds is never repeated: it may be a link to a secret that its maker cannot read, but this process can.
         """
-        wrong = f"holds no number of steps from 1 to {MOST_STEPS}"
+        wrong = f"holds no number of steps from 1 to {MAX_STEPS}"
         try:
             text = read_bounded(self._request, MAX_BYTES).strip()
         except OSError as error:
@@ -115,7 +115,7 @@ class OnDemand(Instrument):
             self._stays = True
         if not text:
             return self._length
-        if text.isdecimal() and 0 < int(text) <= MOST_STEPS:
+        if text.isdecimal() and 0 < int(text) <= MAX_STEPS:
             return int(text)
         self._tell(
             f"{self._request}: {wrong}, so nothing is profiled; make it an empty file for {self._length} steps, or write "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.memory_now import MemoryNow
+from megatron_lite.instruments.memory_stats import MemoryNow
 from megatron_lite.instruments.window import Window
 from megatron_lite.phases import Phase
 from megatron_lite.process_state import CoreTime

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.estimate.pieces import works_in_pieces
+from megatron_lite.estimate.chunking import works_in_pieces
 
 WORDS_AT_ONCE = 2048
 

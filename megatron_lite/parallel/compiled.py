@@ -23,7 +23,7 @@ OLDEST = (7, 0)  # compute capability of the first GPUs that Triton compiles for
 
 
 def no_compiler(world: World) -> str:
-    """Why inductor can make no kernels for this rank's GPU, with the way out; empty: it can, or there is no GPU."""
+    """Why inductor can make no kernels for this rank's GPU, with the remedy; empty: it can, or there is no GPU."""
     if not world.gpus:
         return ""
     capability = torch.cuda.get_device_capability(world.gpu)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError, first_line
 from megatron_lite.parallel.flight_recorder import FlightRecorder
-from megatron_lite.parallel.presence import Alone, Presence
+from megatron_lite.parallel.watchdog import Alone, Presence
 
 # NCCL's watchdog aborts the process without a word that names a rank; the presence speaks first
 NCCL_MARGIN = timedelta(minutes=1)

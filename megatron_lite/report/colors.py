@@ -4,7 +4,7 @@ The values stand in page.css, one for a light page and one for a dark one. Hues 
 Universal Design" (2008), which color-blind people tell apart; greys are for what nobody caused.
 """
 
-from megatron_lite.analysis.kernels.figures import Role
+from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.estimate.memory_categories import CATEGORIES
 
 HUES = ("blue", "orange", "green", "vermilion", "sky", "purple", "yellow", "slate", "grey", "pale", "violet", "brown")

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from megatron_lite.analysis.compare.figures import Change, Comparison, KernelPair, Pair, Total
-from megatron_lite.analysis.time.figures import ROW_TITLES
+from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair, Total
+from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.report.numbers import calls, milliseconds
 from megatron_lite.report.section import Lines, Section, Table, first, with_some_value
 from megatron_lite.report.section_text import section_lines
@@ -11,7 +11,7 @@ from megatron_lite.report.text import Style, heading, wrapped
 from megatron_lite.units import count, size
 
 FLAGS_SHOWN, KERNELS_SHOWN, NAMES_SHOWN = 12, 8, 2
-LEAST_SHARE = 0.002  # of a step that a row or a kernel's difference must be to be listed
+MIN_SHARE = 0.002  # of a step that a row or a kernel's difference must be to be listed
 PAIR_HEAD = ["A", "B", "B - A", "", "noise", ""]
 PAIR_ALIGN = "rrrrrl"
 
@@ -107,7 +107,7 @@ def _phases(found: Comparison) -> Section | None:
 
 
 def _seen(pair: Pair, step_ms: float) -> bool:
-    return max(pair.a or 0.0, pair.b or 0.0) >= LEAST_SHARE * step_ms
+    return max(pair.a or 0.0, pair.b or 0.0) >= MIN_SHARE * step_ms
 
 
 def _roles(found: Comparison) -> Section | None:
@@ -136,7 +136,7 @@ def _kernels(found: Comparison, everything: bool) -> Section | None:
 
 def _matters(pair: KernelPair, step_ms: float) -> bool:
     changed = pair.ms.change not in (Change.SAME, Change.UNCLEAR)
-    return changed and abs((pair.ms.b or 0.0) - (pair.ms.a or 0.0)) >= LEAST_SHARE * step_ms
+    return changed and abs((pair.ms.b or 0.0) - (pair.ms.a or 0.0)) >= MIN_SHARE * step_ms
 
 
 def _names(pair: KernelPair) -> str:

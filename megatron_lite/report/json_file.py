@@ -5,10 +5,10 @@ import enum
 import json
 import math
 
-from megatron_lite.analysis.facts import RankFacts
-from megatron_lite.analysis.predicted.figures import Compared
+from megatron_lite.analysis.predicted.predicted_results import Compared
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import RankFacts
 from megatron_lite.report.sections.all import gaps_of
 
 

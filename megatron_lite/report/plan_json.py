@@ -2,8 +2,8 @@
 
 import json
 
-from megatron_lite.estimate.fit import Fit
-from megatron_lite.estimate.variant import Variant
+from megatron_lite.estimate.fitting_flags import Fit
+from megatron_lite.estimate.what_if import Variant
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.plan_figures import PLAN_SCHEMA, Outlook, PlanReport
 from megatron_lite.report.plan_verdict import verdicts
@@ -61,6 +61,6 @@ def _variant(one: Variant | None) -> dict | None:
 def _fit(found: Fit | None) -> dict | None:
     if found is None:
         return None
-    variants = {name: _variant(getattr(found, name)) for name in ("given", "found", "least", "way_out")}
+    variants = {name: _variant(getattr(found, name)) for name in ("given", "found", "least", "remedy")}
     gpu, budget = found.processor.name, found.budget_bytes
     return {"gpu": gpu, "budget_bytes": budget, "margin": found.margin, "fits": found.fits, **variants}

@@ -6,7 +6,7 @@ from megatron_lite.report.sections.all import confidence_of, gaps_of, sections_o
 from megatron_lite.report.text import Style, heading, wrapped
 
 GAPS_SHOWN = 2
-MOST_LINES = 82  # with the line that says what was left out: two screens
+MAX_LINES = 82  # with the line that says what was left out: two screens
 LEFT_OUT_FIRST = ("collectives", "roofline", "kernels", "operators", "phases")  # what says least to most people
 
 
@@ -17,7 +17,7 @@ def terminal_lines(report: Report, style: Style, everything: bool = False) -> li
     drawn = {key: ["", *section_lines(section, style)] for key, section in sections.items()}
     left_out = []
     for key in () if everything else LEFT_OUT_FIRST:
-        if len(head) + len(gaps) + sum(map(len, drawn.values())) <= MOST_LINES:
+        if len(head) + len(gaps) + sum(map(len, drawn.values())) <= MAX_LINES:
             break
         if drawn.pop(key, None):
             left_out.append(sections[key].title)

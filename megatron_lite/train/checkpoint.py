@@ -15,8 +15,8 @@ from megatron_lite.checkpoint.background import Background, HostCopies
 from megatron_lite.checkpoint.find import chosen, newest_sound, open_checkpoint
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import random_state, set_random_state
-from megatron_lite.checkpoint.record import Record, Stored
-from megatron_lite.checkpoint.shares import share_of
+from megatron_lite.checkpoint.sharding import share_of
+from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.checkpoint.write import Writer
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.errors import CheckpointError

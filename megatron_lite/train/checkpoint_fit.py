@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from megatron_lite.checkpoint.record import Record, Stored
+from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError

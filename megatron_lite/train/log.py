@@ -11,7 +11,7 @@ from megatron_lite.estimate.flops import step_flops
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.timeline import StepTime, Timeline
 from megatron_lite.live_line import say
-from megatron_lite.train.clean_time import CleanTime
+from megatron_lite.train.anomaly_warnings import WorthSaying
 from megatron_lite.train.console import (
     IntervalFigures,
     compute_timers,
@@ -21,14 +21,14 @@ from megatron_lite.train.console import (
     speed_line,
     timer_lines,
 )
+from megatron_lite.train.interval_timer import CleanTime
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.meter import Meter, StepFigures
 from megatron_lite.train.progress_line import ProgressLine
-from megatron_lite.train.rank_figures import gather
+from megatron_lite.train.rank_stats import gather
 from megatron_lite.train.step import StepResult
+from megatron_lite.train.step_metrics import Meter, StepFigures
 from megatron_lite.train.steps_file import StepsFile
 from megatron_lite.train.tensorboard import TensorBoard
-from megatron_lite.train.worth_saying import WorthSaying
 
 TERA = 1e12
 SECONDS_AHEAD = 5.0  # of steps, at most, that a killed process takes along

@@ -32,12 +32,12 @@ from megatron_lite.parallel.recompute import recompute_layers, recomputed
 from megatron_lite.phases import Phase
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.console import evaluation_lines
-from megatron_lite.train.feed import Feed
-from megatron_lite.train.leave import Leave
+from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.exit_conditions import Leave
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress, train
-from megatron_lite.train.meter import Meter
 from megatron_lite.train.step import BatchMaker, TrainingStep, loss_and_tokens
+from megatron_lite.train.step_metrics import Meter
 from megatron_lite.units import count, short_count
 
 # --- loss on data that is not trained on

@@ -11,8 +11,8 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.data.batch import Batch, make_batch
 from megatron_lite.data.to_device import ToDevice
 from megatron_lite.optim.optimizer import Optimizer, Update
+from megatron_lite.parallel.backward_hook import call_when_computed
 from megatron_lite.parallel.data_parallel import DataParallel, parameters_norm
-from megatron_lite.parallel.own_backward import call_when_computed
 from megatron_lite.phases import Phase
 
 

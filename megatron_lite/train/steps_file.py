@@ -13,8 +13,8 @@ from megatron_lite.errors import UserError
 from megatron_lite.instruments.timeline import StepTime
 from megatron_lite.run_folder import RANKS_KIND, STEP_KIND, STEPS_FILE
 from megatron_lite.shared_files import open_regular
-from megatron_lite.train.meter import StepFigures
-from megatron_lite.train.rank_figures import RankFigures
+from megatron_lite.train.rank_stats import RankFigures
+from megatron_lite.train.step_metrics import StepFigures
 
 
 class StepsFile:

@@ -5,8 +5,8 @@ import math
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.train.console import compute_timers, perplexity
-from megatron_lite.train.meter import StepFigures
-from megatron_lite.train.rank_figures import RankFigures
+from megatron_lite.train.rank_stats import RankFigures
+from megatron_lite.train.step_metrics import StepFigures
 
 
 class TensorBoard:

@@ -19,9 +19,9 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.choose import choose
+from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.train.feed import Feed
+from megatron_lite.train.data_streams import Feed
 from megatron_lite.train.run import run
 
 SIZE = (

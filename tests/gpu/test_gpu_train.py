@@ -17,9 +17,9 @@ from megatron_lite.config.world import World
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.meter import Meter
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
+from megatron_lite.train.step_metrics import Meter
 
 SIZE = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "

@@ -6,30 +6,30 @@ What evidence answers a question stands in its function.
 import math
 from collections.abc import Callable, Sequence
 
+from megatron_lite.analysis.audit.audit_results import Answer, Case, Outcome, Point, blamed, failed, not_seen, passed
 from megatron_lite.analysis.audit.batches import one_update_per_batch
 from megatron_lite.analysis.audit.feeding import batches_in_time, few_copies, no_synchronisation, pinned_copies
-from megatron_lite.analysis.audit.figures import Answer, Case, Outcome, Point, blamed, failed, not_seen, passed
 from megatron_lite.analysis.audit.precision import few_overflows, sixteen_bits_pay
 from megatron_lite.analysis.audit.recording import GPU_TRACE, RUN_FOLDER, SECOND_RUN, SHAPES, SNAPSHOT, TRACE
 from megatron_lite.analysis.audit.timing import steady_state, timed_on_the_device, undisturbed_profile
 from megatron_lite.analysis.audit.tokens import constant_shapes, effective_tokens
 from megatron_lite.analysis.compare.settings import objections
 from megatron_lite.analysis.contradictions import contradictions_of, rests_on_run_only
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.copy_share import TOO_MUCH as TOO_MUCH_COPYING
 from megatron_lite.analysis.findings.copy_share import TOO_MUCH_ON_CPU
 from megatron_lite.analysis.findings.fp32_products import WITHOUT_TENSOR_CORES
 from megatron_lite.analysis.findings.matmul_shapes import is_off
-from megatron_lite.analysis.findings.memory_growth import FEWEST_STEPS
+from megatron_lite.analysis.findings.memory_growth import MIN_STEPS
 from megatron_lite.analysis.findings.seen.planned import compiles
 from megatron_lite.analysis.findings.seen.steady import MATTERS, counted, in_ms, of_step, share, where
 from megatron_lite.analysis.findings.unfused_elementwise import TOO_MUCH as TOO_MUCH_ELEMENTWISE
-from megatron_lite.analysis.kernels.figures import Role
-from megatron_lite.analysis.memory.figures import Snapshot
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.run.learning import learning_of
-from megatron_lite.analysis.run.memory_growth import FEWEST_STEPS as FEWEST_OF_A_RUN
+from megatron_lite.analysis.run.memory_growth import MIN_STEPS as MIN_OF_A_RUN
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.units import size
 
 # --- points about what the device computes: layouts, small operators, shapes of products
@@ -188,7 +188,7 @@ def _compared(case: Case, losses: list[tuple[int, float, float]]) -> Outcome:
         return passed(seen)
     if found := case.found("overflow-storm", "scale-collapse"):
         explained = blamed(found)
-        return failed(explained.way_out, seen, *explained.evidence, code=explained.code)
+        return failed(explained.remedy, seen, *explained.evidence, code=explained.code)
     return failed(
         "undo changes one by one until the losses agree; megatron-lite compare A B lists the flags that differ", seen
     )
@@ -219,7 +219,7 @@ def _other_data(a: Facts, b: Facts) -> list[str]:
 # --- the point about the memory peak
 
 CAUSES = ("memory-growth", "out-of-memory", "logits-peak", "recompute-activations")
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 
 
 def explained_peak(case: Case) -> Outcome:
@@ -235,7 +235,7 @@ def explained_peak(case: Case) -> Outcome:
 
 
 def _held(one: Snapshot) -> tuple[Evidence, ...]:
-    parts = ", ".join(f"{part.category} {size(part.num_bytes)}" for part in one.held[:MOST_SHOWN])
+    parts = ", ".join(f"{part.category} {size(part.num_bytes)}" for part in one.held[:MAX_SHOWN])
     kind = "simulated peak" if one.simulated else "peak"
     return (
         Evidence(f"{kind} of {size(one.peak_bytes)} in {one.peak_phase or 'an unknown phase'}: {parts}", one.source),
@@ -247,14 +247,14 @@ def _does_not_grow(facts: Facts) -> tuple[Evidence, ...]:
     told = [
         Evidence(f"no growth over {len(one.steps)} steps", one.source)
         for one in facts.snapshots
-        if len(one.steps) >= FEWEST_STEPS and one.growth is None
+        if len(one.steps) >= MIN_STEPS and one.growth is None
     ]
     run = facts.run
     for what, values in (
         (("the GPU's peak", run.peak_memory_bytes), ("the process's memory", run.host_memory_bytes)) if run else ()
     ):
         number = sum(plain and not math.isnan(value) for plain, value in zip(run.ordinary, values))
-        if number >= FEWEST_OF_A_RUN:
+        if number >= MIN_OF_A_RUN:
             told.append(Evidence(f"{what} does not grow over {number} ordinary steps", "steps.jsonl"))
     return tuple(told)
 
@@ -329,4 +329,4 @@ def _point(number: int, question: str, answer: Callable[[Case], Outcome], case: 
         )
     if found.answer is not Answer.NOT_SEEN and case.doubts and not rests_on_run_only(found.evidence):
         found = not_seen(f"record anew: {case.doubts[0]}", *found.evidence)
-    return Point(number, question, found.answer, found.evidence, found.code, found.way_out)
+    return Point(number, question, found.answer, found.evidence, found.code, found.remedy)

@@ -3,15 +3,15 @@
 import math
 from itertools import pairwise
 
-from megatron_lite.analysis.audit.figures import Case, Outcome, blamed, failed, not_seen, passed
+from megatron_lite.analysis.audit.audit_results import Case, Outcome, blamed, failed, not_seen, passed
 from megatron_lite.analysis.audit.recording import RUN_FOLDER
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.seen.accumulation import micro_batches_seen
 from megatron_lite.analysis.findings.seen.planned import argument, part, whole
 from megatron_lite.analysis.findings.seen.steady import counted, rows_named, steady_steps, where
-from megatron_lite.analysis.run.figures import Run
 from megatron_lite.analysis.run.learning import learning_of
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
 

@@ -4,13 +4,12 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.audit.figures import Case, Outcome, blamed, failed, not_seen, passed
+from megatron_lite.analysis.audit.audit_results import Case, Outcome, blamed, failed, not_seen, passed
 from megatron_lite.analysis.audit.recording import GPU_TRACE, TRACE
-from megatron_lite.analysis.facts import RankFacts
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.seen.steady import (
     MATTERS,
-    WORTH_A_LINE,
+    MIN_SHARE_SHOWN,
     counted,
     in_ms,
     of_step,
@@ -22,7 +21,8 @@ from megatron_lite.analysis.findings.seen.steady import (
 from megatron_lite.analysis.findings.small_copies import ACROSS, MANY, SMALL_BYTES
 from megatron_lite.analysis.findings.sync_in_step import BETWEEN_STEPS, waits_inside
 from megatron_lite.analysis.findings.unpinned_copies import is_batch_copy
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.units import size
@@ -33,7 +33,7 @@ DATA = Phase.DATA.value
 READS = ("aten::item", "aten::is_nonzero", "aten::equal", "aten::_local_scalar_dense")
 # an unfused optimizer's step counters are on the host
 READS_ON_HOST = BETWEEN_STEPS | {Phase.OPTIMIZER_STEP.value}
-MOST_SHOWN = 2
+MAX_SHOWN = 2
 
 
 def no_synchronisation(case: Case) -> Outcome:
@@ -96,7 +96,7 @@ def pinned_copies(case: Case) -> Outcome:
         f"the device idles {of_step(idle, one)}",
         where(one),
     )
-    if share(idle, one) >= WORTH_A_LINE:
+    if share(idle, one) >= MIN_SHARE_SHOWN:
         return failed("copy with .to(device, non_blocking=True)", seen, waited, code="sync-in-step")
     return passed(seen, waited)
 
@@ -128,13 +128,13 @@ def _synchronisations(one: RankFacts) -> list[Evidence]:
     text = (
         f"{sum(site.per_step for site in sites):.3g} synchronisations per step in "
         f"{counted(steady_steps(one), 'steady step')}; the "
-        f"device idles after them {of_step(idle, one)}, {WORTH_A_LINE:.0%} would be much"
+        f"device idles after them {of_step(idle, one)}, {MIN_SHARE_SHOWN:.0%} would be much"
     )
     shown = [
         Evidence(
             f"{site.operator or site.call} in {site.phase or 'no phase'}: {site.per_step:.3g} per step", site.frame
         )
-        for site in sites[:MOST_SHOWN]
+        for site in sites[:MAX_SHOWN]
     ]
     return [Evidence(text, where(one)), *shown]
 

@@ -5,16 +5,16 @@ from collections import Counter
 
 import numpy as np
 
-from megatron_lite.analysis.audit.figures import Case, Outcome, blamed, failed, not_seen, passed
+from megatron_lite.analysis.audit.audit_results import Case, Outcome, blamed, failed, not_seen, passed
 from megatron_lite.analysis.audit.recording import LONGER_RUN, RUN_FOLDER, SECOND_RUN
-from megatron_lite.analysis.compare.figures import Change, Pair
+from megatron_lite.analysis.compare.compare_results import Change, Pair
 from megatron_lite.analysis.compare.noise import exact, paired_samples
 from megatron_lite.analysis.compare.settings import objections
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.seen.headroom import peak
 from megatron_lite.analysis.findings.seen.steady import in_ms, rows_named, where
-from megatron_lite.analysis.kernels.figures import Role
+from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.units import MIB
 
@@ -53,7 +53,7 @@ def _traced_ms(facts: Facts) -> list[float]:
 
 SIXTEEN_BITS = ("fp16", "bf16")
 MATRIX = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)
-FEWEST_SETTLED = 20  # steps after the first good one, of which one skipped is 5%
+MIN_SETTLED = 20  # steps after the first good one, of which one skipped is 5%
 MOST = 0.5  # of the products' time whose format is known
 # what must not be cast, and which argument of an operator tells: ids and labels are whole numbers, the loss wants fp32
 UNCAST = {
@@ -91,7 +91,7 @@ def few_overflows(case: Case) -> Outcome:
         return not_seen(RUN_FOLDER)
     text = f"{sum(run.skipped)} of {run.steps} steps skipped, the loss scale is {scales[-1]:,.6g} at the end"
     settled = run.steps - (run.skipped.index(False) if False in run.skipped else run.steps)
-    if any(run.skipped) and settled < FEWEST_SETTLED:
+    if any(run.skipped) and settled < MIN_SETTLED:
         return not_seen(
             f"{LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning",
             Evidence(f"{text}; {settled} steps since the first good one", "steps.jsonl"),

@@ -3,18 +3,18 @@
 import math
 from statistics import median
 
-from megatron_lite.analysis.audit.figures import Case, Outcome, blamed, failed, not_seen, passed
+from megatron_lite.analysis.audit.audit_results import Case, Outcome, blamed, failed, not_seen, passed
 from megatron_lite.analysis.audit.recording import LONGER_RUN, RUN_FOLDER, TRACE
-from megatron_lite.analysis.facts import RankFacts
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.seen.steady import counted, in_ms, of_step, share, steady_steps, where
-from megatron_lite.analysis.run.figures import Run
-from megatron_lite.analysis.time.figures import ROW_TITLES
-from megatron_lite.notable import FEWEST_BEFORE
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import RankFacts
+from megatron_lite.analysis.time.time_results import ROW_TITLES
+from megatron_lite.thresholds import MIN_BEFORE
 
-FEWEST_STEPS = 3  # of a run, for a median; a trace's window is short, there it is 2
-FEWEST_TRACED = 2
-MOST_UNEXPLAINED = 0.10  # of the step: as much as what a verdict begins to name
+MIN_STEPS = 3  # of a run, for a median; a trace's window is short, there it is 2
+MIN_TRACED = 2
+MAX_UNEXPLAINED = 0.10  # of the step: as much as what a verdict begins to name
 
 
 def timed_on_the_device(case: Case) -> Outcome:
@@ -43,15 +43,15 @@ def steady_state(case: Case) -> Outcome:
     """The step's time without the first step and other disturbed ones."""
     run, one = case.facts.run, case.facts.critical
     number = sum(run.ordinary) if run else 0
-    if number >= FEWEST_STEPS:
+    if number >= MIN_STEPS:
         first = f"; the first step took {in_ms(run.first_step_ms)}" if run.first_step_ms else ""
         return passed(
             Evidence(f"median {in_ms(run.steady_step_ms)} of {number} ordinary steps{first}", "steps.jsonl"),
             _counted(run),
         )
-    if run and run.steps >= FEWEST_STEPS and not number:
+    if run and run.steps >= MIN_STEPS and not number:
         return failed(f"{LONGER_RUN}, and a profiler's window that leaves steps beside it", _counted(run))
-    if one is not None and sum(step.steady for step in one.time.steps) >= FEWEST_TRACED:
+    if one is not None and sum(step.steady for step in one.time.steps) >= MIN_TRACED:
         return passed(
             Evidence(f"mean {in_ms(one.time.step_ms)} of {steady_steps(one)} steady steps in the trace", where(one)),
             *_left_out(one),
@@ -73,7 +73,7 @@ def undisturbed_profile(case: Case) -> Outcome:
         return not_seen(TRACE)
     seen = (_direction(case, one), *_left_out(one))
     unexplained = one.time.rows.get("unexplained", 0.0)
-    if share(unexplained, one) > MOST_UNEXPLAINED:
+    if share(unexplained, one) > MAX_UNEXPLAINED:
         return not_seen(
             f"{TRACE}, with --pytorch-profiler-collect-callstack",
             Evidence(f"unexplained: {of_step(unexplained, one)}", where(one)),
@@ -81,7 +81,7 @@ def undisturbed_profile(case: Case) -> Outcome:
     slowdown = run.profiler_slowdown if run else None
     if slowdown is None:
         return not_seen(
-            f"how far the profiler slows the step down: {RUN_FOLDER}, with --profile-step-start above {FEWEST_BEFORE + 2}",
+            f"how far the profiler slows the step down: {RUN_FOLDER}, with --profile-step-start above {MIN_BEFORE + 2}",
             *seen,
         )
     text = f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it"

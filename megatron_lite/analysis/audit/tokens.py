@@ -2,19 +2,19 @@
 
 import numpy as np
 
-from megatron_lite.analysis.audit.figures import Case, Outcome, blamed, failed, not_seen, passed
+from megatron_lite.analysis.audit.audit_results import Case, Outcome, blamed, failed, not_seen, passed
 from megatron_lite.analysis.audit.recording import RUN_FOLDER, SHAPES
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.overflow_storm import TOO_MANY
 from megatron_lite.analysis.findings.seen.planned import argument, part, whole
 from megatron_lite.analysis.findings.seen.steady import rows_named, steady_steps, where
 from megatron_lite.analysis.run.learning import learning_of
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.units import count
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul")
-FEWEST_TRACED = 2
+MIN_TRACED = 2
 
 
 def constant_shapes(case: Case) -> Outcome:
@@ -64,13 +64,13 @@ def effective_tokens(case: Case) -> Outcome:
 
 def _shapes(one: RankFacts | None) -> list[tuple[Evidence, bool]]:
     """(shapes of products over the steady steps, whether they change)."""
-    if one is None or not one.trace.with_shapes or steady_steps(one) < FEWEST_TRACED:
+    if one is None or not one.trace.with_shapes or steady_steps(one) < MIN_TRACED:
         return []
     rows = rows_named(one, PRODUCTS.__contains__, Kind.OP)
     events, steps = one.trace.events, one.placing.step
     rows = rows[events.shapes[rows] >= 0]
     each = [frozenset(np.unique(events.shapes[rows[steps[rows] == step]]).tolist()) for step in np.unique(steps[rows])]
-    if len(each) < FEWEST_TRACED:
+    if len(each) < MIN_TRACED:
         return []
     changes = len(set(each)) > 1
     same = "not the same" if changes else "the same"

@@ -6,19 +6,19 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_lite.analysis.compare.figures import Change, Comparison, KernelPair, Pair, PhasePair, Total
+from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair, PhasePair, Total
 from megatron_lite.analysis.compare.noise import band_of, exact, paired, paired_samples
 from megatron_lite.analysis.compare.sentence import sentence_of
 from megatron_lite.analysis.compare.settings import flags_that_differ, objections
 from megatron_lite.analysis.compare.times import STEP, TRACED_STEP, phases_of_runs, totals_of
 from megatron_lite.analysis.contradictions import contradictions_of
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.kernels.operator_table import own_ms
 from megatron_lite.analysis.kernels.roles import role_of_kernel, role_of_operator
 from megatron_lite.analysis.kernels.selection import Selection
-from megatron_lite.analysis.time.figures import ROW_TITLES, RankTime
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.estimate.memory_categories import CATEGORIES
 
@@ -122,7 +122,7 @@ def _bare(name: str) -> str:
 
 # --- two traces beside each other: rows and phases of their steps, each with the noise that it has itself
 
-MOST_STEPS = 10  # steady steps that are looked at one by one; evenly chosen of more
+MAX_STEPS = 10  # steady steps that are looked at one by one; evenly chosen of more
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,7 @@ class Side:
 def side_of(one: RankFacts) -> Side:
     """The rank's steps one by one; as many times the work of `rank_time` as there are."""
     steady = [at for at, step in enumerate(one.placing.steps) if step.steady]
-    chosen = (
-        [steady[len(steady) * at // MOST_STEPS] for at in range(MOST_STEPS)] if len(steady) > MOST_STEPS else steady
-    )
+    chosen = [steady[len(steady) * at // MAX_STEPS] for at in range(MAX_STEPS)] if len(steady) > MAX_STEPS else steady
     roles = {str(role): ms for role, ms in one.kernels.roles.items()}
     return Side(one.time, tuple(_only(one, at) for at in chosen), work_of(one), roles, roles_by_step(one))
 

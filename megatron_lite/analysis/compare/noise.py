@@ -5,10 +5,10 @@ from itertools import pairwise
 from math import sqrt
 from statistics import fmean, median, variance
 
-from megatron_lite.analysis.compare.figures import Change, Pair
+from megatron_lite.analysis.compare.compare_results import Change, Pair
 
 BLOCKS = 5  # of consecutive steps: their medians also show a drift, which single steps' spread hides
-FEWEST_STEPS = 3
+MIN_STEPS = 3
 FLOOR = 0.01  # of the larger number: two starts of one command differ by that much, which no single run shows
 TOO_NOISY = 0.2  # a band wider than this cannot say "not changed"
 # Student's t, two-sided 99%, 1 to 8 degrees of freedom: a comparison has dozens of numbers, of which 95% would call two wrongly
@@ -21,13 +21,13 @@ def paired(a: float | None, b: float | None, band: float | None) -> Pair:
 
 
 def paired_samples(a: Sequence[float], b: Sequence[float], centre=median) -> Pair:
-    """The centres of two runs' steps (fewer than FEWEST_STEPS of either: no band)."""
+    """The centres of two runs' steps (fewer than MIN_STEPS of either: no band)."""
     return paired(centre(a) if a else None, centre(b) if b else None, band_of(a, b))
 
 
 def band_of(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Half the 99% confidence interval of B - A, from medians of blocks of steps; None for too few steps."""
-    if min(len(a), len(b)) < FEWEST_STEPS:
+    if min(len(a), len(b)) < MIN_STEPS:
         return None
     blocks_a, blocks_b = _block_medians(a), _block_medians(b)
     error = sqrt(variance(blocks_a) / len(blocks_a) + variance(blocks_b) / len(blocks_b))

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.analysis.compare.figures import Change, Pair, PhasePair, Total
+from megatron_lite.analysis.compare.compare_results import Change, Pair, PhasePair, Total
 from megatron_lite.analysis.compare.times import PEAK, STEP, TRACED_STEP
-from megatron_lite.analysis.time.figures import ROW_TITLES
+from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.units import size
 
-LEAST_SHARE = 0.15  # of the step's difference that a phase must be to be named
-MOST_NAMED = 3
+MIN_SHARE = 0.15  # of the step's difference that a phase must be to be named
+MAX_NAMED = 3
 MOSTLY_COMPUTE = 0.5  # of the step's difference: then phases say more than the one row "compute"
 
 
@@ -44,9 +44,9 @@ def _where(step: Pair, phases: Sequence[PhasePair], rows: dict[str, Pair]) -> st
     told = [
         (name, pair.difference)
         for name, pair in parts
-        if pair.change is step.change and abs(pair.difference) >= LEAST_SHARE * abs(step.difference)
+        if pair.change is step.change and abs(pair.difference) >= MIN_SHARE * abs(step.difference)
     ]
-    told = sorted(told, key=lambda part: -abs(part[1]))[:MOST_NAMED]
+    told = sorted(told, key=lambda part: -abs(part[1]))[:MAX_NAMED]
     return (": " + ", ".join(f"{name} {'+' if by > 0 else '-'}{_ms(abs(by))} ms" for name, by in told)) if told else ""
 
 

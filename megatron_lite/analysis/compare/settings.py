@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from statistics import median
 
-from megatron_lite.analysis.compare.figures import Flag
-from megatron_lite.analysis.facts import Facts
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.compare.compare_results import Flag
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts
 
 # where things are written to: no setting of the run
 PLACES = ("run_dir", "save", "load", "tensorboard_dir", "memory_snapshot_path", "master_port", "nsys_output")

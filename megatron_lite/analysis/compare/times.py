@@ -2,10 +2,10 @@
 
 from statistics import fmean
 
-from megatron_lite.analysis.compare.figures import Pair, PhasePair, Total
+from megatron_lite.analysis.compare.compare_results import Pair, PhasePair, Total
 from megatron_lite.analysis.compare.noise import band_of, exact, paired, paired_samples
-from megatron_lite.analysis.facts import Facts
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts
 
 STEP, TRACED_STEP, TOKENS, MFU, PEAK = (
     "step",

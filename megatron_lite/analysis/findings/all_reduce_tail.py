@@ -12,11 +12,11 @@ False alarm: a trace of one rank only: whether it waits for others or for the ne
     told from it.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.no_overlap import NEVER_EARLY
 from megatron_lite.analysis.findings.seen.gradient_reduction import reduction_of
 from megatron_lite.analysis.findings.seen.steady import MATTERS, counted, in_ms, of_step, share, where
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "all-reduce-tail"
 TITLE = "gradient reduction after backward's end"

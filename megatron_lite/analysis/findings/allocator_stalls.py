@@ -14,9 +14,9 @@ False alarm: a window at the run's beginning, while the allocator still grows; p
     steps.
 """
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, of_step, rows_named, share, steady_steps, where
+from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, of_step, rows_named, share, steady_steps, where
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
 CODE = "allocator-stalls"
@@ -29,7 +29,7 @@ def find(facts: Facts) -> Finding | None:
     if one is None or not one.time.on_gpu:
         return None
     cost = one.time.rows.get("allocator", 0.0)
-    if share(cost, one) < WORTH_A_LINE:
+    if share(cost, one) < MIN_SHARE_SHOWN:
         return None
     rows = rows_named(one, lambda name: name.startswith(CALLS), Kind.RUNTIME)
     return Finding(

@@ -13,16 +13,16 @@ Flags: --attention-backend auto (or flash); --recompute-granularity selective re
 False alarm: a softmax that is no attention, such as a router's, is small.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.memory.figures import SiteBytes
+from megatron_lite.analysis.memory.memory_results import SiteBytes
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size
 
 CODE = "attention-memory"
 TITLE = "attention scores kept for backward"
 TOO_MUCH = 0.10  # of the peak: less changes no micro-batch
 FEWEST = 4  # blocks: one per layer; a loss has one or two
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 
 
 def find(facts: Facts) -> Finding | None:
@@ -32,7 +32,7 @@ def find(facts: Facts) -> Finding | None:
     if not sites or held < TOO_MUCH * most.peak_bytes:
         return None
     first = Evidence(f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})", most.source)
-    shown = [Evidence(f"{size(site.num_bytes)} in {site.blocks} pieces", site.site) for site in sites[:MOST_SHOWN]]
+    shown = [Evidence(f"{size(site.num_bytes)} in {site.blocks} pieces", site.site) for site in sites[:MAX_SHOWN]]
     return Finding(
         code=CODE,
         title=TITLE,

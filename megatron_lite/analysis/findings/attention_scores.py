@@ -15,7 +15,6 @@ False alarm: on a CPU at short sequences explicit attention can be the faster on
 
 import numpy as np
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.hidden import covered
 from megatron_lite.analysis.findings.seen.steady import (
@@ -27,6 +26,7 @@ from megatron_lite.analysis.findings.seen.steady import (
     where,
     work_rows,
 )
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
 CODE = "attention-scores"

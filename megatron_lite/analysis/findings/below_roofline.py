@@ -14,18 +14,18 @@ Flags: --micro-batch-size, --bf16, --attention-backend auto, --hidden-size and -
 False alarm: a GPU that is throttled or shared; then all kernels are low.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.matmul_shapes import is_off
 from megatron_lite.analysis.findings.seen.layer_names import layer_of
-from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, in_ms, of_step, share, where
-from megatron_lite.analysis.kernels.figures import Role, RooflineRow
+from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, in_ms, of_step, share, where
+from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "below-roofline"
 TITLE = "products far below the hardware's limit"
 REACHES = 0.35  # of its floor's rate: libraries reach half on ordinary shapes
 TOO_MUCH = 0.10  # of the step above the floor
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 ROLES = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)
 
 
@@ -39,7 +39,7 @@ def find(facts: Facts) -> Finding | None:
         if row.role in ROLES
         and row.efficiency is not None
         and row.efficiency < REACHES
-        and share(row.ms, one) >= WORTH_A_LINE
+        and share(row.ms, one) >= MIN_SHARE_SHOWN
     ]
     cost = sum(_above(row) for row in slow)
     if share(cost, one) < TOO_MUCH:
@@ -51,7 +51,7 @@ def find(facts: Facts) -> Finding | None:
             f"({row.efficiency:.0%}, bound by {row.bound_by})",
             row.phase,
         )
-        for row in sorted(slow, key=_above, reverse=True)[:MOST_SHOWN]
+        for row in sorted(slow, key=_above, reverse=True)[:MAX_SHOWN]
     ]
     ways = _ways(slow)
     return Finding(

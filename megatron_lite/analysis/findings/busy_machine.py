@@ -13,11 +13,11 @@ Flags: OMP_NUM_THREADS times the ranks, plus --num-workers, at most the number o
 False alarm: none of the wait; on a GPU it is hidden as long as the device has work in its queue.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import hardware, on_gpu, part, whole
 from megatron_lite.analysis.findings.seen.steady import in_ms
-from megatron_lite.analysis.run.figures import RankMedians
+from megatron_lite.analysis.run.run_results import RankMedians
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.variables import THREADS
 
 CODE = "busy-machine"
@@ -30,7 +30,7 @@ def find(facts: Facts) -> Finding | None:
     if run is None or run.without_core is None:
         return None
     rank, ms = run.without_core
-    advice, flags = _way_out(facts)
+    advice, flags = _remedy(facts)
     return Finding(
         code=CODE,
         title=TITLE,
@@ -58,7 +58,7 @@ def _seen(ranks: RankMedians, rank: int) -> list[str]:
     return [*told, got] if got else told
 
 
-def _way_out(facts: Facts) -> tuple[str, tuple[str, ...]]:
+def _remedy(facts: Facts) -> tuple[str, tuple[str, ...]]:
     """By whose threads they are, as far as the run's record says."""
     cpus, threads = whole(hardware(facts, "cpus")), whole(hardware(facts, "threads"))
     ranks = whole(part(facts, "world", "local_size"))

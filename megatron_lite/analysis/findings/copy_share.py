@@ -14,10 +14,10 @@ False alarm: fp32 gradients of 16-bit weights, which are cast by design; without
     backward and in the optimizer's step are not counted for that reason.
 """
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, share, where
-from megatron_lite.analysis.kernels.figures import OperatorRow, Role
+from megatron_lite.analysis.kernels.kernel_results import OperatorRow, Role
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.phases import Phase
 
 CODE = "copy-share"
@@ -25,7 +25,7 @@ TITLE = "copying, casting and reordering tensors"
 TOO_MUCH = 0.10  # of the step: a transformer with fused kernels and 16-bit weights stays at a few percent
 TOO_MUCH_ON_CPU = 0.25  # there the copy of a small tensor costs as much as any small operator
 BY_DESIGN = {Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value}  # 16-bit gradients and weights become fp32 and back
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 
 
 def find(facts: Facts) -> Finding | None:
@@ -61,5 +61,5 @@ def _operators(one: RankFacts) -> list[Evidence]:
     rows = rows or [(row.self_ms, row.name, row.phase, row.per_step) for row in _on_cpu(one)]
     return [
         Evidence(f"{name}: {in_ms(ms)}, {per_step:,.3g} per step", phase)
-        for ms, name, phase, per_step in sorted(rows, reverse=True)[:MOST_SHOWN]
+        for ms, name, phase, per_step in sorted(rows, reverse=True)[:MAX_SHOWN]
     ]

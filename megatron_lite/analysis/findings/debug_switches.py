@@ -9,12 +9,12 @@ Cost: not measured; some cost microseconds per call, CUDA_LAUNCH_BLOCKING=1 all 
 Do: unset them for runs whose speed matters.
 Flags: CUDA_LAUNCH_BLOCKING, TORCH_NCCL_ENABLE_TIMING, TORCH_DISTRIBUTED_DEBUG,
     PYTORCH_NO_CUDA_MEMORY_CACHING, NCCL_DEBUG, NCCL_P2P_DISABLE, NCCL_SHM_DISABLE, NCCL_IB_DISABLE.
-False alarm: NCCL_..._DISABLE on a machine whose links are broken, where it is the way out.
+False alarm: NCCL_..._DISABLE on a machine whose links are broken, where it is the remedy.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import on_gpu, part, variables, whole
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.variables import Place, switches_on
 
 CODE = "debug-switches"

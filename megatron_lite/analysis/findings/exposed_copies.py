@@ -13,7 +13,6 @@ False alarm: copies within the device at a step's end, if they are part of the a
 
 import numpy as np
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.hidden import exposed_ms
 from megatron_lite.analysis.findings.seen.steady import (
@@ -27,11 +26,12 @@ from megatron_lite.analysis.findings.seen.steady import (
     where,
 )
 from megatron_lite.analysis.findings.unpinned_copies import pageable_rows
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
 CODE = "exposed-copies"
 TITLE = "copies that nothing hides"
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 
 
 def find(facts: Facts) -> Finding | None:
@@ -63,5 +63,5 @@ def _by_name(one: RankFacts, rows: np.ndarray) -> list[Evidence]:
             f"{in_ms(per_step_ms(one, group))}",
             where(one, group[0]),
         )
-        for group in groups[:MOST_SHOWN]
+        for group in groups[:MAX_SHOWN]
     ]

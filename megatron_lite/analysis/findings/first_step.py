@@ -14,26 +14,26 @@ False alarm: a trial of a few steps of what will be a long run.
 
 import math
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import compiles
 from megatron_lite.analysis.findings.seen.steady import in_ms
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "first-step"
 TITLE = "long first step of a short run"
 TOO_MUCH = 0.20  # of the run's time
-LEAST_MS = 10_000.0  # less nobody waits for
-FEWEST_STEPS = 30  # a shorter run is a trial
+MIN_MS = 10_000.0  # less nobody waits for
+MIN_STEPS = 30  # a shorter run is a trial
 
 
 def find(facts: Facts) -> Finding | None:
     run = facts.run
-    if run is None or not run.first_step_ms or not run.steady_step_ms or run.steps < FEWEST_STEPS:
+    if run is None or not run.first_step_ms or not run.steady_step_ms or run.steps < MIN_STEPS:
         return None
     extra = run.first_step_ms - run.steady_step_ms
     total = math.fsum(ms for ms in run.step_ms if not math.isnan(ms))
-    if extra < max(LEAST_MS, TOO_MUCH * total):
+    if extra < max(MIN_MS, TOO_MUCH * total):
         return None
     compiled = bool(compiles(facts))
     text = (

@@ -13,14 +13,14 @@ Flags: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 False alarm: a peak that was freed a moment before; then the reserve serves the next step.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.memory.figures import Snapshot
+from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import MIB, size
 
 CODE = "fragmentation"
 TITLE = "memory reserved but not used"
-TOO_MUCH, LEAST_BYTES = 0.10, 256 * MIB  # of what is reserved; segments of 20 MiB leave some of each free by design
+TOO_MUCH, MIN_BYTES = 0.10, 256 * MIB  # of what is reserved; segments of 20 MiB leave some of each free by design
 HELPS = 0.05  # of what is reserved, that the replay must save to be worth a word
 FLAG = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -30,7 +30,7 @@ def find(facts: Facts) -> Finding | None:
     if worst is None:
         return None
     held, unused = worst.fragmentation, _unused(worst)
-    if unused < max(TOO_MUCH * held.reserved_bytes, LEAST_BYTES):
+    if unused < max(TOO_MUCH * held.reserved_bytes, MIN_BYTES):
         return None
     gain = _gain(worst)
     text = (

@@ -11,10 +11,10 @@ Flags: --manual-gc --manual-gc-interval 100.
 False alarm: a single collection in a short window, which this mean makes look like every step's.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import argument
-from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, of_step, share, where
+from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, of_step, share, where
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "gc-pauses"
 TITLE = "pauses of Python's garbage collector"
@@ -25,7 +25,7 @@ def find(facts: Facts) -> Finding | None:
     if one is None:
         return None
     cost = one.time.rows.get("garbage_collector", 0.0)
-    if share(cost, one) < WORTH_A_LINE:
+    if share(cost, one) < MIN_SHARE_SHOWN:
         return None
     manual = argument(facts, "manual_gc")
     advice = (

@@ -17,17 +17,17 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import compiled_as_asked
 from megatron_lite.analysis.findings.seen.steady import rows_named, steady_steps, where
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
 CODE = "graph-breaks"
 TITLE = "compiled graphs cut into pieces"
 REGION = re.compile(r"Torch-Compiled Region: (\d+)/\d+")
 RESUME = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 FEW = 3  # different regions: here a layer and the loss' two pieces; elsewhere functions compiled apart are seldom more
 
 
@@ -52,7 +52,7 @@ def _resumptions(one: RankFacts, rows: np.ndarray) -> list[Evidence]:
     found = dict.fromkeys(RESUME.search(name).groups() for name in _names(one, rows))
     return [
         Evidence(f"the graph of {function} breaks before line {line}", where(one, rows[0]))
-        for function, line in list(found)[:MOST_SHOWN]
+        for function, line in list(found)[:MAX_SHOWN]
     ]
 
 

@@ -16,19 +16,19 @@ False alarm: a trace with stacks, which slow Python several times; a CPU whose c
     processes use.
 """
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings import log_stalls, tiny_micro_batches
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, share, where
-from megatron_lite.analysis.run.figures import Run
-from megatron_lite.analysis.time.figures import Stretch
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.time.time_results import Stretch
 
 CODE = "host-gaps"
 TITLE = "host late in places"
 TITLE_ON_CPU = "Python between operators"
 TOO_MUCH = 0.10  # of the step; the profiler alone makes a few percent
 TOO_MUCH_CALLING = 0.30  # of a CPU's step in short stretches: a small model has no less
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 STACKS = "--pytorch-profiler-collect-callstack"
 LARGER_OPERATORS = ("--micro-batch-size", "--torch-compile")
 
@@ -45,7 +45,7 @@ def find(facts: Facts) -> Finding | None:
     cost = seen - added_by_profiler_ms(facts.run)
     if share(cost, one) < TOO_MUCH:
         return None
-    sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MOST_SHOWN]]
+    sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
     return Finding(
         code=CODE,
         title=TITLE,
@@ -75,7 +75,7 @@ def _on_cpu(facts: Facts, one: RankFacts) -> Finding | None:
 
 def _in_places(one: RankFacts, stretches: list[Stretch], seen: float, cost: float) -> Finding:
     first, stacks = stretches[0], one.trace.with_stack
-    shown = [_seen(stretch) for stretch in stretches[:MOST_SHOWN] if stretch.ms >= TOO_MUCH * first.ms]
+    shown = [_seen(stretch) for stretch in stretches[:MAX_SHOWN] if stretch.ms >= TOO_MUCH * first.ms]
     place = f"take that work out of {first.phase or 'the step'}, or do it in fewer steps"
     text = f"Python runs for a millisecond or longer without an operator: {of_step(seen, one)}"
     return Finding(
@@ -102,7 +102,7 @@ def _in_calls(one: RankFacts, cost: float) -> Finding:
     operators = sum(phase.kernels for phase in one.time.phases)
     each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each" if operators else "in no phase"
     text = f"{operators:,.0f} operators per step, {each}; Python between them takes {of_step(cost, one)}"
-    sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MOST_SHOWN]]
+    sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
     return Finding(
         code=CODE,
         title=TITLE_ON_CPU,

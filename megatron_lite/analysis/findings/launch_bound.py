@@ -15,15 +15,15 @@ False alarm: a trace with stacks or shapes of a run that is fine without them: c
     step time outside the window.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.headroom import larger_micro_batch
 from megatron_lite.analysis.findings.seen.planned import compiles
 from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, where
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "launch-bound"
 TITLE = "host too slow to launch small kernels"
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 
 
 def find(facts: Facts) -> Finding | None:
@@ -38,7 +38,7 @@ def find(facts: Facts) -> Finding | None:
         f"{t.median_queue_us:.1f} us in the queue"
     )
     sites = tuple(
-        Evidence(f"{in_ms(site.idle_ms)} while the host is in {site.what}", site.phase) for site in t.hosts[:MOST_SHOWN]
+        Evidence(f"{in_ms(site.idle_ms)} while the host is in {site.what}", site.phase) for site in t.hosts[:MAX_SHOWN]
     )
     larger = larger_micro_batch(facts)
     flags = ((larger.flag,) if larger else ()) + (() if compiles(facts) else ("--torch-compile",))

@@ -14,10 +14,10 @@ False alarm: a demonstration that is meant to print every step.
 import math
 from statistics import median
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import argument, on_gpu
-from megatron_lite.analysis.findings.seen.steady import MATTERS, WORTH_A_LINE, in_ms, of_step, share, where
+from megatron_lite.analysis.findings.seen.steady import MATTERS, MIN_SHARE_SHOWN, in_ms, of_step, share, where
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.phases import Phase
 
 CODE = "log-stalls"
@@ -50,7 +50,7 @@ def _of_trace(facts: Facts) -> tuple[float, Evidence] | None:
     one = facts.critical
     sites = [site for site in one.time.syncs if site.phase == LOG] if one is not None else []
     cost = sum(site.idle_ms for site in sites)
-    if not sites or share(cost, one) < WORTH_A_LINE:
+    if not sites or share(cost, one) < MIN_SHARE_SHOWN:
         return None
     return cost, Evidence(
         f"after {sum(site.per_step for site in sites):.3g} waits in {LOG} the device idles {of_step(cost, one)}",

@@ -12,10 +12,10 @@ Flags: half the --micro-batch-size at the same --global-batch-size; in Megatron-
 False alarm: a peak far below the device's memory.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.memory_peaks import bytes_of, is_tight
 from megatron_lite.analysis.findings.seen.planned import argument, whole
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size
 
 CODE = "logits-peak"

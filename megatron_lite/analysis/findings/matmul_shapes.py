@@ -15,11 +15,11 @@ Flags: --hidden-size, --ffn-hidden-size, --kv-channels, --make-vocab-size-divisi
 False alarm: products so small that launching them costs more than their tiles.
 """
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.layer_names import layer_of, meaning_of
-from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, in_ms, of_step, share, where
-from megatron_lite.analysis.kernels.figures import Role, RooflineRow
+from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, in_ms, of_step, share, where
+from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.estimate.alignment import TILE as USUAL_TILE
 from megatron_lite.estimate.alignment import best_multiple, least_multiple, padded
 
@@ -29,7 +29,7 @@ TOO_MUCH = 0.10  # of the step in products with odd dimensions, whose cost the t
 HALF_BYTES = 2  # an element of fp16 or bf16
 LOAD, TILE, WIDE_TILE = least_multiple(HALF_BYTES), best_multiple(HALF_BYTES), USUAL_TILE  # 8, 64, 128
 NEAR = 0.05  # a dimension may grow by so much to reach a multiple of 128
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 
 
 def find(facts: Facts) -> Finding | None:
@@ -39,7 +39,7 @@ def find(facts: Facts) -> Finding | None:
     rows = [row for row in one.kernels.roofline if row.role is Role.GEMM and any(map(is_off, row.dims))]
     ms, cost = sum(row.ms for row in rows), sum(row.ms * _padding(row.dims) for row in rows)
     odd = sum(row.ms for row in rows if any(size > LOAD and size % LOAD for size in row.dims))
-    if share(odd, one) < TOO_MUCH and share(cost, one) < WORTH_A_LINE:
+    if share(odd, one) < TOO_MUCH and share(cost, one) < MIN_SHARE_SHOWN:
         return None
     dearest = sorted(rows, key=lambda row: -row.ms)
     changes = _changes(facts, dearest)
@@ -48,7 +48,7 @@ def find(facts: Facts) -> Finding | None:
         title=TITLE,
         cost_ms=cost,
         evidence=_evidence(facts, one, dearest, ms),
-        advice="; ".join(changes[:MOST_SHOWN]),
+        advice="; ".join(changes[:MAX_SHOWN]),
         flags=tuple(change.partition(" (")[0] for change in changes if change.startswith("--")),
         gain_ms=cost,
         certain=one.time.on_gpu,
@@ -86,6 +86,6 @@ def _evidence(facts: Facts, one: RankFacts, rows: list[RooflineRow], ms: float) 
     first = Evidence(f"products with such dimensions take {of_step(ms, one)}", where(one))
     shown = [
         Evidence(f"{layer_of(facts, row.dims)} {row.shape}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase)
-        for row in rows[:MOST_SHOWN]
+        for row in rows[:MAX_SHOWN]
     ]
     return (first, *shown)

@@ -13,10 +13,10 @@ Flags: CUDA_DEVICE_MAX_CONNECTIONS (many launch scripts export it); --tensor-mod
 False alarm: GPUs from Blackwell on order launches otherwise; a single GPU has nothing to overlap.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import argument, part, variable, whole
-from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, of_step, share, where
+from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, of_step, share, where
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
 
 CODE = "max-connections"
@@ -30,7 +30,7 @@ def find(facts: Facts) -> Finding | None:
     tensor, context = (whole(argument(facts, f"{kind}_parallel_size")) for kind in ("tensor_model", "context"))
     world, cost = whole(part(facts, "world", "size")), one.time.rows.get("exposed_communication", 0.0)
     needless = has_needless_order(variable(facts, QUEUES), world or 1, tensor or 1, context or 1)
-    if not needless or share(cost, one) < WORTH_A_LINE:
+    if not needless or share(cost, one) < MIN_SHARE_SHOWN:
         return None
     text = (
         f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of {of_step(cost, one)}"

@@ -14,17 +14,17 @@ False alarm: caches that fill up once, such as those of the allocator or of comp
     stop.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.memory.figures import Snapshot
-from megatron_lite.analysis.run.figures import Growth
+from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.run.run_results import Growth
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import MIB, size
 
 CODE = "memory-growth"
 TITLE = "memory that grows with every step"
-LEAST_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte
-FEWEST_STEPS = 3
-MOST_SHOWN = 3
+MIN_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte
+MIN_STEPS = 3
+MAX_SHOWN = 3
 ADVICE = "keep numbers instead of tensors that hold their graph: .item() at the log interval, or .detach()"
 
 
@@ -41,7 +41,7 @@ def find(facts: Facts) -> Finding | None:
 
 def _leaks(one: Snapshot) -> bool:
     grown = one.growth
-    return grown is not None and grown.steps >= FEWEST_STEPS and grown.bytes_per_step >= LEAST_BYTES_PER_STEP
+    return grown is not None and grown.steps >= MIN_STEPS and grown.bytes_per_step >= MIN_BYTES_PER_STEP
 
 
 def _of_snapshot(one: Snapshot) -> Finding:
@@ -51,7 +51,7 @@ def _of_snapshot(one: Snapshot) -> Finding:
         Evidence(
             f"{size(site.num_bytes)} per step of {site.category} made in {site.phase or 'an unknown phase'}", site.site
         )
-        for site in grown.sites[:MOST_SHOWN]
+        for site in grown.sites[:MAX_SHOWN]
     ]
     total = int(grown.bytes_per_step * grown.steps)
     return Finding(

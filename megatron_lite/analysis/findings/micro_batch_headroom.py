@@ -12,11 +12,11 @@ Flags: --micro-batch-size N at the same --global-batch-size.
 False alarm: memory that evaluation, a checkpoint or a longer batch still needs.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.accumulation import accumulation_ms
 from megatron_lite.analysis.findings.seen.headroom import device_bytes, larger_micro_batch, peak
 from megatron_lite.analysis.findings.seen.planned import micro_batches
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size
 
 CODE = "micro-batch-headroom"
@@ -26,7 +26,7 @@ TITLE = "memory left for a larger micro-batch"
 def find(facts: Facts) -> Finding | None:
     larger = larger_micro_batch(facts)
     one = facts.critical
-    if larger is None or one is not None and one.time.launch_bound:  # there it is the way out, and said there
+    if larger is None or one is not None and one.time.launch_bound:  # there it is the remedy, and said there
         return None
     held = peak(facts)
     cost = accumulation_ms(one) or None if one is not None else None

@@ -14,12 +14,12 @@ False alarm: a rehearsal of a larger job, or memory that evaluation or a longer 
 import math
 from statistics import median
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.headroom import device_bytes
 from megatron_lite.analysis.findings.seen.memory_peaks import TIGHT
 from megatron_lite.analysis.findings.seen.planned import argument, part, whole
 from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.phases import Phase
 from megatron_lite.units import size
 

@@ -13,10 +13,10 @@ False alarm: a benchmark with a learning rate of 0; data that the model knows al
     continued runs are not judged.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import argument
 from megatron_lite.analysis.run.learning import learning_of
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "no-learning"
 TITLE = "losses that show no learning"

@@ -12,11 +12,11 @@ Flags: --ddp-bucket-size N (parameters, 25 MiB of them when left out); in Megatr
 False alarm: models so small that one bucket is all there is.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.gradient_reduction import reduction_of
 from megatron_lite.analysis.findings.seen.planned import whole
 from megatron_lite.analysis.findings.seen.steady import MATTERS, counted, of_step, share, where
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "no-overlap"
 TITLE = "gradient reduction that overlaps with nothing"

@@ -14,17 +14,17 @@ Flags: --make-vocab-size-divisible-by 128, --hidden-size and --ffn-hidden-size i
 False alarm: matrix-vector products, which memory limits anyway.
 """
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.matmul_shapes import better, is_off
 from megatron_lite.analysis.findings.seen.layer_names import meaning_of
 from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms, of_step, share, where
-from megatron_lite.analysis.kernels.figures import KernelRow, TensorCores
+from megatron_lite.analysis.kernels.kernel_results import KernelRow, TensorCores
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 
 CODE = "no-tensor-cores"
 TITLE = "16-bit matrix products without tensor cores"
 SIXTEEN_BITS = ("fp16", "bf16")
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 
 
 def find(facts: Facts) -> Finding | None:
@@ -42,7 +42,7 @@ def find(facts: Facts) -> Finding | None:
             f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step, from {row.operator or 'no operator'}",
             row.phase,
         )
-        for row in rows[:MOST_SHOWN]
+        for row in rows[:MAX_SHOWN]
     ]
     changes = _changes(facts, one, rows)
     return Finding(
@@ -61,7 +61,7 @@ def _changes(facts: Facts, one: RankFacts, rows: list[KernelRow]) -> list[str]:
     """The odd dimensions of these kernels' own operators, and what makes them; [] without shapes."""
     asked = {row.operator for row in rows}
     odd = [size for row in one.kernels.roofline if row.operator in asked for size in row.dims if is_off(size)]
-    return [meaning_of(facts, size, better(size)) for size in dict.fromkeys(odd)][:MOST_SHOWN]
+    return [meaning_of(facts, size, better(size)) for size in dict.fromkeys(odd)][:MAX_SHOWN]
 
 
 def _is_slow(row: KernelRow) -> bool:

@@ -12,14 +12,14 @@ Flags: --micro-batch-size, --recompute-granularity full,
 False alarm: a failure that the program caught and got around; the snapshot keeps it.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.memory.figures import Snapshot
+from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size
 
 CODE = "out-of-memory"
 TITLE = "allocation that failed"
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
 
 
@@ -36,7 +36,7 @@ def find(facts: Facts) -> Finding | None:
             f"{part.category}: {size(part.num_bytes)}, {part.num_bytes / max(failed.peak_bytes, 1):.0%} of "
             "what tensors held"
         )
-        for part in failed.held[:MOST_SHOWN]
+        for part in failed.held[:MAX_SHOWN]
     ]
     return Finding(
         code=CODE,

@@ -13,9 +13,9 @@ Flags: --bf16 instead of --fp16; --lr, --lr-warmup-iters; --initial-loss-scale 6
 False alarm: one skip per --loss-scale-window: that is the scale trying a larger size.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.steady import in_ms
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "overflow-storm"
 TITLE = "steps thrown away because gradients overflow"

@@ -15,11 +15,11 @@ Flags: leave out --pytorch-profiler-collect-callstack, --pytorch-profiler-collec
 False alarm: steps before the window that were not alike, as in a ramp-up of the batch.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import argument
 from megatron_lite.analysis.findings.seen.steady import in_ms
-from megatron_lite.notable import is_by_chance
+from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.thresholds import is_by_chance
 
 CODE = "profiler-overhead"
 TITLE = "profiler that disturbs what it measures"

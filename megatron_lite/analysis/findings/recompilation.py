@@ -18,11 +18,10 @@ False alarm: a second variant for evaluation, and one per distinct layer, at the
 import math
 from statistics import median
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.hidden import covered
 from megatron_lite.analysis.findings.seen.steady import (
-    WORTH_A_LINE,
+    MIN_SHARE_SHOWN,
     in_ms,
     of_step,
     rows_named,
@@ -30,7 +29,8 @@ from megatron_lite.analysis.findings.seen.steady import (
     steady_steps,
     where,
 )
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
 CODE = "recompilation"
@@ -51,7 +51,7 @@ def _of_run(run: Run) -> Finding | None:
         return None
     steady_ms = run.steady_step_ms or _without_compiling(run, late)
     cost = sum(max(0.0, run.training_ms[index] - steady_ms) for index in late) / run.steps
-    if not cost >= WORTH_A_LINE * steady_ms:
+    if not cost >= MIN_SHARE_SHOWN * steady_ms:
         return None
     shown = ", ".join(str(run.iterations[index]) for index in late[:6]) + (", ..." if len(late) > 6 else "")
     text = (
@@ -70,7 +70,7 @@ def _without_compiling(run: Run, late: list[int]) -> float:
 def _of_trace(one: RankFacts) -> Finding | None:
     rows = rows_named(one, lambda name: name.startswith(COMPILES), Kind.OP, Kind.ANNOTATION)
     cost = covered(one, rows).length / 1e6 / steady_steps(one)
-    if not len(rows) or share(cost, one) < WORTH_A_LINE:
+    if not len(rows) or share(cost, one) < MIN_SHARE_SHOWN:
         return None
     return _finding(cost, Evidence(f"compiling takes {of_step(cost, one)}", where(one, rows[0])), one.time.rank)
 

@@ -13,17 +13,17 @@ Flags: --recompute-granularity full --recompute-method uniform --recompute-num-l
 False alarm: a run that fits and whose micro-batch need not grow: then it only costs time.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.memory_peaks import is_tight
 from megatron_lite.analysis.findings.seen.planned import argument, part, whole
-from megatron_lite.analysis.memory.figures import OUTSIDE
+from megatron_lite.analysis.memory.memory_results import OUTSIDE
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size
 
 CODE = "recompute-activations"
 TITLE = "activations that could be recomputed"
-WORTH_IT = 0.40  # of the peak, that it must save to be worth a second forward
-FEWEST_LAYERS = 4  # with fewer, the one being recomputed is most of it
+MIN_GAIN = 0.40  # of the peak, that it must save to be worth a second forward
+MIN_LAYERS = 4  # with fewer, the one being recomputed is most of it
 FLAG = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SIXTEEN_BITS = ("fp16", "bf16")
 
@@ -33,11 +33,11 @@ def find(facts: Facts) -> Finding | None:
     if most is None or argument(facts, "recompute_granularity") or not is_tight(facts, most):
         return None
     layers = [layer.num_bytes for layer in most.layers if layer.name != OUTSIDE]
-    if len(layers) < FEWEST_LAYERS:
+    if len(layers) < MIN_LAYERS:
         return None
     held, inputs = sum(layers), _input_bytes(facts, len(layers))
     gain = held - max(layers) - (inputs or 0)
-    if gain < WORTH_IT * most.peak_bytes:
+    if gain < MIN_GAIN * most.peak_bytes:
         return None
     text = (
         f"{len(layers)} layers hold {size(held)} of the peak of {size(most.peak_bytes)}; with recomputation one "

@@ -14,11 +14,11 @@ False alarm: collectives in backward that are no gradients (tensor, context or e
 
 import numpy as np
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.gradient_reduction import backward_ranges, reduction_rows
 from megatron_lite.analysis.findings.seen.hidden import exposed_ms
-from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, in_ms, of_step, per_step_ms, share, where
+from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, in_ms, of_step, per_step_ms, share, where
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 
 CODE = "reduce-every-micro-batch"
 TITLE = "gradient reduction in every micro-batch"
@@ -30,7 +30,7 @@ def find(facts: Facts) -> Finding | None:
     if one is None:
         return None
     early, batches = _early_collectives(one)
-    if early is None or share(per_step_ms(one, early), one) < WORTH_A_LINE:
+    if early is None or share(per_step_ms(one, early), one) < MIN_SHARE_SHOWN:
         return None
     cost = exposed_ms(one, early)
     text = (

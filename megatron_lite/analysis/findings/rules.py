@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from types import ModuleType
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings import (
     all_reduce_tail,
     allocator_stalls,
@@ -58,6 +57,7 @@ from megatron_lite.analysis.findings import (
     zeroed_gradients,
 )
 from megatron_lite.analysis.findings.base import Finding
+from megatron_lite.analysis.run_facts import Facts
 
 RULES: tuple[ModuleType, ...] = (
     sync_in_step,

@@ -14,16 +14,16 @@ False alarm: a short run, in which one checkpoint weighs more than it will in a 
 
 import math
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import argument
 from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.phases import Phase
 
 CODE = "save-and-eval"
 TITLE = "stalls for checkpoints and evaluations"
-FEWEST_STEPS, FEWEST_TIMES = 20, 3  # one of both: a short run's only checkpoint says nothing of how often
+MIN_STEPS, MIN_TIMES = 20, 3  # one of both: a short run's only checkpoint says nothing of how often
 
 
 def find(facts: Facts) -> Finding | None:
@@ -48,7 +48,7 @@ def find(facts: Facts) -> Finding | None:
 
 def _tells(run: Run, name: str) -> bool:
     """Is it known how often that phase comes?"""
-    return name in run.phases_ms and (run.steps >= FEWEST_STEPS or _times(run, name) >= FEWEST_TIMES)
+    return name in run.phases_ms and (run.steps >= MIN_STEPS or _times(run, name) >= MIN_TIMES)
 
 
 def _times(run: Run, name: str) -> int:

@@ -12,15 +12,15 @@ False alarm: a fixed --loss-scale 1, chosen on purpose.
 
 import math
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "scale-collapse"
 TITLE = "loss scale that has collapsed"
 TOO_SMALL = 16.0  # gradients of a healthy run bear scales of thousands; fp16's smallest number is 6e-8
 FALLEN = 256.0  # times from its highest after the first good step
-FEWEST_STEPS = 20
+MIN_STEPS = 20
 
 
 def find(facts: Facts) -> Finding | None:
@@ -29,7 +29,7 @@ def find(facts: Facts) -> Finding | None:
         return None
     settled = run.loss_scale[run.skipped.index(False) :] if False in run.skipped else run.loss_scale
     known = [scale for scale in settled if not math.isnan(scale) and scale > 0]
-    if len(known) < FEWEST_STEPS or known[-1] > TOO_SMALL or max(known) < FALLEN * known[-1]:
+    if len(known) < MIN_STEPS or known[-1] > TOO_SMALL or max(known) < FALLEN * known[-1]:
         return None
     text = (
         f"the loss scale fell from {max(known):,.0f} to {known[-1]:g} ({sum(run.skipped)} of {run.steps} steps "

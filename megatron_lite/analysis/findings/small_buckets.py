@@ -13,13 +13,13 @@ False alarm: small collectives of tensor or expert parallelism, which are not gr
 
 import numpy as np
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.gradient_reduction import reduction_rows
 from megatron_lite.analysis.findings.seen.hidden import communication_rows, exposed_ms
 from megatron_lite.analysis.findings.seen.planned import part, whole
-from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, of_step, share, steady_steps, where
+from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, of_step, share, steady_steps, where
 from megatron_lite.analysis.ranks.calls import collective_bytes
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.units import size
 
 CODE = "small-buckets"
@@ -37,7 +37,7 @@ def find(facts: Facts) -> Finding | None:
     rows, sizes = _sized(facts, one)
     small = rows[sizes <= SMALL_BYTES]
     cost = exposed_ms(one, small)
-    if len(small) < MANY * steady_steps(one) or share(cost, one) < WORTH_A_LINE:
+    if len(small) < MANY * steady_steps(one) or share(cost, one) < MIN_SHARE_SHOWN:
         return None
     median = float(np.median(sizes[sizes <= SMALL_BYTES]))
     text = (

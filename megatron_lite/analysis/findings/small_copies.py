@@ -17,10 +17,9 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.steady import (
-    WORTH_A_LINE,
+    MIN_SHARE_SHOWN,
     of_step,
     per_step_ms,
     rows_named,
@@ -28,6 +27,7 @@ from megatron_lite.analysis.findings.seen.steady import (
     steady_steps,
     where,
 )
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.units import size
 
@@ -46,7 +46,7 @@ def find(facts: Facts) -> Finding | None:
     number = len(rows) / steady_steps(one)
     calls = one.trace.launch_of[rows]
     cost = per_step_ms(one, calls[calls >= 0])
-    if number < MANY or share(cost, one) < WORTH_A_LINE:
+    if number < MANY or share(cost, one) < MIN_SHARE_SHOWN:
         return None
     median = float(np.median(one.trace.events.num_bytes[rows]))
     text = (

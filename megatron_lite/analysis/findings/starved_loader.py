@@ -15,12 +15,12 @@ False alarm: the first steps of a run, while workers start; they are left out of
 
 import math
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings import too_many_workers
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.loader_wait import LoaderWait, loader_wait
 from megatron_lite.analysis.findings.seen.planned import loader_workers, part, whole
 from megatron_lite.analysis.findings.seen.steady import in_ms
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "starved-loader"
 TITLE = "waiting for the data loader"

@@ -17,11 +17,11 @@ Flags: --profile-ranks -1 records all ranks; --timing-log-level 1 --timing-log-o
 False alarm: clocks of several nodes that are not aligned; the report says whether they are.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms
-from megatron_lite.analysis.ranks.figures import Ranks, Straggler
 from megatron_lite.analysis.ranks.from_run import straggler_of_medians
+from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "straggler"
 TITLE = "rank that the others wait for"

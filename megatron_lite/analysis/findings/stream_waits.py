@@ -12,9 +12,9 @@ Flags: CUDA_DEVICE_MAX_CONNECTIONS unset (a setting for tensor parallelism) if s
 False alarm: gaps that the profiler itself makes while it writes its buffers.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.steady import MATTERS, of_step, share, where
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "stream-waits"
 TITLE = "kernels waiting for another stream"

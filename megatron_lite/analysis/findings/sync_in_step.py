@@ -16,10 +16,9 @@ False alarm: one wait at a step's end with a full queue behind it, which idle ti
     nothing.
 """
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.steady import (
-    WORTH_A_LINE,
+    MIN_SHARE_SHOWN,
     counted,
     in_ms,
     of_step,
@@ -27,14 +26,15 @@ from megatron_lite.analysis.findings.seen.steady import (
     where,
 )
 from megatron_lite.analysis.findings.unpinned_copies import is_batch_copy, pageable_rows
-from megatron_lite.analysis.time.figures import SyncSite
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.phases import Phase
 
 CODE = "sync-in-step"
 TITLE = "synchronisation inside the step"
 ONCE = 0.5  # calls per step from which on it is every step's, not that of a log interval
 BETWEEN_STEPS = {Phase.LOG.value, Phase.EVAL.value, Phase.SAVE.value}  # there, waiting is meant
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 
 
 def find(facts: Facts) -> Finding | None:
@@ -43,7 +43,7 @@ def find(facts: Facts) -> Finding | None:
         return None
     sites = waits_inside(one)
     cost = sum(site.idle_ms for site in sites)
-    if share(cost, one) < WORTH_A_LINE:
+    if share(cost, one) < MIN_SHARE_SHOWN:
         return None
     calls = sum(site.per_step for site in sites)
     text = f"{counted(calls, 'wait')} per step, after which the device idles {of_step(cost, one)}"
@@ -51,7 +51,7 @@ def find(facts: Facts) -> Finding | None:
         code=CODE,
         title=TITLE,
         cost_ms=cost,
-        evidence=(Evidence(text, where(one)), *map(_seen, sites[:MOST_SHOWN])),
+        evidence=(Evidence(text, where(one)), *map(_seen, sites[:MAX_SHOWN])),
         advice="read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device",
         flags=("--log-interval 100",),
         gain_ms=cost,

@@ -12,10 +12,10 @@ Flags: --num-workers N with N x ranks below the number of cores.
 False alarm: workers that mostly wait for a slow network disk may well outnumber the cores.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.loader_wait import loader_wait
 from megatron_lite.analysis.findings.seen.planned import hardware, loader_workers, part, whole
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "too-many-workers"
 TITLE = "more loader workers than cores"

@@ -11,16 +11,16 @@ Flags: --torch-compile here; in Megatron-LM its fusions are on unless a --no-...
 False alarm: a model whose own work is elementwise.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import compiles
 from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, share, where
-from megatron_lite.analysis.kernels.figures import Role
+from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.run_facts import Facts
 
 CODE = "unfused-elementwise"
 TITLE = "elementwise kernels one by one"
 TOO_MUCH = 0.15  # of the step: below, compiling saves less than a run's noise against what it costs at the start
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 
 
 def find(facts: Facts) -> Finding | None:
@@ -35,7 +35,7 @@ def find(facts: Facts) -> Finding | None:
         f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take {of_step(cost, one)}", where(one)
     )
     shown = [
-        Evidence(f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase) for row in rows[:MOST_SHOWN]
+        Evidence(f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase) for row in rows[:MAX_SHOWN]
     ]
     return Finding(
         code=CODE,

@@ -17,11 +17,10 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.hidden import exposed_ms
 from megatron_lite.analysis.findings.seen.steady import (
-    WORTH_A_LINE,
+    MIN_SHARE_SHOWN,
     in_ms,
     of_step,
     rows_named,
@@ -29,7 +28,8 @@ from megatron_lite.analysis.findings.seen.steady import (
     steady_steps,
     where,
 )
-from megatron_lite.analysis.time.figures import SyncSite
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.units import size
@@ -48,7 +48,7 @@ def find(facts: Facts) -> Finding | None:
         return None
     exposed, stalled = exposed_ms(one, rows), _stalled_ms(one)
     cost = exposed + stalled
-    if share(cost, one) < WORTH_A_LINE:
+    if share(cost, one) < MIN_SHARE_SHOWN:
         return None
     number, each = len(rows) / steady_steps(one), float(one.trace.events.num_bytes[rows].clip(min=0).mean())
     text = (

@@ -11,11 +11,11 @@ Flags: --make-vocab-size-divisible-by 128; no --padded-vocab-size beyond it.
 False alarm: padding that a checkpoint or tensor parallelism asks for.
 """
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.planned import part, whole
-from megatron_lite.analysis.findings.seen.steady import WORTH_A_LINE, in_ms, of_step, share, where
-from megatron_lite.analysis.kernels.figures import Role
+from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, in_ms, of_step, share, where
+from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import count
 
 CODE = "vocabulary-padding"
@@ -30,7 +30,7 @@ def find(facts: Facts) -> Finding | None:
         return None
     ms = sum(row.ms for row in one.kernels.roofline if row.role is Role.GEMM and padded in row.dims)
     cost = ms * (padded - used) / padded
-    if share(cost, one) < WORTH_A_LINE:
+    if share(cost, one) < MIN_SHARE_SHOWN:
         return None
     text = (
         f"{count(used)} of {count(padded)} rows are used; products with them take {in_ms(ms)}, the padding "

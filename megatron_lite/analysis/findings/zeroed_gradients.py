@@ -11,10 +11,9 @@ Flags: none here: this trainer lets gradients go.
 False alarm: code that reads .grad of parameters that got no gradient.
 """
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.seen.steady import (
-    WORTH_A_LINE,
+    MIN_SHARE_SHOWN,
     in_phases,
     of_step,
     rows_named,
@@ -22,6 +21,7 @@ from megatron_lite.analysis.findings.seen.steady import (
     steady_steps,
     where,
 )
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
 CODE = "zeroed-gradients"
@@ -36,7 +36,7 @@ def find(facts: Facts) -> Finding | None:
         return None
     rows = in_phases(one, rows_named(one, lambda name: name in ZEROES, Kind.OP), *PHASES)
     cost = _cost_ms(one)
-    if not len(rows) or share(cost, one) < WORTH_A_LINE:
+    if not len(rows) or share(cost, one) < MIN_SHARE_SHOWN:
         return None
     text = f"{len(rows) / steady_steps(one):,.0f} calls per step in zero_grad: {of_step(cost, one)}"
     return Finding(

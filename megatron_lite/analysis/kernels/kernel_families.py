@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_lite.analysis.kernels.figures import Role, TensorCores
+from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
 from megatron_lite.analysis.kernels.number_formats import ACCUMULATORS, FORMATS, template_format
 from megatron_lite.analysis.kernels.roles import fused_operators
 

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_lite.analysis.kernels.figures import Role, TensorCores
 from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, find_functor
+from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
 from megatron_lite.analysis.kernels.number_formats import template_format
 from megatron_lite.analysis.kernels.roles import LONGEST, role_of_kernel
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_lite.analysis.kernels.figures import OperatorRow
+from megatron_lite.analysis.kernels.kernel_results import OperatorRow
 from megatron_lite.analysis.kernels.roles import role_of_operator
 from megatron_lite.analysis.kernels.selection import Selection, by_weight, heaviest
 

@@ -4,14 +4,14 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.kernels.figures import KernelRow, OperatorRow, RankKernels, Role, TensorCores
 from megatron_lite.analysis.kernels.kernel_names import MATRIX_ROLES, KernelName, short_name, taken_apart
+from megatron_lite.analysis.kernels.kernel_results import KernelRow, OperatorRow, RankKernels, Role, TensorCores
 from megatron_lite.analysis.kernels.operator_table import operator_rows
 from megatron_lite.analysis.kernels.roles import role_of_operator
 from megatron_lite.analysis.kernels.roofline import Calls, calls_of, roofline_rows
 from megatron_lite.analysis.kernels.selection import Selection, by_weight, heaviest
-from megatron_lite.analysis.time.figures import RankTime
-from megatron_lite.analysis.time.placing import Placing
+from megatron_lite.analysis.time.attribution import Placing
+from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.estimate.hardware import peak_tflops, processor_of
 

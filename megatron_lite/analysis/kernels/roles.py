@@ -8,7 +8,7 @@ name.
 import re
 from functools import lru_cache
 
-from megatron_lite.analysis.kernels.figures import Role
+from megatron_lite.analysis.kernels.kernel_results import Role
 
 LONGEST = 2000  # characters of a name that are looked at: C++ names may repeat their template arguments for pages
 

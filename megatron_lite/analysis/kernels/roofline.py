@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.kernels.figures import Role, RooflineRow
 from megatron_lite.analysis.kernels.kernel_names import KernelName
+from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
 from megatron_lite.analysis.kernels.selection import Selection, heaviest
 from megatron_lite.analysis.kernels.work import (
     ATTENTION,

@@ -6,7 +6,7 @@ A multiply-add is two operations. Bytes: every input is read once and every outp
 import math
 from dataclasses import dataclass
 
-from megatron_lite.analysis.kernels.figures import Role
+from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.kernels.number_formats import FORMAT_BYTES, TENSOR_TYPES
 from megatron_lite.analysis.kernels.roles import bare_operator, role_of_operator
 from megatron_lite.analysis.trace.columns import Shapes

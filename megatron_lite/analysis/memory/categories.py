@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.memory.lives import Lives
+from megatron_lite.analysis.memory.allocation_lifetimes import Lives
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
 from megatron_lite.analysis.memory.record import Record
 from megatron_lite.analysis.memory.stacks import Code
@@ -23,7 +23,7 @@ from megatron_lite.estimate.memory_categories import CATEGORIES
 # Each gradient has one weight of its size, and an optimizer's state and masters come in whole sets of such sizes. The set that
 # explains the most bytes is taken; what it does not explain stays unknown.
 
-MOST_UNEXPLAINED = 0.5  # of the candidates' bytes; beyond it the sizes do not fit and nothing is claimed
+MAX_UNEXPLAINED = 0.5  # of the candidates' bytes; beyond it the sizes do not fit and nothing is claimed
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _by_count(lives: Lives, staying: np.ndarray, found: np.ndarray, gradients: C
     total = sum(size * count for size, count in have.items())
     errors = [_unexplained(sets, have, gradients) for sets in HYPOTHESES]
     best = int(np.argmin(errors))
-    if not total or errors[best] > MOST_UNEXPLAINED * total:
+    if not total or errors[best] > MAX_UNEXPLAINED * total:
         return
     rows_of: dict[int, list[int]] = {}
     for row in staying[np.argsort(lives.address[staying], kind="stable")].tolist():
@@ -112,7 +112,7 @@ def _unexplained(sets: Sets, have: Counter, gradients: Counter) -> int:
 
 INDEX = {name: number for number, name in enumerate(CATEGORIES)}
 UNDECIDED = -1
-LEAST_LOGITS = 2**16  # bytes; below it a size says nothing about what it is
+MIN_LOGITS = 2**16  # bytes; below it a size says nothing about what it is
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _forward(seen: Placed, lives: Lives, logits: np.ndarray, decide):
 def _logits(seen: Placed, lives: Lives, phases: Phases) -> np.ndarray:
     """bool [m]: the logits come from an ordinary layer and go to one in backward. They have the size of what the loss
     handles, and in forward a stack that comes once, where layers repeat; in backward they come before all else."""
-    loss = _has(seen, Code.LOSS) & _in(seen, "forward", "backward") & (lives.requested >= LEAST_LOGITS)
+    loss = _has(seen, Code.LOSS) & _in(seen, "forward", "backward") & (lives.requested >= MIN_LOGITS)
     sized = np.isin(lives.requested, lives.requested[loss]) & (lives.begin >= 0)
     found = np.zeros(len(lives), bool)
     forward = np.flatnonzero(_in(seen, "forward") & (lives.begin >= 0))
@@ -267,7 +267,7 @@ def _logits(seen: Placed, lives: Lives, phases: Phases) -> np.ndarray:
     _, where, times = np.unique(stack_in_span, return_inverse=True, return_counts=True)
     found[forward] = sized[forward] & (times[where] == 1)
     # of a small model all that a layer makes may have that size: what comes between may be smaller
-    least = min(LEAST_LOGITS, int(lives.requested[loss].max(initial=0)) // 8)
+    least = min(MIN_LOGITS, int(lives.requested[loss].max(initial=0)) // 8)
     computed = _in(seen, "backward") & ~_has(seen, Code.RECOMPUTE) & (lives.begin >= 0)
     backward = np.flatnonzero(computed & (lives.requested >= least))
     span = phases.span[lives.begin[backward]]

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from megatron_lite.analysis.memory.figures import Fragmentation
-from megatron_lite.analysis.memory.lives import Lives
+from megatron_lite.analysis.memory.allocation_lifetimes import Lives
+from megatron_lite.analysis.memory.memory_results import Fragmentation
 from megatron_lite.analysis.memory.record import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Record
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
 
-MOST_ERROR = 0.05  # of what was reserved: a replay of the allocator as it was must come as near, or nothing is said
+MAX_ERROR = 0.05  # of what was reserved: a replay of the allocator as it was must come as near, or nothing is said
 
 
 def reserved_bytes(record: Record) -> np.ndarray:
@@ -30,7 +30,7 @@ def fragmentation_of(
     was_expandable = _was_expandable(record)
     if reserved[at] > 0 and not record.settings.get("simulated"):
         as_it_was = replayed_peak(record, lives, was_expandable)
-        if abs(as_it_was - reserved[at]) <= MOST_ERROR * reserved[at]:
+        if abs(as_it_was - reserved[at]) <= MAX_ERROR * reserved[at]:
             expandable = replayed_peak(record, lives, True)
         else:
             why = (

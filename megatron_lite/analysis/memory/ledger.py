@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from megatron_lite.analysis.memory.figures import LedgerRow, Snapshot
+from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
 from megatron_lite.config.recompute import recomputed_layers
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.attention_kernel import setting_from

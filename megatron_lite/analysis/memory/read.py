@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_lite.analysis.memory.allocation_lifetimes import Lives, held_bytes, lives_of
 from megatron_lite.analysis.memory.categories import INDEX, categories_of, passing_gradients, placed
-from megatron_lite.analysis.memory.figures import Growth, Held, Moment, OutOfMemory, Snapshot, StepMemory
 from megatron_lite.analysis.memory.fragmentation import fragmentation_of, reserved_bytes
-from megatron_lite.analysis.memory.lives import Lives, held_bytes, lives_of
+from megatron_lite.analysis.memory.memory_results import Growth, Held, Moment, OutOfMemory, Snapshot, StepMemory
 from megatron_lite.analysis.memory.phases import PHASES, Phases, StepSpan, phases_of
 from megatron_lite.analysis.memory.record import OOM, Record, record_of
 from megatron_lite.analysis.memory.sites import layers_of, sites_of
@@ -69,8 +69,8 @@ def _printable(text: str) -> str:
 
 # --- memory that stays after each step
 
-FEWEST_STEPS = 3
-LEAST_BYTES = 4096  # per step; counters and log values come and go
+MIN_STEPS = 3
+MIN_BYTES = 4096  # per step; counters and log values come and go
 MOSTLY = 0.75  # of the steps must end higher than the one before
 
 
@@ -78,11 +78,11 @@ def growth_of(steps: tuple[StepSpan, ...], allocated: np.ndarray, sites_between)
     """allocated: int64 [n + 1], bytes before the first event and after each. sites_between(first, last): what is held after
     event `last` more than after event `first`. None where memory does not grow or too few steps are seen."""
     ends = np.array([step.last for step in steps], np.int64)
-    if len(ends) < FEWEST_STEPS:
+    if len(ends) < MIN_STEPS:
         return None
     change = np.diff(allocated[ends + 1])
     slope = float(np.median(change))
-    if slope < LEAST_BYTES or np.mean(change > 0) < MOSTLY:
+    if slope < MIN_BYTES or np.mean(change > 0) < MOSTLY:
         return None
     times = len(change)
     sites = sites_between(int(ends[0]), int(ends[-1]), times)
@@ -105,7 +105,7 @@ def step_memory(steps: tuple[StepSpan, ...], allocated: np.ndarray, time_us: np.
 # --- A memory snapshot, read: the curve worked out from the state at the end and the events before it, the peak, and what held
 
 CURVE_POINTS = 800
-MOST_UNKNOWN = 0.01  # of the peak, without origin, in a record that counts as complete
+MAX_UNKNOWN = 0.01  # of the peak, without origin, in a record that counts as complete
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
@@ -143,7 +143,7 @@ class _Reading:
         growth = growth_of(self.phases.steps, self.allocated, self._grown_sites)
         rank = RANK_IN_NAME.search(self.path.name)
         unknown = sum(one.num_bytes for one in held if one.category == "before the record")
-        complete = unknown <= MOST_UNKNOWN * int(self.allocated[self.peak + 1])
+        complete = unknown <= MAX_UNKNOWN * int(self.allocated[self.peak + 1])
         return Snapshot(
             source=self.path.name,
             rank=int(rank[1]) if rank else None,
@@ -262,5 +262,5 @@ class _Reading:
                 f"{size(unknown)} of the peak were there before the record began and nothing says what for: record from "
                 "before the model is made, with a larger ring if it was full"
             )
-        if len(self.phases.steps) < FEWEST_STEPS:
-            yield f"growth from step to step needs {FEWEST_STEPS} steps; the record holds {len(self.phases.steps)}"
+        if len(self.phases.steps) < MIN_STEPS:
+            yield f"growth from step to step needs {MIN_STEPS} steps; the record holds {len(self.phases.steps)}"

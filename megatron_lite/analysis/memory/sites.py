@@ -5,15 +5,15 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from megatron_lite.analysis.memory.figures import OUTSIDE, Layer, SiteBytes
-from megatron_lite.analysis.memory.lives import Lives
+from megatron_lite.analysis.memory.allocation_lifetimes import Lives
+from megatron_lite.analysis.memory.memory_results import OUTSIDE, Layer, SiteBytes
 from megatron_lite.analysis.memory.phases import NOT_SAID, PHASES, Phases
 from megatron_lite.analysis.memory.record import Record
 from megatron_lite.estimate.memory_categories import CATEGORIES
 
 NUMBERED = re.compile(r"^(.*?(?:^|\.)(\d+))(?:\.|$)")
 BETWEEN_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-LEAST_EXPLAINED = 0.5  # of the activations' bytes, by stacks that come once per layer
+MIN_EXPLAINED = 0.5  # of the activations' bytes, by stacks that come once per layer
 
 
 def sites_of(
@@ -93,7 +93,7 @@ def _by_repetition(rows: np.ndarray, lives: Lives, phases: Phases) -> tuple[Laye
     by_count[:2] = 0
     layers = int(np.argmax(by_count))
     inside = (repeated % max(layers, 1) == 0) & (repeated > 0)
-    if layers < 2 or sizes[inside].sum() < LEAST_EXPLAINED * sizes.sum():
+    if layers < 2 or sizes[inside].sum() < MIN_EXPLAINED * sizes.sum():
         return ()
     layer = occurrence[rows] * layers // np.maximum(repeated, 1)
     totals = np.bincount(layer[inside], weights=sizes[inside], minlength=layers)

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-MOST_LETTERS = 120
+MAX_LETTERS = 120
 
 
 class Code(enum.IntFlag):
@@ -154,14 +154,14 @@ class Stacks:
             if candidates:
                 file, line, name = candidates[0]
                 text = f"{file.replace(chr(92), '/').rpartition('/')[2]}:{line} {name}"
-                return "".join(letter if letter.isprintable() else "?" for letter in text[:MOST_LETTERS])
+                return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_LETTERS])
         return ""
 
     def node(self, number: int) -> str:
         """'MmBackward0': the autograd node of a stack with C++ frames; '' if it has none."""
         for frame in self._stacks[number]:
             if node := BACKWARD_NODE.search(self._frames[frame][2]):
-                return node[1][:MOST_LETTERS]
+                return node[1][:MAX_LETTERS]
         return ""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_lite.analysis.intervals import NOTHING, Cover, Nesting, union
 from megatron_lite.analysis.kernels.roles import is_communication
 from megatron_lite.analysis.ranks.kinds import OTHER, algorithm_of, kind_of, message_bytes
-from megatron_lite.analysis.time.placing import Placing
+from megatron_lite.analysis.time.attribution import Placing
 from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes, Trace
 
 LARGEST_SEQUENCE = 2**40

@@ -4,10 +4,10 @@ import math
 from dataclasses import replace
 from statistics import median_low
 
-from megatron_lite.analysis.ranks.figures import RankRow, Ranks, Straggler
-from megatron_lite.analysis.run.figures import RankMedians, Run
-from megatron_lite.notable import FEWEST_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
+from megatron_lite.analysis.ranks.rank_results import RankRow, Ranks, Straggler
+from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.phases import Phase
+from megatron_lite.thresholds import MIN_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
@@ -86,7 +86,7 @@ def _mostly(ranks: RankMedians, name: str, rank: int) -> bool:
 
 def _enough_steps(ranks: RankMedians) -> bool:
     steps = [interval.steps for interval in ranks.intervals]
-    return all(sum(of_rank) >= FEWEST_STEPS for of_rank in zip(*steps))  # never with NaN
+    return all(sum(of_rank) >= MIN_STEPS for of_rank in zip(*steps))  # never with NaN
 
 
 def _row(ranks: RankMedians, rank: int) -> RankRow:

@@ -10,7 +10,7 @@ from megatron_lite.analysis.ranks.calls import Calls
 from megatron_lite.analysis.ranks.kinds import POINT_TO_POINT
 
 FARTHEST = 64  # collectives by which traces of two ranks may begin apart, beyond what they differ in number
-FEWEST_ALIKE = 0.9  # share of pairs of the same kind and size; below it the order is no guide
+MIN_ALIKE = 0.9  # share of pairs of the same kind and size; below it the order is no guide
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _ordinal(numbers: np.ndarray) -> np.ndarray:
 def _are_alike(call: np.ndarray, ranks: list[Calls]) -> bool:
     kinds = [[calls.whats[i].kind for i in column] for column, calls in zip(call.T.tolist(), ranks)]
     alike = sum(len(set(of_all)) == 1 for of_all in zip(*kinds))
-    return alike >= FEWEST_ALIKE * len(call)
+    return alike >= MIN_ALIKE * len(call)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _shift(one: _Order, other: _Order) -> int | None:
         a = slice(max(shift, 0), min(shift + len(theirs), len(mine)))
         b = slice(a.start - shift, a.stop - shift)
         alike = int((mine[a] == theirs[b]).sum())
-        if alike < FEWEST_ALIKE * (a.stop - a.start):
+        if alike < MIN_ALIKE * (a.stop - a.start):
             continue
         same_step = int(((one.slot[a] == other.slot[b]) & (one.slot[a] >= 0)).sum())
         clocks = one.end_ns is not None and other.end_ns is not None

@@ -9,11 +9,11 @@ import numpy as np
 
 from megatron_lite.analysis.ranks.calls import Calls, calls_of
 from megatron_lite.analysis.ranks.clocks import Clocks, clocks_of
-from megatron_lite.analysis.ranks.figures import RankRow, Ranks, Straggler
 from megatron_lite.analysis.ranks.matching import Group, match
+from megatron_lite.analysis.ranks.rank_results import RankRow, Ranks, Straggler
 from megatron_lite.analysis.ranks.rows import collective_rows
-from megatron_lite.analysis.time.figures import RankTime, Step
-from megatron_lite.analysis.time.placing import Placing
+from megatron_lite.analysis.time.attribution import Placing
+from megatron_lite.analysis.time.time_results import RankTime, Step
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.phases import Phase
 

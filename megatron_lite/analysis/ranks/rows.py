@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_lite.analysis.ranks.calls import Calls, What
-from megatron_lite.analysis.ranks.figures import CollectiveRow
 from megatron_lite.analysis.ranks.kinds import bus_bytes
+from megatron_lite.analysis.ranks.rank_results import CollectiveRow
 
-MOST_SIZES = 32  # of one kind in one phase; more (an all-to-all of experts, say) are one row of their mean size
+MAX_SIZES = 32  # of one kind in one phase; more (an all-to-all of experts, say) are one row of their mean size
 MANY = -1
 
 
@@ -47,7 +47,7 @@ def _of_rank(calls: Calls, keep: np.ndarray, transfer: np.ndarray, group_size: i
     sizes = Counter((what.kind, phase) for what, phase in kinds)
     sums = defaultdict(lambda: np.zeros(len(columns)))
     for (what, phase), values in zip(kinds, table):
-        several = what.num_bytes is not None and sizes[what.kind, phase] > MOST_SIZES
+        several = what.num_bytes is not None and sizes[what.kind, phase] > MAX_SIZES
         size = MANY if several else what.num_bytes
         sums[what.kind, what.algorithm, phase, what.group_size or group_size, size, what.dtype] += values
     return sums

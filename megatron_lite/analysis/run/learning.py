@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.run_results import Run
 
 PART = 5  # the first and the last fifth of the losses are compared
 MIN_LOSSES = 20

@@ -7,10 +7,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import groupby
 
-from megatron_lite.analysis.run.figures import Growth, RankMedians
-from megatron_lite.notable import GROWTH_PARTS, steady_growth
+from megatron_lite.analysis.run.run_results import Growth, RankMedians
+from megatron_lite.thresholds import GROWTH_PARTS, steady_growth
 
-FEWEST_STEPS = 3 * GROWTH_PARTS
+MIN_STEPS = 3 * GROWTH_PARTS
 
 
 def growths_of_writer(
@@ -18,7 +18,7 @@ def growths_of_writer(
 ) -> tuple[Growth, ...]:
     """Of the rank that writes, from a value per step. `profiled`: iterations, rising."""
     rows = [(at, value) for at, value, plain in zip(iterations, num_bytes, ordinary) if plain and value > 0]
-    growth = _growth(None, rows, profiled, FEWEST_STEPS)
+    growth = _growth(None, rows, profiled, MIN_STEPS)
     return (growth,) if growth else ()
 
 

@@ -10,21 +10,21 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from megatron_lite.analysis.run.columns import Columns, columns_of
-from megatron_lite.analysis.run.figures import Interval, RankMedians, Run
 from megatron_lite.analysis.run.memory_growth import growths_of_ranks, growths_of_writer
+from megatron_lite.analysis.run.run_results import Interval, RankMedians, Run
 from megatron_lite.analysis.run.step_lines import CORES, StepLines, number, read_step_lines
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.flops import step_flops
-from megatron_lite.notable import FEWEST_BEFORE
 from megatron_lite.process_state import is_there
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FILE
+from megatron_lite.thresholds import MIN_BEFORE
 
 # --- how fast a run went: ordinary steps against the first and the profiled ones; tokens per second; model FLOPs
 
 TERA = 1e12
 COMPARED = 50  # steps before a window, as many as the trainer's own line about the profiler's slowdown
-FEWEST_FOR_SPREAD = 4
+MIN_FOR_SPREAD = 4
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def speed_of(plan: dict, record: dict, columns: Columns, starts_at_first: bool) 
         steady_step_ms=median(plain_ms) if plain_ms else None,
         step_spread_ms=_spread(plain_ms),
         profiled_step_ms=median(training[row] for row in inside) if inside else None,
-        before_profile_ms=median(before) if len(before) >= FEWEST_BEFORE else None,
-        after_profile_ms=median(after) if len(after) >= FEWEST_BEFORE else None,
+        before_profile_ms=median(before) if len(before) >= MIN_BEFORE else None,
+        after_profile_ms=median(after) if len(after) >= MIN_BEFORE else None,
         tokens_per_second=1000 * rate * shape.seq_length if rate and shape else None,
         model_tflops=causal,
         model_tflops_full=full,
@@ -97,7 +97,7 @@ def _beside(columns: Columns, inside: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _spread(values: list[float]) -> float | None:
-    if len(values) < FEWEST_FOR_SPREAD:
+    if len(values) < MIN_FOR_SPREAD:
         return None
     first, _, third = quantiles(values, n=4)
     return third - first

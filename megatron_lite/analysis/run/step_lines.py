@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_lite.analysis.run.figures import Interval
+from megatron_lite.analysis.run.run_results import Interval
 
 CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")
 LISTS = (

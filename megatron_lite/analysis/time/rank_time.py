@@ -7,16 +7,16 @@ from functools import cached_property
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, difference, intersection, joined, union
-from megatron_lite.analysis.time.device_covers import DeviceCovers, communication_names, device_covers
-from megatron_lite.analysis.time.figures import RankTime
-from megatron_lite.analysis.time.gaps import Gaps, gaps_of
+from megatron_lite.analysis.time.attribution import Placing
+from megatron_lite.analysis.time.device_intervals import DeviceCovers, communication_names, device_covers
+from megatron_lite.analysis.time.find_phases import AUTOGRAD
 from megatron_lite.analysis.time.host_activity import HostActivity, host_activity
+from megatron_lite.analysis.time.idle_gaps import Gaps, gaps_of
 from megatron_lite.analysis.time.phase_table import device_phases, device_timeline, host_phases, host_timeline
-from megatron_lite.analysis.time.phases_of import AUTOGRAD
-from megatron_lite.analysis.time.placing import Placing
 from megatron_lite.analysis.time.sites import CallSites, host_sites, long_stretches, python_sites, sync_sites
 from megatron_lite.analysis.time.steady import SteadySteps
 from megatron_lite.analysis.time.step_windows import computing_stream
+from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 # --- how fast the host launches, and whether that is what holds the GPU back

@@ -5,10 +5,10 @@ import re
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, Nesting, difference, intersection, union
-from megatron_lite.analysis.time.figures import MIN_STRETCH_MS, HostSite, Stretch, SyncSite
-from megatron_lite.analysis.time.gaps import Gaps
+from megatron_lite.analysis.time.attribution import Placing
 from megatron_lite.analysis.time.host_activity import HostActivity, pageable_copies
-from megatron_lite.analysis.time.placing import Placing
+from megatron_lite.analysis.time.idle_gaps import Gaps
+from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, HostSite, Stretch, SyncSite
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 # autograd's wrappers and bookkeeping say nothing: what they hold does
@@ -20,7 +20,7 @@ NOT_THE_PROGRAM = re.compile(
     r"|(^|/)lib/python3[^/]*/[^/]+\.py$"
 )
 BETWEEN = "Python between operators"
-MOST_SITES = 50
+MAX_SITES = 50
 
 
 def is_program_frame(name: str) -> bool:
@@ -101,7 +101,7 @@ def sync_sites(
         )
         for k, (name, pageable, op, line, phase) in enumerate(keys.T)
     ]
-    return tuple(sorted(found, key=lambda site: (-site.idle_ms, -site.host_ms))[:MOST_SITES])
+    return tuple(sorted(found, key=lambda site: (-site.idle_ms, -site.host_ms))[:MAX_SITES])
 
 
 def host_sites(trace: Trace, placing: Placing, gaps: Gaps, sites: CallSites, steps: int) -> tuple[HostSite, ...]:
@@ -205,7 +205,7 @@ def _host_sites(total: dict, placing: Placing, steps: int) -> tuple[HostSite, ..
         HostSite(what, placing.phases[phase] if phase >= 0 else "", float(ns) / 1e6 / steps)
         for (what, phase), ns in total.items()
     ]
-    return tuple(sorted((site for site in found if site.idle_ms > 0), key=lambda site: -site.idle_ms)[:MOST_SITES])
+    return tuple(sorted((site for site in found if site.idle_ms > 0), key=lambda site: -site.idle_ms)[:MAX_SITES])
 
 
 def _add(total: dict, trace: Trace, names: np.ndarray, phases: np.ndarray, amounts: np.ndarray):

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, union
-from megatron_lite.analysis.time.figures import Step
+from megatron_lite.analysis.time.time_results import Step
 
 FEWEST = 2
 

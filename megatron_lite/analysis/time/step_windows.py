@@ -14,8 +14,8 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import union
 from megatron_lite.analysis.kernels.roles import is_communication
-from megatron_lite.analysis.time.figures import Step
 from megatron_lite.analysis.time.host_steps import HostSteps
+from megatron_lite.analysis.time.time_results import Step
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import Phase
 

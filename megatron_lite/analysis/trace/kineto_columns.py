@@ -8,14 +8,14 @@ from itertools import compress
 import numpy as np
 
 from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Collective, Kind
+from megatron_lite.analysis.trace.intern_table import Numbered
 from megatron_lite.analysis.trace.kinds import KIND_OF_CATEGORY
 from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Args, Event, ExactEvent
-from megatron_lite.analysis.trace.numbered import Numbered
-from megatron_lite.analysis.trace.refused import TraceError
+from megatron_lite.analysis.trace.trace_errors import TraceError
 
 LOST_NS = np.iinfo(np.int64).min  # the start of an event that has none
 MAX_EVENTS = 10_000_000  # about 2 GB of text; a trace of 5 million took 1.27 GB of memory, one of 15 million 1.76 GB
-_MOST_US = 4e15  # the year 2096; differences of such times in ns still fit 64 bits
+_MAX_US = 4e15  # the year 2096; differences of such times in ns still fit 64 bits
 COLUMNS = {
     "name": np.int32, "category": np.int16, "thread": np.int32, "start_ns": np.int64, "length_ns": np.int64,
     "device": np.int64, "stream": np.int64, "correlation": np.int64, "num_bytes": np.int64, "shapes": np.int32,
@@ -158,7 +158,7 @@ def _start_ns(events: list[Event]) -> np.ndarray:
     if isinstance(events[0], ExactEvent) or isinstance(events[-1], ExactEvent):
         return np.array([_exact_ns(e.ts) for e in events], np.int64)
     ts_us = np.array([e.ts for e in events], np.float64)
-    lost = ~(np.abs(ts_us) < _MOST_US)
+    lost = ~(np.abs(ts_us) < _MAX_US)
     ts_us[lost] = 0
     whole = np.floor(ts_us)
     start = whole.astype(np.int64) * 1000 + np.rint((ts_us - whole) * 1000).astype(np.int64)
@@ -168,13 +168,13 @@ def _start_ns(events: list[Event]) -> np.ndarray:
 
 def _exact_ns(ts_us: Decimal | float | None) -> int:
     number = Decimal("nan" if ts_us is None else ts_us)
-    return int(number * 1000) if number.is_finite() and abs(number) < _MOST_US else LOST_NS
+    return int(number * 1000) if number.is_finite() and abs(number) < _MAX_US else LOST_NS
 
 
 def _length_ns(events: list[Event]) -> np.ndarray:
     """Nanoseconds; 0 where none is given, and negative ones as they are."""
     dur_us = np.nan_to_num(np.array([e.dur for e in events], np.float64), nan=0.0)
-    return np.rint(np.clip(dur_us, -_MOST_US / 1000, _MOST_US / 1000) * 1000).astype(np.int64)
+    return np.rint(np.clip(dur_us, -_MAX_US / 1000, _MAX_US / 1000) * 1000).astype(np.int64)
 
 
 def _memory(events: list[Event]) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from megatron_lite.analysis.trace.columns import Shapes
 _RANK_IN_NAME = re.compile(r"rank[_-]?\[?(\d{1,6})|\[(\d{1,6})\]", re.IGNORECASE)
 _FACTS = ("schemaVersion", "trace_id", "host_name", "cuda_runtime_version", "cuda_driver_version")
 _FACTS_OF_RANKS = ("backend", "nccl_version", "pg_count")
-_MOST_TEXT = 200  # characters of a header's value that are worth showing
+_MAX_TEXT = 200  # characters of a header's value that are worth showing
 
 
 class Header:
@@ -60,12 +60,12 @@ def _count(value) -> int | None:
 def _devices(rows) -> tuple[str, ...]:
     """Names by index."""
     rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return tuple(str(row.get("name", ""))[:_MOST_TEXT] for row in rows)
+    return tuple(str(row.get("name", ""))[:_MAX_TEXT] for row in rows)
 
 
 def _texts(values: dict, wanted: tuple[str, ...]) -> dict:
     kept = {name: values[name] for name in wanted if isinstance(values.get(name), (str, int, float))}
-    return {name: value[:_MOST_TEXT] if isinstance(value, str) else value for name, value in kept.items()}
+    return {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in kept.items()}
 
 
 def last_number(text) -> int:

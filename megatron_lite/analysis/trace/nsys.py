@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.analysis.trace.columns import Kind, MemoryEvents, Shapes, Trace
-from megatron_lite.analysis.trace.numbered import Numbered
-from megatron_lite.analysis.trace.refused import TraceError
+from megatron_lite.analysis.trace.intern_table import Numbered
 from megatron_lite.analysis.trace.repair import repaired
+from megatron_lite.analysis.trace.trace_errors import TraceError
 
 # --- reading the tables of an Nsight Systems export, whichever of them and of their columns are there
 
@@ -170,7 +170,7 @@ def sync_name(kind: int) -> str:
 # --- an Nsight Systems report, exported with `nsys export --type sqlite` -> a Trace per process
 
 _OUR_MARK = re.compile(r"rank (\d+) of (\d+)\b")  # megatron_lite/instruments/nsys_range.py
-_MOST_NS = 4 * 10**18  # differences of such times still fit 64 bits
+_MAX_NS = 4 * 10**18  # differences of such times still fit 64 bits
 _PIECE_COLUMNS = ("name", "kind", "start", "end", "thread", "device", "stream", "correlation", "num_bytes", "shapes",
                   "sequence")  # fmt: skip
 
@@ -247,7 +247,7 @@ def _piece(rows: np.ndarray, kind: Kind | np.ndarray, name: np.ndarray, **column
     """A table's columns; what it does not have is -1. The first three of `rows`: start, end, process or thread."""
     count = len(rows)
     piece = {key: np.full(count, -1, np.int64) for key in _PIECE_COLUMNS}
-    place, times = rows[:, 2], np.clip(rows[:, :2], -_MOST_NS, _MOST_NS)
+    place, times = rows[:, 2], np.clip(rows[:, :2], -_MAX_NS, _MAX_NS)
     return piece | {
         "start": times[:, 0], "end": times[:, 1], "process": place >> 24 & 0xFFFFFF, "thread": place & 0xFFFFFF,
         "kind": np.full(count, kind), "name": name,

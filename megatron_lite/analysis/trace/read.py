@@ -23,8 +23,8 @@ from megatron_lite.analysis.trace.kineto_columns import (
 )
 from megatron_lite.analysis.trace.kineto_header import Header, last_number, shapes_of
 from megatron_lite.analysis.trace.kineto_json import Event, decoded, decoded_alone, mended
-from megatron_lite.analysis.trace.refused import TraceError
 from megatron_lite.analysis.trace.repair import repaired
+from megatron_lite.analysis.trace.trace_errors import TraceError
 
 # --- A Kineto file cut into chunks of whole events, without parsing it as a whole
 
@@ -34,10 +34,10 @@ _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _END = re.compile(rb"\}\s*\]")
 _BLANK = b", \t\r\n"
 _LEADING = re.compile(rb"[, \t\r\n]*")
-_MOST_HEADER_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 64 << 20
 _NEAR = 64 << 10  # how far before a chunk's end the last border between two events is looked for first
-_MOST_EVENT_BYTES = 64 << 20  # no event is that long: what is there is something else
-_MOST_ENDS, _MOST_PIECES = 8, 16
+_MAX_EVENT_BYTES = 64 << 20  # no event is that long: what is there is something else
+_MAX_ENDS, _MAX_PIECES = 8, 16
 
 
 class Chunks:
@@ -61,7 +61,7 @@ class Chunks:
             if not ended and len(self._text) >= self._blocks.block_bytes:
                 events, ended = self._next_chunk()
                 yield events
-                if not ended and len(self._text) > _MOST_EVENT_BYTES:
+                if not ended and len(self._text) > _MAX_EVENT_BYTES:
                     break
         size = None
         while not ended and self._text and size != len(self._text):
@@ -81,7 +81,7 @@ class Chunks:
                 self._before = self._text[: found.start()] if start == b"{" else b""
                 self._move(found.end())
                 return
-            if start not in (b"{", b"[", b"") or len(self._text) > _MOST_HEADER_BYTES:
+            if start not in (b"{", b"[", b"") or len(self._text) > _MAX_HEADER_BYTES:
                 break
         raise TraceError(f"{self.path}: {_what_it_is(self._text, self._blocks.damage)}")
 
@@ -95,7 +95,7 @@ class Chunks:
             self._move(border)
             return events, False
         for number, end in enumerate(_END.finditer(self._text)):
-            if number < _MOST_ENDS and (events := decoded(self._text[start : end.start() + 1])) is not None:
+            if number < _MAX_ENDS and (events := decoded(self._text[start : end.start() + 1])) is not None:
                 self._move(end.end())
                 return events, True
         return self._one_by_one(last)
@@ -117,7 +117,7 @@ class Chunks:
                 events.append(event)
             elif end := self._end_within(borders[place], borders[place + 1]):
                 return self._ended(events, *end)
-            elif not last and place + _MOST_PIECES >= len(borders):
+            elif not last and place + _MAX_PIECES >= len(borders):
                 break  # the event may end in what is not read yet
             else:
                 self._unreadable, after = self._unreadable + 1, place + 1
@@ -132,7 +132,7 @@ class Chunks:
 
     def _event_at(self, borders: list[int], place: int) -> tuple[Event | None, int]:
         """The event that begins at a border, and the border where it ends: borders may stand inside of events."""
-        for after in range(place + 1, min(place + 1 + _MOST_PIECES, len(borders))):
+        for after in range(place + 1, min(place + 1 + _MAX_PIECES, len(borders))):
             piece = self._text[borders[place] : borders[after]].strip(_BLANK)
             event = None if _is_open(piece) else decoded_alone(piece)
             if event is not None:

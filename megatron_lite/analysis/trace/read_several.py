@@ -17,7 +17,7 @@ BYTES_PER_EVENT = 256  # at the peak of reading and analysing
 MIN_EVENTS = 200_000
 MIN_LARGE_BYTES = 128 << 20  # of text: about 5 seconds to read
 TEXT_PER_GZIP_BYTE = 8
-WORTH_BYTES = 4 << 20  # all files together; below, starting processes takes longer than it saves
+MIN_BYTES_SAID = 4 << 20  # all files together; below, starting processes takes longer than it saves
 
 
 def say_nothing(text: str, lasting: bool = False):
@@ -29,7 +29,7 @@ def readers(paths: Sequence[Path], say: Callable = say_nothing) -> Iterator[Call
     files that take seconds say(what is read, lasting=True) before anything else."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     several, max_events = (
-        min(cores, len(paths)) > 1 and sum(map(file_bytes, paths)) >= WORTH_BYTES,
+        min(cores, len(paths)) > 1 and sum(map(file_bytes, paths)) >= MIN_BYTES_SAID,
         _max_events(len(paths)),
     )
     if several:

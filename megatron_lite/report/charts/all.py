@@ -1,8 +1,8 @@
 """Which chart stands in which section."""
 
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run.figures import Run
-from megatron_lite.analysis.time.figures import ROW_TITLES
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.report.charts.figure import Figure, axis, layout, named
 from megatron_lite.report.charts.memory_curve import memory_curve
 from megatron_lite.report.charts.roofline import roofline
@@ -11,14 +11,14 @@ from megatron_lite.report.sections.step import NOTHING, row_title
 
 # --- every step of the run: the trace shows a few of them only
 
-FEWEST_STEPS = 20  # fewer say nothing that the sentences do not
-MOST_POINTS = 2000
+MIN_STEPS = 20  # fewer say nothing that the sentences do not
+MAX_POINTS = 2000
 
 
 def run_steps(report: Report) -> Figure | None:
     """Milliseconds of each step, ordinary ones apart from those that compile, save, evaluate or are profiled."""
     run = report.facts.run
-    if run is None or run.steps < FEWEST_STEPS:
+    if run is None or run.steps < MIN_STEPS:
         return None
     kinds = {"ordinary": BLUE, "profiled": PURPLE, "others: first, evaluating, saving, compiling": GREY}
     of_step = _kinds(run)
@@ -50,7 +50,7 @@ def _kinds(run: Run) -> list[str]:
 
 def _shown(run: Run) -> list[int]:
     """Every n-th ordinary step of long runs, and the longest of each stretch: those are what one looks for."""
-    every = max(run.steps // (MOST_POINTS // 2), 1)
+    every = max(run.steps // (MAX_POINTS // 2), 1)
     stretches = [range(at, min(at + every, run.steps)) for at in range(0, run.steps, every)]
     return sorted({at for stretch in stretches for at in (stretch[0], max(stretch, key=lambda row: run.step_ms[row]))})
 
@@ -59,7 +59,7 @@ def _shown(run: Run) -> list[int]:
 
 HUES = tuple(color for color in SERIES[:-2] if color not in (VERMILION, ORANGE))  # those two as in the bars of a step
 SHARED = {"communication": VERMILION, "copies": ORANGE}
-MOST_SPANS = 400  # longer ones first; beyond that a picture shows nothing more
+MAX_SPANS = 400  # longer ones first; beyond that a picture shows nothing more
 
 
 def timeline(report: Report) -> Figure | None:
@@ -68,7 +68,7 @@ def timeline(report: Report) -> Figure | None:
     if rank is None or not rank.time.timeline:
         return None
     spans = sorted(
-        sorted(rank.time.timeline, key=lambda span: span.start_ns - span.end_ns)[:MOST_SPANS],
+        sorted(rank.time.timeline, key=lambda span: span.start_ns - span.end_ns)[:MAX_SPANS],
         key=lambda span: span.start_ns,
     )
     if len({span.name for span in spans}) < 2:
@@ -97,12 +97,12 @@ def timeline(report: Report) -> Figure | None:
 
 # --- where the step of each rank goes, one bar per rank
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 
 
 def step_bars(report: Report) -> Figure | None:
     """One stacked bar per rank; the bar's length is the step. None for a single rank: its table has bars."""
-    ranks = [rank for rank in report.facts.ranks_seen if rank.time.step_ms > 0][:MOST_RANKS]
+    ranks = [rank for rank in report.facts.ranks_seen if rank.time.step_ms > 0][:MAX_RANKS]
     if len(ranks) < 2:
         return None
     names = [f"file {at}" if rank.time.rank is None else f"rank {rank.time.rank}" for at, rank in enumerate(ranks)]

@@ -2,14 +2,14 @@
 
 from itertools import pairwise
 
-from megatron_lite.analysis.memory.figures import Moment, Snapshot
+from megatron_lite.analysis.memory.memory_results import Moment, Snapshot
 from megatron_lite.analysis.report import Report
 from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.report.charts.figure import Figure, axis, layout
 from megatron_lite.report.colors import CARD, CATEGORY_COLORS, SLATE
 from megatron_lite.units import size
 
-MOST_POINTS = 1500  # more than a chart has pixels
+MAX_POINTS = 1500  # more than a chart has pixels
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -18,7 +18,7 @@ def memory_curve(report: Report) -> Figure | None:
     snapshot = report.facts.highest_snapshot
     if snapshot is None or len(snapshot.curve) < 2:
         return None
-    curve = thinned(snapshot.curve, MOST_POINTS)
+    curve = thinned(snapshot.curve, MAX_POINTS)
     unit, of = next((pair for pair in UNITS if snapshot.peak_bytes >= pair[1]), UNITS[-1])
     seconds = [moment.time_us / 1e6 for moment in curve]
     data = [

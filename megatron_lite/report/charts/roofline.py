@@ -1,11 +1,11 @@
 """Operators by arithmetic intensity against the hardware's two limits."""
 
-from megatron_lite.analysis.kernels.figures import RooflineRow
+from megatron_lite.analysis.kernels.kernel_results import RooflineRow
 from megatron_lite.analysis.report import Report
 from megatron_lite.report.charts.figure import Figure, layout, log_axis, named
 from megatron_lite.report.colors import CARD, ROLE_COLORS, SLATE
 
-MOST_POINTS = 300
+MAX_POINTS = 300
 LARGEST_PX, SMALLEST_PX = 34, 6
 
 
@@ -15,7 +15,7 @@ def roofline(report: Report) -> Figure | None:
     rows = [
         row for row in (rank.kernels.roofline if rank else ()) if row.flops > 0 and row.num_bytes > 0 and row.ms > 0
     ]
-    rows = sorted(rows, key=lambda row: -row.ms)[:MOST_POINTS]
+    rows = sorted(rows, key=lambda row: -row.ms)[:MAX_POINTS]
     if len(rows) < 2 or not any(row.bound_ms for row in rows):
         return None
     roles = list(dict.fromkeys(row.role for row in rows))

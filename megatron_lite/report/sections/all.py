@@ -1,12 +1,12 @@
 """The sections of a report in their order, and what could not be seen."""
 
-from megatron_lite.analysis.facts import RankFacts
 from megatron_lite.analysis.findings.base import Finding
-from megatron_lite.analysis.kernels.figures import OperatorRow, RankKernels
+from megatron_lite.analysis.kernels.kernel_results import OperatorRow, RankKernels
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run.figures import Run
 from megatron_lite.analysis.run.learning import learning_of
-from megatron_lite.analysis.time.figures import PhaseTime, RankTime
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import RankFacts
+from megatron_lite.analysis.time.time_results import PhaseTime, RankTime
 from megatron_lite.report.colors import GREY, ROLE_COLORS
 from megatron_lite.report.numbers import calls, flops, milliseconds, percent, share
 from megatron_lite.report.section import Card, Hint, Lines, Section, Table, first, with_some_value
@@ -164,7 +164,7 @@ def _learned(run: Run) -> list[str]:
 # --- phases: host time beside device time. The labels of a CPU timeline say where the host waited, not what costs
 
 PHASES_SHOWN = 6
-WORTH_A_ROW = 0.003  # of a step
+MIN_SHARE_OF_ROW = 0.003  # of a step
 
 
 def phases_section(report: Report, everything: bool) -> Section | None:
@@ -173,7 +173,7 @@ def phases_section(report: Report, everything: bool) -> Section | None:
     if rank is None or len(rank.time.phases) < 2:
         return None
     time = rank.time
-    least = 0.0 if everything else WORTH_A_ROW * time.step_ms
+    least = 0.0 if everything else MIN_SHARE_OF_ROW * time.step_ms
     long_enough = [phase for phase in time.phases if max(phase.device_ms, phase.host_ms) >= least]
     longest = sorted(long_enough, key=lambda phase: -max(phase.device_ms, phase.host_ms))
     shown, hidden = first(longest, PHASES_SHOWN, everything)

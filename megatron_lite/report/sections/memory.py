@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.analysis.memory.figures import OUTSIDE, LedgerRow, Snapshot, TraceMemory
+from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.report import Report
 from megatron_lite.report.colors import CATEGORY_COLORS, GREY
 from megatron_lite.report.numbers import percent, share

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.analysis.predicted.figures import Compared, ComparedMemory, ComparedTime
+from megatron_lite.analysis.predicted.predicted_results import Compared, ComparedMemory, ComparedTime
 from megatron_lite.analysis.report import Report
 from megatron_lite.report.numbers import milliseconds, percent
 from megatron_lite.report.section import Lines, Section, Table

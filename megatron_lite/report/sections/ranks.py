@@ -2,7 +2,7 @@
 
 import math
 
-from megatron_lite.analysis.ranks.figures import CollectiveRow, RankRow, Ranks
+from megatron_lite.analysis.ranks.rank_results import CollectiveRow, RankRow, Ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.report.numbers import calls, milliseconds, percent
 from megatron_lite.report.section import Lines, Section, Table, first, with_some_value
@@ -10,7 +10,7 @@ from megatron_lite.units import size
 
 RANKS_SHOWN, COLLECTIVES_SHOWN, MISSING_SHOWN = 4, 2, 8
 HEAD = ["rank", "host", "step", "compute", "comm.", "exposed", "waits", "data wait", "host idle", "last in", "awaited"]
-LEAST_GB_S = 0.001
+MIN_GB_S = 0.001
 CAUSES = {"compute": "computing", "data_wait": "waiting for data", "host": "a slow host", "copy": "copies"}
 
 
@@ -107,4 +107,4 @@ def _collective(row: CollectiveRow, largest: float, everything: bool) -> list[st
 def _bandwidth(gb_s: float | None) -> str:
     if gb_s is None:
         return ""
-    return f"{gb_s:,.3g}" if gb_s >= LEAST_GB_S else f"<{LEAST_GB_S}"
+    return f"{gb_s:,.3g}" if gb_s >= MIN_GB_S else f"<{MIN_GB_S}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.analysis.kernels.figures import RankKernels, RooflineRow
+from megatron_lite.analysis.kernels.kernel_results import RankKernels, RooflineRow
 from megatron_lite.analysis.report import Report
 from megatron_lite.report.numbers import calls, flops, milliseconds, percent
 from megatron_lite.report.section import Lines, Section, Table, first, with_some_value
@@ -10,7 +10,7 @@ from megatron_lite.report.sections.step import whose
 from megatron_lite.report.text import fit
 
 ROWS_SHOWN = 2
-WORTH_A_ROW = 0.01  # of a step
+MIN_SHARE_OF_ROW = 0.01  # of a step
 OPERATOR_WIDTH = 16  # of the terminal's columns: a shape that is cut says nothing
 
 
@@ -20,7 +20,7 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
     if rank is None:
         return None
     told = [*_arithmetic(rank.kernels), *(_tensor_cores(rank.kernels) if rank.time.on_gpu else [])]
-    least = 0.0 if everything else WORTH_A_ROW * rank.time.step_ms
+    least = 0.0 if everything else MIN_SHARE_OF_ROW * rank.time.step_ms
     rows = [row for row in rank.kernels.roofline if everything or row.ms >= least and row.bound_ms is not None]
     if not told and not rows:
         return None

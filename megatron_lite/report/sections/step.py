@@ -1,7 +1,7 @@
 """Where a step goes."""
 
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.time.figures import ROW_TITLES, RankTime
+from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 from megatron_lite.report.colors import GREY, ROW_COLORS
 from megatron_lite.report.numbers import milliseconds, percent, share
 from megatron_lite.report.section import Lines, Section, Table
@@ -14,7 +14,7 @@ TITLES_ON_CPU = {
     "sync": "synchronisation",
 }
 SITES_SHOWN = 1
-WORTH_A_LINE = 0.02  # of a step
+MIN_SHARE_SHOWN = 0.02  # of a step
 
 
 def row_title(row: str, on_gpu: bool) -> str:
@@ -91,7 +91,7 @@ def _device(time: RankTime) -> list[str]:
 def _syncs(time: RankTime, everything: bool) -> list[str]:
     """With what they cost: the device's idle time; without a device the host's."""
     costs = [(site, site.idle_ms if time.on_gpu else site.host_ms) for site in time.syncs]
-    shown = [(site, ms) for site, ms in costs if everything or ms > WORTH_A_LINE * time.step_ms]
+    shown = [(site, ms) for site, ms in costs if everything or ms > MIN_SHARE_SHOWN * time.step_ms]
     what = "device idle" if time.on_gpu else "on the host"
     return [
         f"{site.call}{_by(site.operator, site.frame)}{_in(site.phase)}: {site.per_step:,.3g} per step, "
@@ -101,7 +101,9 @@ def _syncs(time: RankTime, everything: bool) -> list[str]:
 
 
 def _hosts(time: RankTime, everything: bool) -> list[str]:
-    sites = [site for site in time.hosts if time.on_gpu and (everything or site.idle_ms > WORTH_A_LINE * time.step_ms)]
+    sites = [
+        site for site in time.hosts if time.on_gpu and (everything or site.idle_ms > MIN_SHARE_SHOWN * time.step_ms)
+    ]
     return [
         f"device idle {milliseconds(site.idle_ms, time.step_ms)} ms while the host was busy with "
         f"{site.what or 'Python'}{_in(site.phase)}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gpu_checks.parts import Part
 
-LEAST_S = 15  # importing torch and waking a GPU alone can take that long
+MIN_S = 15  # importing torch and waking a GPU alone can take that long
 TO_THE_END_S = 5  # for the table and the files
 
 
@@ -16,4 +16,4 @@ def limit_s(part: Part, later: Sequence[Part], left_s: float) -> float:
 
 def is_enough(seconds: float) -> bool:
     """Is it worth starting a part?"""
-    return seconds >= LEAST_S
+    return seconds >= MIN_S

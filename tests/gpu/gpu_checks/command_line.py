@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gpu_checks.parts import PARTS
 
-LEAST_MINUTES = 1
+MIN_MINUTES = 1
 
 
 def read(argv: list[str], description: str) -> argparse.Namespace:
@@ -31,8 +31,8 @@ def read(argv: list[str], description: str) -> argparse.Namespace:
         help="only these: " + "; ".join(f"{part.name} ({part.what})" for part in PARTS),
     )
     args = parser.parse_args(argv)
-    if args.minutes < LEAST_MINUTES:
-        parser.error(f"--minutes {args.minutes:g}: must be at least {LEAST_MINUTES}")
+    if args.minutes < MIN_MINUTES:
+        parser.error(f"--minutes {args.minutes:g}: must be at least {MIN_MINUTES}")
     known = [part.name for part in PARTS]
     if unknown := [name for name in args.parts if name not in known]:
         parser.error(f"--parts {unknown[0]}: no such part; there are {', '.join(known)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_checks.agreed import DEVICE_VARIABLE, KEEP_VARIABLE, MOST_BYTES
+from gpu_checks.agreed import DEVICE_VARIABLE, KEEP_VARIABLE, MAX_BYTES
 
 
 def checked_device() -> str | None:
@@ -25,5 +25,5 @@ def keep(path: Path, name: str):
     target = Path(folder) / f"{name}.gz"
     with path.open("rb") as source, gzip.open(target, "wb") as copy:
         shutil.copyfileobj(source, copy)
-    if target.stat().st_size > MOST_BYTES:
+    if target.stat().st_size > MAX_BYTES:
         target.unlink()

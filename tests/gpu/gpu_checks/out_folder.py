@@ -5,7 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
-from gpu_checks.agreed import MOST_BYTES, MOST_FILES
+from gpu_checks.agreed import MAX_BYTES, MAX_FILES
 from gpu_checks.outcome import Outcome
 from gpu_checks.parts import SPEED_FILE
 
@@ -27,10 +27,9 @@ def write(out: Path, scratch: Path, facts: dict, outcomes: list[Outcome]) -> lis
 def _left_out(out: Path) -> list[str]:
     """The smallest files stay."""
     files = sorted(out.iterdir(), key=lambda path: path.stat().st_size)
-    too_many = [path for at, path in enumerate(files) if at >= MOST_FILES or path.stat().st_size > MOST_BYTES]
+    too_many = [path for at, path in enumerate(files) if at >= MAX_FILES or path.stat().st_size > MAX_BYTES]
     for path in too_many:
         path.unlink()
     return [
-        f"{path.name} was left out of {out}: at most {MOST_FILES} files of {MOST_BYTES // 2**20} MiB"
-        for path in too_many
+        f"{path.name} was left out of {out}: at most {MAX_FILES} files of {MAX_BYTES // 2**20} MiB" for path in too_many
     ]

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from megatron_lite.analysis.facts import RankFacts
 from megatron_lite.analysis.findings.seen.gradient_reduction import backward_ranges
 from megatron_lite.analysis.findings.seen.hidden import covered
 from megatron_lite.analysis.findings.seen.steady import rows_named, steady_steps, work_rows
+from megatron_lite.analysis.run_facts import RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
 NODE = "AccumulateGrad"

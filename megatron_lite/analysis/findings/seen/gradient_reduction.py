@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.facts import RankFacts
 from megatron_lite.analysis.findings.seen.hidden import communication_rows, compute_rows, exposed
 from megatron_lite.analysis.findings.seen.steady import in_phases, rows_named, steady_steps
+from megatron_lite.analysis.run_facts import RankFacts
 from megatron_lite.analysis.time.phase_names import known_phase
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.seen.planned import argument, hardware, micro_batches, whole
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size
 
 USABLE = 0.92  # of the device's memory: the CUDA context, NCCL and the allocator's gaps take the rest

@@ -4,10 +4,10 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.facts import RankFacts
 from megatron_lite.analysis.findings.seen.steady import rows_named, steady_steps
 from megatron_lite.analysis.intervals import Cover, difference, union
 from megatron_lite.analysis.kernels.roles import is_communication
+from megatron_lite.analysis.run_facts import RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
 # operators in which a host without a GPU may wait for communication; what computes inside them are operators, too

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.seen.planned import argument, part, whole
+from megatron_lite.analysis.run_facts import Facts
 
 
 def layer_of(facts: Facts, dims: tuple[int, ...]) -> str:

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_lite.analysis.facts import Facts, RankFacts
 from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms, of_step, share, where
-from megatron_lite.analysis.run.figures import Run
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.phases import Phase
 
 DATA = Phase.DATA.value

@@ -1,8 +1,8 @@
 """Whether memory is short at all, and what a category holds."""
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.seen.headroom import device_bytes
-from megatron_lite.analysis.memory.figures import Snapshot
+from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import GIB
 
 TIGHT = 0.60  # of the device's memory: below, a larger micro-batch is the better use of what is left

@@ -1,6 +1,6 @@
 """What the run's own record says of its plan and machine; None for what it does not say. Foreign runs say nothing."""
 
-from megatron_lite.analysis.facts import Facts
+from megatron_lite.analysis.run_facts import Facts
 
 
 def argument(facts: Facts, name: str):

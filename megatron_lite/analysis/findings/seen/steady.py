@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_lite.analysis.facts import RankFacts
+from megatron_lite.analysis.run_facts import RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
 MATTERS = 0.05  # of a step: less is hard to tell from the noise between steps, and not where to begin
-WORTH_A_LINE = 0.01  # of a step, for causes that are cheap to remove
+MIN_SHARE_SHOWN = 0.01  # of a step, for causes that are cheap to remove
 
 
 def steady_steps(one: RankFacts) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.time.figures import Step
+from megatron_lite.analysis.time.time_results import Step
 
 
 @dataclass(frozen=True)

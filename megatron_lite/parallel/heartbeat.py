@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megatron_lite.process_state import pid_space
 
-MOST_FRAMES = 40
+MAX_FRAMES = 40
 
 
 @dataclass
@@ -90,5 +90,5 @@ def stack_of(thread: int) -> list[str]:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return []
-    calls = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=MOST_FRAMES, lookup_lines=False)
+    calls = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=MAX_FRAMES, lookup_lines=False)
     return [f"{call.name} ({call.filename}:{call.lineno})" for call in calls]

@@ -15,7 +15,7 @@ from megatron_lite.phases import Phase
 
 SETUP = "setup"  # all before the first step: weights, optimizer state, what a checkpoint is read into
 RECOMPUTE = "recompute"  # forward once more, inside backward
-MOST_MARKS, MOST_STEPS = 20_000, 1_000
+MAX_MARKS, MAX_STEPS = 20_000, 1_000
 
 
 class Place(Instrument):
@@ -24,7 +24,7 @@ class Place(Instrument):
     def __init__(self, told=None):
         self.step, self.phase_name, self.module = 0, SETUP, ""
         self.tag = SETUP
-        self.marks: deque[tuple[int, str, str]] = deque(maxlen=MOST_MARKS)  # (time in us, START or END, name)
+        self.marks: deque[tuple[int, str, str]] = deque(maxlen=MAX_MARKS)  # (time in us, START or END, name)
         self.begun: dict[int, int] = {}  # the newest steps and when they began, in us
         self._told = told
         self._phases: dict[str, _Stay] = {}
@@ -33,7 +33,7 @@ class Place(Instrument):
         self.step = step
         self.mark("START", f"step {step}")
         self.begun[step] = self.marks[-1][0]
-        self.begun.pop(step - MOST_STEPS, None)
+        self.begun.pop(step - MAX_STEPS, None)
         self.move("", "")
 
     def end(self, step: int):

@@ -6,8 +6,8 @@ A number that the folder does not have is NaN inside a tuple and None elsewhere;
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron_lite.notable import rank_without_core
 from megatron_lite.phases import Phase
+from megatron_lite.thresholds import rank_without_core
 
 RECOVERED = 0.5  # of what the window's steps took more: a smaller rest may be noise
 

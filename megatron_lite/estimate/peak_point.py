@@ -2,8 +2,8 @@
 
 from collections import Counter
 
+from megatron_lite.estimate.liveness import Sized
 from megatron_lite.estimate.prediction import LedgerRow, Moment
-from megatron_lite.estimate.tape import Sized
 from megatron_lite.phases import Phase
 from megatron_lite.units import count
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from megatron_lite.analysis.intervals import Nesting
+from megatron_lite.analysis.time.attribution import Placing
+from megatron_lite.analysis.time.find_phases import phases_of
 from megatron_lite.analysis.time.host_steps import HostSteps, host_steps
-from megatron_lite.analysis.time.phases_of import phases_of
-from megatron_lite.analysis.time.placing import Placing
 from megatron_lite.analysis.time.step_windows import empty_end, steady_or_all, steps_of
 from megatron_lite.analysis.trace.columns import Kind, Trace
 

@@ -5,15 +5,15 @@ from collections import deque
 from collections.abc import Iterator
 from statistics import median_low
 
-from megatron_lite.notable import FEWEST_STEPS, is_by_chance, is_mostly, rank_without_core, slowest_rank, steady_growth
 from megatron_lite.phases import Phase
-from megatron_lite.train.rank_figures import RankFigures
+from megatron_lite.thresholds import MIN_STEPS, is_by_chance, is_mostly, rank_without_core, slowest_rank, steady_growth
+from megatron_lite.train.rank_stats import RankFigures
 from megatron_lite.units import size
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 INDEPENDENT = (Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
 SLOW_INTERVALS = 8  # at most: those in which a rank must mostly be the slow one
-FEWEST_INTERVALS = 3  # at least: one or two may be a busy machine
+MIN_INTERVALS = 3  # at least: one or two may be a busy machine
 WAIT_SHARE, WAIT_MS = 0.10, 1.0  # of a step spent waiting for data
 GROWING_INTERVALS, REMEMBERED = (
     12,
@@ -52,7 +52,7 @@ class SlowRanks:
 
     def of(self, f: RankFigures) -> Iterator[tuple[str, str]]:
         """(what, line) for the rank that is slow now and mostly was in the last intervals, in each phase."""
-        if len(f.steps) < 2 or not min(f.steps) >= FEWEST_STEPS:  # NaN: a rank without steps
+        if len(f.steps) < 2 or not min(f.steps) >= MIN_STEPS:  # NaN: a rank without steps
             return
         without_core = _without_core(f)
         for name in (name for name in INDEPENDENT if name in f.host_ms):
@@ -60,7 +60,7 @@ class SlowRanks:
             found = slowest_rank(times, f.step_ms)
             found = None if found and is_by_chance(found[0], without_core) else found
             history.append(found and found[1])
-            if found and len(history) >= FEWEST_INTERVALS and is_mostly(found[1], history):
+            if found and len(history) >= MIN_INTERVALS and is_mostly(found[1], history):
                 yield f"{found[1]} {name}", _slower(found[1], times, name, f)
 
 
@@ -80,7 +80,7 @@ def _without_core(f: RankFigures) -> tuple[int, float | None] | None:
 
 def waits_for_a_core(f: RankFigures) -> Iterator[tuple[str, str]]:
     """(what, line) if a rank is not given its cores: then nothing is to be learned from who is slower."""
-    found = _without_core(f) if min(f.steps) >= FEWEST_STEPS else None
+    found = _without_core(f) if min(f.steps) >= MIN_STEPS else None
     if found:
         rank, ms = found
         how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step" if ms is not None else ", time and again,"
@@ -96,7 +96,7 @@ def waits_for_a_core(f: RankFigures) -> Iterator[tuple[str, str]]:
 def waits_for_data(f: RankFigures) -> Iterator[tuple[str, str]]:
     """(what, line) if a rank spends a notable part of its steps waiting for the loader: of the one that waits most."""
     waits = f.host_ms.get(Phase.DATA.value)
-    if waits is None or min(f.steps) < FEWEST_STEPS or any(map(math.isnan, waits)):
+    if waits is None or min(f.steps) < MIN_STEPS or any(map(math.isnan, waits)):
         return
     ms = max(waits)
     rank = waits.index(ms)

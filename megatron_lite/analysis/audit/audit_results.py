@@ -3,8 +3,8 @@
 import enum
 from dataclasses import dataclass
 
-from megatron_lite.analysis.facts import Facts
 from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.run_facts import Facts
 
 AUDIT_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
 
@@ -27,7 +27,7 @@ class Point:
     answer: Answer
     evidence: tuple[Evidence, ...]  # never empty for pass and fail
     code: str = ""  # of the finding that explains a fail; "" where no rule does
-    way_out: str = ""  # fail: what to change; not seen: what to record; "" for pass
+    remedy: str = ""  # fail: what to change; not seen: what to record; "" for pass
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Outcome:
     answer: Answer
     evidence: tuple[Evidence, ...]
     code: str = ""
-    way_out: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ def passed(*evidence: Evidence) -> Outcome:
     return Outcome(Answer.PASS, evidence)
 
 
-def not_seen(way_out: str, *evidence: Evidence) -> Outcome:
-    """`way_out`: what to record to see it."""
-    return Outcome(Answer.NOT_SEEN, evidence, way_out=way_out)
+def not_seen(remedy: str, *evidence: Evidence) -> Outcome:
+    """`remedy`: what to record to see it."""
+    return Outcome(Answer.NOT_SEEN, evidence, remedy=remedy)
 
 
-def failed(way_out: str, *evidence: Evidence, code: str = "") -> Outcome:
-    return Outcome(Answer.FAIL, evidence, code, way_out)
+def failed(remedy: str, *evidence: Evidence, code: str = "") -> Outcome:
+    return Outcome(Answer.FAIL, evidence, code, remedy)
 
 
 def blamed(findings: tuple[Finding, ...]) -> Outcome:

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from megatron_lite.analysis.kernels.figures import RankKernels
-from megatron_lite.analysis.memory.figures import LedgerRow, Snapshot, TraceMemory
-from megatron_lite.analysis.predicted.figures import Predicted
-from megatron_lite.analysis.ranks.figures import Ranks
-from megatron_lite.analysis.run.figures import Run
-from megatron_lite.analysis.time.figures import RankTime
-from megatron_lite.analysis.time.placing import Placing
+from megatron_lite.analysis.kernels.kernel_results import RankKernels
+from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
+from megatron_lite.analysis.predicted.predicted_results import Predicted
+from megatron_lite.analysis.ranks.rank_results import Ranks
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.time.attribution import Placing
+from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.columns import Trace
 
 

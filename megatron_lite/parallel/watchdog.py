@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
-from megatron_lite.parallel.board import Board
+from megatron_lite.parallel.failure_cause import CLOSED, LATE, TERMINATED
 from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
-from megatron_lite.parallel.inquiry import ANSWER_SECONDS, VERDICT_SECONDS, Inquiry
-from megatron_lite.parallel.post import Post, Whereabouts, post_of, stack_of
-from megatron_lite.parallel.verdict import CLOSED, LATE, TERMINATED
+from megatron_lite.parallel.hang_diagnosis import ANSWER_SECONDS, VERDICT_SECONDS, Inquiry
+from megatron_lite.parallel.heartbeat import Post, Whereabouts, post_of, stack_of
+from megatron_lite.parallel.rank_store import Board
 
 BEAT_SECONDS = 1.0
 FAREWELL_SECONDS = 10.0  # a busy machine may take seconds to hand it over

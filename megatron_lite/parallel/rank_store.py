@@ -8,7 +8,7 @@ import time
 
 import torch.distributed as dist
 
-from megatron_lite.parallel.post import Post
+from megatron_lite.parallel.heartbeat import Post
 
 FAILED, VERDICT, SPEAKER = "ranks_failed", "ranks_verdict", "ranks_speaker"
 SECONDS_BETWEEN_LOOKS = 0.05

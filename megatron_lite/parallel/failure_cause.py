@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 from megatron_lite.parallel.flight_recorder import Operation
-from megatron_lite.parallel.post import Post
+from megatron_lite.parallel.heartbeat import Post
 from megatron_lite.units import duration
 
-MOST_NAMED = 8  # ranks in one line
+MAX_NAMED = 8  # ranks in one line
 CLOSED, LATE, TERMINATED = "closed", "late", "terminated"  # why somebody asks
 SIGNALLED = ("SIGTERM", "KeyboardInterrupt")  # how a rank's farewell begins that somebody ended
 AGAIN = "start again with --load to go on from the newest checkpoint."
@@ -189,8 +189,8 @@ def _short(call: str) -> str:
 def _who(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    named = ", ".join(map(str, ranks[:MOST_NAMED]))
-    more = len(ranks) - MOST_NAMED
+    named = ", ".join(map(str, ranks[:MAX_NAMED]))
+    more = len(ranks) - MAX_NAMED
     return f"ranks {named} and {more} more" if more > 0 else f"ranks {named}"
 
 

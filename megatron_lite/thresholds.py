@@ -5,8 +5,8 @@ from itertools import pairwise
 from math import isnan
 from statistics import median, median_low
 
-FEWEST_STEPS = 3  # ordinary ones of every rank; a median of fewer says little
-FEWEST_BEFORE = (
+MIN_STEPS = 3  # ordinary ones of every rank; a median of fewer says little
+MIN_BEFORE = (
     3  # steps before a profiled window, the run's first left out, or nothing can be said of the profiler's cost
 )
 SLOWER = 0.10  # than the median rank, in one phase
@@ -14,7 +14,7 @@ SHARE_OF_STEP = 0.02  # that a rank's delay must be, or it does not matter
 MOSTLY = 0.75  # of the console lines in which the same rank must be that slow; a machine's noise changes sides
 GROWN_SHARE, GROWN_BYTES = 0.02, 16 * 2**20  # less is noise
 GROWTH_PARTS = 4  # of the time seen, each of which must hold more than the one before: warming up is no growth
-LEAST_PART = 0.1  # of the growth from one part to the next; a leak has a third in each, a jump all in one
+MIN_PART = 0.1  # of the growth from one part to the next; a leak has a third in each, a jump all in one
 WITHOUT_CORE = 0.10  # of a step, in which a rank that is ready has no core: figures of time then tell of the machine
 SWITCHES_PER_CPU_SECOND = 100.0  # involuntary ones; a scheduler that shares a core switches every 3 to 6 ms
 
@@ -67,7 +67,7 @@ def steady_growth(rows: Sequence[tuple[int, float]]) -> tuple[float, float] | No
     levels = [median(value for _, value in part) for part in parts]
     centers = [median(at for at, _ in part) for part in parts]
     by, steps = levels[-1] - levels[0], centers[-1] - centers[0]
-    steadily = all(later - earlier >= LEAST_PART * by for earlier, later in pairwise(levels))
+    steadily = all(later - earlier >= MIN_PART * by for earlier, later in pairwise(levels))
     return (by, by / steps) if has_grown(by, levels[0]) and steadily and steps > 0 else None
 
 

@@ -1,4 +1,4 @@
-"""python -m megatron_lite.rehearsal.command < REQUEST: the rehearsal for a program that does without torch.
+"""python -m megatron_lite.rehearsal.rehearse < REQUEST: the rehearsal for a program that does without torch.
 
 REQUEST is JSON: flags of the trainer, world (fields of World), vocab_size, snapshot (a path to write), workspace (bytes of one of cuBLAS'). Prints the figures
 as JSON, without the snapshot. Exit code 2 and one line for each mistake of the user.
@@ -22,24 +22,24 @@ from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import rounded
+from megatron_lite.estimate.chunking import works_in_pieces
 from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, THREADS_WITH_CUBLAS
-from megatron_lite.estimate.pieces import works_in_pieces
 from megatron_lite.instruments.memory_file import write_snapshot as write_file
-from megatron_lite.instruments.memory_place import ModuleHooks, Place
 from megatron_lite.instruments.memory_summary import operation, place_words, site
+from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.model.gelu import gelu_tanh, room_for
 from megatron_lite.model.gpt import GPT
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.recompute import recompute_layers
+from megatron_lite.rehearsal.fake_ddp import RehearsedReplica, without_other_ranks
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
-from megatron_lite.rehearsal.replica import RehearsedReplica, without_other_ranks
 from megatron_lite.train.run import DTYPES, attention_of, losses_of
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 # --- walks any model and training step with tensors that have shapes but no data, and writes down every allocation
 
-MOST_EVENTS = 10_000_000
+MAX_EVENTS = 10_000_000
 SIMULATED = "rehearsed without data; addresses and segments are where CUDA's caching allocator would put them"
 
 
@@ -55,7 +55,7 @@ def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: in
     parts. Both must take "cpu" for the device. workspace: bytes of each cuBLAS workspace, on cuda.
     """
     place = Place()
-    tracker, hooks = StorageTracker(place, MOST_EVENTS), ModuleHooks(place, in_backward=False)
+    tracker, hooks = StorageTracker(place, MAX_EVENTS), ModuleHooks(place, in_backward=False)
     with kernels_of(device), _no_data(), InPlaceGradients(device):
         tracker.start()
         hooks.attach()
@@ -228,7 +228,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     return tuple(notes)
 
 
-# --- python -m megatron_lite.rehearsal.command < REQUEST: the rehearsal for a program that does without torch
+# --- python -m megatron_lite.rehearsal.rehearse < REQUEST: the rehearsal for a program that does without torch
 
 
 def main() -> int:

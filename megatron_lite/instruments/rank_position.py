@@ -1,7 +1,7 @@
 """Keeps what this rank tells the others of itself up to date."""
 
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.parallel.post import Whereabouts
+from megatron_lite.parallel.heartbeat import Whereabouts
 
 
 class _Stay:

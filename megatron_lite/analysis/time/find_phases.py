@@ -16,7 +16,7 @@ SENDS, TO_DEVICE = (
     re.compile(r"HtoD|HostToDevice|Host ?-> ?Device", re.IGNORECASE),
 )
 NO_PHASE = re.compile(rf"nccl|gloo:|c10d::|ucc:|mpi:|{PYTHON_GC}$", re.IGNORECASE)  # it comes inside any
-MOST_NAMES = 100  # of ranges that are phases
+MAX_NAMES = 100  # of ranges that are phases
 WRAPPER_SHARE = 0.9  # a range over so much of its step says nothing: what lies inside it is the phase
 
 
@@ -54,10 +54,10 @@ def _outermost(trace: Trace, steps: HostSteps, rows: np.ndarray, known: np.ndarr
 def _most_of(trace: Trace, rows: np.ndarray) -> np.ndarray:
     """Without the ranges whose names add up to least, where there are too many names (a name per batch, say)."""
     names, inverse = np.unique(trace.events.name[rows], return_inverse=True)
-    if len(names) <= MOST_NAMES:
+    if len(names) <= MAX_NAMES:
         return rows
     lengths = np.bincount(inverse, trace.events.end_ns[rows] - trace.events.start_ns[rows])
-    return rows[np.isin(inverse, np.argsort(-lengths, kind="stable")[:MOST_NAMES])]
+    return rows[np.isin(inverse, np.argsort(-lengths, kind="stable")[:MAX_NAMES])]
 
 
 def phases_of(

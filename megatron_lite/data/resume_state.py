@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from megatron_lite.data.pair_writer import PairWriter, Written
+from megatron_lite.data.indexed_writer import PairWriter, Written
 from megatron_lite.data.text_files import Place
 from megatron_lite.errors import DataError
 from megatron_lite.units import count

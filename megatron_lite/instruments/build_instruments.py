@@ -14,9 +14,9 @@ from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
 from megatron_lite.instruments.window import Window
-from megatron_lite.notable import FEWEST_BEFORE
 from megatron_lite.parallel.compiled import expected_compilations
 from megatron_lite.parallel.host_memory import SmallBlocks
+from megatron_lite.thresholds import MIN_BEFORE
 
 # --- what is said of a window: that it cannot or did not come, and how much it slowed its steps, and later ones, down
 
@@ -93,9 +93,9 @@ class Disturbance(Instrument):
     def _say(self):
         inside, self._inside = self._inside, []
         self._cupti = self._cupti or self._cupti_in[self.window.on_demand]
-        if len(self._before) < FEWEST_BEFORE:
+        if len(self._before) < MIN_BEFORE:
             self._tell(
-                f"profiled steps cannot be compared with those before: {FEWEST_BEFORE} after the run's first are needed, "
+                f"profiled steps cannot be compared with those before: {MIN_BEFORE} after the run's first are needed, "
                 f"{len(self._before)} could be timed."
             )
             return
@@ -176,7 +176,7 @@ class Compiling(Instrument):
 PER_LAYER_AND_PASS, PER_STEP = 1_024, 8_192
 PER_CHUNK = 24  # of the loss' rows (model/loss.py): 12 operators
 WITH_SHAPES = 2  # times as many: --pytorch-profiler-collect-shapes keeps those of each operator
-MOST_STEPS = 20  # of a window: room costs 3 MB and 10 ms for each
+MAX_STEPS = 20  # of a window: room costs 3 MB and 10 ms for each
 
 
 class RoomForNames(Instrument):
@@ -191,7 +191,7 @@ class RoomForNames(Instrument):
 
     def begin(self, step: int):
         if self.window.opens(step):
-            self._blocks.add(self.per_step * min(len(self.window), MOST_STEPS))
+            self._blocks.add(self.per_step * min(len(self.window), MAX_STEPS))
 
     def end(self, step: int):
         if self.window.closes(step):

@@ -5,7 +5,7 @@ import json
 import time
 from pathlib import Path
 
-from megatron_lite.parallel.post import Post
+from megatron_lite.parallel.heartbeat import Post
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, write_atomically
 from megatron_lite.shared_files import read_bounded
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
-from megatron_lite.parallel.board import Board
+from megatron_lite.parallel.failure_cause import TERMINATED, Case, Verdict, answered, verdict
+from megatron_lite.parallel.failure_report import end_record, write_posts
 from megatron_lite.parallel.flight_recorder import Operation
-from megatron_lite.parallel.last_words import end_record, write_posts
-from megatron_lite.parallel.post import Post
-from megatron_lite.parallel.verdict import TERMINATED, Case, Verdict, answered, verdict
+from megatron_lite.parallel.heartbeat import Post
+from megatron_lite.parallel.rank_store import Board
 from megatron_lite.process_state import memory_kills, process_state
 from megatron_lite.run_folder import RANKS_FILE
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FEWEST_STEPS = 1 << 14  # below, the plain loop is as fast
+MIN_STEPS = 1 << 14  # below, the plain loop is as fast
 LANE_STEPS = 1 << 13
 APPROACH_STEPS = 1 << 11  # from the estimate to the lane's beginning
 LANES = 1 << 10  # at once: bounds the memory
@@ -35,7 +35,7 @@ def mix(shares: list[float], size: int, limits: list[int] | None) -> tuple[np.nd
     taken = np.zeros(len(shares))
     for begin in range(0, size, LANES * LANE_STEPS):
         end = min(size, begin + LANES * LANE_STEPS)
-        go = _plainly if end - begin < FEWEST_STEPS else _side_by_side
+        go = _plainly if end - begin < MIN_STEPS else _side_by_side
         taken = go(rule, begin, taken, chosen[begin:end], earlier[begin:end])
     return chosen, earlier
 
