@@ -148,3 +148,11 @@ def test_the_lower_layers_come_up_without_torch():
     ]
     code = f"import sys, {', '.join(names)}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S, cwd=REPO)
+
+
+@pytest.mark.parametrize("words", [["format", "--check"], ["check"]], ids=" ".join)
+def test_layout_is_the_formatters_and_the_linter_has_nothing_to_say(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *words, "--no-cache", "."], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
