@@ -49,14 +49,14 @@ def point_of(number, write, other=None) -> Point:
 
 
 def told(point: Point) -> str:
-    return " | ".join([*(f"{one.text} ({one.where})" for one in point.evidence), point.remedy])
+    return " | ".join([*(f"{one.text} ({one.where})" for one in point.evidence), point.way_out])
 
 
 def is_well_formed(point: Point):
     assert all(one.text and "\n" not in one.text + one.where for one in point.evidence)
     assert "nan" not in re.findall(r"[a-z]+", told(point).lower()) and "could not be asked" not in told(point)
     assert point.evidence or point.answer is NOT_SEEN
-    assert bool(point.remedy) == (point.answer is not PASS) and "\n" not in point.remedy
+    assert bool(point.way_out) == (point.answer is not PASS) and "\n" not in point.way_out
     assert not point.code or point.answer is FAIL and point.code in CODES
 
 
@@ -286,7 +286,7 @@ def test_the_command(tmp_path, capsys):
         "answer": "pass",
         "evidence": [],
         "code": "",
-        "remedy": "",
+        "way_out": "",
     }
     assert main(["audit", str(tmp_path / "bad")]) == 0
     assert "megatron-lite explain sync-in-step" in capsys.readouterr().out

@@ -167,8 +167,8 @@ def test_two_runs_at_once_do_not_mix(inputs, whole, tmp_path):
         refusals.append(str(refusal.value))
 
     run(inputs, tmp_path / "parts" / "x", report=another)
-    remedy = "wait for that one or choose another output"
-    assert set(refusals) == {f"{tmp_path}/parts/x_text_document: another run is writing it; {remedy}"}
+    way_out = "wait for that one or choose another output"
+    assert set(refusals) == {f"{tmp_path}/parts/x_text_document: another run is writing it; {way_out}"}
     assert contents(tmp_path / "parts") == whole[1]
 
 

@@ -454,7 +454,7 @@ def _look_at_slow_forward(found: list[dict], out: str, tensorboard: Path):
 
 
 def test_a_failed_run_writes_its_steps_without_the_ranks(tmp_path):
-    """Nothing is gathered on the remedy, since others may be gone."""
+    """Nothing is gathered on the way out, since others may be gone."""
 
     class Fails(Instrument):
         def begin(self, step):

@@ -64,10 +64,10 @@ def test_the_remedy_is_a_flag_that_fits():
         (World(), None, peak // 2),
     ):
         seen = forecast(plan(words, world), device, room)
-        flags, _, needs = seen.remedy.rpartition(" would need ")
+        flags, _, needs = seen.way_out.rpartition(" would need ")
         changed = forecast(plan(f"{words} {flags}", world), device, room)
         assert not changed.exceeds(0) and size(changed.memory.peak.num_bytes) == needs
-        assert list(lines_of(seen))[-1].endswith(f"; {seen.remedy}.")
+        assert list(lines_of(seen))[-1].endswith(f"; {seen.way_out}.")
 
 
 def test_too_little_room_is_said_and_training_goes_on():

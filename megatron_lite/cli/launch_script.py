@@ -226,8 +226,8 @@ def _why_unreadable(bash: str, script: _Script, said: str) -> str | None:
     number, reason = int(found[1]), found[2]
     line = "".join(script.text.splitlines()[number - 1 : number]).strip()
     quoted = f": {_shortened(line, script.name)}" if line else ""
-    remedy = "put a value there" if re.search("<[^<>()]+>", line) else "mend the script"
-    return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {remedy}."
+    way_out = "put a value there" if re.search("<[^<>()]+>", line) else "mend the script"
+    return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {way_out}."
 
 
 def _why_nothing(script: str, said: str, code: int | None) -> str:

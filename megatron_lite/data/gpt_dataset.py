@@ -86,8 +86,8 @@ class GPTDataset:
         # The cache checks no more than a GiB of an entry at the start; what slipped through is met here.
         left = self._stream_tokens - sample * self.seq_length
         if filled != min(max(left, EXTRA), len(tokens)):
-            remedy = f"delete {self._folder}" if self._folder else "report this with the command line"
-            raise DataError(f"{self.indexed.prefix}: the indices of sample {count(i)} do not fit the data; {remedy}")
+            way_out = f"delete {self._folder}" if self._folder else "report this with the command line"
+            raise DataError(f"{self.indexed.prefix}: the indices of sample {count(i)} do not fit the data; {way_out}")
         return tokens
 
     def _fill(self, tokens: np.ndarray, sample: int) -> int:

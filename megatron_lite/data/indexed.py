@@ -154,10 +154,10 @@ def _require_files(prefix: str, flag: str) -> None:
     missing = [prefix + ending for ending in (".bin", ".idx") if not os.path.isfile(prefix + ending)]
     if not missing:
         return
-    raise DataError(f"{flag} {prefix}: no file {' and no file '.join(missing)}; {_remedy(prefix, missing)}")
+    raise DataError(f"{flag} {prefix}: no file {' and no file '.join(missing)}; {_way_out(prefix, missing)}")
 
 
-def _remedy(prefix: str, missing: list[str]) -> str:
+def _way_out(prefix: str, missing: list[str]) -> str:
     stem, ending = os.path.splitext(prefix)
     if ending in (".bin", ".idx"):
         return f"leave the ending off: {stem}"

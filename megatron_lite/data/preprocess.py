@@ -109,10 +109,10 @@ class _Worker:
         self._process.join(10)
         code = self._process.exitcode
         if code is not None and code < 0:
-            how, remedy = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
+            how, way_out = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
         else:
-            how, remedy = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
-        return WorkerDied(f"--workers: a worker process died ({how}), {remedy}")
+            how, way_out = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
+        return WorkerDied(f"--workers: a worker process died ({how}), {way_out}")
 
 
 def _serve(connection):

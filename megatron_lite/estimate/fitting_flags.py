@@ -29,7 +29,7 @@ class Fit:
     given: Variant  # the plan as it is
     found: Variant | None  # fastest in arithmetic, then with the largest micro-batch; None if nothing fits
     least: Variant | None = None  # where nothing fits: what needs least with this model and precision
-    remedy: Variant | None = None  # where nothing fits: the smallest other change that does; None if there is none
+    way_out: Variant | None = None  # where nothing fits: the smallest other change that does; None if there is none
 
     @property
     def fits(self) -> bool:
@@ -64,7 +64,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
         return result
     whole = (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
     least = min(filter(None, (tried(sizes[-1], mode) for mode in whole)), key=lambda one: one.peak_bytes)
-    return replace(result, least=least, remedy=_remedy(plan, least.plan, processor, budget))
+    return replace(result, least=least, way_out=_way_out(plan, least.plan, processor, budget))
 
 
 def _fits(one: Variant | None, budget: int) -> bool:
@@ -118,7 +118,7 @@ def _micro_batches(plan: Plan) -> list[int]:
     return [size for size in range(share, 0, -1) if share % size == 0]
 
 
-def _remedy(plan: Plan, least: Plan, processor: Processor, budget: int) -> Variant | None:
+def _way_out(plan: Plan, least: Plan, processor: Processor, budget: int) -> Variant | None:
     """A change of training on top of what needs least; none of the model, which would be another one."""
     base = {
         "micro_batch_size": least.args.training.micro_batch_size,

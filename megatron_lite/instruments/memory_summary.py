@@ -29,7 +29,7 @@ CATEGORY_OF_CODE = (
     ("megatron_lite/parallel/", GRADIENTS),
     ("torch/nn/parallel/", GRADIENTS),
     ("torch/autograd/", GRADIENTS),
-    ("megatron_lite/train/run.py", EVALUATION),
+    ("megatron_lite/train/evaluate.py", EVALUATION),
     ("megatron_lite/train/step.py", ACTIVATIONS),
     ("megatron_lite/model/", WEIGHTS),
     ("megatron_lite/train/run.py", WEIGHTS),

@@ -36,7 +36,7 @@ def _point(point: Point, style: Style, everything: bool) -> list[str]:
         lines += wrapped(_evidence(one), INDENT, INDENT + "  ")
     if len(point.evidence) > len(shown):
         lines.append(style.dim(f"{INDENT}and {len(point.evidence) - len(shown)} more with --all"))
-    return lines + _remedy(point)
+    return lines + _way_out(point)
 
 
 def _painted(text: str, answer: Answer, style: Style) -> str:
@@ -49,9 +49,9 @@ def _evidence(one: Evidence) -> str:
     return f"{one.text} ({one.where})" if one.where else one.text
 
 
-def _remedy(point: Point) -> list[str]:
+def _way_out(point: Point) -> list[str]:
     if point.answer is Answer.PASS:
         return []
     verb = "try" if point.answer is Answer.FAIL else "to see it"
-    lines = wrapped(f"{verb}: {point.remedy}", INDENT, INDENT + "  ")
+    lines = wrapped(f"{verb}: {point.way_out}", INDENT, INDENT + "  ")
     return [*lines, *([f"{INDENT}megatron-lite explain {point.code}"] if point.code else [])]

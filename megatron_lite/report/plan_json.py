@@ -61,6 +61,6 @@ def _variant(one: Variant | None) -> dict | None:
 def _fit(found: Fit | None) -> dict | None:
     if found is None:
         return None
-    variants = {name: _variant(getattr(found, name)) for name in ("given", "found", "least", "remedy")}
+    variants = {name: _variant(getattr(found, name)) for name in ("given", "found", "least", "way_out")}
     gpu, budget = found.processor.name, found.budget_bytes
     return {"gpu": gpu, "budget_bytes": budget, "margin": found.margin, "fits": found.fits, **variants}

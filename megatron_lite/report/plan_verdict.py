@@ -37,14 +37,14 @@ def _verdict(report: PlanReport, outlook: Outlook) -> str:
     of_room = f"peak {peak / GIB:.1f} of {room / GIB:.1f} GiB ({percent(peak / room)}), {where(report)}"
     name = outlook.processor.name
     if peak > room:
-        return f"does not fit in one {name}: {of_room}{_remedy(outlook)}"
+        return f"does not fit in one {name}: {of_room}{_way_out(outlook)}"
     if peak > room * (1 - report.margin):
         left = f"less than {percent(report.margin)} is left for CUDA, NCCL and what the allocator loses"
-        return f"may fit in one {name}: {of_room}; {left}{_remedy(outlook)}; {speed(outlook)}"
+        return f"may fit in one {name}: {of_room}; {left}{_way_out(outlook)}; {speed(outlook)}"
     return f"fits in one {name}: {of_room}; {speed(outlook)}"
 
 
-def _remedy(outlook: Outlook) -> str:
+def _way_out(outlook: Outlook) -> str:
     return f"; {fit_sentence(outlook.fit)}" if outlook.fit else ""
 
 
@@ -57,9 +57,9 @@ def fit_sentence(fit: Fit) -> str:
         f"{size(fit.least.peak_bytes - fit.budget_bytes)} more than there is with {percent(fit.margin)} left free"
     )
     least = f"no micro-batch and no recomputation makes it fit: at least {size(fit.least.peak_bytes)}, {too_much}"
-    if fit.remedy is None:
+    if fit.way_out is None:
         return f"{least}; nor does a shorter sequence: it needs a smaller model{_larger_gpu(fit)}"
-    return f"{least}; smallest change that fits: {fit.remedy.words} ({size(fit.remedy.peak_bytes)})"
+    return f"{least}; smallest change that fits: {fit.way_out.words} ({size(fit.way_out.peak_bytes)})"
 
 
 def _larger_gpu(fit: Fit) -> str:

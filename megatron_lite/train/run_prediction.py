@@ -28,7 +28,7 @@ class Forecast:
     room_bytes: int | None  # of one GPU, or of this machine
     sharing: int  # ranks that share this room
     failures: tuple[str, ...] = ()
-    remedy: str = ""  # flags with which it would fit, where it does not
+    way_out: str = ""  # flags with which it would fit, where it does not
 
     def exceeds(self, margin: float) -> bool:
         """Do tensors take more than the room without this share of it? False where nothing is known."""
@@ -50,8 +50,8 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
         room_bytes=room_bytes,
         sharing=sharing,
     )
-    remedy = _attempt(failures, "remedy", _remedy, plan, processor, seen) if seen.exceeds(MARGIN) else ""
-    return dataclasses.replace(seen, remedy=remedy or "", failures=tuple(failures))
+    way_out = _attempt(failures, "way_out", _way_out, plan, processor, seen) if seen.exceeds(MARGIN) else ""
+    return dataclasses.replace(seen, way_out=way_out or "", failures=tuple(failures))
 
 
 def lines_of(seen: Forecast) -> Iterator[str]:
@@ -59,7 +59,7 @@ def lines_of(seen: Forecast) -> Iterator[str]:
     yield from (f"  predicted: {text}" for text in (*_memory(seen), *_time(seen)))
     yield from (f"  no prediction of the {failure}" for failure in seen.failures)
     if seen.exceeds(MARGIN):
-        yield f"  note: the predicted peak {_tightness(seen)}; {seen.remedy or NO_WAY_OUT}."
+        yield f"  note: the predicted peak {_tightness(seen)}; {seen.way_out or NO_WAY_OUT}."
 
 
 def as_record(seen: Forecast) -> dict:
@@ -87,11 +87,11 @@ def _attempt(failures: list[str], what: str, predict, *given):
         return None
 
 
-def _remedy(plan: Plan, processor: Processor | None, seen: Forecast) -> str:
+def _way_out(plan: Plan, processor: Processor | None, seen: Forecast) -> str:
     """'--micro-batch-size 2 would need 12.30 GiB': what fits into the room that there is."""
     gib = seen.room_bytes / seen.sharing / GIB
     fitting = fit(plan, dataclasses.replace(processor or ANY, memory_gib=gib))
-    found = fitting.found or fitting.remedy
+    found = fitting.found or fitting.way_out
     return f"{found.words} would need {size(found.peak_bytes)}" if found else ""
 
 

@@ -188,7 +188,7 @@ def _compared(case: Case, losses: list[tuple[int, float, float]]) -> Outcome:
         return passed(seen)
     if found := case.found("overflow-storm", "scale-collapse"):
         explained = blamed(found)
-        return failed(explained.remedy, seen, *explained.evidence, code=explained.code)
+        return failed(explained.way_out, seen, *explained.evidence, code=explained.code)
     return failed(
         "undo changes one by one until the losses agree; megatron-lite compare A B lists the flags that differ", seen
     )
@@ -329,4 +329,4 @@ def _point(number: int, question: str, answer: Callable[[Case], Outcome], case: 
         )
     if found.answer is not Answer.NOT_SEEN and case.doubts and not rests_on_run_only(found.evidence):
         found = not_seen(f"record anew: {case.doubts[0]}", *found.evidence)
-    return Point(number, question, found.answer, found.evidence, found.code, found.remedy)
+    return Point(number, question, found.answer, found.evidence, found.code, found.way_out)

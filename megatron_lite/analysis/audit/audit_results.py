@@ -27,7 +27,7 @@ class Point:
     answer: Answer
     evidence: tuple[Evidence, ...]  # never empty for pass and fail
     code: str = ""  # of the finding that explains a fail; "" where no rule does
-    remedy: str = ""  # fail: what to change; not seen: what to record; "" for pass
+    way_out: str = ""  # fail: what to change; not seen: what to record; "" for pass
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Outcome:
     answer: Answer
     evidence: tuple[Evidence, ...]
     code: str = ""
-    remedy: str = ""
+    way_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ def passed(*evidence: Evidence) -> Outcome:
     return Outcome(Answer.PASS, evidence)
 
 
-def not_seen(remedy: str, *evidence: Evidence) -> Outcome:
-    """`remedy`: what to record to see it."""
-    return Outcome(Answer.NOT_SEEN, evidence, remedy=remedy)
+def not_seen(way_out: str, *evidence: Evidence) -> Outcome:
+    """`way_out`: what to record to see it."""
+    return Outcome(Answer.NOT_SEEN, evidence, way_out=way_out)
 
 
-def failed(remedy: str, *evidence: Evidence, code: str = "") -> Outcome:
-    return Outcome(Answer.FAIL, evidence, code, remedy)
+def failed(way_out: str, *evidence: Evidence, code: str = "") -> Outcome:
+    return Outcome(Answer.FAIL, evidence, code, way_out)
 
 
 def blamed(findings: tuple[Finding, ...]) -> Outcome:

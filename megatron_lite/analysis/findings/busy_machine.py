@@ -30,7 +30,7 @@ def find(facts: Facts) -> Finding | None:
     if run is None or run.without_core is None:
         return None
     rank, ms = run.without_core
-    advice, flags = _remedy(facts)
+    advice, flags = _way_out(facts)
     return Finding(
         code=CODE,
         title=TITLE,
@@ -58,7 +58,7 @@ def _seen(ranks: RankMedians, rank: int) -> list[str]:
     return [*told, got] if got else told
 
 
-def _remedy(facts: Facts) -> tuple[str, tuple[str, ...]]:
+def _way_out(facts: Facts) -> tuple[str, tuple[str, ...]]:
     """By whose threads they are, as far as the run's record says."""
     cpus, threads = whole(hardware(facts, "cpus")), whole(hardware(facts, "threads"))
     ranks = whole(part(facts, "world", "local_size"))
