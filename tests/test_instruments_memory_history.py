@@ -106,7 +106,7 @@ def test_weights_and_optimizer_states_are_known_to_the_byte_and_by_their_code(pl
     parameters = sum(t.numel() for t in parameters_of(folder))
     sizes, held = category_sizes(snapshot), held_at_the_end(snapshot)
     assert sizes[WEIGHTS] == 4 * parameters
-    states = [piece for piece in held if piece.site.startswith("_first_state (optim/engine.py:")]
+    states = [piece for piece in held if piece.site.startswith("_first_state (optim/optimizer.py:")]
     assert sum(piece.size for piece in states if piece.size > 4) == 2 * 4 * parameters  # the others count steps
     assert 0 <= sizes[OPTIMIZER] - 2 * 4 * parameters < 2000  # step counts, the learning rate's table
     assert all(

@@ -10,7 +10,7 @@ from megatron_lite.estimate.gelu import gelu_op
 from megatron_lite.estimate.liveness import Op, Sized, Tape, gradient_of
 from megatron_lite.estimate.sizes import FP32, LINEAR_INPUTS, MLP, NORMS, PASSING, QKV, ROTARY, Setting
 
-# --- the operations of LayerNorm and RMSNorm (model/norms.py) and their memory
+# --- the operations of LayerNorm and RMSNorm (model/gpt.py) and their memory
 
 
 def norm_ops(
@@ -72,7 +72,7 @@ def _in_parts(
     return Op(name, (source,), ((there, wide),)), *ops, Op(name, (scaled[0],), (result,), holds=(source,))
 
 
-# --- the operations that make queries, keys and values (model/attention.py, rotary.py), and their memory
+# --- the operations that make queries, keys and values (model/gpt.py, rotary.py), and their memory
 
 
 def input_ops(setting: Setting) -> tuple[tuple[Op, ...], tuple[str, str, str]]:
