@@ -12,7 +12,7 @@ REPO = Path(__file__).parent.parent
 PACKAGE = REPO / "megatron_lite"
 LEVELS = [  # bottom up: what stands together does not know each other
     {"terminal"},
-    {"errors", "units", "phases", "thresholds", "live_line", "variables", "process_state", "shared_files"},
+    {"errors", "marks", "units", "phases", "thresholds", "live_line", "variables", "process_state", "shared_files"},
     {"config"},
     {"run_folder", "estimate", "rank_errors"},
     {"data", "model", "parallel", "optim", "checkpoint"},
@@ -26,6 +26,7 @@ WITHOUT_TORCH = {
     "terminal",
     "rank_errors",
     "errors",
+    "marks",
     "units",
     "phases",
     "thresholds",

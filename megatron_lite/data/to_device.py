@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from megatron_lite.marks import INPUT, mark_memory
 
+
+@mark_memory(INPUT)
 class ToDevice:
     """Copies tensors to the device; to a GPU on a stream of its own.
 

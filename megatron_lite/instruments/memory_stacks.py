@@ -5,7 +5,7 @@ from types import CodeType
 
 # what records, or calls what records: no part of the stack that is recorded
 RECORDERS = (
-    "/instruments/memory_",
+    "megatron_lite/instruments/",
     "/torch/utils/_python_dispatch.py",
     "/torch/_compile.py",
     "/torch/_dynamo/eval_frame.py",

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from megatron_lite import marks
 from megatron_lite.instruments.memory_tags import RECOMPUTE, SETUP
 from megatron_lite.phases import Phase
 
@@ -22,17 +23,17 @@ CATEGORY_OF_PHASE = {
     Phase.EVAL: EVALUATION,
 }
 CATEGORY_OF_PHASE = {str(phase): category for phase, category in CATEGORY_OF_PHASE.items()}
-# whose stack a memory has that was allocated outside of phases, or whose tag has fallen out of the ring
+# whose stack a memory has that was allocated outside of phases, or whose tag has fallen out of the ring: part of a file, mark
 CATEGORY_OF_CODE = (
-    ("megatron_lite/optim/", OPTIMIZER),
-    ("torch/optim/", OPTIMIZER),
-    ("megatron_lite/parallel/", GRADIENTS),
-    ("torch/nn/parallel/", GRADIENTS),
-    ("torch/autograd/", GRADIENTS),
-    ("megatron_lite/train/evaluate.py", EVALUATION),
-    ("megatron_lite/train/step.py", ACTIVATIONS),
-    ("megatron_lite/model/", WEIGHTS),
-    ("megatron_lite/train/run.py", WEIGHTS),
+    ("megatron_lite/optim/", "", OPTIMIZER),
+    ("torch/optim/", "", OPTIMIZER),
+    ("megatron_lite/parallel/", "", GRADIENTS),
+    ("torch/nn/parallel/", "", GRADIENTS),
+    ("torch/autograd/", "", GRADIENTS),
+    ("", marks.EVALUATION, EVALUATION),
+    ("", marks.STEP, ACTIVATIONS),
+    ("megatron_lite/model/", "", WEIGHTS),
+    ("", marks.WEIGHTS, WEIGHTS),
 )
 PACKAGE, TORCH = "megatron_lite/", "/torch/"
 ALLOCATED, FREED = "alloc", "free_completed"
@@ -116,8 +117,8 @@ def category(tag: str, frames: list[dict]) -> str:
         return CATEGORY_OF_PHASE.get(rest.partition("/")[0], OTHER)
     if step not in ("", SETUP):
         return OTHER  # between the phases of a step
-    for part, name in CATEGORY_OF_CODE:
-        if any(part in frame["filename"] for frame in frames):
+    for part, mark, name in CATEGORY_OF_CODE:
+        if any(part in frame["filename"] and mark in ("", marks.split_mark(frame["name"])[1]) for frame in frames):
             return name
     # a GPU's backward runs on a thread without Python frames
     return OTHER if frames or step == SETUP else GRADIENTS
@@ -135,7 +136,7 @@ def site(frames: list[dict]) -> str:
                 if own
                 else "/".join(candidates[0]["filename"].split("/")[-2:])
             )
-            return f"{candidates[0]['name']} ({file}:{candidates[0]['line']})"
+            return f"{marks.split_mark(candidates[0]['name'])[0]} ({file}:{candidates[0]['line']})"
     return "code without Python frames, such as backward"
 
 

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lite.marks import LOSS, mark_memory
+
 
 def losses_and_normalizers(logits_MV: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
     """losses_M and log(sum(exp(logits)))_M, which tells backward all about a row; fp32."""
@@ -56,6 +58,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @mark_memory(LOSS)
     def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, None, None]:
         logits_MV, labels_M, normalizers_M = ctx.saved_tensors
         ctx.pieces.write_gradients(logits_MV, labels_M, normalizers_M, gradient_M)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.estimate.chunking import works_in_pieces
+from megatron_lite.marks import LOSS, WEIGHT_GRADIENT, mark_memory
 
 WORDS_AT_ONCE = 2048
 
@@ -44,6 +45,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @mark_memory(LOSS)
     def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_MH, weight_VH, gradients_MV = ctx.saved_tensors
         gradient_M1 = gradient_M[:, None]  # stays in fp32: rounded, it would be wrong in the same way for all tokens
@@ -54,8 +56,9 @@ class _Losses(torch.autograd.Function):
         return of_hidden_MH, of_weight_VH, None, None, None
 
 
+@mark_memory(WEIGHT_GRADIENT)
 def _weight_gradient(gradients_MV: Tensor, hidden_MH: Tensor) -> Tensor:
-    """A function of its own, by whose name a memory snapshot's reader knows what this is (analysis/memory/stacks.py)."""
+    """Gradient of the weight, whose memory stays; by its mark a snapshot's reader tells it from what backward gives back."""
     return gradients_MV.t() @ hidden_MH
 
 
@@ -103,6 +106,7 @@ class _ScaledLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @mark_memory(LOSS)
     def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, None, None]:
         """To be called once; torch notices a second time."""
         logits_MV, labels_M = ctx.saved_tensors

@@ -3,10 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
+
 
 class MasterWeights:
     """fp32 copies of 16-bit parameters; an fp32 model's parameters stand for themselves."""
 
+    @mark_memory(MASTER_WEIGHTS)
     def __init__(self, parameters: list[nn.Parameter]):
         self.model = parameters
         self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters]

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
+
 ALIGN = 32  # elements: a gradient that starts on 128 bytes is read in whole vectors
 
 
+@mark_memory(GRADIENT_BUFFER)
 class Fp32Gradients:
     """Holds one fp32 gradient per parameter, all side by side, so that those of a communication bucket are one tensor.
 
@@ -46,6 +49,7 @@ class Fp32Gradients:
             self._came = None
 
     @torch.no_grad()
+    @mark_memory(GRADIENT_BUFFER)
     def _add(self, parameter: nn.Parameter):
         if self.reducing:  # reduce_bucket adds this one, when its whole bucket is there
             if self._came is not None:
@@ -71,6 +75,7 @@ class Fp32Gradients:
                 self._sums[parameter].zero_()
 
     @torch.no_grad()
+    @mark_memory(GRADIENT_BUFFER)
     def reduce_bucket(self, _state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DistributedDataParallel's communication hook: mean over ranks of the bucket's fp32 sums."""
         parameters = bucket.parameters()

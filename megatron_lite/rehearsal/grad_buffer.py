@@ -1,9 +1,12 @@
-"""Memory that gradients of several parameters share. What reads snapshots knows such memory by this file's name."""
+"""Memory that gradients of several parameters share."""
 
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 
+
+@mark_memory(GRADIENT_BUFFER)
 class Bucket:
     """Some parameters' gradients side by side; answers what communication hooks ask a dist.GradBucket."""
 

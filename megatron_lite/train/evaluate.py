@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.marks import EVALUATION, mark_memory
 from megatron_lite.phases import Phase
 from megatron_lite.train.console import evaluation_lines
 from megatron_lite.train.loop import Progress
@@ -14,6 +15,7 @@ from megatron_lite.train.step import BatchMaker, loss_and_tokens
 
 
 @torch.no_grad()
+@mark_memory(EVALUATION)
 def evaluate(plan: Plan, model, batches: Iterator[Tensor], make: BatchMaker) -> float:
     """Mean loss per token in nats over --eval-iters global batches and all ranks. Collective."""
     model.eval()

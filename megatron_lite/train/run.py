@@ -18,6 +18,7 @@ from megatron_lite.estimate.loss import rows_at_once
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.marks import WEIGHTS, mark_memory
 from megatron_lite.model.attend import Attend, Probe, choose_attention
 from megatron_lite.model.attention_race import Race, fastest
 from megatron_lite.model.fused_loss import Pieces, fused_token_losses
@@ -127,6 +128,7 @@ def run(
     return reason
 
 
+@mark_memory(WEIGHTS)
 def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
     """The initialised model on the device, in the plan's precision, with recomputation as the flags say."""
     shape, attend = plan.shape, attention_of(plan, device, _race_of(plan, device))

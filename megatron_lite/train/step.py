@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.batch import Batch, make_batch
 from megatron_lite.data.to_device import ToDevice
+from megatron_lite.marks import STEP, mark_memory
 from megatron_lite.optim.optimizer import Optimizer, Update
 from megatron_lite.parallel.backward_hook import call_when_computed
 from megatron_lite.parallel.data_parallel import DataParallel, parameters_norm
@@ -62,6 +63,7 @@ class TrainingStep:
         self.plan, self.replica, self.optimizer, self.make, self._computed = plan, replica, optimizer, make, computed
         self._per_token = plan.args.training.calculate_per_token_loss
 
+    @mark_memory(STEP)
     def __call__(self, batches: Iterator[Tensor], consumed: int, phase) -> StepResult:
         """The step that starts after `consumed` samples. `phase` marks its parts."""
         number = self.plan.micro_batches(consumed)

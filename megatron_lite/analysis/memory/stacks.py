@@ -6,6 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_lite import marks
+
 MAX_LETTERS = 120
 
 
@@ -50,22 +52,29 @@ PYTHON_CODE = (
     (Code.OPTIMIZER_SETUP, OPTIMIZER_FILE, r"^(__init__|load_state_dict|_process_value_according_to_param_policy)$"),
     (
         Code.MASTER,
-        r"/optim/weights\.py$|(^|/)(fp16|float16|distrib)_?optimizer\.py$|/fp16_utils/|/apex/amp/",
+        r"(^|/)(fp16|float16|distrib)_?optimizer\.py$|/fp16_utils/|/apex/amp/",
         r"^(__init__|<listcomp>|_?build_\w+)$",
     ),
     (Code.MASTER, r"", r"master|main_param"),
     (Code.ZERO_GRAD, r"", r"^zero_grad|^zero_grad_buffer$"),
     (Code.CLIP, r"", r"clip_grad|get_total_norm|get_grad_norm"),
-    (Code.LOADER, r"/torch/utils/data/|(^|/)(dataloader|loader|to_device)\.py$", r""),
+    (Code.LOADER, r"/torch/utils/data/|(^|/)(dataloader|loader)\.py$", r""),
     (Code.LOSS, r"", r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head|logits|token_losses"),
     (Code.LOSS, r"cross_entropy\w*\.py$|(^|/)loss\w*\.py$", r""),
     (Code.WEIGHT_GRADIENT, r"", r"weight_gradient|wgrad"),
     (Code.SETUP, r"", r"^(__init__|_apply|to|to_empty|cuda|from_pretrained|load_state_dict|reset_parameters)$"),
-    (Code.GRADIENT_BUFFER, r"param_and_grad_buffer|fp32_gradients|grad_buffer", r""),
+    (Code.GRADIENT_BUFFER, r"param_and_grad_buffer", r""),
     (Code.GRADIENT_BUFFER, r"/torch/nn/parallel/distributed\.py$", r"^(__init__|_ddp_init_helper)$"),
     (Code.MAIN, r"", r"^(<module>|_bootstrap)$"),
     (Code.COMMUNICATION, r"/torch/distributed/(distributed_c10d|_functional_collectives)\.py$", r""),
 )
+OWN_CODE = {  # by the mark of a function of this trainer
+    marks.MASTER_WEIGHTS: Code.MASTER,
+    marks.GRADIENT_BUFFER: Code.GRADIENT_BUFFER,
+    marks.WEIGHT_GRADIENT: Code.WEIGHT_GRADIENT,
+    marks.LOSS: Code.LOSS,
+    marks.INPUT: Code.LOADER,
+}
 NATIVE_CODE = (  # one pattern each, of the function
     (Code.BACKWARD, r"torch::autograd::(Engine|generated::\w+Backward)|Backward\d*::apply"),
     (Code.LOSS, r"log_softmax|LogSoftmaxBackward|nll_loss|NllLoss|cross_entropy"),
@@ -153,7 +162,7 @@ class Stacks:
         for candidates in (own, outside, python):
             if candidates:
                 file, line, name = candidates[0]
-                text = f"{file.replace(chr(92), '/').rpartition('/')[2]}:{line} {name}"
+                text = f"{file.replace(chr(92), '/').rpartition('/')[2]}:{line} {marks.split_mark(name)[0]}"
                 return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_LETTERS])
         return ""
 
@@ -168,7 +177,8 @@ class Stacks:
 def _code_of(frame: tuple[str, int, str], python, native) -> int:
     file, line, name = frame
     if line > 0:
-        found = int(Code.PYTHON)
+        name, mark = marks.split_mark(name)
+        found = int(Code.PYTHON | OWN_CODE.get(mark, Code.NONE))
         for code, in_file, in_name in python:
             if in_file.search(file) and in_name.search(name):
                 found |= int(code)

@@ -1,0 +1,31 @@
+"""Marks by which readers of memory snapshots know the trainer's own code, whatever its files and functions are called.
+
+A marked function carries its mark behind its name in every recorded stack, as in `__init__ [master weights]`.
+"""
+
+import re
+from collections.abc import Callable
+from types import FunctionType
+
+MASTER_WEIGHTS, GRADIENT_BUFFER, WEIGHT_GRADIENT, LOSS = "master weights", "gradient buffer", "weight gradient", "loss"
+INPUT, WEIGHTS, STEP, EVALUATION = "input", "weights", "step", "evaluation"
+MARKED = re.compile(r"(.*) \[([a-z ]+)\]")
+
+
+def mark_memory(mark: str) -> Callable:
+    """A decorator: what the function, or any function of the class, allocates is known by `mark`."""
+
+    def apply(thing):
+        functions = vars(thing).values() if isinstance(thing, type) else [thing]
+        for function in functions:
+            if isinstance(function, FunctionType):
+                function.__code__ = function.__code__.replace(co_name=f"{function.__code__.co_name} [{mark}]")
+        return thing
+
+    return apply
+
+
+def split_mark(name: str) -> tuple[str, str]:
+    """(name of the function, its mark); "" for a function without one."""
+    found = MARKED.fullmatch(name)
+    return (found[1], found[2]) if found else (name, "")
