@@ -479,6 +479,7 @@ def test_a_rank_that_sees_a_request_late_joins_late(tmp_path, eager):
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_looking_costs_little(tmp_path, eager):
     watcher = OnDemand(Window(), tmp_path, 2, leads=True, alone=True, last_step=lambda: 1 << 30, tell=print)
     times = []

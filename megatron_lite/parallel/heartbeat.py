@@ -9,6 +9,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 
+from megatron_lite.marks import split_mark
 from megatron_lite.process_state import pid_space
 
 MAX_FRAMES = 40
@@ -91,4 +92,4 @@ def stack_of(thread: int) -> list[str]:
     if frame is None:
         return []
     calls = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=MAX_FRAMES, lookup_lines=False)
-    return [f"{call.name} ({call.filename}:{call.lineno})" for call in calls]
+    return [f"{split_mark(call.name)[0]} ({call.filename}:{call.lineno})" for call in calls]

@@ -47,6 +47,7 @@ class BatchMaker:
         return make_batch(self._to_device(raw_BT1), **self._options)
 
 
+@mark_memory(STEP)
 def loss_and_tokens(model, batch: Batch) -> tuple[Tensor, Tensor]:
     """(sum of the unmasked tokens' losses in nats, their number), scalars on the device."""
     losses_BT = model(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
@@ -63,7 +64,6 @@ class TrainingStep:
         self.plan, self.replica, self.optimizer, self.make, self._computed = plan, replica, optimizer, make, computed
         self._per_token = plan.args.training.calculate_per_token_loss
 
-    @mark_memory(STEP)
     def __call__(self, batches: Iterator[Tensor], consumed: int, phase) -> StepResult:
         """The step that starts after `consumed` samples. `phase` marks its parts."""
         number = self.plan.micro_batches(consumed)
