@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-import yaml
-
 from megatron_lite.config.flags import Flag
 
 # --- keys of Megatron-LM's YAML files that are not named as the flag that sets them
@@ -101,6 +99,8 @@ def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[
     The name of what a --no-... flag switches off is a switch too. Unknown names that are false or null ask for nothing.
     knobs: by field name. names: every spelling with an answer.
     """
+    import yaml  # most command lines name no file, and --help and plan are to answer at once
+
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
