@@ -203,8 +203,8 @@ def test_a_disk_that_fills_up_costs_nothing_that_was_done(inputs, whole, tmp_pat
 SLOWLY = """
 import sys, time
 from megatron_lite.cli.main import main
-from megatron_lite.data import text_files, tokenizers, unfinished
-text_files.CHUNK_BYTES, unfinished.SECONDS_BETWEEN_STATES = 2000, 0
+from megatron_lite.data import resume_state, text_files, tokenizers
+text_files.CHUNK_BYTES, resume_state.SECONDS_BETWEEN_STATES = 2000, 0
 encode = tokenizers.ByteTokenizer.encode
 def slowly(self, text):
     time.sleep(0.001)
