@@ -103,9 +103,9 @@ def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
 @pytest.mark.slow
 def test_a_stopped_rank_is_named(tmp_path):
     """The launcher takes 30 s to end a stopped process."""
-    ended = run_faulty("stopped", tmp_path / "run", limit_s=3)
+    ended = run_faulty("stopped", tmp_path / "run", limit_s=15)
     assert re.search(
-        r"rank 1 did not join .* within 3.0s: process \d+ on \S+ is stopped \(SIGSTOP\), last seen", verdict_of(ended)
+        r"rank 1 did not join .* within 15.0s: process \d+ on \S+ is stopped \(SIGSTOP\), last seen", verdict_of(ended)
     )
     assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 did not join"), "its own writer is stopped"
 

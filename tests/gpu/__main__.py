@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 try:
+    import numpy  # noqa: F401, every part's process needs it
     from gpu_checks.main import main
 except ModuleNotFoundError as missing:
     print(
