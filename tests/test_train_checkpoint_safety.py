@@ -509,7 +509,7 @@ def interrupt_all(world, save: str):
     try:
         train(flags(WHOLE, "--save-interval 2 --save", Path(save)), Path(f"rank {world.rank}"), world)
     except KeyboardInterrupt:
-        print("interrupted")
+        print("interrupted", flush=True)
         os._exit(0)
 
 
