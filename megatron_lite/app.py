@@ -20,6 +20,7 @@ from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import tokenizer_of
 from megatron_lite.errors import CheckpointError, ConfigError, UserError, describe_memory_error
 from megatron_lite.estimate.hardware import peak_tflops
+from megatron_lite.estimate.run_prediction import Forecast, as_record, forecast, lines_of
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.memory_oom import is_out_of_memory, unrecorded
@@ -37,7 +38,6 @@ from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
 from megatron_lite.train.data_streams import Feed
 from megatron_lite.train.post_run_report import end_with_report, wants_report
 from megatron_lite.train.run import run
-from megatron_lite.train.run_prediction import Forecast, as_record, forecast, lines_of
 from megatron_lite.train.run_record import RunRecord
 
 KEPT = "the C library keeps freed blocks for the next step (mallopt)"

@@ -7,7 +7,7 @@ import report_cases as cases
 from megatron_lite.analysis.memory.memory_results import Held, Snapshot
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
-from megatron_lite.train.run_prediction import Forecast, as_record
+from megatron_lite.estimate.run_prediction import Forecast, as_record
 from megatron_lite.units import GIB
 
 STATES = {"parameters": 2, "gradients": 2, "master weights": 4, "moments": 8}

@@ -16,7 +16,8 @@ from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.estimate.memory import activation_bytes, logits_bytes, state_bytes
-from megatron_lite.estimate.sizes import MATH, UNFUSED, Setting
+from megatron_lite.estimate.sizes import Setting
+from megatron_lite.model.kernel_choice import MATH, UNFUSED
 from megatron_lite.units import MIB
 
 SHAPE = ModelShape(

@@ -13,8 +13,9 @@ from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.peak import predict_memory
 from megatron_lite.estimate.prediction import Moment
-from megatron_lite.estimate.sizes import MATH, Setting
+from megatron_lite.estimate.sizes import Setting
 from megatron_lite.estimate.theoretical import counted_parameters, megatron_theoretical_bytes
+from megatron_lite.model.kernel_choice import MATH
 from megatron_lite.phases import Phase
 from megatron_lite.units import GIB, MIB
 

@@ -9,9 +9,9 @@ from model_variants import PLAIN, VARIANTS, build, tokens
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.attention_kernel import explicit_is_faster
 from megatron_lite.model import attend
 from megatron_lite.model.attend import choose_attention, document_mask, explicit_attention, sdpa_attention
+from megatron_lite.model.kernel_choice import explicit_is_faster
 
 DROPPING = replace(PLAIN, attention_dropout=0.25)
 GROUPED = replace(PLAIN, num_query_groups=2)

@@ -7,8 +7,8 @@ import torch
 from model_variants import VARIANTS
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate.flops import step_flops
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.model.attend import choose_attention
 from megatron_lite.model.gpt import GPT

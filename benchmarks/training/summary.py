@@ -7,7 +7,7 @@ import numpy as np
 
 from benchmarks.training.result import Result
 from benchmarks.training.work import Work
-from megatron_lite.estimate.flops import step_flops
+from megatron_lite.config.flops import step_flops
 
 FAST, SLOW = 10, 90  # percentiles of a step's time
 CLOSE_LOSSES = 0.1  # of their mean: contestants start from different weights and read different windows

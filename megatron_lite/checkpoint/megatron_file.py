@@ -28,9 +28,9 @@ from megatron_lite.checkpoint.megatron_optimizer import (
 from megatron_lite.checkpoint.megatron_unpickle import Inert
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.args import Args
+from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
-from megatron_lite.estimate.flops import step_flops
 
 # --- random states: as flat tensors, and as Megatron writes them
 #

@@ -10,12 +10,12 @@ from megatron_lite.cli.launcher import begins_command, split_at_trainer
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run
 from megatron_lite.config.environment import hints
+from megatron_lite.config.flops import step_flops
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.duration import duration_of
 from megatron_lite.estimate.fitting_flags import MARGIN, fit, what_if
-from megatron_lite.estimate.flops import step_flops
 from megatron_lite.estimate.hardware import Processor, processor_called
 from megatron_lite.estimate.inference import InferencePrediction, predict_inference
 from megatron_lite.estimate.params import parameter_parts

@@ -3,12 +3,8 @@
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.memory import element_bytes
-from megatron_lite.estimate.sizes import FUSED, MATH, UNFUSED, Setting
-
-EXPLICIT = ("unfused", "local")
-SHORT = 512  # positions
-WIDEST_FLASH_HEAD = 256  # channels
-EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple of it
+from megatron_lite.estimate.sizes import Setting
+from megatron_lite.model.kernel_choice import UNFUSED, predict_attention_kernel
 
 
 def setting_of(plan: Plan) -> Setting:
@@ -38,7 +34,7 @@ def setting_from(
 ) -> Setting:
     """The same from the plan's parts: --attention-backend, --reset-attention-mask, --recompute-granularity, threads of a rank."""
     width = element_bytes(precision)
-    kernel, flash = kernel_of(shape, precision, device, backend, masked)
+    kernel, flash = predict_attention_kernel(shape, precision, device, backend, masked)
     return Setting(
         shape,
         micro_batch,
@@ -55,28 +51,6 @@ def setting_from(
 
 def attention_of(plan: Plan) -> tuple[str, bool]:
     """(fused, unfused or math; whether a fused one is flash) of a plan."""
-    return kernel_of(
+    return predict_attention_kernel(
         plan.shape, plan.precision, plan.device, plan.args.model.attention_backend, plan.args.data.reset_attention_mask
     )
-
-
-def explicit_is_faster(shape: ModelShape, precision: str, device: str, masked: bool) -> bool:
-    """Than torch's fused kernel, whose backward is slow on a CPU in bf16: twice up to 256 positions, 1.4 to 1.7
-    times at 512, alike at 1,024; in fp32 never (docs/benchmarks.md)."""
-    return device == "cpu" and precision == "bf16" and shape.seq_length <= SHORT and not masked
-
-
-def kernel_of(shape: ModelShape, precision: str, device: str, backend: str, masked: bool) -> tuple[str, bool]:
-    """The trainer's rule, then torch's own choice on a GPU since Ampere and on a CPU (sdp_utils.cpp, sdp_utils_cpp.cpp of
-    torch 2.13). cuDNN's kernel keeps what flash keeps.
-
-    On a GPU flash knows no mask and no fp32, the memory-efficient one no groups; a CPU's flash knows no dropout.
-    """
-    if backend in EXPLICIT or backend == "auto" and explicit_is_faster(shape, precision, device, masked):
-        return UNFUSED, False
-    width = element_bytes(precision)
-    if device == "cpu":
-        return (MATH, False) if shape.attention_dropout else (FUSED, True)
-    if width == 2 and not masked and shape.kv_channels <= WIDEST_FLASH_HEAD:
-        return FUSED, True
-    return (MATH, False) if shape.kv_channels * width % EFFICIENT_HEAD_BYTES else (FUSED, False)

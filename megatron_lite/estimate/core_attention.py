@@ -1,7 +1,8 @@
 """The operations of core attention (model/attend.py) by kernel, and their memory."""
 
 from megatron_lite.estimate.liveness import Op, Sized, Tape
-from megatron_lite.estimate.sizes import ATTENTION, FP32, MATH, PASSING, QKV, SCORES, UNFUSED, Setting
+from megatron_lite.estimate.sizes import ATTENTION, FP32, PASSING, QKV, SCORES, Setting
+from megatron_lite.model.kernel_choice import MATH, UNFUSED
 
 NAME = "core_attention"
 FLASH_HEAD_STEP = 8  # channels: heads of another width are padded

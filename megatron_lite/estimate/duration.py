@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.flops import step_flops
 from megatron_lite.estimate.params import parameter_count
 
 SECONDS_PER_HOUR, HOURS_PER_DAY = 3600, 24

@@ -1,13 +1,10 @@
 """The memory of GELU: torch's kernel keeps its input. On a CPU in 16 bits the tanh formula is computed in pieces
 (model/gelu.py): its slope is kept instead, and of the pieces that are at work there are copies in fp32."""
 
-from megatron_lite.estimate.chunking import works_in_pieces
 from megatron_lite.estimate.liveness import Op, Sized
 from megatron_lite.estimate.sizes import FP32, Setting
+from megatron_lite.model.kernel_choice import COPIES, PIECE, works_in_pieces
 from megatron_lite.units import count
-
-PIECE = 2**16  # elements of a thread: their copies, 1 MB, fit a core's second-level cache
-COPIES = 4
 
 
 def gelu_op(setting: Setting, inner: Sized) -> Op:

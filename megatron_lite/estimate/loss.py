@@ -7,13 +7,8 @@ from collections import Counter
 
 from megatron_lite.estimate.liveness import Sized, gradient_of
 from megatron_lite.estimate.sizes import FP32, Setting
+from megatron_lite.model.kernel_choice import rows_at_once
 from megatron_lite.units import count
-
-
-def rows_at_once(vocabulary: int, threads: int) -> int:
-    """How many tokens' logits the loss works on in fp32 at a time: 1 MB for each thread of a CPU, which fits a core's second-level
-    cache, or enough to fill a GPU (`threads` 0)."""
-    return max(1, (threads * 2**18 or 2**24) // vocabulary)
 
 
 def in_cross_entropy(setting: Setting) -> Counter[Sized]:

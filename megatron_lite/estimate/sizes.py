@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.liveness import Sized
+from megatron_lite.model.kernel_choice import FUSED
 from megatron_lite.units import count
 
 FP32 = 4
-# How attention is computed: scores stay in registers; are written down; are written down in fp32, with fp32 copies of
-# queries, keys and values, as torch's fallback does (aten::_scaled_dot_product_attention_math).
-FUSED, UNFUSED, MATH = "fused", "unfused", "math"
 
 # rows of a ledger
 NORMS, LINEAR_INPUTS, QKV = "inputs and statistics of norms", "inputs of linear layers", "queries, keys and values"

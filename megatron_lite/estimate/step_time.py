@@ -8,17 +8,18 @@ boost clock, products that miss the peak (the best reach four fifths of it), log
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_lite.config import flops
+from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate import flops, traffic
+from megatron_lite.estimate import traffic
 from megatron_lite.estimate.attention_kernel import attention_of
-from megatron_lite.estimate.flops import step_flops
 from megatron_lite.estimate.hardware import Processor, peak_tflops_of
 from megatron_lite.estimate.micro_batch import layers_recomputed
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.prediction import TimePrediction, TimeRow
-from megatron_lite.estimate.sizes import FUSED
 from megatron_lite.estimate.traffic import gradient_bytes
+from megatron_lite.model.kernel_choice import FUSED
 from megatron_lite.units import count
 
 # --- what one rank has to do in a training step at least, on any hardware: operations, and bytes to and from memory

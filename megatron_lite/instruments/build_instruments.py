@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import median
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.loss import rows_at_once
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_history import memory_instruments
 from megatron_lite.instruments.nsys_range import nsys_range
@@ -14,6 +13,7 @@ from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
 from megatron_lite.instruments.window import Window
+from megatron_lite.model.kernel_choice import rows_at_once
 from megatron_lite.parallel.compiled import expected_compilations
 from megatron_lite.parallel.host_memory import SmallBlocks
 from megatron_lite.thresholds import MIN_BEFORE

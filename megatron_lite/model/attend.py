@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError, first_line
-from megatron_lite.estimate.attention_kernel import EXPLICIT
+from megatron_lite.model.kernel_choice import EXPLICIT
 
 NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash",

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.estimate.chunking import works_in_pieces
-from megatron_lite.estimate.gelu import COPIES, PIECE
+from megatron_lite.model.kernel_choice import COPIES, PIECE, works_in_pieces
 
 # gelu(x) = x * (1 + tanh(sqrt(2 / pi) * (x + CUBIC * x^3))) / 2 = x * sigmoid(OUTER * (x + CUBIC * x^3))
 CUBIC = 0.044715

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.estimate.chunking import works_in_pieces
 from megatron_lite.marks import LOSS, WEIGHT_GRADIENT, mark_memory
+from megatron_lite.model.kernel_choice import works_in_pieces
 
 WORDS_AT_ONCE = 2048
 

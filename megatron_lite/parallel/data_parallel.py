@@ -16,8 +16,6 @@ BUCKET_MIB = 25  # torch's default
 class DataParallel:
     """The model as one rank calls it, and the gradients that all ranks share afterwards."""
 
-    wrapper = DistributedDataParallel  # a rehearsal, which has neither data nor other ranks, puts another in its place
-
     def __init__(self, plan: Plan, model: nn.Module):
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -25,7 +23,8 @@ class DataParallel:
         self.replica = self._wrap(plan) if plan.world.size > 1 else model
 
     def _wrap(self, plan: Plan):
-        replica = self.wrapper(self.model, gradient_as_bucket_view=True, bucket_cap_mb=self._bucket_mib(plan))
+        bucket_mib = self._bucket_mib(plan)
+        replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
         if self.fp32 is not None:
             replica.register_comm_hook(None, self.fp32.reduce_bucket)
         return replica

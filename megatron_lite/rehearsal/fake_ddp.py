@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.parallel import data_parallel
 from megatron_lite.rehearsal.grad_buffer import Bucket
 from megatron_lite.units import MIB
 
@@ -74,20 +74,17 @@ class BucketedReplica:
             self._hook(None, bucket)
 
 
-class RehearsedReplica(DataParallel):
-    """The trainer's own, around the stand-in."""
-
-    wrapper = BucketedReplica
-
-
 @contextlib.contextmanager
 def without_other_ranks():
-    """While this lasts, a reduction over ranks is over at once, and no process group is needed."""
+    """While this lasts, the stand-in wraps models, a reduction over ranks is over at once, and no process group is needed."""
 
     def answer(tensor: Tensor, *arguments, async_op: bool = False, **options):
         return _Reduced(tensor) if async_op else None
 
-    with patch.object(dist, "all_reduce", answer):
+    with (
+        patch.object(dist, "all_reduce", answer),
+        patch.object(data_parallel, "DistributedDataParallel", BucketedReplica),
+    ):
         yield
 
 

@@ -15,9 +15,9 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dens
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.estimate.attention_kernel import EFFICIENT_HEAD_BYTES, WIDEST_FLASH_HEAD
 from megatron_lite.estimate.core_attention import FLASH_HEAD_STEP
 from megatron_lite.instruments.memory_stacks import RECORDERS
+from megatron_lite.model.kernel_choice import EFFICIENT_HEAD_BYTES, MAX_FLASH_HEAD
 
 # --- scaled_dot_product_attention as a GPU or a CPU computes it, for tensors without data
 #
@@ -39,7 +39,7 @@ def cuda_choice(
     grouped keys with a mask; here they are then repeated for each head, more than it needs.
     """
     flags, width = torch.backends.cuda, q_BNTD.shape[-1]
-    fits = attn_mask is None and q_BNTD.dtype in HALF and width <= WIDEST_FLASH_HEAD
+    fits = attn_mask is None and q_BNTD.dtype in HALF and width <= MAX_FLASH_HEAD
     if fits and (flags.flash_sdp_enabled() or flags.cudnn_sdp_enabled()):
         return int(SDPBackend.FLASH_ATTENTION)
     grouped = q_BNTD.shape[1] != k_BGTD.shape[1]

@@ -22,7 +22,6 @@ from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import rounded
-from megatron_lite.estimate.chunking import works_in_pieces
 from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, THREADS_WITH_CUBLAS
 from megatron_lite.instruments.memory_file import write_snapshot as write_file
 from megatron_lite.instruments.memory_summary import operation, place_words, site
@@ -30,9 +29,11 @@ from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.model.gelu import gelu_tanh, room_for
 from megatron_lite.model.gpt import GPT
+from megatron_lite.model.kernel_choice import works_in_pieces
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.recompute import recompute_layers
-from megatron_lite.rehearsal.fake_ddp import RehearsedReplica, without_other_ranks
+from megatron_lite.rehearsal.fake_ddp import without_other_ranks
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 from megatron_lite.train.run import DTYPES, attention_of, losses_of
 from megatron_lite.train.step import BatchMaker, TrainingStep
@@ -140,7 +141,7 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
 def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None) -> Callable:
     """Everything of a run that holds device memory, made; returns its step(phase). losses: as of model.gpt.GPT, else the plan's."""
     model = _model(plan, losses or losses_of(plan))
-    replica = RehearsedReplica(plan, model)
+    replica = DataParallel(plan, model)
     optimizer = Optimizer(plan, replica.parameters, HOST)
     batch = _shortened(plan)
     step = TrainingStep(replace(plan, batch=batch), replica, optimizer, BatchMaker(plan, HOST, END_OF_DOCUMENT))

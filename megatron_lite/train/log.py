@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.flops import step_flops
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.instruments.timeline import StepTime, Timeline
 from megatron_lite.live_line import say

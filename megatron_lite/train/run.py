@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.attention_kernel import explicit_is_faster
-from megatron_lite.estimate.loss import rows_at_once
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import Timeline
@@ -24,6 +22,7 @@ from megatron_lite.model.attention_race import Race, fastest
 from megatron_lite.model.fused_loss import Pieces, fused_token_losses
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.init import initialize
+from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once
 from megatron_lite.model.loss import token_losses
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import compile_layers, compiled, words_of

@@ -13,9 +13,9 @@ from megatron_lite.analysis.run.columns import Columns, columns_of
 from megatron_lite.analysis.run.memory_growth import growths_of_ranks, growths_of_writer
 from megatron_lite.analysis.run.run_results import Interval, RankMedians, Run
 from megatron_lite.analysis.run.step_lines import CORES, StepLines, number, read_step_lines
+from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.flops import step_flops
 from megatron_lite.process_state import is_there
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FILE
 from megatron_lite.thresholds import MIN_BEFORE

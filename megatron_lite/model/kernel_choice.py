@@ -1,0 +1,58 @@
+"""Choices between kernels that depend on the plan alone. The estimators ask here too, so that nothing imports torch."""
+
+from megatron_lite.config.shape import ModelShape
+
+# --- attention
+
+# How attention is computed: scores stay in registers; are written down; are written down in fp32, with fp32 copies of
+# queries, keys and values, as torch's fallback does (aten::_scaled_dot_product_attention_math).
+FUSED, UNFUSED, MATH = "fused", "unfused", "math"
+EXPLICIT = ("unfused", "local")  # values of --attention-backend
+MAX_EXPLICIT_POSITIONS = 512
+MAX_FLASH_HEAD = 256  # channels
+EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple of it
+
+
+def explicit_is_faster(shape: ModelShape, precision: str, device: str, masked: bool) -> bool:
+    """Whether the explicit kernel beats torch's fused one, whose backward is slow on a CPU in bf16.
+
+    Twice up to 256 positions, 1.4 to 1.7 times at 512, alike at 1,024; in fp32 never (docs/benchmarks.md).
+    """
+    return device == "cpu" and precision == "bf16" and shape.seq_length <= MAX_EXPLICIT_POSITIONS and not masked
+
+
+def predict_attention_kernel(
+    shape: ModelShape, precision: str, device: str, backend: str, masked: bool
+) -> tuple[str, bool]:
+    """(FUSED, UNFUSED or MATH; whether a fused kernel is flash) for --attention-backend on a device.
+
+    The trainer's rule, then torch's own choice on a GPU since Ampere and on a CPU (sdp_utils.cpp, sdp_utils_cpp.cpp of
+    torch 2.13). cuDNN's kernel keeps what flash keeps. On a GPU flash knows no mask and no fp32, the memory-efficient
+    one no groups; a CPU's flash knows no dropout.
+    """
+    if backend in EXPLICIT or backend == "auto" and explicit_is_faster(shape, precision, device, masked):
+        return UNFUSED, False
+    width = 4 if precision == "fp32" else 2
+    if device == "cpu":
+        return (MATH, False) if shape.attention_dropout else (FUSED, True)
+    if width == 2 and not masked and shape.kv_channels <= MAX_FLASH_HEAD:
+        return FUSED, True
+    return (MATH, False) if shape.kv_channels * width % EFFICIENT_HEAD_BYTES else (FUSED, False)
+
+
+# --- GELU and the loss in pieces that stay in a processor's cache
+
+PIECE = 2**16  # elements of GELU per thread: their copies, 1 MB, fit a core's second-level cache
+COPIES = 4  # of a piece of GELU, in fp32
+
+
+def works_in_pieces(on_cpu: bool, element_bytes: int) -> bool:
+    """Whether GELU and the logits' product are computed in pieces: on a CPU in 16 bits, where torch's own ways of doing them whole
+    are slower. In fp32 they are not (docs/benchmarks.md)."""
+    return on_cpu and element_bytes == 2
+
+
+def rows_at_once(vocabulary: int, threads: int) -> int:
+    """How many tokens' logits the loss works on in fp32 at a time: 1 MB for each thread of a CPU, which fits a core's second-level
+    cache, or enough to fill a GPU (`threads` 0)."""
+    return max(1, (threads * 2**18 or 2**24) // vocabulary)
