@@ -1,29 +1,24 @@
 """Runs of the trainer for tests: inside this process, as N gloo processes over one group, or as a user starts it."""
 
-import atexit
 import contextlib
-import ctypes
-import functools
-import gc
 import importlib
 import io
 import json
 import os
 import re
-import runpy
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from forks import LAUNCHER, Fork
 from waiting import LIMIT_S
 
 from megatron_lite.checkpoint.find import open_checkpoint
@@ -184,22 +179,10 @@ def _fields(line: str) -> dict[str, str]:
     return {"iteration": re.search(r"iteration +(\d+)/", head)[1]} | dict(part.rsplit(": ", 1) for part in parts)
 
 
-def pretrain(
-    argv: list[str],
-    ranks: int = 0,
-    script: Path | str = REPO / "pretrain_gpt.py",
-    cwd=None,
-    under=(),
-    seconds: float = LIMIT_S,
-    launcher: bool = False,
-) -> Ended:
-    """A run from start to end, as `start` starts it. Ranks are started without torchrun, unless `launcher`: a test of
-    what torchrun does or says."""
+def pretrain(argv: list[str], *args, seconds: float = LIMIT_S, **options) -> Ended:
+    """A run from start to end, as `start` starts it."""
     started = time.monotonic()
-    if ranks and not launcher and not under:
-        code, out, err = _run_forked_ranks(argv, ranks, script, cwd, seconds)
-        return Ended(code, out, err, time.monotonic() - started)
-    process = start(argv, ranks, script, cwd, under)
+    process = start(argv, *args, **options)
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -208,77 +191,33 @@ def pretrain(
     return Ended(process.returncode, out, err, time.monotonic() - started)
 
 
-def _run_forked_ranks(argv: list[str], ranks: int, script: Path | str, cwd, seconds: float) -> tuple[int, str, str]:
-    """Exit code and output of ranks with the variables that a batch system sets; where one fails, the others are ended."""
-    port = str(free_port())
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        processes = [
-            Fork([str(script), *argv], stdout=out, stderr=err, cwd=cwd or REPO, env=start_environment(argv) | {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "localhost", "MASTER_PORT": port,
-            })
-            for rank in range(ranks)
-        ]  # fmt: skip
-        code = _wait_for_all(processes, seconds)
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read())
-    return code, *texts
-
-
-def _wait_for_all(processes: list[subprocess.Popen], seconds: float) -> int:
-    """0 if all end well; else 1, and those that live on are ended as torchrun does it."""
-    end = time.monotonic() + seconds
-    try:
-        while (
-            None in (codes := [process.poll() for process in processes]) and not any(codes) and time.monotonic() < end
-        ):
-            time.sleep(0.01)
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in processes:
-            process.wait(timeout=LIMIT_S)
-        return int(any(process.returncode for process in processes))
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # loaders too
-
-
 def start(
-    argv: list[str], ranks: int = 0, script: Path | str = REPO / "pretrain_gpt.py", cwd=None, under=()
+    argv: list[str],
+    ranks: int = 0,
+    script: Path | str = REPO / "pretrain_gpt.py",
+    cwd=None,
+    under: Sequence[str] = (),
+    restarts: int = 0,
 ) -> subprocess.Popen:
-    """As a user starts it, still running: torchrun for `ranks`, a process of Python's (a Fork) for none.
+    """As a user starts it, still running: torchrun for `ranks`, Python for none; both as a Fork.
 
-    under: a command that starts commands, and its options.
+    Args:
+        under: a command that starts commands, and its options; then there is no Fork.
+        restarts: how often torchrun starts failed ranks again.
     """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd or REPO}
-    if not ranks and not under:
-        return Fork([str(script), *argv], env=start_environment(argv), **pipes)
     words = [str(script), *argv]
     if ranks:
-        words = [
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            str(ranks),
-            "--master_addr",
-            "localhost",
-            "--master_port",
-            str(free_port()),
-            *words,
-        ]
-    if not under:
-        return Fork(words, env=environment(), **pipes)
-    return subprocess.Popen([*under, sys.executable, *words], env=environment(), start_new_session=True, **pipes)
-
-
-def start_environment(argv: list[str]) -> dict[str, str]:
-    """`environment`, with what pretrain_gpt.py would start itself again for."""
+        options = (
+            f"--nproc_per_node {ranks} --max-restarts {restarts} --master_addr localhost --master_port {free_port()}"
+        )
+        words = ["-m", LAUNCHER, *options.split(), *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd or REPO}
+    if under:
+        return subprocess.Popen([*under, sys.executable, *words], env=environment(), start_new_session=True, **pipes)
     environ = environment()
-    return "--use-pytorch-profiler" in argv and without_thread_cache(environ, libc_version()) or environ
+    if "--use-pytorch-profiler" in argv:  # what pretrain_gpt.py would start itself again for
+        environ = without_thread_cache(environ, libc_version()) or environ
+    return Fork(words, env=environ, **pipes)
 
 
 def environment() -> dict[str, str]:
@@ -297,8 +236,8 @@ def free_port() -> int:
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[int]:
-    """Process ids of a torchrun's ranks."""
-    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    """Process ids of a torchrun's ranks; its first child is what they are forked from."""
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()[1:]]
 
 
 def send(pids: list[int], number: int = signal.SIGTERM):
@@ -347,119 +286,5 @@ def _run_rank(function: str, store: str, rank: str, size: str, *arguments: str):
     dist.destroy_process_group()
 
 
-class Fork(subprocess.Popen):
-    """A Python script and its arguments, or -m and a module and its, in a session of their own: Popen([sys.executable, *args]).
-
-    It is forked from a process that has imported torch and the trainer: that takes longer than most runs of the tests. It
-    is a child of this process all the same, has the streams, folder and environment it is given, and ends as Python ends.
-    """
-
-    def _execute_child(
-        self,
-        args,
-        executable,
-        preexec_fn,
-        close_fds,
-        pass_fds,
-        cwd,
-        env,
-        startupinfo,
-        creationflags,
-        shell,
-        p2cread,
-        p2cwrite,
-        c2pread,
-        c2pwrite,
-        errread,
-        errwrite,
-        *rest,
-    ):
-        server = _fork_server(tuple(sorted(item for item in env.items() if item[0].startswith(READ_AT_START))))
-        request = json.dumps({"args": args, "cwd": os.fspath(cwd), "env": env}).encode()
-        _adopt_orphans(True)
-        try:
-            streams = [given if given >= 0 else inherited for given, inherited in ((c2pwrite, 1), (errwrite, 2))]
-            socket.send_fds(server, [request], streams)
-            self.pid = int(server.recv(100))
-            server.recv(100)  # by now it is a child of this process
-        finally:
-            _adopt_orphans(False)
-        self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-
-
-# Variables that libraries read while they are loaded: a fork would come too late for them.
-READ_AT_START = ("CUDA", "GLIBC", "KINETO", "LD_", "MALLOC", "MKL", "OMP", "PYTHON", "TORCH")
-FIRST_IMPORTS = {"KINETO_LOG_LEVEL": "6", "TEARDOWN_CUPTI": "1"}  # what pretrain_gpt.py sets before it imports torch
-
-
-@functools.cache
-def _fork_server(variables: tuple[tuple[str, str], ...]) -> socket.socket:
-    """The link to a server with these of READ_AT_START; it ends with this process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environ = {name: value for name, value in environment().items() if not name.startswith(READ_AT_START)}
-    with theirs:
-        server = subprocess.Popen(
-            [sys.executable, __file__, "--serve", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env={**environ, **FIRST_IMPORTS, **dict(variables)},
-        )  # fmt: skip
-    atexit.register(lambda: (ours.close(), server.wait()))
-    return ours
-
-
-def _adopt_orphans(on: bool):
-    """Whether processes below whose parents end become children of this one: Linux's prctl(PR_SET_CHILD_SUBREAPER)."""
-    assert ctypes.CDLL(None).prctl(36, int(on), 0, 0, 0) == 0
-
-
-def _serve(number: int) -> Callable | None:
-    """The server's side of Fork: returns what to run in each process that is asked for, and None at its own end."""
-    for name in ("megatron_lite.app", "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard"):
-        importlib.import_module(name)  # all that usual runs come to import
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # trainings collect garbage; what is imported is none
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork of several threads is not whole"
-    with socket.socket(fileno=number) as link:
-        while True:
-            text, streams, *_ = socket.recv_fds(link, 2**20, 2)
-            if not text:
-                return None
-            if between := os.fork():
-                os.waitpid(between, 0)  # whose end gives its child to the process that asks
-                link.send(b"adopted")
-                for stream in streams:
-                    os.close(stream)
-                continue
-            between = os.getpid()
-            if child := os.fork():
-                link.send(str(child).encode())
-                os._exit(0)
-            while os.getppid() == between:
-                time.sleep(0.001)
-            break
-    return _become(streams, **json.loads(text))
-
-
-def _become(streams: list[int], args: list[str], cwd: str, env: dict[str, str]) -> Callable:
-    """Take on what a new process has of its own; returns what runs the script or module."""
-    os.setsid()
-    for number, stream in enumerate(streams, start=1):
-        os.dup2(stream, number)
-        os.close(stream)
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.orig_argv = [sys.executable, *args]
-    if args[0] == "-m":
-        sys.argv, sys.path[0] = args[1:], cwd
-        return functools.partial(runpy.run_module, args[1], run_name="__main__", alter_sys=True)
-    sys.argv, sys.path[0] = args, str(Path(args[0]).resolve().parent)
-    return functools.partial(runpy.run_path, args[0], run_name="__main__")
-
-
 if __name__ == "__main__":
-    if sys.argv[1] != "--serve":
-        _run_rank(*sys.argv[1:])
-    elif (run_wanted := _serve(int(sys.argv[2]))) is not None:
-        run_wanted()
+    _run_rank(*sys.argv[1:])

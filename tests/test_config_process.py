@@ -1,12 +1,8 @@
 """A command line with mistakes, as its user meets it: a few lines, exit code 2, and nothing made."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from command_lines import REPO, argv
-from waiting import LIMIT_S
+from launch import pretrain
 
 from megatron_lite.app import main
 
@@ -20,55 +16,25 @@ ANSWERS = [
 ]
 
 
-def environment() -> dict[str, str]:
-    """A home and a machine of its own: no GPU, no byte code beside the sources, no launcher's variables."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {
-        **kept,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(REPO),
-    }
-
-
-def start(command: list[str], folder) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=LIMIT_S
-    )
-
-
 def test_one_process(tmp_path):
-    done = start([sys.executable, str(REPO / "pretrain_gpt.py"), *FOUR_MISTAKES], tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: " + answer.format(1, 2, 8) for answer in ANSWERS]
-    assert done.stdout == ""
+    done = pretrain(FOUR_MISTAKES, cwd=tmp_path)
+    assert done.code == 2
+    assert done.err.splitlines() == ["error: " + answer.format(1, 2, 8) for answer in ANSWERS]
+    assert done.out == ""
     assert list(tmp_path.iterdir()) == []
 
 
 def test_two_ranks_say_it_once_and_torchrun_names_the_cause(tmp_path):
-    done = start(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            str(REPO / "pretrain_gpt.py"),
-            *FOUR_MISTAKES,
-        ],
-        tmp_path,
-    )
-    assert done.returncode == 1  # torchrun's for any failed rank
+    done = pretrain(FOUR_MISTAKES, ranks=2, cwd=tmp_path)
+    assert done.code == 1  # torchrun's for any failed rank
     answers = ["error: " + answer.format(2, 4, 8) for answer in ANSWERS]
-    lines = done.stderr.splitlines()
+    lines = done.err.splitlines()
     assert [line for line in lines if "error: --" in line] == answers
-    summary = done.stderr[done.stderr.index("Root Cause") :]
+    summary = done.err[done.err.index("Root Cause") :]
     assert "; ".join(answer.removeprefix("error: ") for answer in answers) in summary
     assert "exitcode  : 2" in summary and "rank      : 0" in summary
     for ours in ("megatron_lite", "pretrain_gpt.py"):  # no traceback of ours
-        assert f'File "{REPO / ours}' not in done.stderr
+        assert f'File "{REPO / ours}' not in done.err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import REPO, environment, flags, free_port, pretrain, ranks_of, start, steps
+from launch import REPO, environment, flags, pretrain, ranks_of, start, steps
 from test_train_stops import wait_for
 from waiting import LIMIT_S
 
@@ -33,7 +33,7 @@ OPERATION = r"all_reduce #\d+ \([\d.]+ [KM]iB float32\)"
 
 def run_faulty(how: str, folder: Path, words: str = "", limit_s: float = 60):
     argv = [how, str(limit_s), *flags(f"--train-iters 1000000 --log-interval 1 {words} --run-dir", folder)]
-    return pretrain(argv, ranks=2, script=FAULTY, launcher=True)
+    return pretrain(argv, ranks=2, script=FAULTY)
 
 
 def verdict_of(ended) -> str:
@@ -132,28 +132,11 @@ def test_the_launcher_starts_again_from_the_checkpoint(tmp_path):
     outcome = {}
     for name, how in (("whole", "none"), ("broken", "killed once")):
         save = tmp_path / name
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            "2",
-            "--max-restarts",
-            "1",
-            "--master_addr",
-            "localhost",
-            "--master_port",
-            str(free_port()),
-            str(FAULTY),
-            how,
-            "60",
-            *flags(words, save, "--load", save),
-        ]
-        ended = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
-        assert ended.returncode == 0, ended.err
+        ended = pretrain([how, "60", *flags(words, save, "--load", save)], ranks=2, script=FAULTY, restarts=1)
+        assert ended.code == 0, ended.err
         outcome[name] = {record["iteration"]: record["loss"] for record in steps(save)}
         if how != "none":
-            assert "rank 1 died" in ended.stderr and "loaded iteration 2" in ended.stdout, ended.stdout
+            assert "rank 1 died" in ended.err and "loaded iteration 2" in ended.out, ended.out
     assert list(outcome["whole"]) == [1, 2, 3, 4, 5, 6]
     assert outcome["broken"].keys() >= {3, 4, 5, 6} and outcome["broken"].items() <= outcome["whole"].items()
 
@@ -162,9 +145,7 @@ def test_the_launcher_starts_again_from_the_checkpoint(tmp_path):
 def test_a_mistake_that_all_ranks_have_is_told_once(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    ended = pretrain(
-        flags("--exit-on-missing-checkpoint --load", empty, "--run-dir", tmp_path / "run"), ranks=2, launcher=True
-    )
+    ended = pretrain(flags("--exit-on-missing-checkpoint --load", empty, "--run-dir", tmp_path / "run"), ranks=2)
     assert ended.code != 0
     assert len(re.findall(r"^(?:rank \d: )?error: ", ended.err, re.MULTILINE)) == 1
     assert str(empty) in ended.err[ended.err.index(SUMMARY) :]
