@@ -64,9 +64,9 @@ def _kinds(options) -> dict:
     ours = {}
     for name, extra in (("synchronous save", []), ("--async-save", ["--async-save"])):
         plan = _plan([*words, "--save", str(options.folder / name), "--save-retain-interval", "1000", *extra])
-        model = build_model(plan, device, print)
+        model = build_model(plan, device)
         optimizer = Optimizer(plan, list(model.parameters()), device)
-        ours[name] = (Checkpoints(plan, model, optimizer, device, _nothing), model, optimizer)
+        ours[name] = (Checkpoints(plan, model, optimizer, device), model, optimizer)
     _, model, optimizer = ours["synchronous save"]
 
     def torch_save(number: int):

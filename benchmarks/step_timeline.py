@@ -29,7 +29,7 @@ from megatron_lite.train.loop import Progress
 from megatron_lite.train.rank_stats import gather
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
-from megatron_lite.train.step_metrics import Meter
+from megatron_lite.train.step_metrics import StepMetrics
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -47,10 +47,10 @@ class Trainer:
 
     def __post_init__(self):
         device = device_of(self.plan)
-        replica = DataParallel(self.plan, build_model(self.plan, device, lambda text: None))
+        replica = DataParallel(self.plan, build_model(self.plan, device))
         optimizer = Optimizer(self.plan, replica.parameters, device)
         self.step = TrainingStep(self.plan, replica, optimizer, BatchMaker(self.plan, device, 127))
-        self.meter, self.progress = Meter(self.plan, optimizer, device), Progress()
+        self.meter, self.progress = StepMetrics(self.plan, optimizer, device), Progress()
         data = MockDataset(10**7, self.plan.shape.seq_length, self.plan.vocab_size, 1)
         self.batches = (
             torch.stack([torch.from_numpy(data[2 * i]), torch.from_numpy(data[2 * i + 1])]) for i in range(10**6)

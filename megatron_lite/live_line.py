@@ -1,10 +1,12 @@
-"""One line on a terminal that is drawn anew while something long goes on; a line now and then where output goes to a file."""
+"""What long work prints: its log messages, and one line that is drawn anew; a line now and then where output goes to a file."""
 
+import logging
 import sys
 import time
 
 from megatron_lite.terminal import escape, print_lines
 
+EVERY_RANK = {"every_rank": True}  # for the `extra` of a log message
 SECONDS_BETWEEN = 0.2
 SECONDS_BEFORE_LINES, SECONDS_BETWEEN_LINES = 5, 20  # where output goes to a file
 
@@ -46,8 +48,24 @@ class LiveLine:
             _clear()
 
 
+class ConsoleHandler(logging.Handler):
+    """Prints messages to standard output, at once, over whatever this rank or another one has drawn on the terminal."""
+
+    def emit(self, record: logging.LogRecord):
+        say(record.getMessage())
+
+
+def set_up_logging(is_first: bool):
+    """Print what the package logs: on the first rank everything, on other ranks what is logged with `extra=EVERY_RANK`."""
+    handler = ConsoleHandler()
+    handler.addFilter(lambda record: is_first or hasattr(record, "every_rank"))
+    logger = logging.getLogger("megatron_lite")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+
+
 def say(text: str):
-    """Print the trainer's own `text`, of one or several lines, at once, over whatever this rank or another one has drawn on the terminal."""
+    """Print one or several lines to standard output as ConsoleHandler does."""
     if sys.stderr.isatty():
         _clear()
     print_lines(text.split("\n"))

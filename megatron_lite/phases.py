@@ -1,6 +1,7 @@
-"""The parts of a training step: the trainer emits these names, the analysis looks for them."""
+"""The parts of a training step: the trainer emits these names, the analysis looks for them. And what is known of a step's time."""
 
 import enum
+from dataclasses import dataclass, field
 
 PYTHON_GC = "Python GC"  # a collection of the garbage collector inside any phase, as torch names it too
 
@@ -22,3 +23,45 @@ class Phase(str, enum.Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+NOT_TRAINING = (Phase.EVAL.value, Phase.SAVE.value)
+
+
+@dataclass
+class StepTime:
+    """What one step took, as the timeline measures it. Phases that happen several times in a step (micro-batches) are added up."""
+
+    step: int
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    profiled: bool = False
+    beside_profile: bool = False  # not recorded, but slowed down by what gets ready or writes
+    compiling: bool = False  # something was compiled in it
+    compile_seconds: float = 0.0  # of it; launching what was compiled for the first time may take longer besides
+    gpu_seconds: float | None = None  # None without a GPU, and where the step's end was not seen on it
+    gpu_phases: dict[str, float] = field(default_factory=dict)
+    reduce_wait: float | None = None  # part of backward: own gradients computed, waiting for their reduction over ranks
+    gpu_reduce_wait: float | None = None
+    host_bytes: int | None = None  # of memory, at the step's end
+    peak_bytes: int | None = None  # of the GPU's memory, within the step
+    cpu_seconds: float | None = None  # of all threads of the process
+    involuntary_switches: int | None = None  # of all threads: something else got the core
+    core_wait_seconds: float | None = None  # the training thread was ready to run and had no core; Linux
+
+    @property
+    def own_backward(self) -> float | None:
+        """Seconds of backward without waiting for other ranks, on the GPU where there is one; None if not known."""
+        if self.gpu_reduce_wait is not None:
+            return self.gpu_phases[Phase.BACKWARD.value] - self.gpu_reduce_wait
+        return None if self.reduce_wait is None else self.phases[Phase.BACKWARD.value] - self.reduce_wait
+
+    @property
+    def disturbed(self) -> bool:
+        """Not to be averaged."""
+        return self.profiled or self.beside_profile or self.compiling
+
+    @property
+    def training_seconds(self) -> float:
+        """Without evaluation and saving, as Megatron's elapsed time per iteration counts."""
+        return self.seconds - sum(self.phases.get(name, 0.0) for name in NOT_TRAINING)

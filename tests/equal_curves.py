@@ -10,7 +10,7 @@ from plain_gpt import Curve, Recipe, train_plainly
 
 from megatron_lite.cli.corpus import library_sources
 from megatron_lite.data.indexed import IndexedWriter
-from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
 
@@ -62,8 +62,8 @@ def plain_curve(data: Path, *words: str, steps: int = STEPS, **changes) -> Curve
         first_scale=p.initial_loss_scale,
         growth_interval=int(p.loss_scale_window),
     )
-    model = build_model(plan, CPU, lambda text: None)
-    batches = Feed(plan, lambda text: None).training(Progress())
+    model = build_model(plan, CPU)
+    batches = DataStreams(plan).training(Progress())
     return train_plainly(dict(model.named_parameters()), batches, steps, replace(recipe, **changes))
 
 

@@ -31,9 +31,11 @@ from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.live_line import set_up_logging
 from megatron_lite.parallel.host_memory import libc_version, without_thread_cache
 from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
-from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.data_streams import DataStreams
+from megatron_lite.train.log import Log
 from megatron_lite.train.run import run
 
 REPO = Path(__file__).parent.parent
@@ -100,10 +102,11 @@ def train(argv: list[str], run_dir: Path, world: World = ALONE, watchers=()) -> 
     plan = plan_of(argv, world)
     run_dir.mkdir(parents=True, exist_ok=True)
     timeline = Timeline()
-    say = print if world.is_first else _say_nothing
-    with save_reserved(plan, say), Instruments([*choose(plan, run_dir, timeline, print), *watchers], print) as watching:
+    set_up_logging(world.is_first)
+    with save_reserved(plan), Instruments([*choose(plan, run_dir, timeline, print), *watchers], print) as watching:
         require_checkpoint(plan)
-        return run(plan, Feed(plan, say), EOD, timeline, watching, run_dir, say)
+        make_log = lambda metrics, progress: Log(plan, metrics, timeline, run_dir, progress)
+        return run(plan, DataStreams(plan), EOD, watching, make_log)
 
 
 def quietly(argv: list[str], run_dir: Path, watchers=()) -> tuple[str | None, str]:
@@ -111,10 +114,6 @@ def quietly(argv: list[str], run_dir: Path, watchers=()) -> tuple[str | None, st
     with contextlib.redirect_stdout(io.StringIO()) as out:
         reason = train(argv, run_dir, watchers=watchers)
     return reason, out.getvalue()
-
-
-def _say_nothing(text: str):
-    pass
 
 
 def steps(run_dir: Path) -> list[dict]:

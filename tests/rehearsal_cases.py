@@ -43,7 +43,7 @@ def recorded_steps(plan: Plan, steps: int = 2) -> dict:
     tracker.start()
     hooks.attach()
     try:
-        replica = DataParallel(plan, build_model(plan, CPU, lambda text: None))
+        replica = DataParallel(plan, build_model(plan, CPU))
         optimizer = Optimizer(plan, replica.parameters, CPU)
         step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, EOD))
         for number in range(1, steps + 1):

@@ -1,5 +1,6 @@
 """A profiled run ends with its report, which can neither fail nor delay it."""
 
+import logging
 import subprocess
 import sys
 
@@ -27,9 +28,17 @@ def instead(monkeypatch):
     return run
 
 
-def said_of(run_dir, seconds=LIMIT_S) -> list[str]:
-    said = []
-    end_with_report(run_dir, said.append, seconds)
+@pytest.fixture
+def said_of(caplog, monkeypatch):
+    """(run folder, seconds) to what is logged when its report is made."""
+    monkeypatch.setattr(logging.getLogger("megatron_lite"), "propagate", True)
+    caplog.set_level(logging.INFO, "megatron_lite")
+
+    def said(run_dir, seconds=LIMIT_S) -> list[str]:
+        caplog.clear()
+        end_with_report(run_dir, seconds)
+        return caplog.messages
+
     return said
 
 
@@ -52,12 +61,12 @@ def test_a_trace_on_demand_is_worth_a_report():
     assert not wants_report(plan_of(flags("--no-report")), traced_on_demand=True)
 
 
-def test_its_lines_are_printed(instead, tmp_path):
+def test_its_lines_are_printed(instead, said_of, tmp_path):
     instead("print('a verdict'); print('a step')")
     assert said_of(tmp_path) == ["\na verdict\na step"]
 
 
-def test_a_report_that_takes_too_long_is_given_up_with_all_that_it_started(instead, tmp_path):
+def test_a_report_that_takes_too_long_is_given_up_with_all_that_it_started(instead, said_of, tmp_path):
     started = tmp_path / "started"
     instead(
         "import pathlib, subprocess, time; child = subprocess.Popen(['sleep', '600']); "
@@ -80,12 +89,12 @@ def test_a_report_that_takes_too_long_is_given_up_with_all_that_it_started(inste
         ("raise ValueError('odd')", "ValueError: odd"),
     ],
 )
-def test_a_report_that_fails_is_one_line(instead, tmp_path, code, said):
+def test_a_report_that_fails_is_one_line(instead, said_of, tmp_path, code, said):
     instead(code)
     assert said_of(tmp_path) == [f"  no report: {said}; megatron-lite report {tmp_path} tries again"]
 
 
-def test_a_process_that_cannot_be_started_is_one_line(monkeypatch, tmp_path):
+def test_a_process_that_cannot_be_started_is_one_line(monkeypatch, said_of, tmp_path):
     def refuse(*command, **options):
         raise OSError("no more processes")
 
@@ -95,7 +104,7 @@ def test_a_process_that_cannot_be_started_is_one_line(monkeypatch, tmp_path):
     ]
 
 
-def test_a_folder_without_anything_is_said_by_the_real_command(tmp_path):
+def test_a_folder_without_anything_is_said_by_the_real_command(said_of, tmp_path):
     assert said_of(tmp_path)[0].startswith("  no report: ") and str(tmp_path) in said_of(tmp_path)[0]
 
 

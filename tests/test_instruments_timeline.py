@@ -21,10 +21,11 @@ from training_maker import ordinary_steps, run
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_stats import MemoryNow
-from megatron_lite.instruments.timeline import GpuTimes, StepTime, Timeline
+from megatron_lite.instruments.timeline import GpuTimes, Timeline
 from megatron_lite.model.gpt import TransformerLayer
+from megatron_lite.phases import StepTime
 from megatron_lite.process_state import CoreTime
-from megatron_lite.train.anomaly_warnings import GROWING_INTERVALS, MIN_INTERVALS, SLOW_INTERVALS, WorthSaying
+from megatron_lite.train.anomaly_warnings import GROWING_INTERVALS, MIN_INTERVALS, SLOW_INTERVALS, AnomalyWarnings
 from megatron_lite.train.async_readback import Readback
 from megatron_lite.train.rank_stats import RankFigures, gather, ordinary
 
@@ -210,7 +211,7 @@ def figures(**changes) -> RankFigures:
 
 def said(f: RankFigures) -> list[str]:
     """In as many intervals like this as it takes to say it."""
-    worth = WorthSaying()
+    worth = AnomalyWarnings()
     return [line for _ in range(MIN_INTERVALS) for line in worth.of(f)]
 
 
@@ -260,14 +261,14 @@ def test_waiting_for_data_is_said():
 
 
 def test_the_same_is_not_said_again_until_it_has_stopped():
-    worth, slow = WorthSaying(), figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
+    worth, slow = AnomalyWarnings(), figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
     assert [len(list(worth.of(f))) for f in [slow] * 5 + [figures(), slow]] == [0, 0, 1, 0, 0, 0, 1]
 
 
 def test_a_rank_that_is_slow_now_and_then_is_no_slow_rank():
     """On a busy machine now this rank is hit and now that one, each time by far."""
     worth, hit = (
-        WorthSaying(),
+        AnomalyWarnings(),
         [figures(host_ms={"forward": [30.0] * rank + [180.0] + [30.0] * (3 - rank)}) for rank in (0, 1)],
     )
     assert [line for _ in range(20) for f in (*hit, *reversed(hit)) for line in worth.of(f)] == []
@@ -275,14 +276,14 @@ def test_a_rank_that_is_slow_now_and_then_is_no_slow_rank():
 
 
 def test_a_rank_that_becomes_slow_after_a_long_time_is_named_soon():
-    worth, slow = WorthSaying(), figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
+    worth, slow = AnomalyWarnings(), figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
     lines = [len(list(worth.of(f))) for f in [figures()] * 100 + [slow] * SLOW_INTERVALS]
     assert (sum(lines), lines.index(1)) == (1, 100 + 5)
 
 
 @pytest.mark.parametrize("which", ["host_memory_bytes", "peak_memory_bytes"])
 def test_growing_memory_is_said_and_counted_anew(which):
-    worth, kind = WorthSaying(), "host memory" if which.startswith("host") else "GPU memory"
+    worth, kind = AnomalyWarnings(), "host memory" if which.startswith("host") else "GPU memory"
     lines = [
         list(worth.of(figures(last=10 * i, **{which: [1e9, 1e9 + i * 32 * MIB, 1e9 - i, 1e9 + i]})))
         for i in range(2 * GROWING_INTERVALS + 2)
@@ -310,7 +311,7 @@ def test_growing_memory_is_said_and_counted_anew(which):
 )
 def test_memory_of_which_the_audit_says_that_it_does_not_grow_is_not_called_growing(tmp_path, megabytes, disturbed):
     """The console has a word for it only where the report has a finding."""
-    worth = WorthSaying()
+    worth = AnomalyWarnings()
     lines = [
         line
         for at, value in enumerate(megabytes)

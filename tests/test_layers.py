@@ -1,6 +1,7 @@
 """The layers of the house, read from its imports."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"data", "parallel", "optim", "checkpoint"},
     {"instruments"},
     {"train", "analysis", "convert"},
-    {"report", "rehearsal"},
+    {"report", "rehearsal", "observers"},
     {"app", "cli"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
@@ -42,7 +43,8 @@ WITHOUT_TORCH = {
     "cli",
 }
 READERS = {"analysis", "report", "cli"}  # they meet the trainer only in files
-TRAINERS = {"model", "parallel", "optim", "instruments", "train", "rehearsal", "app"}
+TRAINERS = {"model", "parallel", "optim", "instruments", "train", "rehearsal", "observers", "app"}
+OUTSIDE_THE_CORE = {"instruments", "estimate", "rehearsal", "report", "analysis", "cli"}
 MAX_LINES, MAX_LINES_OF_A_FUNCTION = 450, 60
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
@@ -118,6 +120,25 @@ def test_each_kind_of_wrong_import_would_be_seen(mine, name, why):
 def test_imports_are_found_wherever_they_stand():
     code = "import a.b\ndef f():\n    from c.d import e, g\n    from . import h\n"
     assert imported(ast.parse(code)) == {"a.b", "c.d.e", "c.d.g", "..h"}
+
+
+def read_core_files() -> list[Path]:
+    """The files of one batch, as docs/architecture.md lists them."""
+    text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.split("## One batch")[1].split("\n## ")[0]
+    names = re.findall(r"`([\w/]+\.py)`", table)
+    assert len(names) == len(set(names)) > 20
+    return [REPO / name if name == "pretrain_gpt.py" else PACKAGE / name for name in names]
+
+
+def test_the_core_knows_nothing_of_what_watches_and_explains_it():
+    wrong = [
+        f"{path.relative_to(REPO)}: {name}"
+        for path in read_core_files()
+        for name in imported(TREES.get(path) or ast.parse(path.read_text(encoding="utf-8")))
+        if name.startswith("megatron_lite.") and name.split(".")[1] in OUTSIDE_THE_CORE
+    ]
+    assert wrong == []
 
 
 def test_every_folder_and_file_has_its_place():

@@ -64,14 +64,12 @@ def ranks(monkeypatch):
     monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", 0.3)
     made = []
 
-    def make(*others: Post, recorder=None, tell=None, limit_s=60.0, **more) -> watchdog.Presence:
+    def make(*others: Post, recorder=None, limit_s=60.0, **more) -> watchdog.Presence:
         store = dist.HashStore()
         for rank, other in enumerate(others, start=1):
             Board(store, rank, 1 + len(others)).pin(other)
         world = World(0, 1 + len(others), 0, 1 + len(others))
-        made.append(
-            watchdog.Presence(world, store, recorder or Recorder(), limit_s, tell, **({"backstop": False} | more))
-        )
+        made.append(watchdog.Presence(world, store, recorder or Recorder(), limit_s, **({"backstop": False} | more)))
         made[-1].start()
         return made[-1]
 
@@ -227,7 +225,7 @@ def test_who_hangs_answers_with_its_stack(ranks, monkeypatch):
     monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", LIMIT_S)
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", LIMIT_S)
     one = ranks(post(), recorder=Recorder(7, 6))
-    other = watchdog.Presence(World(1, 2), one._board._store, Recorder(6, 6), 60.0, None, backstop=False)
+    other = watchdog.Presence(World(1, 2), one._board._store, Recorder(6, 6), 60.0, backstop=False)
     other._thread.start()  # as on another machine: signals are rank 0's in this process
     try:
         with pytest.raises(RanksError) as caught:
@@ -295,10 +293,11 @@ def test_a_store_that_fails_or_hangs_is_told(ranks, monkeypatch):
 def test_the_backstop_tells_and_ends_the_process(ranks, monkeypatch):
     ended, told = [], []
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: (ended.append(code), setattr(one, "_over", True)))
+    monkeypatch.setattr(watchdog, "tell_error", lambda error, world: told.append(error))
     recorder = Recorder(5, 5)
     now = [0.0]
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
-    one = ranks(post(answers=True), recorder=recorder, tell=told.append, limit_s=0.4, backstop=True)
+    one = ranks(post(answers=True), recorder=recorder, limit_s=0.4, backstop=True)
     for _ in range(20):
         _advance(one, now, 0.1)
     assert ended == [], "nothing waits"
@@ -344,7 +343,7 @@ from test_parallel_presence import Recorder
 
 store, pid = dist.HashStore(), int(sys.argv[1])
 Board(store, 1, 2).pin(dataclasses.replace(post_of(Whereabouts(), (5, 5)), pid=pid))
-ranks = Presence(World(0, 2, 0, 2), store, Recorder(6, 5), 60.0, lambda error: print(error, flush=True), backstop=False)
+ranks = Presence(World(0, 2, 0, 2), store, Recorder(6, 5), 60.0, backstop=False)
 ranks.start()
 print("ready", flush=True)
 while True:
@@ -364,6 +363,7 @@ def test_sigterm_tells_of_a_dead_neighbour_and_kills_as_ever(tmp_path):
         (pid, busy_in): subprocess.Popen(
             [sys.executable, str(script), str(pid), busy_in],
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             env=environment() | {"PYTHONPATH": path},
         )
@@ -374,4 +374,4 @@ def test_sigterm_tells_of_a_dead_neighbour_and_kills_as_ever(tmp_path):
         process.terminate()
         said = process.communicate(timeout=LIMIT_S)[0]
         assert process.returncode == -signal.SIGTERM
-        assert said.startswith(f"rank 1 died (process {pid} on ") if pid == gone.pid else said == "", said
+        assert said.startswith(f"error: rank 1 died (process {pid} on ") if pid == gone.pid else said == "", said

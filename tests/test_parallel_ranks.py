@@ -12,7 +12,7 @@ import torch
 from launch import EOD, alone, checkpoint, flags, losses, on_ranks, part, plan_of, train, train_all, write_documents
 
 from megatron_lite.data.batch import make_batch
-from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
 
@@ -135,8 +135,8 @@ def test_two_ranks_are_one(runs, name):
 def test_gradient_and_loss_against_a_reference_by_hand(runs, name):
     """Gradient: the mean of the micro-batches' means over tokens, or of all tokens; loss: the mean over all tokens."""
     plan = plan_of(json.loads((runs / "scenarios.json").read_text())[name])
-    batches = Feed(plan, lambda text: None).training(Progress())
-    model = build_model(plan, torch.device("cpu"), lambda text: None)
+    batches = DataStreams(plan).training(Progress())
+    model = build_model(plan, torch.device("cpu"))
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
     sums, tokens = [], []
     for _ in range(4):  # two passes of two ranks, here one after the other

@@ -308,7 +308,7 @@ class MegatronsEvaluations:
 
     def loss(self, saved: dict) -> float:
         """Of the next evaluation."""
-        model = build_model(self.plan, CPU, lambda text: None).eval()
+        model = build_model(self.plan, CPU).eval()
         model.load_state_dict({name: value for name, value in part(saved, "model.").items()}, strict=False)
         drawn = range(self.next, self.next + self.per_evaluation)
         self.next += self.per_evaluation

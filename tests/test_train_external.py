@@ -8,7 +8,7 @@ from launch import BASE, alone, losses, plan_of, quietly
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
-from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
 
 LOADER = '''
@@ -95,7 +95,7 @@ def first_tokens(stream, number: int) -> list[list[int]]:
 
 
 def test_streams_begin_where_earlier_ones_ended(file):
-    feed = Feed(plan_of(argv(file, "numbers", "--eval-iters 2 --eval-interval 3 --micro-batch-size 2 --seed 5")), print)
+    feed = DataStreams(plan_of(argv(file, "numbers", "--eval-iters 2 --eval-interval 3 --micro-batch-size 2 --seed 5")))
     assert feed.has_validation and feed.has_test
     assert first_tokens(feed.training(Progress(4, 16)), 2) == [[16, 17], [18, 19]]
     assert first_tokens(feed.validation(Progress(0, 0)), 2) == [[0, 1], [2, 3]]
@@ -136,7 +136,7 @@ def test_splits_may_share_one_buffer(file):
     """The first batch of validation is read before training begins, and used long after."""
     seen = []
     for function in ("numbers", "one_buffer"):
-        feed = Feed(plan_of(argv(file, function, "--eval-iters 1 --micro-batch-size 1")), print)
+        feed = DataStreams(plan_of(argv(file, function, "--eval-iters 1 --micro-batch-size 1")))
         training, validation = feed.training(Progress(0, 0)), feed.validation(Progress(0, 0))
         seen.append([first_tokens(stream, 3) for stream in (training, validation, feed.test())])
     assert seen[0] == seen[1]
@@ -147,13 +147,13 @@ def test_a_module_is_found_by_its_name(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     line = argv(file, "numbers")
     line[line.index("--external-dataloader") + 1] = "own_batches:numbers"
-    feed = Feed(plan_of(line), print)
+    feed = DataStreams(plan_of(line))
     assert first_tokens(feed.training(Progress(0, 0)), 3) == [[0], [1], [2]]
 
 
 def test_each_rank_gets_its_own(file):
     line = argv(file, "numbers", "--micro-batch-size 2")
-    feeds = [Feed(plan_of(line, World(rank, 2, rank, 2)), print) for rank in range(2)]
+    feeds = [DataStreams(plan_of(line, World(rank, 2, rank, 2))) for rank in range(2)]
     seen = [first_tokens(feed.training(Progress(0, 0)), 2) for feed in feeds]
     assert seen == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
@@ -220,7 +220,7 @@ def test_functions_that_are_not_found(spelled, message):
     line = argv("x.py", "f")
     line[line.index("--external-dataloader") + 1] = spelled
     with pytest.raises(DataError) as caught:
-        Feed(plan_of(line), print)
+        DataStreams(plan_of(line))
     assert str(caught.value) == f"--external-dataloader {spelled}: {message}"
 
 

@@ -7,7 +7,7 @@ import pytest
 from launch import BASE, alone, flags, plan_of, quietly, write_documents
 
 from megatron_lite.errors import DataError
-from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
 
 
@@ -17,8 +17,8 @@ def corpora(tmp_path_factory):
     return [write_documents(folder / name, [40] * 60, seed) for seed, name in enumerate("ab")]
 
 
-def opened(argv: list[str]) -> Feed:
-    return Feed(plan_of(argv), lambda text: None)
+def opened(argv: list[str]) -> DataStreams:
+    return DataStreams(plan_of(argv))
 
 
 def test_data_sets_without_weights_are_not_repeated(corpora):

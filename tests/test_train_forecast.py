@@ -95,7 +95,7 @@ def test_a_broken_estimate_is_one_line(name, monkeypatch):
 
 def test_the_record_of_a_run_holds_it_with_all_its_formulas(tmp_path):
     seen = forecast(plan_of(flags()), None, GIB)
-    with RunRecord(plan_of(flags()), tmp_path, as_record(seen)):
+    with RunRecord(plan_of(flags()), tmp_path, prediction=as_record(seen)):
         pass
     written = json.loads((tmp_path / RUN_FILE).read_text())["prediction"]
     assert written == json.loads(json.dumps(as_record(seen)))

@@ -264,12 +264,12 @@ def test_the_end_repeats_the_loss_of_an_interval_that_ends_there(monkeypatch):
     losses, said = iter([3.0, 2.0, 1.0]), []
     monkeypatch.setattr(evaluation, "evaluate", lambda *given: next(losses))
     log = SimpleNamespace(
-        meter=SimpleNamespace(settle=lambda: None), say=said.append,
+        metrics=SimpleNamespace(settle=lambda: None), say=said.append,
         evaluation=lambda title, which, loss: said.append(evaluation_lines(title, loss)),
     )  # fmt: skip
     validation = evaluation.Evaluation(plan_of(flags("--eval-iters 2")), None, None, None, log)
     progress = Progress(iteration=40)
-    validation.act(progress)
+    validation.run(progress)
     validation.report_at_the_end(progress)
     progress.iteration = 45
     validation.report_at_the_end(progress)

@@ -237,7 +237,9 @@ def test_a_second_signal_means_now(group, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(exit_conditions.time, "monotonic", lambda: now[0])
     try:
-        exit_conditions.Leave(plan_of(flags("--exit-signal-handler --exit-signal SIGUSR1")), torch.device("cpu"), None)
+        exit_conditions.ExitConditions(
+            plan_of(flags("--exit-signal-handler --exit-signal SIGUSR1")), torch.device("cpu"), None
+        )
         for seconds in (0, 1, 3):
             now[0] = 100.0 + seconds
             os.kill(os.getpid(), signal.SIGUSR1)

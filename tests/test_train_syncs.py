@@ -13,7 +13,7 @@ from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
-from megatron_lite.train.step_metrics import Meter
+from megatron_lite.train.step_metrics import StepMetrics
 
 WAITING = {
     "_local_scalar_dense",
@@ -56,15 +56,15 @@ def group():
 
 
 class Trainer:
-    """A TrainingStep and a Meter, as a run builds them."""
+    """A TrainingStep and a StepMetrics, as a run builds them."""
 
     def __init__(self, *words):
         plan = plan_of(flags("--train-iters 50", *words))
-        model = build_model(plan, CPU, lambda text: None)
+        model = build_model(plan, CPU)
         replica = DataParallel(plan, model)
         self.optimizer = Optimizer(plan, replica.parameters, CPU)
         self.step = TrainingStep(plan, replica, self.optimizer, BatchMaker(plan, CPU, EOD))
-        self.meter, self.progress = Meter(plan, self.optimizer, CPU), Progress()
+        self.meter, self.progress = StepMetrics(plan, self.optimizer, CPU), Progress()
         samples = MockDataset(1000, plan.shape.seq_length, plan.vocab_size, 1)
         size = plan.args.training.micro_batch_size
         self.batches = (torch.stack([torch.from_numpy(samples[size * i + j]) for j in range(size)]) for i in range(400))

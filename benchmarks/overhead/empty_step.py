@@ -50,6 +50,6 @@ def empty_step(plan, replica, optimizer, make, computed=None) -> TrainingStep:
 
 
 def same_batch(feed, progress):
-    """In place of Feed.training: one micro-batch over and over."""
+    """In place of DataStreams.training: one micro-batch over and over."""
     t, sequence = feed.plan.args.training, feed.plan.shape.seq_length
     return itertools.repeat(torch.zeros(t.micro_batch_size, sequence + 1, dtype=torch.int64))

@@ -7,12 +7,12 @@ from collections import Counter
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_stats import MemoryNow
 from megatron_lite.train import log
-from megatron_lite.train.anomaly_warnings import WorthSaying
-from megatron_lite.train.exit_conditions import Leave
-from megatron_lite.train.interval_timer import CleanTime
+from megatron_lite.train.anomaly_warnings import AnomalyWarnings
+from megatron_lite.train.exit_conditions import ExitConditions
+from megatron_lite.train.interval_timer import IntervalTimer
 from megatron_lite.train.progress_line import ProgressLine
 from megatron_lite.train.step import BatchMaker, TrainingStep
-from megatron_lite.train.step_metrics import Meter
+from megatron_lite.train.step_metrics import StepMetrics
 from megatron_lite.train.steps_file import StepsFile
 from megatron_lite.train.tensorboard import TensorBoard
 
@@ -22,9 +22,9 @@ PARTS = (
     (BatchMaker, "__call__", "one batch taken apart"),
     (Instruments, "_each", "instruments, per step and phase"),
     (MemoryNow, "host_bytes", "host memory read"),
-    (Meter, "record", "figures of a step collected"),
-    (Meter, "take", "figures summed over ranks"),
-    (CleanTime, "step", "time of clean steps"),
+    (StepMetrics, "record", "figures of a step collected"),
+    (StepMetrics, "take", "figures summed over ranks"),
+    (IntervalTimer, "step", "time of clean steps"),
     (ProgressLine, "update", "progress line"),
     (log.Log, "_say_interval", "console line"),
     (StepsFile, "write", "steps.jsonl, a step"),
@@ -33,8 +33,8 @@ PARTS = (
     (TensorBoard, "step", "TensorBoard, a step"),
     (TensorBoard, "ranks", "TensorBoard, an interval of all ranks"),
     (log, "gather", "figures of all ranks gathered"),
-    (WorthSaying, "of", "what is worth saying"),
-    (Leave, "reason", "reasons to leave"),
+    (AnomalyWarnings, "of", "what is worth saying"),
+    (ExitConditions, "reason", "reasons to leave"),
 )
 
 

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 from benchmarks.overhead.empty_step import empty_step, same_batch
 from benchmarks.overhead.parts import Stopwatch
-from megatron_lite import app
+from megatron_lite import app, observers
 from megatron_lite.instruments import timeline as timeline_module
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.train import run
-from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.data_streams import DataStreams
 
 WARM_UP = 20  # steps
 
@@ -53,12 +53,12 @@ def main(kind: str, out: str, *flags: str) -> int:
     stopwatch, path = Stopwatch(), Path(f"{out}.{os.environ.get('RANK', '0')}.json")
     clock = time.thread_time if kind == "real" else time.perf_counter
     timeline_module.time = SimpleNamespace(perf_counter=clock)
-    app.choose = lambda plan, run_dir, timeline, tell: [
+    observers.choose = lambda plan, run_dir, timeline, tell: [
         Watch(timeline, stopwatch.seconds, clock, path),
         *choose(plan, run_dir, timeline, tell),
     ]
     if kind != "real":
-        run.TrainingStep, Feed.training = empty_step, same_batch
+        run.TrainingStep, DataStreams.training = empty_step, same_batch
     if kind == "parts":
         stopwatch.watch()
     return app.main(list(flags))

@@ -28,6 +28,9 @@ class Instrument:
     def phase(self, name):
         """A context manager around one phase of a step, or None."""
 
+    def gradients_computed(self):
+        """Within backward, on autograd's thread: this rank has its gradients, and waits for those of others from here on."""
+
 
 class Instruments:
     """All instruments as one, the last of `members` innermost around a step. A failing one is reported and switched off; the run goes on."""
@@ -60,6 +63,10 @@ class Instruments:
         # A step has a dozen phases, and work on tensors drives the interpreter's memory out of the caches between them:
         # what is looked up and made anew here costs ten times what it costs in a loop of its own.
         return self._kept.get(name) or self._context_of(name)
+
+    def gradients_computed(self):
+        """This rank begins to wait for others' gradients."""
+        self._each("gradients_computed")
 
     def attempt(self, member: Instrument, moment: str, action, *arguments):
         """(member, what `action` returns), or None if it fails: then the member watches no longer."""

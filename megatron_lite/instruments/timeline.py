@@ -10,7 +10,7 @@ import torch
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_stats import MemoryNow
 from megatron_lite.instruments.window import Window
-from megatron_lite.phases import Phase
+from megatron_lite.phases import NOT_TRAINING, Phase, StepTime
 from megatron_lite.process_state import CoreTime
 
 # --- when the GPU was in which phase: timing events at the phases' edges, read once they have passed
@@ -90,48 +90,8 @@ def _seconds(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
 
 # --- time of every step and of its phases, on the host and on the GPU, and memory: always on, a few microseconds per phase
 
-BACKWARD, REDUCE_WAIT = Phase.BACKWARD.value, "reduce_wait"
-NOT_TRAINING = (Phase.EVAL.value, Phase.SAVE.value)
+REDUCE_WAIT = "reduce_wait"
 ON_HOST_ONLY = (Phase.DATA.value, Phase.LOG.value, Phase.SAVE.value)  # the GPU gets no work in them
-
-
-@dataclass
-class StepTime:
-    """One step. Phases that happen several times in a step (micro-batches) are added up."""
-
-    step: int
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    profiled: bool = False
-    beside_profile: bool = False  # not recorded, but slowed down by what gets ready or writes
-    compiling: bool = False  # something was compiled in it
-    compile_seconds: float = 0.0  # of it; launching what was compiled for the first time may take longer besides
-    gpu_seconds: float | None = None  # None without a GPU, and where the step's end was not seen on it
-    gpu_phases: dict[str, float] = field(default_factory=dict)
-    reduce_wait: float | None = None  # part of backward: own gradients computed, waiting for their reduction over ranks
-    gpu_reduce_wait: float | None = None
-    host_bytes: int | None = None  # of memory, at the step's end
-    peak_bytes: int | None = None  # of the GPU's memory, within the step
-    cpu_seconds: float | None = None  # of all threads of the process
-    involuntary_switches: int | None = None  # of all threads: something else got the core
-    core_wait_seconds: float | None = None  # the training thread was ready to run and had no core; Linux
-
-    @property
-    def own_backward(self) -> float | None:
-        """Seconds of backward without waiting for other ranks, on the GPU where there is one; None if not known."""
-        if self.gpu_reduce_wait is not None:
-            return self.gpu_phases[BACKWARD] - self.gpu_reduce_wait
-        return None if self.reduce_wait is None else self.phases[BACKWARD] - self.reduce_wait
-
-    @property
-    def disturbed(self) -> bool:
-        """Not to be averaged."""
-        return self.profiled or self.beside_profile or self.compiling
-
-    @property
-    def training_seconds(self) -> float:
-        """Without evaluation and saving, as Megatron's elapsed time per iteration counts."""
-        return self.seconds - sum(self.phases.get(name, 0.0) for name in NOT_TRAINING)
 
 
 class _Span:
@@ -248,7 +208,8 @@ class Timeline(Instrument):
         self.current.phases[name] = self.current.phases.get(name, 0.0) + seconds
 
     def gradients_computed(self):
-        """Within backward, on autograd's thread: from here on this rank waits for others."""
+        if not self.detailed:
+            return
         with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself raises
             self._computed = time.perf_counter(), self.gpu.edge() if self.gpu is not None else None
 

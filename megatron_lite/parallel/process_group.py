@@ -30,15 +30,14 @@ def time_limit(plan: Plan) -> timedelta:
 
 
 @contextlib.contextmanager
-def process_group(plan: Plan, tell):
+def process_group(plan: Plan):
     """All ranks of the plan, as torch.distributed's default group; gives this rank's presence among them.
 
-    Raises UserError where the ranks cannot meet, RanksError where they lose each other. `tell` prints an error of a rank
-    whose own thread cannot.
+    Raises UserError where the ranks cannot meet, RanksError where they lose each other.
     """
     limit = time_limit(plan)
     store, nccl = _store(plan, limit), plan.backend == "nccl"
-    with _presence(plan, store, limit, tell) as presence:
+    with _presence(plan, store, limit) as presence:
         with presence.explained():
             dist.init_process_group(
                 plan.backend,
@@ -62,14 +61,14 @@ def process_group(plan: Plan, tell):
 
 
 @contextlib.contextmanager
-def _presence(plan: Plan, store: dist.Store, limit: timedelta, tell):
+def _presence(plan: Plan, store: dist.Store, limit: timedelta):
     if plan.world.size == 1:
         yield Alone()
         return
     own = store.clone()
     own.set_timeout(STORE_TIMEOUT)
     presence = Presence(
-        plan.world, own, FlightRecorder(plan.backend), limit.total_seconds(), tell, backstop=plan.backend == "nccl"
+        plan.world, own, FlightRecorder(plan.backend), limit.total_seconds(), backstop=plan.backend == "nccl"
     )
     presence.start()
     try:

@@ -24,6 +24,7 @@ from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
 from megatron_lite.parallel.hang_diagnosis import ANSWER_SECONDS, VERDICT_SECONDS, Inquiry
 from megatron_lite.parallel.heartbeat import Post, Whereabouts, post_of, stack_of
 from megatron_lite.parallel.rank_store import Board
+from megatron_lite.rank_errors import tell_error
 
 BEAT_SECONDS = 1.0
 FAREWELL_SECONDS = 10.0  # a busy machine may take seconds to hand it over
@@ -60,20 +61,17 @@ class Alone:
 
 
 class Presence:
-    """One rank's, from before the process group is made until it is left. `tell` prints an error's lines.
+    """One rank's, from before the process group is made until it is left.
 
     Where the backend's failures do not reach Python (nccl), `backstop` makes this thread end the process at the limit.
     """
 
-    def __init__(
-        self, world: World, store: dist.Store, recorder: FlightRecorder, limit_s: float, tell, *, backstop: bool
-    ):
+    def __init__(self, world: World, store: dist.Store, recorder: FlightRecorder, limit_s: float, *, backstop: bool):
         self.where = Whereabouts()
-        self._world, self._recorder, self._limit_s, self._tell, self._backstop = (
+        self._world, self._recorder, self._limit_s, self._backstop = (
             world,
             recorder,
             limit_s,
-            tell,
             backstop,
         )
         self._board = Board(store, world.rank, world.size)
@@ -213,7 +211,7 @@ class Presence:
         waiting, self._stuck = self._recorder.unfinished(), None
         found = self._inquiry.into(LATE, self._post(), waiting) if waiting is not None else None
         if found is not None and not found.told:
-            self._tell(found)
+            tell_error(found, self._world)
             os._exit(found.exit_code)
 
     def _terminated(self):
@@ -227,7 +225,7 @@ class Presence:
                 ends = True
                 found = self._inquiry.into(TERMINATED, mine, operation)
                 if found is not None and not found.told:
-                    self._tell(found)
+                    tell_error(found, self._world)
         if ends:
             _die_of(signal.SIGTERM)
 

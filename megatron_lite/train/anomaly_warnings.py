@@ -21,7 +21,7 @@ GROWING_INTERVALS, REMEMBERED = (
 )  # after the first, whose steps fill caches: as many as the report asks of steps, and at most
 
 
-class WorthSaying:
+class AnomalyWarnings:
     """Says each thing when it begins, and again only if it has stopped in between."""
 
     def __init__(self):

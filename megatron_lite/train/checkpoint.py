@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from megatron_lite.run_folder import RELEASE
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.checkpoint_fit import require_optimizer, require_schedule, require_shape, rotary_note
 from megatron_lite.train.loop import Progress
+
+logger = logging.getLogger(__name__)
 
 # --- which kernels a run computes with, as far as its last bits depend on it: kept in checkpoints, so that a resumed run can tell
 
@@ -80,7 +83,7 @@ def require_checkpoint(plan: Plan):
 
 
 @contextlib.contextmanager
-def save_reserved(plan: Plan, say):
+def save_reserved(plan: Plan):
     """Inside the block no other run saves to --save: the first rank has its lock. Collective; CheckpointError on all ranks."""
     save = plan.args.checkpoint.save
     if save is None or plan.args.training.skip_train:
@@ -91,7 +94,7 @@ def save_reserved(plan: Plan, say):
         if plan.world.is_first:
             try:
                 held.enter_context(
-                    folder.reserved(Path(save), min(MAX_WAIT_S, time_limit(plan).total_seconds() / 2), say)
+                    folder.reserved(Path(save), min(MAX_WAIT_S, time_limit(plan).total_seconds() / 2), logger.info)
                 )
             except CheckpointError as error:
                 refusal = [error]
@@ -104,8 +107,8 @@ def save_reserved(plan: Plan, say):
 class Checkpoints:
     """Saves and loads everything that training depends on. A context: a save in the background ends with it."""
 
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, device: torch.device, say):
-        self.plan, self.model, self.optimizer, self.device, self._say = plan, model, optimizer, device, say
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, device: torch.device):
+        self.plan, self.model, self.optimizer, self.device = plan, model, optimizer, device
         c = plan.args.checkpoint
         # of its own: saving must not mix with training's operations, and needs no GPU to speak
         used, limit = c.save or c.load or c.pretrained_checkpoint, time_limit(plan)
@@ -125,7 +128,7 @@ class Checkpoints:
         else:
             self._background.give_up(SECONDS_TO_FINISH)
             if self._background.busy:
-                self._say(
+                logger.info(
                     f"  warning: the checkpoint in the background is given up after {SECONDS_TO_FINISH} s; the one "
                     "before it is the newest"
                 )
@@ -149,7 +152,7 @@ class Checkpoints:
         if self._copies is None:
             return self._write(record, tensors | random)
         if self._background.busy:
-            self._say("  waiting for the last checkpoint to be written; a larger --save-interval would not wait")
+            logger.info("  waiting for the last checkpoint to be written; a larger --save-interval would not wait")
         self.finish()
         copied = self._copies.take(tensors)
         self._background.start(lambda: self._write_copies(record, copied | random))
@@ -163,11 +166,11 @@ class Checkpoints:
         ):
             if source is None:
                 continue
-            slot = newest_sound(Path(source), step, self._damage, self._say, self._as_first_rank, flag)
+            slot = newest_sound(Path(source), step, self._damage, logger.info, self._as_first_rank, flag)
             if slot is not None:  # a release is weights, whatever it holds, as in Megatron
                 return self._restore(slot.expected, weights_only or slot.name == RELEASE, progress)
         if c.load is not None:
-            self._say(f"  --load {c.load}: no checkpoint yet, starting from random weights")
+            logger.info(f"  --load {c.load}: no checkpoint yet, starting from random weights")
 
     def _my_share(self) -> dict[str, torch.Tensor]:
         """What this rank writes of the state that all ranks have, live."""
@@ -212,8 +215,8 @@ class Checkpoints:
         except CheckpointError as error:
             if self.plan.args.checkpoint.exit_on_save_failure:
                 raise
-            return self._say(f"  warning: {error} Training goes on.")
-        self._say(f"  saved iteration {record.iteration}: {written}")
+            return logger.info(f"  warning: {error} Training goes on.")
+        logger.info(f"  saved iteration {record.iteration}: {written}")
         if self.plan.args.watch.log_progress and self.plan.world.is_first:
             self._log_progress(record, written)
 
@@ -223,7 +226,7 @@ class Checkpoints:
             with open(path, "a", encoding="utf-8", opener=open_regular) as file:
                 file.write(f"iteration {record.iteration}, {record.consumed} samples: {written.name}\n")
         except OSError as error:
-            self._say(
+            logger.info(
                 f"  warning: --log-progress: {path} cannot be written ({error.strerror}); the checkpoint is complete."
             )
 
@@ -252,7 +255,7 @@ class Checkpoints:
         record = stored.record
         require_shape(path, record, self.plan)
         for text in stored.notes:
-            self._say(f"  note: --load {path}: {text}")
+            logger.info(f"  note: --load {path}: {text}")
         if weights_only or c.no_load_optim:
             self._load_weights(stored)
         else:
@@ -262,16 +265,16 @@ class Checkpoints:
                 self.optimizer.follow(LearningRatePlan(**schedule))
             self._load_everything(stored)
         if note := rotary_note(path, record, self.plan):
-            self._say(note)
+            logger.info(note)
         if weights_only:
-            return self._say(f"  loaded the weights of iteration {record.iteration}: {path}")
+            return logger.info(f"  loaded the weights of iteration {record.iteration}: {path}")
         progress.iteration = progress.started_at = record.iteration
         progress.consumed, progress.consumed_valid = record.consumed, record.consumed_valid_samples
         if not c.no_load_rng:
             self._load_random_state(path, stored)
         for text in other_kernels(record.kernels, kernels_of(self.plan, self.model)):
-            self._say(f"  note: --load {path}: {text}")
-        self._say(f"  loaded iteration {record.iteration}: {path}")
+            logger.info(f"  note: --load {path}: {text}")
+        logger.info(f"  loaded iteration {record.iteration}: {path}")
 
     def _load_weights(self, stored: Stored):
         """Without an optimizer the masters begin as the rounded weights; as in Megatron, the schedule starts over."""
@@ -295,7 +298,7 @@ class Checkpoints:
     def _load_random_state(self, path: Path, stored: Stored):
         rank, record = self.plan.world.rank, stored.record
         if record.ranks == 0 and record.trainer != Record.trainer:
-            return self._say(f"  random states of {record.trainer} mean nothing here; dropout goes on from --seed")
+            return logger.info(f"  random states of {record.trainer} mean nothing here; dropout goes on from --seed")
         if record.ranks == 0:
             raise CheckpointError(
                 f"--load {path}: was saved with --no-save-rng and holds no random states; add "

@@ -1,6 +1,7 @@
 """The data sets of a run and the streams of micro-batches drawn from them."""
 
 import itertools
+import logging
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -16,14 +17,16 @@ from megatron_lite.errors import DataError
 from megatron_lite.train.loop import Progress
 from megatron_lite.units import count
 
+logger = logging.getLogger(__name__)
 
-class Feed:
+
+class DataStreams:
     """Opens the data once. Each stream yields raw_BT1, one micro-batch of this rank after the other."""
 
-    def __init__(self, plan: Plan, say):
+    def __init__(self, plan: Plan):
         self.plan = plan
         external = plan.args.data.dataloader_type == "external"
-        self._streams = _ExternalStreams(plan, say) if external else _DatasetStreams(plan, say)
+        self._streams = _ExternalStreams(plan) if external else _DatasetStreams(plan)
 
     @property
     def has_validation(self) -> bool:
@@ -59,8 +62,8 @@ class Feed:
 class _DatasetStreams:
     """Streams of indexed data sets, or of mock data."""
 
-    def __init__(self, plan: Plan, say):
-        self.plan, self._say = plan, say
+    def __init__(self, plan: Plan):
+        self.plan = plan
         d, w = with_files_read(plan.args.data), plan.args.watch
         evaluated = w.eval_iters * plan.batch.final
         # one evaluation per interval and one at the end, each on samples of its own
@@ -81,12 +84,14 @@ class _DatasetStreams:
                 test_data_path=d.test_data_path,
                 cache_path=d.data_cache_path,
             ),
-            say,
+            logger.info,
         )
         for name, size in zip(("train", "valid", "test"), sizes):
             samples = getattr(self._sets, name)
             why = f" (--split {d.split or SPLIT} leaves it no document)" if size and d.data_path else ""
-            say(f"  {name} data: {count(len(samples))} samples" if samples is not None else f"  {name} data: none{why}")
+            logger.info(
+                f"  {name} data: {count(len(samples))} samples" if samples is not None else f"  {name} data: none{why}"
+            )
             if samples is not None and len(samples) < size and d.dataloader_type == "single":
                 flag = f"--{name}-data-path" if getattr(d, f"{name}_data_path") else "--data-path"
                 raise DataError(
@@ -122,20 +127,20 @@ class _DatasetStreams:
                 f"{found}; resume with the --global-batch-size of the run that was saved, or add --finetune to "
                 "begin with the first sample."
             )
-        self._say(f"  {found}; after the last one evaluations begin with the first again")
+        logger.info(f"  {found}; after the last one evaluations begin with the first again")
 
 
 class _ExternalStreams:
     """Streams of --external-dataloader; those of an evaluation begin at once, to see whether there are any."""
 
-    def __init__(self, plan: Plan, say):
+    def __init__(self, plan: Plan):
         t, d = plan.args.training, plan.args.data
         request = Request(t.micro_batch_size, plan.shape.seq_length, plan.world.rank, plan.world.size, t.seed)
         self._loader = ExternalLoader(d.external_dataloader, request, plan.vocab_size, pin=plan.device == "cuda")
         evaluated = ("valid", "test") if plan.args.watch.eval_iters else ()
         self._begun = {split: self._loader.stream(split, 0) for split in evaluated}
         for split in evaluated:
-            say(f"  {split} data: {d.external_dataloader if self.has(split) else 'none'}")
+            logger.info(f"  {split} data: {d.external_dataloader if self.has(split) else 'none'}")
 
     def has(self, split: str) -> bool:
         return self._begun.get(split) is not None

@@ -30,7 +30,7 @@ def evaluate(plan: Plan, model, batches: Iterator[Tensor], make: BatchMaker) -> 
 
 
 class Evaluation:
-    """The chore of validating at --eval-interval."""
+    """The hook that validates at --eval-interval."""
 
     phase = Phase.EVAL
 
@@ -41,8 +41,8 @@ class Evaluation:
     def due(self, progress: Progress) -> bool:
         return progress.iteration % self.plan.args.watch.eval_interval == 0
 
-    def act(self, progress: Progress):
-        self.log.meter.settle()  # a run that diverged must stop, not be evaluated
+    def run(self, progress: Progress):
+        self.log.metrics.settle()  # a run that diverged must stop, not be evaluated
         self.latest = (progress.iteration, self.report(progress, f"iteration {progress.iteration}", "validation"))
 
     def report(self, progress: Progress, title: str, which: str) -> float:

@@ -16,7 +16,7 @@ AGAIN_SECONDS = 5  # a signal to all processes comes twice, the second time from
 STAY, TIME_OVER, SIGNALLED, SAVE_FAILED = 0.0, 1.0, 2.0, 3.0
 
 
-class Leave:
+class ExitConditions:
     """--exit-interval, --exit-duration-in-mins, --exit-signal-handler, and a save in the background that failed."""
 
     def __init__(self, plan: Plan, device: torch.device, checkpoints: Checkpoints):

@@ -1,12 +1,10 @@
 """Time of ordinary steps: what a profile or compilation slowed down is left out of averages."""
 
-from megatron_lite.instruments.timeline import Timeline
 
-
-class CleanTime:
+class IntervalTimer:
     """One interval's seconds, by whether the step they passed in was disturbed."""
 
-    def __init__(self, timeline: Timeline):
+    def __init__(self, timeline):
         self._timeline = timeline
         self.start()
 

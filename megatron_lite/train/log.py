@@ -1,17 +1,15 @@
 """What a run says while it trains: console lines, TensorBoard, steps.jsonl, the progress line."""
 
+import logging
 import math
 import time
 from pathlib import Path
 
-import torch
-
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.hardware import peak_tflops
-from megatron_lite.instruments.timeline import StepTime, Timeline
-from megatron_lite.live_line import say
-from megatron_lite.train.anomaly_warnings import WorthSaying
+from megatron_lite.live_line import EVERY_RANK
+from megatron_lite.phases import StepTime
+from megatron_lite.train.anomaly_warnings import AnomalyWarnings
 from megatron_lite.train.console import (
     IntervalFigures,
     compute_timers,
@@ -21,15 +19,16 @@ from megatron_lite.train.console import (
     speed_line,
     timer_lines,
 )
-from megatron_lite.train.interval_timer import CleanTime
+from megatron_lite.train.interval_timer import IntervalTimer
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.progress_line import ProgressLine
 from megatron_lite.train.rank_stats import gather
 from megatron_lite.train.step import StepResult
-from megatron_lite.train.step_metrics import Meter, StepFigures
+from megatron_lite.train.step_metrics import StepFigures, StepMetrics
 from megatron_lite.train.steps_file import StepsFile
 from megatron_lite.train.tensorboard import TensorBoard
 
+logger = logging.getLogger(__name__)
 TERA = 1e12
 SECONDS_AHEAD = 5.0  # of steps, at most, that a killed process takes along
 
@@ -37,8 +36,16 @@ SECONDS_AHEAD = 5.0  # of steps, at most, that a killed process takes along
 class Log:
     """Every rank has one, since summing over ranks takes all of them; only the last rank's speaks and writes."""
 
-    def __init__(self, plan: Plan, meter: Meter, timeline: Timeline, run_dir: Path, progress: Progress):
-        self.plan, self.meter, self._timeline = plan, meter, timeline
+    def __init__(
+        self,
+        plan: Plan,
+        metrics: StepMetrics,
+        timeline,
+        run_dir: Path,
+        progress: Progress,
+        peak_tflops: float | None = None,
+    ):
+        self.plan, self.metrics, self._timeline = plan, metrics, timeline
         self._progress = progress
         self._speaks = plan.world.is_last
         self._tensorboard = TensorBoard(plan) if self._speaks and plan.args.watch.tensorboard_dir else None
@@ -46,9 +53,9 @@ class Log:
         self._line = ProgressLine(progress.iteration, plan.train_iters, self._speaks)
         self._unwritten: list[StepFigures] = []
         self._ahead, self._written_at = 0, time.monotonic()  # the last iteration written ahead of its console line
-        self._peak = peak_tflops(torch.cuda.get_device_name(), plan.precision) if plan.device == "cuda" else None
-        self._worth_saying = WorthSaying()
-        self._time = CleanTime(timeline)
+        self._peak_tflops = peak_tflops
+        self._anomalies = AnomalyWarnings()
+        self._time = IntervalTimer(timeline)
         self._start_interval()
 
     def __enter__(self):
@@ -57,7 +64,7 @@ class Log:
     def __exit__(self, kind, error, traceback):
         if error is not None:
             self._timeline.training_seconds()  # brings the time of the interrupted step up to now
-            self._unwritten += self.meter.leftover()
+            self._unwritten += self.metrics.leftover()
             self._write_steps([*self._timeline.take(), self._timeline.current])
         self._line.wipe()
         if self._tensorboard:
@@ -68,13 +75,13 @@ class Log:
     def say(self, text: str):
         """Print on the last rank."""
         if self._speaks:
-            say(text)
+            logger.info(text, extra=EVERY_RANK)
 
     def record(self, progress: Progress, result: StepResult):
         """After each step. Collective at the intervals' ends."""
-        self.meter.record(progress, result)
+        self.metrics.record(progress, result)
         self._time.step(progress.iteration)
-        self._line.update(progress.iteration, self.meter.latest_loss)
+        self._line.update(progress.iteration, self.metrics.latest_loss)
         ends = (
             progress.iteration % self.plan.args.watch.log_interval == 0 or progress.iteration == self.plan.train_iters
         )
@@ -87,7 +94,7 @@ class Log:
 
     def finish(self):
         """Write what is left, after the last step."""
-        figures = self.meter.take()
+        figures = self.metrics.take()
         self._unwritten += figures
         self._write_steps(self._timeline.take(wait=True))
 
@@ -105,7 +112,7 @@ class Log:
         self._time.start()
 
     def _report(self):
-        figures, times = self.meter.take(), self._timeline.take()
+        figures, times = self.metrics.take(), self._timeline.take()
         self._time.lap()
         self._interval += figures
         self._unwritten += figures
@@ -146,7 +153,7 @@ class Log:
                 w.log_throughput,
             )
         )
-        self.say(speed_line(samples * self.plan.shape.seq_length / seconds, causal, full, self._peak))
+        self.say(speed_line(samples * self.plan.shape.seq_length / seconds, causal, full, self._peak_tflops))
         if self._time.left_out:
             self.say(self._time.words())
         if self._tensorboard and (w.log_timers_to_tensorboard or w.log_throughput) and not self._time.nothing_clean:
@@ -169,7 +176,7 @@ class Log:
     def _write_ahead(self):
         """The steps since the last console line as far as they are known; that line may be minutes away."""
         times = {t.step + self._progress.started_at: t for t in self._timeline.so_far()}
-        for figures in [*self._unwritten, *self.meter.so_far(self._ahead)]:
+        for figures in [*self._unwritten, *self.metrics.so_far(self._ahead)]:
             if figures.iteration > self._ahead and figures.iteration in times:
                 self._steps_file.write_ahead(figures, times[figures.iteration])
                 self._ahead = figures.iteration
@@ -178,11 +185,11 @@ class Log:
 
     def _compare_ranks(self, times: list[StepTime]):
         w, world = self.plan.args.watch, self.plan.world
-        figures = gather(times, self._progress.started_at, self.meter.device, world.size)
+        figures = gather(times, self._progress.started_at, self.metrics.device, world.size)
         if not self._speaks:
             return
         self._steps_file.write_ranks(figures)
-        for line in self._worth_saying.of(figures, disturbed=all(one.disturbed for one in times)):
+        for line in self._anomalies.of(figures, disturbed=all(one.disturbed for one in times)):
             self.say(line)
         if w.timing_log_level:
             self.say(timer_lines(w.timing_log_option, compute_timers(figures.mean_ms, w.timing_log_level)))
@@ -195,6 +202,6 @@ class Log:
         w, progress = self.plan.args.watch, self._progress
         due = progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0)
         if due and self.plan.world.is_first:
-            say(memory_line(self.plan.world.rank, progress.iteration, self._timeline.memory.stats()))
+            logger.info(memory_line(self.plan.world.rank, progress.iteration, self._timeline.memory.stats()))
         if self._tensorboard and w.log_memory_to_tensorboard:
             self._tensorboard.memory(progress.iteration, self._timeline.memory.stats())

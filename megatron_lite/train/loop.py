@@ -21,18 +21,18 @@ class Progress:
         return self.iteration - self.started_at
 
 
-class Chore(Protocol):
-    """Something between steps: evaluating, saving."""
+class StepHook(Protocol):
+    """Something that happens between steps: evaluating, saving."""
 
     phase: Phase
 
     def due(self, progress: Progress) -> bool: ...
 
-    def act(self, progress: Progress): ...
+    def run(self, progress: Progress): ...
 
 
-def train(last: int, progress: Progress, step, batches, log, chores: list[Chore], leave, instruments) -> str | None:
-    """Steps until iteration `last`; returns why it left earlier, or None."""
+def train(last: int, progress: Progress, step, batches, log, hooks: list[StepHook], exits, instruments) -> str | None:
+    """Train until iteration `last`; returns why it ended earlier, or None."""
     while progress.iteration < last:
         with instruments.step(progress.step + 1):
             result = step(batches, progress.consumed, instruments.phase)
@@ -40,11 +40,11 @@ def train(last: int, progress: Progress, step, batches, log, chores: list[Chore]
             progress.consumed += result.samples
             with instruments.phase(Phase.LOG):
                 log.record(progress, result)
-            for chore in chores:
-                if chore.due(progress):
-                    with instruments.phase(chore.phase):
-                        chore.act(progress)
-        reason = leave.reason(progress)
+            for hook in hooks:
+                if hook.due(progress):
+                    with instruments.phase(hook.phase):
+                        hook.run(progress)
+        reason = exits.reason(progress)
         if reason:
             return reason
     return None

@@ -1,5 +1,6 @@
 """A profiled run ends with its report, made by another process that can neither fail it nor hold it up."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 from megatron_lite.config.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 SECONDS_AT_MOST = 60
 PACKAGE_FOLDER = Path(__file__).parents[2]  # for the other process where the package is not installed
@@ -19,18 +22,20 @@ def wants_report(plan: Plan, traced_on_demand: bool = False) -> bool:
     return bool(profile.report and (planned or traced_on_demand))
 
 
-def end_with_report(run_dir: Path, say, seconds: float = SECONDS_AT_MOST):
+def end_with_report(run_dir: Path, seconds: float = SECONDS_AT_MOST):
     """Print what `megatron-lite report` finds in `run_dir`, which leaves report.html there; one line if it cannot."""
     again = f"megatron-lite report {run_dir}"
     try:
         code, out, errors = _run([sys.executable, "-m", "megatron_lite.cli.main", "report", str(run_dir)], seconds)
     except subprocess.TimeoutExpired:
-        say(f"  no report within {seconds:g} s; {again} makes it")
+        logger.info(f"  no report within {seconds:g} s; {again} makes it")
     except OSError as error:
-        say(f"  no report: another process cannot be started ({error}); {again} makes it")
+        logger.info(f"  no report: another process cannot be started ({error}); {again} makes it")
     else:
         last = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
-        say(f"\n{out.rstrip()}" if code == 0 else f"  no report: {last.removeprefix('error: ')}; {again} tries again")
+        logger.info(
+            f"\n{out.rstrip()}" if code == 0 else f"  no report: {last.removeprefix('error: ')}; {again} tries again"
+        )
 
 
 def _run(command: list[str], seconds: float) -> tuple[int, str, str]:

@@ -7,8 +7,7 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 
-from megatron_lite.instruments.timeline import StepTime
-from megatron_lite.phases import Phase
+from megatron_lite.phases import Phase, StepTime
 
 PHASES = tuple(phase.value for phase in Phase)
 CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")

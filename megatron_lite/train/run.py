@@ -1,6 +1,7 @@
 """One run from a plan: build everything, train, evaluate, save."""
 
 import gc
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.params import parameter_count
-from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.marks import WEIGHTS, mark_memory
 from megatron_lite.model.attend import Attend, Probe, choose_attention
 from megatron_lite.model.attention_race import Race, fastest
@@ -31,20 +29,19 @@ from megatron_lite.parallel.process_group import device_of
 from megatron_lite.parallel.recompute import recompute_layers, recomputed
 from megatron_lite.phases import Phase
 from megatron_lite.train.checkpoint import Checkpoints
-from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.evaluate import Evaluation
-from megatron_lite.train.exit_conditions import Leave
-from megatron_lite.train.log import Log
+from megatron_lite.train.exit_conditions import ExitConditions
 from megatron_lite.train.loop import Progress, train
 from megatron_lite.train.step import BatchMaker, TrainingStep
-from megatron_lite.train.step_metrics import Meter
+from megatron_lite.train.step_metrics import StepMetrics
 from megatron_lite.units import count, short_count
 
-# --- the chore of saving at --save-interval
+# --- step hooks: saving, and Python's garbage collector on a schedule, so that all ranks pause in the same step
 
 
-class Saving:
-    """Saves when it is due, and at the end what has not been saved yet."""
+class SaveHook:
+    """Saves at --save-interval, and at the end what has not been saved yet."""
 
     phase = Phase.SAVE
 
@@ -58,20 +55,17 @@ class Saving:
         interval = self.plan.args.checkpoint.save_interval
         return interval is not None and progress.iteration % interval == 0
 
-    def act(self, progress: Progress):
+    def run(self, progress: Progress):
         """Save, unless this iteration is saved already."""
         if self.plan.args.checkpoint.save is None or self.saved == progress.iteration:
             return
-        self.log.meter.settle()  # weights of a run that diverged must not be called a checkpoint
+        self.log.metrics.settle()  # weights of a run that diverged must not be called a checkpoint
         self.checkpoints.save(progress)
         self.saved = progress.iteration
 
 
-# --- python's garbage collector on a schedule, so that all ranks pause in the same step
-
-
-class Collector:
-    """The chore of --manual-gc: collection is off, but for every --manual-gc-interval iterations."""
+class GarbageCollectionHook:
+    """--manual-gc: collection is off, but for every --manual-gc-interval iterations."""
 
     phase = Phase.LOG
 
@@ -85,70 +79,77 @@ class Collector:
     def due(self, progress: Progress) -> bool:
         return self._interval > 0 and progress.iteration % self._interval == 0
 
-    def act(self, progress: Progress):
+    def run(self, progress: Progress):
         gc.collect()
 
 
 # --- one run from a plan: build everything, train, evaluate, save
 
+logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def run(
-    plan: Plan, feed: Feed, eod: int | None, timeline: Timeline, instruments: Instruments, run_dir: Path, say
-) -> str | None:
-    """Train as planned inside a process group; returns why training left early, or None. `say` prints on rank 0."""
+def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log) -> str | None:
+    """Train as planned inside a process group.
+
+    Args:
+        instruments: What watches the steps: step(number), phase(name), resume(iteration), gradients_computed().
+        make_log: (StepMetrics, Progress) to what records the steps.
+
+    Returns:
+        Why training ended before its last iteration, or None.
+    """
     device = device_of(plan)
-    model = build_model(plan, device, say)
+    model = build_model(plan, device)
     replica = DataParallel(plan, model)
     optimizer = Optimizer(plan, replica.parameters, device)
-    say(f"  {plan.args.optimizer.optimizer}: fused, {describe_precision(plan)}")
+    logger.info(f"  {plan.args.optimizer.optimizer}: fused, {describe_precision(plan)}")
     _seed(plan.args.training.seed + 1 + plan.world.rank)  # from here on each rank draws its own dropout
-    progress, checkpoints = Progress(), Checkpoints(plan, model, optimizer, device, say)
+    progress, checkpoints = Progress(), Checkpoints(plan, model, optimizer, device)
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
     make = BatchMaker(plan, device, eod)
-    log = Log(plan, Meter(plan, optimizer, device), timeline, run_dir, progress)
+    log = make_log(StepMetrics(plan, optimizer, device), progress)
     with log, checkpoints:
-        validation = Evaluation(plan, model, feed.validation(progress), make, log) if feed.has_validation else None
-        saving = Saving(plan, checkpoints, log, loaded=progress.iteration)
+        validation = (
+            Evaluation(plan, model, streams.validation(progress), make, log) if streams.has_validation else None
+        )
+        saving = SaveHook(plan, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
-            waits = plan.world.size > 1 and timeline.detailed
-            step = TrainingStep(plan, replica, optimizer, make, timeline.gradients_computed if waits else None)
-            chores = [chore for chore in (validation, saving, Collector(plan)) if chore is not None]
-            leave = Leave(plan, device, checkpoints)
-            reason = train(plan.train_iters, progress, step, feed.training(progress), log, chores, leave, instruments)
+            computed = instruments.gradients_computed if plan.world.size > 1 else None
+            step = TrainingStep(plan, replica, optimizer, make, computed)
+            hooks = [hook for hook in (validation, saving, GarbageCollectionHook(plan)) if hook is not None]
+            exits = ExitConditions(plan, device, checkpoints)
+            batches = streams.training(progress)
+            reason = train(plan.train_iters, progress, step, batches, log, hooks, exits, instruments)
             log.finish()
-            saving.act(progress)
-            leave.over()
+            saving.run(progress)
+            exits.over()
         if reason is None:
-            _evaluate_at_the_end(plan, feed, model, make, log, validation, progress)
+            _evaluate_at_the_end(plan, streams, model, make, log, validation, progress)
     return reason
 
 
 @mark_memory(WEIGHTS)
-def build_model(plan: Plan, device: torch.device, say) -> nn.Module:
+def build_model(plan: Plan, device: torch.device) -> nn.Module:
     """The initialised model on the device, in the plan's precision, with recomputation as the flags say."""
     shape, attend = plan.shape, attention_of(plan, device, _race_of(plan, device))
-    say(
-        f"  attention: {attend.name}"
-        + (f" ({attend.timed})" if attend.timed else "")
-        + "".join(f"\n    not {reason}" for reason in attend.why_not)
-    )
+    timed = f" ({attend.timed})" if attend.timed else ""
+    logger.info("\n    not ".join((f"  attention: {attend.name}{timed}", *attend.why_not)))
     _seed(plan.args.training.seed)
     with torch.device("cpu" if plan.args.parallel.use_cpu_initialization else device):
         model = GPT(shape, attend, _compiled_losses(plan) if plan.compilation.loss else losses_of(plan))
         initialize(model, shape)
     model.to(device=device, dtype=DTYPES[plan.precision])
-    number = parameter_count(shape)
-    say(f"  number of parameters: {count(number)} ({short_count(number)})")
-    say(f"  {words_of(plan)}")
+    number = sum(parameter.numel() for parameter in model.parameters())
+    logger.info(f"  number of parameters: {count(number)} ({short_count(number)})")
+    logger.info(f"  {words_of(plan)}")
     if plan.compiles_layers:
         compile_layers(plan, model.decoder.layers)
-    forgetful = recompute_layers(plan.args.model, model.decoder.layers)
-    if forgetful:
-        say(f"  recomputing the activations of {forgetful} of {shape.num_layers} layers")
+    recomputing = recompute_layers(plan.args.model, model.decoder.layers)
+    if recomputing:
+        logger.info(f"  recomputing the activations of {recomputing} of {shape.num_layers} layers")
     gc.collect()
     return model
 
@@ -210,11 +211,11 @@ def describe_precision(plan: Plan) -> str:
     return f"{plan.precision} weights, fp32 masters and moments, gradients summed in {sums}{scale}"
 
 
-def _evaluate_at_the_end(plan: Plan, feed: Feed, model, make: BatchMaker, log: Log, validation, progress: Progress):
+def _evaluate_at_the_end(plan: Plan, streams: DataStreams, model, make: BatchMaker, log, validation, progress):
     if validation is not None:
         validation.report_at_the_end(progress)
-    if feed.has_test:
-        Evaluation(plan, model, feed.test(), make, log).report(
+    if streams.has_test:
+        Evaluation(plan, model, streams.test(), make, log).report(
             progress, f"iteration {progress.iteration} on test set", "test"
         )
 

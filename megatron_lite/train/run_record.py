@@ -12,8 +12,6 @@ import torch
 from megatron_lite.config.environment import TELLING_VARIABLES
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.hardware import peak_tflops
-from megatron_lite.estimate.params import parameter_count
 from megatron_lite.process_state import identity
 from megatron_lite.run_folder import STEPS_FILE, keep_previous_run, write_run
 
@@ -21,18 +19,25 @@ from megatron_lite.run_folder import STEPS_FILE, keep_previous_run, write_run
 class RunRecord:
     """Written at the start, so that a killed run has one, and again at the end. By the last rank."""
 
-    def __init__(self, plan: Plan, run_dir: Path, prediction: dict | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        run_dir: Path,
+        parameters: int | None = None,
+        peak_tflops: float | None = None,
+        prediction: dict | None = None,
+    ):
         self._writes, self._folder = plan.world.is_last, run_dir
-        self.left_early: str | None = None  # why, if before the last iteration
+        self.exit_reason: str | None = None  # why training ended before the last iteration
         self._record = {
             "status": "running",
             "started": _now(),
             "process": identity(),
             "plan": _plain(dataclasses.asdict(plan)),
-            "parameters": parameter_count(plan.shape),
+            "parameters": parameters,
             "prediction": prediction,
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-            "hardware": {**_hardware(plan), "cpus": read_machine().cores},
+            "hardware": {**_hardware(plan, peak_tflops), "cpus": read_machine().cores},
             "environment": {name: os.environ[name] for name in TELLING_VARIABLES if name in os.environ},
             "artefacts": _artefacts(plan),
         }
@@ -46,7 +51,7 @@ class RunRecord:
 
     def __exit__(self, kind, error, traceback):
         if self._writes:
-            status = self.left_early or "finished" if error is None else f"failed: {kind.__name__}: {error}"
+            status = self.exit_reason or "finished" if error is None else f"failed: {kind.__name__}: {error}"
             status = "interrupted" if kind is KeyboardInterrupt else status
             write_run(self._folder, self._record | {"status": status, "ended": _now()})
 
@@ -60,7 +65,7 @@ def _artefacts(plan: Plan) -> dict:
     return {name: path for name, path in named.items() if path is not None}
 
 
-def _hardware(plan: Plan) -> dict:
+def _hardware(plan: Plan, peak_tflops: float | None) -> dict:
     if plan.device != "cuda":
         return {
             "device": "cpu",
@@ -75,7 +80,7 @@ def _hardware(plan: Plan) -> dict:
         "device": properties.name,
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
-        "peak_tflops": peak_tflops(properties.name, plan.precision),
+        "peak_tflops": peak_tflops,
     }
 
 

@@ -40,7 +40,7 @@ class StepFigures:
         return self.loss_sum / max(self.tokens, 1)
 
 
-class Meter:
+class StepMetrics:
     """Figures since the last `take`."""
 
     def __init__(self, plan: Plan, optimizer, device: torch.device):

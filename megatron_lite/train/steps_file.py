@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from megatron_lite.errors import UserError
-from megatron_lite.instruments.timeline import StepTime
+from megatron_lite.phases import StepTime
 from megatron_lite.run_folder import RANKS_KIND, STEP_KIND, STEPS_FILE
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.rank_stats import RankFigures

@@ -51,7 +51,7 @@ def measured_peak(plan: Plan) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     device = torch.device("cuda", 0)
-    replica = DataParallel(plan, build_model(plan, device, lambda text: None))
+    replica = DataParallel(plan, build_model(plan, device))
     optimizer = Optimizer(plan, replica.parameters, device)
     step, watching = TrainingStep(plan, replica, optimizer, BatchMaker(plan, device, None)), Instruments([], print)
     for _ in range(STEPS):

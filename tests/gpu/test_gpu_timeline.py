@@ -21,7 +21,8 @@ from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.memory_stats import MemoryNow
 from megatron_lite.instruments.timeline import GpuTimes, Timeline
-from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.data_streams import DataStreams
+from megatron_lite.train.log import Log
 from megatron_lite.train.run import run
 
 SIZE = (
@@ -47,7 +48,8 @@ def trained(words: str, folder: Path) -> tuple[list[dict], list[dict]]:
     plan, timeline = resolve(line.args, world, 1023), Timeline()
     folder.mkdir(parents=True, exist_ok=True)
     with Instruments(choose(plan, folder, timeline, print), print) as watching:
-        run(plan, Feed(plan, lambda text: None), 1023, timeline, watching, folder, lambda text: None)
+        make_log = lambda metrics, progress: Log(plan, metrics, timeline, folder, progress)
+        run(plan, DataStreams(plan), 1023, watching, make_log)
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     return [line for line in lines if "ranks" not in line], [line["ranks"] for line in lines if "ranks" in line]
 

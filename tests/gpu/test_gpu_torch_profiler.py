@@ -21,7 +21,8 @@ from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.train.data_streams import Feed
+from megatron_lite.train.data_streams import DataStreams
+from megatron_lite.train.log import Log
 from megatron_lite.train.run import run
 
 SIZE = (
@@ -48,7 +49,8 @@ def profiled(words: str, folder: Path) -> list[str]:
     plan, said, timeline = resolve(line.args, world, 127), [], Timeline()
     folder.mkdir(parents=True, exist_ok=True)
     with Instruments(choose(plan, folder, timeline, said.append), said.append) as watching:
-        run(plan, Feed(plan, lambda text: None), 127, timeline, watching, folder, lambda text: None)
+        make_log = lambda metrics, progress: Log(plan, metrics, timeline, folder, progress)
+        run(plan, DataStreams(plan), 127, watching, make_log)
     return said
 
 

@@ -19,7 +19,7 @@ from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
-from megatron_lite.train.step_metrics import Meter
+from megatron_lite.train.step_metrics import StepMetrics
 
 SIZE = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -65,10 +65,10 @@ def test_torch_finds_no_synchronisation_in_a_steady_step(words):
     line = read_command_line([*SIZE.split(), *words.split()])
     check(line, world)
     plan = resolve(line.args, world, 128)
-    replica = DataParallel(plan, build_model(plan, device, lambda text: None))
+    replica = DataParallel(plan, build_model(plan, device))
     optimizer = Optimizer(plan, replica.parameters, device)
     step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, device, 127))
-    meter, progress = Meter(plan, optimizer, device), Progress()
+    meter, progress = StepMetrics(plan, optimizer, device), Progress()
     raw_BT1 = torch.randint(127, (2, plan.shape.seq_length + 1)).pin_memory()
     batches = iter(lambda: raw_BT1, None)
 

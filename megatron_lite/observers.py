@@ -1,0 +1,98 @@
+"""What watches and describes a run from outside of the core: prediction, instruments, log, run.json, report."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_lite.config.machine import Machine
+from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.hardware import peak_tflops
+from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.run_prediction import as_record, forecast, lines_of
+from megatron_lite.instruments.base import Instruments
+from megatron_lite.instruments.build_instruments import choose
+from megatron_lite.instruments.memory_oom import is_out_of_memory, unrecorded
+from megatron_lite.instruments.rank_position import WhereaboutsKeeper
+from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.live_line import EVERY_RANK
+from megatron_lite.parallel.heartbeat import Whereabouts
+from megatron_lite.train.log import Log
+from megatron_lite.train.loop import Progress
+from megatron_lite.train.post_run_report import end_with_report, wants_report
+from megatron_lite.train.run_record import RunRecord
+from megatron_lite.train.step_metrics import StepMetrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Observation:
+    """The observers of a running training."""
+
+    instruments: Instruments
+    timeline: Timeline
+    plan: Plan
+    run_dir: Path
+    peak_tflops: float | None
+    record: RunRecord
+
+    def make_log(self, metrics: StepMetrics, progress: Progress) -> Log:
+        """The log of a run that goes on from `progress`."""
+        return Log(self.plan, metrics, self.timeline, self.run_dir, progress, self.peak_tflops)
+
+
+class Observers:
+    """Those of one rank; to be made when torch knows its device."""
+
+    def __init__(self, plan: Plan, machine: Machine):
+        self.plan = plan
+        on_gpu = plan.device == "cuda"
+        gpu = torch.cuda.get_device_properties(plan.world.gpu) if on_gpu else None
+        self._peak_tflops = peak_tflops(gpu.name, plan.precision) if on_gpu else None
+        self._prediction = forecast(
+            plan, gpu.name if on_gpu else None, gpu.total_memory if on_gpu else machine.memory_bytes
+        )
+
+    def describe_peak(self) -> str:
+        """What model FLOPs are held against."""
+        if self._peak_tflops is None:
+            return "MFU unknown: no peak for this processor in the table"
+        return f"MFU against {self._peak_tflops:g} TFLOP/s"
+
+    def describe_prediction(self) -> Iterator[str]:
+        """Lines on memory and time before the first step."""
+        return lines_of(self._prediction)
+
+    @contextlib.contextmanager
+    def watch(self, run_dir: Path, where: Whereabouts) -> Iterator[Observation]:
+        """Around the training: instruments are on, and run.json tells how it ended."""
+        plan, timeline = self.plan, Timeline()
+        instruments = [WhereaboutsKeeper(where), *choose(plan, run_dir, timeline, _log_on_every_rank)]
+        record = RunRecord(plan, run_dir, parameter_count(plan.shape), self._peak_tflops, as_record(self._prediction))
+        with record, Instruments(instruments, _log_on_every_rank) as watching:
+            yield Observation(watching, timeline, plan, run_dir, self._peak_tflops, record)
+
+    def report(self, watched: Observation):
+        """Print the report of a profiled run."""
+        if self.plan.world.is_first and wants_report(self.plan, watched.timeline.window.traced_on_demand):
+            end_with_report(watched.run_dir)
+
+    @contextlib.contextmanager
+    def explain_memory(self):
+        """Say what no traceback says of memory that ran out where no instrument watched it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error) and not hasattr(error, "explained"):
+                error.explained = unrecorded(self.plan, error)
+                for line in error.explained:
+                    _log_on_every_rank(line)
+            raise
+
+
+def _log_on_every_rank(text: str):
+    logger.info(text, extra=EVERY_RANK)
