@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 from megatron_lite.cli.corpus import library_sources
-from megatron_lite.data.train_bpe import train_bpe, write_bpe
+from megatron_lite.data.byte_pairs import train_bpe, write_bpe
 
 REPO = Path(__file__).resolve().parent.parent
 MB = 1_000_000

@@ -18,7 +18,7 @@ from megatron_lite.config.environment import hints
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World, read_world
-from megatron_lite.data.tokenizers import tokenizer_of
+from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import CheckpointError, ConfigError, UserError, describe_memory_error
 from megatron_lite.live_line import set_up_logging
 from megatron_lite.observers import Observers
@@ -78,7 +78,7 @@ def _leave(code: int, world: World) -> int:
 def _run(argv: list[str], world: World, launcher: LauncherWatch):
     line = read_command_line(argv)
     check(line, world)
-    tokenizer = tokenizer_of(line.args.data)
+    tokenizer = build_tokenizer(line.args.data)
     if line.args.training.torch_compile == AUTO:
         world = replace(world, no_compiler=no_compiler(world))
     plan = resolve(line.args, world, tokenizer.vocab_size)

@@ -10,9 +10,9 @@ from convert_cases import EXACT, FOLDED, LLAMA, VOCABULARY, Kept, export, kept, 
 from model_variants import PLAIN, VARIANTS, build
 
 from megatron_lite.convert.folders import take_in
-from megatron_lite.convert.parameters import parameter_sizes
-from megatron_lite.convert.safetensors_file import SafetensorsFile
+from megatron_lite.convert.mappings import parameter_sizes
 from megatron_lite.convert.tokenizer_files import no_files
+from megatron_lite.convert.weights_folder import SafetensorsFile
 from megatron_lite.errors import CheckpointError, ConfigError, UserError
 
 transformers = pytest.importorskip("transformers", reason="equality with Hugging Face needs transformers")

@@ -15,8 +15,8 @@ from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import resolve
 from megatron_lite.config.shape import ModelShape
+from megatron_lite.convert.families import model_flags
 from megatron_lite.convert.folders import take_in
-from megatron_lite.convert.model_flags import model_flags
 from megatron_lite.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers", reason="equality with Hugging Face needs transformers")

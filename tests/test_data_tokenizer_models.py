@@ -11,10 +11,9 @@ from odd_texts import PROSE, texts
 
 from megatron_lite.cli.main import main
 from megatron_lite.data import byte_pairs
+from megatron_lite.data.byte_pairs import SPECIAL_TOKENS, train_bpe, write_bpe
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.tiktoken_json import SPECIAL_TOKENS
 from megatron_lite.data.tokenizers import make_tokenizer
-from megatron_lite.data.train_bpe import train_bpe, write_bpe
 from megatron_lite.errors import UserError
 
 SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")

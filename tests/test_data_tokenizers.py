@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from odd_texts import texts
 
-from megatron_lite.data.byte_level import END_OF_TEXT, byte_alphabet
+from megatron_lite.data.byte_pairs import END_OF_TEXT, byte_alphabet, write_bpe
 from megatron_lite.data.tokenizers import make_tokenizer
-from megatron_lite.data.train_bpe import write_bpe
 from megatron_lite.errors import DataError, UserError
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"

@@ -133,8 +133,8 @@ def _to_hugging_face(options: argparse.Namespace) -> list[str]:
 
 
 def _from_hugging_face(options: argparse.Namespace) -> list[str]:
+    from megatron_lite.convert.families import model_flags
     from megatron_lite.convert.folders import from_hugging_face
-    from megatron_lite.convert.model_flags import model_flags
     from megatron_lite.convert.tokenizer_files import training_flags
 
     source, save = Path(options.load_hf), Path(options.save)

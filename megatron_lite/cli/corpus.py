@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
+from megatron_lite.data.byte_pairs import train_bpe, write_bpe
 from megatron_lite.data.indexed import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
-from megatron_lite.data.train_bpe import train_bpe, write_bpe
 from megatron_lite.errors import DataError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.run_folder import write_atomically

@@ -3,7 +3,7 @@
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags
 from megatron_lite.data.dataset_check import Inspection, inspect
-from megatron_lite.data.tokenizers import Tokenizer, tokenizer_of
+from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.errors import ConfigError, DataError, UserError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.terminal import print_lines
@@ -15,7 +15,7 @@ def run(argv: list[str]):
     options = _parser().parse_args(argv)
     tokenizer = None
     if options.tokenizer_type or options.vocab_file or options.merge_file or options.tokenizer_model:
-        tokenizer = tokenizer_of(options)
+        tokenizer = build_tokenizer(options)
     elif options.vocab_size is not None and options.vocab_size < 1:
         raise UserError(f"--vocab-size {options.vocab_size}: must be 1 or more; give the number of ids")
     vocab_size, eod = (tokenizer.vocab_size, tokenizer.eod) if tokenizer else (options.vocab_size, None)

@@ -13,7 +13,7 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.data_defaults import TOKENIZER
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
-from megatron_lite.data.tokenizers import tokenizer_of
+from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import UserError
 
 # --- how many words the tokenizer of a planned run has, as far as that can be known without its files
@@ -27,7 +27,7 @@ def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[st
     if kind == "GPT2BPETokenizer":
         return _gpt2(data, padded)
     if kind in ("NullTokenizer", "ByteTokenizer") or Path(data.tokenizer_model).exists():
-        return tokenizer_of(data).vocab_size, []
+        return build_tokenizer(data).vocab_size, []
     known = data.vocab_size or padded
     if known is None:
         raise UserError(

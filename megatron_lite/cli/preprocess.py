@@ -10,7 +10,7 @@ from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags
 from megatron_lite.config.data_defaults import TOKENIZER
 from megatron_lite.data.preprocess import MAX_DOCUMENT_MB, ON_ERROR, Summary, preprocess
-from megatron_lite.data.tokenizers import tokenizer_of
+from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.terminal import print_lines
@@ -65,7 +65,7 @@ def _preprocess(options: argparse.Namespace):
             f"megatron-lite preprocess --legacy-tokenizer: Megatron's older {options.tokenizer_type} may put other ids "
             "around a text; leave it out for those of its newer one, or tokenize with Megatron-LM"
         )
-    tokenizer = tokenizer_of(options)
+    tokenizer = build_tokenizer(options)
     started, progress = time.monotonic(), PreprocessLine()
 
     def say(line: str):

@@ -5,7 +5,7 @@ from megatron_lite.config.data_defaults import TIKTOKEN_SPECIAL, TOKENIZERS
 
 
 def add_tokenizer_flags(parser: Parser, default_type: str | None, vocab_size_help: str):
-    """Their values are what data.tokenizers.tokenizer_of takes."""
+    """Their values are what data.tokenizers.build_tokenizer takes."""
     add = parser.add_argument
     default = f" [{default_type}]" if default_type else ""
     add("--tokenizer-type", default=default_type, metavar="TYPE", help=f"{', '.join(TOKENIZERS)}{default}")

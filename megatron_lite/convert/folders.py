@@ -20,11 +20,9 @@ from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import CONFIG_FILE, read_config
 from megatron_lite.convert.families import family_of_config, family_of_shape
-from megatron_lite.convert.mappings import Link
-from megatron_lite.convert.parameters import layer_prefix, parameter_sizes
-from megatron_lite.convert.safetensors_file import SafetensorsWriter, tensor_bytes
+from megatron_lite.convert.mappings import Link, layer_prefix, parameter_sizes
 from megatron_lite.convert.tokenizer_files import TokenizerFiles
-from megatron_lite.convert.weights_folder import INDEX, WHOLE, Weights, open_weights
+from megatron_lite.convert.weights_folder import INDEX, WHOLE, Weights, count_bytes, open_weights, write_safetensors
 from megatron_lite.errors import CheckpointError, UserError
 from megatron_lite.run_folder import RELEASE, sync_folder
 
@@ -133,27 +131,26 @@ class Export:
             for name, tensor in zip(link.theirs, link.layout.give(torch.empty(sizes[link.ours], device="meta")))
         }
         shards = split(theirs, self._dtype, self.shard_bytes)
-        tensors, written = self._tensors(links, sizes), 0
+        tensors = self._tensors(links, sizes, len(theirs))
         for file, names in shards.items():
-            writer = SafetensorsWriter(folder / file, {name: theirs[name] for name in names}, self._dtype)
-            for name, tensor in itertools.islice(tensors, len(names)):
-                writer.add(name, tensor)
-                written += 1
-                self.progress(written, len(theirs))
-            writer.close()
+            shard = {name: theirs[name] for name in names}
+            write_safetensors(folder / file, shard, self._dtype, itertools.islice(tensors, len(names)))
         if len(shards) > 1:
-            total = sum(tensor_bytes(size, self._dtype) for size in theirs.values())
+            total = sum(count_bytes(size, self._dtype) for size in theirs.values())
             files = {name: file for file, names in shards.items() for name in names}
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
-    def _tensors(self, links: list[Link], sizes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-        """Theirs with their names, in the order of the links. What the checkpoint does not hold is zeros."""
+    def _tensors(self, links: list[Link], sizes: dict[str, tuple[int, ...]], total: int) -> Iterator[Tensor]:
+        """Theirs, in the order of the links. What the checkpoint does not hold is zeros."""
+        written = 0
         for _, layer in itertools.groupby(links, key=_layer_of):
             layer = list(layer)
             ours = self._read({link.ours: sizes[link.ours] for link in layer})
             for link in layer:
                 for name, tensor in zip(link.theirs, link.layout.give(ours.pop(link.ours))):
-                    yield name, cast(name, tensor, self._dtype)
+                    written += 1
+                    self.progress(written, total)
+                    yield cast(name, tensor, self._dtype)
 
     def _read(self, sizes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
         own = self.precision == self.stored.record.precision
@@ -173,7 +170,7 @@ def split(sizes: dict[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> 
     """{file: its tensors}, in order, each file below `limit` bytes unless a single tensor is larger."""
     shards, filled = [[]], 0
     for name, size in sizes.items():
-        more = tensor_bytes(size, dtype)
+        more = count_bytes(size, dtype)
         if shards[-1] and filled + more > limit:
             shards.append([])
             filled = 0

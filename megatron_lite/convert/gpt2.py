@@ -5,8 +5,16 @@ from dataclasses import replace
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import ConfigFile
-from megatron_lite.convert.mappings import FusedQKV, Link, NormWeight, Same, Transposed, Vocabulary, grouped_qkv
-from megatron_lite.convert.parameters import layer_prefix
+from megatron_lite.convert.mappings import (
+    FusedQKV,
+    Link,
+    NormWeight,
+    Same,
+    Transposed,
+    Vocabulary,
+    grouped_qkv,
+    layer_prefix,
+)
 
 ARCHITECTURE = "GPT2LMHeadModel"
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf"}  # theirs: ours

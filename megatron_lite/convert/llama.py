@@ -16,8 +16,8 @@ from megatron_lite.convert.mappings import (
     Same,
     Vocabulary,
     grouped_qkv,
+    layer_prefix,
 )
-from megatron_lite.convert.parameters import layer_prefix
 
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 DEFAULTS = {  # transformers' own, where they differ: of keys that a config.json leaves out

@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.data.byte_level import END_OF_TEXT
-from megatron_lite.data.tokenizers import make_tokenizer
+from megatron_lite.data.tokenizers import END_OF_TEXT, make_tokenizer
 from megatron_lite.errors import UserError
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -110,11 +109,9 @@ def training_flags(folder: Path) -> list[str]:
 
 
 def _write_fast(folder: Path):
-    """tokenizer.json, which spares transformers from building it; left out where its package is not installed."""
-    try:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    except ImportError:
-        return
+    """tokenizer.json, which spares transformers from building it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
     fast = Tokenizer(models.BPE.from_file(str(folder / VOCAB_FILE), str(folder / MERGES_FILE)))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()

@@ -1,19 +1,36 @@
 """The weights of a Hugging Face folder, whole or in pieces, as safetensors or as torch's older .bin files."""
 
+import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.convert.config_file import read_json
-from megatron_lite.convert.safetensors_file import SafetensorsFile
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, first_line
 from megatron_lite.process_state import limit_memory
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# safetensors' names of the types that are converted
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+ALIGNMENT = 8  # bytes, of a safetensors file's first tensor
 
 
 class Weights(Protocol):
@@ -36,6 +53,28 @@ def open_weights(folder: Path) -> Weights:
 
 def open_piece(path: Path) -> Weights:
     return SafetensorsFile(path) if path.suffix == ".safetensors" else BinFile(path)
+
+
+class SafetensorsFile:
+    """The tensors of a file, mapped into memory: none is read before it is used."""
+
+    def __init__(self, path: Path):
+        try:
+            self._file = safe_open(path, framework="pt")
+            names = self._file.keys()
+            types = {name: self._file.get_slice(name).get_dtype() for name in names}
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, first_line(error).removesuffix(f": {path}")) from None
+        unknown = [name for name, dtype in types.items() if dtype not in DTYPES]
+        if unknown:
+            raise _unreadable(path, f"{unknown[0]} has the type {types[unknown[0]]}, which is not supported")
+        self._names = set(types)
+
+    def names(self) -> set[str]:
+        return self._names
+
+    def tensor(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
 
 
 class BinFile:
@@ -98,3 +137,32 @@ class Pieces:
 def _is_plain(name) -> bool:
     """An index must not send its reader to files elsewhere."""
     return isinstance(name, str) and Path(name).name == name
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"--load-hf {path}: cannot be read ({why}); copy or download it again.")
+
+
+def count_bytes(size: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(size) * dtype.itemsize
+
+
+def write_safetensors(path: Path, sizes: dict[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[Tensor]):
+    """Write `tensors`, which come one by one in the order of `sizes`, {name: size}.
+
+    The library itself takes them all at once, and a model need not fit into memory. ValueError for other tensors.
+    """
+    type_name = next(name for name, known in DTYPES.items() if known == dtype)
+    header, first = {"__metadata__": {"format": "pt"}}, 0  # transformers wants the format
+    for name, size in sizes.items():
+        end = first + count_bytes(size, dtype)
+        header[name] = {"dtype": type_name, "shape": list(size), "data_offsets": [first, end]}
+        first = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, size), tensor in zip(sizes.items(), tensors, strict=True):
+            if (tuple(tensor.shape), tensor.dtype) != (size, dtype):
+                raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, and not {size} {dtype}")
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

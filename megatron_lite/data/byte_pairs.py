@@ -1,13 +1,41 @@
-"""Byte-pair merging by ranks, through tiktoken, for texts of any shape."""
+"""Byte-level byte-pair encoding: GPT-2's files, Megatron's TikTokenizer, and training a vocabulary of one's own.
 
-from collections.abc import Iterable, Mapping
+GPT-2's files are vocab.json and merges.txt. TikTokenizer's is a list of {"rank": 0, "token_bytes": "AA==", "token_str":
+"..."}, rank by rank; the first 256 are the single bytes. Its ids: special tokens 0 ... n - 1, then the ranks, shifted by
+n; all in all --vocab-size of them.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import regex
 import tiktoken
 
+from megatron_lite.data.tokenizers import END_OF_TEXT, replace_lone_surrogates
+from megatron_lite.errors import DataError, UserError
+
+# Contractions, letters, digits, other signs (each with one space before it), white space. A run of white space
+# leaves its last character to the word behind it.
+SPLIT_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
 # tiktoken's regular expressions give up, by a panic, on a run of about a million white-space characters. Blocks of
 # this many characters are looked at, so that no run of twice as many goes unseen.
 BLANK_BLOCK = 250_000
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in vocab.json and merges.txt, in the order of GPT-2's first 256 ids.
+
+    Printable Latin-1 characters stand for themselves; the other bytes, in order, for the characters from U+0100 on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + number): byte for number, byte in enumerate(others)})
+    return alphabet
 
 
 class BytePairs:
@@ -43,21 +71,236 @@ class BytePairs:
 
     def _encode_by_pieces(self, text: str) -> list[int]:
         ids = []
-        for piece in regex.finditer(self._pattern, mended(text)):
+        for piece in regex.finditer(self._pattern, replace_lone_surrogates(text)):
             ids += self._encoding._encode_single_piece(piece.group())
         return ids
-
-
-def mended(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair that stands alone, which UTF-8 cannot hold."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def _has_long_blank(text: str) -> bool:
     if len(text) < BLANK_BLOCK:
         return False
     return any(text[i : i + BLANK_BLOCK].isspace() for i in range(0, len(text), BLANK_BLOCK))
+
+
+# --- GPT-2's vocab.json and merges.txt
+
+
+class GPT2BPETokenizer:
+    """Byte-level BPE from GPT-2-style files, OpenAI's or others. UserError if they are missing or do not match."""
+
+    def __init__(self, vocab_file: str | None, merge_file: str | None):
+        vocab = _read_vocab(vocab_file)
+        merges = _read_merges(merge_file)
+        special = _check_match(vocab, merges, vocab_file, merge_file)
+        alphabet = byte_alphabet()
+        ranks = {bytes(alphabet[c] for c in token): i for token, i in vocab.items() if token not in special}
+        self.vocab_size = len(vocab)
+        self.eod = vocab[END_OF_TEXT]
+        self._pairs = BytePairs(str(vocab_file), SPLIT_PATTERN, ranks, special)
+
+    def encode(self, text: str) -> list[int]:
+        return self._pairs.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._pairs.decode(ids)
+
+
+def _read(flag: str, path: str | None) -> str:
+    if path is None:
+        raise UserError(f"{flag}: missing, GPT2BPETokenizer needs it; or use --tokenizer-type ByteTokenizer")
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be read ({error.strerror}); check the path") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{flag} {path}: not UTF-8; give GPT-2's vocab.json and merges.txt") from None
+
+
+def _read_vocab(path: str | None) -> dict[str, int]:
+    text = _read("--vocab-file", path)
+    try:
+        vocab = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"--vocab-file {path}: not JSON; give GPT-2's vocab.json, not merges.txt") from None
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    if not ids or not all(isinstance(i, int) for i in ids) or set(ids) != set(range(len(ids))):
+        raise UserError(f"--vocab-file {path}: not a map from tokens to the ids 0, 1, 2, ...; give GPT-2's vocab.json")
+    missing = [token for token in (END_OF_TEXT, *byte_alphabet()) if token not in vocab]
+    if missing:
+        raise UserError(
+            f"--vocab-file {path}: {missing[0]} is missing; a byte-level vocabulary has 256 bytes and {END_OF_TEXT}"
+        )
+    return vocab
+
+
+def _read_merges(path: str | None) -> list[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(_read("--merge-file", path).splitlines(), start=1):
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2:
+            raise UserError(f"--merge-file {path}: line {number} is not two tokens; give GPT-2's merges.txt")
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+def _check_match(vocab: dict[str, int], merges: list, vocab_file: str, merge_file: str) -> dict[str, int]:
+    """The vocabulary's entries that no merge makes: special tokens. UserError unless the rest fits the merges.
+
+    tiktoken merges by the ids' order and has no list of merges, so the ids must rise along that list.
+    """
+    both = f"--vocab-file {vocab_file} and --merge-file {merge_file}"
+    made = dict.fromkeys(byte_alphabet(), -1)
+    last = -1
+    for left, right in merges:
+        token = left + right
+        if token not in vocab or left not in made or right not in made or token in made:
+            raise UserError(f"{both}: merge '{left} {right}' does not fit the vocabulary; give two files of one model")
+        if vocab[token] < last:
+            raise UserError(f"{both}: the ids do not follow the order of the merges; write both with one tool")
+        made[token] = last = vocab[token]
+    special = {token: i for token, i in vocab.items() if token not in made}
+    unmade = [token for token in special if not (token[:1] in "<[" and token[-1:] in ">]")]
+    if unmade:
+        raise UserError(f"{both}: no merge makes {len(unmade)} tokens such as {unmade[0]}; is the merge file complete?")
+    return special
+
+
+# --- Megatron's TikTokenizer
+
+VOCAB_SIZE = 1 << 17  # Megatron's, without --vocab-size
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+FORMAT = 'a list of {"rank", "token_bytes", "token_str"}, rank 0, 1, 2, ..., which starts with the 256 bytes'
+
+_V1_WORD = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+PATTERNS = {
+    "v1": _V1_WORD,
+    # as v1, but words are cut where lower case turns to upper, and more line ends stay together
+    "v2": (
+        rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+
+
+class TikTokenizer:
+    """As in Megatron, a special token's text in a document becomes that token; "</s>" is the end of document.
+
+    pattern: v1 or v2. special_tokens: names of the first ones, all of SPECIAL_TOKENS among them; the others, up to
+    num_special_tokens, are called <SPECIAL_i>. UserError for a file or numbers that do not fit.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        pattern: str = "v2",
+        vocab_size: int | None = None,
+        num_special_tokens: int = 1000,
+        special_tokens: Sequence[str] = (),
+    ):
+        self.vocab_size = vocab_size or VOCAB_SIZE
+        names = _special_names(tuple(special_tokens) or SPECIAL_TOKENS, num_special_tokens, self.vocab_size)
+        tokens = _read_tokens(model)[: self.vocab_size - num_special_tokens]
+        real_size = num_special_tokens + len(tokens)
+        if real_size < self.vocab_size:
+            raise UserError(
+                f"--vocab-size {self.vocab_size}: {model} holds {len(tokens)} tokens, with the special "
+                f"ones {real_size}; give --vocab-size {real_size}"
+            )
+        self.eod = names.index("</s>")
+        ranks = {token: rank + num_special_tokens for rank, token in enumerate(tokens)}
+        self._pairs = BytePairs(model, PATTERNS[pattern], ranks, {name: i for i, name in enumerate(names)})
+
+    def encode(self, text: str) -> list[int]:
+        return self._pairs.encode_with_special(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._pairs.decode(ids)
+
+
+def _special_names(given: tuple[str, ...], number: int, vocab_size: int) -> list[str]:
+    missing = [name for name in SPECIAL_TOKENS if name not in given]
+    if missing:
+        raise UserError(
+            f"--tokenizer-special-tokens {' '.join(given)}: {missing[0]} is missing; name all of "
+            f"{' '.join(SPECIAL_TOKENS)}, or leave the flag out"
+        )
+    names = [*given, *(f"<SPECIAL_{i}>" for i in range(len(given), number))]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"--tokenizer-special-tokens {' '.join(given)}: {twice} is there twice; name each token once")
+    if not len(given) <= number < vocab_size:
+        raise UserError(
+            f"--tiktoken-num-special-tokens {number}: must be at least the {len(given)} named ones and "
+            f"less than the vocabulary of {vocab_size}; 1000 is usual"
+        )
+    return names
+
+
+def _read_tokens(path: str) -> list[bytes]:
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--tokenizer-model {path}: cannot be read ({error.strerror}); check the path") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"--tokenizer-model {path}: not JSON; give {FORMAT}") from None
+    if not isinstance(entries, list):
+        raise UserError(f"--tokenizer-model {path}: a {type(entries).__name__}; give {FORMAT}")
+    tokens = [_token_bytes(path, rank, entry) for rank, entry in enumerate(entries)]
+    if tokens[:256] != [bytes([byte]) for byte in range(256)] or len(set(tokens)) < len(tokens):
+        raise UserError(
+            f"--tokenizer-model {path}: does not start with the 256 bytes, or repeats a token; give {FORMAT}"
+        )
+    return tokens
+
+
+def _token_bytes(path: str, rank: int, entry) -> bytes:
+    try:
+        token = base64.b64decode(entry["token_bytes"], validate=True) if entry["rank"] == rank else None
+    except (TypeError, KeyError, binascii.Error, ValueError):
+        token = None
+    if token is None:
+        raise UserError(f"--tokenizer-model {path}: entry {rank} is not that rank's token; give {FORMAT}")
+    return token
+
+
+# --- Training
+
+SMALLEST_VOCABULARY = 257  # the bytes and the end-of-text token
+
+
+def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The vocabulary and the merges, most frequent pair first; ties go to the pair with the smaller ids.
+
+    Bytes are read as UTF-8. The vocabulary stays below `vocab_size` if no pair occurs twice any more.
+    DataError if vocab_size is below 257.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(f"--vocab-size {vocab_size}: 256 bytes and {END_OF_TEXT} need {SMALLEST_VOCABULARY} or more")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=list(byte_alphabet()),
+    )
+    decoded = (text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text for text in texts)
+    tokenizer.train_from_iterator(map(replace_lone_surrogates, decoded), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
+    return vocab | {END_OF_TEXT: len(vocab)}, [(left, right) for left, right in model["merges"]]
+
+
+def write_bpe(folder: str | Path, vocab: dict[str, int], merges: list[tuple[str, str]]) -> None:
+    """Writes vocab.json and merges.txt into `folder`, which is made if need be."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
