@@ -23,9 +23,9 @@ from finding_cases import (
     run,
 )
 from trace_maker import cpu_run, gpu_run
-from training_maker import ADD, FP32_GEMM, Step
+from training_maker import FP32_GEMM, Step
 
-from megatron_lite.analysis.audit.audit_results import Answer
+from megatron_lite.analysis.audit.answers import Answer
 
 PASS, FAIL, NOT_SEEN = Answer.PASS, Answer.FAIL, Answer.NOT_SEEN
 OWN_DATA = {"dataloader_type": "single", "shape": {"max_position_embeddings": 2048}}
@@ -104,32 +104,24 @@ MORE = [
     ),
     (13, FAIL, "overflow-storm", NEVER_GOOD_RUN, "no update at all: all 14 steps were skipped"),
     (13, FAIL, "no-learning", recorded(steps=ordinary_steps(loss=None)), "not finite in all 40 updates"),
-    (17, FAIL, "overflow-storm", NEVER_GOOD_RUN, "14 of 14 steps skipped"),
+    (17, FAIL, "overflow-storm", NEVER_GOOD_RUN, "all 14 steps were skipped"),
     (17, FAIL, "no-learning", LOST_RUN, "not finite in 10 of 40 updates (iteration 31, 32, 33, ...)"),
     (1, PASS, "", recorded(device="cpu"), "39 of 40 steps count"),
     (1, PASS, "", gpu, "11 steps ran before the first that counts"),
     (1, NOT_SEEN, "", cpu, "no work of a GPU"),
     (2, PASS, "", gpu, "4 steady steps"),
-    (2, NOT_SEEN, "", on_gpu(steps=1), "1 step of 1"),
-    (3, PASS, "", on_cpu(), "no read waits; 0 values read"),
-    (3, PASS, "", on_cpu(change=cpu_reads), "no read waits; 84 values read"),
-    (3, PASS, "", CASES["sync-in-step"][1], "1 synchronisations per step"),
+    (2, NOT_SEEN, "", on_gpu(steps=1), "1 steady step of 1"),
+    (3, PASS, "", on_cpu(change=cpu_reads), "no read waits"),
+    (3, PASS, "", CASES["sync-in-step"][1], "no costly wait"),
     (3, FAIL, "sync-in-step", on_gpu(before_forward=slow_copies), "aten::to"),
     (4, PASS, "", run, "in the phase data"),
     (5, FAIL, "unpinned-copies", on_gpu(copy=PAGEABLE), "from pageable memory"),
-    (5, FAIL, "sync-in-step", on_gpu(before_forward=slow_copies), "1 wait"),
-    (5, NOT_SEEN, "", on_gpu(copy="CopyHostToDevice"), "do not say"),
-    (5, NOT_SEEN, "", on_gpu(copy="Memcpy DtoD (Device -> Device)"), "no copy from the host"),
-    (
-        8,
-        FAIL,
-        "unfused-elementwise",
-        both(on_gpu(forward=[(ADD, 500, "aten::add")] * 4), recorded(torch_compile=True)),
-        "15% would be",
-    ),
+    (5, FAIL, "sync-in-step", on_gpu(before_forward=slow_copies), "waits for them"),
+    (5, NOT_SEEN, "", on_gpu(copy="CopyHostToDevice"), "CUDA activities"),
+    (5, NOT_SEEN, "", on_gpu(copy="Memcpy DtoD (Device -> Device)"), "CUDA activities"),
     (9, FAIL, "fp32-products", on_gpu(gemm=FP32_GEMM, dtypes=["float", "float"]), "0 ms of"),
     (9, FAIL, "matmul-shapes", failing("matmul-shapes"), "MLP"),
-    (9, PASS, "", on_cpu(), "are multiples of 64"),
+    (9, PASS, "", on_cpu(), "that tensor cores do not take"),
     (9, NOT_SEEN, "", lambda folder: cpu_only(folder), "--pytorch-profiler-collect-shapes"),
     (
         10,
@@ -143,7 +135,6 @@ MORE = [
     (12, NOT_SEEN, "", run, "does not grow over 39 ordinary steps"),
     (12, NOT_SEEN, "", remembered(steps=1, logits_gib=0.1, layer_gib=0.1), "peak of"),
     (13, FAIL, "", recorded(steps=ordinary_steps(batch_size=10, consumed_samples=None)), "no multiple of 8"),
-    (13, FAIL, "", recorded(batch=16), "the plan has 16 samples"),
     (13, FAIL, "", both(on_gpu(micro_batches=2), run), "2 backward passes per step"),
     (
         13,

@@ -8,8 +8,8 @@ import report_cases as cases
 from training_maker import gpu, ordinary_steps, run
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.audit.audit import audit_of
-from megatron_lite.analysis.audit.audit_results import Answer
+from megatron_lite.analysis.audit.answers import Answer
+from megatron_lite.analysis.audit.audit import audit_run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.title import title_of
 from megatron_lite.analysis.verdict import verdict_of
@@ -319,7 +319,7 @@ def test_a_gpu_trace_that_breaks_off_is_no_cpu_run(tmp_path):
     report = analyze([path])
     assert report.verdict.confidence == "low" and "the JSON breaks off" in report.verdict.why
     assert not [one for one in report.findings if one.certain]
-    assert {point.answer for point in audit_of(report.facts, report.findings)} == {Answer.NOT_SEEN}
+    assert {point.answer for point in audit_run(report.facts, report.findings)} == {Answer.NOT_SEEN}
 
 
 def test_launches_without_kernels_lower_confidence(tmp_path):

@@ -7,8 +7,8 @@ from command_lines import mistakes, plan, read
 from training_maker import ordinary_steps, run
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.audit.audit import compiling_apart
-from megatron_lite.analysis.audit.audit_results import Case
+from megatron_lite.analysis.audit.answers import Case
+from megatron_lite.analysis.audit.run_examiners import examine_compilation
 from megatron_lite.analysis.findings.seen.planned import compiles
 from megatron_lite.config import machine
 from megatron_lite.config.check import remarks
@@ -151,5 +151,5 @@ def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):
     [found] = [one for one in report.findings if one.code == "first-step"]
     assert found.evidence[0].text.endswith("99% of 40 steps, 18,000.0 ms of the first for compiling")
     assert found.flags == ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR") and "--torch-compile none" in found.advice
-    outcome = compiling_apart(Case(report.facts, (), None))
-    assert "first step 30,000.0 ms (18,000.0 ms of it compiling), ordinary ones" in outcome.evidence[0].text
+    [evidence] = examine_compilation(Case(report.facts))
+    assert "first step 30,000.0 ms (18,000.0 ms of it compiling), ordinary ones" in evidence.text

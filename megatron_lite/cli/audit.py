@@ -16,8 +16,8 @@ def run(argv: list[str]) -> int:
     """Print the answers. Returns 0, or with --strict 1 where a point fails."""
     options = _parser().parse_args(argv)
     from megatron_lite.analysis.analyze import analyze  # numpy and all the rest: not for --help or a typing mistake
-    from megatron_lite.analysis.audit.audit import audit_of
-    from megatron_lite.analysis.audit.audit_results import Answer
+    from megatron_lite.analysis.audit.answers import Answer
+    from megatron_lite.analysis.audit.audit import audit_run
     from megatron_lite.report.audit_terminal import audit_lines
     from megatron_lite.report.text import style_of
 
@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
         other = analyze([Path(options.against)], line.draw) if options.against else None
     finally:
         line.wipe()
-    points = audit_of(report.facts, report.findings, other.facts if other else None)
+    points = audit_run(report.facts, report.findings, other.facts if other else None)
     titles = [one.title for one in (report, other) if one]
     written = _write(Path(options.json), points, titles) if options.json else []
     print_lines([*audit_lines(points, titles, style_of(sys.stdout), options.all), *(["", *written] if written else [])])
@@ -54,7 +54,7 @@ def _write(path: Path, points: Sequence, titles: Sequence[str]) -> list[str]:
     """The line that names the file."""
     import json
 
-    from megatron_lite.analysis.audit.audit_results import AUDIT_SCHEMA
+    from megatron_lite.analysis.audit.audit import AUDIT_SCHEMA
     from megatron_lite.report.json_file import plain
 
     against = titles[1] if len(titles) > 1 else None

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_lite.analysis.audit.audit_results import Answer, Point
+from megatron_lite.analysis.audit.answers import Answer, Point
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.report.text import WIDTH, Style, fit, wrapped
 
