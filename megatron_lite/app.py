@@ -22,14 +22,13 @@ from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import CheckpointError, ConfigError, UserError, describe_memory_error
 from megatron_lite.live_line import set_up_logging
 from megatron_lite.observers import Observers
-from megatron_lite.parallel.compile_cache import keep_compiled
-from megatron_lite.parallel.compiled import no_compiler
 from megatron_lite.parallel.host_memory import keep_freed_memory
 from megatron_lite.parallel.launcher_watch import LauncherWatch
+from megatron_lite.parallel.layers import keep_compiled, no_compiler
 from megatron_lite.parallel.process_group import device_of, process_group
 from megatron_lite.rank_errors import end_with_error, tell_error, write_error_file
 from megatron_lite.run_folder import default_run_dir
-from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
+from megatron_lite.train.checkpoint_checks import require_checkpoint, save_reserved
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.run import run
 
@@ -99,7 +98,7 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
         run_dir = _agree_on_run_dir(plan)
         ranks.report_to(run_dir)
         launcher.run_dir = run_dir
-        with observers.watch(run_dir, ranks.where) as watched, ranks.explained():
+        with observers.watch(run_dir, ranks.where) as watched, ranks.explain_failures():
             exit_reason = run(plan, streams, tokenizer.eod, watched.instruments, watched.make_log)
             watched.record.exit_reason = exit_reason
     logger.info(f"[{exit_reason}]" if exit_reason else f"  done: {run_dir}")

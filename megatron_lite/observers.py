@@ -19,7 +19,7 @@ from megatron_lite.instruments.memory_oom import is_out_of_memory, unrecorded
 from megatron_lite.instruments.rank_position import WhereaboutsKeeper
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
-from megatron_lite.parallel.heartbeat import Whereabouts
+from megatron_lite.parallel.rank_store import RunPosition
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.post_run_report import end_with_report, wants_report
@@ -68,7 +68,7 @@ class Observers:
         return lines_of(self._prediction)
 
     @contextlib.contextmanager
-    def watch(self, run_dir: Path, where: Whereabouts) -> Iterator[Observation]:
+    def watch(self, run_dir: Path, where: RunPosition) -> Iterator[Observation]:
         """Around the training: instruments are on, and run.json tells how it ended."""
         plan, timeline = self.plan, Timeline()
         instruments = [WhereaboutsKeeper(where), *choose(plan, run_dir, timeline, _log_on_every_rank)]

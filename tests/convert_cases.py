@@ -12,7 +12,7 @@ from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.folders import Export
 from megatron_lite.convert.tokenizer_files import no_files
-from megatron_lite.model.attend import choose_attention
+from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 
 VOCABULARY = 120  # of 128 rows

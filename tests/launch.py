@@ -33,7 +33,7 @@ from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import set_up_logging
 from megatron_lite.parallel.host_memory import libc_version, without_thread_cache
-from megatron_lite.train.checkpoint import require_checkpoint, save_reserved
+from megatron_lite.train.checkpoint_checks import require_checkpoint, save_reserved
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.log import Log
 from megatron_lite.train.run import run

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model.attend import choose_attention
+from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.init import initialize
 

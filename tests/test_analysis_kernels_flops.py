@@ -11,7 +11,7 @@ from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.config.flops import step_flops
-from megatron_lite.model.attend import choose_attention
+from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 
 BATCH, STEPS = 2, 3

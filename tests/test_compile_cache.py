@@ -14,9 +14,8 @@ from launch import flags, pretrain, steps
 from megatron_lite.config.world import World
 from megatron_lite.instruments.build_instruments import Compiling
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.parallel import compile_cache
-from megatron_lite.parallel.compile_cache import PLACE, keep_compiled
-from megatron_lite.parallel.compiled import no_compiler
+from megatron_lite.parallel import layers
+from megatron_lite.parallel.layers import PLACE, keep_compiled, no_compiler
 
 
 def test_the_folder_is_below_the_users_cache(tmp_path):
@@ -40,7 +39,7 @@ def test_an_unwritable_home_leaves_torchs_own_folder(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     environ = {"HOME": str(tmp_path / "file")}
     assert keep_compiled(environ) is None and PLACE not in environ
-    monkeypatch.setattr(compile_cache.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(layers.os, "access", lambda path, mode: False)
     environ = {"HOME": str(tmp_path)}
     assert keep_compiled(environ) is None and PLACE not in environ
 
@@ -49,11 +48,11 @@ def test_each_kind_of_processor_has_its_own(tmp_path, monkeypatch):
     cpuinfo, names = tmp_path / "cpuinfo", set()
     for text in ("model name\t: A\nflags\t\t: avx2\ncpu MHz\t\t: 1\n", "model name\t: A\nflags\t\t: avx512\n"):
         cpuinfo.write_text(text)
-        monkeypatch.setattr(compile_cache, "PROCESSORS", cpuinfo)
+        monkeypatch.setattr(layers, "PROCESSORS", cpuinfo)
         names.add(keep_compiled({"HOME": str(tmp_path)}).name)
     cpuinfo.write_text("model name\t: A\nflags\t\t: avx2\ncpu MHz\t\t: 2\n")
     assert len(names) == 2 and keep_compiled({"HOME": str(tmp_path)}).name in names
-    monkeypatch.setattr(compile_cache, "PROCESSORS", tmp_path / "none")
+    monkeypatch.setattr(layers, "PROCESSORS", tmp_path / "none")
     assert keep_compiled({"HOME": str(tmp_path)}).name not in names
 
 
@@ -99,7 +98,7 @@ def test_triton_is_asked_whether_it_starts(failure, told, monkeypatch):
         ("triton.runtime.driver", SimpleNamespace(driver=Driver())),
     ):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("megatron_lite.parallel.compiled.missing_compiler", lambda on_gpu, environ: "")
+    monkeypatch.setattr("megatron_lite.parallel.layers.missing_compiler", lambda on_gpu, environ: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     assert no_compiler(World(gpus=1)) == told
 

@@ -24,9 +24,9 @@ from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
 from megatron_lite.instruments.trace_file import Found, look_into, write_whole
 from megatron_lite.instruments.window import Window
-from megatron_lite.model.attend import choose_attention
+from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
-from megatron_lite.parallel.recompute import recomputed
+from megatron_lite.parallel.layers import recomputed
 from megatron_lite.phases import Phase
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"

@@ -9,8 +9,8 @@ from model_variants import PLAIN, VARIANTS, build, tokens
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.errors import UserError
-from megatron_lite.model import attend
-from megatron_lite.model.attend import choose_attention, document_mask, explicit_attention, sdpa_attention
+from megatron_lite.model.attention import document_mask, explicit_attention, sdpa_attention
+from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.kernel_choice import explicit_is_faster
 
 DROPPING = replace(PLAIN, attention_dropout=0.25)
@@ -186,7 +186,9 @@ def test_groups_are_expanded_where_only_that_allows_a_fused_kernel(monkeypatch):
     chosen = choose("auto", GROUPED)
     assert chosen.name == "sdpa efficient"
     seen = []
-    monkeypatch.setattr(attend.F, "scaled_dot_product_attention", lambda q, k, v, **rest: seen.append((k, rest)))
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **rest: seen.append((k, rest))
+    )
     chosen.function(heads(4, 1), heads(2, 2), heads(2, 3), None, 0.0, 1)
     assert seen[0][0].shape[1] == 4 and seen[0][1]["enable_gqa"] is False
 

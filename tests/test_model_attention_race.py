@@ -9,9 +9,8 @@ from model_variants import PLAIN
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.config.world import World
-from megatron_lite.model import attend, attention_race
-from megatron_lite.model.attend import choose_attention
-from megatron_lite.model.attention_race import Race, fastest, race, trials_of
+from megatron_lite.model import attention_choice
+from megatron_lite.model.attention_choice import Race, choose_attention, fastest, race, trials_of
 from megatron_lite.train import run
 
 CPU = torch.device("cpu")
@@ -60,18 +59,18 @@ def test_the_words():
 def test_trials_run_forward_and_backward_on_numbers_like_the_models(monkeypatch):
     """Both kernels that a CPU has."""
     calls = []
-    inner = attention_race.sdpa_attention
+    inner = attention_choice.sdpa_attention
     monkeypatch.setattr(
-        attention_race, "sdpa_attention", lambda q, *more, **how: calls.append((q, how)) or inner(q, *more, **how)
+        attention_choice, "sdpa_attention", lambda q, *more, **how: calls.append((q, how)) or inner(q, *more, **how)
     )
-    [probe] = attend._probes(PLAIN, 2, CPU, torch.float32, masked=False)
+    [probe] = attention_choice._probes(PLAIN, 2, CPU, torch.float32, masked=False)
     for trial in trials_of(probe, ("flash", "math")).values():
         assert trial() is None
     assert [how["backend"] for _, how in calls] == [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     query = calls[0][0]
     assert query.shape == probe.q_BNTD.shape and query.stride() == probe.q_BNTD.stride()
     assert 0.5 < query.std() < 1.5 and query.grad is None
-    [masked] = attend._probes(PLAIN, 2, CPU, torch.float32, masked=True)
+    [masked] = attention_choice._probes(PLAIN, 2, CPU, torch.float32, masked=True)
     trials_of(masked, ("math",))["math"]()
 
 
@@ -94,12 +93,12 @@ def test_the_winner_is_taken_and_said():
 
 
 def test_another_winner_is_forced(monkeypatch):
-    real = attend._ask_torch
+    real = attention_choice._ask_torch
 
     def asked(probe, backend=None):
         return (backend, "") if backend == SDPBackend.EFFICIENT_ATTENTION else real(probe, backend)
 
-    monkeypatch.setattr(attend, "_ask_torch", asked)
+    monkeypatch.setattr(attention_choice, "_ask_torch", asked)
     found = chosen("efficient", ("flash", "efficient"))
     assert found.name == "sdpa efficient" and found.function.keywords["backend"] == SDPBackend.EFFICIENT_ATTENTION
     assert found.timed == "1.00 ms, flash 2.00 ms forward and backward"
@@ -125,4 +124,4 @@ def one_race_for_all(world):
 
 @pytest.mark.slow
 def test_the_first_rank_decides_for_all(tmp_path):
-    assert all("took of rank 0" in out for out in on_ranks("test_model_attention_race:one_race_for_all", tmp_path))
+    assert all("took of rank 0" in out for out in on_ranks("test_model_attention_choice:one_race_for_all", tmp_path))

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.params import parameter_count
-from megatron_lite.model.attend import choose_attention
+from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 
 MEDIUM = ModelShape(

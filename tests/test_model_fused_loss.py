@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from megatron_lite.model.fused_loss import Pieces, fused_token_losses
 from megatron_lite.model.loss import token_losses
-from megatron_lite.parallel.compiled import LOSS_PIECES
+from megatron_lite.parallel.layers import LOSS_PIECES
 
 
 @pytest.fixture(autouse=True)

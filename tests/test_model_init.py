@@ -7,7 +7,7 @@ import pytest
 import torch
 from model_variants import PLAIN, VARIANTS
 
-from megatron_lite.model.attend import choose_attention
+from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.init import initialize
 

@@ -21,11 +21,9 @@ from megatron_lite.errors import RanksError
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.rank_position import WhereaboutsKeeper
 from megatron_lite.parallel import hang_diagnosis, watchdog
-from megatron_lite.parallel.failure_cause import CLOSED
 from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
-from megatron_lite.parallel.hang_diagnosis import Inquiry
-from megatron_lite.parallel.heartbeat import Post, Whereabouts, post_of
-from megatron_lite.parallel.rank_store import Board
+from megatron_lite.parallel.hang_diagnosis import CLOSED, HangDiagnosis
+from megatron_lite.parallel.rank_store import RankStatus, RankStore, RunPosition, describe_rank
 from megatron_lite.phases import Phase
 
 RESET = RuntimeError(
@@ -53,23 +51,23 @@ class Recorder:
         return Operation(self.numbers[0], "barrier")
 
 
-def post(**more) -> Post:
-    return dataclasses.replace(post_of(Whereabouts(), (5, 5)), **more)
+def post(**more) -> RankStatus:
+    return dataclasses.replace(describe_rank(RunPosition(), (5, 5)), **more)
 
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Makes rank 0's presence beside the posts of others, and stops it."""
+    """Makes rank 0's watchdog beside the posts of others, and stops it."""
     monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", 0.3)
     made = []
 
-    def make(*others: Post, recorder=None, limit_s=60.0, **more) -> watchdog.Presence:
+    def make(*others: RankStatus, recorder=None, limit_s=60.0, **more) -> watchdog.Watchdog:
         store = dist.HashStore()
         for rank, other in enumerate(others, start=1):
-            Board(store, rank, 1 + len(others)).pin(other)
+            RankStore(store, rank, 1 + len(others)).set_status(other)
         world = World(0, 1 + len(others), 0, 1 + len(others))
-        made.append(watchdog.Presence(world, store, recorder or Recorder(), limit_s, **({"backstop": False} | more)))
+        made.append(watchdog.Watchdog(world, store, recorder or Recorder(), limit_s, **({"backstop": False} | more)))
         made[-1].start()
         return made[-1]
 
@@ -79,8 +77,8 @@ def ranks(monkeypatch):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def ask(one: watchdog.Presence, error: Exception):
-    with one.explained():
+def ask(one: watchdog.Watchdog, error: Exception):
+    with one.explain_failures():
         raise error
 
 
@@ -89,14 +87,16 @@ def ask(one: watchdog.Presence, error: Exception):
 
 def test_a_post_survives_the_way():
     there = post(stack=["f (a:1)"], left="x", phase="data", started_at=7)
-    assert Post.loads(there.dumps().encode()) == there
+    assert RankStatus.loads(there.dumps().encode()) == there
 
 
 def test_the_first_to_ask_speaks_for_all():
     store = dist.HashStore()
-    first, second = (Inquiry(World(rank, 3), Board(store, rank, 3), 60.0, ends_record=False) for rank in (0, 1))
-    Board(store, 2, 3).pin(post(left="ValueError: no"))
-    said, repeated = first.into(CLOSED, post(), None), second.into(CLOSED, post(), None)
+    first, second = (
+        HangDiagnosis(World(rank, 3), RankStore(store, rank, 3), 60.0, ends_record=False) for rank in (0, 1)
+    )
+    RankStore(store, 2, 3).set_status(post(left="ValueError: no"))
+    said, repeated = first.diagnose(CLOSED, post(), None), second.diagnose(CLOSED, post(), None)
     assert str(said) == str(repeated) and str(said).startswith(
         "rank 2 ended in the start, before the first step, with ValueError: no"
     )
@@ -108,10 +108,10 @@ def test_the_record_of_a_terminated_writer_is_ended_for_it(tmp_path):
     for left, status in (("SIGTERM", "failed: RanksError: rank 1 ended in "), ("KeyboardInterrupt: ", "running")):
         (tmp_path / "run.json").write_text('{"status": "running"}')
         store = dist.HashStore()
-        Board(store, 1, 2).pin(post(left=left, blameless=True))
-        hang_diagnosis = Inquiry(World(0, 2), Board(store, 0, 2), 60.0, ends_record=False)
+        RankStore(store, 1, 2).set_status(post(left=left, blameless=True))
+        hang_diagnosis = HangDiagnosis(World(0, 2), RankStore(store, 0, 2), 60.0, ends_record=False)
         hang_diagnosis.run_dir = tmp_path
-        assert hang_diagnosis.into(CLOSED, post(), None, "Connection closed by peer").ended
+        assert hang_diagnosis.diagnose(CLOSED, post(), None, "Connection closed by peer").ended
         assert json.loads((tmp_path / "run.json").read_text())["status"].startswith(status)
 
 
@@ -187,7 +187,7 @@ def test_the_recorder_knows_what_waits(tmp_path):
 
 
 def test_whereabouts_keep_the_phase_that_failed():
-    where = Whereabouts()
+    where = RunPosition()
     with pytest.raises(KeyError), Instruments([WhereaboutsKeeper(where)], print) as watching, watching.step(3):
         with watching.phase(Phase.DATA):
             assert (where.step, where.phase) == (3, "data")
@@ -200,19 +200,19 @@ def test_whereabouts_keep_the_phase_that_failed():
 def test_a_rank_says_at_once_that_it_is_there(ranks, monkeypatch):
     monkeypatch.setattr(watchdog, "BEAT_SECONDS", 60.0)
     one = ranks(post())
-    wait_until(lambda: one._board.posts([0]))
-    assert not one._board.posts([0])[0].answers
+    wait_until(lambda: one._store.get_statuses([0]))
+    assert not one._store.get_statuses([0])[0].answers
 
 
 def test_signals_that_come_all_the_time_do_not_silence_a_rank(ranks, monkeypatch):
     monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.2)
     one = ranks(post())
-    wait_until(lambda: one._board.posts([0]))
-    first = one._board.posts([0])[0].wall_time
+    wait_until(lambda: one._store.get_statuses([0]))
+    first = one._store.get_statuses([0])[0].wall_time
 
     def is_newer() -> bool:
         os.write(one._wake_write, watchdog.WAKE)
-        return one._board.posts([0])[0].wall_time > first
+        return one._store.get_statuses([0])[0].wall_time > first
 
     wait_until(is_newer, limit_s=60)
 
@@ -225,7 +225,7 @@ def test_who_hangs_answers_with_its_stack(ranks, monkeypatch):
     monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", LIMIT_S)
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", LIMIT_S)
     one = ranks(post(), recorder=Recorder(7, 6))
-    other = watchdog.Presence(World(1, 2), one._board._store, Recorder(6, 6), 60.0, backstop=False)
+    other = watchdog.Watchdog(World(1, 2), one._store._store, Recorder(6, 6), 60.0, backstop=False)
     other._thread.start()  # as on another machine: signals are rank 0's in this process
     try:
         with pytest.raises(RanksError) as caught:
@@ -248,7 +248,7 @@ def test_farewells(ranks):
     ):
         one = ranks(post())
         one.leave(error)
-        left = one._board.posts([0])[0]
+        left = one._store.get_statuses([0])[0]
         assert left.blameless == blameless and left.left in (
             "ValueError: no",
             "RanksError: other",
@@ -310,12 +310,14 @@ def test_the_backstop_tells_and_ends_the_process(ranks, monkeypatch):
     assert ended == [1] and str(told[0]).startswith("rank 1 did not join barrier #12 of rank 0 within 400ms"), told
 
 
-def _advance(one: watchdog.Presence, now: list[float], seconds: float):
+def _advance(one: watchdog.Watchdog, now: list[float], seconds: float):
     """Move the clock on, and wait until the thread has looked at it twice: it looks once for each post."""
     for _ in range(2):
-        before = one._board.posts([0])[0].wall_time if one._board.posts([0]) else 0.0
+        before = one._store.get_statuses([0])[0].wall_time if one._store.get_statuses([0]) else 0.0
         now[0] += seconds / 2
-        wait_until(lambda before=before: one._board.posts([0]) and one._board.posts([0])[0].wall_time > before)
+        wait_until(
+            lambda before=before: one._store.get_statuses([0]) and one._store.get_statuses([0])[0].wall_time > before
+        )
 
 
 def test_nobody_outlives_the_verdict(ranks, monkeypatch):
@@ -323,11 +325,11 @@ def test_nobody_outlives_the_verdict(ranks, monkeypatch):
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: (ended.append(code), setattr(one, "_over", True)))
     one = ranks(post())
-    board = Board(one._board._store, 1, 2)
-    board.claim()
+    board = RankStore(one._store._store, 1, 2)
+    board.claim_speaker()
     time.sleep(0.6)
     assert ended == [], "no verdict yet"
-    board.publish("rank 0 hangs")
+    board.publish_cause("rank 0 hangs")
     wait_until(lambda: ended)
     assert ended == [1]
 
@@ -336,14 +338,14 @@ TERMINATED = """
 import ctypes, dataclasses, os, sys
 import torch.distributed as dist
 from megatron_lite.config.world import World
-from megatron_lite.parallel.rank_store import Board
-from megatron_lite.parallel.heartbeat import Whereabouts, post_of
-from megatron_lite.parallel.watchdog import Presence
+from megatron_lite.parallel.rank_store import RankStore
+from megatron_lite.parallel.rank_store import RunPosition, describe_rank
+from megatron_lite.parallel.watchdog import Watchdog
 from test_parallel_presence import Recorder
 
 store, pid = dist.HashStore(), int(sys.argv[1])
-Board(store, 1, 2).pin(dataclasses.replace(post_of(Whereabouts(), (5, 5)), pid=pid))
-ranks = Presence(World(0, 2, 0, 2), store, Recorder(6, 5), 60.0, backstop=False)
+RankStore(store, 1, 2).set_status(dataclasses.replace(describe_rank(RunPosition(), (5, 5)), pid=pid))
+ranks = Watchdog(World(0, 2, 0, 2), store, Recorder(6, 5), 60.0, backstop=False)
 ranks.start()
 print("ready", flush=True)
 while True:

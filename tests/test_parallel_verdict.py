@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from megatron_lite.parallel.failure_cause import CLOSED, LATE, MAX_NAMED, TERMINATED, Case, answered, verdict, where
 from megatron_lite.parallel.flight_recorder import Operation
-from megatron_lite.parallel.heartbeat import Post
+from megatron_lite.parallel.hang_diagnosis import CLOSED, LATE, MAX_NAMED, TERMINATED, Case, answered, find_cause, where
+from megatron_lite.parallel.rank_store import RankStatus
 
 OPERATION = Operation(1234, "all_reduce", 3 * 2**20, "Float")
-WAITING = Post(
+WAITING = RankStatus(
     "here", "space", 100, 1000.0, step=52, started_at=1000, phase="grad_sync", begun=1235, finished=1233, answers=True
 )
 READING = dataclasses.replace(
@@ -121,44 +121,44 @@ def case(posts, reason=CLOSED, **more) -> Case:
     ],
 )
 def test_lines(given, line):
-    assert verdict(given).line == line and "\n" not in line
+    assert find_cause(given).line == line and "\n" not in line
 
 
 def test_running_but_mute_is_another_trouble():
     assert (
         "its process runs, but its Python does not (process 4711 on here)"
-        in verdict(case([MUTE], states={1: "running"})).line
+        in find_cause(case([MUTE], states={1: "running"})).line
     )
 
 
 def test_memory_is_named_only_when_the_kernel_counted():
-    assert "want of memory" not in verdict(case([MUTE], states={1: "dead"})).line
-    killed = verdict(case([MUTE], states={1: "dead"}, memory_kills=1)).line
+    assert "want of memory" not in find_cause(case([MUTE], states={1: "dead"})).line
+    killed = find_cause(case([MUTE], states={1: "dead"}, memory_kills=1)).line
     assert "Meanwhile the kernel killed 1 for want of memory on this machine. The launcher's summary" in killed
 
 
 def test_the_cause_stands_before_its_consequences():
     """Whoever failed by itself, then who died; ranks that only wait or left because of others never."""
     dead = {2: "dead", 3: "dead"}
-    assert verdict(case([READING, MUTE, FAILED], states={2: "dead"}, reason=LATE)).ranks == [3]
-    assert verdict(case([READING, MUTE, VICTIM], states=dead, reason=LATE)).ranks == [2]
-    assert verdict(case([READING, WAITING, VICTIM], reason=LATE)).ranks == [1]
-    assert verdict(case([dataclasses.replace(WAITING, begun=OPERATION.number)], reason=LATE)).ranks == [], (
+    assert find_cause(case([READING, MUTE, FAILED], states={2: "dead"}, reason=LATE)).ranks == [3]
+    assert find_cause(case([READING, MUTE, VICTIM], states=dead, reason=LATE)).ranks == [2]
+    assert find_cause(case([READING, WAITING, VICTIM], reason=LATE)).ranks == [1]
+    assert find_cause(case([dataclasses.replace(WAITING, begun=OPERATION.number)], reason=LATE)).ranks == [], (
         "it has joined"
     )
-    assert verdict(case([VICTIM, VICTIM])) is None
-    assert verdict(case([WAITING, READING])) is None, "a lost connection says nothing of who is behind"
+    assert find_cause(case([VICTIM, VICTIM])) is None
+    assert find_cause(case([WAITING, READING])) is None, "a lost connection says nothing of who is behind"
 
 
 def test_ended_ranks_are_told_from_those_that_hang():
-    assert verdict(case([FAILED])).ended and verdict(case([MUTE], states={1: "dead"})).ended
-    assert not verdict(case([READING], reason=LATE)).ended
+    assert find_cause(case([FAILED])).ended and find_cause(case([MUTE], states={1: "dead"})).ended
+    assert not find_cause(case([READING], reason=LATE)).ended
 
 
 def test_silence_counts_only_after_the_time_for_answers():
     for post in (MUTE, READING, None):
-        assert verdict(case([post], reason=LATE), heard=False) is None
-    assert verdict(case([MUTE], states={1: "dead"}), heard=False).ranks == [1]
+        assert find_cause(case([post], reason=LATE), heard=False) is None
+    assert find_cause(case([MUTE], states={1: "dead"}), heard=False).ranks == [1]
 
 
 def test_answered():
@@ -169,14 +169,14 @@ def test_answered():
 @pytest.mark.parametrize("post", [READING, WAITING, None])
 def test_a_signal_blames_only_who_has_ended(post):
     """SIGTERM may mean just that: no rank is accused for being behind or unheard."""
-    assert verdict(case([post, VICTIM], reason=TERMINATED)) is None
-    assert verdict(case([post, FAILED], reason=TERMINATED)).ranks == [2]
+    assert find_cause(case([post, VICTIM], reason=TERMINATED)) is None
+    assert find_cause(case([post, FAILED], reason=TERMINATED)).ranks == [2]
 
 
 def test_before_the_group_there_is_no_operation():
     start = dataclasses.replace(WAITING, step=0, begun=0, finished=0, phase=None)
     given = case([None], reason=LATE, operation=None)
-    line = verdict(dataclasses.replace(given, posts={0: start})).line
+    line = find_cause(dataclasses.replace(given, posts={0: start})).line
     assert line.startswith(
         "rank 1 of 2 never arrived; rank 0 waited for it 10m00s in the first meeting of all ranks, the start, "
     )
@@ -184,7 +184,7 @@ def test_before_the_group_there_is_no_operation():
 
 def test_a_thousand_ranks_make_one_line_of_readable_length():
     posts = [READING if rank % 2 else WAITING for rank in range(1, 1000)]
-    found = verdict(case(posts, reason=LATE))
+    found = find_cause(case(posts, reason=LATE))
     assert found.ranks == list(range(1, 1000, 2))
     assert found.line.startswith("ranks 1, 3, 5, 7, 9, 11, 13, 15 and 492 more did not join") and len(found.line) < 600
     assert MAX_NAMED == 8

@@ -41,8 +41,8 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.run_folder import TRACKER_FILE
-from megatron_lite.train import checkpoint as train_checkpoint
-from megatron_lite.train.checkpoint_fit import require_shape, rotary_note
+from megatron_lite.train import checkpoint_checks
+from megatron_lite.train.checkpoint_checks import require_shape, rotary_note
 
 WHOLE = (
     "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
@@ -538,7 +538,7 @@ def test_ctrl_c_during_a_save_names_the_checkpoint_before_and_exits_130(tmp_path
 
 def test_a_second_run_on_the_folder_is_refused(tmp_path, monkeypatch):
     """It begins while the first one saves, and would clear that unfinished checkpoint away."""
-    monkeypatch.setattr(train_checkpoint, "MAX_WAIT_S", 0)
+    monkeypatch.setattr(checkpoint_checks, "MAX_WAIT_S", 0)
     inner, argv, refused = torch.save, flags(WHOLE, "--save-interval 4 --save", tmp_path / "save"), []
 
     def second(state, file):
@@ -605,7 +605,7 @@ def test_the_lock_ends_with_its_holder(tmp_path, holder):
 
 def be_refused(world, save: str):
     """For on_ranks."""
-    train_checkpoint.MAX_WAIT_S = 0.5
+    checkpoint_checks.MAX_WAIT_S = 0.5
     try:
         train(flags(WHOLE, "--save", Path(save)), Path(f"rank {world.rank}"), world)
     except CheckpointError as error:
@@ -626,7 +626,7 @@ def test_a_refused_run_leaves_no_trace_and_exits_2(tmp_path, holder):
     """Its run folder is the save folder here, and holds the other run's run.json."""
     (tmp_path / "save" / "run.json").write_text("the other's")
     (tmp_path / "driver.py").write_text(
-        "import sys\nfrom megatron_lite import app\nfrom megatron_lite.train import checkpoint\ncheckpoint.MAX_WAIT_S = 0.5\n"
+        "import sys\nfrom megatron_lite import app\nfrom megatron_lite.train import checkpoint_checks\ncheckpoint_checks.MAX_WAIT_S = 0.5\n"
         "sys.exit(app.main(sys.argv[1:]))\n"
     )
     ended = pretrain(flags(WHOLE, "--save", tmp_path / "save"), script=tmp_path / "driver.py")
@@ -642,7 +642,7 @@ def test_a_refused_run_leaves_no_trace_and_exits_2(tmp_path, holder):
 
 @pytest.mark.parametrize("words", ["--load", "--skip-train --save"])
 def test_what_saves_nothing_needs_no_lock(tmp_path, monkeypatch, holder, words):
-    monkeypatch.setattr(train_checkpoint, "MAX_WAIT_S", 0)
+    monkeypatch.setattr(checkpoint_checks, "MAX_WAIT_S", 0)
     _, out = quietly(flags(WHOLE, words, tmp_path / "save"), tmp_path / "run")
     assert "another run" not in out
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from launch import alone, checkpoint, flags, quietly
 
-from megatron_lite.train.checkpoint import other_kernels
+from megatron_lite.train.checkpoint_checks import other_kernels
 
 SAVED = {"attention": "sdpa flash", "torch_compile": "none"}
 CUDNN_NOW = (

@@ -14,8 +14,8 @@ from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
 from megatron_lite.instruments.window import Window
 from megatron_lite.model.kernel_choice import rows_at_once
-from megatron_lite.parallel.compiled import expected_compilations
 from megatron_lite.parallel.host_memory import SmallBlocks
+from megatron_lite.parallel.layers import expected_compilations
 from megatron_lite.thresholds import MIN_BEFORE
 
 # --- what is said of a window: that it cannot or did not come, and how much it slowed its steps, and later ones, down

@@ -1,13 +1,13 @@
 """Keeps what this rank tells the others of itself up to date."""
 
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.parallel.heartbeat import Whereabouts
+from megatron_lite.parallel.rank_store import RunPosition
 
 
 class _Stay:
     """Around one phase; the same object each time, since phases of a kind do not nest."""
 
-    def __init__(self, where: Whereabouts, name: str):
+    def __init__(self, where: RunPosition, name: str):
         self._where, self._name = where, name
 
     def __enter__(self):
@@ -23,7 +23,7 @@ class WhereaboutsKeeper(Instrument):
 
     same_contexts = True
 
-    def __init__(self, where: Whereabouts):
+    def __init__(self, where: RunPosition):
         self._where, self._stays = where, {}
 
     def resume(self, iteration: int):

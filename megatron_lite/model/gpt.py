@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model.attend import Attend, document_mask
+from megatron_lite.model.attention import Attend, document_mask
 from megatron_lite.model.gelu import gelu_tanh
 from megatron_lite.model.loss import token_losses
 

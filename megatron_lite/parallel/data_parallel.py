@@ -1,9 +1,11 @@
 """Replicas of the model that agree on their gradients, wrapped around a model that does not know."""
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lite.config.plan import Plan
@@ -67,3 +69,12 @@ def parameters_norm(parameters: list[nn.Parameter]) -> Tensor:
     """L2 norm of all parameters, a scalar on the device."""
     norms = [torch.linalg.vector_norm(p, dtype=torch.float32) for p in parameters]
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def call_when_computed(loss: Tensor, action: Callable[[], None]):
+    """Call `action` within loss.backward(), on autograd's thread, when this rank has its gradients and waits for others'.
+
+    DistributedDataParallel waits for the reduction in a callback of the engine, queued when its last bucket is full. The
+    engine runs callbacks in the order of queueing, and this one is queued when backward begins.
+    """
+    loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(action))

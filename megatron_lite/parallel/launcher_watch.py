@@ -13,8 +13,7 @@ from pathlib import Path
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
-from megatron_lite.parallel.failure_cause import AGAIN
-from megatron_lite.parallel.failure_report import end_record
+from megatron_lite.parallel.hang_diagnosis import AGAIN, end_record
 from megatron_lite.process_state import find_launcher, is_there
 from megatron_lite.terminal import print_lines
 

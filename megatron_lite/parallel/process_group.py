@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError, first_line
 from megatron_lite.parallel.flight_recorder import FlightRecorder
-from megatron_lite.parallel.watchdog import Alone, Presence
+from megatron_lite.parallel.watchdog import NoWatchdog, Watchdog
 
-# NCCL's watchdog aborts the process without a word that names a rank; the presence speaks first
+# NCCL's watchdog aborts the process without a word that names a rank; the watchdog speaks first
 NCCL_MARGIN = timedelta(minutes=1)
 STORE_TIMEOUT = timedelta(seconds=5)
 
@@ -31,14 +31,14 @@ def time_limit(plan: Plan) -> timedelta:
 
 @contextlib.contextmanager
 def process_group(plan: Plan):
-    """All ranks of the plan, as torch.distributed's default group; gives this rank's presence among them.
+    """All ranks of the plan, as torch.distributed's default group; gives this rank's watchdog among them.
 
     Raises UserError where the ranks cannot meet, RanksError where they lose each other.
     """
     limit = time_limit(plan)
     store, nccl = _store(plan, limit), plan.backend == "nccl"
-    with _presence(plan, store, limit) as presence:
-        with presence.explained():
+    with _start_watchdog(plan, store, limit) as watchdog:
+        with watchdog.explain_failures():
             dist.init_process_group(
                 plan.backend,
                 store=store,
@@ -48,33 +48,33 @@ def process_group(plan: Plan):
                 device_id=device_of(plan) if nccl else None,
             )
         try:
-            with presence.explained():
-                yield presence
+            with watchdog.explain_failures():
+                yield watchdog
                 dist.barrier()  # nobody leaves while another still needs it
         except BaseException as error:
-            presence.leave(error)
+            watchdog.leave(error)
             _end_workers()
             _leave_without_the_others(plan)
             raise
-        presence.leave(None)
+        watchdog.leave(None)
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def _presence(plan: Plan, store: dist.Store, limit: timedelta):
+def _start_watchdog(plan: Plan, store: dist.Store, limit: timedelta):
     if plan.world.size == 1:
-        yield Alone()
+        yield NoWatchdog()
         return
     own = store.clone()
     own.set_timeout(STORE_TIMEOUT)
-    presence = Presence(
+    watchdog = Watchdog(
         plan.world, own, FlightRecorder(plan.backend), limit.total_seconds(), backstop=plan.backend == "nccl"
     )
-    presence.start()
+    watchdog.start()
     try:
-        yield presence
+        yield watchdog
     finally:
-        presence.stop()
+        watchdog.stop()
 
 
 def _end_workers():

@@ -1,49 +1,139 @@
-"""A notice board for all ranks: the store where they met, on a connection of its own.
+"""What ranks tell each other of themselves, in the store where they met: short, in JSON, replaced every second.
 
-The store lives in torchrun's agent, or without one in rank 0, and outlives every other rank. Not for several threads:
-whoever waits in it blocks the others.
+The store lives in torchrun's agent, or without one in rank 0, and outlives every other rank.
 """
 
+import dataclasses
+import json
+import os
+import socket
+import sys
 import time
+import traceback
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from megatron_lite.parallel.heartbeat import Post
+from megatron_lite.marks import split_mark
+from megatron_lite.process_state import pid_space
 
+MAX_FRAMES = 40
 FAILED, VERDICT, SPEAKER = "ranks_failed", "ranks_verdict", "ranks_speaker"
 SECONDS_BETWEEN_LOOKS = 0.05
 
 
-class Board:
+@dataclass
+class RunPosition:
+    """Where in the run this process is; kept by the trainer, read by another thread."""
+
+    step: int = 0  # of this run, from 1
+    started_at: int | None = None  # the iteration that this run started from, once it is known
+    phase: str | None = None
+    since: float = field(default_factory=time.monotonic)
+
+    def enter(self, phase: str | None):
+        """A phase of the step begins; None: between phases."""
+        self.phase, self.since = phase, time.monotonic()
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank's word."""
+
+    host: str
+    pids: str | None  # the space of process ids; containers on one host have one each
+    pid: int
+    wall_time: float  # seconds since 1970, when it was written
+    step: int = 0
+    started_at: int | None = None
+    phase: str | None = None
+    phase_s: float = 0.0  # time in this phase so far
+    begun: int = 0  # number of the collective it joined last
+    finished: int = 0  # and of the one it finished last
+    answers: bool = False  # written when asked, not of its own accord
+    left: str | None = None  # how it ended, if it could still say so
+    blameless: bool = False  # it left because another rank had, because it was told to, or at the end
+    stack: list[str] = field(default_factory=list)  # of its main thread, innermost first: "f (file.py:12)"
+
+    @property
+    def place(self) -> str:
+        """'iteration 52, phase data'."""
+        if not self.step:
+            return "the start, before the first step"
+        done = (
+            f"iteration {self.started_at + self.step}"
+            if self.started_at is not None
+            else f"step {self.step} of this run"
+        )
+        return f"{done}, phase {self.phase}" if self.phase else done
+
+    def dumps(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> "RankStatus":
+        """The other way."""
+        return cls(**json.loads(text))
+
+
+def describe_rank(where: RunPosition, counts: tuple[int, int], **more) -> RankStatus:
+    """This process's."""
+    return RankStatus(
+        socket.gethostname(),
+        pid_space(),
+        os.getpid(),
+        time.time(),
+        where.step,
+        where.started_at,
+        where.phase,
+        time.monotonic() - where.since,
+        *counts,
+        **more,
+    )
+
+
+def read_stack(thread: int) -> list[str]:
+    """Where a thread of this process is, innermost first."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return []
+    calls = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=MAX_FRAMES, lookup_lines=False)
+    return [f"{split_mark(call.name)[0]} ({call.filename}:{call.lineno})" for call in calls]
+
+
+class RankStore:
     """Reads and writes take a round trip to the store each. Errors are dist.DistError or RuntimeError."""
 
     def __init__(self, store: dist.Store, rank: int, size: int):
         self._store, self.rank, self.size = store, rank, size
 
-    def pin(self, post: Post):
+    def set_status(self, status: RankStatus):
         """Replace this rank's post."""
-        self._store.set(f"rank_{self.rank}", post.dumps())
+        self._store.set(f"rank_{self.rank}", status.dumps())
 
-    def posts(self, ranks) -> dict[int, Post]:
+    def get_statuses(self, ranks) -> dict[int, RankStatus]:
         """The newest of those that have written one."""
-        return {rank: Post.loads(self._store.get(key)) for rank in ranks if self._store.check([key := f"rank_{rank}"])}
+        return {
+            rank: RankStatus.loads(self._store.get(key)) for rank in ranks if self._store.check([key := f"rank_{rank}"])
+        }
 
-    def claim(self) -> bool:
+    def claim_speaker(self) -> bool:
         """May this rank speak for all? Only the first that asks; the question asks all ranks to answer."""
         first = self._store.add(SPEAKER, 1) == 1
         if first:
             self._store.set(FAILED, "")
         return first
 
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Did some rank give up? Then every rank should answer."""
         return self._store.check([FAILED])
 
-    def publish(self, line: str):
+    def publish_cause(self, line: str):
         """What the speaker has found out; empty for nothing."""
         self._store.set(VERDICT, line)
 
-    def published(self, within_s: float) -> str | None:
+    def wait_for_cause(self, within_s: float) -> str | None:
         """The speaker's line, when it comes in time."""
         end = time.monotonic() + within_s
         while not self._store.check([VERDICT]):

@@ -19,11 +19,16 @@ import torch.distributed as dist
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
-from megatron_lite.parallel.failure_cause import CLOSED, LATE, TERMINATED
 from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
-from megatron_lite.parallel.hang_diagnosis import ANSWER_SECONDS, VERDICT_SECONDS, Inquiry
-from megatron_lite.parallel.heartbeat import Post, Whereabouts, post_of, stack_of
-from megatron_lite.parallel.rank_store import Board
+from megatron_lite.parallel.hang_diagnosis import (
+    ANSWER_SECONDS,
+    CLOSED,
+    LATE,
+    TERMINATED,
+    VERDICT_SECONDS,
+    HangDiagnosis,
+)
+from megatron_lite.parallel.rank_store import RankStatus, RankStore, RunPosition, describe_rank, read_stack
 from megatron_lite.rank_errors import tell_error
 
 BEAT_SECONDS = 1.0
@@ -43,13 +48,13 @@ def lost_connection(error: BaseException) -> str | None:
     return text.rpartition("] ")[2].partition(". ")[0] if lost else None
 
 
-class Alone:
-    """The presence of a rank that has no others."""
+class NoWatchdog:
+    """The watchdog of a rank that has no others."""
 
     def __init__(self):
-        self.where = Whereabouts()
+        self.where = RunPosition()
 
-    def explained(self):
+    def explain_failures(self):
         """Nothing to explain."""
         return contextlib.nullcontext()
 
@@ -60,22 +65,22 @@ class Alone:
         """Nobody to tell."""
 
 
-class Presence:
+class Watchdog:
     """One rank's, from before the process group is made until it is left.
 
     Where the backend's failures do not reach Python (nccl), `backstop` makes this thread end the process at the limit.
     """
 
     def __init__(self, world: World, store: dist.Store, recorder: FlightRecorder, limit_s: float, *, backstop: bool):
-        self.where = Whereabouts()
+        self.where = RunPosition()
         self._world, self._recorder, self._limit_s, self._backstop = (
             world,
             recorder,
             limit_s,
             backstop,
         )
-        self._board = Board(store, world.rank, world.size)
-        self._inquiry = Inquiry(world, self._board, limit_s, ends_record=backstop)
+        self._store = RankStore(store, world.rank, world.size)
+        self._diagnosis = HangDiagnosis(world, self._store, limit_s, ends_record=backstop)
         self._main = threading.get_ident()
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
@@ -84,7 +89,7 @@ class Presence:
         self._waiting: Operation | None = None  # the one that does not finish
         self._failed_since: float | None = None
         self._speaks = self._over = False
-        self._thread = threading.Thread(target=self._watch, name="presence", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     # --- the trainer's thread
 
@@ -110,10 +115,10 @@ class Presence:
 
     def report_to(self, run_dir: Path):
         """Where what all ranks told is written when they fail."""
-        self._inquiry.run_dir = run_dir
+        self._diagnosis.run_dir = run_dir
 
     @contextlib.contextmanager
-    def explained(self):
+    def explain_failures(self):
         """Turns a collective's failure inside it into a RanksError that says which rank is to blame."""
         try:
             yield
@@ -129,7 +134,7 @@ class Presence:
         """Say goodbye, before the connections to the others are closed; `error` is what this rank ends with."""
         blameless = error is None or isinstance(error, (RanksError, KeyboardInterrupt))
         said = "no error" if error is None else (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
-        self._call(lambda: self._board.pin(self._post(left=said, blameless=blameless)), FAREWELL_SECONDS)
+        self._call(lambda: self._store.set_status(self._post(left=said, blameless=blameless)), FAREWELL_SECONDS)
 
     def _explain(self, error: Exception) -> RanksError | None:
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
@@ -139,7 +144,7 @@ class Presence:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         mine, detail = self._post(), lost_connection(error)
         done, found = self._call(
-            lambda: self._inquiry.into(LATE if late else CLOSED, mine, operation, detail),
+            lambda: self._diagnosis.diagnose(LATE if late else CLOSED, mine, operation, detail),
             ANSWER_SECONDS + VERDICT_SECONDS,
         )
         return found if done else RanksError(_store_is_gone(), ended=True)
@@ -181,8 +186,8 @@ class Presence:
 
     def _beat(self):
         self._notice_progress()
-        answers = self._board.failed()
-        self._board.pin(self._post(answers=answers))
+        answers = self._store.has_failed()
+        self._store.set_status(self._post(answers=answers))
         if answers:
             self._end_after_the_verdict()
         elif self._backstop and self._stuck and time.monotonic() - self._stuck[1] >= self._limit_s:
@@ -197,19 +202,19 @@ class Presence:
         elif self._waiting is None and time.monotonic() - self._stuck[1] >= LOOK_CLOSER * self._limit_s:
             self._waiting = self._recorder.unfinished()
 
-    def _post(self, answers: bool = False, **more) -> Post:
-        stack = stack_of(self._main) if answers else []
-        return post_of(self.where, self._recorder.counts(), answers=answers, stack=stack, **more)
+    def _post(self, answers: bool = False, **more) -> RankStatus:
+        stack = read_stack(self._main) if answers else []
+        return describe_rank(self.where, self._recorder.counts(), answers=answers, stack=stack, **more)
 
     def _end_after_the_verdict(self):
         """A rank that hangs for good must not outlive the others, whatever it hangs in."""
         self._failed_since = self._failed_since or time.monotonic()
-        if time.monotonic() - self._failed_since > GRACE_SECONDS and self._board.published(0):
+        if time.monotonic() - self._failed_since > GRACE_SECONDS and self._store.wait_for_cause(0):
             os._exit(RanksError.exit_code)
 
     def _give_up(self):
         waiting, self._stuck = self._recorder.unfinished(), None
-        found = self._inquiry.into(LATE, self._post(), waiting) if waiting is not None else None
+        found = self._diagnosis.diagnose(LATE, self._post(), waiting) if waiting is not None else None
         if found is not None and not found.told:
             tell_error(found, self._world)
             os._exit(found.exit_code)
@@ -220,10 +225,10 @@ class Presence:
         mine, operation = self._post(), self._recorder.unfinished()
         with contextlib.suppress(*STORE_ERRORS):
             if ends:
-                self._board.pin(self._post(left="SIGTERM", blameless=True))
-            if self._inquiry.dead_neighbour(mine, operation):
+                self._store.set_status(self._post(left="SIGTERM", blameless=True))
+            if self._diagnosis.has_dead_neighbor(mine, operation):
                 ends = True
-                found = self._inquiry.into(TERMINATED, mine, operation)
+                found = self._diagnosis.diagnose(TERMINATED, mine, operation)
                 if found is not None and not found.told:
                     tell_error(found, self._world)
         if ends:

@@ -32,7 +32,7 @@ from megatron_lite.model.gpt import GPT
 from megatron_lite.model.kernel_choice import works_in_pieces
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.parallel.recompute import recompute_layers
+from megatron_lite.parallel.layers import recompute_layers
 from megatron_lite.rehearsal.fake_ddp import without_other_ranks
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 from megatron_lite.train.run import DTYPES, attention_of, losses_of

@@ -1,10 +1,9 @@
 """A run's state, to a checkpoint and back."""
 
-import contextlib
 import dataclasses
 import logging
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from megatron_lite.checkpoint import folder, megatron_dist, torch_file
 from megatron_lite.checkpoint.background import Background, HostCopies
-from megatron_lite.checkpoint.find import chosen, newest_sound, open_checkpoint
+from megatron_lite.checkpoint.find import newest_sound, open_checkpoint
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import random_state, set_random_state
 from megatron_lite.checkpoint.sharding import share_of
@@ -25,83 +24,19 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.process_group import time_limit
 from megatron_lite.run_folder import RELEASE
 from megatron_lite.shared_files import open_regular
-from megatron_lite.train.checkpoint_fit import require_optimizer, require_schedule, require_shape, rotary_note
+from megatron_lite.train.checkpoint_checks import (
+    kernels_of,
+    other_kernels,
+    require_optimizer,
+    require_schedule,
+    require_shape,
+    rotary_note,
+)
 from megatron_lite.train.loop import Progress
 
 logger = logging.getLogger(__name__)
 
-# --- which kernels a run computes with, as far as its last bits depend on it: kept in checkpoints, so that a resumed run can tell
-
-ATTENTION_FLAGS = {
-    "sdpa flash": "flash",
-    "sdpa cudnn": "fused",
-    "explicit": "unfused",
-}  # by what Attend calls its kernel
-
-
-def kernels_of(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """{"attention": "sdpa flash", "torch_compile": "layers"}."""
-    return {"attention": model.decoder.layers[0].self_attention.attend.name, "torch_compile": plan.compilation.target}
-
-
-def other_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """A line for each that differs, with the flag that goes on as before. `saved`: {} of a checkpoint that does not say it."""
-    flags = {
-        "attention": f"--attention-backend {ATTENTION_FLAGS.get(saved.get('attention'), 'auto')}",
-        "torch_compile": f"--torch-compile {saved.get('torch_compile')}",
-    }
-    names = {"attention": "attention", "torch_compile": "torch.compile"}
-    for what, flag in flags.items():
-        if what in saved and saved[what] != now[what]:
-            yield (
-                f"{names[what]} was {saved[what]} and is {now[what]}: losses may differ in their last digits from those of "
-                f"an uninterrupted run; {flag} goes on as before."
-            )
-
-
-# --- A run's state, to a checkpoint and back
-
 SECONDS_TO_FINISH = 60  # for a save in the background of a run that fails
-MAX_WAIT_S = 60  # for the run that has --save: a launcher leaves its ranks half a minute to end
-
-
-def require_checkpoint(plan: Plan):
-    """Say now, before ranks meet, what --load, --ckpt-step and --pretrained-checkpoint cannot do. Touches nothing. CheckpointError."""
-    c = plan.args.checkpoint
-    found = chosen(Path(c.load), c.ckpt_step) if c.load is not None else None
-    if c.exit_on_missing_checkpoint and found is None and c.pretrained_checkpoint is None:
-        raise CheckpointError(
-            f"--load {c.load}: holds no checkpoint, and --exit-on-missing-checkpoint is given; check "
-            "the folder, or drop that flag to start afresh."
-        )
-    if c.pretrained_checkpoint is None or found is not None:
-        return
-    if chosen(Path(c.pretrained_checkpoint), None, "--pretrained-checkpoint") is None:
-        raise CheckpointError(
-            f"--pretrained-checkpoint {c.pretrained_checkpoint}: holds no checkpoint; check the folder."
-        )
-
-
-@contextlib.contextmanager
-def save_reserved(plan: Plan):
-    """Inside the block no other run saves to --save: the first rank has its lock. Collective; CheckpointError on all ranks."""
-    save = plan.args.checkpoint.save
-    if save is None or plan.args.training.skip_train:
-        yield
-        return
-    refusal: list = [None]
-    with contextlib.ExitStack() as held:
-        if plan.world.is_first:
-            try:
-                held.enter_context(
-                    folder.reserved(Path(save), min(MAX_WAIT_S, time_limit(plan).total_seconds() / 2), logger.info)
-                )
-            except CheckpointError as error:
-                refusal = [error]
-        dist.broadcast_object_list(refusal, src=0)
-        if refusal[0] is not None:
-            raise refusal[0]
-        yield
 
 
 class Checkpoints:

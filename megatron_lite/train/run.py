@@ -15,18 +15,17 @@ from torch import nn
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import WEIGHTS, mark_memory
-from megatron_lite.model.attend import Attend, Probe, choose_attention
-from megatron_lite.model.attention_race import Race, fastest
+from megatron_lite.model.attention import Attend
+from megatron_lite.model.attention_choice import Probe, Race, choose_attention, fastest
 from megatron_lite.model.fused_loss import Pieces, fused_token_losses
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.init import initialize
 from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once
 from megatron_lite.model.loss import token_losses
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.compiled import compile_layers, compiled, words_of
 from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.parallel.layers import compile_layers, compiled, describe_compilation, recompute_layers, recomputed
 from megatron_lite.parallel.process_group import device_of
-from megatron_lite.parallel.recompute import recompute_layers, recomputed
 from megatron_lite.phases import Phase
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.data_streams import DataStreams
@@ -144,7 +143,7 @@ def build_model(plan: Plan, device: torch.device) -> nn.Module:
     model.to(device=device, dtype=DTYPES[plan.precision])
     number = sum(parameter.numel() for parameter in model.parameters())
     logger.info(f"  number of parameters: {count(number)} ({short_count(number)})")
-    logger.info(f"  {words_of(plan)}")
+    logger.info(f"  {describe_compilation(plan)}")
     if plan.compiles_layers:
         compile_layers(plan, model.decoder.layers)
     recomputing = recompute_layers(plan.args.model, model.decoder.layers)

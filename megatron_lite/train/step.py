@@ -12,8 +12,7 @@ from megatron_lite.data.batch import Batch, make_batch
 from megatron_lite.data.to_device import ToDevice
 from megatron_lite.marks import STEP, mark_memory
 from megatron_lite.optim.optimizer import Optimizer, Update
-from megatron_lite.parallel.backward_hook import call_when_computed
-from megatron_lite.parallel.data_parallel import DataParallel, parameters_norm
+from megatron_lite.parallel.data_parallel import DataParallel, call_when_computed, parameters_norm
 from megatron_lite.phases import Phase
 
 

@@ -1,12 +1,24 @@
-"""Whether a checkpoint fits the flags."""
+"""What is checked of checkpoints: before a run begins, and whether one that is loaded fits the flags."""
 
+import contextlib
 import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch.distributed as dist
+from torch import nn
+
+from megatron_lite.checkpoint import folder
+from megatron_lite.checkpoint.find import chosen
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.process_group import time_limit
+
+logger = logging.getLogger(__name__)
+MAX_WAIT_S = 60  # for the run that has --save: a launcher leaves its ranks half a minute to end
 
 # free where a file of Megatron-LM does not say whether it was applied
 ROTARY_FACTOR = "rotary_seq_len_interpolation_factor"
@@ -41,6 +53,45 @@ SCHEDULE_FLAGS = {
     "weight_decay_style": "--weight-decay-incr-style",
     "weight_decay_samples": "the training in samples (--train-...)",
 }
+
+
+def require_checkpoint(plan: Plan):
+    """Say now, before ranks meet, what --load, --ckpt-step and --pretrained-checkpoint cannot do. Touches nothing. CheckpointError."""
+    c = plan.args.checkpoint
+    found = chosen(Path(c.load), c.ckpt_step) if c.load is not None else None
+    if c.exit_on_missing_checkpoint and found is None and c.pretrained_checkpoint is None:
+        raise CheckpointError(
+            f"--load {c.load}: holds no checkpoint, and --exit-on-missing-checkpoint is given; check "
+            "the folder, or drop that flag to start afresh."
+        )
+    if c.pretrained_checkpoint is None or found is not None:
+        return
+    if chosen(Path(c.pretrained_checkpoint), None, "--pretrained-checkpoint") is None:
+        raise CheckpointError(
+            f"--pretrained-checkpoint {c.pretrained_checkpoint}: holds no checkpoint; check the folder."
+        )
+
+
+@contextlib.contextmanager
+def save_reserved(plan: Plan):
+    """Inside the block no other run saves to --save: the first rank has its lock. Collective; CheckpointError on all ranks."""
+    save = plan.args.checkpoint.save
+    if save is None or plan.args.training.skip_train:
+        yield
+        return
+    refusal: list = [None]
+    with contextlib.ExitStack() as held:
+        if plan.world.is_first:
+            try:
+                held.enter_context(
+                    folder.reserved(Path(save), min(MAX_WAIT_S, time_limit(plan).total_seconds() / 2), logger.info)
+                )
+            except CheckpointError as error:
+                refusal = [error]
+        dist.broadcast_object_list(refusal, src=0)
+        if refusal[0] is not None:
+            raise refusal[0]
+        yield
 
 
 def require_shape(path: Path, record: Record, plan: Plan):
@@ -100,3 +151,32 @@ def _differences(mine: dict, saved: dict, flags: dict, free: set) -> str:
         for name in mine
         if name not in free and mine[name] != saved.get(name)
     )
+
+
+# --- which kernels a run computes with, as far as its last bits depend on it: kept in checkpoints, so that a resumed run can tell
+
+ATTENTION_FLAGS = {
+    "sdpa flash": "flash",
+    "sdpa cudnn": "fused",
+    "explicit": "unfused",
+}  # by what Attend calls its kernel
+
+
+def kernels_of(plan: Plan, model: nn.Module) -> dict[str, str]:
+    """{"attention": "sdpa flash", "torch_compile": "layers"}."""
+    return {"attention": model.decoder.layers[0].self_attention.attend.name, "torch_compile": plan.compilation.target}
+
+
+def other_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """A line for each that differs, with the flag that goes on as before. `saved`: {} of a checkpoint that does not say it."""
+    flags = {
+        "attention": f"--attention-backend {ATTENTION_FLAGS.get(saved.get('attention'), 'auto')}",
+        "torch_compile": f"--torch-compile {saved.get('torch_compile')}",
+    }
+    names = {"attention": "attention", "torch_compile": "torch.compile"}
+    for what, flag in flags.items():
+        if what in saved and saved[what] != now[what]:
+            yield (
+                f"{names[what]} was {saved[what]} and is {now[what]}: losses may differ in their last digits from those of "
+                f"an uninterrupted run; {flag} goes on as before."
+            )

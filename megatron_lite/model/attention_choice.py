@@ -1,22 +1,23 @@
-"""The attention kernels and the choice between them.
+"""The choice between attention kernels on this device: what a flag asks for, what torch can run, what is fastest here.
 
-Letters: B batch, N query heads, G query groups (key/value heads), T positions, D width of one head.
+Which fused kernel is fastest changes with GPU, shape and version, so on a GPU they are tried out. Letters as in attention.py.
 """
 
-import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from statistics import median
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError, first_line
+from megatron_lite.model.attention import Attend, explicit_attention, sdpa_arguments, sdpa_attention
 from megatron_lite.model.kernel_choice import EXPLICIT
 
 NAMES = {
@@ -27,22 +28,9 @@ NAMES = {
 }
 FORCED = {"flash": SDPBackend.FLASH_ATTENTION, "fused": SDPBackend.CUDNN_ATTENTION}
 CUDA_ONLY = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-
-
-@dataclass(frozen=True)
-class Attend:
-    """A chosen kernel.
-
-    function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, layer_number) -> out_BNTD; mask True = may attend, None =
-    causal; dropout is a probability; layer_number counts from 1.
-    name: what will run. why_not: one line for each fused kernel that cannot run here, if it was asked for. timed: what a race
-    of kernels measured, in words.
-    """
-
-    function: Callable[..., Tensor]
-    name: str
-    why_not: tuple[str, ...] = ()
-    timed: str = ""
+Trial = Callable[[], None]  # one forward and backward
+MARGIN = 1.05  # by how much another kernel must win: below, a resumed run might choose another, whose last bits differ
+WARM_UPS, REPEATS = 3, 7
 
 
 @dataclass(frozen=True)
@@ -56,7 +44,7 @@ class Probe:
 
     @property
     def arguments(self) -> dict:
-        return _sdpa_arguments(self.q_BNTD, self.k_BGTD, self.mask_B1TT, self.dropout)
+        return sdpa_arguments(self.q_BNTD, self.k_BGTD, self.mask_B1TT, self.dropout)
 
 
 def choose_attention(
@@ -76,7 +64,7 @@ def choose_attention(
     batch: sequences in a micro-batch. dtype: what q, k, v will have (under autocast: autocast's). masked: documents
     are kept apart by a mask. prefer_explicit: what auto means. explain: fill why_not, which costs a few more queries to torch.
     pick(probe, names of the fused kernels that can run, torch's own choice among them or None): a race of them, as of
-    attention_race.fastest, for auto; None: torch's own choice.
+    `fastest`, for auto; None: torch's own choice.
     Raises UserError if the flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
     """
     if backend in EXPLICIT or backend == "auto" and prefer_explicit:
@@ -87,93 +75,6 @@ def choose_attention(
     if backend in FORCED:
         return _forced(backend, probes)
     return _automatic(probes, explain, pick)
-
-
-def document_mask(documents_BT: Tensor) -> Tensor:
-    """mask_B1TT, True where the row's token may attend to the column's: same document number, not later."""
-    same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
-    return same.tril()
-
-
-def explicit_attention(
-    q_BNTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    mask_B1TT: Tensor | None,
-    dropout: float,
-    layer_number: int,
-    *,
-    fp32_softmax: bool,
-    scale_by_layer: bool,
-) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v with the scores held in memory; arguments and result as in Attend.
-
-    scale_by_layer: the stored scores are divided by layer_number, which keeps them in fp16's range, and multiplied
-    back inside the softmax (which then is in fp32).
-    """
-    k_BNTD, v_BNTD = _per_head(k_BGTD, q_BNTD), _per_head(v_BGTD, q_BNTD)
-    damping = layer_number if scale_by_layer else 1
-    scale = 1 / (math.sqrt(q_BNTD.shape[-1]) * damping)
-    scores = _scores(q_BNTD, k_BNTD, scale, mask_B1TT)
-    if fp32_softmax or scale_by_layer:
-        scores = scores.float() * damping
-    probabilities = scores.softmax(dim=-1).to(v_BNTD.dtype)
-    if dropout:
-        probabilities = F.dropout(probabilities, dropout)
-    return probabilities @ v_BNTD
-
-
-def _scores(q_BNTD: Tensor, k_BNTD: Tensor, scale: float, mask_B1TT: Tensor | None) -> Tensor:
-    """scale * q k^T, -inf where a token must not look; BNTT."""
-    if mask_B1TT is not None:
-        return ((q_BNTD * scale) @ k_BNTD.transpose(-2, -1)).masked_fill(~mask_B1TT, -math.inf)
-    rows, positions, width = q_BNTD.shape[:2].numel(), *q_BNTD.shape[2:]
-    future = torch.full((positions, positions), -math.inf, dtype=q_BNTD.dtype, device=q_BNTD.device).triu(1)
-    # scaling and masking within the product: no pass of their own over the scores
-    scores = torch.baddbmm(
-        future.expand(rows, -1, -1),
-        q_BNTD.reshape(rows, positions, width),
-        k_BNTD.reshape(rows, positions, width).transpose(1, 2),
-        alpha=scale,
-    )
-    return scores.view(*q_BNTD.shape[:3], positions)
-
-
-def sdpa_attention(
-    q_BNTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    mask_B1TT: Tensor | None,
-    dropout: float,
-    layer_number: int,
-    *,
-    backend: SDPBackend | None,
-    expand: bool,
-) -> Tensor:
-    """torch's scaled_dot_product_attention, restricted to one backend unless that is None.
-
-    expand: repeat keys and values per head, for kernels that know no groups. layer_number is not needed: the fused
-    kernels keep scores in fp32, so that dividing by it and multiplying back would change nothing.
-    """
-    if expand:
-        k_BGTD, v_BGTD = _per_head(k_BGTD, q_BNTD), _per_head(v_BGTD, q_BNTD)
-    arguments = _sdpa_arguments(q_BNTD, k_BGTD, mask_B1TT, dropout)
-    with nullcontext() if backend is None else sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q_BNTD, k_BGTD, v_BGTD, **arguments)
-
-
-def _sdpa_arguments(q_BNTD: Tensor, k_BGTD: Tensor, mask_B1TT: Tensor | None, dropout: float) -> dict:
-    return {
-        "attn_mask": mask_B1TT,
-        "dropout_p": dropout,
-        "is_causal": mask_B1TT is None,
-        "enable_gqa": q_BNTD.shape[1] != k_BGTD.shape[1],
-    }
-
-
-def _per_head(x_BGTD: Tensor, q_BNTD: Tensor) -> Tensor:
-    repeats = q_BNTD.shape[1] // x_BGTD.shape[1]
-    return x_BGTD if repeats == 1 else x_BGTD.repeat_interleave(repeats, dim=1)
 
 
 def _explicit(backend: str, shape: ModelShape, explain: bool) -> Attend:
@@ -264,3 +165,90 @@ def _reason(messages: list[str], backend: SDPBackend | None) -> str:
         elif inside:
             found.append(" ".join(text.split()))
     return "; ".join(found)
+
+
+# --- the race of fused kernels
+
+
+@dataclass(frozen=True)
+class Race:
+    """Kernels by name, of those that ran."""
+
+    winner: str | None  # None: none ran
+    times_ms: Mapping[str, float]  # forward and backward, median; {} where there was nothing to choose
+
+    @property
+    def words(self) -> str:
+        """'1.21 ms, flash 1.60 ms forward and backward'; empty where nothing was timed."""
+        if self.winner not in self.times_ms:
+            return ""
+        others = [
+            f"{name} {ms:.2f} ms"
+            for name, ms in sorted(self.times_ms.items(), key=lambda item: item[1])
+            if name != self.winner
+        ]
+        return f"{', '.join([f'{self.times_ms[self.winner]:.2f} ms', *others])} forward and backward"
+
+
+def fastest(probe: Probe, able: tuple[str, ...], preferred: str | None) -> Race:
+    """A race of the kernels `able` on this GPU, with arguments like the probe's. Leaves no memory behind."""
+    if len(able) < 2:
+        return Race(preferred, {})
+    trials = trials_of(probe, able)
+    found = race(trials, preferred, gpu_ms)
+    del trials
+    torch.cuda.empty_cache()
+    return found
+
+
+def trials_of(probe: Probe, names: tuple[str, ...]) -> dict[str, Trial]:
+    """Forward and backward of attention by each kernel, on normal numbers: zeros would be faster than any data."""
+    backends = {name: backend for backend, name in NAMES.items()}
+    q_BNTD, k_BGTD, v_BGTD = (
+        torch.randn_like(like).requires_grad_() for like in (probe.q_BNTD, probe.k_BGTD, probe.k_BGTD)
+    )
+    mask_B1TT = None if probe.mask_B1TT is None else torch.ones_like(probe.mask_B1TT).tril()
+    gradient_BNTD = torch.randn_like(q_BNTD)
+
+    def trial(name: str):
+        out_BNTD = sdpa_attention(
+            q_BNTD, k_BGTD, v_BGTD, mask_B1TT, probe.dropout, 1, backend=backends[name], expand=False
+        )
+        torch.autograd.grad(out_BNTD, (q_BNTD, k_BGTD, v_BGTD), gradient_BNTD)
+
+    return {name: partial(trial, name) for name in names}
+
+
+def race(trials: Mapping[str, Trial], preferred: str | None, time_ms: Callable[[Trial], float]) -> Race:
+    """The fastest of `trials`; `preferred`, torch's own choice, unless another is MARGIN faster. One trial is not timed.
+
+    A kernel that torch offers and that then fails is out of the race.
+    """
+    if len(trials) < 2:
+        return Race(preferred, {})
+    times = {}
+    for name, trial in trials.items():
+        try:
+            times[name] = time_ms(trial)
+        except RuntimeError:  # out of memory is one, too
+            continue
+    return Race(_winner(times, preferred), times)
+
+
+def _winner(times_ms: Mapping[str, float], preferred: str | None) -> str | None:
+    fastest = min(times_ms, key=times_ms.get, default=preferred)
+    stays = preferred in times_ms and times_ms[preferred] <= MARGIN * times_ms[fastest]
+    return preferred if stays else fastest
+
+
+def gpu_ms(trial: Trial) -> float:
+    """Median milliseconds of a trial in the current GPU's stream."""
+    for _ in range(WARM_UPS):
+        trial()
+    edges = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    edges[0].record()
+    for edge in edges[1:]:
+        trial()
+        edge.record()
+    torch.cuda.synchronize()
+    return median(first.elapsed_time(last) for first, last in pairwise(edges))

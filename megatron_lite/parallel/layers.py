@@ -1,0 +1,158 @@
+"""What is put on transformer layers from outside: torch.compile, and recomputation in backward.
+
+--torch-compile layers compiles one layer at a time: layers are alike, so that one compilation serves all; and gradients of a layer
+are there for DistributedDataParallel to reduce as soon as its backward is through, which a graph of the whole model would keep
+until its end. On GPUs the loss is compiled, too.
+"""
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from pathlib import Path
+from subprocess import CalledProcessError
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lite.config.args import ModelArgs
+from megatron_lite.config.machine import missing_compiler
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.recompute import recomputed_layers
+from megatron_lite.config.world import World
+from megatron_lite.errors import first_line
+
+TRAINING_AND_EVALUATION = 2  # the variants of a layer that a run needs
+LOSS_PIECES = 2  # forward and backward, in evaluation the same
+OLDEST = (7, 0)  # compute capability of the first GPUs that Triton compiles for
+PLACE = "TORCHINDUCTOR_CACHE_DIR"  # inductor's, and Triton's below it, unless TRITON_CACHE_DIR names another
+PROCESSORS = Path("/proc/cpuinfo")
+
+
+def no_compiler(world: World) -> str:
+    """Why inductor can make no kernels for this rank's GPU, with the remedy; empty: it can, or there is no GPU."""
+    if not world.gpus:
+        return ""
+    capability = torch.cuda.get_device_capability(world.gpu)
+    if capability < OLDEST:
+        return f"Triton compiles for GPUs of compute capability 7.0 and later, and this one has {'.'.join(map(str, capability))}"
+    return missing_compiler(on_gpu=True, environ=os.environ) or _refusal()
+
+
+def _refusal() -> str:
+    """Why Triton does not start; empty: it does. The first thing it does is to build and load a helper that launches its
+    kernels, which fails without libcuda, the C library's headers or a folder whose files may be run."""
+    try:
+        from triton.runtime.driver import driver
+
+        driver.active  # noqa: B018  made here
+    except CalledProcessError as error:
+        return f"Triton does not start here ({error.cmd[0]} failed to build what launches its kernels, see above)"
+    except (ImportError, AssertionError, RuntimeError) as error:
+        return f"Triton does not start here ({first_line(error)})"
+    return ""
+
+
+def expected_compilations(plan: Plan) -> int:
+    """At most, if nothing about the layers' inputs changes while training."""
+    # a layer that scales by its number is a variant of its own
+    layers = TRAINING_AND_EVALUATION * (plan.shape.num_layers if plan.shape.query_key_layer_scaling else 1)
+    return layers + (LOSS_PIECES if plan.compilation.loss else 0)
+
+
+def compile_layers(plan: Plan, layers: nn.ModuleList):
+    """Compile each layer's forward, at its first call. To be done before recomputation is put on, which then repeats
+    compiled layers. Parameters keep their names."""
+    import torch._dynamo  # takes a second, which runs without the flag do not pay
+
+    dynamo = torch._dynamo.config
+    dynamo.optimize_ddp = (
+        False  # would cut each layer at bucket edges, although buckets are reduced between layers anyway
+    )
+    # beyond its limit torch would go on eagerly, without a word
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * expected_compilations(plan))
+    for layer in layers:
+        layer.forward = compiled(plan, layer.forward)
+
+
+def compiled(plan: Plan, function: Callable) -> Callable:
+    """`function`, compiled for each shape at its first call."""
+    return torch.compile(function, backend=plan.args.training.torch_compile_backend, dynamic=False)
+
+
+def describe_compilation(plan: Plan) -> str:
+    """What is compiled, or why nothing is, and the way to the other."""
+    why = plan.compilation.why
+    if not plan.compiles_layers:
+        return f"torch.compile: none{why and f' ({why})'}"
+    backend = plan.args.training.torch_compile_backend
+    what = f"each of {plan.shape.num_layers} layers" + " and the loss" * plan.compilation.loss
+    return (
+        f"compiling {what} with {backend}{why and f' ({why})'}: the steps in "
+        "which that happens take longer and are left out of averages"
+    )
+
+
+# --- where compiled kernels are kept from one run to the next: torch's own place is a folder in /tmp, which a new container or a
+# restarted machine has lost
+
+
+def keep_compiled(environ: MutableMapping[str, str]) -> Path | None:
+    """Have inductor keep what it compiles in the user's cache folder, which all ranks of a machine share: it writes whole files.
+
+    Before torch's compiler is imported, which settles on a folder then. None, and all as torch has it, if the user named a folder or none can be written.
+    """
+    if PLACE in environ:
+        return None
+    folder = _cache_home(environ) / "megatron_lite" / "compiled" / f"torch-{torch.__version__}-{_processor()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return None
+    environ[PLACE] = str(folder)
+    return folder
+
+
+def _cache_home(environ: MutableMapping[str, str]) -> Path:
+    """XDG_CACHE_HOME, which counts only if absolute (XDG Base Directory Specification 0.8), else ~/.cache."""
+    named = Path(environ.get("XDG_CACHE_HOME", ""))
+    return named if named.is_absolute() else Path(environ.get("HOME", "/nonexistent")) / ".cache"
+
+
+def _processor() -> str:
+    """Eight digits for this kind of processor: C++ is compiled for the very one, under a key that does not name it, and
+    machines of a cluster may share a home."""
+    try:
+        lines = PROCESSORS.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        lines = []
+    telling = ("vendor_id", "model name", "flags", "Features", "CPU part")
+    kind = sorted({line for line in lines if line.split("\t")[0].strip() in telling}) or [
+        platform.machine(),
+        platform.processor(),
+    ]
+    return hashlib.sha256("\n".join(kind).encode()).hexdigest()[:8]
+
+
+# --- recomputation
+
+
+def recompute_layers(args: ModelArgs, layers: nn.ModuleList) -> int:
+    """Make layers forget their activations, as the flags say; returns how many. With --recompute-granularity selective none:
+    core attention alone is recomputed, which the fused kernels do by themselves.
+    """
+    number = recomputed_layers(
+        args.recompute_granularity, args.recompute_method, args.recompute_num_layers, len(layers)
+    )
+    for layer in layers[:number]:
+        layer.forward = recomputed(layer.forward)
+    return number
+
+
+def recomputed(function):
+    """`function`, keeping its inputs only. Random states are restored, so that dropout masks repeat."""
+    return partial(checkpoint, function, use_reentrant=False)
