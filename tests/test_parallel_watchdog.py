@@ -179,7 +179,7 @@ def record_on_two_ranks(world):
 
 
 def test_the_recorder_knows_what_waits(tmp_path):
-    first, second = on_ranks("test_parallel_presence:record_on_two_ranks", tmp_path)
+    first, second = on_ranks("test_parallel_watchdog:record_on_two_ranks", tmp_path)
     assert "counts 3 1" in first
     assert "oldest all_reduce #2 (3.9 KiB float32) | broadcast #3 (8 B bool) | 0" in first
     for output in (first, second):
@@ -279,7 +279,7 @@ def test_a_store_that_fails_or_hangs_is_told(ranks, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     for broken in (lambda *_: time.sleep(5), lambda *_: (_ for _ in ()).throw(dist.DistNetworkError("gone"))):
         one = ranks(post())
-        one._inquiry.into = broken
+        one._diagnosis.into = broken
         with pytest.raises(
             RanksError,
             match="MASTER_ADDR:MASTER_PORT there:99: the store there .* rank 0, which holds it, died, is stopped",
@@ -341,7 +341,7 @@ from megatron_lite.config.world import World
 from megatron_lite.parallel.rank_store import RankStore
 from megatron_lite.parallel.rank_store import RunPosition, describe_rank
 from megatron_lite.parallel.watchdog import Watchdog
-from test_parallel_presence import Recorder
+from test_parallel_watchdog import Recorder
 
 store, pid = dist.HashStore(), int(sys.argv[1])
 RankStore(store, 1, 2).set_status(dataclasses.replace(describe_rank(RunPosition(), (5, 5)), pid=pid))
