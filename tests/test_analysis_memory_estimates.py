@@ -15,8 +15,8 @@ from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
+from megatron_lite.estimate.layer_memory import MicroBatch
 from megatron_lite.estimate.memory import activation_bytes, logits_bytes, state_bytes
-from megatron_lite.estimate.sizes import Setting
 from megatron_lite.model.kernel_choice import MATH, UNFUSED
 from megatron_lite.units import MIB
 
@@ -34,8 +34,8 @@ SHAPE = ModelShape(
 SBH = 2048 * 4 * 1024
 
 
-def kept(width: int, recomputed: int = 0, **kind) -> int:
-    return activation_bytes(Setting(SHAPE, 4, width, **kind), recomputed)
+def kept(precision: str, recomputed: int = 0, **kind) -> int:
+    return activation_bytes(MicroBatch(SHAPE, 4, precision, **kind), recomputed)
 
 
 def statistics(layers: int, heads: int = 16) -> int:
@@ -45,20 +45,20 @@ def statistics(layers: int, heads: int = 16) -> int:
 
 def test_plain_gpts_activations_are_34_bytes_per_element():
     """Korthikanti et al. 2022, equation 2, and what stands around the layers: last norm, embedding's dropout."""
-    assert kept(2) == 24 * 34 * SBH + 5 * SBH + statistics(24)
+    assert kept("bf16") == 24 * 34 * SBH + 5 * SBH + statistics(24)
     scores = 16 * 2048**2 * 4
     unfused = 24 * (34 * SBH + 5 * scores) + 5 * SBH + statistics(24, heads=0)
-    assert kept(2, attention=UNFUSED) == unfused
-    assert kept(4, attention=MATH) == 24 * (66 * SBH + 9 * scores) + 9 * SBH + statistics(24, 0)
+    assert kept("bf16", attention=UNFUSED) == unfused
+    assert kept("fp32", attention=MATH) == 24 * (66 * SBH + 9 * scores) + 9 * SBH + statistics(24, 0)
     on_cpu = 24 * (72 * SBH + 12 * scores) + 12 * SBH + statistics(24, 0)  # masks of fp32 numbers
-    assert kept(4, attention=MATH, on_cpu=True) == on_cpu
+    assert kept("fp32", attention=MATH, on_cpu=True) == on_cpu
 
 
 def test_recomputed_layers_keep_their_input_and_one_is_there_again():
     one, norm = 34 * SBH, statistics(0)
     layer = one + statistics(1) - norm
-    assert kept(2, recomputed=24) == 24 * 2 * SBH + layer + 3 * SBH
-    assert kept(2, recomputed=1) == 23 * layer + 2 * SBH + 5 * SBH + norm
+    assert kept("bf16", recomputed=24) == 24 * 2 * SBH + layer + 3 * SBH
+    assert kept("bf16", recomputed=1) == 23 * layer + 2 * SBH + 5 * SBH + norm
 
 
 def test_states_and_logits():
@@ -71,11 +71,11 @@ def test_states_and_logits():
     assert state_bytes(100, "fp32", False, "sgd", momentum=False)["moments"] == 0
     rows = 2**24 // 50304  # whose logits are in fp32, beside their softmax
     tokens = 4 * 2048
-    assert logits_bytes(Setting(SHAPE, 4, 2, in_fp16=True)) == (2 * tokens + 8 * rows) * 50304
-    assert logits_bytes(Setting(SHAPE, 4, 2)) == (2 * tokens + 4 * rows) * 50304
-    assert logits_bytes(Setting(SHAPE, 4, 4)) == 4 * tokens * (50304 + 1024)
-    assert logits_bytes(Setting(replace(SHAPE, padded_vocab_size=256), 1, 2)) == 2 * 2048 * (256 + 1024)
-    assert logits_bytes(Setting(replace(SHAPE, padded_vocab_size=4096), 1, 2)) == (2 + 4) * 2048 * 4096
+    assert logits_bytes(MicroBatch(SHAPE, 4, "fp16")) == (2 * tokens + 8 * rows) * 50304
+    assert logits_bytes(MicroBatch(SHAPE, 4, "bf16")) == (2 * tokens + 4 * rows) * 50304
+    assert logits_bytes(MicroBatch(SHAPE, 4, "fp32")) == 4 * tokens * (50304 + 1024)
+    assert logits_bytes(MicroBatch(replace(SHAPE, padded_vocab_size=256), 1, "bf16")) == 2 * 2048 * (256 + 1024)
+    assert logits_bytes(MicroBatch(replace(SHAPE, padded_vocab_size=4096), 1, "bf16")) == (2 + 4) * 2048 * 4096
 
 
 def sized(size: int, stream: int = 0) -> Allocation:

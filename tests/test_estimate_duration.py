@@ -4,7 +4,7 @@ import pytest
 from command_lines import plan
 
 from megatron_lite.config.world import World
-from megatron_lite.estimate.duration import duration_of
+from megatron_lite.estimate.step_time import duration_of
 
 GPT2 = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "

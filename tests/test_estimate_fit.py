@@ -9,10 +9,9 @@ from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
-from megatron_lite.estimate.fitting_flags import NO_RECOMPUTE, fit, what_if
 from megatron_lite.estimate.hardware import Processor, processor_called
-from megatron_lite.estimate.peak import predict_memory
-from megatron_lite.estimate.what_if import Variant, variant_of
+from megatron_lite.estimate.memory import predict_memory
+from megatron_lite.estimate.what_if import NO_RECOMPUTE, Variant, fit, variant_of, what_if
 from megatron_lite.units import GIB
 
 MEDIUM = ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "

@@ -7,10 +7,20 @@ from launch import flags, plan_of
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.alignment import best_multiple, least_multiple, padded
-from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER, workspace_bytes
-from megatron_lite.estimate.hardware import PROCESSORS, peak_tflops, peak_tflops_of, processor_called, processor_of
-from megatron_lite.estimate.peak import predict_memory
+from megatron_lite.estimate.hardware import (
+    CUBLAS_WORKSPACE,
+    CUBLAS_WORKSPACE_SINCE_HOPPER,
+    PROCESSORS,
+    best_multiple,
+    cublas_workspace_bytes,
+    least_multiple,
+    padded,
+    peak_tflops,
+    peak_tflops_of,
+    processor_called,
+    processor_of,
+)
+from megatron_lite.estimate.memory import predict_memory
 
 
 @pytest.mark.parametrize(
@@ -219,7 +229,7 @@ def test_sizes_that_tensor_cores_like():
 def test_cublas_takes_more_on_newer_gpus(words, gpu, expected):
     plan = plan_of(flags(words), World(gpus=1))
     processor = processor_called(gpu) if gpu else None
-    assert workspace_bytes(plan, processor) == expected
+    assert cublas_workspace_bytes(processor, plan.args.training.deterministic_mode) == expected
     [row] = [
         row for row in predict_memory(plan, processor).peak.rows if row.category == "workspace" and "cuBLAS" in row.name
     ]

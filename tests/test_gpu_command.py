@@ -23,7 +23,7 @@ from benchmarks.training.command_line import chosen, parser, work_of
 from benchmarks.training.contestants import Contestant, command
 from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.estimate.hardware import processor_called
-from megatron_lite.estimate.peak import predict_memory
+from megatron_lite.estimate.memory import predict_memory
 
 A, B, C = (Part(name, name, share) for name, share in (("a", 1), ("b", 1), ("c", 2)))
 TESTS = """

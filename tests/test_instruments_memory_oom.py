@@ -12,7 +12,7 @@ from snapshots import live_at_each_moment, protocol, read_snapshot, trace
 from waiting import LIMIT_S
 
 from megatron_lite.config.world import World
-from megatron_lite.estimate.peak import predict_memory
+from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.instruments import memory_oom as memory_advice
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_history import memory_instruments

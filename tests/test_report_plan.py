@@ -7,10 +7,9 @@ from command_lines import plan
 
 from megatron_lite.cli.plan import _parser
 from megatron_lite.config.world import World
-from megatron_lite.estimate.duration import duration_of
 from megatron_lite.estimate.hardware import Processor, processor_called
 from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
-from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.estimate.step_time import duration_of, predict_time
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
 from megatron_lite.report.plan_json import as_json
 from megatron_lite.report.plan_terminal import exact, plan_lines, time

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megatron_lite.cli.planned_run import PlannedRun
 from megatron_lite.errors import ConfigError, UserError
-from megatron_lite.estimate.cublas import workspace_bytes
-from megatron_lite.estimate.hardware import Processor
+from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes
 from megatron_lite.live_line import LiveLine
 from megatron_lite.report.plan_figures import Exact
 
@@ -21,7 +20,7 @@ def exact(run: PlannedRun, snapshot: Path, processor: Processor | None = None) -
     """Figures of the walk, whose snapshot is then at `snapshot`. UserError where torch is not there or the flags do not work."""
     request = {
         "flags": list(run.flags), "world": dataclasses.asdict(run.plan.world), "vocab_size": run.plan.vocab_size,
-        "snapshot": str(snapshot), "workspace": workspace_bytes(run.plan, processor),
+        "snapshot": str(snapshot), "workspace": cublas_workspace_bytes(processor, run.plan.args.training.deterministic_mode),
     }  # fmt: skip
     started, line = time.monotonic(), LiveLine()
     line.draw("walking the real model and step, without data")

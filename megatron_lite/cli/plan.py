@@ -14,13 +14,12 @@ from megatron_lite.config.flops import step_flops
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.duration import duration_of
-from megatron_lite.estimate.fitting_flags import MARGIN, fit, what_if
 from megatron_lite.estimate.hardware import Processor, processor_called
 from megatron_lite.estimate.inference import InferencePrediction, predict_inference
+from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.params import parameter_parts
-from megatron_lite.estimate.peak import predict_memory
-from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.estimate.step_time import duration_of, predict_time
+from megatron_lite.estimate.what_if import MARGIN, fit, what_if
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
 from megatron_lite.report.plan_terminal import plan_lines
 from megatron_lite.report.text import style_of

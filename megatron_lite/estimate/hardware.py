@@ -260,3 +260,44 @@ def _words(name: str) -> list[str]:
     words = [re.sub(r"^(\d+)gi?b$", r"\1", re.sub(r"^sxm\d$", "sxm", word)) for word in words]
     words = [re.sub(r"^rtx(?=\d)", "", word) for word in words]
     return [word for word in words if word not in _NO_MODEL]
+
+
+# --- the memory that cuBLAS works in, which torch takes from its allocator at the first matrix product and keeps
+
+# ATen/cuda/CUDABlas.cpp, parseChosenWorkspaceSize: ":4096:2:16:8", on Hopper and Blackwell ":4096:8"
+# (docs.nvidia.com/cuda/cublas, CUBLAS_WORKSPACE_CONFIG). One for each thread that multiplies: forward's and backward's.
+CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) * 1024
+CUBLAS_WORKSPACE_SINCE_HOPPER = 8 * 4096 * 1024
+CUBLAS_THREADS = 2
+
+
+def cublas_workspace_bytes(processor: Processor | None, deterministic: bool) -> int:
+    """Size of one workspace. Where the GPU is not known, an older one's; --deterministic-mode asks for Hopper's on all."""
+    newer = processor is not None and processor.since_hopper
+    return CUBLAS_WORKSPACE_SINCE_HOPPER if newer or deterministic else CUBLAS_WORKSPACE
+
+
+# --- sizes of matrix products that the hardware likes
+#
+# Source: NVIDIA Deep Learning Performance, "Matrix Multiplication Background User's Guide", 2023-02: tensor cores work
+# best on M, N and K of a multiple of 16 bytes (before cuBLAS 11 they needed that), on A100 of 128 bytes; and results are
+# cut into tiles of up to 256x128.
+
+MIN_BYTES = 16  # below it loads are narrow, and old libraries leave the tensor cores alone
+BEST_BYTES = 128  # a whole line of the cache
+TILE = 128  # edge of a usual tile of the result: a size just above a multiple leaves the last tiles nearly empty
+
+
+def least_multiple(element_bytes: int) -> int:
+    """Elements that a size must be a multiple of for full loads: 8 for fp16 and bf16, 4 for TF32, 16 for fp8."""
+    return max(1, MIN_BYTES // element_bytes)
+
+
+def best_multiple(element_bytes: int) -> int:
+    """Elements that a size should be a multiple of: 64 for fp16 and bf16, 32 for TF32, 128 for fp8."""
+    return max(1, BEST_BYTES // element_bytes)
+
+
+def padded(size: int, multiple: int) -> int:
+    """The next multiple: padded(50257, 64) is 50304."""
+    return -(-size // multiple) * multiple

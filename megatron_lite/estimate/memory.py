@@ -1,17 +1,61 @@
-"""How many bytes a training step needs, in closed form: a cross-check beside what was measured.
+"""Memory of a training step in closed form: an estimate within 3% of what the real step takes, and without torch.
 
-Letters: N parameters, L layers, b micro-batch, s sequence, h hidden, V padded vocabulary. The forms tell how much, not when:
-fragmentation and workspaces of libraries come on top.
+The exact answer is megatron_lite/rehearsal, which walks the real model and step without data; tests hold the two side by side.
+
+Letters: N parameters, L layers, n tokens of a micro-batch, h hidden, V padded vocabulary, e bytes of one activation.
 """
 
-from megatron_lite.estimate.activations import input_of_layer, kept_at_ends, kept_by_embedding, kept_by_layer, total
-from megatron_lite.estimate.loss import in_cross_entropy, in_loss_backward
-from megatron_lite.estimate.sizes import FP32, PASSING, Setting
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.recompute import recomputed_layers
+from megatron_lite.estimate.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes
+from megatron_lite.estimate.layer_memory import (
+    FP32,
+    GRADIENTS,
+    RECOMPUTED,
+    MicroBatch,
+    element_bytes,
+    kept_by_layer,
+    layer_backward,
+    plan_micro_batch,
+)
+from megatron_lite.estimate.params import parameter_count, parameter_parts
+from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
+from megatron_lite.model.kernel_choice import rows_at_once
+from megatron_lite.phases import Phase
+from megatron_lite.units import count
+
+INT64 = 8
+LOGITS = "logits and loss"
 
 
-def element_bytes(precision: str) -> int:
-    """Of weights and activations in fp32, fp16 or bf16."""
-    return 4 if precision == "fp32" else 2
+def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPrediction:
+    """What tensors of one rank hold at the moments of a step at which that can be most.
+
+    As torch's allocator counts them on the plan's device; without what lies outside of it (the CUDA context, NCCL),
+    without fragmentation, and for layers that are not compiled.
+    processor: the GPU, whose cuBLAS takes more on newer ones; None: an older one.
+    """
+    always = [*_states(plan), *_workspaces(plan, processor)]
+    updating = [*always, *_whole_gradients(plan)]
+    return MemoryPrediction(
+        (
+            *_forward_and_backward(plan, always),
+            _moment(Phase.CLIP_GRAD, "gradient norm", updating),
+            _moment(Phase.OPTIMIZER_STEP, "update of the weights", [*updating, *_decayed_weights(plan)]),
+        )
+    )
+
+
+def count_recomputed_layers(plan: Plan) -> int:
+    """The first so many layers forget their activations."""
+    m = plan.args.model
+    return recomputed_layers(m.recompute_granularity, m.recompute_method, m.recompute_num_layers, plan.shape.num_layers)
+
+
+# --- what lives from step to step or comes with gradients and the optimizer
 
 
 def state_bytes(
@@ -30,7 +74,163 @@ def state_bytes(
     }
 
 
-def activation_bytes(setting: Setting, recomputed_layers: int = 0) -> int:
+def _per_parameter(category: str, name: str, each: int, number: int) -> LedgerRow:
+    return LedgerRow(category, name, each * number, f"{each} bytes x {count(number)} parameters")
+
+
+def _accumulates(plan: Plan) -> bool:
+    """Whether a step has several micro-batches."""
+    return plan.micro_batches(plan.train_samples) > 1
+
+
+def _states(plan: Plan) -> list[LedgerRow]:
+    number, optimizer, data = parameter_count(plan.shape), plan.args.optimizer, plan.args.data
+    found = state_bytes(number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0)
+    names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
+    rows = [_per_parameter(category, name, found[category] // number, number) for category, name in names.items()]
+    if plan.fp32_gradients:
+        rows.append(_per_parameter("gradients", "fp32 sums of gradients", FP32, number))
+    if plan.world.size > 1:
+        name, each = "DistributedDataParallel's buckets", element_bytes(plan.precision)
+        rows.append(_per_parameter("gradients", name, each, number))
+    tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
+    tensors = 2 + data.reset_position_ids + data.reset_attention_mask
+    formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
+    return [*rows, LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)]
+
+
+def _workspaces(plan: Plan, processor: Processor | None) -> list[LedgerRow]:
+    """cuBLAS' workspaces, from the first step on."""
+    if plan.device == "cpu":
+        return []
+    each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
+    formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
+    return [LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula)]
+
+
+def _gradients(plan: Plan, number: int) -> list[LedgerRow]:
+    """As backward computes them."""
+    return [_per_parameter("gradients", "gradients", element_bytes(plan.precision), number)]
+
+
+def _whole_gradients(plan: Plan) -> list[LedgerRow]:
+    """What the optimizer finds beside the states, unless gradients lie in fp32 sums or buckets, and its fp32 copies of 16 bits."""
+    number, rows = parameter_count(plan.shape), []
+    if not plan.fp32_gradients and plan.world.size == 1:
+        rows += _gradients(plan, number)
+    if not plan.fp32_gradients and plan.precision != "fp32":
+        rows.append(_per_parameter("gradients", "fp32 copies of gradients", FP32, number))
+    return rows
+
+
+def _decayed_weights(plan: Plan) -> list[LedgerRow]:
+    """SGD's weight decay that changes is added to gradients by hand: weights times decay (optim/optimizer.py)."""
+    if plan.args.optimizer.optimizer != "sgd" or plan.learning_rate.weight_decay_style == "constant":
+        return []
+    return [_per_parameter("workspace", "decayed weights", FP32, parameter_count(plan.shape))]
+
+
+# --- forward and backward of the last micro-batch, which finds the gradients of those before it
+
+
+def _forward_and_backward(plan: Plan, always: list[LedgerRow]) -> list[Moment]:
+    shape, batch = plan.shape, _micro_batch(plan)
+    recomputed, parts = count_recomputed_layers(plan), parameter_parts(plan.shape)
+    # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
+    stay = not (plan.fp32_gradients or _accumulates(plan) or plan.world.size > 1)
+    earlier = _gradients(plan, parameter_count(shape)) if _accumulates(plan) and not plan.fp32_gradients else []
+    base = [*always, *earlier]
+    matrix = _gradients(plan, shape.padded_vocab_size * shape.hidden_size)  # of the output layer
+    made = matrix if stay or shape.tied_embeddings else []  # a tied one waits for the embedding's
+    layer_parameters = (sum(parts[name] for name in ("attention", "MLP", "norms"))) // shape.num_layers
+
+    def below(number: int) -> list[LedgerRow]:
+        return _kept_by_layers(batch, number, min(number, recomputed))
+
+    def backward(number: int) -> Moment:
+        outside = [*base, *below(number - 1), *batch.dropout_masks(1), *made]
+        if stay:
+            outside += _gradients(plan, (shape.num_layers - number) * layer_parameters)
+        if number <= recomputed and batch.norms_copy_to_fp32:
+            outside.append(batch.row(RECOMPUTED, shape.hidden_size))
+        moments = []
+        for operation, weights, held in layer_backward(batch):
+            new = shape.hidden_size * shape.ffn_hidden_size if weights or stay else 0
+            where = f"layer {number}, {operation}"
+            moments.append(_moment(Phase.BACKWARD, where, [*outside, *held, *_gradients(plan, new)]))
+        return max(moments, key=lambda moment: moment.num_bytes)
+
+    at_loss = [*base, *below(shape.num_layers), *_kept_at_ends(batch)]
+    hidden = batch.row(GRADIENTS, shape.hidden_size, category="workspace")
+    losses = [Phase.FORWARD, *([Phase.BACKWARD] if batch.precision == "fp16" else [])]
+    # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
+    turns = sorted({shape.num_layers, recomputed + 1, recomputed, 1} - {0, shape.num_layers + 1}, reverse=True)
+    whole = [*_gradients(plan, parameter_count(shape)), *(matrix if shape.tied_embeddings else [])]
+    # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
+    is_third = shape.tied_embeddings and (batch.on_cpu or batch.precision == "fp16")
+    embedding = [
+        *base,
+        *(whole if stay else [*made, *matrix]),
+        max([hidden, *(matrix if is_third else [])], key=lambda row: row.num_bytes),
+    ]
+    return [
+        *(_moment(phase, "cross entropy", [*at_loss, *_cross_entropy(batch)]) for phase in losses),
+        _moment(Phase.BACKWARD, "output layer", [*at_loss, _logits(batch), hidden, *matrix]),
+        *map(backward, turns),
+        _moment(Phase.BACKWARD, "embedding", embedding),
+    ]
+
+
+def _micro_batch(plan: Plan) -> MicroBatch:
+    a = plan.args
+    return plan_micro_batch(
+        plan.shape,
+        a.training.micro_batch_size,
+        plan.precision,
+        plan.device,
+        a.model.attention_backend,
+        a.data.reset_attention_mask,
+        a.model.recompute_granularity,
+        plan.world.threads,
+    )
+
+
+def _kept_by_layers(batch: MicroBatch, number: int, recomputed: int) -> list[LedgerRow]:
+    """`number` layers, of which `recomputed` keep their input only."""
+    rows = [_repeat(row, number - recomputed) for row in kept_by_layer(batch)]
+    return [*rows, _repeat(batch.row(RECOMPUTED, batch.shape.hidden_size), recomputed)]
+
+
+def _kept_at_ends(batch: MicroBatch) -> list[LedgerRow]:
+    """The embedding's dropout, and the last norm up to the output layer's input."""
+    hidden = batch.shape.hidden_size
+    return [
+        *batch.dropout_masks(1),
+        *batch.kept_by_norm(hidden),
+        batch.row("inputs of linear layers", hidden),
+    ]
+
+
+def _logits(batch: MicroBatch) -> LedgerRow:
+    row = batch.row("logits, later their gradients", batch.shape.padded_vocab_size, category=LOGITS)
+    return replace(row, formula=f"{row.formula} words")
+
+
+def _cross_entropy(batch: MicroBatch) -> list[LedgerRow]:
+    """The logits, kept for backward; in 16 bits an fp32 copy of some rows, which becomes softmax; in fp16 the copy and its softmax."""
+    if batch.precision == "fp32":
+        return [_logits(batch)]
+    words = batch.shape.padded_vocab_size
+    number = min(batch.tokens, rows_at_once(words, batch.threads if batch.on_cpu else 0))
+    formula = f"{FP32} bytes x {count(number)} tokens at a time x {count(words)} words"
+    rows = LedgerRow(LOGITS, "rows of logits in fp32", FP32 * number * words, formula)
+    return [_logits(batch), _repeat(rows, 2 if batch.precision == "fp16" else 1)]
+
+
+# --- sums that stand beside a measured snapshot
+
+
+def activation_bytes(batch: MicroBatch, recomputed: int = 0) -> int:
     """Most bytes that forward keeps for backward: when it reaches the logits, or when backward has computed the last
     recomputed layer again.
 
@@ -38,17 +238,37 @@ def activation_bytes(setting: Setting, recomputed_layers: int = 0) -> int:
     (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its scores
     down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
     """
-    shape = setting.shape
-    layer, inputs = total(kept_by_layer(setting)), recomputed_layers * total(input_of_layer(setting))
-    at_logits = (shape.num_layers - recomputed_layers) * layer + inputs + total(kept_at_ends(setting))
-    result = setting.hidden(PASSING).num_bytes if shape.hidden_dropout else 0  # of the last dropout computed again
-    again = inputs + layer + total(kept_by_embedding(setting)) + result if recomputed_layers else 0
-    return max(at_logits, again)
+    at_logits = [*_kept_by_layers(batch, batch.shape.num_layers, recomputed), *_kept_at_ends(batch)]
+    if not recomputed:
+        return _sum(at_logits)
+    result = batch.shape.hidden_size if batch.shape.hidden_dropout else 0  # of the last dropout computed again
+    again = [*_kept_by_layers(batch, recomputed, recomputed), *kept_by_layer(batch), *batch.dropout_masks(1)]
+    return max(_sum(at_logits), _sum([*again, batch.row(GRADIENTS, result)]))
 
 
-def logits_bytes(setting: Setting) -> int:
-    """Of the loss at its highest: all logits in the model's precision, e*s*b*V, and either some rows of them in fp32, or what its
+def logits_bytes(batch: MicroBatch) -> int:
+    """The loss at its highest: all logits in the model's precision, e*s*b*V, and either some rows of them in fp32, or what its
     backward works with: as much as its input, e*s*b*h."""
-    forward = total(in_cross_entropy(setting))
-    # fp16's products are torch's own
-    return forward if setting.in_fp16 else max(forward, total(in_loss_backward(setting)))
+    forward = _sum(_cross_entropy(batch))
+    backward = _sum([_logits(batch), batch.row(GRADIENTS, batch.shape.hidden_size)])
+    return forward if batch.precision == "fp16" else max(forward, backward)  # fp16's products are torch's own
+
+
+def _sum(rows: Iterable[LedgerRow]) -> int:
+    return sum(row.num_bytes for row in rows)
+
+
+def _repeat(row: LedgerRow, times: int) -> LedgerRow:
+    formula = row.formula if times == 1 else f"{count(times)} x {row.formula}"
+    return replace(row, num_bytes=times * row.num_bytes, formula=formula)
+
+
+def _moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:
+    """One row for each name, largest first."""
+    merged: dict[tuple[str, str], LedgerRow] = {}
+    for row in filter(lambda row: row.num_bytes, rows):
+        known = merged.get((row.category, row.name))
+        if known:
+            row = replace(row, num_bytes=known.num_bytes + row.num_bytes, formula=f"{known.formula} + {row.formula}")
+        merged[row.category, row.name] = row
+    return Moment(phase.value, where, tuple(sorted(merged.values(), key=lambda row: -row.num_bytes)))

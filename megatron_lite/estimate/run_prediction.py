@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.fitting_flags import MARGIN, fit
 from megatron_lite.estimate.hardware import Processor, processor_of
-from megatron_lite.estimate.peak import predict_memory
+from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.prediction import MemoryPrediction, Moment, TimePrediction
 from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.estimate.what_if import MARGIN, fit
 from megatron_lite.units import GIB, count, size
 
 NAMED = 4  # categories of the peak, in the console's line

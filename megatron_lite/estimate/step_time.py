@@ -12,14 +12,12 @@ from megatron_lite.config import flops
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate import traffic
-from megatron_lite.estimate.attention_kernel import attention_of
 from megatron_lite.estimate.hardware import Processor, peak_tflops_of
-from megatron_lite.estimate.micro_batch import layers_recomputed
+from megatron_lite.estimate.layer_memory import FP32, element_bytes
+from megatron_lite.estimate.memory import count_recomputed_layers
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.prediction import TimePrediction, TimeRow
-from megatron_lite.estimate.traffic import gradient_bytes
-from megatron_lite.model.kernel_choice import FUSED
+from megatron_lite.model.kernel_choice import FUSED, predict_attention_kernel
 from megatron_lite.units import count
 
 # --- what one rank has to do in a training step at least, on any hardware: operations, and bytes to and from memory
@@ -54,7 +52,8 @@ def sequences_of(plan: Plan) -> int:
 
 def stores_scores(plan: Plan) -> bool:
     """Does attention write its scores down, because it was told to or because no fused kernel fits?"""
-    return attention_of(plan)[0] != FUSED
+    backend, masked = plan.args.model.attention_backend, plan.args.data.reset_attention_mask
+    return predict_attention_kernel(plan.shape, plan.precision, plan.device, backend, masked)[0] != FUSED
 
 
 def _layers(plan: Plan) -> Iterator[Part]:
@@ -68,10 +67,10 @@ def _layers(plan: Plan) -> Iterator[Part]:
     yield _attention(plan)
     of_tokens = f"{layers} layers x {count(tokens)} tokens"
     if stores_scores(plan):
-        per_token = traffic.scores_bytes_per_token(shape, plan.precision)
+        per_token = scores_bytes_per_token(shape, plan.precision)
         yield _moved("attention's scores", layers * tokens, per_token, of_tokens, 3 / 5)
-    per_token = traffic.layers_bytes_per_token(shape, plan.precision, plan.compiles_layers)
-    again = traffic.forward_bytes_per_token(shape, plan.precision, plan.compiles_layers)
+    per_token = layers_bytes_per_token(shape, plan.precision, plan.compiles_layers)
+    again = forward_bytes_per_token(shape, plan.precision, plan.compiles_layers)
     yield _moved("norms, activations, dropout", layers * tokens, per_token, of_tokens, 1 - again / per_token)
 
 
@@ -90,19 +89,24 @@ def _scores(shape: ModelShape, stored: bool) -> str:
 
 def _loss(plan: Plan) -> Iterator[Part]:
     tokens = sequences_of(plan) * plan.shape.seq_length
-    per_token = traffic.logits_bytes_per_token(plan.shape, plan.precision)
+    per_token = logits_bytes_per_token(plan.shape, plan.precision)
     yield _moved("loss", tokens, per_token, f"{count(tokens)} tokens", 2 / 3)
 
 
 def _recomputed(plan: Plan) -> Iterator[Part]:
     """Time, but no part of the FLOPs by which utilisation is counted."""
-    shape, sequences, layers, stored = plan.shape, sequences_of(plan), layers_recomputed(plan), stores_scores(plan)
+    shape, sequences, layers, stored = (
+        plan.shape,
+        sequences_of(plan),
+        count_recomputed_layers(plan),
+        stores_scores(plan),
+    )
     selective = stored and plan.args.model.recompute_granularity == "selective"
     attended = shape.num_layers if selective else layers
     tokens = sequences * shape.seq_length
     linear = flops.linear_flops(shape, sequences) - _not_repeated(shape, sequences)
     attention = flops.attention_flops(shape, sequences, causal=not stored)
-    again = traffic.forward_bytes_per_token(shape, plan.precision, plan.compiles_layers)
+    again = forward_bytes_per_token(shape, plan.precision, plan.compiles_layers)
     yield Part(
         "recomputed products",
         COMPUTE,
@@ -118,7 +122,7 @@ def _recomputed(plan: Plan) -> Iterator[Part]:
         1.0,
     )
     if stored:
-        scores = traffic.forward_scores_bytes_per_token(shape, plan.precision)
+        scores = forward_scores_bytes_per_token(shape, plan.precision)
         yield _moved("recomputed scores", attended * tokens, scores, f"{attended} layers x {count(tokens)} tokens", 1.0)
     yield _moved(
         "recomputed norms, activations, dropout",
@@ -139,7 +143,7 @@ def _optimizer(plan: Plan) -> Part:
     return _moved(
         "gradients' norm, optimizer",
         number,
-        traffic.optimizer_bytes_per_parameter(plan),
+        optimizer_bytes_per_parameter(plan),
         f"{count(number)} parameters",
         0.0,
     )
@@ -147,6 +151,67 @@ def _optimizer(plan: Plan) -> Part:
 
 def _moved(name: str, elements: int, num_bytes: int, of_what: str, in_backward: float) -> Part:
     return Part(name, MEMORY, elements * num_bytes, f"{of_what} x {count(num_bytes)} bytes", in_backward)
+
+
+# --- the least bytes between a GPU and its memory in a step, beside those of matrix products
+#
+# Counted as if all neighboring operations were one kernel: a tensor is written once, and read once by each later kernel,
+# except by the one right behind its producer, which may find it in the cache. (A model so small that the cache holds a
+# whole micro-batch can do with less; launches are its limit.) What products and fused attention read and write goes on
+# under their arithmetic, and is left out.
+#
+# Letters: N parameters, h hidden, e bytes of one activation.
+
+
+def layers_bytes_per_token(shape: ModelShape, precision: str, compiled: bool) -> int:
+    """Of one layer, forward and backward: residual sum with norm (twice), activation function, dropout masks.
+
+    Forward writes the sum and the norm's result, and reads the sum before; backward reads the saved sum and its
+    gradient, and writes the new gradient: 6*h*e, twice. The activation function writes its result; backward reads its
+    saved input and writes its gradient. A mask is a byte, written and read; torch.compile draws it again instead.
+    """
+    backward = element_bytes(precision) * (2 * 3 * shape.hidden_size + 2 * shape.fc1_width)
+    return forward_bytes_per_token(shape, precision, compiled) + backward + _masks(shape, compiled)
+
+
+def forward_bytes_per_token(shape: ModelShape, precision: str, compiled: bool) -> int:
+    """Of one layer's forward pass alone, as when it is computed again."""
+    return element_bytes(precision) * (2 * 3 * shape.hidden_size + shape.ffn_hidden_size) + _masks(shape, compiled)
+
+
+def logits_bytes_per_token(shape: ModelShape, precision: str) -> int:
+    """Forward reads the logits that the product has written; backward reads them again and writes their gradients."""
+    return 3 * element_bytes(precision) * shape.padded_vocab_size
+
+
+def scores_bytes_per_token(shape: ModelShape, precision: str) -> int:
+    """Of one layer, if attention writes its scores down: beside forward, backward reads the probabilities and their
+    gradients, and writes those of the scores."""
+    return forward_scores_bytes_per_token(shape, precision) * 5 // 2
+
+
+def forward_scores_bytes_per_token(shape: ModelShape, precision: str) -> int:
+    """The softmax reads scores and writes probabilities."""
+    return 2 * element_bytes(precision) * shape.num_attention_heads * shape.seq_length
+
+
+def optimizer_bytes_per_parameter(plan: Plan) -> int:
+    """One pass over the gradients for their norm and one for the update, which reads and writes masters and moments and
+    writes 16-bit weights: Adam in fp32 4 + 28, in fp16 2 + 28, in bf16 with fp32 gradients 4 + 30."""
+    o = plan.args.optimizer
+    moments = 2 if o.optimizer == "adam" else int(bool(o.sgd_momentum))
+    weights = 0 if plan.precision == "fp32" else element_bytes(plan.precision)
+    return 2 * gradient_bytes(plan) + 2 * FP32 * (1 + moments) + weights
+
+
+def gradient_bytes(plan: Plan) -> int:
+    """Of one parameter's gradient, as it is reduced over ranks."""
+    return FP32 if plan.fp32_gradients else element_bytes(plan.precision)
+
+
+def _masks(shape: ModelShape, compiled: bool) -> int:
+    """Of a layer's two dropouts."""
+    return 0 if compiled or not shape.hidden_dropout else 2 * shape.hidden_size
 
 
 # --- how long ranks need at least to add up their gradients, and what of it backward cannot hide
@@ -277,3 +342,48 @@ def _notes(plan: Plan, processor: Processor, parts: list[Part], rates: dict[str,
         )
     if plan.batch.start and plan.batch.start != plan.batch.final:
         yield f"--rampup-batch-size: the bound is for the final global batch of {count(plan.batch.final)}"
+
+
+# --- how long training to a number of tokens takes, and how much arithmetic that is
+
+SECONDS_PER_HOUR, HOURS_PER_DAY = 3600, 24
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Of a whole training without pauses: no evaluation, no checkpoints, no restarts."""
+
+    tokens: int
+    gpus: int
+    tokens_per_s: float  # of all ranks: a prediction's bound, or what was measured
+    flops_causal: int  # of all ranks; conventions as in flops.step_flops
+    flops_full: int
+    flops_6nd: int  # 6 x parameters x tokens, all parameters counted (Hoffmann et al. 2022, Chinchilla, appendix F)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time."""
+        return self.tokens / self.tokens_per_s
+
+    @property
+    def days(self) -> float:
+        """Wall time."""
+        return self.seconds / SECONDS_PER_HOUR / HOURS_PER_DAY
+
+    @property
+    def gpu_hours(self) -> float:
+        """Wall time times GPUs: what clouds ask money for."""
+        return self.gpus * self.seconds / SECONDS_PER_HOUR
+
+
+def duration_of(plan: Plan, tokens_per_s: float, tokens: int | None = None) -> Duration:
+    """To `tokens`, or to the end of the plan (--train-iters, --train-samples), at `tokens_per_s` of all ranks."""
+    tokens = plan.train_samples * plan.shape.seq_length if tokens is None else tokens
+    return Duration(
+        tokens=tokens,
+        gpus=plan.world.size,
+        tokens_per_s=tokens_per_s,
+        flops_causal=tokens * step_flops(plan.shape, 1, causal=True) // plan.shape.seq_length,
+        flops_full=tokens * step_flops(plan.shape, 1, causal=False) // plan.shape.seq_length,
+        flops_6nd=6 * parameter_count(plan.shape) * tokens,
+    )

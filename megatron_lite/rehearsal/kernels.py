@@ -15,7 +15,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dens
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.estimate.core_attention import FLASH_HEAD_STEP
+from megatron_lite.estimate.layer_memory import FLASH_HEAD_STEP
 from megatron_lite.instruments.memory_stacks import RECORDERS
 from megatron_lite.model.kernel_choice import EFFICIENT_HEAD_BYTES, MAX_FLASH_HEAD
 

@@ -22,7 +22,7 @@ from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import rounded
-from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, THREADS_WITH_CUBLAS
+from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_file import write_snapshot as write_file
 from megatron_lite.instruments.memory_summary import operation, place_words, site
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
@@ -62,7 +62,7 @@ def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: in
         hooks.attach()
         try:
             step = prepare()
-            for _ in range(THREADS_WITH_CUBLAS if device == "cuda" else 0):
+            for _ in range(CUBLAS_THREADS if device == "cuda" else 0):
                 tracker.add_unseen("cublasWorkspace", workspace)
             for number in range(1, steps + 1):
                 place.begin(number)

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.duration import Duration
-from megatron_lite.estimate.fitting_flags import MARGIN, Fit
 from megatron_lite.estimate.hardware import Processor
 from megatron_lite.estimate.inference import InferencePrediction
 from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
-from megatron_lite.estimate.what_if import Variant
+from megatron_lite.estimate.step_time import Duration
+from megatron_lite.estimate.what_if import MARGIN, Fit, Variant
 from megatron_lite.units import GIB
 
 PLAN_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong

@@ -2,8 +2,7 @@
 
 import json
 
-from megatron_lite.estimate.fitting_flags import Fit
-from megatron_lite.estimate.what_if import Variant
+from megatron_lite.estimate.what_if import Fit, Variant
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.plan_figures import PLAN_SCHEMA, Outlook, PlanReport
 from megatron_lite.report.plan_verdict import verdicts

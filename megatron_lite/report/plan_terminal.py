@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from megatron_lite.estimate.fitting_flags import Fit
-from megatron_lite.estimate.what_if import Variant
+from megatron_lite.estimate.what_if import Fit, Variant
 from megatron_lite.report.numbers import flops, milliseconds, percent, share
 from megatron_lite.report.plan_figures import Outlook, PlanReport
 from megatron_lite.report.plan_verdict import fit_sentence, span, verdicts

@@ -1,10 +1,10 @@
 """The first lines of a plan: does training fit, or generating; how fast can it be, how long does it take."""
 
-from megatron_lite.estimate.duration import Duration
-from megatron_lite.estimate.fitting_flags import Fit
 from megatron_lite.estimate.hardware import PROCESSORS
 from megatron_lite.estimate.inference import InferencePrediction
 from megatron_lite.estimate.prediction import LedgerRow
+from megatron_lite.estimate.step_time import Duration
+from megatron_lite.estimate.what_if import Fit
 from megatron_lite.report.numbers import milliseconds, percent
 from megatron_lite.report.plan_figures import Outlook, PlanReport
 from megatron_lite.units import GIB, count, duration, short_count, size

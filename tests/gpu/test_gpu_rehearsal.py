@@ -19,7 +19,7 @@ from rehearsal_cases import EXAMPLE, FULL, GPU, attention_arguments, batches
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
+from megatron_lite.estimate.hardware import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel

@@ -20,8 +20,8 @@ from megatron_lite.analysis.findings.seen.layer_names import layer_of, meaning_o
 from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
 from megatron_lite.analysis.run_facts import Facts, RankFacts
-from megatron_lite.estimate.alignment import TILE as USUAL_TILE
-from megatron_lite.estimate.alignment import best_multiple, least_multiple, padded
+from megatron_lite.estimate.hardware import TILE as USUAL_TILE
+from megatron_lite.estimate.hardware import best_multiple, least_multiple, padded
 
 CODE = "matmul-shapes"
 TITLE = "matrix dimensions off the tiles"

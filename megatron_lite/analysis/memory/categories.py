@@ -15,7 +15,7 @@ from megatron_lite.analysis.memory.allocation_lifetimes import Lives
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
 from megatron_lite.analysis.memory.record import Record
 from megatron_lite.analysis.memory.stacks import Code
-from megatron_lite.estimate.cublas import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER, THREADS_WITH_CUBLAS
+from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.estimate.memory_categories import CATEGORIES
 
 # --- memory without stack or tag that was there before the record: told apart by counting equal sizes
@@ -177,7 +177,7 @@ def categories_of(record: Record, lives: Lives, phases: Phases) -> np.ndarray:
     assign_unknown(lives, found, seen.freed_in, INDEX)
     _find_passing_gradients(seen, lives, found)
     left = (found == UNDECIDED) & unknown & (lives.requested == CUBLAS_WORKSPACE_SINCE_HOPPER)
-    if left.sum() <= THREADS_WITH_CUBLAS:  # more are weights of the same size
+    if left.sum() <= CUBLAS_THREADS:  # more are weights of the same size
         decide(left, "workspace")
     decide(np.ones(len(lives), bool), "before the record")
     return found

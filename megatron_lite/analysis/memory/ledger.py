@@ -5,10 +5,9 @@ from dataclasses import fields
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
 from megatron_lite.config.recompute import recomputed_layers
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate.attention_kernel import setting_from
-from megatron_lite.estimate.memory import activation_bytes, element_bytes, logits_bytes, state_bytes
+from megatron_lite.estimate.layer_memory import FP32, element_bytes, plan_micro_batch
+from megatron_lite.estimate.memory import activation_bytes, logits_bytes, state_bytes
 from megatron_lite.estimate.params import parameter_count
-from megatron_lite.estimate.sizes import FP32
 from megatron_lite.units import count
 
 
@@ -55,7 +54,7 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
     recomputed = recomputed_layers(
         *(args["model"][f"recompute_{name}"] for name in ("granularity", "method", "num_layers")), shape.num_layers
     )
-    setting = setting_from(
+    sizes = plan_micro_batch(
         shape,
         batch,
         precision,
@@ -68,14 +67,14 @@ def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
     whole = shape.num_layers - recomputed
     kept = f"{whole} layers" + (f" and the inputs of {recomputed}, of which one is there again" if recomputed else "")
     words = (
-        f"{kept}, {setting.attention} attention, micro-batch {batch} x {shape.seq_length} tokens, "
+        f"{kept}, {sizes.attention} attention, micro-batch {batch} x {shape.seq_length} tokens, "
         f"{element_bytes(precision)} bytes each"
     )
     logits = (
-        f"{element_bytes(precision)} bytes x {count(setting.tokens)} tokens x {count(shape.padded_vocab_size)} words, "
+        f"{element_bytes(precision)} bytes x {count(sizes.tokens)} tokens x {count(shape.padded_vocab_size)} words, "
         "and what the loss works with"
     )
     return found | {
-        "activations": (words, activation_bytes(setting, recomputed)),
-        "logits and loss": (logits, logits_bytes(setting)),
+        "activations": (words, activation_bytes(sizes, recomputed)),
+        "logits and loss": (logits, logits_bytes(sizes)),
     }
