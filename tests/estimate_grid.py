@@ -144,9 +144,9 @@ class Case:
 
     @property
     def names_the_phase(self) -> bool:
-        """Or a moment of the phase that the rehearsal names is within 1% of the formula's highest one."""
+        """Or a moment of the phase that the rehearsal names is within 5% of the formula's highest one."""
         there = [moment.num_bytes for moment in self.formula.moments if moment.phase == self.exact_phase]
-        return max(there, default=0) >= 0.99 * self.formula.peak.num_bytes
+        return max(there, default=0) >= 0.95 * self.formula.peak.num_bytes
 
     def line(self) -> str:
         peak = self.formula.peak
