@@ -30,7 +30,7 @@ from launch import DROPOUT, checkpoint, flags, steps, train
 from megatron_lite.config.world import World
 from megatron_lite.errors import CheckpointError
 
-LAST = 8
+LAST = 4
 RUN = f"--num-layers 1 --micro-batch-size 2 --train-iters {LAST} --fp16 --initial-loss-scale 4096 --log-interval 1 --eval-iters 0 --save-interval 1"
 
 
@@ -52,6 +52,8 @@ def die_at(use: int, save: str):
             return
         if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
             return
+        if event != "open" and os.path.lexists(arguments[0]) == (event == "os.mkdir"):
+            return  # nothing to make, or to move or remove: the folder stays as it is
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)

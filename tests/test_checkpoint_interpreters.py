@@ -1,4 +1,4 @@
-"""Every Python 3.10 to 3.13 of this machine that has the packages: it trains, saves, goes on, converts, and reads what others wrote."""
+"""Every other Python 3.10 to 3.13 of this machine that has the packages: it trains, saves, goes on, converts, and reads what others wrote."""
 
 import os
 import subprocess
@@ -19,11 +19,12 @@ def find_interpreters() -> list[Path]:
     """On PATH, and where pyenv and its like keep several versions: in folders next to this one's; each of them once."""
     neighbors = sorted(Path(sys.base_prefix).parent.glob("*/bin"))
     folders = [Path(sys.executable).parent, *map(Path, os.get_exec_path()), *neighbors]
-    found = {}
+    found, own = {}, Path(sys.executable)
     for folder in folders:
         for name in ("python3.10", "python3.11", "python3.12", "python3.13", "python3"):
             if os.access(folder / name, os.X_OK):
                 found.setdefault((folder.resolve(), (folder / name).resolve()), folder / name)
+    found.pop((own.parent.resolve(), own.resolve()), None)  # all other tests are of this one
     return list(found.values())
 
 

@@ -182,9 +182,9 @@ def test_without_arguments_it_trains_on_the_librarys_sources(tmp_path):
     copy = tmp_path / "a copy"
     ignored = shutil.ignore_patterns(".*", "quickstart", "runs", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=ignored)
-    run = start(copy / "examples" / "gpt3" / SCRIPT.name, "--", *TINY, *SHORT, cwd=tmp_path, GPUS_PER_NODE="2")
+    run = start(copy / "examples" / "gpt3" / SCRIPT.name, "--", *TINY, *SHORT, cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "training on the sources of Python's library" in run.stdout and "2 ranks on CPU" in run.stdout
+    assert "training on the sources of Python's library" in run.stdout
     assert read_tracker(copy / "quickstart" / "857m" / "checkpoints") == 2
 
 
@@ -193,22 +193,18 @@ def test_the_quickstart_from_start_to_end(tmp_path):
     copy = tmp_path / "a copy"
     ignored = shutil.ignore_patterns(".*", "quickstart", "runs", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=ignored)
-    quickstart = copy / "examples" / "gpt3" / QUICKSTART.name
-    for number, steps in ((1, 16), (2, 2)):  # started again it makes another folder
-        run = start(quickstart, cwd=tmp_path, STEPS=str(steps))
-        assert run.returncode == 0, run.stdout + run.stderr
-        folder = copy / "quickstart" / f"run-{number}"
-        assert json.loads((folder / RUN_FILE).read_text())["status"] == "finished"
-        written = [json.loads(line) for line in (folder / STEPS_FILE).read_text().splitlines()]
-        assert [line["iteration"] for line in written if "ranks" not in line] == list(range(1, steps + 1))
-        assert read_tracker(folder / "checkpoints") == steps and list((folder / "tensorboard").iterdir())
-        if number == 1:
-            first, last = map(
-                float, re.search(r"validation loss +([\d.]+) after 2 .* ([\d.]+) after 16", run.stdout).groups()
-            )
-            assert last < first - 0.3
-            assert (folder / "console.log").read_text().count("validation loss at") == 10
-    assert "is there already" in run.stdout
+    folder = copy / "quickstart" / "run-2"
+    (copy / "quickstart" / "run-1").mkdir(parents=True)  # of a start before
+    run = start(copy / "examples" / "gpt3" / QUICKSTART.name, cwd=tmp_path, STEPS="16")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads((folder / RUN_FILE).read_text())["status"] == "finished"
+    written = [json.loads(line) for line in (folder / STEPS_FILE).read_text().splitlines()]
+    assert [line["iteration"] for line in written if "ranks" not in line] == list(range(1, 17))
+    assert read_tracker(folder / "checkpoints") == 16 and list((folder / "tensorboard").iterdir())
+    first, last = re.search(r"validation loss +([\d.]+) after 2 .* ([\d.]+) after 16", run.stdout).groups()
+    assert float(last) < float(first) - 0.3
+    assert (folder / "console.log").read_text().count("validation loss at") == 10
+    assert not list((copy / "quickstart" / "run-1").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 SIZE = (
     "--num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
-    "--micro-batch-size 2 --global-batch-size 2 --train-iters 24 --attention-backend unfused --lr 1e-4"
+    "--micro-batch-size 2 --global-batch-size 2 --attention-backend unfused --lr 1e-4"
 )
-WATCH = (
-    "--profile --use-pytorch-profiler --profile-step-start 20 --profile-step-end 21 --record-memory-history "
-    "--pytorch-profiler-collect-shapes"
-)
+WATCH = "--profile --use-pytorch-profiler --record-memory-history --pytorch-profiler-collect-shapes"
 SWITCHES = {
     "plain": "",
     "bf16": "--bf16",
@@ -27,6 +24,8 @@ SWITCHES = {
     "selective": "--recompute-activations",
     "compiled": "--torch-compile",
 }
+TIMED = ("plain", "full")
+STEPS = {True: 18, False: 3}
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -35,12 +34,14 @@ class Seen:
 
     def __init__(self, words: str, folder):
         torch._dynamo.reset()
-        _, out = quietly(flags(SIZE, words, WATCH, "--memory-snapshot-path", folder / "snapshot.pickle"), folder)
+        number = STEPS[folder.name in TIMED]
+        window = f"--train-iters {number} --profile-step-start {number - 1} --profile-step-end {number}"
+        _, out = quietly(
+            flags(SIZE, words, WATCH, window, "--memory-snapshot-path", folder / "snapshot.pickle"), folder
+        )
         self.steps = steps(folder)
-        usual = [
-            s for s in self.steps[3:] if not any(s.get(mark) for mark in ("profiled", "beside_profile", "compiling"))
-        ]
-        self.ms = {name: median(s["phases_ms"][name] for s in usual) for name in ("forward", "backward")}
+        usual = [s for s in self.steps[3:] if not any(s.get(mark) for mark in ("profiled", "beside_profile"))]
+        self.ms = {name: median(s["phases_ms"][name] for s in usual) for name in ("forward", "backward") if usual}
         peak, unit = re.search(r"memory snapshot: .* peak ([\d.]+) (\w+),", out).groups()
         self.peak_mib = float(peak) * UNITS[unit] / UNITS["MiB"]
         [trace] = folder.glob("*.pt.trace.json*")

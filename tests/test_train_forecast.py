@@ -119,7 +119,7 @@ def test_a_real_run_holds_what_was_predicted(words, tmp_path):
         flags(
             MIDDLING,
             words,
-            "--record-memory-history --profile-step-start 2 --profile-step-end 4",
+            "--train-iters 3 --record-memory-history --profile-step-start 2 --profile-step-end 4",
             "--memory-snapshot-path",
             tmp_path / "s.pickle",
             "--run-dir",
