@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
-from megatron_lite.data.mock import MockDataset
+from megatron_lite.data.gpt_dataset import MockDataset
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.optim.optimizer import Optimizer

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from megatron_lite.checkpoint.find import chosen
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.compilation import AUTO
 from megatron_lite.config.environment import hints
 from megatron_lite.config.machine import read_machine
-from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.plan import AUTO, Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import CheckpointError, ConfigError, UserError, describe_memory_error

@@ -14,9 +14,8 @@ from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.run_prediction import as_record, forecast, lines_of
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.build_instruments import choose
+from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, choose
 from megatron_lite.instruments.memory_oom import is_out_of_memory, unrecorded
-from megatron_lite.instruments.rank_position import WhereaboutsKeeper
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.parallel.rank_store import RunPosition

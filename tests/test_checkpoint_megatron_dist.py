@@ -31,7 +31,7 @@ from test_checkpoint_megatron_core import (  # noqa: F401 - fixtures
 
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.megatron_dist import DistFile, writer
-from megatron_lite.checkpoint.random_states import random_state
+from megatron_lite.checkpoint.random_states import get_random_state
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.cli.main import main
 from megatron_lite.config.shape import ModelShape
@@ -112,7 +112,7 @@ def save_ours(run: Ours, folder: Path, iteration: int) -> Record:
         optimizer=run.plan.args.optimizer.optimizer,
         ranks=1,
     )
-    random = {f"random.0.{kind}": value for kind, value in random_state(torch.device("cpu")).items()}
+    random = {f"random.0.{kind}": value for kind, value in get_random_state(torch.device("cpu")).items()}
     writer(plain_arguments(run.plan.args))(folder, record, run.flat() | random, None)
     return record
 

@@ -11,8 +11,7 @@ from command_lines import argv
 from megatron_lite.cli.main import main
 from megatron_lite.cli.plan import _parser
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import flags_of
-from megatron_lite.config.megatron_flags import read_flags
+from megatron_lite.config.flags import flags_of, read_flags
 from megatron_lite.config.world import World
 
 ROOT = Path(__file__).parent.parent

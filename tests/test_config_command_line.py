@@ -7,7 +7,7 @@ from command_lines import ALONE, argv, mistakes, read
 
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.megatron_flags import ABSENT_BEGINS, ACCEPTED, STOPPING, find_texts, read_flags
+from megatron_lite.config.flags import ABSENT_BEGINS, ACCEPTED, STOPPING, find_texts, read_flags
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 

@@ -12,9 +12,9 @@ from megatron_lite.analysis.audit.run_examiners import examine_compilation
 from megatron_lite.analysis.findings.seen.planned import compiles
 from megatron_lite.config import machine
 from megatron_lite.config.check import remarks
-from megatron_lite.config.compilation import Compilation, compilation_of
 from megatron_lite.config.help import help_text
 from megatron_lite.config.machine import missing_compiler
+from megatron_lite.config.plan import Compilation, compilation_of
 from megatron_lite.config.world import World
 
 CPU, GPU = World(), World(gpus=1)

@@ -11,9 +11,8 @@ from waiting import LIMIT_S
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.flags import flags_of
+from megatron_lite.config.flags import ABSENT, flags_of, read_flags
 from megatron_lite.config.help import help_text
-from megatron_lite.config.megatron_flags import ABSENT, read_flags
 
 PAGE = help_text()
 FLAGS = list(flags_of(Args))

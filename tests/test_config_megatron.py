@@ -6,8 +6,7 @@ import pytest
 from command_lines import REPO, mistakes, read
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import dashed, flags_of
-from megatron_lite.config.megatron_flags import (
+from megatron_lite.config.flags import (
     ABSENT,
     ABSENT_BEGINS,
     ANSWERS,
@@ -15,7 +14,9 @@ from megatron_lite.config.megatron_flags import (
     REFUSED,
     RESPELLED,
     STOPPING,
+    dashed,
     find_texts,
+    flags_of,
     read_flags,
 )
 

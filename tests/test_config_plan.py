@@ -6,7 +6,7 @@ import json
 import pytest
 from command_lines import plan
 
-from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.plan import BatchSchedule
 from megatron_lite.config.world import World, read_world
 
 GPT2 = 50257

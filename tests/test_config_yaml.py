@@ -6,8 +6,7 @@ from command_lines import ALONE, argv, mistakes
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.flags import flags_of
-from megatron_lite.config.megatron_flags import ABSENT_BEGINS, read_flags
+from megatron_lite.config.flags import ABSENT_BEGINS, flags_of, read_flags
 from megatron_lite.errors import ConfigError
 
 

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 from waiting import LIMIT_S
 
-from megatron_lite.data import index_cache, index_files
+from megatron_lite.data import index_cache
 from megatron_lite.data.build import BlendedDataset
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.gpt_indices import sample_recipe
-from megatron_lite.data.index_cache import IndexCache
-from megatron_lite.data.index_files import IndexFiles
+from megatron_lite.data.index_cache import IndexCache, IndexFiles
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.errors import DataError
 from megatron_lite.shared_files import Lock, try_lock
@@ -121,7 +120,7 @@ def test_name_knows_format_kind_and_split(indexed, monkeypatch):
     recipe = sample_recipe(range(8), 82, 10, 6, 3, True)
     entry = recipe.entry(indexed.sequence_lengths, "train")
     names = {dataclasses.replace(entry, **change).name for change in ({}, {"kind": "Other"}, {"split": "test"})}
-    monkeypatch.setattr(index_files, "FORMAT", "another")
+    monkeypatch.setattr(index_cache, "FORMAT", "another")
     assert len(names | {entry.name}) == 4
 
 
@@ -276,7 +275,7 @@ def test_no_flipped_bit_gets_through(indexed, cache, tmp_path):
             rewrite(path, flipped(raw, place))
             try:
                 opened = entry.open()
-            except index_files.Damaged:
+            except index_cache.Damaged:
                 pass
             else:
                 # White space of the description, at most.
@@ -290,8 +289,8 @@ def test_of_a_huge_entry_blocks_all_over_are_checked_and_reading_meets_most_of_t
     indexed, cache, tmp_path, monkeypatch
 ):
     """What no one can meet then is a flip that turns an index into another one that is as good."""
-    monkeypatch.setattr(index_files, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(index_files, "MAX_BLOCKS", 8)
+    monkeypatch.setattr(index_cache, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(index_cache, "MAX_BLOCKS", 8)
     files = entry_files(indexed, cache, tmp_path)
     met = {"at the start": 0, "while reading": 0, "another order": 0}
     for name in NAMES:

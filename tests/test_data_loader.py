@@ -11,8 +11,8 @@ import pytest
 import torch
 from waiting import wait_until
 
+from megatron_lite.data.gpt_dataset import MockDataset
 from megatron_lite.data.loader import batches
-from megatron_lite.data.mock import MockDataset
 from megatron_lite.errors import DataError
 
 INDICES = [[0, 3], [2, 1], [5, 4]]

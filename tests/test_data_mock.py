@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_lite.data.mock import ALPHABET, MockDataset
+from megatron_lite.data.gpt_dataset import ALPHABET, MockDataset
 
 
 def test_sample_depends_on_index_and_seed_only():

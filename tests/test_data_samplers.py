@@ -6,7 +6,7 @@ from random import Random
 import pytest
 import torch
 
-from megatron_lite.data.samplers import cyclic_batches, single_batches
+from megatron_lite.data.loader import cyclic_batches, single_batches
 from megatron_lite.errors import DataError
 
 SIZES = [(100, 1, 1), (103, 4, 2), (64, 8, 4), (37, 3, 5), (10, 1, 4)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from launch import flags, plan_of
 
-from megatron_lite.data.to_device import ToDevice
+from megatron_lite.data.batch import ToDevice
 from megatron_lite.train.step import BatchMaker
 
 CPU = torch.device("cpu")

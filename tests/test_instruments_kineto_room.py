@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_lite.instruments import torch_profiler as kineto_room
+from megatron_lite.instruments.base import Window
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler, make_room, record_is_full
 from megatron_lite.instruments.trace_file import Found
-from megatron_lite.instruments.window import Window
 
 PREPARE = """
 import os

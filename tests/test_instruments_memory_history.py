@@ -11,11 +11,10 @@ from snapshots import PLAIN, live_at_each_moment, live_blocks, protocol, read_sn
 from torch.cuda import _memory_viz
 
 from megatron_lite.errors import UserError
-from megatron_lite.instruments.base import Instrument, Instruments
+from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.memory_history import memory_instruments
-from megatron_lite.instruments.memory_stacks import Stacks
 from megatron_lite.instruments.memory_summary import ACTIVATIONS, OPTIMIZER, WEIGHTS, by_category, held_at_the_end, peak
-from megatron_lite.instruments.window import Window
+from megatron_lite.instruments.snapshot_format import Stacks
 
 RECORD = "--record-memory-history --profile-step-start 3 --profile-step-end 5"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

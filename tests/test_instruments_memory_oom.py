@@ -14,7 +14,7 @@ from waiting import LIMIT_S
 from megatron_lite.config.world import World
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.instruments import memory_oom as memory_advice
-from megatron_lite.instruments.base import Instruments
+from megatron_lite.instruments.base import Instruments, Window
 from megatron_lite.instruments.memory_history import memory_instruments
 from megatron_lite.instruments.memory_oom import (
     EXPANDABLE,
@@ -33,7 +33,6 @@ from megatron_lite.instruments.memory_summary import (
     held_at_the_end,
     peak,
 )
-from megatron_lite.instruments.window import Window
 from megatron_lite.units import GIB, size
 
 REAL = REPO.parent / "shared" / "snapshots" / "cuda_gpt_24x1024_seq1024_bf16.pickle"

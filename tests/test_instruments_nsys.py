@@ -16,9 +16,8 @@ from waiting import LIMIT_S
 
 from megatron_lite.config.world import World, read_world
 from megatron_lite.instruments import nsys_range
-from megatron_lite.instruments.base import Instrument, Instruments
+from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange, PackageNvtx, TorchNvtx, nvtx_for
-from megatron_lite.instruments.window import Window
 from megatron_lite.phases import Phase
 
 PHASES = {"data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step", "log"}

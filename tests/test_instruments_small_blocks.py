@@ -12,9 +12,9 @@ import pytest
 from launch import REPO, alone, environment, flags, plan_of, pretrain
 
 from megatron_lite.instruments import build_instruments as small_blocks
+from megatron_lite.instruments.base import Window
 from megatron_lite.instruments.build_instruments import RoomForNames, choose
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.instruments.window import Window
 from megatron_lite.parallel import host_memory
 from megatron_lite.parallel.host_memory import NO_THREAD_CACHE, SmallBlocks, libc_version, without_thread_cache
 

@@ -20,8 +20,7 @@ from training_maker import ordinary_steps, run
 
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.memory_stats import MemoryNow
-from megatron_lite.instruments.timeline import GpuTimes, Timeline
+from megatron_lite.instruments.timeline import GpuTimes, MemoryNow, Timeline
 from megatron_lite.model.gpt import TransformerLayer
 from megatron_lite.phases import StepTime
 from megatron_lite.process_state import CoreTime

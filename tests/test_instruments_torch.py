@@ -17,13 +17,12 @@ from launch import alone, flags, losses, plan_of, quietly, same, train
 from traces import events, nested, spans, steps_of, trace, trace_files
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.instruments.base import Instrument, Instruments
+from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.build_instruments import choose
 from megatron_lite.instruments.module_ranges import ModuleRanges, wanted_modules
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
 from megatron_lite.instruments.trace_file import Found, look_into, write_whole
-from megatron_lite.instruments.window import Window
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.layers import recomputed

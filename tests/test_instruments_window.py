@@ -17,13 +17,12 @@ from traces import events, steps_in, steps_of, trace_files
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
 from megatron_lite.instruments import on_demand
-from megatron_lite.instruments.base import Instrument, Instruments
+from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.build_instruments import Disturbance, choose
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
-from megatron_lite.instruments.window import Window
 from megatron_lite.phases import StepTime
 from megatron_lite.run_folder import write_atomically
 from megatron_lite.train.steps_file import StepsFile

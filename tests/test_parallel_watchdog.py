@@ -19,7 +19,7 @@ from megatron_lite import process_state
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.rank_position import WhereaboutsKeeper
+from megatron_lite.instruments.build_instruments import WhereaboutsKeeper
 from megatron_lite.parallel import hang_diagnosis, watchdog
 from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
 from megatron_lite.parallel.hang_diagnosis import CLOSED, HangDiagnosis

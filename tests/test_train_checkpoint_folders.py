@@ -13,8 +13,8 @@ import torch.distributed as dist
 from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, quietly, steps, train
 
 from megatron_lite.checkpoint import folder
-from megatron_lite.checkpoint.background import Background
 from megatron_lite.checkpoint.folder import Slot, missing, newest
+from megatron_lite.checkpoint.write import Background
 from megatron_lite.errors import CheckpointError
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.run_folder import TRACKER_FILE, write_atomically

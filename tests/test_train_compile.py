@@ -16,7 +16,7 @@ from launch import DROPOUT, alone, checkpoint, flags, intervals, losses, on_rank
 from torch._dynamo.utils import counters
 
 from megatron_lite.config import plan
-from megatron_lite.config.compilation import Compilation, compilation_of
+from megatron_lite.config.plan import Compilation, compilation_of
 from megatron_lite.instruments.base import Instrument
 
 EAGER = "--torch-compile --torch-compile-backend aot_eager"

@@ -7,7 +7,7 @@ import torch
 from launch import EOD, alone, flags, plan_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.data.mock import MockDataset
+from megatron_lite.data.gpt_dataset import MockDataset
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.train.loop import Progress

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.memory_stats import MemoryNow
+from megatron_lite.instruments.timeline import MemoryNow
 from megatron_lite.train import log
 from megatron_lite.train.anomaly_warnings import AnomalyWarnings
 from megatron_lite.train.exit_conditions import ExitConditions

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_lite.checkpoint import dcp, megatron_names, megatron_unpickle
 from megatron_lite.checkpoint.dcp import METADATA_FILE, Piece, Region
 from megatron_lite.checkpoint.megatron_args import MegatronArgs, namespace_of
-from megatron_lite.checkpoint.megatron_buffers import KEYS, bucket_sizes, layout
 from megatron_lite.checkpoint.megatron_file import (
     EMBEDDING,
     MALFORMED,
@@ -43,9 +42,12 @@ from megatron_lite.checkpoint.megatron_file import (
     write_values,
 )
 from megatron_lite.checkpoint.megatron_optimizer import (
+    KEYS,
     SHARDING,
     Unmapped,
+    bucket_sizes,
     group_settings,
+    layout,
     read_settings,
     write_settings,
 )

@@ -10,7 +10,7 @@ from megatron_lite.cli.launcher import Launch, Ranks, launch_of, split_at_traine
 from megatron_lite.config.args import DataArgs
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.data_defaults import TOKENIZER
+from megatron_lite.config.data_paths import TOKENIZER
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer

@@ -8,7 +8,7 @@ from megatron_lite.cli.megatron_tools import PREPROCESS_ACCEPTED, PREPROCESS_REF
 from megatron_lite.cli.merge import merge_and_say
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags
-from megatron_lite.config.data_defaults import TOKENIZER
+from megatron_lite.config.data_paths import TOKENIZER
 from megatron_lite.data.preprocess import MAX_DOCUMENT_MB, ON_ERROR, Summary, preprocess
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import UserError

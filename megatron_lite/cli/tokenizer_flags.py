@@ -1,7 +1,7 @@
 """The flags that name a tokenizer: the trainer's, for the commands that read or write text."""
 
 from megatron_lite.cli.parser import Parser
-from megatron_lite.config.data_defaults import TIKTOKEN_SPECIAL, TOKENIZERS
+from megatron_lite.config.data_paths import TIKTOKEN_SPECIAL, TOKENIZERS
 
 
 def add_tokenizer_flags(parser: Parser, default_type: str | None, vocab_size_help: str):

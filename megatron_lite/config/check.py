@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import CommandLine
-from megatron_lite.config.compilation import compilation_of
+from megatron_lite.config.plan import compilation_of
 from megatron_lite.config.rules.machine import machine_rules
 from megatron_lite.config.rules.model import model_rules
 from megatron_lite.config.rules.optimizer import optimizer_rules
-from megatron_lite.config.rules.profile import profile_rules
-from megatron_lite.config.rules.run import data_rules, rank_rules, watch_rules
+from megatron_lite.config.rules.run import data_rules, profile_rules, rank_rules, watch_rules
 from megatron_lite.config.rules.training import precision_rules, training_rules
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError

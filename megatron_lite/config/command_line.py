@@ -5,8 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import Flag, build, flags_of
-from megatron_lite.config.megatron_flags import RESPELLED, STOPPING, describe_flag, find_texts, read_flags
+from megatron_lite.config.flags import RESPELLED, STOPPING, Flag, build, describe_flag, find_texts, flags_of, read_flags
 from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 from megatron_lite.units import is_number
 

@@ -10,6 +10,15 @@ from megatron_lite.config.args import DataArgs
 from megatron_lite.errors import DataError
 from megatron_lite.units import is_number
 
+SPLIT = "969,30,1"  # shares of training, validation and test
+SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")  # one and the same here
+OF_A_MODEL = ("HuggingFaceTokenizer", *SENTENCE_PIECE, "TikTokenizer")  # they read --tokenizer-model
+TOKENIZERS = ("GPT2BPETokenizer", *OF_A_MODEL, "ByteTokenizer", "NullTokenizer")  # the first one when left out
+TOKENIZER = TOKENIZERS[0]
+TIKTOKEN_PATTERN = "v2"
+TIKTOKEN_SPECIAL = 1000
+BATCHES_AHEAD = 4  # of the loader, per worker
+
 
 def parse_blend(words: tuple[str, ...] | list[str], flag: str) -> tuple[list[str], list[float] | None]:
     """('0.3', 'a', '0.7', 'b') -> (['a', 'b'], [0.3, 0.7]); one or several bare prefixes have the weights None.

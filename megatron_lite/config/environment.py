@@ -1,16 +1,15 @@
 """What in the environment of a run can cost its user something: variables, limits of the machine, missing tools."""
 
+import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 
-from megatron_lite.config.allocator_settings import VARIABLES as ALLOCATOR_VARIABLES
-from megatron_lite.config.allocator_settings import allocator_hints
 from megatron_lite.config.args import DataArgs
-from megatron_lite.config.data_defaults import BATCHES_AHEAD
-from megatron_lite.config.data_paths import parse_blend, with_files_read
+from megatron_lite.config.data_paths import BATCHES_AHEAD, parse_blend, with_files_read
 from megatron_lite.config.machine import Machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DataError
-from megatron_lite.units import MIB, count, size
+from megatron_lite.units import MIB, count, is_number, size
 from megatron_lite.variables import (
     MORE_QUEUES,
     QUEUES,
@@ -21,6 +20,91 @@ from megatron_lite.variables import (
     has_needless_order,
     switches_on,
 )
+
+# --- PYTORCH_ALLOC_CONF: options of torch's allocator for GPU memory
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first one that is set counts
+ALLOCATOR_SWITCHES = frozenset(
+    {
+        "expandable_segments",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "release_lock_on_cudamalloc",
+        "graph_capture_record_stream_reuse",
+        "throw_on_cudamalloc_oom",
+    }
+)
+MIN_MIB = {"max_split_size_mb": 20, "max_non_split_rounding_mb": 20}  # smaller ones are refused
+BACKENDS = ("native", "cudaMallocAsync")
+ALLOCATOR_OPTIONS = frozenset(
+    {
+        *ALLOCATOR_SWITCHES,
+        *MIN_MIB,
+        "backend",
+        "garbage_collection_threshold",
+        "roundup_power2_divisions",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_max_round_threshold_mb",
+        "pinned_max_cached_size_mb",
+        "large_segment_size_mb",
+        "per_process_memory_fraction",
+    }
+)
+
+
+def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the settings, a line each: what torch refuses, and options that do nothing together."""
+    name = next((name for name in ALLOCATOR_VARIABLES if name in environ), None)
+    if name is None:
+        return
+    if name == ALLOCATOR_VARIABLES[0] and environ.get(ALLOCATOR_VARIABLES[1]) not in (None, "", environ[name]):
+        yield f"{ALLOCATOR_VARIABLES[1]}={environ[ALLOCATOR_VARIABLES[1]]} does not count beside {name}={environ[name]}; unset one of them."
+    settings, broken = _settings(environ[name])
+    for words in broken:
+        yield f"{name}: '{words}' is no option:value, which torch refuses; write such as expandable_segments:True."
+    for option, value in settings.items():
+        yield from (f"{name}={option}:{value}: {wrong}" for wrong in _wrong(option, value))
+    if settings.get("expandable_segments") == "True" and "max_split_size_mb" in settings:
+        yield (
+            f"{name}: max_split_size_mb:{settings['max_split_size_mb']} does nothing with expandable_segments:True, whose "
+            "blocks are always split; drop it."
+        )
+    native = sorted({"expandable_segments", "garbage_collection_threshold", *MIN_MIB} & set(settings))
+    if settings.get("backend") == BACKENDS[1] and native:
+        yield f"{name}: backend:{BACKENDS[1]} ignores {', '.join(native)}; drop one or the other."
+
+
+def _settings(text: str) -> tuple[dict[str, str], list[str]]:
+    """({option: value}, the parts that are none). A value in brackets may hold commas; blanks do not count."""
+    parts = re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", re.sub(r"\s", "", text))
+    pairs = [part.partition(":") for part in parts]
+    return (
+        {option: value for option, colon, value in pairs if option and value},
+        [option + colon + value for option, colon, value in pairs if not (option and value)],
+    )
+
+
+def _wrong(option: str, value: str) -> Iterator[str]:
+    """Why torch does not take it, with the remedy."""
+    if option not in ALLOCATOR_OPTIONS:
+        near = get_close_matches(option, ALLOCATOR_OPTIONS, 1)
+        yield (
+            f"torch may refuse this option; did you mean {near[0]}?"
+            if near
+            else "torch may refuse this option; check its name."
+        )
+    elif option in ALLOCATOR_SWITCHES and value not in ("True", "False"):
+        yield "is refused by torch; write True or False, with a capital."
+    elif option in MIN_MIB and not (value.isdigit() and int(value) >= MIN_MIB[option]):
+        yield f"is refused by torch; give a whole number of at least {MIN_MIB[option]}."
+    elif option == "garbage_collection_threshold" and not (is_number(value) and 0 < float(value) < 1):
+        yield "is refused by torch; give a part of the memory between 0 and 1, such as 0.8."
+    elif option == "backend" and value not in BACKENDS:
+        yield f"is refused by torch; there are {' and '.join(BACKENDS)}."
+
+
+# --- what in the environment of a run can cost its user something
 
 TOKEN_BYTES = 8  # int64, as the loader hands them over
 FILES_BESIDE = 256  # room for libraries, sockets of ranks, logs

@@ -4,8 +4,7 @@ import textwrap
 from itertools import groupby
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import Flag, flags_of
-from megatron_lite.config.megatron_flags import ABSENT, ACCEPTED, REFUSED, RESPELLED, RETIRED, find_texts
+from megatron_lite.config.flags import ABSENT, ACCEPTED, REFUSED, RESPELLED, RETIRED, Flag, find_texts, flags_of
 
 HEAD = """\
 usage: pretrain_gpt.py [--yaml-cfg FILE] FLAGS

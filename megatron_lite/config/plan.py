@@ -3,11 +3,81 @@
 from dataclasses import dataclass
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.compilation import Compilation, compilation_of
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
+
+AUTO, LAYERS, NONE = "auto", "layers", "none"
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What torch.compile is to compile."""
+
+    layers: bool  # each by itself
+    why: str = ""  # of an automatic choice, with the remedy; empty: the flag says it
+    loss: bool = (
+        False  # too: on GPUs, where one kernel then does what several passes do; a CPU is slower with it compiled
+    )
+
+    @property
+    def target(self) -> str:
+        """In the flag's words."""
+        return LAYERS if self.layers else NONE
+
+
+def compilation_of(args: Args, world: World) -> Compilation:
+    """The flag's word, or for auto: layers where there is a GPU that kernels can be compiled for."""
+    asked = args.training.torch_compile
+    if asked != AUTO:
+        return Compilation(asked == LAYERS, loss=asked == LAYERS and world.gpus > 0)
+    if not world.gpus:
+        return Compilation(
+            False, "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"
+        )
+    if args.training.deterministic_mode:
+        return Compilation(
+            False,
+            "--deterministic-mode is given, and compiled kernels may be picked by timing them; "
+            "--torch-compile layers compiles all the same",
+        )
+    if world.no_compiler and args.training.torch_compile_backend == "inductor":
+        return Compilation(False, f"{world.no_compiler}; layers would be faster compiled")
+    return Compilation(True, "automatic on a GPU; --torch-compile none trains without", loss=True)
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Megatron's batch sizes: constant, or growing in equal steps over the first `ramp_samples`."""
+
+    final: int  # global batch size at the end
+    start: int = 0  # 0: no ramp-up
+    increment: int = 0
+    ramp_samples: int = 0
+
+    def size(self, consumed: int) -> int:
+        """Global batch of the step that starts after `consumed` samples."""
+        if not self.start or consumed > self.ramp_samples or self.start == self.final:
+            return self.final
+        samples_per_increment = self.ramp_samples / ((self.final - self.start) // self.increment)
+        return min(self.start + int(consumed / samples_per_increment) * self.increment, self.final)
+
+    def iterations(self, samples: int) -> int:
+        """Full steps that `samples` are enough for."""
+        iterations, consumed = 0, 0
+        while self.start and consumed <= self.ramp_samples and consumed + self.size(consumed) <= samples:
+            consumed += self.size(consumed)
+            iterations += 1
+        return iterations + (samples - consumed) // self.final
+
+    def samples(self, iterations: int) -> int:
+        """Samples consumed by the first `iterations` steps."""
+        if not self.start:
+            return iterations * self.final
+        consumed = 0
+        for _ in range(iterations):
+            consumed += self.size(consumed)
+        return consumed
 
 
 @dataclass(frozen=True)

@@ -49,3 +49,14 @@ class ModelShape:
     def fc1_width(self) -> int:
         """Rows of the MLP's first matrix; a gated MLP holds gate and value in one."""
         return self.ffn_hidden_size * (2 if self.activation == "swiglu" else 1)
+
+
+def recomputed_layers(granularity: str | None, method: str | None, number: int | None, num_layers: int) -> int:
+    """The first so many of `num_layers`, by --recompute-granularity, --recompute-method and --recompute-num-layers.
+
+    uniform: every layer (Megatron keeps one activation per chunk of --recompute-num-layers; here one per layer, which
+    costs a little more memory and the same time). block: the first --recompute-num-layers layers. selective: none.
+    """
+    if granularity != "full":
+        return 0
+    return num_layers if method == "uniform" else min(number or 1, num_layers)

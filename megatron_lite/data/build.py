@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.config.data_defaults import SPLIT
-from megatron_lite.config.data_paths import parse_blend
+from megatron_lite.config.data_paths import SPLIT, parse_blend
 from megatron_lite.data.blend_order import mix
-from megatron_lite.data.gpt_dataset import GPTDataset, split_bounds, split_weights
-from megatron_lite.data.index_cache import IndexCache
-from megatron_lite.data.index_files import Arrays, Entry
+from megatron_lite.data.gpt_dataset import GPTDataset, MockDataset, split_bounds, split_weights
+from megatron_lite.data.index_cache import Arrays, Entry, IndexCache
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.mock import MockDataset
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 

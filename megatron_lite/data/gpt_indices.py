@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.data.index_files import Arrays, Entry
+from megatron_lite.data.index_cache import Arrays, Entry
 
 EXTRA = 1  # a sample's labels reach one token further than its inputs
 LAST_EPOCH_SHARE = 0.80  # a last epoch that is used less than this is shuffled apart from the others

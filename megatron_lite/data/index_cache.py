@@ -1,13 +1,153 @@
 """Index arrays kept on disk: built once, mapped by every rank of every later run. docs/decisions/007-index-cache.md."""
 
+import contextlib
+import hashlib
+import json
+import mmap
 import os
+import secrets
 import time
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-from megatron_lite.data.index_files import Arrays, Damaged, Entry, IndexFiles
+import numpy as np
+
 from megatron_lite.errors import DataError
-from megatron_lite.shared_files import Lock, try_lock
+from megatron_lite.run_folder import sync_folder
+from megatron_lite.shared_files import Lock, open_regular, read_bounded, try_lock
 from megatron_lite.units import count
+
+FORMAT = "megatron_lite index cache 1"
+BLOCK_BYTES = 1 << 20  # a checksum each
+MAX_DESCRIPTION_BYTES = 1 << 26  # checksums of 8 TiB
+MAX_BLOCKS = 1 << 10  # checked when an entry is opened: a GiB, so all of nearly every entry
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Arrays that are a function of the key alone."""
+
+    kind: str  # GPTDataset, BlendedDataset
+    split: str  # train, valid, test
+    key: dict
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype]]  # of the arrays, by name
+
+    @property
+    def name(self) -> str:
+        """HASH-KIND-SPLIT."""
+        text = json.dumps({"format": FORMAT, "kind": self.kind, **self.key}, sort_keys=True)
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{self.kind}-{self.split}"
+
+    def describe(self, files: dict) -> dict:
+        """What description.txt holds."""
+        return {"format": FORMAT, "kind": self.kind, "split": self.split, "made_of": self.key, "files": files}
+
+
+class Damaged(Exception):
+    """An entry whose files do not fit each other or the key: what is wrong."""
+
+
+class IndexFiles:
+    """The files of one entry in one folder."""
+
+    def __init__(self, folder: str, entry: Entry):
+        self.entry = entry
+        self.folder = Path(folder)
+        self.description = self.folder / f"{entry.name}-description.txt"
+
+    def path(self, array: str) -> Path:
+        """The file of one array."""
+        return self.folder / f"{self.entry.name}-{array}.npy"
+
+    def open(self) -> Arrays | None:
+        """The arrays, mapped read-only; None if there is no finished entry; Damaged if it cannot be trusted.
+
+        Checked: the description, the sizes, each array's type and shape, and checksums of up to a GiB.
+        """
+        try:
+            described = json.loads(read_bounded(self.description, MAX_DESCRIPTION_BYTES, follow_link=True))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise Damaged(f"{self.description.name} cannot be read ({error})") from None
+        files = described.get("files") if isinstance(described, dict) else None
+        if not isinstance(files, dict) or set(files) != set(self.entry.shapes):
+            raise Damaged(f"{self.description.name} lists other files")
+        if described != json.loads(json.dumps(self.entry.describe(files))):
+            raise Damaged(f"{self.description.name} describes something else")
+        return {name: self._open_array(name, files[name]) for name in self.entry.shapes}
+
+    def write(self, arrays: Arrays) -> None:
+        """All of the entry, or nothing that looks like one. OSError if the folder does not take it."""
+        with contextlib.ExitStack() as undo:
+            made = {name: self._write_array(name, array, undo) for name, array in arrays.items()}
+            text = json.dumps(self.entry.describe({name: facts for name, (_, facts) in made.items()}), indent=1) + "\n"
+            temporary = _write(self.description, lambda file: file.write(text.encode()), undo)
+            for name, (written, _) in made.items():
+                os.replace(written, self.path(name))
+            os.replace(temporary, self.description)
+        sync_folder(self.folder)
+
+    def sweep(self) -> None:
+        """Remove what writers that were killed left. Only for who holds the entry's lock."""
+        for leftover in self.folder.glob(f".{self.entry.name}-*.tmp"):
+            leftover.unlink(missing_ok=True)
+
+    def _write_array(self, name: str, array: np.ndarray, undo: contextlib.ExitStack) -> tuple[Path, dict]:
+        temporary = _write(self.path(name), lambda file: np.save(file, array, allow_pickle=False), undo)
+        with open(temporary, "rb") as file, _mapped(file) as data:
+            sums = "".join(f"{zlib.crc32(block):08x}" for block in _blocks(data, range(-(-len(data) // BLOCK_BYTES))))
+            return temporary, {"bytes": len(data), "crc32_per_mib": sums}
+
+    def _open_array(self, name: str, facts) -> np.ndarray:
+        path = self.path(name)
+        try:
+            with os.fdopen(open_regular(path, os.O_RDONLY, follow_link=True), "rb") as file, _mapped(file) as data:
+                _check_bytes(path.name, data, facts)
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise Damaged(f"{path.name} cannot be read ({error})") from None
+        shape, dtype = self.entry.shapes[name]
+        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+            raise Damaged(f"{path.name} is {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}")
+        return array
+
+
+def _write(final: Path, fill, undo: contextlib.ExitStack) -> Path:
+    """A file beside `final`, complete and on the disk; `undo` removes it unless it has been renamed."""
+    temporary = final.with_name(f".{final.name}.{secrets.token_hex(6)}.tmp")
+    undo.callback(temporary.unlink, missing_ok=True)
+    with open(temporary, "xb") as file:
+        fill(file)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary
+
+
+def _mapped(file) -> mmap.mmap:
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _blocks(data: mmap.mmap, numbers):
+    for number in numbers:
+        yield data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+
+
+def _check_bytes(name: str, data: mmap.mmap, facts) -> None:
+    """Damaged unless the size and the checksums of the blocks, or of MAX_BLOCKS spread over the file, are right."""
+    sums = facts.get("crc32_per_mib") if isinstance(facts, dict) else None
+    number_of = -(-len(data) // BLOCK_BYTES)
+    if not isinstance(sums, str) or facts.get("bytes") != len(data) or len(sums) != 8 * number_of:
+        raise Damaged(f"{name} has {len(data)} bytes, which are not as many as were written")
+    chosen = np.unique(np.linspace(0, number_of - 1, min(number_of, MAX_BLOCKS)).astype(int)).tolist()
+    for number, block in zip(chosen, _blocks(data, chosen)):
+        if f"{zlib.crc32(block):08x}" != sums[8 * number : 8 * number + 8]:
+            raise Damaged(f"{name} has changed since it was written (MiB {number})")
+
 
 FLAG = "--data-cache-path"
 LARGE = 10_000_000  # entries of the indices: about a second of building and 100 MB on each rank

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Protocol
 
-from megatron_lite.config.data_defaults import TIKTOKEN_PATTERN, TIKTOKEN_SPECIAL, TOKENIZER, TOKENIZERS
+from megatron_lite.config.data_paths import TIKTOKEN_PATTERN, TIKTOKEN_SPECIAL, TOKENIZER, TOKENIZERS
 from megatron_lite.errors import DataError, UserError
 
 END_OF_TEXT = "<|endoftext|>"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.config.recompute import recomputed_layers
+from megatron_lite.config.shape import recomputed_layers
 from megatron_lite.estimate.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes
 from megatron_lite.estimate.layer_memory import (
     FP32,

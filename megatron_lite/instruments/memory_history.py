@@ -3,14 +3,12 @@
 import torch
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.memory_file import SnapshotFiles, write_snapshot
+from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.memory_oom import OutOfMemory, Shortage, host_memory, is_out_of_memory
 from megatron_lite.instruments.memory_summary import operation, peak, place_words, site
 from megatron_lite.instruments.memory_tags import SETUP, ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.instruments.snapshot_format import annotations
-from megatron_lite.instruments.window import Window
+from megatron_lite.instruments.snapshot_format import SnapshotFiles, annotations, write_snapshot
 from megatron_lite.units import count, size
 
 # --- what torch's CUDA allocator records by itself, and how it is asked for it. GPUs only

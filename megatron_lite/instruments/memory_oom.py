@@ -10,7 +10,6 @@ import torch
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.what_if import variant_of
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.memory_file import write_snapshot
 from megatron_lite.instruments.memory_summary import (
     ACTIVATIONS,
     EVALUATION,
@@ -25,6 +24,7 @@ from megatron_lite.instruments.memory_summary import (
     place_words,
 )
 from megatron_lite.instruments.memory_tags import Place
+from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.units import KIB, size
 
 # --- what would help a run that does not fit: only flags that change its memory here

@@ -14,9 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.instruments.memory_oom import asked_bytes
-from megatron_lite.instruments.memory_stacks import Stacks
 from megatron_lite.instruments.memory_tags import RECOMPUTE, Place
-from megatron_lite.instruments.snapshot_format import ALLOC, FREE, OUT_OF_MEMORY, Event, annotations, settle, snapshot
+from megatron_lite.instruments.snapshot_format import (
+    ALLOC,
+    FREE,
+    OUT_OF_MEMORY,
+    Event,
+    Stacks,
+    annotations,
+    settle,
+    snapshot,
+)
 from megatron_lite.phases import Phase
 
 FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value

@@ -8,8 +8,7 @@ import torch
 from torch import distributed as dist
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.window import Window
+from megatron_lite.instruments.base import Instrument, Window
 
 # --- NVTX ranges and marks, which Nsight Systems shows: by torch's CUDA build, else by NVIDIA's package `nvtx`
 

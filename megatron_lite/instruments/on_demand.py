@@ -5,8 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.window import Window
+from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.run_folder import write_atomically
 from megatron_lite.shared_files import read_bounded
 

@@ -4,9 +4,15 @@
 pytorch.org/memory_viz read. Equal stacks are one list object, so that a pickle holds them once.
 """
 
+import os
+import pickle
+import sys
 from collections.abc import Iterable
+from pathlib import Path
+from types import CodeType
 from typing import NamedTuple
 
+from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import Allocation, Layout, Segment
 
 SETTINGS = {
@@ -108,3 +114,110 @@ def _segment(segment: Segment) -> dict:
         "frames": segment.frames,
         "blocks": blocks,
     }
+
+
+# --- Python stacks, captured in microseconds and spelt out once each
+
+# what records, or calls what records: no part of the stack that is recorded
+RECORDERS = (
+    "megatron_lite/instruments/",
+    "/torch/utils/_python_dispatch.py",
+    "/torch/_compile.py",
+    "/torch/_dynamo/eval_frame.py",
+)
+DEEPEST = 100
+
+
+class Stacks:
+    """Gives the calling stack as a list of {filename, line, name}, innermost first; equal stacks are one list."""
+
+    def __init__(self):
+        self._known: dict[tuple, list[dict]] = {}
+        self._frames: dict[tuple[int, int], dict] = {}
+        self._codes: dict[int, CodeType] = {}  # keeps them alive: a code's id must stay its own
+
+    def capture(self, operation: str = "") -> list[dict]:
+        """The calling stack without those who record; `operation` stands before it like a C++ frame.
+
+        Empty on a thread of torch's own, where Python has no frames but the recorders'.
+        """
+        frame, key = sys._getframe(1), [operation]
+        add = key.append  # this loop is most of what recording costs
+        while frame is not None:
+            add(id(frame.f_code))
+            add(frame.f_lasti)
+            frame = frame.f_back
+        key = tuple(key)
+        if key not in self._known:
+            self._known[key] = self._spell(operation, sys._getframe(1))
+        return self._known[key]
+
+    def _spell(self, operation: str, frame) -> list[dict]:
+        frames = [{"filename": "??", "line": 0, "name": operation}] if operation else []
+        began = False
+        for _ in range(DEEPEST):
+            if frame is None:
+                break
+            code = frame.f_code
+            self._codes[id(code)] = code
+            began = began or not any(part in code.co_filename for part in RECORDERS)
+            if began:
+                place = (id(code), frame.f_lasti)
+                if place not in self._frames:
+                    self._frames[place] = {
+                        "filename": code.co_filename,
+                        "line": frame.f_lineno or 0,
+                        "name": code.co_name,
+                    }
+                frames.append(self._frames[place])
+            frame = frame.f_back
+        return frames
+
+
+# --- where snapshots are written, and how
+
+PROTOCOL = 4  # the viewer in the browser reads no newer one; Python 3.14 would write 5
+
+
+class SnapshotFiles:
+    """The files of one rank: PATH, or PATH with _rankN before its ending where several ranks write."""
+
+    def __init__(self, path: str, rank: int, alone: bool):
+        self._path, self._rank = Path(path), rank
+        self.history = self._path if alone else self._named(f"_rank{rank}")
+
+    @property
+    def out_of_memory(self) -> Path:
+        """What is written when memory runs out."""
+        return self._named(f"_oom_rank{self._rank}")
+
+    def on_demand(self, first: int, last: int) -> Path:
+        """For a window that was asked for while the run went on."""
+        return self.history.with_name(f"{self.history.stem}_steps{first}-{last}{self.history.suffix}")
+
+    def prepare(self):
+        """Make the folder. Raises UserError where no file can be written there."""
+        given = f"--memory-snapshot-path {self._path}"
+        try:
+            self.history.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{given}: its folder cannot be made ({error.strerror}); name another file.") from error
+        if self.history.is_dir():
+            raise UserError(f"{given} is a folder; name a file in it, such as {self._path / 'snapshot.pickle'}.")
+
+    def _named(self, addition: str) -> Path:
+        return self._path.with_name(f"{self._path.stem}{addition}{self._path.suffix}")
+
+
+def write_snapshot(path: Path, snapshot: dict):
+    """All of it or nothing. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
+            pickle.dump(snapshot, file, protocol=PROTOCOL)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

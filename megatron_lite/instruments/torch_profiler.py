@@ -17,10 +17,9 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, _KinetoProfile, record_function
 
-from megatron_lite.instruments.base import Instrument
+from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.instruments.trace_file import Found, LostFile, write_text, write_whole
-from megatron_lite.instruments.window import Window
 from megatron_lite.phases import PYTHON_GC
 from megatron_lite.units import MIB
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lite.config.args import ModelArgs
 from megatron_lite.config.machine import missing_compiler
 from megatron_lite.config.plan import Plan
-from megatron_lite.config.recompute import recomputed_layers
+from megatron_lite.config.shape import recomputed_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import first_line
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.estimate.layer_memory import FLASH_HEAD_STEP
-from megatron_lite.instruments.memory_stacks import RECORDERS
+from megatron_lite.instruments.snapshot_format import RECORDERS
 from megatron_lite.model.kernel_choice import EFFICIENT_HEAD_BYTES, MAX_FLASH_HEAD
 
 # --- scaled_dot_product_attention as a GPU or a CPU computes it, for tensors without data

@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_lite.analysis.memory.read import snapshot_of
-from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.plan import BatchSchedule, Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import rounded
 from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
-from megatron_lite.instruments.memory_file import write_snapshot as write_file
 from megatron_lite.instruments.memory_summary import operation, place_words, site
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
+from megatron_lite.instruments.snapshot_format import write_snapshot as write_file
 from megatron_lite.model.gelu import gelu_tanh, room_for
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.kernel_choice import works_in_pieces

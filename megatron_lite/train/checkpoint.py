@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.checkpoint import folder, megatron_dist, torch_file
-from megatron_lite.checkpoint.background import Background, HostCopies
+from megatron_lite.checkpoint import folder, megatron_dist, megatron_file
 from megatron_lite.checkpoint.find import newest_sound, open_checkpoint
 from megatron_lite.checkpoint.megatron_args import plain_arguments
-from megatron_lite.checkpoint.random_states import random_state, set_random_state
-from megatron_lite.checkpoint.sharding import share_of
+from megatron_lite.checkpoint.random_states import get_random_state, set_random_state
 from megatron_lite.checkpoint.training_state import Record, Stored
-from megatron_lite.checkpoint.write import Writer
+from megatron_lite.checkpoint.write import Background, HostCopies, Writer, share_of
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.errors import CheckpointError
 from megatron_lite.optim.optimizer import Optimizer
@@ -50,7 +48,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=limit) if used else None
         self._background = Background()
         dist_writer = megatron_dist.writer(plain_arguments(plan.args))
-        write_tensors = torch_file.writer(plan.args) if c.ckpt_format == "torch" else dist_writer
+        write_tensors = megatron_file.writer(plan.args) if c.ckpt_format == "torch" else dist_writer
         self._writer = Writer(Path(c.save), write_tensors, self._group, c.save_retain_interval) if c.save else None
         self._copies = HostCopies(self._my_share()) if c.save and c.async_save else None
 
@@ -120,7 +118,7 @@ class Checkpoints:
     def _random_tensors(self) -> dict[str, torch.Tensor]:
         if self.plan.args.checkpoint.no_save_rng:
             return {}
-        return {f"random.{self.plan.world.rank}.{key}": value for key, value in random_state(self.device).items()}
+        return {f"random.{self.plan.world.rank}.{key}": value for key, value in get_random_state(self.device).items()}
 
     def _record(self, progress: Progress) -> Record:
         plan, c = self.plan, self.plan.args.checkpoint

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from megatron_lite.config.data_defaults import SPLIT
-from megatron_lite.config.data_paths import with_files_read
+from megatron_lite.config.data_paths import SPLIT, with_files_read
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.build import DataSpec, build_datasets
 from megatron_lite.data.external import ExternalLoader, Request
-from megatron_lite.data.loader import batches
-from megatron_lite.data.samplers import cyclic_batches, require_block, single_batches
+from megatron_lite.data.loader import batches, cyclic_batches, require_block, single_batches
 from megatron_lite.errors import DataError
 from megatron_lite.train.loop import Progress
 from megatron_lite.units import count

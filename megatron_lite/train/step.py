@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.data.batch import Batch, make_batch
-from megatron_lite.data.to_device import ToDevice
+from megatron_lite.data.batch import Batch, ToDevice, make_batch
 from megatron_lite.marks import STEP, mark_memory
 from megatron_lite.optim.optimizer import Optimizer, Update
 from megatron_lite.parallel.data_parallel import DataParallel, call_when_computed, parameters_norm

@@ -14,9 +14,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from megatron_lite.instruments.base import Instruments
+from megatron_lite.instruments.base import Instruments, Window
 from megatron_lite.instruments.nsys_range import NsysRange
-from megatron_lite.instruments.window import Window
 from megatron_lite.phases import Phase
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from megatron_lite.data.to_device import ToDevice
+from megatron_lite.data.batch import ToDevice
 
 DEVICE = torch.device("cuda", 0)
 BUSY_CYCLES = 200_000_000  # about a tenth of a second

@@ -19,8 +19,7 @@ from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import choose
-from megatron_lite.instruments.memory_stats import MemoryNow
-from megatron_lite.instruments.timeline import GpuTimes, Timeline
+from megatron_lite.instruments.timeline import GpuTimes, MemoryNow, Timeline
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.log import Log
 from megatron_lite.train.run import run

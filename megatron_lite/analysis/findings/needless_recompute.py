@@ -35,7 +35,7 @@ def find(facts: Facts) -> Finding | None:
     from megatron_lite.analysis.memory.ledger import (
         bytes_without_recomputation,  # late: formulas and flags, for such runs only
     )
-    from megatron_lite.config.recompute import recomputed_layers
+    from megatron_lite.config.shape import recomputed_layers
 
     needed = bytes_without_recomputation(facts.plan)
     if needed is None or needed > TIGHT * room:

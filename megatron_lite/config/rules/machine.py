@@ -4,10 +4,9 @@ import os
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, DataArgs
-from megatron_lite.config.compilation import LAYERS
-from megatron_lite.config.data_defaults import TOKENIZER
-from megatron_lite.config.data_paths import parse_blend, with_files_read
+from megatron_lite.config.data_paths import TOKENIZER, parse_blend, with_files_read
 from megatron_lite.config.machine import missing_compiler
+from megatron_lite.config.plan import LAYERS
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
