@@ -14,7 +14,7 @@ from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.run_prediction import as_record, forecast, lines_of
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, choose
+from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments
 from megatron_lite.instruments.memory_oom import is_out_of_memory, unrecorded
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
@@ -70,7 +70,7 @@ class Observers:
     def watch(self, run_dir: Path, where: RunPosition) -> Iterator[Observation]:
         """Around the training: instruments are on, and run.json tells how it ended."""
         plan, timeline = self.plan, Timeline()
-        instruments = [WhereaboutsKeeper(where), *choose(plan, run_dir, timeline, _log_on_every_rank)]
+        instruments = [WhereaboutsKeeper(where), *build_instruments(plan, run_dir, timeline, _log_on_every_rank)]
         record = RunRecord(plan, run_dir, parameter_count(plan.shape), self._peak_tflops, as_record(self._prediction))
         with record, Instruments(instruments, _log_on_every_rank) as watching:
             yield Observation(watching, timeline, plan, run_dir, self._peak_tflops, record)

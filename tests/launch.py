@@ -29,7 +29,7 @@ from megatron_lite.config.world import World
 from megatron_lite.data.indexed import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.build_instruments import choose
+from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import set_up_logging
 from megatron_lite.parallel.host_memory import libc_version, without_thread_cache
@@ -103,7 +103,10 @@ def train(argv: list[str], run_dir: Path, world: World = ALONE, watchers=()) -> 
     run_dir.mkdir(parents=True, exist_ok=True)
     timeline = Timeline()
     set_up_logging(world.is_first)
-    with save_reserved(plan), Instruments([*choose(plan, run_dir, timeline, print), *watchers], print) as watching:
+    with (
+        save_reserved(plan),
+        Instruments([*build_instruments(plan, run_dir, timeline, print), *watchers], print) as watching,
+    ):
         require_checkpoint(plan)
         make_log = lambda metrics, progress: Log(plan, metrics, timeline, run_dir, progress)
         return run(plan, DataStreams(plan), EOD, watching, make_log)

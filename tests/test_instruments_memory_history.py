@@ -12,7 +12,7 @@ from torch.cuda import _memory_viz
 
 from megatron_lite.errors import UserError
 from megatron_lite.instruments.base import Instrument, Instruments, Window
-from megatron_lite.instruments.memory_history import memory_instruments
+from megatron_lite.instruments.build_instruments import build_memory_instruments
 from megatron_lite.instruments.memory_summary import ACTIVATIONS, OPTIMIZER, WEIGHTS, by_category, held_at_the_end, peak
 from megatron_lite.instruments.snapshot_format import Stacks
 
@@ -241,7 +241,7 @@ def test_a_window_asked_for_later_has_a_file_of_its_own(tmp_path):
         [],
     )
     kept = []
-    with Instruments(memory_instruments(plan, window, said.append), said.append) as watching:
+    with Instruments(build_memory_instruments(plan, window, said.append), said.append) as watching:
         for step in range(1, 12):
             if step == 6:
                 window.move_to(range(8, 10), on_demand=True)

@@ -15,7 +15,7 @@ from megatron_lite.config.world import World
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.instruments import memory_oom as memory_advice
 from megatron_lite.instruments.base import Instruments, Window
-from megatron_lite.instruments.memory_history import memory_instruments
+from megatron_lite.instruments.build_instruments import build_memory_instruments
 from megatron_lite.instruments.memory_oom import (
     EXPANDABLE,
     FULL_RECOMPUTE,
@@ -153,7 +153,7 @@ def on_gpu(words: str, path, window=range(3, 5)):
         ),
         World(gpus=1),
     )
-    return Instruments(memory_instruments(plan, Window(window), said.append), said.append), said
+    return Instruments(build_memory_instruments(plan, Window(window), said.append), said.append), said
 
 
 def run_steps(watching, last: int):
@@ -274,7 +274,7 @@ def test_a_gpu_rank_that_does_not_record_explains_itself_too(tmp_path, monkeypat
     plan = plan_of(flags(""), World(gpus=1))
     with (
         pytest.raises(torch.OutOfMemoryError),
-        Instruments(memory_instruments(plan, Window(), said.append), said.append),
+        Instruments(build_memory_instruments(plan, Window(), said.append), said.append),
     ):
         allocator.observers[0](0, GIB, 80 * GIB, 0)
         raise torch.OutOfMemoryError
@@ -286,9 +286,11 @@ def test_a_gpu_rank_that_does_not_record_explains_itself_too(tmp_path, monkeypat
 
 
 def test_cpu_ranks_that_do_not_record_are_left_alone():
-    assert memory_instruments(plan_of(flags("")), Window(), print) == []
+    assert build_memory_instruments(plan_of(flags("")), Window(), print) == []
     ranks = [World(rank, 2, rank, 2) for rank in (0, 1)]
-    made = [memory_instruments(plan_of(flags("--record-memory-history"), world), Window(), print) for world in ranks]
+    made = [
+        build_memory_instruments(plan_of(flags("--record-memory-history"), world), Window(), print) for world in ranks
+    ]
     assert [len(members) for members in made] == [3, 0]
 
 

@@ -17,6 +17,7 @@ from waiting import LIMIT_S
 from megatron_lite.config.world import World, read_world
 from megatron_lite.instruments import nsys_range
 from megatron_lite.instruments.base import Instrument, Instruments, Window
+from megatron_lite.instruments.build_instruments import build_nsys_range
 from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange, PackageNvtx, TorchNvtx, nvtx_for
 from megatron_lite.phases import Phase
 
@@ -60,7 +61,7 @@ def notes(monkeypatch) -> Notes:
 def profiled(argv, run_dir, *watchers) -> list[str]:
     """Train on the CPU as if under nsys, with the instrument that the plan asks for; returns what it said."""
     said, plan = [], plan_of(argv, World(under_nsys=True))
-    quietly(argv, run_dir, [nsys_range.nsys_range(plan, Window(plan.profile_window), said.append), *watchers])
+    quietly(argv, run_dir, [build_nsys_range(plan, Window(plan.profile_window), said.append), *watchers])
     return said
 
 
@@ -140,7 +141,7 @@ def test_ranges_of_a_rank_that_is_not_profiled_start_no_collection(notes):
     plan = plan_of(
         flags("--profile --profile-step-start 1 --profile-step-end 3 --nvtx-ranges"), World(1, 2, under_nsys=True)
     )
-    nsys = nsys_range.nsys_range(plan, Window(plan.profile_window), print)
+    nsys = build_nsys_range(plan, Window(plan.profile_window), print)
     with Instruments([nsys], print) as watching, watching.step(1), watching.phase(Phase.FORWARD):
         pass
     assert notes.said == ["step 1", "step 1/forward", "end of forward", "end of step 1"]
@@ -161,7 +162,7 @@ def test_ranges_of_a_rank_that_is_not_profiled_start_no_collection(notes):
 )
 def test_who_has_one(words, world, made):
     plan = plan_of(flags("--global-batch-size 4", words), world)
-    assert (nsys_range.nsys_range(plan, Window(plan.profile_window), print) is not None) == made
+    assert (build_nsys_range(plan, Window(plan.profile_window), print) is not None) == made
 
 
 # --- several ranks on a node: the first to leave its range ends the collection for all
@@ -170,7 +171,7 @@ def test_who_has_one(words, world, made):
 def test_ranks_of_a_node_leave_the_range_together(notes, monkeypatch):
     plan = plan_of(flags("--profile --profile-ranks -1 --global-batch-size 6"), World(4, 6, 1, 3, under_nsys=True))
     monkeypatch.setattr(nsys_range, "SECONDS_FOR_NEIGHBOURS", LIMIT_S)
-    nsys = nsys_range.nsys_range(plan, Window(range(1, 2)), lambda text: None)
+    nsys = build_nsys_range(plan, Window(range(1, 2)), lambda text: None)
     nsys.open()
     nsys.begin(1)
     store, waited = dist.distributed_c10d._get_default_store(), []

@@ -13,7 +13,7 @@ from launch import REPO, alone, environment, flags, plan_of, pretrain
 
 from megatron_lite.instruments import build_instruments as small_blocks
 from megatron_lite.instruments.base import Window
-from megatron_lite.instruments.build_instruments import RoomForNames, choose
+from megatron_lite.instruments.build_instruments import RoomForNames, build_instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.parallel import host_memory
 from megatron_lite.parallel.host_memory import NO_THREAD_CACHE, SmallBlocks, libc_version, without_thread_cache
@@ -166,7 +166,7 @@ def test_room_is_made_before_the_first_profiled_step_and_given_back_after_the_la
 @pytest.mark.parametrize(("ways", "rooms"), [(PROFILE, 1), ("--no-profile-on-demand", 0), ("", 1)])
 def test_it_is_there_where_torch_may_record(tmp_path, ways, rooms):
     with alone():
-        members = choose(plan_of(flags(ways)), tmp_path, Timeline(), print)
+        members = build_instruments(plan_of(flags(ways)), tmp_path, Timeline(), print)
     assert [type(member) for member in members].count(RoomForNames) == rooms
 
 

@@ -18,7 +18,7 @@ from traces import events, nested, spans, steps_of, trace, trace_files
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.instruments.base import Instrument, Instruments, Window
-from megatron_lite.instruments.build_instruments import choose
+from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.module_ranges import ModuleRanges, wanted_modules
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
@@ -179,7 +179,7 @@ def test_large_traces_are_compressed_unless_told_otherwise(tmp_path, monkeypatch
         path.unlink()
     for flag, compress in (("", None), ("--profile-gzip", True), ("--no-profile-gzip", False)):
         timeline = Timeline()
-        profiler = choose(plan_of(flags(PROFILE, flag)), tmp_path, timeline, print)[-2]
+        profiler = build_instruments(plan_of(flags(PROFILE, flag)), tmp_path, timeline, print)[-2]
         assert profiler.details.compress is compress
 
 

@@ -18,7 +18,7 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
 from megatron_lite.instruments import on_demand
 from megatron_lite.instruments.base import Instrument, Instruments, Window
-from megatron_lite.instruments.build_instruments import Disturbance, choose
+from megatron_lite.instruments.build_instruments import Disturbance, build_instruments
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.timeline import Timeline
@@ -265,7 +265,7 @@ def watcher_of(tmp_path, eager):
 
     def make(world: World) -> tuple[OnDemand, list[str]]:
         said = []
-        members = choose(plan_of(flags("--train-iters 99"), world), tmp_path, Timeline(), said.append)
+        members = build_instruments(plan_of(flags("--train-iters 99"), world), tmp_path, Timeline(), said.append)
         [watcher] = [member for member in members if isinstance(member, OnDemand)]
         return watcher, said
 
@@ -355,7 +355,7 @@ GPU, UNDER_NSYS, BOTH = World(gpus=1), World(under_nsys=True), World(gpus=1, und
     ],
 )
 def test_who_watches(tmp_path, words, world, watchers):
-    made = choose(plan_of(flags("--global-batch-size 6", words), world), tmp_path, Timeline(), print)
+    made = build_instruments(plan_of(flags("--global-batch-size 6", words), world), tmp_path, Timeline(), print)
     of_windows = (OnDemand, Disturbance, NsysRange, TorchProfiler, Timeline)
     assert [type(member) for member in made if isinstance(member, of_windows)] == watchers
 
@@ -370,7 +370,7 @@ def test_on_demand_under_nsys_on_a_gpu_is_refused_or_of_memory_only(tmp_path, ea
     record = f"--record-memory-history --memory-snapshot-path {tmp_path}/s.pickle"
     for words, line in (("", refused), (record, taken)):
         said = []
-        made = choose(
+        made = build_instruments(
             plan_of(flags("--profile --profile-step-start 20 --profile-step-end 22 --train-iters 99", words), BOTH),
             tmp_path,
             Timeline(),
@@ -388,7 +388,7 @@ def test_on_demand_under_nsys_on_a_cpu_is_recorded_by_torch(tmp_path, eager, mon
     monkeypatch.setattr("megatron_lite.instruments.nsys_range.nvtx_for", lambda device: Nvtx(pushed))
     argv = flags("--train-iters 14 --profile --profile-step-start 11 --profile-step-end 13")
     said = []
-    members = choose(plan_of(argv, UNDER_NSYS), tmp_path, Timeline(), said.append)
+    members = build_instruments(plan_of(argv, UNDER_NSYS), tmp_path, Timeline(), said.append)
     with Instruments([Asks(tmp_path, at2="2"), *members], said.append) as watching:
         for step in range(1, 15):
             with watching.step(step), watching.phase("forward"):

@@ -17,7 +17,7 @@ from benchmarks.overhead.parts import Stopwatch
 from megatron_lite import app, observers
 from megatron_lite.instruments import timeline as timeline_module
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.build_instruments import choose
+from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.train import run
 from megatron_lite.train.data_streams import DataStreams
@@ -55,7 +55,7 @@ def main(kind: str, out: str, *flags: str) -> int:
     timeline_module.time = SimpleNamespace(perf_counter=clock)
     observers.choose = lambda plan, run_dir, timeline, tell: [
         Watch(timeline, stopwatch.seconds, clock, path),
-        *choose(plan, run_dir, timeline, tell),
+        *build_instruments(plan, run_dir, timeline, tell),
     ]
     if kind != "real":
         run.TrainingStep, DataStreams.training = empty_step, same_batch

@@ -7,9 +7,11 @@ from statistics import median
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument, Window
-from megatron_lite.instruments.memory_history import memory_instruments
-from megatron_lite.instruments.nsys_range import nsys_range
+from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
+from megatron_lite.instruments.memory_oom import OutOfMemory
+from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
+from megatron_lite.instruments.snapshot_format import SnapshotFiles
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
 from megatron_lite.model.kernel_choice import rows_at_once
@@ -239,7 +241,7 @@ class RoomForNames(Instrument):
 # --- which instruments watch this rank: the only place that asks what is to be profiled
 
 
-def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrument]:
+def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrument]:
     """The instruments of this rank, outermost first. One that does not concern it is not made."""
     rank = plan.world.rank
     # beside the window, a GPU's profiler gets ready, and other ranks wait for those that write
@@ -266,9 +268,9 @@ def choose(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrume
                 rank=rank if plan.world.size > 1 else None,
             )
         )
-    if nsys := nsys_range(plan, window, tell):
+    if nsys := build_nsys_range(plan, window, tell):
         members.append(nsys)
-    members += memory_instruments(plan, window, tell)
+    members += build_memory_instruments(plan, window, tell)
     if profiled and (plan.args.profile.use_pytorch_profiler or on_demand and not _torch_is_blind(plan)):
         if plan.device == "cpu":
             members.append(_room_for_names(plan, window))
@@ -342,3 +344,44 @@ def _uses_cupti(plan: Plan) -> bool:
 def _torch_is_blind(plan: Plan) -> bool:
     """nsys holds the GPU's counters, also where nothing asked it to record."""
     return plan.world.under_nsys and plan.device == "cuda"
+
+
+def build_nsys_range(plan: Plan, window: Window, tell) -> NsysRange | None:
+    """This rank's instrument for Nsight Systems, if the plan wants one and a tool can be there to see it."""
+    p, world = plan.args.profile, plan.world
+    profiled = p.profile and not p.use_pytorch_profiler and world.rank in plan.profile_ranks
+    if not (profiled or p.nvtx_ranges) or not (plan.device == "cuda" or world.under_nsys):
+        return None
+    first = world.rank - world.local_rank
+    node = range(first, first + world.local_size)
+    return NsysRange(
+        window if profiled else Window(range(0)),
+        plan.device,
+        tell,
+        rank=world.rank,
+        size=world.size,
+        neighbours=[rank for rank in node if rank in plan.profile_ranks and rank != world.rank],
+        all_steps=p.nvtx_ranges,
+        operators=p.record_shapes,
+        under_nsys=world.under_nsys,
+    )
+
+
+def build_memory_instruments(plan: Plan, window: Window, tell) -> list[Instrument]:
+    """What watches this rank's memory, outermost first. Raises UserError where snapshots could not be written.
+
+    On a GPU every rank waits for memory to run out; the profiled ones record.
+    """
+    p, world = plan.args.profile, plan.world
+    recording = p.record_memory_history and world.rank in plan.profile_ranks
+    if plan.device == "cpu" and not recording:
+        return []
+    files = SnapshotFiles(p.memory_snapshot_path, world.rank, alone=len(plan.profile_ranks) == 1)
+    if p.record_memory_history:
+        files.prepare()
+    recorder = (CudaRecorder if plan.device == "cuda" else CpuRecorder)(p.memory_history_events)
+    dump = files.out_of_memory if p.record_memory_history else None
+    watching = OutOfMemory(plan, recorder.place, dump, recorder, tell)
+    history = MemoryHistory(window, files, recorder, lambda: plan.train_iters - window.started_at, tell)
+    # a shortage is explained before recording is switched off; steps begin and end inside of what is recorded
+    return [watching, *([history] if recording else []), recorder.place]

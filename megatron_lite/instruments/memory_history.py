@@ -2,9 +2,8 @@
 
 import torch
 
-from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument, Window
-from megatron_lite.instruments.memory_oom import OutOfMemory, Shortage, host_memory, is_out_of_memory
+from megatron_lite.instruments.memory_oom import Shortage, host_memory, is_out_of_memory
 from megatron_lite.instruments.memory_summary import operation, peak, place_words, site
 from megatron_lite.instruments.memory_tags import SETUP, ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
@@ -16,7 +15,47 @@ from megatron_lite.units import count, size
 OUTSIDE = 100_000  # events kept before and after the window, for the story of an out-of-memory there
 
 
-class CudaRecorder:
+class Recorder:
+    """What records, for MemoryHistory and OutOfMemory. Override the moments you need."""
+
+    place: Place
+    number = 0  # of the device in the snapshot
+    failure: Exception | None = None  # why recording stopped, if it did
+
+    def open(self):
+        """Before the model is built."""
+
+    def begin_step(self):
+        """Before a step."""
+
+    def end_step(self):
+        """After a step."""
+
+    def pause(self):
+        """A step outside of the window begins."""
+
+    def open_window(self):
+        """The window begins."""
+
+    def close_window(self):
+        """The window is over."""
+
+    def close(self):
+        """Once, at the end."""
+
+    def snapshot(self, of_last_step: bool = False) -> tuple[dict, bool]:
+        """(the snapshot, whether events that belong to it were dropped). Of now, or of the last step's end."""
+        raise NotImplementedError
+
+    def watch_for_shortage(self, observe):
+        """Call `observe` with a Shortage at every allocation that fails, on whatever thread that is."""
+
+    def shortage(self, asked: int | None) -> Shortage:
+        """Now."""
+        raise NotImplementedError
+
+
+class CudaRecorder(Recorder):
     """Records from before the first parameter to the end of the run. In the window the ring holds `most` events.
 
     The history is cleared when the window opens, so that the snapshot shows it and nothing else; blocks allocated before
@@ -34,12 +73,6 @@ class CudaRecorder:
     def open(self):
         self._record(min(OUTSIDE, self._most))
 
-    def begin_step(self):
-        """Nothing to do: the allocator records by itself."""
-
-    def pause(self):
-        """Recording goes on: memory may run out in any step."""
-
     def open_window(self):
         self._record(self._most, stacks_of="all")
         self._hooks.attach()
@@ -52,11 +85,8 @@ class CudaRecorder:
         self._hooks.detach()
         torch.cuda.memory._record_memory_history(enabled=None)
 
-    def end_step(self):
-        """Nothing to do: what the run's end frees is recorded too."""
-
     def snapshot(self, of_last_step: bool = False) -> tuple[dict, bool]:
-        """(the snapshot, whether the ring had to drop events that belong to it). Always of now."""
+        """Always of now: what the run's end frees is recorded too."""
         taken = torch.cuda.memory._snapshot()
         device = torch.cuda.current_device()
         taken["external_annotations"] = [
@@ -65,14 +95,7 @@ class CudaRecorder:
         ]
         return taken, len(taken["device_traces"][device]) >= self._full_at
 
-    @property
-    def failure(self) -> Exception | None:
-        """None: what the allocator records does not fail."""
-        return None
-
     def watch_for_shortage(self, observe):
-        """Call `observe` with a Shortage at every allocation that fails, on whatever thread that is."""
-
         def failed(device: int, asked: int, total: int, free: int):
             observe(Shortage(asked, free, total, torch.cuda.memory_reserved(device)))
 
@@ -80,13 +103,11 @@ class CudaRecorder:
         torch._C._cuda_attach_out_of_memory_observer(failed)
 
     def shortage(self, asked: int | None) -> Shortage:
-        """Now."""
         free, total = torch.cuda.mem_get_info()
         return Shortage(asked, free, total, torch.cuda.memory_reserved())
 
     @property
     def number(self) -> int:
-        """Of the device in the snapshot."""
         return torch.cuda.current_device()
 
     def _record(self, most: int, stacks_of: str = "alloc"):
@@ -101,13 +122,11 @@ class CudaRecorder:
 # --- the memory history of a CPU run, in the form that a GPU's allocator gives it
 
 
-class CpuRecorder:
+class CpuRecorder(Recorder):
     """Records while the model is built and inside the window; between them steps run at their own speed.
 
     What appears in between and lives on is found when the window first touches it.
     """
-
-    number = 0  # of the device in the snapshot
 
     def __init__(self, most: int):
         self.place = Place()
@@ -143,19 +162,16 @@ class CpuRecorder:
         self.close_window()
 
     def snapshot(self, of_last_step: bool = False) -> tuple[dict, bool]:
-        """(the snapshot, whether events that belong to it were dropped). Of now, or of the last step's end."""
         return self._tracker.snapshot(remembered=of_last_step), self._tracker.dropped
 
     @property
     def failure(self) -> Exception | None:
-        """Why recording stopped, if it did."""
         return self._tracker.failure
 
     def watch_for_shortage(self, observe):
         self._tracker.out_of_memory = lambda asked: observe(self.shortage(asked))
 
     def shortage(self, asked: int | None) -> Shortage:
-        """Now."""
         host = host_memory()
         return Shortage(
             asked, free=host["free"], total=host["total"], reserved=host["mine"], all_known=self._tracker.seeing
@@ -163,26 +179,6 @@ class CpuRecorder:
 
 
 # --- --record-memory-history: every allocation with its Python stack, drawn by pytorch.org/memory_viz
-
-
-def memory_instruments(plan: Plan, window: Window, tell) -> list[Instrument]:
-    """What watches this rank's memory, outermost first. Raises UserError where snapshots could not be written.
-
-    On a GPU every rank waits for memory to run out; the profiled ones record.
-    """
-    p, world = plan.args.profile, plan.world
-    recording = p.record_memory_history and world.rank in plan.profile_ranks
-    if plan.device == "cpu" and not recording:
-        return []
-    files = SnapshotFiles(p.memory_snapshot_path, world.rank, alone=len(plan.profile_ranks) == 1)
-    if p.record_memory_history:
-        files.prepare()
-    recorder = (CudaRecorder if plan.device == "cuda" else CpuRecorder)(p.memory_history_events)
-    dump = files.out_of_memory if p.record_memory_history else None
-    watching = OutOfMemory(plan, recorder.place, dump, recorder, tell)
-    history = MemoryHistory(window, files, recorder, lambda: plan.train_iters - window.started_at, tell)
-    # a shortage is explained before recording is switched off; steps begin and end inside of what is recorded
-    return [watching, *([history] if recording else []), recorder.place]
 
 
 class MemoryHistory(Instrument):

@@ -154,7 +154,7 @@ def report(plan: Plan, tag: str, shortage: Shortage, snapshot: dict, device: int
     unused = 0 if snapshot.get("allocator_settings", {}).get("expandable_segments") else shortage.reserved - used
     help_with = advice(plan, _with_unknown(dict(sizes), shortage), shortage.asked or 0, unused)
     return [
-        f"{_headline(plan, tag)}: {asked} asked for; tensors hold {known}{size(used)}, {size(shortage.reserved)} are reserved, "
+        f"{_headline(plan.world.rank, tag)}: {asked} asked for; tensors hold {known}{size(used)}, {size(shortage.reserved)} are reserved, "
         + f"{size(shortage.free)} of {size(shortage.total)} are free",
         "  held by: " + _holders(sizes, len(held)),
         "  largest: " + ("; ".join((_sites if recorded else _blocks)(held)[:LARGEST]) or "unknown"),
@@ -199,8 +199,8 @@ def _with_unknown(held: dict[str, int], shortage: Shortage) -> dict[str, int]:
     return held | {ACTIVATIONS: held.get(ACTIVATIONS, 0) + max(shortage.reserved - sum(held.values()), 0)}
 
 
-def _headline(plan: Plan, tag: str) -> str:
-    return f"error: out of memory on rank {plan.world.rank}, {place_words(tag)}"
+def _headline(rank: int, tag: str) -> str:
+    return f"error: out of memory on rank {rank}, {place_words(tag)}"
 
 
 class OutOfMemory(Instrument):
@@ -235,7 +235,9 @@ class OutOfMemory(Instrument):
             written = self._write(snapshot)
             self._lines = report(self._plan, self._place.tag, shortage, snapshot, self._recorder.number, written)
         except Exception as problem:  # noqa: BLE001 - see above
-            self._lines = [f"{_headline(self._plan, self._place.tag)}; why could not be found out: {problem}"]
+            self._lines = [
+                f"{_headline(self._plan.world.rank, self._place.tag)}; why could not be found out: {problem}"
+            ]
 
     def _write(self, snapshot: dict) -> str:
         if self._path is None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import distributed as dist
 
-from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument, Window
 
 # --- NVTX ranges and marks, which Nsight Systems shows: by torch's CUDA build, else by NVIDIA's package `nvtx`
@@ -187,24 +186,3 @@ class NsysRange(Instrument):
         deadline = time.monotonic() + SECONDS_FOR_NEIGHBOURS
         while not store.check([f"{left}{rank}" for rank in self._neighbours]) and time.monotonic() < deadline:
             time.sleep(0.005)
-
-
-def nsys_range(plan: Plan, window: Window, tell) -> NsysRange | None:
-    """This rank's instrument for Nsight Systems, if the plan wants one and a tool can be there to see it."""
-    p, world = plan.args.profile, plan.world
-    profiled = p.profile and not p.use_pytorch_profiler and world.rank in plan.profile_ranks
-    if not (profiled or p.nvtx_ranges) or not (plan.device == "cuda" or world.under_nsys):
-        return None
-    first = world.rank - world.local_rank
-    node = range(first, first + world.local_size)
-    return NsysRange(
-        window if profiled else Window(range(0)),
-        plan.device,
-        tell,
-        rank=world.rank,
-        size=world.size,
-        neighbours=[rank for rank in node if rank in plan.profile_ranks and rank != world.rank],
-        all_steps=p.nvtx_ranges,
-        operators=p.record_shapes,
-        under_nsys=world.under_nsys,
-    )

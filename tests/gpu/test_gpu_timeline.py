@@ -18,7 +18,7 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.build_instruments import choose
+from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import GpuTimes, MemoryNow, Timeline
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.log import Log
@@ -46,7 +46,7 @@ def trained(words: str, folder: Path) -> tuple[list[dict], list[dict]]:
     check(line, world)
     plan, timeline = resolve(line.args, world, 1023), Timeline()
     folder.mkdir(parents=True, exist_ok=True)
-    with Instruments(choose(plan, folder, timeline, print), print) as watching:
+    with Instruments(build_instruments(plan, folder, timeline, print), print) as watching:
         make_log = lambda metrics, progress: Log(plan, metrics, timeline, folder, progress)
         run(plan, DataStreams(plan), 1023, watching, make_log)
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]

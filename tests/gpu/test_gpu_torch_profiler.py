@@ -19,7 +19,7 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.build_instruments import choose
+from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.log import Log
@@ -48,7 +48,7 @@ def profiled(words: str, folder: Path) -> list[str]:
     check(line, world)
     plan, said, timeline = resolve(line.args, world, 127), [], Timeline()
     folder.mkdir(parents=True, exist_ok=True)
-    with Instruments(choose(plan, folder, timeline, said.append), said.append) as watching:
+    with Instruments(build_instruments(plan, folder, timeline, said.append), said.append) as watching:
         make_log = lambda metrics, progress: Log(plan, metrics, timeline, folder, progress)
         run(plan, DataStreams(plan), 127, watching, make_log)
     return said
