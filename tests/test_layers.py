@@ -1,6 +1,7 @@
 """The layers of the house, read from its imports."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -177,5 +178,13 @@ def test_the_lower_layers_come_up_without_torch():
 def test_layout_is_the_formatters_and_the_linter_has_nothing_to_say(words):
     done = subprocess.run(
         [sys.executable, "-m", "ruff", *words, "--no-cache", "."], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_types_are_sound_where_they_are_checked():
+    """The folders that pyproject.toml names for mypy."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", os.devnull], cwd=REPO, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr

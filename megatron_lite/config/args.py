@@ -12,10 +12,10 @@ from megatron_lite.config.flags import flag
 class ModelArgs:
     """Model"""
 
-    num_layers: int | None = flag(None, "Transformer layers. Required.")
-    hidden_size: int | None = flag(None, "Width of the residual stream. Required.")
-    num_attention_heads: int | None = flag(None, "Attention heads per layer. Required.")
-    seq_length: int | None = flag(None, "Tokens per training sample. Required.", aliases=("--encoder-seq-length",))
+    num_layers: int = flag(None, "Transformer layers. Required.")
+    hidden_size: int = flag(None, "Width of the residual stream. Required.")
+    num_attention_heads: int = flag(None, "Attention heads per layer. Required.")
+    seq_length: int = flag(None, "Tokens per training sample. Required.", aliases=("--encoder-seq-length",))
     max_position_embeddings: int | None = flag(None, "Rows of the learned position table; at least seq-length.")
     ffn_hidden_size: int | None = flag(None, "Width of the MLP; 4 x hidden, with --swiglu 8/3 x in steps of 64.")
     kv_channels: int | None = flag(None, "Width of one head; hidden / heads when left out.")
@@ -74,7 +74,7 @@ class ModelArgs:
 class TrainingArgs:
     """Training"""
 
-    micro_batch_size: int | None = flag(None, "Samples per rank per forward and backward. Required.")
+    micro_batch_size: int = flag(None, "Samples per rank per forward and backward. Required.")
     global_batch_size: int | None = flag(
         None, "Samples per optimizer step over all ranks; micro-batch x ranks when left out."
     )

@@ -123,7 +123,7 @@ RULES_WITHOUT_FILES = (
 RULES = (*RULES_WITHOUT_FILES, machine_rules)
 
 
-def check(line: CommandLine, world: World, rules: Sequence[Rule] = RULES):
+def check(line: CommandLine, world: World, rules: Sequence[Rule] = RULES) -> None:
     """Raise one ConfigError with every mistake: unreadable words first, then broken rules.
 
     A rule that speaks of a flag whose value could not be read is left out: its value is unknown. Where a file of settings

@@ -18,7 +18,7 @@ MIN_FLOAT, MAX_FLOAT = 1.17549435e-38, 3.40282346e38  # of fp32, without its den
 class CommandLine:
     """What was typed: the flags' values, notes to print once, and mistakes, one line each."""
 
-    args: Args | None = None
+    args: Args = field(default_factory=Args)
     values: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
     return line
 
 
-def _take_file(values: list[str], known: dict[str, Flag], line: CommandLine):
+def _take_file(values: list[str], known: dict[str, Flag], line: CommandLine) -> None:
     if len(values) != 1:
         line.mistakes.append(f"{YAML_FLAG} takes one file, got {len(values)}.")
         line.unread = True
@@ -72,7 +72,7 @@ def _words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
     return words
 
 
-def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLine):
+def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLine) -> None:
     theirs = read_flags().get(name)
     if name in known:
         _read_value(name, known[name], values, line)
@@ -93,7 +93,7 @@ def _all_names(known: dict[str, Flag]) -> list[str]:
     return [*known, YAML_FLAG, *read_flags()]
 
 
-def _refuse_unknown(name: str, known: dict[str, Flag], line: CommandLine):
+def _refuse_unknown(name: str, known: dict[str, Flag], line: CommandLine) -> None:
     lacking, wanted = find_texts(*STOPPING), "--" + name.lstrip("-").replace("_", "-").lower()
     twins = _closest(wanted, _all_names(known), ALMOST)
     if twins and lacking.keys() >= set(twins):
@@ -121,7 +121,7 @@ def _closest(word: str, words: tuple[str, ...] | list[str], least: float) -> lis
     return sorted(other for other, ratio in zip(near, ratios) if ratio == ratios[0])
 
 
-def _read_value(name: str, flag: Flag, values: list[str], line: CommandLine):
+def _read_value(name: str, flag: Flag, values: list[str], line: CommandLine) -> None:
     value, mistake = _convert(name, flag, values)
     if mistake:
         line.mistakes.append(mistake)

@@ -11,6 +11,9 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Flag:
     group: str
     help: str
     kind: type  # bool | int | float | str
-    default: object
+    default: Any
     many: bool  # takes a list of values
     choices: tuple[str, ...]
     value: str  # what help calls the value; empty for the kind's name
@@ -39,7 +42,7 @@ class Flag:
 
 
 def flag(
-    default,
+    default: object,
     help: str,
     *,
     choices: tuple[str, ...] = (),
@@ -47,9 +50,10 @@ def flag(
     aliases: tuple[str, ...] = (),
     value: str = "",
     as_switch: tuple[str, ...] = (),
-):
+) -> Any:
     """Declare one knob. `off`: the spelling that switches a default-on bool off. `value`: what help calls its value.
 
+    A knob that a command line must give has None here and another type: check.py refuses a command line without it.
     `as_switch`: for a knob that may also be used like a switch, the values that this means: (on, off).
     """
     meta = {"help": help, "choices": choices, "off": off, "aliases": aliases, "value": value, "as_switch": as_switch}
@@ -65,7 +69,7 @@ def flags_of(root_class: type) -> Iterator[Flag]:
     """Every flag of `root_class`, a dataclass whose fields are groups of flags."""
     for group_class in typing.get_type_hints(root_class).values():
         hints = typing.get_type_hints(group_class)
-        title = group_class.__doc__.splitlines()[0]
+        title = (group_class.__doc__ or "").splitlines()[0]
         for field in dataclasses.fields(group_class):
             kind, many = _kind(hints[field.name])
             meta = field.metadata
@@ -84,7 +88,7 @@ def flags_of(root_class: type) -> Iterator[Flag]:
             )
 
 
-def build(root_class: type, values: dict[str, object]):
+def build(root_class: type[T], values: dict[str, object]) -> T:
     """An instance of `root_class` from {field name: value}; what is missing keeps its default."""
     groups = {}
     for name, group_class in typing.get_type_hints(root_class).items():
@@ -93,7 +97,7 @@ def build(root_class: type, values: dict[str, object]):
     return root_class(**groups)
 
 
-def _kind(annotation) -> tuple[type, bool]:
+def _kind(annotation: Any) -> tuple[type, bool]:
     """int | None -> (int, False); tuple[int, ...] -> (int, True)."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _kind(next(a for a in typing.get_args(annotation) if a is not type(None)))
@@ -132,7 +136,8 @@ def read_flags() -> dict[str, MegatronFlag]:
 
 
 def _build_flag(name: str, answer: str, text: str = "", passing: str | None = None) -> MegatronFlag:
-    return MegatronFlag(name, answer, text, passing and tuple(passing.split()) if passing != "-" else ())
+    values = () if passing == "-" else tuple(passing.split()) if passing else None
+    return MegatronFlag(name, answer, text, values)
 
 
 def find_texts(*answers: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 try:
     import resource
 except ImportError:  # not on Windows
-    resource = None
+    resource = None  # type: ignore[assignment]
 
 SHARED_MEMORY = "/dev/shm"
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -112,8 +112,8 @@ def _limits(root: Path, groups: list[str]) -> tuple[float | None, int | None]:
 
 def _quotient(text: str | None) -> float | None:
     """'200000 100000' -> 2.0; None for 'max 100000', '-1 100000' and what is no pair of numbers."""
-    numbers = [_number(word) for word in (text or "").split()]
-    return numbers[0] / numbers[1] if len(numbers) == 2 and all(numbers) else None
+    numbers = [number for word in (text or "").split() if (number := _number(word))]
+    return numbers[0] / numbers[1] if len(numbers) == 2 else None
 
 
 def _number(text: str | None) -> int | None:

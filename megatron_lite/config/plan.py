@@ -167,9 +167,8 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
 def _loader_workers(args: Args, world: World) -> int:
     if args.data.num_workers is not None:
         return args.data.num_workers
-    return (
-        2 if world.gpus else 0
-    )  # Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
+    # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
+    return 2 if world.gpus else 0
 
 
 def _batch(args: Args, world: World) -> BatchSchedule:
@@ -181,7 +180,7 @@ def _batch(args: Args, world: World) -> BatchSchedule:
 def _length(args: Args, batch: BatchSchedule) -> tuple[int, int]:
     """(iterations, samples) of the whole training."""
     t = args.training
-    iterations = batch.iterations(t.train_samples) if t.train_iters is None else t.train_iters
+    iterations = batch.iterations(t.train_samples or 0) if t.train_iters is None else t.train_iters
     if not iterations:
         first = batch.size(0)
         raise ConfigError([f"--train-samples {t.train_samples} is less than one global batch of {first}; raise it."])
@@ -252,11 +251,19 @@ def _padded(args: Args, vocab_size: int) -> int:
 
 def _learning_rate(args: Args, batch: BatchSchedule, total_samples: int) -> LearningRatePlan:
     o, t = args.optimizer, args.training
-    by_iters = t.train_iters is not None
-    decay = (o.lr_decay_iters or t.train_iters) * batch.final if by_iters else o.lr_decay_samples or t.train_samples
-    warmup = o.lr_warmup_iters * batch.final if by_iters else o.lr_warmup_samples
-    wsd = (o.lr_wsd_decay_iters or 0) * batch.final if by_iters else o.lr_wsd_decay_samples or 0
-    constant = o.weight_decay_incr_style == "constant"
+    if t.train_iters is not None:
+        length = total_samples
+        decay = (o.lr_decay_iters or t.train_iters) * batch.final
+        warmup = o.lr_warmup_iters * batch.final
+        wsd = (o.lr_wsd_decay_iters or 0) * batch.final
+    else:
+        length = t.train_samples or 0
+        decay = o.lr_decay_samples or length
+        warmup = o.lr_warmup_samples
+        wsd = o.lr_wsd_decay_samples or 0
+    first, last = o.start_weight_decay or 0.0, o.end_weight_decay or 0.0
+    if o.weight_decay_incr_style == "constant":
+        first = last = o.weight_decay
     return LearningRatePlan(
         style=o.lr_decay_style,
         init=o.lr_warmup_init,
@@ -267,7 +274,7 @@ def _learning_rate(args: Args, batch: BatchSchedule, total_samples: int) -> Lear
         wsd_style=o.lr_wsd_decay_style,
         wsd_samples=wsd,
         weight_decay_style=o.weight_decay_incr_style,
-        start_weight_decay=o.weight_decay if constant else o.start_weight_decay,
-        end_weight_decay=o.weight_decay if constant else o.end_weight_decay,
-        weight_decay_samples=total_samples if by_iters else t.train_samples,
+        start_weight_decay=first,
+        end_weight_decay=last,
+        weight_decay_samples=length,
     )

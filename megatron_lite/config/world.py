@@ -1,6 +1,7 @@
 """Where this process stands among the others, and what the machine has."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 INJECTIONS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD")
@@ -37,7 +38,7 @@ class World:
         return self.rank == self.size - 1
 
 
-def read_world(gpus: int, threads: int, environment=os.environ) -> World:
+def read_world(gpus: int, threads: int, environment: Mapping[str, str] = os.environ) -> World:
     """The launcher's variables (torchrun's names); `gpus` and `threads` are what torch counts here."""
     return World(
         rank=int(environment.get("RANK", 0)),
@@ -51,7 +52,7 @@ def read_world(gpus: int, threads: int, environment=os.environ) -> World:
     )
 
 
-def _is_under_nsys(environment) -> bool:
+def _is_under_nsys(environment: Mapping[str, str]) -> bool:
     """`nsys profile` and `nsys launch` name their session, and bring their library into the process by a variable of
     CUDA, of NVTX, or of the loader; a launcher between nsys and us may have dropped some of these."""
     if "NSYS_PROFILING_SESSION_ID" in environment:

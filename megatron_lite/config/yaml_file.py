@@ -1,7 +1,8 @@
 """The file of --yaml-cfg as words of a command line."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.config.flags import Flag
 
@@ -82,7 +83,7 @@ def activation_words(values: dict[str, object]) -> tuple[list[tuple[str, list[st
     return [(flag, [])], None
 
 
-def _shown(value) -> str:
+def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -115,7 +116,7 @@ def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[
     return _words(path, content, knobs, names)
 
 
-def _words(path: str, content: dict, knobs: dict[str, Flag], names: set[str]) -> tuple[list[Word], list[str]]:
+def _words(path: str, content: dict[Any, Any], knobs: dict[str, Flag], names: set[str]) -> tuple[list[Word], list[str]]:
     leaves, off = list(_leaves(content, (id(content),))), switches_off(names)
     words, mistake = activation_words({plain(name): value for name, value in leaves})
     mistakes = [mistake] if mistake else []
@@ -131,7 +132,7 @@ def _words(path: str, content: dict, knobs: dict[str, Flag], names: set[str]) ->
     return words, [f"{path}: {mistake}" for mistake in mistakes]
 
 
-def _of_knob(flag: Flag, value) -> list[Word]:
+def _of_knob(flag: Flag, value: object) -> list[Word]:
     if isinstance(value, bool):
         if flag.as_switch:
             return [(flag.spelling, [flag.as_switch[not value]])]
@@ -139,7 +140,7 @@ def _of_knob(flag: Flag, value) -> list[Word]:
     return [(flag.spelling, _texts(value))]
 
 
-def _of_other(key: str, value, switched_off: str | None, names: set[str]) -> list[Word]:
+def _of_other(key: str, value: object, switched_off: str | None, names: set[str]) -> list[Word]:
     """What is no knob's field: another spelling, the other side of a --no-... flag, or a name that is unknown."""
     if switched_off:
         return [] if value else [(switched_off, [])]
@@ -148,11 +149,11 @@ def _of_other(key: str, value, switched_off: str | None, names: set[str]) -> lis
     return [(f"--{key}", [] if value is True else _texts(value))]
 
 
-def _texts(value) -> list[str]:
+def _texts(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
-def _leaves(content: dict, above: tuple[int, ...]):
+def _leaves(content: dict[Any, Any], above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     for name, value in content.items():
         if not isinstance(value, dict):
             yield str(name), value
@@ -160,10 +161,10 @@ def _leaves(content: dict, above: tuple[int, ...]):
             yield from _leaves(value, (*above, id(value)))
 
 
-def _mistake(name: str, value, flag: Flag | None, switched_off: str | None) -> str | None:
+def _mistake(name: str, value: object, flag: Flag | None, switched_off: str | None) -> str | None:
     if not (flag or switched_off) or value is None:
         return None
-    if (switched_off or flag.is_switch) and not isinstance(value, bool):
+    if (flag is None or flag.is_switch) and not isinstance(value, bool):
         return f"{name}: {value}: is a switch; give true or false."
     if isinstance(value, bool) and flag and not (flag.is_switch or flag.as_switch):
         return f"{name}: {str(value).lower()}: is no switch; give its value, or null."
