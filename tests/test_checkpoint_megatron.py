@@ -20,9 +20,10 @@ from launch import flags, plan_of, same
 from model_variants import VARIANTS, build
 from torch import nn
 
-from megatron_lite.checkpoint.megatron_file import MegatronFile, from_megatron, to_megatron, write_megatron_file
+from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
 from megatron_lite.checkpoint.megatron_names import file_name, in_file_order, ours
 from megatron_lite.checkpoint.megatron_unpickle import Inert, load
+from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.errors import CheckpointError
 from megatron_lite.optim.optimizer import Optimizer
@@ -93,6 +94,16 @@ def place(folder: Path) -> Path:
     return folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
 
 
+def rewrite(path: Path, change=lambda state: None, foreign: bool = True) -> Path:
+    """The file with `change` made to what it holds, and without this trainer's mark if it is to be `foreign`."""
+    state = torch.load(path, weights_only=False)
+    if foreign:
+        del state["megatron_lite"]
+    change(state)
+    torch.save(state, path)
+    return path
+
+
 @pytest.mark.parametrize("impl", ["transformer_engine", "local"])
 @pytest.mark.parametrize("words", ["fp32", "bf16", "fp16", "fp32 --optimizer sgd"])
 @pytest.mark.parametrize("cuda", [False, True])
@@ -120,13 +131,9 @@ def test_the_arguments_in_the_file_describe_the_model(variant, tmp_path):
     plan, record, tensors = trained("fp32", variant=variant, steps=1)
     if not record.shape["linear_bias"]:  # there is no tanh without the fused kernel
         record.shape["activation"] = "gelu_erf"
-    path = written(place(tmp_path), record, tensors, plan)
-    state = torch.load(path, weights_only=False)
-    del state["megatron_lite"]
-    torch.save(state, path)
-    foreign = MegatronFile(path).record
+    path = rewrite(written(place(tmp_path), record, tensors, plan))
     expected = dataclasses.replace(record, vocab_size=None, trainer="Megatron-LM", versions={})
-    assert foreign == expected
+    assert MegatronFile(path).record == expected
 
 
 @pytest.mark.parametrize(
@@ -139,16 +146,16 @@ def test_the_arguments_in_the_file_describe_the_model(variant, tmp_path):
 )
 def test_every_schedule_is_mapped_back(words, tmp_path):
     plan, record, tensors = trained("fp32", words, steps=1)
-    path = written(place(tmp_path), record, tensors, plan)
-    state = torch.load(path, weights_only=False)
-    del state["megatron_lite"]
-    torch.save(state, path)
+    path = rewrite(written(place(tmp_path), record, tensors, plan))
     assert MegatronFile(path).record.schedule == record.schedule
-    if record.schedule["style"] == "WSD":
-        state["args"].lr_wsd_decay_iters = None
-    else:
-        del state["opt_param_scheduler"]["lr_decay_style"]
-    torch.save(state, path)
+
+    def forget(state):
+        if record.schedule["style"] == "WSD":
+            state["args"].lr_wsd_decay_iters = None
+        else:
+            del state["opt_param_scheduler"]["lr_decay_style"]
+
+    path = rewrite(path, forget, foreign=False)
     assert MegatronFile(path).record.schedule is None, "what is not there is not made up"
 
 
@@ -202,16 +209,13 @@ def test_transformer_engines_adam_counts_steps_per_group(tmp_path):
 
 def test_extra_states_and_buffers_are_no_weights(tmp_path):
     plan, record, tensors = trained("fp32")
-    path = written(place(tmp_path), record, tensors, plan)
-    state = torch.load(path, weights_only=False)
-    del state["megatron_lite"]
-    state["model"] |= {
+    more = {
         "decoder.layers.0.mlp.linear_fc1._extra_state": torch.zeros(8, dtype=torch.uint8),
         "decoder.layers.0.mlp.linear_fc2._extra_state": io.BytesIO(b"fp8"),
         "decoder.layers.1.mlp.linear_fc2._extra_state": b"fp8",
         "rotary_pos_emb.inv_freq": torch.ones(4),
     }
-    torch.save(state, path)
+    path = rewrite(written(place(tmp_path), record, tensors, plan), lambda state: state["model"].update(more))
     assert same(read(MegatronFile(path)), tensors)
 
 
@@ -302,11 +306,7 @@ def test_random_states_are_pythons_and_numpys_own(tmp_path):
 def test_a_foreign_files_random_states_are_left_alone(tmp_path):
     plan, record, tensors = trained("fp32")
     record, tensors = dataclasses.replace(record, ranks=1), tensors | random_states(1, False)
-    path = written(place(tmp_path), record, tensors, plan)
-    state = torch.load(path, weights_only=False)
-    del state["megatron_lite"]
-    torch.save(state, path)
-    file = MegatronFile(path)
+    file = MegatronFile(rewrite(written(place(tmp_path), record, tensors, plan)))
     assert file.record.ranks == 0 and not [name for name in file.names() if name.startswith("random.")]
 
 
@@ -359,13 +359,12 @@ def test_a_trap_does_not_snap(where, kind, tmp_path):
     }
     trap, name = traps[kind]
     plan, record, tensors = trained("fp32", steps=1)
-    path = written(place(tmp_path), record, tensors, plan)
-    state = torch.load(path, weights_only=False)
-    if where == "args":
-        state["args"].trap = trap
-    else:
-        (state["model"] if where == "model" else state)["trap"] = trap
-    torch.save(state, path)
+
+    def set_trap(state):
+        place_of = {"args": vars(state["args"]), "model": state["model"], "top": state}
+        place_of[where]["trap"] = trap
+
+    path = rewrite(written(place(tmp_path), record, tensors, plan), set_trap, foreign=False)
     with pytest.raises(CheckpointError) as caught:
         MegatronFile(path)
     assert not snapped.exists()
@@ -375,10 +374,12 @@ def test_a_trap_does_not_snap(where, kind, tmp_path):
 def test_members_of_enums_as_python_3_11_2_pickles_them(tmp_path):
     """As getattr(class, name), which is not called: no attribute of anything is looked up."""
     plan, record, tensors = trained("fp32", steps=1)
-    path = written(place(tmp_path), record, tensors, plan)
-    state = torch.load(path, weights_only=False)
-    state["args"].attention_backend = Trap(getattr, foreign_class("megatron", "Backend"), "__name__")
-    torch.save(state, path)
+    trap = Trap(getattr, foreign_class("megatron", "Backend"), "__name__")
+
+    def set_trap(state):
+        state["args"].attention_backend = trap
+
+    path = rewrite(written(place(tmp_path), record, tensors, plan), set_trap, foreign=False)
     del sys.modules["megatron"].Backend
     assert isinstance(load(path)["args"].attention_backend, Inert)
     assert same(read(MegatronFile(path)), tensors)
@@ -424,12 +425,7 @@ def refusal(path: Path) -> str:
 
 def changed(folder: Path, change) -> Path:
     plan, record, tensors = trained("bf16", steps=1)
-    path = written(place(folder), record, tensors, plan)
-    state = torch.load(path, weights_only=False)
-    del state["megatron_lite"]
-    change(state)
-    torch.save(state, path)
-    return path
+    return rewrite(written(place(folder), record, tensors, plan), change)
 
 
 @pytest.mark.parametrize(

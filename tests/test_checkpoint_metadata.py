@@ -1,5 +1,6 @@
 """The .metadata of a checkpoint, a pickle: read as torch reads it, whoever wrote it, and no part of it is ever run."""
 
+import argparse
 import contextlib
 import enum
 import io
@@ -19,16 +20,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_lite.checkpoint.megatron_dist import DistFile
+from megatron_lite.checkpoint.megatron_dist import COMMON_FILE, DistFile
 from megatron_lite.checkpoint.metadata_pickle import read_metadata
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import RECORD_FILE
 
 TENSORS = {
-    "a.weight": torch.ones(4, 3, dtype=torch.bfloat16),
-    "a.step": torch.tensor(3.0),
-    "n": torch.zeros(0, 2, dtype=torch.int64),
+    "random.0.weight": torch.ones(4, 3, dtype=torch.bfloat16),
+    "random.0.step": torch.tensor(3.0),
+    "random.0.n": torch.zeros(0, 2, dtype=torch.int64),
 }
 
 
@@ -38,7 +39,7 @@ def metadata(tmp_path_factory) -> Metadata:
     folder = tmp_path_factory.mktemp("dcp")
     dcp.save(TENSORS | {"extra": io.BytesIO(b"x")}, checkpoint_id=folder, no_dist=True)
     found = pickle.loads((folder / ".metadata").read_bytes())
-    entry = found.state_dict_metadata["a.weight"]
+    entry = found.state_dict_metadata["random.0.weight"]
     halves = [ChunkStorageMetadata(torch.Size([2 * rank, 0]), torch.Size([2, 3])) for rank in range(2)]
     found.state_dict_metadata["two"] = TensorStorageMetadata(entry.properties, entry.size, halves)
     for rank, half in enumerate(halves):
@@ -119,7 +120,7 @@ HOSTILE = {  # after the opcode of the protocol: what is said of it
 READ_ALL = """
 import json, resource, sys
 from pathlib import Path
-from megatron_lite.checkpoint.megatron_dist import DistFile
+from megatron_lite.checkpoint.megatron_dist import COMMON_FILE, DistFile
 from megatron_lite.errors import CheckpointError
 room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**28
 resource.setrlimit(resource.RLIMIT_AS, (room, room))
@@ -135,9 +136,10 @@ print(json.dumps([said, str(Path("/harmless"))]))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """As this trainer wrote before its folders were Megatron's, under the tensors' own names."""
+    """A checkpoint of nothing but random states, whose names are their keys."""
     folder = tmp_path_factory.mktemp("saved")
     dcp.save(TENSORS, checkpoint_id=folder, no_dist=True)
+    torch.save({"args": argparse.Namespace()}, folder / COMMON_FILE)
     (folder / RECORD_FILE).write_text(Record(iteration=1, consumed=1, shape={}, precision="fp32").to_json())
     return folder
 
@@ -186,7 +188,7 @@ def test_a_tensor_cannot_ask_for_gigabytes(saved, tmp_path, monkeypatch):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     (folder / "__0_0.distcp").write_bytes(piece.getvalue())
     with pytest.raises(CheckpointError, match="cannot be read .MemoryError."):
-        DistFile(folder).read_into({"a.step": torch.zeros(())})
+        DistFile(folder).read_into({"random.0.step": torch.zeros(())})
 
 
 def test_what_is_shared_is_converted_once(metadata, tmp_path):

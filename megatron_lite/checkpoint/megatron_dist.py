@@ -104,10 +104,7 @@ class Place:
 
 
 class DistFile:
-    """An opened folder, a checkpoint.record.Stored. Tensors are read from the disk where they are asked for.
-
-    A folder without common.pt is of this trainer before it wrote Megatron's layout: keys are flat names.
-    """
+    """An opened folder, a training_state.Stored. Tensors are read from the disk where they are asked for."""
 
     def __init__(self, folder: Path):
         """Raises CheckpointError for a folder that cannot be read, or is not of a GPT."""
@@ -125,14 +122,11 @@ class DistFile:
             for key, entry in self._reader.metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        if own is None or (folder / COMMON_FILE).exists():
-            common = megatron_unpickle.load(folder / COMMON_FILE)
-            try:
-                self._understand(common, own)
-            except MALFORMED as error:
-                raise malformed(folder, error) from None
-        else:
-            self._places = {key: _whole(key, entry) for key, entry in self._entries.items()}
+        common = megatron_unpickle.load(folder / COMMON_FILE)
+        try:
+            self._understand(common, own)
+        except MALFORMED as error:
+            raise malformed(folder, error) from None
         if own is not None:
             self.record = own
             self.without_optimizer = None if own.optimizer else "was not saved (--no-save-optim, or a conversion)"

@@ -43,7 +43,7 @@ WHOLE = (1, 1, 1)  # MegatronArgs.splits
 
 
 class MegatronFile:
-    """An opened file, a checkpoint.record.Stored. Tensors are read from the disk where they are asked for.
+    """An opened file, a training_state.Stored. Tensors are read from the disk where they are asked for.
 
     without_optimizer: why record.optimizer is None, to go on from "its optimizer"; None where there is one.
     """
