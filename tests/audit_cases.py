@@ -59,7 +59,7 @@ def rates(held: bool):
 
 
 compiled = recorded(
-    torch_compile=True, steps=ordinary_steps(ms=lambda index: 10.0 if index else 900.0, compiling=every(1, False, True))
+    compiled=True, steps=ordinary_steps(ms=lambda index: 10.0 if index else 900.0, compiling=every(1, False, True))
 )
 # number: (passes, fails, its code, is not seen)
 POINTS = {

@@ -225,7 +225,7 @@ def math_attention(made, at):
     made.op("aten::_scaled_dot_product_attention_math", at + 100, at + 1500)
 
 
-def breaks(made, at, regions=("0/0", "1/0")):
+def breaks(made, at, regions):
     for start, name in enumerate(regions):
         made.annotation(f"Torch-Compiled Region: {name}", at + 100 + 500 * start, at + 500 + 500 * start)
 
@@ -236,10 +236,6 @@ def more_than_a_layer_and_the_loss(made, at):
 
 def resumes(made, at):
     made.frame("model.py(31): torch_dynamo_resume_in_forward_at_31", at + 100, at + 1000)
-
-
-def one_graph(made, at):
-    breaks(made, at, ("0/0", "0/0"))
 
 
 def layers_and_the_loss(made, at):
@@ -415,7 +411,7 @@ CASES = {
     "copy-share": (on_gpu(forward=[(CAST, 1500, "aten::copy_")]), on_gpu(forward=[(CAST, 500, "aten::copy_")])),
     "unfused-elementwise": (
         on_gpu(forward=[(ADD, 500, "aten::add")] * 4),
-        both(on_gpu(forward=[(ADD, 500, "aten::add")] * 4), recorded(torch_compile=True)),
+        both(on_gpu(forward=[(ADD, 500, "aten::add")] * 4), recorded(compiled=True)),
     ),
     "unfused-optimizer": (on_gpu(optimizer=LOOP * 8), gpu),
     "all-reduce-tail": (on_gpu(reduce="tail"), gpu),
@@ -432,8 +428,8 @@ CASES = {
         recorded(steps=ordinary_steps(ms=every(30, 500.0, 10.0), compiling=every(30, True, False))),
     ),
     "graph-breaks": (
-        both(on_cpu(change=breaks), recorded(device="cpu", world=1, torch_compile=True)),
-        both(on_cpu(change=one_graph), recorded(device="cpu", world=1, torch_compile=True)),
+        both(on_cpu(change=more_than_a_layer_and_the_loss), recorded(device="cpu", world=1, compiled=True)),
+        both(on_cpu(change=layers_and_the_loss), recorded(device="cpu", world=1, compiled=True)),
     ),
     "first-step": (
         recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 20_000.0)),
@@ -492,13 +488,9 @@ MORE_TRIGGERS = [
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0], **cores([None, None], [1, 4])))),
     ("overflow-storm", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
     ("scale-collapse", recorded(steps=ordinary_steps(loss_scale=scale(HALVED), **NEVER_GOOD), precision="fp16")),
-    ("recompilation", recorded(steps=ordinary_steps(ms=500.0, compiling=True, compile_ms=490.0), torch_compile=True)),
+    ("recompilation", recorded(steps=ordinary_steps(ms=500.0, compiling=True, compile_ms=490.0), compiled=True)),
     ("no-learning", recorded(steps=ordinary_steps(loss=lambda index: 3.0 if index < 30 else None))),
     ("graph-breaks", on_cpu(change=resumes)),
-    (
-        "graph-breaks",
-        both(on_cpu(change=more_than_a_layer_and_the_loss), recorded(device="cpu", torch_compile="layers")),
-    ),
     ("memory-growth", remembered(kept_mib=64, steps=5)),
     ("host-gaps", python_works(4_000)),
     ("host-gaps", python_works(4_000, "train.py(7): think")),
@@ -523,7 +515,6 @@ MORE_NEAR_MISSES = [
     ("no-learning", recorded(steps=ordinary_steps(loss=3.0), mock_data=True)),
     ("no-learning", recorded(steps=ordinary_steps(loss=3.0, iteration=lambda index: 101 + index))),
     ("no-learning", recorded(steps=ordinary_steps(14, **NEVER_GOOD), precision="fp16")),
-    ("graph-breaks", both(on_cpu(change=layers_and_the_loss), recorded(device="cpu", torch_compile="layers"))),
     ("sync-in-step", on_cpu(change=cpu_reads)),
     ("host-gaps", on_cpu(change=cpu_reads)),
     ("host-gaps", python_works(900)),

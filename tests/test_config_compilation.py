@@ -1,7 +1,5 @@
 """--torch-compile auto | layers | none: what a command line comes to, and where it is read."""
 
-import json
-
 import pytest
 from command_lines import mistakes, plan, read
 from training_maker import ordinary_steps, run
@@ -9,7 +7,7 @@ from training_maker import ordinary_steps, run
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.audit.answers import Case
 from megatron_lite.analysis.audit.run_examiners import examine_compilation
-from megatron_lite.analysis.findings.seen.planned import compiles
+from megatron_lite.analysis.findings.run_settings import compiles
 from megatron_lite.config import machine
 from megatron_lite.config.check import remarks
 from megatron_lite.config.help import help_text
@@ -120,24 +118,9 @@ def test_python_without_headers_compiles_nothing(world, tmp_path, monkeypatch):
     assert missing_compiler(bool(world.gpus), {}) == ""
 
 
-@pytest.mark.parametrize(
-    ("change", "answer"),
-    [
-        ({}, False),  # ARGS of the made runs: torch_compile false, as before there was a choice
-        ({"torch_compile": True}, True),
-        ({"torch_compile": "layers"}, None),  # no such run was ever written
-    ],
-)
-def test_older_runs_are_read(change, answer, tmp_path):
-    assert compiles(analyze([run(tmp_path, **change)]).facts) is answer
-
-
 def test_a_run_says_what_it_decided(tmp_path):
-    path = run(tmp_path, torch_compile="auto") / "run.json"
-    record = json.loads(path.read_text())
-    record["plan"]["compilation"] = {"layers": True, "why": ""}
-    path.write_text(json.dumps(record))
-    assert compiles(analyze([tmp_path]).facts) is True
+    assert compiles(analyze([run(tmp_path / "a", compiled=True)]).facts) is True
+    assert compiles(analyze([run(tmp_path / "b")]).facts) is False
 
 
 def test_the_flag_is_asked_before_the_machine():
@@ -147,7 +130,7 @@ def test_the_flag_is_asked_before_the_machine():
 def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):
     steps = ordinary_steps(ms=lambda index: 10.0 if index else 30_000.0, compiling=lambda index: index == 0)
     steps[0]["compile_ms"] = 18_000.0
-    report = analyze([run(tmp_path, torch_compile=True, steps=steps)])
+    report = analyze([run(tmp_path, compiled=True, steps=steps)])
     [found] = [one for one in report.findings if one.code == "first-step"]
     assert found.evidence[0].text.endswith("99% of 40 steps, 18,000.0 ms of the first for compiling")
     assert found.flags == ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR") and "--torch-compile none" in found.advice

@@ -178,8 +178,6 @@ def _cpu_range(made: MadeTrace, name: str, host: float, ops, between_us: float, 
 
 ARGS = {
     "micro_batch_size": 4,
-    "num_workers": 2,
-    "torch_compile": False,
     "log_interval": 100,
     "recompute_granularity": None,
     "attention_dropout": 0.0,
@@ -216,6 +214,8 @@ def run(
     hardware=None,
     environment=None,
     parameters=355_919_872,
+    num_workers=2,
+    compiled=False,
     **args,
 ) -> Path:
     """A run folder: run.json and steps.jsonl. `steps`: `ordinary_steps()` if not given. `ranks`: lines of all ranks."""
@@ -236,6 +236,8 @@ def run(
             "device": device,
             "precision": precision,
             "batch": {"final": batch, "start": 0},
+            "compilation": {"layers": compiled, "why": ""},
+            "loader_workers": num_workers,
         },
         "hardware": machine | (hardware or {}),
         "environment": environment or {},

@@ -22,12 +22,11 @@ from megatron_lite.analysis.compare.compare_results import Change, Pair
 from megatron_lite.analysis.compare.noise import exact, paired_samples
 from megatron_lite.analysis.compare.settings import objections
 from megatron_lite.analysis.findings.base import Evidence
-from megatron_lite.analysis.findings.seen.accumulation import micro_batches_seen
-from megatron_lite.analysis.findings.seen.headroom import peak
-from megatron_lite.analysis.findings.seen.planned import argument, compiles, part, whole
-from megatron_lite.analysis.findings.seen.steady import (
+from megatron_lite.analysis.findings.run_settings import argument, compiles, part, peak, whole
+from megatron_lite.analysis.findings.step_measurements import (
     counted,
     in_ms,
+    micro_batches_seen,
     rows_named,
     where,
 )

@@ -10,7 +10,8 @@ import numpy as np
 from megatron_lite.analysis.audit.answers import LONGER_RUN, RUN_FOLDER, SHAPES, TRACE, Case, Point, failed, not_seen
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.fp32_products import WITHOUT_TENSOR_CORES
-from megatron_lite.analysis.findings.seen.steady import (
+from megatron_lite.analysis.findings.small_copies import ACROSS
+from megatron_lite.analysis.findings.step_measurements import (
     MATTERS,
     MIN_SHARE_SHOWN,
     counted,
@@ -21,7 +22,6 @@ from megatron_lite.analysis.findings.seen.steady import (
     steady_steps,
     where,
 )
-from megatron_lite.analysis.findings.small_copies import ACROSS
 from megatron_lite.analysis.findings.unpinned_copies import is_batch_copy
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import RankFacts

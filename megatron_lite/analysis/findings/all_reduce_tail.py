@@ -14,8 +14,15 @@ False alarm: a trace of one rank only: whether it waits for others or for the ne
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.no_overlap import NEVER_EARLY
-from megatron_lite.analysis.findings.seen.gradient_reduction import reduction_of
-from megatron_lite.analysis.findings.seen.steady import MATTERS, counted, in_ms, of_step, share, where
+from megatron_lite.analysis.findings.step_measurements import (
+    MATTERS,
+    counted,
+    in_ms,
+    of_step,
+    reduction_of,
+    share,
+    where,
+)
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "all-reduce-tail"

@@ -15,7 +15,14 @@ False alarm: a window at the run's beginning, while the allocator still grows; p
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, of_step, rows_named, share, steady_steps, where
+from megatron_lite.analysis.findings.step_measurements import (
+    MIN_SHARE_SHOWN,
+    of_step,
+    rows_named,
+    share,
+    steady_steps,
+    where,
+)
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 

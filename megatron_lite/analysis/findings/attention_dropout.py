@@ -12,9 +12,16 @@ False alarm: short sequences, where the formula may be the faster one.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.hidden import covered
-from megatron_lite.analysis.findings.seen.planned import argument
-from megatron_lite.analysis.findings.seen.steady import MATTERS, of_step, rows_named, share, steady_steps, where
+from megatron_lite.analysis.findings.run_settings import argument
+from megatron_lite.analysis.findings.step_measurements import (
+    MATTERS,
+    covered,
+    of_step,
+    rows_named,
+    share,
+    steady_steps,
+    where,
+)
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 

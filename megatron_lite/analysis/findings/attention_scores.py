@@ -16,9 +16,9 @@ False alarm: on a CPU at short sequences explicit attention can be the faster on
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.hidden import covered
-from megatron_lite.analysis.findings.seen.steady import (
+from megatron_lite.analysis.findings.step_measurements import (
     MATTERS,
+    covered,
     of_step,
     rows_named,
     share,

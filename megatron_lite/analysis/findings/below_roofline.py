@@ -16,8 +16,8 @@ False alarm: a GPU that is throttled or shared; then all kernels are low.
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.matmul_shapes import is_off
-from megatron_lite.analysis.findings.seen.layer_names import layer_of
-from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, in_ms, of_step, share, where
+from megatron_lite.analysis.findings.run_settings import layer_of
+from megatron_lite.analysis.findings.step_measurements import MIN_SHARE_SHOWN, in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
 from megatron_lite.analysis.run_facts import Facts
 

@@ -14,8 +14,8 @@ False alarm: none of the wait; on a GPU it is hidden as long as the device has w
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import hardware, on_gpu, part, whole
-from megatron_lite.analysis.findings.seen.steady import in_ms
+from megatron_lite.analysis.findings.run_settings import hardware, on_gpu, part, whole
+from megatron_lite.analysis.findings.step_measurements import in_ms
 from megatron_lite.analysis.run.run_results import RankMedians
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.variables import THREADS

@@ -15,7 +15,7 @@ False alarm: fp32 gradients of 16-bit weights, which are cast by design; without
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, share, where
+from megatron_lite.analysis.findings.step_measurements import in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import OperatorRow, Role
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.phases import Phase

@@ -13,7 +13,7 @@ False alarm: NCCL_..._DISABLE on a machine whose links are broken, where it is t
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import on_gpu, part, variables, whole
+from megatron_lite.analysis.findings.run_settings import on_gpu, part, variables, whole
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.variables import Place, switches_on
 

@@ -14,9 +14,9 @@ False alarm: copies within the device at a step's end, if they are part of the a
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.hidden import exposed_ms
-from megatron_lite.analysis.findings.seen.steady import (
+from megatron_lite.analysis.findings.step_measurements import (
     MATTERS,
+    exposed_ms,
     in_ms,
     of_step,
     per_step_ms,

@@ -15,8 +15,8 @@ False alarm: a trial of a few steps of what will be a long run.
 import math
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import compiles
-from megatron_lite.analysis.findings.seen.steady import in_ms
+from megatron_lite.analysis.findings.run_settings import compiles
+from megatron_lite.analysis.findings.step_measurements import in_ms
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 

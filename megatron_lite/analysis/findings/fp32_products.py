@@ -16,8 +16,8 @@ False alarm: an fp32 reference run, made on purpose.
 import re
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import hardware
-from megatron_lite.analysis.findings.seen.steady import of_step, share, where
+from megatron_lite.analysis.findings.run_settings import hardware
+from megatron_lite.analysis.findings.step_measurements import of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.estimate.hardware import peak_tflops

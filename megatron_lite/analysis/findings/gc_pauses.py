@@ -12,8 +12,8 @@ False alarm: a single collection in a short window, which this mean makes look l
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import argument
-from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, of_step, share, where
+from megatron_lite.analysis.findings.run_settings import argument
+from megatron_lite.analysis.findings.step_measurements import MIN_SHARE_SHOWN, of_step, share, where
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "gc-pauses"

@@ -18,8 +18,7 @@ import re
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import compiled_as_asked
-from megatron_lite.analysis.findings.seen.steady import rows_named, steady_steps, where
+from megatron_lite.analysis.findings.step_measurements import rows_named, steady_steps, where
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 
@@ -40,7 +39,7 @@ def find(facts: Facts) -> Finding | None:
         return _finding(one, _resumptions(one, resumed), certain=True)
     regions = rows_named(one, REGION.match, Kind.OP, Kind.ANNOTATION)
     frames = {REGION.match(name)[1] for name in _names(one, regions)}
-    if len(frames) <= (1 if compiled_as_asked(facts) else FEW):
+    if len(frames) <= FEW:
         return None
     text = (
         f"{len(frames)} different functions were compiled, {len(regions) / steady_steps(one):,.0f} regions run per step"

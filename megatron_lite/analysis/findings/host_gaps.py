@@ -18,7 +18,7 @@ False alarm: a trace with stacks, which slow Python several times; a CPU whose c
 
 from megatron_lite.analysis.findings import log_stalls, tiny_micro_batches
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, share, where
+from megatron_lite.analysis.findings.step_measurements import in_ms, of_step, share, where
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.time_results import Stretch

@@ -16,9 +16,8 @@ False alarm: a trace with stacks or shapes of a run that is fine without them: c
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.headroom import larger_micro_batch
-from megatron_lite.analysis.findings.seen.planned import compiles
-from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, where
+from megatron_lite.analysis.findings.run_settings import compiles, larger_micro_batch
+from megatron_lite.analysis.findings.step_measurements import in_ms, of_step, where
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "launch-bound"

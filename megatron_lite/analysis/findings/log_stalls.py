@@ -15,8 +15,8 @@ import math
 from statistics import median
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import argument, on_gpu
-from megatron_lite.analysis.findings.seen.steady import MATTERS, MIN_SHARE_SHOWN, in_ms, of_step, share, where
+from megatron_lite.analysis.findings.run_settings import argument, on_gpu
+from megatron_lite.analysis.findings.step_measurements import MATTERS, MIN_SHARE_SHOWN, in_ms, of_step, share, where
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.phases import Phase
 

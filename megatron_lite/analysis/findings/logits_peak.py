@@ -13,8 +13,7 @@ False alarm: a peak far below the device's memory.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.memory_peaks import bytes_of, is_tight
-from megatron_lite.analysis.findings.seen.planned import argument, whole
+from megatron_lite.analysis.findings.run_settings import argument, bytes_of, is_tight, whole
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size
 

@@ -16,8 +16,8 @@ False alarm: products so small that launching them costs more than their tiles.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.layer_names import layer_of, meaning_of
-from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, in_ms, of_step, share, where
+from megatron_lite.analysis.findings.run_settings import layer_of, meaning_of
+from megatron_lite.analysis.findings.step_measurements import MIN_SHARE_SHOWN, in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.estimate.hardware import TILE as USUAL_TILE

@@ -14,8 +14,8 @@ False alarm: GPUs from Blackwell on order launches otherwise; a single GPU has n
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import argument, part, variable, whole
-from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, of_step, share, where
+from megatron_lite.analysis.findings.run_settings import argument, part, variable, whole
+from megatron_lite.analysis.findings.step_measurements import MIN_SHARE_SHOWN, of_step, share, where
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
 

@@ -13,9 +13,8 @@ False alarm: memory that evaluation, a checkpoint or a longer batch still needs.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.accumulation import accumulation_ms
-from megatron_lite.analysis.findings.seen.headroom import device_bytes, larger_micro_batch, peak
-from megatron_lite.analysis.findings.seen.planned import micro_batches
+from megatron_lite.analysis.findings.run_settings import device_bytes, larger_micro_batch, micro_batches, peak
+from megatron_lite.analysis.findings.step_measurements import accumulation_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size
 

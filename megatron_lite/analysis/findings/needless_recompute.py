@@ -15,10 +15,8 @@ import math
 from statistics import median
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.headroom import device_bytes
-from megatron_lite.analysis.findings.seen.memory_peaks import TIGHT
-from megatron_lite.analysis.findings.seen.planned import argument, part, whole
-from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms
+from megatron_lite.analysis.findings.run_settings import TIGHT, argument, device_bytes, part, whole
+from megatron_lite.analysis.findings.step_measurements import MATTERS, in_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.phases import Phase
 from megatron_lite.units import size

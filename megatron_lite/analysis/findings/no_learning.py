@@ -14,7 +14,7 @@ False alarm: a benchmark with a learning rate of 0; data that the model knows al
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.findings.run_settings import argument
 from megatron_lite.analysis.run.learning import learning_of
 from megatron_lite.analysis.run_facts import Facts
 

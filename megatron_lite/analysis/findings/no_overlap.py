@@ -13,9 +13,8 @@ False alarm: models so small that one bucket is all there is.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.gradient_reduction import reduction_of
-from megatron_lite.analysis.findings.seen.planned import whole
-from megatron_lite.analysis.findings.seen.steady import MATTERS, counted, of_step, share, where
+from megatron_lite.analysis.findings.run_settings import whole
+from megatron_lite.analysis.findings.step_measurements import MATTERS, counted, of_step, reduction_of, share, where
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "no-overlap"

@@ -16,8 +16,8 @@ False alarm: matrix-vector products, which memory limits anyway.
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.matmul_shapes import better, is_off
-from megatron_lite.analysis.findings.seen.layer_names import meaning_of
-from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms, of_step, share, where
+from megatron_lite.analysis.findings.run_settings import meaning_of
+from megatron_lite.analysis.findings.step_measurements import MATTERS, in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import KernelRow, TensorCores
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 

@@ -14,7 +14,7 @@ False alarm: one skip per --loss-scale-window: that is the scale trying a larger
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.steady import in_ms
+from megatron_lite.analysis.findings.step_measurements import in_ms
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "overflow-storm"

@@ -16,8 +16,8 @@ False alarm: steps before the window that were not alike, as in a ramp-up of the
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import argument
-from megatron_lite.analysis.findings.seen.steady import in_ms
+from megatron_lite.analysis.findings.run_settings import argument
+from megatron_lite.analysis.findings.step_measurements import in_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.thresholds import is_by_chance
 

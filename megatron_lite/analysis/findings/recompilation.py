@@ -19,9 +19,9 @@ import math
 from statistics import median
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.hidden import covered
-from megatron_lite.analysis.findings.seen.steady import (
+from megatron_lite.analysis.findings.step_measurements import (
     MIN_SHARE_SHOWN,
+    covered,
     in_ms,
     of_step,
     rows_named,

@@ -14,8 +14,7 @@ False alarm: a run that fits and whose micro-batch need not grow: then it only c
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.memory_peaks import is_tight
-from megatron_lite.analysis.findings.seen.planned import argument, part, whole
+from megatron_lite.analysis.findings.run_settings import argument, is_tight, part, whole
 from megatron_lite.analysis.memory.memory_results import OUTSIDE
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size

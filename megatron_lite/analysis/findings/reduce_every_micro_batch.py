@@ -15,9 +15,17 @@ False alarm: collectives in backward that are no gradients (tensor, context or e
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.gradient_reduction import backward_ranges, reduction_rows
-from megatron_lite.analysis.findings.seen.hidden import exposed_ms
-from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, in_ms, of_step, per_step_ms, share, where
+from megatron_lite.analysis.findings.step_measurements import (
+    MIN_SHARE_SHOWN,
+    backward_ranges,
+    exposed_ms,
+    in_ms,
+    of_step,
+    per_step_ms,
+    reduction_rows,
+    share,
+    where,
+)
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 
 CODE = "reduce-every-micro-batch"

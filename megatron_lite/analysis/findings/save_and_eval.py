@@ -15,8 +15,8 @@ False alarm: a short run, in which one checkpoint weighs more than it will in a 
 import math
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import argument
-from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms
+from megatron_lite.analysis.findings.run_settings import argument
+from megatron_lite.analysis.findings.step_measurements import MATTERS, in_ms
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.phases import Phase

@@ -13,7 +13,7 @@ False alarm: a fixed --loss-scale 1, chosen on purpose.
 import math
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import argument
+from megatron_lite.analysis.findings.run_settings import argument
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "scale-collapse"

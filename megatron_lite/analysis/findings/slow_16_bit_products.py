@@ -12,8 +12,8 @@ False alarm: a rehearsal on a CPU of what a GPU is meant to run.
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.fp32_products import MATRIX, TOO_MUCH
-from megatron_lite.analysis.findings.seen.planned import hardware
-from megatron_lite.analysis.findings.seen.steady import of_step, share, where
+from megatron_lite.analysis.findings.run_settings import hardware
+from megatron_lite.analysis.findings.step_measurements import of_step, share, where
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 
 CODE = "slow-16-bit-products"

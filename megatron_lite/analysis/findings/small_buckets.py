@@ -14,10 +14,17 @@ False alarm: small collectives of tensor or expert parallelism, which are not gr
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.gradient_reduction import reduction_rows
-from megatron_lite.analysis.findings.seen.hidden import communication_rows, exposed_ms
-from megatron_lite.analysis.findings.seen.planned import part, whole
-from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, of_step, share, steady_steps, where
+from megatron_lite.analysis.findings.run_settings import part, whole
+from megatron_lite.analysis.findings.step_measurements import (
+    MIN_SHARE_SHOWN,
+    communication_rows,
+    exposed_ms,
+    of_step,
+    reduction_rows,
+    share,
+    steady_steps,
+    where,
+)
 from megatron_lite.analysis.ranks.calls import collective_bytes
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.units import size

@@ -18,7 +18,7 @@ import re
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.steady import (
+from megatron_lite.analysis.findings.step_measurements import (
     MIN_SHARE_SHOWN,
     of_step,
     per_step_ms,

@@ -17,9 +17,8 @@ import math
 
 from megatron_lite.analysis.findings import too_many_workers
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.loader_wait import LoaderWait, loader_wait
-from megatron_lite.analysis.findings.seen.planned import loader_workers, part, whole
-from megatron_lite.analysis.findings.seen.steady import in_ms
+from megatron_lite.analysis.findings.run_settings import LoaderWait, loader_wait, loader_workers, part, whole
+from megatron_lite.analysis.findings.step_measurements import in_ms
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "starved-loader"

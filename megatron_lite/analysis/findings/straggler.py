@@ -18,7 +18,7 @@ False alarm: clocks of several nodes that are not aligned; the report says wheth
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms
+from megatron_lite.analysis.findings.step_measurements import MATTERS, in_ms
 from megatron_lite.analysis.ranks.from_run import straggler_of_medians
 from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
 from megatron_lite.analysis.run_facts import Facts

@@ -13,7 +13,7 @@ False alarm: gaps that the profiler itself makes while it writes its buffers.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.steady import MATTERS, of_step, share, where
+from megatron_lite.analysis.findings.step_measurements import MATTERS, of_step, share, where
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "stream-waits"

@@ -17,7 +17,7 @@ False alarm: one wait at a step's end with a full queue behind it, which idle ti
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.steady import (
+from megatron_lite.analysis.findings.step_measurements import (
     MIN_SHARE_SHOWN,
     counted,
     in_ms,

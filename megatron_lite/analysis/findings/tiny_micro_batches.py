@@ -13,10 +13,16 @@ False alarm: memory that allows no more (see micro-batch-headroom), or a single 
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.accumulation import accumulation_ms, micro_batches_seen
-from megatron_lite.analysis.findings.seen.headroom import device_bytes, larger_micro_batch
-from megatron_lite.analysis.findings.seen.planned import argument, part, whole
-from megatron_lite.analysis.findings.seen.steady import MATTERS, in_ms, of_step, share, where
+from megatron_lite.analysis.findings.run_settings import argument, device_bytes, larger_micro_batch, part, whole
+from megatron_lite.analysis.findings.step_measurements import (
+    MATTERS,
+    accumulation_ms,
+    in_ms,
+    micro_batches_seen,
+    of_step,
+    share,
+    where,
+)
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 
 CODE = "tiny-micro-batches"

@@ -13,7 +13,7 @@ False alarm: cores that the run does not see because others use them: then even 
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import hardware, on_gpu, part, whole
+from megatron_lite.analysis.findings.run_settings import hardware, on_gpu, part, whole
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.variables import THREADS, fitting_threads
 

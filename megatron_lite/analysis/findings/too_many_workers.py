@@ -13,8 +13,7 @@ False alarm: workers that mostly wait for a slow network disk may well outnumber
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.loader_wait import loader_wait
-from megatron_lite.analysis.findings.seen.planned import hardware, loader_workers, part, whole
+from megatron_lite.analysis.findings.run_settings import hardware, loader_wait, loader_workers, part, whole
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "too-many-workers"

@@ -12,8 +12,8 @@ False alarm: a model whose own work is elementwise.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import compiles
-from megatron_lite.analysis.findings.seen.steady import in_ms, of_step, share, where
+from megatron_lite.analysis.findings.run_settings import compiles
+from megatron_lite.analysis.findings.step_measurements import in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Facts
 

@@ -16,8 +16,15 @@ False alarm: an optimizer of your own that has no fused form.
 import re
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.hidden import covered
-from megatron_lite.analysis.findings.seen.steady import MATTERS, of_step, rows_named, share, steady_steps, where
+from megatron_lite.analysis.findings.step_measurements import (
+    MATTERS,
+    covered,
+    of_step,
+    rows_named,
+    share,
+    steady_steps,
+    where,
+)
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase

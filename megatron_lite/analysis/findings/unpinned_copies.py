@@ -18,9 +18,9 @@ import re
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.hidden import exposed_ms
-from megatron_lite.analysis.findings.seen.steady import (
+from megatron_lite.analysis.findings.step_measurements import (
     MIN_SHARE_SHOWN,
+    exposed_ms,
     in_ms,
     of_step,
     rows_named,

@@ -12,8 +12,8 @@ False alarm: padding that a checkpoint or tensor parallelism asks for.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.planned import part, whole
-from megatron_lite.analysis.findings.seen.steady import MIN_SHARE_SHOWN, in_ms, of_step, share, where
+from megatron_lite.analysis.findings.run_settings import part, whole
+from megatron_lite.analysis.findings.step_measurements import MIN_SHARE_SHOWN, in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import count

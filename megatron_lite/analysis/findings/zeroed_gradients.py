@@ -12,7 +12,7 @@ False alarm: code that reads .grad of parameters that got no gradient.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.seen.steady import (
+from megatron_lite.analysis.findings.step_measurements import (
     MIN_SHARE_SHOWN,
     in_phases,
     of_step,

@@ -2,7 +2,7 @@
 
 import math
 
-from megatron_lite.analysis.findings.seen.planned import part
+from megatron_lite.analysis.findings.run_settings import part
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.predicted.predicted_results import Compared, ComparedMemory, ComparedTime, Predicted
