@@ -23,10 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.analysis.time.attribute_events import placing_of
-from megatron_lite.analysis.time.device_intervals import device_covers
 from megatron_lite.analysis.time.host_steps import PROFILER_STEP
+from megatron_lite.analysis.time.idle_gaps import device_covers
 from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.analysis.trace.read import read_traces
 

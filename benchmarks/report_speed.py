@@ -24,7 +24,7 @@ from pathlib import Path
 
 OURS = """
 from pathlib import Path
-from megatron_lite.analysis.time.attribute_events import placing_of
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.trace.read import read_traces
 started = time.perf_counter()

@@ -31,8 +31,7 @@ from megatron_lite.analysis.ranks.rank_results import CollectiveRow, RankRow, Ra
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
-from megatron_lite.analysis.time.attribution import Placing
-from megatron_lite.analysis.time.time_results import HostSite, PhaseTime, RankTime, Span, Step, SyncSite
+from megatron_lite.analysis.time.time_results import HostSite, PhaseTime, Placing, RankTime, Span, Step, SyncSite
 from megatron_lite.analysis.trace.columns import Events, MemoryEvents, Trace
 from megatron_lite.analysis.verdict import verdict_of
 from megatron_lite.estimate.memory_categories import CATEGORIES

@@ -12,7 +12,7 @@ from trace_maker import gpu_run
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
 from megatron_lite.analysis.compare.compare_results import Change
-from megatron_lite.analysis.compare.noise import exact, paired, paired_samples
+from megatron_lite.analysis.compare.settings import exact, paired, paired_samples
 from megatron_lite.analysis.memory.memory_results import Held
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run_facts import Facts

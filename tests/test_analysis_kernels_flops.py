@@ -7,8 +7,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
-from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.config.flops import step_flops
 from megatron_lite.model.attention_choice import choose_attention

@@ -11,8 +11,8 @@ from trace_maker import AUTOGRAD, MadeTrace, cpu_run, gpu_run
 from megatron_lite.analysis.kernels.kernel_results import RankKernels, Role, TensorCores
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.kernels.selection import heaviest
-from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.trace.read import read_traces
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"

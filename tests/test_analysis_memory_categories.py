@@ -14,8 +14,7 @@ from launch import ALONE, alone, flags, plan_of, quietly
 from torch import nn
 from torch.nn import functional
 
-from megatron_lite.analysis.memory.allocation_lifetimes import held_bytes, lives_of
-from megatron_lite.analysis.memory.categories import categories_of
+from megatron_lite.analysis.memory.categories import categories_of, held_bytes, lives_of
 from megatron_lite.analysis.memory.ledger import ledger
 from megatron_lite.analysis.memory.phases import phases_of
 from megatron_lite.analysis.memory.read import read_snapshot, snapshot_of

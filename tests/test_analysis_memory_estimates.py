@@ -6,12 +6,12 @@ import pytest
 from memory_maker import MadeSnapshot
 from trace_maker import MadeTrace
 
-from megatron_lite.analysis.memory.allocation_lifetimes import lives_of
-from megatron_lite.analysis.memory.fragmentation import replayed_peak
+from megatron_lite.analysis.memory.categories import lives_of
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.analysis.memory.record import record_of
+from megatron_lite.analysis.memory.sites import replayed_peak
 from megatron_lite.analysis.memory.trace_memory import memory_of_trace
-from megatron_lite.analysis.time.attribute_events import placing_of
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.caching_allocator import Allocation, Layout

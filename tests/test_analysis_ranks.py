@@ -9,8 +9,8 @@ from trace_maker import GLOO, MadeTrace, cpu_run, gpu_run
 from megatron_lite.analysis.ranks.from_run import ranks_of_run
 from megatron_lite.analysis.ranks.ranks import ranks_of
 from megatron_lite.analysis.run.read import read_run
-from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.trace.read import read_traces
 
 DLRM = Path(__file__).parents[2] / "shared" / "traces" / "v100_dlrm_8ranks"

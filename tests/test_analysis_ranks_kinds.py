@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from run_maker import folder, ranks, step
 
+from megatron_lite.analysis.ranks.calls import algorithm_of, bus_bytes, dtype_bytes, kind_of, message_bytes
 from megatron_lite.analysis.ranks.from_run import only_lasting, ranks_of_run
-from megatron_lite.analysis.ranks.kinds import algorithm_of, bus_bytes, dtype_bytes, kind_of, message_bytes
 from megatron_lite.analysis.ranks.rank_results import Straggler
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.trace.columns import Collective, Shapes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trace_maker import MadeTrace, gpu_run, write
 
-from megatron_lite.analysis.sources import DAMAGED, sources_of
+from megatron_lite.analysis.discover import DAMAGED, sources_of
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
 
@@ -331,7 +331,7 @@ def test_links_in_a_circle(tmp_path):
 
 
 def test_too_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.analysis.sources.MAX_FILES", 3)
+    monkeypatch.setattr("megatron_lite.analysis.discover.MAX_FILES", 3)
     for number in range(5):
         trace(tmp_path, number, world_size=5)
     found = sources_of([tmp_path])

@@ -3,8 +3,8 @@
 import pytest
 from trace_maker import AUTOGRAD, MadeTrace, cpu_run
 
-from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.read import read_traces
 

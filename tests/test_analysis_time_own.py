@@ -4,8 +4,8 @@ import pytest
 from launch import alone, flags, quietly
 from traces import trace_files
 
-from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.trace.read import read_traces
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 8"

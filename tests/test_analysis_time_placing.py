@@ -3,8 +3,8 @@
 import pytest
 from trace_maker import AUTOGRAD, MAIN, MadeTrace, cpu_run, gpu_run
 
-from megatron_lite.analysis.time.attribute_events import placing_of
-from megatron_lite.analysis.time.phase_names import known_phase, phase_label
+from megatron_lite.analysis.time.find_phases import known_phase, phase_label
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.analysis.trace.read import read_traces
 

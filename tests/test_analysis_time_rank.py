@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from trace_maker import AUTOGRAD, COPY_STREAM, NCCL_STREAM, MadeTrace, gpu_run
 
-from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 from megatron_lite.analysis.trace.read import read_traces
 

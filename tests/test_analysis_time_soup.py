@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from trace_maker import AUTOGRAD, GLOO, MAIN, MadeTrace
 
-from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.trace.read import read_traces
 
 OPERATORS = [

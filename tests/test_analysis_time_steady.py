@@ -3,8 +3,8 @@
 import pytest
 from trace_maker import MadeTrace, cpu_run, gpu_run
 
-from megatron_lite.analysis.time.attribute_events import placing_of
 from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.step_windows import placing_of
 from megatron_lite.analysis.time.time_results import Step
 from megatron_lite.analysis.trace.read import read_traces
 

@@ -12,7 +12,7 @@ import pytest
 from trace_maker import MadeTrace, gpu_run, write
 
 from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes
-from megatron_lite.analysis.trace.kinds import KIND_OF_CATEGORY
+from megatron_lite.analysis.trace.kineto_header import KIND_OF_CATEGORY
 from megatron_lite.analysis.trace.read import Chunks, read_traces
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"

@@ -7,11 +7,10 @@ import pytest
 import report_cases as cases
 from training_maker import gpu, ordinary_steps, run
 
-from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.analyze import analyze, describe_run
 from megatron_lite.analysis.audit.answers import Answer
 from megatron_lite.analysis.audit.audit import audit_run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
-from megatron_lite.analysis.title import title_of
 from megatron_lite.analysis.verdict import verdict_of
 from megatron_lite.report.sections.all import run_section
 
@@ -162,15 +161,15 @@ def test_without_a_trace_memory_or_the_run_speaks():
 
 def test_the_title_names_what_is_known():
     whole = cases.report().facts
-    assert title_of(["runs/run-1"], whole) == "run-1: 2 ranks, NVIDIA H100 80GB HBM3, GPT 24 x 1024"
+    assert describe_run(["runs/run-1"], whole) == "run-1: 2 ranks, NVIDIA H100 80GB HBM3, GPT 24 x 1024"
     fewer = dataclasses.replace(whole, ranks_seen=whole.ranks_seen[:1], run=None)
-    assert title_of(["a.json", "b.json"], fewer) == "a.json and 1 more: 1 of 2 ranks, NVIDIA H100 80GB HBM3"
+    assert describe_run(["a.json", "b.json"], fewer) == "a.json and 1 more: 1 of 2 ranks, NVIDIA H100 80GB HBM3"
     assert (
-        title_of(["s.pickle"], Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cases.snapshot(),)}))
+        describe_run(["s.pickle"], Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cases.snapshot(),)}))
         == "s.pickle: 1 snapshot"
     )
     odd = dataclasses.replace(cases.run_of(), plan={"shape": 3, "world": "x"}, record={"hardware": []})
-    assert title_of(["run-2"], Facts(**{**NOTHING, "ranks_seen": (), "run": odd})) == "run-2"
+    assert describe_run(["run-2"], Facts(**{**NOTHING, "ranks_seen": (), "run": odd})) == "run-2"
 
 
 def test_processes_without_ranks_are_not_called_ranks():
@@ -182,7 +181,9 @@ def test_processes_without_ranks_are_not_called_ranks():
         )
         for one in cases.report().facts.ranks_seen
     )
-    assert title_of(["job.sqlite"], Facts(**{**NOTHING, "ranks_seen": seen})).startswith("job.sqlite: 2 processes, ")
+    assert describe_run(["job.sqlite"], Facts(**{**NOTHING, "ranks_seen": seen})).startswith(
+        "job.sqlite: 2 processes, "
+    )
 
 
 def run_verdict(folder, **columns) -> str:

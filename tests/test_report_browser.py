@@ -13,7 +13,7 @@ from prediction_cases import facts, measured, memory, record, time
 from waiting import LIMIT_S
 
 from megatron_lite.analysis.predicted.predicted import predicted_of
-from megatron_lite.report.charts.all import charts_of
+from megatron_lite.report.charts import charts_of
 from megatron_lite.report.html import html_page
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

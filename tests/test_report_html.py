@@ -13,9 +13,7 @@ import report_cases as cases
 
 from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.report import html as page_module
-from megatron_lite.report.charts.all import charts_of
-from megatron_lite.report.charts.figure import log_axis
-from megatron_lite.report.charts.memory_curve import thinned
+from megatron_lite.report.charts import charts_of, log_axis, thinned
 from megatron_lite.report.html import html_page, tiles_of
 
 HOSTILE = cases.HOSTILE.replace("alert(1)", "document.title='owned'")

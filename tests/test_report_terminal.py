@@ -7,11 +7,10 @@ import re
 import pytest
 import report_cases as cases
 
-from megatron_lite.report.numbers import flops, milliseconds, percent
 from megatron_lite.report.section import Table
 from megatron_lite.report.sections.all import gaps_of, sections_of
 from megatron_lite.report.terminal import MAX_LINES, terminal_lines
-from megatron_lite.report.text import WIDTH, Style, fit, style_of, table_lines, wrapped
+from megatron_lite.report.text import WIDTH, Style, fit, flops, milliseconds, percent, style_of, table_lines, wrapped
 
 PLAIN = Style(colour=False, unicode=False)
 

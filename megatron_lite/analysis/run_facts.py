@@ -7,8 +7,7 @@ from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, Tr
 from megatron_lite.analysis.predicted.predicted_results import Predicted
 from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.time.attribution import Placing
-from megatron_lite.analysis.time.time_results import RankTime
+from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Trace
 
 

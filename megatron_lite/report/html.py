@@ -8,12 +8,11 @@ from pathlib import Path
 
 from megatron_lite.analysis.findings.rules import page_of
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
-from megatron_lite.report.charts.all import charts_of
-from megatron_lite.report.charts.figure import Figure
+from megatron_lite.report.charts import Figure, charts_of
 from megatron_lite.report.json_file import plain
-from megatron_lite.report.numbers import milliseconds, percent
 from megatron_lite.report.section import Table
 from megatron_lite.report.sections.all import confidence_of, gaps_of, sections_of
+from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.terminal import escape
 from megatron_lite.units import count, size
 

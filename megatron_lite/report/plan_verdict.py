@@ -5,8 +5,8 @@ from megatron_lite.estimate.inference import InferencePrediction
 from megatron_lite.estimate.prediction import LedgerRow
 from megatron_lite.estimate.step_time import Duration
 from megatron_lite.estimate.what_if import Fit
-from megatron_lite.report.numbers import milliseconds, percent
 from megatron_lite.report.plan_figures import Outlook, PlanReport
+from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.units import GIB, count, duration, short_count, size
 
 

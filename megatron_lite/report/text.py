@@ -1,11 +1,96 @@
 """Words and tables for a terminal of 100 columns."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.report.section import Table
 from megatron_lite.terminal import escape
+
+# --- which color a part of time or memory has, in every chart and table of the page
+
+
+HUES = ("blue", "orange", "green", "vermilion", "sky", "purple", "yellow", "slate", "grey", "pale", "violet", "brown")
+BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE, VIOLET, BROWN = (
+    f"var(--{hue})" for hue in HUES
+)
+SERIES = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE)
+INK, LINE, CARD = "var(--ink)", "var(--line)", "var(--card)"
+CATEGORY_COLORS = {**dict(zip(CATEGORIES, SERIES)), "other": GREY, "before the record": PALE}
+ROW_COLORS = {
+    "compute": BLUE,
+    "exposed_communication": VERMILION,
+    "exposed_copy": ORANGE,
+    "data_wait": PURPLE,
+    "sync": YELLOW,
+    "host": GREEN,
+    "allocator": SLATE,
+    "garbage_collector": GREY,
+    "launch": SKY,
+    "dependency": VIOLET,
+    "save": BROWN,
+    "unexplained": PALE,
+}
+ROLE_COLORS = {
+    Role.GEMM: BLUE,
+    Role.ATTENTION: SKY,
+    Role.NORM: PURPLE,
+    Role.SOFTMAX: VIOLET,
+    Role.ELEMENTWISE: GREEN,
+    Role.REDUCTION: BROWN,
+    Role.EMBEDDING: YELLOW,
+    Role.OPTIMIZER: SLATE,
+    Role.CAST_COPY: ORANGE,
+    Role.CONVOLUTION: BLUE,
+    Role.FUSED: SKY,
+    Role.COMMUNICATION: VERMILION,
+    Role.TRANSFER: PALE,
+    Role.OTHER: GREY,
+}
+
+
+# --- numbers as a report writes them: '' for what is not known
+
+
+def milliseconds(value: float | None, of: float | None = None) -> str:
+    """As many decimals as make sense beside the largest value `of` its table."""
+    if value is None or not math.isfinite(value):
+        return ""
+    largest = abs(value if of is None else of)
+    return f"{value:,.{1 if largest >= 100 else 2 if largest >= 10 else 3}f}"
+
+
+def percent(share: float | None) -> str:
+    """0.123 -> '12%', 0.004 -> '<1%'."""
+    if share is None or not math.isfinite(share):
+        return ""
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def share(part: float, whole: float) -> float | None:
+    """part / whole, None of nothing."""
+    return part / whole if whole else None
+
+
+def calls(per_step: float) -> str:
+    """0.5, 3, 96, 1,234."""
+    return f"{per_step:,.3g}" if per_step < 10 else f"{per_step:,.0f}"
+
+
+def flops(value: float) -> str:
+    """3.1e13 -> '31 TFLOP'."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}FLOP"
+        value /= 1000
+    return f"{value:.3g} PFLOP"
+
+
+# --- words and tables for a terminal of 100 columns
+
 
 WIDTH = 100
 NARROWEST = 6  # column of a table

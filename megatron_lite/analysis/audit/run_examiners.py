@@ -19,8 +19,7 @@ from megatron_lite.analysis.audit.answers import (
     not_seen,
 )
 from megatron_lite.analysis.compare.compare_results import Change, Pair
-from megatron_lite.analysis.compare.noise import exact, paired_samples
-from megatron_lite.analysis.compare.settings import objections
+from megatron_lite.analysis.compare.settings import exact, objections, paired_samples
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.run_settings import argument, compiles, part, peak, whole
 from megatron_lite.analysis.findings.step_measurements import (

@@ -7,13 +7,18 @@ from statistics import fmean
 import numpy as np
 
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair, PhasePair, Total
-from megatron_lite.analysis.compare.noise import band_of, exact, paired, paired_samples
-from megatron_lite.analysis.compare.sentence import sentence_of
-from megatron_lite.analysis.compare.settings import flags_that_differ, objections
-from megatron_lite.analysis.compare.times import STEP, TRACED_STEP, phases_of_runs, totals_of
+from megatron_lite.analysis.compare.settings import (
+    band_of,
+    exact,
+    flags_that_differ,
+    objections,
+    paired,
+    paired_samples,
+)
+from megatron_lite.analysis.compare.times import STEP, TRACED_STEP, phases_of_runs, sentence_of, totals_of
 from megatron_lite.analysis.contradictions import contradictions_of
 from megatron_lite.analysis.kernels.kernel_names import short_name
-from megatron_lite.analysis.kernels.operator_table import own_ms
+from megatron_lite.analysis.kernels.rank_kernels import own_ms
 from megatron_lite.analysis.kernels.roles import role_of_kernel, role_of_operator
 from megatron_lite.analysis.kernels.selection import Selection
 from megatron_lite.analysis.run_facts import Facts, RankFacts

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_lite.analysis.intervals import Cover, difference, union
 from megatron_lite.analysis.kernels.roles import is_communication
 from megatron_lite.analysis.run_facts import RankFacts
-from megatron_lite.analysis.time.phase_names import known_phase
+from megatron_lite.analysis.time.find_phases import known_phase
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_lite.analysis.kernels.roles import is_communication
-from megatron_lite.analysis.time.attribution import Placing
+from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 DENSE = 4_000_000  # pairs of group and label that are counted in one table; more are sorted

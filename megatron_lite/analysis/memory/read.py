@@ -8,13 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.analysis.memory.allocation_lifetimes import Lives, held_bytes, lives_of
-from megatron_lite.analysis.memory.categories import INDEX, categories_of, passing_gradients, placed
-from megatron_lite.analysis.memory.fragmentation import fragmentation_of, reserved_bytes
+from megatron_lite.analysis.memory.categories import (
+    INDEX,
+    Lives,
+    categories_of,
+    held_bytes,
+    lives_of,
+    passing_gradients,
+    placed,
+)
 from megatron_lite.analysis.memory.memory_results import Growth, Held, Moment, OutOfMemory, Snapshot, StepMemory
 from megatron_lite.analysis.memory.phases import PHASES, Phases, StepSpan, phases_of
 from megatron_lite.analysis.memory.record import OOM, Record, record_of
-from megatron_lite.analysis.memory.sites import layers_of, sites_of
+from megatron_lite.analysis.memory.sites import fragmentation_of, layers_of, reserved_bytes, sites_of
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.process_state import limit_memory

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 
 from megatron_lite.analysis.memory.memory_results import TraceMemory
-from megatron_lite.analysis.time.attribution import Placing
+from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 CURVE_POINTS = 800

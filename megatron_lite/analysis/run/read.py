@@ -3,22 +3,57 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from statistics import median, quantiles
 
-from megatron_lite.analysis.run.columns import Columns, columns_of
-from megatron_lite.analysis.run.memory_growth import growths_of_ranks, growths_of_writer
-from megatron_lite.analysis.run.run_results import Interval, RankMedians, Run
-from megatron_lite.analysis.run.step_lines import CORES, StepLines, number, read_step_lines
+from megatron_lite.analysis.run.run_results import Growth, Interval, RankMedians, Run
+from megatron_lite.analysis.run.step_lines import CORES, Columns, StepLines, columns_of, number, read_step_lines
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.process_state import is_there
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FILE
-from megatron_lite.thresholds import MIN_BEFORE
+from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
+
+# --- does memory grow over a run? Steadily or not at all: warming up and a single jump are no growth
+
+
+MIN_STEPS = 3 * GROWTH_PARTS
+
+
+def growths_of_writer(
+    iterations: Sequence[int], num_bytes: Sequence[float], ordinary: Sequence[bool], profiled: Sequence[int]
+) -> tuple[Growth, ...]:
+    """Of the rank that writes, from a value per step. `profiled`: iterations, rising."""
+    rows = [(at, value) for at, value, plain in zip(iterations, num_bytes, ordinary) if plain and value > 0]
+    growth = _growth(None, rows, profiled, MIN_STEPS)
+    return (growth,) if growth else ()
+
+
+def growths_of_ranks(ranks: RankMedians | None, what: str, profiled: Sequence[int]) -> tuple[Growth, ...]:
+    """Of every rank, from a value per console line. `what`: host_memory_bytes or peak_memory_bytes."""
+    found = []
+    for rank in range(len(ranks.step_ms) if ranks else 0):
+        values = [(interval.last, getattr(interval, what)[rank]) for interval in ranks.intervals]
+        rows = [(at, value) for at, value in values if value > 0]  # NaN is not
+        found.append(_growth(rank, rows[1:], profiled, GROWTH_PARTS))  # the first line's steps fill caches
+    return tuple(growth for growth in found if growth)
+
+
+def _growth(rank: int | None, rows: list[tuple[int, float]], profiled: Sequence[int], fewest: int) -> Growth | None:
+    """`rows`: (iteration, bytes); `fewest`: of them, at least GROWTH_PARTS."""
+    stretches = [list(stretch) for _, stretch in groupby(rows, lambda row: bisect_left(profiled, row[0]))]
+    for part in (rows, max(stretches, key=len, default=[])):
+        found = steady_growth(part) if len(part) >= fewest else None
+        if found:
+            return Growth(rank, round(found[0]), found[1], round(part[-1][1]))
+    return None
+
 
 # --- how fast a run went: ordinary steps against the first and the profiled ones; tokens per second; model FLOPs
 

@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, joined, union
-from megatron_lite.analysis.time.attribution import Placing
 from megatron_lite.analysis.time.find_phases import is_backward
+from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import Phase
 

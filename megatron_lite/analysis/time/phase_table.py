@@ -3,9 +3,8 @@
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, Nesting, difference, union
-from megatron_lite.analysis.time.attribution import Placing
-from megatron_lite.analysis.time.device_intervals import device_covers
-from megatron_lite.analysis.time.time_results import PhaseTime, Span
+from megatron_lite.analysis.time.idle_gaps import device_covers
+from megatron_lite.analysis.time.time_results import PhaseTime, Placing, Span
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 NO_PHASE = "outside of all phases"

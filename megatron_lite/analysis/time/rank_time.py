@@ -7,17 +7,66 @@ from functools import cached_property
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, difference, intersection, joined, union
-from megatron_lite.analysis.time.attribution import Placing
-from megatron_lite.analysis.time.device_intervals import DeviceCovers, communication_names, device_covers
 from megatron_lite.analysis.time.find_phases import AUTOGRAD
 from megatron_lite.analysis.time.host_activity import HostActivity, host_activity
-from megatron_lite.analysis.time.idle_gaps import Gaps, gaps_of
+from megatron_lite.analysis.time.idle_gaps import DeviceCovers, Gaps, communication_names, device_covers, gaps_of
 from megatron_lite.analysis.time.phase_table import device_phases, device_timeline, host_phases, host_timeline
 from megatron_lite.analysis.time.sites import CallSites, host_sites, long_stretches, python_sites, sync_sites
-from megatron_lite.analysis.time.steady import SteadySteps
 from megatron_lite.analysis.time.step_windows import computing_stream
-from megatron_lite.analysis.time.time_results import RankTime
+from megatron_lite.analysis.time.time_results import Placing, RankTime, Step
 from megatron_lite.analysis.trace.columns import Kind, Trace
+
+# --- the steps that count
+
+
+FEWEST = 2
+
+
+@dataclass(frozen=True)
+class SteadySteps:
+    """The steady ones among `steps`; at least one is."""
+
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def flags(self) -> np.ndarray:
+        """bool [k + 1] per step; the last one, which index -1 (no step) finds, is False."""
+        return np.array([step.steady for step in self.steps] + [False])
+
+    @property
+    def count(self) -> int:
+        return int(self.flags.sum())
+
+    @cached_property
+    def cover(self) -> Cover:
+        """Their windows, on the device's clock where there is one."""
+        return union(
+            [step.start_ns for step in self.steps if step.steady], [step.end_ns for step in self.steps if step.steady]
+        )
+
+    @cached_property
+    def host_cover(self) -> Cover:
+        return union(
+            [step.host_start_ns for step in self.steps if step.steady],
+            [step.host_end_ns for step in self.steps if step.steady],
+        )
+
+    @property
+    def step_ms(self) -> float:
+        return self.cover.length / 1e6 / self.count
+
+    @property
+    def typical(self) -> int:
+        """Index of the step whose length is nearest to the median."""
+        usual = np.median([step.ms for step in self.steps if step.steady])
+        return min((k for k, step in enumerate(self.steps) if step.steady), key=lambda k: abs(self.steps[k].ms - usual))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        left_out = [f"{step.name} ({step.why_not})" for step in self.steps if not step.steady]
+        few = self.count < FEWEST and len(self.steps) >= FEWEST
+        return (f"only one step counts; left out: {', '.join(left_out)}",) if few else ()
+
 
 # --- how fast the host launches, and whether that is what holds the GPU back
 

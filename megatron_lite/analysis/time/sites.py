@@ -5,10 +5,9 @@ import re
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, Nesting, difference, intersection, union
-from megatron_lite.analysis.time.attribution import Placing
 from megatron_lite.analysis.time.host_activity import HostActivity, pageable_copies
 from megatron_lite.analysis.time.idle_gaps import Gaps
-from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, HostSite, Stretch, SyncSite
+from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, HostSite, Placing, Stretch, SyncSite
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 # autograd's wrappers and bookkeeping say nothing: what they hold does

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_lite.analysis.trace.trace_errors import TraceError
+from megatron_lite.analysis.trace.columns import TraceError
 
 BLOCK_BYTES = 1 << 20  # events of a larger one do not fit the caches: 20 to 40% slower
 _SMALL_BYTES = 64

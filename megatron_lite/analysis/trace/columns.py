@@ -9,6 +9,28 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_lite.errors import UserError
+
+# --- A file that cannot be read as what it should be
+
+
+class TraceError(UserError):
+    """The file is no trace, or holds nothing to analyse. One line: the file, what it is, the remedy."""
+
+
+# --- values as numbers
+
+
+class Numbered(dict):
+    """value -> its number, in the order of first appearance."""
+
+    def __missing__(self, value):
+        self[value] = number = len(self)
+        return number
+
+
+# --- one process' trace as columns: a row per event, the same whoever wrote the file (PyTorch of any year, Nsight Systems)
+
 
 class Kind(enum.IntEnum):
     """What an event is. Device work: KERNEL, MEMCPY, MEMSET. Old and new category names of a file map to the same kind."""

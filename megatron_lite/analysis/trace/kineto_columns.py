@@ -7,11 +7,9 @@ from itertools import compress
 
 import numpy as np
 
-from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Collective, Kind
-from megatron_lite.analysis.trace.intern_table import Numbered
-from megatron_lite.analysis.trace.kinds import KIND_OF_CATEGORY
+from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Collective, Kind, Numbered, TraceError
+from megatron_lite.analysis.trace.kineto_header import KIND_OF_CATEGORY
 from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Args, Event, ExactEvent
-from megatron_lite.analysis.trace.trace_errors import TraceError
 
 LOST_NS = np.iinfo(np.int64).min  # the start of an event that has none
 MAX_EVENTS = 10_000_000  # about 2 GB of text; a trace of 5 million took 1.27 GB of memory, one of 15 million 1.76 GB

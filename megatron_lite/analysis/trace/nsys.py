@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.analysis.trace.columns import Kind, MemoryEvents, Shapes, Trace
-from megatron_lite.analysis.trace.intern_table import Numbered
+from megatron_lite.analysis.trace.columns import Kind, MemoryEvents, Numbered, Shapes, Trace, TraceError
 from megatron_lite.analysis.trace.repair import repaired
-from megatron_lite.analysis.trace.trace_errors import TraceError
 
 # --- reading the tables of an Nsight Systems export, whichever of them and of their columns are there
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lite.analysis.trace.blocks import BLOCK_BYTES, Blocks
-from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Kind, MemoryEvents, Trace
-from megatron_lite.analysis.trace.kinds import DEVICE_WAIT, KIND_OF_PROCESS, OPERATORS_OF_2021, is_annotation_of_2021
+from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Kind, MemoryEvents, Trace, TraceError
 from megatron_lite.analysis.trace.kineto_columns import (
     COLUMNS,
     LOST_NS,
@@ -21,10 +20,17 @@ from megatron_lite.analysis.trace.kineto_columns import (
     kinds_of,
     paired,
 )
-from megatron_lite.analysis.trace.kineto_header import Header, last_number, shapes_of
+from megatron_lite.analysis.trace.kineto_header import (
+    DEVICE_WAIT,
+    KIND_OF_PROCESS,
+    OPERATORS_OF_2021,
+    Header,
+    is_annotation_of_2021,
+    last_number,
+    shapes_of,
+)
 from megatron_lite.analysis.trace.kineto_json import Event, decoded, decoded_alone, mended
 from megatron_lite.analysis.trace.repair import repaired
-from megatron_lite.analysis.trace.trace_errors import TraceError
 
 # --- A Kineto file cut into chunks of whole events, without parsing it as a whole
 

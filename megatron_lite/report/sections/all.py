@@ -7,14 +7,17 @@ from megatron_lite.analysis.run.learning import learning_of
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import RankFacts
 from megatron_lite.analysis.time.time_results import PhaseTime, RankTime
-from megatron_lite.report.colors import GREY, ROLE_COLORS
-from megatron_lite.report.numbers import calls, flops, milliseconds, percent, share
 from megatron_lite.report.section import Card, Hint, Lines, Section, Table, first, with_some_value
 from megatron_lite.report.sections.memory import memory_section
-from megatron_lite.report.sections.prediction import prediction_section
-from megatron_lite.report.sections.ranks import collectives_section, ranks_section
-from megatron_lite.report.sections.roofline import roofline_section
-from megatron_lite.report.sections.step import step_section, whose
+from megatron_lite.report.sections.step import (
+    collectives_section,
+    prediction_section,
+    ranks_section,
+    roofline_section,
+    step_section,
+    whose,
+)
+from megatron_lite.report.text import GREY, ROLE_COLORS, calls, flops, milliseconds, percent, share
 from megatron_lite.units import count, size
 
 # --- what runs: kernels by role, the largest ones, operators

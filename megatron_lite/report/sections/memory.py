@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.report import Report
-from megatron_lite.report.colors import CATEGORY_COLORS, GREY
-from megatron_lite.report.numbers import percent, share
 from megatron_lite.report.section import Lines, Section, Table, first, with_some_value
+from megatron_lite.report.text import CATEGORY_COLORS, GREY, percent, share
 from megatron_lite.units import size
 
 SITES_SHOWN, LAYERS_SHOWN, OTHERS_SHOWN, GROWING_SHOWN = 2, 1, 8, 1

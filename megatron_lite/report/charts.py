@@ -1,0 +1,407 @@
+"""Which chart stands in which section."""
+
+import html
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_lite.analysis.kernels.kernel_results import RooflineRow
+from megatron_lite.analysis.memory.memory_results import Moment, Snapshot
+from megatron_lite.analysis.report import Report
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.time.time_results import ROW_TITLES
+from megatron_lite.estimate.memory_categories import CATEGORIES
+from megatron_lite.report.sections.step import NOTHING, row_title
+from megatron_lite.report.text import (
+    BLUE,
+    CARD,
+    CATEGORY_COLORS,
+    GREY,
+    INK,
+    LINE,
+    ORANGE,
+    PURPLE,
+    ROLE_COLORS,
+    ROW_COLORS,
+    SERIES,
+    SLATE,
+    VERMILION,
+    fit,
+)
+from megatron_lite.units import size
+
+# --- what charts share: a figure for Plotly as plain dicts, quiet axes, safe names
+
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+NAME_WIDTH = 48
+TICKS = (
+    (1.2, (1, 1.5, 2, 3, 4, 5, 6, 8)),
+    (4.0, (1, 2, 5)),
+    (math.inf, (1,)),
+)  # below so many decades: digits with a tick
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One chart: what it shows in a sentence (for readers who cannot see it), and Plotly's data and layout."""
+
+    says: str
+    data: list[dict]
+    layout: dict
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """(name, color) of each series that has a name: the page writes it, since Plotly's does not wrap on phones."""
+        named = [series for series in self.data if "name" in series and series.get("showlegend", True)]
+        colors = [
+            series.get("marker", {}).get("color") or series.get("fillcolor") or series["line"]["color"]
+            for series in named
+        ]
+        return [(series["name"], color) for series, color in zip(named, colors)]
+
+
+def named(text: str, width: int = NAME_WIDTH) -> str:
+    """A foreign name as Plotly takes it, which reads <b> and &amp; in any text."""
+    return html.escape(fit(text, width), quote=False)
+
+
+def axis(title: str = "", **more) -> dict:
+    """A quiet axis: light grid, no box."""
+    look = {
+        "gridcolor": LINE,
+        "zeroline": False,
+        "automargin": True,
+        "fixedrange": True,
+        "ticks": "outside",
+        "ticklen": 6,
+        "tickcolor": "rgba(0,0,0,0)",
+    }
+    return {**look, **({"title": {"text": title, "standoff": 8, "font": {"size": 13}}} if title else {}), **more}
+
+
+def log_axis(title: str, lowest: float, highest: float, **more) -> dict:
+    """A logarithmic axis with ticks at round numbers, the more in each decade the fewer decades there are."""
+    decades = range(math.floor(math.log10(lowest)) - 1, math.ceil(math.log10(highest)) + 1)
+    digits = next(digits for most, digits in TICKS if math.log10(highest / lowest) < most)
+    ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+    return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:,.10g}" for tick in ticks], **more)
+
+
+def layout(height: int, x: dict, y: dict, **more) -> dict:
+    """The look of every chart."""
+    return {
+        "height": height,
+        "margin": {"l": 8, "r": 16, "t": 8, "b": 8},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": FONT, "size": 13, "color": INK},
+        "xaxis": x,
+        "yaxis": y,
+        "hoverlabel": {"font": {"family": FONT, "size": 13}, "align": "left", "namelength": -1},
+        "showlegend": False,
+        "dragmode": False,  # else a finger on the chart does not scroll the page
+        **more,
+    }
+
+
+# --- memory over time, by what holds it
+
+
+MAX_CURVE_POINTS = 1500  # more than a chart has pixels
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def memory_curve(report: Report) -> Figure | None:
+    """Stacked categories, the reserved bytes above, the peak marked."""
+    snapshot = report.facts.highest_snapshot
+    if snapshot is None or len(snapshot.curve) < 2:
+        return None
+    curve = thinned(snapshot.curve, MAX_CURVE_POINTS)
+    unit, of = next((pair for pair in UNITS if snapshot.peak_bytes >= pair[1]), UNITS[-1])
+    seconds = [moment.time_us / 1e6 for moment in curve]
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "stackgroup": "held",
+            "name": category,
+            "x": seconds,
+            "y": [moment.by_category[at] / of for moment in curve],
+            "line": {"width": 0, "shape": "hv"},
+            "fillcolor": CATEGORY_COLORS[category],
+            "hovertemplate": f"%{{fullData.name}}: %{{y:.2f}} {unit}<extra></extra>",
+        }
+        for at, category in enumerate(CATEGORIES)
+        if any(moment.by_category[at] for moment in curve)
+    ]
+    data += _reserved(curve, seconds, unit, of)
+    x, y = axis("seconds since the record began"), axis(unit, rangemode="tozero")
+    return Figure(
+        "Allocated memory over time by category",
+        data,
+        layout(350, x, y, hovermode="x", annotations=_peak(snapshot, of, seconds)),
+    )
+
+
+def thinned(curve: tuple[Moment, ...], most: int) -> list[Moment]:
+    """At most `most` moments: of each stretch the one with the most allocated, so that no peak is lost."""
+    if len(curve) <= most:
+        return list(curve)
+    edges = [at * len(curve) // most for at in range(most + 1)]
+    return [max(curve[begin:end], key=lambda moment: moment.allocated) for begin, end in pairwise(edges)]
+
+
+def _reserved(curve: list[Moment], seconds: list[float], unit: str, of: int) -> list[dict]:
+    if not any(moment.reserved for moment in curve):
+        return []
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "reserved",
+            "x": seconds,
+            "y": [moment.reserved / of for moment in curve],
+            "line": {"color": SLATE, "width": 1.5, "dash": "dot", "shape": "hv"},
+            "hovertemplate": f"reserved: %{{y:.2f}} {unit}<extra></extra>",
+        }
+    ]
+
+
+def _peak(snapshot: Snapshot, of: int, seconds: list[float]) -> list[dict]:
+    """Its text stands on the side that has more room."""
+    late = 2 * snapshot.peak_time_us / 1e6 > seconds[0] + seconds[-1]
+    where = f" in {snapshot.peak_phase}" if snapshot.peak_phase.isidentifier() else ""
+    return [
+        {
+            "x": snapshot.peak_time_us / 1e6,
+            "y": snapshot.peak_bytes / of,
+            "text": f"peak {size(snapshot.peak_bytes)}{where}",
+            "showarrow": True,
+            "arrowhead": 0,
+            "arrowcolor": SLATE,
+            "ax": -20 if late else 20,
+            "xanchor": "right" if late else "left",
+            "ay": -22,
+            "bgcolor": CARD,
+        }
+    ]
+
+
+# --- operators by arithmetic intensity against the hardware's two limits
+
+
+MAX_SHAPES = 300
+LARGEST_PX, SMALLEST_PX = 34, 6
+
+
+def roofline(report: Report) -> Figure | None:
+    """A point per operator and shape, as large as its time, below the hardware's limits; None if those are unknown."""
+    rank = report.facts.critical
+    rows = [
+        row for row in (rank.kernels.roofline if rank else ()) if row.flops > 0 and row.num_bytes > 0 and row.ms > 0
+    ]
+    rows = sorted(rows, key=lambda row: -row.ms)[:MAX_SHAPES]
+    if len(rows) < 2 or not any(row.bound_ms for row in rows):
+        return None
+    roles = list(dict.fromkeys(row.role for row in rows))
+    data = [
+        _points([row for row in rows if row.role == role], str(role), ROLE_COLORS[role], rows[0].ms) for role in roles
+    ]
+    intensities = [row.flops / row.num_bytes for row in rows]
+    data += _ceilings(rank.kernels.roofline, min(intensities) / 2, max(intensities) * 2)
+    speeds = [speed for line in data for speed in line["y"]]
+    x = log_axis("FLOP per byte", min(intensities) / 2, max(intensities) * 2)
+    y = log_axis("TFLOP/s", min(speeds), max(speeds))
+    return Figure(
+        "How fast operators are against what memory and arithmetic units allow",
+        data,
+        layout(400, x, y),
+    )
+
+
+def _points(rows: list[RooflineRow], role: str, color: str, longest_ms: float) -> dict:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": role,
+        "x": [row.flops / row.num_bytes for row in rows],
+        "y": [row.flops / row.ms / 1e9 for row in rows],
+        "marker": {
+            "color": color,
+            "opacity": 0.75,
+            "line": {"color": CARD, "width": 1},
+            "size": [max(LARGEST_PX * (row.ms / longest_ms) ** 0.5, SMALLEST_PX) for row in rows],
+        },
+        "text": [
+            f"{named(row.operator)} {named(row.shape, 80)}<br>"
+            f"{row.ms:.3f} ms per step in {named(row.phase or 'no phase')}"
+            + (f"<br>{row.efficiency:.0%} of what {row.bound_by} allows" if row.efficiency is not None else "")
+            for row in rows
+        ],
+        "hovertemplate": "%{text}<br>%{y:.3g} TFLOP/s at %{x:.3g} FLOP per byte<extra></extra>",
+    }
+
+
+def _ceilings(rows: tuple[RooflineRow, ...], lowest: float, highest: float) -> list[dict]:
+    """The limits that the rows' bounds were made of: arithmetic per number format, and memory."""
+    peaks = {row.dtype: row.flops / row.bound_ms / 1e9 for row in rows if row.bound_by == "compute" and row.bound_ms}
+    bandwidths = [row.num_bytes / row.bound_ms / 1e9 for row in rows if row.bound_by == "memory" and row.bound_ms]
+    lines = [
+        _line([lowest, highest], [peak, peak], f"{peak:,.0f} TFLOP/s in {named(dtype)}")
+        for dtype, peak in peaks.items()
+    ]
+    if bandwidths:
+        tb_s = max(bandwidths)  # TFLOP/s = FLOP per byte x TB/s
+        end = min(highest, max(peaks.values()) / tb_s) if peaks else highest
+        if end > lowest:
+            lines.append(
+                _line([lowest, end], [lowest * tb_s, end * tb_s], f"memory, {tb_s * 1000:,.0f} GB/s", "bottom right")
+            )
+    return lines
+
+
+def _line(x: list[float], y: list[float], name: str, side: str = "top right") -> dict:
+    """Its name stands at its beginning, below a line that rises; no legend entry to look up."""
+    return {
+        "type": "scatter",
+        "mode": "lines+text",
+        "x": x,
+        "y": y,
+        "name": name,
+        "line": {"color": SLATE, "width": 1.5, "dash": "dot"},
+        "showlegend": False,
+        "hovertemplate": f"{name}<extra></extra>",
+        "text": [name, ""],
+        "textposition": side,
+        "textfont": {"size": 12, "color": SLATE},
+    }
+
+
+# --- every step of the run: the trace shows a few of them only
+
+MIN_STEPS = 20  # fewer say nothing that the sentences do not
+MAX_POINTS = 2000
+
+
+def run_steps(report: Report) -> Figure | None:
+    """Milliseconds of each step, ordinary ones apart from those that compile, save, evaluate or are profiled."""
+    run = report.facts.run
+    if run is None or run.steps < MIN_STEPS:
+        return None
+    kinds = {"ordinary": BLUE, "profiled": PURPLE, "others: first, evaluating, saving, compiling": GREY}
+    of_step = _kinds(run)
+    data = []
+    for kind, color in kinds.items():
+        rows = [at for at in _shown(run) if of_step[at] == kind]
+        if rows:
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": kind,
+                    "x": [run.iterations[at] for at in rows],
+                    "y": [run.step_ms[at] for at in rows],
+                    "marker": {"color": color, "size": 5},
+                    "hovertemplate": "iteration %{x}: %{y:.1f} ms<extra></extra>",
+                }
+            )
+    y = axis("ms", type="log" if max(run.step_ms) > 10 * (run.steady_step_ms or max(run.step_ms)) else "linear")
+    return Figure("How long every step of the run took", data, layout(240, axis("iteration"), y)) if data else None
+
+
+def _kinds(run: Run) -> list[str]:
+    return [
+        "profiled" if profiled else "ordinary" if ordinary else "others: first, evaluating, saving, compiling"
+        for ordinary, profiled in zip(run.ordinary, run.profiled)
+    ]
+
+
+def _shown(run: Run) -> list[int]:
+    """Every n-th ordinary step of long runs, and the longest of each stretch: those are what one looks for."""
+    every = max(run.steps // (MAX_POINTS // 2), 1)
+    stretches = [range(at, min(at + every, run.steps)) for at in range(0, run.steps, every)]
+    return sorted({at for stretch in stretches for at in (stretch[0], max(stretch, key=lambda row: run.step_ms[row]))})
+
+
+# --- when the phases of one step run: the device's clock, or the host's without a GPU
+
+HUES = tuple(color for color in SERIES[:-2] if color not in (VERMILION, ORANGE))  # those two as in the bars of a step
+SHARED = {"communication": VERMILION, "copies": ORANGE}
+MAX_SPANS = 400  # longer ones first; beyond that a picture shows nothing more
+
+
+def timeline(report: Report) -> Figure | None:
+    """A row per phase, a bar per span of a representative step. None for a single phase."""
+    rank = report.facts.critical
+    if rank is None or not rank.time.timeline:
+        return None
+    spans = sorted(
+        sorted(rank.time.timeline, key=lambda span: span.start_ns - span.end_ns)[:MAX_SPANS],
+        key=lambda span: span.start_ns,
+    )
+    if len({span.name for span in spans}) < 2:
+        return None
+    begin = spans[0].start_ns
+    names = list(dict.fromkeys(span.name for span in spans))
+    rows = {name: f"{named(name, 22)}" for name in names}
+    colors = {name: SHARED.get(name, HUES[at % len(HUES)]) for at, name in enumerate(names)}
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "y": [rows[span.name] for span in spans],
+            "base": [(span.start_ns - begin) / 1e6 for span in spans],
+            "x": [(span.end_ns - span.start_ns) / 1e6 for span in spans],
+            "marker": {"color": [colors[span.name] for span in spans]},
+            "hovertemplate": "%{y}: %{x:.3f} ms from %{base:.3f} ms<extra></extra>",
+        }
+    ]
+    clock = "device" if rank.time.on_gpu else "host"
+    x, y = axis(f"ms of the step, {clock}'s clock"), axis(autorange="reversed", type="category", showgrid=False)
+    return Figure(
+        "When the phases of one step run", data, layout(70 + 28 * len(names), x, y, barmode="overlay", bargap=0.35)
+    )
+
+
+# --- where the step of each rank goes, one bar per rank
+
+MAX_RANKS = 64
+
+
+def step_bars(report: Report) -> Figure | None:
+    """One stacked bar per rank; the bar's length is the step. None for a single rank: its table has bars."""
+    ranks = [rank for rank in report.facts.ranks_seen if rank.time.step_ms > 0][:MAX_RANKS]
+    if len(ranks) < 2:
+        return None
+    names = [f"file {at}" if rank.time.rank is None else f"rank {rank.time.rank}" for at, rank in enumerate(ranks)]
+    on_gpu = ranks[0].time.on_gpu
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": row_title(row, on_gpu),
+            "y": names,
+            "x": [rank.time.rows.get(row, 0.0) for rank in ranks],
+            "marker": {"color": ROW_COLORS.get(row, GREY)},
+            "hovertemplate": "%{fullData.name}: %{x:.3f} ms<extra>%{y}</extra>",
+        }
+        for row in ROW_TITLES
+        if any(rank.time.rows.get(row, 0.0) > NOTHING * rank.time.step_ms for rank in ranks)
+    ]
+    x, y = axis("ms per step"), axis(autorange="reversed", type="category", showgrid=False)
+    return Figure(
+        "Where a step of each rank goes, in milliseconds",
+        data,
+        layout(60 + 26 * len(ranks), x, y, barmode="stack", bargap=0.3),
+    )
+
+
+# --- which chart stands in which section
+
+
+def charts_of(report: Report) -> dict[str, Figure]:
+    """Section.key: its chart; none where the bars of a table show as much."""
+    makers = {"step": step_bars, "phases": timeline, "roofline": roofline, "memory": memory_curve, "run": run_steps}
+    made = {key: make(report) for key, make in makers.items()}
+    return {key: figure for key, figure in made.items() if figure is not None}
