@@ -47,8 +47,8 @@ def exact(run: PlannedRun, snapshot: Path, processor: Processor | None = None) -
 def snapshot_lines(snapshot: Path, style, everything: bool) -> list[str]:
     """The memory section of the report on it: modules, source lines, layers, fragmentation."""
     from megatron_lite.analysis.analyze import analyze
+    from megatron_lite.report.section_text import section_lines
     from megatron_lite.report.sections.memory import memory_section
-    from megatron_lite.report.terminal import section_lines
 
     section = memory_section(analyze([snapshot]), everything)
     return ["", *section_lines(section, style)] if section else []

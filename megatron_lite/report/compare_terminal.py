@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair, Total
 from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.report.section import Lines, Section, Table, first, with_some_value
-from megatron_lite.report.terminal import section_lines
+from megatron_lite.report.section_text import section_lines
 from megatron_lite.report.text import Style, calls, heading, milliseconds, wrapped
 from megatron_lite.units import count, size
 

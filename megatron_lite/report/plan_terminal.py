@@ -6,7 +6,7 @@ from megatron_lite.estimate.what_if import Fit, Variant
 from megatron_lite.report.plan_figures import Outlook, PlanReport
 from megatron_lite.report.plan_verdict import fit_sentence, span, verdicts
 from megatron_lite.report.section import Lines, Section, Table
-from megatron_lite.report.terminal import section_lines
+from megatron_lite.report.section_text import section_lines
 from megatron_lite.report.text import Style, flops, heading, milliseconds, percent, share, wrapped
 from megatron_lite.units import GIB, count, short_count, size
 
