@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,3 +84,45 @@ def test_the_whole_of_it_as_processes(tmp_path):
         [sys.executable, "-c", code, *words], check=True, cwd=ROOT, capture_output=True, text=True
     ).stdout
     assert "\n\nExact  " in shown and "predicted.pickle, simulated" in shown
+
+
+@pytest.fixture
+def on_terminal(monkeypatch):
+    """Somebody looks on."""
+    monkeypatch.setattr(exact_plan, "can_walk_unasked", lambda stream: True)
+
+
+def test_an_estimate_on_a_terminal_is_checked_by_the_walk(in_process, on_terminal, capsys):
+    assert main(["plan", "--gpu", "H200", *argv("--bf16")]) == 0
+    answer, _, check = capsys.readouterr().out.rpartition("\n\n")
+    assert "estimated" in answer and "exact peak" not in answer
+    assert "exact peak" in check and "% off" in check and "fits in one H200" not in check
+
+
+def test_a_verdict_that_the_walk_changes_is_given_again(in_process, on_terminal, capsys, monkeypatch):
+    from megatron_lite.rehearsal import rehearse
+
+    real = rehearse.rehearse
+    monkeypatch.setattr(
+        rehearse, "rehearse", lambda plan, workspace: replace(real(plan), allocated_peak_bytes=20 * 2**30)
+    )
+    assert main(["plan", "--gpu", "T4", *argv("--bf16")]) == 0
+    assert "\n  does not fit in one T4: peak 20.0" in capsys.readouterr().out
+
+
+def test_a_walk_that_takes_too_long_is_left(on_terminal, capsys, monkeypatch):
+    def wait(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(exact_plan.subprocess, "run", wait)
+    assert main(["plan", *argv()]) == 0
+    assert capsys.readouterr().out.endswith(
+        "\n  not checked: the walk of the real step takes more than 10 s; --exact waits for it.\n"
+    )
+
+
+def test_nothing_is_walked_unasked_without_torch_or_a_terminal(monkeypatch):
+    piped, shown = SimpleNamespace(isatty=lambda: False), SimpleNamespace(isatty=lambda: True)
+    assert not exact_plan.can_walk_unasked(piped) and exact_plan.can_walk_unasked(shown)
+    monkeypatch.setattr(exact_plan.importlib.util, "find_spec", lambda name: None)
+    assert not exact_plan.can_walk_unasked(shown)

@@ -149,6 +149,16 @@ def run(argv: list[str]):
         report, more = _report(options, words, found), []
     written = _write(Path(options.json), report) if options.json else []
     print_lines([*plan_lines(report, style, options.why), *more, *(["", *written] if written else [])])
+    if not (options.exact or options.inference):
+        _check_estimate(found, report)
+
+
+def _check_estimate(found: PlannedRun, report: PlanReport):
+    """The answer stands: where somebody looks on, the walk of the real step follows, if it takes seconds."""
+    from megatron_lite.cli.exact_plan import can_walk_unasked, check_lines
+
+    if can_walk_unasked(sys.stdout):
+        print_lines(check_lines(found, report))
 
 
 def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, exact: Exact | None = None) -> PlanReport:

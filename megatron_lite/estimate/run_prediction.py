@@ -101,7 +101,7 @@ def _memory(seen: Forecast) -> Iterator[str]:
     peak = seen.memory.peak
     each = f"{seen.sharing} x " if seen.sharing > 1 else ""
     room = f" of {size(seen.room_bytes)}" if seen.room_bytes else ""
-    yield f"tensors peak at {each}{size(peak.num_bytes)}{room}, at {peak.where} ({peak.phase}):\n    {_held(peak)}"
+    yield f"tensors peak at about {each}{size(peak.num_bytes)}{room}, at {peak.where} ({peak.phase}):\n    {_held(peak)}"
 
 
 def _held(peak: Moment) -> str:

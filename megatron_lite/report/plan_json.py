@@ -27,6 +27,7 @@ def as_json(report: PlanReport) -> dict:
         "flops_per_token": {"causal": report.flops_causal, "full": report.flops_full},
         "memory": {
             "peak_bytes": memory.peak.num_bytes, "phase": memory.peak.phase, "where": memory.peak.where,
+            "is_estimate": True,
             "moments": [plain(moment) | {"num_bytes": moment.num_bytes} for moment in memory.moments],
         },
         "margin": report.margin,

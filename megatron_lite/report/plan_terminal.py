@@ -114,7 +114,7 @@ def memory_at_peak(report: PlanReport, why: bool) -> Section:
     blocks = [Table(rows, "lrr", shares=shares)]
     if why:
         blocks.append(Lines([f"{row.name} = {row.formula}" for row in shown if row.formula], quiet=True))
-    return Section("memory", "Memory at the peak", f"one GPU, {peak.where} ({peak.phase})", blocks)
+    return Section("memory", "Memory at the peak", f"estimate for one GPU, {peak.where} ({peak.phase})", blocks)
 
 
 def moments(report: PlanReport) -> Section:
@@ -122,7 +122,7 @@ def moments(report: PlanReport) -> Section:
     peak = report.memory.peak.num_bytes
     rows = [(moment.phase, moment.where, size(moment.num_bytes)) for moment in report.memory.moments]
     shares = [share(moment.num_bytes, peak) for moment in report.memory.moments]
-    return Section("moments", "Memory through a step", "one GPU", [Table(rows, "llr", shares=shares)])
+    return Section("moments", "Memory through a step", "estimate for one GPU", [Table(rows, "llr", shares=shares)])
 
 
 def exact(report: PlanReport) -> Section:
@@ -138,7 +138,7 @@ def exact(report: PlanReport) -> Section:
         f"reserved by the caching allocator: {size(found.reserved_peak_bytes)}; with expandable segments "
         f"{size(found.expandable_reserved_bytes)}"
     )
-    table = Table(rows, "lrrr", ["", "exact", "formula", "difference"])
+    table = Table(rows, "lrrr", ["", "exact", "estimate", "difference"])
     lines = Lines([f"peak in {found.where}", reserved, *found.notes])
     return Section("exact", "Exact", f"the real model and step, without data, in {found.seconds:.1f} s", [table, lines])
 

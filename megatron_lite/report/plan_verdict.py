@@ -26,9 +26,11 @@ def peak_bytes(report: PlanReport, outlook: Outlook | None = None) -> int:
 
 
 def where(report: PlanReport) -> str:
-    """'at cross entropy (backward)'."""
+    """'at cross entropy (backward), estimated'."""
     peak = report.memory.peak
-    same = report.exact is None or report.exact.phase == peak.phase
+    if report.exact is None:
+        return f"at {peak.where} ({peak.phase}), estimated"
+    same = report.exact.phase == peak.phase
     return f"at {peak.where} ({peak.phase})" if same else f"in {report.exact.phase}"
 
 
