@@ -27,10 +27,6 @@ def main() -> int:
 
 def train(flags: list[str]) -> int:
     """Import torch, which takes seconds, and train."""
-    from megatron_lite.config.machine import count_gpu_files
-
-    if "--use-pytorch-profiler" in flags and not count_gpu_files():
-        start_again_for_profiling()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; keeps the profiler's noise away
     os.environ.setdefault("TEARDOWN_CUPTI", "1")  # else the GPU stays slowed down after a profiled window
     try:
@@ -45,15 +41,6 @@ def train(flags: list[str]) -> int:
     from megatron_lite.app import main as run
 
     return record(run)(flags)
-
-
-def start_again_for_profiling():
-    """In this process, if the C library must be told otherwise from its start; before torch is imported, so it is quick."""
-    from megatron_lite.parallel.host_memory import libc_version, without_thread_cache
-
-    environ = without_thread_cache(dict(os.environ), libc_version())
-    if environ and sys.executable and sys.gettrace() is None:  # a debugger would be lost
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
 
 
 if __name__ == "__main__":

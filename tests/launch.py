@@ -32,7 +32,6 @@ from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import set_up_logging
-from megatron_lite.parallel.host_memory import libc_version, without_thread_cache
 from megatron_lite.train.checkpoint_checks import require_checkpoint, save_reserved
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.log import Log
@@ -216,10 +215,7 @@ def start(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd or REPO}
     if under:
         return subprocess.Popen([*under, sys.executable, *words], env=environment(), start_new_session=True, **pipes)
-    environ = environment()
-    if "--use-pytorch-profiler" in argv:  # what pretrain_gpt.py would start itself again for
-        environ = without_thread_cache(environ, libc_version()) or environ
-    return Fork(words, env=environ, **pipes)
+    return Fork(words, env=environment(), **pipes)
 
 
 def environment() -> dict[str, str]:

@@ -5,6 +5,7 @@ from command_lines import REPO, argv
 from launch import pretrain
 
 from megatron_lite.app import main
+from megatron_lite.parallel import host_memory
 
 OUTPUTS = ["--save", "out/ckpt", "--tensorboard-dir", "out/tb", "--run-dir", "out/run"]
 FOUR_MISTAKES = argv(["--num-layer", "2", "--fp16", "--bf16", "--lr", "fast", "--global-batch-size", "9", *OUTPUTS])
@@ -84,3 +85,11 @@ def test_found_before_a_process_group_or_a_file_is_made(changes, start_of_lines,
     assert len(lines) == len(start_of_lines)
     assert all(line.startswith(start) for line, start in zip(lines, start_of_lines)), lines
     assert sorted(folder.rglob("*")) == before
+
+
+def test_a_c_library_that_is_not_glibc_keeps_its_allocator(monkeypatch):
+    def unknown(name):
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr(host_memory.os, "confstr", unknown)
+    assert not host_memory.keep_freed_memory()

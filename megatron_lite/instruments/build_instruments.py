@@ -14,8 +14,6 @@ from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.snapshot_format import SnapshotFiles
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
-from megatron_lite.model.kernel_choice import rows_at_once
-from megatron_lite.parallel.host_memory import SmallBlocks
 from megatron_lite.parallel.layers import expected_compilations
 from megatron_lite.parallel.rank_store import RunPosition
 from megatron_lite.thresholds import MIN_BEFORE
@@ -207,37 +205,6 @@ class Compiling(Instrument):
         return self._counters["aot_autograd"]["autograd_cache_hit"]
 
 
-# --- room for what torch's profiler keeps, apart from the memory of tensors (see parallel/host_memory.py)
-
-# Of torch 2.13, 6 layers and 2 micro-batches: 5,700 names of operators per step, and blocks that live as long as one.
-PER_LAYER_AND_PASS, PER_STEP = 1_024, 8_192
-PER_CHUNK = 24  # of the loss' rows (model/loss.py): 12 operators
-WITH_SHAPES = 2  # times as many: --pytorch-profiler-collect-shapes keeps those of each operator
-MAX_STEPS = 20  # of a window: room costs 3 MB and 10 ms for each
-
-
-class RoomForNames(Instrument):
-    """On a CPU, on a rank that records: all of it before the first profiled step, since readers of a trace take what lies between
-    two steps for the first one's."""
-
-    def __init__(self, window: Window, layers: int, passes: int, chunks: int, shapes: bool):
-        """`passes`: micro-batches of a rank per step; `chunks`: of rows that the loss makes of one."""
-        self.window, self._blocks = window, SmallBlocks()
-        per_pass = PER_LAYER_AND_PASS * layers + PER_CHUNK * chunks
-        self.per_step = (PER_STEP + per_pass * passes) * (WITH_SHAPES if shapes else 1)
-
-    def begin(self, step: int):
-        if self.window.opens(step):
-            self._blocks.add(self.per_step * min(len(self.window), MAX_STEPS))
-
-    def end(self, step: int):
-        if self.window.closes(step):
-            self._blocks.close()
-
-    def close(self, error: BaseException | None):
-        self._blocks.close()
-
-
 # --- which instruments watch this rank: the only place that asks what is to be profiled
 
 
@@ -272,22 +239,8 @@ def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> li
         members.append(nsys)
     members += build_memory_instruments(plan, window, tell)
     if profiled and (plan.args.profile.use_pytorch_profiler or on_demand and not _torch_is_blind(plan)):
-        if plan.device == "cpu":
-            members.append(_room_for_names(plan, window))
         members.append(_torch_profiler(plan, window, run_dir, tell))
     return [*members, timeline]  # innermost: what the others do between steps is not the step's time
-
-
-def _room_for_names(plan: Plan, window: Window) -> RoomForNames:
-    tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
-    chunks = -(-tokens // rows_at_once(plan.shape.padded_vocab_size, plan.world.threads))
-    return RoomForNames(
-        window,
-        plan.shape.num_layers,
-        plan.micro_batches(plan.train_samples),
-        chunks,
-        plan.args.profile.pytorch_profiler_collect_shapes,
-    )
 
 
 def _torch_profiler(plan: Plan, window: Window, run_dir: Path, tell) -> TorchProfiler:
