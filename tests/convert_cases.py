@@ -11,7 +11,7 @@ from model_variants import PLAIN, build, tokens
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.folders import Export
-from megatron_lite.convert.tokenizer_files import no_files
+from megatron_lite.convert.tokenizer_files import describe_no_tokenizer
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 
@@ -93,7 +93,7 @@ def export(stored: Kept, folder, precision: str | None = None, **how):
         Path("SAVE"),
         stored,
         precision or stored.record.precision,
-        how.pop("tokenizer", no_files()),
+        how.pop("tokenizer", describe_no_tokenizer()),
         say=said.append,
         **how,
     ).write(folder)

@@ -11,7 +11,7 @@ from command_lines import argv
 from megatron_lite.cli.main import main
 from megatron_lite.cli.plan import _parser
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import flags_of, read_flags
+from megatron_lite.config.flags import list_flags, read_flags
 from megatron_lite.config.world import World
 
 ROOT = Path(__file__).parent.parent
@@ -130,7 +130,7 @@ def test_contradictions_among_data_are_still_the_trainers(capsys):
 
 def test_options_and_flags_have_no_name_in_common():
     ours = {name for action in _parser()._actions for name in action.option_strings} - {"-h", "--help"}
-    assert not ours & ({spelling for flag in flags_of(Args) for spelling in flag.spellings} | set(read_flags()))
+    assert not ours & ({spelling for flag in list_flags(Args) for spelling in flag.spellings} | set(read_flags()))
 
 
 def test_flags_need_no_dashes_and_take_them(capsys):

@@ -12,7 +12,7 @@ from megatron_lite.config import machine
 from megatron_lite.config.check import remarks
 from megatron_lite.config.help import help_text
 from megatron_lite.config.machine import missing_compiler
-from megatron_lite.config.plan import Compilation, compilation_of
+from megatron_lite.config.plan import Compilation, choose_compilation
 from megatron_lite.config.world import World
 
 CPU, GPU = World(), World(gpus=1)
@@ -124,7 +124,7 @@ def test_a_run_says_what_it_decided(tmp_path):
 
 
 def test_the_flag_is_asked_before_the_machine():
-    assert compilation_of(read("--torch-compile layers").args, NO_GCC) == Compilation(True, loss=True)
+    assert choose_compilation(read("--torch-compile layers").args, NO_GCC) == Compilation(True, loss=True)
 
 
 def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):

@@ -11,11 +11,11 @@ from waiting import LIMIT_S
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.flags import ABSENT, flags_of, read_flags
+from megatron_lite.config.flags import ABSENT, list_flags, read_flags
 from megatron_lite.config.help import help_text
 
 PAGE = help_text()
-FLAGS = list(flags_of(Args))
+FLAGS = list(list_flags(Args))
 
 
 def entry(spelling: str) -> str:

@@ -16,7 +16,7 @@ from megatron_lite.config.flags import (
     STOPPING,
     dashed,
     find_texts,
-    flags_of,
+    list_flags,
     read_flags,
 )
 
@@ -25,7 +25,7 @@ TABLE = dict(
     for line in (REPO / "tests/megatron_flags.txt").read_text(encoding="utf-8").splitlines()
     if line.startswith("--")
 )
-KNOBS = {spelling: flag for flag in flags_of(Args) for spelling in flag.spellings}
+KNOBS = {spelling: flag for flag in list_flags(Args) for spelling in flag.spellings}
 NAMES = {"knob": set(KNOBS)} | {answer: set(find_texts(answer)) for answer in ANSWERS}
 OTHER_DEFAULTS = {  # where a default differs from Megatron's: ours, and why
     "--distributed-backend": (None, "chosen: nccl with GPUs, gloo without"),
@@ -76,7 +76,7 @@ def test_no_name_anywhere_has_two_answers():
     rows = [line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     assert len(rows) == len(read_flags()) == sum(map(len, NAMES.values())) - len(KNOBS)
     assert not set(read_flags()) & set(KNOBS)
-    assert len(KNOBS) == sum(len(flag.spellings) for flag in flags_of(Args))
+    assert len(KNOBS) == sum(len(flag.spellings) for flag in list_flags(Args))
 
 
 def test_how_many_are_what():
@@ -95,7 +95,7 @@ def test_default_is_megatrons(name):
 
 
 def test_what_is_ours_is_marked_so():
-    for flag in flags_of(Args):
+    for flag in list_flags(Args):
         assert ("(ours)" in flag.help) == (flag.spelling in OURS or flag.field == "tokenizer_type"), flag.spelling
 
 
@@ -150,7 +150,7 @@ def test_what_is_not_here_is_said_in_one_line_whatever_follows_it():
 
 
 def test_a_field_is_its_flag():
-    for flag in flags_of(Args):
+    for flag in list_flags(Args):
         if not (flag.is_switch and flag.default):
             assert flag.spelling == dashed(flag.field)
 

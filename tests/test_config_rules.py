@@ -10,7 +10,7 @@ from rule_cases import BY_WORLD, FINE, FOUR_RANKS, MODEL, ONE_GPU, OPTIMIZER, RU
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.flags import flags_of
+from megatron_lite.config.flags import list_flags
 from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
@@ -80,7 +80,7 @@ def extremes(flag):
 
 def test_no_combination_of_extremes_escapes_with_another_error():
     """500 random command lines: each is refused in lines, or has a plan."""
-    rng, knobs = random.Random(5), list(flags_of(Args))
+    rng, knobs = random.Random(5), list(list_flags(Args))
     passed = 0
     for _ in range(500):
         words = [
@@ -115,7 +115,7 @@ def test_good_needs_all_its_flags():
 
 WHOLE = [-(2**63) - 1, -1, 0, 2**31, 2**53, 2**53 + 1, 2**63]
 REAL = [-1e308, -1.0, 0.0, 5e-324, 1e38, 1e39]
-NUMERIC = [flag for flag in flags_of(Args) if flag.kind in (int, float)]
+NUMERIC = [flag for flag in list_flags(Args) if flag.kind in (int, float)]
 
 
 def numbers_of(value) -> list:

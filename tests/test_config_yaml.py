@@ -6,7 +6,7 @@ from command_lines import ALONE, argv, mistakes
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.flags import ABSENT_BEGINS, flags_of, read_flags
+from megatron_lite.config.flags import ABSENT_BEGINS, list_flags, read_flags
 from megatron_lite.errors import ConfigError
 
 
@@ -75,7 +75,7 @@ def test_settings(file, text, expected):
 
 def test_every_knob_can_stand_in_a_file(file):
     """Each, written by its field's name, gives what its flag gives."""
-    for flag in flags_of(Args):
+    for flag in list_flags(Args):
         if flag.is_switch:
             text, words = str(not flag.default).lower(), [flag.spelling]
         elif flag.choices:

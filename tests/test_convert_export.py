@@ -9,9 +9,9 @@ import torch
 from convert_cases import EXACT, FOLDED, LLAMA, VOCABULARY, Kept, export, kept, our_logits
 from model_variants import PLAIN, VARIANTS, build
 
-from megatron_lite.convert.folders import take_in
+from megatron_lite.convert.folders import import_hf
 from megatron_lite.convert.mappings import parameter_sizes
-from megatron_lite.convert.tokenizer_files import no_files
+from megatron_lite.convert.tokenizer_files import describe_no_tokenizer
 from megatron_lite.convert.weights_folder import SafetensorsFile
 from megatron_lite.errors import CheckpointError, ConfigError, UserError
 
@@ -41,7 +41,7 @@ def test_logits_are_equal(name, tmp_path):
 def test_there_and_back_is_bitwise_the_same(name, tmp_path):
     stored = kept(EXACT[name])
     export(stored, tmp_path)
-    record, tensors = take_in(tmp_path, divisible_by=128)
+    record, tensors = import_hf(tmp_path, divisible_by=128)
     assert record.vocab_size == VOCABULARY and record.precision == "fp32"
     same_shape = replace(EXACT[name], seq_length=PLAIN.max_position_embeddings)
     assert record.shape == vars(same_shape)
@@ -55,7 +55,7 @@ def test_there_and_back_is_bitwise_the_same(name, tmp_path):
 def test_what_is_folded_comes_back_as_the_same_function(name, tmp_path):
     stored = kept(FOLDED[name])
     said = export(stored, tmp_path)
-    back = Kept(*take_in(tmp_path, divisible_by=8))
+    back = Kept(*import_hf(tmp_path, divisible_by=8))
     torch.testing.assert_close(our_logits(back), our_logits(stored), rtol=0, atol=2e-5)
     assert len(said) == 1 + any(word in name for word in ("bias", "interleaved"))
     assert said[0] == "  8 rows of padding are left out: the vocabulary has 120 ids"
@@ -117,7 +117,7 @@ def test_all_rows_are_kept_where_the_vocabulary_is_unknown(tmp_path):
     ],
 )
 def test_whose_word_on_the_vocabulary_counts(stated, tokenizers, asked, kept_ids, tmp_path):
-    tokenizer = replace(no_files(), vocab_size=tokenizers)
+    tokenizer = replace(describe_no_tokenizer(), vocab_size=tokenizers)
     export(kept(PLAIN, vocab_size=stated), tmp_path, tokenizer=tokenizer, true_vocab_size=asked)
     assert SafetensorsFile(tmp_path / "model.safetensors").tensor("transformer.wte.weight").shape == (kept_ids, 32)
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == kept_ids
@@ -132,7 +132,7 @@ def test_whose_word_on_the_vocabulary_counts(stated, tokenizers, asked, kept_ids
     ],
 )
 def test_a_vocabulary_that_the_model_does_not_have_is_refused(stated, tokenizers, asked, said, tmp_path):
-    tokenizer = replace(no_files(), flag="--vocab-file x", vocab_size=tokenizers)
+    tokenizer = replace(describe_no_tokenizer(), flag="--vocab-file x", vocab_size=tokenizers)
     with pytest.raises(UserError) as caught:
         export(kept(PLAIN, vocab_size=stated), tmp_path, tokenizer=tokenizer, true_vocab_size=asked)
     assert str(caught.value).startswith(said)
@@ -160,7 +160,7 @@ def test_large_models_are_written_in_pieces_with_an_index(tmp_path):
     assert torch.equal(their_logits(whole), their_logits(pieces))
     assert all(
         torch.equal(mine, other)
-        for mine, other in zip(take_in(whole, 128)[1].values(), take_in(pieces, 128)[1].values())
+        for mine, other in zip(import_hf(whole, 128)[1].values(), import_hf(pieces, 128)[1].values())
     )
 
 
@@ -168,7 +168,7 @@ def test_old_and_new_spellings_of_the_rotation_are_read_alike(tmp_path):
     export(kept(EXACT["llama_interpolated"]), tmp_path)
     written = transformers.AutoConfig.from_pretrained(tmp_path)
     written.save_pretrained(tmp_path)
-    shape = take_in(tmp_path, 128)[0].shape
+    shape = import_hf(tmp_path, 128)[0].shape
     assert (shape["rotary_base"], shape["rotary_seq_len_interpolation_factor"]) == (10000.0, 4.0)
 
 
@@ -242,7 +242,7 @@ def test_dropout_that_has_no_place_is_said(tmp_path):
 
 def test_training_settings_stand_in_the_config(tmp_path):
     export(kept(replace(PLAIN, hidden_dropout=0.25, attention_dropout=0.5, init_method_std=0.01)), tmp_path)
-    shape = take_in(tmp_path, 128)[0].shape
+    shape = import_hf(tmp_path, 128)[0].shape
     assert (shape["hidden_dropout"], shape["attention_dropout"], shape["init_method_std"]) == (0.25, 0.5, 0.01)
 
 

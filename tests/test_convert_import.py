@@ -16,7 +16,7 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import resolve
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.families import model_flags
-from megatron_lite.convert.folders import take_in
+from megatron_lite.convert.folders import import_hf
 from megatron_lite.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers", reason="equality with Hugging Face needs transformers")
@@ -68,7 +68,7 @@ def logits_of(model) -> torch.Tensor:
 
 @torch.no_grad()
 def taken_logits(folder) -> torch.Tensor:
-    return model_of(*take_in(folder, 128))(some_tokens())[..., :IDS]
+    return model_of(*import_hf(folder, 128))(some_tokens())[..., :IDS]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,7 +76,7 @@ def test_logits_are_equal_and_the_way_back_is_bitwise(name, tmp_path):
     skip_without_twin(transformers, name)
     model = theirs(name)
     model.save_pretrained(tmp_path / "theirs")
-    record, tensors = take_in(tmp_path / "theirs", 128)
+    record, tensors = import_hf(tmp_path / "theirs", 128)
     assert record.shape["padded_vocab_size"] == 128 and record.vocab_size == IDS and record.optimizer is None
     expected = logits_of(model)
     torch.testing.assert_close(
@@ -130,7 +130,7 @@ def test_pieces_that_transformers_wrote_are_read(tmp_path):
 )
 def test_the_precision_is_the_files_or_the_one_asked_for(dtype, wanted, precision, tmp_path):
     theirs("qwen2").to(dtype).save_pretrained(tmp_path)
-    record, tensors = take_in(tmp_path, 128, wanted)
+    record, tensors = import_hf(tmp_path, 128, wanted)
     assert record.precision == precision
     expected = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     assert {tensor.dtype for tensor in tensors.values()} == {expected}
@@ -140,7 +140,7 @@ def test_of_several_precisions_none_loses_digits(tmp_path):
     model = theirs("llama").to(torch.bfloat16)
     model.model.norm.float()
     model.save_pretrained(tmp_path)
-    record, tensors = take_in(tmp_path, 128)
+    record, tensors = import_hf(tmp_path, 128)
     assert record.precision == "fp32"
     assert torch.equal(tensors["model.decoder.final_layernorm.weight"], model.model.norm.weight)
 
@@ -154,7 +154,7 @@ def test_padding_costs_at_most_its_share_of_the_probability(name, tmp_path):
         hidden = model.base_model(some_tokens()).last_hidden_state.flatten(0, 1)
         output -= 2 * torch.linalg.lstsq(hidden, torch.full((len(hidden), 1), 20.0)).solution.T
     model.save_pretrained(tmp_path)
-    record, tensors = take_in(tmp_path, 64)
+    record, tensors = import_hf(tmp_path, 64)
     with torch.no_grad():
         ours = model_of(record, tensors)(some_tokens())
     without, within = ours[..., :IDS].logsumexp(-1), ours.logsumexp(-1)
@@ -295,7 +295,7 @@ def test_tensors_that_are_not_those_of_the_config_are_one_line(changes, said, tm
 
 def refused(folder, said: str):
     with pytest.raises(CheckpointError) as caught:
-        take_in(folder, 128)
+        import_hf(folder, 128)
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 

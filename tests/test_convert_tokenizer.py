@@ -7,7 +7,7 @@ import pytest
 from convert_cases import EXACT, LLAMA, export, kept, skip_without_twin
 from model_variants import PLAIN
 
-from megatron_lite.convert.tokenizer_files import copied_files, gpt2_files, training_flags
+from megatron_lite.convert.tokenizer_files import describe_copied_tokenizer, describe_gpt2_tokenizer, training_flags
 from megatron_lite.data.byte_pairs import train_bpe, write_bpe
 from megatron_lite.data.tokenizers import END_OF_TEXT, make_tokenizer
 from megatron_lite.errors import UserError
@@ -48,7 +48,7 @@ def exported(shape, tokenizer, target: Path) -> Path:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_ids_are_those_of_training(name, bpe, tmp_path):
     skip_without_twin(transformers, name)
-    exported(EXACT[name], gpt2_files(*files(bpe)), tmp_path)
+    exported(EXACT[name], describe_gpt2_tokenizer(*files(bpe)), tmp_path)
     assert (tmp_path / "tokenizer.json").exists()
     reader = transformers.GPT2Tokenizer if name == "qwen2" else transformers.AutoTokenizer
     theirs = reader.from_pretrained(tmp_path)
@@ -67,10 +67,10 @@ def test_ids_are_those_of_training(name, bpe, tmp_path):
 @pytest.mark.parametrize(("name", "warns"), [("qwen2", True), ("qwen3", False), ("llama", False), ("gpt2", False)])
 def test_a_reader_that_cuts_text_otherwise_is_warned_of(name, warns, bpe, tmp_path):
     (tmp_path / "copied").mkdir()
-    tokenizer = gpt2_files(*files(bpe))
+    tokenizer = describe_gpt2_tokenizer(*files(bpe))
     tokenizer.write(tmp_path / "copied", 16)
     shape = type(PLAIN)(**vars(EXACT[name]) | ROWS)
-    for number, given in enumerate((tokenizer, copied_files(str(tmp_path / "copied")))):
+    for number, given in enumerate((tokenizer, describe_copied_tokenizer(str(tmp_path / "copied")))):
         said = export(kept(shape, vocab_size=384), tmp_path / str(number), tokenizer=given)
         warning = (
             "  AutoTokenizer cuts text Qwen2's way for every such model; use GPT2Tokenizer.from_pretrained for this one"
@@ -80,7 +80,7 @@ def test_a_reader_that_cuts_text_otherwise_is_warned_of(name, warns, bpe, tmp_pa
 
 @pytest.mark.skipif(not GPT2.is_dir(), reason="no ../shared/data/gpt2 beside the repository")
 def test_gpt2s_own_files(tmp_path):
-    tokenizer = gpt2_files(*files(GPT2))
+    tokenizer = describe_gpt2_tokenizer(*files(GPT2))
     assert tokenizer.vocab_size == 50257 and tokenizer.ids == {"bos_token_id": 50256, "eos_token_id": 50256}
     tokenizer.write(tmp_path, 1024)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -99,8 +99,8 @@ def test_without_a_tokenizer_no_other_models_ids_are_claimed(tmp_path):
 
 
 def test_a_folder_in_hugging_faces_form_is_copied(bpe, tmp_path):
-    exported(PLAIN, gpt2_files(*files(bpe)), tmp_path / "first")
-    exported(LLAMA, copied_files(str(tmp_path / "first")), tmp_path / "second")
+    exported(PLAIN, describe_gpt2_tokenizer(*files(bpe)), tmp_path / "first")
+    exported(LLAMA, describe_copied_tokenizer(str(tmp_path / "first")), tmp_path / "second")
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "generation_config.json"):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
     first, second = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "second"))
@@ -113,22 +113,22 @@ def test_ids_are_found_in_every_form_of_file(tmp_path):
     added = {"added_tokens": [{"id": 9, "content": "</s>"}]}
     for model in ({"vocab": {"a": 0, "b": 1}}, {"vocab": [["a", -1.5], ["b", -2.0]]}):
         (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, **added}))
-        found = copied_files(str(tmp_path))
+        found = describe_copied_tokenizer(str(tmp_path))
         assert (found.vocab_size, found.ids) == (10, {"bos_token_id": None, "eos_token_id": 9})
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.model").write_bytes(b"only sentencepiece knows")
-    found = copied_files(str(tmp_path))
+    found = describe_copied_tokenizer(str(tmp_path))
     assert (found.vocab_size, found.ids) == (0, {"bos_token_id": None, "eos_token_id": None})
 
 
 def test_what_is_no_tokenizer_is_refused(bpe, tmp_path):
     with pytest.raises(UserError, match=f"^--tokenizer-model {tmp_path}: is no folder with one of tokenizer.json, "):
-        copied_files(str(tmp_path))
+        describe_copied_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(
         UserError, match=f"^--tokenizer-model {tmp_path}/tokenizer.json: cannot be read as a JSON object; "
     ):
-        copied_files(str(tmp_path))
+        describe_copied_tokenizer(str(tmp_path))
     for strange in (
         '{"model": []}',
         '{"model": {"vocab": [1]}}',
@@ -139,9 +139,9 @@ def test_what_is_no_tokenizer_is_refused(bpe, tmp_path):
         with pytest.raises(
             UserError, match=f"^--tokenizer-model {tmp_path}: its tokenizer.json, .* has not the form of a "
         ):
-            copied_files(str(tmp_path))
+            describe_copied_tokenizer(str(tmp_path))
     with pytest.raises(UserError, match="^--merge-file: missing"):
-        gpt2_files(files(bpe)[0], None)
+        describe_gpt2_tokenizer(files(bpe)[0], None)
 
 
 def test_the_flags_of_training_name_a_tokenizer_that_reads_the_folder(bpe, tmp_path):

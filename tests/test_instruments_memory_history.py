@@ -13,7 +13,14 @@ from torch.cuda import _memory_viz
 from megatron_lite.errors import UserError
 from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.build_instruments import build_memory_instruments
-from megatron_lite.instruments.memory_summary import ACTIVATIONS, OPTIMIZER, WEIGHTS, by_category, held_at_the_end, peak
+from megatron_lite.instruments.memory_summary import (
+    ACTIVATIONS,
+    OPTIMIZER,
+    WEIGHTS,
+    list_held_memory,
+    peak,
+    sum_by_category,
+)
 from megatron_lite.instruments.snapshot_format import Stacks
 
 RECORD = "--record-memory-history --profile-step-start 3 --profile-step-end 5"
@@ -44,7 +51,7 @@ def plain(tmp_path_factory):
 
 
 def category_sizes(snapshot: dict) -> dict[str, int]:
-    return dict(by_category(held_at_the_end(snapshot)))
+    return dict(sum_by_category(list_held_memory(snapshot)))
 
 
 def tags(snapshot: dict) -> set[str]:
@@ -103,7 +110,7 @@ def test_phases_and_modules_are_on_the_allocations(plain):
 def test_weights_and_optimizer_states_are_known_to_the_byte_and_by_their_code(plain):
     folder, snapshot, _ = plain
     parameters = sum(t.numel() for t in parameters_of(folder))
-    sizes, held = category_sizes(snapshot), held_at_the_end(snapshot)
+    sizes, held = category_sizes(snapshot), list_held_memory(snapshot)
     assert sizes[WEIGHTS] == 4 * parameters
     states = [piece for piece in held if piece.site.startswith("_first_state (optim/optimizer.py:")]
     assert sum(piece.size for piece in states if piece.size > 4) == 2 * 4 * parameters  # the others count steps
@@ -291,7 +298,7 @@ def test_a_small_ring_keeps_the_newest_events_and_all_stacks_of_weights(tmp_path
     )
     assert len(list(live_at_each_moment(snapshot))) == len(trace(snapshot))
     assert category_sizes(snapshot) == category_sizes(plain[1])
-    assert all(piece.frames for piece in held_at_the_end(snapshot))
+    assert all(piece.frames for piece in list_held_memory(snapshot))
 
 
 @pytest.mark.parametrize(("kept_steps", "words"), [(2.5, "steps 4-5"), (1.5, "step 5")])

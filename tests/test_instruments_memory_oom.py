@@ -29,9 +29,9 @@ from megatron_lite.instruments.memory_summary import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
-    by_site,
-    held_at_the_end,
+    list_held_memory,
     peak,
+    sum_by_site,
 )
 from megatron_lite.units import GIB, size
 
@@ -195,7 +195,7 @@ def test_a_gpu_writes_at_the_runs_last_step_before_all_is_freed(tmp_path, alloca
 def test_the_peak_of_a_real_recording_is_what_torch_counted(real):
     # 24,207,167,496 bytes of requests: shared/notes/memory.md; the site is that of the attention's softmax
     assert peak(real).size == 24_207_167_496
-    assert sum(piece.size for piece in held_at_the_end(real)) < 7 * GIB
+    assert sum(piece.size for piece in list_held_memory(real)) < 7 * GIB
 
 
 @pytest.mark.parametrize("observed", [True, False])
@@ -298,7 +298,7 @@ def test_cpu_ranks_that_do_not_record_are_left_alone():
 
 
 def test_sites_are_the_users_lines(real):
-    name, size, pieces = by_site(held_at_the_end(real))[0]
+    name, size, pieces = sum_by_site(list_held_memory(real))[0]
     assert (
         re.fullmatch(r".+ \(.+/.+\.py:\d+\)|code without Python frames, such as backward", name)
         and size > 0

@@ -22,7 +22,7 @@ from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.module_ranges import ModuleRanges, wanted_modules
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
-from megatron_lite.instruments.trace_file import Found, look_into, write_whole
+from megatron_lite.instruments.trace_file import Found, inspect_trace, write_whole
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.layers import recomputed
@@ -369,7 +369,7 @@ def test_the_step_before_the_window_gets_ready_and_is_not_recorded(tmp_path, las
     if recorded is None:
         assert files == [] and out == []  # it was ready for nothing, and leaves nothing
     else:
-        assert look_into(*trace_files(tmp_path)).steps == recorded and len(files) == 3
+        assert inspect_trace(*trace_files(tmp_path)).steps == recorded and len(files) == 3
         assert len(out) == 2 and "holds no GPU kernel" in out[1]
 
 
@@ -407,6 +407,6 @@ def test_a_look_into_a_trace_counts_what_lies_across_its_pieces(tmp_path, monkey
     for size in (100, 101, 333, 1 << 20):
         monkeypatch.setattr("megatron_lite.instruments.trace_file.CHUNK", size)
         monkeypatch.setattr("megatron_lite.instruments.trace_file.OVERLAP", 60)
-        assert look_into(path) == Found((12, 13), 500, True)
+        assert inspect_trace(path) == Found((12, 13), 500, True)
     path.write_text(json.dumps(whole)[:-20])
-    assert not look_into(path).whole
+    assert not inspect_trace(path).whole

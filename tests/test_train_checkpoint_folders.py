@@ -13,7 +13,7 @@ import torch.distributed as dist
 from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, quietly, steps, train
 
 from megatron_lite.checkpoint import folder
-from megatron_lite.checkpoint.folder import Slot, missing, newest
+from megatron_lite.checkpoint.folder import CheckpointDir, missing, newest
 from megatron_lite.checkpoint.write import Background
 from megatron_lite.errors import CheckpointError
 from megatron_lite.instruments.base import Instrument
@@ -174,7 +174,7 @@ def leave_committing(save: Path, newer: int, tracked: int):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(folder, "write_atomically", die)
-        folder.commit(Slot(save, f"iter_{newer:07d}"))
+        folder.commit(CheckpointDir(save, f"iter_{newer:07d}"))
 
 
 def test_an_edited_tracker_outweighs_what_a_killed_run_announced(copy, tmp_path):
@@ -210,7 +210,7 @@ def test_a_checkpoint_that_cannot_be_retired_does_not_stop_the_run(copy, tmp_pat
     def refuse(slot):
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr(folder, "retire", refuse)
+    monkeypatch.setattr(folder, "delete_checkpoint", refuse)
     resume(tmp_path, "--save-interval 2 --save-retain-interval 8 --save", copy, "--load", copy)
     assert iterations(copy) == [2, 4, 6, 8]
 
@@ -224,7 +224,7 @@ def test_a_progress_log_that_cannot_be_written_is_a_warning(tmp_path):
 def load_from_a_folder_that_looks_older(world, save: str):
     """On rank 1 the tracker is the one of before, as network folders may show it."""
     if world.rank == 1:
-        folder.newest = lambda source: Slot(source, "iter_0000002")
+        folder.newest = lambda source: CheckpointDir(source, "iter_0000002")
     train(flags(WHOLE, *DROPOUT, "--load", save), Path(f"rank {world.rank}"), world)
 
 

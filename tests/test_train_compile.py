@@ -16,7 +16,7 @@ from launch import DROPOUT, alone, checkpoint, flags, intervals, losses, on_rank
 from torch._dynamo.utils import counters
 
 from megatron_lite.config import plan
-from megatron_lite.config.plan import Compilation, compilation_of
+from megatron_lite.config.plan import Compilation, choose_compilation
 from megatron_lite.instruments.base import Instrument
 
 EAGER = "--torch-compile --torch-compile-backend aot_eager"
@@ -48,7 +48,7 @@ VARIANTS = {
 
 def as_on_a_gpu(args, world) -> Compilation:
     """With the layers the loss."""
-    found = compilation_of(args, world)
+    found = choose_compilation(args, world)
     return replace(found, loss=found.layers)
 
 
@@ -59,7 +59,7 @@ def as_on_a_gpu(args, world) -> Compilation:
 )
 def test_nothing_changes_but_the_speed(tmp_path, monkeypatch, words, with_loss):
     if with_loss:
-        monkeypatch.setattr(plan, "compilation_of", as_on_a_gpu)
+        monkeypatch.setattr(plan, "choose_compilation", as_on_a_gpu)
     argv = flags("--train-iters 5 --eval-interval 2 --eval-iters 1 --log-interval 2", words, *DROPOUT)
     quietly([*argv, "--save", str(tmp_path / "eager")], tmp_path / "eager")
     _, out = quietly([*argv, *EAGER.split(), "--save", str(tmp_path / "compiled")], tmp_path / "compiled")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.dcp import METADATA_FILE
-from megatron_lite.checkpoint.folder import Slot
+from megatron_lite.checkpoint.folder import CheckpointDir
 from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.checkpoint.megatron_file import EMBEDDING, WHOLE, MegatronFile
 from megatron_lite.checkpoint.training_state import Stored
@@ -125,13 +125,13 @@ def _shifted(name: str, by: int) -> str:
 # --- which checkpoint to load, and opening it
 
 
-def chosen(source: Path, step: int | None, flag: str = "--load") -> Slot | None:
+def chosen(source: Path, step: int | None, flag: str = "--load") -> CheckpointDir | None:
     """The checkpoint that --load and --ckpt-step name; None if the folder holds none. CheckpointError if it is gone.
 
     flag: the one that names `source`.
     """
     if step is not None:
-        slot = Slot(source, checkpoint_name(step))
+        slot = CheckpointDir(source, checkpoint_name(step))
         if slot.folder is None:
             raise CheckpointError(f"--ckpt-step {step}: there is no {slot.final}; {_those_there_are(source)}.")
         return slot
@@ -164,14 +164,14 @@ def chosen(source: Path, step: int | None, flag: str = "--load") -> Slot | None:
     return slot
 
 
-def newest_sound(
+def find_latest_valid(
     source: Path,
     step: int | None,
     damage: Callable[[Path], str | None],
     say: Callable,
     agree: Callable = lambda look: look(),
     flag: str = "--load",
-) -> Slot | None:
+) -> CheckpointDir | None:
     """`chosen`, or the newest earlier one whose contents are what was written.
 
     damage(folder): what is wrong with a checkpoint, the same on all ranks. agree(look): what look() gives one of them, or
@@ -186,7 +186,7 @@ def newest_sound(
     if (
         step is None and agree(partial(chosen, source, step, flag)) != slot
     ):  # a run that saves here has gone on meanwhile
-        return newest_sound(source, step, damage, say, agree, flag)
+        return find_latest_valid(source, step, damage, say, agree, flag)
     if step is not None:
         raise CheckpointError(
             f"--ckpt-step {step}: {slot.final} is damaged: {wrong}; choose another, "
@@ -212,7 +212,7 @@ def open_checkpoint(path: Path) -> Stored:
 
 def open_newest(source: Path, step: int | None = None, say: Callable = print) -> Stored:
     """The newest sound checkpoint of a folder, or iteration `step`, by this process alone. CheckpointError if none."""
-    slot = newest_sound(Path(source), step, folder.wrong, say)
+    slot = find_latest_valid(Path(source), step, folder.wrong, say)
     if slot is None:
         raise CheckpointError(f"--load {source}: holds no {TRACKER_FILE}; give the folder that --save wrote to.")
     stored = open_checkpoint(slot.expected)
@@ -225,13 +225,13 @@ def _is_checkpoint(path: Path) -> bool:
     return any((path / name).exists() for name in (METADATA_FILE, RECORD_FILE, "mp_rank_00", "mp_rank_00_000"))
 
 
-def _earlier(source: Path, slot: Slot) -> list[Slot]:
+def _earlier(source: Path, slot: CheckpointDir) -> list[CheckpointDir]:
     iteration = iteration_of(slot.name)
     return [
         other for other in folder.complete(source) if iteration is not None and iteration_of(other.name) < iteration
     ]
 
 
-def _those_there_are(source: Path, besides: Slot | None = None) -> str:
+def _those_there_are(source: Path, besides: CheckpointDir | None = None) -> str:
     names = [str(iteration_of(slot.name)) for slot in folder.complete(source) if slot != besides]
     return f"there are complete ones of iteration {', '.join(names)}" if names else "there is no complete one"

@@ -41,7 +41,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
-class Slot:
+class CheckpointDir:
     """The place of one checkpoint among those of a folder. `name` is iter_NNNNNNN or release."""
 
     save: Path
@@ -134,7 +134,7 @@ def _holder(path: Path) -> str:
         return ""
 
 
-def prepare(slot: Slot):
+def prepare(slot: CheckpointDir):
     """Clear away what killed runs left, which may fill a disk. OSError if the folder cannot be written."""
     slot.save.mkdir(parents=True, exist_ok=True)
     for path in slot.save.glob(".*"):
@@ -148,7 +148,7 @@ def prepare(slot: Slot):
     slot.unfinished.mkdir()
 
 
-def discard(slot: Slot):
+def discard(slot: CheckpointDir):
     """Remove what was written of it so far: on a full disk the room is needed."""
     shutil.rmtree(slot.unfinished, ignore_errors=True)
 
@@ -158,7 +158,7 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict]:
     return {name: _checksum(folder / name) for name in sorted(names)}
 
 
-def write_manifest(slot: Slot, files: dict[str, dict]):
+def write_manifest(slot: CheckpointDir, files: dict[str, dict]):
     """Say what the unfinished checkpoint consists of, and make all of it outlive a power cut."""
     write_atomically(slot.unfinished / MANIFEST_FILE, json.dumps({"files": files}, indent=1) + "\n")
     for folder in {(slot.unfinished / name).parent for name in files}:
@@ -166,7 +166,7 @@ def write_manifest(slot: Slot, files: dict[str, dict]):
     sync_folder(slot.unfinished)
 
 
-def commit(slot: Slot):
+def commit(slot: CheckpointDir):
     """The unfinished checkpoint becomes the newest one."""
     write_atomically(slot.save / ANNOUNCEMENT_FILE, f"{slot.name} {_mark(slot.unfinished)} {_tracked(slot.save)}")
     sync_folder(slot.save)
@@ -181,7 +181,7 @@ def commit(slot: Slot):
     shutil.rmtree(slot.previous, ignore_errors=True)
 
 
-def newest(source: Path) -> Slot | None:
+def newest(source: Path) -> CheckpointDir | None:
     """The checkpoint that was completed last: the tracker's, but for an announced one that its run could not track.
 
     None if the folder has no tracker. ValueError for a tracker that names none, OSError for one that cannot be read.
@@ -194,15 +194,15 @@ def newest(source: Path) -> Slot | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     if text == RELEASE:
-        return Slot(source, RELEASE)
+        return CheckpointDir(source, RELEASE)
     if not (text.isascii() and text.isdecimal()):  # int() takes 1_0 and other scripts' digits too
         raise ValueError(f"{TRACKER_FILE} holds {text!r}")
-    return Slot(source, checkpoint_name(int(text)))
+    return CheckpointDir(source, checkpoint_name(int(text)))
 
 
-def complete(source: Path) -> list[Slot]:
+def complete(source: Path) -> list[CheckpointDir]:
     """All checkpoints of a folder that lack no file, the newest first; their contents are not read."""
-    slots = [Slot(source, path.name) for path in _folders(source) if iteration_of(path.name) is not None]
+    slots = [CheckpointDir(source, path.name) for path in _folders(source) if iteration_of(path.name) is not None]
     slots.sort(key=lambda slot: iteration_of(slot.name), reverse=True)
     return [slot for slot in slots if missing(slot.folder) is None]
 
@@ -264,7 +264,7 @@ def read_manifest(folder: Path) -> dict[str, dict]:
     return files
 
 
-def retire(slot: Slot):
+def delete_checkpoint(slot: CheckpointDir):
     """Delete a checkpoint. First it loses its name: half of one must not be taken for a damaged one."""
     out_of_sight = slot.save / f".{slot.name}{RETIRED}"
     shutil.rmtree(out_of_sight, ignore_errors=True)
@@ -279,14 +279,14 @@ def _is_foreign(folder: Path) -> bool:
     )
 
 
-def _announced(source: Path) -> Slot | None:
+def _announced(source: Path) -> CheckpointDir | None:
     """The checkpoint that was renamed, but not tracked any more: the tracker is the one that its run found.
 
     A tracker that was edited since is somebody's wish to go back.
     """
     try:
         name, mark, tracked = read_bounded(source / ANNOUNCEMENT_FILE, MAX_LINE_BYTES).split()
-        slot = Slot(source, name)
+        slot = CheckpointDir(source, name)
         return slot if _mark(slot.final) == mark and _tracked(source) == tracked else None
     except (OSError, ValueError):
         return None

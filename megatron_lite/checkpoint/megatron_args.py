@@ -148,7 +148,7 @@ def plain_arguments(args: Args) -> dict:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in typed.items()}
 
 
-def namespace_of(record: Record, arguments: dict, ckpt_format: str) -> argparse.Namespace:
+def build_namespace(record: Record, arguments: dict, ckpt_format: str) -> argparse.Namespace:
     """The arguments under which Megatron would have trained this: `arguments`, and what was derived from them."""
     return argparse.Namespace(
         **arguments
@@ -173,7 +173,7 @@ def namespace_of(record: Record, arguments: dict, ckpt_format: str) -> argparse.
     )
 
 
-def scheduler_of(schedule: dict | None, good_samples: int) -> dict:
+def build_scheduler(schedule: dict | None, good_samples: int) -> dict:
     """The state of Megatron's OptimizerParamScheduler; of an unknown schedule, how far it had come."""
     known = {theirs: schedule[ours] for ours, theirs in SCHEDULE.items()} if schedule else {}
     return known | {"num_steps": good_samples}

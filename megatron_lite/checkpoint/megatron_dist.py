@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megatron_lite.checkpoint import dcp, megatron_names, megatron_unpickle
 from megatron_lite.checkpoint.dcp import METADATA_FILE, Piece, Region
-from megatron_lite.checkpoint.megatron_args import MegatronArgs, namespace_of
+from megatron_lite.checkpoint.megatron_args import MegatronArgs, build_namespace
 from megatron_lite.checkpoint.megatron_file import (
     EMBEDDING,
     MALFORMED,
@@ -347,7 +347,7 @@ def writer(arguments: dict) -> Callable:
     def write(folder: Path, record: Record, tensors: dict[str, Tensor], group):
         """Each rank writes its tensors; the first one, which has all scalars, the values too. Collective."""
         is_first = group is None or torch.distributed.get_rank(group) == 0
-        namespace, layers = namespace_of(record, arguments, "torch_dist"), record.shape["num_layers"]
+        namespace, layers = build_namespace(record, arguments, "torch_dist"), record.shape["num_layers"]
         objects = _objects(record, tensors, namespace) if is_first else {}
         pieces = [_piece(name, tensor, layers) for name, tensor in tensors.items() if _is_stored(name, tensor)]
         dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)

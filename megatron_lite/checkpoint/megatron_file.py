@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.checkpoint import megatron_names, megatron_unpickle
-from megatron_lite.checkpoint.megatron_args import DTYPES, MegatronArgs, namespace_of, plain_arguments, scheduler_of
+from megatron_lite.checkpoint.megatron_args import (
+    DTYPES,
+    MegatronArgs,
+    build_namespace,
+    build_scheduler,
+    plain_arguments,
+)
 from megatron_lite.checkpoint.megatron_optimizer import (
     FILE,
     Take,
@@ -184,7 +190,7 @@ def write_megatron_file(file: BinaryIO, record: Record, tensors: dict[str, Tenso
     names = megatron_names.in_file_order((n.removeprefix("model.") for n in tensors if n.startswith("model.")), fused)
     weights = {name: take(f"model.{name}") for name in names}
     model = {megatron_names.file_name(name, fused): weight for name, weight in weights.items()}
-    namespace = namespace_of(record, plain_arguments(args), "torch")
+    namespace = build_namespace(record, plain_arguments(args), "torch")
     state = write_values(record, namespace, take) | {
         "model": model | dict.fromkeys(megatron_names.extra_states(model)),
         MARK: {"record": record.to_json(), "random": _kinds(tensors)},
@@ -206,7 +212,7 @@ def write_values(record: Record, namespace: argparse.Namespace, take: Take) -> d
     }
     clock = take("optimizer.good_samples")
     if clock is not None:
-        values["opt_param_scheduler"] = scheduler_of(record.schedule, int(clock))
+        values["opt_param_scheduler"] = build_scheduler(record.schedule, int(clock))
     return values
 
 

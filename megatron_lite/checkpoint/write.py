@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lite.checkpoint import dcp, folder, megatron_dist
-from megatron_lite.checkpoint.folder import Slot
+from megatron_lite.checkpoint.folder import CheckpointDir
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.args import Args
@@ -48,7 +48,7 @@ class Writer:
         tensors: this rank's share; each name is given by one rank.
         CheckpointError on every rank if one of them fails; what was complete before is then untouched.
         """
-        slot = Slot(self.save, RELEASE if release else checkpoint_name(record.iteration))
+        slot = CheckpointDir(self.save, RELEASE if release else checkpoint_name(record.iteration))
         files = self._together(slot, lambda: self._write_files(slot, record, tensors))
         self._together(slot, lambda: self._commit(slot, files) if self._is_first else None)
         return slot.final
@@ -61,7 +61,7 @@ class Writer:
     def _is_first(self) -> bool:
         return self._rank == 0
 
-    def _write_files(self, slot: Slot, record: Record, tensors: dict[str, Tensor]) -> dict[str, dict]:
+    def _write_files(self, slot: CheckpointDir, record: Record, tensors: dict[str, Tensor]) -> dict[str, dict]:
         """The manifest's entries for what this rank wrote."""
         failure = None
         if self._is_first:
@@ -79,27 +79,27 @@ class Writer:
         owner = name.split("_")[2] if name.startswith("__") else "0"
         return owner == str(self._rank)
 
-    def _commit(self, slot: Slot, files: list[dict[str, dict]]):
+    def _commit(self, slot: CheckpointDir, files: list[dict[str, dict]]):
         folder.write_manifest(slot, {name: entry for part in files for name, entry in part.items()})
         before = self._newest()
         folder.commit(slot)
         if before is not None and before.name != slot.name and self._may_go(before) and not folder.missing(slot.final):
             with contextlib.suppress(OSError):  # one too many is no failure of the new one
-                folder.retire(before)
+                folder.delete_checkpoint(before)
 
-    def _newest(self) -> Slot | None:
+    def _newest(self) -> CheckpointDir | None:
         try:
             return folder.newest(self.save)
         except ValueError:
             return None
 
-    def _may_go(self, slot: Slot) -> bool:
+    def _may_go(self, slot: CheckpointDir) -> bool:
         iteration = iteration_of(slot.name)
         if self.retain_interval is None or iteration is None or iteration % self.retain_interval == 0:
             return False
         return slot.final.is_dir() and not slot.final.is_symlink()  # as in Megatron: what a link names is somebody's
 
-    def _together(self, slot: Slot, act: Callable) -> list:
+    def _together(self, slot: CheckpointDir, act: Callable) -> list:
         """Every rank's result of `act`, on every rank; CheckpointError on all if it failed on one."""
         try:
             with dcp.interruptible():
@@ -166,7 +166,7 @@ def _files(unfinished: Path) -> list[str]:
 # --- which rank writes which tensor: replicas hold the same ones, so that each of them writes a part
 
 
-def share_of(tensors: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+def assign_share(tensors: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
     """The part of `tensors` that `rank` of `size` writes: about the same number of bytes each, largest first.
 
     Scalars are the first rank's. Every rank comes to the same division, as names and shapes are the same.

@@ -103,14 +103,18 @@ def _check(options: argparse.Namespace):
 
 def _to_hugging_face(options: argparse.Namespace) -> list[str]:
     from megatron_lite.convert.folders import to_hugging_face
-    from megatron_lite.convert.tokenizer_files import copied_files, gpt2_files, no_files
+    from megatron_lite.convert.tokenizer_files import (
+        describe_copied_tokenizer,
+        describe_gpt2_tokenizer,
+        describe_no_tokenizer,
+    )
 
     if options.tokenizer_model:
-        tokenizer = copied_files(options.tokenizer_model)
+        tokenizer = describe_copied_tokenizer(options.tokenizer_model)
     elif options.vocab_file or options.merge_file:
-        tokenizer = gpt2_files(options.vocab_file, options.merge_file)
+        tokenizer = describe_gpt2_tokenizer(options.vocab_file, options.merge_file)
     else:
-        tokenizer = no_files()
+        tokenizer = describe_no_tokenizer()
         say("  no tokenizer: --vocab-file and --merge-file, or --tokenizer-model, would put it into the folder")
     line = LiveLine()
     try:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import CommandLine
-from megatron_lite.config.plan import compilation_of
+from megatron_lite.config.plan import choose_compilation
 from megatron_lite.config.rules.machine import machine_rules
 from megatron_lite.config.rules.model import model_rules
 from megatron_lite.config.rules.optimizer import optimizer_rules
@@ -159,7 +159,7 @@ def remarks(line: CommandLine, world: World) -> list[str]:
         )
     if args.checkpoint.save is not None and args.checkpoint.save_interval is None:
         notes.append("--save without --save-interval: a checkpoint is written when the run ends, none before.")
-    if "torch_compile_backend" in line.spelled and not compilation_of(args, world).layers:
+    if "torch_compile_backend" in line.spelled and not choose_compilation(args, world).layers:
         notes.append("--torch-compile-backend has no effect without --torch-compile.")
     if args.precision.fp16 and not world.gpus:
         notes.append("--fp16 is 4 to 20 times slower than fp32 on CPUs, which lack the hardware; prefer --bf16.")

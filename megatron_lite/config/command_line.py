@@ -5,7 +5,16 @@ import math
 from dataclasses import dataclass, field
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import RESPELLED, STOPPING, Flag, build, describe_flag, find_texts, flags_of, read_flags
+from megatron_lite.config.flags import (
+    RESPELLED,
+    STOPPING,
+    Flag,
+    build,
+    describe_flag,
+    find_texts,
+    list_flags,
+    read_flags,
+)
 from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 from megatron_lite.units import is_number
 
@@ -30,7 +39,7 @@ class CommandLine:
 def read_command_line(argv: list[str]) -> CommandLine:
     """Read `argv`, with the files of --yaml-cfg below it. Never raises: see `.mistakes`."""
     line = CommandLine()
-    known = {spelling: flag for flag in flags_of(Args) for spelling in flag.spellings}
+    known = {spelling: flag for flag in list_flags(Args) for spelling in flag.spellings}
     words = _words(argv, line)
     for name, values in words:
         if name == YAML_FLAG:

@@ -65,7 +65,7 @@ def dashed(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def flags_of(root_class: type) -> Iterator[Flag]:
+def list_flags(root_class: type) -> Iterator[Flag]:
     """Every flag of `root_class`, a dataclass whose fields are groups of flags."""
     for group_class in typing.get_type_hints(root_class).values():
         hints = typing.get_type_hints(group_class)

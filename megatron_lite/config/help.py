@@ -4,7 +4,7 @@ import textwrap
 from itertools import groupby
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import ABSENT, ACCEPTED, REFUSED, RESPELLED, RETIRED, Flag, find_texts, flags_of
+from megatron_lite.config.flags import ABSENT, ACCEPTED, REFUSED, RESPELLED, RETIRED, Flag, find_texts, list_flags
 
 HEAD = """\
 usage: pretrain_gpt.py [--yaml-cfg FILE] FLAGS
@@ -23,7 +23,7 @@ Megatron-LM does not have. Of a flag given twice the last one counts. All mistak
 def help_text(width: int = 110) -> str:
     """The whole help page."""
     parts = [HEAD]
-    for title, flags in groupby(flags_of(Args), key=lambda flag: flag.group):
+    for title, flags in groupby(list_flags(Args), key=lambda flag: flag.group):
         parts.append(f"\n{title}\n" + "".join(_entry(flag, width) + "\n" for flag in flags))
     for title, answer in (
         ("Accepted without effect, said once at the start", ACCEPTED),

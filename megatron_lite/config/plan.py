@@ -26,7 +26,7 @@ class Compilation:
         return LAYERS if self.layers else NONE
 
 
-def compilation_of(args: Args, world: World) -> Compilation:
+def choose_compilation(args: Args, world: World) -> Compilation:
     """The flag's word, or for auto: layers where there is a GPU that kernels can be compiled for."""
     asked = args.training.torch_compile
     if asked != AUTO:
@@ -159,7 +159,7 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         learning_rate=_learning_rate(args, batch, samples),
         profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if profiling else range(0),
         profile_ranks=frozenset(range(world.size) if -1 in p.profile_ranks else p.profile_ranks),
-        compilation=compilation_of(args, world),
+        compilation=choose_compilation(args, world),
         loader_workers=_loader_workers(args, world),
     )
 

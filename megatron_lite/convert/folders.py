@@ -71,7 +71,7 @@ class Export:
         self._require_whole(shape)
         vocab_size = self._vocab_size(shape)
         config = {
-            **family.config_of(shape, vocab_size),
+            **family.build_config(shape, vocab_size),
             **self.tokenizer.ids,
             "torch_dtype": _torch_name(self._dtype),
         }
@@ -128,7 +128,7 @@ class Export:
         theirs = {
             name: tuple(tensor.shape)
             for link in links
-            for name, tensor in zip(link.theirs, link.layout.give(torch.empty(sizes[link.ours], device="meta")))
+            for name, tensor in zip(link.theirs, link.layout.to_hf(torch.empty(sizes[link.ours], device="meta")))
         }
         shards = split(theirs, self._dtype, self.shard_bytes)
         tensors = self._tensors(links, sizes, len(theirs))
@@ -147,7 +147,7 @@ class Export:
             layer = list(layer)
             ours = self._read({link.ours: sizes[link.ours] for link in layer})
             for link in layer:
-                for name, tensor in zip(link.theirs, link.layout.give(ours.pop(link.ours))):
+                for name, tensor in zip(link.theirs, link.layout.to_hf(ours.pop(link.ours))):
                     written += 1
                     self.progress(written, total)
                     yield cast(name, tensor, self._dtype)
@@ -197,7 +197,7 @@ def _write_json(path: Path, values: dict):
 # --- A Hugging Face folder's weights as a checkpoint: weights only, which load as iteration 0
 
 
-def take_in(folder: Path, divisible_by: int, precision: str | None = None) -> tuple[Record, dict[str, Tensor]]:
+def import_hf(folder: Path, divisible_by: int, precision: str | None = None) -> tuple[Record, dict[str, Tensor]]:
     """The record and the tensors of a checkpoint with the weights of a Hugging Face `folder`.
 
     divisible_by: the vocabulary is padded to a multiple of it. precision: fp32, fp16 or bf16; None: the files' own,
@@ -206,7 +206,7 @@ def take_in(folder: Path, divisible_by: int, precision: str | None = None) -> tu
     config = read_config(folder)
     family = family_of_config(config)
     vocab_size = config.whole("vocab_size")
-    shape = family.shape_of(config, -(-vocab_size // divisible_by) * divisible_by)
+    shape = family.read_shape(config, -(-vocab_size // divisible_by) * divisible_by)
     links = list(family.links(shape, vocab_size))
     source = _Source(folder, open_weights(folder), family, links, parameter_sizes(shape))
     tensors = {f"model.{link.ours}": source.ours(link) for link in links}
@@ -244,7 +244,7 @@ class _Source:
                 )
 
     def ours(self, link: Link) -> Tensor:
-        expected = link.layout.give(torch.empty(self._sizes[link.ours], device="meta"))
+        expected = link.layout.to_hf(torch.empty(self._sizes[link.ours], device="meta"))
         theirs = [self._weights.tensor(self._files_name[name]) for name in link.theirs]
         for name, tensor, model in zip(link.theirs, theirs, expected):
             if tensor.shape != model.shape:
@@ -252,7 +252,7 @@ class _Source:
                     f"--load-hf {self._folder}: {name} has the shape {list(tensor.shape)}, and its "
                     f"{CONFIG_FILE} makes it {list(model.shape)}; copy or download the folder again."
                 )
-        return link.layout.take(theirs)
+        return link.layout.from_hf(theirs)
 
 
 # --- the three conversions, from folder to folder
@@ -285,7 +285,7 @@ def to_hugging_face(
 def from_hugging_face(load_hf: Path, save: Path, divisible_by: int, precision: str | None) -> Record:
     """The Hugging Face folder `load_hf` as SAVE/release."""
     require_new("--save", save)
-    record, tensors = take_in(load_hf, divisible_by, precision)
+    record, tensors = import_hf(load_hf, divisible_by, precision)
     write_alone(save, record, tensors, release=True)
     return record
 

@@ -82,7 +82,7 @@ def standard_name(name: str) -> str | None:
     return name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name
 
 
-def config_of(shape: ModelShape, vocab_size: int) -> dict:
+def build_config(shape: ModelShape, vocab_size: int) -> dict:
     """What config.json says of the shape."""
     return {
         "architectures": [ARCHITECTURE],
@@ -105,7 +105,7 @@ def config_of(shape: ModelShape, vocab_size: int) -> dict:
     }
 
 
-def shape_of(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
+def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
     """The inverse. CheckpointError for what is missing there or does not exist here."""
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         config.refuse_unless(key, (False, None), "there is no such attention here")

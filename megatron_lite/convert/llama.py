@@ -96,7 +96,7 @@ def standard_name(name: str) -> str | None:
     return None if name.endswith(BUFFERS) else name
 
 
-def config_of(shape: ModelShape, vocab_size: int) -> dict:
+def build_config(shape: ModelShape, vocab_size: int) -> dict:
     """What config.json says of the shape. rope_scaling is the spelling that old and new versions understand."""
     name, factor = architecture(shape), shape.rotary_seq_len_interpolation_factor
     return {
@@ -123,7 +123,7 @@ def config_of(shape: ModelShape, vocab_size: int) -> dict:
     }
 
 
-def shape_of(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
+def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
     """The inverse. CheckpointError for what is missing there or does not exist here."""
     kind = MODEL_TYPES[config.values["architectures"][0]]
     defaults = DEFAULTS[kind]

@@ -16,10 +16,10 @@ from megatron_lite.config.shape import ModelShape
 class Layout(Protocol):
     """Two ways to hold the same numbers. `give` works on tensors of the meta device, too."""
 
-    def give(self, ours: Tensor) -> tuple[Tensor, ...]:
+    def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
         """Theirs, made of ours."""
 
-    def take(self, theirs: list[Tensor]) -> Tensor:
+    def from_hf(self, theirs: list[Tensor]) -> Tensor:
         """Ours, made of theirs."""
 
 
@@ -35,20 +35,20 @@ class Link:
 class Same:
     """One tensor, as it is."""
 
-    def give(self, ours: Tensor) -> tuple[Tensor, ...]:
+    def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
         return (ours,)
 
-    def take(self, theirs: list[Tensor]) -> Tensor:
+    def from_hf(self, theirs: list[Tensor]) -> Tensor:
         return theirs[0]
 
 
 class Transposed(Same):
     """A matrix [out, in] here and [in, out] there: GPT-2's Conv1D. A bias stays as it is."""
 
-    def give(self, ours: Tensor) -> tuple[Tensor, ...]:
+    def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
         return (_turned(ours),)
 
-    def take(self, theirs: list[Tensor]) -> Tensor:
+    def from_hf(self, theirs: list[Tensor]) -> Tensor:
         return _turned(theirs[0])
 
 
@@ -58,7 +58,7 @@ class NormWeight(Same):
 
     minus_one: bool
 
-    def give(self, ours: Tensor) -> tuple[Tensor, ...]:
+    def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
         # in fp32, as the model forms it: in bf16 the sum would lose the digits that storing it minus one preserves
         return (ours.float() + 1 if self.minus_one else ours,)
 
@@ -70,10 +70,10 @@ class Vocabulary:
     size: int
     padded: int
 
-    def give(self, ours: Tensor) -> tuple[Tensor, ...]:
+    def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
         return (ours[: self.size],)
 
-    def take(self, theirs: list[Tensor]) -> Tensor:
+    def from_hf(self, theirs: list[Tensor]) -> Tensor:
         """Rows of padding become the mean row.
 
         Their logit is then the mean of the logits, and as exp is convex, none gets more than 1/size of the
@@ -89,10 +89,10 @@ class Vocabulary:
 class GatedHalves:
     """One matrix of all gates, then all values, here; two there."""
 
-    def give(self, ours: Tensor) -> tuple[Tensor, ...]:
+    def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
         return ours.chunk(2)
 
-    def take(self, theirs: list[Tensor]) -> Tensor:
+    def from_hf(self, theirs: list[Tensor]) -> Tensor:
         return torch.cat(theirs)
 
 
@@ -109,14 +109,14 @@ class GroupedQKV:
     width: int
     interleaved: bool = False
 
-    def give(self, ours: Tensor) -> tuple[Tensor, ...]:
+    def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
         grouped = ours.unflatten(0, (self.groups, self.heads // self.groups + 2, self.width))
         q_GPDW, k_GDW, v_GDW = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
         if self.interleaved:
             q_GPDW, k_GDW = _halves_first(q_GPDW, 2), _halves_first(k_GDW, 1)
         return q_GPDW.flatten(0, 2), k_GDW.flatten(0, 1), v_GDW.flatten(0, 1)
 
-    def take(self, theirs: list[Tensor]) -> Tensor:
+    def from_hf(self, theirs: list[Tensor]) -> Tensor:
         per_group = [t.unflatten(0, (self.groups, -1, self.width)) for t in theirs]
         return torch.cat(per_group, dim=1).flatten(0, 2)
 
@@ -127,12 +127,12 @@ class FusedQKV:
 
     apart: GroupedQKV
 
-    def give(self, ours: Tensor) -> tuple[Tensor, ...]:
-        return (_turned(torch.cat(self.apart.give(ours))),)
+    def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
+        return (_turned(torch.cat(self.apart.to_hf(ours))),)
 
-    def take(self, theirs: list[Tensor]) -> Tensor:
+    def from_hf(self, theirs: list[Tensor]) -> Tensor:
         a = self.apart
-        return a.take(list(_turned(theirs[0]).split([n * a.width for n in (a.heads, a.groups, a.groups)])))
+        return a.from_hf(list(_turned(theirs[0]).split([n * a.width for n in (a.heads, a.groups, a.groups)])))
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class RotatedNormWeight(NormWeight):
 
     interleaved: bool
 
-    def give(self, ours: Tensor) -> tuple[Tensor, ...]:
-        (weight,) = super().give(ours)
+    def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
+        (weight,) = super().to_hf(ours)
         return (_halves_first(weight, 0) if self.interleaved else weight,)
 
 

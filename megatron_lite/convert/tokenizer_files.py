@@ -40,12 +40,12 @@ class TokenizerFiles:
         )
 
 
-def no_files() -> TokenizerFiles:
+def describe_no_tokenizer() -> TokenizerFiles:
     """For a model without a tokenizer. The ids must be said to be none: transformers would take GPT-2's or Llama's."""
     return TokenizerFiles("", 0, {"bos_token_id": None, "eos_token_id": None}, lambda folder, longest: None)
 
 
-def gpt2_files(vocab_file: str | None, merge_file: str | None) -> TokenizerFiles:
+def describe_gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> TokenizerFiles:
     """Of GPT2BPETokenizer. UserError if the two files are missing or do not match."""
     tokenizer = make_tokenizer("GPT2BPETokenizer", vocab_file=vocab_file, merge_file=merge_file)
 
@@ -69,7 +69,7 @@ def gpt2_files(vocab_file: str | None, merge_file: str | None) -> TokenizerFiles
     return TokenizerFiles(f"--vocab-file {vocab_file}", tokenizer.vocab_size, ids, write, GPT2_READER)
 
 
-def copied_files(source: str) -> TokenizerFiles:
+def describe_copied_tokenizer(source: str) -> TokenizerFiles:
     """Of a folder in Hugging Face's form. UserError if it holds no tokenizer."""
     folder = Path(source)
     present = [name for name in (*CARRIERS, *OTHERS) if (folder / name).is_file()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import RULES_WITHOUT_FILES
-from megatron_lite.config.flags import Flag, build, flags_of
+from megatron_lite.config.flags import Flag, build, list_flags
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.rules.run import data_rules
 from megatron_lite.estimate.hardware import Processor
@@ -17,7 +17,7 @@ from megatron_lite.estimate.step_time import predict_time
 from megatron_lite.units import GIB
 
 RULES = [rule for rule in RULES_WITHOUT_FILES if rule is not data_rules]  # a plan may be made without its data
-FLAGS = {flag.field: flag for flag in flags_of(Args)}
+FLAGS = {flag.field: flag for flag in list_flags(Args)}
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import torch
 
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.memory_oom import Shortage, host_memory, is_out_of_memory
-from megatron_lite.instruments.memory_summary import operation, peak, place_words, site
+from megatron_lite.instruments.memory_summary import describe_place, operation, peak, site
 from megatron_lite.instruments.memory_tags import SETUP, ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.instruments.snapshot_format import SnapshotFiles, annotations, write_snapshot
+from megatron_lite.instruments.snapshot_format import SnapshotFiles, build_annotations, write_snapshot
 from megatron_lite.units import count, size
 
 # --- what torch's CUDA allocator records by itself, and how it is asked for it. GPUs only
@@ -91,7 +91,7 @@ class CudaRecorder(Recorder):
         device = torch.cuda.current_device()
         taken["external_annotations"] = [
             *taken.get("external_annotations", ()),
-            *annotations(self.place.marks, device),
+            *build_annotations(self.place.marks, device),
         ]
         return taken, len(taken["device_traces"][device]) >= self._full_at
 
@@ -248,7 +248,7 @@ class MemoryHistory(Instrument):
         highest = peak(snapshot, device)
         words = f"{count(len(events))} events of {self._steps(events, dropped)}, peak {size(highest.size)}"
         if highest.frames:
-            words += f", {place_words(highest.tag)}: {operation(highest.frames)}{site(highest.frames)}"
+            words += f", {describe_place(highest.tag)}: {operation(highest.frames)}{site(highest.frames)}"
         if dropped:
             words += "; earlier ones were dropped, raise --memory-history-events to keep them"
         if self._recorder.failure is not None:

@@ -18,10 +18,10 @@ from megatron_lite.instruments.memory_summary import (
     OPTIMIZER,
     WEIGHTS,
     Held,
-    by_category,
-    by_site,
-    held_at_the_end,
-    place_words,
+    describe_place,
+    list_held_memory,
+    sum_by_category,
+    sum_by_site,
 )
 from megatron_lite.instruments.memory_tags import Place
 from megatron_lite.instruments.snapshot_format import write_snapshot
@@ -144,9 +144,9 @@ def asked_bytes(error: BaseException) -> int | None:
 
 def report(plan: Plan, tag: str, shortage: Shortage, snapshot: dict, device: int, written: str) -> list[str]:
     """The five lines. `written`: what became of the snapshot."""
-    held = held_at_the_end(snapshot, device)
+    held = list_held_memory(snapshot, device)
     recorded = any(piece.tag or piece.frames for piece in held)  # without a history, blocks have sizes only
-    sizes = by_category(held) if recorded else []
+    sizes = sum_by_category(held) if recorded else []
     used = sum(piece.size for piece in held)
     asked = "an unknown amount was" if shortage.asked is None else f"{size(shortage.asked)} were"
     known = "" if shortage.all_known else "at least "
@@ -180,7 +180,9 @@ def _holders(sizes: list[tuple[str, int]], number: int) -> str:
 
 
 def _sites(held: list[Held]) -> list[str]:
-    return [f"{size(amount)} {name}" + (f" x {pieces}" if pieces > 1 else "") for name, amount, pieces in by_site(held)]
+    return [
+        f"{size(amount)} {name}" + (f" x {pieces}" if pieces > 1 else "") for name, amount, pieces in sum_by_site(held)
+    ]
 
 
 def _blocks(held: list[Held]) -> list[str]:
@@ -200,7 +202,7 @@ def _with_unknown(held: dict[str, int], shortage: Shortage) -> dict[str, int]:
 
 
 def _headline(rank: int, tag: str) -> str:
-    return f"error: out of memory on rank {rank}, {place_words(tag)}"
+    return f"error: out of memory on rank {rank}, {describe_place(tag)}"
 
 
 class OutOfMemory(Instrument):

@@ -65,7 +65,7 @@ class Peak:
     frames: list[dict] = field(repr=False)
 
 
-def held_at_the_end(snapshot: dict, device: int = 0) -> list[Held]:
+def list_held_memory(snapshot: dict, device: int = 0) -> list[Held]:
     """All memory that tensors hold when the snapshot was taken."""
     tags = {e["addr"]: e.get("user_metadata", "") for e in _trace(snapshot, device) if e["action"] == ALLOCATED}
     return [
@@ -81,7 +81,7 @@ def held_at_the_end(snapshot: dict, device: int = 0) -> list[Held]:
 
 def peak(snapshot: dict, device: int = 0) -> Peak:
     """Found backwards from the end, which the segments give: a trace's first events may have been dropped."""
-    now = sum(held.size for held in held_at_the_end(snapshot, device))
+    now = sum(held.size for held in list_held_memory(snapshot, device))
     found = Peak(now, "", [])
     for entry in reversed(_trace(snapshot, device)):
         if entry["action"] == ALLOCATED:
@@ -93,7 +93,7 @@ def peak(snapshot: dict, device: int = 0) -> Peak:
     return found if now <= found.size else Peak(now, "", [])
 
 
-def by_category(held: Iterable[Held]) -> list[tuple[str, int]]:
+def sum_by_category(held: Iterable[Held]) -> list[tuple[str, int]]:
     """(category, bytes), largest first."""
     sizes = Counter()
     for piece in held:
@@ -101,7 +101,7 @@ def by_category(held: Iterable[Held]) -> list[tuple[str, int]]:
     return sizes.most_common()
 
 
-def by_site(held: Iterable[Held]) -> list[tuple[str, int, int]]:
+def sum_by_site(held: Iterable[Held]) -> list[tuple[str, int, int]]:
     """(where in the code, bytes, pieces), largest first."""
     sizes, pieces = Counter(), Counter()
     for piece in held:
@@ -149,7 +149,7 @@ def operation(frames: list[dict]) -> str:
     )
 
 
-def place_words(tag: str) -> str:
+def describe_place(tag: str) -> str:
     """'step 10/forward/decoder.layers.0' -> 'forward of step 10 in decoder.layers.0'."""
     step, _, rest = tag.partition("/")
     phase, _, module = rest.partition("/")

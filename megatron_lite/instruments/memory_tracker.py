@@ -21,9 +21,9 @@ from megatron_lite.instruments.snapshot_format import (
     OUT_OF_MEMORY,
     Event,
     Stacks,
-    annotations,
-    settle,
-    snapshot,
+    apply_events,
+    build_annotations,
+    build_snapshot,
 )
 from megatron_lite.phases import Phase
 
@@ -68,7 +68,7 @@ class StorageTracker(TorchDispatchMode):
 
     def forget_history(self):
         """What has happened so far is no longer shown, only what is left of it."""
-        settle(self._layout, self._events)
+        apply_events(self._layout, self._events)
         self._events.clear()
         self._bookmark, self.dropped = 0, False
 
@@ -97,9 +97,9 @@ class StorageTracker(TorchDispatchMode):
         """Of now or of the remembered moment, in the form of torch.cuda.memory._snapshot(). Recording can go on."""
         events = self._events[: self._bookmark] if remembered else self._events[:]
         layout, surplus = self._layout.copy(), max(len(events) - self._most, 0)
-        settle(layout, events[:surplus])
+        apply_events(layout, events[:surplus])
         self.dropped = self.dropped or bool(surplus)
-        return snapshot(layout, events[surplus:], annotations(self._place.marks))
+        return build_snapshot(layout, events[surplus:], build_annotations(self._place.marks))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         try:
@@ -154,7 +154,7 @@ class StorageTracker(TorchDispatchMode):
     def _add(self, event: Event):
         self._events.append(event)
         if len(self._events) > 2 * self._most:
-            settle(self._layout, self._events[: self._most])
+            apply_events(self._layout, self._events[: self._most])
             del self._events[: self._most]
             self._bookmark, self.dropped = max(self._bookmark - self._most, 0), True
 

@@ -33,7 +33,7 @@ class Event(NamedTuple):
     tag: str
 
 
-def settle(layout: Layout, events: Iterable[Event]):
+def apply_events(layout: Layout, events: Iterable[Event]):
     """Let events happen that no trace is to show."""
     for event in events:
         if event.action == ALLOC:
@@ -42,7 +42,7 @@ def settle(layout: Layout, events: Iterable[Event]):
             layout.release(event.allocation)
 
 
-def snapshot(layout: Layout, events: Iterable[Event], annotations: list[dict]) -> dict:
+def build_snapshot(layout: Layout, events: Iterable[Event], annotations: list[dict]) -> dict:
     """The state after `events` happened to `layout`, and the events as its trace. Changes `layout`."""
     trace = []
     for event in events:
@@ -55,7 +55,7 @@ def snapshot(layout: Layout, events: Iterable[Event], annotations: list[dict]) -
     }
 
 
-def annotations(marks: Iterable[tuple[int, str, str]], device: int = 0) -> list[dict]:
+def build_annotations(marks: Iterable[tuple[int, str, str]], device: int = 0) -> list[dict]:
     """Starts and ends of steps and phases, as torch writes its own annotations."""
     return [{"stage": stage, "name": name, "device": device, "time_us": time_us} for time_us, stage, name in marks]
 

@@ -30,7 +30,7 @@ class Found:
     whole: bool
 
 
-def look_into(path: Path) -> Found:
+def inspect_trace(path: Path) -> Found:
     """Steps and GPU kernels of a Kineto trace that is not compressed, without parsing it: gigabytes take seconds."""
     steps, kernels, kept = set(), 0, b""
     with open(path, "rb") as file:
@@ -53,7 +53,7 @@ def write_whole(path: Path, write, compress: bool | None = False) -> tuple[Path,
         write(str(hidden))
         if not hidden.exists():  # torch writes to a name of its own first, and says nothing when that fails
             raise LostFile("nothing was written: no room on the disk?")
-        found = look_into(hidden)
+        found = inspect_trace(hidden)
         if not found.whole:
             raise LostFile(f"the file broke off after {hidden.stat().st_size / MIB:.1f} MiB: no room on the disk?")
         if compress or (compress is None and hidden.stat().st_size >= LARGE):

@@ -22,7 +22,7 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import rounded
 from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
-from megatron_lite.instruments.memory_summary import operation, place_words, site
+from megatron_lite.instruments.memory_summary import describe_place, operation, site
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.instruments.snapshot_format import write_snapshot as write_file
@@ -155,7 +155,7 @@ def rehearsal_of(snapshot: dict, notes: tuple[str, ...] = ()) -> Rehearsal:
         reserved_peak_bytes=read.fragmentation.reserved_bytes,
         expandable_reserved_bytes=read.fragmentation.replay_reserved_bytes,
         phase=read.peak_phase,
-        where=f"{place_words(highest['user_metadata'])}: {operation(highest['frames'])}{site(highest['frames'])}",
+        where=f"{describe_place(highest['user_metadata'])}: {operation(highest['frames'])}{site(highest['frames'])}",
         categories={held.category: held.num_bytes for held in read.held},
         notes=notes,
         snapshot=snapshot,

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.checkpoint import folder, megatron_dist, megatron_file
-from megatron_lite.checkpoint.find import newest_sound, open_checkpoint
+from megatron_lite.checkpoint.find import find_latest_valid, open_checkpoint
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import get_random_state, set_random_state
 from megatron_lite.checkpoint.training_state import Record, Stored
-from megatron_lite.checkpoint.write import Background, HostCopies, Writer, share_of
+from megatron_lite.checkpoint.write import Background, HostCopies, Writer, assign_share
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.errors import CheckpointError
 from megatron_lite.optim.optimizer import Optimizer
@@ -99,7 +99,7 @@ class Checkpoints:
         ):
             if source is None:
                 continue
-            slot = newest_sound(Path(source), step, self._damage, logger.info, self._as_first_rank, flag)
+            slot = find_latest_valid(Path(source), step, self._damage, logger.info, self._as_first_rank, flag)
             if slot is not None:  # a release is weights, whatever it holds, as in Megatron
                 return self._restore(slot.expected, weights_only or slot.name == RELEASE, progress)
         if c.load is not None:
@@ -113,7 +113,7 @@ class Checkpoints:
             tensors |= self.optimizer.tensors(self._names())
         if c.ckpt_format == "torch":  # one file, of the first rank
             return tensors if world.is_first else {}
-        return share_of(tensors, world.rank, world.size)
+        return assign_share(tensors, world.rank, world.size)
 
     def _random_tensors(self) -> dict[str, torch.Tensor]:
         if self.plan.args.checkpoint.no_save_rng:

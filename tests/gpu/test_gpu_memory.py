@@ -19,7 +19,7 @@ from snapshots import protocol, read_snapshot
 
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.instruments.memory_summary import ACTIVATIONS, WEIGHTS, by_category, held_at_the_end, peak
+from megatron_lite.instruments.memory_summary import ACTIVATIONS, WEIGHTS, list_held_memory, peak, sum_by_category
 
 # compiled layers would hide the modules inside them
 MODEL = (
@@ -85,8 +85,8 @@ def test_phases_and_modules_are_on_allocations_of_both_threads(recorded):
 
 
 def test_weights_keep_their_stacks_though_the_history_begins_at_the_window(recorded):
-    held = held_at_the_end(recorded[1])
-    sizes = dict(by_category(held))
+    held = list_held_memory(recorded[1])
+    sizes = dict(sum_by_category(held))
     assert sizes[WEIGHTS] > 2 * 3_000_000 and sizes.get(ACTIVATIONS, 0) < sizes[WEIGHTS]
     assert all(piece.frames for piece in held if piece.category == WEIGHTS)
 
