@@ -122,9 +122,6 @@ def _shifted(name: str, by: int) -> str:
     return re.sub(r"\.layers\.(\d+)\.", lambda match: f".layers.{int(match[1]) + by}.", name)
 
 
-# --- which checkpoint to load, and opening it
-
-
 def chosen(source: Path, step: int | None, flag: str = "--load") -> CheckpointDir | None:
     """The checkpoint that --load and --ckpt-step name; None if the folder holds none. CheckpointError if it is gone.
 

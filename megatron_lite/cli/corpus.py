@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
-from megatron_lite.data.byte_pairs import train_bpe, write_bpe
 from megatron_lite.data.indexed import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError
@@ -141,6 +140,8 @@ def _build(prefix: Path, wanted: dict, progress: DocumentProgress) -> str:
 def _tokenizer(prefix: Path, texts: list[str], bpe: int | None, progress: DocumentProgress):
     if bpe is None:
         return make_tokenizer("ByteTokenizer")
+    from megatron_lite.data.byte_pairs import train_bpe, write_bpe  # its packages take as long to import as the rest
+
     progress.draw(f"training a BPE of {count(bpe)} tokens")
     write_bpe(prefix.parent, *train_bpe(texts, bpe))
     vocab, merges = _vocabulary(prefix)

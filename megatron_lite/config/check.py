@@ -107,8 +107,6 @@ def without_effect(line: CommandLine) -> Iterator[str]:
                 yield f"{line.spelled[name]} has no effect without {needed}."
 
 
-# --- all mistakes of a command line together, before a process group or a file is made
-
 Rule = Callable[[Args, World], Iterator[str]]
 RULES_WITHOUT_FILES = (
     model_rules,

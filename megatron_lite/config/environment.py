@@ -104,8 +104,6 @@ def _wrong(option: str, value: str) -> Iterator[str]:
         yield f"is refused by torch; there are {' and '.join(BACKENDS)}."
 
 
-# --- what in the environment of a run can cost its user something
-
 TOKEN_BYTES = 8  # int64, as the loader hands them over
 FILES_BESIDE = 256  # room for libraries, sockets of ranks, logs
 MIN_SHM = (

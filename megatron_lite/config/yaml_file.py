@@ -87,8 +87,6 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# --- the file of --yaml-cfg as words of a command line
-
 YAML_FLAG = "--yaml-cfg"
 Word = tuple[str, list[str]]  # a spelling and its values
 

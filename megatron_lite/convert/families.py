@@ -1,6 +1,5 @@
 """Which Hugging Face model a shape is, or a config.json describes, and the flags that build it here."""
 
-from collections.abc import Iterator
 from types import ModuleType
 
 from megatron_lite.config.shape import ModelShape
@@ -37,60 +36,42 @@ def family_of_config(config: ConfigFile) -> ModuleType:
 
 def model_flags(shape: ModelShape) -> list[str]:
     """Words with which the trainer resolves to `shape`, with --padded-vocab-size for any smaller vocabulary."""
-    return [*_sizes(shape), *_positions(shape), *_norms(shape), *_mlp(shape), *_rest(shape)]
-
-
-def _sizes(shape: ModelShape) -> Iterator[str]:
-    yield from ("--num-layers", str(shape.num_layers), "--hidden-size", str(shape.hidden_size))
-    yield from ("--ffn-hidden-size", str(shape.ffn_hidden_size))
-    yield from ("--num-attention-heads", str(shape.num_attention_heads))
-    if shape.num_query_groups != shape.num_attention_heads:
-        yield from ("--group-query-attention", "--num-query-groups", str(shape.num_query_groups))
-    if shape.attention_width != shape.hidden_size:
-        yield from ("--kv-channels", str(shape.kv_channels))
-    yield from ("--seq-length", str(shape.seq_length))
-    yield from ("--max-position-embeddings", str(shape.max_position_embeddings))
-    yield from ("--padded-vocab-size", str(shape.padded_vocab_size))
-
-
-def _positions(shape: ModelShape) -> Iterator[str]:
-    yield from ("--position-embedding-type", shape.position_embedding)
-    if shape.position_embedding != "rope":
-        return
-    yield from ("--rotary-base", f"{shape.rotary_base:.0f}")
-    if shape.rotary_percent != 1:
-        yield from ("--rotary-percent", str(shape.rotary_percent))
-    if shape.rotary_interleaved:
-        yield "--rotary-interleaved"
-    if shape.rotary_seq_len_interpolation_factor is not None:
-        yield from ("--rotary-seq-len-interpolation-factor", f"{shape.rotary_seq_len_interpolation_factor:.0f}")
-
-
-def _norms(shape: ModelShape) -> Iterator[str]:
-    yield from ("--normalization", shape.normalization, "--norm-epsilon", str(shape.norm_epsilon))
-    if shape.layernorm_1p:
-        yield "--apply-layernorm-1p"
-    if shape.qk_layernorm:
-        yield "--qk-layernorm"
-
-
-def _mlp(shape: ModelShape) -> Iterator[str]:
-    if shape.activation in ("swiglu", "squared_relu"):
-        yield f"--{shape.activation.replace('_', '-')}"
-    if not shape.linear_bias:
-        yield "--disable-bias-linear"
-    elif shape.activation == "gelu_erf":  # without biases GELU is that one anyway
-        yield "--no-bias-gelu-fusion"
-    if shape.qkv_bias and not shape.linear_bias:
-        yield "--add-qkv-bias"
-
-
-def _rest(shape: ModelShape) -> Iterator[str]:
-    if not shape.tied_embeddings:
-        yield "--untie-embeddings-and-output-weights"
-    yield from ("--hidden-dropout", str(shape.hidden_dropout), "--attention-dropout", str(shape.attention_dropout))
-    yield from ("--init-method-std", str(shape.init_method_std))
-    if shape.query_key_layer_scaling:
-        yield "--apply-query-key-layer-scaling"
-    if shape.softmax_in_fp32:
-        yield "--attention-softmax-in-fp32"
+    s, rope = shape, shape.position_embedding == "rope"
+    grouped = s.num_query_groups != s.num_attention_heads
+    factor = s.rotary_seq_len_interpolation_factor
+    # True: a switch; False and None: left out
+    values = [
+        ("--num-layers", s.num_layers),
+        ("--hidden-size", s.hidden_size),
+        ("--ffn-hidden-size", s.ffn_hidden_size),
+        ("--num-attention-heads", s.num_attention_heads),
+        ("--group-query-attention", grouped),
+        ("--num-query-groups", s.num_query_groups if grouped else None),
+        ("--kv-channels", s.kv_channels if s.attention_width != s.hidden_size else None),
+        ("--seq-length", s.seq_length),
+        ("--max-position-embeddings", s.max_position_embeddings),
+        ("--padded-vocab-size", s.padded_vocab_size),
+        ("--position-embedding-type", s.position_embedding),
+        ("--rotary-base", f"{s.rotary_base:.0f}" if rope else None),
+        ("--rotary-percent", s.rotary_percent if rope and s.rotary_percent != 1 else None),
+        ("--rotary-interleaved", rope and s.rotary_interleaved),
+        ("--rotary-seq-len-interpolation-factor", f"{factor:.0f}" if rope and factor is not None else None),
+        ("--normalization", s.normalization),
+        ("--norm-epsilon", s.norm_epsilon),
+        ("--apply-layernorm-1p", s.layernorm_1p),
+        ("--qk-layernorm", s.qk_layernorm),
+        ("--swiglu", s.activation == "swiglu"),
+        ("--squared-relu", s.activation == "squared_relu"),
+        ("--disable-bias-linear", not s.linear_bias),
+        # without biases GELU is that one anyway
+        ("--no-bias-gelu-fusion", s.linear_bias and s.activation == "gelu_erf"),
+        ("--add-qkv-bias", s.qkv_bias and not s.linear_bias),
+        ("--untie-embeddings-and-output-weights", not s.tied_embeddings),
+        ("--hidden-dropout", s.hidden_dropout),
+        ("--attention-dropout", s.attention_dropout),
+        ("--init-method-std", s.init_method_std),
+        ("--apply-query-key-layer-scaling", s.query_key_layer_scaling),
+        ("--attention-softmax-in-fp32", s.softmax_in_fp32),
+    ]
+    given = [(flag, value) for flag, value in values if value is not None and value is not False]
+    return [word for flag, value in given for word in ((flag,) if value is True else (flag, str(value)))]

@@ -255,8 +255,6 @@ class _Source:
         return link.layout.from_hf(theirs)
 
 
-# --- the three conversions, from folder to folder
-
 OURS = "megatron_lite"
 
 

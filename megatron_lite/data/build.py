@@ -105,8 +105,6 @@ class _Order:
         return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
 
 
-# --- from the data flags to the three data sets
-
 Dataset = GPTDataset | BlendedDataset | MockDataset
 SPLITS = ("training", "validation", "test")
 FILE_SPLITS = ("train", "valid", "test")  # Megatron's names, in those of cached files

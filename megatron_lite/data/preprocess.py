@@ -133,8 +133,6 @@ def _received(connection):
         return None
 
 
-# --- text files to indexed data sets
-
 ON_ERROR = ("stop", "skip")
 NAMES_SHOWN = 10
 MAX_DOCUMENT_MB = 128  # Python needs about six times as much for one, in each worker

@@ -205,9 +205,6 @@ class Compiling(Instrument):
         return self._counters["aot_autograd"]["autograd_cache_hit"]
 
 
-# --- which instruments watch this rank: the only place that asks what is to be profiled
-
-
 def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrument]:
     """The instruments of this rank, outermost first. One that does not concern it is not made."""
     rank = plan.world.rank

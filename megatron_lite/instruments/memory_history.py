@@ -178,9 +178,6 @@ class CpuRecorder(Recorder):
         )
 
 
-# --- --record-memory-history: every allocation with its Python stack, drawn by pytorch.org/memory_viz
-
-
 class MemoryHistory(Instrument):
     """Records from before the model is built; writes at the window's end, or what there is when the run ends."""
 

@@ -104,8 +104,6 @@ def _told(plan: Plan, words: str, **changes) -> str:
     return words + (f" (predicted peak {size(variant.peak_bytes)})" if variant else "")
 
 
-# --- memory that ran out: five lines that say what was asked and who held it, and a snapshot of that moment
-
 LARGEST = 3  # sites that are named
 MAX_FILES = 3  # of failures that somebody caught: a snapshot may be gigabytes
 # of libraries that allocate for themselves; their errors are plain RuntimeErrors

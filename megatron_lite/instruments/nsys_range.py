@@ -82,8 +82,6 @@ class Span:
         self._nvtx.pop()
 
 
-# --- the window as Nsight Systems sees it: where its collection begins and ends, and the steps and phases inside
-
 CAPTURE = "profile"  # what `nsys profile --capture-range=nvtx --nvtx-capture=profile` waits for
 SECONDS_FOR_NEIGHBOURS = 5
 

@@ -136,8 +136,6 @@ def _seconds(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
     return first.elapsed_time(last) / 1000
 
 
-# --- time of every step and of its phases, on the host and on the GPU, and memory: always on, a few microseconds per phase
-
 REDUCE_WAIT = "reduce_wait"
 ON_HOST_ONLY = (Phase.DATA.value, Phase.LOG.value, Phase.SAVE.value)  # the GPU gets no work in them
 

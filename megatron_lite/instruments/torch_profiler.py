@@ -108,8 +108,6 @@ def record_is_full() -> bool:
     return getattr(torch.autograd, "_is_kineto_stopped", bool)()
 
 
-# --- torch.profiler over the profiled window: one trace per profiled rank, where TensorBoard looks for it
-
 TABLE_ROWS, NAME_WIDTH = 200, 80
 # summing up takes tens of microseconds per operator: a huge trace gets a table of its beginning (torch 2.13 can)
 HAS_LIMIT = "post_processing_timeout_s" in inspect.signature(_KinetoProfile.__init__).parameters
