@@ -1,7 +1,7 @@
 """What in the environment of a run can cost its user something: variables, limits of the machine, missing tools."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 
 from megatron_lite.config.args import DataArgs
@@ -24,33 +24,37 @@ from megatron_lite.variables import (
 # --- PYTORCH_ALLOC_CONF: options of torch's allocator for GPU memory
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first one that is set counts
-ALLOCATOR_SWITCHES = frozenset(
-    {
-        "expandable_segments",
-        "pinned_use_background_threads",
-        "pinned_use_cuda_host_register",
-        "release_lock_on_cudamalloc",
-        "graph_capture_record_stream_reuse",
-        "throw_on_cudamalloc_oom",
-    }
+NATIVE_BACKEND, ASYNC_BACKEND = "native", "cudaMallocAsync"
+SPLITTING = ("max_split_size_mb", "max_non_split_rounding_mb")
+MIN_SPLITTING_MIB = 20
+SWITCH = (("True", "False").__contains__, "write True or False, with a capital")
+SPLIT_SIZE = (
+    lambda value: value.isdigit() and int(value) >= MIN_SPLITTING_MIB,
+    f"give a whole number of at least {MIN_SPLITTING_MIB}",
 )
-MIN_MIB = {"max_split_size_mb": 20, "max_non_split_rounding_mb": 20}  # smaller ones are refused
-BACKENDS = ("native", "cudaMallocAsync")
-ALLOCATOR_OPTIONS = frozenset(
-    {
-        *ALLOCATOR_SWITCHES,
-        *MIN_MIB,
-        "backend",
-        "garbage_collection_threshold",
-        "roundup_power2_divisions",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_max_round_threshold_mb",
-        "pinned_max_cached_size_mb",
-        "large_segment_size_mb",
-        "per_process_memory_fraction",
-    }
-)
+ANY: tuple[Callable[[str], bool], str] = (lambda value: True, "")
+# option: (whether torch takes a value, what to write instead)
+ALLOCATOR_OPTIONS: dict[str, tuple[Callable[[str], bool], str]] = {
+    "expandable_segments": SWITCH,
+    "pinned_use_background_threads": SWITCH,
+    "pinned_use_cuda_host_register": SWITCH,
+    "release_lock_on_cudamalloc": SWITCH,
+    "graph_capture_record_stream_reuse": SWITCH,
+    "throw_on_cudamalloc_oom": SWITCH,
+    **dict.fromkeys(SPLITTING, SPLIT_SIZE),
+    "backend": ((NATIVE_BACKEND, ASYNC_BACKEND).__contains__, f"there are {NATIVE_BACKEND} and {ASYNC_BACKEND}"),
+    "garbage_collection_threshold": (
+        lambda value: is_number(value) and 0 < float(value) < 1,
+        "give a part of the memory between 0 and 1, such as 0.8",
+    ),
+    "roundup_power2_divisions": ANY,
+    "pinned_num_register_threads": ANY,
+    "pinned_reserve_segment_size_mb": ANY,
+    "pinned_max_round_threshold_mb": ANY,
+    "pinned_max_cached_size_mb": ANY,
+    "large_segment_size_mb": ANY,
+    "per_process_memory_fraction": ANY,
+}
 
 
 def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
@@ -70,9 +74,9 @@ def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
             f"{name}: max_split_size_mb:{settings['max_split_size_mb']} does nothing with expandable_segments:True, whose "
             "blocks are always split; drop it."
         )
-    native = sorted({"expandable_segments", "garbage_collection_threshold", *MIN_MIB} & set(settings))
-    if settings.get("backend") == BACKENDS[1] and native:
-        yield f"{name}: backend:{BACKENDS[1]} ignores {', '.join(native)}; drop one or the other."
+    native = sorted({"expandable_segments", "garbage_collection_threshold", *SPLITTING} & set(settings))
+    if settings.get("backend") == ASYNC_BACKEND and native:
+        yield f"{name}: backend:{ASYNC_BACKEND} ignores {', '.join(native)}; drop one or the other."
 
 
 def _settings(text: str) -> tuple[dict[str, str], list[str]]:
@@ -89,26 +93,18 @@ def _wrong(option: str, value: str) -> Iterator[str]:
     """Why torch does not take it, with the remedy."""
     if option not in ALLOCATOR_OPTIONS:
         near = get_close_matches(option, ALLOCATOR_OPTIONS, 1)
-        yield (
-            f"torch may refuse this option; did you mean {near[0]}?"
-            if near
-            else "torch may refuse this option; check its name."
-        )
-    elif option in ALLOCATOR_SWITCHES and value not in ("True", "False"):
-        yield "is refused by torch; write True or False, with a capital."
-    elif option in MIN_MIB and not (value.isdigit() and int(value) >= MIN_MIB[option]):
-        yield f"is refused by torch; give a whole number of at least {MIN_MIB[option]}."
-    elif option == "garbage_collection_threshold" and not (is_number(value) and 0 < float(value) < 1):
-        yield "is refused by torch; give a part of the memory between 0 and 1, such as 0.8."
-    elif option == "backend" and value not in BACKENDS:
-        yield f"is refused by torch; there are {' and '.join(BACKENDS)}."
+        hint = f"did you mean {near[0]}?" if near else "check its name."
+        yield f"torch may refuse this option; {hint}"
+        return
+    accepts, remedy = ALLOCATOR_OPTIONS[option]
+    if not accepts(value):
+        yield f"is refused by torch; {remedy}."
 
 
 TOKEN_BYTES = 8  # int64, as the loader hands them over
 FILES_BESIDE = 256  # room for libraries, sockets of ranks, logs
-MIN_SHM = (
-    64 * MIB
-)  # what a container gets that was not given more; NCCL asks for --shm-size=1g (its troubleshooting page)
+# what a container gets that was not given more; NCCL asks for --shm-size=1g (its troubleshooting page)
+MIN_SHM = 64 * MIB
 # variables that change how fast a run is or how its memory is laid out; others may be secret, and are not written down
 TELLING_VARIABLES = (QUEUES, THREADS, *ALLOCATOR_VARIABLES, *(switch.variable for switch in SWITCHES))
 

@@ -16,9 +16,8 @@ class Compilation:
 
     layers: bool  # each by itself
     why: str = ""  # of an automatic choice, with the remedy; empty: the flag says it
-    loss: bool = (
-        False  # too: on GPUs, where one kernel then does what several passes do; a CPU is slower with it compiled
-    )
+    # too: on GPUs, where one kernel then does what several passes do; a CPU is slower with it compiled
+    loss: bool = False
 
     @property
     def target(self) -> str:

@@ -18,9 +18,8 @@ class World:
     gpus: int = 0  # GPUs that this process sees
     threads: int = 1  # that its operations on CPU tensors use
     under_nsys: bool = False  # Nsight Systems watches this process
-    no_compiler: str = (
-        ""  # why torch.compile can make no kernels for this process's GPU; empty: it can, as far as is known
-    )
+    # why torch.compile can make no kernels for this process's GPU; empty: it can, as far as is known
+    no_compiler: str = ""
 
     @property
     def gpu(self) -> int:
