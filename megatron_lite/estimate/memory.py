@@ -5,6 +5,7 @@ The exact answer is megatron_lite/rehearsal, which walks the real model and step
 Letters: N parameters, L layers, n tokens of a micro-batch, h hidden, V padded vocabulary, e bytes of one activation.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -144,7 +145,7 @@ def _forward_and_backward(plan: Plan, always: list[LedgerRow]) -> list[Moment]:
     made = matrix if stay or shape.tied_embeddings else []  # a tied one waits for the embedding's
     layer_parameters = (sum(parts[name] for name in ("attention", "MLP", "norms"))) // shape.num_layers
 
-    def below(number: int) -> list[LedgerRow]:
+    def below(number: int) -> list[tuple[LedgerRow, int]]:
         return _kept_by_layers(batch, number, min(number, recomputed))
 
     def backward(number: int) -> Moment:
@@ -195,10 +196,10 @@ def _micro_batch(plan: Plan) -> MicroBatch:
     )
 
 
-def _kept_by_layers(batch: MicroBatch, number: int, recomputed: int) -> list[LedgerRow]:
+def _kept_by_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[LedgerRow, int]]:
     """`number` layers, of which `recomputed` keep their input only."""
-    rows = [_repeat(row, number - recomputed) for row in kept_by_layer(batch)]
-    return [*rows, _repeat(batch.row(RECOMPUTED, batch.shape.hidden_size), recomputed)]
+    whole = [(row, number - recomputed) for row in kept_by_layer(batch)]
+    return [*whole, (batch.row(RECOMPUTED, batch.shape.hidden_size), recomputed)]
 
 
 def _kept_at_ends(batch: MicroBatch) -> list[LedgerRow]:
@@ -216,7 +217,7 @@ def _logits(batch: MicroBatch) -> LedgerRow:
     return replace(row, formula=f"{row.formula} words")
 
 
-def _cross_entropy(batch: MicroBatch) -> list[LedgerRow]:
+def _cross_entropy(batch: MicroBatch) -> list[LedgerRow | tuple[LedgerRow, int]]:
     """The logits, kept for backward; in 16 bits an fp32 copy of some rows, which becomes softmax; in fp16 the copy and its softmax."""
     if batch.precision == "fp32":
         return [_logits(batch)]
@@ -224,7 +225,7 @@ def _cross_entropy(batch: MicroBatch) -> list[LedgerRow]:
     number = min(batch.tokens, rows_at_once(words, batch.threads if batch.on_cpu else 0))
     formula = f"{FP32} bytes x {count(number)} tokens at a time x {count(words)} words"
     rows = LedgerRow(LOGITS, "rows of logits in fp32", FP32 * number * words, formula)
-    return [_logits(batch), _repeat(rows, 2 if batch.precision == "fp16" else 1)]
+    return [_logits(batch), (rows, 2 if batch.precision == "fp16" else 1)]
 
 
 # --- sums that stand beside a measured snapshot
@@ -254,21 +255,28 @@ def logits_bytes(batch: MicroBatch) -> int:
     return forward if batch.precision == "fp16" else max(forward, backward)  # fp16's products are torch's own
 
 
-def _sum(rows: Iterable[LedgerRow]) -> int:
-    return sum(row.num_bytes for row in rows)
+def _count(rows: Iterable[LedgerRow | tuple[LedgerRow, int]]) -> Counter[LedgerRow]:
+    """How often each row stands there; a pair is a row and its number."""
+    counts: Counter[LedgerRow] = Counter()
+    for item in rows:
+        row, times = item if isinstance(item, tuple) else (item, 1)
+        counts[row] += times
+    return counts
 
 
-def _repeat(row: LedgerRow, times: int) -> LedgerRow:
-    formula = row.formula if times == 1 else f"{count(times)} x {row.formula}"
-    return replace(row, num_bytes=times * row.num_bytes, formula=formula)
+def _sum(rows: Iterable[LedgerRow | tuple[LedgerRow, int]]) -> int:
+    return sum(row.num_bytes * times for row, times in _count(rows).items())
 
 
-def _moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:
+def _moment(phase: Phase, where: str, rows: Iterable[LedgerRow | tuple[LedgerRow, int]]) -> Moment:
     """One row for each name, largest first."""
     merged: dict[tuple[str, str], LedgerRow] = {}
-    for row in filter(lambda row: row.num_bytes, rows):
-        known = merged.get((row.category, row.name))
-        if known:
-            row = replace(row, num_bytes=known.num_bytes + row.num_bytes, formula=f"{known.formula} + {row.formula}")
-        merged[row.category, row.name] = row
+    for row, times in _count(rows).items():
+        if not row.num_bytes * times:
+            continue
+        formula = row.formula if times == 1 else f"{count(times)} x {row.formula}"
+        known = merged.get((row.category, row.name), LedgerRow(row.category, row.name, 0, ""))
+        formula = f"{known.formula} + {formula}" if known.formula else formula
+        num_bytes = known.num_bytes + row.num_bytes * times
+        merged[row.category, row.name] = replace(known, num_bytes=num_bytes, formula=formula)
     return Moment(phase.value, where, tuple(sorted(merged.values(), key=lambda row: -row.num_bytes)))
