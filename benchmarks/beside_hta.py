@@ -26,7 +26,7 @@ import numpy as np
 from megatron_lite.analysis.time.host_steps import PROFILER_STEP
 from megatron_lite.analysis.time.idle_gaps import device_covers
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.analysis.trace.read import read_traces
 
@@ -63,7 +63,7 @@ def show(title: str, theirs: dict, ours: dict, trace: Trace) -> None:
         one, other = theirs.get(row), ours.get(row)
         apart = f"{other - one:14,.3f}" if one is not None and other is not None else ""
         print(f"{row:16}{shown(one):>16}{shown(other):>20}{apart}")
-    time = rank_time(trace, placing_of(trace))
+    time = rank_time(trace, attribute_events(trace))
     rows = ", ".join(f"{row} {ms * 1e3:,.1f}" for row, ms in time.rows.items() if ms)
     print(
         f"gpu, us per step: {len(time.steady_steps)} of {len(time.steps)} steps steady, {time.step_ms * 1e3:,.1f} each: {rows}"

@@ -24,13 +24,13 @@ from pathlib import Path
 
 OURS = """
 from pathlib import Path
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.trace.read import read_traces
 started = time.perf_counter()
 for path in sorted(Path(sys.argv[1]).iterdir()):
     for trace in read_traces(path):
-        rank_time(trace, placing_of(trace))
+        rank_time(trace, attribute_events(trace))
 """
 HTA = """
 from hta.trace_analysis import TraceAnalysis

@@ -33,7 +33,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.time_results import HostSite, PhaseTime, Placing, RankTime, Span, Step, SyncSite
 from megatron_lite.analysis.trace.columns import Events, MemoryEvents, Trace
-from megatron_lite.analysis.verdict import verdict_of
+from megatron_lite.analysis.verdict import build_verdict
 from megatron_lite.estimate.memory_categories import CATEGORIES
 
 PYTHON = sys.executable
@@ -370,5 +370,10 @@ def report(device: str | None = "NVIDIA H100 80GB HBM3", name: str | None = None
     )
     found = findings(**foreign) if whole.ranks_seen else ()
     return Report(
-        ("run-1",), name or "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024", verdict_of(whole, found), found, whole, 0.42
+        ("run-1",),
+        name or "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024",
+        build_verdict(whole, found),
+        found,
+        whole,
+        0.42,
     )

@@ -82,7 +82,7 @@ def test_a_part_that_fails_is_a_gap_and_the_rest_answers(tmp_path, monkeypatch):
 
     path = gpu_run(steps=5).write(tmp_path)
     monkeypatch.setattr(module, "rank_kernels", fail)
-    monkeypatch.setattr(module, "findings_of", fail)
+    monkeypatch.setattr(module, "apply_rules", fail)
     report = analyze([path])
     said = "a mistake of this program (IndexError in test_analysis_analyze.py:"
     told = [gap for gap in report.facts.gaps if said in gap]

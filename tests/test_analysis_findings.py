@@ -29,7 +29,7 @@ from training_maker import FP32_GEMM, SIMT_GEMM, ordinary_steps
 from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings import fp32_products, profiler_overhead, straggler
-from megatron_lite.analysis.findings.rules import RULES, findings_of, page_of
+from megatron_lite.analysis.findings.rules import RULES, apply_rules, get_page
 from megatron_lite.analysis.kernels.kernel_results import TensorCores
 from megatron_lite.analysis.ranks.rank_results import Straggler
 from megatron_lite.analysis.run_facts import Facts
@@ -163,7 +163,7 @@ def test_every_file_of_a_rule_is_asked():
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule.CODE for rule in RULES])
 def test_a_page_says_all_that_it_must(rule):
-    page = page_of(rule.CODE)
+    page = get_page(rule.CODE)
     assert [part for part in PARTS if f"\n{part} " not in page] == []
     assert sorted(map(page.index, PARTS)) == list(map(page.index, PARTS))
     assert 8 <= len(page.splitlines()) <= 20
@@ -171,8 +171,8 @@ def test_a_page_says_all_that_it_must(rule):
 
 
 def test_without_facts_no_rule_speaks():
-    assert findings_of(NOTHING) == ()
-    assert page_of("no-such-code") is None
+    assert apply_rules(NOTHING) == ()
+    assert get_page("no-such-code") is None
 
 
 class Broken:
@@ -186,7 +186,7 @@ class Broken:
 def test_a_rule_that_fails_is_a_named_gap(monkeypatch):
     gaps = []
     monkeypatch.setattr("megatron_lite.analysis.findings.rules.RULES", (Broken, *RULES))
-    assert findings_of(NOTHING, gaps.append) == ()
+    assert apply_rules(NOTHING, gaps.append) == ()
     assert len(gaps) == 1 and "broken-rule" in gaps[0] and "by a foreign file" in gaps[0]
 
 
@@ -198,7 +198,7 @@ def test_the_most_costly_comes_first(tmp_path):
     rules = [type("Made", (), {"CODE": f"made-{k}", "find": lambda facts, one=one: one}) for k, one in enumerate(made)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_lite.analysis.findings.rules.RULES", tuple(rules))
-        found = [(one.cost_ms, one.cost_bytes) for one in findings_of(NOTHING)]
+        found = [(one.cost_ms, one.cost_bytes) for one in apply_rules(NOTHING)]
     assert found == [(3.0, None), (1.0, None), (None, 20), (None, 10), (None, None)]
 
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.config.flops import step_flops
 from megatron_lite.model.attention_choice import choose_attention
@@ -31,7 +31,7 @@ def profiled(step, folder):
             step()
             profiler.step()
     [trace] = read_traces(path)
-    placing = placing_of(trace)
+    placing = attribute_events(trace)
     return rank_kernels(trace, placing, rank_time(trace, placing))
 
 

@@ -12,7 +12,7 @@ from megatron_lite.analysis.kernels.kernel_results import RankKernels, Role, Ten
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.kernels.selection import heaviest
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.read import read_traces
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
@@ -30,7 +30,7 @@ BF16 = "c10::BFloat16"
 
 def figures(made: MadeTrace, folder) -> RankKernels:
     [trace] = read_traces(made.write(folder))
-    placing = placing_of(trace)
+    placing = attribute_events(trace)
     return rank_kernels(trace, placing, rank_time(trace, placing))
 
 
@@ -308,7 +308,7 @@ def test_gaps_are_named(tmp_path):
 
 def test_a_trace_without_steady_steps_has_no_figures(tmp_path):
     [trace] = read_traces(gpu_run(steps=3).write(tmp_path))
-    placing = placing_of(trace)
+    placing = attribute_events(trace)
     none = replace(placing, steps=tuple(replace(step, steady=False) for step in placing.steps))
     assert rank_kernels(trace, none, rank_time(trace, none)).notes == ("no steady step, so no kernel figures",)
 
@@ -335,7 +335,7 @@ def test_the_heaviest_label():
 def real(request):
     """(folder, time, kernels) of a real trace."""
     trace = read_traces(request.param)[0]
-    placing = placing_of(trace)
+    placing = attribute_events(trace)
     time = rank_time(trace, placing)
     return request.param.parent.name, time, rank_kernels(trace, placing, time)
 

@@ -14,11 +14,11 @@ from launch import ALONE, alone, flags, plan_of, quietly
 from torch import nn
 from torch.nn import functional
 
-from megatron_lite.analysis.memory.categories import categories_of, held_bytes, lives_of
+from megatron_lite.analysis.memory.categories import assign_categories, find_lifetimes, held_bytes
 from megatron_lite.analysis.memory.ledger import ledger
-from megatron_lite.analysis.memory.phases import phases_of
-from megatron_lite.analysis.memory.read import read_snapshot, snapshot_of
-from megatron_lite.analysis.memory.record import record_of
+from megatron_lite.analysis.memory.phases import find_memory_phases
+from megatron_lite.analysis.memory.read import analyze_snapshot, read_snapshot
+from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.memory_tags import Place
@@ -179,9 +179,9 @@ def without_old_stacks(snapshot: dict) -> dict:
 
 
 def categorised(raw: dict, path):
-    record = record_of(raw, path)
-    lives = lives_of(record)
-    return record, lives, categories_of(record, lives, phases_of(record))
+    record = build_record(raw, path)
+    lives = find_lifetimes(record)
+    return record, lives, assign_categories(record, lives, find_memory_phases(record))
 
 
 def test_without_tags_as_with_them(own):
@@ -222,7 +222,10 @@ def test_the_phase_of_the_peak_without_tags_is_the_walks(monkeypatch, layers, po
     monkeypatch.setattr(medium_lm.AdamW, "step", lambda self: None)
     walked = walk(lambda: medium_lm.prepare(positions, bf16), 1, "cuda")
     phase = peak(walked).tag.split("/")[1]
-    assert [snapshot_of(raw, Path("walked")).peak_phase for raw in (walked, without_tags(walked))] == [phase, phase]
+    assert [analyze_snapshot(raw, Path("walked")).peak_phase for raw in (walked, without_tags(walked))] == [
+        phase,
+        phase,
+    ]
     if (layers, positions) == (2, 256):
         assert phase == ("backward" if bf16 else "forward")
 

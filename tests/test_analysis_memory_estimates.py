@@ -6,12 +6,12 @@ import pytest
 from memory_maker import MadeSnapshot
 from trace_maker import MadeTrace
 
-from megatron_lite.analysis.memory.categories import lives_of
+from megatron_lite.analysis.memory.categories import find_lifetimes
 from megatron_lite.analysis.memory.read import read_snapshot
-from megatron_lite.analysis.memory.record import record_of
+from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.analysis.memory.sites import replayed_peak
-from megatron_lite.analysis.memory.trace_memory import memory_of_trace
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
@@ -154,8 +154,12 @@ def test_a_replay_gives_back_where_the_record_does(tmp_path):
     made.free(made.alloc(40 * MIB))
     made.events.append({"action": "segment_free", "addr": 1, "size": 40 * MIB, "stream": 0, "time_us": made.now()})
     made.alloc(60 * MIB)
-    record = record_of(made.data(), tmp_path)
-    assert replayed_peak(record, lives_of(record), False) == replayed_peak(record, lives_of(record), True) == 60 * MIB
+    record = build_record(made.data(), tmp_path)
+    assert (
+        replayed_peak(record, find_lifetimes(record), False)
+        == replayed_peak(record, find_lifetimes(record), True)
+        == 60 * MIB
+    )
 
 
 def traced(folder, **kind):
@@ -172,7 +176,7 @@ def traced(folder, **kind):
         made.memory(at + 350, 500 + step, 2500 + step, 8192)
         made.memory(at + 900, -2500 - step, 0, 8192)
     [trace] = read_traces(made.write(folder))
-    return memory_of_trace(trace, placing_of(trace))
+    return measure_trace_memory(trace, attribute_events(trace))
 
 
 @pytest.mark.parametrize("kind", [{}, {"device": None}])
@@ -188,4 +192,4 @@ def test_a_trace_without_memory_events_says_nothing(tmp_path):
     made.step(0, 0, 100)
     made.op("aten::mm", 10, 20)
     [trace] = read_traces(made.write(tmp_path))
-    assert memory_of_trace(trace, placing_of(trace)) is None
+    assert measure_trace_memory(trace, attribute_events(trace)) is None

@@ -12,14 +12,14 @@ from training_maker import run as write_run
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.memory.memory_results import OutOfMemory
-from megatron_lite.analysis.predicted.predicted import predicted_memory, predicted_of, predicted_time
+from megatron_lite.analysis.predicted.predicted import compare_prediction, predicted_memory, predicted_time
 from megatron_lite.analysis.predicted.predicted_results import Compared
 from megatron_lite.analysis.run.read import read_run
 
 
 def of(snapshot=None, device="cuda", **parts):
     snapshots = () if snapshot is None else (snapshot,)
-    return predicted_of(facts(record(memory(), time()), device, snapshots, **parts))
+    return compare_prediction(facts(record(memory(), time()), device, snapshots, **parts))
 
 
 def test_a_prediction_comes_back_as_it_was_written():
@@ -32,7 +32,7 @@ def test_a_prediction_comes_back_as_it_was_written():
     "prediction", [None, "soon", [], {}, {"memory": None, "time": None}, {"memory": {"moments": []}}]
 )
 def test_a_run_that_predicted_nothing_is_compared_with_nothing(prediction):
-    assert predicted_of(facts({"prediction": prediction})) is None
+    assert compare_prediction(facts({"prediction": prediction})) is None
 
 
 def test_damage_leaves_out_the_part_that_it_hits():
@@ -124,4 +124,4 @@ def test_categories_that_only_one_side_knows_stand_beside_nothing():
 
 def test_a_damaged_plan_costs_the_rank_only():
     run = replace(facts(record(memory())).run, plan={"device": "cuda", "world": 3}, peak_memory_bytes=(33 * GIB,))
-    assert predicted_of(replace(facts(record(memory())), run=run)).memory.rank is None
+    assert compare_prediction(replace(facts(record(memory())), run=run)).memory.rank is None

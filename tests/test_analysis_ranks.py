@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from trace_maker import GLOO, MadeTrace, cpu_run, gpu_run
 
-from megatron_lite.analysis.ranks.from_run import ranks_of_run
-from megatron_lite.analysis.ranks.ranks import ranks_of
+from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run
+from megatron_lite.analysis.ranks.ranks import compare_ranks
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.read import read_traces
 
 DLRM = Path(__file__).parents[2] / "shared" / "traces" / "v100_dlrm_8ranks"
@@ -42,7 +42,7 @@ def late_run(rank, world, late_us, latest_us, steps=3, first=5, sized=True, grou
 
 def seen(folder, *made):
     traces = [read_traces(one.write(folder / str(at)))[0] for at, one in enumerate(made)]
-    return [(trace, placing := placing_of(trace), rank_time(trace, placing)) for trace in traces]
+    return [(trace, placing := attribute_events(trace), rank_time(trace, placing)) for trace in traces]
 
 
 def four(folder, late=(0, 10, 20, 200), **more):
@@ -50,7 +50,7 @@ def four(folder, late=(0, 10, 20, 200), **more):
 
 
 def test_waits_transfer_and_bandwidth_are_told_apart(tmp_path):
-    found = ranks_of(four(tmp_path))
+    found = compare_ranks(four(tmp_path))
     [row] = found.collectives
     assert (row.name, row.algorithm, row.phase, row.group_size, row.per_step, row.num_bytes, row.dtype) == (
         "all_reduce",
@@ -71,12 +71,12 @@ def test_waits_transfer_and_bandwidth_are_told_apart(tmp_path):
 
 
 def test_exposed_communication_is_waiting_and_transfer(tmp_path):
-    for row in ranks_of(four(tmp_path)).rows:
+    for row in compare_ranks(four(tmp_path)).rows:
         assert row.exposed_communication_ms == pytest.approx(row.exposed_wait_ms + 0.040)
 
 
 def test_the_straggler_its_cause_and_its_phase(tmp_path):
-    late = ranks_of(four(tmp_path)).straggler
+    late = compare_ranks(four(tmp_path)).straggler
     assert (late.rank, late.share_last, late.cause, late.phase) == (3, 1, "compute", "forward")
     assert late.caused_wait_ms == pytest.approx(0.19) == pytest.approx(late.cause_ms)
 
@@ -92,7 +92,7 @@ def test_a_slow_loader_is_the_cause(tmp_path):
         elif not event["name"].startswith("ProfilerStep"):
             event["ts"], event["dur"] = event["ts"] + 180, event["dur"] - (180 if event["name"] == "grad_sync" else 0)
             event["ts"] -= 180 if at >= 800 else 0
-    found = ranks_of(seen(tmp_path, *slow))
+    found = compare_ranks(seen(tmp_path, *slow))
     assert (found.straggler.rank, found.straggler.cause, found.straggler.phase) == (1, "data_wait", "data")
     assert found.straggler.caused_wait_ms == pytest.approx(0.18) and found.rows[0].wait_ms == pytest.approx(0.18)
 
@@ -108,7 +108,10 @@ def test_a_slow_loader_is_the_cause(tmp_path):
 )
 def test_ranks_that_take_turns_or_are_alike_have_no_straggler(tmp_path, late):
     latest = [200] * 3 if isinstance(late[0], list) else max(late)
-    assert ranks_of(seen(tmp_path, *(late_run(rank, 4, us, latest) for rank, us in enumerate(late)))).straggler is None
+    assert (
+        compare_ranks(seen(tmp_path, *(late_run(rank, 4, us, latest) for rank, us in enumerate(late)))).straggler
+        is None
+    )
 
 
 def test_no_cause_where_none_explains_the_lag(tmp_path):
@@ -116,12 +119,12 @@ def test_no_cause_where_none_explains_the_lag(tmp_path):
     for event in made[3].events:  # the late rank computes no longer: it does nothing at all until then
         if event["name"].startswith("ampere"):
             event["dur"] -= 200
-    assert ranks_of(seen(tmp_path, *made)).straggler.cause == ""
+    assert compare_ranks(seen(tmp_path, *made)).straggler.cause == ""
 
 
 def test_the_order_of_the_traces_does_not_matter(tmp_path):
     ranks = four(tmp_path)
-    assert ranks_of(ranks[::-1]) == ranks_of(ranks)
+    assert compare_ranks(ranks[::-1]) == compare_ranks(ranks)
 
 
 def test_clocks_of_hosts_are_set_right_by_the_ends(tmp_path):
@@ -132,7 +135,7 @@ def test_clocks_of_hosts_are_set_right_by_the_ends(tmp_path):
         )
         for rank, us in enumerate((0, 10, 20, 200))
     ]
-    found, plain = ranks_of(seen(tmp_path / "a", *made)), ranks_of(four(tmp_path / "b"))
+    found, plain = compare_ranks(seen(tmp_path / "a", *made)), compare_ranks(four(tmp_path / "b"))
     assert found.clocks_aligned and "clocks differ" in found.notes[0] and "node" in found.notes[0]
     assert [row.wait_ms for row in found.rows] == pytest.approx([row.wait_ms for row in plain.rows])
     assert found.straggler == plain.straggler and found.rows[0].host == "node0"
@@ -140,13 +143,13 @@ def test_clocks_of_hosts_are_set_right_by_the_ends(tmp_path):
 
 def test_ranks_of_one_host_share_its_clock(tmp_path):
     made = [late_run(rank, 4, us, 200, host_name="one") for rank, us in enumerate((0, 10, 20, 200))]
-    found = ranks_of(seen(tmp_path, *made))
+    found = compare_ranks(seen(tmp_path, *made))
     assert found.clocks_aligned and found.notes == () and found.straggler.rank == 3
 
 
 def test_traces_without_a_common_clock_are_laid_over_each_other(tmp_path):
     ranks = [(replace(trace, base_ns=None), placing, time) for trace, placing, time in four(tmp_path)]
-    found = ranks_of(ranks)
+    found = compare_ranks(ranks)
     assert found.straggler.rank == 3 and "no common clock" in found.notes[0]
     assert [row.wait_ms for row in found.rows] == pytest.approx([0.2, 0.19, 0.18, 0])
 
@@ -159,17 +162,17 @@ def test_windows_that_begin_apart_are_matched(tmp_path, sized):
         event["ts"] += 1000
         if "Seq" in event["args"]:
             event["args"]["Seq"] += 1
-    found = ranks_of(seen(tmp_path, whole, short))
+    found = compare_ranks(seen(tmp_path, whole, short))
     assert found.rows[0].wait_ms == pytest.approx(0.1) and found.rows[1].wait_ms == 0 and found.straggler.rank == 1
 
 
 def test_missing_ranks_are_named(tmp_path):
-    found = ranks_of(seen(tmp_path, late_run(1, 4, 0, 50), late_run(2, 4, 50, 50)))
+    found = compare_ranks(seen(tmp_path, late_run(1, 4, 0, 50), late_run(2, 4, 50, 50)))
     assert (found.world_size, found.present, found.missing) == (4, (1, 2), (0, 3)) and found.straggler.rank == 2
 
 
 def test_one_rank_has_collectives_without_waits(tmp_path):
-    found = ranks_of(seen(tmp_path, gpu_run(all_reduce_us=300, world_size=2)))
+    found = compare_ranks(seen(tmp_path, gpu_run(all_reduce_us=300, world_size=2)))
     [row] = found.collectives
     assert (row.transfer_ms, row.wait_ms, row.bus_gb_s) == (None, None, None)
     assert row.kernel_ms == pytest.approx(0.3) and row.exposed_ms == pytest.approx(0.1)
@@ -182,12 +185,12 @@ def test_other_collectives_and_names_used_twice_are_not_compared(tmp_path):
     for event in other.events:
         event["args"].pop("Collective name", None)
         event["name"] = event["name"].replace("AllReduce", "AllGather").replace("all_reduce", "all_gather")
-    found = ranks_of(seen(tmp_path / "a", late_run(0, 2, 0, 50), other))
+    found = compare_ranks(seen(tmp_path / "a", late_run(0, 2, 0, 50), other))
     assert "different collectives" in found.notes[0] and found.rows[0].wait_ms is None and found.straggler is None
     pairs = seen(tmp_path / "b", *(late_run(rank, 4, 0, 0, group="tp") for rank in range(4)))
     for trace, _, _ in pairs:
         object.__setattr__(trace, "collectives", tuple(replace(one, group_size=2) for one in trace.collectives))
-    assert "more ranks use the name" in ranks_of(pairs).notes[0]
+    assert "more ranks use the name" in compare_ranks(pairs).notes[0]
 
 
 def test_gloo_spans_belong_where_they_were_called(tmp_path):
@@ -198,7 +201,7 @@ def test_gloo_spans_belong_where_they_were_called(tmp_path):
         for event in one.events:
             if event["tid"] == GLOO:
                 event["ts"] += 450  # taken up in the next phase only
-    [row] = ranks_of(seen(tmp_path, *made)).collectives
+    [row] = compare_ranks(seen(tmp_path, *made)).collectives
     assert (row.name, row.phase, row.per_step, row.num_bytes, row.bus_gb_s) == ("all_reduce", "backward", 1, None, None)
 
 
@@ -206,18 +209,18 @@ def test_traces_without_rank_or_of_several_windows(tmp_path):
     nameless = [
         (replace(trace, rank=None), placing, replace(time, rank=None)) for trace, placing, time in four(tmp_path)
     ]
-    found = ranks_of(nameless)
+    found = compare_ranks(nameless)
     assert found.rows == () and found.critical_rank is None and "only" in found.notes[0] and found.collectives
-    assert "left out" in ranks_of([*four(tmp_path), nameless[0]]).notes[0]
-    assert "several traces" in ranks_of([*four(tmp_path), four(tmp_path)[0]]).notes[0]
-    assert ranks_of([]) is None
+    assert "left out" in compare_ranks([*four(tmp_path), nameless[0]]).notes[0]
+    assert "several traces" in compare_ranks([*four(tmp_path), four(tmp_path)[0]]).notes[0]
+    assert compare_ranks([]) is None
 
 
 @pytest.mark.skipif(not DLRM.is_dir(), reason="no ../shared/traces beside the repository")
 def test_the_dlrm_ranks():
     """Rank 7 comes last in 5 of 8 collectives; the first all-to-all lasts 7,635 us on an early rank, 10 us on the last."""
     traces = [read_traces(path)[0] for path in sorted(DLRM.glob("*.json.gz"))]
-    found = ranks_of([(trace, placing := placing_of(trace), rank_time(trace, placing)) for trace in traces])
+    found = compare_ranks([(trace, placing := attribute_events(trace), rank_time(trace, placing)) for trace in traces])
     assert (found.straggler.rank, found.straggler.share_last, found.critical_rank) == (7, 5 / 8, 7)
     assert found.clocks_aligned and found.missing == () and found.notes == () and len(found.rows) == 8
     first = next(
@@ -249,7 +252,7 @@ def test_hostile_numbers_are_unknown_not_wrong(tmp_path, said):
     made = [late_run(rank, 2, 50 * rank, 50) for rank in range(2)]
     for event in (event for one in made for event in one.events if "Seq" in event["args"]):
         event["args"] |= said
-    found = ranks_of(seen(tmp_path, *made))
+    found = compare_ranks(seen(tmp_path, *made))
     assert all(row.num_bytes is None or 0 <= row.num_bytes < 2**50 for row in found.collectives) and found.collectives
     assert found.rows[0].wait_ms == pytest.approx(0.05)
 
@@ -267,11 +270,11 @@ def test_a_real_slow_rank_is_named_by_traces_and_without(tmp_path):
     ended = pretrain(["400", *argv], ranks=2, script=REPO / "tests" / "slow_rank.py")
     assert ended.code == 0, ended.err
     traces = [read_traces(path)[0] for path in sorted(tmp_path.glob("*.pt.trace.json*"))]
-    found = ranks_of([(trace, placing := placing_of(trace), rank_time(trace, placing)) for trace in traces])
+    found = compare_ranks([(trace, placing := attribute_events(trace), rank_time(trace, placing)) for trace in traces])
     assert (found.present, found.missing, found.clocks_aligned, found.critical_rank) == ((0, 1), (), True, 1)
     assert (found.straggler.rank, found.straggler.phase) == (1, "data") and found.straggler.caused_wait_ms > 300
     assert {row.name for row in found.collectives} >= {"all_reduce"}
-    from_steps = ranks_of_run(read_run(tmp_path)).straggler
+    from_steps = compare_ranks_of_run(read_run(tmp_path)).straggler
     assert (from_steps.rank, from_steps.cause, from_steps.phase) == (
         1,
         "data_wait",

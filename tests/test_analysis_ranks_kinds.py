@@ -5,8 +5,14 @@ from dataclasses import replace
 import pytest
 from run_maker import folder, ranks, step
 
-from megatron_lite.analysis.ranks.calls import algorithm_of, bus_bytes, dtype_bytes, kind_of, message_bytes
-from megatron_lite.analysis.ranks.from_run import only_lasting, ranks_of_run
+from megatron_lite.analysis.ranks.calls import (
+    bus_bytes,
+    dtype_bytes,
+    find_algorithm,
+    find_collective_kind,
+    message_bytes,
+)
+from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, only_lasting
 from megatron_lite.analysis.ranks.rank_results import Straggler
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.trace.columns import Collective, Shapes
@@ -34,7 +40,7 @@ from megatron_lite.analysis.trace.columns import Collective, Shapes
     ],
 )
 def test_kinds_and_algorithms(name, kind, algorithm):
-    assert (kind_of(name), algorithm_of(name)) == (kind, algorithm)
+    assert (find_collective_kind(name), find_algorithm(name)) == (kind, algorithm)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,7 @@ def of_run(path, forward, data=(1, 1, 1), lines=4, steps=5):
         )
         for n in range(lines)
     ]
-    return ranks_of_run(read_run(folder(path, [*(step(n) for n in range(1, steps * lines + 1)), *told])))
+    return compare_ranks_of_run(read_run(folder(path, [*(step(n) for n in range(1, steps * lines + 1)), *told])))
 
 
 def test_steps_alone_name_a_straggler(tmp_path):
@@ -136,7 +142,7 @@ def test_alike_ranks_and_noise_that_changes_sides_have_none(tmp_path, forward):
 
 def test_too_few_steps_and_no_ranks_say_nothing(tmp_path):
     assert of_run(tmp_path, (4, 4, 9), lines=1, steps=2).straggler is None
-    assert ranks_of_run(read_run(folder(tmp_path, [step(1), step(2)]))) is None
+    assert compare_ranks_of_run(read_run(folder(tmp_path, [step(1), step(2)]))) is None
 
 
 def with_own_backward(path, own_ms, steps=5):
@@ -154,7 +160,7 @@ def with_own_backward(path, own_ms, steps=5):
 
 
 def test_a_rank_that_is_slow_only_in_backward_is_named_by_its_own_part_of_it(tmp_path):
-    found = ranks_of_run(with_own_backward(tmp_path, (5, 9, 5))).straggler
+    found = compare_ranks_of_run(with_own_backward(tmp_path, (5, 9, 5))).straggler
     assert (found.rank, found.phase, found.caused_wait_ms) == (1, "backward", 4)
 
 
@@ -163,7 +169,7 @@ def test_a_rank_that_is_slow_only_in_backward_is_named_by_its_own_part_of_it(tmp
 )
 def test_a_straggler_of_a_profile_is_one_only_if_ordinary_steps_agree(tmp_path, own_ms, kept):
     run = with_own_backward(tmp_path, own_ms)
-    seen = replace(ranks_of_run(run), straggler=Straggler(1, 3.25, 0.8, "compute", 3.0), notes=())
+    seen = replace(compare_ranks_of_run(run), straggler=Straggler(1, 3.25, 0.8, "compute", 3.0), notes=())
     found = only_lasting(seen, run)
     assert (found.straggler is not None, found.notes == ()) == (kept, kept)
     if not kept:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trace_maker import MadeTrace, gpu_run, write
 
-from megatron_lite.analysis.discover import DAMAGED, sources_of
+from megatron_lite.analysis.discover import DAMAGED, discover_sources
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
 
@@ -53,16 +53,19 @@ def reasons(found) -> dict[str, str]:
 
 def complaint(*paths: Path) -> str:
     with pytest.raises(UserError) as caught:
-        sources_of(paths)
+        discover_sources(paths)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_single_files(tmp_path):
     plain, zipped, memory = trace(tmp_path), trace(tmp_path, 1, ending=".json.gz"), snapshot(tmp_path / "m.pickle")
-    assert sources_of([plain]).traces == (plain,)
-    assert sources_of([zipped, memory]) == sources_of([memory, zipped])
-    assert (sources_of([zipped, memory]).traces, sources_of([zipped, memory]).snapshots) == ((zipped,), (memory,))
+    assert discover_sources([plain]).traces == (plain,)
+    assert discover_sources([zipped, memory]) == discover_sources([memory, zipped])
+    assert (discover_sources([zipped, memory]).traces, discover_sources([zipped, memory]).snapshots) == (
+        (zipped,),
+        (memory,),
+    )
 
 
 def test_files_are_known_by_content(tmp_path):
@@ -70,25 +73,25 @@ def test_files_are_known_by_content(tmp_path):
     memory = snapshot(tmp_path / "memory.pkl")
     bare = tmp_path / "bare.json"
     bare.write_text('[\n{"name": "x", "ph": "X", "ts": 1}]')
-    assert sources_of([odd, memory]).traces == (odd,)
-    assert sources_of([bare]).traces == (bare,)
+    assert discover_sources([odd, memory]).traces == (odd,)
+    assert discover_sources([bare]).traces == (bare,)
 
 
 def test_ranks_of_a_folder_by_rank(tmp_path):
     paths = [trace(tmp_path, rank, 1_700_000_000 * SECOND + (7 - rank) * SECOND, 8) for rank in range(8)]
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert (found.traces, found.ignored) == (tuple(paths), ())
 
 
 def test_ranks_in_folders_of_their_own(tmp_path):
     paths = tuple(trace(tmp_path / f"node{rank}", rank) for rank in range(2))
-    assert sources_of([tmp_path]).traces == paths
+    assert discover_sources([tmp_path]).traces == paths
 
 
 def test_the_newest_window_of_each_rank(tmp_path):
     old = [trace(tmp_path, rank, (1_700_000_000 + rank) * SECOND) for rank in range(2)]
     new = [trace(tmp_path, rank, (1_700_000_600 + rank) * SECOND) for rank in range(2)]
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert found.traces == tuple(new)
     assert reasons(found) == {
         old[rank].name: f"an older window of rank {rank}; {new[rank].name} is the newest" for rank in range(2)
@@ -98,21 +101,21 @@ def test_the_newest_window_of_each_rank(tmp_path):
 def test_a_window_that_only_one_rank_has(tmp_path):
     both = [trace(tmp_path, rank, (1_700_000_000 + rank) * SECOND) for rank in range(2)]
     alone = trace(tmp_path, 0, 1_700_000_600 * SECOND)
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert found.traces == (alone,)
     assert reasons(found)[both[1].name] == "an older window; rank 1 has none of the newest one"
 
 
 def test_the_same_window_twice(tmp_path):
     plain, zipped = trace(tmp_path), trace(tmp_path, ending=".json.gz")
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert found.traces == (plain,)
     assert reasons(found) == {zipped.name: f"the same window of rank 0 as {plain.name}"}
 
 
 def test_runs_of_different_size(tmp_path):
     old, new = trace(tmp_path, 0, 1_700_000_000 * SECOND, 8), trace(tmp_path, 0, 1_700_000_600 * SECOND, 2)
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert found.traces == (new,)
     assert reasons(found) == {
         old.name: f"of another run (8 ranks; the newest trace, {new.name}, is of 2 ranks); name it alone to read it"
@@ -121,14 +124,14 @@ def test_runs_of_different_size(tmp_path):
 
 def test_runs_in_different_folders(tmp_path):
     old, new = trace(tmp_path / "a", 0, 1_700_000_000 * SECOND), trace(tmp_path / "b", 0, 1_700_000_600 * SECOND)
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert found.traces == (new,)
     assert found.ignored == ((old, f"of another run, older than {new}; name it alone to read it"),)
 
 
 def test_files_that_are_named_may_lie_anywhere(tmp_path):
     paths = (trace(tmp_path / "a", 0), trace(tmp_path / "b", 1))
-    assert sources_of(paths).traces == paths
+    assert discover_sources(paths).traces == paths
 
 
 def report(path: Path, time_s: int) -> Path:
@@ -141,15 +144,15 @@ def report(path: Path, time_s: int) -> Path:
 def test_reports_of_nsys(tmp_path):
     nodes = tuple(report(tmp_path / f"gpt_2_node{number}.sqlite", 2000 + number) for number in range(2))
     old = report(tmp_path / "gpt_1_node0.sqlite", 1000)
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert (found.traces, reasons(found)) == (
         nodes,
         {old.name: "older than gpt_2_node1.sqlite; name it alone to read it"},
     )
     (tmp_path / "gpt_2_node0.nsys-rep").write_bytes(b"x")
-    assert sources_of([tmp_path]) == found, "what is exported needs no advice"
+    assert discover_sources([tmp_path]) == found, "what is exported needs no advice"
     mine = trace(tmp_path)
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert found.traces == (mine,) and reasons(found)[nodes[0].name].startswith(
         "a report of Nsight Systems beside traces"
     )
@@ -157,7 +160,7 @@ def test_reports_of_nsys(tmp_path):
 
 def test_processes_without_a_rank(tmp_path):
     old, new = trace(tmp_path, None, 1_700_000_000 * SECOND), trace(tmp_path, None, 1_700_000_600 * SECOND)
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert found.traces == (new,)
     assert reasons(found) == {old.name: f"an older window of the same process; {new.name} is the newest"}
 
@@ -167,8 +170,8 @@ def test_a_run_folder(tmp_path):
     mine, memory = trace(folder), snapshot(folder / "mem" / "snapshot.pickle")
     trace(folder / "iter_0000010")
     (folder / "events.out.tfevents.1").write_bytes(b"x")
-    found = sources_of([folder])
-    assert found == sources_of([folder / RUN_FILE]) == sources_of([folder / STEPS_FILE])
+    found = discover_sources([folder])
+    assert found == discover_sources([folder / RUN_FILE]) == discover_sources([folder / STEPS_FILE])
     assert (found.run_folders, found.traces, found.snapshots, found.ignored) == ((folder,), (mine,), (memory,), ())
 
 
@@ -176,11 +179,11 @@ def test_what_a_run_wrote_elsewhere(tmp_path):
     tensorboard, memory = tmp_path / "tb", snapshot(tmp_path / "mem" / "snap_rank0.pickle")
     mine = trace(tensorboard, time_ns=1_710_000_000 * SECOND)
     folder = run(tmp_path / "run", tensorboard_dir=str(tensorboard), snapshot="mem/snap.pickle")
-    found = sources_of([folder])
+    found = discover_sources([folder])
     assert (found.traces, found.snapshots) == ((mine,), (memory,)), "relative to the folder that holds the run's"
     os.utime(memory, (0, 0))
     mine.rename(mine.with_name(f"host_rank0.{1_600_000_000 * SECOND}.pt.trace.json"))
-    found = sources_of([folder])
+    found = discover_sources([folder])
     assert (found.traces, found.snapshots) == ((), ()), "they are older than the run"
 
 
@@ -189,14 +192,14 @@ def test_what_a_run_wrote_elsewhere(tmp_path):
 )
 def test_a_damaged_record_of_a_run_is_the_readers_business(tmp_path, record):
     (run(tmp_path) / RUN_FILE).write_text(record)
-    assert sources_of([tmp_path]).run_folders == (tmp_path,)
+    assert discover_sources([tmp_path]).run_folders == (tmp_path,)
 
 
 def test_of_several_runs_the_newest(tmp_path):
     for number, name in enumerate("ba"):
         for file in (run(tmp_path / name) / RUN_FILE, tmp_path / name / STEPS_FILE):
             os.utime(file, (1000 + number, 1000 + number))
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert found.run_folders == (tmp_path / "a",)
     assert found.ignored == ((tmp_path / "b", f"another run's folder than {tmp_path / 'a'}; name it alone to read it"),)
 
@@ -207,7 +210,7 @@ def test_the_run_that_wrote_the_traces_stands_before_a_newer_one(tmp_path):
     run(tmp_path / "newer", "2025-01-01T00:00:00+0000", tensorboard_dir=str(tmp_path / "tb"))
     for file in writer.iterdir():
         os.utime(file, (0, 0))
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert (found.traces, found.run_folders) == ((mine,), (writer,))
 
 
@@ -218,8 +221,8 @@ def test_runs_that_share_a_tensorboard_folder(tmp_path):
     record = json.loads((ended / RUN_FILE).read_text())
     (ended / RUN_FILE).write_text(json.dumps(record | {"ended": "2024-01-01T01:00:00+0000"}))
     later = run(tmp_path / "b", "2024-02-01T00:00:00+0000", tensorboard_dir=str(tmp_path / "tb"))
-    assert sources_of([ended]).traces == (first,)
-    assert sources_of([later]).traces == (second,)
+    assert discover_sources([ended]).traces == (first,)
+    assert discover_sources([later]).traces == (second,)
 
 
 def test_a_run_is_not_read_with_the_snapshot_of_another(tmp_path):
@@ -227,12 +230,12 @@ def test_a_run_is_not_read_with_the_snapshot_of_another(tmp_path):
     foreign, mine = snapshot(old / "snapshot.pickle"), trace(new)
     for file in old.iterdir():
         os.utime(file, (1000, 1000))
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert (found.run_folders, found.traces, found.snapshots) == ((new,), (mine,), ())
     assert reasons(found)[foreign.name] == f"of another run than {new}; name {old} alone to read it"
-    assert sources_of([new, foreign]).snapshots == (foreign,), "the user named it"
+    assert discover_sources([new, foreign]).snapshots == (foreign,), "the user named it"
     inside = trace(old / "restarted", time_ns=1_600_000_000 * SECOND)
-    assert inside not in sources_of([tmp_path]).traces
+    assert inside not in discover_sources([tmp_path]).traces
 
 
 def test_a_run_inside_of_a_run_has_its_own_files(tmp_path):
@@ -240,7 +243,7 @@ def test_a_run_inside_of_a_run_has_its_own_files(tmp_path):
     mine, foreign = trace(outer), snapshot(run(tmp_path / "inner") / "snapshot.pickle")
     for file in (outer / "inner").iterdir():
         os.utime(file, (1000, 1000))
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert (found.run_folders, found.traces, found.snapshots) == ((outer,), (mine,), ())
     assert foreign.name in reasons(found)
 
@@ -261,22 +264,22 @@ def test_a_damaged_newer_file_displaces_no_sound_one(tmp_path, ending, data):
     sound = tuple(trace(tmp_path, rank) for rank in range(2))
     damaged = tmp_path / f"host_rank0.{1_700_000_600 * SECOND}.pt.trace{ending}"
     damaged.write_bytes(data)
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert (found.traces, reasons(found)) == (sound, {damaged.name: DAMAGED})
-    assert sources_of([damaged]).traces == (damaged,), "its reader says what is wrong with it"
+    assert discover_sources([damaged]).traces == (damaged,), "its reader says what is wrong with it"
 
 
 def test_a_trace_without_a_header_is_sound_if_it_has_an_end(tmp_path):
     trace(tmp_path)
     newer = tmp_path / f"host_rank0.{1_700_000_600 * SECOND}.pt.trace.json"
     newer.write_text(json.dumps({"traceEvents": []}) + " " * 40)
-    assert sources_of([tmp_path]).traces == (newer,)
+    assert discover_sources([tmp_path]).traces == (newer,)
 
 
 def test_a_report_is_no_source(tmp_path):
     for name in ("report.json", "run-20240101-000000.json", "manifest.json", "ranks.json"):
         (run(tmp_path) / name).write_text("{}")
-    assert sources_of([tmp_path]).ignored == ()
+    assert discover_sources([tmp_path]).ignored == ()
 
 
 def test_what_is_not_read_is_named(tmp_path):
@@ -287,7 +290,7 @@ def test_what_is_not_read_is_named(tmp_path):
     (tmp_path / "bad.json.gz").write_bytes(b"\x1f\x8bgarbage")
     (tmp_path / "run.nsys-rep").write_bytes(b"x")
     (tmp_path / "notes.txt").write_text("x")
-    assert reasons(sources_of([tmp_path])) == {
+    assert reasons(discover_sources([tmp_path])) == {
         "settings.json": "JSON, but no trace", "empty.json": "empty", "bad.json.gz": "damaged gzip data",
         "model.pickle": "a pickle, but no memory snapshot of PyTorch",
         "run.nsys-rep": "a report of Nsight Systems; export it first: nsys export --type sqlite run.nsys-rep",
@@ -311,7 +314,7 @@ def test_nothing_to_read(tmp_path):
 def test_a_truncated_gzip_is_still_a_trace(tmp_path):
     path = tmp_path / "t.json.gz"
     path.write_bytes(gzip.compress(json.dumps(gpu_run(steps=50).data()).encode())[:3000])
-    assert sources_of([path]).traces == (path,)
+    assert discover_sources([path]).traces == (path,)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -325,7 +328,7 @@ def test_links_in_a_circle(tmp_path):
     path = trace(tmp_path / "a")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert found.traces == (path,)
     assert reasons(found) == {"gone.json": "cannot be opened (No such file or directory)"}
 
@@ -334,5 +337,5 @@ def test_too_many_files(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_lite.analysis.discover.MAX_FILES", 3)
     for number in range(5):
         trace(tmp_path, number, world_size=5)
-    found = sources_of([tmp_path])
+    found = discover_sources([tmp_path])
     assert len(found.traces) == 3 and "more than 3 files" in found.ignored[0][1]

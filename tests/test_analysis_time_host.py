@@ -4,14 +4,14 @@ import pytest
 from trace_maker import AUTOGRAD, MadeTrace, cpu_run
 
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.read import read_traces
 
 
 def timed(made: MadeTrace, folder) -> RankTime:
     [trace] = read_traces(made.write(folder))
-    time = rank_time(trace, placing_of(trace))
+    time = rank_time(trace, attribute_events(trace))
     assert sum(time.rows.values()) == pytest.approx(time.step_ms, abs=1e-9)
     return time
 

@@ -5,7 +5,7 @@ from launch import alone, flags, quietly
 from traces import trace_files
 
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.read import read_traces
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 8"
@@ -26,7 +26,7 @@ def own(tmp_path_factory):
         )
     [path] = trace_files(folder / "tb")
     [trace] = read_traces(path)
-    placing = placing_of(trace)
+    placing = attribute_events(trace)
     return trace, placing, rank_time(trace, placing)
 
 

@@ -4,14 +4,14 @@ import pytest
 from trace_maker import AUTOGRAD, MAIN, MadeTrace, cpu_run, gpu_run
 
 from megatron_lite.analysis.time.find_phases import known_phase, phase_label
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.analysis.trace.read import read_traces
 
 
 def placed(made: MadeTrace, folder):
     [trace] = read_traces(made.write(folder))
-    return trace, placing_of(trace)
+    return trace, attribute_events(trace)
 
 
 def phase_by_name(trace, placing, kind=Kind.KERNEL) -> dict[str, set]:

@@ -6,14 +6,14 @@ import pytest
 from trace_maker import AUTOGRAD, COPY_STREAM, NCCL_STREAM, MadeTrace, gpu_run
 
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 from megatron_lite.analysis.trace.read import read_traces
 
 
 def timed(made: MadeTrace, folder) -> RankTime:
     [trace] = read_traces(made.write(folder))
-    time = rank_time(trace, placing_of(trace))
+    time = rank_time(trace, attribute_events(trace))
     assert set(time.rows) <= set(ROW_TITLES)
     assert sum(time.rows.values()) == pytest.approx(time.step_ms, abs=1e-9)
     assert all(ms >= 0 for ms in time.rows.values())
@@ -287,7 +287,7 @@ def test_a_trace_without_any_event_of_use_is_no_error(tmp_path):
     made = MadeTrace()
     made.step(1, 0, 1000)
     [trace] = read_traces(made.write(tmp_path))
-    time = rank_time(trace, placing_of(trace))
+    time = rank_time(trace, attribute_events(trace))
     assert (time.step_ms, time.rows) == (0.0, {})
     assert "no step has any work in it" in time.notes
     assert replace(time).steady_steps == ()

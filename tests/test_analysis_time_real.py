@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.read import read_traces
 
@@ -20,7 +20,7 @@ COMPUTE, COMMUNICATION, COPY = 4, 2, 1  # what hides what
 
 @functools.cache
 def times(path: Path) -> tuple[RankTime, ...]:
-    return tuple(rank_time(trace, placing_of(trace)) for trace in read_traces(path))
+    return tuple(rank_time(trace, attribute_events(trace)) for trace in read_traces(path))
 
 
 def time_of(folder: str) -> RankTime:

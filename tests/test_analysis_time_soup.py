@@ -5,7 +5,7 @@ import pytest
 from trace_maker import AUTOGRAD, GLOO, MAIN, MadeTrace
 
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.read import read_traces
 
 OPERATORS = [
@@ -74,7 +74,7 @@ def test_any_soup_of_events_gives_figures(tmp_path, gpu, seed):
     made = soup(np.random.default_rng(seed), gpu, marked=seed % 3 > 0)
     made.annotation("at least one event", 5, 6)
     [trace] = read_traces(made.write(tmp_path))
-    placing = placing_of(trace)
+    placing = attribute_events(trace)
     time = rank_time(trace, placing)
     assert sum(time.rows.values()) == pytest.approx(time.step_ms, abs=1e-9)
     assert all(ms >= 0 for ms in time.rows.values())

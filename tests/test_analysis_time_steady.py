@@ -4,14 +4,14 @@ import pytest
 from trace_maker import MadeTrace, cpu_run, gpu_run
 
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.time.time_results import Step
 from megatron_lite.analysis.trace.read import read_traces
 
 
 def steps(made: MadeTrace, folder) -> tuple[Step, ...]:
     [trace] = read_traces(made.write(folder))
-    return placing_of(trace).steps
+    return attribute_events(trace).steps
 
 
 def with_lengths(lengths_us: list[float]) -> MadeTrace:
@@ -70,7 +70,7 @@ def test_a_record_of_the_gpu_that_ends_early_cuts_the_step_in_which_it_ends(tmp_
         event for event in made.events if event["cat"] not in on_gpu or event["ts"] < times[len(times) * 7 // 12]
     ]
     [trace] = read_traces(made.write(tmp_path))
-    found = placing_of(trace)
+    found = attribute_events(trace)
     assert [step.why_not for step in found.steps][3:] == ["the trace cuts it", "no work in it", "no work in it"]
     assert any(step.steady for step in found.steps)
     names = f"{found.steps[4].name} to {found.steps[5].name}"
@@ -79,7 +79,7 @@ def test_a_record_of_the_gpu_that_ends_early_cuts_the_step_in_which_it_ends(tmp_
 
 def test_a_whole_record_has_no_early_end(tmp_path):
     [trace] = read_traces(gpu_run(steps=6).write(tmp_path))
-    assert not [note for note in placing_of(trace).notes if "buffer" in note]
+    assert not [note for note in attribute_events(trace).notes if "buffer" in note]
 
 
 @pytest.mark.parametrize("chore", ["eval", "save"])
@@ -104,12 +104,12 @@ def test_if_nothing_is_steady_all_count_and_a_note_says_so(tmp_path):
     made.annotation("eval", 900, 950)
     made.annotation("eval", 1900, 1950)
     [trace] = read_traces(made.write(tmp_path))
-    time = rank_time(trace, placing_of(trace))
+    time = rank_time(trace, attribute_events(trace))
     assert len(time.steady_steps) == 2
     assert "no step is a steady one (has eval in it)" in time.notes[0]
 
 
 def test_one_step_of_several_is_said(tmp_path):
     [trace] = read_traces(with_lengths([300, 100]).write(tmp_path))
-    time = rank_time(trace, placing_of(trace))
+    time = rank_time(trace, attribute_events(trace))
     assert "only one step counts; left out: ProfilerStep#0" in time.notes[0]

@@ -16,7 +16,7 @@ from megatron_lite.analysis.trace.blocks import ahead
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.analysis.trace.read import Chunks, read_traces
 from megatron_lite.errors import UserError
-from megatron_lite.report.sections.all import gaps_of
+from megatron_lite.report.sections.all import build_limitations
 
 EVENTS = len([event for event in gpu_run(steps=3).events if event["ph"] == "X"])
 
@@ -291,7 +291,7 @@ def test_a_cut_trace_is_reported_over_its_whole_steps(run, cut, tmp_path):
         path.write_text(text)
     report = analyze([path])
     steps, kernels = report.facts.ranks_seen[0].time.steps, '"cat": "kernel"' in text
-    assert sum("the JSON breaks off" in gap or "ends early" in gap for gap in gaps_of(report)) == 1
+    assert sum("the JSON breaks off" in gap or "ends early" in gap for gap in build_limitations(report)) == 1
     assert report.verdict.confidence == "low"
     if "GPU" in run and not kernels:
         assert report.verdict.sentence.startswith(

@@ -11,7 +11,7 @@ from megatron_lite.analysis.analyze import analyze, describe_run
 from megatron_lite.analysis.audit.answers import Answer
 from megatron_lite.analysis.audit.audit import audit_run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
-from megatron_lite.analysis.verdict import verdict_of
+from megatron_lite.analysis.verdict import build_verdict
 from megatron_lite.report.sections.all import run_section
 
 NOTHING = {"ranks": None, "snapshots": (), "run": None, "gaps": ()}
@@ -27,7 +27,7 @@ def facts(device="NVIDIA H100 80GB HBM3", mfu=None, **time) -> Facts:
 
 
 def sentence(**given) -> str:
-    return verdict_of(facts(**given), ()).sentence
+    return build_verdict(facts(**given), ()).sentence
 
 
 def test_the_largest_losses_are_named_with_the_peak():
@@ -40,7 +40,7 @@ def test_without_a_peak_the_gpu_s_own_share_leads():
 
 def test_a_cpu_trace_never_speaks_of_gpus():
     for rows in (cases.ROWS, {"compute": 30.0, "host": 50.0, "save": 20.0}, {"compute": 100.0}):
-        verdict = verdict_of(facts(device=None, rows=rows), cases.findings())
+        verdict = build_verdict(facts(device=None, rows=rows), cases.findings())
         assert "GPU" not in verdict.sentence and "kernel" not in verdict.sentence
     assert "50% of each step goes to Python between operators" in sentence(
         device=None, rows={"compute": 30.0, "host": 50.0}
@@ -61,14 +61,14 @@ def test_a_cpu_trace_never_speaks_of_gpus():
     ],
 )
 def test_what_bounds_the_run_is_its_largest_loss_where_that_decides(rows, bound):
-    assert verdict_of(facts(rows=rows), ()).bound == bound
+    assert build_verdict(facts(rows=rows), ()).bound == bound
 
 
 def test_a_run_that_computes_says_what_costs_most_in_it():
     rows = {"compute": 97.0, "host": 3.0}
     dear = dataclasses.replace(cases.findings()[0], title="matrix products in fp32", cost_ms=44.0)
-    assert "most costly cause: matrix products in fp32 (44 ms)" in verdict_of(facts(rows=rows), (dear,)).sentence
-    assert "40% of device time is matrix products" in verdict_of(facts(rows=rows), ()).sentence
+    assert "most costly cause: matrix products in fp32 (44 ms)" in build_verdict(facts(rows=rows), (dear,)).sentence
+    assert "40% of device time is matrix products" in build_verdict(facts(rows=rows), ()).sentence
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_a_run_that_computes_says_what_costs_most_in_it():
     ],
 )
 def test_too_little_to_say_anything_is_inconclusive(changes, why):
-    verdict = verdict_of(facts(**changes), ())
+    verdict = build_verdict(facts(**changes), ())
     assert (verdict.bound, verdict.confidence, verdict.why) == ("inconclusive", "low", why)
     assert verdict.sentence.startswith(f"INCONCLUSIVE: {why}")
 
 
 def test_what_nobody_can_explain_is_no_verdict():
-    verdict = verdict_of(facts(rows={"compute": 60.0, "host": 10.0, "unexplained": 30.0}), ())
+    verdict = build_verdict(facts(rows={"compute": 60.0, "host": 10.0, "unexplained": 30.0}), ())
     assert (verdict.bound, verdict.why) == ("inconclusive", "30% of the step is unexplained, more than any cause")
 
 
@@ -96,7 +96,7 @@ def test_a_trace_without_step_marks_says_so():
     step = dataclasses.replace(alone.critical.time.steps[0], number=None)
     time = dataclasses.replace(alone.critical.time, steps=(step,))
     unmarked = dataclasses.replace(alone, ranks_seen=(dataclasses.replace(alone.critical, time=time),))
-    assert "no step marks" in verdict_of(unmarked, ()).sentence
+    assert "no step marks" in build_verdict(unmarked, ()).sentence
 
 
 def test_a_profiler_that_distorts_is_inconclusive_and_one_that_disturbs_lowers_confidence():
@@ -106,30 +106,32 @@ def test_a_profiler_that_distorts_is_inconclusive_and_one_that_disturbs_lowers_c
         (101.0, "communication", "high"),
     ):
         run = dataclasses.replace(cases.run_of(), profiled_step_ms=profiled_ms, before_profile_ms=100.0)
-        verdict = verdict_of(dataclasses.replace(facts(), run=run), ())
+        verdict = build_verdict(dataclasses.replace(facts(), run=run), ())
         assert (verdict.bound, verdict.confidence) == (bound, confidence)
 
 
 def test_confidence_needs_three_steps_alike_and_explained():
-    assert verdict_of(facts(), ()).confidence == "high"
-    assert verdict_of(facts(number=2), ()).why == "2 steady steps; 3 or more would say it with confidence"
+    assert build_verdict(facts(), ()).confidence == "high"
+    assert build_verdict(facts(number=2), ()).why == "2 steady steps; 3 or more would say it with confidence"
     assert (
         "25% of the step is unexplained"
-        in verdict_of(facts(rows={"compute": 45.0, "host": 30.0, "unexplained": 25.0}), ()).why
+        in build_verdict(facts(rows={"compute": 45.0, "host": 30.0, "unexplained": 25.0}), ()).why
     )
     uneven = tuple(
         dataclasses.replace(step, end_ns=step.end_ns + at * 50_000_000) for at, step in enumerate(cases.steps(4))
     )
     alone = facts()
     time = dataclasses.replace(alone.critical.time, steps=uneven)
-    verdict = verdict_of(dataclasses.replace(alone, ranks_seen=(dataclasses.replace(alone.critical, time=time),)), ())
+    verdict = build_verdict(
+        dataclasses.replace(alone, ranks_seen=(dataclasses.replace(alone.critical, time=time),)), ()
+    )
     assert verdict.confidence == "low" and "steps differ by" in verdict.why
 
 
 def test_a_rank_that_others_wait_for_is_named():
     assert (
         "the other ranks wait 15 ms per step for rank 1"
-        in verdict_of(
+        in build_verdict(
             dataclasses.replace(
                 facts(),
                 ranks=dataclasses.replace(
@@ -141,21 +143,21 @@ def test_a_rank_that_others_wait_for_is_named():
     )
     assert (
         "wait"
-        not in verdict_of(dataclasses.replace(facts(rows={"compute": 100.0}), ranks=cases.ranks_of()), ()).sentence
+        not in build_verdict(dataclasses.replace(facts(rows={"compute": 100.0}), ranks=cases.ranks_of()), ()).sentence
     )
 
 
 def test_without_a_trace_memory_or_the_run_speaks():
     alone = Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cases.snapshot(),)})
-    assert verdict_of(alone, ()).sentence == (
+    assert build_verdict(alone, ()).sentence == (
         "Memory peaks at 32.00 GiB in backward: activations 38%, moments 25%, master weights 12%"
     )
     alone = Facts(**{**NOTHING, "ranks_seen": (), "run": cases.run_of()})
-    assert verdict_of(alone, ()).sentence.startswith(
+    assert build_verdict(alone, ()).sentence.startswith(
         "95.5 ms per step, 171,000 tokens/s, 33% of peak. INCONCLUSIVE: no trace"
     )
     cut = dataclasses.replace(cases.snapshot(), complete=False, peak_bytes=0, held=())
-    verdict = verdict_of(Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cut,)}), ())
+    verdict = build_verdict(Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cut,)}), ())
     assert (verdict.confidence, verdict.why) == ("low", "120,000 events; the record dropped older events")
 
 
@@ -249,35 +251,37 @@ CONTRADICTIONS = {
 def test_contradictory_evidence_lowers_the_confidence_of_every_verdict(bound, what):
     changes, run_, says = CONTRADICTIONS[what]
     sound = dataclasses.replace(facts(rows=BOUNDS[bound]), run=RUN)
-    verdict = verdict_of(sound, ())
+    verdict = build_verdict(sound, ())
     assert (verdict.bound, verdict.confidence) == (bound, "high")
     rank = dataclasses.replace(sound.critical, trace=dataclasses.replace(sound.critical.trace, **changes))
-    verdict = verdict_of(dataclasses.replace(sound, ranks_seen=(rank,), run=run_ or RUN), ())
+    verdict = build_verdict(dataclasses.replace(sound, ranks_seen=(rank,), run=run_ or RUN), ())
     assert (verdict.bound, verdict.confidence) == (bound, "low") and says in verdict.why
 
 
 def test_more_than_the_peak_is_impossible():
-    verdict = verdict_of(facts(mfu=1.2), ())
+    verdict = build_verdict(facts(mfu=1.2), ())
     assert verdict.confidence == "low" and "120% of the peak is impossible" in verdict.why
 
 
 def test_a_wait_for_data_that_the_host_s_clock_does_not_know_is_doubtful():
     for waits, confidence in (((0.1, 0.2, 0.2), "low"), ((0.1, 45.0, 50.0), "high")):
         run_ = dataclasses.replace(RUN, phases_ms={"data": waits})
-        verdict = verdict_of(dataclasses.replace(facts(rows=BOUNDS["data"]), run=run_), ())
+        verdict = build_verdict(dataclasses.replace(facts(rows=BOUNDS["data"]), run=run_), ())
         assert (verdict.bound, verdict.confidence) == ("data", confidence)
     run_ = dataclasses.replace(run_, phases_ms={"data": (0.0,) * 3})
-    verdict = verdict_of(dataclasses.replace(facts(rows=BOUNDS["data"]), run=run_), ())
+    verdict = build_verdict(dataclasses.replace(facts(rows=BOUNDS["data"]), run=run_), ())
     assert "the trace has 50.0 ms per step of waiting for the loader, and steps.jsonl 0.0 ms" in verdict.why
 
 
 def test_a_snapshot_without_the_allocator_s_peak_is_doubtful():
     for peak, confidence in ((40 * 2**30, "low"), (33 * 2**30, "high")):
         run_ = dataclasses.replace(cases.run_of(), peak_memory_bytes=(float("nan"), peak, peak))
-        verdict = verdict_of(Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cases.snapshot(),), "run": run_}), ())
+        verdict = build_verdict(
+            Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (cases.snapshot(),), "run": run_}), ()
+        )
         assert (verdict.bound, verdict.confidence) == ("memory", confidence)
     dropped = dataclasses.replace(cases.snapshot(), complete=False)
-    verdict = verdict_of(Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (dropped,)}), ())
+    verdict = build_verdict(Facts(**{**NOTHING, "ranks_seen": (), "snapshots": (dropped,)}), ())
     assert verdict.why == "120,000 events; the record dropped older events"
 
 

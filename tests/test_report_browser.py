@@ -12,8 +12,8 @@ import report_cases as cases
 from prediction_cases import facts, measured, memory, record, time
 from waiting import LIMIT_S
 
-from megatron_lite.analysis.predicted.predicted import predicted_of
-from megatron_lite.report.charts import charts_of
+from megatron_lite.analysis.predicted.predicted import compare_prediction
+from megatron_lite.report.charts import build_charts
 from megatron_lite.report.html import html_page
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -104,7 +104,7 @@ def seen(tmp_path_factory) -> dict[str, dict]:
     """What a report of two ranks looks like in each width and color scheme: one start of the browser for all."""
     folder = tmp_path_factory.mktemp("page")
     ranks = REPORTS["gpu"].facts.ranks_seen
-    predicted = predicted_of(facts(record(memory(), time()), snapshots=(measured(),), ranks_seen=ranks[:1]))
+    predicted = compare_prediction(facts(record(memory(), time()), snapshots=(measured(),), ranks_seen=ranks[:1]))
     page = html_page(cases.report(name=LONG_NAME, predicted=predicted)).replace("<body>", f"<body>{COMPLAINTS}")
     probe = PROBE.replace("MIN_LETTERS", str(MIN_LABEL_LETTERS))
     (folder / "page.html").write_text(page.replace("</body>", f"{probe}</body>"), encoding="utf-8")
@@ -176,7 +176,7 @@ def test_a_browser_draws_it_without_complaint_or_request(kind, tmp_path):
     shown, console, asked = opened(html_page(REPORTS[kind]), tmp_path)
     assert (console, asked) == ("", set())
     assert re.search(r"<title>(.*?)</title>", shown, re.DOTALL)[1] != "owned"
-    for key in charts_of(REPORTS[kind]):
+    for key in build_charts(REPORTS[kind]):
         assert re.search(rf'<div class="chart[^"]*" id="chart-{key}".*?<svg class="main-svg"', shown, re.DOTALL), key
 
 

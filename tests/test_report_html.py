@@ -13,8 +13,8 @@ import report_cases as cases
 
 from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.report import html as page_module
-from megatron_lite.report.charts import charts_of, log_axis, thinned
-from megatron_lite.report.html import html_page, tiles_of
+from megatron_lite.report.charts import build_charts, log_axis, thinned
+from megatron_lite.report.html import build_tiles, html_page
 
 HOSTILE = cases.HOSTILE.replace("alert(1)", "document.title='owned'")
 REPORTS = {
@@ -77,17 +77,19 @@ def test_chart_data_cannot_end_its_script_and_shows_names_as_text():
     ],
 )
 def test_only_charts_that_say_something_are_made(kind, keys):
-    assert set(charts_of(REPORTS[kind]())) == keys
+    assert set(build_charts(REPORTS[kind]())) == keys
 
 
 def test_step_bars_hold_every_rank_and_sum_to_its_step():
-    figure = charts_of(cases.report())["step"]
+    figure = build_charts(cases.report())["step"]
     sums = [sum(values) for values in zip(*(trace["x"] for trace in figure.data))]
     assert figure.data[0]["y"] == ["rank 0", "rank 1"] and sums == pytest.approx([100.0, 100.0])
 
 
 def test_the_roofline_s_lines_are_the_bounds_of_its_rows():
-    lines = [trace for trace in charts_of(cases.report())["roofline"].data if trace.get("mode", "").startswith("lines")]
+    lines = [
+        trace for trace in build_charts(cases.report())["roofline"].data if trace.get("mode", "").startswith("lines")
+    ]
     assert [line["name"] for line in lines] == ["533 TFLOP/s in bf16", "memory, 3,000 GB/s"]
     unknown = tuple(
         dataclasses.replace(row, bound_ms=None, bound_by="", efficiency=None) for row in cases.rank_kernels(0).roofline
@@ -96,7 +98,7 @@ def test_the_roofline_s_lines_are_the_bounds_of_its_rows():
         dataclasses.replace(rank, kernels=dataclasses.replace(rank.kernels, roofline=unknown))
         for rank in cases.report().facts.ranks_seen
     )
-    assert "roofline" not in charts_of(cases.report(ranks_seen=seen)), "points without limits say nothing"
+    assert "roofline" not in build_charts(cases.report(ranks_seen=seen)), "points without limits say nothing"
 
 
 def test_tiles_say_what_holds_for_all_ranks():
@@ -106,7 +108,7 @@ def test_tiles_say_what_holds_for_all_ranks():
         second.time, rows=second.time.rows | {"compute": 41.0, "exposed_communication": 39.0}, busy_ms=82.2
     )
     seen = (first, dataclasses.replace(second, time=waits))
-    shown = {tile.name: tile.value for tile in tiles_of(cases.report(ranks_seen=seen))}
+    shown = {tile.name: tile.value for tile in build_tiles(cases.report(ranks_seen=seen))}
     assert shown["communication not hidden, by rank"] == "20% to 39%"
     assert shown["of it the device is busy"] == "82%"
 
@@ -116,7 +118,7 @@ def test_a_chart_without_its_section_is_left_out():
     seen = (dataclasses.replace(cases.report().facts.ranks_seen[0], time=alone),)
     report = cases.report(ranks_seen=seen, ranks=None)
     data = re.search(r'id="charts">(.*?)</script>', html_page(report), re.DOTALL)[1]
-    assert "phases" in charts_of(report) and set(json.loads(data)) == {"roofline", "memory"}
+    assert "phases" in build_charts(report) and set(json.loads(data)) == {"roofline", "memory"}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_long_runs_are_thinned_but_keep_their_slowest_step():
         profiled=(False,) * many,
         step_ms=(*(100.0,) * 77_777, 900.0, *(100.0,) * (many - 77_778)),
     )
-    data = charts_of(cases.report(run=slow))["run"].data
+    data = build_charts(cases.report(run=slow))["run"].data
     assert sum(len(trace["x"]) for trace in data) <= 2100 and max(max(trace["y"]) for trace in data) == 900.0
 
 

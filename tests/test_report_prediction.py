@@ -6,7 +6,7 @@ import pytest
 import report_cases as cases
 from prediction_cases import GIB, facts, held, measured, memory, record, time
 
-from megatron_lite.analysis.predicted.predicted import predicted_of
+from megatron_lite.analysis.predicted.predicted import compare_prediction
 from megatron_lite.report.html import html_page
 from megatron_lite.report.json_file import as_json
 from megatron_lite.report.section import Lines, Table
@@ -17,7 +17,7 @@ from megatron_lite.report.text import Style
 
 def predicted(snapshot=None, **parts):
     snapshots = () if snapshot is None else (snapshot,)
-    return predicted_of(facts(record(memory(), time()), snapshots=snapshots, **parts))
+    return compare_prediction(facts(record(memory(), time()), snapshots=snapshots, **parts))
 
 
 def section(found, everything=False):
@@ -67,7 +67,7 @@ def test_without_a_prediction_there_is_no_section():
 
 
 def test_what_cannot_be_compared_is_said():
-    found = predicted_of(facts(record(memory()), device="cpu"))
+    found = compare_prediction(facts(record(memory()), device="cpu"))
     blocks = section(found).blocks
     assert len(blocks) == 1 and isinstance(blocks[0], Lines) and "--record-memory-history" in blocks[0].texts[0]
 

@@ -8,9 +8,9 @@ import pytest
 import report_cases as cases
 
 from megatron_lite.report.section import Table
-from megatron_lite.report.sections.all import gaps_of, sections_of
+from megatron_lite.report.sections.all import build_limitations, build_sections
 from megatron_lite.report.terminal import MAX_LINES, terminal_lines
-from megatron_lite.report.text import WIDTH, Style, fit, flops, milliseconds, percent, style_of, table_lines, wrapped
+from megatron_lite.report.text import WIDTH, Style, fit, flops, get_style, milliseconds, percent, table_lines, wrapped
 
 PLAIN = Style(colour=False, unicode=False)
 
@@ -49,7 +49,7 @@ def test_the_order_is_verdict_step_findings_tables():
 
 
 def test_rows_of_a_step_sum_to_it():
-    table = next(section for section in sections_of(cases.report(), False) if section.key == "step").blocks[0]
+    table = next(section for section in build_sections(cases.report(), False) if section.key == "step").blocks[0]
     *rows, total = [float(row[1]) for row in table.rows]
     assert sum(rows) == pytest.approx(total) == 100.0
     assert table.rows[0][0] == "compute" and table.rows[-2][0] == "unexplained"
@@ -88,9 +88,9 @@ def test_everything_shows_all_rows():
 
 def test_only_parts_that_exist_are_shown():
     report = cases.report(ranks_seen=(), snapshots=(), ranks=None)
-    assert [section.key for section in sections_of(report, True)] == ["run"]
+    assert [section.key for section in build_sections(report, True)] == ["run"]
     report = cases.report(ranks_seen=(), run=None, ranks=None)
-    assert [section.key for section in sections_of(report, True)] == ["memory"]
+    assert [section.key for section in build_sections(report, True)] == ["memory"]
 
 
 def test_gaps_are_said_once_and_last():
@@ -100,7 +100,7 @@ def test_gaps_are_said_once_and_last():
         one.facts.ranks_seen[0], trace=cases.trace(0, notes=("the trace broke off at byte 12",))
     )
     facts = dataclasses.replace(one.facts, ranks_seen=(twice, twice), ranks=None)
-    assert gaps_of(dataclasses.replace(one, facts=facts)) == ["the trace broke off at byte 12"]
+    assert build_limitations(dataclasses.replace(one, facts=facts)) == ["the trace broke off at byte 12"]
 
 
 def test_foreign_names_command_no_terminal():
@@ -118,13 +118,13 @@ def test_colour_is_for_terminals_only(monkeypatch):
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert style_of(Terminal()) == Style(colour=True, unicode=True)
+    assert get_style(Terminal()) == Style(colour=True, unicode=True)
     assert "\x1b[1m" in text(style=Style(colour=True)) and "\x1b" not in text()
     bare = re.sub(r"\x1b\[\d+m", "", text(style=Style(colour=True)))
     assert bare == text()
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not style_of(Terminal()).colour
-    assert style_of(io.StringIO()) == Style(colour=False, unicode=False)
+    assert not get_style(Terminal()).colour
+    assert get_style(io.StringIO()) == Style(colour=False, unicode=False)
 
 
 def test_bars_are_ascii_where_blocks_are_not_shown():

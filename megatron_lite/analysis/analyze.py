@@ -9,23 +9,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_lite.analysis.contradictions import missing_gpu_work, weakened
-from megatron_lite.analysis.discover import sources_of
-from megatron_lite.analysis.findings.rules import findings_of
+from megatron_lite.analysis.discover import discover_sources
+from megatron_lite.analysis.findings.rules import apply_rules
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.memory.memory_results import Snapshot
-from megatron_lite.analysis.memory.trace_memory import memory_of_trace
-from megatron_lite.analysis.ranks.from_run import only_lasting, ranks_of_run
+from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
+from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, only_lasting
 from megatron_lite.analysis.ranks.rank_results import Ranks
-from megatron_lite.analysis.ranks.ranks import ranks_of
+from megatron_lite.analysis.ranks.ranks import compare_ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.rank_time import rank_time
-from megatron_lite.analysis.time.step_windows import placing_of
+from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.analysis.trace.read_several import are_large, file_bytes, readers, say_nothing
-from megatron_lite.analysis.verdict import verdict_of
+from megatron_lite.analysis.verdict import build_verdict
 from megatron_lite.errors import UserError
 from megatron_lite.units import size
 
@@ -112,7 +112,7 @@ def analyze(paths: Sequence[Path | str], say: Callable = say_nothing) -> Report:
     Raises UserError where nothing can be read; what cannot be read beside readable files is a gap of the report.
     """
     started, gaps = time.monotonic(), _Gaps()
-    sources = sources_of([Path(path) for path in paths])
+    sources = discover_sources([Path(path) for path in paths])
     for path, why in sources.ignored:
         gaps.add(f"{path.name}: {why}")
     seen = _seen(sources.traces, say, gaps)
@@ -123,12 +123,12 @@ def analyze(paths: Sequence[Path | str], say: Callable = say_nothing) -> Report:
     say("comparing ranks, looking for causes")
     facts = Facts(ranks_seen=seen, ranks=_ranks(seen, run, gaps), snapshots=snapshots, run=run, gaps=())
     facts = _with_prediction(_with_memory(facts, gaps), gaps)
-    findings = weakened(gaps.attempt("findings", findings_of, facts, gaps.add) or (), facts)
+    findings = weakened(gaps.attempt("findings", apply_rules, facts, gaps.add) or (), facts)
     facts = dataclasses.replace(facts, gaps=tuple(gaps.found))
     return Report(
         paths=tuple(map(str, paths)),
         title=describe_run(paths, facts),
-        verdict=verdict_of(facts, findings),
+        verdict=build_verdict(facts, findings),
         findings=findings,
         facts=facts,
         read_s=time.monotonic() - started,
@@ -146,7 +146,7 @@ def _seen(paths: Sequence[Path], say: Callable, gaps: _Gaps) -> tuple[RankFacts,
 
 
 def _rank(trace: Trace, gaps: _Gaps) -> RankFacts:
-    placing = placing_of(trace)
+    placing = attribute_events(trace)
     times = rank_time(trace, placing)
     kernels = gaps.attempt(f"kernels of {trace.source}", rank_kernels, trace, placing, times) or _no_kernels(trace.rank)
     return RankFacts(trace=trace, placing=placing, time=times, kernels=kernels)
@@ -176,9 +176,9 @@ def _no_kernels(rank: int | None) -> RankKernels:
 def _ranks(seen: Sequence[RankFacts], run: Run | None, gaps: _Gaps) -> Ranks | None:
     """From the traces; without any from the run's medians per rank."""
     if seen:
-        ranks = gaps.attempt("ranks", ranks_of, [(rank.trace, rank.placing, rank.time) for rank in seen])
+        ranks = gaps.attempt("ranks", compare_ranks, [(rank.trace, rank.placing, rank.time) for rank in seen])
         return only_lasting(ranks, run) if ranks and run else ranks
-    return gaps.attempt("ranks", ranks_of_run, run) if run else None
+    return gaps.attempt("ranks", compare_ranks_of_run, run) if run else None
 
 
 def _snapshots(paths: Sequence[Path], say: Callable, gaps: _Gaps) -> tuple[Snapshot, ...]:
@@ -202,7 +202,7 @@ def _with_memory(facts: Facts, gaps: _Gaps) -> Facts:
         rows = gaps.attempt("memory formulas", ledger, facts.highest_snapshot, facts.plan)
         return dataclasses.replace(facts, ledger=rows or ())
     found = [
-        gaps.attempt(f"memory of {one.trace.source}", memory_of_trace, one.trace, one.placing)
+        gaps.attempt(f"memory of {one.trace.source}", measure_trace_memory, one.trace, one.placing)
         for one in facts.ranks_seen
     ]
     return dataclasses.replace(facts, traced_memory=tuple(one for one in found if one))
@@ -212,9 +212,9 @@ def _with_prediction(facts: Facts, gaps: _Gaps) -> Facts:
     """What the run predicted of itself, beside what was measured."""
     if facts.run is None or not facts.run.record.get("prediction"):
         return facts
-    from megatron_lite.analysis.predicted.predicted import predicted_of
+    from megatron_lite.analysis.predicted.predicted import compare_prediction
 
-    return dataclasses.replace(facts, predicted=gaps.attempt("prediction", predicted_of, facts))
+    return dataclasses.replace(facts, predicted=gaps.attempt("prediction", compare_prediction, facts))
 
 
 def _run(folders: Sequence[Path], gaps: _Gaps) -> Run | None:

@@ -27,7 +27,7 @@ MAX_SHARE_APART = 0.2  # of a step, by which a trace and the run's own clock may
 MAX_UNSEEN = 0.1  # of the allocator's peak, which a snapshot of the peak must not lack
 
 
-def contradictions_of(facts: Facts) -> list[str]:
+def find_contradictions(facts: Facts) -> list[str]:
     """About the trace of the critical rank and the highest snapshot."""
     one, run = facts.critical, facts.run
     told = [text for seen in facts.ranks_seen for text in seen.trace.damage]
@@ -57,7 +57,7 @@ def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
 
 def weakened(findings: Sequence[Finding], facts: Facts) -> tuple[Finding, ...]:
     """Findings that rest on a doubtful trace or snapshot are likely at most; those of the run's own records stay."""
-    if not contradictions_of(facts):
+    if not find_contradictions(facts):
         return tuple(findings)
     return tuple(one if rests_on_run_only(one.evidence) else replace(one, certain=False) for one in findings)
 

@@ -203,7 +203,7 @@ def _older(file: SourceFile, best: SourceFile, in_window: bool) -> str:
 # --- traces and memory snapshots that a run wrote outside its folder, by the flags in its run.json
 
 
-def artefacts_of(run_folder: Path) -> list[Path]:
+def find_artefacts(run_folder: Path) -> list[Path]:
     """Files in the run's --tensorboard-dir and beside its --memory-snapshot-path that were written while it ran."""
     try:
         record = json.loads((run_folder / RUN_FILE).read_bytes())
@@ -254,7 +254,7 @@ def one_run(
     `files` that other runs wrote, with the reason why they are left out)."""
     folders_seen, writers = set(folders), defaultdict(set)
     for folder in folders_seen:
-        for path in artefacts_of(folder):
+        for path in find_artefacts(folder):
             writers[path].add(folder)
     owners = {file.path: writers[file.path] | _around(file.path, folders_seen) for file in files}
     runs = sorted(
@@ -305,7 +305,7 @@ class _Seen:
     ignored: list[tuple[Path, str]] = field(default_factory=list)
 
 
-def sources_of(paths: Sequence[Path]) -> Sources:
+def discover_sources(paths: Sequence[Path]) -> Sources:
     """What to read under `paths`. Raises UserError, one line, where nothing is readable."""
     seen = _Seen()
     for path in paths:
@@ -361,7 +361,7 @@ def _look_into(folder: Path, seen: _Seen):
             _keep(looked_at(path), seen)
     known = {file.path.resolve() for file in seen.files}
     for run_folder in dict.fromkeys(path.parent for path in files if path.name == RUN_FILE):
-        for path in artefacts_of(run_folder):
+        for path in find_artefacts(run_folder):
             if path.resolve() not in known and path.suffix in CANDIDATES:
                 known.add(path.resolve())
                 _keep(looked_at(path), seen)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
 
-from megatron_lite.analysis.contradictions import contradictions_of, missing_gpu_work
+from megatron_lite.analysis.contradictions import find_contradictions, missing_gpu_work
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.report import Verdict
-from megatron_lite.analysis.run.learning import learning_of
+from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.time_results import RankTime
@@ -38,7 +38,7 @@ LOSSES = {  # row of RankTime: (what bounds the run, verb, of what)
 }
 
 
-def verdict_of(facts: Facts, findings: Sequence[Finding]) -> Verdict:
+def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     """What limits this run, as far as the facts carry; before it what makes its speed a minor matter."""
     verdict = _of_time(facts, findings)
     return replace(verdict, sentence=_first_of_all(facts.run) + verdict.sentence) if facts.run else verdict
@@ -47,7 +47,7 @@ def verdict_of(facts: Facts, findings: Sequence[Finding]) -> Verdict:
 def _first_of_all(run: Run) -> str:
     """'Nothing was learned: all 14 steps were skipped ... The run failed after 14 steps. '; '' for an ordinary run."""
     how = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
-    nothing = learning_of(run).nothing
+    nothing = measure_learning(run).nothing
     learned = f"Nothing was learned: {nothing}" if nothing else ""
     ended = f"The run {how} after {run.steps:,} steps" if how else ""
     return "".join(f"{one}. " for one in (learned, ended, _busy(run)) if one)
@@ -76,7 +76,7 @@ def _of_time(facts: Facts, findings: Sequence[Finding]) -> Verdict:
             "low",
             why_not,
         )
-    doubts = [*_doubts(rank.time, facts.run), *contradictions_of(facts)]
+    doubts = [*_doubts(rank.time, facts.run), *find_contradictions(facts)]
     if (rank.kernels.mfu or 0.0) > 1:
         impossible = f"{rank.kernels.mfu:.0%} of the peak is impossible"
         doubts.append(f"{impossible}: kernels are missing, or the device is another one")
@@ -214,7 +214,7 @@ def _of_memory(facts: Facts) -> Verdict:
         else ""
     )
     sentence = f"Memory peaks at {size(most.peak_bytes)}{where}" + (f": {held}" if held else "")
-    doubts = contradictions_of(facts)
+    doubts = find_contradictions(facts)
     return Verdict(
         sentence, "memory", "low" if doubts else "high", "; ".join([f"{count(most.events)} events", *doubts])
     )

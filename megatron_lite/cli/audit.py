@@ -19,7 +19,7 @@ def run(argv: list[str]) -> int:
     from megatron_lite.analysis.audit.answers import Answer
     from megatron_lite.analysis.audit.audit import audit_run
     from megatron_lite.report.audit_terminal import audit_lines
-    from megatron_lite.report.text import style_of
+    from megatron_lite.report.text import get_style
 
     line = LiveLine()
     try:
@@ -30,7 +30,9 @@ def run(argv: list[str]) -> int:
     points = audit_run(report.facts, report.findings, other.facts if other else None)
     titles = [one.title for one in (report, other) if one]
     written = _write(Path(options.json), points, titles) if options.json else []
-    print_lines([*audit_lines(points, titles, style_of(sys.stdout), options.all), *(["", *written] if written else [])])
+    print_lines(
+        [*audit_lines(points, titles, get_style(sys.stdout), options.all), *(["", *written] if written else [])]
+    )
     return FAILED if options.strict and any(point.answer is Answer.FAIL for point in points) else 0
 
 

@@ -17,7 +17,7 @@ def run(argv: list[str]):
     from megatron_lite.analysis.analyze import analyze  # numpy and all the rest: not for --help or a typing mistake
     from megatron_lite.analysis.compare.compare import compare
     from megatron_lite.report.compare_terminal import comparison_lines
-    from megatron_lite.report.text import style_of
+    from megatron_lite.report.text import get_style
 
     line = LiveLine()
     try:
@@ -26,7 +26,7 @@ def run(argv: list[str]):
         line.wipe()
     found = compare(*(report.facts for report in reports), options.force, tuple(report.title for report in reports))
     written = _write(Path(options.json), found) if options.json else []
-    print_lines([*comparison_lines(found, style_of(sys.stdout), options.all), "", *written])
+    print_lines([*comparison_lines(found, get_style(sys.stdout), options.all), "", *written])
 
 
 def _parser() -> Parser:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from megatron_lite.analysis.kernels.kernel_names import in_words
 from megatron_lite.analysis.kernels.kernel_results import Role
-from megatron_lite.analysis.kernels.roles import role_of_kernel
+from megatron_lite.analysis.kernels.roles import get_kernel_role
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
 from megatron_lite.terminal import print_lines
@@ -30,7 +30,7 @@ def _explanation(words: str) -> list[str]:
         return [f"{words}: {rule.TITLE}", "", *inspect.cleandoc(rule.__doc__ or "").split("\n")]
     near = difflib.get_close_matches(words, pages, n=1)
     # Kernels have no hyphens in their names, and codes nothing else.
-    if near and (re.fullmatch("[a-z0-9]+(-[a-z0-9]+)+", words) or role_of_kernel(words) is Role.OTHER):
+    if near and (re.fullmatch("[a-z0-9]+(-[a-z0-9]+)+", words) or get_kernel_role(words) is Role.OTHER):
         raise UserError(f"megatron-lite explain {words}: no such code; did you mean {near[0]}?")
     return in_words(words)
 

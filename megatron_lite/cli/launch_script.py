@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from megatron_lite.cli.launcher import ASSIGNMENT, Launch, header_environment, launch_of, split_at_trainer
+from megatron_lite.cli.launcher import ASSIGNMENT, Launch, find_launch, header_environment, split_at_trainer
 from megatron_lite.cli.watched_shell import prologue
 from megatron_lite.errors import UserError
 
@@ -64,7 +64,7 @@ def read_launch_script(script: str, arguments: list[str]) -> Launch:
     found, why_not = _look(bash, _Script(script, text, arguments, {**header, **os.environ}, []), DEEPEST)
     if found is None:
         raise UserError(why_not)
-    return launch_of(*found, header)
+    return find_launch(*found, header)
 
 
 def _look(bash: str, script: _Script, depth: int) -> tuple[tuple[list[str], dict[str, str]] | None, str]:

@@ -46,12 +46,12 @@ class Launch:
     under_nsys: bool
 
 
-def launch_of(words: list[str], environment: Mapping[str, str], header: Mapping[str, str] | None = None) -> Launch:
+def find_launch(words: list[str], environment: Mapping[str, str], header: Mapping[str, str] | None = None) -> Launch:
     """words: with pretrain_gpt.py among them. header: Slurm's variables of the job that a script asks for."""
     before, flags = split_at_trainer(words)
     own = dict(word.split("=", 1) for word in before if ASSIGNMENT.match(word))
     under_nsys = any(word.rpartition("/")[2] == "nsys" for word in before)
-    return Launch(tuple(flags), ranks_of(before, header or {}), {**environment, **own}, under_nsys)
+    return Launch(tuple(flags), count_ranks(before, header or {}), {**environment, **own}, under_nsys)
 
 
 def begins_command(word: str) -> bool:
@@ -65,7 +65,7 @@ def split_at_trainer(words: list[str]) -> tuple[list[str], list[str]] | None:
     return None if at is None else (words[:at], words[at + 1 :])
 
 
-def ranks_of(words: list[str], header: Mapping[str, str]) -> Ranks:
+def count_ranks(words: list[str], header: Mapping[str, str]) -> Ranks:
     """Of the launcher's words; header: variables of the job that the script asks for. Plain python is one process."""
     options = dict(_options(words))
     programs = {word.rpartition("/")[2] for word in words}

@@ -22,7 +22,7 @@ from megatron_lite.estimate.step_time import duration_of, predict_time
 from megatron_lite.estimate.what_if import MARGIN, fit, what_if
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
 from megatron_lite.report.plan_terminal import plan_lines
-from megatron_lite.report.text import style_of
+from megatron_lite.report.text import get_style
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import GIB
 
@@ -142,7 +142,7 @@ def run(argv: list[str]):
     """Print what the launch command behind plan's options would need. UserError for mistakes."""
     options, words = plan_options(argv)
     found = planned_run(words, options.gpus)
-    style = style_of(sys.stdout)
+    style = get_style(sys.stdout)
     if options.exact:
         report, more = _with_exact(options, words, found, style)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_lite.cli.launcher import Launch, Ranks, launch_of, split_at_trainer
+from megatron_lite.cli.launcher import Launch, Ranks, find_launch, split_at_trainer
 from megatron_lite.config.args import DataArgs
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
@@ -93,7 +93,7 @@ def _launch(words: list[str]) -> Launch:
 
         return read_launch_script(words[0], words[1:])
     if split_at_trainer(words):
-        return launch_of(words, os.environ)
+        return find_launch(words, os.environ)
     return Launch(tuple(words), Ranks(1), os.environ, under_nsys=False)
 
 

@@ -19,7 +19,7 @@ def run(argv: list[str]):
         raise UserError("--html and --no-html exclude each other; keep one.")
     from megatron_lite.analysis.analyze import analyze  # numpy and all the rest: not for --help or a typing mistake
     from megatron_lite.report.terminal import terminal_lines
-    from megatron_lite.report.text import style_of
+    from megatron_lite.report.text import get_style
 
     line = LiveLine()
     try:
@@ -27,7 +27,7 @@ def run(argv: list[str]):
     finally:
         line.wipe()
     written = _write(report, options)
-    print_lines([*terminal_lines(report, style_of(sys.stdout), options.all), "", *written])
+    print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
 
 
 def _parser() -> Parser:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_lite.analysis.memory.read import snapshot_of
+from megatron_lite.analysis.memory.read import analyze_snapshot
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import BatchSchedule, Plan, resolve
 from megatron_lite.config.world import World
@@ -149,7 +149,7 @@ def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None) -> Callable
 
 def rehearsal_of(snapshot: dict, notes: tuple[str, ...] = ()) -> Rehearsal:
     """The figures of a walk."""
-    read, highest = snapshot_of(snapshot, Path("rehearsal")), _highest(snapshot)
+    read, highest = analyze_snapshot(snapshot, Path("rehearsal")), _highest(snapshot)
     return Rehearsal(
         allocated_peak_bytes=read.peak_bytes,
         reserved_peak_bytes=read.fragmentation.reserved_bytes,

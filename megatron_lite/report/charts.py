@@ -400,7 +400,7 @@ def step_bars(report: Report) -> Figure | None:
 # --- which chart stands in which section
 
 
-def charts_of(report: Report) -> dict[str, Figure]:
+def build_charts(report: Report) -> dict[str, Figure]:
     """Section.key: its chart; none where the bars of a table show as much."""
     makers = {"step": step_bars, "phases": timeline, "roofline": roofline, "memory": memory_curve, "run": run_steps}
     made = {key: make(report) for key, make in makers.items()}

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.analysis.findings.rules import page_of
+from megatron_lite.analysis.findings.rules import get_page
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
-from megatron_lite.report.charts import Figure, charts_of
+from megatron_lite.report.charts import Figure, build_charts
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.section import Table
-from megatron_lite.report.sections.all import confidence_of, gaps_of, sections_of
+from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.terminal import escape
 from megatron_lite.units import count, size
@@ -27,7 +27,7 @@ class Tile:
     name: str
 
 
-def tiles_of(report: Report) -> list[Tile]:
+def build_tiles(report: Report) -> list[Tile]:
     """Only what was measured."""
     return [*_of_trace(report), *_of_run(report), *_of_memory(report)]
 
@@ -93,19 +93,19 @@ EXPLAINED = re.compile(r"^(?:(\w[\w ]*): )?(.+)$", re.MULTILINE)
 
 def html_page(report: Report) -> str:
     """The whole page as text."""
-    sections = sections_of(report, True)
+    sections = build_sections(report, True)
     places = {section.key for section in sections}
-    charts = {key: figure for key, figure in charts_of(report).items() if key in places}
+    charts = {key: figure for key, figure in build_charts(report).items() if key in places}
     library = _plotly() if charts else ""
     shown = charts if library else {}
     return _template().render(
         report=report,
-        confidence=confidence_of(report),
-        tiles=tiles_of(report),
+        confidence=describe_confidence(report),
+        tiles=build_tiles(report),
         sections=sections,
         charts=shown,
         about=_explained(report),
-        gaps=gaps_of(report),
+        gaps=build_limitations(report),
         schema=REPORT_SCHEMA,
         without_charts=bool(charts) and not library,
         css=(FOLDER / "page.css").read_text(encoding="utf-8"),
@@ -148,7 +148,7 @@ def _cell_classes(table: Table) -> list[str]:
 
 def _explained(report: Report) -> dict[str, list[tuple[str, str]]]:
     """Code of a finding: what `explain` says of it, as (label, text)."""
-    pages = {finding.code: page_of(finding.code) for finding in report.findings}
+    pages = {finding.code: get_page(finding.code) for finding in report.findings}
     return {code: EXPLAINED.findall(re.sub(r"\n +", " ", page)) for code, page in pages.items() if page}
 
 

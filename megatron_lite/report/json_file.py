@@ -9,7 +9,7 @@ from megatron_lite.analysis.predicted.predicted_results import Compared
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import RankFacts
-from megatron_lite.report.sections.all import gaps_of
+from megatron_lite.report.sections.all import build_limitations
 
 
 def json_text(report: Report) -> str:
@@ -36,7 +36,7 @@ def as_json(report: Report) -> dict:
         "traced_memory": plain(facts.traced_memory),
         "predicted": _predicted(facts.predicted) if facts.predicted else None,
         "run": _run(facts.run) if facts.run else None,
-        "gaps": gaps_of(report),
+        "gaps": build_limitations(report),
     }
 
 

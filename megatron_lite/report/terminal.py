@@ -2,7 +2,7 @@
 
 from megatron_lite.analysis.report import Report
 from megatron_lite.report.section_text import section_lines
-from megatron_lite.report.sections.all import confidence_of, gaps_of, sections_of
+from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence
 from megatron_lite.report.text import Style, heading, wrapped
 
 GAPS_SHOWN = 2
@@ -13,7 +13,7 @@ LEFT_OUT_FIRST = ("collectives", "roofline", "kernels", "operators", "phases")  
 def terminal_lines(report: Report, style: Style, everything: bool = False) -> list[str]:
     """At most about 80 lines of WIDTH columns, or all rows of all tables."""
     head, gaps = _head(report, style), _gaps(report, style, everything)
-    sections = {section.key: section for section in sections_of(report, everything)}
+    sections = {section.key: section for section in build_sections(report, everything)}
     drawn = {key: ["", *section_lines(section, style)] for key, section in sections.items()}
     left_out = []
     for key in () if everything else LEFT_OUT_FIRST:
@@ -31,12 +31,12 @@ def _head(report: Report, style: Style) -> list[str]:
         heading(report.title, f"read in {report.read_s:.1f} s", style),
         "",
         *(style.warm(line) for line in sentence),
-        *(style.dim(line) for line in wrapped(confidence_of(report))),
+        *(style.dim(line) for line in wrapped(describe_confidence(report))),
     ]
 
 
 def _gaps(report: Report, style: Style, everything: bool) -> list[str]:
-    gaps = gaps_of(report)
+    gaps = build_limitations(report)
     if not gaps:
         return []
     shown = gaps if everything else gaps[:GAPS_SHOWN]

@@ -129,7 +129,7 @@ class Style:
         return f"\033[{code}m{text}\033[0m" if self.colour and text else text
 
 
-def style_of(stream) -> Style:
+def get_style(stream) -> Style:
     """What `stream` can show: colour on a terminal only (and not with NO_COLOR), blocks where it takes UTF-8."""
     encoding = (getattr(stream, "encoding", None) or "ascii").lower().replace("-", "")
     colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -43,7 +43,7 @@ from megatron_lite.analysis.audit.trace_examiners import (
     examine_synchronization,
     examine_tensor_cores,
 )
-from megatron_lite.analysis.contradictions import contradictions_of, rests_on_run_only
+from megatron_lite.analysis.contradictions import find_contradictions, rests_on_run_only
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Facts
@@ -136,7 +136,7 @@ QUESTIONS = (
 
 def audit_run(facts: Facts, findings: Sequence[Finding], other: Facts | None = None) -> tuple[Point, ...]:
     """A Point per question, in order. `other`: a second run, against which questions 10 and 18 are answered."""
-    case, doubts = Case(facts, tuple(findings), other), contradictions_of(facts)
+    case, doubts = Case(facts, tuple(findings), other), find_contradictions(facts)
     points = []
     for number, question in enumerate(QUESTIONS, 1):
         outcome = _answer(question, case)

@@ -30,7 +30,7 @@ from megatron_lite.analysis.findings.step_measurements import (
     where,
 )
 from megatron_lite.analysis.kernels.kernel_results import Role
-from megatron_lite.analysis.run.learning import learning_of
+from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
@@ -184,7 +184,7 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
 def examine_batches(case: Case) -> Point | list[Evidence]:
     """Global batch = micro-batch x ranks x micro-batches; samples and learning rate follow updates."""
     run, one = case.facts.run, case.facts.critical
-    if run and (why := learning_of(run).nothing):
+    if run and (why := measure_learning(run).nothing):
         code = next((one.code for one in case.found("overflow-storm", "no-learning")), "")
         return failed(
             "see why no step improves the weights", Evidence(f"no update at all: {why}", STEPS_FILE), code=code
@@ -330,7 +330,7 @@ def examine_losses(case: Case) -> Point | list[Evidence]:
         return not_seen("--against a run with the same seed, data, model and batch", *map(Evidence, differences))
     against = f"{STEPS_FILE}, against {base.folder}"
     if any(run.not_finite) and not any(base.not_finite):
-        seen = Evidence(f"{learning_of(run).losses}; the baseline's are all finite", against)
+        seen = Evidence(f"{measure_learning(run).losses}; the baseline's are all finite", against)
         remedy = "undo changes one by one until the losses are finite; megatron-lite compare A B"
         return failed(remedy, seen, code="no-learning")
     mine, theirs = (

@@ -8,18 +8,18 @@ import numpy as np
 
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair, PhasePair, Total
 from megatron_lite.analysis.compare.settings import (
-    band_of,
+    compute_noise_band,
     exact,
     flags_that_differ,
     objections,
     paired,
     paired_samples,
 )
-from megatron_lite.analysis.compare.times import STEP, TRACED_STEP, phases_of_runs, sentence_of, totals_of
-from megatron_lite.analysis.contradictions import contradictions_of
+from megatron_lite.analysis.compare.times import STEP, TRACED_STEP, build_sentence, pair_phases_of_runs, pair_totals
+from megatron_lite.analysis.contradictions import find_contradictions
 from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.kernels.rank_kernels import own_ms
-from megatron_lite.analysis.kernels.roles import role_of_kernel, role_of_operator
+from megatron_lite.analysis.kernels.roles import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.selection import Selection
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.rank_time import rank_time
@@ -70,7 +70,7 @@ def _timed(one: RankFacts) -> _Timed | None:
     return _Timed(rows, ms, order[one.placing.step[rows]], chosen.steps)
 
 
-def work_of(one: RankFacts) -> dict[tuple[str, str], Work]:
+def collect_work(one: RankFacts) -> dict[tuple[str, str], Work]:
     """By (operator, phase); device work without an operator goes by its own name."""
     timed = _timed(one)
     if timed is None:
@@ -115,7 +115,7 @@ def _names(name: np.ndarray, group: np.ndarray, ms: np.ndarray, size: int) -> li
 
 
 def _work(all_names: tuple[str, ...], names: list[int], ms: np.ndarray, per_step: float, on_gpu: bool) -> Work:
-    role = (role_of_kernel if on_gpu else role_of_operator)(all_names[names[0]])
+    role = (get_kernel_role if on_gpu else get_operator_role)(all_names[names[0]])
     kernels = dict.fromkeys(short_name(all_names[name]) for name in names[:NAMES_KEPT]) if on_gpu else ()
     return Work(str(role), ms, per_step, tuple(kernels))
 
@@ -143,15 +143,15 @@ class Side:
     def pair_with(self, other: "Side", figure: Callable[[RankTime], float | None]) -> Pair:
         """A figure of both, and its noise from single steps."""
         samples = [[figure(time) or 0.0 for time in side.steps] for side in (self, other)]
-        return paired(figure(self.time), figure(other.time), band_of(*samples))
+        return paired(figure(self.time), figure(other.time), compute_noise_band(*samples))
 
 
-def side_of(one: RankFacts) -> Side:
+def build_side(one: RankFacts) -> Side:
     """The rank's steps one by one; as many times the work of `rank_time` as there are."""
     steady = [at for at, step in enumerate(one.placing.steps) if step.steady]
     chosen = [steady[len(steady) * at // MAX_STEPS] for at in range(MAX_STEPS)] if len(steady) > MAX_STEPS else steady
     roles = {str(role): ms for role, ms in one.kernels.roles.items()}
-    return Side(one.time, tuple(_only(one, at) for at in chosen), work_of(one), roles, roles_by_step(one))
+    return Side(one.time, tuple(_only(one, at) for at in chosen), collect_work(one), roles, roles_by_step(one))
 
 
 def _only(one: RankFacts, at: int) -> RankTime:
@@ -159,13 +159,13 @@ def _only(one: RankFacts, at: int) -> RankTime:
     return rank_time(one.trace, replace(one.placing, steps=steps))
 
 
-def rows_of(a: Side, b: Side) -> dict[str, Pair]:
+def pair_rows(a: Side, b: Side) -> dict[str, Pair]:
     """Where the steps go, in the order of a report."""
     names = [name for name in ROW_TITLES if a.time.rows.get(name) or b.time.rows.get(name)]
     return {name: a.pair_with(b, lambda time, name=name: time.rows.get(name, 0.0)) for name in names}
 
 
-def phases_of(a: Side, b: Side) -> tuple[PhasePair, ...]:
+def pair_phases(a: Side, b: Side) -> tuple[PhasePair, ...]:
     """In the order of a step. A phase that one run lacks is None there."""
     names = dict.fromkeys(phase.name for side in (a, b) for phase in side.time.phases)
     on_gpu = a.time.on_gpu or b.time.on_gpu
@@ -183,11 +183,15 @@ def _of_phase(name: str, what: str) -> Callable[[RankTime], float | None]:
     return lambda time: next((getattr(phase, what) for phase in time.phases if phase.name == name), None)
 
 
-def roles_of(a: Side, b: Side) -> dict[str, Pair]:
+def pair_roles(a: Side, b: Side) -> dict[str, Pair]:
     """ms per step by role, largest first."""
     names = sorted({**a.roles, **b.roles}, key=lambda name: -max(a.roles.get(name, 0.0), b.roles.get(name, 0.0)))
     return {
-        name: paired(a.roles.get(name), b.roles.get(name), band_of(*(side.role_steps.get(name, ()) for side in (a, b))))
+        name: paired(
+            a.roles.get(name),
+            b.roles.get(name),
+            compute_noise_band(*(side.role_steps.get(name, ()) for side in (a, b))),
+        )
         for name in names
     }
 
@@ -197,7 +201,7 @@ def roles_of(a: Side, b: Side) -> dict[str, Pair]:
 Purposes = dict[tuple[str, str], Work]  # by operator and phase
 
 
-def kernels_of(a: Purposes, b: Purposes) -> tuple[KernelPair, ...]:
+def pair_kernels(a: Purposes, b: Purposes) -> tuple[KernelPair, ...]:
     """Largest difference first. On CPUs operators take the place of kernels."""
     found = [_pair(key, a.get(key), b.get(key)) for key in {**a, **b}]
     return tuple(sorted(found, key=lambda pair: -abs((pair.ms.b or 0.0) - (pair.ms.a or 0.0))))
@@ -229,7 +233,7 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
     reasons = objections(a, b)
     if reasons and not force:
         raise ConfigError([f"{reason}; --force compares all the same." for reason in reasons])
-    totals = tuple(totals_of(a, b))
+    totals = tuple(pair_totals(a, b))
     if not totals:
         raise UserError(
             f"{titles[0]}, {titles[1]}: they have nothing in common to compare; both need steps.jsonl with ordinary "
@@ -252,26 +256,26 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
 def _sentence(a: Facts, b: Facts, totals: tuple[Total, ...], parts: dict) -> str:
     """A profiler slows its steps down: differences of its phases are no parts of an ordinary step's difference."""
     if any(total.name == STEP for total in totals):
-        return sentence_of(totals, {}, phases_of_runs(a.run, b.run))
-    return sentence_of(totals, parts["rows"], parts["phases"])
+        return build_sentence(totals, {}, pair_phases_of_runs(a.run, b.run))
+    return build_sentence(totals, parts["rows"], parts["phases"])
 
 
 def _traced(a: Facts, b: Facts) -> dict:
     """The fields of Comparison that come from traces."""
-    one, other = side_of(a.critical), side_of(b.critical)
+    one, other = build_side(a.critical), build_side(b.critical)
     alike = one.time.on_gpu == other.time.on_gpu  # kernels of a GPU and operators of a CPU are no pairs
     return {
-        "rows": rows_of(one, other),
-        "phases": phases_of(one, other),
+        "rows": pair_rows(one, other),
+        "phases": pair_phases(one, other),
         "phases_of": "traces of the profiled steps",
-        "roles": roles_of(one, other) if alike else {},
-        "kernels": kernels_of(one.work, other.work) if alike else (),
+        "roles": pair_roles(one, other) if alike else {},
+        "kernels": pair_kernels(one.work, other.work) if alike else (),
     }
 
 
 def _told_by_runs(a: Facts, b: Facts) -> dict:
     """The same fields, as far as steps.jsonl has them."""
-    phases = phases_of_runs(a.run, b.run) if a.run and b.run else ()
+    phases = pair_phases_of_runs(a.run, b.run) if a.run and b.run else ()
     return {
         "rows": {},
         "phases": phases,
@@ -304,7 +308,7 @@ def _notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
     if len(set(devices)) > 1:
         notes.append(f"the devices differ: {devices[0]} against {devices[1]}")
     for name, facts in (("A", a), ("B", b)):
-        notes += [f"{name}: {doubt}" for doubt in contradictions_of(facts)]
+        notes += [f"{name}: {doubt}" for doubt in find_contradictions(facts)]
         slower = facts.run.profiler_slowdown if facts.run else None
         if slower and slower > 1.1 and facts.critical:
             notes.append(

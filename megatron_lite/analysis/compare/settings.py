@@ -117,10 +117,10 @@ def paired(a: float | None, b: float | None, band: float | None) -> Pair:
 
 def paired_samples(a: Sequence[float], b: Sequence[float], centre=median) -> Pair:
     """The centres of two runs' steps (fewer than MIN_STEPS of either: no band)."""
-    return paired(centre(a) if a else None, centre(b) if b else None, band_of(a, b))
+    return paired(centre(a) if a else None, centre(b) if b else None, compute_noise_band(a, b))
 
 
-def band_of(a: Sequence[float], b: Sequence[float]) -> float | None:
+def compute_noise_band(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Half the 99% confidence interval of B - A, from medians of blocks of steps; None for too few steps."""
     if min(len(a), len(b)) < MIN_STEPS:
         return None

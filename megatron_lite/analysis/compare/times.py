@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from megatron_lite.analysis.compare.compare_results import Change, Pair, PhasePair, Total
-from megatron_lite.analysis.compare.settings import band_of, exact, paired, paired_samples
+from megatron_lite.analysis.compare.settings import compute_noise_band, exact, paired, paired_samples
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import ROW_TITLES
@@ -22,7 +22,7 @@ STEP, TRACED_STEP, TOKENS, MFU, PEAK = (
 )
 
 
-def totals_of(a: Facts, b: Facts) -> list[Total]:
+def pair_totals(a: Facts, b: Facts) -> list[Total]:
     """Step, tokens per second, MFU and peak memory, of each source that both have."""
     totals = _totals_of_runs(a.run, b.run) if a.run and b.run else []
     traced = traced_step(a, b)
@@ -39,7 +39,7 @@ def _totals_of_runs(a: Run, b: Run) -> list[Total]:
     of = f"steps.jsonl, {len(ordinary[0])} and {len(ordinary[1])} ordinary steps"
     totals = [Total(STEP, "ms", of, paired_samples(*ordinary))]
     # rates are of all ordinary time, as a report has them; they vary as one over the step does
-    relative = band_of(*([fmean(ms) / one for one in ms] for ms in ordinary))
+    relative = compute_noise_band(*([fmean(ms) / one for one in ms] for ms in ordinary))
     for name, unit, mine, theirs in (
         (TOKENS, "tokens/s", a.tokens_per_second, b.tokens_per_second),
         (MFU, "%", _percent(a.mfu_causal), _percent(b.mfu_causal)),
@@ -56,10 +56,12 @@ def traced_step(a: Facts, b: Facts) -> Pair | None:
     if not a.critical or not b.critical:
         return None
     samples = [[step.ms for step in facts.critical.time.steady_steps] for facts in (a, b)]
-    return paired(a.critical.time.step_ms, b.critical.time.step_ms, band_of(*samples)) if all(samples) else None
+    return (
+        paired(a.critical.time.step_ms, b.critical.time.step_ms, compute_noise_band(*samples)) if all(samples) else None
+    )
 
 
-def phases_of_runs(a: Run, b: Run) -> tuple[PhasePair, ...]:
+def pair_phases_of_runs(a: Run, b: Run) -> tuple[PhasePair, ...]:
     """Medians over ordinary steps: of the host, and where there is a GPU as its stream passed through them."""
     with_gpu = bool(a.gpu_phases_ms or b.gpu_phases_ms)
     found = []
@@ -103,7 +105,7 @@ MAX_NAMED = 3
 MOSTLY_COMPUTE = 0.5  # of the step's difference: then phases say more than the one row "compute"
 
 
-def sentence_of(totals: Sequence[Total], rows: dict[str, Pair], phases: Sequence[PhasePair]) -> str:
+def build_sentence(totals: Sequence[Total], rows: dict[str, Pair], phases: Sequence[PhasePair]) -> str:
     """'B takes 43% less time per step (185 -> 106 ms): backward -50 ms, forward -28 ms; peak memory is 20% less (...)'.
 
     rows, phases: of the same steps as the first of `totals` that is a step.

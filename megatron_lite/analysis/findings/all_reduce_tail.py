@@ -18,8 +18,8 @@ from megatron_lite.analysis.findings.step_measurements import (
     MATTERS,
     counted,
     in_ms,
+    measure_reduction,
     of_step,
-    reduction_of,
     share,
     where,
 )
@@ -31,7 +31,7 @@ TITLE = "gradient reduction after backward's end"
 
 def find(facts: Facts) -> Finding | None:
     one = facts.critical
-    seen = reduction_of(one) if one is not None else None
+    seen = measure_reduction(one) if one is not None else None
     if seen is None or seen.early_share < NEVER_EARLY or share(seen.tail_ms, one) < MATTERS:
         return None
     text = (
@@ -43,8 +43,6 @@ def find(facts: Facts) -> Finding | None:
         () if not alone else (Evidence("with one rank's trace alone, waiting for a slower rank is not told apart"),)
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=seen.tail_ms,
         evidence=(Evidence(text, where(one)), *waiting),
         advice="smaller buckets (--ddp-bucket-size), 16-bit reduction (--grad-reduce-in-bf16), or more micro-batches "

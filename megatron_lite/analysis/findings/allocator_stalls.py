@@ -40,8 +40,6 @@ def find(facts: Facts) -> Finding | None:
         return None
     rows = rows_named(one, lambda name: name.startswith(CALLS), Kind.RUNTIME)
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(_seen(one, rows, cost),),
         advice="leave the allocator more room, or let its segments grow: "

@@ -43,8 +43,6 @@ def find(facts: Facts) -> Finding | None:
         f"{of_step(cost, one)}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one, rows[0])),),
         advice="train without dropout inside attention: --attention-dropout 0",

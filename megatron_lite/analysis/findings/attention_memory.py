@@ -34,8 +34,6 @@ def find(facts: Facts) -> Finding | None:
     first = Evidence(f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})", most.source)
     shown = [Evidence(f"{size(site.num_bytes)} in {site.blocks} pieces", site.site) for site in sites[:MAX_SHOWN]]
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_bytes=held,
         evidence=(first, *shown),
         advice="fused attention, which keeps no scores: --attention-backend auto, or scaled_dot_product_attention",

@@ -47,8 +47,6 @@ def find(facts: Facts) -> Finding | None:
         return None
     text = f"operators on {' and '.join(f'{t} x {t}' for t in sorted(lengths))} scores take {of_step(cost, one)}"
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one, row)),),
         advice="fused attention: --attention-backend auto, or torch's scaled_dot_product_attention(is_causal=True)",
@@ -59,7 +57,7 @@ def find(facts: Facts) -> Finding | None:
     )
 
 
-def squares_of(dims: tuple) -> set[int]:
+def find_score_tensors(dims: tuple) -> set[int]:
     """T of every argument [..., T, T] with batch or heads in front."""
     return {
         arg[-1] for arg in dims if len(arg) >= 3 and all(isinstance(size, int) for size in arg) and arg[-1] == arg[-2]
@@ -70,14 +68,14 @@ def _softmax_lengths(one: RankFacts) -> set[int]:
     """T of all softmax operators of steady steps."""
     rows = rows_named(one, lambda name: "softmax" in name and "log_softmax" not in name, Kind.OP)
     indices = np.unique(one.trace.events.shapes[rows])
-    found = set().union(*(squares_of(one.trace.shapes[index].dims) for index in indices if index >= 0))
+    found = set().union(*(find_score_tensors(one.trace.shapes[index].dims) for index in indices if index >= 0))
     return {length for length in found if length >= (SHORTEST if one.time.on_gpu else SHORTEST_ON_CPU)}
 
 
 def _cost_ms(one: RankFacts, lengths: set[int]) -> tuple[float, int | None]:
     """(time per step of what operators on scores do, the first of them)."""
     events = one.trace.events
-    on_scores = np.array([bool(squares_of(shape.dims) & lengths) for shape in one.trace.shapes] + [False])
+    on_scores = np.array([bool(find_score_tensors(shape.dims) & lengths) for shape in one.trace.shapes] + [False])
     rows = work_rows(one)
     operators = one.placing.operator[rows] if one.time.on_gpu else rows
     shapes = np.where(operators >= 0, events.shapes[np.maximum(operators, 0)], -1)

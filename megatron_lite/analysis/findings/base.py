@@ -1,7 +1,7 @@
 """What a finding is. One rule is one file: its docstring is the page that `megatron-lite explain CODE` prints.
 
 A rule's module has CODE (unique, "sync-in-step"), TITLE (a few words), and find(facts) -> Finding | None: pure, and None
-wherever it cannot know.
+wherever it cannot know. apply_rules() writes code and title into the finding.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Evidence:
 class Finding:
     """One cause of lost time or memory."""
 
-    code: str
-    title: str
+    code: str = ""
+    title: str = ""
     cost_ms: float | None = None  # per step; None for what costs memory or trust rather than time
     cost_bytes: int | None = None  # at the peak; None if it is about time
     evidence: tuple[Evidence, ...] = ()  # never empty, what counts most first

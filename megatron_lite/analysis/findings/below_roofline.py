@@ -16,7 +16,7 @@ False alarm: a GPU that is throttled or shared; then all kernels are low.
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.matmul_shapes import is_off
-from megatron_lite.analysis.findings.run_settings import layer_of
+from megatron_lite.analysis.findings.run_settings import name_layer
 from megatron_lite.analysis.findings.step_measurements import MIN_SHARE_SHOWN, in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
 from megatron_lite.analysis.run_facts import Facts
@@ -46,7 +46,7 @@ def find(facts: Facts) -> Finding | None:
         return None
     shown = [
         Evidence(
-            f"{layer_of(facts, row.dims)} {row.operator} {row.shape}: {in_ms(row.ms)} where "
+            f"{name_layer(facts, row.dims)} {row.operator} {row.shape}: {in_ms(row.ms)} where "
             f"{in_ms(row.bound_ms)} is the floor "
             f"({row.efficiency:.0%}, bound by {row.bound_by})",
             row.phase,
@@ -55,8 +55,6 @@ def find(facts: Facts) -> Finding | None:
     ]
     ways = _ways(slow)
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(f"time above the floor: {of_step(cost, one)}", where(one)), *shown),
         advice="; ".join(text for text, _ in ways),

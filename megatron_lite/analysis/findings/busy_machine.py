@@ -32,8 +32,6 @@ def find(facts: Facts) -> Finding | None:
     rank, ms = run.without_core
     advice, flags = _way_out(facts)
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=ms,
         evidence=tuple(Evidence(text, "steps.jsonl") for text in _seen(run.ranks, rank)),
         advice=advice,

@@ -36,8 +36,6 @@ def find(facts: Facts) -> Finding | None:
     if share(cost, one) < (TOO_MUCH if one.time.on_gpu else TOO_MUCH_ON_CPU):
         return None
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(f"copies and casts take {of_step(cost, one)}", where(one)), *_operators(one)),
         advice="16-bit weights instead of autocast, one layout from the start, torch.compile to fold casts away",

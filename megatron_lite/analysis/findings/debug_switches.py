@@ -27,8 +27,6 @@ def find(facts: Facts) -> Finding | None:
     if not on:
         return None
     return Finding(
-        code=CODE,
-        title=TITLE,
         evidence=tuple(Evidence(f"{setting}: {cost}", "run.json") for setting, cost in on.items()),
         advice=f"unset {', '.join(setting.partition('=')[0] for setting in on)}",
         certain=False,

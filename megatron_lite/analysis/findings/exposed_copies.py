@@ -44,8 +44,6 @@ def find(facts: Facts) -> Finding | None:
         return None
     first = Evidence(f"nothing but copies runs {of_step(cost, one)}", where(one))
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(first, *_by_name(one, rows)),
         advice="copy from pinned memory on a stream of its own, ahead of the kernels that need it",

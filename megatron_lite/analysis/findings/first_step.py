@@ -47,8 +47,6 @@ def find(facts: Facts) -> Finding | None:
         else "leave the first steps out of comparisons; a longer run hides them"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=extra / run.steps,
         evidence=(Evidence(text, "steps.jsonl"),),
         advice=advice,

@@ -40,8 +40,6 @@ def find(facts: Facts) -> Finding | None:
     flag = "--fp16" if "V100" in (one.time.device or "") else "--bf16"
     gain = _gain_ms(one, ms, flag)
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=ms if gain is None else gain,
         evidence=(
             Evidence(f"fp32 products (matrices, attention, convolution) take {of_step(ms, one)}", where(one)),

@@ -38,8 +38,6 @@ def find(facts: Facts) -> Finding | None:
         "between them"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_bytes=unused,
         evidence=(Evidence(text, worst.source), Evidence(_replayed(worst, gain))),
         advice=f"let segments grow: {FLAG}"

@@ -34,8 +34,6 @@ def find(facts: Facts) -> Finding | None:
         else ("collect on all ranks in the same, rare steps: --manual-gc, without a gc.collect() in the step itself")
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(f"garbage collection takes {of_step(cost, one)}", where(one)),),
         advice=advice,

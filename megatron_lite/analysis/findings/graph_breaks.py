@@ -62,8 +62,6 @@ def _names(one: RankFacts, rows: np.ndarray) -> list[str]:
 
 def _finding(one: RankFacts, evidence: list[Evidence], certain: bool) -> Finding:
     return Finding(
-        code=CODE,
-        title=TITLE,
         evidence=tuple(evidence),
         advice="start with TORCH_LOGS=graph_breaks to see the lines that break the graph",
         flags=("TORCH_LOGS=graph_breaks",),

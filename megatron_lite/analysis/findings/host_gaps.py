@@ -47,8 +47,6 @@ def find(facts: Facts) -> Finding | None:
         return None
     sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(f"the device idles {of_step(seen, one)} because of the host", where(one)), *sites),
         advice="take Python work out of the step; profile with stacks to see the lines",
@@ -79,7 +77,6 @@ def _in_places(one: RankFacts, stretches: list[Stretch], seen: float, cost: floa
     place = f"take that work out of {first.phase or 'the step'}, or do it in fewer steps"
     text = f"Python runs for a millisecond or longer without an operator: {of_step(seen, one)}"
     return Finding(
-        code=CODE,
         title=TITLE_ON_CPU,
         cost_ms=cost,
         evidence=(Evidence(text, where(one)), *shown),
@@ -104,7 +101,6 @@ def _in_calls(one: RankFacts, cost: float) -> Finding:
     text = f"{operators:,.0f} operators per step, {each}; Python between them takes {of_step(cost, one)}"
     sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
     return Finding(
-        code=CODE,
         title=TITLE_ON_CPU,
         cost_ms=cost,
         evidence=(Evidence(text, where(one)), *sites),

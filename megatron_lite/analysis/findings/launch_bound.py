@@ -47,8 +47,6 @@ def find(facts: Facts) -> Finding | None:
         else "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one)), *sites),
         advice=advice,

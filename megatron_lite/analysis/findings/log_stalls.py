@@ -36,8 +36,6 @@ def find(facts: Facts) -> Finding | None:
     advice = f"a larger --log-interval{f' (now {now})' if now else ''}"
     advice += f", without {', '.join(costly)}" if costly else ""
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(evidence,),
         advice=advice,

@@ -13,7 +13,7 @@ False alarm: a peak far below the device's memory.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.run_settings import argument, bytes_of, is_tight, whole
+from megatron_lite.analysis.findings.run_settings import argument, is_tight, sum_category, whole
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size
 
@@ -26,7 +26,7 @@ def find(facts: Facts) -> Finding | None:
     most = facts.highest_snapshot
     if most is None or not is_tight(facts, most):
         return None
-    held = bytes_of(most, "logits and loss")
+    held = sum_category(most, "logits and loss")
     if held < TOO_MUCH * most.peak_bytes:
         return None
     now = whole(argument(facts, "micro_batch_size"))
@@ -36,8 +36,6 @@ def find(facts: Facts) -> Finding | None:
         f"{most.peak_phase or 'an unknown phase'}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_bytes=held,
         evidence=(Evidence(text, most.source),),
         advice="compute the loss in chunks of "

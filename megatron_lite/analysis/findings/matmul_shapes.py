@@ -16,7 +16,7 @@ False alarm: products so small that launching them costs more than their tiles.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.run_settings import layer_of, meaning_of
+from megatron_lite.analysis.findings.run_settings import name_layer, suggest_size
 from megatron_lite.analysis.findings.step_measurements import MIN_SHARE_SHOWN, in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
 from megatron_lite.analysis.run_facts import Facts, RankFacts
@@ -44,8 +44,6 @@ def find(facts: Facts) -> Finding | None:
     dearest = sorted(rows, key=lambda row: -row.ms)
     changes = _changes(facts, dearest)
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=_evidence(facts, one, dearest, ms),
         advice="; ".join(changes[:MAX_SHOWN]),
@@ -79,13 +77,13 @@ def _padding(dims: tuple[int, ...]) -> float:
 
 def _changes(facts: Facts, rows: list[RooflineRow]) -> list[str]:
     seen = dict.fromkeys(dimension for row in rows for dimension in row.dims if is_off(dimension))
-    return list(dict.fromkeys(meaning_of(facts, dimension, better(dimension)) for dimension in seen))
+    return list(dict.fromkeys(suggest_size(facts, dimension, better(dimension)) for dimension in seen))
 
 
 def _evidence(facts: Facts, one: RankFacts, rows: list[RooflineRow], ms: float) -> tuple[Evidence, ...]:
     first = Evidence(f"products with such dimensions take {of_step(ms, one)}", where(one))
     shown = [
-        Evidence(f"{layer_of(facts, row.dims)} {row.shape}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase)
+        Evidence(f"{name_layer(facts, row.dims)} {row.shape}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase)
         for row in rows[:MAX_SHOWN]
     ]
     return (first, *shown)

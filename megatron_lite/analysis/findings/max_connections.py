@@ -36,8 +36,6 @@ def find(facts: Facts) -> Finding | None:
         f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of {of_step(cost, one)}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one)),),
         advice=f"unset {QUEUES} (or set 32) for pure data parallelism, and compare",

@@ -55,8 +55,6 @@ def _of_snapshot(one: Snapshot) -> Finding:
     ]
     total = int(grown.bytes_per_step * grown.steps)
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_bytes=total,
         evidence=(first, *sites),
         advice=ADVICE,
@@ -72,8 +70,6 @@ def _of_run(grown: Growth, what: str) -> Finding:
     )
     where = "steps.jsonl" if grown.rank is None else f"rank {grown.rank}, steps.jsonl"
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_bytes=grown.num_bytes,
         evidence=(Evidence(text, where),),
         advice=ADVICE,

@@ -34,8 +34,6 @@ def find(facts: Facts) -> Finding | None:
         "micro-batches per step"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, held.where),),
         advice=larger.text,

@@ -50,8 +50,6 @@ def find(facts: Facts) -> Finding | None:
         f"there are {size(room)}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, "run.json"), Evidence(f"forward takes {in_ms(forward)}, and is run twice", where)),
         advice="leave out --recompute-granularity full",

@@ -15,7 +15,7 @@ False alarm: a benchmark with a learning rate of 0; data that the model knows al
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.run_settings import argument
-from megatron_lite.analysis.run.learning import learning_of
+from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "no-learning"
@@ -25,7 +25,7 @@ TITLE = "losses that show no learning"
 def find(facts: Facts) -> Finding | None:
     if facts.run is None:
         return None
-    learning = learning_of(facts.run)
+    learning = measure_learning(facts.run)
     lost = learning.not_finite
     if not lost and (learning.falls is not False or _need_not_fall(facts)):
         return None
@@ -34,8 +34,6 @@ def find(facts: Facts) -> Finding | None:
     else:
         advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect)"
     return Finding(
-        code=CODE,
-        title=TITLE,
         evidence=(Evidence(learning.losses, "steps.jsonl"),),
         advice=advice,
         flags=("--lr",),

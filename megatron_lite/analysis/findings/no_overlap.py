@@ -14,7 +14,7 @@ False alarm: models so small that one bucket is all there is.
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.run_settings import whole
-from megatron_lite.analysis.findings.step_measurements import MATTERS, counted, of_step, reduction_of, share, where
+from megatron_lite.analysis.findings.step_measurements import MATTERS, counted, measure_reduction, of_step, share, where
 from megatron_lite.analysis.run_facts import Facts
 
 CODE = "no-overlap"
@@ -25,7 +25,7 @@ BUCKETS = 8  # enough that the last one is a small part
 
 def find(facts: Facts) -> Finding | None:
     one = facts.critical
-    seen = reduction_of(one) if one is not None else None
+    seen = measure_reduction(one) if one is not None else None
     if seen is None or seen.early_share >= NEVER_EARLY or share(seen.tail_ms, one) < MATTERS:
         return None
     parameters = whole(facts.run.record.get("parameters")) if facts.run else None
@@ -35,8 +35,6 @@ def find(facts: Facts) -> Finding | None:
         f"{of_step(seen.tail_ms, one)}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=seen.tail_ms,
         evidence=(Evidence(text, where(one)),),
         advice=f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce",

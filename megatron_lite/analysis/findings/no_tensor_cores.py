@@ -16,7 +16,7 @@ False alarm: matrix-vector products, which memory limits anyway.
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.matmul_shapes import better, is_off
-from megatron_lite.analysis.findings.run_settings import meaning_of
+from megatron_lite.analysis.findings.run_settings import suggest_size
 from megatron_lite.analysis.findings.step_measurements import MATTERS, in_ms, of_step, share, where
 from megatron_lite.analysis.kernels.kernel_results import KernelRow, TensorCores
 from megatron_lite.analysis.run_facts import Facts, RankFacts
@@ -46,8 +46,6 @@ def find(facts: Facts) -> Finding | None:
     ]
     changes = _changes(facts, one, rows)
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one)), *shown),
         advice="; ".join(changes) or "make the dimensions of these products multiples of 64 (at least 8)",
@@ -61,7 +59,7 @@ def _changes(facts: Facts, one: RankFacts, rows: list[KernelRow]) -> list[str]:
     """The odd dimensions of these kernels' own operators, and what makes them; [] without shapes."""
     asked = {row.operator for row in rows}
     odd = [size for row in one.kernels.roofline if row.operator in asked for size in row.dims if is_off(size)]
-    return [meaning_of(facts, size, better(size)) for size in dict.fromkeys(odd)][:MAX_SHOWN]
+    return [suggest_size(facts, size, better(size)) for size in dict.fromkeys(odd)][:MAX_SHOWN]
 
 
 def _is_slow(row: KernelRow) -> bool:

@@ -39,8 +39,6 @@ def find(facts: Facts) -> Finding | None:
         for part in failed.held[:MAX_SHOWN]
     ]
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_bytes=failed.peak_bytes,
         evidence=(Evidence(text, failed.oom.site or failed.source), *held),
         advice=_advice(failed),

@@ -40,8 +40,6 @@ def find(facts: Facts) -> Finding | None:
     if cost:
         text += f": {in_ms(cost)} of every {in_ms(run.steady_step_ms)} are computed for nothing"
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, "steps.jsonl"),),
         advice="train in bf16 (--bf16), or lower --lr and lengthen --lr-warmup-iters",

@@ -51,8 +51,6 @@ def find(facts: Facts) -> Finding | None:
     trust = "the run's own step times, not the trace's" if on_cpu else "device times, not gaps"
     without = f" without {', '.join(used)}" if used else " with a larger micro-batch"
     return Finding(
-        code=CODE,
-        title=TITLE,
         evidence=(Evidence(text, "steps.jsonl"),),
         advice=f"trust {trust}; profile again{without}",
         certain=bool(run.recovered),

@@ -77,8 +77,6 @@ def _of_trace(one: RankFacts) -> Finding | None:
 
 def _finding(cost: float, evidence: Evidence, rank: int | None) -> Finding:
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(evidence,),
         advice="start with TORCH_LOGS=recompiles to see which guard fails, and keep shapes and Python values constant",

@@ -44,8 +44,6 @@ def find(facts: Facts) -> Finding | None:
         f"{size(held / len(layers))} and the layers' inputs{f' of {size(inputs)}' if inputs else ''}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_bytes=held,
         evidence=(Evidence(text, most.source),),
         advice=f"if memory keeps the micro-batch small: {FLAG} (costs a second forward)",

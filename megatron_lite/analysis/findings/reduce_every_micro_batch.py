@@ -46,8 +46,6 @@ def find(facts: Facts) -> Finding | None:
         f"{in_ms(per_step_ms(one, early))} per step; nothing hides {of_step(cost, one)}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one, early[0])),),
         advice="reduce after the last micro-batch only: model.no_sync() around the others",

@@ -150,7 +150,7 @@ def is_tight(facts: Facts, one: Snapshot) -> bool:
     return one.peak_bytes >= (TIGHT * room if room else LARGE_BYTES)
 
 
-def bytes_of(one: Snapshot, category: str) -> int:
+def sum_category(one: Snapshot, category: str) -> int:
     """Of one category at the peak."""
     return sum(held.num_bytes for held in one.held if held.category == category)
 
@@ -158,7 +158,7 @@ def bytes_of(one: Snapshot, category: str) -> int:
 # --- which layer a matrix product is, and which flag makes a dimension: by the run's own shape
 
 
-def layer_of(facts: Facts, dims: tuple[int, ...]) -> str:
+def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
     """ "MLP fc1", by two of the product's three dimensions in any order (backward transposes).
 
     The third should be the micro-batch's tokens: these may number as many as another layer's features.
@@ -173,7 +173,7 @@ def layer_of(facts: Facts, dims: tuple[int, ...]) -> str:
     return min(fitting, key=lambda one: one[0])[1] if fitting else "product"
 
 
-def meaning_of(facts: Facts, dimension: int, wanted: int) -> str:
+def suggest_size(facts: Facts, dimension: int, wanted: int) -> str:
     """What to change to turn `dimension` into `wanted`: "--hidden-size 1024 (now 1000)"."""
     for flag, value in _flags(facts):
         if value == dimension:

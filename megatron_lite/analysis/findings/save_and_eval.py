@@ -36,8 +36,6 @@ def find(facts: Facts) -> Finding | None:
         return None
     cost = sum(stalls.values()) / run.steps
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=tuple(_seen(run, name, total, whole_ms) for name, total in stalls.items() if total),
         advice=f"stand still less: {' and '.join(_ways(facts, stalls))}",

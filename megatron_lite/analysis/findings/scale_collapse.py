@@ -36,8 +36,6 @@ def find(facts: Facts) -> Finding | None:
         "were skipped)"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         evidence=(Evidence(text, "steps.jsonl"),),
         advice="stop and find what overflows; --bf16 needs no loss scale",
         flags=("--bf16",),

@@ -33,8 +33,6 @@ def find(facts: Facts) -> Finding | None:
         return None
     flag = "--bf16" if hardware(facts, "bf16_products") is True else ""
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(
             Evidence(f"the run is in {precision}, for which this processor has no units", "run.json"),

@@ -52,8 +52,6 @@ def find(facts: Facts) -> Finding | None:
         f"{of_step(cost, one)}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one, small[0])),),
         advice=f"larger buckets: {FLAG}",

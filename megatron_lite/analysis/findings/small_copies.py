@@ -54,8 +54,6 @@ def find(facts: Facts) -> Finding | None:
         f"{of_step(cost, one)}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one, rows[0])),),
         advice="copy one tensor per batch and split it on the device; fetch values together and seldom",

@@ -37,8 +37,6 @@ def find(facts: Facts) -> Finding | None:
     if isinstance(workers, int):
         advice += f" (now {workers})"
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=wait.ms,
         evidence=(Evidence(wait.text, wait.where), *_loading(wait)),
         advice=advice,

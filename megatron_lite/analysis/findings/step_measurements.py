@@ -133,7 +133,7 @@ class Reduction:
     early_share: float  # of the communication: begun before that
 
 
-def reduction_of(one: RankFacts) -> Reduction | None:
+def measure_reduction(one: RankFacts) -> Reduction | None:
     """None without collectives of gradients, or where the trace does not say what backward is."""
     rows, steps = reduction_rows(one), one.placing.step
     backward = in_phases(one, compute_rows(one), BACKWARD)

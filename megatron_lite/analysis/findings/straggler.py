@@ -19,7 +19,7 @@ False alarm: clocks of several nodes that are not aligned; the report says wheth
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.step_measurements import MATTERS, in_ms
-from megatron_lite.analysis.ranks.from_run import straggler_of_medians
+from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
 from megatron_lite.analysis.run_facts import Facts
 
@@ -37,7 +37,7 @@ def find(facts: Facts) -> Finding | None:
     found = facts.ranks.straggler if facts.ranks else None
     step_ms = max((row.step_ms for row in facts.ranks.rows), default=0.0) if facts.ranks else 0.0
     if found is None and facts.run is not None and facts.run.ranks is not None:
-        found, step_ms = straggler_of_medians(facts.run.ranks), facts.run.steady_step_ms or 0.0
+        found, step_ms = find_straggler_by_medians(facts.run.ranks), facts.run.steady_step_ms or 0.0
     if found is None or found.caused_wait_ms < MATTERS * step_ms:
         return None
     flags = _what_to_record(facts)
@@ -47,8 +47,6 @@ def find(facts: Facts) -> Finding | None:
         else "swap its node or GPU with another's and see whether the rank or the place is slow"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=found.caused_wait_ms,
         evidence=(Evidence(_lateness(found, facts.ranks), f"rank {found.rank}"), Evidence(_reason(found))),
         advice=f"rank {found.rank}: {why}",

@@ -28,8 +28,6 @@ def find(facts: Facts) -> Finding | None:
     if share(cost, one) < MATTERS:
         return None
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(f"launched kernels wait while the device idles, {of_step(cost, one)}", where(one)),),
         advice="start copies and collectives earlier and wait for them later; see the gaps in the trace",

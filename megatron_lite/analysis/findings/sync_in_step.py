@@ -48,8 +48,6 @@ def find(facts: Facts) -> Finding | None:
     calls = sum(site.per_step for site in sites)
     text = f"{counted(calls, 'wait')} per step, after which the device idles {of_step(cost, one)}"
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one)), *map(_seen, sites[:MAX_SHOWN])),
         advice="read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device",

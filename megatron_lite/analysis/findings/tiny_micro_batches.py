@@ -57,8 +57,6 @@ def _finding(facts: Facts, one: RankFacts, number: float, tokens: int, costs, la
     flag = larger.flag if larger else "--micro-batch-size"  # no number without the memory that it would take
     advice = larger.text if larger else f"fewer, larger micro-batches as far as memory allows: {flag} above {now}"
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one)),),
         advice=advice,

@@ -31,8 +31,6 @@ def find(facts: Facts) -> Finding | None:
         return None
     flag = f"{THREADS}={fewer}"
     return Finding(
-        code=CODE,
-        title=TITLE,
         evidence=(Evidence(f"{threads} threads x {ranks} ranks of this machine on {cpus} cores", "run.json"),),
         advice=f"share the cores out: {flag}",
         flags=(flag,),

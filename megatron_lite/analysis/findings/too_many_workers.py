@@ -28,8 +28,6 @@ def find(facts: Facts) -> Finding | None:
     fewer = max(1, cpus // (2 * ranks))
     seen = Evidence(f"{workers} workers x {ranks} ranks of this machine on {cpus} cores", "run.json")
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=wait.ms,
         evidence=(Evidence(wait.text, wait.where), seen),
         advice=f"fewer workers than cores: --num-workers {fewer} (now {workers}), and less work per batch",

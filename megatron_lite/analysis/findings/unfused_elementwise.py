@@ -38,8 +38,6 @@ def find(facts: Facts) -> Finding | None:
         Evidence(f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase) for row in rows[:MAX_SHOWN]
     ]
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(first, *shown),
         advice="compile the layers, so that chains of elementwise operators become one kernel",

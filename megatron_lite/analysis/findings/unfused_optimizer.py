@@ -51,8 +51,6 @@ def find(facts: Facts) -> Finding | None:
     row = (joined if len(joined) else loops)[0]
     evidence = Evidence(f"the update is {how}; the optimizer takes {of_step(cost, one)}", where(one, row))
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(evidence,),
         advice="a fused optimizer: torch.optim.AdamW(..., fused=True)",

@@ -57,8 +57,6 @@ def find(facts: Facts) -> Finding | None:
         f"{in_ms(stalled)} idle after the host's wait; {of_step(cost, one)}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one, rows[0])),),
         advice="pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)",

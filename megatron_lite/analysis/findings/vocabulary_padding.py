@@ -37,8 +37,6 @@ def find(facts: Facts) -> Finding | None:
         f"{of_step(cost, one)}"
     )
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one)),),
         advice=f"pad the vocabulary to a multiple of {FIT} only: --make-vocab-size-divisible-by {FIT}",

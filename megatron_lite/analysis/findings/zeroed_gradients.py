@@ -40,8 +40,6 @@ def find(facts: Facts) -> Finding | None:
         return None
     text = f"{len(rows) / steady_steps(one):,.0f} calls per step in zero_grad: {of_step(cost, one)}"
     return Finding(
-        code=CODE,
-        title=TITLE,
         cost_ms=cost,
         evidence=(Evidence(text, where(one, rows[0])),),
         advice="let gradients go: optimizer.zero_grad(set_to_none=True)",

@@ -7,7 +7,7 @@ from functools import lru_cache
 from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, find_functor
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
 from megatron_lite.analysis.kernels.number_formats import template_format
-from megatron_lite.analysis.kernels.roles import LONGEST, role_of_kernel
+from megatron_lite.analysis.kernels.roles import LONGEST, get_kernel_role
 
 MATRIX_ROLES = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)
 SHORTEST = 80  # characters of a name of which nothing is understood
@@ -77,7 +77,7 @@ class KernelName:
 
 def taken_apart(name: str) -> KernelName:
     """What the name says. Any string is taken; what no family fits has no parts."""
-    text, role = demangled(name[:LONGEST]), role_of_kernel(name)
+    text, role = demangled(name[:LONGEST]), get_kernel_role(name)
     word = _find_word(text)
     for family, pattern in _COMPILED:
         if found := pattern.search(word if family.in_word else text):

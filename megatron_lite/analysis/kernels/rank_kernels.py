@@ -6,8 +6,8 @@ import numpy as np
 
 from megatron_lite.analysis.kernels.kernel_names import MATRIX_ROLES, KernelName, short_name, taken_apart
 from megatron_lite.analysis.kernels.kernel_results import KernelRow, OperatorRow, RankKernels, Role, TensorCores
-from megatron_lite.analysis.kernels.roles import role_of_operator
-from megatron_lite.analysis.kernels.roofline import Calls, calls_of, roofline_rows
+from megatron_lite.analysis.kernels.roles import get_operator_role
+from megatron_lite.analysis.kernels.roofline import Calls, collect_calls, roofline_rows
 from megatron_lite.analysis.kernels.selection import Selection, by_weight, heaviest
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace
@@ -32,7 +32,7 @@ def operator_rows(chosen: Selection, on_gpu: bool) -> tuple[OperatorRow, ...]:
     return tuple(
         OperatorRow(
             name=trace.names[at],
-            role=role_of_operator(trace.names[at]),
+            role=get_operator_role(trace.names[at]),
             per_step=float(calls[at] / chosen.steps),
             self_ms=float(host[at]),
             device_ms=float(launched[at]),
@@ -106,7 +106,7 @@ def kernel_rows(chosen: Selection, known: dict[str, KernelName]) -> tuple[Kernel
 
 def _role(kernel: KernelName, launcher: str) -> Role:
     """Where the kernel's name tells nothing, the operator that launched it may."""
-    return role_of_operator(launcher) if kernel.role is Role.OTHER and launcher else kernel.role
+    return get_operator_role(launcher) if kernel.role is Role.OTHER and launcher else kernel.role
 
 
 # --- what one rank's device runs, and how well
@@ -122,7 +122,7 @@ def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
     if not chosen.steps:
         return _nothing(trace)
     kernels, operators = kernel_rows(chosen, known), operator_rows(chosen, time.on_gpu)
-    calls = calls_of(chosen, time.on_gpu, known)
+    calls = collect_calls(chosen, time.on_gpu, known)
     roles = _roles(kernels) if time.on_gpu else _roles(operators)
     matrix = [row for row in kernels if row.role in MATRIX_ROLES]
     matrix_ms = sum(roles.get(role, 0.0) for role in MATRIX_ROLES)

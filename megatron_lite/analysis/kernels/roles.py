@@ -174,7 +174,7 @@ def is_communication(name: str) -> bool:
     return not _COMPILED.search(lowered) and bool(_COMMUNICATION.search(lowered))
 
 
-def role_of_kernel(name: str) -> Role:
+def get_kernel_role(name: str) -> Role:
     """The role of device work (kernel, memcpy, memset) by its name as the profiler wrote it."""
     lowered = name[:LONGEST].lower()
     if _COMPILED.search(lowered):
@@ -184,7 +184,7 @@ def role_of_kernel(name: str) -> Role:
     return _first(lowered, _KERNELS)
 
 
-def role_of_operator(name: str) -> Role:
+def get_operator_role(name: str) -> Role:
     """The role of a host operator or autograd node. Views and bookkeeping are OTHER: they move no data."""
     return _first(bare_operator(name), _OPERATORS)
 

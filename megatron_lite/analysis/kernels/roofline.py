@@ -14,8 +14,8 @@ from megatron_lite.analysis.kernels.work import (
     CONVOLUTIONS_BACKWARD,
     PRODUCTS,
     Work,
-    results_of,
-    work_of,
+    compute_work,
+    count_results,
 )
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.estimate.hardware import peak_tflops, processor_of
@@ -130,7 +130,7 @@ class Calls:
         return self.work.flops * self.per_step * (0.5 if causal and square else 1.0)
 
 
-def calls_of(chosen: Selection, on_gpu: bool, known: dict[str, KernelName]) -> list[Calls]:
+def collect_calls(chosen: Selection, on_gpu: bool, known: dict[str, KernelName]) -> list[Calls]:
     """All calls whose work follows from their shapes."""
     trace, placing, targets = chosen.trace, chosen.placing, device_targets(chosen) if on_gpu else host_targets(chosen)
     moves = [bool(name in known and known[name].role in _MOVES) for name in trace.names] or [False]
@@ -154,7 +154,7 @@ def calls_of(chosen: Selection, on_gpu: bool, known: dict[str, KernelName]) -> l
     found = []
     for at, head in enumerate(heads.tolist()):
         name, kernel, phase = trace.name_of(head), known.get(trace.names[main[at]]), placing.phase[rows[first[at]]]
-        work = work_of(name, trace.shapes[trace.events.shapes[head]], kernel.precision if kernel else "", results)
+        work = compute_work(name, trace.shapes[trace.events.shapes[head]], kernel.precision if kernel else "", results)
         if work:
             where = placing.phases[phase] if phase >= 0 else ""
             found.append(Calls(name, where, work, kernel, float(counts[at]), float(ms[at]), bool(again[first[at]])))
@@ -208,5 +208,5 @@ def _convolution_results(chosen: Selection, operators: np.ndarray) -> dict[tuple
     """Sizes of convolutions' results, by the sizes of their input and weight, from one operator of each kind."""
     trace, results = chosen.trace, {}
     for row in operators.tolist():
-        results |= results_of(trace.name_of(row), trace.shapes[trace.events.shapes[row]])
+        results |= count_results(trace.name_of(row), trace.shapes[trace.events.shapes[row]])
     return results

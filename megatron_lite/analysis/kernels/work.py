@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.kernels.number_formats import FORMAT_BYTES, TENSOR_TYPES
-from megatron_lite.analysis.kernels.roles import bare_operator, role_of_operator
+from megatron_lite.analysis.kernels.roles import bare_operator, get_operator_role
 from megatron_lite.analysis.trace.columns import Shapes
 
 # --- bytes that operators move which do little arithmetic: elementwise, normalisation, softmax, copies, optimizers
@@ -45,7 +45,7 @@ def memory_bytes(operator: str, shapes: Shapes, otherwise: str) -> MemoryWork | 
     """None where the shapes do not tell. otherwise: number format where the trace has none (lists of tensors)."""
     if not operator.startswith("aten::"):
         return None  # what code of other libraries does with its arguments is not known
-    role, bare = role_of_operator(operator), bare_operator(operator)
+    role, bare = get_operator_role(operator), bare_operator(operator)
     if bare in _FUSED_ADAM:
         return _fused_adam(role, shapes, otherwise)
     tensors = [
@@ -165,11 +165,11 @@ class Work:
         return self.flops - self.repeated
 
 
-def work_of(operator: str, shapes: Shapes, otherwise: str = "", results: dict | None = None) -> Work | None:
+def compute_work(operator: str, shapes: Shapes, otherwise: str = "", results: dict | None = None) -> Work | None:
     """None for what no formula is known, or whose shapes are missing or damaged.
 
     otherwise: number format to take where the trace has none. results: sizes of convolutions' results by (input,
-    weight), which only the backward pass's arguments show; see results_of.
+    weight), which only the backward pass's arguments show; see count_results.
     """
     if not all(_is_sound(one) for one in shapes.dims):
         return None
@@ -184,7 +184,7 @@ def work_of(operator: str, shapes: Shapes, otherwise: str = "", results: dict | 
     return found and Work(found.role, described(found.tensors, found.dtype), (), found.dtype, 0.0, found.num_bytes)
 
 
-def results_of(operator: str, shapes: Shapes) -> dict[tuple, tuple]:
+def count_results(operator: str, shapes: Shapes) -> dict[tuple, tuple]:
     """{(input, weight): result} of a convolution's backward pass; {} for others."""
     places = CONVOLUTIONS_BACKWARD.get(operator)
     if not places or not all(_is_sound(one) for one in shapes.dims) or len(shapes.dims) < 3:
@@ -198,7 +198,7 @@ def described(tensors, dtype: str) -> str:
     return " x ".join(str(list(one)) for one in tensors) + (f" {dtype}" if dtype else "")
 
 
-def format_of(shapes: Shapes, place: int, otherwise: str) -> tuple[str, int]:
+def find_format(shapes: Shapes, place: int, otherwise: str) -> tuple[str, int]:
     """(number format, bytes of an element) of an argument; ("", 0) if unknown."""
     written = shapes.dtypes[place] if place < len(shapes.dtypes) else ""
     return TENSOR_TYPES.get(written) or (otherwise, FORMAT_BYTES.get(otherwise, 0))
@@ -223,7 +223,7 @@ def _product(shapes: Shapes, otherwise: str, first: int, second: int, layout: st
     inner, columns = (b[-1], b[-2]) if layout == "t" else (b[-2], b[-1])
     if a[-1] != inner:
         return None
-    dtype, size = format_of(shapes, first, otherwise)
+    dtype, size = find_format(shapes, first, otherwise)
     folded = layout == "t" or len(b) == 2  # leading dimensions are rows
     batch = 1 if folded else max(math.prod(a[:-2]), math.prod(b[:-2]))
     rows = math.prod(a[:-1]) if folded else a[-2]
@@ -242,7 +242,7 @@ def _attention(shapes: Shapes, otherwise: str, place: int, layout: str, backward
     q, k, v = (_tensor(shapes, place + at, 4) for at in range(3))
     if q is None or k is None or v is None or len(q) != 4:
         return None
-    dtype, size = format_of(shapes, place, otherwise)
+    dtype, size = find_format(shapes, place, otherwise)
     heads_at, tokens_at = (1, 2) if layout == "h" else (2, 1)
     batch, heads, queries, keys, width = q[0], q[heads_at], q[tokens_at], k[tokens_at], q[3]
     forward = 2.0 * batch * heads * queries * keys * (width + v[3])
@@ -270,7 +270,7 @@ def _convolution(operator: str, shapes: Shapes, otherwise: str, results: dict) -
     result = results.get((given, weight)) if result_at is None else _tensor(shapes, result_at, 3)
     if result is None:
         return None
-    dtype, size = format_of(shapes, given_at, otherwise)
+    dtype, size = find_format(shapes, given_at, otherwise)
     # weight: [out, in / groups, *kernel]; every element of the result takes one pass over a filter.
     flops = 2.0 * products * math.prod(result) * math.prod(weight[1:])
     elements = products * (math.prod(given) + math.prod(weight) + math.prod(result))

@@ -46,7 +46,7 @@ class Lives:
         return np.flatnonzero((self.begin <= event) & (self.end > event))
 
 
-def lives_of(record: Record) -> Lives:
+def find_lifetimes(record: Record) -> Lives:
     """Allocations are joined with the next free of the same address. What has no allocation was there before; what has
     no free is there at the end, and where the blocks at the end know nothing of it, it stays all the same."""
     n, blocks = len(record), record.blocks
@@ -229,7 +229,7 @@ def _phase_of_old(lives: Lives, phases: Phases) -> np.ndarray:
     return np.where(by_tag == NOT_SAID, by_stack, by_tag)
 
 
-def categories_of(record: Record, lives: Lives, phases: Phases) -> np.ndarray:
+def assign_categories(record: Record, lives: Lives, phases: Phases) -> np.ndarray:
     """int64 [m]: an index into CATEGORIES for each life."""
     seen = placed(record, lives, phases)
     found = np.full(len(lives), UNDECIDED)

@@ -47,7 +47,7 @@ class Phases:
     module_of_tag: tuple[str, ...]
 
 
-def phases_of(record: Record) -> Phases:
+def find_memory_phases(record: Record) -> Phases:
     of_tag, modules = _tags(record.tags)
     of_stack = _stacks(record)
     steps, of_time = _marks(record)

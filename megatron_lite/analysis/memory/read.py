@@ -11,16 +11,16 @@ import numpy as np
 from megatron_lite.analysis.memory.categories import (
     INDEX,
     Lives,
-    categories_of,
+    assign_categories,
+    find_lifetimes,
     held_bytes,
-    lives_of,
     passing_gradients,
     placed,
 )
 from megatron_lite.analysis.memory.memory_results import Growth, Held, Moment, OutOfMemory, Snapshot, StepMemory
-from megatron_lite.analysis.memory.phases import PHASES, Phases, StepSpan, phases_of
-from megatron_lite.analysis.memory.record import OOM, Record, record_of
-from megatron_lite.analysis.memory.sites import fragmentation_of, layers_of, reserved_bytes, sites_of
+from megatron_lite.analysis.memory.phases import PHASES, Phases, StepSpan, find_memory_phases
+from megatron_lite.analysis.memory.record import OOM, Record, build_record
+from megatron_lite.analysis.memory.sites import measure_fragmentation, reserved_bytes, sum_layers, sum_sites
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.process_state import limit_memory
@@ -80,7 +80,7 @@ MIN_BYTES = 4096  # per step; counters and log values come and go
 MOSTLY = 0.75  # of the steps must end higher than the one before
 
 
-def growth_of(steps: tuple[StepSpan, ...], allocated: np.ndarray, sites_between) -> Growth | None:
+def find_growth(steps: tuple[StepSpan, ...], allocated: np.ndarray, sites_between) -> Growth | None:
     """allocated: int64 [n + 1], bytes before the first event and after each. sites_between(first, last): what is held after
     event `last` more than after event `first`. None where memory does not grow or too few steps are seen."""
     ends = np.array([step.last for step in steps], np.int64)
@@ -117,12 +117,12 @@ RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 def read_snapshot(path: Path) -> Snapshot:
     """Raises UserError where `path` is no memory snapshot."""
-    return snapshot_of(plain_values(Path(path)), Path(path))
+    return analyze_snapshot(plain_values(Path(path)), Path(path))
 
 
-def snapshot_of(raw, path: Path) -> Snapshot:
+def analyze_snapshot(raw, path: Path) -> Snapshot:
     """The same of what a file at `path` would hold. Raises UserError where that is no memory snapshot."""
-    return _Reading(record_of(raw, path), path).snapshot()
+    return _Reading(build_record(raw, path), path).snapshot()
 
 
 class _Reading:
@@ -130,9 +130,9 @@ class _Reading:
 
     def __init__(self, record: Record, path: Path):
         self.record, self.path = record, path
-        self.lives: Lives = lives_of(record)
-        self.phases: Phases = phases_of(record)
-        self.categories = categories_of(record, self.lives, self.phases)
+        self.lives: Lives = find_lifetimes(record)
+        self.phases: Phases = find_memory_phases(record)
+        self.categories = assign_categories(record, self.lives, self.phases)
         seen = placed(record, self.lives, self.phases)
         self.phase_of_life = seen.phase
         self.passing = passing_gradients(seen, self.categories)
@@ -144,9 +144,9 @@ class _Reading:
         record, lives = self.record, self.lives
         held = self._held()
         rows = lives.held_after(self.peak)
-        layers, guessed = layers_of(rows[self.categories[rows] == INDEX["activations"]], lives, self.phases)
-        fragmentation, unreplayed = fragmentation_of(record, lives, self.allocated, self.reserved)
-        growth = growth_of(self.phases.steps, self.allocated, self._grown_sites)
+        layers, guessed = sum_layers(rows[self.categories[rows] == INDEX["activations"]], lives, self.phases)
+        fragmentation, unreplayed = measure_fragmentation(record, lives, self.allocated, self.reserved)
+        growth = find_growth(self.phases.steps, self.allocated, self._grown_sites)
         rank = RANK_IN_NAME.search(self.path.name)
         unknown = sum(one.num_bytes for one in held if one.category == "before the record")
         complete = unknown <= MAX_UNKNOWN * int(self.allocated[self.peak + 1])
@@ -202,7 +202,7 @@ class _Reading:
         return tuple(sorted(found, key=lambda one: -one.num_bytes))
 
     def _sites(self, rows: np.ndarray, sizes: np.ndarray):
-        return sites_of(rows, sizes, self.record, self.lives, self.phases, self.categories, self.phase_of_life)
+        return sum_sites(rows, sizes, self.record, self.lives, self.phases, self.categories, self.phase_of_life)
 
     def _grown_sites(self, first: int, last: int, times: int):
         """Per step: what was held after `last` and not after `first`, less what the same lines held before."""

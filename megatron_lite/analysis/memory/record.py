@@ -72,7 +72,7 @@ class Record:
         return len(self.action)
 
 
-def record_of(raw, path: Path) -> Record:
+def build_record(raw, path: Path) -> Record:
     """Raises UserError for values that are no snapshot."""
     try:
         return _record(raw)

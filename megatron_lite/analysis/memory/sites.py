@@ -20,7 +20,7 @@ BETWEEN_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 MIN_EXPLAINED = 0.5  # of the activations' bytes, by stacks that come once per layer
 
 
-def sites_of(
+def sum_sites(
     rows: np.ndarray,
     sizes: np.ndarray,
     record: Record,
@@ -61,7 +61,7 @@ def _site(record: Record, stack: int, phase: str) -> str:
     return "backward, without Python frames" if phase == "backward" else "made before the record, without a stack"
 
 
-def layers_of(rows: np.ndarray, lives: Lives, phases: Phases) -> tuple[tuple[Layer, ...], bool]:
+def sum_layers(rows: np.ndarray, lives: Lives, phases: Phases) -> tuple[tuple[Layer, ...], bool]:
     """(activations `rows` by layer in the model's order, whether that order was worked out from equal stacks)."""
     modules = [phases.module_of_tag[tag] for tag in lives.tag[rows].tolist()]
     if any(modules):
@@ -121,7 +121,7 @@ def reserved_bytes(record: Record) -> np.ndarray:
     return np.maximum(int(record.segment_bytes.sum()) - later, 0)
 
 
-def fragmentation_of(
+def measure_fragmentation(
     record: Record, lives: Lives, allocated: np.ndarray, reserved: np.ndarray
 ) -> tuple[Fragmentation, str]:
     """(figures, why the record could not be replayed or ''). allocated, reserved: int64 [n + 1]."""

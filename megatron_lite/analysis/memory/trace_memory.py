@@ -12,7 +12,7 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 CURVE_POINTS = 800
 
 
-def memory_of_trace(trace: Trace, placing: Placing) -> TraceMemory | None:
+def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
     """Of the device with the most events, GPUs before the host; None for a trace without memory events."""
     seen = trace.memory
     if not len(seen):

@@ -165,7 +165,7 @@ def _parts(facts: Facts, predicted: TimePrediction) -> tuple[Compared, ...]:
 # --- what a run's record predicted, held against all that was measured of the run
 
 
-def predicted_of(facts: Facts) -> Predicted | None:
+def compare_prediction(facts: Facts) -> Predicted | None:
     """None for a run that predicted nothing, as those of older versions and other trainers."""
     record = facts.run.record if facts.run else {}
     memory, time = predicted_memory(record), predicted_time(record)

@@ -46,13 +46,13 @@ _WIDTHS = (
 )
 
 
-def kind_of(name: str) -> str:
+def find_collective_kind(name: str) -> str:
     """all_reduce, all_gather, ...; "other" for what no pattern knows."""
     plain = re.sub(r"[^a-z0-9]", "", name[:400].lower())
     return next((kind for kind, pattern in _KINDS if re.search(pattern, plain)), OTHER)
 
 
-def algorithm_of(kernel: str) -> str:
+def find_algorithm(kernel: str) -> str:
     """'ring, LL128' from ncclKernel_AllReduce_RING_LL128_Sum_float; "" for names that do not say."""
     name = kernel.partition("(")[0][:400]
     algorithm, protocol = _ALGORITHM.search(name), _PROTOCOL.search(name)
@@ -155,7 +155,7 @@ class Calls:
         return self.end_ns - self.start_ns - self.compute.within(self.start_ns, self.end_ns)
 
 
-def calls_of(trace: Trace, placing: Placing, world_size: int | None) -> Calls:
+def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Calls:
     """All that communicates in the trace. `world_size`: how many take part where the trace does not say and kind needs it."""
     events = trace.events
     on_gpu = len(trace.rows[Kind.KERNEL]) > 0
@@ -242,11 +242,11 @@ def _what(
     """name, span: of the event and of the range around its launch, -1 without one. The most telling name decides."""
     names = [told.name] if told and told.name else []
     names += [trace.names[at] for at in (span, name) if at >= 0]
-    kind = next((kind for kind in map(kind_of, names) if kind != OTHER), OTHER)
+    kind = next((kind for kind in map(find_collective_kind, names) if kind != OTHER), OTHER)
     group_size = told.group_size if told and (told.group_size or 0) > 0 else None
     num_bytes, dtype = message_bytes(kind, told, shapes, group_size or world_size)
     return What(
-        kind, algorithm_of(trace.names[name]), num_bytes, dtype, (told.group if told else None) or "", group_size
+        kind, find_algorithm(trace.names[name]), num_bytes, dtype, (told.group if told else None) or "", group_size
     )
 
 

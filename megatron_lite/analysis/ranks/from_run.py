@@ -15,12 +15,12 @@ BUSY = "who is late is not said: ranks were not given their cores (busy-machine)
 NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
 
 
-def ranks_of_run(run: Run) -> Ranks | None:
+def compare_ranks_of_run(run: Run) -> Ranks | None:
     """Rows and a straggler from the run's own figures; no collectives, no waits. None for a run without ranks' figures."""
     if run.ranks is None:
         return None
     rows = tuple(_row(run.ranks, rank) for rank in range(len(run.ranks.step_ms)))
-    straggler = straggler_of_medians(run.ranks)
+    straggler = find_straggler_by_medians(run.ranks)
     slowest = max(rows, key=lambda row: 0.0 if math.isnan(row.step_ms) else row.step_ms).rank
     return Ranks(
         world_size=run.world_size or len(rows),
@@ -35,7 +35,7 @@ def ranks_of_run(run: Run) -> Ranks | None:
     )
 
 
-def straggler_of_medians(ranks: RankMedians) -> Straggler | None:
+def find_straggler_by_medians(ranks: RankMedians) -> Straggler | None:
     """The rank whose own work takes clearly longer than the median rank's, in the phase where that costs most."""
     if len(ranks.step_ms) < 2 or not _enough_steps(ranks):
         return None

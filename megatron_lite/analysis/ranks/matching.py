@@ -160,7 +160,7 @@ class Clocks:
     notes: tuple[str, ...]
 
 
-def clocks_of(
+def align_clocks(
     ranks: Sequence[Calls], groups: list[Group], base_ns: Sequence[int | None], hosts: Sequence[str]
 ) -> Clocks:
     """`base_ns`: each trace's own first moment on the clock that its file names; `hosts`: "" where unknown."""

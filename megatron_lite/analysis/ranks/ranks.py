@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.analysis.ranks.calls import Calls, What, bus_bytes, calls_of
-from megatron_lite.analysis.ranks.matching import Clocks, Group, clocks_of, match
+from megatron_lite.analysis.ranks.calls import Calls, What, bus_bytes, collect_calls
+from megatron_lite.analysis.ranks.matching import Clocks, Group, align_clocks, match
 from megatron_lite.analysis.ranks.rank_results import CollectiveRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.time.time_results import Placing, RankTime, Step
 from megatron_lite.analysis.trace.columns import Trace
@@ -107,7 +107,7 @@ CAUSES: dict[str, Callable[[RankTime], float]] = {
 INDEPENDENT = tuple(map(str, (Phase.DATA, Phase.DATA_TO_DEVICE, Phase.FORWARD, Phase.OPTIMIZER_STEP)))
 
 
-def straggler_of(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: np.ndarray) -> Straggler | None:
+def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: np.ndarray) -> Straggler | None:
     """Of rows with waits, the same ranks' times, and what others waited for each rank beyond its own waits by step [R, S].
 
     None where no rank stands out, or where it does by one odd step only.
@@ -177,7 +177,7 @@ class Waits:
         return self.caused_ms - self.wait_ms
 
 
-def waits_of(
+def compute_waits(
     ranks: Sequence[Calls], groups: list[Group], clocks: Clocks, slots: Sequence[np.ndarray], steps: int
 ) -> Waits:
     """slots: by rank, int [c], the shared step of each call, -1 for what does not count."""
@@ -257,18 +257,18 @@ class Seen(NamedTuple):
     time: RankTime
 
 
-def ranks_of(seen: Sequence[tuple[Trace, Placing, RankTime]]) -> Ranks | None:
+def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]]) -> Ranks | None:
     """What the traces of one run's ranks say of each other; None without a trace."""
     if not seen:
         return None
     one_each, notes = _one_each([Seen(*one) for one in seen])
     world_size = max((one.trace.world_size or 0 for one in one_each), default=0) or None
-    calls = [calls_of(one.trace, one.placing, world_size) for one in one_each]
+    calls = [collect_calls(one.trace, one.placing, world_size) for one in one_each]
     slots, steps = shared_steps(calls, [one.placing for one in one_each])
     base_ns = [one.trace.base_ns for one in one_each]
     groups, unmatched = match(calls, slots, base_ns)
-    clocks = clocks_of(calls, groups, base_ns, [_host(one.trace) for one in one_each])
-    waits = waits_of(calls, groups, clocks, slots, steps)
+    clocks = align_clocks(calls, groups, base_ns, [_host(one.trace) for one in one_each])
+    waits = compute_waits(calls, groups, clocks, slots, steps)
     everyone = len(one_each) == world_size and len(groups) == 1 and len(groups[0].members) == world_size
     rows = tuple(_rank_row(at, one, waits, clocks) for at, one in enumerate(one_each) if one.time.rank is not None)
     present = tuple(row.rank for row in rows)
@@ -279,7 +279,7 @@ def ranks_of(seen: Sequence[tuple[Trace, Placing, RankTime]]) -> Ranks | None:
         missing=missing,
         rows=rows,
         collectives=collective_rows(calls, slots, waits.transfer_ns, steps, world_size if everyone else None),
-        straggler=straggler_of(rows, [one.time for one in one_each], waits.net_ms),
+        straggler=find_straggler(rows, [one.time for one in one_each], waits.net_ms),
         clocks_aligned=clocks.aligned,
         critical_rank=_critical(rows),
         notes=(*notes, *unmatched, *clocks.notes),

@@ -51,7 +51,7 @@ class Learning:
         return ""
 
 
-def learning_of(run: Run) -> Learning:
+def measure_learning(run: Run) -> Learning:
     """What the run's skipped steps, losses and gradient norms come to."""
     updates = run.steps - sum(run.skipped)
     not_finite = tuple(at for at, lost in zip(run.iterations, run.not_finite) if lost)

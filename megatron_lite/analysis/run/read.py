@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from megatron_lite.analysis.run.run_results import Growth, Interval, RankMedians, Run
-from megatron_lite.analysis.run.step_lines import CORES, Columns, StepLines, columns_of, number, read_step_lines
+from megatron_lite.analysis.run.step_lines import CORES, Columns, StepLines, number, read_columns, read_step_lines
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
@@ -26,7 +26,7 @@ from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 MIN_STEPS = 3 * GROWTH_PARTS
 
 
-def growths_of_writer(
+def find_growth_of_writer(
     iterations: Sequence[int], num_bytes: Sequence[float], ordinary: Sequence[bool], profiled: Sequence[int]
 ) -> tuple[Growth, ...]:
     """Of the rank that writes, from a value per step. `profiled`: iterations, rising."""
@@ -35,7 +35,7 @@ def growths_of_writer(
     return (growth,) if growth else ()
 
 
-def growths_of_ranks(ranks: RankMedians | None, what: str, profiled: Sequence[int]) -> tuple[Growth, ...]:
+def find_growth_of_ranks(ranks: RankMedians | None, what: str, profiled: Sequence[int]) -> tuple[Growth, ...]:
     """Of every rank, from a value per console line. `what`: host_memory_bytes or peak_memory_bytes."""
     found = []
     for rank in range(len(ranks.step_ms) if ranks else 0):
@@ -79,7 +79,7 @@ class Speed:
     mfu_full: float | None
 
 
-def speed_of(plan: dict, record: dict, columns: Columns, starts_at_first: bool) -> tuple[Speed, list[str]]:
+def compute_speed(plan: dict, record: dict, columns: Columns, starts_at_first: bool) -> tuple[Speed, list[str]]:
     """(figures, what is missing and why). starts_at_first: the columns begin with the start's very first step."""
     training, notes = columns.training_ms, []
     ordinary = [row for row, plain in enumerate(columns.ordinary) if plain]
@@ -91,7 +91,7 @@ def speed_of(plan: dict, record: dict, columns: Columns, starts_at_first: bool) 
         )
     inside = [row for row, profiled in enumerate(columns.profiled) if profiled]
     before, after = ([training[row] for row in rows] for rows in _beside(columns, inside))
-    rate, shape = _samples_per_ms(columns, ordinary), shape_of(plan)
+    rate, shape = _samples_per_ms(columns, ordinary), read_shape(plan)
     if training and shape is None:
         notes.append("The model's shape is unknown: no tokens per second, no model FLOPs.")
     hardware = record.get("hardware")
@@ -112,7 +112,7 @@ def speed_of(plan: dict, record: dict, columns: Columns, starts_at_first: bool) 
     ), notes
 
 
-def shape_of(plan: dict) -> ModelShape | None:
+def read_shape(plan: dict) -> ModelShape | None:
     """The model's shape from a plan; None where it is incomplete or no numbers."""
     given = plan.get("shape")
     if not isinstance(given, dict):
@@ -287,14 +287,14 @@ def _is_older(path: Path, record: dict) -> bool:
 
 
 def _run(folder: Path, plan: dict, record: dict, lines: StepLines, starts: int, notes: list[str]) -> Run:
-    columns = columns_of(lines.steps)
-    speed, missing = speed_of(plan, record, columns, bool(lines.steps) and lines.steps[0]["step"] == 1)
+    columns = read_columns(lines.steps)
+    speed, missing = compute_speed(plan, record, columns, bool(lines.steps) and lines.steps[0]["step"] == 1)
     plain = {at for at, is_plain in zip(columns.iterations, columns.ordinary) if is_plain}
     ranks = rank_medians(lines.intervals, plain)
     profiled = [at for at, was in zip(columns.iterations, columns.profiled) if was]
     growths = {
-        what: growths_of_ranks(ranks, what, profiled)
-        or growths_of_writer(columns.iterations, getattr(columns, what), columns.ordinary, profiled)
+        what: find_growth_of_ranks(ranks, what, profiled)
+        or find_growth_of_writer(columns.iterations, getattr(columns, what), columns.ordinary, profiled)
         for what in ("host_memory_bytes", "peak_memory_bytes")
     }
     return Run(

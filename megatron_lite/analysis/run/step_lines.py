@@ -47,7 +47,7 @@ def read_step_lines(path: Path) -> StepLines:
                     found.starts, found.steps, found.intervals = found.starts + 1, [], []
                 last_step = record["step"]
                 found.steps.append(record)
-            elif isinstance(record, dict) and (interval := interval_of(record.get("ranks"))):
+            elif isinstance(record, dict) and (interval := read_interval(record.get("ranks"))):
                 found.intervals.append(interval)
             elif text.endswith("\n"):
                 found.unread.append(number)
@@ -73,7 +73,7 @@ def is_step(record: object) -> bool:
     return all(type(value) is int and 0 < value < LARGEST for value in counts) and number(record.get("ms")) > 0
 
 
-def interval_of(record: object) -> Interval | None:
+def read_interval(record: object) -> Interval | None:
     """A line of ranks; None for what is not one."""
     if not isinstance(record, dict) or not isinstance(record.get("iterations"), list):
         return None
@@ -146,7 +146,7 @@ class Columns:
         )
 
 
-def columns_of(steps: list[dict]) -> Columns:
+def read_columns(steps: list[dict]) -> Columns:
     """Of lines that passed step_lines.is_step."""
     phases, step_ms = _columns_by_phase(steps, "phases_ms"), _numbers(steps, "ms")
     evaluating_ms, saving_ms = (phases.get(name, (0.0,) * len(steps)) for name in (EVAL, SAVE))

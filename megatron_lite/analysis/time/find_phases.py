@@ -115,7 +115,7 @@ def _most_of(trace: Trace, rows: np.ndarray) -> np.ndarray:
     return rows[np.isin(inverse, np.argsort(-lengths, kind="stable")[:MAX_NAMES])]
 
 
-def phases_of(
+def find_phases(
     trace: Trace, steps: HostSteps, thread: np.ndarray, moment: np.ndarray
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """(names, index into names per event; -1: none). thread, moment [n]: where the host was for each event, -1: unknown.

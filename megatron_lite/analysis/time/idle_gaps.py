@@ -79,7 +79,7 @@ class Gaps:
         return int(self.amounts[row].sum())
 
 
-def gaps_of(trace: Trace, rows: np.ndarray, busy: Cover, steady: Cover, activity: HostActivity) -> Gaps:
+def find_idle_gaps(trace: Trace, rows: np.ndarray, busy: Cover, steady: Cover, activity: HostActivity) -> Gaps:
     """The gaps of `busy` inside the steady steps. `rows`: the device work that `busy` is made of, by start."""
     events = trace.events
     idle = intersection(steady, complement(busy, int(steady.start[0]), int(steady.end[-1])))

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_lite.analysis.intervals import Cover, difference, intersection, joined, union
 from megatron_lite.analysis.time.find_phases import AUTOGRAD
 from megatron_lite.analysis.time.host_activity import HostActivity, host_activity
-from megatron_lite.analysis.time.idle_gaps import DeviceCovers, Gaps, communication_names, device_covers, gaps_of
+from megatron_lite.analysis.time.idle_gaps import DeviceCovers, Gaps, communication_names, device_covers, find_idle_gaps
 from megatron_lite.analysis.time.phase_table import device_phases, device_timeline, host_phases, host_timeline
 from megatron_lite.analysis.time.sites import CallSites, host_sites, long_stretches, python_sites, sync_sites
 from megatron_lite.analysis.time.step_windows import computing_stream
@@ -140,7 +140,7 @@ class OnDevice:
 
     @cached_property
     def gaps(self) -> Gaps:
-        return gaps_of(self.trace, self.rows, self.covers.busy, self.steady.cover, self.activity)
+        return find_idle_gaps(self.trace, self.rows, self.covers.busy, self.steady.cover, self.activity)
 
     @cached_property
     def launches(self) -> Launches:

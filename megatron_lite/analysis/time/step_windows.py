@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Nesting, union
 from megatron_lite.analysis.kernels.roles import is_communication
-from megatron_lite.analysis.time.find_phases import phases_of
+from megatron_lite.analysis.time.find_phases import find_phases
 from megatron_lite.analysis.time.host_steps import HostSteps, host_steps
 from megatron_lite.analysis.time.time_results import Placing, Step
 from megatron_lite.analysis.trace.columns import Kind, Trace
@@ -69,7 +69,7 @@ def host_windows(host: HostSteps) -> tuple[np.ndarray, np.ndarray]:
     return host.start_ns, np.where(following, after, host.end_ns)
 
 
-def steps_of(
+def find_steps(
     trace: Trace, host: HostSteps, step: np.ndarray, phases: tuple[str, ...], phase: np.ndarray
 ) -> tuple[Step, ...]:
     """The steps with their windows, each marked as steady or not, with the reason."""
@@ -156,13 +156,13 @@ def steady_or_all(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[str,
 # --- finds the step, phase and operator of every event of a trace
 
 
-def placing_of(trace: Trace) -> Placing:
+def attribute_events(trace: Trace) -> Placing:
     """Device work belongs where its launch call stands, whichever thread made it; host events where they start."""
     host = host_steps(trace)
     thread, moment = _where_the_host_was(trace)
     step = _step_at(host, _has_a_step(trace, thread), moment)
-    phases, phase = phases_of(trace, host, thread, moment)
-    found = steps_of(trace, host, step, phases, phase)
+    phases, phase = find_phases(trace, host, thread, moment)
+    found = find_steps(trace, host, step, phases, phase)
     steps, notes = steady_or_all(found)
     notes += empty_end(found, len(trace.device_rows) > 0)
     return Placing(steps, step, phases, phase, _operators(trace, thread, moment), host.thread, host.notes + notes)

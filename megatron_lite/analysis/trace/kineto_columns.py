@@ -90,7 +90,7 @@ class Collected:
             "length_ns": _length_ns(spans),
         }
         columns |= {name: np.full(count, -1, COLUMNS[name]) for name in COLUMNS if name not in columns}
-        kind, args = kinds_of(list(self.categories))[category], [event.args or NO_ARGS for event in spans]
+        kind, args = find_kinds(list(self.categories))[category], [event.args or NO_ARGS for event in spans]
         for kinds, readers in self._readers.items():
             of_kind = np.isin(np.arange(len(Kind)), kinds)[kind]
             own = list(compress(args, of_kind.tolist()))
@@ -218,6 +218,6 @@ def joined(chunks: list[dict], columns: dict) -> dict[str, np.ndarray]:
     }
 
 
-def kinds_of(categories: list[str]) -> np.ndarray:
+def find_kinds(categories: list[str]) -> np.ndarray:
     """uint8, a Kind per category name."""
     return np.array([KIND_OF_CATEGORY.get(category, Kind.OTHER) for category in categories], np.uint8)

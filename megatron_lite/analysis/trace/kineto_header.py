@@ -114,7 +114,7 @@ def last_number(text) -> int:
     return int(found[1]) if found else -1
 
 
-def shapes_of(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[Shapes, ...]:
+def read_shapes(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[Shapes, ...]:
     """Shapes of their JSON texts (dims, dtypes)."""
     texts = list(pairs)
     dtypes = {text: tuple(str(one) for one in _list(text)) for text in {dtypes for _, dtypes in texts}}

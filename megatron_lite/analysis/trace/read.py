@@ -16,8 +16,8 @@ from megatron_lite.analysis.trace.kineto_columns import (
     MAX_EVENTS,
     MEMORY_COLUMNS,
     Collected,
+    find_kinds,
     joined,
-    kinds_of,
     paired,
 )
 from megatron_lite.analysis.trace.kineto_header import (
@@ -27,7 +27,7 @@ from megatron_lite.analysis.trace.kineto_header import (
     Header,
     is_annotation_of_2021,
     last_number,
-    shapes_of,
+    read_shapes,
 )
 from megatron_lite.analysis.trace.kineto_json import Event, decoded, decoded_alone, mended
 from megatron_lite.analysis.trace.repair import repaired
@@ -249,7 +249,7 @@ def _trace(path: Path, header: Header, collected: Collected, notes: list[str], d
         base_ns=header.clock_ns(first_ns) if header.has_clock or first_ns > _UNIX_NS else None,
         with_stack=header.says("with_stack") or bool((events.kind == Kind.PYTHON).any()),
         with_shapes=header.says("record_shapes") or bool((events.shapes >= 0).any()),
-        names=names, threads=threads, shapes=shapes_of(collected.shapes),
+        names=names, threads=threads, shapes=read_shapes(collected.shapes),
         collectives=tuple(collected.collectives), events=events, memory=_memory(collected, first_ns), notes=(*damage, *notes),
         damage=tuple(damage), without_gpu=header.without_gpu, facts=header.facts,
     )  # fmt: skip
@@ -279,7 +279,7 @@ def _place_in_time(columns: dict, notes: list[str], damage: list[str]) -> int | 
 
 
 def _kinds(columns: dict, names: tuple[str, ...], categories: list[str], threads: list[tuple]) -> np.ndarray:
-    kind = kinds_of(categories)[columns.pop("category")]
+    kind = find_kinds(categories)[columns.pop("category")]
     of_process = np.array([KIND_OF_PROCESS.get(pid, Kind.OTHER) for pid, _ in threads], np.uint8)
     kind = np.where(kind == Kind.OTHER, of_process[columns["thread"]], kind)
     if OPERATORS_OF_2021 in categories:

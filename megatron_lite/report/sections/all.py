@@ -3,7 +3,7 @@
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import OperatorRow, RankKernels
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run.learning import learning_of
+from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import RankFacts
 from megatron_lite.analysis.time.time_results import PhaseTime, RankTime
@@ -152,7 +152,7 @@ def _first(run: Run) -> list[str]:
 
 
 def _learned(run: Run) -> list[str]:
-    learning = learning_of(run)
+    learning = measure_learning(run)
     skipped = learning.steps - learning.updates
     told = (
         f"{skipped:,} of {run.steps:,} steps skipped: a gradient was not finite" if skipped else "",
@@ -224,7 +224,7 @@ def _on_cpu(time: RankTime, phases: list[PhaseTime]) -> Table:
 IN_FULL, NAMED, EVIDENCE_SHOWN = 3, 7, 2
 
 
-def cost_of(cost_ms: float | None, cost_bytes: int | None) -> str:
+def format_cost(cost_ms: float | None, cost_bytes: int | None) -> str:
     """'12.1 ms', '3.20 GiB', both or nothing."""
     costs = [
         f"{milliseconds(cost_ms)} ms" if cost_ms is not None else "",
@@ -255,14 +255,14 @@ def _whose_flags(report: Report) -> list[Lines]:
 
 def _card(finding: Finding, number: int, everything: bool) -> Card:
     rank = "" if finding.rank is None else f" (rank {finding.rank})"
-    gain = cost_of(finding.gain_ms, finding.gain_bytes)
+    gain = format_cost(finding.gain_ms, finding.gain_bytes)
     evidence = [one.text + (f" ({one.where})" if one.where else "") for one in finding.evidence]
     flags = [flag for flag in finding.flags if flag not in finding.advice]
     return Card(
         number=number,
         code=finding.code,
         title=("" if finding.certain else "likely: ") + finding.title + rank,
-        cost=cost_of(finding.cost_ms, finding.cost_bytes),
+        cost=format_cost(finding.cost_ms, finding.cost_bytes),
         evidence=evidence if everything else evidence[: EVIDENCE_SHOWN if number == 1 else 1],
         advice=": ".join([finding.advice, *([", ".join(flags)] if flags else [])])
         + (f" (saves at most {gain})" if gain else ""),
@@ -287,19 +287,19 @@ SECTIONS = (
 )
 
 
-def sections_of(report: Report, everything: bool) -> list[Section]:
+def build_sections(report: Report, everything: bool) -> list[Section]:
     """Those that have something to say."""
     made = (section(report, everything) for section in SECTIONS)
     return [section for section in made if section is not None]
 
 
-def confidence_of(report: Report) -> str:
+def describe_confidence(report: Report) -> str:
     """Why the verdict may be believed; '' for an inconclusive one, which says itself why not."""
     verdict = report.verdict
     return "" if verdict.bound == "inconclusive" else f"{verdict.confidence} confidence: {verdict.why}"
 
 
-def gaps_of(report: Report) -> list[str]:
+def build_limitations(report: Report) -> list[str]:
     """What could not be seen, of all parts, each sentence once; of other ranks only what the shown one does not say."""
     facts, critical = report.facts, report.facts.critical
     texts = list(facts.gaps)
