@@ -3,14 +3,12 @@
 import logging
 import os
 import sys
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_lite.checkpoint.find import chosen
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.environment import hints
@@ -18,7 +16,7 @@ from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import AUTO, Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import build_tokenizer
-from megatron_lite.errors import CheckpointError, ConfigError, UserError, describe_memory_error
+from megatron_lite.errors import ConfigError, UserError, describe_memory_error
 from megatron_lite.live_line import set_up_logging
 from megatron_lite.observers import Observers
 from megatron_lite.parallel.host_memory import keep_freed_memory
@@ -89,8 +87,7 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
     streams = DataStreams(plan)  # damaged or unfitting data is told before ranks meet and files are made
     require_checkpoint(plan)
     with (
-        observers.explain_memory(),
-        _interrupt_told(plan),
+        observers.explain_early_end(),
         process_group(plan) as ranks,
         save_reserved(plan),
     ):
@@ -102,20 +99,6 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
             watched.record.exit_reason = exit_reason
     logger.info(f"[{exit_reason}]" if exit_reason else f"  done: {run_dir}")
     observers.report(watched)
-
-
-@contextmanager
-def _interrupt_told(plan: Plan):
-    """Ctrl-C, of which no traceback says where to go on from."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        save, newest = plan.args.checkpoint.save, None
-        with suppress(CheckpointError):  # the next --load tells it
-            newest = chosen(Path(save), None, "--save") if save and Path(save).is_dir() else None
-        remedy = f"--load {save} goes on from {newest.name}" if newest else "there is no checkpoint to go on from"
-        logger.info(f"interrupted; {remedy}")
-        raise
 
 
 def _prepare_torch(plan: Plan) -> bool:

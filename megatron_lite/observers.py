@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from megatron_lite.checkpoint.find import chosen
 from megatron_lite.config.machine import Machine
 from megatron_lite.config.plan import Plan
+from megatron_lite.errors import CheckpointError
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.run_prediction import as_record, forecast, lines_of
@@ -81,8 +83,8 @@ class Observers:
             end_with_report(watched.run_dir)
 
     @contextlib.contextmanager
-    def explain_memory(self):
-        """Say what no traceback says of memory that ran out where no instrument watched it."""
+    def explain_early_end(self):
+        """Log what no traceback tells of Ctrl-C, and of memory that ran out where no instrument watched it."""
         try:
             yield
         except RuntimeError as error:
@@ -90,6 +92,13 @@ class Observers:
                 error.explained = unrecorded(self.plan, error)
                 for line in error.explained:
                     _log_on_every_rank(line)
+            raise
+        except KeyboardInterrupt:
+            save, newest = self.plan.args.checkpoint.save, None
+            with contextlib.suppress(CheckpointError):  # the next --load tells it
+                newest = chosen(Path(save), None, "--save") if save and Path(save).is_dir() else None
+            remedy = f"--load {save} goes on from {newest.name}" if newest else "there is no checkpoint to go on from"
+            logger.info(f"interrupted; {remedy}")
             raise
 
 

@@ -46,6 +46,7 @@ WITHOUT_TORCH = {
 READERS = {"analysis", "report", "cli"}  # they meet the trainer only in files
 TRAINERS = {"model", "parallel", "optim", "instruments", "train", "rehearsal", "observers", "app"}
 OUTSIDE_THE_CORE = {"instruments", "estimate", "rehearsal", "report", "analysis", "cli"}
+MAX_CORE_FILES, MAX_CORE_LINES = 40, 4000
 MAX_LINES, MAX_LINES_OF_A_FUNCTION = 450, 60
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
@@ -140,6 +141,12 @@ def test_the_core_knows_nothing_of_what_watches_and_explains_it():
         if name.startswith("megatron_lite.") and name.split(".")[1] in OUTSIDE_THE_CORE
     ]
     assert wrong == []
+
+
+def test_the_core_is_read_in_an_afternoon():
+    files = read_core_files()
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    assert len(files) <= MAX_CORE_FILES and lines <= MAX_CORE_LINES
 
 
 def test_every_folder_and_file_has_its_place():

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from megatron_lite.config.world import World
 from megatron_lite.model import attention_choice
 from megatron_lite.model.attention_choice import Race, choose_attention, fastest, race, trials_of
-from megatron_lite.train import run
+from megatron_lite.train import choose_kernels
 
 CPU = torch.device("cpu")
 
@@ -111,14 +111,18 @@ def test_a_winner_of_another_rank_that_cannot_run_here_changes_nothing():
 
 def test_only_gpus_race_and_not_where_runs_must_repeat():
     gpu, plan = torch.device("cuda", 0), plan_of(flags(), World(gpus=1))
-    assert run._race_of(plan, gpu) is not None
-    assert run._race_of(plan, CPU) is run._race_of(plan_of(flags("--deterministic-mode"), World(gpus=1)), gpu) is None
+    assert choose_kernels.make_race(plan, gpu) is not None
+    assert (
+        choose_kernels.make_race(plan, CPU)
+        is choose_kernels.make_race(plan_of(flags("--deterministic-mode"), World(gpus=1)), gpu)
+        is None
+    )
 
 
 def one_race_for_all(world):
     """For on_ranks: each rank would find another kernel the fastest."""
-    run.fastest = lambda probe, able, own: Race(f"of rank {world.rank}", {})
-    pick = run._race_of(replace(plan_of(flags(), world), device="cuda"), torch.device("cuda"))
+    choose_kernels.fastest = lambda probe, able, own: Race(f"of rank {world.rank}", {})
+    pick = choose_kernels.make_race(replace(plan_of(flags(), world), device="cuda"), torch.device("cuda"))
     print("took", pick(None, (), None).winner)
 
 

@@ -30,7 +30,7 @@ from waiting import LIMIT_S
 
 from megatron_lite.errors import DivergedError
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.train import exit_conditions, run
+from megatron_lite.train import choose_kernels, exit_conditions
 
 DIVERGING = "--lr 1e30 --lr-decay-style constant --clip-grad 0 --train-iters 8"
 LINE = r"iteration (\d+): the loss on rank (.+?) is NaN or Inf; .*not saved.*--no-check-for-nan-in-loss-and-grad"
@@ -91,7 +91,7 @@ def test_fp16_counts_iterations_with_a_nan_loss(group, tmp_path):
 
 def diverge_on_one_rank(world):
     """For on_ranks: rank 1 alone sees a NaN loss at iteration 3; both must stop there together."""
-    calls, inner = [], run.token_losses
+    calls, inner = [], choose_kernels.token_losses
 
     def losses(*inputs, **options):
         calls.append(1)
@@ -99,7 +99,7 @@ def diverge_on_one_rank(world):
             math.nan if world.rank == 1 and len(calls) == 5 else 1.0
         )  # 2 passes in a step
 
-    run.token_losses = losses
+    choose_kernels.token_losses = losses
     try:
         train(flags("--train-iters 9 --log-interval 9 --save", Path("save")), Path("run"), world)
     except DivergedError as error:

@@ -8,9 +8,8 @@ from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import MemoryNow
 from megatron_lite.train import log
 from megatron_lite.train.anomaly_warnings import AnomalyWarnings
+from megatron_lite.train.console import ProgressLine
 from megatron_lite.train.exit_conditions import ExitConditions
-from megatron_lite.train.interval_timer import IntervalTimer
-from megatron_lite.train.progress_line import ProgressLine
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_metrics import StepMetrics
 from megatron_lite.train.steps_file import StepsFile
@@ -24,7 +23,7 @@ PARTS = (
     (MemoryNow, "host_bytes", "host memory read"),
     (StepMetrics, "record", "figures of a step collected"),
     (StepMetrics, "take", "figures summed over ranks"),
-    (IntervalTimer, "step", "time of clean steps"),
+    (log.IntervalTimer, "step", "time of clean steps"),
     (ProgressLine, "update", "progress line"),
     (log.Log, "_say_interval", "console line"),
     (StepsFile, "write", "steps.jsonl, a step"),

@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
+logger = logging.getLogger(__name__)
 FLAG = "--external-dataloader"
 KEYWORDS = ("consumed", "micro_batch_size", "seq_length", "rank", "num_ranks", "seed")
 INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -149,3 +152,23 @@ def _module(spelled: str, name: str) -> ModuleType:
         raise DataError(
             f"{FLAG} {spelled}: there is no module {error.name}; give FILE.py:FUNCTION, or set PYTHONPATH"
         ) from None
+
+
+class ExternalStreams:
+    """Streams of --external-dataloader; those of an evaluation begin at once, to see whether there are any."""
+
+    def __init__(self, plan: Plan):
+        t, d = plan.args.training, plan.args.data
+        request = Request(t.micro_batch_size, plan.shape.seq_length, plan.world.rank, plan.world.size, t.seed)
+        self._loader = ExternalLoader(d.external_dataloader, request, plan.vocab_size, pin=plan.device == "cuda")
+        evaluated = ("valid", "test") if plan.args.watch.eval_iters else ()
+        self._begun = {split: self._loader.stream(split, 0) for split in evaluated}
+        for split in evaluated:
+            logger.info(f"  {split} data: {d.external_dataloader if self.has(split) else 'none'}")
+
+    def has(self, split: str) -> bool:
+        return self._begun.get(split) is not None
+
+    def stream(self, split: str, consumed: int, wanted: int) -> Iterator[Tensor]:
+        begun = self._begun.get(split)
+        return begun if begun is not None and consumed == 0 else self._loader.stream(split, consumed)

@@ -1,6 +1,7 @@
 """The GPT model. Parameter names and layouts are those of Megatron-Core's local layer specification.
 
-Letters: B batch, T positions, H hidden, V padded vocabulary, R rotated part of a head.
+Letters: B batch, T positions, H hidden, V padded vocabulary, N query heads, G query groups (key/value heads), D width of one head,
+R rotated part of D, W normalised width, F width of fc1's output.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,6 @@ from megatron_lite.model.gelu import gelu_tanh
 from megatron_lite.model.loss import token_losses
 
 # --- rotary position embedding (Su et al. 2021, arXiv 2104.09864)
-#
-# Letters: B batch, N heads, T positions, D width of one head, R rotated part of D.
 
 
 def rotary_width(shape: ModelShape) -> int:
@@ -63,9 +62,6 @@ def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-# --- LayerNorm and RMSNorm with the switches of Megatron. Letters: W normalised width
-
-
 class Norm(nn.Module):
     """Normalises the last dimension; input and output (..., W), same dtype.
 
@@ -91,12 +87,6 @@ class Norm(nn.Module):
         if bias is None:
             return F.rms_norm(x, self.width, weight, self.eps)
         return F.layer_norm(x, self.width, weight, bias, self.eps)
-
-
-# --- causal self-attention around an exchangeable kernel
-#
-# Letters: B batch, T positions, H hidden, N query heads, G query groups (key/value heads), D width of one head,
-# R rotated part of D.
 
 
 class SelfAttention(nn.Module):
@@ -145,7 +135,7 @@ class SelfAttention(nn.Module):
         return q_BTND.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2)
 
 
-# --- the two-matrix MLP. Letters: B batch, T positions, H hidden, F width of fc1's output
+# --- layers
 
 
 def gelu_erf(x: Tensor) -> Tensor:
@@ -178,9 +168,6 @@ class MLP(nn.Module):
         return self.linear_fc2(self.activation(self.linear_fc1(hidden_BTH)))
 
 
-# --- tokens and positions to vectors. Letters: B batch, T positions, H hidden
-
-
 class Embedding(nn.Module):
     """hidden_BTH = dropout(word vectors + position vectors); the latter only for learned_absolute positions."""
 
@@ -197,9 +184,6 @@ class Embedding(nn.Module):
         if self.position_embeddings is not None:
             hidden_BTH = hidden_BTH + self.position_embeddings(positions_BT)
         return self.dropout(hidden_BTH)
-
-
-# --- the GPT model. Parameter names and layouts are those of Megatron-Core's local layer specification
 
 
 class TransformerLayer(nn.Module):

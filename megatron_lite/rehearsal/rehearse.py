@@ -34,7 +34,7 @@ from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.layers import recompute_layers
 from megatron_lite.rehearsal.fake_ddp import without_other_ranks
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
-from megatron_lite.train.run import DTYPES, attention_of, losses_of
+from megatron_lite.train.choose_kernels import DTYPES, choose_eager_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 # --- walks any model and training step with tensors that have shapes but no data, and writes down every allocation
@@ -139,7 +139,7 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
 
 def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None) -> Callable:
     """Everything of a run that holds device memory, made; returns its step(phase). losses: as of model.gpt.GPT, else the plan's."""
-    model = _model(plan, losses or losses_of(plan))
+    model = _model(plan, losses or choose_eager_losses(plan))
     replica = DataParallel(plan, model)
     optimizer = Optimizer(plan, replica.parameters, HOST)
     batch = _shortened(plan)
@@ -185,7 +185,7 @@ def _model(plan: Plan, losses) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[plan.precision])
     try:
-        model = GPT(plan.shape, attention_of(_without_cudnn(plan), HOST), losses)
+        model = GPT(plan.shape, choose_plan_attention(_without_cudnn(plan), HOST), losses)
     finally:
         torch.set_default_dtype(before)
     in_pieces = works_in_pieces(plan.device == "cpu", DTYPES[plan.precision].itemsize)

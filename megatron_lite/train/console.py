@@ -1,11 +1,15 @@
 """The lines that people and scripts read: Megatron-LM's, and one of our own."""
 
 import math
+import time
 from dataclasses import dataclass
 from datetime import datetime
 
+from megatron_lite.live_line import LiveLine
 from megatron_lite.phases import Phase
-from megatron_lite.units import MIB, count
+from megatron_lite.units import MIB, count, duration
+
+WIDTH = 24  # of the progress bar
 
 OPTIMIZER = (Phase.UNSCALE, Phase.CLIP_GRAD, Phase.OPTIMIZER_STEP)
 BATCH = (Phase.DATA, Phase.DATA_TO_DEVICE)
@@ -130,3 +134,22 @@ def timer_lines(option: str, found: dict[str, list[float]]) -> str:
         else:
             lines.append(f"{label}: ({min(filter(None, of_ranks)):.2f}, {max(of_ranks):.2f})")
     return "\n".join(lines)
+
+
+class ProgressLine(LiveLine):
+    """How far training is and how long it will take, from iteration `first`, where this run began, to `last`."""
+
+    def __init__(self, first: int, last: int, active: bool):
+        super().__init__(active, lines=False)  # the log has lines of its own
+        self._first, self._last = first, last
+        self._started = time.monotonic()
+
+    def update(self, iteration: int, loss: float | None):
+        """Show `iteration`, the newest loss that has arrived, and the time left at the pace so far."""
+        if not self.due:
+            return
+        done = iteration - self._first
+        left = (time.monotonic() - self._started) / max(done, 1) * (self._last - iteration)
+        bar = ("#" * (WIDTH * iteration // self._last)).ljust(WIDTH, ".")
+        shown = "" if loss is None else f"  loss {loss:.4f}"
+        self.draw(f"[{bar}] {iteration}/{self._last}{shown}  {duration(left)} left")

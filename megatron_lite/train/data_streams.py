@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_lite.config.data_paths import SPLIT, with_files_read
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.build import DataSpec, build_datasets
-from megatron_lite.data.external import ExternalLoader, Request
+from megatron_lite.data.external import ExternalStreams
 from megatron_lite.data.loader import batches, cyclic_batches, require_block, single_batches
 from megatron_lite.errors import DataError
 from megatron_lite.train.loop import Progress
@@ -24,7 +24,7 @@ class DataStreams:
     def __init__(self, plan: Plan):
         self.plan = plan
         external = plan.args.data.dataloader_type == "external"
-        self._streams = _ExternalStreams(plan) if external else _DatasetStreams(plan)
+        self._streams = ExternalStreams(plan) if external else _DatasetStreams(plan)
 
     @property
     def has_validation(self) -> bool:
@@ -126,23 +126,3 @@ class _DatasetStreams:
                 "begin with the first sample."
             )
         logger.info(f"  {found}; after the last one evaluations begin with the first again")
-
-
-class _ExternalStreams:
-    """Streams of --external-dataloader; those of an evaluation begin at once, to see whether there are any."""
-
-    def __init__(self, plan: Plan):
-        t, d = plan.args.training, plan.args.data
-        request = Request(t.micro_batch_size, plan.shape.seq_length, plan.world.rank, plan.world.size, t.seed)
-        self._loader = ExternalLoader(d.external_dataloader, request, plan.vocab_size, pin=plan.device == "cuda")
-        evaluated = ("valid", "test") if plan.args.watch.eval_iters else ()
-        self._begun = {split: self._loader.stream(split, 0) for split in evaluated}
-        for split in evaluated:
-            logger.info(f"  {split} data: {d.external_dataloader if self.has(split) else 'none'}")
-
-    def has(self, split: str) -> bool:
-        return self._begun.get(split) is not None
-
-    def stream(self, split: str, consumed: int, wanted: int) -> Iterator[Tensor]:
-        begun = self._begun.get(split)
-        return begun if begun is not None and consumed == 0 else self._loader.stream(split, consumed)

@@ -3,31 +3,23 @@
 import gc
 import logging
 import random
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import WEIGHTS, mark_memory
-from megatron_lite.model.attention import Attend
-from megatron_lite.model.attention_choice import Probe, Race, choose_attention, fastest
-from megatron_lite.model.fused_loss import Pieces, fused_token_losses
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.init import initialize
-from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once
-from megatron_lite.model.loss import token_losses
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.parallel.layers import compile_layers, compiled, describe_compilation, recompute_layers, recomputed
+from megatron_lite.parallel.layers import compile_layers, describe_compilation, recompute_layers
 from megatron_lite.parallel.process_group import device_of
 from megatron_lite.phases import Phase
 from megatron_lite.train.checkpoint import Checkpoints
+from megatron_lite.train.choose_kernels import DTYPES, choose_losses, choose_plan_attention, make_race
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.evaluate import Evaluation
 from megatron_lite.train.exit_conditions import ExitConditions
@@ -85,7 +77,6 @@ class GarbageCollectionHook:
 # --- one run from a plan: build everything, train, evaluate, save
 
 logger = logging.getLogger(__name__)
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log) -> str | None:
@@ -133,12 +124,12 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
 @mark_memory(WEIGHTS)
 def build_model(plan: Plan, device: torch.device) -> nn.Module:
     """The initialised model on the device, in the plan's precision, with recomputation as the flags say."""
-    shape, attend = plan.shape, attention_of(plan, device, _race_of(plan, device))
+    shape, attend = plan.shape, choose_plan_attention(plan, device, make_race(plan, device))
     timed = f" ({attend.timed})" if attend.timed else ""
     logger.info("\n    not ".join((f"  attention: {attend.name}{timed}", *attend.why_not)))
     _seed(plan.args.training.seed)
     with torch.device("cpu" if plan.args.parallel.use_cpu_initialization else device):
-        model = GPT(shape, attend, _compiled_losses(plan) if plan.compilation.loss else losses_of(plan))
+        model = GPT(shape, attend, choose_losses(plan))
         initialize(model, shape)
     model.to(device=device, dtype=DTYPES[plan.precision])
     number = sum(parameter.numel() for parameter in model.parameters())
@@ -151,49 +142,6 @@ def build_model(plan: Plan, device: torch.device) -> nn.Module:
         logger.info(f"  recomputing the activations of {recomputing} of {shape.num_layers} layers")
     gc.collect()
     return model
-
-
-def attention_of(plan: Plan, device: torch.device, pick: Callable[..., Race] | None = None) -> Attend:
-    """The kernel that the plan's flags and tensors lead to on the device, recomputed in backward if they say so. pick: as of
-    choose_attention."""
-    m, masked = plan.args.model, plan.args.data.reset_attention_mask
-    attend = choose_attention(
-        m.attention_backend,
-        plan.shape,
-        batch=plan.args.training.micro_batch_size,
-        device=device,
-        dtype=DTYPES[plan.precision],
-        masked=masked,
-        explain=m.explain_attention,
-        prefer_explicit=explicit_is_faster(plan.shape, plan.precision, plan.device, masked),
-        pick=pick,
-    )
-    if attend.name == "explicit" and m.recompute_granularity == "selective":
-        return replace(attend, function=recomputed(attend.function))
-    return attend
-
-
-def _race_of(plan: Plan, device: torch.device) -> Callable[..., Race] | None:
-    """A race of attention kernels that the first rank runs for all, who must not differ; None where none is to be run."""
-    if device.type == "cpu" or plan.args.training.deterministic_mode:
-        return None
-
-    def pick(probe: Probe, able: tuple[str, ...], own: str | None) -> Race:
-        found = [fastest(probe, able, own) if plan.world.is_first else None]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
-
-    return pick
-
-
-def losses_of(plan: Plan) -> Callable[..., torch.Tensor]:
-    """The model's loss as it runs eagerly, with as many logits in fp32 at a time as suit the plan's device."""
-    threads = plan.world.threads if plan.device == "cpu" else 0
-    return partial(token_losses, rows_at_once=rows_at_once(plan.shape.padded_vocab_size, threads))
-
-
-def _compiled_losses(plan: Plan) -> Callable[..., torch.Tensor]:
-    return partial(fused_token_losses, pieces=Pieces(*(compiled(plan, piece) for piece in Pieces())))
 
 
 def describe_precision(plan: Plan) -> str:

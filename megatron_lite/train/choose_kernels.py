@@ -1,0 +1,64 @@
+"""The kernels of a plan's attention and loss on a device."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.model.attention import Attend
+from megatron_lite.model.attention_choice import Probe, Race, choose_attention, fastest
+from megatron_lite.model.fused_loss import Pieces, fused_token_losses
+from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once
+from megatron_lite.model.loss import token_losses
+from megatron_lite.parallel.layers import compiled, recomputed
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., Race] | None = None) -> Attend:
+    """The kernel that the plan's flags and tensors lead to on the device, recomputed in backward if they say so. pick: as of
+    choose_attention."""
+    m, masked = plan.args.model, plan.args.data.reset_attention_mask
+    attend = choose_attention(
+        m.attention_backend,
+        plan.shape,
+        batch=plan.args.training.micro_batch_size,
+        device=device,
+        dtype=DTYPES[plan.precision],
+        masked=masked,
+        explain=m.explain_attention,
+        prefer_explicit=explicit_is_faster(plan.shape, plan.precision, plan.device, masked),
+        pick=pick,
+    )
+    if attend.name == "explicit" and m.recompute_granularity == "selective":
+        return replace(attend, function=recomputed(attend.function))
+    return attend
+
+
+def make_race(plan: Plan, device: torch.device) -> Callable[..., Race] | None:
+    """A race of attention kernels that the first rank runs for all, who must not differ; None where none is to be run."""
+    if device.type == "cpu" or plan.args.training.deterministic_mode:
+        return None
+
+    def pick(probe: Probe, able: tuple[str, ...], own: str | None) -> Race:
+        found = [fastest(probe, able, own) if plan.world.is_first else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    return pick
+
+
+def choose_eager_losses(plan: Plan) -> Callable[..., torch.Tensor]:
+    """The model's loss as it runs eagerly, with as many logits in fp32 at a time as suit the plan's device."""
+    threads = plan.world.threads if plan.device == "cpu" else 0
+    return partial(token_losses, rows_at_once=rows_at_once(plan.shape.padded_vocab_size, threads))
+
+
+def choose_losses(plan: Plan) -> Callable[..., torch.Tensor]:
+    """The model's loss, compiled where the plan says so."""
+    if not plan.compilation.loss:
+        return choose_eager_losses(plan)
+    return partial(fused_token_losses, pieces=Pieces(*(compiled(plan, piece) for piece in Pieces())))
