@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_lite.data import build as blend
-from megatron_lite.data.build import BlendedDataset, normalized, sizes_for_blend
+from megatron_lite.data import blend_order as blend
+from megatron_lite.data.blend_order import BlendedDataset, normalized, sizes_for_blend
 from megatron_lite.errors import DataError
 
 

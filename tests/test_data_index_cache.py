@@ -16,7 +16,7 @@ import pytest
 from waiting import LIMIT_S
 
 from megatron_lite.data import index_cache
-from megatron_lite.data.build import BlendedDataset
+from megatron_lite.data.blend_order import BlendedDataset
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.gpt_indices import sample_recipe
 from megatron_lite.data.index_cache import IndexCache, IndexFiles
@@ -88,7 +88,7 @@ def test_blend_is_kept_too(cache, monkeypatch, tmp_path):
     for weights, size in (([3, 1, 2], 90), ([100, 100, 100], None)):
         plain, first = BlendedDataset(parts, weights, size), BlendedDataset(parts, weights, size, cache, "valid")
         with monkeypatch.context() as patch:
-            patch.setattr("megatron_lite.data.build.mix", must_not_build)
+            patch.setattr("megatron_lite.data.blend_order.mix", must_not_build)
             second = BlendedDataset(parts, weights, size, cache, "valid")
         for mixed in (first, second):
             assert isinstance(mixed.dataset_index, np.memmap)

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_lite.data.build import BlendedDataset, DataSpec, build_datasets, parse_blend
+from megatron_lite.data.blend_order import BlendedDataset
+from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.gpt_indices import sample_recipe
 from megatron_lite.data.index_cache import IndexCache

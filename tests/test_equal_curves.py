@@ -70,18 +70,15 @@ def train(data, tmp_path_factory) -> Callable[[str], Curve]:
     def train_once(words: str) -> Curve:
         with pytest.MonkeyPatch.context() as patch:
             if "16" not in words:
-                patch.setattr(run, "rows_at_once", lambda vocabulary, threads: 7)
+                patch.setattr(choose_kernels, "rows_at_once", lambda vocabulary, threads: 7)
             return curve_of(data, tmp_path_factory.mktemp("run"), words)
 
     return train_once
 
 
 @pytest.fixture(scope="module")
-def ours(data, tmp_path_factory) -> Curve:
-    """In fp32, with the loss in rows: 18 whole chunks of 7 tokens, and one of 2."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose_kernels, "rows_at_once", lambda vocabulary, threads: 7)
-        return curve_of(data, tmp_path_factory.mktemp("ours") / "run")
+def ours(train) -> Curve:
+    return train("")
 
 
 def test_the_trainer_in_fp32_is_plain_pytorch(data, ours):

@@ -11,8 +11,8 @@ import torch
 from launch import alone, flags, plan_of, pretrain, quietly, steps, write_documents
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_lite.train import evaluate as evaluation
 from megatron_lite.train import log
+from megatron_lite.train import step_hooks as evaluation
 from megatron_lite.train.console import compute_timers, evaluation_lines, timer_lines
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.steps_file import StepsFile

@@ -1,4 +1,4 @@
-"""The kernels of a plan's attention and loss on a device."""
+"""The kernels of a plan's attention and loss on a device, and its number formats."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,3 +62,17 @@ def choose_losses(plan: Plan) -> Callable[..., torch.Tensor]:
     if not plan.compilation.loss:
         return choose_eager_losses(plan)
     return partial(fused_token_losses, pieces=Pieces(*(compiled(plan, piece) for piece in Pieces())))
+
+
+def describe_precision(plan: Plan) -> str:
+    """'fp16 weights, fp32 masters, gradients summed in fp16, dynamic loss scale from 4294967296'."""
+    if plan.precision == "fp32":
+        return "fp32 weights and gradients"
+    sums = "fp32" if plan.fp32_gradients else plan.precision
+    p = plan.args.precision
+    scale = (
+        f", loss scale {p.loss_scale:g}"
+        if p.loss_scale
+        else (f", dynamic loss scale from {p.initial_loss_scale:.0f}" if plan.precision == "fp16" else "")
+    )
+    return f"{plan.precision} weights, fp32 masters and moments, gradients summed in {sums}{scale}"

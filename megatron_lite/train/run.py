@@ -3,7 +3,6 @@
 import gc
 import logging
 import random
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,64 +16,21 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.layers import compile_layers, describe_compilation, recompute_layers
 from megatron_lite.parallel.process_group import device_of
-from megatron_lite.phases import Phase
 from megatron_lite.train.checkpoint import Checkpoints
-from megatron_lite.train.choose_kernels import DTYPES, choose_losses, choose_plan_attention, make_race
+from megatron_lite.train.choose_kernels import (
+    DTYPES,
+    choose_losses,
+    choose_plan_attention,
+    describe_precision,
+    make_race,
+)
 from megatron_lite.train.data_streams import DataStreams
-from megatron_lite.train.evaluate import Evaluation
 from megatron_lite.train.exit_conditions import ExitConditions
 from megatron_lite.train.loop import Progress, train
 from megatron_lite.train.step import BatchMaker, TrainingStep
+from megatron_lite.train.step_hooks import Evaluation, GarbageCollectionHook, SaveHook
 from megatron_lite.train.step_metrics import StepMetrics
 from megatron_lite.units import count, short_count
-
-# --- step hooks: saving, and Python's garbage collector on a schedule, so that all ranks pause in the same step
-
-
-class SaveHook:
-    """Saves at --save-interval, and at the end what has not been saved yet."""
-
-    phase = Phase.SAVE
-
-    def __init__(self, plan: Plan, checkpoints: Checkpoints, log, loaded: int):
-        self.plan, self.checkpoints, self.log = plan, checkpoints, log
-        c = plan.args.checkpoint
-        here = c.save is not None and c.load is not None and Path(c.save).resolve() == Path(c.load).resolve()
-        self.saved = loaded if here and loaded else None  # the newest iteration that the folder holds
-
-    def due(self, progress: Progress) -> bool:
-        interval = self.plan.args.checkpoint.save_interval
-        return interval is not None and progress.iteration % interval == 0
-
-    def run(self, progress: Progress):
-        """Save, unless this iteration is saved already."""
-        if self.plan.args.checkpoint.save is None or self.saved == progress.iteration:
-            return
-        self.log.metrics.settle()  # weights of a run that diverged must not be called a checkpoint
-        self.checkpoints.save(progress)
-        self.saved = progress.iteration
-
-
-class GarbageCollectionHook:
-    """--manual-gc: collection is off, but for every --manual-gc-interval iterations."""
-
-    phase = Phase.LOG
-
-    def __init__(self, plan: Plan):
-        t = plan.args.training
-        self._interval = t.manual_gc_interval if t.manual_gc else 0
-        if t.manual_gc:
-            gc.collect()
-            gc.disable()
-
-    def due(self, progress: Progress) -> bool:
-        return self._interval > 0 and progress.iteration % self._interval == 0
-
-    def run(self, progress: Progress):
-        gc.collect()
-
-
-# --- one run from a plan: build everything, train, evaluate, save
 
 logger = logging.getLogger(__name__)
 
@@ -142,20 +98,6 @@ def build_model(plan: Plan, device: torch.device) -> nn.Module:
         logger.info(f"  recomputing the activations of {recomputing} of {shape.num_layers} layers")
     gc.collect()
     return model
-
-
-def describe_precision(plan: Plan) -> str:
-    """'fp16 weights, fp32 masters, gradients summed in fp16, dynamic loss scale from 4294967296'."""
-    if plan.precision == "fp32":
-        return "fp32 weights and gradients"
-    sums = "fp32" if plan.fp32_gradients else plan.precision
-    p = plan.args.precision
-    scale = (
-        f", loss scale {p.loss_scale:g}"
-        if p.loss_scale
-        else (f", dynamic loss scale from {p.initial_loss_scale:.0f}" if plan.precision == "fp16" else "")
-    )
-    return f"{plan.precision} weights, fp32 masters and moments, gradients summed in {sums}{scale}"
 
 
 def _evaluate_at_the_end(plan: Plan, streams: DataStreams, model, make: BatchMaker, log, validation, progress):

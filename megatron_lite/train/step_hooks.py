@@ -1,6 +1,8 @@
-"""Loss on data that is not trained on."""
+"""What happens between steps: evaluating, saving, and Python's garbage collector on a schedule."""
 
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import Tensor
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import EVALUATION, mark_memory
 from megatron_lite.phases import Phase
+from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.console import evaluation_lines
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import BatchMaker, loss_and_tokens
@@ -59,3 +62,46 @@ class Evaluation:
             self.log.say(evaluation_lines(title, self.latest[1]))
         else:
             self.report(progress, title, "validation")
+
+
+class SaveHook:
+    """Saves at --save-interval, and at the end what has not been saved yet."""
+
+    phase = Phase.SAVE
+
+    def __init__(self, plan: Plan, checkpoints: Checkpoints, log, loaded: int):
+        self.plan, self.checkpoints, self.log = plan, checkpoints, log
+        c = plan.args.checkpoint
+        here = c.save is not None and c.load is not None and Path(c.save).resolve() == Path(c.load).resolve()
+        self.saved = loaded if here and loaded else None  # the newest iteration that the folder holds
+
+    def due(self, progress: Progress) -> bool:
+        interval = self.plan.args.checkpoint.save_interval
+        return interval is not None and progress.iteration % interval == 0
+
+    def run(self, progress: Progress):
+        """Save, unless this iteration is saved already."""
+        if self.plan.args.checkpoint.save is None or self.saved == progress.iteration:
+            return
+        self.log.metrics.settle()  # weights of a run that diverged must not be called a checkpoint
+        self.checkpoints.save(progress)
+        self.saved = progress.iteration
+
+
+class GarbageCollectionHook:
+    """--manual-gc: collection is off, but for every --manual-gc-interval iterations, so that all ranks pause in the same step."""
+
+    phase = Phase.LOG
+
+    def __init__(self, plan: Plan):
+        t = plan.args.training
+        self._interval = t.manual_gc_interval if t.manual_gc else 0
+        if t.manual_gc:
+            gc.collect()
+            gc.disable()
+
+    def due(self, progress: Progress) -> bool:
+        return self._interval > 0 and progress.iteration % self._interval == 0
+
+    def run(self, progress: Progress):
+        gc.collect()
