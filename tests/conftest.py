@@ -19,6 +19,4 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def little_garbage():
     """Every training collects garbage; it must not walk each time through all that pytest and big packages hold."""
     gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.freeze()  # for good: the next collection walks what has come since

@@ -26,7 +26,7 @@ WELL = Ended(0, "", "", 1.0)
         for way in WAYS
         for number, case in enumerate(CASES)
         if way in ("torch profiler", "nsys")
-        or number in (0, len(CASES) - 1)  # all of them: python tests/profile_matrix.py
+        or (way != TOGETHER and number in (0, len(CASES) - 1))  # all of them: python tests/profile_matrix.py
     ],
 )
 def test_the_files_hold_the_window(tmp_path, way, case):
