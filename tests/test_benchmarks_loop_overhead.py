@@ -38,7 +38,7 @@ def test_a_part_inside_another_counts_once(monkeypatch):
 @pytest.mark.timed
 def test_the_whole_measurement(tmp_path):
     out = tmp_path / "figures.json"
-    words = f"--ranks 1 --log-intervals 10 --rounds 1 --steps 60 --real-steps 30 --tensorboard --out {out}"
+    words = f"--ranks 2 --log-intervals 10 --rounds 1 --steps 60 --real-steps 30 --tensorboard --out {out}"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.loop_overhead", *words.split()],
         check=False,
