@@ -9,9 +9,6 @@ from megatron_lite.analysis.compare.compare_results import Change, Flag, Pair
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 
-# --- what differs in how two runs were started, and whether they are comparable at all
-
-
 # where things are written to: no setting of the run
 PLACES = ("run_dir", "save", "load", "tensorboard_dir", "memory_snapshot_path", "master_port", "nsys_output")
 MODEL_FLAGS = {  # of the plan's shape: the flags that decide it

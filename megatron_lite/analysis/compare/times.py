@@ -10,9 +10,6 @@ from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.units import size
 
-# --- steps, rates and peaks of two runs beside each other, and the phases of runs without traces
-
-
 STEP, TRACED_STEP, TOKENS, MFU, PEAK = (
     "step",
     "traced step",

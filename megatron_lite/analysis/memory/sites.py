@@ -12,9 +12,6 @@ from megatron_lite.analysis.memory.record import SEGMENT_ALLOC, SEGMENT_FREE, SE
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.estimate.memory_categories import CATEGORIES
 
-# --- which source lines hold memory, and which layers hold the activations
-
-
 NUMBERED = re.compile(r"^(.*?(?:^|\.)(\d+))(?:\.|$)")
 BETWEEN_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 MIN_EXPLAINED = 0.5  # of the activations' bytes, by stacks that come once per layer

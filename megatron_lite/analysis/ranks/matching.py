@@ -8,9 +8,6 @@ import numpy as np
 
 from megatron_lite.analysis.ranks.calls import END_TOGETHER, POINT_TO_POINT, Calls
 
-# --- which collective of one rank is which of another: the k-th of a process group is the same on all its members
-
-
 FARTHEST = 64  # collectives by which traces of two ranks may begin apart, beyond what they differ in number
 MIN_ALIKE = 0.9  # share of pairs of the same kind and size; below it the order is no guide
 

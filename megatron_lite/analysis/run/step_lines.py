@@ -9,9 +9,6 @@ from pathlib import Path
 from megatron_lite.analysis.run.run_results import Interval
 from megatron_lite.phases import Phase
 
-# --- steps.jsonl, line by line: what the trainer appended, and what of it can be read
-
-
 CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")
 LISTS = (
     "steps",

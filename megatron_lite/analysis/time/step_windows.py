@@ -20,9 +20,6 @@ from megatron_lite.analysis.time.time_results import Placing, Step
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import Phase
 
-# --- steps on the device's clock, and which of them are steady
-
-
 LONGER = 1.25  # a first or last step so much longer than the median of the others pays for the profiler
 ENOUGH = 3  # complete steps: then the window's first one is not needed
 NO_WORK, CUT = "no work in it", "the trace cuts it"

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# --- what the time analysis says of one rank. Milliseconds are means per steady step unless a name says otherwise
-
 
 @dataclass(frozen=True)
 class Step:

@@ -12,9 +12,6 @@ from megatron_lite.report.section import Lines, Section, Table, first, with_some
 from megatron_lite.report.text import GREY, ROW_COLORS, calls, fit, flops, milliseconds, percent, share
 from megatron_lite.units import count, size
 
-# --- where a step goes
-
-
 NOTHING = 0.0005  # of a step: its number would read 0
 TITLES_ON_CPU = {
     "compute": "operators",
