@@ -9,7 +9,8 @@ from model_variants import PLAIN
 
 from megatron_lite.convert.tokenizer_files import describe_copied_tokenizer, describe_gpt2_tokenizer, training_flags
 from megatron_lite.data.byte_pairs import train_bpe, write_bpe
-from megatron_lite.data.tokenizers import END_OF_TEXT, make_tokenizer
+from megatron_lite.data.text_files import END_OF_TEXT
+from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import UserError
 
 transformers = pytest.importorskip("transformers", reason="equality with Hugging Face needs transformers")

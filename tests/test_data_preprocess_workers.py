@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.cli.main import main
-from megatron_lite.data import text_files
+from megatron_lite.data import resume_state, text_files
 from megatron_lite.data.preprocess import AHEAD, WorkerDied, in_order, preprocess
 from megatron_lite.data.tokenizers import ByteTokenizer, make_tokenizer
 from megatron_lite.errors import DataError, UserError
@@ -31,6 +32,8 @@ def square(number: int) -> int:
 @pytest.fixture
 def lines(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 500)
+    # A run that ends early leaves what can be continued, if it was slow enough to have saved a state.
+    monkeypatch.setattr(resume_state, "SECONDS_BETWEEN_STATES", math.inf)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"number {i} " * (i % 9)}) + "\n" for i in range(500)))
     return path

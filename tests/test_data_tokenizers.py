@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from odd_texts import texts
 
-from megatron_lite.data.byte_pairs import END_OF_TEXT, byte_alphabet, write_bpe
+from megatron_lite.data.byte_pairs import byte_alphabet, write_bpe
+from megatron_lite.data.text_files import END_OF_TEXT
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError, UserError
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.data.byte_pairs import END_OF_TEXT, byte_alphabet, train_bpe, write_bpe
+from megatron_lite.data.byte_pairs import byte_alphabet, train_bpe, write_bpe
+from megatron_lite.data.text_files import END_OF_TEXT
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError
 

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.data.tokenizers import END_OF_TEXT, make_tokenizer
+from megatron_lite.data.text_files import END_OF_TEXT
+from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import UserError
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"

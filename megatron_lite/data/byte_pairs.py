@@ -14,7 +14,7 @@ from pathlib import Path
 import regex
 import tiktoken
 
-from megatron_lite.data.tokenizers import END_OF_TEXT, replace_lone_surrogates
+from megatron_lite.data.text_files import END_OF_TEXT, replace_lone_surrogates
 from megatron_lite.errors import DataError, UserError
 
 # Contractions, letters, digits, other signs (each with one space before it), white space. A run of white space

@@ -16,6 +16,16 @@ CHUNK_BYTES = 1 << 20
 COMPRESSED_BYTES = 1 << 10  # of .zst at a time: they may stand for 32 MiB
 JSON_LINES = (".jsonl", ".json")  # Megatron's "loose json" goes by either name
 COMPRESSED = (".gz", ".zst")
+END_OF_TEXT = "<|endoftext|>"
+
+
+def replace_lone_surrogates(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair that stands alone, which UTF-8 cannot hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 @dataclass(frozen=True)

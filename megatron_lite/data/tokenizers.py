@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Protocol
 
 from megatron_lite.config.data_paths import TIKTOKEN_PATTERN, TIKTOKEN_SPECIAL, TOKENIZER, TOKENIZERS
+from megatron_lite.data.text_files import END_OF_TEXT, replace_lone_surrogates
 from megatron_lite.errors import DataError, UserError
 
-END_OF_TEXT = "<|endoftext|>"
 SECONDS_TO_ANSWER = 10  # of Hugging Face's hub
 
 
@@ -27,15 +27,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
-
-
-def replace_lone_surrogates(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair that stands alone, which UTF-8 cannot hold."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def build_tokenizer(options) -> Tokenizer:
