@@ -176,8 +176,10 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
         for one in case.facts.snapshots
         if len(one.steps) >= MIN_STEPS and one.growth is None
     ]
-    if run and sum(run.ordinary) >= MIN_STEPS_WITHOUT_GROWTH and (run.host_memory_bytes or run.peak_memory_bytes):
-        steady.append(Evidence(f"memory does not grow over {sum(run.ordinary)} ordinary steps", STEPS_FILE))
+    for what, values in (("GPU", run.peak_memory_bytes), ("process", run.host_memory_bytes)) if run else ():
+        number = sum(plain and not math.isnan(value) for plain, value in zip(run.ordinary, values))
+        if number >= MIN_STEPS_WITHOUT_GROWTH:
+            steady.append(Evidence(f"memory of the {what} does not grow over {number} ordinary steps", STEPS_FILE))
     return [*held, *steady] if held and steady else not_seen(SNAPSHOT, *held, *steady)
 
 
