@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from audit_cases import FAIL, MORE, NOT_SEEN, OWN_DATA, PASS, POINTS, failing, steps_of
 from command_lines import plan as resolved_plan
-from finding_cases import both, every, gpu, memory, ordinary_steps, recorded, run
+from finding_cases import both, every, gpu, memory, on_cpu, ordinary_steps, recorded, run
 from report_cases import HOSTILE, report
 from trace_maker import gpu_run
 
@@ -196,6 +196,36 @@ def test_what_to_record_names_flags_that_there_are():
     sources = "".join(path.read_text() for path in Path(audit.__file__).parent.glob("*.py"))
     own = {"--against", "--no-step-timeline"}  # the command's, and negations
     assert set(re.findall(r"--[a-z][a-z-]+[a-z]", sources)) - flags - own == set()
+
+
+@pytest.mark.parametrize(
+    ("number", "kernels", "times", "answer", "says"),
+    [
+        (9, {}, {"device": "Tesla P100-PCIE-16GB"}, NOT_SEEN, "this GPU has no tensor cores"),
+        (9, {"matrix_ms": 0.2, "tensor_core_ms": 0.0, "roofline": ()}, {}, NOT_SEEN, "whose products are in 16 bits"),
+        (9, {"maybe_tensor_core_ms": 9.0, "tensor_core_ms": 0.0, "roofline": ()}, {}, NOT_SEEN, "collect-shapes"),
+        (9, {"tensor_core_ms": 0.0, "matrix_ms": 8.0}, {}, FAIL, "multiples of 64 (at least 8)"),
+        (14, {}, {"rows": {"compute": 6.0, "unexplained": 3.0}}, NOT_SEEN, "unexplained: 3.0 ms"),
+    ],
+)
+def test_figures_that_are_seldom(number, kernels, times, answer, says):
+    facts = report_of(gpu).facts
+    one = facts.critical
+    one = dataclasses.replace(
+        one, kernels=dataclasses.replace(one.kernels, **kernels), time=dataclasses.replace(one.time, **times)
+    )
+    point = audit_run(dataclasses.replace(facts, ranks_seen=(one,)), ())[number - 1]
+    is_well_formed(point)
+    assert point.answer is answer and says in told(point), told(point)
+
+
+def test_an_update_per_micro_batch_fails():
+    def change(made, at):
+        made.annotation("Optimizer.step#AdamW.step", at + 8700, at + 8710)
+        made.annotation("Optimizer.step#AdamW.step", at + 8720, at + 8730)
+
+    point = point_of(13, both(on_cpu(change=change, micro_batches=2), recorded(device="cpu", world=1)))
+    assert point.answer is FAIL and "2 optimizer steps per iteration" in told(point), told(point)
 
 
 def test_a_point_that_fails_itself_is_not_seen(monkeypatch):

@@ -44,6 +44,7 @@ from megatron_lite.analysis.audit.trace_examiners import (
     examine_tensor_cores,
 )
 from megatron_lite.analysis.contradictions import find_contradictions, rests_on_run_only
+from megatron_lite.analysis.findings import copy_share, unfused_elementwise
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Facts
@@ -91,13 +92,20 @@ QUESTIONS = (
         "Do tensors keep one layout, with little copying and .contiguous()?",
         ("copy-share",),
         TRACE,
-        examine_role(Role.CAST_COPY, "copying, casting and reordering tensors"),
+        examine_role(
+            Role.CAST_COPY,
+            "copying, casting and reordering tensors",
+            copy_share.TOO_MUCH,
+            copy_share.TOO_MUCH_ON_CPU,
+        ),
     ),
     Question(
         "Are small operators batched or fused?",
         SMALL_WORK,
         TRACE,
-        examine_role(Role.ELEMENTWISE, "elementwise operators"),
+        examine_role(
+            Role.ELEMENTWISE, "elementwise operators", unfused_elementwise.TOO_MUCH, unfused_elementwise.TOO_MUCH
+        ),
     ),
     Question(
         "Do products have shapes that the tensor cores take?",

@@ -1,6 +1,7 @@
 """What the run's own record and snapshots say about the questions of the audit that no finding answers."""
 
 import math
+import re
 from collections import Counter
 from itertools import pairwise
 
@@ -27,6 +28,7 @@ from megatron_lite.analysis.findings.step_measurements import (
     in_ms,
     micro_batches_seen,
     rows_named,
+    steady_steps,
     where,
 )
 from megatron_lite.analysis.kernels.kernel_results import Role
@@ -37,6 +39,7 @@ from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.units import MIB, count, size
 
+IS_UPDATE, OPTIMIZER_STEP = re.compile(r"Optimizer\.step#").match, "optimizer step"
 MIN_STEPS = 3  # of a snapshot
 MIN_TRACED_STEPS = 2
 MIN_STEPS_WITHOUT_GROWTH = 12  # ordinary ones
@@ -192,12 +195,19 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
             "see why no step improves the weights", Evidence(f"no update at all: {why}", STEPS_FILE), code=code
         )
     traced = micro_batches_seen(one) if one is not None else 0.0
-    seen = [Evidence(f"{counted(traced, 'backward range')} per step in the trace", where(one))] if traced else []
+    updates = len(rows_named(one, IS_UPDATE, Kind.ANNOTATION)) / steady_steps(one) if one is not None else 0.0
+    told = f"per step {counted(traced, 'backward range')}{f', {counted(updates, OPTIMIZER_STEP)}' if updates else ''}"
+    seen = [Evidence(f"{told} in the trace", where(one))] if traced else []
     micro_batch, world = whole(argument(case.facts, "micro_batch_size")), run.world_size if run else None
     sizes = [one for one in run.batch_sizes if one > 0] if run else []
     if not micro_batch or not world or not sizes:
         return not_seen(RUN_FOLDER, *seen)
     wrong = [*_check_batch_sizes(run, sizes, micro_batch * world, traced), *_check_schedule(run)]
+    final = whole(part(case.facts, "batch", "final"))
+    if final and not part(case.facts, "batch", "start") and set(sizes) != {final}:  # nothing ramps up
+        wrong.append(f"the plan has {final} samples per step, the steps have {min(sizes):g} to {max(sizes):g}")
+    if updates > 1:
+        wrong.append(f"{updates:.3g} {OPTIMIZER_STEP}s per iteration in the trace")
     if wrong:
         remedy = "micro-batch size x ranks x micro-batches must give --global-batch-size, with one update for all of it"
         return failed(remedy, *(Evidence(text, STEPS_FILE) for text in wrong), *seen)

@@ -7,10 +7,20 @@ from statistics import median
 
 import numpy as np
 
-from megatron_lite.analysis.audit.answers import LONGER_RUN, RUN_FOLDER, SHAPES, TRACE, Case, Point, failed, not_seen
+from megatron_lite.analysis.audit.answers import (
+    GPU_TRACE,
+    LONGER_RUN,
+    RUN_FOLDER,
+    SHAPES,
+    TRACE,
+    Case,
+    Point,
+    failed,
+    not_seen,
+)
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.fp32_products import WITHOUT_TENSOR_CORES
-from megatron_lite.analysis.findings.small_copies import ACROSS
+from megatron_lite.analysis.findings.small_copies import ACROSS, MANY, SMALL_BYTES
 from megatron_lite.analysis.findings.step_measurements import (
     MATTERS,
     MIN_SHARE_SHOWN,
@@ -22,6 +32,7 @@ from megatron_lite.analysis.findings.step_measurements import (
     steady_steps,
     where,
 )
+from megatron_lite.analysis.findings.sync_in_step import waits_inside
 from megatron_lite.analysis.findings.unpinned_copies import is_batch_copy
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import RankFacts
@@ -31,6 +42,8 @@ from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.units import size
 
 MIN_STEPS, MIN_TRACED_STEPS = 3, 2  # for a median of a run; a trace's window is short
+MAX_SITES = 2  # shown of waits for the device
+NO_COPY = "no copy from the host"
 MAX_UNEXPLAINED = 0.10  # of the step: as much as what a verdict begins to name
 
 
@@ -63,7 +76,7 @@ def _examine_window(one: RankFacts) -> Point | list[Evidence]:
         return []
     at, first = steady[0]
     before = at if first.number is None else first.number
-    text = f"times from the GPU's clock; {before} steps ran before the first that counts, {first.name}"
+    text = f"times from the GPU's clock, {in_ms(one.time.step_ms)} a step; {before} steps ran before the first that counts, {first.name}"
     seen = Evidence(text, where(one))
     if before > 0:
         return [seen]
@@ -124,8 +137,21 @@ def examine_synchronization(case: Case) -> list[Evidence]:
     one = case.facts.critical
     if one is None or not len(one.trace.rows[Kind.RUNTIME if one.time.on_gpu else Kind.OP]):
         return []
-    costly = f"no costly wait for the device in {counted(steady_steps(one), 'steady step')}"
-    return [Evidence(costly if one.time.on_gpu else "no GPU in the trace, so that no read waits for one", where(one))]
+    if not one.time.on_gpu:
+        return [Evidence("no GPU in the trace, so that no read waits for one", where(one))]
+    sites = waits_inside(one)
+    text = (
+        f"{sum(site.per_step for site in sites):.3g} synchronizations per step in "
+        f"{counted(steady_steps(one), 'steady step')}; the device idles after them "
+        f"{of_step(sum(site.idle_ms for site in sites), one)}, {MIN_SHARE_SHOWN:.0%} would be much"
+    )
+    shown = (
+        Evidence(
+            f"{site.operator or site.call} in {site.phase or 'no phase'}: {site.per_step:.3g} per step", site.frame
+        )
+        for site in sites[:MAX_SITES]
+    )
+    return [Evidence(text, where(one)), *shown]
 
 
 def examine_loader(case: Case) -> list[Evidence]:
@@ -139,7 +165,8 @@ def examine_loader(case: Case) -> list[Evidence]:
     ]
     if seen:
         wait_ms, one = max(((one.time.rows.get("data_wait", 0.0), one) for one in seen), key=lambda pair: pair[0])
-        return [Evidence(f"waiting for the loader: {of_step(wait_ms, one)}", where(one))]
+        text = f"waiting for the loader: {of_step(wait_ms, one)}; {in_ms(one.time.loader_host_ms)} in it, hidden or not"
+        return [Evidence(f"{text}; {MATTERS:.0%} would be much", where(one))]
     waits = [ms for ms, plain in zip(run.phases_ms.get(data, ()), run.ordinary) if plain and ms >= 0] if run else []
     if not waits or not run.steady_step_ms:
         return []
@@ -153,7 +180,10 @@ def examine_pinned_copies(case: Case) -> Point | list[Evidence]:
     to_device = _copies(one, re.compile(r"HtoD|HostToDevice", re.IGNORECASE))
     named = [row for row in to_device if re.search("(pageable|pinned) *->", _name(one, row), re.IGNORECASE)]
     if not named:
-        return []
+        if one is None or not one.time.on_gpu:
+            return []
+        what = f"{len(to_device)} copies that do not say from which memory" if len(to_device) else NO_COPY
+        return not_seen(GPU_TRACE, Evidence(f"{what} in {counted(steady_steps(one), 'steady step')}", where(one)))
     pageable = [row for row in named if "ageable" in _name(one, row)]
     num_bytes = one.trace.events.num_bytes.clip(min=1)
     text = (
@@ -178,7 +208,11 @@ def examine_number_of_copies(case: Case) -> list[Evidence]:
     rows = _copies(one, ACROSS)
     if not len(rows):
         return []
-    text = f"{counted(len(rows) / steady_steps(one), 'transfer')} per step between host and device"
+    small = (one.trace.events.num_bytes[rows] <= SMALL_BYTES).sum() / steady_steps(one)
+    text = (
+        f"per step {counted(len(rows) / steady_steps(one), 'transfer')} between host and device, {small:.3g} of at most "
+        f"{size(SMALL_BYTES)}; {MANY} would be many"
+    )
     return [Evidence(text, where(one, rows[0]))]
 
 
@@ -196,14 +230,16 @@ def _name(one: RankFacts, row: int) -> str:
 # --- what the device computes
 
 
-def examine_role(role: Role, what: str) -> Callable[[Case], list[Evidence]]:
-    """An examiner that measures the time of kernels (without a GPU: operators) of one role."""
+def examine_role(role: Role, what: str, too_much: float, too_much_on_cpu: float) -> Callable[[Case], list[Evidence]]:
+    """An examiner that measures the time of kernels (without a GPU: operators) of one role against its rule's limits."""
 
     def examine(case: Case) -> list[Evidence]:
         one = case.facts.critical
         if one is None or not one.time.step_ms > 0 or not any(one.kernels.roles.values()):
             return []
-        return [Evidence(f"{what}: {of_step(one.kernels.roles.get(role, 0.0), one)}", where(one))]
+        limit = too_much if one.time.on_gpu else too_much_on_cpu
+        text = f"{what}: {of_step(one.kernels.roles.get(role, 0.0), one)}; {limit:.0%} would be much"
+        return [Evidence(text, where(one))]
 
     return examine
 
