@@ -23,7 +23,7 @@ from finding_cases import (
     run,
 )
 from trace_maker import cpu_run, gpu_run
-from training_maker import FP32_GEMM, Step
+from training_maker import ADD, FP32_GEMM, Step
 
 from megatron_lite.analysis.audit.answers import Answer
 
@@ -111,17 +111,26 @@ MORE = [
     (1, NOT_SEEN, "", cpu, "no work of a GPU"),
     (2, PASS, "", gpu, "4 steady steps"),
     (2, NOT_SEEN, "", on_gpu(steps=1), "1 steady step of 1"),
-    (3, PASS, "", on_cpu(change=cpu_reads), "no read waits"),
+    (3, PASS, "", on_cpu(), "no read waits; 0 values read"),
+    (3, PASS, "", on_cpu(change=cpu_reads), "no read waits; 84 values read"),
     (3, PASS, "", CASES["sync-in-step"][1], "1 synchronizations per step"),
     (3, FAIL, "sync-in-step", on_gpu(before_forward=slow_copies), "aten::to"),
     (4, PASS, "", run, "in the phase data"),
     (5, FAIL, "unpinned-copies", on_gpu(copy=PAGEABLE), "from pageable memory"),
-    (5, FAIL, "sync-in-step", on_gpu(before_forward=slow_copies), "waits for them"),
+    (5, FAIL, "sync-in-step", on_gpu(before_forward=slow_copies), "1 wait of the host for them"),
     (5, NOT_SEEN, "", on_gpu(copy="CopyHostToDevice"), "do not say"),
     (5, NOT_SEEN, "", on_gpu(copy="Memcpy DtoD (Device -> Device)"), "no copy from the host"),
+    (6, NOT_SEEN, "", cpu, "nothing is copied to one"),
+    (
+        8,
+        FAIL,
+        "unfused-elementwise",
+        both(on_gpu(forward=[(ADD, 500, "aten::add")] * 4), recorded(compiled=True)),
+        "15% would be",
+    ),
     (9, FAIL, "fp32-products", on_gpu(gemm=FP32_GEMM, dtypes=["float", "float"]), "0 ms of"),
     (9, FAIL, "matmul-shapes", failing("matmul-shapes"), "MLP"),
-    (9, PASS, "", on_cpu(), "that tensor cores do not take"),
+    (9, PASS, "", on_cpu(), "are multiples of 64"),
     (9, NOT_SEEN, "", lambda folder: cpu_only(folder), "--pytorch-profiler-collect-shapes"),
     (
         10,

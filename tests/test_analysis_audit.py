@@ -20,6 +20,7 @@ from megatron_lite.analysis.audit.answers import Point
 from megatron_lite.analysis.audit.audit import QUESTIONS, Question, audit_run
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.rules import RULES
+from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.cli.main import main
 from megatron_lite.report.audit_terminal import audit_lines
@@ -135,6 +136,14 @@ def test_16_bits_beside_other_work_are_not_judged(tmp_path, other, says):
     assert point.answer is NOT_SEEN and says in told(point)
 
 
+def test_formats_that_mixed_precision_must_leave_alone():
+    def change(made, at):
+        made.op("aten::embedding", at + 100, at + 110, dims=[[512, 64], [4, 16]], dtypes=["c10::BFloat16", "long int"])
+        made.op("aten::nll_loss_forward", at + 120, at + 130, dims=[[64, 512], [64]], dtypes=["float", "long int"])
+
+    assert "token ids in long int, labels in long int" in told(point_of(10, on_cpu(change=change)))
+
+
 @pytest.mark.parametrize(
     ("mine", "other", "answer", "says"),
     [
@@ -206,6 +215,7 @@ def test_what_to_record_names_flags_that_there_are():
         (9, {"maybe_tensor_core_ms": 9.0, "tensor_core_ms": 0.0, "roofline": ()}, {}, NOT_SEEN, "collect-shapes"),
         (9, {"tensor_core_ms": 0.0, "matrix_ms": 8.0}, {}, FAIL, "multiples of 64 (at least 8)"),
         (14, {}, {"rows": {"compute": 6.0, "unexplained": 3.0}}, NOT_SEEN, "unexplained: 3.0 ms"),
+        (8, {"roles": {Role.ELEMENTWISE: 3.0}}, {}, FAIL, "compile the layers"),
     ],
 )
 def test_figures_that_are_seldom(number, kernels, times, answer, says):
@@ -217,6 +227,18 @@ def test_figures_that_are_seldom(number, kernels, times, answer, says):
     point = audit_run(dataclasses.replace(facts, ranks_seen=(one,)), ())[number - 1]
     is_well_formed(point)
     assert point.answer is answer and says in told(point), told(point)
+
+
+def test_memory_that_nobody_measured_is_not_said_to_stay():
+    """Each of the two memories counts its own values: 11 are one too few, 12 are enough."""
+    for number, says in ((11, False), (12, True)):
+        measured = ordinary_steps(
+            host_memory_bytes=None,
+            peak_memory_bytes=lambda index, last=number: 2**30 if 1 <= index <= last else None,
+        )
+        text = told(point_of(12, recorded(steps=measured)))
+        assert ("memory of the GPU does not grow over 12 ordinary steps" in text) is says
+        assert "the process" not in text and text.count("does not grow") == says
 
 
 def test_an_update_per_micro_batch_fails():

@@ -34,19 +34,18 @@ from megatron_lite.analysis.audit.run_examiners import (
 )
 from megatron_lite.analysis.audit.trace_examiners import (
     examine_clock,
+    examine_fusion,
+    examine_layout,
     examine_loader,
     examine_number_of_copies,
     examine_pinned_copies,
     examine_profile,
-    examine_role,
     examine_steady_state,
     examine_synchronization,
     examine_tensor_cores,
 )
 from megatron_lite.analysis.contradictions import find_contradictions, rests_on_run_only
-from megatron_lite.analysis.findings import copy_share, unfused_elementwise
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Facts
 
 AUDIT_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
@@ -92,20 +91,13 @@ QUESTIONS = (
         "Do tensors keep one layout, with little copying and .contiguous()?",
         ("copy-share",),
         TRACE,
-        examine_role(
-            Role.CAST_COPY,
-            "copying, casting and reordering tensors",
-            copy_share.TOO_MUCH,
-            copy_share.TOO_MUCH_ON_CPU,
-        ),
+        examine_layout,
     ),
     Question(
         "Are small operators batched or fused?",
         SMALL_WORK,
         TRACE,
-        examine_role(
-            Role.ELEMENTWISE, "elementwise operators", unfused_elementwise.TOO_MUCH, unfused_elementwise.TOO_MUCH
-        ),
+        examine_fusion,
     ),
     Question(
         "Do products have shapes that the tensor cores take?",

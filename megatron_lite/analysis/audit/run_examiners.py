@@ -22,6 +22,7 @@ from megatron_lite.analysis.audit.answers import (
 from megatron_lite.analysis.compare.compare_results import Change, Pair
 from megatron_lite.analysis.compare.settings import exact, objections, paired_samples
 from megatron_lite.analysis.findings.base import Evidence
+from megatron_lite.analysis.findings.memory_growth import MIN_STEPS as MIN_SNAPSHOT_STEPS
 from megatron_lite.analysis.findings.run_settings import argument, compiles, part, peak, whole
 from megatron_lite.analysis.findings.step_measurements import (
     counted,
@@ -33,6 +34,7 @@ from megatron_lite.analysis.findings.step_measurements import (
 )
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run.learning import measure_learning
+from megatron_lite.analysis.run.read import MIN_STEPS as MIN_STEPS_WITHOUT_GROWTH
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
@@ -40,14 +42,18 @@ from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.units import MIB, count, size
 
 IS_UPDATE, OPTIMIZER_STEP = re.compile(r"Optimizer\.step#").match, "optimizer step"
-MIN_STEPS = 3  # of a snapshot
 MIN_TRACED_STEPS = 2
-MIN_STEPS_WITHOUT_GROWTH = 12  # ordinary ones
 MIN_SETTLED_STEPS = 20  # after the first good one, of which one skipped is 5%
-MAX_CATEGORIES = 4
+MAX_CATEGORIES, MAX_ITERATIONS = 4, 6  # shown
 SIXTEEN_BITS = ("fp16", "bf16")
 MATRIX = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul")
+# What must not be cast, and which argument of an operator tells: ids and labels are whole numbers, the loss wants fp32.
+UNCAST = {
+    "token ids": ("aten::embedding", 1),
+    "labels": ("aten::nll_loss_forward", 1),
+    "the loss": ("aten::_log_softmax", 0),
+}
 # Largest difference over 60 iterations of small models, measured on a CPU: the same command again 0, fp32 against bf16
 # 0.03% to 2.0%, another seed 3.3%, twice the learning rate 21%.
 MAX_LOSS_DIFFERENCE = 0.03
@@ -70,14 +76,15 @@ def examine_sixteen_bits(case: Case) -> Point | list[Evidence]:
     """Less time and memory than the same work in fp32 takes; one run shows only that 16 bits are used."""
     facts, one = case.facts, case.facts.critical
     used = _products_ms(one)
-    seen = [Evidence("products per step: " + ", ".join(f"{in_ms(ms)} in {name}" for name, ms in used.most_common()))]
-    seen = seen if sum(used.values()) > 0 else []
+    text = "products per step: " + ", ".join(f"{in_ms(ms)} in {name}" for name, ms in used.most_common())
+    seen = [Evidence(text, where(one))] if used.total() > 0 else []
     if (
         seen
         and facts.plan.get("precision") in SIXTEEN_BITS
         and 2 * sum(map(used.get, SIXTEEN_BITS, (0, 0))) < used.total()
     ):
         return failed("see which operators autocast or the model leaves in fp32", *seen, code="fp32-products")
+    seen += _list_uncast(one) if one is not None else []
     if case.other is None:
         wanted = "in fp32" if _precision(facts) in SIXTEEN_BITS else "in bf16 or fp16"
         return not_seen(f"{SECOND_RUN}, the same work {wanted}", *seen)
@@ -90,6 +97,19 @@ def examine_sixteen_bits(case: Case) -> Point | list[Evidence]:
         return not_seen("--against a run of the same work", *map(Evidence, other_work), *seen)
     full, half = (case.other, facts) if here in SIXTEEN_BITS else (facts, case.other)
     return _compare_precisions(full, half, here if here in SIXTEEN_BITS else there, seen)
+
+
+def _list_uncast(one: RankFacts) -> list[Evidence]:
+    """Formats of what mixed precision should leave alone; [] without shapes."""
+    told = []
+    for what, (operator, argument_index) in UNCAST.items():
+        rows = rows_named(one, operator.__eq__, Kind.OP)
+        shapes = [one.trace.shapes[index] for index in np.unique(one.trace.events.shapes[rows]) if index >= 0]
+        formats = {shape.dtypes[argument_index] for shape in shapes if len(shape.dtypes) > argument_index} - {""}
+        # On GPUs the operator may read 16 bits and compute in fp32 by itself.
+        if formats and (what != "the loss" or formats == {"float"}):
+            told.append(f"{what} in {' and '.join(sorted(formats))}")
+    return [Evidence(f"left alone: {', '.join(told)}", where(one))] if told else []
 
 
 def _products_ms(one: RankFacts | None) -> Counter:
@@ -177,7 +197,7 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
     steady = [
         Evidence(f"no growth over {len(one.steps)} steps", one.source)
         for one in case.facts.snapshots
-        if len(one.steps) >= MIN_STEPS and one.growth is None
+        if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None
     ]
     for what, values in (("GPU", run.peak_memory_bytes), ("process", run.host_memory_bytes)) if run else ():
         number = sum(plain and not math.isnan(value) for plain, value in zip(run.ordinary, values))
@@ -215,8 +235,10 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
         f"{sizes[-1]:,.0f} samples per step = micro-batches of {micro_batch} x {counted(world, 'rank')} x "
         f"{sizes[-1] / (micro_batch * world):,.0f} of them, in {len(sizes)} steps"
     )
-    held = "; the learning rate is held in skipped ones" if any(run.skipped) else ""
-    return [Evidence(text + held, STEPS_FILE), *seen]
+    rates = [rate for rate in run.next_lrs if not math.isnan(rate)]
+    schedule = f"the learning rate is set once per step, {rates[0]:.3g} to {rates[-1]:.3g}" if rates else ""
+    held = ", and held in skipped ones" if any(run.skipped) else ""
+    return [Evidence(text, STEPS_FILE), *([Evidence(schedule + held, STEPS_FILE)] if rates else []), *seen]
 
 
 def _check_batch_sizes(run: Run, sizes: list[float], samples: int, traced: float) -> list[str]:
@@ -260,16 +282,18 @@ def examine_compilation(case: Case) -> Point | list[Evidence]:
     if not run or not (compiled or regions) or not run.first_step_ms or not run.steady_step_ms:
         return not_seen(RUN_FOLDER if run is None else "all steps of the run: start it with an empty --run-dir", *seen)
     compiling = f" ({in_ms(run.compile_ms[0])} of it compiling)" if run.compile_ms and run.compile_ms[0] > 0 else ""
+    late = [at for at, compiled_late in zip(run.iterations[1:], run.compiling[1:]) if compiled_late]
+    listed = f" (iterations {', '.join(map(str, late[:MAX_ITERATIONS]))})" if late else ""
     text = (
         f"first step {in_ms(run.first_step_ms)}{compiling}, ordinary ones {in_ms(run.steady_step_ms)}; "
-        f"{sum(run.compiling[1:])} later steps compiled something and are left out"
+        f"{len(late)} later steps compiled something{listed} and are left out"
     )
     return [Evidence(text, STEPS_FILE), *seen]
 
 
 def examine_shapes(case: Case) -> Point | list[Evidence]:
     """The same shapes in every step (nothing to compile anew), and no position without a token."""
-    facts, one = case.facts, case.facts.critical
+    facts, run, one = case.facts, case.facts.run, case.facts.critical
     shapes, seen = _shapes_by_step(one), []
     if shapes:
         number, same = len(frozenset().union(*shapes)), "the same" if len(set(shapes)) == 1 else "not the same"
@@ -277,8 +301,10 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
     if len(set(shapes)) > 1:
         return not_seen(f"how much of it is padding and what it compiles: {RUN_FOLDER}", *seen)
     length = whole(part(facts, "shape", "seq_length"))
-    if length and facts.run.steps:
-        seen.append(Evidence(f"every sequence has {length:,} positions", "run.json"))
+    if length and run.steps:
+        late = sum(compiled and not evaluated for compiled, evaluated in zip(run.compiling[1:], run.evaluating[1:]))
+        text = f"every sequence has {length:,} positions; {late} of {run.steps} steps compiled after the first"
+        seen.append(Evidence(text, "run.json"))
     if not seen:
         longer = "a window with two steady steps or more: --profile-step-end"
         return not_seen(longer if one is not None and one.trace.with_shapes else SHAPES)

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from statistics import median
 
 import numpy as np
@@ -18,8 +17,11 @@ from megatron_lite.analysis.audit.answers import (
     failed,
     not_seen,
 )
+from megatron_lite.analysis.findings import copy_share, unfused_elementwise
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.fp32_products import WITHOUT_TENSOR_CORES
+from megatron_lite.analysis.findings.host_gaps import TOO_MUCH as MAX_UNEXPLAINED
+from megatron_lite.analysis.findings.matmul_shapes import is_off
 from megatron_lite.analysis.findings.small_copies import ACROSS, MANY, SMALL_BYTES
 from megatron_lite.analysis.findings.step_measurements import (
     MATTERS,
@@ -32,19 +34,23 @@ from megatron_lite.analysis.findings.step_measurements import (
     steady_steps,
     where,
 )
-from megatron_lite.analysis.findings.sync_in_step import waits_inside
+from megatron_lite.analysis.findings.sync_in_step import BETWEEN_STEPS, waits_inside
 from megatron_lite.analysis.findings.unpinned_copies import is_batch_copy
 from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import RankFacts
+from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.run_folder import STEPS_FILE
+from megatron_lite.thresholds import MIN_BEFORE, MIN_STEPS
 from megatron_lite.units import size
 
-MIN_STEPS, MIN_TRACED_STEPS = 3, 2  # for a median of a run; a trace's window is short
-MAX_SITES = 2  # shown of waits for the device
-NO_COPY = "no copy from the host"
-MAX_UNEXPLAINED = 0.10  # of the step: as much as what a verdict begins to name
+MIN_TRACED_STEPS = 2  # a trace's window is short
+MAX_SITES, MAX_REASONS = 2, 3  # shown
+READS = ("aten::item", "aten::is_nonzero", "aten::equal", "aten::_local_scalar_dense")
+# An unfused optimizer's step counters are on the host.
+READS_ON_HOST = BETWEEN_STEPS | {Phase.OPTIMIZER_STEP.value}
 
 
 # --- how the run was timed
@@ -56,7 +62,7 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
     gpu_ms = [ms for ms, plain in zip(run.gpu_ms, run.ordinary) if plain and not math.isnan(ms)] if run else []
     if gpu_ms:
         text = f"median {in_ms(median(gpu_ms))} between CUDA events (gpu_ms) in {len(gpu_ms)} ordinary steps"
-        return [Evidence(text, STEPS_FILE)]
+        return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if one is not None and one.time.on_gpu:
         return _examine_window(one)
     if run is None or not any(run.ordinary) or device not in ("cuda", "cpu"):
@@ -66,7 +72,24 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
         text = "only the host's times of a GPU run: how long handing work over took, not the work"
         return failed("leave out --no-step-timeline", Evidence(text, STEPS_FILE))
     text = "a CPU run: no operator outlives its call, so that the host's clock is right"
-    return [Evidence(f"{text}; {sum(run.ordinary)} of {run.steps} steps count", STEPS_FILE)]
+    return [Evidence(text, "run.json"), _count_steps(run)]
+
+
+def _count_steps(run: Run) -> Evidence:
+    """How many steps count, and why the others do not."""
+    left_out = {
+        "profiled": sum(run.profiled),
+        "compiling": sum(run.compiling),
+        "evaluating or saving": sum(map(any, zip(run.evaluating, run.saving))),
+    }
+    text = f"{sum(run.ordinary)} of {run.steps} steps count; left out: the first, steps beside a profile"
+    return Evidence(text + "".join(f", {number} {what}" for what, number in left_out.items() if number), STEPS_FILE)
+
+
+def _list_left_out(one: RankFacts) -> list[Evidence]:
+    """The trace's steps that do not count."""
+    left_out = [f"{step.name} ({step.why_not or 'not steady'})" for step in one.time.steps if not step.steady]
+    return [Evidence(f"left out: {', '.join(left_out)}", where(one))] if left_out else []
 
 
 def _examine_window(one: RankFacts) -> Point | list[Evidence]:
@@ -76,13 +99,16 @@ def _examine_window(one: RankFacts) -> Point | list[Evidence]:
         return []
     at, first = steady[0]
     before = at if first.number is None else first.number
-    text = f"times from the GPU's clock, {in_ms(one.time.step_ms)} a step; {before} steps ran before the first that counts, {first.name}"
-    seen = Evidence(text, where(one))
+    text = (
+        f"times from the GPU's clock, {in_ms(one.time.step_ms)} a step; "
+        f"{before} steps ran before the first that counts, {first.name}"
+    )
+    seen = [Evidence(text, where(one)), *_list_left_out(one)]
     if before > 0:
-        return [seen]
+        return seen
     if first.number is None:
-        return not_seen("a window that does not begin with the first step", seen)
-    return failed("begin the window later: --profile-step-start 10", seen, code="first-step")
+        return not_seen("a window that does not begin with the first step", *seen)
+    return failed("begin the window later: --profile-step-start 10", *seen, code="first-step")
 
 
 def examine_steady_state(case: Case) -> Point | list[Evidence]:
@@ -90,20 +116,19 @@ def examine_steady_state(case: Case) -> Point | list[Evidence]:
     run, one = case.facts.run, case.facts.critical
     number = sum(run.ordinary) if run else 0
     if number >= MIN_STEPS:
-        return [Evidence(f"median {in_ms(run.steady_step_ms)} of {number} ordinary of {run.steps} steps", STEPS_FILE)]
+        first = f"; the first step took {in_ms(run.first_step_ms)}" if run.first_step_ms else ""
+        text = f"median {in_ms(run.steady_step_ms)} of {number} ordinary steps{first}"
+        return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if run and run.steps >= MIN_STEPS and not number:
-        text = f"none of {run.steps} steps counts: the first, profiled ones and those beside a profile are left out"
-        return failed(f"{LONGER_RUN}, and a profiler's window that leaves steps beside it", Evidence(text, STEPS_FILE))
+        return failed(f"{LONGER_RUN}, and a profiler's window that leaves steps beside it", _count_steps(run))
     if one is None:
         return []
     steady = sum(step.steady for step in one.time.steps)
     text = f"mean {in_ms(one.time.step_ms)} of {counted(steady, 'steady step')} of {len(one.time.steps)} in the trace"
-    seen = Evidence(text, where(one))
-    return (
-        [seen]
-        if steady >= MIN_TRACED_STEPS
-        else not_seen(f"{LONGER_RUN}, or a longer window: --profile-step-end", seen)
-    )
+    seen = [Evidence(text, where(one)), *_list_left_out(one)]
+    if steady >= MIN_TRACED_STEPS:
+        return seen
+    return not_seen(f"{LONGER_RUN}, or a longer window: --profile-step-end", *seen)
 
 
 def examine_profile(case: Case) -> Point | list[Evidence]:
@@ -116,17 +141,18 @@ def examine_profile(case: Case) -> Point | list[Evidence]:
         text = f"unexplained: {of_step(unexplained, one)}"
         return not_seen(f"{TRACE}, with --pytorch-profiler-collect-callstack", Evidence(text, where(one)))
     costly = next((found for found in case.findings if found.cost_ms), None)
-    text = (
-        f"where to begin: {costly.code}, {of_step(costly.cost_ms, one)}"
-        if costly
-        else "no cause of lost time was found"
-    )
-    seen, slowdown = Evidence(text, where(one)), run.profiler_slowdown if run else None
+    if costly:
+        text = f"where to begin: {costly.code}, {of_step(costly.cost_ms, one)}"
+    else:
+        largest = max(one.time.rows, key=one.time.rows.get, default="compute")
+        part = f"{ROW_TITLES.get(largest, largest)}, {of_step(one.time.rows.get(largest, 0.0), one)}"
+        text = f"no cause of lost time was found; the largest part is {part}"
+    seen, slowdown = [Evidence(text, where(one)), *_list_left_out(one)], run.profiler_slowdown if run else None
     if slowdown is None:
-        record = f"how far the profiler slows the step down: {RUN_FOLDER}, with --profile-step-start above 5"
-        return not_seen(record, seen)
+        window = f"with --profile-step-start above {MIN_BEFORE + 2}"
+        return not_seen(f"how far the profiler slows the step down: {RUN_FOLDER}, {window}", *seen)
     text = f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it"
-    return [seen, Evidence(text, STEPS_FILE)]
+    return [*seen, Evidence(text, STEPS_FILE)]
 
 
 # --- what the host does
@@ -138,7 +164,7 @@ def examine_synchronization(case: Case) -> list[Evidence]:
     if one is None or not len(one.trace.rows[Kind.RUNTIME if one.time.on_gpu else Kind.OP]):
         return []
     if not one.time.on_gpu:
-        return [Evidence("no GPU in the trace, so that no read waits for one", where(one))]
+        return [Evidence(_describe_reads(one), where(one))]
     sites = waits_inside(one)
     text = (
         f"{sum(site.per_step for site in sites):.3g} synchronizations per step in "
@@ -152,6 +178,18 @@ def examine_synchronization(case: Case) -> list[Evidence]:
         for site in sites[:MAX_SITES]
     )
     return [Evidence(text, where(one)), *shown]
+
+
+def _describe_reads(one: RankFacts) -> str:
+    """What a GPU would have to be waited for. On a CPU nothing runs ahead of Python, and no read waits."""
+    rows = rows_named(one, READS.__contains__, Kind.OP)
+    rows = rows[one.placing.operator[rows] < 0]  # inside another operator it is that one's affair
+    phases = [*one.placing.phases, ""]
+    number = sum(phases[one.placing.phase[row]] not in READS_ON_HOST for row in rows) / steady_steps(one)
+    return (
+        f"no GPU in the trace, so that no read waits; {number:.3g} values read into Python per step, each of which a GPU "
+        "would have to be waited for; log, eval, save and the optimizer's step counters left out"
+    )
 
 
 def examine_loader(case: Case) -> list[Evidence]:
@@ -180,34 +218,43 @@ def examine_pinned_copies(case: Case) -> Point | list[Evidence]:
     to_device = _copies(one, re.compile(r"HtoD|HostToDevice", re.IGNORECASE))
     named = [row for row in to_device if re.search("(pageable|pinned) *->", _name(one, row), re.IGNORECASE)]
     if not named:
-        if one is None or not one.time.on_gpu:
-            return []
-        what = f"{len(to_device)} copies that do not say from which memory" if len(to_device) else NO_COPY
-        return not_seen(GPU_TRACE, Evidence(f"{what} in {counted(steady_steps(one), 'steady step')}", where(one)))
+        return _miss_copies(one, len(to_device))
     pageable = [row for row in named if "ageable" in _name(one, row)]
-    num_bytes = one.trace.events.num_bytes.clip(min=1)
+    steps, num_bytes = steady_steps(one), one.trace.events.num_bytes.clip(min=0)
+    total, slow = num_bytes[named].sum(), num_bytes[pageable].sum()
     text = (
-        f"of {counted(len(named) / steady_steps(one), 'transfer')} per step "
-        f"({size(num_bytes[named].sum() / steady_steps(one))}) "
-        f"{len(pageable) / steady_steps(one):.3g} ({size(num_bytes[pageable].sum() / steady_steps(one))}) are from "
-        "pageable memory"
+        f"per step {counted((len(named) - len(pageable)) / steps, 'transfer')} ({size((total - slow) / steps)}) from "
+        f"pinned memory, {len(pageable) / steps:.3g} ({size(slow / steps)}) from pageable memory"
     )
     seen = Evidence(text, where(one, named[0]))
-    if 2 * num_bytes[pageable].sum() > num_bytes[named].sum():
+    if 2 * slow > total or not total and 2 * len(pageable) > len(named):
         remedy = "pin host memory (DataLoader(pin_memory=True)) and copy with non_blocking=True"
         return failed(remedy, seen, code="unpinned-copies")
-    idle_ms = sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
+    waits = [site for site in one.time.syncs if is_batch_copy(site)]
+    number, idle_ms = sum(site.per_step for site in waits), sum(site.idle_ms for site in waits)
+    idle = f"after which the device idles {of_step(idle_ms, one)}"
+    waited = Evidence(f"{counted(number, 'wait')} of the host for them per step, {idle}", where(one))
     if share(idle_ms, one) >= MIN_SHARE_SHOWN:
-        waited = Evidence(f"the device idles after the host's waits for them {of_step(idle_ms, one)}", where(one))
         return failed("copy with .to(device, non_blocking=True)", seen, waited, code="sync-in-step")
-    return [seen]
+    return [seen, waited]
 
 
-def examine_number_of_copies(case: Case) -> list[Evidence]:
+def _miss_copies(one: RankFacts | None, unnamed: int = 0) -> Point:
+    """Why the trace that there is says nothing about copies. `unnamed`: copies whose names do not tell the memory."""
+    if one is None:
+        return not_seen(GPU_TRACE)
+    if not one.time.on_gpu:
+        return not_seen(GPU_TRACE, Evidence("no GPU, so that nothing is copied to one", where(one)))
+    what = f"{unnamed} copies that do not say from which memory" if unnamed else "no copy from the host"
+    return not_seen(GPU_TRACE, Evidence(f"{what} in {counted(steady_steps(one), 'steady step')}", where(one)))
+
+
+def examine_number_of_copies(case: Case) -> Point | list[Evidence]:
     one = case.facts.critical
     rows = _copies(one, ACROSS)
+    rows = rows[one.trace.events.num_bytes[rows] >= 0] if len(rows) else rows  # -1: the trace does not say
     if not len(rows):
-        return []
+        return _miss_copies(one)
     small = (one.trace.events.num_bytes[rows] <= SMALL_BYTES).sum() / steady_steps(one)
     text = (
         f"per step {counted(len(rows) / steady_steps(one), 'transfer')} between host and device, {small:.3g} of at most "
@@ -230,31 +277,46 @@ def _name(one: RankFacts, row: int) -> str:
 # --- what the device computes
 
 
-def examine_role(role: Role, what: str, too_much: float, too_much_on_cpu: float) -> Callable[[Case], list[Evidence]]:
-    """An examiner that measures the time of kernels (without a GPU: operators) of one role against its rule's limits."""
+def examine_layout(case: Case) -> list[Evidence]:
+    """Copies, casts and .contiguous() against the step."""
+    one = case.facts.critical
+    if one is None or not _has_work(one):
+        return []
+    ms = one.kernels.roles.get(Role.CAST_COPY, 0.0)
+    limit = copy_share.TOO_MUCH if one.time.on_gpu else copy_share.TOO_MUCH_ON_CPU
+    text = f"copying, casting and reordering tensors: {of_step(ms, one)}; {limit:.0%} would be much"
+    return [Evidence(text, where(one))]
 
-    def examine(case: Case) -> list[Evidence]:
-        one = case.facts.critical
-        if one is None or not one.time.step_ms > 0 or not any(one.kernels.roles.values()):
-            return []
-        limit = too_much if one.time.on_gpu else too_much_on_cpu
-        text = f"{what}: {of_step(one.kernels.roles.get(role, 0.0), one)}; {limit:.0%} would be much"
-        return [Evidence(text, where(one))]
 
-    return examine
+def examine_fusion(case: Case) -> Point | list[Evidence]:
+    """Elementwise operators against the step, compiled or not."""
+    one, limit = case.facts.critical, unfused_elementwise.TOO_MUCH
+    if one is None or not _has_work(one):
+        return []
+    ms = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
+    text = f"elementwise operators take {of_step(ms, one)}; {limit:.0%} would be much"
+    if one.time.on_gpu:
+        text += f"; {one.time.launches:,.0f} kernels per step, the median one of {one.time.median_kernel_us:.1f} us"
+    seen = Evidence(text, where(one))
+    if share(ms, one) >= limit:
+        return failed("compile the layers: --torch-compile", seen, code=unfused_elementwise.CODE)
+    return [seen]
+
+
+def _has_work(one: RankFacts) -> bool:
+    return one.time.step_ms > 0 and any(one.kernels.roles.values())
 
 
 def examine_tensor_cores(case: Case) -> Point | list[Evidence]:
-    """By the kernels' names on a GPU, by shapes elsewhere (matmul-shapes finds those that do not fit)."""
+    """By the kernels' names on a GPU, by shapes elsewhere."""
     one = case.facts.critical
     if one is None:
         return []
     if one.time.on_gpu and WITHOUT_TENSOR_CORES.search(one.time.device or ""):
         return not_seen("this GPU has no tensor cores; audit a run on one that has")
-    kernels, shapes = one.kernels, [row for row in one.kernels.roofline if row.role is Role.GEMM and row.dims]
+    kernels, shapes = one.kernels, _describe_shapes(one)
     if not one.time.on_gpu or not kernels.matrix_ms:
-        text = f"no costly product among {counted(len(shapes), 'shape')} has dimensions that tensor cores do not take"
-        return [Evidence(text, where(one))] if shapes else not_seen(SHAPES)
+        return shapes or not_seen(SHAPES)
     text = (
         f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products and attention per "
         f"step; {in_ms(kernels.maybe_tensor_core_ms)} have names that do not say"
@@ -264,7 +326,22 @@ def examine_tensor_cores(case: Case) -> Point | list[Evidence]:
     if share(slow_ms, one) >= MATTERS:
         found = case.found("fp32-products")
         remedy = found[0].advice if found else "make the dimensions of products multiples of 64 (at least 8)"
-        return failed(remedy, seen, code=found[0].code if found else "no-tensor-cores")
+        reasons = list(kernels.without_tensor_cores.items())[:MAX_REASONS]
+        why = [Evidence(f"{reason}: {of_step(ms, one)}") for reason, ms in reasons]
+        return failed(remedy, seen, *why, *shapes, code=found[0].code if found else "no-tensor-cores")
     if 2 * slow_ms > kernels.matrix_ms:
-        return not_seen("a run whose products are in 16 bits, or a larger part of the step", seen)
-    return [seen] if kernels.tensor_core_ms >= kernels.maybe_tensor_core_ms or shapes else not_seen(SHAPES, seen)
+        return not_seen("a run whose products are in 16 bits, or a larger part of the step", seen, *shapes)
+    if kernels.tensor_core_ms >= kernels.maybe_tensor_core_ms or shapes:
+        return [seen, *shapes]
+    return not_seen(SHAPES, seen)
+
+
+def _describe_shapes(one: RankFacts) -> list[Evidence]:
+    """Whether dimensions of products fit the tiles; [] without shapes."""
+    rows = [row for row in one.kernels.roofline if row.role is Role.GEMM and row.dims]
+    odd = [row for row in rows if any(map(is_off, row.dims))]
+    text = f"all dimensions of {counted(len(rows), 'shape')} of products are multiples of 64 (small ones of 8)"
+    if odd:
+        time = of_step(sum(row.ms for row in odd), one)
+        text = f"{len(odd)} of {len(rows)} shapes of products have other dimensions than multiples of 64: {time}"
+    return [Evidence(text, where(one))] if rows else []
