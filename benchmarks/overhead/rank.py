@@ -53,7 +53,7 @@ def main(kind: str, out: str, *flags: str) -> int:
     stopwatch, path = Stopwatch(), Path(f"{out}.{os.environ.get('RANK', '0')}.json")
     clock = time.thread_time if kind == "real" else time.perf_counter
     timeline_module.time = SimpleNamespace(perf_counter=clock)
-    observers.choose = lambda plan, run_dir, timeline, tell: [
+    observers.build_instruments = lambda plan, run_dir, timeline, tell: [
         Watch(timeline, stopwatch.seconds, clock, path),
         *build_instruments(plan, run_dir, timeline, tell),
     ]
