@@ -1,13 +1,14 @@
-"""Each fast piece of the trainer trains as the plain path does: 200 iterations on real text, losses laid upon each other.
+"""Each fast piece of the trainer trains as the plain path does: 200 iterations on made-up code, losses laid upon each other.
 
 Where tolerances come from. Two paths that compute the same round differently, by some 2^-24 of a number in fp32, 2^-11 in
 fp16, 2^-8 in bf16. The first steps' gradient norms differ by about that. Training then amplifies it, whatever the piece:
-what was seen of several pairs of correct paths is written beside each tolerance, and every tolerance is below what planted
+what was seen of correct pairs is written beside the tolerances, and every tolerance is below what planted
 mistakes do. Adam is blind to a wrong scale of all gradients, so that the norms have to show that one.
 """
 
 import functools
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +43,10 @@ class Tolerance:
         return all(value < limit for value, limit in zip(found, (self.loss, self.offset, self.norm)))
 
 
-# most that was seen of correct pairs: fp32 3e-5, 5e-6, 3e-7; fp16 5e-3, 1e-4, 1e-4; bf16 2.5e-2, 9e-3, 7e-4
-IN_FP32, IN_FP16, IN_BF16 = Tolerance(3e-4, 5e-5, 1e-5), Tolerance(1.5e-2, 2e-3, 1e-3), Tolerance(5e-2, 2e-2, 1e-2)
-# rounding in fp16 takes a run this far from one in fp32 (measured), so that two runs that round at different places may be twice
-# as far apart; seen of two kernels of attention: 1.8e-2, 5e-3, 7e-5. What a kernel itself may round: tests/test_model_attention.py
-FP16_FROM_FP32 = (1.4e-2, 5e-3, 1e-4)
-KERNELS_IN_FP16 = Tolerance(*(2 * distance for distance in FP16_FROM_FP32))
-BETWEEN_PRECISIONS = Tolerance(5e-2, 2e-2, 2e-2)  # fp16 FP16_FROM_FP32; bf16 1.5e-2, 3e-3, 3e-3
+# most that was seen of correct pairs, whichever kernels: fp32 7e-7, 1e-7, 2e-7; fp16 2.6e-3, 5e-4, 1e-4; bf16 3.6e-3, 8e-4, 7e-4;
+# between precisions 2.2e-3, 5e-4, 2.2e-3. The least of the small mistakes in fp32: 6e-4, 4e-4
+IN_FP32, IN_FP16, IN_BF16 = Tolerance(3e-5, 5e-6, 1e-5), Tolerance(1e-2, 2e-3, 1e-3), Tolerance(2e-2, 4e-3, 5e-3)
+BETWEEN_PRECISIONS = Tolerance(2e-2, 4e-3, 1e-2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +82,7 @@ def ours(train) -> Curve:
 def test_the_trainer_in_fp32_is_plain_pytorch(data, ours):
     """torch's attention, GELU, the loss in rows, unscaling and clipping folded into the optimizer, the schedule."""
     assert ours.losses[-1] < ours.losses[0] - 2, "it learns"
-    assert min(ours.norms) > 0.4, "every step is clipped"
+    assert min(ours.norms) < 0.8 < statistics.median(ours.norms), "many steps are clipped, not all"
     assert IN_FP32.holds(ours, plain_curve(data))
 
 
@@ -99,7 +97,7 @@ def test_a_missing_clip_is_seen_in_the_losses(data, ours):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mistake", [{"clip": 0.44}, {"lr": 1.01e-3}, {"decay": 0.11}, {"decay_all": True}, {"eps": 1e-7}], ids=str
+    "mistake", [{"clip": 0.88}, {"lr": 1.01e-3}, {"decay": 0.11}, {"decay_all": True}, {"eps": 1e-7}], ids=str
 )
 def test_a_small_mistake_is_seen_in_fp32(data, ours, mistake):
     assert not IN_FP32.holds(ours, plain_curve(data, **mistake))
@@ -118,7 +116,7 @@ def test_16_bits_are_plain_pytorch(data, train, ours, words, tolerance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words, tolerance", [("", IN_FP32), (FP16, KERNELS_IN_FP16), ("--bf16", IN_BF16)], ids=["fp32", "fp16", "bf16"]
+    "words, tolerance", [("", IN_FP32), (FP16, IN_FP16), ("--bf16", IN_BF16)], ids=["fp32", "fp16", "bf16"]
 )
 def test_kernels_of_attention_agree(train, words, tolerance):
     """On a CPU auto is torch's kernel in fp32 and fp16, and the explicit one in bf16."""
