@@ -1,6 +1,7 @@
 """The layers of the house, read from its imports."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -49,7 +50,12 @@ OUTSIDE_THE_CORE = {"instruments", "estimate", "rehearsal", "report", "analysis"
 MAX_CORE_FILES, MAX_CORE_LINES = 40, 4000
 MAX_LINES, MAX_LINES_OF_A_FUNCTION = 450, 60
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+@functools.cache
+def parse_files() -> dict[Path, ast.Module]:
+    """The syntax tree of every file of the package."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def place(path: Path) -> str:
@@ -92,7 +98,7 @@ def objection(mine: str, name: str) -> str | None:
 def test_imports_point_down():
     wrong = [
         f"{path.relative_to(REPO)}: {name}: {why}"
-        for path, tree in TREES.items()
+        for path, tree in parse_files().items()
         if path != PACKAGE / "__init__.py"
         for name in sorted(imported(tree))
         if (why := objection(place(path), name))
@@ -137,7 +143,7 @@ def test_the_core_knows_nothing_of_what_watches_and_explains_it():
     wrong = [
         f"{path.relative_to(REPO)}: {name}"
         for path in read_core_files()
-        for name in imported(TREES.get(path) or ast.parse(path.read_text(encoding="utf-8")))
+        for name in imported(parse_files().get(path) or ast.parse(path.read_text(encoding="utf-8")))
         if name.startswith("megatron_lite.") and name.split(".")[1] in OUTSIDE_THE_CORE
     ]
     assert wrong == []
@@ -163,7 +169,7 @@ def test_files_and_functions_stay_small():
     long_files = [path for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > MAX_LINES]
     long_functions = [
         f"{path.name}: {node.name}"
-        for path, tree in TREES.items()
+        for path, tree in parse_files().items()
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and node.end_lineno - node.lineno + 1 > MAX_LINES_OF_A_FUNCTION

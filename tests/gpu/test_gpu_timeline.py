@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo
 from torch import distributed as dist
 
 if not torch.cuda.is_available():
