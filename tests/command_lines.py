@@ -55,6 +55,14 @@ def plan(changes: str | list[str] = "", world: World = ALONE, vocab_size: int = 
     return resolve(line.args, world, vocab_size)
 
 
+def read_table(text: str, **replaced: str) -> list[tuple[str, ...]]:
+    """The columns, apart by |, of each line that is no comment; `replaced`: words that stand for others."""
+    rows = [line for line in text.splitlines() if line and not line.startswith("# ")]
+    for word, instead in replaced.items():
+        rows = [row.replace(word, instead) for row in rows]
+    return [tuple(row.split(" | ")) for row in rows]
+
+
 def yields_missed(files: list[Path], action) -> list[str]:
     """The `yield` statements of `files` that `action` did not reach, as FILE:LINE."""
     reached: set[tuple[str, int]] = set()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.cli.datasets import PreprocessLine
 from megatron_lite.cli.main import main
-from megatron_lite.cli.preprocess import PreprocessLine
 from megatron_lite.data import resume_state, text_files
 from megatron_lite.data.indexed import IndexedDataset
 

@@ -73,12 +73,7 @@ def test_help_shows_that_the_value_may_be_left_out():
 
 @pytest.mark.parametrize(
     ("world", "changes", "told"),
-    [
-        (CPU, "", True),
-        (GPU, "", False),
-        (GPU, "--torch-compile none", True),
-        (CPU, "--torch-compile", False),
-    ],
+    [(CPU, "", True), (GPU, "", False), (GPU, "--torch-compile none", True), (CPU, "--torch-compile", False)],
 )
 def test_a_backend_without_anything_to_compile_is_remarked(world, changes, told):
     line = read(f"--torch-compile-backend aot_eager {changes}")

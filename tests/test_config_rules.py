@@ -5,7 +5,7 @@ import random
 
 import pytest
 from command_lines import GOOD, REPO, argv, mistakes, plan, yields_missed
-from rule_cases import BY_WORLD, FINE, FOUR_RANKS, MODEL, ONE_GPU, OPTIMIZER, RUN, TRAINING, TWO_LINES
+from rule_cases import BROKEN, BY_WORLD, FINE, FOUR_RANKS, ONE_GPU, TWO_LINES
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
@@ -16,13 +16,49 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
 
-@pytest.mark.parametrize(("changes", "answer"), [*MODEL, *TRAINING, *OPTIMIZER, *RUN])
+@pytest.mark.parametrize(("changes", "answer"), BROKEN)
 def test_a_broken_rule_is_one_line(changes, answer):
     said = mistakes(changes)
     if "nothing" in changes:  # the missing file is told as well
         said = said[:1]
     assert len(said) == 1, said
     assert answer in said[0] and "\n" not in said[0] and said[0].startswith("--")
+
+
+RANGED = [flag for flag in list_flags(Args) if flag.must_be]
+
+
+@pytest.mark.parametrize("flag", RANGED, ids=lambda flag: flag.spelling)
+def test_a_number_out_of_its_range_is_one_line(flag):
+    """Just outside of each bound; inside it nothing is said of the number itself."""
+    for words in flag.must_be.partition(";")[0].split(" and "):
+        bound, limit = words.rpartition(" ")[0], float(words.rpartition(" ")[2])
+        step = 1 if flag.kind is int or limit > 1 else 0.5
+        outside, inside = {
+            "at least": (limit - step, limit),
+            "above": (limit, limit + step),
+            "at most": (limit + step, limit),
+            "below": (limit, limit - step),
+        }[bound]
+        wrong = f"{flag.spelling} {outside:.10g}: must be {flag.must_be}"
+        other = "!--train-iters " if flag.field == "train_samples" else ""
+        said = mistakes(f"{other}{flag.spelling} {flag.kind(outside)!r}")
+        assert len(said) == 1 and said[0].startswith(wrong), said
+        assert not any(
+            ": must be" in line for line in mistakes(f"{flag.spelling} {flag.kind(inside)!r}") if flag.must_be in line
+        )
+
+
+def test_the_ranges_are_those_of_megatron():
+    ranges = {flag.spelling: flag.must_be.partition(";")[0] for flag in RANGED}
+    assert len(RANGED) == 61
+    assert (
+        ranges["--num-layers"] == "at least 1 and at most 100000"
+        and ranges["--seed"] == "at least 0 and below 4294967296"
+    )
+    assert ranges["--lr"] == ranges["--clip-grad"] == ranges["--weight-decay"] == ranges["--eval-iters"] == "at least 0"
+    assert ranges["--hidden-dropout"] == ranges["--adam-beta1"] == "at least 0 and below 1"
+    assert ranges["--adam-eps"] == ranges["--norm-epsilon"] == ranges["--min-loss-scale"] == "above 0"
 
 
 @pytest.mark.parametrize(("changes", "answers"), TWO_LINES)
@@ -60,7 +96,7 @@ def test_what_this_world_allows_passes(changes, world):
 
 def test_no_rule_is_left_out_here():
     def everything():
-        for changes, _ in [*MODEL, *TRAINING, *OPTIMIZER, *RUN, *TWO_LINES]:
+        for changes, _ in [*BROKEN, *TWO_LINES]:
             mistakes(changes)
         for changes, world, _ in BY_WORLD:
             mistakes(changes, world)

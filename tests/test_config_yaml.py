@@ -128,9 +128,7 @@ def test_another_spelling_in_the_file_is_no_contradiction(file):
         ("save: ''", ["{path}: --save '': is no usable value; give one, or drop the flag."]),
         (
             "fp8_format: hybrid",
-            [
-                "{path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16.",
-            ],
+            ["{path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16."],
         ),
         ("num_moe_experts: 8", [f"{{path}}: --num-experts is refused: {read_flags()['--num-experts'].text}."]),
         ("fp8: e4m3", ["{path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16."]),
@@ -158,10 +156,7 @@ def test_another_spelling_in_the_file_is_no_contradiction(file):
             "gated_linear_unit: true",
             ["{path}: gated_linear_unit: true: needs activation_func: swiglu; add it, or give false."],
         ),
-        (
-            "activation_func: gelu\nswiglu: true",
-            ["{path}: swiglu: true: contradicts activation_func: gelu; keep one."],
-        ),
+        ("activation_func: gelu\nswiglu: true", ["{path}: swiglu: true: contradicts activation_func: gelu; keep one."]),
         ("yaml_cfg: other", ["--yaml-cfg stands in a file of settings; give all files on the command line."]),
         (
             "seq_length: 8\nencoder-seq-length: 9",

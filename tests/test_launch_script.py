@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.cli import launch_script, watched_shell
+from megatron_lite.cli import launch_script
 from megatron_lite.cli.launch_script import read_launch_script
 from megatron_lite.cli.launcher import Ranks
 from megatron_lite.errors import UserError
@@ -376,6 +376,6 @@ def test_what_a_script_prints_is_kept_up_to_a_limit(script, monkeypatch):
 
 
 def test_a_script_that_takes_memory_is_ended(script, monkeypatch):
-    monkeypatch.setattr(watched_shell, "MAX_MEMORY_KIB", 2**16)
+    monkeypatch.setattr(launch_script, "MAX_MEMORY_KIB", 2**16)
     answer = said(script("printf -v A '%0100000000d' 1; torchrun pretrain_gpt.py\n"))
     assert answer.startswith("launch.sh: ") and "cannot allocate" in answer

@@ -129,10 +129,7 @@ def test_any_model_and_step_can_be_walked():
 
 @pytest.mark.parametrize(
     "choose",
-    [
-        lambda x: x.gather(1, torch.empty(1000, 1, dtype=torch.int64)),
-        lambda x: x.max(dim=1).values,
-    ],
+    [lambda x: x.gather(1, torch.empty(1000, 1, dtype=torch.int64)), lambda x: x.max(dim=1).values],
     ids=["gather", "max"],
 )
 def test_gradients_of_what_was_chosen_are_scattered_in_place(choose):

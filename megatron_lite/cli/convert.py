@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
+from megatron_lite.config.flags import dashed
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.params import parameter_count
@@ -56,27 +57,18 @@ def _parser() -> Parser:
     target.add_argument("--save", metavar="FOLDER", help="a new folder that --load of this trainer takes")
     target.add_argument("--save-hf", metavar="FOLDER", help="a new folder that from_pretrained takes")
     add = parser.add_argument
-    add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N [the newest]")
-    add(
-        "--dtype",
-        choices=PRECISIONS,
-        help="of the written weights; other than the run's: made of its fp32 masters [that of the source]",
+    dtype_help = "of the written weights; other than the run's: made of its fp32 masters [that of the source]"
+    vocab_help = (
+        "ids without the padding, for --save-hf [what the checkpoint says, else the tokenizer's, else all rows]"
     )
+    divisor_help = f"pad the vocabulary to a multiple of N, for --load-hf [{DIVISIBLE_BY}]"
+    add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N [the newest]")
+    add("--dtype", choices=PRECISIONS, help=dtype_help)
     add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json, for --save-hf")
     add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt, for --save-hf")
     add("--tokenizer-model", metavar="FOLDER", help="a tokenizer in Hugging Face's form, for --save-hf")
-    add(
-        "--true-vocab-size",
-        type=int,
-        metavar="N",
-        help="ids without the padding, for --save-hf [what the checkpoint says, else the tokenizer's, else all rows]",
-    )
-    add(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        metavar="N",
-        help=f"pad the vocabulary to a multiple of N, for --load-hf [{DIVISIBLE_BY}]",
-    )
+    add("--true-vocab-size", type=int, metavar="N", help=vocab_help)
+    add("--make-vocab-size-divisible-by", type=int, metavar="N", help=divisor_help)
     return parser
 
 
@@ -84,21 +76,16 @@ def _check(options: argparse.Namespace):
     if options.load_hf and options.save_hf:
         raise UserError(f"--save-hf {options.save_hf}: --load-hf is a Hugging Face folder already; give --save.")
     for name, (needed, what) in MEANING.items():
-        if getattr(options, name) is not None and getattr(options, needed) is None:
-            raise UserError(
-                f"--{name.replace('_', '-')} {getattr(options, name)}: concerns {what}, with "
-                f"--{needed.replace('_', '-')} only; leave it out."
-            )
+        value, flag = getattr(options, name), dashed(name)
+        if value is not None and getattr(options, needed) is None:
+            raise UserError(f"{flag} {value}: concerns {what}, with {dashed(needed)} only; leave it out.")
+        if name in ("make_vocab_size_divisible_by", "true_vocab_size") and value is not None and value < 1:
+            raise UserError(f"{flag} {value}: must be at least 1; give that, or leave it out.")
     if options.dtype and options.load and options.save:
         raise UserError(f"--dtype {options.dtype}: a checkpoint keeps the precision of its run; leave it out.")
     if options.tokenizer_model and (options.vocab_file or options.merge_file):
-        raise UserError(
-            f"--tokenizer-model {options.tokenizer_model}: excludes --vocab-file and --merge-file; keep one."
-        )
-    for flag in ("make_vocab_size_divisible_by", "true_vocab_size"):
-        value = getattr(options, flag)
-        if value is not None and value < 1:
-            raise UserError(f"--{flag.replace('_', '-')} {value}: must be at least 1; give that, or leave it out.")
+        model = f"--tokenizer-model {options.tokenizer_model}"
+        raise UserError(f"{model}: excludes --vocab-file and --merge-file; keep one.")
 
 
 def _to_hugging_face(options: argparse.Namespace) -> list[str]:
@@ -119,21 +106,14 @@ def _to_hugging_face(options: argparse.Namespace) -> list[str]:
     line = LiveLine()
     try:
         record = to_hugging_face(
-            Path(options.load),
-            options.ckpt_step,
-            Path(options.save_hf),
-            options.dtype,
-            tokenizer,
-            options.true_vocab_size,
-            say,
-            lambda done, total: line.draw(f"{done} of {total} tensors"),
-        )
+            Path(options.load), options.ckpt_step, Path(options.save_hf), options.dtype, tokenizer,
+            options.true_vocab_size, say, lambda done, total: line.draw(f"{done} of {total} tensors"),
+        )  # fmt: skip
     finally:
         line.wipe()
     precision = options.dtype or record.precision
-    return [
-        f"iteration {record.iteration} of {options.load}, {_parameters(record.shape)} in {precision}: {options.save_hf}"
-    ]
+    held = f"{_parameters(record.shape)} in {precision}"
+    return [f"iteration {record.iteration} of {options.load}, {held}: {options.save_hf}"]
 
 
 def _from_hugging_face(options: argparse.Namespace) -> list[str]:
@@ -159,9 +139,8 @@ def _to_own_format(options: argparse.Namespace) -> list[str]:
 
     record, folder = to_own_format(Path(options.load), options.ckpt_step, Path(options.save), say)
     held = f"with the state of {record.optimizer}" if record.optimizer else "without an optimizer (--no-load-optim)"
-    return [
-        f"iteration {record.iteration} of {options.load}, {_parameters(record.shape)} in {record.precision}, {held}: {folder}"
-    ]
+    weights = f"{_parameters(record.shape)} in {record.precision}"
+    return [f"iteration {record.iteration} of {options.load}, {weights}, {held}: {folder}"]
 
 
 def _parameters(shape: dict) -> str:

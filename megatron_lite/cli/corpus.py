@@ -21,63 +21,72 @@ from megatron_lite.run_folder import write_atomically
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import MIB, count, duration, size
 
-# --- how far a command is that works through documents
-
-
-class DocumentProgress(LiveLine):
-    """Called with documents and bytes of text, as data.preprocess reports them."""
-
-    def __call__(self, documents: int, text_bytes: int):
-        self.draw(f"{count(documents)} documents, {size(text_bytes)}")
-
-
-# --- megatron-lite make-corpus: real text that every machine has, the sources of Python's own standard library
-
 MARK = "corpus.json"
 DOCUMENT_CHARACTERS = 4000
 # Not everywhere installed, or tables rather than text: left out, so that machines agree more or less.
 LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-    "distutils",
-    "encodings",
-    "pydoc_data",
-    "__pycache__",
-}
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "distutils", "encodings",
+    "pydoc_data", "__pycache__",
+}  # fmt: skip
 
 
 def run(argv: list[str]):
     """Build the corpus that `argv` asks for, unless it is there already. UserError for a mistake."""
-    options = _parser().parse_args(argv)
-    if options.max_mb <= 0:
-        raise DataError(f"--max-mb {options.max_mb:g}: must be above 0; 8 is usual")
-    prefix = Path(options.output_prefix)
-    wanted = {"name": prefix.name, "bpe": options.bpe, "max_mb": options.max_mb}
-    mark = _read_mark(prefix)
-    _refuse_foreign_files(prefix, mark)
-    if mark and mark.get("wanted") == wanted and _is_complete(prefix, mark):
-        print_lines([f"corpus: {prefix}_text_document is there already: {mark['summary']}"])
-        return
-    started, progress = time.monotonic(), DocumentProgress()
-    try:
-        summary = _build(prefix, wanted, progress)
-    finally:
-        progress.wipe()
-    print_lines([f"corpus: {prefix}_text_document made in {duration(time.monotonic() - started)}: {summary}"])
-
-
-def _parser() -> Parser:
     parser = Parser("make-corpus", "A data set from the sources of Python's standard library; nothing is downloaded.")
     add = parser.add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_text_document.bin and .idx")
     add("--bpe", type=int, metavar="N", help="train a BPE of N tokens on it (vocab.json, merges.txt); else bytes")
     add("--max-mb", type=float, default=8.0, metavar="X", help="megabytes of text at most [%(default)s]")
-    return parser
+    options = parser.parse_args(argv)
+    if options.max_mb <= 0:
+        raise DataError(f"--max-mb {options.max_mb:g}: must be above 0; 8 is usual")
+    prefix = Path(options.output_prefix)
+    wanted = {"name": prefix.name, "bpe": options.bpe, "max_mb": options.max_mb}
+    mark = _read_mark(prefix)
+    if mark and mark.get("wanted") == wanted and mark.get("complete"):
+        sizes = {
+            path.name: path.stat().st_size if path.is_file() else None for path in _list_files(prefix, options.bpe)
+        }
+        if sizes == mark["sizes"]:
+            print_lines([f"corpus: {prefix}_text_document is there already: {mark['summary']}"])
+            return
+    started, line = time.monotonic(), LiveLine()
+    try:
+        summary = _build(prefix, wanted, line)
+    finally:
+        line.wipe()
+    print_lines([f"corpus: {prefix}_text_document made in {duration(time.monotonic() - started)}: {summary}"])
+
+
+def _read_mark(prefix: Path) -> dict | None:
+    """What corpus.json of an earlier call says. DataError for a vocabulary or data set of other origin."""
+    mark, file = None, prefix.parent / MARK
+    try:
+        mark = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError):
+        raise DataError(f"{file}: not readable as JSON; delete it with its folder, or choose another") from None
+    if mark is not None and mark.get("wanted", {}).get("name") != prefix.name:
+        raise DataError(f"--output-prefix {prefix}: {prefix.parent} holds another corpus; choose another folder")
+    foreign = [path for path in _list_files(prefix, 0) if mark is None and path.exists()]
+    if foreign:
+        other = f"{foreign[0]} exists and is not make-corpus's"
+        raise DataError(f"--output-prefix {prefix}: {other}; choose another folder")
+    return mark
+
+
+def _write_mark(prefix: Path, mark: dict):
+    try:
+        write_atomically(prefix.parent / MARK, json.dumps(mark, indent=1) + "\n")
+    except OSError as error:
+        why = f"cannot be written ({error.strerror})"
+        raise DataError(f"--output-prefix {prefix}: {why}; choose another folder") from None
+
+
+def _list_files(prefix: Path, bpe: int | None) -> list[Path]:
+    indexed = [Path(f"{prefix}_text_document{ending}") for ending in (".bin", ".idx")]
+    return indexed if bpe is None else [*indexed, prefix.parent / "vocab.json", prefix.parent / "merges.txt"]
 
 
 def library_sources(stdlib: Path, max_bytes: float) -> Iterator[str]:
@@ -115,83 +124,34 @@ def pieces(text: str) -> Iterator[str]:
         yield "".join(piece)
 
 
-def _build(prefix: Path, wanted: dict, progress: DocumentProgress) -> str:
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
+def _build(prefix: Path, wanted: dict, line: LiveLine) -> str:
+    stdlib, bpe = Path(sysconfig.get_paths()["stdlib"]), wanted["bpe"]
     texts = list(library_sources(stdlib, wanted["max_mb"] * MIB))
     if not texts:
         raise DataError(f"{stdlib}: this Python has no .py sources; use another one, or megatron-lite preprocess")
     _write_mark(prefix, {"wanted": wanted, "complete": False})
-    tokenizer = _tokenizer(prefix, texts, wanted["bpe"], progress)
+    if bpe is None:
+        tokenizer = make_tokenizer("ByteTokenizer")
+    else:
+        from megatron_lite.data.byte_pairs import (
+            train_bpe,
+            write_bpe,
+        )  # its packages take as long to import as the rest
+
+        line.draw(f"training a BPE of {count(bpe)} tokens")
+        write_bpe(prefix.parent, *train_bpe(texts, bpe))
+        vocab, merges = _list_files(prefix, bpe)[2:]
+        tokenizer = make_tokenizer("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
     text_bytes = 0
     with IndexedWriter(f"{prefix}_text_document", tokenizer.vocab_size) as writer:
         for number, text in enumerate(texts, start=1):
             writer.add_document([*tokenizer.encode(text), tokenizer.eod])
             text_bytes += len(text.encode("utf-8"))
-            progress(number, text_bytes)
+            line.draw(f"{count(number)} documents, {size(text_bytes)}")
     summary = (
         f"{count(len(texts))} documents of Python {platform.python_version()}'s library, {size(text_bytes)}, "
         f"{count(writer.num_tokens)} tokens of {count(tokenizer.vocab_size)}"
     )
-    sizes = {path.name: path.stat().st_size for path in _files(prefix, wanted["bpe"])}
+    sizes = {path.name: path.stat().st_size for path in _list_files(prefix, bpe)}
     _write_mark(prefix, {"wanted": wanted, "complete": True, "summary": summary, "sizes": sizes})
     return summary
-
-
-def _tokenizer(prefix: Path, texts: list[str], bpe: int | None, progress: DocumentProgress):
-    if bpe is None:
-        return make_tokenizer("ByteTokenizer")
-    from megatron_lite.data.byte_pairs import train_bpe, write_bpe  # its packages take as long to import as the rest
-
-    progress.draw(f"training a BPE of {count(bpe)} tokens")
-    write_bpe(prefix.parent, *train_bpe(texts, bpe))
-    vocab, merges = _vocabulary(prefix)
-    return make_tokenizer("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
-
-
-def _vocabulary(prefix: Path) -> tuple[Path, Path]:
-    return prefix.parent / "vocab.json", prefix.parent / "merges.txt"
-
-
-def _files(prefix: Path, bpe: int | None) -> list[Path]:
-    indexed = [Path(f"{prefix}_text_document{ending}") for ending in (".bin", ".idx")]
-    return indexed if bpe is None else [*indexed, *_vocabulary(prefix)]
-
-
-def _read_mark(prefix: Path) -> dict | None:
-    try:
-        return json.loads((prefix.parent / MARK).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError):
-        raise DataError(
-            f"{prefix.parent / MARK}: not readable as JSON; delete it with its folder, or choose another"
-        ) from None
-
-
-def _write_mark(prefix: Path, mark: dict):
-    try:
-        write_atomically(prefix.parent / MARK, json.dumps(mark, indent=1) + "\n")
-    except OSError as error:
-        raise DataError(
-            f"--output-prefix {prefix}: cannot be written ({error.strerror}); choose another folder"
-        ) from None
-
-
-def _refuse_foreign_files(prefix: Path, mark: dict | None):
-    """A vocabulary or data set of other origin must not be overwritten."""
-    if mark is not None and mark.get("wanted", {}).get("name") != prefix.name:
-        raise DataError(f"--output-prefix {prefix}: {prefix.parent} holds another corpus; choose another folder")
-    foreign = [path for path in _files(prefix, 0) if mark is None and path.exists()]
-    if foreign:
-        raise DataError(
-            f"--output-prefix {prefix}: {foreign[0]} exists and is not make-corpus's; choose another folder"
-        )
-
-
-def _is_complete(prefix: Path, mark: dict) -> bool:
-    if not mark.get("complete"):
-        return False
-    sizes = {
-        path.name: path.stat().st_size if path.is_file() else None for path in _files(prefix, mark["wanted"]["bpe"])
-    }
-    return sizes == mark["sizes"]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO
 
 from megatron_lite.cli.launcher import ASSIGNMENT, Launch, find_launch, header_environment, split_at_trainer
-from megatron_lite.cli.watched_shell import prologue
 from megatron_lite.errors import UserError
 
 try:
@@ -24,6 +23,9 @@ try:
 except ImportError:  # not on Windows, where a script is refused
     fcntl = None
 
+PROLOGUE = Path(__file__).with_name("watched_shell.bash")
+MAX_COMMANDS = 2000  # scripts have hundreds
+MAX_MEMORY_KIB, MAX_RECORD_KIB = 2**18, 2**14
 SECONDS = 20  # scripts take milliseconds; one that waits for something waits for ever
 SECONDS_FOR_JOBS = 3  # in the background, after the script's end
 SECONDS_BETWEEN = 0.2
@@ -70,16 +72,38 @@ def read_launch_script(script: str, arguments: list[str]) -> Launch:
 def _look(bash: str, script: _Script, depth: int) -> tuple[tuple[list[str], dict[str, str]] | None, str]:
     """((words of the command, its environment), or None, and the reason)."""
     record, said, code = _walk(bash, script)
-    why_not = _why_unreadable(bash, script, said) or _why_nothing(script.name, said, code)
-    for words, environment in _commands(record):
+    why_not = _explain_nothing(bash, script, said, code)
+    # each command: the number of its words and they, the number of variables and they
+    items = iter(record.decode("utf-8", "surrogateescape").split("\0")[:-1])
+    for number in items:
+        words = list(islice(items, int(number)))
+        variables = list(islice(items, int(next(items, 0))))
+        if not variables:  # the shell was ended while it wrote this
+            continue
+        environment = dict(variable.partition("=")[::2] for variable in variables)
         if split_at_trainer(words):
             return ([*script.before, *words], environment), ""
-        inner = _inner(script.before, words, environment) if depth > 1 else None
-        found, inner_why_not = _look(bash, inner, depth - 1) if inner else (None, "")
-        if found:
-            return found, ""
-        why_not = inner_why_not if STARTS_NONE in why_not and inner else why_not
+        inner = _find_inner(script.before, words, environment) if depth > 1 else None
+        if inner:
+            found, inner_why_not = _look(bash, inner, depth - 1)
+            if found:
+                return found, ""
+            why_not = inner_why_not if STARTS_NONE in why_not else why_not
     return None, why_not
+
+
+def _find_inner(before: list[str], words: list[str], environment: dict[str, str]) -> _Script | None:
+    """The script or the -c "..." that a command hands on to another shell."""
+    for at, word in enumerate(words):
+        around = [*before, *words[:at]]
+        own = environment | dict(word.split("=", 1) for word in words[:at] if ASSIGNMENT.match(word))
+        if re.fullmatch("-[a-z]*c", word) and any(other.rpartition("/")[2] in SHELLS for other in words[:at]):
+            text, name, *arguments = [*words[at + 1 :], "", ""][: max(2, len(words) - at - 1)]
+            return _Script(name or "bash", text, arguments, own, around)
+        if word.endswith(".sh") and (path := Path(own.get("PWD", ""), word)).is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            return _Script(str(path), text, words[at + 1 :], own, around)
+    return None
 
 
 def _walk(bash: str, script: _Script) -> tuple[bytes, str, int | None]:
@@ -88,33 +112,23 @@ def _walk(bash: str, script: _Script) -> tuple[bytes, str, int | None]:
     with (
         tempfile.TemporaryFile() as record,
         open(os.devnull, "wb") as nothing,
-        _high(record) as out,
-        _high(nothing) as null,
-        _pipe() as (alive, held),
+        _open_high(record) as out,
+        _open_high(nothing) as null,
+        _open_pipe() as (alive, held),
     ):
-        text = prologue(out.fileno(), null.fileno())
-        command = [
-            bash,
-            "--restricted",
-            "--noprofile",
-            "--norc",
-            "-c",
-            text,
-            script.name,
-            script.text,
-            *script.arguments,
-        ]
+        limits = f"__max_commands={MAX_COMMANDS} __max_memory={MAX_MEMORY_KIB} __max_record={MAX_RECORD_KIB}"
+        text = f"__record={out.fileno()} __nothing={null.fileno()} {limits}\n{PROLOGUE.read_text(encoding='utf-8')}"
+        options = ["--restricted", "--noprofile", "--norc", "-c", text]
         try:
             shell = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env={**environment, "PATH": NOWHERE}, pass_fds=(out.fileno(), null.fileno(), held.fileno()), start_new_session=True,
+                [bash, *options, script.name, script.text, *script.arguments],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**environment, "PATH": NOWHERE}, pass_fds=(out.fileno(), null.fileno(), held.fileno()),
             )  # fmt: skip
             held.close()
         except (OSError, ValueError) as error:  # longer than an argument may be; a zero byte
-            reason = getattr(error, "strerror", None) or "no text"
-            raise UserError(
-                f"{script.name}: cannot be given to bash ({reason}); give the trainer's flags themselves."
-            ) from None
+            why = f"cannot be given to bash ({getattr(error, 'strerror', None) or 'no text'})"
+            raise UserError(f"{script.name}: {why}; give the trainer's flags themselves.") from None
         with shell.stdout:
             try:
                 said, waits = _listen(shell, alive)
@@ -122,6 +136,20 @@ def _walk(bash: str, script: _Script) -> tuple[bytes, str, int | None]:
                 _end_session(shell)
         record.seek(0)
         return record.read(), said.decode("utf-8", "replace"), None if waits else shell.wait()
+
+
+@contextmanager
+def _open_pipe() -> Iterator[tuple[int, IO[bytes]]]:
+    """(its end to read from, its end to write to, under a number as of _open_high)."""
+    read, write = os.pipe()
+    with open(read, "rb", buffering=0), open(write, "wb") as low, _open_high(low) as high:
+        low.close()
+        yield read, high
+
+
+def _open_high(file: IO[bytes]) -> IO[bytes]:
+    """The same open file under a number that no script uses for a file of its own."""
+    return open(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, MIN_DESCRIPTOR), "wb", buffering=0)
 
 
 def _listen(shell: subprocess.Popen, alive: int) -> tuple[bytes, bool]:
@@ -148,105 +176,45 @@ def _end_session(shell: subprocess.Popen):
     with suppress(ProcessLookupError):
         os.killpg(shell.pid, signal.SIGKILL)
     shell.wait()
-    while found := [pid for pid, session in _sessions() if session == shell.pid]:
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    found = True
+    while found:
+        found = False
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                state, _, _, session, *_ = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                if state not in "ZX" and int(session) == shell.pid:
+                    found = True
+                    os.kill(int(file.parent.name), signal.SIGKILL)
 
 
-def _sessions() -> Iterator[tuple[int, int]]:
-    """(process, its session) of those that run; nothing where there is no /proc."""
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, _, session, *_ = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            if state not in "ZX":
-                yield int(file.parent.name), int(session)
-
-
-@contextmanager
-def _pipe() -> Iterator[tuple[int, IO[bytes]]]:
-    """(its end to read from, its end to write to, under a number as of _high)."""
-    read, write = os.pipe()
-    with open(read, "rb", buffering=0), open(write, "wb") as low, _high(low) as high:
-        low.close()
-        yield read, high
-
-
-def _high(file: IO[bytes]) -> IO[bytes]:
-    """The same open file under a number that no script uses for a file of its own."""
-    return open(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, MIN_DESCRIPTOR), "wb", buffering=0)
-
-
-def _commands(record: bytes) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Each command: the number of its words and they, the number of variables and they."""
-    items = iter(record.decode("utf-8", "surrogateescape").split("\0")[:-1])
-    for number in items:
-        words = list(islice(items, int(number)))
-        variables = list(islice(items, int(next(items, 0))))
-        if variables:  # else the shell was ended while it wrote this
-            yield words, dict(variable.partition("=")[::2] for variable in variables)
-
-
-def _inner(before: list[str], words: list[str], environment: dict[str, str]) -> _Script | None:
-    """The script or the -c "..." that a command hands on to another shell."""
-    for at, word in enumerate(words):
-        around = [*before, *words[:at]]
-        environment = environment | dict(_assignments(words[:at]))
-        if re.fullmatch("-[a-z]*c", word) and any(other.rpartition("/")[2] in SHELLS for other in words[:at]):
-            text, name, *arguments = [*words[at + 1 :], "", ""][: max(2, len(words) - at - 1)]
-            return _Script(name or "bash", text, arguments, environment, around)
-        if word.endswith(".sh") and (path := Path(environment.get("PWD", ""), word)).is_file():
-            text = path.read_text(encoding="utf-8", errors="replace")
-            return _Script(str(path), text, words[at + 1 :], environment, around)
-    return None
-
-
-def _why_unreadable(bash: str, script: _Script, said: str) -> str | None:
-    """Which line bash stumbled over, if it did; what it `said` counts the lines from elsewhere."""
-    if f"{script.name}: eval: " not in said:
-        return None
-    command = [
-        bash,
-        "--noprofile",
-        "--norc",
-        "-O",
-        "extglob",
-        "-n",
-        "-c",
-        script.text,
-        script.name,
-    ]  # -n: reads, runs nothing
-    parsed = subprocess.run(
-        command, check=False, stdin=subprocess.DEVNULL, capture_output=True, env={"PATH": NOWHERE, "LC_ALL": "C"},
-        text=True, errors="replace",
-    )  # fmt: skip
-    found = re.search(r"line (\d+): (.+)", parsed.stderr)
-    if found is None:
-        return None
-    number, reason = int(found[1]), found[2]
-    line = "".join(script.text.splitlines()[number - 1 : number]).strip()
-    quoted = f": {_shortened(line, script.name)}" if line else ""
-    way_out = "put a value there" if re.search("<[^<>()]+>", line) else "mend the script"
-    return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {way_out}."
-
-
-def _why_nothing(script: str, said: str, code: int | None) -> str:
+def _explain_nothing(bash: str, script: _Script, said: str, code: int | None) -> str:
+    """Why a script that started no training did not: the line that bash stumbled over, or what the script says."""
+    if f"{script.name}: eval: " in said:  # which counts the lines from elsewhere
+        parsed = subprocess.run(  # -n: reads, runs nothing
+            [bash, "--noprofile", "--norc", "-O", "extglob", "-n", "-c", script.text, script.name], check=False,
+            stdin=subprocess.DEVNULL, capture_output=True, env={"PATH": NOWHERE, "LC_ALL": "C"}, text=True,
+            errors="replace",
+        )  # fmt: skip
+        found = re.search(r"line (\d+): (.+)", parsed.stderr)
+        if found:
+            number, reason = int(found[1]), found[2]
+            line = "".join(script.text.splitlines()[number - 1 : number]).strip()
+            quoted = f": {_shorten(line, script.name)}" if line else ""
+            remedy = "put a value there" if re.search("<[^<>()]+>", line) else "mend the script"
+            return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {remedy}."
     if code is None:
-        return f"{script}: still waits for something after {SECONDS} s, since none of its commands is run; give the trainer's flags themselves."
+        waits = f"still waits for something after {SECONDS} s, since none of its commands is run"
+        return f"{script.name}: {waits}; give the trainer's flags themselves."
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     if code and lines:
-        return f"{script}: {_shortened(lines[-1], script)} (the script says so, exit code {code})"
+        return f"{script.name}: {_shorten(lines[-1], script.name)} (the script says so, exit code {code})"
     if code:
-        return f"{script}: ended with exit code {code} before it started pretrain_gpt.py; does it need arguments?"
-    return f"{script}: {STARTS_NONE}; give a script that does, or the trainer's flags themselves."
+        ended = f"ended with exit code {code} before it started pretrain_gpt.py"
+        return f"{script.name}: {ended}; does it need arguments?"
+    return f"{script.name}: {STARTS_NONE}; give a script that does, or the trainer's flags themselves."
 
 
-def _shortened(line: str, script: str) -> str:
+def _shorten(line: str, script: str) -> str:
     line = line.removeprefix(f"{script}: ").removeprefix("error: ")
     line = re.sub(r"^((eval|environment): )?line \d+: ", "", line)
     return line if len(line) <= LONGEST_SAID else f"{line[:LONGEST_SAID]}..."
-
-
-def _assignments(words: list[str]) -> list[tuple[str, str]]:
-    """NAME=VALUE in front of the command, or behind env."""
-    return [tuple(word.split("=", 1)) for word in words if ASSIGNMENT.match(word)]

@@ -7,20 +7,17 @@ import sys
 from megatron_lite.errors import UserError, describe_memory_error
 from megatron_lite.terminal import describe_version, end_quietly_without_reader, print_lines
 
-COMMANDS = {  # name: (module with run(argv), which may return an exit code, and what it does)
-    "preprocess": ("megatron_lite.cli.preprocess", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
-    "merge": ("megatron_lite.cli.merge", "join .bin/.idx data sets to one"),
-    "inspect": ("megatron_lite.cli.inspection", "check a .bin/.idx data set and say what it holds"),
-    "convert": ("megatron_lite.cli.convert", "checkpoints to and from Hugging Face folders, and from Megatron-LM's"),
-    "make-corpus": ("megatron_lite.cli.corpus", "a data set from Python's own sources, for machines without any data"),
-    "plan": ("megatron_lite.cli.plan", "will a run fit, how fast can it be, what to change: from its launch command"),
-    "report": (
-        "megatron_lite.cli.report",
-        "why a run is slow and why memory peaks: from run folders, traces, snapshots",
-    ),
-    "explain": ("megatron_lite.cli.explain", "what a finding of the report means, or what a kernel's name says"),
-    "compare": ("megatron_lite.cli.compare", "what changed from one run or trace to another, and what did not"),
-    "audit": ("megatron_lite.cli.audit", "18 questions to a profiled run: pass, fail or not seen, and why"),
+COMMANDS = {  # name: (module and function, which takes argv and may return an exit code; what it does)
+    "preprocess": ("datasets:preprocess_files", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
+    "merge": ("datasets:merge_datasets", "join .bin/.idx data sets to one"),
+    "inspect": ("datasets:inspect_datasets", "check a .bin/.idx data set and say what it holds"),
+    "convert": ("convert:run", "checkpoints to and from Hugging Face folders, and from Megatron-LM's"),
+    "make-corpus": ("corpus:run", "a data set from Python's own sources, for machines without any data"),
+    "plan": ("plan:run", "will a run fit, how fast can it be, what to change: from its launch command"),
+    "report": ("report:run", "why a run is slow and why memory peaks: from run folders, traces, snapshots"),
+    "explain": ("explain:run", "what a finding of the report means, or what a kernel's name says"),
+    "compare": ("report:compare_runs", "what changed from one run or trace to another, and what did not"),
+    "audit": ("report:audit", "18 questions to a profiled run: pass, fail or not seen, and why"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
@@ -46,7 +43,8 @@ def _answer(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print_lines(_overview())
+        lines = [f"  {name:<14}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+        print_lines(["usage: megatron-lite COMMAND OPTIONS (COMMAND --help shows its options; --version)", "", *lines])
         return 0
     if words[0] == "--version":
         print_lines([describe_version()])
@@ -56,12 +54,8 @@ def _run(words: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"megatron-lite {name}: no such command; {hint}")
-    return importlib.import_module(COMMANDS[name][0]).run(rest) or 0
-
-
-def _overview() -> list[str]:
-    lines = [f"  {name:<14}{purpose}" for name, (_, purpose) in COMMANDS.items()]
-    return ["usage: megatron-lite COMMAND OPTIONS (COMMAND --help shows its options; --version)", "", *lines]
+    module, _, function = COMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(f"megatron_lite.cli.{module}"), function)(rest) or 0
 
 
 if __name__ == "__main__":

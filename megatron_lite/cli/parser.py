@@ -1,6 +1,8 @@
 """An argument parser that speaks as the rest of the project does: a mistake is one line."""
 
 import argparse
+import json
+from pathlib import Path
 
 from megatron_lite.errors import UserError
 from megatron_lite.terminal import describe_version, print_lines
@@ -25,3 +27,17 @@ class _Version(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         print_lines([describe_version()])
         parser.exit()
+
+
+def write_text(flag: str, path: str | Path, text: str) -> str:
+    """Write what `flag` asks for; returns the line that names the file. UserError where it cannot be written."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror or error}); name another file.") from error
+    return f"written: {path}"
+
+
+def write_json(path: str | None, content: dict) -> list[str]:
+    """What --json asks for: the line that names the file, behind an empty one; nothing where it was not given."""
+    return ["", write_text("--json", path, json.dumps(content, indent=1, allow_nan=False) + "\n")] if path else []

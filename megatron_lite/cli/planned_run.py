@@ -16,41 +16,7 @@ from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import UserError
 
-# --- how many words the tokenizer of a planned run has, as far as that can be known without its files
-
 GPT2_WORDS = 50_257  # Radford et al. 2019: 256 bytes, 50,000 merges, end of text
-
-
-def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[str]]:
-    """(words before padding, what was assumed). UserError where neither flags nor files tell."""
-    kind = data.tokenizer_type or TOKENIZER
-    if kind == "GPT2BPETokenizer":
-        return _gpt2(data, padded)
-    if kind in ("NullTokenizer", "ByteTokenizer") or Path(data.tokenizer_model).exists():
-        return build_tokenizer(data).vocab_size, []
-    known = data.vocab_size or padded
-    if known is None:
-        raise UserError(
-            f"--tokenizer-model {data.tokenizer_model}: is not here to be counted; add --padded-vocab-size N."
-        )
-    return known, [f"--tokenizer-model {data.tokenizer_model} is not here: a vocabulary of {known:,} is assumed."]
-
-
-def _gpt2(data: DataArgs, padded: int | None) -> tuple[int, list[str]]:
-    if data.vocab_file is None or not Path(data.vocab_file).is_file():
-        missing = f"--vocab-file {data.vocab_file} is not here" if data.vocab_file else "no --vocab-file"
-        known = data.vocab_size or padded or GPT2_WORDS
-        whose = "GPT-2's" if known == GPT2_WORDS else "the given"
-        return known, [f"{missing}: {whose} vocabulary of {known:,} is assumed."]
-    try:
-        return len(json.loads(Path(data.vocab_file).read_text(encoding="utf-8"))), []
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or "no JSON of words"
-        raise UserError(f"--vocab-file {data.vocab_file}: cannot be read ({reason}); check the path.") from None
-
-
-# --- from the words of a launch command to a Plan, on a machine that has neither its data nor its GPUs
-
 ENDINGS = (".sh", ".bash", ".slurm", ".sbatch")
 GPUS_PER_NODE = 8  # of a job of several nodes that does not say it
 
@@ -76,43 +42,31 @@ def planned_run(words: list[str], gpus: int | None) -> PlannedRun:
     gpus: of the whole job; None for what the words say, else 1. Raises UserError for a script that cannot be read,
     ConfigError with the trainer's own lines for flags it would refuse.
     """
-    launch, notes = _launch(words), []
-    size = gpus or launch.ranks.size
-    if size is None:
-        raise UserError(f"{words[0]}: does not say how many GPUs it uses; give --gpus N before it.")
-    if size == 1 and not gpus and is_script(words[0]):
-        notes = ["1 GPU: so the script says where its own commands are not run; --gpus N for more."]
-    world = replace(_world(size, launch.ranks.nodes), under_nsys=launch.under_nsys)
-    plan, assumed = _resolved(launch.flags, world)
-    return PlannedRun(plan, launch.flags, launch.environment, (*assumed, *notes))
-
-
-def _launch(words: list[str]) -> Launch:
     if is_script(words[0]):
         from megatron_lite.cli.launch_script import read_launch_script
 
-        return read_launch_script(words[0], words[1:])
-    if split_at_trainer(words):
-        return find_launch(words, os.environ)
-    return Launch(tuple(words), Ranks(1), os.environ, under_nsys=False)
-
-
-def _world(size: int, nodes: int) -> World:
-    """Rank 0 of `size` ranks, each with a GPU of its own."""
+        launch = read_launch_script(words[0], words[1:])
+    elif split_at_trainer(words):
+        launch = find_launch(words, os.environ)
+    else:
+        launch = Launch(tuple(words), Ranks(1), os.environ, under_nsys=False)
+    size, nodes = gpus or launch.ranks.size, launch.ranks.nodes
+    if size is None:
+        raise UserError(f"{words[0]}: does not say how many GPUs it uses; give --gpus N before it.")
     per_node = size // nodes if size % nodes == 0 else size
     if nodes == 1 and size > GPUS_PER_NODE and size % GPUS_PER_NODE == 0:
         per_node = GPUS_PER_NODE
-    return World(size=size, local_size=per_node, gpus=per_node)
+    world = World(size=size, local_size=per_node, gpus=per_node, under_nsys=launch.under_nsys)  # each with its own GPU
+    line = read_command_line(list(launch.flags))
+    check(replace(line, args=replace(line.args, data=_assume_files(line.args.data))), world, RULES_WITHOUT_FILES)
+    vocab_size, assumed = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)
+    notes = [*line.notes, *assumed]
+    if size == 1 and not gpus and is_script(words[0]):
+        notes.append("1 GPU: so the script says where its own commands are not run; --gpus N for more.")
+    return PlannedRun(resolve(line.args, world, vocab_size), launch.flags, launch.environment, tuple(notes))
 
 
-def _resolved(flags: tuple[str, ...], world: World) -> tuple[Plan, list[str]]:
-    line = read_command_line(list(flags))
-    check(replace(line, args=replace(line.args, data=_without_files(line.args.data))), world, RULES_WITHOUT_FILES)
-    vocab_size, notes = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)
-    return resolve(line.args, world, vocab_size), [*line.notes, *notes]
-
-
-def _without_files(data: DataArgs) -> DataArgs:
+def _assume_files(data: DataArgs) -> DataArgs:
     """Data and files of words that are not here, or not named yet, decide neither memory nor speed: as if all were there."""
     lists = ("data_args_path", "per_split_data_args_path")
     absent = [name for name in lists if getattr(data, name) is not None and not Path(getattr(data, name)).exists()]
@@ -121,3 +75,25 @@ def _without_files(data: DataArgs) -> DataArgs:
              or here.per_split_data_args_path or here.external_dataloader)  # fmt: skip
     files = {name: getattr(data, name) or "to be named" for name in ("vocab_file", "merge_file")}
     return replace(here, mock_data=data.mock_data or not named, **files)
+
+
+def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[str]]:
+    """(words before padding, what was assumed). UserError where neither flags nor files tell."""
+    kind, known = data.tokenizer_type or TOKENIZER, data.vocab_size or padded
+    if kind == "GPT2BPETokenizer":
+        if data.vocab_file is None or not Path(data.vocab_file).is_file():
+            missing = f"--vocab-file {data.vocab_file} is not here" if data.vocab_file else "no --vocab-file"
+            known = known or GPT2_WORDS
+            whose = "GPT-2's" if known == GPT2_WORDS else "the given"
+            return known, [f"{missing}: {whose} vocabulary of {known:,} is assumed."]
+        try:
+            return len(json.loads(Path(data.vocab_file).read_text(encoding="utf-8"))), []
+        except (OSError, ValueError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or "no JSON of words"
+            raise UserError(f"--vocab-file {data.vocab_file}: cannot be read ({reason}); check the path.") from None
+    if kind in ("NullTokenizer", "ByteTokenizer") or Path(data.tokenizer_model).exists():
+        return build_tokenizer(data).vocab_size, []
+    model = f"--tokenizer-model {data.tokenizer_model}"
+    if known is None:
+        raise UserError(f"{model}: is not here to be counted; add --padded-vocab-size N.")
+    return known, [f"{model} is not here: a vocabulary of {known:,} is assumed."]

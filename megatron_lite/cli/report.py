@@ -1,82 +1,126 @@
-"""megatron-lite report: why a run is slow and why memory peaks, on the terminal, as a page and as JSON."""
+"""megatron-lite report, compare and audit: what finished runs say."""
 
 import sys
 from pathlib import Path
 
-from megatron_lite.cli.parser import Parser
+from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.terminal import print_lines
 
 HTML_FILE, JSON_FILE = "report.html", "report.json"
+COMPARISON_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
+FAILED = 1  # exit code of audit --strict, as of any check
 
 
-def run(argv: list[str]):
-    """Print the report of what lies at the paths and write report.html and report.json."""
-    options = _parser().parse_args(argv)
-    if options.no_html and options.html:
-        raise UserError("--html and --no-html exclude each other; keep one.")
+def _analyze(*groups: list[str]) -> list:
+    """A report for each group of paths."""
     from megatron_lite.analysis.analyze import analyze  # numpy and all the rest: not for --help or a typing mistake
-    from megatron_lite.report.terminal import terminal_lines
-    from megatron_lite.report.text import get_style
 
     line = LiveLine()
     try:
-        report = analyze([Path(path) for path in options.paths], line.draw)
+        return [analyze([Path(path) for path in paths], line.draw) for paths in groups]
     finally:
         line.wipe()
-    written = _write(report, options)
-    print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
 
 
-def _parser() -> Parser:
+def run(argv: list[str]):
+    """Print the report and write the files that `argv` asks for. UserError for a mistake."""
     parser = Parser(
         "report",
         "Says where the steps of a run go and why memory peaks. Reads run folders, PyTorch traces (.json, "
         ".json.gz; folders of several ranks), Nsight Systems exports (.sqlite) and memory snapshots "
         "(.pickle), of this trainer or any other PyTorch job.",
     )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="a run folder, or files of one run")
-    parser.add_argument(
-        "--html", metavar="FILE", help=f"the page [{HTML_FILE} in the run folder, else in the current one]"
-    )
-    parser.add_argument("--json", metavar="FILE", help=f"the numbers [{JSON_FILE} beside the page]")
-    parser.add_argument(
-        "--no-html", action="store_true", help="print only: no page, and no JSON unless --json asks for it"
-    )
-    parser.add_argument("--all", action="store_true", help="all rows of all tables on the terminal")
-    return parser
-
-
-def _write(report, options) -> list[str]:
-    """Make the files; returns the line that names them. Only a file that the user asked for must not fail."""
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="PATH", help="a run folder, or files of one run")
+    add("--html", metavar="FILE", help=f"the page [{HTML_FILE} in the run folder, else in the current one]")
+    add("--json", metavar="FILE", help=f"the numbers [{JSON_FILE} beside the page]")
+    add("--no-html", action="store_true", help="print only: no page, and no JSON unless --json asks for it")
+    add("--all", action="store_true", help="all rows of all tables on the terminal")
+    options = parser.parse_args(argv)
+    if options.no_html and options.html:
+        raise UserError("--html and --no-html exclude each other; keep one.")
+    [report] = _analyze(options.paths)
     from megatron_lite.report.html import html_page
     from megatron_lite.report.json_file import json_text
+    from megatron_lite.report.terminal import terminal_lines
+    from megatron_lite.report.text import get_style
 
-    html, json = _files(options)
+    # in a run's own folder; a report on foreign files is left where the user stands
+    first = Path(options.paths[0])
+    folder = first if len(options.paths) == 1 and (first / RUN_FILE).is_file() else Path()
+    html = None if options.no_html else Path(options.html or folder / HTML_FILE)
+    json = Path(options.json) if options.json else html.parent / JSON_FILE if html else None
     done, failed = [], []
-    for path, flag, make in (
-        (html, options.html and "--html", html_page),
-        (json, options.json and "--json", json_text),
+    for path, flag, asked, make in (
+        (html, "--html", options.html, html_page),
+        (json, "--json", options.json, json_text),
     ):
         if path is None:
             continue
         try:
-            path.write_text(make(report), encoding="utf-8")
+            write_text(flag, path, make(report))
             done.append(str(path))
-        except OSError as error:
-            why = f"{path}: cannot be written ({error.strerror or error})"
-            if flag:
-                raise UserError(f"{flag} {why}; name another file.") from error
+        except UserError as error:
+            if asked:  # only a file that the user asked for must not fail
+                raise
+            why = str(error).removeprefix(f"{flag} ").removesuffix("; name another file.")
             failed.append(f"{why}; --html FILE and --json FILE name other places")
-    return [*([f"written: {', '.join(done)}"] if done else []), *failed]
+    written = [*([f"written: {', '.join(done)}"] if done else []), *failed]
+    print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
 
 
-def _files(options) -> tuple[Path | None, Path | None]:
-    """(page, JSON): in a run's own folder; a report on foreign files is left where the user stands."""
-    first = Path(options.paths[0])
-    folder = first if len(options.paths) == 1 and (first / RUN_FILE).is_file() else Path()
-    html = None if options.no_html else Path(options.html) if options.html else folder / HTML_FILE
-    beside = html.parent / JSON_FILE if html else None
-    return html, Path(options.json) if options.json else beside
+def compare_runs(argv: list[str]):
+    """Print what changed from A to B. ConfigError where they are not comparable and --force is not given."""
+    parser = Parser(
+        "compare",
+        "Says what changed from run A to run B, and what did not: flags, steps, phases, kernels, memory, "
+        "each against the noise of its steps. Reads what `report` reads.",
+    )
+    add = parser.add_argument
+    add("a", metavar="A", help="a run folder, a trace, a folder of several ranks, or a snapshot")
+    add("b", metavar="B", help="what to compare with it")
+    add("--force", action="store_true", help="compare although model or batch differ")
+    add("--json", metavar="FILE", help="the numbers, for programs")
+    add("--all", action="store_true", help="all rows of all tables")
+    options = parser.parse_args(argv)
+    a, b = _analyze([options.a], [options.b])
+    from megatron_lite.analysis.compare.compare import compare
+    from megatron_lite.report.compare_terminal import comparison_lines
+    from megatron_lite.report.json_file import plain
+    from megatron_lite.report.text import get_style
+
+    found = compare(a.facts, b.facts, options.force, (a.title, b.title))
+    written = write_json(options.json, {"schema": COMPARISON_SCHEMA, **plain(found)}) if options.json else []
+    print_lines([*comparison_lines(found, get_style(sys.stdout), options.all), *written])
+
+
+def audit(argv: list[str]) -> int:
+    """Print the answers to eighteen questions. Returns 0, or with --strict 1 where a point fails."""
+    parser = Parser(
+        "audit",
+        "Asks a run 18 questions about its performance: pass and fail with the evidence, not seen with what to record. "
+        "Most needs a run folder with a trace (shapes on) and a memory snapshot; it reads what `report` reads.",
+    )
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="RUN", help="a run folder, or files of one run")
+    add("--against", metavar="OTHER_RUN", help="a second run: do the losses agree, do 16 bits pay against fp32")
+    add("--strict", action="store_true", help="exit with 1 if a point fails, for CI")
+    add("--json", metavar="FILE", help="the answers, for programs")
+    add("--all", action="store_true", help="all evidence of each point")
+    options = parser.parse_args(argv)
+    report, *others = _analyze(options.paths, *([[options.against]] if options.against else []))
+    from megatron_lite.analysis.audit.answers import Answer
+    from megatron_lite.analysis.audit.audit import AUDIT_SCHEMA, audit_run
+    from megatron_lite.report.audit_terminal import audit_lines
+    from megatron_lite.report.json_file import plain
+    from megatron_lite.report.text import get_style
+
+    points = audit_run(report.facts, report.findings, others[0].facts if others else None)
+    titles = [one.title for one in (report, *others)]
+    against = others[0].title if others else None
+    content = {"schema": AUDIT_SCHEMA, "title": report.title, "against": against, "points": plain(points)}
+    print_lines([*audit_lines(points, titles, get_style(sys.stdout), options.all), *write_json(options.json, content)])
+    return FAILED if options.strict and any(point.answer is Answer.FAIL for point in points) else 0

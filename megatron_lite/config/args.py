@@ -7,34 +7,44 @@ from dataclasses import dataclass, field
 
 from megatron_lite.config.flags import flag
 
+SIZE = "at least 1 and at most 2147483647"
+SHARE = "at least 0 and below 1"
+LENGTH = "at least 1; to only evaluate use --skip-train"
+
 
 @dataclass(frozen=True)
 class ModelArgs:
     """Model"""
 
-    num_layers: int = flag(None, "Transformer layers. Required.")
-    hidden_size: int = flag(None, "Width of the residual stream. Required.")
-    num_attention_heads: int = flag(None, "Attention heads per layer. Required.")
-    seq_length: int = flag(None, "Tokens per training sample. Required.", aliases=("--encoder-seq-length",))
-    max_position_embeddings: int | None = flag(None, "Rows of the learned position table; at least seq-length.")
-    ffn_hidden_size: int | None = flag(None, "Width of the MLP; 4 x hidden, with --swiglu 8/3 x in steps of 64.")
-    kv_channels: int | None = flag(None, "Width of one head; hidden / heads when left out.")
-    group_query_attention: bool = flag(False, "Share keys and values between groups of heads.")
-    num_query_groups: int = flag(1, "Key/value heads, with --group-query-attention.")
-    position_embedding_type: str = flag(
-        "learned_absolute",
-        "Learned table, rotary, or none.",
-        choices=("learned_absolute", "rope", "none"),
+    num_layers: int = flag(None, "Transformer layers. Required.", must_be="at least 1 and at most 100000")
+    hidden_size: int = flag(None, "Width of the residual stream. Required.", must_be=SIZE)
+    num_attention_heads: int = flag(None, "Attention heads per layer. Required.", must_be=SIZE)
+    seq_length: int = flag(
+        None, "Tokens per training sample. Required.", aliases=("--encoder-seq-length",), must_be=SIZE
     )
-    rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.")
-    rotary_base: int = flag(10000, "Base of the rotary frequencies.")
+    max_position_embeddings: int | None = flag(
+        None, "Rows of the learned position table; at least seq-length.", must_be=SIZE
+    )
+    ffn_hidden_size: int | None = flag(
+        None, "Width of the MLP; 4 x hidden, with --swiglu 8/3 x in steps of 64.", must_be=SIZE
+    )
+    kv_channels: int | None = flag(None, "Width of one head; hidden / heads when left out.", must_be=SIZE)
+    group_query_attention: bool = flag(False, "Share keys and values between groups of heads.")
+    num_query_groups: int = flag(1, "Key/value heads, with --group-query-attention.", must_be="at most 2147483647")
+    position_embedding_type: str = flag(
+        "learned_absolute", "Learned table, rotary, or none.", choices=("learned_absolute", "rope", "none")
+    )
+    rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.", must_be="above 0 and at most 1")
+    rotary_base: int = flag(10000, "Base of the rotary frequencies.", must_be="at least 1; 10000 is usual")
     rotary_interleaved: bool = flag(False, "Rotate neighbouring channels instead of halves.")
-    rotary_seq_len_interpolation_factor: int | None = flag(None, "Divide rotary positions by this.")
+    rotary_seq_len_interpolation_factor: int | None = flag(
+        None, "Divide rotary positions by this.", must_be="at least 1"
+    )
     add_position_embedding: bool = flag(
         True, "No learned position table (old spelling).", off="--no-position-embedding"
     )
     normalization: str = flag("LayerNorm", "Norm of the residual stream.", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = flag(1e-5, "Epsilon of the norms.")
+    norm_epsilon: float = flag(1e-5, "Epsilon of the norms.", must_be="above 0")
     apply_layernorm_1p: bool = flag(False, "Keep norm weights minus one.")
     swiglu: bool = flag(False, "Gated SiLU MLP.")
     squared_relu: bool = flag(False, "Squared ReLU MLP.")
@@ -47,11 +57,13 @@ class ModelArgs:
     add_qkv_bias: bool = flag(False, "Bias in the QKV projection, also with --disable-bias-linear.")
     qk_layernorm: bool = flag(False, "Normalise queries and keys per head.")
     untie_embeddings_and_output_weights: bool = flag(False, "A separate output matrix.")
-    hidden_dropout: float = flag(0.1, "Dropout of embeddings and of each block's two outputs.")
-    attention_dropout: float = flag(0.1, "Dropout of attention probabilities.")
-    init_method_std: float = flag(0.02, "Std of initial weights; output projections: std / sqrt(2 x layers).")
-    make_vocab_size_divisible_by: int = flag(128, "The vocabulary is padded to a multiple of this.")
-    padded_vocab_size: int | None = flag(None, "The padded vocabulary outright.")
+    hidden_dropout: float = flag(0.1, "Dropout of embeddings and of each block's two outputs.", must_be=SHARE)
+    attention_dropout: float = flag(0.1, "Dropout of attention probabilities.", must_be=SHARE)
+    init_method_std: float = flag(
+        0.02, "Std of initial weights; output projections: std / sqrt(2 x layers).", must_be="above 0"
+    )
+    make_vocab_size_divisible_by: int = flag(128, "The vocabulary is padded to a multiple of this.", must_be=SIZE)
+    padded_vocab_size: int | None = flag(None, "The padded vocabulary outright.", must_be=SIZE)
     attention_backend: str = flag(
         "auto",
         "Attention kernel: flash, fused (cuDNN), unfused, local, or the fastest that fits.",
@@ -67,36 +79,40 @@ class ModelArgs:
         None, "Recompute whole layers (full) or core attention (selective) in backward.", choices=("full", "selective")
     )
     recompute_method: str | None = flag(None, "Which layers a full recompute covers.", choices=("uniform", "block"))
-    recompute_num_layers: int | None = flag(None, "Layers per recomputed chunk (uniform) or from the first on (block).")
+    recompute_num_layers: int | None = flag(
+        None, "Layers per recomputed chunk (uniform) or from the first on (block).", must_be="at most 2147483647"
+    )
 
 
 @dataclass(frozen=True)
 class TrainingArgs:
     """Training"""
 
-    micro_batch_size: int = flag(None, "Samples per rank per forward and backward. Required.")
+    micro_batch_size: int = flag(None, "Samples per rank per forward and backward. Required.", must_be=SIZE)
     global_batch_size: int | None = flag(
-        None, "Samples per optimizer step over all ranks; micro-batch x ranks when left out."
+        None,
+        "Samples per optimizer step over all ranks; micro-batch x ranks when left out.",
+        must_be="at most 2147483647",
     )
     rampup_batch_size: tuple[int, ...] = flag(
-        (),
-        "Grow the global batch over the first samples; with --train-samples.",
-        value="START INCREMENT SAMPLES",
+        (), "Grow the global batch over the first samples; with --train-samples.", value="START INCREMENT SAMPLES"
     )
-    train_iters: int | None = flag(None, "Optimizer steps to run. Required, or --train-samples.")
-    train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.")
-    seed: int = flag(1234, "Seed of weights, dropout and data order.")
+    train_iters: int | None = flag(None, "Optimizer steps to run. Required, or --train-samples.", must_be=LENGTH)
+    train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.", must_be=LENGTH)
+    seed: int = flag(1234, "Seed of weights, dropout and data order.", must_be="at least 0 and below 4294967296")
     calculate_per_token_loss: bool = flag(False, "Normalise gradients by the unmasked tokens of the global batch.")
     skip_train: bool = flag(False, "Only evaluate.")
-    exit_interval: int | None = flag(None, "Save and leave when the iteration is a multiple of this.")
-    exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.")
+    exit_interval: int | None = flag(
+        None, "Save and leave when the iteration is a multiple of this.", must_be="at least 1"
+    )
+    exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.", must_be="at least 1")
     exit_signal_handler: bool = flag(
         False,
         "On the exit signal: finish the step (on GPUs the two after it), save, exit 0; torchrun waits --shutdown-timeout, 30 s.",
     )
     exit_signal: str = flag("SIGTERM", "The signal of --exit-signal-handler.", value="NAME")
     manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")
-    manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.")
+    manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.", must_be="at least 0")
     deterministic_mode: bool = flag(False, "Refuse nondeterministic kernels.")
     torch_compile: str = flag(
         "auto",
@@ -118,11 +134,11 @@ class PrecisionArgs:
 
     fp16: bool = flag(False, "float16 model, fp32 masters, dynamic loss scale.")
     bf16: bool = flag(False, "bfloat16 model, fp32 masters, gradients accumulated in fp32.")
-    loss_scale: float | None = flag(None, "A fixed fp16 loss scale; dynamic when left out or 0.")
-    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.")
-    min_loss_scale: float = flag(1.0, "Floor of the dynamic loss scale.")
-    loss_scale_window: float = flag(1000, "Clean iterations until the loss scale doubles.")
-    hysteresis: int = flag(2, "Overflows tolerated before the loss scale halves.")
+    loss_scale: float | None = flag(None, "A fixed fp16 loss scale; dynamic when left out or 0.", must_be="at least 0")
+    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.", must_be="above 0")
+    min_loss_scale: float = flag(1.0, "Floor of the dynamic loss scale.", must_be="above 0")
+    loss_scale_window: float = flag(1000, "Clean iterations until the loss scale doubles.", must_be=SIZE)
+    hysteresis: int = flag(2, "Overflows tolerated before the loss scale halves.", must_be=SIZE)
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "Accumulate and reduce 16-bit gradients in fp32.")
     grad_reduce_in_bf16: bool = flag(False, "With --bf16: accumulate and reduce gradients in bf16.")
     check_for_nan_in_loss_and_grad: bool = flag(
@@ -135,33 +151,37 @@ class OptimizerArgs:
     """Optimizer and schedule"""
 
     optimizer: str = flag("adam", "adam is AdamW.", choices=("adam", "sgd"))
-    lr: float | None = flag(None, "Peak learning rate. Required.")
+    lr: float | None = flag(None, "Peak learning rate. Required.", must_be="at least 0; 6e-5 is usual")
     min_lr: float = flag(0.0, "Floor of the learning rate.")
     lr_decay_style: str = flag(
         "linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
-    lr_decay_iters: int | None = flag(None, "Iterations of the decay; all of them when left out.")
-    lr_decay_samples: int | None = flag(None, "The same in samples, with --train-samples.")
-    lr_warmup_fraction: float | None = flag(None, "Warm-up as a share of the decay.")
-    lr_warmup_iters: int = flag(0, "Warm-up in iterations.")
-    lr_warmup_samples: int = flag(0, "Warm-up in samples, with --train-samples.")
+    lr_decay_iters: int | None = flag(None, "Iterations of the decay; all of them when left out.", must_be="at least 1")
+    lr_decay_samples: int | None = flag(None, "The same in samples, with --train-samples.", must_be="at least 1")
+    lr_warmup_fraction: float | None = flag(None, "Warm-up as a share of the decay.", must_be=SHARE)
+    lr_warmup_iters: int = flag(0, "Warm-up in iterations.", must_be="at least 0")
+    lr_warmup_samples: int = flag(0, "Warm-up in samples, with --train-samples.", must_be="at least 0")
     lr_warmup_init: float = flag(0.0, "Learning rate at the first step of the warm-up.")
     lr_wsd_decay_style: str = flag(
         "exponential", "Shape of WSD's last phase.", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's last phase in iterations.")
-    lr_wsd_decay_samples: int | None = flag(None, "The same in samples.")
-    weight_decay: float = flag(0.01, "Decoupled weight decay of matrices; biases and norms get none.")
+    lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's last phase in iterations.", must_be="at least 0")
+    lr_wsd_decay_samples: int | None = flag(None, "The same in samples.", must_be="at least 0")
+    weight_decay: float = flag(
+        0.01, "Decoupled weight decay of matrices; biases and norms get none.", must_be="at least 0"
+    )
     start_weight_decay: float | None = flag(None, "First weight decay, when it grows.")
     end_weight_decay: float | None = flag(None, "Last weight decay, when it grows.")
     weight_decay_incr_style: str = flag(
         "constant", "How weight decay moves from start to end.", choices=("constant", "linear", "cosine")
     )
-    adam_beta1: float = flag(0.9, "Decay of the first moment.")
-    adam_beta2: float = flag(0.999, "Decay of the second moment.")
-    adam_eps: float = flag(1e-8, "Epsilon of Adam.")
-    sgd_momentum: float = flag(0.9, "Momentum of SGD.")
-    clip_grad: float = flag(1.0, "Limit of the gradients' global norm; 0: no clipping.")
+    adam_beta1: float = flag(0.9, "Decay of the first moment.", must_be=SHARE)
+    adam_beta2: float = flag(0.999, "Decay of the second moment.", must_be=SHARE)
+    adam_eps: float = flag(1e-8, "Epsilon of Adam.", must_be="above 0")
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.", must_be=SHARE)
+    clip_grad: float = flag(
+        1.0, "Limit of the gradients' global norm; 0: no clipping.", must_be="at least 0; 0 means no clipping"
+    )
     override_opt_param_scheduler: bool = flag(
         False, "The command line's schedule wins over the checkpoint's.", aliases=("--override-opt_param-scheduler",)
     )
@@ -177,8 +197,10 @@ class ParallelArgs:
     """Ranks"""
 
     distributed_backend: str | None = flag(None, "nccl with GPUs, else gloo, when left out.", choices=("nccl", "gloo"))
-    distributed_timeout_minutes: int = flag(10, "Time-out of a collective.")
-    ddp_bucket_size: int | None = flag(None, "Parameters per gradient bucket; 25 MiB of them when left out.")
+    distributed_timeout_minutes: int = flag(10, "Time-out of a collective.", must_be="at least 1 and at most 1000000")
+    ddp_bucket_size: int | None = flag(
+        None, "Parameters per gradient bucket; 25 MiB of them when left out.", must_be="at least 1"
+    )
     tensor_model_parallel_size: int = flag(1, "Ranks that split a layer; only 1 for now.")
     pipeline_model_parallel_size: int = flag(1, "Ranks that split the layers; only 1 for now.")
     context_parallel_size: int = flag(1, "Ranks that split a sequence; only 1 for now.")
@@ -191,22 +213,16 @@ class DataArgs:
     """Data"""
 
     data_path: tuple[str, ...] = flag(
-        (),
-        "Prefix of a .bin/.idx pair, several, or each with its weight before it.",
-        value="[WEIGHT] PREFIX ...",
+        (), "Prefix of a .bin/.idx pair, several, or each with its weight before it.", value="[WEIGHT] PREFIX ..."
     )
     train_data_path: tuple[str, ...] = flag(
-        (),
-        "The same for training only; with --valid-data-path/--test-data-path.",
-        value="[WEIGHT] PREFIX ...",
+        (), "The same for training only; with --valid-data-path/--test-data-path.", value="[WEIGHT] PREFIX ..."
     )
     valid_data_path: tuple[str, ...] = flag((), "The same for validation only.", value="[WEIGHT] PREFIX ...")
     test_data_path: tuple[str, ...] = flag((), "The same for the test only.", value="[WEIGHT] PREFIX ...")
     data_args_path: str | None = flag(None, "A file with the words of --data-path.", value="FILE")
     per_split_data_args_path: str | None = flag(
-        None,
-        'A JSON file with the words of each split: {"train": [...], "valid": [...], "test": [...]}.',
-        value="FILE",
+        None, 'A JSON file with the words of each split: {"train": [...], "valid": [...], "test": [...]}.', value="FILE"
     )
     external_dataloader: str | None = flag(
         None,
@@ -217,9 +233,7 @@ class DataArgs:
     split: str | None = flag(None, "Shares of train, validation and test; 969,30,1 when left out.", value="A,B,C")
     mock_data: bool = flag(False, "Synthetic data instead of files.")
     data_cache_path: str | None = flag(
-        None,
-        "Folder for the index files of the data; when left out, large ones go to PREFIX/cache.",
-        value="FOLDER",
+        None, "Folder for the index files of the data; when left out, large ones go to PREFIX/cache.", value="FOLDER"
     )
     tokenizer_type: str | None = flag(
         None,
@@ -234,7 +248,9 @@ class DataArgs:
         value="FILE",
     )
     tiktoken_pattern: str | None = flag(None, "How TikTokenizer cuts words; v2 when left out.", choices=("v1", "v2"))
-    tiktoken_num_special_tokens: int = flag(1000, "TikTokenizer's ids below its first byte.")
+    tiktoken_num_special_tokens: int = flag(
+        1000, "TikTokenizer's ids below its first byte.", must_be="at least 0 and at most 2147483646"
+    )
     tokenizer_special_tokens: tuple[str, ...] = flag(
         (),
         "Names of TikTokenizer's first ids; tokens to add to HuggingFaceTokenizer.",
@@ -247,7 +263,9 @@ class DataArgs:
     vocab_file: str | None = flag(None, "GPT-2 style vocab.json.", value="FILE")
     merge_file: str | None = flag(None, "GPT-2 style merges.txt.", value="FILE")
     vocab_size: int | None = flag(
-        None, "Vocabulary before padding, for NullTokenizer (without its EOD) and TikTokenizer."
+        None,
+        "Vocabulary before padding, for NullTokenizer (without its EOD) and TikTokenizer.",
+        must_be="at least 1 and at most 2147483646",
     )
     dataloader_type: str = flag(
         "single",
@@ -255,7 +273,11 @@ class DataArgs:
         choices=("single", "cyclic", "external"),
     )
     data_sharding: bool = flag(True, "cyclic: one permutation over all ranks.", off="--no-data-sharding")
-    num_workers: int | None = flag(None, "Loader processes per rank [2; 0 on a CPU, whose cores they would take].")
+    num_workers: int | None = flag(
+        None,
+        "Loader processes per rank [2; 0 on a CPU, whose cores they would take].",
+        must_be="at least 0 and at most 1024",
+    )
     reset_position_ids: bool = flag(False, "Positions restart after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
     eod_mask_loss: bool = flag(False, "No loss where the input is an end of document.")
@@ -265,7 +287,7 @@ class DataArgs:
 class WatchArgs:
     """Logging and evaluation"""
 
-    log_interval: int = flag(100, "Iterations between console lines.")
+    log_interval: int = flag(100, "Iterations between console lines.", must_be="at least 1")
     log_throughput: bool = flag(False, "TFLOP/s per GPU in the console line.")
     log_progress: bool = flag(False, "A line per checkpoint in SAVE/progress.txt.")
     log_params_norm: bool = flag(False, "Log the L2 norm of the parameters.")
@@ -279,11 +301,13 @@ class WatchArgs:
         0, "1: print times of a step's main phases; 2: of all. On a GPU its own time.", choices=("0", "1", "2")
     )
     timing_log_option: str = flag("minmax", "How those times are printed.", choices=("max", "minmax", "all"))
-    eval_interval: int = flag(1000, "Iterations between validations.")
-    eval_iters: int = flag(100, "Global batches per validation; 0: none.")
+    eval_interval: int = flag(1000, "Iterations between validations.", must_be="at least 1")
+    eval_iters: int = flag(
+        100, "Global batches per validation; 0: none.", must_be="at least 0; 0 switches evaluation off"
+    )
     tensorboard_dir: str | None = flag(None, "TensorBoard folder.", value="FOLDER")
-    tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.")
+    tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.", must_be="at least 1")
+    tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.", must_be="at least 1")
     log_timers_to_tensorboard: bool = flag(
         False, "Times to TensorBoard: of iterations, and --timing-log-level's in seconds, NAME-time and -min of ranks."
     )
@@ -310,13 +334,15 @@ class CheckpointArgs:
 
     save: str | None = flag(None, "Folder to write checkpoints to.", value="FOLDER")
     load: str | None = flag(
-        None,
-        "Folder to read the latest checkpoint from; fresh start if it holds none.",
-        value="FOLDER",
+        None, "Folder to read the latest checkpoint from; fresh start if it holds none.", value="FOLDER"
     )
-    save_interval: int | None = flag(None, "Iterations between checkpoints.", aliases=("--persistent-save-interval",))
+    save_interval: int | None = flag(
+        None, "Iterations between checkpoints.", aliases=("--persistent-save-interval",), must_be="at least 1"
+    )
     save_retain_interval: int | None = flag(
-        None, "Keep checkpoints of multiples of this; others are deleted once a newer one is complete."
+        None,
+        "Keep checkpoints of multiples of this; others are deleted once a newer one is complete.",
+        must_be="at least 1",
     )
     ckpt_format: str = flag(
         "torch_dist",
@@ -373,13 +399,16 @@ class ProfileArgs:
         "Record every allocation with its Python stack; a snapshot for pytorch.org/memory_viz at the window's end.",
     )
     memory_snapshot_path: str = flag(
-        "snapshot.pickle",
-        "File of that snapshot; with several ranks _rankN is put before the ending.",
-        value="FILE",
+        "snapshot.pickle", "File of that snapshot; with several ranks _rankN is put before the ending.", value="FILE"
     )
     memory_history_events: int = flag(
         1_000_000, "Allocations and frees that a snapshot holds at most, the newest ones. (ours)"
     )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a window is profiled, in any way."""
+        return self.profile or self.use_pytorch_profiler or self.record_memory_history
 
 
 @dataclass(frozen=True)

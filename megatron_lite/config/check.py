@@ -5,156 +5,120 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import CommandLine
+from megatron_lite.config.flags import list_flags
 from megatron_lite.config.plan import choose_compilation
 from megatron_lite.config.rules.machine import machine_rules
 from megatron_lite.config.rules.model import model_rules
-from megatron_lite.config.rules.optimizer import optimizer_rules
 from megatron_lite.config.rules.run import data_rules, profile_rules, rank_rules, watch_rules
-from megatron_lite.config.rules.training import precision_rules, training_rules
+from megatron_lite.config.rules.training import optimizer_rules, precision_rules, training_rules
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
-# --- flags that were given but cannot matter, because another one that they depend on was not
 
-DEPENDS: tuple[tuple[tuple[str, ...], str, Callable[[Args], object]], ...] = (
-    (("loss_scale",), "--fp16 or --bf16", lambda a: a.precision.fp16 or a.precision.bf16),
-    (("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "--fp16", lambda a: a.precision.fp16),
-    (("accumulate_allreduce_grads_in_fp32",), "--fp16 or --bf16", lambda a: a.precision.fp16 or a.precision.bf16),
-    (
-        ("num_query_groups",),
-        "--group-query-attention",
-        lambda a: a.model.group_query_attention or a.model.num_query_groups == 1,
-    ),
-    (("recompute_num_layers",), "--recompute-granularity full", lambda a: a.model.recompute_granularity),
-    (
-        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-        "--lr-decay-style WSD",
-        lambda a: a.optimizer.lr_decay_style == "WSD",
-    ),
-    (
-        ("tiktoken_pattern", "tiktoken_num_special_tokens"),
-        "--tokenizer-type TikTokenizer",
-        lambda a: a.data.tokenizer_type == "TikTokenizer",
-    ),
-    (("num_workers",), "--dataloader-type single or cyclic", lambda a: a.data.dataloader_type != "external"),
-    (("data_sharding",), "--dataloader-type cyclic", lambda a: a.data.dataloader_type == "cyclic"),
-    (("timing_log_level",), "the step timeline (drop --no-step-timeline)", lambda a: a.watch.step_timeline),
-    (("timing_log_option",), "--timing-log-level 1 or 2", lambda a: a.watch.timing_log_level),
-    (("exit_signal",), "--exit-signal-handler", lambda a: a.training.exit_signal_handler),
-    (("manual_gc_interval",), "--manual-gc", lambda a: a.training.manual_gc),
-    (
-        (
-            "save_interval",
-            "save_retain_interval",
-            "log_progress",
-            "no_save_optim",
-            "no_save_rng",
-            "ckpt_format",
-            "async_save",
-            "exit_on_save_failure",
-        ),
-        "--save",
-        lambda a: a.checkpoint.save,
-    ),
-    (("no_load_optim", "no_load_rng"), "--load", lambda a: a.checkpoint.load),
-    (
-        ("profile_step_start", "profile_step_end"),
-        "--profile",
-        lambda a: a.profile.profile or a.profile.use_pytorch_profiler or a.profile.record_memory_history,
-    ),
-    (
-        ("profile_ranks",),
-        "--profile, or a profile on demand",
-        lambda a: a.profile.profile or a.profile.use_pytorch_profiler or a.profile.record_memory_history,
-    ),
-    (
-        (
-            "pytorch_profiler_collect_shapes",
-            "pytorch_profiler_collect_callstack",
-            "pytorch_profiler_collect_chakra",
-            "pytorch_profiler_collect_memory",
-            "pytorch_profiler_collect_flops",
-            "profile_modules",
-            "profile_gzip",
-            "no_profile_gzip",
-        ),
-        "--use-pytorch-profiler, or a profile on demand",
-        lambda a: a.profile.use_pytorch_profiler,
-    ),
-    (
-        ("report",),
-        "--use-pytorch-profiler or --record-memory-history",
-        lambda a: a.profile.use_pytorch_profiler or a.profile.record_memory_history,
-    ),
-    (
-        ("record_shapes",),
-        "--profile for Nsight Systems",
-        lambda a: a.profile.profile and not a.profile.use_pytorch_profiler,
-    ),
-    (
-        ("memory_snapshot_path", "memory_history_events"),
-        "--record-memory-history",
-        lambda a: a.profile.record_memory_history,
-    ),
-)
+def required_rules(args: Args, world: World) -> Iterator[str]:
+    """Flags that every command line must give."""
+    for flag in list_flags(Args):
+        if flag.required and flag.get(args) is None:
+            yield f"{flag.spelling} is missing; every run needs it."
 
 
-def without_effect(line: CommandLine) -> Iterator[str]:
-    """One sentence for each flag that the user gave in vain."""
-    for fields, needed, holds in DEPENDS:
-        for name in fields:
-            if name in line.spelled and not holds(line.args):
-                yield f"{line.spelled[name]} has no effect without {needed}."
+def range_rules(args: Args, world: World) -> Iterator[str]:
+    """Numbers that no other flag makes right."""
+    for flag in list_flags(Args):
+        value = flag.get(args)
+        if flag.must_be and value is not None and not flag.is_in_range(value):
+            shown = f"{value:g}" if flag.kind is float else value
+            optional = flag.default is None and not flag.required and ";" not in flag.must_be
+            yield f"{flag.spelling} {shown}: must be {flag.must_be}{', or leave it out' if optional else ''}."
 
 
 Rule = Callable[[Args, World], Iterator[str]]
 RULES_WITHOUT_FILES = (
-    model_rules,
-    training_rules,
-    precision_rules,
-    optimizer_rules,
-    rank_rules,
-    data_rules,
-    watch_rules,
-    profile_rules,
-)
+    required_rules, range_rules, model_rules, training_rules, precision_rules, optimizer_rules, rank_rules, data_rules,
+    watch_rules, profile_rules,
+)  # fmt: skip
 RULES = (*RULES_WITHOUT_FILES, machine_rules)
 
 
 def check(line: CommandLine, world: World, rules: Sequence[Rule] = RULES) -> None:
     """Raise one ConfigError with every mistake: unreadable words first, then broken rules.
 
-    A rule that speaks of a flag whose value could not be read is left out: its value is unknown. Where a file of settings
+    A rule that speaks of a flag whose value could not be read, or is wrong by itself, is left out. Where a file of settings
     could not be read, all rules are.
     """
-    mistakes = list(line.mistakes)
+    mistakes, broken = list(line.mistakes), set(line.broken)
     for rule in () if line.unread else rules:
         for mistake in rule(line.args, world):
-            if not line.broken.intersection(re.findall(r"--[\w-]+", mistake)):
+            named = re.findall(r"--[\w-]+", mistake)
+            if not broken.intersection(named):
                 mistakes.append(mistake)
+                broken.update(named[:1] if rule is range_rules else ())
     if mistakes:
         raise ConfigError(list(dict.fromkeys(mistakes)))
 
 
+# Flags that cannot matter where another one that they depend on was not given: {what is needed: (fields, whether it holds)}
+DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
+    "--fp16 or --bf16": (
+        "loss_scale accumulate_allreduce_grads_in_fp32", lambda a: a.precision.fp16 or a.precision.bf16
+    ),
+    "--fp16": ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", lambda a: a.precision.fp16),
+    "--group-query-attention": (
+        "num_query_groups", lambda a: a.model.group_query_attention or a.model.num_query_groups == 1
+    ),
+    "--recompute-granularity full": ("recompute_num_layers", lambda a: a.model.recompute_granularity),
+    "--lr-decay-style WSD": (
+        "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", lambda a: a.optimizer.lr_decay_style == "WSD"
+    ),
+    "--tokenizer-type TikTokenizer": (
+        "tiktoken_pattern tiktoken_num_special_tokens", lambda a: a.data.tokenizer_type == "TikTokenizer"
+    ),
+    "--dataloader-type single or cyclic": ("num_workers", lambda a: a.data.dataloader_type != "external"),
+    "--dataloader-type cyclic": ("data_sharding", lambda a: a.data.dataloader_type == "cyclic"),
+    "the step timeline (drop --no-step-timeline)": ("timing_log_level", lambda a: a.watch.step_timeline),
+    "--timing-log-level 1 or 2": ("timing_log_option", lambda a: a.watch.timing_log_level),
+    "--exit-signal-handler": ("exit_signal", lambda a: a.training.exit_signal_handler),
+    "--manual-gc": ("manual_gc_interval", lambda a: a.training.manual_gc),
+    "--save": (
+        ("save_interval save_retain_interval log_progress no_save_optim no_save_rng ckpt_format async_save "
+         "exit_on_save_failure"), lambda a: a.checkpoint.save,
+    ),
+    "--load": ("no_load_optim no_load_rng", lambda a: a.checkpoint.load),
+    "--profile": ("profile_step_start profile_step_end", lambda a: a.profile.is_on),
+    "--profile, or a profile on demand": ("profile_ranks", lambda a: a.profile.is_on),
+    "--use-pytorch-profiler, or a profile on demand": (
+        ("pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra "
+         "pytorch_profiler_collect_memory pytorch_profiler_collect_flops profile_modules profile_gzip no_profile_gzip"),
+        lambda a: a.profile.use_pytorch_profiler,
+    ),
+    "--use-pytorch-profiler or --record-memory-history": (
+        "report", lambda a: a.profile.use_pytorch_profiler or a.profile.record_memory_history
+    ),
+    "--profile for Nsight Systems": (
+        "record_shapes", lambda a: a.profile.profile and not a.profile.use_pytorch_profiler
+    ),
+    "--record-memory-history": (
+        "memory_snapshot_path memory_history_events", lambda a: a.profile.record_memory_history
+    ),
+}  # fmt: skip
+
+
 def remarks(line: CommandLine, world: World) -> list[str]:
     """What is worth a word but no reason to stop. Told once, by rank 0."""
-    args, notes = line.args, list(dict.fromkeys([*line.notes, *without_effect(line)]))
+    args, notes = line.args, list(dict.fromkeys(line.notes))
+    for needed, (fields, holds) in DEPENDS.items():
+        in_vain = [name for name in fields.split() if name in line.spelled and not holds(args)]
+        notes += [f"{line.spelled[name]} has no effect without {needed}." for name in in_vain]
     p, t = args.profile, args.training
     if p.use_pytorch_profiler and not p.profile:
         notes.append("--use-pytorch-profiler without --profile: profiling all the same.")
-    profiling = p.profile or p.use_pytorch_profiler
+    profiling, last = p.profile or p.use_pytorch_profiler, f"lies beyond --train-iters {t.train_iters}"
     if profiling and t.skip_train:
         notes.append("--skip-train: there are no steps to profile.")
     elif profiling and t.train_iters is not None and p.profile_step_start > t.train_iters:
-        notes.append(
-            f"--profile-step-start {p.profile_step_start} lies beyond --train-iters {t.train_iters}: "
-            "nothing will be profiled."
-        )
+        notes.append(f"--profile-step-start {p.profile_step_start} {last}: nothing will be profiled.")
     elif profiling and t.train_iters is not None and p.profile_step_end > t.train_iters + 1:
-        notes.append(
-            f"--profile-step-end {p.profile_step_end} lies beyond --train-iters {t.train_iters}: "
-            "the profile stops with the run."
-        )
+        notes.append(f"--profile-step-end {p.profile_step_end} {last}: the profile stops with the run.")
     if args.checkpoint.save is not None and args.checkpoint.save_interval is None:
         notes.append("--save without --save-interval: a checkpoint is written when the run ends, none before.")
     if "torch_compile_backend" in line.spelled and not choose_compilation(args, world).layers:

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_lite.config.args import Args
@@ -40,7 +41,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
     """Read `argv`, with the files of --yaml-cfg below it. Never raises: see `.mistakes`."""
     line = CommandLine()
     known = {spelling: flag for flag in list_flags(Args) for spelling in flag.spellings}
-    words = _words(argv, line)
+    words = _split(argv, line)
     for name, values in words:
         if name == YAML_FLAG:
             _take_file(values, known, line)
@@ -58,7 +59,8 @@ def _take_file(values: list[str], known: dict[str, Flag], line: CommandLine) -> 
         line.unread = True
         return
     line.spelled.clear()
-    words, mistakes = read_yaml(values[0], {flag.field: flag for flag in known.values()}, set(_all_names(known)))
+    names = {*known, YAML_FLAG, *read_flags()}
+    words, mistakes = read_yaml(values[0], {flag.field: flag for flag in known.values()}, names)
     line.mistakes += mistakes
     line.unread = line.unread or words is None
     before = len(line.mistakes)
@@ -67,7 +69,7 @@ def _take_file(values: list[str], known: dict[str, Flag], line: CommandLine) -> 
     line.mistakes[before:] = [f"{values[0]}: {mistake}" for mistake in line.mistakes[before:]]
 
 
-def _words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
+def _split(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
     """['--lr', '1', '--fp16'] -> [('--lr', ['1']), ('--fp16', [])]; `--lr=1` is the same."""
     words: list[tuple[str, list[str]]] = []
     for token in argv:
@@ -84,10 +86,19 @@ def _words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
 def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLine) -> None:
     theirs = read_flags().get(name)
     if name in known:
-        _read_value(name, known[name], values, line)
+        flag = known[name]
+        value, mistake = _convert(name, flag, values)
+        earlier = line.spelled.get(flag.field, name)
+        if mistake:
+            line.mistakes.append(mistake)
+            line.broken.update(flag.spellings)
+            return
+        if earlier != name and line.values[flag.field] != value:
+            line.mistakes.append(f"{earlier} {line.values[flag.field]} and {name} {value} are one setting; keep one.")
+        line.values[flag.field], line.spelled[flag.field] = value, name
     elif theirs and theirs.answer == RESPELLED:
         line.notes.append(f"{name} is an old spelling of {theirs.text}.")
-        for new_name, new_values in _words([*theirs.text.split(), *values], line):
+        for new_name, new_values in _split([*theirs.text.split(), *values], line):
             _take(new_name, new_values, known, line)
     elif theirs:
         text, is_mistake = describe_flag(theirs, values)
@@ -98,77 +109,51 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
         _refuse_unknown(name, known, line)
 
 
-def _all_names(known: dict[str, Flag]) -> list[str]:
-    return [*known, YAML_FLAG, *read_flags()]
-
-
 def _refuse_unknown(name: str, known: dict[str, Flag], line: CommandLine) -> None:
+    """Name what is spelled almost like it, or up to three knobs that begin with it, or those most like it."""
     lacking, wanted = find_texts(*STOPPING), "--" + name.lstrip("-").replace("_", "-").lower()
-    twins = _closest(wanted, _all_names(known), ALMOST)
+    names = [*known, YAML_FLAG, *read_flags()]
+    twins = _find_closest(wanted, names, ALMOST)
     if twins and lacking.keys() >= set(twins):
-        line.mistakes.append(
-            f"{name} is not a flag, and {' or '.join(twins)} of Megatron-LM is not here either; leave it out."
-        )
+        not_here = f"{' or '.join(twins)} of Megatron-LM is not here either"
+        line.mistakes.append(f"{name} is not a flag, and {not_here}; leave it out.")
         return
-    near = _nearest(wanted, known, [name for name in _all_names(known) if name not in lacking])
+    knobs = [*known, *find_texts(RESPELLED)]
+    longer = [knob for knob in knobs if knob.startswith(wanted) and len(wanted) > 3]
+    almost = _find_closest(wanted, [other for other in names if other not in lacking], ALMOST)
+    near = almost or longer[:3] or _find_closest(wanted, knobs, 0.65)
     hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
     line.mistakes.append(f"{name} is not a flag; {hint}")
     line.broken.update(near)  # most likely what was meant: do not call it missing as well
 
 
-def _nearest(wanted: str, known: dict[str, Flag], names: list[str]) -> list[str]:
-    """Those of `names` that look almost like `wanted`, or up to three knobs that it begins, or those most like it."""
-    knobs = [*known, *find_texts(RESPELLED)]
-    longer = [name for name in knobs if name.startswith(wanted) and len(wanted) > 3]
-    return _closest(wanted, names, ALMOST) or longer[:3] or _closest(wanted, knobs, 0.65)
-
-
-def _closest(word: str, words: tuple[str, ...] | list[str], least: float) -> list[str]:
+def _find_closest(word: str, words: Sequence[str], least: float) -> list[str]:
     """The most similar of `words`, several if they are equally so."""
     near = difflib.get_close_matches(word, words, n=3, cutoff=least) if word != "--" else []
     ratios = [difflib.SequenceMatcher(None, other, word).ratio() for other in near]
     return sorted(other for other, ratio in zip(near, ratios) if ratio == ratios[0])
 
 
-def _read_value(name: str, flag: Flag, values: list[str], line: CommandLine) -> None:
-    value, mistake = _convert(name, flag, values)
-    if mistake:
-        line.mistakes.append(mistake)
-        line.broken.update(flag.spellings)
-        return
-    earlier = line.spelled.get(flag.field, name)
-    if earlier != name and line.values[flag.field] != value:
-        line.mistakes.append(f"{earlier} {line.values[flag.field]} and {name} {value} are one setting; keep one.")
-    line.values[flag.field] = value
-    line.spelled[flag.field] = name
-
-
 def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | None]:
     """(value, None), or (None, what is wrong)."""
     if flag.is_switch:
-        if values:
-            return None, (
-                f"{name} is a switch and takes no value, got '{' '.join(values)}'; "
-                "drop the value, or the flag to switch it off."
-            )
-        return not flag.default, None
+        got = f"{name} is a switch and takes no value, got '{' '.join(values)}'"
+        return not flag.default, f"{got}; drop the value, or the flag to switch it off." if values else None
     if flag.as_switch and not values:
         return flag.as_switch[0], None
-    if flag.many:
-        if not values:
-            return None, f"{name} takes one value or more, got none."
-        items = [_convert_one(name, flag, value) for value in values]
-        wrong = [mistake for _, mistake in items if mistake]
-        return (None, wrong[0]) if wrong else (tuple(item for item, _ in items), None)
-    if len(values) != 1:
+    if flag.many and not values:
+        return None, f"{name} takes one value or more, got none."
+    if not flag.many and len(values) != 1:
         got = f"got {len(values)}: '{' '.join(values)}'" if values else "got none"
         return None, f"{name} takes one value, {got}."
-    return _convert_one(name, flag, values[0])
+    items = [_convert_one(name, flag, value) for value in values]
+    mistake = next((mistake for _, mistake in items if mistake), None)
+    return tuple(item for item, _ in items) if flag.many else items[0][0], mistake
 
 
 def _convert_one(name: str, flag: Flag, text: str) -> tuple[object, str | None]:
     if flag.choices and text not in flag.choices:
-        near = [name for name in flag.choices if name.lower() == text.lower()] or _closest(text, flag.choices, 0.5)
+        near = [name for name in flag.choices if name.lower() == text.lower()] or _find_closest(text, flag.choices, 0.5)
         hint = f"; did you mean {near[0]}?" if near else "."
         return None, f"{name} {text}: choose from {', '.join(flag.choices)}{hint}"
     if not text.strip() or "\0" in text:
@@ -176,8 +161,7 @@ def _convert_one(name: str, flag: Flag, text: str) -> tuple[object, str | None]:
     try:
         value = flag.kind(text)
     except ValueError:
-        kind = {int: "a whole number", float: "a number"}[flag.kind]
-        return None, f"{name} {text}: needs {kind}."
+        return None, f"{name} {text}: needs {'a whole number' if flag.kind is int else 'a number'}."
     if flag.kind is float and not math.isfinite(value):
         return None, f"{name} {text}: needs a finite number."
     if flag.kind is float and value and not MIN_FLOAT <= abs(value) <= MAX_FLOAT:

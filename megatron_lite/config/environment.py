@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 
-from megatron_lite.config.args import DataArgs
 from megatron_lite.config.data_paths import BATCHES_AHEAD, parse_blend, with_files_read
 from megatron_lite.config.machine import Machine
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 from megatron_lite.units import MIB, count, is_number, size
 from megatron_lite.variables import (
@@ -64,11 +64,23 @@ def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
         return
     if name == ALLOCATOR_VARIABLES[0] and environ.get(ALLOCATOR_VARIABLES[1]) not in (None, "", environ[name]):
         yield f"{ALLOCATOR_VARIABLES[1]}={environ[ALLOCATOR_VARIABLES[1]]} does not count beside {name}={environ[name]}; unset one of them."
-    settings, broken = _settings(environ[name])
-    for words in broken:
-        yield f"{name}: '{words}' is no option:value, which torch refuses; write such as expandable_segments:True."
+    settings: dict[str, str] = {}
+    # a value in brackets may hold commas; blanks do not count
+    for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", re.sub(r"\s", "", environ[name])):
+        option, _, value = part.partition(":")
+        if option and value:
+            settings[option] = value
+        else:
+            yield f"{name}: '{part}' is no option:value, which torch refuses; write such as expandable_segments:True."
     for option, value in settings.items():
-        yield from (f"{name}={option}:{value}: {wrong}" for wrong in _wrong(option, value))
+        setting = f"{name}={option}:{value}"
+        accepts, remedy = ALLOCATOR_OPTIONS.get(option, ANY)
+        if option not in ALLOCATOR_OPTIONS:
+            near = get_close_matches(option, ALLOCATOR_OPTIONS, 1)
+            hint = f"did you mean {near[0]}?" if near else "check its name."
+            yield f"{setting}: torch may refuse this option; {hint}"
+        elif not accepts(value):
+            yield f"{setting}: is refused by torch; {remedy}."
     if settings.get("expandable_segments") == "True" and "max_split_size_mb" in settings:
         yield (
             f"{name}: max_split_size_mb:{settings['max_split_size_mb']} does nothing with expandable_segments:True, whose "
@@ -77,28 +89,6 @@ def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
     native = sorted({"expandable_segments", "garbage_collection_threshold", *SPLITTING} & set(settings))
     if settings.get("backend") == ASYNC_BACKEND and native:
         yield f"{name}: backend:{ASYNC_BACKEND} ignores {', '.join(native)}; drop one or the other."
-
-
-def _settings(text: str) -> tuple[dict[str, str], list[str]]:
-    """({option: value}, the parts that are none). A value in brackets may hold commas; blanks do not count."""
-    parts = re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", re.sub(r"\s", "", text))
-    pairs = [part.partition(":") for part in parts]
-    return (
-        {option: value for option, colon, value in pairs if option and value},
-        [option + colon + value for option, colon, value in pairs if not (option and value)],
-    )
-
-
-def _wrong(option: str, value: str) -> Iterator[str]:
-    """Why torch does not take it, with the remedy."""
-    if option not in ALLOCATOR_OPTIONS:
-        near = get_close_matches(option, ALLOCATOR_OPTIONS, 1)
-        hint = f"did you mean {near[0]}?" if near else "check its name."
-        yield f"torch may refuse this option; {hint}"
-        return
-    accepts, remedy = ALLOCATOR_OPTIONS[option]
-    if not accepts(value):
-        yield f"is refused by torch; {remedy}."
 
 
 TOKEN_BYTES = 8  # int64, as the loader hands them over
@@ -114,34 +104,34 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
 
     `machine` is the one that trains; None where it is not this one, and then only variables and flags are judged.
     """
-    rules = (_queues, _allocator, _switches, _threads, _nsys, _shared_memory, _open_files)
-    return [text for rule in rules for text in rule(plan, environ, machine)]
-
-
-def _queues(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:
-    if plan.device == "cuda" and has_needless_order(environ.get(QUEUES), plan.world.size):
-        yield (
+    found, world = [], plan.world
+    if plan.device == "cuda" and has_needless_order(environ.get(QUEUES), world.size):
+        found.append(
             f"{QUEUES}=1: communication may wait for kernels that were launched before it; without tensor parallelism "
             f"unset it, or set {MORE_QUEUES}, and compare."
         )
-
-
-def _allocator(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:
     if plan.device == "cuda":
-        yield from allocator_hints(environ)
+        found += allocator_hints(environ)
+    switches = switches_on(environ, Place(plan.device == "cuda", world.size, world.local_size))
+    found += [f"{setting}: {cost}; unset it where speed matters." for setting, cost in switches.items()]
+    if plan.device == "cpu" and machine is not None:
+        found += _judge_threads(world, environ, machine)
+    p = plan.args.profile
+    if p.profile and not p.use_pytorch_profiler and not world.under_nsys:
+        absent = ", which is not on the PATH" if machine is not None and not machine.has_nsys else ""
+        found.append(
+            "--profile without --use-pytorch-profiler steers Nsight Systems, and this run is not under nsys: nothing "
+            f"will be recorded; start it with nsys profile{absent}, or add --use-pytorch-profiler."
+        )
+    return found if machine is None else [*found, *_judge_room(plan, machine)]
 
 
-def _switches(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:
-    place = Place(plan.device == "cuda", plan.world.size, plan.world.local_size)
-    for setting, cost in switches_on(environ, place).items():
-        yield f"{setting}: {cost}; unset it where speed matters."
-
-
-def _threads(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:
-    if plan.device != "cpu" or machine is None:
-        return
-    ranks, typed = plan.world.local_size, environ.get(THREADS, "")
-    asked = int(typed) if typed.isdigit() and int(typed) else _threads_unset(environ, ranks, machine)
+def _judge_threads(world: World, environ: Mapping[str, str], machine: Machine) -> Iterator[str]:
+    ranks, typed = world.local_size, environ.get(THREADS, "")
+    to_be_launched = ranks > 1 and "LOCAL_RANK" not in environ
+    # unset: torchrun gives each of several ranks 1, and torch takes as many as it sees cores
+    unset = 1 if to_be_launched else machine.visible_cores
+    asked = int(typed) if typed.isdigit() and int(typed) else unset
     threads = min(asked, machine.visible_cores)  # torch with MKL takes no more (seen with 2.13)
     given = f"{THREADS}={typed}" if typed else f"{THREADS} is not set"
     together = f"{ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
@@ -152,64 +142,34 @@ def _threads(plan: Plan, environ: Mapping[str, str], machine: Machine | None) ->
         yield f"{given}: {together} leave most of {machine.cores} cores idle; set {THREADS}={share}."
 
 
-def _threads_unset(environ: Mapping[str, str], ranks: int, machine: Machine) -> int:
-    """What each rank gets: of torchrun, which has yet to start them, 1 beside others; of torch as many as it sees cores."""
-    to_be_launched = ranks > 1 and "LOCAL_RANK" not in environ
-    return 1 if to_be_launched else machine.visible_cores
-
-
-def _nsys(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:
-    p = plan.args.profile
-    if not p.profile or p.use_pytorch_profiler or plan.world.under_nsys:
-        return
-    absent = ", which is not on the PATH" if machine is not None and not machine.has_nsys else ""
-    yield (
-        "--profile without --use-pytorch-profiler steers Nsight Systems, and this run is not under nsys: nothing will be "
-        f"recorded; start it with nsys profile{absent}, or add --use-pytorch-profiler."
-    )
-
-
-def _shared_memory(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:
-    if machine is None or machine.shm_bytes is None:
-        return
-    batch = plan.args.training.micro_batch_size * (plan.shape.seq_length + 1) * TOKEN_BYTES
-    needed = plan.world.local_size * _batches_under_way(plan) * batch
-    if needed > machine.shm_bytes:
-        yield (
-            f"--num-workers {plan.loader_workers}: loaders of {plan.world.local_size} ranks put up to {size(needed)} "
-            f"into /dev/shm, which has {size(machine.shm_bytes)}; give a container --shm-size, or take fewer workers."
-        )
-    elif plan.backend == "nccl" and plan.world.local_size > 1 and machine.shm_bytes <= MIN_SHM:
-        yield (
-            f"/dev/shm has {size(machine.shm_bytes)}: NCCL may fail for lack of room between the GPUs of this machine; "
-            "give a container --shm-size=1g."
-        )
-
-
-def _batches_under_way(plan: Plan) -> int:
-    """Micro-batches of one rank that lie between its loaders' workers and itself; training and validation have theirs."""
-    if plan.args.data.dataloader_type == "external":
-        return 0
-    return BATCHES_AHEAD * plan.loader_workers * (2 if plan.args.watch.eval_iters else 1)
-
-
-def _open_files(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> Iterator[str]:
-    """Every pair of data files stays mapped, and every micro-batch under way is a file in /dev/shm."""
-    if machine is None or machine.open_files is None:
-        return
-    files = 2 * len(_prefixes(plan.args.data))
-    needed = files + _batches_under_way(plan) + FILES_BESIDE
-    if needed > machine.open_files >= 0:
-        yield (
-            f"ulimit -n {machine.open_files}: {count(files)} data files and the loader's batches need about {count(needed)} "
-            f"open files in each process; raise it with ulimit -n {2 * needed}."
-        )
-
-
-def _prefixes(typed: DataArgs) -> set[str]:
-    try:
-        d = with_files_read(typed)
-        words = (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path)
-        return {prefix for some in words for prefix in parse_blend(some, "--data-path")[0]}
-    except DataError:
-        return set()  # the rules of data say it
+def _judge_room(plan: Plan, machine: Machine) -> Iterator[str]:
+    """Shared memory and open files: every pair of data files stays mapped, every micro-batch under way lies in /dev/shm."""
+    ranks, data = plan.world.local_size, plan.args.data
+    loaders = 2 if plan.args.watch.eval_iters else 1  # training and validation have theirs
+    batches = 0 if data.dataloader_type == "external" else BATCHES_AHEAD * plan.loader_workers * loaders
+    if machine.shm_bytes is not None:
+        batch_bytes = plan.args.training.micro_batch_size * (plan.shape.seq_length + 1) * TOKEN_BYTES
+        needed, room = ranks * batches * batch_bytes, size(machine.shm_bytes)
+        if needed > machine.shm_bytes:
+            yield (
+                f"--num-workers {plan.loader_workers}: loaders of {ranks} ranks put up to {size(needed)} "
+                f"into /dev/shm, which has {room}; give a container --shm-size, or take fewer workers."
+            )
+        elif plan.backend == "nccl" and ranks > 1 and machine.shm_bytes <= MIN_SHM:
+            yield (
+                f"/dev/shm has {room}: NCCL may fail for lack of room between the GPUs of this machine; "
+                "give a container --shm-size=1g."
+            )
+    if machine.open_files is not None:
+        try:
+            d = with_files_read(data)
+            sources = (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path)
+            files = 2 * len({prefix for words in sources for prefix in parse_blend(words, "--data-path")[0]})
+        except DataError:
+            files = 0  # the rules of data say it
+        needed = files + batches + FILES_BESIDE
+        if needed > machine.open_files >= 0:
+            yield (
+                f"ulimit -n {machine.open_files}: {count(files)} data files and the loader's batches need about "
+                f"{count(needed)} open files in each process; raise it with ulimit -n {2 * needed}."
+            )

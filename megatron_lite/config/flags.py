@@ -6,39 +6,50 @@ spelling that turns it off, as Megatron has it: `add_bias_linear = flag(True, of
 
 import dataclasses
 import functools
+import operator
 import types
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+BOUNDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Flag:
     """One knob as the command line knows it."""
 
     field: str
-    spelling: str
-    aliases: tuple[str, ...]
-    group: str
-    help: str
+    section: str  # the field of Args that holds its group
+    group: str  # the group's title
+    spellings: tuple[str, ...]  # the usual one first
     kind: type  # bool | int | float | str
-    default: Any
     many: bool  # takes a list of values
+    required: bool
+    default: Any
+    help: str
     choices: tuple[str, ...]
-    value: str  # what help calls the value; empty for the kind's name
-    as_switch: tuple[str, ...]  # values that true (and the spelling alone) and false stand for; () for none
+    value: str
+    as_switch: tuple[str, ...]
+    must_be: str
 
     @property
     def is_switch(self) -> bool:
         return self.kind is bool
 
     @property
-    def spellings(self) -> tuple[str, ...]:
-        return (self.spelling, *self.aliases)
+    def spelling(self) -> str:
+        return self.spellings[0]
+
+    def get(self, args: Any) -> Any:
+        """Its value in an instance of the root class."""
+        return getattr(getattr(args, self.section), self.field)
+
+    def is_in_range(self, value: float) -> bool:
+        """Whether a number fulfils every part of `must_be`."""
+        parts = (part.rpartition(" ") for part in self.must_be.partition(";")[0].split(" and "))
+        return all(BOUNDS[bound](value, float(limit)) for bound, _, limit in parts)
 
 
 def flag(
@@ -50,14 +61,18 @@ def flag(
     aliases: tuple[str, ...] = (),
     value: str = "",
     as_switch: tuple[str, ...] = (),
+    must_be: str = "",
 ) -> Any:
-    """Declare one knob. `off`: the spelling that switches a default-on bool off. `value`: what help calls its value.
+    """Declare one knob. One whose default is None, which its type does not allow, must be given.
 
-    A knob that a command line must give has None here and another type: check.py refuses a command line without it.
-    `as_switch`: for a knob that may also be used like a switch, the values that this means: (on, off).
+    Args:
+        off: The spelling that switches a default-on bool off.
+        value: What help calls its value; the kind's name when empty.
+        as_switch: For a knob that may also be used like a switch, the values that this means: (on, off).
+        must_be: The numbers it takes, and a remedy: "at least 0 and below 1; 0 switches it off". Bounds are those of BOUNDS.
     """
-    meta = {"help": help, "choices": choices, "off": off, "aliases": aliases, "value": value, "as_switch": as_switch}
-    return dataclasses.field(default=default, metadata=meta)
+    metadata = {"help": help, "choices": choices, "value": value, "as_switch": as_switch, "must_be": must_be}
+    return dataclasses.field(default=default, metadata={"off": off, "aliases": aliases, "settings": metadata})
 
 
 def dashed(field_name: str) -> str:
@@ -65,50 +80,40 @@ def dashed(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def list_flags(root_class: type) -> Iterator[Flag]:
+@functools.cache
+def list_flags(root_class: type) -> tuple[Flag, ...]:
     """Every flag of `root_class`, a dataclass whose fields are groups of flags."""
-    for group_class in typing.get_type_hints(root_class).values():
+    flags = []
+    for section, group_class in typing.get_type_hints(root_class).items():
         hints = typing.get_type_hints(group_class)
         title = (group_class.__doc__ or "").splitlines()[0]
         for field in dataclasses.fields(group_class):
-            kind, many = _kind(hints[field.name])
-            meta = field.metadata
-            yield Flag(
-                field.name,
-                meta["off"] or dashed(field.name),
-                meta["aliases"],
-                title,
-                meta["help"],
-                kind,
-                field.default,
-                many,
-                meta["choices"],
-                meta["value"],
-                meta["as_switch"],
-            )
+            kind, many, is_optional = hints[field.name], False, False
+            if typing.get_origin(kind) in (typing.Union, types.UnionType):
+                is_optional, kind = True, next(a for a in typing.get_args(kind) if a is not type(None))
+            if typing.get_origin(kind) is tuple:
+                many, kind = True, typing.get_args(kind)[0]
+            required = field.default is None and not is_optional
+            spellings = (field.metadata["off"] or dashed(field.name), *field.metadata["aliases"])
+            settings = field.metadata["settings"]
+            flags.append(Flag(field.name, section, title, spellings, kind, many, required, field.default, **settings))
+    return tuple(flags)
 
 
-def build(root_class: type[T], values: dict[str, object]) -> T:
+def build(root_class: Any, values: dict[str, object]) -> Any:
     """An instance of `root_class` from {field name: value}; what is missing keeps its default."""
-    groups = {}
-    for name, group_class in typing.get_type_hints(root_class).items():
-        mine = {f.name for f in dataclasses.fields(group_class)}
-        groups[name] = group_class(**{k: v for k, v in values.items() if k in mine})
-    return root_class(**groups)
-
-
-def _kind(annotation: Any) -> tuple[type, bool]:
-    """int | None -> (int, False); tuple[int, ...] -> (int, True)."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return _kind(next(a for a in typing.get_args(annotation) if a is not type(None)))
-    if typing.get_origin(annotation) is tuple:
-        return typing.get_args(annotation)[0], True
-    return annotation, False
+    groups: dict[str, dict[str, object]] = {}
+    for known in list_flags(root_class):
+        group = groups.setdefault(known.section, {})
+        if known.field in values:
+            group[known.field] = values[known.field]
+    classes = typing.get_type_hints(root_class)
+    return root_class(**{section: classes[section](**group) for section, group in groups.items()})
 
 
 # --- Megatron-LM's flags that are not settings here
 
-FILE = Path(__file__).with_name("flags.tsv")
+FILE = Path(__file__).with_name("megatron_flags.txt")
 ACCEPTED, RETIRED, RESPELLED, REFUSED, ABSENT = ANSWERS = ("accepted", "retired", "respelled", "refused", "absent")
 STOPPING = REFUSED, ABSENT
 ABSENT_BEGINS = "is a flag of Megatron-LM that this trainer does not have; leave it out"
@@ -116,28 +121,26 @@ ABSENT_BEGINS = "is a flag of Megatron-LM that this trainer does not have; leave
 
 @dataclass(frozen=True)
 class MegatronFlag:
-    """A row of the table.
-
-    text: the reason, or the new spelling of a respelled flag.
-    passing: the values with which a flag that stops a run passes; None if there are none.
-    """
+    """An entry of the table."""
 
     name: str
     answer: str
-    text: str
-    passing: tuple[str, ...] | None
+    text: str  # the reason, or the new spelling of a respelled flag
+    passing: tuple[str, ...] | None  # the values with which a flag that stops a run passes; None if there are none
 
 
 @functools.cache
 def read_flags() -> dict[str, MegatronFlag]:
     """All flags of the table by name, in its order."""
-    rows = [line.split("\t") for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    return {row[0]: _build_flag(*row) for row in rows}
-
-
-def _build_flag(name: str, answer: str, text: str = "", passing: str | None = None) -> MegatronFlag:
-    values = () if passing == "-" else tuple(passing.split()) if passing else None
-    return MegatronFlag(name, answer, text, values)
+    flags, answer, text = {}, "", ""
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("  "):
+            for name, equals, value in (word.partition("=") for word in line.split()):
+                passing = tuple(value.split()) if equals else None
+                flags[name] = MegatronFlag(name, answer, text, passing)
+        elif not line.startswith("#"):
+            answer, _, text = (part.strip() for part in line.partition(":"))
+    return flags
 
 
 def find_texts(*answers: str) -> dict[str, str]:

@@ -18,58 +18,45 @@ the command line wins over it. Smallest run:
 Defaults stand in [brackets]; flags without a value are switches, off unless given. "(ours)" marks what
 Megatron-LM does not have. Of a flag given twice the last one counts. All mistakes are reported together.
 """
+TITLES = {
+    ACCEPTED: "Accepted without effect, said once at the start",
+    RETIRED: "Retired by Megatron-LM, accepted without effect",
+    REFUSED: "Refused",
+}
 
 
 def help_text(width: int = 110) -> str:
     """The whole help page."""
-    parts = [HEAD]
+    lines = [HEAD]
     for title, flags in groupby(list_flags(Args), key=lambda flag: flag.group):
-        parts.append(f"\n{title}\n" + "".join(_entry(flag, width) + "\n" for flag in flags))
-    for title, answer in (
-        ("Accepted without effect, said once at the start", ACCEPTED),
-        ("Retired by Megatron-LM, accepted without effect", RETIRED),
-        ("Refused", REFUSED),
-    ):
+        lines += [title, *(_describe(flag, width) for flag in flags), ""]
+    for answer, title in TITLES.items():
         of_one_text = groupby(find_texts(answer).items(), key=lambda item: item[1])
-        lines = (f"{', '.join(name for name, _ in flags)}: {text}." for text, flags in of_one_text)
-        parts.append(f"\n{title}\n" + "".join(_wrapped("  ", line, width) + "\n" for line in lines))
+        texts = [f"{', '.join(name for name, _ in flags)}: {text}." for text, flags in of_one_text]
+        lines += [title, *(_wrap("  ", text, width) for text in texts), ""]
     absent = f"And {len(find_texts(ABSENT))} more flags of Megatron-LM, each of which is answered by name."
-    parts.append(_wrapped("  ", absent, width) + "\n")
-    lines = (f"{old} = {new}" for old, new in find_texts(RESPELLED).items())
-    parts.append("\nOld spellings\n" + "".join(_wrapped("  ", line, width) + "\n" for line in lines))
-    return "".join(parts).rstrip("\n")
+    lines[-1:] = [_wrap("  ", absent, width), "", "Old spellings"]
+    lines += [_wrap("  ", f"{old} = {new}", width) for old, new in find_texts(RESPELLED).items()]
+    return "\n".join(lines)
 
 
-def _entry(flag: Flag, width: int) -> str:
-    head = f"  {', '.join(flag.spellings)}{_value_name(flag)}"
-    tail = f"{flag.help}{_default(flag)}"
-    if len(head) < 36:
-        return _wrapped(f"{head:<38}", tail, width)
-    return head + "\n" + _wrapped(" " * 38, tail, width)
-
-
-def _value_name(flag: Flag) -> str:
-    if flag.is_switch:
-        return ""
+def _describe(flag: Flag, width: int) -> str:
+    head, text = f"  {', '.join(flag.spellings)}", flag.help
     if flag.choices:
         values = "{" + ",".join(flag.choices) + "}"
-        return f" [{values}]" if flag.as_switch else f" {values}"
-    return " " + (flag.value or {int: "N", float: "X", str: "TEXT"}[flag.kind])
+        head += f" [{values}]" if flag.as_switch else f" {values}"
+    elif not flag.is_switch:
+        head += " " + (flag.value or {int: "N", float: "X", str: "TEXT"}[flag.kind])
+    if not flag.is_switch and flag.default not in (None, ()):
+        shown = flag.default if flag.many else (flag.default,)
+        text += f" [{' '.join(str(int(x)) if isinstance(x, float) and x > 1 else str(x) for x in shown)}]"
+    if len(head) < 36:
+        return _wrap(f"{head:<38}", text, width)
+    return head + "\n" + _wrap(" " * 38, text, width)
 
 
-def _default(flag: Flag) -> str:
-    if flag.is_switch or flag.default is None or flag.default == ():
-        return ""
-    shown = flag.default if flag.many else (flag.default,)
-    return f" [{' '.join(str(int(x)) if isinstance(x, float) and x > 1 else str(x) for x in shown)}]"
-
-
-def _wrapped(first: str, text: str, width: int) -> str:
+def _wrap(first: str, text: str, width: int) -> str:
+    indent = " " * (len(first) if len(first) > 4 else 6)
     return textwrap.fill(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=" " * (len(first) if len(first) > 4 else 6),
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )

@@ -34,12 +34,16 @@ class Machine:
 
 def read_machine() -> Machine:
     """The machine that this process runs on."""
-    visible = _visible_cores()
+    visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        memory = None
     quota, limit = _limits(CONTROL_GROUPS, _own_groups(MEMBERSHIP))
     return Machine(
         cores=max(1, min(visible, round(quota))) if quota else visible,
         visible_cores=visible,
-        memory_bytes=min(filter(None, (_memory_bytes(), limit)), default=None),
+        memory_bytes=min(filter(None, (memory, limit)), default=None),
         shm_bytes=shutil.disk_usage(SHARED_MEMORY).total if os.path.isdir(SHARED_MEMORY) else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else None,
         has_nsys=shutil.which("nsys") is not None,
@@ -63,34 +67,16 @@ def missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
             f"there is no {language} compiler ({chosen or ' or '.join(names)}) on the PATH; install one, or name one in "
             f"the variable {variable}"
         )
-    return _missing_headers(environ)
-
-
-def _missing_headers(environ: Mapping[str, str]) -> str:
-    """Linux distributions ship Python without the headers that compiled kernels are built with; others do not."""
-    if sys.platform != "linux":
-        return ""
     own = sysconfig.get_path("include", scheme="posix_prefix")  # where inductor and Triton look
-    if any(
-        (Path(folder) / "Python.h").exists() for folder in (own, *filter(None, environ.get("CPATH", "").split(":")))
-    ):
+    folders = (own, *filter(None, environ.get("CPATH", "").split(":")))
+    # Linux distributions ship Python without the headers that compiled kernels are built with; others do not
+    if sys.platform != "linux" or any((Path(folder) / "Python.h").exists() for folder in folders):
         return ""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
         f"Python's headers are missing ({own}/Python.h); install them (on Debian and Ubuntu the package "
         f"python{version}-dev), or name their folder in the variable CPATH"
     )
-
-
-def _visible_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _own_groups(membership: Path) -> list[str]:

@@ -135,72 +135,59 @@ class Plan:
 
 def resolve(args: Args, world: World, vocab_size: int) -> Plan:
     """The plan of checked `args`. Raises ConfigError where the tokenizer's vocabulary does not fit."""
-    batch = _batch(args, world)
-    iterations, samples = _length(args, batch)
-    p, precision = args.profile, args.precision
-    profiling = p.profile or p.use_pytorch_profiler or p.record_memory_history
+    t, p, precision = args.training, args.profile, args.precision
+    batch = BatchSchedule(t.global_batch_size or t.micro_batch_size * world.size, *t.rampup_batch_size)
+    iterations = batch.iterations(t.train_samples or 0) if t.train_iters is None else t.train_iters
+    if not iterations:
+        less = f"--train-samples {t.train_samples} is less than one global batch of {batch.size(0)}"
+        raise ConfigError([f"{less}; raise it."])
+    samples, workers = batch.samples(iterations), args.data.num_workers
+    in_fp32 = precision.accumulate_allreduce_grads_in_fp32 and (precision.fp16 or precision.bf16)
     return Plan(
         args=args,
         world=world,
-        shape=_shape(args, vocab_size),
+        shape=_build_shape(args, vocab_size),
         vocab_size=vocab_size,
         device="cuda" if world.gpus else "cpu",
         backend=args.parallel.distributed_backend or ("nccl" if world.gpus else "gloo"),
         precision="fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32",
         # Megatron turns this on by itself for bf16, whose 8 bits of mantissa lose small gradients in a sum
-        fp32_gradients=precision.accumulate_allreduce_grads_in_fp32
-        and (precision.fp16 or precision.bf16)
-        or precision.bf16
-        and not precision.grad_reduce_in_bf16,
+        fp32_gradients=in_fp32 or precision.bf16 and not precision.grad_reduce_in_bf16,
         batch=batch,
         train_iters=iterations,
         train_samples=samples,
-        learning_rate=_learning_rate(args, batch, samples),
-        profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if profiling else range(0),
+        learning_rate=_build_learning_rate(args, batch, samples),
+        profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if p.is_on else range(0),
         profile_ranks=frozenset(range(world.size) if -1 in p.profile_ranks else p.profile_ranks),
         compilation=choose_compilation(args, world),
-        loader_workers=_loader_workers(args, world),
+        # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
+        loader_workers=(2 if world.gpus else 0) if workers is None else workers,
     )
 
 
-def _loader_workers(args: Args, world: World) -> int:
-    if args.data.num_workers is not None:
-        return args.data.num_workers
-    # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
-    return 2 if world.gpus else 0
-
-
-def _batch(args: Args, world: World) -> BatchSchedule:
-    t = args.training
-    final = t.global_batch_size or t.micro_batch_size * world.size
-    return BatchSchedule(final, *t.rampup_batch_size) if t.rampup_batch_size else BatchSchedule(final)
-
-
-def _length(args: Args, batch: BatchSchedule) -> tuple[int, int]:
-    """(iterations, samples) of the whole training."""
-    t = args.training
-    iterations = batch.iterations(t.train_samples or 0) if t.train_iters is None else t.train_iters
-    if not iterations:
-        first = batch.size(0)
-        raise ConfigError([f"--train-samples {t.train_samples} is less than one global batch of {first}; raise it."])
-    return iterations, batch.samples(iterations)
-
-
-def _shape(args: Args, vocab_size: int) -> ModelShape:
+def _build_shape(args: Args, vocab_size: int) -> ModelShape:
     m = args.model
     position = m.position_embedding_type
     if position == "learned_absolute" and not m.add_position_embedding:
         position = "none"
+    # a gated MLP has three matrices, so 8/3 x keeps its size, in steps of 64
+    ffn = int(4 * m.hidden_size * 2 / 3) // 64 * 64 if m.swiglu else 4 * m.hidden_size
+    # the fused bias-GELU kernel is the only place where Megatron uses the tanh formula
+    gelu = "gelu_tanh" if m.bias_gelu_fusion and m.add_bias_linear else "gelu_erf"
+    padded = m.padded_vocab_size or -(-vocab_size // m.make_vocab_size_divisible_by) * m.make_vocab_size_divisible_by
+    if padded < vocab_size:
+        smaller = f"--padded-vocab-size {padded} is smaller than the vocabulary of {vocab_size}"
+        raise ConfigError([f"{smaller}; raise or drop it."])
     return ModelShape(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
         num_attention_heads=m.num_attention_heads,
         num_query_groups=m.num_query_groups if m.group_query_attention else m.num_attention_heads,
         kv_channels=m.kv_channels or m.hidden_size // m.num_attention_heads,
-        ffn_hidden_size=m.ffn_hidden_size or _ffn(m.hidden_size, m.swiglu),
+        ffn_hidden_size=m.ffn_hidden_size or ffn,
         seq_length=m.seq_length,
         max_position_embeddings=m.max_position_embeddings or m.seq_length,
-        padded_vocab_size=_padded(args, vocab_size),
+        padded_vocab_size=padded,
         position_embedding=position,
         rotary_percent=m.rotary_percent,
         rotary_base=m.rotary_base,
@@ -209,7 +196,7 @@ def _shape(args: Args, vocab_size: int) -> ModelShape:
         normalization=m.normalization,
         norm_epsilon=m.norm_epsilon,
         layernorm_1p=m.apply_layernorm_1p,
-        activation=_activation(args),
+        activation="swiglu" if m.swiglu else "squared_relu" if m.squared_relu else gelu,
         linear_bias=m.add_bias_linear,
         qkv_bias=m.add_bias_linear or m.add_qkv_bias,
         qk_layernorm=m.qk_layernorm,
@@ -222,33 +209,7 @@ def _shape(args: Args, vocab_size: int) -> ModelShape:
     )
 
 
-def _ffn(hidden_size: int, gated: bool) -> int:
-    """4 x hidden; a gated MLP has three matrices, so 8/3 x keeps its size, in steps of 64."""
-    return int(4 * hidden_size * 2 / 3) // 64 * 64 if gated else 4 * hidden_size
-
-
-def _activation(args: Args) -> str:
-    m = args.model
-    if m.swiglu:
-        return "swiglu"
-    if m.squared_relu:
-        return "squared_relu"
-    # the fused bias-GELU kernel is the only place where Megatron uses the tanh formula
-    return "gelu_tanh" if m.bias_gelu_fusion and m.add_bias_linear else "gelu_erf"
-
-
-def _padded(args: Args, vocab_size: int) -> int:
-    m = args.model
-    if m.padded_vocab_size is None:
-        step = m.make_vocab_size_divisible_by
-        return (vocab_size + step - 1) // step * step
-    if m.padded_vocab_size < vocab_size:
-        given = f"--padded-vocab-size {m.padded_vocab_size}"
-        raise ConfigError([f"{given} is smaller than the vocabulary of {vocab_size}; raise or drop it."])
-    return m.padded_vocab_size
-
-
-def _learning_rate(args: Args, batch: BatchSchedule, total_samples: int) -> LearningRatePlan:
+def _build_learning_rate(args: Args, batch: BatchSchedule, total_samples: int) -> LearningRatePlan:
     o, t = args.optimizer, args.training
     if t.train_iters is not None:
         length = total_samples

@@ -1,12 +1,13 @@
 """The file of --yaml-cfg as words of a command line."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.flags import Flag
 
-# --- keys of Megatron-LM's YAML files that are not named as the flag that sets them
+YAML_FLAG = "--yaml-cfg"
+Word = tuple[str, list[str]]  # a spelling and its values
 
 # Fields of Megatron's configuration classes, and the flags that fill them.
 SAME = {
@@ -27,68 +28,15 @@ OTHERWISE_NAMED = {
     "barrier-with-L1-time": "--no-barrier-with-level-1-timing",
     "overlap-p2p-comm": "--no-overlap-p2p-communication",
 }
-# What Megatron's YAML calls each activation; its gelu is the exact one, whatever is fused.
+# What Megatron's YAML calls each activation (silu with gated_linear_unit); its gelu is the exact one, whatever is fused.
 ACTIVATIONS = {
     "swiglu": "--swiglu",
-    "silu": "--swiglu",  # with gated_linear_unit
+    "silu": "--swiglu",
     "squaredrelu": "--squared-relu",
     "squared_relu": "--squared-relu",
     "gelu": "--no-bias-gelu-fusion",
 }
 ACTIVATION_KEYS = ("activation-func", "gated-linear-unit")
-
-
-def plain(name: str) -> str:
-    """A key as a flag spells it, without its dashes in front: bias_swiglu_fusion -> bias-swiglu-fusion."""
-    key = name.lstrip("-").replace("_", "-")
-    return SAME.get(key, key)
-
-
-def switches_off(names: Iterable[str]) -> dict[str, str]:
-    """{key: the one of `names` that switches it off}: bias-swiglu-fusion -> --no-bias-swiglu-fusion.
-
-    The key is the flag's name without its "no" or "disable", or that behind apply, enable, perform or use.
-    """
-    off = dict(OTHERWISE_NAMED)
-    for name in sorted(names, key=lambda name: ("disable" in name, name)):  # of two spellings, --no-...
-        words = name[2:].split("-")
-        negation = next((word for word in words if word in ("no", "disable")), None)
-        if negation:
-            words.remove(negation)
-            for before in ("", "apply-", "enable-", "perform-", "use-"):
-                off.setdefault(before + "-".join(words), name)
-    return off
-
-
-def activation_words(values: dict[str, object]) -> tuple[list[tuple[str, list[str]]], str | None]:
-    """(words, mistake) of activation_func and gated_linear_unit, in {key: value} of the whole file."""
-    activation, gated = values.get("activation-func"), values.get("gated-linear-unit")
-    swiglu = values.get("swiglu") is True
-    if activation is None:
-        if gated and not swiglu:
-            return [], f"gated_linear_unit: {_shown(gated)}: needs activation_func: swiglu; add it, or give false."
-        return [], None
-    flag = ACTIVATIONS.get(activation) if isinstance(activation, str) else None
-    if flag is None or (activation == "silu" and not (gated or swiglu)):
-        return [], f"activation_func: {activation}: choose from swiglu, squaredrelu, gelu."
-    if gated and flag != "--swiglu":
-        return (
-            [],
-            f"gated_linear_unit: {_shown(gated)}: goes with activation_func: swiglu only, not {activation}; give false.",
-        )
-    asked = [name for name in ("--swiglu", "--squared-relu") if values.get(plain(name)) is True and name != flag]
-    if asked:
-        key = plain(asked[0]).replace("-", "_")
-        return [], f"{key}: true: contradicts activation_func: {activation}; keep one."
-    return [(flag, [])], None
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-YAML_FLAG = "--yaml-cfg"
-Word = tuple[str, list[str]]  # a spelling and its values
 
 
 def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[Word] | None, list[str]]:
@@ -111,59 +59,85 @@ def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[
         return None, [f"{YAML_FLAG} {path}: not YAML{where}; mend the file."]
     if not isinstance(content, dict):
         return None, [f"{YAML_FLAG} {path}: holds no NAME: VALUE lines; write some, or drop the flag."]
-    return _words(path, content, knobs, names)
-
-
-def _words(path: str, content: dict[Any, Any], knobs: dict[str, Flag], names: set[str]) -> tuple[list[Word], list[str]]:
-    leaves, off = list(_leaves(content, (id(content),))), switches_off(names)
-    words, mistake = activation_words({plain(name): value for name, value in leaves})
+    leaves, off = list(_list_leaves(content, (id(content),))), _find_switches_off(names)
+    words, mistake = _read_activation({_dash(name): value for name, value in leaves})
     mistakes = [mistake] if mistake else []
     for name, value in leaves:
-        key = plain(name)
+        key = _dash(name)
+        if value is None:
+            continue
         flag = knobs.get(key.replace("-", "_"))
         switched_off = None if flag or f"--{key}" in names else off.get(key)
-        mistake = _mistake(name, value, flag, switched_off)
-        if mistake:
-            mistakes.append(mistake)
-        elif key not in ACTIVATION_KEYS and value is not None:
-            words += _of_knob(flag, value) if flag else _of_other(key, value, switched_off, names)
+        if (flag.is_switch if flag else switched_off) and not isinstance(value, bool):
+            mistakes.append(f"{name}: {value}: is a switch; give true or false.")
+        elif isinstance(value, bool) and flag and not (flag.is_switch or flag.as_switch):
+            mistakes.append(f"{name}: {str(value).lower()}: is no switch; give its value, or null.")
+        elif key not in ACTIVATION_KEYS:
+            words += _read_setting(key, value, flag, switched_off, names)
     return words, [f"{path}: {mistake}" for mistake in mistakes]
 
 
-def _of_knob(flag: Flag, value: object) -> list[Word]:
-    if isinstance(value, bool):
-        if flag.as_switch:
-            return [(flag.spelling, [flag.as_switch[not value]])]
-        return [(flag.spelling, [])] if value != flag.default else []
-    return [(flag.spelling, _texts(value))]
-
-
-def _of_other(key: str, value: object, switched_off: str | None, names: set[str]) -> list[Word]:
-    """What is no knob's field: another spelling, the other side of a --no-... flag, or a name that is unknown."""
-    if switched_off:
-        return [] if value else [(switched_off, [])]
-    if value is False or (value == "" and f"--{key}" in names):
-        return []
-    return [(f"--{key}", [] if value is True else _texts(value))]
-
-
-def _texts(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
-
-
-def _leaves(content: dict[Any, Any], above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+def _list_leaves(content: dict[Any, Any], above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     for name, value in content.items():
         if not isinstance(value, dict):
             yield str(name), value
         elif id(value) not in above:  # an alias may point back to the group that it stands in
-            yield from _leaves(value, (*above, id(value)))
+            yield from _list_leaves(value, (*above, id(value)))
 
 
-def _mistake(name: str, value: object, flag: Flag | None, switched_off: str | None) -> str | None:
-    if not (flag or switched_off) or value is None:
-        return None
-    if (flag is None or flag.is_switch) and not isinstance(value, bool):
-        return f"{name}: {value}: is a switch; give true or false."
-    if isinstance(value, bool) and flag and not (flag.is_switch or flag.as_switch):
-        return f"{name}: {str(value).lower()}: is no switch; give its value, or null."
-    return None
+def _dash(name: str) -> str:
+    """A key as a flag spells it, without its dashes in front: bias_swiglu_fusion -> bias-swiglu-fusion."""
+    key = name.lstrip("-").replace("_", "-")
+    return SAME.get(key, key)
+
+
+def _find_switches_off(names: set[str]) -> dict[str, str]:
+    """{key: the one of `names` that switches it off}: bias-swiglu-fusion -> --no-bias-swiglu-fusion.
+
+    The key is the flag's name without its "no" or "disable", or that behind apply, enable, perform or use.
+    """
+    off = dict(OTHERWISE_NAMED)
+    for name in sorted(names, key=lambda name: ("disable" in name, name)):  # of two spellings, --no-...
+        words = name[2:].split("-")
+        negation = next((word for word in words if word in ("no", "disable")), None)
+        if negation:
+            words.remove(negation)
+            for before in ("", "apply-", "enable-", "perform-", "use-"):
+                off.setdefault(before + "-".join(words), name)
+    return off
+
+
+def _read_setting(key: str, value: object, flag: Flag | None, switched_off: str | None, names: set[str]) -> list[Word]:
+    """A knob's field, another spelling, the other side of a --no-... flag, or a name that is unknown."""
+    values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    if flag and isinstance(value, bool):
+        if flag.as_switch:
+            return [(flag.spelling, [flag.as_switch[not value]])]
+        return [(flag.spelling, [])] if value != flag.default else []
+    if flag:
+        return [(flag.spelling, values)]
+    if switched_off:
+        return [] if value else [(switched_off, [])]
+    if value is False or (value == "" and f"--{key}" in names):
+        return []
+    return [(f"--{key}", [] if value is True else values)]
+
+
+def _read_activation(values: dict[str, object]) -> tuple[list[Word], str | None]:
+    """(words, mistake) of activation_func and gated_linear_unit, in {key: value} of the whole file."""
+    activation, gated = values.get("activation-func"), values.get("gated-linear-unit")
+    swiglu = values.get("swiglu") is True
+    shown = f"gated_linear_unit: {str(gated).lower() if isinstance(gated, bool) else gated}"
+    if activation is None:
+        wrong = gated and not swiglu
+        return [], f"{shown}: needs activation_func: swiglu; add it, or give false." if wrong else None
+    flag = ACTIVATIONS.get(activation) if isinstance(activation, str) else None
+    if flag is None or (activation == "silu" and not (gated or swiglu)):
+        return [], f"activation_func: {activation}: choose from swiglu, squaredrelu, gelu."
+    if gated and flag != "--swiglu":
+        return [], f"{shown}: goes with activation_func: swiglu only, not {activation}; give false."
+    for name in ("--swiglu", "--squared-relu"):
+        if values.get(_dash(name)) is True and name != flag:
+            key = _dash(name).replace("-", "_")
+            return [], f"{key}: true: contradicts activation_func: {activation}; keep one."
+    return [(flag, [])], None

@@ -205,11 +205,7 @@ def _kept_by_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tup
 def _kept_at_ends(batch: MicroBatch) -> list[LedgerRow]:
     """The embedding's dropout, and the last norm up to the output layer's input."""
     hidden = batch.shape.hidden_size
-    return [
-        *batch.dropout_masks(1),
-        *batch.kept_by_norm(hidden),
-        batch.row("inputs of linear layers", hidden),
-    ]
+    return [*batch.dropout_masks(1), *batch.kept_by_norm(hidden), batch.row("inputs of linear layers", hidden)]
 
 
 def _logits(batch: MicroBatch) -> LedgerRow:

@@ -141,11 +141,7 @@ def _not_repeated(shape: ModelShape, sequences: int) -> int:
 def _optimizer(plan: Plan) -> Part:
     number = parameter_count(plan.shape)
     return _moved(
-        "gradients' norm, optimizer",
-        number,
-        optimizer_bytes_per_parameter(plan),
-        f"{count(number)} parameters",
-        0.0,
+        "gradients' norm, optimizer", number, optimizer_bytes_per_parameter(plan), f"{count(number)} parameters", 0.0
     )
 
 

@@ -13,35 +13,16 @@ from megatron_lite.errors import DataError
 
 def machine_rules(args: Args, world: World) -> Iterator[str]:
     """Files that cannot be read and folders that cannot be written."""
-    d, c, w, p = args.data, args.checkpoint, args.watch, args.profile
+    d, c, w, p, t = args.data, args.checkpoint, args.watch, args.profile, args.training
     if (d.tokenizer_type or TOKENIZER) == "GPT2BPETokenizer":
-        for name, path in (("--vocab-file", d.vocab_file), ("--merge-file", d.merge_file)):
-            if path is not None:
-                yield from _readable(name, path)
-    yield from _all_data(d)
-    named = c.save or w.tensorboard_dir or w.run_dir
-    for name, path in (
-        ("--save", c.save),
-        ("--tensorboard-dir", w.tensorboard_dir),
-        ("--run-dir", w.run_dir if named else "runs"),
-    ):
-        if path is not None:
-            yield from _writable(name, path)
+        yield from _readable("--vocab-file", d.vocab_file)
+        yield from _readable("--merge-file", d.merge_file)
+    yield from _data(d)
+    yield from _writable("--save", c.save)
+    yield from _writable("--tensorboard-dir", w.tensorboard_dir)
+    yield from _writable("--run-dir", w.run_dir if c.save or w.tensorboard_dir or w.run_dir else "runs")
     if p.record_memory_history:
         yield from _writable("--memory-snapshot-path", os.path.dirname(p.memory_snapshot_path) or ".")
-    yield from _checkpoints(args)
-    yield from _compiler(args, world)
-
-
-def _compiler(args: Args, world: World) -> Iterator[str]:
-    """What torch.compile's inductor needs, where it was asked for; where it was not, its lack decides against compiling."""
-    asked = args.training.torch_compile == LAYERS and args.training.torch_compile_backend == "inductor"
-    if asked and (missing := missing_compiler(bool(world.gpus), os.environ)):
-        yield f"--torch-compile: {missing}, or take --torch-compile none."
-
-
-def _checkpoints(args: Args) -> Iterator[str]:
-    c = args.checkpoint
     for name, path in (("--load", c.load), ("--pretrained-checkpoint", c.pretrained_checkpoint)):
         if path is not None and os.path.isfile(path):
             yield f"{name} {path}: is a file; give the folder that holds latest_checkpointed_iteration.txt."
@@ -50,9 +31,13 @@ def _checkpoints(args: Args) -> Iterator[str]:
         yield f"--pretrained-checkpoint {c.pretrained_checkpoint}: there is no such folder; check the path, or drop it."
     elif fresh and c.load is not None and c.exit_on_missing_checkpoint and c.pretrained_checkpoint is None:
         yield f"--load {c.load}: there is no such folder, which --exit-on-missing-checkpoint wants; check the path."
+    # where inductor was asked for; where it was not, the lack of what it needs decides against compiling
+    asked = t.torch_compile == LAYERS and t.torch_compile_backend == "inductor"
+    if asked and (missing := missing_compiler(bool(world.gpus), os.environ)):
+        yield f"--torch-compile: {missing}, or take --torch-compile none."
 
 
-def _all_data(typed: DataArgs) -> Iterator[str]:
+def _data(typed: DataArgs) -> Iterator[str]:
     try:
         d = with_files_read(typed)
     except DataError:
@@ -67,24 +52,20 @@ def _all_data(typed: DataArgs) -> Iterator[str]:
         (split or "--valid-data-path", d.valid_data_path),
         (split or "--test-data-path", d.test_data_path),
     ):
-        yield from _data(name, words)
-
-
-def _data(name: str, words: tuple[str, ...]) -> Iterator[str]:
-    try:
-        prefixes, _ = parse_blend(words, name)
-    except DataError as error:
-        yield f"{error}."
-        return
-    for prefix in prefixes:
-        yield from _pair(name, prefix)
+        try:
+            prefixes, _ = parse_blend(words, name)
+        except DataError as error:
+            yield f"{error}."
+            continue
+        for prefix in prefixes:
+            yield from _pair(name, prefix)
 
 
 def _pair(name: str, prefix: str) -> Iterator[str]:
     missing = [prefix + ending for ending in (".bin", ".idx") if not os.path.isfile(prefix + ending)]
     if not missing:
-        for ending in (".bin", ".idx"):
-            yield from _readable(name, prefix + ending)
+        yield from _readable(name, prefix + ".bin")
+        yield from _readable(name, prefix + ".idx")
     elif prefix.endswith((".bin", ".idx")):
         yield f"{name} {prefix}: is a file's name; give the prefix without its ending: {prefix[:-4]}."
     elif os.path.isfile(f"{prefix}_text_document.idx"):
@@ -95,7 +76,9 @@ def _pair(name: str, prefix: str) -> Iterator[str]:
         yield f"{name} {prefix}: there is no {missing[0]}; check the prefix, or make it with megatron-lite preprocess."
 
 
-def _readable(name: str, path: str) -> Iterator[str]:
+def _readable(name: str, path: str | None) -> Iterator[str]:
+    if path is None:
+        return
     if not os.path.exists(path):
         yield f"{name} {path}: there is no such file; check the path."
     elif os.path.isdir(path):
@@ -104,7 +87,9 @@ def _readable(name: str, path: str) -> Iterator[str]:
         yield f"{name} {path}: may not be read; change its permissions."
 
 
-def _writable(name: str, path: str) -> Iterator[str]:
+def _writable(name: str, path: str | None) -> Iterator[str]:
+    if path is None:
+        return
     place = os.path.abspath(path)
     while not os.path.lexists(place):
         place = os.path.dirname(place)

@@ -1,4 +1,4 @@
-"""What batch, length and precision flags must satisfy."""
+"""What flags of batch, length, precision, optimizer and schedule must satisfy together."""
 
 import signal
 from collections.abc import Iterator
@@ -6,104 +6,51 @@ from collections.abc import Iterator
 from megatron_lite.config.args import Args
 from megatron_lite.config.world import World
 
-MAX_SIZE = 2**31 - 1
 MAX_SAMPLES = 2**53
 
 
 def training_rules(args: Args, world: World) -> Iterator[str]:
-    """Mistakes among batch sizes, run length and precision."""
-    yield from _length(args)
-    yield from _samples(args, world)
-    yield from _batch(args, world)
-    yield from _rampup(args, world)
-    yield from _exits(args)
-
-
-def _length(args: Args) -> Iterator[str]:
-    t = args.training
+    """Mistakes among batch sizes, run length and exits."""
+    t, w = args.training, args.watch
     if t.train_iters is not None and t.train_samples is not None:
         yield f"--train-iters {t.train_iters} and --train-samples {t.train_samples} exclude each other; keep one."
     if t.train_iters is None and t.train_samples is None:
         yield "--train-iters is missing; say how long to train, or give --train-samples."
-    for name in ("train_iters", "train_samples"):
-        value = getattr(t, name)
-        if value is not None and value < 1:
-            yield f"--{name.replace('_', '-')} {value}: must be at least 1; to only evaluate use --skip-train."
-
-
-def _samples(args: Args, world: World) -> Iterator[str]:
-    """Whole trainings whose samples cannot be counted."""
-    t, w = args.training, args.watch
-    batch = max(t.global_batch_size or (t.micro_batch_size or 1) * world.size, 1)
+    micro_batch = max(t.micro_batch_size or 1, 1)
+    per_pass = micro_batch * world.size
+    batch = max(t.global_batch_size or per_pass, 1)
     evaluations = (t.train_iters or 0) // max(w.eval_interval, 1) + 1
     for name, value, times in (("--train-iters", t.train_iters or 0, 1), ("--eval-iters", w.eval_iters, evaluations)):
         if value * times * batch > MAX_SAMPLES:
-            yield f"{name} {value}: makes {value * times * batch} samples in all; at most 2^53 = {MAX_SAMPLES} can be counted, lower it."
+            at_most = f"at most 2^53 = {MAX_SAMPLES} can be counted"
+            yield f"{name} {value}: makes {value * times * batch} samples in all; {at_most}, lower it."
+    parts = f"--micro-batch-size {t.micro_batch_size} times data parallel size {world.size} = {per_pass}"
+    if t.global_batch_size is not None and (t.global_batch_size < 1 or t.global_batch_size % per_pass):
+        divisible = f"--global-batch-size {t.global_batch_size} is not divisible by {parts}"
+        yield f"{divisible}; try {max(1, t.global_batch_size // per_pass) * per_pass}."
+    if t.rampup_batch_size:
+        yield from _rampup(args, per_pass, parts)
+    if t.exit_signal not in set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
+        usual = "SIGTERM, SIGINT and SIGUSR1 are usual"
+        yield f"--exit-signal {t.exit_signal}: not a signal that a program can catch; {usual}."
 
 
-def _batch(args: Args, world: World) -> Iterator[str]:
+def _rampup(args: Args, per_pass: int, parts: str) -> Iterator[str]:
     t = args.training
-    if t.micro_batch_size is None:
-        yield "--micro-batch-size is missing; every run needs it."
-        return
-    if t.micro_batch_size < 1:
-        yield f"--micro-batch-size {t.micro_batch_size}: must be at least 1."
-        return
-    for name in ("micro_batch_size", "global_batch_size"):
-        if (getattr(t, name) or 0) > MAX_SIZE:
-            yield f"--{name.replace('_', '-')} {getattr(t, name)}: must be at most {MAX_SIZE}."
-            return
-    per_pass = t.micro_batch_size * world.size
-    if t.global_batch_size is None:
-        return
-    if t.global_batch_size < 1 or t.global_batch_size % per_pass:
-        yield (
-            f"--global-batch-size {t.global_batch_size} is not divisible by --micro-batch-size "
-            f"{t.micro_batch_size} times data parallel size {world.size} = {per_pass}; "
-            f"try {max(1, t.global_batch_size // per_pass) * per_pass}."
-        )
-
-
-def _rampup(args: Args, world: World) -> Iterator[str]:
-    t = args.training
-    if not t.rampup_batch_size:
-        return
     shown = "--rampup-batch-size " + " ".join(map(str, t.rampup_batch_size))
     if len(t.rampup_batch_size) != 3 or min(t.rampup_batch_size) < 1:
         yield f"{shown}: needs three positive numbers: START INCREMENT SAMPLES."
         return
     if t.train_samples is None:
         yield f"{shown} counts samples; give --train-samples instead of --train-iters."
-    start, increment, _ = t.rampup_batch_size
-    final, per_pass = t.global_batch_size, max(t.micro_batch_size or 1, 1) * world.size
+    (start, increment, _), final = t.rampup_batch_size, t.global_batch_size
     if final is None:
         yield f"{shown} needs --global-batch-size, the size to grow to."
     elif start > final or (final - start) % increment:
-        yield (
-            f"{shown}: steps of {increment} from {start} do not reach --global-batch-size {final}; choose ones that do."
-        )
-    if (t.micro_batch_size or 0) > 0 and (start % per_pass or increment % per_pass):
-        yield (
-            f"{shown}: start and increment must be divisible by --micro-batch-size {t.micro_batch_size} times "
-            f"data parallel size {world.size} = {per_pass}."
-        )
-
-
-def _exits(args: Args) -> Iterator[str]:
-    t = args.training
-    if not 0 <= t.seed < 2**32:
-        yield f"--seed {t.seed}: must be at least 0 and below 2^32 = {2**32}."
-    for name in ("exit_interval", "exit_duration_in_mins"):
-        value = getattr(t, name)
-        if value is not None and value < 1:
-            yield f"--{name.replace('_', '-')} {value}: must be at least 1, or leave it out."
-    if t.exit_signal not in set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
-        yield (
-            f"--exit-signal {t.exit_signal}: not a signal that a program can catch; SIGTERM, SIGINT and SIGUSR1 are "
-            "usual."
-        )
-    if t.manual_gc_interval < 0:
-        yield f"--manual-gc-interval {t.manual_gc_interval}: must be at least 0."
+        reach = f"steps of {increment} from {start} do not reach --global-batch-size {final}"
+        yield f"{shown}: {reach}; choose ones that do."
+    if start % per_pass or increment % per_pass:
+        yield f"{shown}: start and increment must be divisible by {parts}."
 
 
 def precision_rules(args: Args, world: World) -> Iterator[str]:
@@ -115,15 +62,54 @@ def precision_rules(args: Args, world: World) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 needs --bf16; add it, or drop this."
     if p.grad_reduce_in_bf16 and p.accumulate_allreduce_grads_in_fp32:
         yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one."
-    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
-        value = getattr(p, name)
-        if value is not None and (value < 0 or not value and name != "loss_scale"):
-            yield f"--{name.replace('_', '-')} {value:g}: must be above 0."
     if 0 < p.initial_loss_scale < p.min_loss_scale:
-        yield (
-            f"--min-loss-scale {p.min_loss_scale:g} exceeds --initial-loss-scale {p.initial_loss_scale:g}; lower it."
-        )
-    if not 1 <= p.loss_scale_window <= MAX_SIZE or p.loss_scale_window != int(p.loss_scale_window):
-        yield f"--loss-scale-window {p.loss_scale_window:g}: must be a whole number of at least 1 and at most {MAX_SIZE}."
-    if not 1 <= p.hysteresis <= MAX_SIZE:
-        yield f"--hysteresis {p.hysteresis}: must be at least 1 and at most {MAX_SIZE}."
+        exceeds = f"exceeds --initial-loss-scale {p.initial_loss_scale:g}"
+        yield f"--min-loss-scale {p.min_loss_scale:g} {exceeds}; lower it."
+    if p.loss_scale_window != int(p.loss_scale_window):
+        yield f"--loss-scale-window {p.loss_scale_window:g}: must be a whole number."
+
+
+def optimizer_rules(args: Args, world: World) -> Iterator[str]:
+    """Mistakes among the optimizer's and the schedule's flags."""
+    o = args.optimizer
+    if o.lr is None and not args.training.skip_train:
+        yield "--lr is missing; give the peak learning rate, such as 6e-5."
+    for name, rate in (("--min-lr", o.min_lr), ("--lr-warmup-init", o.lr_warmup_init)):
+        if o.lr is not None and not 0 <= rate <= o.lr:
+            yield f"{name} {rate:g}: must be at least 0 and at most --lr {o.lr:g}."
+    yield from _schedule(args)
+    start, end = o.start_weight_decay, o.end_weight_decay
+    both = "--start-weight-decay and --end-weight-decay"
+    if o.weight_decay_incr_style == "constant":
+        if start is not None or end is not None:
+            yield f"{both} need --weight-decay-incr-style linear or cosine; add it, or use --weight-decay."
+    elif start is None or end is None:
+        yield f"--weight-decay-incr-style {o.weight_decay_incr_style} needs {both}; add them."
+    elif not 0 <= start <= end:
+        yield f"--start-weight-decay {start:g}: must be at least 0 and at most --end-weight-decay {end:g}."
+    if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
+        yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; keep one."
+
+
+def _schedule(args: Args) -> Iterator[str]:
+    """Lengths of the decay, the warm-up and WSD's last phase: in the unit of the run's length, and each within the decay."""
+    o, t = args.optimizer, args.training
+    units = {"iters": t.train_iters, "samples": t.train_samples}
+    for unit, other in (("iters", "samples"), ("samples", "iters")):
+        for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            value, flag = getattr(o, f"{name}_{unit}"), f"--{name.replace('_', '-')}"
+            if value and units[unit] is None and units[other] is not None:
+                yield f"{flag}-{unit} {value} does not go with --train-{other}; use {flag}-{other}."
+        warmup, decay = getattr(o, f"lr_warmup_{unit}"), getattr(o, f"lr_decay_{unit}") or units[unit]
+        if o.lr_warmup_fraction is not None and warmup:
+            yield f"--lr-warmup-fraction and --lr-warmup-{unit} {warmup} exclude each other; keep one."
+        if decay and warmup and warmup >= decay:
+            leaves = f"leaves nothing of the {decay} {unit} of decay"
+            yield f"--lr-warmup-{unit} {warmup} {leaves}; lower it, or raise --lr-decay-{unit}."
+    if o.lr_decay_style == "WSD":
+        unit = "iters" if t.train_samples is None else "samples"
+        last, decay = getattr(o, f"lr_wsd_decay_{unit}"), getattr(o, f"lr_decay_{unit}") or units[unit]
+        if last is None:
+            yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its last phase; add it."
+        elif decay and last > decay:
+            yield f"--lr-wsd-decay-{unit} {last} is longer than the {decay} {unit} of decay; lower it."

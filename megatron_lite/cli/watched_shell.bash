@@ -1,24 +1,16 @@
-"""What a shell must know to go through a launch script and start nothing.
-
-Three walls, one behind the other: a DEBUG trap looks at every command before it would run, and skips all that is no builtin
-or function of the script (skipped commands succeed and print nothing); the shell is a restricted one, which runs no paths,
-opens no files for writing and changes no PATH; and no program is on the PATH. Builtins that reach other processes or files are
-switched off. It takes a bounded amount of memory and writes a bounded record.
-
-Loops end: one that waits, since it runs `sleep`, is left there; after MAX_COMMANDS commands every loop is left in its first
-round. So jobs in the background end by themselves, too.
-"""
-
-MAX_COMMANDS = 2000  # scripts have hundreds
-MAX_MEMORY_KIB, MAX_RECORD_KIB = 2**18, 2**14
-
-# Trailing redirections, as bash prints a simple command: their targets hold no blanks outside quotes and $( ).
-_TARGET = r"""([^][:space:]"'\''()<>]|"[^"]*"|'\''[^'\'']*'\''|\$\([^()]*\))+|[<>]\([^()]*\)"""
-
+# What a shell must know to go through a launch script and start nothing. Run with `bash --restricted -c THIS NAME TEXT ARGUMENTS...`.
+#
+# Three walls, one behind the other: a DEBUG trap looks at every command before it would run, and skips all that is no builtin
+# or function of the script (skipped commands succeed and print nothing); the shell is a restricted one, which runs no paths,
+# opens no files for writing and changes no PATH; and no program is on the PATH. Builtins that reach other processes or files
+# are switched off. It takes a bounded amount of memory and writes a bounded record.
+#
+# Loops end: one that waits, since it runs `sleep`, is left there; after __max_commands commands every loop is left in its
+# first round. So jobs in the background end by themselves, too.
+#
 # __record: a file descriptor for the command that is found; __nothing: one of /dev/null, which a restricted shell may still
-# copy to, though it may not open it.
-PROLOGUE = (
-    r"""
+# copy to, though it may not open it. All names here begin with __, since the script's own are looked up in between; $1, $2
+# ... are those of the script, too.
 set -T
 shopt -s extdebug extglob
 ulimit -v "$__max_memory" -f "$__max_record"
@@ -26,14 +18,12 @@ enable -n kill history fc suspend ulimit
 __builtins=$(compgen -b) __keywords=$(compgen -k)
 __builtins=" ${__builtins//$'\n'/ } " __keywords=" ${__keywords//$'\n'/ } "
 __sources=() __commands=0 __leaves_loop=
-__redirect='^(.*[^[:space:]])[[:space:]]+([0-9]*|&)(>>|>[|]|>&|>|<&|<>|<<<|<)[[:space:]]*("""
-    + _TARGET
-    + r""")$'
+# Trailing redirections, as bash prints a simple command: their targets hold no blanks outside quotes and $( ).
+__target='([^][:space:]"'\''()<>]|"[^"]*"|'\''[^'\'']*'\''|\$\([^()]*\))+|[<>]\([^()]*\)'
+__redirect='^(.*[^[:space:]])[[:space:]]+([0-9]*|&)(>>|>[|]|>&|>|<&|<>|<<<|<)[[:space:]]*('"$__target"')$'
 __assigned='^([A-Za-z_][A-Za-z_0-9]*=([^[:space:]"'\''()`$]|"[^"]*"|'\''[^'\'']*'\''|\$\([^()]*\)|\$\{[^{}]*\}|\$[^({])*[[:space:]]+)+[^[:space:]#]'
 __readonly='^((export|declare|typeset|readonly|local)[[:space:]]+(-[a-z]+[[:space:]]+)*)?(PATH|SHELL|ENV|BASH_ENV|HISTFILE)[+]?='
 __file_test='^(\[\[|\[|test)[[:space:]]-[defrsL][[:space:]](([^][:space:]"'\''&|]|"[^"]*")+)([[:space:]]\]\]|[[:space:]]\])?$'
-
-# All names here begin with __, since the script's own are looked up in between; $1, $2 ... are those of the script, too.
 
 # Writes how many words $@ has, and they, how many variables the environment has, and they.
 __write_down() {
@@ -257,11 +247,3 @@ builtin trap '__skips "$@" && __skipped=1 || __skipped=
 [[ -z $__leaves_loop ]] || break 2>&"$__nothing"
 ! [[ $__skipped ]]' DEBUG
 eval "$__text"
-"""
-)
-
-
-def prologue(record: int, nothing: int) -> str:
-    """For `bash --restricted -c PROLOGUE NAME TEXT ARGUMENTS...`; both numbers are open file descriptors."""
-    limits = f"__max_commands={MAX_COMMANDS} __max_memory={MAX_MEMORY_KIB} __max_record={MAX_RECORD_KIB}"
-    return f"__record={record} __nothing={nothing} {limits}\n{PROLOGUE}"

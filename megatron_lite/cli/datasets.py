@@ -1,0 +1,259 @@
+"""megatron-lite preprocess, merge and inspect: what makes and checks .bin/.idx data sets."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from megatron_lite.cli.parser import Parser
+from megatron_lite.config.data_paths import TIKTOKEN_SPECIAL, TOKENIZER, TOKENIZERS
+from megatron_lite.data.dataset_check import Inspection, inspect
+from megatron_lite.data.merge import merge
+from megatron_lite.data.preprocess import MAX_DOCUMENT_MB, ON_ERROR, preprocess
+from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_lite.errors import ConfigError, DataError, UserError
+from megatron_lite.live_line import LiveLine
+from megatron_lite.terminal import print_lines
+from megatron_lite.units import count, duration, size
+
+# --- options of Megatron-LM's tools that are none here: taken with a word, or answered with the remedy
+
+PREPROCESS_ACCEPTED = {
+    "--log-interval": "on a terminal a line shows the progress all the time",
+    "--partitions": "the input is read once, and --workers shares the work",
+    "--chunk-size": "workers are handed blocks of bytes",
+    "--keep-sequential-samples": "documents keep their order with any number of workers",
+    "--dataset-impl": "all data sets are memory-mapped ones",
+    "--lang": "it matters only with --split-sentences",
+    "--keep-newlines": "it matters only with --split-sentences",
+    "--workers-to-check": "it matters only with --find-optimal-num-workers",
+    "--max-documents": "it matters only with --find-optimal-num-workers",
+    "--performance-dir": "it matters only with --find-optimal-num-workers",
+}
+PREPROCESS_REFUSED = {
+    "--split-sentences": "a GPT reads documents whole; leave it out",
+    "--find-optimal-num-workers": "leave it out, try a few values of --workers, and compare documents/s",
+}
+MERGE_REFUSED = {"--multimodal": "only data sets of text are merged; leave it out"}
+ONLY = {"--dataset-impl": "mmap"}  # flag: the value that it may have
+# of --tokenizer-type: those whose files are byte for byte the same with and without Megatron's --legacy-tokenizer
+SAME_AS_LEGACY = ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
+
+
+class _Answer(argparse.Action):
+    """Takes whatever values follow: they mean nothing here. A word on stderr, or an end."""
+
+    def __init__(self, option_strings, dest, answer: str, stops: bool):
+        state = "refused" if stops else "no effect"
+        super().__init__(option_strings, argparse.SUPPRESS, nargs="*", help=f"{state}: {answer}", metavar="VALUE")
+        self._answer, self._stops = answer, stops
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if self._stops:
+            raise UserError(f"{parser.prog} {option_string}: {self._answer}")
+        only = ONLY.get(option_string)
+        if only and values != [only]:
+            given = " ".join((option_string, *values))
+            raise UserError(f"{parser.prog} {given}: {self._answer}; give {only}, or leave it out")
+        print_lines([f"  note: {option_string} has no effect here: {self._answer}."], sys.stderr)
+
+
+def _add_answers(parser: Parser, accepted: dict[str, str], refused: dict[str, str]):
+    for flag, answer in {**accepted, **refused}.items():
+        parser.add_argument(flag, action=_Answer, answer=answer, stops=flag in refused)
+
+
+def _add_tokenizer_flags(parser: Parser, default_type: str | None, vocab_size_help: str):
+    """The flags of the trainer that name a tokenizer; build_tokenizer takes their values."""
+    add, default = parser.add_argument, f" [{default_type}]" if default_type else ""
+    models = "SentencePiece .model, TikTokenizer's .json, or for HuggingFaceTokenizer a folder or a hub's name"
+    special = ("--tokenizer-special-tokens", "--tiktoken-special-tokens")
+    special_help = "names of TikTokenizer's first ids; tokens to add to HuggingFaceTokenizer"
+    number = {"type": int, "default": TIKTOKEN_SPECIAL, "metavar": "N"}
+    include_help = "keep what a HuggingFaceTokenizer puts around each text, such as <s>"
+    add("--tokenizer-type", default=default_type, metavar="TYPE", help=f"{', '.join(TOKENIZERS)}{default}")
+    add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json")
+    add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt")
+    add("--tokenizer-model", metavar="FILE", help=models)
+    add("--vocab-size", type=int, metavar="N", help=vocab_size_help)
+    add("--tiktoken-pattern", choices=("v1", "v2"), help="how TikTokenizer cuts words [v2]")
+    add("--tiktoken-num-special-tokens", **number, help="TikTokenizer's ids below its first byte [%(default)s]")
+    add(*special, nargs="+", metavar="TOKEN", help=special_help)
+    add("--tokenizer-hf-include-special-tokens", action="store_true", help=include_help)
+
+
+# --- preprocess
+
+
+class PreprocessLine(LiveLine):
+    """Called with documents, bytes of text and the share of the input that is done, as data.preprocess reports them.
+
+    Rates and the time left are measured from the first report on: an interrupted run may have done much before.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._first = None
+
+    def __call__(self, documents: int, text_bytes: int, share: float):
+        now = (time.monotonic(), documents, text_bytes, share)
+        self._first = self._first or now
+        seconds, more_documents, more_bytes, more_share = (new - old for new, old in zip(now, self._first))
+        text = f"{count(documents)} documents, {size(text_bytes)}, {share:.0%}"
+        if seconds > 0 and more_share > 0:
+            rates = f"{count(more_documents / seconds)} documents/s, {size(more_bytes / seconds)}/s"
+            text += f", {rates}, {duration(seconds * (1 - share) / more_share)} left"
+        self.draw(text)
+
+
+def preprocess_files(argv: list[str]):
+    """Tokenize, or merge, as `argv` says and print what was written. UserError for a mistake."""
+    options = _preprocess_parser().parse_args(argv)
+    if options.merge:
+        for flag in (word.split("=")[0] for word in argv if word.startswith("--")):
+            if flag not in ("--merge", "--output-prefix"):
+                raise UserError(f"megatron-lite preprocess {flag}: means nothing beside --merge; leave it out")
+        _merge(options.merge, options.output_prefix, "--merge")
+        return
+    if options.legacy_tokenizer and options.tokenizer_type not in SAME_AS_LEGACY:
+        raise UserError(
+            f"megatron-lite preprocess --legacy-tokenizer: Megatron's older {options.tokenizer_type} may put other ids "
+            "around a text; leave it out for those of its newer one, or tokenize with Megatron-LM"
+        )
+    tokenizer = build_tokenizer(options)
+    started, progress = time.monotonic(), PreprocessLine()
+
+    def say(line: str):
+        progress.wipe()
+        print_lines([line], sys.stderr)
+
+    settings = {name: getattr(options, name) for name in ("append_eod", "workers", "on_error", "max_document_mb")}
+    try:
+        done = preprocess(options.input, options.output_prefix, tokenizer, json_keys=options.json_keys, **settings,
+                          report=progress, say=say)  # fmt: skip
+    finally:
+        progress.wipe()
+    left_out = f", {count(done.empty)} empty ones left out" if done.empty else ""
+    skipped = f", {count(done.skipped)} bad lines skipped" if done.skipped else ""
+    documents = f"{count(done.documents)} documents ({size(done.text_bytes)}){left_out}{skipped}"
+    tokens = f"{count(done.tokens)} tokens in {duration(time.monotonic() - started)}"
+    print_lines([f"{documents}: {tokens}; --data-path {' '.join(done.prefixes)}"])
+
+
+def _preprocess_parser() -> Parser:
+    parser = Parser("preprocess", "Tokenizes documents into the files that --data-path names, or merges such files.")
+    source, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
+    inputs = ".jsonl, .json: one object a line; others: one document each; .gz and .zst are unpacked"
+    legacy = f"no effect: ids are the same; only for {', '.join(SAME_AS_LEGACY)}"
+    errors = "what a bad line does: stop, or be named and left out [stop]"
+    largest = (
+        "a line, or a text file, of more than N MiB is a bad line; one takes six times as much memory [%(default)s]"
+    )
+    source.add_argument("--input", nargs="+", metavar="FILE", help=inputs)
+    source.add_argument("--merge", nargs="+", metavar="PREFIX", help="data sets to join instead, without .bin or .idx")
+    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
+    _add_tokenizer_flags(parser, TOKENIZER, "number of ids, for NullTokenizer and TikTokenizer")
+    add("--legacy-tokenizer", action="store_true", help=legacy)
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields of a jsonl object [text]")
+    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--workers", type=int, default=1, metavar="N", help="processes that tokenize [%(default)s]")
+    add("--on-error", choices=ON_ERROR, default="stop", help=errors)
+    add("--max-document-mb", type=int, default=MAX_DOCUMENT_MB, metavar="N", help=largest)
+    _add_answers(parser, PREPROCESS_ACCEPTED, PREPROCESS_REFUSED)
+    return parser
+
+
+# --- merge
+
+
+def merge_datasets(argv: list[str]):
+    """Merge as `argv` says and print what was written. UserError for a mistake."""
+    parser = Parser("merge", "Joins data sets to one, in the order in which they are named.")
+    inputs = parser.add_mutually_exclusive_group(required=True)
+    inputs.add_argument("--inputs", nargs="+", metavar="PREFIX", help="data sets, without .bin or .idx")
+    inputs.add_argument("--input", metavar="FOLDER", help="all data sets of a folder, in the order of their names")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    _add_answers(parser, {}, MERGE_REFUSED)
+    options = parser.parse_args(argv)
+    if options.input is None:
+        _merge(options.inputs, options.output_prefix, "--inputs")
+        return
+    given = f"megatron-lite merge --input {options.input}"
+    try:
+        names = [name for name in os.listdir(options.input) if name.endswith((".bin", ".idx"))]
+    except OSError as error:
+        raise UserError(
+            f"{given}: cannot be read ({error.strerror}); give a folder, or name data sets by --inputs"
+        ) from None
+    if not names:
+        raise UserError(f"{given}: holds no .bin and .idx files; give another folder, or name data sets by --inputs")
+    # sorted as Megatron's tool does; one without its other half is refused later
+    prefixes = sorted({os.path.join(options.input, name[:-4]) for name in names})
+    _merge(prefixes, options.output_prefix, "--input")
+
+
+def _merge(inputs: Sequence[str], output_prefix: str, flag: str):
+    """Merge, with a line that shows how far it is and one for the result. `flag` is the one that named the inputs."""
+    started, line = time.monotonic(), LiveLine()
+    try:
+        written = merge(inputs, output_prefix, flag, lambda tokens: line.draw(f"{count(tokens)} tokens"))
+    finally:
+        line.wipe()
+    documents = f"{count(written.documents)} documents of {len(inputs)} data sets"
+    tokens = f"{count(written.tokens)} tokens in {duration(time.monotonic() - started)}"
+    print_lines([f"{documents}: {tokens}; --data-path {output_prefix}"])
+
+
+# --- inspect
+
+
+def inspect_datasets(argv: list[str]):
+    """Print what each data set holds. ConfigError with one line for each that is not sound; the others are shown."""
+    parser = Parser("inspect", "Checks data sets and says what they hold; exit code 2 if one is damaged.")
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data sets, without .bin or .idx")
+    _add_tokenizer_flags(parser, None, "check that all ids are below N; or for NullTokenizer and TikTokenizer")
+    options = parser.parse_args(argv)
+    tokenizer = None
+    if options.tokenizer_type or options.vocab_file or options.merge_file or options.tokenizer_model:
+        tokenizer = build_tokenizer(options)
+    elif options.vocab_size is not None and options.vocab_size < 1:
+        raise UserError(f"--vocab-size {options.vocab_size}: must be 1 or more; give the number of ids")
+    vocab_size, eod = (tokenizer.vocab_size, tokenizer.eod) if tokenizer else (options.vocab_size, None)
+    mistakes, line = [], LiveLine()
+    for prefix in options.prefixes:
+        try:
+            found = inspect(prefix, vocab_size, eod, report=lambda what, share: line.draw(f"{what}: {share:.0%}"))
+        except DataError as error:
+            mistakes.append(str(error))
+            continue
+        finally:
+            line.wipe()
+        print_lines(_describe_dataset(found, vocab_size, tokenizer))
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _describe_dataset(found: Inspection, vocab_size: int | None, tokenizer: Tokenizer | None) -> list[str]:
+    checked = "" if vocab_size is None else f", all below the vocabulary of {count(vocab_size)}"
+    lengths = f"{count(found.shortest)} to {count(found.longest)} tokens, median {found.median:,.1f}"
+    duplicates = "none"
+    if found.duplicates:
+        first, second = found.duplicate_pair
+        equal = f"{count(found.duplicates)} documents ({found.duplicates / found.documents:.1%}) equal an earlier one"
+        duplicates = f"{equal}, as {count(second)} equals {count(first)} (counted from 0)"
+    ending = f"{count(found.ending_so)} of {count(found.documents - found.empty)} documents end with {found.end_id}"
+    inside = f", and it stands {count(found.end_id_inside)} times elsewhere" if found.end_id_inside else ""
+    lines = [
+        f"{found.prefix}: sound",
+        f"  documents          {count(found.documents)} ({count(found.sequences)} sequences)",
+        f"  tokens             {count(found.tokens)} as {found.dtype}, {size(found.file_bytes)} in both files",
+        f"  ids                {found.smallest_id} to {found.largest_id}{checked}",
+        f"  document lengths   {lengths}, mean {found.mean:,.1f}; {count(found.empty)} empty",
+        f"  duplicates         {duplicates}",
+        f"  end of document    {ending}{inside}",
+    ]
+    if tokenizer:
+        # repr: a text may hold control characters, which a terminal would obey
+        lines.append(f"  begins             {tokenizer.decode(found.sample)!r}")
+    return lines
