@@ -27,7 +27,7 @@ def range_rules(args: Args, world: World) -> Iterator[str]:
     for flag in list_flags(Args):
         value = flag.get(args)
         if flag.must_be and value is not None and not flag.is_in_range(value):
-            shown = f"{value:g}" if flag.kind is float else value
+            shown = f"{value:.10g}" if flag.kind is float else value
             optional = flag.default is None and not flag.required and ";" not in flag.must_be
             yield f"{flag.spelling} {shown}: must be {flag.must_be}{', or leave it out' if optional else ''}."
 

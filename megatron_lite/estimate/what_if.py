@@ -1,8 +1,7 @@
 """The same run with other flags: what it would need, how fast it could be, and the flags with which it fits into a GPU."""
 
-import dataclasses
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_lite.config.args import Args
@@ -18,6 +17,14 @@ from megatron_lite.units import GIB
 
 RULES = [rule for rule in RULES_WITHOUT_FILES if rule is not data_rules]  # a plan may be made without its data
 FLAGS = {flag.field: flag for flag in list_flags(Args)}
+MARGIN = 0.08  # of a GPU's memory: CUDA's context, libraries' buffers, NCCL, what the caching allocator cannot reuse
+SHORTEST = 128  # sequence that anybody would want
+NO_RECOMPUTE = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+SELECTIVE = NO_RECOMPUTE | {"recompute_granularity": "selective"}
+PRECISIONS = {  # switches that go with each; the sums' default follows the precision
+    "fp32": {"fp16": False, "bf16": False}, "fp16": {"fp16": True, "bf16": False}, "bf16": {"fp16": False, "bf16": True},
+}  # fmt: skip
+SUMS_AS_USUAL = {"accumulate_allreduce_grads_in_fp32": False, "grad_reduce_in_bf16": False}
 
 
 @dataclass(frozen=True)
@@ -50,55 +57,62 @@ def variant_of(plan: Plan, processor: Processor | None = None, **changes) -> Var
     """`plan` with the fields of Args in `changes`; the global batch stays. None where the trainer would refuse that."""
     if plan.args.training.global_batch_size is None and changes.get("micro_batch_size"):
         changes = {"global_batch_size": plan.batch.final, **changes}
-    before = _values(plan.args)
+    before = {name: flag.get(plan.args) for name, flag in FLAGS.items()}
     changes = {name: value for name, value in changes.items() if before[name] != value}
     args = build(Args, before | changes)
     if any(mistake for rule in RULES for mistake in rule(args, plan.world)):
         return None
     changed = resolve(args, plan.world, plan.vocab_size)
-    add, drop = _spelled(before, changes)
-    return Variant(
-        changed, add, drop, predict_memory(changed, processor), predict_time(changed, processor) if processor else None
-    )
+    add, drop = [], []
+    for name, value in changes.items():
+        flag = FLAGS[name]
+        if not _is_left_out(flag, value):
+            shown = f"{value:g}" if isinstance(value, float) else value
+            add.append(flag.spelling if flag.is_switch else f"{flag.spelling} {shown}")
+        elif not _is_left_out(flag, before[name]):
+            drop.append(flag.spelling)
+    time = predict_time(changed, processor) if processor else None
+    return Variant(changed, tuple(add), tuple(drop), predict_memory(changed, processor), time)
 
 
-def _values(args: Args) -> dict[str, object]:
-    groups = [getattr(args, group.name) for group in dataclasses.fields(args)]
-    return {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}
-
-
-def _spelled(before: dict[str, object], changes: dict[str, object]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(flags to add, flags to drop)."""
-    add = [_text(FLAGS[name], value) for name, value in changes.items() if not _is_default(FLAGS[name], value)]
-    drop = [
-        FLAGS[name].spelling
-        for name, value in changes.items()
-        if _is_default(FLAGS[name], value) and not _is_default(FLAGS[name], before[name])
-    ]
-    return tuple(add), tuple(drop)
-
-
-def _is_default(flag: Flag, value) -> bool:
+def _is_left_out(flag: Flag, value) -> bool:
     """Only switches and what is None when left out can be taken back by leaving the flag out."""
     return value == flag.default and (flag.is_switch or value is None)
 
 
-def _text(flag: Flag, value) -> str:
-    if flag.is_switch:
-        return flag.spelling
-    return f"{flag.spelling} {f'{value:g}' if isinstance(value, float) else value}"
+def full_recompute(layers: int, method: str) -> dict:
+    """Fields of Args; block: the first `layers` layers; uniform: all of them, however long the chunks."""
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+
+
+def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
+    """Changes of one thing each, without those that change nothing or that the trainer refuses."""
+    now = variant_of(plan, processor)
+    found = [variant_of(plan, processor, **changes) for changes in _list_single_changes(plan)]
+    return [one for one in found if one and one.words and (one.memory, one.time) != (now.memory, now.time)]
+
+
+def _list_single_changes(plan: Plan) -> Iterator[dict]:
+    m, t = plan.args.model, plan.args.training
+    yield NO_RECOMPUTE
+    yield SELECTIVE
+    yield full_recompute(1, "uniform")
+    if t.micro_batch_size > 1:
+        yield {"micro_batch_size": t.micro_batch_size // 2}
+    yield {"micro_batch_size": t.micro_batch_size * 2}
+    yield from (PRECISIONS[name] | SUMS_AS_USUAL for name in PRECISIONS if name != plan.precision)
+    if plan.precision == "fp16":
+        yield {"accumulate_allreduce_grads_in_fp32": not plan.fp32_gradients}
+    if plan.precision == "bf16":
+        yield SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.fp32_gradients}
+    yield {"optimizer": "sgd" if plan.args.optimizer.optimizer == "adam" else "adam"}
+    if m.hidden_dropout or m.attention_dropout:
+        yield {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    if m.attention_backend in ("unfused", "local"):
+        yield {"attention_backend": "auto"}
 
 
 # --- which flags make a run fit into a GPU
-
-MARGIN = 0.08  # of a GPU's memory: CUDA's context, libraries' buffers, NCCL, what the caching allocator cannot reuse
-SHORTEST = 128  # sequence that anybody would want
-NO_RECOMPUTE = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
-SELECTIVE = NO_RECOMPUTE | {"recompute_granularity": "selective"}
-PRECISIONS = {  # switches that go with each; the sums' default follows the precision
-    "fp32": {"fp16": False, "bf16": False}, "fp16": {"fp16": True, "bf16": False}, "bf16": {"fp16": False, "bf16": True},
-}  # fmt: skip
-SUMS_AS_USUAL = {"accumulate_allreduce_grads_in_fp32": False, "grad_reduce_in_bf16": False}
 
 
 @dataclass(frozen=True)
@@ -119,104 +133,49 @@ class Fit:
         return self.given.peak_bytes <= self.budget_bytes
 
 
-def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
-    """Changes of one thing each, without those that change nothing or that the trainer refuses."""
-    now = variant_of(plan, processor)
-    found = [variant_of(plan, processor, **changes) for changes in _single_changes(plan)]
-    return [one for one in found if one and one.words and (one.memory, one.time) != (now.memory, now.time)]
-
-
 def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     """The cheapest recomputation that fits with some micro-batch, and the largest micro-batch that fits with it.
 
-    The global batch stays, so a micro-batch must divide each rank's share of it.
+    The global batch stays, so a micro-batch must divide each rank's share of it. Where nothing fits, a change of training
+    on top of what needs least; none of the model, which would be another one.
     """
-    budget = int(processor.memory_gib * GIB * (1 - margin))
-    sizes = _micro_batches(plan)
+    budget, layers = int(processor.memory_gib * GIB * (1 - margin)), plan.shape.num_layers
+    share = plan.batch.final // plan.world.size
+    sizes = [size for size in range(share, 0, -1) if share % size == 0]
 
-    def tried(micro_batch: int, recompute: dict) -> Variant | None:
-        return variant_of(plan, processor, micro_batch_size=micro_batch, **recompute)
+    def change(micro_batch: int, changes: dict) -> Variant | None:
+        return variant_of(plan, processor, micro_batch_size=micro_batch, **changes)
 
-    mode = next((mode for mode in _recompute_modes(plan) if _fits(tried(sizes[-1], mode), budget)), None)
+    def change_to_fit(micro_batch: int, changes: dict) -> Variant | None:
+        one = change(micro_batch, changes)
+        return one if one is not None and one.peak_bytes <= budget else None
+
+    # from the least arithmetic to the most
+    block = [full_recompute(layers - 1, "block")] if layers > 1 else []
+    modes = [NO_RECOMPUTE, SELECTIVE, *block, full_recompute(1, "uniform")]
+    mode = next((mode for mode in modes if change_to_fit(sizes[-1], mode)), None)
     if mode and mode.get("recompute_method") == "block":
-        mode = _fewest_layers(plan, lambda mode: _fits(tried(sizes[-1], mode), budget))
-    found = next((one for size in sizes if _fits(one := tried(size, mode), budget)), None) if mode is not None else None
+        # each more recomputed layer keeps less: halving finds the fewest that are enough
+        numbers = range(1, layers)
+        fitting = bisect_left(
+            numbers, True, key=lambda number: change_to_fit(sizes[-1], full_recompute(number, "block")) is not None
+        )
+        mode = full_recompute(numbers[fitting], "block")
+    found = next(filter(None, (change_to_fit(size, mode) for size in sizes)), None) if mode is not None else None
     result = Fit(processor, budget, margin, given=variant_of(plan, processor), found=found)
     if found:
         return result
     whole = (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
-    least = min(filter(None, (tried(sizes[-1], mode) for mode in whole)), key=lambda one: one.peak_bytes)
-    return replace(result, least=least, way_out=_way_out(plan, least.plan, processor, budget))
+    least = min(filter(None, (change(sizes[-1], mode) for mode in whole)), key=lambda one: one.peak_bytes)
+    base = {name: getattr(least.plan.args.model, name) for name in NO_RECOMPUTE}
+    micro_batch = least.plan.args.training.micro_batch_size
+    larger = (change_to_fit(micro_batch, base | changes) for changes in _list_larger_changes(plan, processor))
+    return replace(result, least=least, way_out=next(filter(None, larger), None))
 
 
-def _fits(one: Variant | None, budget: int) -> bool:
-    return one is not None and one.peak_bytes <= budget
-
-
-def _fewest_layers(plan: Plan, fits: Callable[[dict], bool]) -> dict:
-    """Each more recomputed layer keeps less: halving finds the fewest that are enough."""
-    numbers = range(1, plan.shape.num_layers)
-    least = bisect_left(numbers, True, key=lambda number: fits(full_recompute(number, "block")))
-    return full_recompute(numbers[least], "block")
-
-
-def _single_changes(plan: Plan) -> Iterator[dict]:
-    m, t = plan.args.model, plan.args.training
-    yield NO_RECOMPUTE
-    yield SELECTIVE
-    yield full_recompute(1, "uniform")
-    if t.micro_batch_size > 1:
-        yield {"micro_batch_size": t.micro_batch_size // 2}
-    yield {"micro_batch_size": t.micro_batch_size * 2}
-    yield from (PRECISIONS[name] | SUMS_AS_USUAL for name in PRECISIONS if name != plan.precision)
-    if plan.precision == "fp16":
-        yield {"accumulate_allreduce_grads_in_fp32": not plan.fp32_gradients}
-    if plan.precision == "bf16":
-        yield SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.fp32_gradients}
-    yield {"optimizer": "sgd" if plan.args.optimizer.optimizer == "adam" else "adam"}
-    if m.hidden_dropout or m.attention_dropout:
-        yield {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    if m.attention_backend in ("unfused", "local"):
-        yield {"attention_backend": "auto"}
-
-
-def full_recompute(layers: int, method: str) -> dict:
-    """Fields of Args; block: the first `layers` layers; uniform: all of them, however long the chunks."""
-    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
-
-
-def _recompute_modes(plan: Plan) -> Iterator[dict]:
-    """From the least arithmetic to the most."""
-    yield NO_RECOMPUTE
-    yield SELECTIVE
-    if plan.shape.num_layers > 1:
-        yield full_recompute(plan.shape.num_layers - 1, "block")
-    yield full_recompute(1, "uniform")
-
-
-def _micro_batches(plan: Plan) -> list[int]:
-    """Divisors of a rank's share of the global batch, largest first."""
-    share = plan.batch.final // plan.world.size
-    return [size for size in range(share, 0, -1) if share % size == 0]
-
-
-def _way_out(plan: Plan, least: Plan, processor: Processor, budget: int) -> Variant | None:
-    """A change of training on top of what needs least; none of the model, which would be another one."""
-    base = {
-        "micro_batch_size": least.args.training.micro_batch_size,
-        **{name: getattr(least.args.model, name) for name in NO_RECOMPUTE},
-    }
-
-    def tried(changes: dict) -> Variant | None:
-        return variant_of(plan, processor, **base | changes)
-
-    return next((one for changes in _larger_changes(plan, processor) if _fits(one := tried(changes), budget)), None)
-
-
-def _larger_changes(plan: Plan, processor: Processor) -> Iterator[dict]:
-    narrow = "bf16" if processor.bf16 else "fp16"
+def _list_larger_changes(plan: Plan, processor: Processor) -> Iterator[dict]:
     if plan.precision == "fp32":
-        yield PRECISIONS[narrow] | SUMS_AS_USUAL
+        yield PRECISIONS["bf16" if processor.bf16 else "fp16"] | SUMS_AS_USUAL
     if plan.precision == "fp32" and processor.bf16:
         yield PRECISIONS["bf16"] | SUMS_AS_USUAL | {"grad_reduce_in_bf16": True}
     elif plan.fp32_gradients:
