@@ -12,11 +12,10 @@ import torch
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "tests" / "gpu")]
 
-from gpu_checks import budget, device, main, out_folder, outcome, parts, process, speed, table
-from gpu_checks.agreed import DEVICE_VARIABLE, KEEP_VARIABLE, MAX_FILES
+from gpu_checks import main, outcome, pytest_side, speed
+from gpu_checks.main import GPU_TESTS, PARTS, SPEED, Part
 from gpu_checks.outcome import Outcome
-from gpu_checks.outcomes_plugin import FILE_VARIABLE, LONGEST
-from gpu_checks.parts import PARTS, SPEED, Part
+from gpu_checks.pytest_side import DEVICE_VARIABLE, KEEP_VARIABLE, MAX_FILES, MAX_MESSAGE, OUTCOMES_VARIABLE
 from waiting import LIMIT_S, wait_until
 
 from benchmarks.training.command_line import chosen, parser, work_of
@@ -48,40 +47,33 @@ time.sleep(600)
 
 
 def test_each_part_gets_its_share_of_what_is_left():
-    assert budget.limit_s(A, [B, C], 105) == 25
-    assert budget.limit_s(B, [C], 105) == pytest.approx(100 / 3)  # a took nothing: b and c have its time
-    assert budget.limit_s(C, [], 105) == 100
-    assert budget.limit_s(C, [], 3) == 0 and not budget.is_enough(0)
-
-
-def test_nine_minutes_are_enough_to_start_every_part_though_all_use_up_their_time():
-    left = 9 * 60 - 30
-    for at, part in enumerate(PARTS):
-        limit = budget.limit_s(part, PARTS[at + 1 :], left)
-        assert budget.is_enough(limit)
-        left -= limit
-    assert limit > 180 and left == pytest.approx(budget.TO_THE_END_S)
-
-
-def test_a_process_that_ends_by_itself(tmp_path):
-    ended = process.run(
-        [sys.executable, "-c", "print('hello'); raise SystemExit(4)"], dict(os.environ), LIMIT_S, tmp_path / "log"
-    )
-    assert ended.code == 4 and ended.seconds < LIMIT_S and (tmp_path / "log").read_text() == "hello\n"
+    assert main.share_time(A, [B, C], 105) == 25
+    assert main.share_time(B, [C], 105) == pytest.approx(100 / 3)  # a took nothing: b and c have its time
+    assert main.share_time(C, [], 105) == 100 and main.share_time(C, [], 19) == 0
+    left_s = 9 * 60 - 30
+    for at, part in enumerate(PARTS):  # though all use up their time, nine minutes are enough to start every part
+        limit_s = main.share_time(part, PARTS[at + 1 :], left_s)
+        left_s -= limit_s
+        assert limit_s
+    assert limit_s > 180 and left_s == pytest.approx(main.LAST_S)
 
 
 def test_when_time_is_up_all_that_was_started_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "SECONDS_TO_END", 0.5)
+    words = [sys.executable, "-c", "print('hello'); raise SystemExit(4)"]
+    code, seconds = main.run_limited(words, dict(os.environ), LIMIT_S, tmp_path / "log")
+    assert code == 4 and seconds < LIMIT_S and (tmp_path / "log").read_text() == "hello\n"
+    monkeypatch.setattr(main, "SECONDS_TO_END", 0.5)
     for limit_s in (1.5, 6, 24, 96):  # long enough for a busy machine to start the program
-        ended = process.run([sys.executable, "-c", STUBBORN], dict(os.environ), limit_s, tmp_path / "log")
-        words = (tmp_path / "log").read_text().split()
-        if words[2:]:
+        words = [sys.executable, "-c", STUBBORN]
+        code, _ = main.run_limited(words, dict(os.environ), limit_s, tmp_path / "log")
+        said = (tmp_path / "log").read_text().split()
+        if said[2:]:
             break
-    assert ended.code is None and words[0] == "child" and words[2:] == ["asked"]
-    wait_until(lambda: not _runs(int(words[1])))
+    assert code is None and said[0] == "child" and said[2:] == ["asked"]
+    wait_until(lambda: not is_running(int(said[1])))
 
 
-def _runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -96,24 +88,25 @@ def test_every_test_is_noted_as_soon_as_it_is_over(tmp_path):
     (tmp_path / "test_skipped.py").write_text("import pytest; pytest.skip('needs a GPU', allow_module_level=True)")
     (tmp_path / "test_unreadable.py").write_text("import nothing_of_that_name")
     found = tmp_path / "tests.jsonl"
-    paths = os.pathsep.join([str(REPO), str(parts.GPU_TESTS)])
-    environment = os.environ | {"PYTHONPATH": paths, FILE_VARIABLE: str(found), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    words = [sys.executable, *parts.PYTEST, "--continue-on-collection-errors", "."]
+    paths = os.pathsep.join([str(REPO), str(GPU_TESTS)])
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        OUTCOMES_VARIABLE: str(found),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    words = [sys.executable, *main.PYTEST, "--continue-on-collection-errors", "."]
     done = subprocess.run(words, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout
-    tests = {test["test"]: test for test in outcome.read_tests(found)}
-    assert {name: test["outcome"] for name, test in tests.items()} == {
-        "test_some.py::test_good": "passed",
-        "test_some.py::test_bad": "failed",
-        "test_some.py::test_other": "skipped",
-        "test_some.py::test_of_broken": "failed",
-        "test_skipped.py": "skipped",
-        "test_unreadable.py": "failed",
+    tests = {test["test"]: test for test in map(json.loads, found.read_text().splitlines())}
+    assert {name: (test["outcome"], test["message"]) for name, test in tests.items()} == {
+        "test_some.py::test_good": ("passed", ""),
+        "test_some.py::test_bad": ("failed", tests["test_some.py::test_bad"]["message"]),
+        "test_some.py::test_other": ("skipped", "needs nsys"),
+        "test_some.py::test_of_broken": ("failed", "OSError: no disk"),
+        "test_skipped.py": ("skipped", "needs a GPU"),
+        "test_unreadable.py": ("failed", "E   ModuleNotFoundError: No module named 'nothing_of_that_name'"),
     }
-    messages = {name: test["message"] for name, test in tests.items() if test["message"]}
-    assert len(messages["test_some.py::test_bad"]) == LONGEST and "no disk" in messages["test_some.py::test_of_broken"]
-    assert messages["test_some.py::test_other"] == "needs nsys" and messages["test_skipped.py"] == "needs a GPU"
-    assert "nothing_of_that_name" in messages["test_unreadable.py"]
+    assert len(tests["test_some.py::test_bad"]["message"]) == MAX_MESSAGE
     assert tests["test_some.py::test_good"]["figures"] == {"off": 0.5}
 
 
@@ -139,27 +132,26 @@ def noted(*outcomes: str) -> list[dict]:
         (("failed",), None, "failed", "1 failed, ended after its 30 s"),
     ],
 )
-def test_what_a_part_comes_to(kinds, code, result, words):
-    found = outcome.of_tests("memory", noted(*kinds), code, 12.0, 30.0)
+def test_what_a_part_comes_to(tmp_path, kinds, code, result, words):
+    lines = "".join(json.dumps(test) + "\n" for test in noted(*kinds))
+    (tmp_path / "tests").write_text(lines + '{"test": "cut off", "outc')
+    found = outcome.judge_tests("memory", tmp_path / "tests", code, 12.0, 30.0)
     assert (found.result, found.words) == (result, words)
     assert found.is_good == (result in ("passed", "left out"))
     assert ("failed: t1: why" in found.remarks) == (kinds == ("passed", "failed"))
 
 
 def test_what_cannot_run_here_at_all():
-    assert parts.lacks(Part("x", "x", 1, packages=("no_such_package",)), "cuda") == "needs the package no_such_package"
-    assert parts.lacks(Part("x", "x", 1, program="no-such-program"), "cuda") == "needs no-such-program on the PATH"
-    assert parts.lacks(PARTS[1], "cpu") == "needs a GPU" and parts.lacks(PARTS[0], "cpu") is None
-
-
-def test_a_line_that_was_cut_off_does_not_count(tmp_path):
-    (tmp_path / "t").write_text(json.dumps(noted("passed")[0]) + "\n" + '{"test": "t1", "outc')
-    assert len(outcome.read_tests(tmp_path / "t")) == 1 and outcome.read_tests(tmp_path / "none") == []
+    assert (
+        main.find_lack(Part("x", "x", 1, packages=("no_such_package",)), "cuda") == "needs the package no_such_package"
+    )
+    assert main.find_lack(Part("x", "x", 1, program="no-such-program"), "cuda") == "needs no-such-program on the PATH"
+    assert main.find_lack(PARTS[1], "cpu") == "needs a GPU" and main.find_lack(PARTS[0], "cpu") is None
 
 
 def test_no_test_of_a_gpu_is_forgotten():
     named = [name for part in PARTS for name in part.files]
-    assert sorted(named) == sorted(path.name for path in parts.GPU_TESTS.glob("test_*.py"))
+    assert sorted(named) == sorted(path.name for path in GPU_TESTS.glob("test_*.py"))
 
 
 # --- speed
@@ -167,7 +159,7 @@ def test_no_test_of_a_gpu_is_forgotten():
 
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
 def test_the_benchmark_understands_its_command(tmp_path, on):
-    words = parts.command_of(PARTS[-1], on, 200, tmp_path)
+    words = main.build_command(SPEED, on, 200, tmp_path / "speed.json")
     args = parser("").parse_args(words[words.index("benchmarks.train") + 1 :])
     work, warm_up = work_of(args, args.device)
     assert args.minutes == 3 and args.out == tmp_path / "speed.json" and warm_up < work.steps
@@ -206,7 +198,7 @@ def measured(peak: int, tokens_s: float | None = 200_000.0, gpus=("NVIDIA H200",
 
 def judged(folder: Path, content: dict, code: int | None = 0, on: str = "cuda") -> Outcome:
     (folder / "speed.json").write_text(json.dumps(content))
-    return speed.outcome_of(folder / "speed.json", SPEED, on, code, 100.0, 200.0)
+    return speed.judge_speed("speed", folder / "speed.json", on, code, 100.0, 200.0)
 
 
 def planned_peak() -> int:
@@ -249,24 +241,24 @@ def test_a_speed_table_that_was_not_finished(tmp_path, code, tokens_s, result):
 def test_nothing_measured_and_nothing_of_a_gpu(tmp_path):
     assert judged(tmp_path, measured(1), on="cpu").figures["planned_peak_bytes"] is None
     gone = tmp_path / "gone.json"
-    assert speed.outcome_of(gone, SPEED, "cuda", 2, 1.0, 9.0).words == "exit code 2, nothing was measured"
-    assert speed.outcome_of(gone, SPEED, "cuda", None, 9.0, 9.0).result == "out of time"
+    assert speed.judge_speed("speed", gone, "cuda", 2, 1.0, 9.0).words == "exit code 2, nothing was measured"
+    assert speed.judge_speed("speed", gone, "cuda", None, 9.0, 9.0).result == "out of time"
 
 
 # --- files
 
 
 def test_few_and_small_files_are_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(out_folder, "MAX_BYTES", 5000)
+    monkeypatch.setattr(outcome, "MAX_BYTES", 5000)
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     out.mkdir()
-    (scratch / SPEED).mkdir(parents=True)
-    (scratch / SPEED / "speed.json").write_text("{}")
+    (scratch / "speed").mkdir(parents=True)
+    (scratch / "speed" / "speed.json").write_text("{}")
     (scratch / "equal.log").write_text("some output")
     for at in range(MAX_FILES):
         (out / f"{at}.gz").write_bytes(bytes(2000 + at))
     (out / "large.gz").write_bytes(bytes(5001))
-    said = out_folder.write(out, scratch, {"torch": {}}, [Outcome("equal", "passed", "1 passed")])
+    said = outcome.write_files(out, scratch, {"torch": {}}, [Outcome("equal", "passed", "1 passed")])
     left = {path.name for path in out.iterdir()}
     assert len(left) == MAX_FILES and {"results.json", "log.txt", "speed.json"} <= left and "large.gz" not in left
     assert len(said) == 4 and all(line.endswith("at most 8 files of 0 MiB") for line in said)
@@ -276,12 +268,12 @@ def test_few_and_small_files_are_left_behind(tmp_path, monkeypatch):
 
 def test_what_is_worth_keeping_is_kept_if_it_is_small(tmp_path, monkeypatch):
     (tmp_path / "trace").write_bytes(os.urandom(1000))
-    device.keep(tmp_path / "trace", "nowhere")
+    pytest_side.keep(tmp_path / "trace", "nowhere")
     monkeypatch.setenv(KEEP_VARIABLE, str(tmp_path / "out"))
     (tmp_path / "out").mkdir()
-    device.keep(tmp_path / "trace", "trace")
-    monkeypatch.setattr(device, "MAX_BYTES", 999)
-    device.keep(tmp_path / "trace", "too-large")
+    pytest_side.keep(tmp_path / "trace", "trace")
+    monkeypatch.setattr(pytest_side, "MAX_BYTES", 999)
+    pytest_side.keep(tmp_path / "trace", "too-large")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["trace.gz"]
 
 
@@ -292,7 +284,7 @@ def test_what_is_worth_keeping_is_kept_if_it_is_small(tmp_path, monkeypatch):
 def test_where_tests_run(monkeypatch, gpu, asked, device_to_use):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setenv(DEVICE_VARIABLE, asked)
-    assert device.checked_device() == device_to_use
+    assert pytest_side.checked_device() == device_to_use
 
 
 # --- the command
@@ -310,14 +302,14 @@ def command_with(monkeypatch, capsys):
             log.write_text(f"output of {log.stem}")
             kinds, code = does(log.stem)
             lines = "".join(json.dumps(test) + "\n" for test in noted(*kinds))
-            Path(environment[FILE_VARIABLE]).write_text(lines)
-            return process.Ended(code, 2.0)
+            Path(environment[OUTCOMES_VARIABLE]).write_text(lines)
+            return code, 2.0
 
-        monkeypatch.setattr(main, "_torch_facts", lambda: found)
+        monkeypatch.setattr(main, "look_at_torch", lambda: found)
         monkeypatch.setattr(
-            main, "lacks", lambda part, device: "needs nsys on the PATH" if part.name == "nsys" else None
+            main, "find_lack", lambda part, device: "needs nsys on the PATH" if part.name == "nsys" else None
         )
-        monkeypatch.setattr(main, "run", pretend)
+        monkeypatch.setattr(main, "run_limited", pretend)
         code = main.main(words, "")
         return code, capsys.readouterr()
 
@@ -325,7 +317,7 @@ def command_with(monkeypatch, capsys):
 
 
 def test_the_command_goes_on_after_a_failure(command_with, tmp_path):
-    names = [part.name for part in PARTS if part.name != SPEED]
+    names = [part.name for part in PARTS if part is not SPEED]
     code, said = command_with(
         ["--out", str(tmp_path / "out" / "of"), "--parts", *names],
         lambda name: (("passed", "failed"), 1) if name == "syncs" else (("passed",), 0),
@@ -348,7 +340,7 @@ def test_all_good(command_with):
 
 
 def test_what_could_not_be_started_is_named(command_with, monkeypatch):
-    monkeypatch.setattr(budget, "MIN_S", 1000)
+    monkeypatch.setattr(main, "MIN_PART_S", 1000)
     code, said = command_with(["--parts", "equal", "memory"], lambda name: pytest.fail("was started"))
     assert code == 1 and said.out.count("not started") == 4 and "s of --minutes were left" in said.out
 
@@ -372,7 +364,6 @@ def test_what_was_found_before_an_interruption_is_shown(command_with, tmp_path):
     ("found", "words"),
     [
         ({"torch": "2.13.0+cpu", "device": None}, f"torch 2.13.0+cpu {NO_GPU}"),
-        ({"torch": None}, "cannot import torch; start this with the Python that has it"),
         (
             {"torch": None, "why": "exit code -11"},
             "cannot import torch (exit code -11); start this with the Python that has it",
@@ -398,12 +389,6 @@ def test_mistakes_in_the_flags(words, message, capsys):
     assert caught.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_lines_stay_in_their_columns():
-    assert table.line_of(Outcome("equal", "passed", "5 passed", 43.2, 60.0)) == (
-        "equal     passed       5 passed                                      43 s of 60"
-    )
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_real_command_ends_at_once():
     done = subprocess.run(
@@ -414,9 +399,7 @@ def test_without_a_gpu_the_real_command_ends_at_once():
 
 
 def test_a_package_that_everything_needs_is_named():
-    start = (
-        f"import runpy, sys; sys.modules['numpy'] = None; runpy.run_path({str(parts.GPU_TESTS)!r}, run_name='__main__')"
-    )
+    start = f"import runpy, sys; sys.modules['numpy'] = None; runpy.run_path({str(GPU_TESTS)!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", start], check=False, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 3 and done.stderr == (
         f"error: {sys.executable} has no numpy, without which nothing can be trained; install it there\n"

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_checks.device import checked_device
+from gpu_checks.pytest_side import checked_device
 
 DEVICE = checked_device()
 if DEVICE is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from gpu_checks.device import checked_device, keep
+from gpu_checks.pytest_side import checked_device, keep
 
 DEVICE = checked_device()
 if DEVICE is None:
