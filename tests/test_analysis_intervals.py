@@ -97,8 +97,8 @@ def test_the_innermost_range_is_found_on_each_thread(random):
 def test_parents_and_depths():
     nest = Nesting(np.array([10, 11, 12, 13]), [0, 0, 5, 0], [9, 4, 9, 3], [0, 0, 0, 1])
     assert nest.rows.tolist() == [10, 11, 12, 13]
-    assert nest.parent_rows().tolist() == [-1, 10, 10, -1]
-    assert nest.outermost().tolist() == [True, False, False, True]
+    assert nest.row_of(nest.parent).tolist() == [-1, 10, 10, -1]
+    assert (nest.depth == 0).tolist() == [True, False, False, True]
 
 
 def test_a_range_that_sticks_out_ends_with_the_one_it_began_in():

@@ -14,7 +14,7 @@ from launch import ALONE, alone, flags, plan_of, quietly
 from torch import nn
 from torch.nn import functional
 
-from megatron_lite.analysis.memory.categories import assign_categories, find_lifetimes, held_bytes
+from megatron_lite.analysis.memory.categories import assign_categories, find_lifetimes, held_bytes, place_lives
 from megatron_lite.analysis.memory.ledger import ledger
 from megatron_lite.analysis.memory.phases import find_memory_phases
 from megatron_lite.analysis.memory.read import analyze_snapshot, read_snapshot
@@ -181,7 +181,8 @@ def without_old_stacks(snapshot: dict) -> dict:
 def categorised(raw: dict, path):
     record = build_record(raw, path)
     lives = find_lifetimes(record)
-    return record, lives, assign_categories(record, lives, find_memory_phases(record))
+    phases = find_memory_phases(record)
+    return record, lives, assign_categories(lives, place_lives(record, lives, phases), phases)
 
 
 def test_without_tags_as_with_them(own):

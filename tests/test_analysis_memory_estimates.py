@@ -9,7 +9,7 @@ from trace_maker import MadeTrace
 from megatron_lite.analysis.memory.categories import find_lifetimes
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.analysis.memory.record import build_record
-from megatron_lite.analysis.memory.sites import replayed_peak
+from megatron_lite.analysis.memory.sites import replay_peak
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.read import read_traces
@@ -156,8 +156,8 @@ def test_a_replay_gives_back_where_the_record_does(tmp_path):
     made.alloc(60 * MIB)
     record = build_record(made.data(), tmp_path)
     assert (
-        replayed_peak(record, find_lifetimes(record), False)
-        == replayed_peak(record, find_lifetimes(record), True)
+        replay_peak(record, find_lifetimes(record), False)
+        == replay_peak(record, find_lifetimes(record), True)
         == 60 * MIB
     )
 

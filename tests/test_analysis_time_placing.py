@@ -3,7 +3,7 @@
 import pytest
 from trace_maker import AUTOGRAD, MAIN, MadeTrace, cpu_run, gpu_run
 
-from megatron_lite.analysis.time.find_phases import known_phase, phase_label
+from megatron_lite.analysis.time.find_phases import known_phase, label_phase
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.analysis.trace.read import read_traces
@@ -198,7 +198,7 @@ def test_two_windows_in_one_file_leave_a_hole(tmp_path):
     ],
 )
 def test_names_of_other_people(name, label):
-    assert phase_label(name) == label
+    assert label_phase(name) == label
 
 
 def test_what_means_no_phase_is_none():

@@ -11,10 +11,10 @@ import pytest
 from trace_maker import cpu_run, gpu_run, write
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.trace import read_several
-from megatron_lite.analysis.trace.blocks import ahead
+from megatron_lite.analysis.trace import read as trace_read
 from megatron_lite.analysis.trace.columns import Kind
-from megatron_lite.analysis.trace.read import Chunks, read_traces
+from megatron_lite.analysis.trace.kineto_json import Chunks, read_ahead
+from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.errors import UserError
 from megatron_lite.report.sections.all import build_limitations
 
@@ -218,7 +218,7 @@ def test_paths_that_cannot_be_read(tmp_path):
 
 
 def test_an_endless_string_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.analysis.trace.read._MAX_EVENT_BYTES", 10_000)
+    monkeypatch.setattr("megatron_lite.analysis.trace.kineto_json._MAX_EVENT_BYTES", 10_000)
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [' + event() + ', {"ph": "X", "name": "' + "x" * 100_000)
     chunks = Chunks(path, 1000)
@@ -227,18 +227,18 @@ def test_an_endless_string_is_given_up(tmp_path, monkeypatch):
 
 
 def test_blocks_made_ahead():
-    assert list(ahead(iter([b"a", b"b"] * 10), most=2)) == [b"a", b"b"] * 10
+    assert list(read_ahead(iter([b"a", b"b"] * 10), most=2)) == [b"a", b"b"] * 10
 
     def failing():
         yield b"a"
         raise OSError("gone")
 
-    blocks = ahead(failing())
+    blocks = read_ahead(failing())
     assert next(blocks) == b"a"
     with pytest.raises(OSError, match="gone"):
         next(blocks)
     before = threading.active_count()
-    abandoned = ahead(iter(itertools.repeat(b"x")), most=2)
+    abandoned = read_ahead(iter(itertools.repeat(b"x")), most=2)
     assert next(abandoned) == b"x"
     abandoned.close()
     assert threading.active_count() == before, "whoever stops reading leaves no thread behind"
@@ -313,18 +313,18 @@ def test_a_cut_trace_is_reported_over_its_whole_steps(run, cut, tmp_path):
 
 def test_of_a_trace_that_is_too_large_as_many_whole_steps_are_read_as_may_be_held(tmp_path, monkeypatch):
     """They were half of them: of a trace of few long steps one was left."""
-    monkeypatch.setattr("megatron_lite.analysis.trace.read.Chunks", lambda path: Chunks(path, 500))
+    monkeypatch.setattr("megatron_lite.analysis.trace.kineto.Chunks", lambda path: Chunks(path, 500))
     made = gpu_run(steps=6)
     path, per_step = made.write(tmp_path), len(made.events) // 6
-    monkeypatch.setattr(read_several, "_max_events", lambda files: per_step * 5)
+    monkeypatch.setattr(trace_read, "MAX_EVENTS", per_step * 5)
     report = analyze([path])
     assert len(report.facts.ranks_seen[0].time.steady_steps) >= 2
     made.events = sorted(made.events, key=lambda event: event["name"].startswith("ProfilerStep"))  # the marks last
     cut = json.dumps(made.data()).partition('"name": "ProfilerStep')[0]
     (tmp_path / "cut.json").write_text(cut)
-    monkeypatch.setattr(read_several, "_max_events", lambda files: 1000)
+    monkeypatch.setattr(trace_read, "MAX_EVENTS", 1000)
     assert "no step marks" not in analyze([tmp_path / "cut.json"]).verdict.sentence
-    monkeypatch.setattr(read_several, "_max_events", lambda files: per_step * 2)
+    monkeypatch.setattr(trace_read, "MAX_EVENTS", per_step * 2)
     report = analyze([path])
     assert (
         report.verdict.sentence.startswith("INCONCLUSIVE: only one whole step stands in the ")

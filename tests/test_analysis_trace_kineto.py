@@ -12,8 +12,9 @@ import pytest
 from trace_maker import MadeTrace, gpu_run, write
 
 from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes
-from megatron_lite.analysis.trace.kineto_header import KIND_OF_CATEGORY
-from megatron_lite.analysis.trace.read import Chunks, read_traces
+from megatron_lite.analysis.trace.kineto import KIND_OF_CATEGORY
+from megatron_lite.analysis.trace.kineto_json import Chunks
+from megatron_lite.analysis.trace.read import read_traces
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 REAL = sorted(TRACES.glob("*/rank0.*.json.gz"))

@@ -151,11 +151,11 @@ def test_the_size_of_a_large_trace_is_said_before_it_is_read(terminal, trace, mo
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     seen = []
     monkeypatch.setattr(
-        "megatron_lite.analysis.trace.read_several.read_traces",
+        "megatron_lite.analysis.trace.read.read_traces",
         lambda *args: seen.append(capsys.readouterr().err) or read_traces(*args),
     )
     assert main(["report", str(trace), "--no-html"]) == 0
     assert "\n" not in seen[0], "small files need no line of their own"
-    monkeypatch.setattr("megatron_lite.analysis.trace.read_several.MIN_LARGE_BYTES", trace.stat().st_size)
+    monkeypatch.setattr("megatron_lite.analysis.trace.read.MIN_LARGE_BYTES", trace.stat().st_size)
     assert main(["report", str(trace), "--no-html"]) == 0
     assert seen[1].rpartition("\x1b[K")[2] == f"  reading {trace.name} (1 of 1, {size(trace.stat().st_size)})\n"

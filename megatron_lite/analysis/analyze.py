@@ -24,7 +24,7 @@ from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.columns import Trace
-from megatron_lite.analysis.trace.read_several import are_large, file_bytes, readers, say_nothing
+from megatron_lite.analysis.trace.read import are_large, file_bytes, readers, say_nothing
 from megatron_lite.analysis.verdict import build_verdict
 from megatron_lite.errors import UserError
 from megatron_lite.units import size

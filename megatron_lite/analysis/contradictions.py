@@ -5,14 +5,13 @@ Each is a sentence that lowers the confidence of all that is derived from the so
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
@@ -28,13 +27,18 @@ MAX_UNSEEN = 0.1  # of the allocator's peak, which a snapshot of the peak must n
 
 
 def find_contradictions(facts: Facts) -> list[str]:
-    """About the trace of the critical rank and the highest snapshot."""
-    one, run = facts.critical, facts.run
+    """About the trace of the critical rank; without one about the highest snapshot, whose record may be incomplete, or whose
+    peak the run's own allocator exceeded."""
+    one, run, snapshot = facts.critical, facts.run, facts.highest_snapshot
     told = [text for seen in facts.ranks_seen for text in seen.trace.damage]
-    told += _of_trace(one, run) if one is not None else []
-    if facts.highest_snapshot is not None and one is None:
-        told += _of_snapshot(facts.highest_snapshot, run)
-    return [text for text in told if text]
+    if one is not None:
+        return [text for text in (*told, *_check_trace(one, run)) if text]
+    if snapshot is not None:
+        told += [] if snapshot.complete else ["the record dropped older events"]
+        most = max((peak for peak in run.peak_memory_bytes if not math.isnan(peak)), default=0) if run else 0
+        if not snapshot.simulated and snapshot.peak_bytes < (1 - MAX_UNSEEN) * most:
+            told.append(f"the run's allocator peaked at {size(int(most))}, which the snapshot does not show")
+    return told
 
 
 def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
@@ -42,8 +46,7 @@ def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
     trace, planned = one.trace, run.plan.get("device") if run else None
     if one.time.on_gpu:
         return ""
-    launches = int(np.isin(trace.events.name[trace.rows[Kind.RUNTIME]], _launch_names(one)).sum())
-    name = trace.devices[0] if trace.devices else ""
+    launches, name = len(_find_launches(one)), trace.devices[0] if trace.devices else ""
     if launches:
         return f"the trace holds {launches:,} kernel launches and no kernel"
     if planned == "cuda":
@@ -67,56 +70,34 @@ def rests_on_run_only(evidence: Sequence[Evidence]) -> bool:
     return all(piece.where.endswith((RUN_FILE, STEPS_FILE)) for piece in evidence)
 
 
-def _of_snapshot(one: Snapshot, run: Run | None) -> list[str]:
-    """An incomplete record, or a peak that the run's own allocator exceeded."""
-    told = [] if one.complete else ["the record dropped older events"]
-    peaks = [peak for peak in run.peak_memory_bytes if not math.isnan(peak)] if run else []
-    if peaks and not one.simulated and one.peak_bytes < (1 - MAX_UNSEEN) * max(peaks):
-        told.append(f"the run's allocator peaked at {size(int(max(peaks)))}, which the snapshot does not show")
-    return told
+def _find_launches(one: RankFacts) -> np.ndarray:
+    calls = one.trace.rows[Kind.RUNTIME]
+    return calls[one.trace.passing(LAUNCH.match, Kind.RUNTIME)[one.trace.events.name[calls]]]
 
 
-def _of_trace(one: RankFacts, run: Run | None) -> list[str]:
-    told = [missing_gpu_work(one, run), _lost_kernels(one)]
+def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
+    trace, time, correlation = one.trace, one.time, one.trace.events.correlation
+    yield missing_gpu_work(one, run)
+    steady = np.array([step.steady for step in time.steps] + [False])
+    calls = _find_launches(one)
+    calls = calls[(correlation[calls] >= 0) & steady[one.placing.step[calls]]]
+    lost = int((~np.isin(correlation[calls], correlation[trace.device_rows])).sum())
+    if len(trace.device_rows) and lost > MAX_LOST * len(calls):
+        yield f"{lost / len(calls):.0%} of the steady steps' kernel launches have no kernel in the trace"
     if run is None:
-        return told
-    if one.time.on_gpu and run.plan.get("device") == "cpu":
-        told.append("the run was on a CPU, and the trace holds a GPU's work")
-    if one.trace.world_size and run.world_size and one.trace.world_size != run.world_size:
-        told.append(f"the trace is of {one.trace.world_size} ranks, the run of {run.world_size}")
-    return [*told, _other_step_time(one, run), _other_wait_for_data(one, run)]
-
-
-def _lost_kernels(one: RankFacts) -> str:
-    trace, events = one.trace, one.trace.events
-    steady = np.array([step.steady for step in one.time.steps] + [False])
-    calls = trace.rows[Kind.RUNTIME]
-    calls = calls[np.isin(events.name[calls], _launch_names(one)) & (events.correlation[calls] >= 0)]
-    calls = calls[steady[one.placing.step[calls]]] if len(calls) else calls
-    lost = int((~np.isin(events.correlation[calls], events.correlation[trace.device_rows])).sum())
-    if not len(trace.device_rows) or lost <= MAX_LOST * len(calls):
-        return ""
-    return f"{lost / len(calls):.0%} of the steady steps' kernel launches have no kernel in the trace"
-
-
-def _launch_names(one: RankFacts) -> np.ndarray:
-    return np.flatnonzero(one.trace.passing(LAUNCH.match, Kind.RUNTIME))
-
-
-def _other_step_time(one: RankFacts, run: Run) -> str:
-    traced, own = one.time.step_ms, run.profiled_step_ms or 0.0
-    if not (traced > 0 and own > 0) or max(traced / own, own / traced) <= MAX_APART:
-        return ""
-    return f"a step takes {traced:,.1f} ms in the trace and {own:,.1f} ms by the run's own clock ({STEPS_FILE})"
-
-
-def _other_wait_for_data(one: RankFacts, run: Run) -> str:
-    """A trace's wait that the host's clock does not know in the steps of the window; hidden waits contradict nothing."""
+        return
+    if time.on_gpu and run.plan.get("device") == "cpu":
+        yield "the run was on a CPU, and the trace holds a GPU's work"
+    if trace.world_size and run.world_size and trace.world_size != run.world_size:
+        yield f"the trace is of {trace.world_size} ranks, the run of {run.world_size}"
+    traced, own = time.step_ms, run.profiled_step_ms or 0.0
+    if traced > 0 and own > 0 and max(traced / own, own / traced) > MAX_APART:
+        yield f"a step takes {traced:,.1f} ms in the trace and {own:,.1f} ms by the run's own clock ({STEPS_FILE})"
+    # a wait that the host's clock does not know in the steps of the window; hidden waits contradict nothing
     waits = [ms for ms, profiled in zip(run.phases_ms.get(Phase.DATA.value, ()), run.profiled) if profiled]
-    traced = one.time.rows.get("data_wait", 0.0)
-    if not waits or not one.time.step_ms > 0 or traced - median(waits) <= MAX_SHARE_APART * one.time.step_ms:
-        return ""
-    return (
-        f"the trace has {traced:,.1f} ms per step of waiting for the loader, and {STEPS_FILE} "
-        f"{median(waits):,.1f} ms in the same steps"
-    )
+    waited = time.rows.get("data_wait", 0.0)
+    if waits and traced > 0 and waited - median(waits) > MAX_SHARE_APART * traced:
+        yield (
+            f"the trace has {waited:,.1f} ms per step of waiting for the loader, and {STEPS_FILE} "
+            f"{median(waits):,.1f} ms in the same steps"
+        )

@@ -12,9 +12,8 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
-from megatron_lite.analysis.trace.blocks import first_bytes
-from megatron_lite.analysis.trace.kineto_header import rank_in_name
-from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, export_first
+from megatron_lite.analysis.trace.kineto import rank_in_name
+from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, export_first, first_bytes
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
 

@@ -175,17 +175,8 @@ class Nesting:
 
     def row_at(self, time, thread) -> np.ndarray:
         """The row of the innermost range around each moment (its start included, its end not); -1: none."""
-        return self._row(self.position_at(time, thread))
+        return self.row_of(self.position_at(time, thread))
 
-    def _row(self, position: np.ndarray) -> np.ndarray:
-        if not len(self.rows):
-            return np.full(np.shape(position), -1, np.int64)
-        return np.where(position >= 0, self.rows[np.maximum(position, 0)], -1)
-
-    def parent_rows(self) -> np.ndarray:
-        """For every one of `rows` the row of the range around it; -1: none."""
-        return self._row(self.parent)
-
-    def outermost(self) -> np.ndarray:
-        """bool [k] of `rows`: ranges that no other holds."""
-        return self.depth == 0
+    def row_of(self, position: np.ndarray) -> np.ndarray:
+        """The row at each position, such as those of `parent`; -1 where the position is."""
+        return np.append(self.rows, -1)[position]

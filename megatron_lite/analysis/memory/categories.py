@@ -6,7 +6,7 @@ optimizer's state comes in optimizer.step and stays; an activation comes in forw
 outlive its phase is workspace.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,15 +14,15 @@ import numpy as np
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
 from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, Record
 from megatron_lite.analysis.memory.stacks import Code
+from megatron_lite.estimate.caching_allocator import MIN_BLOCK
 from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.estimate.memory_categories import CATEGORIES
 
+INDEX = {name: number for number, name in enumerate(CATEGORIES)}
+UNDECIDED = -1
+MIN_LOGITS = 2**16  # bytes; below it a size says nothing about what it is
+
 # --- when each piece of memory was handed out and given back
-
-
-SMALLEST_BLOCK = (
-    512  # bytes; CUDA's caching allocator rounds up to multiples (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
-)
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Lives:
     requested: np.ndarray  # int64 [m], bytes asked for
     num_bytes: np.ndarray  # int64 [m], as the allocator rounds them
     address: np.ndarray  # int64 [m]
-    stack: np.ndarray  # int32 [m], of the allocation, index into Record.stacks; 0: unknown or empty
-    tag: np.ndarray  # int32 [m], the same for Record.tags
+    stack: np.ndarray  # int64 [m], of the allocation, index into Record.stacks; 0: unknown or empty
+    tag: np.ndarray  # int64 [m], the same for Record.tags
     stream: np.ndarray  # int64 [m]
 
     def __len__(self) -> int:
@@ -54,33 +54,28 @@ def find_lifetimes(record: Record) -> Lives:
     rows = np.flatnonzero((record.action == ALLOC) | (record.action == freeing))
     rows = rows[np.argsort(record.address[rows], kind="stable")]
     address, is_alloc = record.address[rows], record.action[rows] == ALLOC
-    same = np.empty(len(rows), bool)
-    same[-1:], same[:-1] = False, address[1:] == address[:-1]
-    closed = is_alloc & same & ~np.append(is_alloc[1:], True)  # followed by its own free
-    begins, ends = rows[is_alloc], np.full(len(rows), n)
-    ends[closed] = rows[1:][closed[:-1]]
-    ends = ends[is_alloc]
-    paired = np.zeros(len(rows), bool)
-    paired[1:] = closed[:-1]
-    stray = rows[~is_alloc & ~paired]  # frees of what was there before
+    freed = is_alloc[:-1] & ~is_alloc[1:] & (address[1:] == address[:-1])  # an allocation followed by its own free
+    ends = np.full(len(rows), n)
+    ends[:-1][freed] = rows[1:][freed]
+    begins, ends = rows[is_alloc], ends[is_alloc]
+    stray = rows[~is_alloc & ~np.append(False, freed)[: len(rows)]]  # frees of what was there before
     live = np.flatnonzero(blocks.live)
-    held = np.isin(blocks.address[live], record.address[begins[ends == n]])
-    old = live[~held]
-    requested = np.concatenate([record.size[begins], record.size[stray], blocks.requested[old]])
-    begin = np.concatenate([begins, np.full(len(stray) + len(old), -1)])
+    old = live[~np.isin(blocks.address[live], record.address[begins[ends == n]])]
     nothing = np.zeros(len(stray), np.int64)
-    columns = {
-        "begin": begin,
-        "end": np.concatenate([ends, stray, np.full(len(old), n)]),
-        "requested": requested,
-        "num_bytes": np.maximum(-(-requested // SMALLEST_BLOCK), 1) * SMALLEST_BLOCK,
-        "address": np.concatenate([record.address[begins], record.address[stray], blocks.address[old]]),
-        "stack": np.concatenate([record.stack[begins], nothing, blocks.stack[old]]),
-        "tag": np.concatenate([record.tag[begins], nothing, blocks.tag[old]]),
-        "stream": np.concatenate([record.stream[begins], record.stream[stray], blocks.stream[old]]),
-    }
+    begin = np.concatenate([begins, np.full(len(stray) + len(old), -1)])
+    requested = np.concatenate([record.size[begins], record.size[stray], blocks.requested[old]])
+    columns = (
+        begin,
+        np.concatenate([ends, stray, np.full(len(old), n)]),
+        requested,
+        np.maximum(-(-requested // MIN_BLOCK), 1) * MIN_BLOCK,
+        np.concatenate([record.address[begins], record.address[stray], blocks.address[old]]),
+        np.concatenate([record.stack[begins], nothing, blocks.stack[old]]),
+        np.concatenate([record.tag[begins], nothing, blocks.tag[old]]),
+        np.concatenate([record.stream[begins], record.stream[stray], blocks.stream[old]]),
+    )
     order = np.argsort(begin, kind="stable")
-    return Lives(**{name: column[order] for name, column in columns.items()})
+    return Lives(*(column[order] for column in columns))
 
 
 def held_bytes(lives: Lives, n: int, weights: np.ndarray | None = None) -> np.ndarray:
@@ -92,101 +87,7 @@ def held_bytes(lives: Lives, n: int, weights: np.ndarray | None = None) -> np.nd
     return np.cumsum(change)[: n + 1]
 
 
-# --- memory without stack or tag that was there before the record: told apart by counting equal sizes
-#
-# Each gradient has one weight of its size, and an optimizer's state and masters come in whole sets of such sizes. The set that
-# explains the most bytes is taken; what it does not explain stays unknown.
-
-MAX_UNEXPLAINED = 0.5  # of the candidates' bytes; beyond it the sizes do not fit and nothing is claimed
-
-
-@dataclass(frozen=True)
-class Sets:
-    """How many tensors of which kind go with each gradient. wide: states are fp32 beside 16-bit weights."""
-
-    masters: int
-    moments: int
-    wide: bool
-
-    @property
-    def order(self) -> tuple[tuple[str, int, int], ...]:
-        """(category, how many, times the gradient's size)."""
-        factor = 2 if self.wide else 1
-        return (("parameters", 1, 1), ("master weights", self.masters, factor), ("moments", self.moments, factor))
-
-
-HYPOTHESES = (
-    Sets(0, 0, False),
-    Sets(0, 1, False),
-    Sets(0, 2, False),
-    Sets(1, 2, True),
-    Sets(1, 1, True),
-    Sets(0, 2, True),
-)
-
-
-def assign_unknown(lives: Lives, found: np.ndarray, freed_in: np.ndarray, index: dict[str, int]):
-    """Writes into `found` (indices of categories; negative where undecided) what sizes tell."""
-    open_rows = np.flatnonzero((found < 0) & (lives.begin < 0))
-    gradients = _one_set(lives, np.flatnonzero(found == index["gradients"]))
-    if not len(open_rows) or not gradients:
-        return
-    known_sizes = np.fromiter(gradients, np.int64)
-    moments = lives.requested[found == index["moments"]]
-    freed = freed_in[open_rows]
-    replaced = (freed == NUMBER["optimizer_step"]) & np.isin(lives.requested[open_rows], moments)
-    found[open_rows[replaced]] = index["moments"]
-    cleared = np.isin(
-        freed, [NUMBER[ZERO_GRAD], NUMBER["forward"], NUMBER["data"], NUMBER["data_to_device"], NUMBER[""]]
-    )
-    cleared &= np.isin(lives.requested[open_rows], known_sizes)
-    found[open_rows[cleared]] = index["gradients"]
-    staying = open_rows[freed == NOT_SAID]
-    _by_count(lives, staying, found, gradients, index)
-
-
-def _one_set(lives: Lives, gradients: np.ndarray) -> Counter:
-    """{size: how many} of the gradients that were alive together when most were."""
-    if not len(gradients):
-        return Counter()
-    begins, ends = lives.begin[gradients], np.sort(lives.end[gradients])
-    alive = np.arange(1, len(begins) + 1) - np.searchsorted(ends, begins, side="right")
-    moment = begins[np.argmax(alive)]
-    together = gradients[(begins <= moment) & (lives.end[gradients] > moment)]
-    return Counter(lives.requested[together].tolist())
-
-
-def _by_count(lives: Lives, staying: np.ndarray, found: np.ndarray, gradients: Counter, index: dict[str, int]):
-    have = Counter(lives.requested[staying].tolist())
-    total = sum(size * count for size, count in have.items())
-    errors = [_unexplained(sets, have, gradients) for sets in HYPOTHESES]
-    best = int(np.argmin(errors))
-    if not total or errors[best] > MAX_UNEXPLAINED * total:
-        return
-    rows_of: dict[int, list[int]] = {}
-    for row in staying[np.argsort(lives.address[staying], kind="stable")].tolist():
-        rows_of.setdefault(int(lives.requested[row]), []).append(row)
-    for category, times, factor in HYPOTHESES[best].order:
-        for size, count in gradients.items():
-            rows = rows_of.get(size * factor, [])
-            found[rows[: times * count]] = index[category]
-            del rows[: times * count]
-
-
-def _unexplained(sets: Sets, have: Counter, gradients: Counter) -> int:
-    """Bytes by which what should be there and what is there differ."""
-    expected = Counter()
-    for _, times, factor in sets.order:
-        for size, count in gradients.items():
-            expected[size * factor] += times * count
-    return sum(abs(have[size] - expected[size]) * size for size in set(have) | set(expected))
-
-
-# --- what each piece of memory is for, from where it was allocated and when it was given back. Works on anybody's snapshot:
-
-INDEX = {name: number for number, name in enumerate(CATEGORIES)}
-UNDECIDED = -1
-MIN_LOGITS = 2**16  # bytes; below it a size says nothing about what it is
+# --- what is known of each
 
 
 @dataclass(frozen=True)
@@ -202,139 +103,106 @@ class Placed:
     outlives_step: np.ndarray  # bool [m]
     known: np.ndarray  # bool [m], a stack, a tag or an event says where it comes from
 
+    def has(self, code: Code) -> np.ndarray:
+        return (self.code & int(code)) > 0
 
-def placed(record: Record, lives: Lives, phases: Phases) -> Placed:
-    n = len(record)
-    old, kept = lives.begin < 0, lives.end >= n
-    begin, end = np.maximum(lives.begin, 0), np.minimum(lives.end, max(n - 1, 0))
-    code = record.stacks.code[lives.stack]
+    def within(self, *phases: str) -> np.ndarray:
+        return np.isin(self.phase, [NUMBER[phase] for phase in phases])
+
+    def find_passing(self, categories: np.ndarray) -> np.ndarray:
+        """bool [m]: gradients that end within the backward that computes them, since they are added to others."""
+        return (categories == INDEX["gradients"]) & self.within("backward") & self.same_span
+
+
+def place_lives(record: Record, lives: Lives, phases: Phases) -> Placed:
+    n, old, kept = len(record), lives.begin < 0, lives.end >= len(record)
+    # of what was there before the record: its tag or stack; code without a name made it before training began
+    by_tag, by_stack = phases.of_tag[lives.tag], phases.of_stack[lives.stack]
+    by_stack = np.where(np.isin(by_stack, (NOT_SAID, NUMBER[UNKNOWN])), NUMBER[SETUP], by_stack)
+    by_stack = np.where(lives.stack > 0, by_stack, NUMBER[UNKNOWN])
+    phase = np.where(by_tag == NOT_SAID, by_stack, by_tag)
+    freed_in, (coarse, fine, unfinished) = np.full(len(lives), NOT_SAID), np.zeros((3, len(lives)), bool)
     if n:
-        phase = np.where(old, _phase_of_old(lives, phases), phases.of_event[begin])
+        begin, end = np.maximum(lives.begin, 0), np.minimum(lives.end, n - 1)
+        phase = np.where(old, phase, phases.of_event[begin])
         freed_in = np.where(kept, NOT_SAID, phases.of_event[end])
         coarse, fine = (~old & ~kept & (span[begin] == span[end]) for span in (phases.span, phases.fine_span))
         unfinished = ~old & kept & (phases.span[begin] == phases.span[-1])
-    else:
-        phase = _phase_of_old(lives, phases)
-        freed_in, (coarse, fine, unfinished) = np.full(len(lives), NOT_SAID), np.zeros((3, len(lives)), bool)
     step_ends = np.array([step.last for step in phases.steps], np.int64)
     outlives = np.searchsorted(step_ends, lives.begin) < np.searchsorted(step_ends, lives.end)
-    return Placed(code, phase, freed_in, coarse, fine, unfinished, outlives, ~old | (lives.stack > 0) | (lives.tag > 0))
+    code, known = record.stacks.codes[0][lives.stack], ~old | (lives.stack > 0) | (lives.tag > 0)
+    return Placed(code, phase, freed_in, coarse, fine, unfinished, outlives, known)
 
 
-def _phase_of_old(lives: Lives, phases: Phases) -> np.ndarray:
-    """Of what was there before the record: its tag or stack; code without a name made it before training began."""
-    by_tag, by_stack = phases.of_tag[lives.tag], phases.of_stack[lives.stack]
-    by_stack = np.where(np.isin(by_stack, (NOT_SAID, NUMBER[UNKNOWN])) & (lives.stack > 0), NUMBER[SETUP], by_stack)
-    by_stack = np.where(lives.stack > 0, by_stack, NUMBER[UNKNOWN])
-    return np.where(by_tag == NOT_SAID, by_stack, by_tag)
+# --- the rules; the first that holds decides
 
 
-def assign_categories(record: Record, lives: Lives, phases: Phases) -> np.ndarray:
+def assign_categories(lives: Lives, seen: Placed, phases: Phases) -> np.ndarray:
     """int64 [m]: an index into CATEGORIES for each life."""
-    seen = placed(record, lives, phases)
-    found = np.full(len(lives), UNDECIDED)
+    found, requested, known = np.full(len(lives), UNDECIDED), lives.requested, seen.known
 
-    def decide(where: np.ndarray, category: str):
+    def decide(category: str, where: np.ndarray):
         found[where & (found == UNDECIDED)] = INDEX[category]
 
-    unknown = ~seen.known & (lives.begin < 0)
-    decide(unknown & (lives.requested == CUBLAS_WORKSPACE), "workspace")  # Hopper's has a size that weights have too
-    decide(seen.known & _has(seen, Code.WORKSPACE), "workspace")
-    decide(seen.known & _has(seen, Code.COMMUNICATION) & ~_has(seen, Code.GRADIENT_BUFFER), "communication")
-    _setup(seen, decide)
-    _optimizer(seen, decide)
-    _gradients(seen, lives, found, decide)
-    logits = _logits(seen, lives, phases)
-    _backward(seen, logits, decide)
-    _forward(seen, lives, logits, decide)
-    decide(seen.known, "other")
-    assign_unknown(lives, found, seen.freed_in, INDEX)
-    _find_passing_gradients(seen, lives, found)
-    left = (found == UNDECIDED) & unknown & (lives.requested == CUBLAS_WORKSPACE_SINCE_HOPPER)
+    def sizes_of(*categories: str) -> np.ndarray:
+        return requested[np.isin(found, [INDEX[category] for category in categories])]
+
+    unknown = ~known & (lives.begin < 0)
+    decide("workspace", unknown & (requested == CUBLAS_WORKSPACE))  # Hopper's has a size that weights have too
+    decide("workspace", known & seen.has(Code.WORKSPACE))
+    decide("communication", known & seen.has(Code.COMMUNICATION) & ~seen.has(Code.GRADIENT_BUFFER))
+    setup = known & seen.within(SETUP)
+    decide("gradients", setup & seen.has(Code.GRADIENT_BUFFER))
+    decide("master weights", setup & seen.has(Code.MASTER))
+    decide("moments", setup & seen.has(Code.OPTIMIZER))
+    decide("other", setup & seen.has(Code.LOADER))
+    decide("workspace", setup & seen.same_span)
+    decide("parameters", setup)
+    stepping = known & seen.within("optimizer_step")
+    decide("workspace", stepping & seen.same_span)
+    decide("master weights", stepping & seen.has(Code.MASTER))
+    decide("moments", stepping)
+    decide("workspace", seen.within("clip_grad", ZERO_GRAD) & seen.same_span)
+    decide("gradients", seen.within("unscale"))  # copies in the optimizer's precision
+    decide("communication", seen.within("grad_sync"))
+    # what outlives its backward; in one that did not end, only a weight's size tells
+    backward, again, loss = seen.within("backward"), seen.within(RECOMPUTE), seen.has(Code.LOSS)
+    computed = backward & known & ~seen.same_span
+    decide("gradients", computed & ~seen.unfinished & (~loss | np.isin(requested, sizes_of("parameters"))))
+    decide("gradients", computed & seen.unfinished & ~loss & np.isin(requested, sizes_of("parameters", "gradients")))
+    logits = loss | _find_logits(seen, lives, phases)
+    decide("logits and loss", (backward | again) & logits)
+    decide("workspace", (backward & known) | (again & seen.same_fine_span))
+    decide("activations", again)
+    forward = known & seen.within("forward")
+    decide("logits and loss", forward & logits)
+    decide("workspace", forward & seen.same_span)
+    decide("other", forward & seen.outlives_step & (seen.freed_in == NOT_SAID))  # kept on purpose, or by mistake
+    decide("activations", forward)
+    decide("other", known)
+    _assign_by_size(lives, found, seen.freed_in)
+    # Gradients that are added to others have a weight's size, and are the gradient of no activation or logits of that size.
+    # A logits' gradient was told from others by its place already.
+    of_loss, activations = found == INDEX["logits and loss"], sizes_of("activations")
+    passing = backward & known & seen.same_span & np.isin(requested, sizes_of("parameters"))
+    by_size = (found == INDEX["workspace"]) & ~np.isin(requested, activations)
+    sizes = np.union1d(activations, requested[of_loss & seen.within("forward")])
+    in_loss = of_loss & (seen.has(Code.WEIGHT_GRADIENT) | ~np.isin(requested, sizes))
+    found[passing & (by_size | in_loss)] = INDEX["gradients"]
+    left = (found == UNDECIDED) & unknown & (requested == CUBLAS_WORKSPACE_SINCE_HOPPER)
     if left.sum() <= CUBLAS_THREADS:  # more are weights of the same size
-        decide(left, "workspace")
-    decide(np.ones(len(lives), bool), "before the record")
+        decide("workspace", left)
+    decide("before the record", found == UNDECIDED)
     return found
 
 
-def _has(seen: Placed, code: Code) -> np.ndarray:
-    return (seen.code & int(code)) > 0
-
-
-def _in(seen: Placed, *phases: str) -> np.ndarray:
-    return np.isin(seen.phase, [NUMBER[str(phase)] for phase in phases])
-
-
-def _setup(seen: Placed, decide):
-    setup = seen.known & _in(seen, SETUP)
-    decide(setup & _has(seen, Code.GRADIENT_BUFFER), "gradients")
-    decide(setup & _has(seen, Code.MASTER), "master weights")
-    decide(setup & _has(seen, Code.OPTIMIZER), "moments")
-    decide(setup & _has(seen, Code.LOADER), "other")
-    decide(setup & seen.same_span, "workspace")
-    decide(setup, "parameters")
-
-
-def _optimizer(seen: Placed, decide):
-    stepping = _in(seen, "optimizer_step") & seen.known
-    decide(stepping & seen.same_span, "workspace")
-    decide(stepping & _has(seen, Code.MASTER), "master weights")
-    decide(stepping, "moments")
-    decide(_in(seen, "clip_grad", ZERO_GRAD) & seen.same_span, "workspace")
-    decide(_in(seen, "unscale"), "gradients")  # copies in the optimizer's precision
-    decide(_in(seen, "grad_sync"), "communication")
-
-
-def _gradients(seen: Placed, lives: Lives, found: np.ndarray, decide):
-    """What outlives its backward. In one that did not end, only a weight's size tells."""
-    computed, in_loss = _in(seen, "backward") & seen.known & ~seen.same_span, _has(seen, Code.LOSS)
-    weights = lives.requested[found == INDEX["parameters"]]
-    decide(computed & ~seen.unfinished & (~in_loss | np.isin(lives.requested, weights)), "gradients")
-    sizes = np.union1d(weights, lives.requested[found == INDEX["gradients"]])
-    decide(computed & seen.unfinished & ~in_loss & np.isin(lives.requested, sizes), "gradients")
-
-
-def passing_gradients(seen: Placed, categories: np.ndarray) -> np.ndarray:
-    """bool [m]: gradients that end within the backward that computes them, since they are added to others."""
-    return (categories == INDEX["gradients"]) & _in(seen, "backward") & seen.same_span
-
-
-def _find_passing_gradients(seen: Placed, lives: Lives, found: np.ndarray):
-    """What has a weight's size, and is the gradient of no activation or logits of that size. To be called when all weights are
-    known: the counting of sizes that finds some takes only gradients that stay."""
-    of_loss = found == INDEX["logits and loss"]
-    weights, activations = (lives.requested[found == INDEX[name]] for name in ("parameters", "activations"))
-    logits = np.union1d(activations, lives.requested[of_loss & _in(seen, "forward")])
-    passing = _in(seen, "backward") & seen.known & seen.same_span & np.isin(lives.requested, weights)
-    # a logits' gradient was told from others by its place already
-    by_size = (found == INDEX["workspace"]) & ~np.isin(lives.requested, activations)
-    in_loss = of_loss & (_has(seen, Code.WEIGHT_GRADIENT) | ~np.isin(lives.requested, logits))
-    found[passing & (by_size | in_loss)] = INDEX["gradients"]
-
-
-def _backward(seen: Placed, logits: np.ndarray, decide):
-    again = _in(seen, RECOMPUTE)
-    decide((_in(seen, "backward") | again) & (logits | _has(seen, Code.LOSS)), "logits and loss")
-    decide(_in(seen, "backward") & seen.known, "workspace")
-    decide(again & seen.same_fine_span, "workspace")
-    decide(again, "activations")
-
-
-def _forward(seen: Placed, lives: Lives, logits: np.ndarray, decide):
-    forward = _in(seen, "forward") & seen.known
-    decide(forward & (logits | _has(seen, Code.LOSS)), "logits and loss")
-    decide(forward & seen.same_span, "workspace")
-    decide(forward & seen.outlives_step & (seen.freed_in == NOT_SAID), "other")  # kept on purpose, or by mistake
-    decide(forward, "activations")
-
-
-def _logits(seen: Placed, lives: Lives, phases: Phases) -> np.ndarray:
+def _find_logits(seen: Placed, lives: Lives, phases: Phases) -> np.ndarray:
     """bool [m]: the logits come from an ordinary layer and go to one in backward. They have the size of what the loss
     handles, and in forward a stack that comes once, where layers repeat; in backward they come before all else."""
-    loss = _has(seen, Code.LOSS) & _in(seen, "forward", "backward") & (lives.requested >= MIN_LOGITS)
-    sized = np.isin(lives.requested, lives.requested[loss]) & (lives.begin >= 0)
-    found = np.zeros(len(lives), bool)
-    forward = np.flatnonzero(_in(seen, "forward") & (lives.begin >= 0))
+    recorded, found = lives.begin >= 0, np.zeros(len(lives), bool)
+    loss = seen.has(Code.LOSS) & seen.within("forward", "backward") & (lives.requested >= MIN_LOGITS)
+    sized = np.isin(lives.requested, lives.requested[loss]) & recorded
+    forward = np.flatnonzero(seen.within("forward") & recorded)
     stack_in_span = (
         phases.fine_span[lives.begin[forward]] * (int(lives.stack.max(initial=0)) + 1) + lives.stack[forward]
     )
@@ -342,7 +210,7 @@ def _logits(seen: Placed, lives: Lives, phases: Phases) -> np.ndarray:
     found[forward] = sized[forward] & (times[where] == 1)
     # of a small model all that a layer makes may have that size: what comes between may be smaller
     least = min(MIN_LOGITS, int(lives.requested[loss].max(initial=0)) // 8)
-    computed = _in(seen, "backward") & ~_has(seen, Code.RECOMPUTE) & (lives.begin >= 0)
+    computed = seen.within("backward") & ~seen.has(Code.RECOMPUTE) & recorded
     backward = np.flatnonzero(computed & (lives.requested >= least))
     span = phases.span[lives.begin[backward]]
     first_other = np.full(int(phases.span.max(initial=0)) + 1, np.iinfo(np.int64).max)
@@ -350,3 +218,58 @@ def _logits(seen: Placed, lives: Lives, phases: Phases) -> np.ndarray:
     np.minimum.at(first_other, span[others], lives.begin[backward[others]])
     found[backward] = sized[backward] & (lives.begin[backward] < first_other[span])
     return found
+
+
+# --- memory without stack or tag that was there before the record: told apart by counting equal sizes
+#
+# Each gradient has one weight of its size, and an optimizer's state and masters come in whole sets of such sizes. The set that
+# explains the most bytes is taken; what it does not explain stays unknown.
+
+MAX_UNEXPLAINED = 0.5  # of the candidates' bytes; beyond it the sizes do not fit and nothing is claimed
+# (masters, moments) of each weight, and how many times its gradient's size they have: 2 is fp32 beside 16-bit weights
+HYPOTHESES = ((0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 2, 2), (1, 1, 2), (0, 2, 2))
+
+
+def _assign_by_size(lives: Lives, found: np.ndarray, freed_in: np.ndarray):
+    """Writes into `found` (indices of categories; negative where undecided) what sizes tell."""
+    rows, gradients = np.flatnonzero((found < 0) & (lives.begin < 0)), np.flatnonzero(found == INDEX["gradients"])
+    if not len(rows) or not len(gradients):
+        return
+    freed, requested = freed_in[rows], lives.requested[rows]
+    moments = np.isin(requested, lives.requested[found == INDEX["moments"]])
+    # {size: how many} of the gradients that were alive together when most were
+    begins, ends = lives.begin[gradients], np.sort(lives.end[gradients])
+    alive = np.arange(1, len(begins) + 1) - np.searchsorted(ends, begins, side="right")
+    moment = begins[np.argmax(alive)]
+    together = Counter(lives.requested[gradients[(begins <= moment) & (lives.end[gradients] > moment)]].tolist())
+    found[rows[(freed == NUMBER["optimizer_step"]) & moments]] = INDEX["moments"]
+    cleared = np.isin(freed, [NUMBER[name] for name in (ZERO_GRAD, "forward", "data", "data_to_device", UNKNOWN)])
+    found[rows[cleared & np.isin(requested, list(together))]] = INDEX["gradients"]
+    staying = rows[freed == NOT_SAID]
+    have = Counter(lives.requested[staying].tolist())
+
+    def count_unexplained(masters: int, moments: int, factor: int) -> int:
+        """Bytes by which what should be there and what is there differ."""
+        expected = Counter()
+        for size, count in together.items():
+            expected[size] += count
+            expected[size * factor] += (masters + moments) * count
+        return sum(abs(have[size] - expected[size]) * size for size in set(have) | set(expected))
+
+    errors = [count_unexplained(*sets) for sets in HYPOTHESES]
+    best = int(np.argmin(errors))
+    if errors[best] > MAX_UNEXPLAINED * sum(size * count for size, count in have.items()) or not have:
+        return
+    masters, moments, factor = HYPOTHESES[best]
+    rows_of = defaultdict(list)
+    for row in staying[np.argsort(lives.address[staying], kind="stable")].tolist():
+        rows_of[int(lives.requested[row])].append(row)
+    for category, times, wider in (
+        ("parameters", 1, 1),
+        ("master weights", masters, factor),
+        ("moments", moments, factor),
+    ):
+        for size, count in together.items():
+            taken = rows_of[size * wider]
+            found[taken[: times * count]] = INDEX[category]
+            del taken[: times * count]

@@ -9,13 +9,15 @@ from megatron_lite.estimate.memory import activation_bytes, logits_bytes, state_
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.units import count
 
+NOT_OURS = (KeyError, TypeError, AttributeError, ValueError)  # what a plan of another program raises
+
 
 def bytes_without_recomputation(plan: dict) -> int | None:
     """All categories added up, more than any moment holds, if every layer kept its activations; None for foreign plans."""
     try:
         model = plan["args"]["model"] | {"recompute_granularity": None}
-        formulas = _formulas(plan | {"args": plan["args"] | {"model": model}})
-    except (KeyError, TypeError, AttributeError, ValueError):
+        formulas = _compute_formulas(plan | {"args": plan["args"] | {"model": model}})
+    except NOT_OURS:
         return None
     return sum(num_bytes for _, num_bytes in formulas.values())
 
@@ -23,57 +25,48 @@ def bytes_without_recomputation(plan: dict) -> int | None:
 def ledger(snapshot: Snapshot, plan: dict) -> tuple[LedgerRow, ...]:
     """Rows in the order of a report; () where the plan is not this trainer's, so that there is nothing to compare with."""
     try:
-        formulas = _formulas(plan)
-    except (KeyError, TypeError, AttributeError, ValueError):
+        formulas = _compute_formulas(plan)
+    except NOT_OURS:
         return ()
     measured = {held.category: held.requested_bytes for held in snapshot.highest}
-    return tuple(
-        LedgerRow(category, formula, num_bytes, measured.get(category, 0))
-        for category, (formula, num_bytes) in formulas.items()
-    )
+    return tuple(LedgerRow(category, *formula, measured.get(category, 0)) for category, formula in formulas.items())
 
 
-def _formulas(plan: dict) -> dict[str, tuple[str, int]]:
+def _compute_formulas(plan: dict) -> dict[str, tuple[str, int]]:
     """{category: (the formula in words, bytes)}."""
     args, precision = plan["args"], plan["precision"]
+    model, optimizer, batch = args["model"], args["optimizer"], args["training"]["micro_batch_size"]
     shape = ModelShape(**{field.name: plan["shape"][field.name] for field in fields(ModelShape)})
-    batch, parameters = args["training"]["micro_batch_size"], parameter_count(shape)
-    optimizer = args["optimizer"]
-    state = state_bytes(
-        parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], optimizer["sgd_momentum"] > 0
-    )
+    parameters, momentum = parameter_count(shape), optimizer["sgd_momentum"] > 0
+    state = state_bytes(parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], momentum)
     if precision != "fp32" and not plan["fp32_gradients"]:
         state["gradients"] += FP32 * parameters  # the optimizer's copies, during its step
-    found = {
-        category: (f"{num_bytes // parameters} bytes x {count(parameters)} parameters", num_bytes)
-        for category, num_bytes in state.items()
-    }
-    words, num_bytes = found["gradients"]
-    found["gradients"] = f"kept ones: {words}", num_bytes  # as Snapshot.highest counts them
-    recomputed = recomputed_layers(
-        *(args["model"][f"recompute_{name}"] for name in ("granularity", "method", "num_layers")), shape.num_layers
-    )
+    found = {}
+    for category, num_bytes in state.items():
+        words = f"{num_bytes // parameters} bytes x {count(parameters)} parameters"
+        # as Snapshot.highest counts them
+        found[category] = (f"kept ones: {words}" if category == "gradients" else words), num_bytes
+    recompute = (model[f"recompute_{name}"] for name in ("granularity", "method", "num_layers"))
+    recomputed = recomputed_layers(*recompute, shape.num_layers)
     sizes = plan_micro_batch(
         shape,
         batch,
         precision,
         plan["device"],
-        args["model"]["attention_backend"],
+        model["attention_backend"],
         args["data"]["reset_attention_mask"],
-        args["model"]["recompute_granularity"],
+        model["recompute_granularity"],
         plan["world"].get("threads", 1),
     )
-    whole = shape.num_layers - recomputed
-    kept = f"{whole} layers" + (f" and the inputs of {recomputed}, of which one is there again" if recomputed else "")
-    words = (
-        f"{kept}, {sizes.attention} attention, micro-batch {batch} x {shape.seq_length} tokens, "
-        f"{element_bytes(precision)} bytes each"
+    kept = f"{shape.num_layers - recomputed} layers"
+    if recomputed:
+        kept += f" and the inputs of {recomputed}, of which one is there again"
+    element = element_bytes(precision)
+    activations = (
+        f"{kept}, {sizes.attention} attention, micro-batch {batch} x {shape.seq_length} tokens, {element} bytes each"
     )
-    logits = (
-        f"{element_bytes(precision)} bytes x {count(sizes.tokens)} tokens x {count(shape.padded_vocab_size)} words, "
-        "and what the loss works with"
-    )
+    words = f"{count(sizes.tokens)} tokens x {count(shape.padded_vocab_size)} words"
     return found | {
-        "activations": (words, activation_bytes(sizes, recomputed)),
-        "logits and loss": (logits, logits_bytes(sizes)),
+        "activations": (activations, activation_bytes(sizes, recomputed)),
+        "logits and loss": (f"{element} bytes x {words}, and what the loss works with", logits_bytes(sizes)),
     }

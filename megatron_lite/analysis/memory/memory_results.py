@@ -75,9 +75,7 @@ class Fragmentation:
     largest_free_block: int  # at the end of the record
     expandable: bool  # expandable segments were on
     replay_reserved_bytes: int | None  # by replaying the record with expandable segments; None if it cannot be replayed
-    replay_as_it_was_bytes: int | None = (
-        None  # by the same replay of the allocator as it was: how far the replay can be trusted
-    )
+    replay_as_it_was_bytes: int | None = None  # by a replay of the allocator as it was: how far it can be trusted
 
 
 @dataclass(frozen=True)
@@ -110,9 +108,8 @@ class Snapshot:
     events: int
     complete: bool  # at least 99% of the peak's bytes have a known origin: the record began early enough
     notes: tuple[str, ...]
-    highest: tuple[
-        Held, ...
-    ] = ()  # each category at its own highest moment, which need not be the peak; gradients that outlive backward
+    # each category at its own highest moment, which need not be the peak; of gradients those that outlive backward
+    highest: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,24 +11,15 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lite.analysis.memory.stacks import Stacks
+from megatron_lite.analysis.trace.columns import Numbered
 from megatron_lite.errors import UserError
 
 ACTIONS = (
-    "alloc",
-    "free_completed",
-    "free_requested",
-    "segment_alloc",
-    "segment_free",
-    "segment_map",
-    "segment_unmap",
-    "oom",
-    "snapshot",
-)
-ALLOC, FREE, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM, SNAPSHOT = range(
-    len(ACTIONS)
-)
+    "alloc", "free_completed", "free_requested", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
+)  # fmt: skip
+ALLOC, FREE, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = range(len(ACTIONS))
 UNKNOWN_ACTION = 255
-LARGEST = 2**50  # bytes; no device has as much
+MAX_BYTES = 2**50  # no device has as much
 
 
 @dataclass(frozen=True)
@@ -39,10 +30,9 @@ class Blocks:
     size: np.ndarray  # int64 [m], as the allocator cut it
     requested: np.ndarray  # int64 [m]
     live: np.ndarray  # bool [m]
-    stack: np.ndarray  # int32 [m], index into Record.stacks; 0: none
-    tag: np.ndarray  # int32 [m], index into Record.tags; 0: none
+    stack: np.ndarray  # int64 [m], index into Record.stacks; 0: none
+    tag: np.ndarray  # int64 [m], index into Record.tags; 0: none
     stream: np.ndarray  # int64 [m]
-    segment: np.ndarray  # int32 [m], index into the segments' columns
 
 
 @dataclass(frozen=True)
@@ -58,13 +48,11 @@ class Record:
     tag: np.ndarray  # int32 [n]
     stream: np.ndarray  # int64 [n]
     blocks: Blocks
-    segment_address: np.ndarray  # int64 [k]
-    segment_bytes: np.ndarray  # int64 [k]
+    reserved_bytes: int  # of all segments
     stacks: Stacks
     tags: tuple[str, ...]
     marks: tuple[tuple[int, str, str], ...]  # (time_us as above, "START" or "END", name)
     settings: dict
-    device: int
     timed: bool
     notes: tuple[str, ...]
 
@@ -75,20 +63,17 @@ class Record:
 def build_record(raw, path: Path) -> Record:
     """Raises UserError for values that are no snapshot."""
     try:
-        return _record(raw)
+        return _build(raw)
     except (TypeError, ValueError, OverflowError, KeyError, AttributeError, IndexError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        reason = "".join(letter if letter.isprintable() else "?" for letter in reason[:120])
         raise UserError(
-            f"{path}: is no memory snapshot ({_reason(error)}); one is written by "
+            f"{path}: is no memory snapshot ({reason}); one is written by "
             "torch.cuda.memory._dump_snapshot or --record-memory-history."
         ) from None
 
 
-def _reason(error: Exception) -> str:
-    text = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:120])
-
-
-def _record(raw) -> Record:
+def _build(raw) -> Record:
     raw = {"segments": raw, "device_traces": []} if type(raw) is list else raw
     if type(raw) is not dict:
         raise TypeError(f"it holds a {type(raw).__name__}")
@@ -96,39 +81,41 @@ def _record(raw) -> Record:
     for part, name in ((segments, "segments"), (traces, "device_traces")):
         if type(part) not in (list, tuple):
             raise TypeError(f"{name} is a {type(part).__name__}")
-    device, notes = _device(segments, traces)
+    device, notes = _choose_device(segments, traces)
     events = traces[device] if device < len(traces) else []
     if any(type(event) is not dict for event in events):
         raise TypeError("an event is no dictionary")
     numbers = {name: number for number, name in enumerate(ACTIONS)}
-    stacks, tags = Stacks(), _Numbers()
+    stacks, tags = Stacks(), Numbered({"": 0, None: 0})
     times = _integers(event.get("time_us", -1) for event in events)
     timed = bool(len(times)) and times[0] >= 0
-    start = times[0] if timed else 0
     mine = [segment for segment in segments if segment.get("device", 0) == device]
+    marks = [
+        (int(mark["time_us"]) - int(times[0]), str(mark["stage"]), str(mark["name"]))
+        for mark in (raw.get("external_annotations") or () if timed else ())
+        if mark.get("device", device) in (device, -1)
+    ]
     return Record(
         action=np.array([numbers.get(event["action"], UNKNOWN_ACTION) for event in events], np.uint8),
         address=_integers(event.get("addr", 0) for event in events),
         size=_sizes(event.get("size", 0) for event in events),
         device_free=_integers(event.get("device_free", 0) for event in events),
-        time_us=times - start if timed else np.arange(len(events)),
+        time_us=times - times[0] if timed else np.arange(len(events)),
         stack=np.array([stacks.number(event.get("frames")) for event in events], np.int32),
-        tag=np.array([tags.number(event.get("user_metadata")) for event in events], np.int32),
+        tag=np.array([tags[event.get("user_metadata")] for event in events], np.int32),
         stream=_integers(event.get("stream", 0) for event in events),
-        blocks=_blocks(mine, stacks, tags),
-        segment_address=_integers(segment["address"] for segment in mine),
-        segment_bytes=_sizes(segment["total_size"] for segment in mine),
+        blocks=_build_blocks(mine, stacks, tags),
+        reserved_bytes=int(_sizes(segment["total_size"] for segment in mine).sum()),
         stacks=stacks,
-        tags=tuple(tags.values),
-        marks=_marks(raw, device, int(start)) if timed else (),
+        tags=tuple(map(str, tags)),
+        marks=tuple(sorted(marks)),
         settings=raw["allocator_settings"] if type(raw.get("allocator_settings")) is dict else {},
-        device=device,
         timed=timed,
         notes=tuple(notes),
     )
 
 
-def _device(segments, traces) -> tuple[int, list[str]]:
+def _choose_device(segments, traces) -> tuple[int, list[str]]:
     """The device with the most events, else with the most memory, and a note about the others."""
     sizes = Counter()
     for segment in segments:
@@ -143,76 +130,32 @@ def _device(segments, traces) -> tuple[int, list[str]]:
     return best, [f"only device {best} is looked at; the file holds {others} too"] if others else []
 
 
-class _Numbers:
-    """Distinct texts, numbered; 0 stands for none."""
-
-    def __init__(self):
-        self.values, self._numbers = [""], {"": 0, None: 0}
-
-    def number(self, text) -> int:
-        found = self._numbers.get(text)
-        if found is None:
-            found = self._numbers[text] = len(self.values)
-            self.values.append(str(text))
-        return found
-
-
 def _integers(values) -> np.ndarray:
     return np.fromiter(values, np.int64)
 
 
 def _sizes(values) -> np.ndarray:
     found = _integers(values)
-    if len(found) and not 0 <= found.min() <= found.max() < LARGEST:
+    if len(found) and not 0 <= found.min() <= found.max() < MAX_BYTES:
         raise ValueError(f"a size of {found.min() if found.min() < 0 else found.max()} bytes")
     return found
 
 
-def _blocks(segments, stacks: Stacks, tags: _Numbers) -> Blocks:
+def _build_blocks(segments, stacks: Stacks, tags: Numbered) -> Blocks:
     rows = []
-    for number, segment in enumerate(segments):
+    for segment in segments:
         address, stream = segment["address"], segment.get("stream", 0)
         for block in segment["blocks"]:
             size, history = block["size"], block.get("history") or [{}]  # torch 1.13 and 2.0 kept stacks there
-            address = block.get("address", address)
-            asked = block.get("requested_size") or history[0].get("real_size") or size
-            frames = block.get("frames") or history[0].get("frames")
-            live = block["state"] != "inactive"
-            rows.append(
-                (
-                    address,
-                    size,
-                    min(asked, size) if live else 0,
-                    live,
-                    stacks.number(frames) if live else 0,
-                    tags.number(block.get("user_metadata")) if live else 0,
-                    stream,
-                    number,
-                )
-            )
+            address, live = block.get("address", address), block["state"] != "inactive"
+            asked, stack, tag = 0, 0, 0
+            if live:
+                asked = min(block.get("requested_size") or history[0].get("real_size") or size, size)
+                stack = stacks.number(block.get("frames") or history[0].get("frames"))
+                tag = tags[block.get("user_metadata")]
+            rows.append((address, size, asked, live, stack, tag, stream))
             address += size
-    columns = list(zip(*rows)) or [()] * 8
-    address, size, asked, live, stack, tag, stream, number = (np.array(column, np.int64) for column in columns)
-    _sizes(iter(size))
-    order = np.argsort(address, kind="stable")
-    return Blocks(
-        address[order],
-        size[order],
-        asked[order],
-        live[order].astype(bool),
-        stack[order],
-        tag[order],
-        stream[order],
-        number[order],
-    )
-
-
-def _marks(raw: dict, device: int, start_us: int) -> tuple[tuple[int, str, str], ...]:
-    found = raw.get("external_annotations") or ()
-    return tuple(
-        sorted(
-            (int(mark["time_us"]) - start_us, str(mark["stage"]), str(mark["name"]))
-            for mark in found
-            if mark.get("device", device) in (device, -1)
-        )
-    )
+    columns = np.array(sorted(rows, key=lambda row: row[0]), np.int64).reshape(-1, 7).T
+    _sizes(iter(columns[1]))
+    address, size, requested, live, stack, tag, stream = columns
+    return Blocks(address, size, requested, live.astype(bool), stack, tag, stream)

@@ -9,17 +9,20 @@ Definitions (h: the moment at which the call that launches this work returned, a
   event before this work; else unexplained, as is a gap whose work has no launch call in the trace.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Cover, complement, difference, intersection, joined, union
+from megatron_lite.analysis.intervals import NOTHING, Cover, complement, difference, intersection, joined, union
 from megatron_lite.analysis.kernels.roles import is_communication
-from megatron_lite.analysis.time.host_activity import HostActivity
+from megatron_lite.analysis.time.find_phases import is_backward
+from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.phases import Phase
 
-# --- what a GPU is busy with, as unions: compute, communication, copies
+# --- what a GPU is busy with: compute, communication, copies
 
 
 @dataclass(frozen=True)
@@ -34,30 +37,84 @@ class DeviceCovers:
     def busy(self) -> Cover:
         return joined(self.compute, self.communication, self.copy)
 
-    @cached_property
-    def exposed_communication(self) -> Cover:
-        return difference(self.communication, self.compute)
-
-    @cached_property
-    def exposed_copy(self) -> Cover:
-        return difference(self.copy, joined(self.compute, self.communication))
-
 
 def device_covers(trace: Trace, rows: np.ndarray) -> DeviceCovers:
     """Of these rows of device work."""
-    events = trace.events
-    kernel, talks = events.kind[rows] == Kind.KERNEL, communication_names(trace)[events.name[rows]]
-    classes = (kernel & ~talks, kernel & talks, ~kernel)
-    return DeviceCovers(*(union(events.start_ns[rows[one]], events.end_ns[rows[one]]) for one in classes))
+    kernel, talks = trace.events.kind[rows] == Kind.KERNEL, find_communication_names(trace)[trace.events.name[rows]]
+    return DeviceCovers(*(trace.cover(rows[one]) for one in (kernel & ~talks, kernel & talks, ~kernel)))
 
 
-def communication_names(trace: Trace) -> np.ndarray:
+def find_communication_names(trace: Trace) -> np.ndarray:
     """bool per name of the trace: of a kernel or a host span that communicates?"""
     return trace.passing(is_communication, Kind.KERNEL, Kind.ANNOTATION)
 
 
-# --- why the GPU was idle, gap by gap: each gap is ended by some work, and what kept that work from starting is the cause
+# --- what keeps the host from launching
 
+WAITS = re.compile(
+    r"(cuda|hip|cu|mt|xpu)(Stream|Device|Event|Ctx|Thread)Synchronize|(cuda|hip)Memcpy(2D|3D|ToSymbol|FromSymbol|WithStream)?(_v\d+)?(_ptds)?$"
+    r"|cuMemcpy(HtoD|DtoH)(_v2)?$|urEventWait|zeEventHostSynchronize"
+)
+ALLOCATES = re.compile(
+    r"(cuda|hip)(Malloc|Free|Host(Alloc|Register|Unregister|Malloc|Free)|ExtMalloc)"
+    r"|(cu|hip)Mem(Alloc|Free|Create|Map|Unmap|Release|SetAccess|Address|HostAlloc|HostRegister|FreeHost)"
+)
+COLLECTS_GARBAGE = re.compile(
+    r"Python GC|.*\bgc\b.*\bcollect\b|<built-in function collect>|.*garbage.?collect", re.IGNORECASE
+)
+LOADER_FRAME = re.compile(r".*torch/utils/data/dataloader\.py\(\d+\): __next__")
+MANY_LAUNCHES = 0.2  # of the device work: a thread that launches so much drives the GPU
+
+
+@dataclass(frozen=True)
+class HostActivity:
+    """Of the threads that drive the GPU: the main one, autograd's, and others with many launches."""
+
+    threads: np.ndarray  # int64, indices into Trace.threads
+    waits: np.ndarray  # rows of calls in which the host waits for the device, ordered by start
+    named: dict[str, Cover]  # keys of ROW_TITLES -> when; what belongs to two counts for the first
+
+
+def find_host_activity(trace: Trace, placing: Placing) -> HostActivity:
+    events, launches = trace.events, trace.launch_of[trace.device_rows]
+    counts = np.bincount(events.thread[launches[launches >= 0]], minlength=1)
+    busy = np.flatnonzero(counts > MANY_LAUNCHES * counts.sum())
+    threads = np.unique([*busy, max(placing.main_thread, 0), *np.unique(events.thread[is_backward(trace)])])
+    on_threads = np.isin(events.thread, threads) & (events.device < 0)
+
+    def find(pattern: re.Pattern, kind: Kind) -> np.ndarray:
+        return np.flatnonzero(trace.matching(pattern.match) & on_threads & (events.kind == kind))
+
+    def cover_phase(phase: Phase) -> Cover:
+        """When the main thread is in that phase, by its ranges."""
+        number = placing.phases.index(str(phase)) if str(phase) in placing.phases else len(placing.phases)
+        mine = (placing.phase == number) & (events.thread == placing.main_thread)
+        return trace.cover(mine & (events.kind == Kind.ANNOTATION))
+
+    unpinned = find_pageable_copies(trace)
+    frames = np.isin(events.kind, (Kind.PYTHON, Kind.ANNOTATION, Kind.OP, Kind.OTHER))
+    return HostActivity(
+        threads.astype(np.int64),
+        np.union1d(find(WAITS, Kind.RUNTIME), unpinned[on_threads[unpinned]]),
+        {
+            "save": joined(cover_phase(Phase.SAVE), cover_phase(Phase.EVAL)),
+            # Python stands still on all threads, whichever collects
+            "garbage_collector": trace.cover(trace.matching(COLLECTS_GARBAGE.match) & frames),
+            "allocator": trace.cover(find(ALLOCATES, Kind.RUNTIME)),
+            "data_wait": joined(cover_phase(Phase.DATA), trace.cover(find(LOADER_FRAME, Kind.PYTHON))),
+        },
+    )
+
+
+def find_pageable_copies(trace: Trace) -> np.ndarray:
+    """Rows of the copy calls that return only when the device has begun or finished: their memory is not pinned."""
+    events, copies = trace.events, trace.rows[Kind.MEMCPY]
+    copies = copies[trace.matching(lambda name: "ageable" in name)[copies] & (trace.launch_of[copies] >= 0)]
+    calls = trace.launch_of[copies]
+    return np.unique(calls[events.end_ns[calls] >= events.start_ns[copies]])
+
+
+# --- the gaps
 
 LAUNCH_LATENCY_NS = 10_000
 
@@ -67,16 +124,11 @@ class Gaps:
     """g gaps in order, and what each is made of in ns: [g] each; the amounts add up to its length."""
 
     start: np.ndarray
-    end: np.ndarray
-    by: np.ndarray  # row of the work that ends it; -1: nothing does
-    thread: np.ndarray  # that launched this work; -1: unknown
+    thread: np.ndarray  # that launched the work that ends it; -1: unknown
     late: np.ndarray  # h - start: how long the host was late
     waited: np.ndarray  # row of the last call in which the host waited for the device meanwhile; -1: none
     amounts: dict[str, np.ndarray]  # keys of ROW_TITLES
     host: Cover  # when the host itself was the cause
-
-    def total(self, row: str) -> int:
-        return int(self.amounts[row].sum())
 
 
 def find_idle_gaps(trace: Trace, rows: np.ndarray, busy: Cover, steady: Cover, activity: HostActivity) -> Gaps:
@@ -84,55 +136,34 @@ def find_idle_gaps(trace: Trace, rows: np.ndarray, busy: Cover, steady: Cover, a
     events = trace.events
     idle = intersection(steady, complement(busy, int(steady.start[0]), int(steady.end[-1])))
     start, end = idle.start, idle.end
-    by = _first_from(events.start_ns[rows], rows, end)
-    launch = np.where(by >= 0, trace.launch_of[np.maximum(by, 0)], -1)
+    at = np.searchsorted(events.start_ns[rows], end, side="left")
+    by = np.append(rows, -1)[at]  # the work that ends it; -1: nothing does
+    launch = np.where(by >= 0, trace.launch_of[by], -1)
     known = launch >= 0
-    late = np.where(known, np.clip(events.end_ns[np.maximum(launch, 0)], start, end) - start, 0)
-    amounts = _named(activity, start, start + late)
+    late = np.where(known, np.clip(events.end_ns[launch], start, end) - start, 0)
+    amounts, named = {}, NOTHING
+    for row, cover in activity.named.items():
+        amounts[row] = difference(cover, named).within(start, start + late)
+        named = joined(named, cover)
     free = late - sum(amounts.values())
-    waited, blocked = _waiting(trace, activity.waits, start, start + late)
+    waited, blocked = _find_waits(trace, activity.waits, start, start + late)
     amounts["sync"] = np.minimum(free, blocked)
     amounts["host"] = free - amounts["sync"]
     queued = end - start - late
-    quick, awaits = known & (queued < LAUNCH_LATENCY_NS), _awaits(trace, rows, by, launch)
+    quick, awaits = known & (queued < LAUNCH_LATENCY_NS), _find_event_waits(trace, rows, at, launch)
     amounts["launch"] = np.where(quick, queued, 0)
     amounts["dependency"] = np.where(known & ~quick & awaits, queued, 0)
     amounts["unexplained"] = np.where(quick | known & awaits, 0, queued)
-    thread = np.where(known, events.thread[np.maximum(launch, 0)], -1)
-    return Gaps(
-        start,
-        end,
-        by,
-        thread,
-        late,
-        np.where(amounts["sync"] > 0, waited, -1),
-        amounts,
-        _host_itself(activity, start, late, amounts["sync"]),
-    )
+    # the host itself is the last part of each gap's lateness: what a synchronisation caused comes first
+    host = difference(union(start, start + late), named)
+    if len(host):
+        begin = host.time_at(host.covered_until(start) + amounts["sync"])
+        host = intersection(host, union(np.maximum(begin, start), start + late))
+    thread = np.where(known, events.thread[launch], -1)
+    return Gaps(start, thread, late, np.where(amounts["sync"] > 0, waited, -1), amounts, host)
 
 
-def _first_from(starts: np.ndarray, rows: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """The first of `rows` that starts at the moment or later; -1: none."""
-    at = np.searchsorted(starts, moment, side="left")
-    return np.where(at < len(rows), rows[np.minimum(at, len(rows) - 1)], -1)
-
-
-def _named(activity: HostActivity, start: np.ndarray, end: np.ndarray) -> dict[str, np.ndarray]:
-    """What has a name of its own; where two have, the first in this order."""
-    covers = {
-        "save": activity.save,
-        "garbage_collector": activity.garbage,
-        "allocator": activity.allocator,
-        "data_wait": activity.data,
-    }
-    amounts, taken = {}, union((), ())
-    for row, cover in covers.items():
-        amounts[row] = difference(cover, taken).within(start, end)
-        taken = union(np.concatenate((taken.start, cover.start)), np.concatenate((taken.end, cover.end)))
-    return amounts
-
-
-def _waiting(trace: Trace, waits: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _find_waits(trace: Trace, waits: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(row of the last wait that touches [start, end), ns from the beginning of the first such wait on)."""
     events = trace.events
     waits = waits[events.end_ns[waits] > events.start_ns[waits]]
@@ -140,42 +171,26 @@ def _waiting(trace: Trace, waits: np.ndarray, start: np.ndarray, end: np.ndarray
         return np.full(len(start), -1, np.int64), np.zeros(len(start), np.int64)
     reach = np.maximum.accumulate(events.end_ns[waits])
     last = np.searchsorted(events.start_ns[waits], end, side="left") - 1
-    touches = (last >= 0) & (reach[np.maximum(last, 0)] > start)
-    cover = union(events.start_ns[waits], events.end_ns[waits])
+    touches = (last >= 0) & (reach[last] > start)
+    cover = trace.cover(waits)
     at = np.maximum(np.searchsorted(cover.start, start, side="right") - 1, 0)
     begun = np.where(cover.holds(start), cover.start[at], start)
-    return np.where(touches, waits[np.maximum(last, 0)], -1), cover.within(begun, end)
+    return np.where(touches, waits[last], -1), cover.within(begun, end)
 
 
-def _awaits(trace: Trace, rows: np.ndarray, by: np.ndarray, launch: np.ndarray) -> np.ndarray:
-    """Was the work's stream told to wait for an event, after the work before it on this stream was launched?"""
-    events = trace.events
-    waits = trace.rows[Kind.RUNTIME]
-    waits = waits[trace.matching(lambda name: "StreamWaitEvent" in name)[waits]]
-    if not len(waits) or not len(by):
-        return np.zeros(len(by), bool)
-    before = _launch_before(trace, rows)[np.searchsorted(rows, np.maximum(by, 0)).clip(0, len(rows) - 1)]
-    moments = np.sort(events.start_ns[waits])
-    asked = np.searchsorted(moments, events.start_ns[np.maximum(launch, 0)])
-    return (asked > np.searchsorted(moments, before)) & (by >= 0)
-
-
-def _launch_before(trace: Trace, rows: np.ndarray) -> np.ndarray:
-    """For each of `rows` when the work before it on its stream was launched, ns; 0: nothing was."""
-    events = trace.events
-    launch = trace.launch_of[rows]
-    launched = np.where(launch >= 0, events.start_ns[np.maximum(launch, 0)], 0)
+def _find_event_waits(trace: Trace, rows: np.ndarray, at: np.ndarray, launch: np.ndarray) -> np.ndarray:
+    """bool per gap: was the stream of the work rows[at] told to wait for an event, after the work before it on this stream
+    was launched?"""
+    events, calls = trace.events, trace.rows[Kind.RUNTIME]
+    waits = calls[trace.matching(lambda name: "StreamWaitEvent" in name)[calls]]
+    if not len(waits) or not len(at):
+        return np.zeros(len(at), bool)
+    launched = np.where(trace.launch_of[rows] >= 0, events.start_ns[trace.launch_of[rows]], 0)
     order = np.lexsort((np.arange(len(rows)), events.stream[rows]))
     same = np.concatenate(([False], np.diff(events.stream[rows][order]) == 0))
-    before = np.empty(len(rows), np.int64)
+    before = np.empty(len(rows), np.int64)  # when the work before was launched; 0: nothing was
     before[order] = np.where(same, np.roll(launched[order], 1), 0)
-    return before
-
-
-def _host_itself(activity: HostActivity, start: np.ndarray, late: np.ndarray, sync: np.ndarray) -> Cover:
-    """The last part of each gap's lateness: what a synchronisation caused comes first."""
-    lateness = difference(union(start, start + late), activity.named)
-    if not len(lateness):
-        return lateness
-    begin = lateness.time_at(lateness.covered_until(start) + sync)
-    return intersection(lateness, union(np.maximum(begin, start), start + late))
+    moments = np.sort(events.start_ns[waits])
+    asked = np.searchsorted(moments, events.start_ns[np.maximum(launch, 0)])
+    there = at < len(rows)
+    return there & (asked > np.searchsorted(moments, before[np.minimum(at, len(rows) - 1)]))

@@ -1,6 +1,6 @@
 """What the time analysis says of one rank. Milliseconds are means per steady step unless a name says otherwise."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -110,27 +110,25 @@ class RankTime:
     device: str | None  # name of the GPU whose work is counted; None for a trace without such work
     on_gpu: bool  # it holds work of a GPU
     steps: tuple[Step, ...]
-    step_ms: float  # mean of the steady steps: the rows sum to it
-    rows: dict[str, float]  # keys of ROW_TITLES -> ms per step; absent keys are 0
-    busy_ms: float  # device working at all
-    communication_ms: float  # union of communication, hidden or not
-    copy_ms: float  # union of copies and memsets
-    overlap: float | None  # share of communication that compute hides; None without communication
-    phases: tuple[PhaseTime, ...]
-    syncs: tuple[SyncSite, ...]  # most idle first
-    hosts: tuple[HostSite, ...]  # most idle first
-    loader_host_ms: float  # host time in the loader, hidden or not
-    launches: float  # kernels per step
-    median_kernel_us: float
-    median_launch_interval_us: float  # between launches of the launching threads
-    median_queue_us: float  # kernel start - end of its launch call
-    launch_bound: bool
-    spilled_ms: float  # device work whose launch lies outside of the trace; of the whole trace, not per step
-    timeline: tuple[
-        Span, ...
-    ]  # one representative step on the device: what computes by phase, "communication", "copies"
-    timeline_step: int | None  # its index in steps
-    notes: tuple[str, ...]  # named gaps
+    step_ms: float = 0.0  # mean of the steady steps: the rows sum to it
+    rows: dict[str, float] = field(default_factory=dict)  # keys of ROW_TITLES -> ms per step; absent keys are 0
+    busy_ms: float = 0.0  # device working at all
+    communication_ms: float = 0.0  # union of communication, hidden or not
+    copy_ms: float = 0.0  # union of copies and memsets
+    overlap: float | None = None  # share of communication that compute hides; None without communication
+    phases: tuple[PhaseTime, ...] = ()
+    syncs: tuple[SyncSite, ...] = ()  # most idle first
+    hosts: tuple[HostSite, ...] = ()  # most idle first
+    loader_host_ms: float = 0.0  # host time in the loader, hidden or not
+    launches: float = 0.0  # kernels per step
+    median_kernel_us: float = 0.0
+    median_launch_interval_us: float = 0.0  # between launches of the launching threads
+    median_queue_us: float = 0.0  # kernel start - end of its launch call
+    launch_bound: bool = False
+    spilled_ms: float = 0.0  # device work whose launch lies outside of the trace; of the whole trace, not per step
+    timeline: tuple[Span, ...] = ()  # a typical step on the device: compute by phase, "communication", "copies"
+    timeline_step: int | None = None  # its index in steps
+    notes: tuple[str, ...] = ()  # named gaps
     stretches: tuple[Stretch, ...] = ()  # longest first; () with a GPU
 
     @property
@@ -142,12 +140,9 @@ class RankTime:
         return max(0.0, self.step_ms - self.busy_ms)
 
 
-# --- which step, phase and operator each event of a trace belongs to. Device work belongs where its launch call stands
-
-
 @dataclass(frozen=True)
 class Placing:
-    """n = number of events of the trace."""
+    """Which step, phase and operator each of a trace's n events belongs to."""
 
     steps: tuple[Step, ...]
     step: np.ndarray  # int32 [n], index into steps; -1: outside all

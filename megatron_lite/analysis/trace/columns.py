@@ -9,16 +9,12 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Cover, Nesting, union
 from megatron_lite.errors import UserError
-
-# --- A file that cannot be read as what it should be
 
 
 class TraceError(UserError):
     """The file is no trace, or holds nothing to analyse. One line: the file, what it is, the remedy."""
-
-
-# --- values as numbers
 
 
 class Numbered(dict):
@@ -27,9 +23,6 @@ class Numbered(dict):
     def __missing__(self, value):
         self[value] = number = len(self)
         return number
-
-
-# --- one process' trace as columns: a row per event, the same whoever wrote the file (PyTorch of any year, Nsight Systems)
 
 
 class Kind(enum.IntEnum):
@@ -175,6 +168,42 @@ class Trace:
         return passes
 
     def matching(self, test) -> np.ndarray:
-        """bool per row of `names`-indexed events: does the event's name pass `test(name)`? Each distinct name is asked once."""
+        """bool per event: does its name pass `test(name)`? Each distinct name is asked once."""
         passes = np.fromiter((bool(test(name)) for name in self.names), bool, len(self.names))
-        return passes[self.events.name] if len(self.names) else np.zeros(len(self.events), bool)
+        return passes[self.events.name]
+
+    def cover(self, rows: np.ndarray) -> Cover:
+        """When any event of `rows` (numbers, or a bool per event) lasts."""
+        return union(self.events.start_ns[rows], self.events.end_ns[rows])
+
+    def nest(self, rows: np.ndarray) -> Nesting:
+        """The events `rows` as stacks of ranges, one per thread."""
+        events = self.events
+        return Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
+
+
+def build_events(columns: dict[str, np.ndarray]) -> tuple[Events, list[str]]:
+    """Events of their columns, ordered by start, and notes of what was mended. Empties `columns`, so that nothing is held
+    twice for long.
+
+    Device work is clipped where it overlaps the next on its stream: a writer that does not measure its end gives it a
+    length that is too long (AMD-AGI/TraceLens#669).
+    """
+    start, end = columns["start_ns"], columns["end_ns"]
+    # the longer one first where starts are equal; in the file's order where ends are equal too
+    order = np.argsort(start, kind="stable")
+    equal = np.flatnonzero(np.diff(start[order]) == 0)
+    if len(equal):
+        tied = np.unique(np.concatenate([equal, equal + 1]))
+        rows = order[tied]
+        order[tied] = rows[np.lexsort((-end[rows], start[rows]))]
+    del start, end
+    events = Events(**{name: columns.pop(name)[order] for name in list(columns)})
+    rows = np.flatnonzero(np.isin(events.kind, DEVICE_KINDS))
+    rows = rows[np.lexsort((rows, events.stream[rows], events.device[rows]))]
+    same = (np.diff(events.stream[rows]) == 0) & (np.diff(events.device[rows]) == 0)
+    too_long = same & (events.end_ns[rows[:-1]] > events.start_ns[rows[1:]])
+    events.end_ns[rows[:-1][too_long]] = events.start_ns[rows[1:][too_long]]
+    clipped = int(too_long.sum())
+    note = f"GPU operations that ran into the next one of their stream: {clipped:,}, counted up to its start"
+    return events, [note] if clipped else []

@@ -1,11 +1,20 @@
-"""Events of a Kineto file as typed objects: a fast decoder, and what makes text readable that it refuses."""
+"""A Kineto file as lists of typed events, block by block, without parsing or holding it as a whole; and what makes text
+readable that the decoder refuses."""
 
+import contextlib
 import json
 import math
+import queue
 import re
+import threading
+import zlib
+from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import Path
 
 import msgspec
+
+from megatron_lite.analysis.trace.columns import TraceError
 
 Id = int | str | None
 Count = int | None
@@ -68,24 +77,22 @@ _HALF_CHARACTER = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW)
 _CONTROL_TO_SPACE = bytes(max(code, 32) for code in range(256))
 
 
-def decoded(text: bytes) -> list[Event] | None:
+def decode_events(text: bytes) -> list[Event] | None:
     """The events of `text`, entries with commas between them; None where it cannot be read so."""
     whole = b"".join((b"[", text, b"]"))
-    for attempt in (lambda: whole, lambda: mended(whole)):
+    for mending in (False, True):
         try:
-            events = _decoders[Event].decode(attempt())
-            return events if _are_exact(events) else _decoders[ExactEvent].decode(attempt())
+            whole = mend_json(whole) if mending else whole
+            events = _decoders[Event].decode(whole)
+            # doubles above 2^43 us have no place for nanoseconds; whole microseconds are exact
+            fits = all(event.ts is None or event.ts < 2**43 or event.ts.is_integer() for event in events[:64])
+            return events if fits else _decoders[ExactEvent].decode(whole)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
     return None
 
 
-def _are_exact(events: list[Event]) -> bool:
-    """Do doubles hold the starts? Doubles above 2^43 us have no place for nanoseconds; whole microseconds are exact."""
-    return all(event.ts is None or event.ts < 2**43 or event.ts.is_integer() for event in events[:64])
-
-
-def mended(text: bytes) -> bytes:
+def mend_json(text: bytes) -> bytes:
     """`text` without what writers are known to leave in: raw control characters, NaN and inf, lone backslashes (paths of
     Windows), halves of surrogate pairs, bytes that are no UTF-8."""
     text = text.translate(_CONTROL_TO_SPACE)
@@ -96,30 +103,28 @@ def mended(text: bytes) -> bytes:
     return text.decode("utf-8", "replace").encode()
 
 
-def decoded_alone(text: bytes) -> Event | None:
+def decode_event(text: bytes) -> Event | None:
     """One event whose fields may be of any type: what does not fit is left out; None for what is no event."""
-    if (events := decoded(text)) and len(events) == 1 and events[0].ph:
+    if (events := decode_events(text)) and len(events) == 1 and events[0].ph:
         return events[0]
     try:
-        entry = json.loads(mended(text), strict=False)
+        entry = json.loads(mend_json(text), strict=False)
     except (ValueError, RecursionError):
         return None
     if not isinstance(entry, dict) or "ph" not in entry:
         return None
-    args = entry.get("args")
-    kept = (
-        {_ARGS[key].name: _fitting(value, _ARGS[key]) for key, value in args.items() if key in _ARGS}
-        if (isinstance(args, dict))
-        else {}
+    args = entry.get("args") if isinstance(entry.get("args"), dict) else {}
+    pid, tid = (
+        one if one is None or isinstance(one, (int, str)) else str(one) for one in map(entry.get, ("pid", "tid"))
     )
     return Event(
-        ph=str(entry.get("ph", "")), cat=str(entry.get("cat", "")), name=str(entry.get("name", "")),
-        pid=_id(entry.get("pid")), tid=_id(entry.get("tid")), ts=_number(entry.get("ts")), dur=_number(entry.get("dur")),
-        args=Args(**kept) if kept else NO_ARGS,
+        ph=str(entry["ph"]), cat=str(entry.get("cat", "")), name=str(entry.get("name", "")), pid=pid, tid=tid,
+        ts=_number(entry.get("ts")), dur=_number(entry.get("dur")),
+        args=Args(**{_ARGS[key].name: _fit_value(args[key], _ARGS[key]) for key in args if key in _ARGS}),
     )  # fmt: skip
 
 
-def _fitting(value, field):
+def _fit_value(value, field):
     if field.type is msgspec.Raw:
         return msgspec.Raw(json.dumps(value).encode())
     if field.name in _TEXTS:
@@ -135,5 +140,220 @@ def _number(value) -> float | None:
         return None
 
 
-def _id(value) -> Id:
-    return value if value is None or isinstance(value, (int, str)) else str(value)
+# --- the file in blocks of text, and these in chunks of whole events
+
+BLOCK_BYTES = 1 << 20  # events of a larger one do not fit the caches: 20 to 40% slower
+GZIP_MAGIC = b"\x1f\x8b"
+_SMALL_BYTES = 64
+_ARRAY = re.compile(rb'(?<!\\)"traceEvents"\s*:\s*\[')
+_BARE_ARRAY = re.compile(rb"\s*\[")
+_BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
+_END = re.compile(rb"\}\s*\]")
+_BLANK = b", \t\r\n"
+_LEADING = re.compile(rb"[, \t\r\n]*")
+_MAX_HEADER_BYTES = 64 << 20
+_NEAR = 64 << 10  # how far before a chunk's end the last border between two events is looked for first
+_MAX_EVENT_BYTES = 64 << 20  # no event is that long: what is there is something else
+_MAX_ENDS, _MAX_PIECES = 8, 16
+
+
+class Chunks:
+    """Iterates over lists of events. After it: `header`, all that stands beside the events; `damage`, a sentence or None;
+    `cut`, whether the events' end is missing.
+
+    bytes_read: of the file as it lies on the disk.
+    """
+
+    def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES):
+        self.path, self.block_bytes, self.header, self.damage, self.cut = path, block_bytes, {}, None, False
+        self.bytes_read = self._unreadable = 0
+        self._before, self._text, self._at = b"", b"", 0  # _at: place of _text in the file's text
+
+    def __iter__(self) -> Iterator[list[Event]]:
+        blocks, ended = self._read_blocks(), False
+        self._find_array(blocks)
+        for block in blocks:
+            self._text += block
+            if not ended and len(self._text) >= self.block_bytes:
+                events, ended = self._next_chunk()
+                yield events
+                if not ended and len(self._text) > _MAX_EVENT_BYTES:
+                    break
+        size = None
+        while not ended and self._text and size != len(self._text):
+            size = len(self._text)
+            events, ended = self._next_chunk(last=True)
+            yield events
+        self.cut = not ended
+        self.header = self._read_header(ended)
+        if self.damage is None and not ended:
+            left = self._text.lstrip(_BLANK)
+            place = self._at + len(self._text) - len(left)
+            where = f"in the event at byte {place:,}" if left else f"after byte {place:,}"
+            self.damage = f"the JSON breaks off {where}; what stands before it was read"
+        elif self.damage is None and self._unreadable:
+            self.damage = f"events that cannot be read: {self._unreadable:,}, left out"
+
+    def _read_blocks(self) -> Iterator[bytes]:
+        """The text of the file, plain or gzipped."""
+        try:
+            with open(self.path, "rb") as file:
+                zipped = file.read(2) == GZIP_MAGIC
+                file.seek(0)
+                if zipped:
+                    yield from read_ahead(self._unzip(file))
+                    return
+                while block := file.read(self.block_bytes):
+                    self.bytes_read += len(block)
+                    yield block
+        except OSError as error:
+            raise TraceError(f"{self.path}: {error.strerror or error}; is this the right file?") from None
+
+    def _unzip(self, file) -> Iterator[bytes]:
+        read, stream = 0, zlib.decompressobj(wbits=31)
+        while zipped := stream.unconsumed_tail or file.read(self.block_bytes // 8):
+            before = stream.copy()
+            try:
+                text = stream.decompress(zipped, self.block_bytes)
+            except zlib.error:
+                pieces = []
+                with contextlib.suppress(zlib.error):
+                    for at in range(0, len(zipped), _SMALL_BYTES):
+                        pieces.append(before.decompress(zipped[at : at + _SMALL_BYTES]))
+                text = b"".join(pieces)
+                where = f"after {read + len(text):,} bytes of text"
+                self.damage = f"the gzip data is damaged {where}; what stands before it was read"
+                yield text
+                return
+            read += len(text)
+            self.bytes_read = file.tell()
+            if text:
+                yield text
+            if stream.eof:  # gzip files may be several, one after the other
+                left = stream.unused_data.lstrip(b"\0")
+                stream = zlib.decompressobj(wbits=31)
+                if not left:
+                    left = file.read(self.block_bytes // 8)
+                if not left.startswith(GZIP_MAGIC):
+                    return
+                file.seek(-len(left), 1)
+        if not stream.eof:
+            self.damage = f"the gzip file ends early, after {read:,} bytes of text; what stands before it was read"
+
+    def _find_array(self, blocks: Iterator[bytes]):
+        """Stand at the first event."""
+        for block in blocks:
+            self._text += block
+            start = self._text[:4096].lstrip()[:1]
+            found = (_BARE_ARRAY.match if start == b"[" else _ARRAY.search)(self._text)
+            if found:
+                self._before = self._text[: found.start()] if start == b"{" else b""
+                self._move(found.end())
+                return
+            if start not in (b"{", b"[", b"") or len(self._text) > _MAX_HEADER_BYTES:
+                break
+        if self.damage:
+            what = f"{self.damage}, and holds no event."
+        elif not self._text.strip():
+            what = "empty; a trace holds a JSON object with traceEvents."
+        elif self._text.lstrip()[:1] not in (b"{", b"["):
+            what = "not a trace: neither JSON nor gzipped JSON."
+        else:
+            what = "JSON without traceEvents, so no trace of torch.profiler."
+        raise TraceError(f"{self.path}: {what}")
+
+    def _next_chunk(self, last: bool = False) -> tuple[list[Event], bool]:
+        """The next events, and whether their array ends there. `last`: no more text will come."""
+        text, start = self._text, _LEADING.match(self._text).end()
+        if text.startswith(b"]", start):
+            return [], True
+        for search_from in (max(len(text) - _NEAR, 0), 0):
+            if borders := [found.start() + 1 for found in _BETWEEN.finditer(text, search_from)]:
+                if (events := decode_events(text[start : borders[-1]])) is not None:
+                    self._move(borders[-1])
+                    return events, False
+                break
+        for number, end in enumerate(_END.finditer(text)):
+            if number < _MAX_ENDS and (events := decode_events(text[start : end.start() + 1])) is not None:
+                self._move(end.end())
+                return events, True
+        return self._decode_one_by_one(last)
+
+    def _decode_one_by_one(self, last: bool) -> tuple[list[Event], bool]:
+        """The events of a chunk that holds something unreadable, which is left out."""
+        borders = [0, *(found.start() + 1 for found in _BETWEEN.finditer(self._text))]
+        events, place = [], 0
+        while place < len(borders) - 1:
+            # borders may stand inside of events, which then end at a later one
+            for after in range(place + 1, min(place + 1 + _MAX_PIECES, len(borders))):
+                piece = self._text[borders[place] : borders[after]].strip(_BLANK)
+                in_string = (piece.count(b'"') - piece.count(rb"\"")) % 2 == 1
+                is_open = in_string or piece.count(b"[") > piece.count(b"]")
+                if not is_open and (event := decode_event(piece)) is not None:
+                    events.append(event)
+                    place = after
+                    break
+            else:
+                if self._take_end(events, borders[place], borders[place + 1]):
+                    return events, True
+                if not last and place + _MAX_PIECES >= len(borders):
+                    break  # the event may end in what is not read yet
+                self._unreadable += 1
+                place += 1
+        if self._take_end(events, borders[place], len(self._text)):
+            return events, True
+        if last and (event := decode_event(self._text[borders[place] :].strip(_BLANK))) is not None:
+            events.append(event)
+            borders[place] = len(self._text)
+        self._move(borders[place])
+        return events, False
+
+    def _take_end(self, events: list[Event], start: int, stop: int) -> bool:
+        """Append the array's last event and go behind the array, if it ends between the two places."""
+        for end in _END.finditer(self._text, start, stop):
+            if (event := decode_event(self._text[start : end.start() + 1].strip(_BLANK))) is not None:
+                events.append(event)
+                self._move(end.end())
+                return True
+        return False
+
+    def _move(self, by: int):
+        self._text = self._text[by:]
+        self._at += by
+
+    def _read_header(self, ended: bool) -> dict:
+        """What stands before and after the events; only what stands before where the end is missing or damaged."""
+        whole = [self._before + b'"traceEvents":[]' + self._text] if ended else []
+        for text in (*whole, self._before.rstrip(_BLANK) + b"}"):
+            with contextlib.suppress(ValueError, RecursionError):
+                header = json.loads(mend_json(text), strict=False)
+                return header if isinstance(header, dict) else {}
+        return {}
+
+
+def read_ahead(blocks: Iterator[bytes], most: int = 4) -> Iterator[bytes]:
+    """The same blocks, made by a thread of their own while the last ones are worked on: unzipping leaves Python's lock."""
+    made, given_up = queue.Queue(maxsize=most), threading.Event()
+
+    def make():
+        try:
+            for block in blocks:
+                made.put(block)
+                if given_up.is_set():
+                    return
+            made.put(None)
+        except BaseException as error:  # noqa: BLE001  raised again where the blocks are wanted
+            made.put(error)
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    try:
+        while (block := made.get()) is not None:
+            if isinstance(block, BaseException):
+                raise block
+            yield block
+    finally:
+        given_up.set()
+        while thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                made.get(timeout=0.01)

@@ -1,0 +1,389 @@
+"""A trace of torch.profiler (Kineto), of any year -> Trace."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import compress
+from operator import attrgetter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from megatron_lite.analysis.trace.columns import (
+    DEVICE_KINDS,
+    Collective,
+    Kind,
+    MemoryEvents,
+    Numbered,
+    Shapes,
+    Trace,
+    TraceError,
+    build_events,
+)
+from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Args, Chunks, Event, ExactEvent
+
+# --- category names of Kineto files of all years and devices
+
+# libkineto/src/ActivityType.cpp, and those of its first releases (2021), which were capitalized
+CATEGORIES_OF_KIND = {
+    Kind.OP: "cpu_op Operator operator",
+    Kind.ANNOTATION: "user_annotation",
+    Kind.RUNTIME: "cuda_runtime cuda_driver Runtime runtime hip_runtime hip_driver xpu_runtime xpu_driver mtia_runtime "
+    "glow_runtime privateuse1_runtime privateuse1_driver",
+    Kind.KERNEL: "kernel Kernel concurrent_kernel hpu_op mtia_ccp_events",
+    Kind.MEMCPY: "gpu_memcpy Memcpy memcpy",
+    Kind.MEMSET: "gpu_memset Memset memset",
+    Kind.GPU_ANNOTATION: "gpu_user_annotation",
+    Kind.PYTHON: "python_function PythonFunction Python",
+    Kind.SYNC: "cuda_sync",
+    Kind.OVERHEAD: "overhead",
+}
+KIND_OF_CATEGORY = {name: kind for kind, names in CATEGORIES_OF_KIND.items() for name in names.split()}
+KIND_OF_PROCESS = {"CPU functions": Kind.OP, "CUDA functions": Kind.KERNEL}  # of 2020, without categories
+# Waiting that some devices record as work of a stream: MTIA's event_wait, Ascend's EVENT_WAIT and NOTIFY_WAIT.
+DEVICE_WAIT = re.compile(r"(event|notify|stream)_?wait|wait_?event", re.IGNORECASE)
+OPERATORS_OF_2021 = "Operator"  # this category holds annotations too, of these names:
+ANNOTATION_OF_2021 = re.compile(
+    r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.(step|zero_grad)#|(nccl|gloo|mpi|ucc):|DistributedDataParallel\.|## "
+)
+
+# --- lists of events -> columns; names and shapes become numbers on the way
+
+LOST_NS = np.iinfo(np.int64).min  # the start of an event that has none
+MAX_EVENTS = 10_000_000  # about 2 GB of text; a trace of 5 million took 1.27 GB of memory, one of 15 million 1.76 GB
+_MAX_US = 4e15  # the year 2096; differences of such times in ns still fit 64 bits
+COLUMNS = {
+    "name": np.int32, "category": np.int16, "thread": np.int32, "start_ns": np.int64, "length_ns": np.int64,
+    "device": np.int64, "stream": np.int64, "correlation": np.int64, "num_bytes": np.int64, "shapes": np.int32,
+    "collective": np.int32, "sequence": np.int64, "forward_thread": np.int64,
+}  # fmt: skip
+MEMORY_COLUMNS = {
+    "num_bytes": "memory_bytes", "total_allocated": "allocated", "total_reserved": "reserved", "device": "memory_device",
+    "device_type": "memory_device_type",
+}  # fmt: skip
+# Which arguments each kind of event has, by column; asking all events for all of them takes twice as long.
+ARGS_OF_KINDS = {
+    (Kind.OP, Kind.ANNOTATION): ("sequence", "forward_thread", "shapes", "collective"),
+    (Kind.RUNTIME,): ("correlation",),
+    (*DEVICE_KINDS, Kind.SYNC): ("device", "stream", "correlation", "num_bytes", "collective"),
+}
+
+
+@dataclass
+class Collected:
+    """Columns of the chunks so far, and what their numbers stand for.
+
+    More than max_events are never held: the latest quarter of them goes, and from then on all that ends after the rest. What stays
+    is all that happened up to until_ns, in whatever order the file has it.
+    """
+
+    max_events: int
+    until_ns: int | None = None  # None: everything
+    last_ns: int = LOST_NS  # end of the last event of the file, held or not
+    held: int = 0
+    names: Numbered = field(default_factory=Numbered)
+    categories: Numbered = field(default_factory=Numbered)
+    threads: Numbered = field(default_factory=Numbered)  # (pid, tid)
+    shapes: Numbered = field(default_factory=Numbered)  # (dims, dtypes) as JSON
+    collectives: Numbered = field(default_factory=Numbered)
+    spans: list[dict] = field(default_factory=list)  # columns of each chunk
+    instants: list[dict] = field(default_factory=list)
+    halves: list[Event] = field(default_factory=list)  # "B" and "E" entries: beginnings and ends of spans
+
+    def add(self, events: list[Event]):
+        """Append a chunk."""
+        if self.until_ns is not None:
+            ends = list(map(_end_ns, events))
+            self.last_ns = max([self.last_ns, *ends])
+            events = list(compress(events, [end <= self.until_ns for end in ends]))
+        spans = [event for event in events if event.ph == "X"]
+        if len(spans) < len(events):
+            self.halves += [event for event in events if event.ph in ("B", "E") and event.ts is not None]
+            memory = [event for event in events if event.ph == "i" and event.name == "[memory]"]
+            if memory:
+                args = [event.args or NO_ARGS for event in memory]
+                columns = {name: _integers(args, argument) for name, argument in MEMORY_COLUMNS.items()}
+                self.instants.append(
+                    columns | {"start_ns": _start_ns(memory), "length_ns": np.zeros(len(memory), np.int64)}
+                )
+        if spans:
+            self.spans.append(self._columns(spans))
+        self.held += len(events)
+        if self.held > self.max_events:
+            self._shorten()
+
+    def _columns(self, spans: list[Event]) -> dict[str, np.ndarray]:
+        count = len(spans)
+        columns = {name: np.full(count, -1, dtype) for name, dtype in COLUMNS.items()}
+        for column, numbers, values in (
+            ("name", self.names, [event.name for event in spans]),
+            ("category", self.categories, [event.cat for event in spans]),
+            ("thread", self.threads, [(event.pid, event.tid) for event in spans]),
+        ):
+            columns[column] = np.fromiter(map(numbers.__getitem__, values), COLUMNS[column], count)
+        columns["start_ns"] = _start_ns(spans)
+        dur_us = np.nan_to_num(np.array([event.dur for event in spans], np.float64), nan=0.0)
+        columns["length_ns"] = np.rint(np.clip(dur_us, -_MAX_US / 1000, _MAX_US / 1000) * 1000).astype(np.int64)
+        kind, args = (
+            _kind_of_categories(self.categories)[columns["category"]],
+            [event.args or NO_ARGS for event in spans],
+        )
+        for kinds, names in ARGS_OF_KINDS.items():
+            of_kind = np.isin(np.arange(len(Kind)), kinds)[kind]
+            own = list(compress(args, of_kind.tolist()))
+            for name in names if own else ():
+                if name == "shapes":
+                    known = self.shapes
+                    columns[name][of_kind] = [known[bytes(a.dims), bytes(a.dtypes)] if a.dims else -1 for a in own]
+                elif name == "collective":
+                    columns[name][of_kind] = [self._collective(a) for a in own]
+                else:
+                    columns[name][of_kind] = _integers(own, "bytes" if name == "num_bytes" else name)
+        return columns
+
+    def _collective(self, a: Args) -> int:
+        if a.collective is None and a.group is None and a.in_elements is None:
+            return -1
+        told = (a.collective, a.group, a.group_size, a.in_elements, a.out_elements, a.dtype, a.collective_sequence)
+        return self.collectives[Collective(*told)]
+
+    def _shorten(self):
+        """Let the latest quarter in time go: a smaller part would be let go more often, a larger one leaves fewer whole steps."""
+        ends = np.concatenate([_ends_ns(columns) for columns in (*self.spans, *self.instants)])
+        ends = ends[ends > LOST_NS // 2]
+        if not len(ends):
+            raise TraceError(f"more than {self.max_events:,} events without a time")
+        self.last_ns = max(self.last_ns, int(ends.max()))
+        kept = len(ends) * 3 // 4
+        self.until_ns = int(np.partition(ends, kept)[kept])
+        for chunks in (self.spans, self.instants):
+            for columns in chunks:
+                early = _ends_ns(columns) <= self.until_ns
+                columns.update({name: column[early] for name, column in columns.items()})
+        self.halves = [event for event in self.halves if _end_ns(event) <= self.until_ns]
+        self.held = sum(len(columns["start_ns"]) for columns in (*self.spans, *self.instants)) + len(self.halves)
+
+    def pair_halves(self) -> int:
+        """Append spans of "B" and "E" entries: an end belongs to the last open beginning of its thread. How many stay alone."""
+        open_ones, spans, alone = {}, [], 0
+        for half in sorted(self.halves, key=lambda half: half.ts):
+            stack = open_ones.setdefault((half.pid, half.tid), [])
+            if half.ph == "B":
+                stack.append(half)
+            elif stack:
+                begin = stack.pop()
+                begin.ph, begin.dur = "X", float(half.ts - begin.ts)
+                spans.append(begin)
+            else:
+                alone += 1
+        self.add(spans)
+        return alone + sum(map(len, open_ones.values()))
+
+
+def _end_ns(event: Event) -> float:
+    return LOST_NS if event.ts is None else (float(event.ts) + (event.dur or 0.0)) * 1000
+
+
+def _ends_ns(columns: dict) -> np.ndarray:
+    """Of one without a time a time before all others."""
+    return columns["start_ns"] + np.maximum(columns["length_ns"], 0)
+
+
+def _start_ns(events: list[Event]) -> np.ndarray:
+    """Exact nanoseconds: whole microseconds and the rest apart, since a product with 1000 may not fit a double."""
+    if isinstance(events[0], ExactEvent) or isinstance(events[-1], ExactEvent):
+        exact = [Decimal("nan" if event.ts is None else event.ts) for event in events]
+        usable = [ts.is_finite() and abs(ts) < _MAX_US for ts in exact]
+        return np.array([int(ts * 1000) if use else LOST_NS for ts, use in zip(exact, usable)], np.int64)
+    ts_us = np.array([event.ts for event in events], np.float64)
+    lost = ~(np.abs(ts_us) < _MAX_US)
+    ts_us[lost] = 0
+    whole = np.floor(ts_us)
+    start = whole.astype(np.int64) * 1000 + np.rint((ts_us - whole) * 1000).astype(np.int64)
+    start[lost] = LOST_NS
+    return start
+
+
+def _integers(args: list[Args], argument: str) -> np.ndarray:
+    values = list(map(attrgetter(argument), args))
+    try:
+        return np.array(values, np.int64)
+    except (OverflowError, TypeError):  # an id beyond 64 bits is as good as none
+        return np.array([-1 if value is None or abs(value) >= 2**63 else value for value in values], np.int64)
+
+
+def _kind_of_categories(categories: Numbered) -> np.ndarray:
+    return np.array([KIND_OF_CATEGORY.get(category, Kind.OTHER) for category in categories], np.uint8)
+
+
+# --- what stands beside the events: ranks, devices, clocks; every value may be missing or of any type
+
+_RANK_IN_NAME = re.compile(r"rank[_-]?\[?(\d{1,6})|\[(\d{1,6})\]", re.IGNORECASE)
+_FACTS = ("schemaVersion", "trace_id", "host_name", "cuda_runtime_version", "cuda_driver_version")
+_FACTS_OF_RANKS = ("backend", "nccl_version", "pg_count")
+_MAX_TEXT = 200  # characters of a header's value that are worth showing
+_UNIX_NS = 10**18  # larger times count from 1970 (2001 and later), by the clock of the machine
+
+
+def read_header(header: dict, path: Path, first_ns: int) -> dict:
+    """Fields of a Trace whose first event starts at first_ns by the file's clock."""
+    ranks = header["distributedInfo"] if isinstance(header.get("distributedInfo"), dict) else {}
+    rank, base_ns = _count(ranks.get("rank")), _count(header.get("baseTimeNanoseconds"))
+    has_clock = base_ns is not None or first_ns > _UNIX_NS
+    devices = header["deviceProperties"] if isinstance(header.get("deviceProperties"), list) else []
+    facts = {name: header.get(name) for name in _FACTS} | {name: ranks.get(name) for name in _FACTS_OF_RANKS}
+    facts = {name: value for name, value in facts.items() if isinstance(value, (str, int, float))}
+    return {
+        "rank": rank_in_name(path.name) if rank is None else rank,
+        "world_size": _count(ranks.get("world_size")) or None,
+        "devices": tuple(str(row.get("name", ""))[:_MAX_TEXT] for row in devices if isinstance(row, dict)),
+        "without_gpu": header.get("deviceProperties") == [],
+        "facts": {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()},
+        "base_ns": (base_ns or 0) + first_ns if has_clock else None,
+    }
+
+
+def rank_in_name(name: str) -> int | None:
+    """3 of host_rank3.17.pt.trace.json and of trace[3].json."""
+    found = _RANK_IN_NAME.search(name)
+    return int(found[1] or found[2]) if found else None
+
+
+def _count(value) -> int | None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if 0 <= number < 2**63 else None
+
+
+# --- the trace
+
+_MANY_LOST = 0.01  # of the events, without a time; profilers lose single ones in sound files
+_LONG_AFTER_0 = 10**12  # a trace whose times are larger did not begin at 0
+
+
+def read_kineto(
+    path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = lambda bytes_read: None
+) -> Trace:
+    """The trace in the file `path`, its first part in time where it has more than max_events. Raises TraceError for what is none.
+
+    report(bytes of the file that are read) is called now and then.
+    """
+    chunks, collected, notes, damage = Chunks(path), Collected(max_events), [], []
+    for events in chunks:
+        collected.add(events)
+        report(chunks.bytes_read)
+    if chunks.damage:
+        damage.append(f"{path.name}: {chunks.damage}")
+    if alone := collected.pair_halves():
+        notes.append(f"beginnings or ends of spans without a counterpart: {alone:,}, left out")
+    if not collected.spans:
+        raise TraceError(f"{path}: {chunks.damage or 'a trace without events; was the profiler on?'}")
+    columns = _join(collected.spans, COLUMNS)
+    first_ns = _place_in_time(columns, notes, damage)
+    if first_ns is None:
+        raise TraceError(f"{path}: no event of it has a start time, so there is nothing to analyse.")
+    if collected.until_ns is not None:
+        seconds, of_all = ((end - first_ns) / 1e9 for end in (collected.until_ns, collected.last_ns))
+        notes.append(
+            f"{path.name}: more than {collected.max_events:,} events; what ends in its first {seconds:.3g} of {of_all:.3g} s was read, "
+            "the rest left out; a window of fewer steps (--profile-step-end) is read whole"
+        )
+    names = tuple(collected.names)
+    _find_kinds_and_devices(columns, names, collected)
+    # files of 2021 write the same thread's id as a number and as a string
+    threads, written = Numbered(), [(str(pid), str(tid)) for pid, tid in collected.threads]
+    columns["thread"] = np.array([threads[text] for text in written], np.int32)[columns["thread"]]
+    events, mended = build_events(columns)
+    header = chunks.header
+    return Trace(
+        source=path.name, writer="pytorch", names=names, threads=tuple(threads), shapes=_read_shapes(collected.shapes),
+        with_stack=bool(header.get("with_stack")) or bool((events.kind == Kind.PYTHON).any()),
+        with_shapes=bool(header.get("record_shapes")) or bool((events.shapes >= 0).any()),
+        collectives=tuple(collected.collectives), events=events, memory=_read_memory(collected.instants, first_ns),
+        notes=(*damage, *notes, *mended), damage=tuple(damage), cut=chunks.cut or collected.until_ns is not None,
+        **read_header(header, path, first_ns),
+    )  # fmt: skip
+
+
+def _join(chunks: list[dict], columns) -> dict[str, np.ndarray]:
+    """One dict of columns of many; empties `chunks`, so that nothing is held twice for long."""
+    return {name: np.concatenate([chunk.pop(name) for chunk in chunks]) for name in columns}
+
+
+def _place_in_time(columns: dict, notes: list[str], damage: list[str]) -> int | None:
+    """Make start_ns relative to the first event, end_ns of length_ns, and drop events without a time; the first's start
+    by the file's clock, None if no event has one."""
+    start = columns["start_ns"]
+    usable = start != LOST_NS
+    if usable.any() and np.median(start[usable]) > _LONG_AFTER_0:
+        usable &= start > 0  # the profiler lost their time: pytorch/kineto#109
+    if not usable.any():
+        return None
+    if not usable.all():
+        many = (~usable).mean() > _MANY_LOST
+        (damage if many else notes).append(f"events without a start time: {(~usable).sum():,}, left out")
+        columns.update({name: column[usable] for name, column in columns.items()})
+    start, length = columns["start_ns"], columns.pop("length_ns")
+    if negative := int((length < 0).sum()):
+        notes.append(f"events with a negative duration: {negative:,}, taken as instants")
+    first = int(start.min())
+    columns["start_ns"] = start - first
+    columns["end_ns"] = columns["start_ns"] + np.maximum(length, 0)
+    return first
+
+
+def _find_kinds_and_devices(columns: dict, names: tuple[str, ...], collected: Collected):
+    """Kinds in place of categories; device and stream of device work: its arguments, else its pid and tid; -1 for the host's
+    events."""
+    threads, thread = list(collected.threads), columns["thread"]
+    kind = _kind_of_categories(collected.categories)[columns.pop("category")]
+    of_process = np.array([KIND_OF_PROCESS.get(pid, Kind.OTHER) for pid, _ in threads], np.uint8)
+    kind = np.where(kind == Kind.OTHER, of_process[thread], kind)
+    if OPERATORS_OF_2021 in collected.categories:
+        named_by_code = np.fromiter((bool(ANNOTATION_OF_2021.match(name)) for name in names), bool, len(names))
+        kind[(kind == Kind.OP) & named_by_code[columns["name"]]] = Kind.ANNOTATION
+    waits = np.fromiter((bool(DEVICE_WAIT.fullmatch(name)) for name in names), bool, len(names))
+    kind[(kind == Kind.KERNEL) & waits[columns["name"]]] = Kind.SYNC
+    columns["kind"] = kind
+    on_device = np.isin(kind, (*DEVICE_KINDS, Kind.GPU_ANNOTATION))
+    for name, which, largest, dtype in (("device", 0, 2**15, np.int16), ("stream", 1, 2**31, np.int32)):
+        # 7 of 7, "7" and "stream 7"
+        found = [re.search(r"\d{1,18}$", str(ids[which])) for ids in threads]
+        place = np.array([int(number[0]) if number else -1 for number in found], np.int64)[thread]
+        value = np.where(on_device & (columns[name] < 0), place, columns[name])
+        columns[name] = np.where((value >= 0) & (value < largest), value, -1).astype(dtype)
+
+
+def _read_shapes(pairs: Numbered) -> tuple[Shapes, ...]:
+    """Shapes of their JSON texts (dims, dtypes)."""
+
+    def read(text: bytes) -> list:
+        try:
+            value = msgspec.json.decode(text) if text else []
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return []
+        return value if isinstance(value, list) else []
+
+    dtypes = {text: tuple(map(str, read(text))) for text in {dtypes for _, dtypes in pairs}}
+    return tuple(Shapes(nested_tuples(read(dims)), dtypes[text]) for dims, text in pairs)
+
+
+def nested_tuples(value: list) -> tuple:
+    return tuple([nested_tuples(one) if isinstance(one, list) else one for one in value])
+
+
+def _read_memory(instants: list[dict], first_ns: int) -> MemoryEvents:
+    if not instants:
+        none = np.empty(0, np.int64)
+        return MemoryEvents(none, none, none, none, none.astype(np.int16))
+    m = _join(instants, ("start_ns", *MEMORY_COLUMNS))
+    order = np.argsort(m["start_ns"], kind="stable")
+    order = order[m["start_ns"][order] != LOST_NS]
+    m = {name: column[order] for name, column in m.items()}
+    device = np.where(m["device_type"] == 0, -1, m["device"])
+    device = np.clip(device, -1, 2**15 - 1).astype(np.int16)
+    return MemoryEvents(m["start_ns"] - first_ns, m["num_bytes"], m["total_allocated"], m["total_reserved"], device)
