@@ -1,7 +1,6 @@
 """A memory snapshot, read: the curve worked out from the state at the end and the events before it, the peak, and what held
 memory then."""
 
-import itertools
 import pickle
 import re
 from pathlib import Path
@@ -16,7 +15,15 @@ from megatron_lite.analysis.memory.categories import (
     held_bytes,
     place_lives,
 )
-from megatron_lite.analysis.memory.memory_results import Growth, Held, Moment, OutOfMemory, Snapshot, StepMemory
+from megatron_lite.analysis.memory.memory_results import (
+    Growth,
+    Held,
+    Moment,
+    OutOfMemory,
+    Snapshot,
+    StepMemory,
+    choose_points,
+)
 from megatron_lite.analysis.memory.phases import PHASES, find_memory_phases
 from megatron_lite.analysis.memory.record import OOM, Record, build_record
 from megatron_lite.analysis.memory.sites import measure_fragmentation, measure_reserved, sum_layers, sum_sites
@@ -27,7 +34,6 @@ from megatron_lite.units import size
 
 MAX_MEMORY_PER_BYTE = 60  # a snapshot takes 10 to 30 times its file's size
 FROM_TORCH = "write it again with torch.cuda.memory._dump_snapshot or --record-memory-history"
-CURVE_POINTS = 800
 MAX_UNKNOWN = 0.01  # of the peak, without origin, in a record that counts as complete
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})(?!\d)", re.IGNORECASE)
 MIN_STEPS = 3  # to speak of growth
@@ -168,7 +174,7 @@ def _find_highest(lives: Lives, categories: np.ndarray, passing: np.ndarray, n: 
 def _draw_curve(
     lives: Lives, categories: np.ndarray, allocated: np.ndarray, reserved: np.ndarray, times: np.ndarray
 ) -> tuple[Moment, ...]:
-    at = choose_points(allocated, CURVE_POINTS)
+    at = choose_points(allocated)
     parts = [
         held_bytes(lives, len(times) - 1, np.where(categories == number, lives.num_bytes, 0))[at].tolist()
         for number in range(len(CATEGORIES))
@@ -177,13 +183,6 @@ def _draw_curve(
         Moment(*point, part)
         for *point, part in zip(times[at].tolist(), allocated[at].tolist(), reserved[at].tolist(), zip(*parts))
     )
-
-
-def choose_points(curve: np.ndarray, most: int) -> np.ndarray:
-    """Indices of the highest point of each of `most` stretches of a curve; of the first, the last and the peak too."""
-    edges = np.unique(np.linspace(0, len(curve), min(len(curve), most) + 1).astype(np.int64))
-    highest = [int(start + np.argmax(curve[start:end])) for start, end in itertools.pairwise(edges)]
-    return np.unique([0, *highest, len(curve) - 1])
 
 
 def _find_growth(ends: list[int], allocated: np.ndarray, lives: Lives, find_sites) -> Growth | None:

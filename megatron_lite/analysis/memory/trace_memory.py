@@ -4,8 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from megatron_lite.analysis.memory.memory_results import TraceMemory
-from megatron_lite.analysis.memory.read import CURVE_POINTS, choose_points
+from megatron_lite.analysis.memory.memory_results import TraceMemory, choose_points
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
@@ -30,7 +29,7 @@ def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
     while operator >= 0 and end_ns[operator] < times[peak]:
         operator = int(placing.operator[operator])
     phase = int(placing.phase[operator]) if operator >= 0 else -1
-    at = choose_points(allocated, CURVE_POINTS)
+    at = choose_points(allocated)
     return TraceMemory(
         source=trace.source,
         rank=trace.rank,
