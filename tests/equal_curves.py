@@ -1,4 +1,4 @@
-"""Runs of 200 iterations on made-up source code, whose loss curves tests lay upon each other."""
+"""Runs of 120 iterations on made-up source code, whose loss curves tests lay upon each other."""
 
 import random
 from dataclasses import replace
@@ -13,7 +13,7 @@ from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
 
-STEPS = 200
+STEPS = 120
 FIRST_STEPS = 10
 DOCUMENTS, DOCUMENT_CHARACTERS = 60, 1_000  # several epochs are read
 CPU = torch.device("cpu")
