@@ -25,21 +25,9 @@ from benchmarks.training.tokens import write_tokens
 from megatron_lite.errors import UserError
 
 TINY = [
-    "--layers",
-    "1",
-    "--hidden",
-    "16",
-    "--heads",
-    "2",
-    "--sequence",
-    "16",
-    "--micro-batch",
-    "2",
-    "--steps",
-    "3",
-    "--warm-up",
-    "1",
-]
+    "--layers", "1", "--hidden", "16", "--heads", "2", "--sequence", "16", "--micro-batch", "2", "--steps", "3",
+    "--warm-up", "1",
+]  # fmt: skip
 COUNTING = """
 import time
 block = bytearray(64 * 2**20)
@@ -229,32 +217,11 @@ def test_missing_packages_and_texts(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_two_contestants_run(tmp_path):
     out = tmp_path / "figures.json"
+    words = f"--rounds 1 --contestants ours plain --device cpu --precision fp32 --threads 1 --out {out}"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.train",
-            *TINY,
-            "--rounds",
-            "1",
-            "--contestants",
-            "ours",
-            "plain",
-            "--device",
-            "cpu",
-            "--precision",
-            "fp32",
-            "--threads",
-            "1",
-            "--out",
-            str(out),
-        ],
-        check=False,
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+        [sys.executable, "-m", "benchmarks.train", *TINY, *words.split()], check=False, cwd=REPO, capture_output=True,
+        text=True, timeout=LIMIT_S,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert [line["name"] for line in found["summary"]] == ["ours", "plain"]

@@ -61,15 +61,8 @@ def test_a_script_gets_its_verdict_first(capsys):
     assert "79.4 TFLOP  2.42 GFLOP per token" in shown and "89.3 TFLOP  2.72 GFLOP per token" in shown
     assert "--vocab-file no/VOCAB is not here: GPT-2's vocabulary of 50,257 is assumed." in shown
     assert "1 GPU: so the script says where its own commands are not run; --gpus N for more." in shown
-    for title in (
-        "Memory at the peak",
-        "Memory through a step",
-        "Time of a step at best",
-        "Work of a step",
-        "Parameters",
-        "What if",
-    ):
-        assert f"\n\n{title}" in shown
+    titles = "Memory at the peak,Memory through a step,Time of a step at best,Work of a step,Parameters,What if"
+    assert all(f"\n\n{title}" in shown for title in titles.split(","))
     assert "Environment" not in shown and "Inference" not in shown and "Exact" not in shown
 
 
@@ -247,21 +240,8 @@ def test_env_says_what_can_cost_something(capsys):
 
 
 def test_json_holds_all_of_it(capsys):
-    shown = printed(
-        capsys,
-        "--json",
-        "plan.json",
-        "--gpu",
-        "H200",
-        "T4",
-        "--fit",
-        "T4",
-        "--inference",
-        "--env",
-        *SEED,
-        "--micro-batch-size",
-        "8",
-    )
+    options = f"--json plan.json --gpu H200 T4 --fit T4 --inference --env {FLAGS} --micro-batch-size 8"
+    shown = printed(capsys, *options.split())
     assert shown.endswith("\nwritten: plan.json\n")
     text = Path("plan.json").read_text()
     assert text.isascii()

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from command_lines import plan
+from command_lines import plan, read_table
 
 from megatron_lite.config.environment import TELLING_VARIABLES, hints
 from megatron_lite.config.machine import Machine, _limits, _own_groups, read_machine
@@ -16,6 +16,10 @@ MACHINE = Machine(
 )
 ONE_GPU, GPUS, NODES = World(gpus=1), World(size=2, local_size=2, gpus=2), World(size=4, local_size=2, gpus=2)
 ON_CPU, TWO_ON_CPU = World(), World(size=2, local_size=2)
+WORLDS = {
+    "ONE_GPU": ONE_GPU, "GPUS": GPUS, "NODES": NODES, "ON_CPU": ON_CPU, "TWO_ON_CPU": TWO_ON_CPU,
+    "FOUR_ON_CPU": World(size=4, local_size=4),
+}  # fmt: skip
 SOUND = {"OMP_NUM_THREADS": "8"}
 NSYS = "--profile without --use-pytorch-profiler steers Nsight Systems"
 
@@ -24,132 +28,55 @@ def said(world: World, changes: str = "", machine: Machine | None = MACHINE, **e
     return hints(plan(changes, world), SOUND | environ, machine)
 
 
-@pytest.mark.parametrize(
-    ("world", "environ", "line"),
-    [
-        (
-            GPUS,
-            {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-            "CUDA_DEVICE_MAX_CONNECTIONS=1: communication may wait for kernels that were launched before it; without",
-        ),
-        (ONE_GPU, {"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel; unset it"),
-        (
-            ONE_GPU,
-            {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            "PYTORCH_NO_CUDA_MEMORY_CACHING=1: every tensor is a cudaMalloc",
-        ),
-        (
-            TWO_ON_CPU,
-            {"TORCH_DISTRIBUTED_DEBUG": "detail"},
-            "TORCH_DISTRIBUTED_DEBUG=detail: every collective is checked",
-        ),
-        (GPUS, {"NCCL_DEBUG": "TRACE"}, "NCCL_DEBUG=TRACE: every collective is printed; unset it where speed matters."),
-        (GPUS, {"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE=1: GPUs of one machine talk through host memory"),
-        (NODES, {"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1: InfiniBand is not used"),
-        (GPUS, {"TORCH_NCCL_ENABLE_TIMING": "1"}, "TORCH_NCCL_ENABLE_TIMING=1: events around every collective"),
-        (
-            ONE_GPU,
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments=True"},
-            "PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments=True' is no option:value, which torch refuses; write such as",
-        ),
-        (
-            ONE_GPU,
-            {"PYTORCH_ALLOC_CONF": "expandable_segments:true"},
-            "PYTORCH_ALLOC_CONF=expandable_segments:true: is refused by torch; write True or False, with a capital.",
-        ),
-        (
-            ONE_GPU,
-            {"PYTORCH_ALLOC_CONF": "expandable_segment:True"},
-            "PYTORCH_ALLOC_CONF=expandable_segment:True: torch may refuse this option; did you mean expandable_segments?",
-        ),
-        (
-            ONE_GPU,
-            {"PYTORCH_ALLOC_CONF": "zzz:1"},
-            "PYTORCH_ALLOC_CONF=zzz:1: torch may refuse this option; check its name.",
-        ),
-        (
-            ONE_GPU,
-            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:10"},
-            "PYTORCH_ALLOC_CONF=max_split_size_mb:10: is refused by torch; give a whole number of at least 20.",
-        ),
-        (
-            ONE_GPU,
-            {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:2"},
-            "PYTORCH_ALLOC_CONF=garbage_collection_threshold:2: is refused by torch; give a part of the memory between 0 and 1",
-        ),
-        (
-            ONE_GPU,
-            {"PYTORCH_ALLOC_CONF": "backend:cuda"},
-            "PYTORCH_ALLOC_CONF=backend:cuda: is refused by torch; there are native and cudaMallocAsync.",
-        ),
-        (
-            ONE_GPU,
-            {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync,expandable_segments:True"},
-            "PYTORCH_ALLOC_CONF: backend:cudaMallocAsync ignores expandable_segments; drop one or the other.",
-        ),
-        (
-            ONE_GPU,
-            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segments:True"},
-            "PYTORCH_CUDA_ALLOC_CONF: max_split_size_mb:128 does nothing with expandable_segments:True",
-        ),
-        (
-            ONE_GPU,
-            {"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True does not count beside PYTORCH_ALLOC_CONF=backend:native; unset",
-        ),
-        (
-            TWO_ON_CPU,
-            {"OMP_NUM_THREADS": "16"},
-            "OMP_NUM_THREADS=16: 2 ranks x 16 threads wait for each other on 16 cores; set OMP_NUM_THREADS=8.",
-        ),
-        (
-            TWO_ON_CPU,
-            {"OMP_NUM_THREADS": "1"},
-            "OMP_NUM_THREADS=1: 2 ranks x 1 thread leave most of 16 cores idle; set OMP_NUM_THREADS=8.",
-        ),
-        (
-            TWO_ON_CPU,
-            {"OMP_NUM_THREADS": ""},
-            "OMP_NUM_THREADS is not set: 2 ranks x 1 thread leave most of 16 cores idle; set OMP_NUM_THREADS=8.",
-        ),
-        (
-            TWO_ON_CPU,
-            {"OMP_NUM_THREADS": "", "LOCAL_RANK": "0"},  # started by a launcher that is not torchrun
-            "OMP_NUM_THREADS is not set: 2 ranks x 16 threads wait for each other on 16 cores; set OMP_NUM_THREADS=8.",
-        ),
-    ],
-)
+COSTS = read_table("""
+GPUS | CUDA_DEVICE_MAX_CONNECTIONS=1 | CUDA_DEVICE_MAX_CONNECTIONS=1: communication may wait for kernels that were launched before it; without
+ONE_GPU | CUDA_LAUNCH_BLOCKING=1 | CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel; unset it
+ONE_GPU | PYTORCH_NO_CUDA_MEMORY_CACHING=1 | PYTORCH_NO_CUDA_MEMORY_CACHING=1: every tensor is a cudaMalloc
+TWO_ON_CPU | TORCH_DISTRIBUTED_DEBUG=detail | TORCH_DISTRIBUTED_DEBUG=detail: every collective is checked
+GPUS | NCCL_DEBUG=TRACE | NCCL_DEBUG=TRACE: every collective is printed; unset it where speed matters.
+GPUS | NCCL_P2P_DISABLE=1 | NCCL_P2P_DISABLE=1: GPUs of one machine talk through host memory
+NODES | NCCL_IB_DISABLE=1 | NCCL_IB_DISABLE=1: InfiniBand is not used
+GPUS | TORCH_NCCL_ENABLE_TIMING=1 | TORCH_NCCL_ENABLE_TIMING=1: events around every collective
+ONE_GPU | PYTORCH_CUDA_ALLOC_CONF=expandable_segments=True | PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments=True' is no option:value, which torch refuses; write such as
+ONE_GPU | PYTORCH_ALLOC_CONF=expandable_segments:true | PYTORCH_ALLOC_CONF=expandable_segments:true: is refused by torch; write True or False, with a capital.
+ONE_GPU | PYTORCH_ALLOC_CONF=expandable_segment:True | PYTORCH_ALLOC_CONF=expandable_segment:True: torch may refuse this option; did you mean expandable_segments?
+ONE_GPU | PYTORCH_ALLOC_CONF=zzz:1 | PYTORCH_ALLOC_CONF=zzz:1: torch may refuse this option; check its name.
+ONE_GPU | PYTORCH_ALLOC_CONF=max_split_size_mb:10 | PYTORCH_ALLOC_CONF=max_split_size_mb:10: is refused by torch; give a whole number of at least 20.
+ONE_GPU | PYTORCH_ALLOC_CONF=garbage_collection_threshold:2 | PYTORCH_ALLOC_CONF=garbage_collection_threshold:2: is refused by torch; give a part of the memory between 0 and 1
+ONE_GPU | PYTORCH_ALLOC_CONF=backend:cuda | PYTORCH_ALLOC_CONF=backend:cuda: is refused by torch; there are native and cudaMallocAsync.
+ONE_GPU | PYTORCH_ALLOC_CONF=backend:cudaMallocAsync,expandable_segments:True | PYTORCH_ALLOC_CONF: backend:cudaMallocAsync ignores expandable_segments; drop one or the other.
+ONE_GPU | PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128, expandable_segments:True | PYTORCH_CUDA_ALLOC_CONF: max_split_size_mb:128 does nothing with expandable_segments:True
+ONE_GPU | PYTORCH_ALLOC_CONF=backend:native ; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True | PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True does not count beside PYTORCH_ALLOC_CONF=backend:native; unset
+TWO_ON_CPU | OMP_NUM_THREADS=16 | OMP_NUM_THREADS=16: 2 ranks x 16 threads wait for each other on 16 cores; set OMP_NUM_THREADS=8.
+TWO_ON_CPU | OMP_NUM_THREADS=1 | OMP_NUM_THREADS=1: 2 ranks x 1 thread leave most of 16 cores idle; set OMP_NUM_THREADS=8.
+TWO_ON_CPU | OMP_NUM_THREADS= | OMP_NUM_THREADS is not set: 2 ranks x 1 thread leave most of 16 cores idle; set OMP_NUM_THREADS=8.
+TWO_ON_CPU | OMP_NUM_THREADS= ; LOCAL_RANK=0 | OMP_NUM_THREADS is not set: 2 ranks x 16 threads wait for each other on 16 cores; set OMP_NUM_THREADS=8.
+""")
+
+
+@pytest.mark.parametrize(("world", "environ", "line"), COSTS)
 def test_a_variable_that_costs_something_is_one_line(world, environ, line):
-    told = said(world, **environ)
+    told = said(WORLDS[world], **dict(setting.split("=", 1) for setting in environ.split(" ; ")))
     assert len(told) == 1 and told[0].startswith(line), told
 
 
-@pytest.mark.parametrize(
-    ("world", "environ"),
-    [
-        (ONE_GPU, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_P2P_DISABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
-        (GPUS, {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}),
-        (GPUS, {"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}),
-        (GPUS, {"PYTORCH_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]"}),
-        (
-            GPUS,
-            {
-                "PYTORCH_CUDA_ALLOC_CONF": "",
-                "PYTORCH_ALLOC_CONF": " max_split_size_mb : 512 ,garbage_collection_threshold:0.8,",
-            },
-        ),
-        (
-            GPUS,
-            {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        ),
-        (ON_CPU, {"CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_ALLOC_CONF": "nonsense", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-        (ON_CPU, {"OMP_NUM_THREADS": ""}),
-        (World(size=4, local_size=4), {"OMP_NUM_THREADS": "4"}),
-        (ON_CPU, {"OMP_NUM_THREADS": "64"}),  # torch takes as many as there are cores
-    ],
-)
+COSTS_NOTHING = read_table("""
+ONE_GPU | CUDA_DEVICE_MAX_CONNECTIONS=1 ; NCCL_P2P_DISABLE=1 ; TORCH_DISTRIBUTED_DEBUG=DETAIL
+GPUS | CUDA_DEVICE_MAX_CONNECTIONS=8 ; NCCL_IB_DISABLE=1 ; NCCL_DEBUG=INFO
+GPUS | CUDA_LAUNCH_BLOCKING=0 ; TORCH_DISTRIBUTED_DEBUG=INFO ; OMP_NUM_THREADS=1
+GPUS | PYTORCH_ALLOC_CONF=expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]
+GPUS | PYTORCH_CUDA_ALLOC_CONF= ; PYTORCH_ALLOC_CONF= max_split_size_mb : 512 ,garbage_collection_threshold:0.8,
+GPUS | PYTORCH_ALLOC_CONF=expandable_segments:True ; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+ON_CPU | CUDA_LAUNCH_BLOCKING=1 ; PYTORCH_ALLOC_CONF=nonsense ; CUDA_DEVICE_MAX_CONNECTIONS=1
+ON_CPU | OMP_NUM_THREADS=
+FOUR_ON_CPU | OMP_NUM_THREADS=4
+ON_CPU | OMP_NUM_THREADS=64
+""")
+
+
+@pytest.mark.parametrize(("world", "environ"), COSTS_NOTHING)
 def test_what_costs_nothing_there_is_not_said(world, environ):
-    assert said(world, **environ) == []
+    assert said(WORLDS[world], **dict(setting.split("=", 1) for setting in environ.split(" ; "))) == []
 
 
 def test_a_container_with_the_time_of_two_cores_is_not_given_the_threads_of_all_that_it_sees():
@@ -208,6 +135,9 @@ def test_this_machine_is_read():
     assert said(ON_CPU, machine=machine, OMP_NUM_THREADS=str(machine.cores)) == []
 
 
+V1 = {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000", "memory/memory.limit_in_bytes": "8192"}
+
+
 @pytest.mark.parametrize(
     ("files", "limits"),
     [
@@ -216,22 +146,8 @@ def test_this_machine_is_read():
         ({"cpu.max": "200000 100000", "memory.max": "1073741824\n"}, (2.0, GIB)),
         # the group itself is granted more than the one around it
         ({"job/cpu.max": "800000 100000", "cpu.max": "400000 100000", "job/step/memory.max": "4096"}, (4.0, 4096)),
-        (
-            {
-                "cpu/cpu.cfs_quota_us": "-1",
-                "cpu/cpu.cfs_period_us": "100000",
-                "memory/memory.limit_in_bytes": str(2**63 - 4096),
-            },
-            (None, None),
-        ),
-        (
-            {
-                "cpu/cpu.cfs_quota_us": "150000",
-                "cpu/cpu.cfs_period_us": "100000",
-                "memory/memory.limit_in_bytes": "8192",
-            },
-            (1.5, 8192),
-        ),
+        (V1, (1.5, 8192)),
+        (V1 | {"cpu/cpu.cfs_quota_us": "-1", "memory/memory.limit_in_bytes": str(2**63 - 4096)}, (None, None)),
     ],
 )
 def test_what_control_groups_grant(files, limits, tmp_path):

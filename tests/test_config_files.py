@@ -3,21 +3,15 @@
 import os
 
 import pytest
-from command_lines import REPO, mistakes, yields_missed
+from command_lines import REPO, mistakes, read_table, yields_missed
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder to stand in: a good pair of data files, a regular file, a folder, data named as Megatron names it."""
     monkeypatch.chdir(tmp_path)
-    for name in (
-        "good.bin",
-        "good.idx",
-        "half.bin",
-        "megatron_text_document.bin",
-        "megatron_text_document.idx",
-        "file",
-    ):
+    names = "good.bin good.idx half.bin megatron_text_document.bin megatron_text_document.idx file"
+    for name in names.split():
         (tmp_path / name).write_text("x")
     for name in ("folder", "tree.bin", "tree.idx"):
         (tmp_path / name).mkdir()
@@ -27,65 +21,36 @@ def place(tmp_path, monkeypatch):
 
 MADE = "check the prefix, or make it with megatron-lite preprocess."
 BPE = "!--tokenizer-type !--vocab-size --merge-file file "
-CASES = [
-    ("!--mock-data --data-path none", f"--data-path none: there is no none.bin; {MADE}"),
-    ("!--mock-data --data-path half", f"--data-path half: there is no half.idx; {MADE}"),
-    (
-        "!--mock-data --data-path good.bin",
-        "--data-path good.bin: is a file's name; give the prefix without its ending: good.",
-    ),
-    (
-        "!--mock-data --data-path a/none.idx",
-        "--data-path a/none.idx: is a file's name; give the prefix without its ending: a/none.",
-    ),
-    (
-        "!--mock-data --data-path megatron",
-        "--data-path megatron: there is no megatron.bin; did you mean megatron_text_document?",
-    ),
-    (
-        "!--mock-data --data-path tree",
-        "--data-path tree: tree.bin is a folder; give the prefix of a .bin/.idx pair of files.",
-    ),
-    ("!--mock-data --data-path 1 good 2 none", f"--data-path none: there is no none.bin; {MADE}"),
-    ("!--mock-data --data-path good 3 good", f"--data-path 3: there is no 3.bin; {MADE}"),
-    (
-        "!--mock-data --data-path 1 good x good",
-        "--data-path 1 good x good: 'x' should be a weight; give one for every prefix or none.",
-    ),
-    (
-        "!--mock-data --data-path 1 good 0 good",
-        "--data-path: weights [1.0, 0.0] must all be above 0; leave out a data set that is unused.",
-    ),
-    (
-        "!--mock-data --train-data-path good --valid-data-path none",
-        f"--valid-data-path none: there is no none.bin; {MADE}",
-    ),
-    (
-        "!--mock-data --train-data-path good --test-data-path none",
-        f"--test-data-path none: there is no none.bin; {MADE}",
-    ),
-    (BPE + "--vocab-file none.json", "--vocab-file none.json: there is no such file; check the path."),
-    (BPE + "--vocab-file folder", "--vocab-file folder: is a folder; give the file."),
-    (BPE + "--vocab-file file --merge-file none", "--merge-file none: there is no such file; check the path."),
-    ("--save file", "--save file: {here}/file is a file; give a folder."),
-    ("--save file/below/it", "--save file/below/it: {here}/file is a file; give a folder."),
-    ("--save dangling", "--save dangling: {here}/dangling is a file; give a folder."),
-    ("--tensorboard-dir file/tb", "--tensorboard-dir file/tb: {here}/file is a file; give a folder."),
-    ("--run-dir file", "--run-dir file: {here}/file is a file; give a folder."),
-    (
-        "--record-memory-history --memory-snapshot-path file/s.pickle",
-        "--memory-snapshot-path file: {here}/file is a file; give a folder.",
-    ),
-    ("--load file", "--load file: is a file; give the folder that holds latest_checkpointed_iteration.txt."),
-    (
-        "--load none --exit-on-missing-checkpoint",
-        "--load none: there is no such folder, which --exit-on-missing-checkpoint wants; check the path.",
-    ),
-    (
-        "--pretrained-checkpoint none",
-        "--pretrained-checkpoint none: there is no such folder; check the path, or drop it.",
-    ),
-]
+CASES = read_table(
+    """
+!--mock-data --data-path none | --data-path none: there is no none.bin; MADE
+!--mock-data --data-path half | --data-path half: there is no half.idx; MADE
+!--mock-data --data-path good.bin | --data-path good.bin: is a file's name; give the prefix without its ending: good.
+!--mock-data --data-path a/none.idx | --data-path a/none.idx: is a file's name; give the prefix without its ending: a/none.
+!--mock-data --data-path megatron | --data-path megatron: there is no megatron.bin; did you mean megatron_text_document?
+!--mock-data --data-path tree | --data-path tree: tree.bin is a folder; give the prefix of a .bin/.idx pair of files.
+!--mock-data --data-path 1 good 2 none | --data-path none: there is no none.bin; MADE
+!--mock-data --data-path good 3 good | --data-path 3: there is no 3.bin; MADE
+!--mock-data --data-path 1 good x good | --data-path 1 good x good: 'x' should be a weight; give one for every prefix or none.
+!--mock-data --data-path 1 good 0 good | --data-path: weights [1.0, 0.0] must all be above 0; leave out a data set that is unused.
+!--mock-data --train-data-path good --valid-data-path none | --valid-data-path none: there is no none.bin; MADE
+!--mock-data --train-data-path good --test-data-path none | --test-data-path none: there is no none.bin; MADE
+BPE --vocab-file none.json | --vocab-file none.json: there is no such file; check the path.
+BPE --vocab-file folder | --vocab-file folder: is a folder; give the file.
+BPE --vocab-file file --merge-file none | --merge-file none: there is no such file; check the path.
+--save file | --save file: {here}/file is a file; give a folder.
+--save file/below/it | --save file/below/it: {here}/file is a file; give a folder.
+--save dangling | --save dangling: {here}/dangling is a file; give a folder.
+--tensorboard-dir file/tb | --tensorboard-dir file/tb: {here}/file is a file; give a folder.
+--run-dir file | --run-dir file: {here}/file is a file; give a folder.
+--record-memory-history --memory-snapshot-path file/s.pickle | --memory-snapshot-path file: {here}/file is a file; give a folder.
+--load file | --load file: is a file; give the folder that holds latest_checkpointed_iteration.txt.
+--load none --exit-on-missing-checkpoint | --load none: there is no such folder, which --exit-on-missing-checkpoint wants; check the path.
+--pretrained-checkpoint none | --pretrained-checkpoint none: there is no such folder; check the path, or drop it.
+""",
+    MADE=MADE,
+    BPE=BPE,
+)
 FINE = [
     "!--mock-data --data-path good",
     "!--mock-data --data-path 0.3 good 7e-1 good",
@@ -127,17 +92,14 @@ def forbidden(monkeypatch):
     return forbid
 
 
-UNREADABLE = [
-    ("!--mock-data --data-path good", "--data-path good.idx: may not be read; change its permissions."),
-    (
-        BPE + "--vocab-file folder/../half.bin",
-        "--vocab-file folder/../half.bin: may not be read; change its permissions.",
-    ),
-    (
-        "--save folder/new",
-        "--save folder/new: {here}/folder may not be written; choose another folder, or change its permissions.",
-    ),
-]
+UNREADABLE = read_table(
+    """
+!--mock-data --data-path good | --data-path good.idx: may not be read; change its permissions.
+BPE --vocab-file folder/../half.bin | --vocab-file folder/../half.bin: may not be read; change its permissions.
+--save folder/new | --save folder/new: {here}/folder may not be written; choose another folder, or change its permissions.
+""",
+    BPE=BPE,
+)
 
 
 @pytest.mark.parametrize(("changes", "answer"), UNREADABLE)

@@ -15,7 +15,12 @@ from megatron_lite.config.flags import ABSENT, list_flags, read_flags
 from megatron_lite.config.help import help_text
 
 PAGE = help_text()
-FLAGS = list(list_flags(Args))
+FLAGS = list_flags(Args)
+REQUIRED = "--num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size --train-iters --lr"
+DEFAULTS = {  # as one would type them
+    "--initial-loss-scale": "4294967296", "--adam-eps": "1e-08", "--profile-ranks": "0", "--min-lr": "0.0",
+    "--exit-signal": "SIGTERM", "--loss-scale-window": "1000",
+}  # fmt: skip
 
 
 def entry(spelling: str) -> str:
@@ -34,68 +39,28 @@ def test_every_knob_has_an_entry_with_its_meaning_and_default():
         assert all(choice in text for choice in flag.choices)
         shown = not flag.is_switch and flag.default not in (None, ())
         assert (re.search(r"\[\S+\]$", text) is not None) == shown, text
+    for spelling, default in DEFAULTS.items():
+        assert entry(spelling).endswith(f"[{default}]") and read_command_line([spelling, default]).mistakes == []
+    required = {flag.spelling for flag in FLAGS if "Required" in flag.help}
+    assert required == set(REQUIRED.split()) <= {word for word in argv() if word.startswith("--")}
 
 
-@pytest.mark.parametrize(
-    ("spelling", "default"),
-    [
-        ("--initial-loss-scale", "[4294967296]"),
-        ("--adam-eps", "[1e-08]"),
-        ("--profile-ranks", "[0]"),
-        ("--min-lr", "[0.0]"),
-        ("--exit-signal", "[SIGTERM]"),
-        ("--loss-scale-window", "[1000]"),
-    ],
-)
-def test_defaults_are_shown_as_one_would_type_them(spelling, default):
-    text = entry(spelling)
-    assert text.endswith(default)
-    assert read_command_line([spelling, default[1:-1]]).mistakes == []
-
-
-def test_every_answer_of_the_tables_is_listed():
+def test_every_answer_of_the_tables_is_listed_below_the_groups():
     words = set(re.findall(r"--[\w-]+", PAGE))
     assert {"--yaml-cfg", *(flag.name for flag in read_flags().values() if flag.answer != ABSENT)} <= words
-
-
-def test_groups_stand_in_order_apart_from_each_other():
-    titles = [
-        line
-        for line in PAGE.splitlines()
-        if line and not line.startswith((" ", "usage", "the ", "Trains", "Defaults", "Megatron"))
-    ]
+    head = (" ", "usage", "the ", "Trains", "Defaults", "Megatron")
+    titles = [line for line in PAGE.splitlines() if line and not line.startswith(head)]
     groups = list(dict.fromkeys(flag.group for flag in FLAGS))
     assert titles[: len(groups)] == groups and len(titles) == len(groups) + 4
-    for title in titles:
-        assert f"\n\n{title}\n  --" in PAGE
+    assert all(f"\n\n{title}\n  --" in PAGE for title in titles)
 
 
 @pytest.mark.parametrize("width", [80, 110])
 def test_lines_fit_and_no_flag_is_broken(width):
-    page = help_text(width)
-    lines = page.splitlines()
-    head = lines.index("Model")
-    too_long = [line for line in lines[head:] if len(line) > width and len(line.split()) > 3]
+    lines = help_text(width).splitlines()
+    too_long = [line for line in lines[lines.index("Model") :] if len(line) > width and len(line.split()) > 3]
     assert too_long == [] or width == 80 and all(line.startswith("  --") for line in too_long)
-    assert max(map(len, PAGE.splitlines())) <= 110
     assert not [line for line in lines if line.rstrip().endswith("-")]
-
-
-def test_required_flags_are_called_so():
-    required = {flag.spelling for flag in FLAGS if "Required" in flag.help}
-    assert (
-        required
-        == {
-            "--num-layers",
-            "--hidden-size",
-            "--num-attention-heads",
-            "--seq-length",
-            "--micro-batch-size",
-            "--train-iters",
-            "--lr",
-        }
-        <= {word for word in argv() if word.startswith("--")}
-    )
 
 
 def test_the_smallest_run_of_the_page_is_right():
@@ -113,12 +78,7 @@ def test_it_comes_at_once(words, tmp_path):
         "assert not {'torch', 'numpy'} & set(sys.modules), 'too slow'"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
+        [sys.executable, "-c", code, *words], cwd=REPO, capture_output=True, text=True, check=False, timeout=LIMIT_S,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )
+    )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, PAGE + "\n", "")

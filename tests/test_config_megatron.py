@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from command_lines import REPO, mistakes, read
 
 from megatron_lite.config.args import Args
@@ -33,23 +32,26 @@ OTHER_DEFAULTS = {  # where a default differs from Megatron's: ours, and why
     "--num-workers": (None, "chosen: Megatron's 2 with GPUs, 0 without"),
     "--dataloader-type": ("single", "what Megatron itself makes of None"),
 }
-OURS = {  # knobs of this trainer that Megatron does not have
-    "--explain-attention",
-    "--no-exit-on-save-failure",
-    "--external-dataloader",
-    "--run-dir",
-    "--pytorch-profiler-collect-memory",
-    "--pytorch-profiler-collect-flops",
-    "--profile-modules",
-    "--memory-history-events",
-    "--profile-gzip",
-    "--no-profile-gzip",
-    "--no-profile-on-demand",
-    "--no-report",
-    "--no-step-timeline",
-    "--torch-compile",
-    "--torch-compile-backend",
-}
+OF_THIS_TRAINER = """
+    --explain-attention --no-exit-on-save-failure --external-dataloader --run-dir --pytorch-profiler-collect-memory
+    --pytorch-profiler-collect-flops --profile-modules --memory-history-events --profile-gzip --no-profile-gzip
+    --no-profile-on-demand --no-report --no-step-timeline --torch-compile --torch-compile-backend
+"""
+VALUES = {"--warmup": "0.1", "--checkpoint-granularity": "full", "--checkpoint-method": "block"}
+HARMLESS = """
+    cuda-graph-impl te-rng-tracker ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save
+    ckpt-assume-constant-structure disable-jit-fuser no-one-logger use-tp-pp-dp-mapping align-grad-reduce
+    no-align-grad-reduce align-param-gather use-persistent-ckpt-worker distributed-timeout-seconds-after-init nccl-ub
+    fp8-recipe num-distributed-optimizer-instances ddp-num-buckets ddp-average-in-collective overlap-p2p-communication
+    main-params-dtype exp-avg-dtype delay-wgrad-compute init-model-with-meta-device cross-entropy-fusion-impl
+"""
+SEED = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
+--attention-backend auto --micro-batch-size 4 --global-batch-size 16 --train-iters 20000 --weight-decay 0.1
+--adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5
+--lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 20000
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --split 949,50,1 --log-interval 200
+--save-interval 10000 --eval-interval 1000 --save c --load c --eval-iters 10 --tensorboard-dir t --profile
+--use-pytorch-profiler --profile-step-start 110 --profile-step-end 112 --profile-ranks 0"""
 
 
 def our_default(flag):
@@ -61,15 +63,16 @@ def our_default(flag):
     return str(int(flag.default)) if flag.field == "initial_loss_scale" else str(flag.default)
 
 
-def test_the_table_is_whole():
+def test_every_flag_has_exactly_one_answer_and_megatrons_default():
     assert len(TABLE) == 226
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_exactly_one_answer(name):
-    kinds = [kind for kind, names in NAMES.items() if name in names]
-    assert len(kinds) == 1, kinds
-    assert (kinds == ["knob"]) == (TABLE[name] is not None)
+    for name, default in TABLE.items():
+        kinds = [kind for kind, names in NAMES.items() if name in names]
+        assert len(kinds) == 1 and (kinds == ["knob"]) == (default is not None), name
+        if name in OTHER_DEFAULTS:
+            assert KNOBS[name].default == OTHER_DEFAULTS[name][0] != default
+        elif default is not None:
+            assert our_default(KNOBS[name]) == default, name
+    assert len(NAMES["knob"] & set(TABLE)) >= 150 and len(NAMES[REFUSED] & set(TABLE)) <= 17
 
 
 def test_no_name_anywhere_has_two_answers():
@@ -79,28 +82,17 @@ def test_no_name_anywhere_has_two_answers():
     assert len(KNOBS) == sum(len(flag.spellings) for flag in list_flags(Args))
 
 
-def test_how_many_are_what():
-    count = {kind: len(names & set(TABLE)) for kind, names in NAMES.items()}
-    print(f"of {len(TABLE)}: {count}")
-    assert count["knob"] >= 150 and count["refused"] <= 17 and sum(count.values()) == len(TABLE)
-
-
-@pytest.mark.parametrize("name", [name for name, default in TABLE.items() if default is not None])
-def test_default_is_megatrons(name):
-    flag = KNOBS[name]
-    if name in OTHER_DEFAULTS:
-        assert flag.default == OTHER_DEFAULTS[name][0] != TABLE[name]
-    else:
-        assert our_default(flag) == TABLE[name]
-
-
-def test_what_is_ours_is_marked_so():
+def test_a_field_is_its_flag_and_what_is_ours_is_marked_so():
     for flag in list_flags(Args):
-        assert ("(ours)" in flag.help) == (flag.spelling in OURS or flag.field == "tokenizer_type"), flag.spelling
+        ours = flag.spelling in OF_THIS_TRAINER.split() or flag.field == "tokenizer_type"
+        assert ("(ours)" in flag.help) == ours, flag.spelling
+        assert flag.spelling == dashed(flag.field) or flag.is_switch and flag.default
 
 
-def test_every_answer_is_said_in_one_line():
+def test_every_answer_is_said_in_one_line_and_names_flags_that_exist():
+    everything = set().union(*NAMES.values())
     for flag in read_flags().values():
+        assert set(re.findall(r"--[\w-]+", flag.text)) <= everything, flag
         if flag.answer == RESPELLED:
             continue
         line = read([flag.name, "1"])
@@ -111,24 +103,15 @@ def test_every_answer_is_said_in_one_line():
             assert re.search(r"\b(drop it|use that)\b", flag.text), "a refusal says the remedy"
 
 
-def test_flags_named_in_an_answer_exist():
-    everything = set().union(*NAMES.values())
-    for flag in read_flags().values():
-        assert set(re.findall(r"--[\w-]+", flag.text)) <= everything, flag
-
-
-@pytest.mark.parametrize(("old", "new"), [(old, new.split()) for old, new in find_texts(RESPELLED).items()])
-def test_old_spellings_mean_their_new_ones(old, new):
-    value = [] if KNOBS[new[-1 if len(new) == 1 else 0]].is_switch or len(new) > 1 else ["1"]
-    value = {"--warmup": ["0.1"], "--checkpoint-granularity": ["full"], "--checkpoint-method": ["block"]}.get(
-        old, value
-    )
-    line = read([old, *value])
-    assert line.values == read([*new, *value]).values != read().values or old in (
-        "--use-flash-attn",
-        "--model-parallel-size",
-    )
-    assert line.notes == [f"{old} is an old spelling of {' '.join(new)}."] and line.mistakes == []
+def test_old_spellings_mean_their_new_ones():
+    for old, text in find_texts(RESPELLED).items():
+        new = text.split()
+        is_whole = KNOBS[new[0]].is_switch or len(new) > 1  # needs no value
+        value = [VALUES.get(old, "1")] if not is_whole else []
+        line = read([old, *value])
+        assert line.values == read([*new, *value]).values
+        assert line.values != read().values or old in ("--use-flash-attn", "--model-parallel-size")
+        assert line.notes == [f"{old} is an old spelling of {text}."] and line.mistakes == []
 
 
 def test_values_that_ask_for_nothing_pass():
@@ -143,42 +126,16 @@ def test_values_that_ask_for_nothing_pass():
 def test_what_is_not_here_is_said_in_one_line_whatever_follows_it():
     for name, text in find_texts(ABSENT).items():
         assert re.fullmatch(r"--[a-z0-9-]+", name)
-        for words in ([name], [name, "7"], [f"{name}=7"], [name, "a", "1,-2", "-1,0", "-3", "[1]*3"]):
+        for words in ([name], [f"{name}=7"], [name, "a", "1,-2", "-1,0", "-3", "[1]*3"]):
             assert len(said := mistakes(words)) == 1, said
             assert said[0].startswith(f"{name} {ABSENT_BEGINS}") and said[0].endswith(".") and ".." not in said[0]
             assert text in said[0]
 
 
-def test_a_field_is_its_flag():
-    for flag in list_flags(Args):
-        if not (flag.is_switch and flag.default):
-            assert flag.spelling == dashed(flag.field)
-
-
-SEED = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
---attention-backend auto --micro-batch-size 4 --global-batch-size 16 --train-iters 20000 --weight-decay 0.1
---adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5
---lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 20000
---tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --split 949,50,1 --log-interval 200
---save-interval 10000 --eval-interval 1000 --save c --load c --eval-iters 10 --tensorboard-dir t --profile
---use-pytorch-profiler --profile-step-start 110 --profile-step-end 112 --profile-ranks 0"""
-
-
-def test_a_usual_launch_script_passes_without_a_word(tmp_path, monkeypatch):
+def test_usual_launch_scripts_pass_and_what_changes_no_number_is_noted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert mistakes(SEED.split()) == [] and read(SEED.split()).notes == []
-
-
-HARMLESS_NAMES = """
-    cuda-graph-impl te-rng-tracker ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save
-    ckpt-assume-constant-structure disable-jit-fuser no-one-logger use-tp-pp-dp-mapping align-grad-reduce
-    no-align-grad-reduce align-param-gather use-persistent-ckpt-worker distributed-timeout-seconds-after-init nccl-ub
-    fp8-recipe num-distributed-optimizer-instances ddp-num-buckets ddp-average-in-collective overlap-p2p-communication
-    main-params-dtype exp-avg-dtype delay-wgrad-compute init-model-with-meta-device cross-entropy-fusion-impl
-"""
-
-
-@pytest.mark.parametrize("name", HARMLESS_NAMES.split())
-def test_what_changes_no_number_passes_with_a_word(name):
-    line = read([f"--{name}", "1"])
-    assert line.mistakes == [] and len(line.notes) == 1 and line.notes[0].startswith(f"--{name} has no effect here: ")
+    for name in HARMLESS.split():
+        line = read([f"--{name}", "1"])
+        assert line.mistakes == [] and len(line.notes) == 1
+        assert line.notes[0].startswith(f"--{name} has no effect here: ")

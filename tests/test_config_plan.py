@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from command_lines import plan
+from command_lines import plan, read_table
 
 from megatron_lite.config.plan import BatchSchedule
 from megatron_lite.config.world import World, read_world
@@ -34,56 +34,34 @@ def test_gated_mlp_is_eight_thirds_wide_in_steps_of_64(hidden, ffn):
     assert shape(f"--swiglu --hidden-size {hidden} --ffn-hidden-size 77").ffn_hidden_size == 77
 
 
-@pytest.mark.parametrize(
-    ("changes", "activation"),
-    [
-        ("", "gelu_tanh"),
-        ("--no-bias-gelu-fusion", "gelu_erf"),
-        ("--disable-bias-linear", "gelu_erf"),
-        ("--disable-bias-linear --add-qkv-bias", "gelu_erf"),
-        ("--swiglu", "swiglu"),
-        ("--squared-relu", "squared_relu"),
-        ("--swiglu --disable-bias-linear", "swiglu"),
-        ("--squared-relu --no-bias-gelu-fusion", "squared_relu"),
-    ],
-)
-def test_activation(changes, activation):
-    assert shape(changes).activation == activation
+SHAPES = read_table("""
+NOTHING | activation gelu_tanh, linear_bias True, qkv_bias True, position_embedding learned_absolute, num_query_groups 4
+--no-bias-gelu-fusion | activation gelu_erf
+--disable-bias-linear | activation gelu_erf, linear_bias False, qkv_bias False
+--disable-bias-linear --add-qkv-bias | activation gelu_erf, linear_bias False, qkv_bias True
+--add-qkv-bias | linear_bias True, qkv_bias True
+--swiglu | activation swiglu
+--squared-relu | activation squared_relu
+--swiglu --disable-bias-linear | activation swiglu
+--squared-relu --no-bias-gelu-fusion | activation squared_relu
+--no-position-embedding | position_embedding none
+--position-embedding-type rope | position_embedding rope
+--position-embedding-type rope --no-position-embedding | position_embedding rope
+--position-embedding-type none | position_embedding none
+--use-rotary-position-embeddings | position_embedding rope
+--group-query-attention --num-query-groups 2 --kv-channels 24 | num_query_groups 2, kv_channels 24, qkv_width 192, attention_width 96
+# only with --group-query-attention
+--num-query-groups 2 | num_query_groups 4
+--group-query-attention | num_query_groups 1
+!--max-position-embeddings --position-embedding-type rope | max_position_embeddings 32
+--max-position-embeddings 99 | max_position_embeddings 99
+""", NOTHING="--lr 1")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "linear", "qkv"),
-    [
-        ("", True, True),
-        ("--disable-bias-linear", False, False),
-        ("--disable-bias-linear --add-qkv-bias", False, True),
-        ("--add-qkv-bias", True, True),
-    ],
-)
-def test_biases(changes, linear, qkv):
-    assert (shape(changes).linear_bias, shape(changes).qkv_bias) == (linear, qkv)
-
-
-@pytest.mark.parametrize(
-    ("changes", "position"),
-    [
-        ("", "learned_absolute"),
-        ("--no-position-embedding", "none"),
-        ("--position-embedding-type rope", "rope"),
-        ("--position-embedding-type rope --no-position-embedding", "rope"),
-        ("--position-embedding-type none", "none"),
-        ("--use-rotary-position-embeddings", "rope"),
-    ],
-)
-def test_positions(changes, position):
-    assert shape(changes).position_embedding == position
-
-
-def test_heads():
-    s = shape("--group-query-attention --num-query-groups 2 --kv-channels 24")
-    assert (s.num_query_groups, s.kv_channels, s.qkv_width, s.attention_width) == (2, 24, (4 + 4) * 24, 96)
-    assert shape("--num-query-groups 2").num_query_groups == 4  # only with --group-query-attention
-    assert shape("--group-query-attention").num_query_groups == 1
+@pytest.mark.parametrize(("changes", "expected"), SHAPES)
+def test_shape(changes, expected):
+    found = shape(changes)
+    assert all(f"{getattr(found, name)}" == value for name, value in (pair.split() for pair in expected.split(", ")))
 
 
 @pytest.mark.parametrize(
@@ -103,61 +81,34 @@ def test_padded_vocabulary(vocab_size, changes, padded):
     assert (p.shape.padded_vocab_size, p.vocab_size) == (padded, vocab_size)
 
 
-def test_without_learned_positions_their_number_is_the_sequence():
-    assert shape("!--max-position-embeddings --position-embedding-type rope").max_position_embeddings == 32
-    assert shape("--max-position-embeddings 99").max_position_embeddings == 99
+PRECISIONS = {
+    "": ("fp32", False), "--accumulate-allreduce-grads-in-fp32": ("fp32", False), "--fp16": ("fp16", False),
+    "--fp16 --accumulate-allreduce-grads-in-fp32": ("fp16", True), "--bf16": ("bf16", True),
+    "--bf16 --grad-reduce-in-bf16": ("bf16", False), "--bf16 --accumulate-allreduce-grads-in-fp32": ("bf16", True),
+}  # fmt: skip
+WINDOWS = {
+    "": [], "--profile-step-start 3 --profile-step-end 9": [], "--profile": [10, 11],
+    "--use-pytorch-profiler --profile-step-start 110 --profile-step-end 112": [110, 111],
+    "--record-memory-history --profile-step-start 0 --profile-step-end 2": [1],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "precision", "fp32_gradients"),
-    [
-        ("", "fp32", False),
-        ("--accumulate-allreduce-grads-in-fp32", "fp32", False),
-        ("--fp16", "fp16", False),
-        ("--fp16 --accumulate-allreduce-grads-in-fp32", "fp16", True),
-        ("--bf16", "bf16", True),
-        ("--bf16 --grad-reduce-in-bf16", "bf16", False),
-        ("--bf16 --accumulate-allreduce-grads-in-fp32", "bf16", True),
-    ],
-)
-def test_precision(changes, precision, fp32_gradients):
-    p = plan(changes)
-    assert (p.precision, p.fp32_gradients) == (precision, fp32_gradients)
-
-
-@pytest.mark.parametrize(
-    ("changes", "gpus", "device", "backend"),
-    [
-        ("", 0, "cpu", "gloo"),
-        ("", 2, "cuda", "nccl"),
-        ("--distributed-backend gloo", 1, "cuda", "gloo"),
-        ("--distributed-backend nccl", 1, "cuda", "nccl"),
-    ],
-)
-def test_device_and_backend(changes, gpus, device, backend):
-    p = plan(changes, World(gpus=gpus))
-    assert (p.device, p.backend) == (device, backend)
-
-
-@pytest.mark.parametrize(
-    ("changes", "window"),
-    [
-        ("", []),
-        ("--profile-step-start 3 --profile-step-end 9", []),
-        ("--profile", [10, 11]),
-        ("--use-pytorch-profiler --profile-step-start 110 --profile-step-end 112", [110, 111]),
-        ("--record-memory-history --profile-step-start 0 --profile-step-end 2", [1]),
-    ],
-)
-def test_profile_window_is_half_open_and_counted_from_1(changes, window):
-    assert list(plan(changes).profile_window) == window
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"), [("0", {0}), ("-1", {0, 1, 2, 3}), ("3 1", {1, 3}), ("2 -1", {0, 1, 2, 3})]
-)
-def test_profile_ranks(ranks, expected):
-    assert plan(f"--profile --profile-ranks {ranks}", World(size=4)).profile_ranks == expected
+def test_precision_device_and_window():
+    for changes, expected in PRECISIONS.items():
+        p = plan(changes)
+        assert (p.precision, p.fp32_gradients) == expected, changes
+    for changes, gpus, expected in (
+        ("", 0, ("cpu", "gloo")),
+        ("", 2, ("cuda", "nccl")),
+        ("--distributed-backend gloo", 1, ("cuda", "gloo")),
+        ("--distributed-backend nccl", 1, ("cuda", "nccl")),
+    ):
+        p = plan(changes, World(gpus=gpus))
+        assert (p.device, p.backend) == expected
+    for changes, window in WINDOWS.items():  # half open, and counted from 1
+        assert list(plan(changes).profile_window) == window
+    for ranks, expected in (("0", {0}), ("-1", {0, 1, 2, 3}), ("3 1", {1, 3}), ("2 -1", {0, 1, 2, 3})):
+        assert plan(f"--profile --profile-ranks {ranks}", World(size=4)).profile_ranks == expected
 
 
 def test_default_global_batch_is_one_pass():

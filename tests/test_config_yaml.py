@@ -1,12 +1,14 @@
 """--yaml-cfg: the same names in a file, below the command line."""
 
+import ast
+
 import pytest
-from command_lines import ALONE, argv, mistakes
+from command_lines import ALONE, argv, mistakes, read_table
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.flags import ABSENT_BEGINS, list_flags, read_flags
+from megatron_lite.config.flags import ABSENT_BEGINS, list_flags
 from megatron_lite.errors import ConfigError
 
 
@@ -25,52 +27,46 @@ def values(path: str, more: str = "") -> dict:
     return line.values
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("seq-length: 64", {"seq_length": 64}),
-        ("seq_length: 64", {"seq_length": 64}),
-        ("--seq-length: 64", {"seq_length": 64}),
-        (
-            "model:\n  size:\n    num_layers: 3\n  hidden-size: 8\nlr: 1e-4",
-            {"num_layers": 3, "hidden_size": 8, "lr": 1e-4},
-        ),
-        ("fp16: true", {"fp16": True}),
-        ("fp16: false", {}),
-        ("bf16: yes\nfp16: no", {"bf16": True}),
-        ("add_bias_linear: false", {"add_bias_linear": False}),
-        ("add-bias-linear: true", {}),
-        ("disable-bias-linear: true", {"add_bias_linear": False}),
-        ("disable_bias_linear: false", {}),
-        ("no_position_embedding: true", {"add_position_embedding": False}),
-        ("data_path: [0.3, a, 0.7, b]", {"data_path": ("0.3", "a", "0.7", "b")}),
-        ("data_path: one", {"data_path": ("one",)}),
-        ("profile_ranks:\n- 0\n- -1", {"profile_ranks": (0, -1)}),
-        ("rampup_batch_size: [16, 16, 5859375]", {"rampup_batch_size": (16, 16, 5859375)}),
-        ("split: 949,50,1", {"split": "949,50,1"}),
-        ("lr: 0.001\nmin_lr: null\nkv-channels:", {"lr": 0.001}),
-        ("use_rotary_position_embeddings: true", {"position_embedding_type": "rope"}),
-        ("persistent-save-interval: 5", {"save_interval": 5}),
-        ("sequence_parallel: false\nnum_experts: null\nspec:", {}),
-        ("a: &shared\n  lr: 1\nb: *shared", {"lr": 1.0}),
-        ("bias_gelu_fusion: false", {"bias_gelu_fusion": False}),
-        ("load_optim: false\nload_rng: true", {"no_load_optim": True}),
-        (
-            "layernorm_zero_centered_gamma: true\nlayernorm_epsilon: 1.e-6",
-            {"apply_layernorm_1p": True, "norm_epsilon": 1e-6},
-        ),
-        ("activation_func: swiglu\ngated_linear_unit: false\nswiglu: true", {"swiglu": True}),
-        ("activation_func: silu\ngated_linear_unit: true", {"swiglu": True}),
-        ("swiglu: true\ngated_linear_unit: true", {"swiglu": True}),
-        ("model:\n  activation_func: squaredrelu\nswiglu: false", {"squared_relu": True}),
-        ("activation_func: gelu", {"bias_gelu_fusion": False}),
-        ("activation_func: null\ngated_linear_unit: null", {}),
-        ("zzz: false\nyyy: null\nuse_legacy_models: false\nwandb_project: ''", {}),
-        ("num_moe_experts: null\nfp8: null\nvirtual_pipeline_model_parallel_size: null", {}),
-    ],
-)
+SETTINGS = read_table("""
+seq-length: 64 | {'seq_length': 64}
+seq_length: 64 | {'seq_length': 64}
+--seq-length: 64 | {'seq_length': 64}
+model: /   size: /     num_layers: 3 /   hidden-size: 8 / lr: 1e-4 | {'num_layers': 3, 'hidden_size': 8, 'lr': 0.0001}
+fp16: true | {'fp16': True}
+fp16: false | {}
+bf16: yes / fp16: no | {'bf16': True}
+add_bias_linear: false | {'add_bias_linear': False}
+add-bias-linear: true | {}
+disable-bias-linear: true | {'add_bias_linear': False}
+disable_bias_linear: false | {}
+no_position_embedding: true | {'add_position_embedding': False}
+data_path: [0.3, a, 0.7, b] | {'data_path': ('0.3', 'a', '0.7', 'b')}
+data_path: one | {'data_path': ('one',)}
+profile_ranks: / - 0 / - -1 | {'profile_ranks': (0, -1)}
+rampup_batch_size: [16, 16, 5859375] | {'rampup_batch_size': (16, 16, 5859375)}
+split: 949,50,1 | {'split': '949,50,1'}
+lr: 0.001 / min_lr: null / kv-channels: | {'lr': 0.001}
+use_rotary_position_embeddings: true | {'position_embedding_type': 'rope'}
+persistent-save-interval: 5 | {'save_interval': 5}
+sequence_parallel: false / num_experts: null / spec: | {}
+a: &shared /   lr: 1 / b: *shared | {'lr': 1.0}
+bias_gelu_fusion: false | {'bias_gelu_fusion': False}
+load_optim: false / load_rng: true | {'no_load_optim': True}
+layernorm_zero_centered_gamma: true / layernorm_epsilon: 1.e-6 | {'apply_layernorm_1p': True, 'norm_epsilon': 1e-06}
+activation_func: swiglu / gated_linear_unit: false / swiglu: true | {'swiglu': True}
+activation_func: silu / gated_linear_unit: true | {'swiglu': True}
+swiglu: true / gated_linear_unit: true | {'swiglu': True}
+model: /   activation_func: squaredrelu / swiglu: false | {'squared_relu': True}
+activation_func: gelu | {'bias_gelu_fusion': False}
+activation_func: null / gated_linear_unit: null | {}
+zzz: false / yyy: null / use_legacy_models: false / wandb_project: '' | {}
+num_moe_experts: null / fp8: null / virtual_pipeline_model_parallel_size: null | {}
+""")
+
+
+@pytest.mark.parametrize(("text", "expected"), SETTINGS)
 def test_settings(file, text, expected):
-    assert values(file(text)) == expected
+    assert values(file(text.replace(" / ", "\n"))) == ast.literal_eval(expected)
 
 
 def test_every_knob_can_stand_in_a_file(file):
@@ -103,77 +99,49 @@ def test_another_spelling_in_the_file_is_no_contradiction(file):
     assert values(file("seq_length: 64"), "--encoder-seq-length 32") == {"seq_length": 32}
 
 
-@pytest.mark.parametrize(
-    ("text", "answers"),
-    [
-        ("", ["--yaml-cfg {path}: holds no NAME: VALUE lines; write some, or drop the flag."]),
-        ("- a\n- b", ["--yaml-cfg {path}: holds no NAME: VALUE lines; write some, or drop the flag."]),
-        ("just words", ["--yaml-cfg {path}: holds no NAME: VALUE lines; write some, or drop the flag."]),
-        ("a: 1\nb: [1,\nc: 2", ["--yaml-cfg {path}: not YAML at line 3; mend the file."]),
-        ("a: 2024-99-99", ["--yaml-cfg {path}: not YAML; mend the file."]),
-        ("[" * 5000, ["--yaml-cfg {path}: not YAML; mend the file."]),
-        ("a: !!python/object/apply:os.getcwd []", ["--yaml-cfg {path}: not YAML at line 1; mend the file."]),
-        ("model:\n  num_layer: 3", ["{path}: --num-layer is not a flag; did you mean --num-layers?"]),
-        (
-            "1: 2\nzzz: 3",
-            [
-                "{path}: --1 is not a flag; did you mean --bf16 or --fp16?",
-                "{path}: --zzz is not a flag; --help lists them all.",
-            ],
-        ),
-        ("lr: fast", ["{path}: --lr fast: needs a number."]),
-        ("lr: true", ["{path}: lr: true: is no switch; give its value, or null."]),
-        ("fp16: 1", ["{path}: fp16: 1: is a switch; give true or false."]),
-        ("lr: [1, 2]", ["{path}: --lr takes one value, got 2: '1 2'."]),
-        ("save: ''", ["{path}: --save '': is no usable value; give one, or drop the flag."]),
-        (
-            "fp8_format: hybrid",
-            ["{path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16."],
-        ),
-        ("num_moe_experts: 8", [f"{{path}}: --num-experts is refused: {read_flags()['--num-experts'].text}."]),
-        ("fp8: e4m3", ["{path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16."]),
-        ("window_size: [128, 0]", [f"{{path}}: --window-size {ABSENT_BEGINS}: {read_flags()['--window-size'].text}."]),
-        (
-            "init_method: xavier_uniform",
-            [
-                f"{{path}}: --init-method-xavier-uniform {ABSENT_BEGINS}: {read_flags()['--init-method-xavier-uniform'].text}."
-            ],
-        ),
-        ("zzz: true", ["{path}: --zzz is not a flag; --help lists them all."]),
-        ("masked_softmax_fusion: 3", ["{path}: masked_softmax_fusion: 3: is a switch; give true or false."]),
-        (
-            "layernorm_zero_centered_gamma: 1",
-            ["{path}: layernorm_zero_centered_gamma: 1: is a switch; give true or false."],
-        ),
-        ("activation_func: geglu", ["{path}: activation_func: geglu: choose from swiglu, squaredrelu, gelu."]),
-        ("activation_func: silu", ["{path}: activation_func: silu: choose from swiglu, squaredrelu, gelu."]),
-        ("activation_func: [gelu]", ["{path}: activation_func: ['gelu']: choose from swiglu, squaredrelu, gelu."]),
-        (
-            "activation_func: gelu\ngated_linear_unit: true",
-            ["{path}: gated_linear_unit: true: goes with activation_func: swiglu only, not gelu; give false."],
-        ),
-        (
-            "gated_linear_unit: true",
-            ["{path}: gated_linear_unit: true: needs activation_func: swiglu; add it, or give false."],
-        ),
-        ("activation_func: gelu\nswiglu: true", ["{path}: swiglu: true: contradicts activation_func: gelu; keep one."]),
-        ("yaml_cfg: other", ["--yaml-cfg stands in a file of settings; give all files on the command line."]),
-        (
-            "seq_length: 8\nencoder-seq-length: 9",
-            ["{path}: --seq-length 8 and --encoder-seq-length 9 are one setting; keep one."],
-        ),
-        (
-            "lr: x\nsede: 3\nfp16: true\nbf16: true",
-            [
-                "{path}: --lr x: needs a number.",
-                "{path}: --sede is not a flag; did you mean --seed?",
-                "--fp16 and --bf16 exclude each other; keep one.",
-            ],
-        ),
-    ],
+MISTAKES = read_table(
+    """
+EMPTY | --yaml-cfg {path}: holds no NAME: VALUE lines; write some, or drop the flag.
+- a / - b | --yaml-cfg {path}: holds no NAME: VALUE lines; write some, or drop the flag.
+just words | --yaml-cfg {path}: holds no NAME: VALUE lines; write some, or drop the flag.
+a: 1 / b: [1, / c: 2 | --yaml-cfg {path}: not YAML at line 3; mend the file.
+a: 2024-99-99 | --yaml-cfg {path}: not YAML; mend the file.
+DEEP | --yaml-cfg {path}: not YAML; mend the file.
+a: !!python/object/apply:os.getcwd [] | --yaml-cfg {path}: not YAML at line 1; mend the file.
+model: /   num_layer: 3 | {path}: --num-layer is not a flag; did you mean --num-layers?
+1: 2 / zzz: 3 | {path}: --1 is not a flag; did you mean --bf16 or --fp16? | {path}: --zzz is not a flag; --help lists them all.
+lr: fast | {path}: --lr fast: needs a number.
+lr: true | {path}: lr: true: is no switch; give its value, or null.
+fp16: 1 | {path}: fp16: 1: is a switch; give true or false.
+lr: [1, 2] | {path}: --lr takes one value, got 2: '1 2'.
+save: '' | {path}: --save '': is no usable value; give one, or drop the flag.
+fp8_format: hybrid | {path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16.
+num_moe_experts: 8 | {path}: --num-experts is refused: this trainer builds dense GPTs only; drop it, or train that model with Megatron-LM.
+fp8: e4m3 | {path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16.
+window_size: [128, 0] | {path}: --window-size ABSENT: every layer attends to all tokens before, with a plain softmax and the same positions.
+init_method: xavier_uniform | {path}: --init-method-xavier-uniform ABSENT: all matrices begin with the standard deviation of --init-method-std.
+zzz: true | {path}: --zzz is not a flag; --help lists them all.
+masked_softmax_fusion: 3 | {path}: masked_softmax_fusion: 3: is a switch; give true or false.
+layernorm_zero_centered_gamma: 1 | {path}: layernorm_zero_centered_gamma: 1: is a switch; give true or false.
+activation_func: geglu | {path}: activation_func: geglu: choose from swiglu, squaredrelu, gelu.
+activation_func: silu | {path}: activation_func: silu: choose from swiglu, squaredrelu, gelu.
+activation_func: [gelu] | {path}: activation_func: ['gelu']: choose from swiglu, squaredrelu, gelu.
+activation_func: gelu / gated_linear_unit: true | {path}: gated_linear_unit: true: goes with activation_func: swiglu only, not gelu; give false.
+gated_linear_unit: true | {path}: gated_linear_unit: true: needs activation_func: swiglu; add it, or give false.
+activation_func: gelu / swiglu: true | {path}: swiglu: true: contradicts activation_func: gelu; keep one.
+yaml_cfg: other | --yaml-cfg stands in a file of settings; give all files on the command line.
+seq_length: 8 / encoder-seq-length: 9 | {path}: --seq-length 8 and --encoder-seq-length 9 are one setting; keep one.
+lr: x / sede: 3 / fp16: true / bf16: true | {path}: --lr x: needs a number. | {path}: --sede is not a flag; did you mean --seed? | --fp16 and --bf16 exclude each other; keep one.
+""",
+    ABSENT=ABSENT_BEGINS,
+    DEEP="[" * 5000,
 )
-def test_mistakes_name_the_file(file, text, answers):
-    path = file(text)
+
+
+@pytest.mark.parametrize("row", MISTAKES)
+def test_mistakes_name_the_file(file, row):
+    text, *answers = row
+    path = file(text.replace("EMPTY", "").replace(" / ", "\n"))
     said = [line for line in mistakes(["--yaml-cfg", path]) if "max-position" not in line]
     assert [line.removeprefix(f"{path}: ") for line in said] == [
         a.removeprefix("{path}: ").format(path=path) for a in answers
@@ -204,26 +172,26 @@ def test_files_that_cannot_be_read(tmp_path, make, reason):
     assert caught.value.lines == [told, "--sede is not a flag; did you mean --seed?"]  # and nothing is called missing
 
 
-SWITCHED_OFF = [
-    ("bias_swiglu_fusion", "--no-bias-swiglu-fusion"),
-    ("masked_softmax_fusion", "--no-masked-softmax-fusion"),
-    ("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion"),
-    ("bias_dropout_fusion", "--no-bias-dropout-fusion"),
-    ("apply_rope_fusion", "--no-rope-fusion"),
-    ("manual_gc_eval", "--no-manual-gc-eval"),
-    ("persist_layer_norm", "--no-persist-layer-norm"),
-    ("fp8_wgrad", "--no-fp8-wgrad"),
-    ("tp_comm_split_ag", "--disable-tp-comm-split-ag"),
-    ("async_tensor_model_parallel_allreduce", "--no-async-tensor-model-parallel-allreduce"),
-    ("clone_scatter_output_in_embedding", "--no-clone-scatter-output-in-embedding"),
-    ("perform_initialization", "--no-initialization"),
-    ("bert_binary_head", "--bert-no-binary-head"),
-    ("scatter_gather_tensors_in_pipeline", "--no-scatter-gather-tensors-in-pipeline"),
-    ("overlap_p2p_comm", "--no-overlap-p2p-communication"),
-    ("barrier_with_L1_time", "--no-barrier-with-level-1-timing"),
-    ("mmap_bin_files", "--no-mmap-bin-files"),
-    ("use_mamba_mem_eff_path", "--disable-mamba-mem-eff-path"),
-]
+SWITCHED_OFF = read_table("""
+bias_swiglu_fusion | --no-bias-swiglu-fusion
+masked_softmax_fusion | --no-masked-softmax-fusion
+gradient_accumulation_fusion | --no-gradient-accumulation-fusion
+bias_dropout_fusion | --no-bias-dropout-fusion
+apply_rope_fusion | --no-rope-fusion
+manual_gc_eval | --no-manual-gc-eval
+persist_layer_norm | --no-persist-layer-norm
+fp8_wgrad | --no-fp8-wgrad
+tp_comm_split_ag | --disable-tp-comm-split-ag
+async_tensor_model_parallel_allreduce | --no-async-tensor-model-parallel-allreduce
+clone_scatter_output_in_embedding | --no-clone-scatter-output-in-embedding
+perform_initialization | --no-initialization
+bert_binary_head | --bert-no-binary-head
+scatter_gather_tensors_in_pipeline | --no-scatter-gather-tensors-in-pipeline
+overlap_p2p_comm | --no-overlap-p2p-communication
+barrier_with_L1_time | --no-barrier-with-level-1-timing
+mmap_bin_files | --no-mmap-bin-files
+use_mamba_mem_eff_path | --disable-mamba-mem-eff-path
+""")
 
 
 @pytest.mark.parametrize(("key", "flag"), SWITCHED_OFF)

@@ -27,17 +27,11 @@ def gb(row: LedgerRow) -> float:
     return row.num_bytes / GB
 
 
-def test_seven_billion_round_parameters():
-    """The numbers of every guide: 28, 14, 7 and 3.5 GB; 14 + 14 + 84 = 112 GB in training, without activations."""
+def test_round_numbers_of_every_guide():
+    """7B: 28, 14, 7 and 3.5 GB; 14 + 14 + 84 = 112 GB in training, without activations. 13B: 26 to run, 208 to train."""
     assert [weight_bytes(7 * GB, bits) / GB for bits in (32, 16, 8, 4)] == [28, 14, 7, 3.5]
     training = state_bytes(7 * GB, "fp16", False, "adam")
-    assert (training["parameters"] / GB, training["gradients"] / GB) == (14, 14)
-    assert (training["master weights"] + training["moments"]) / GB == 84
-    assert sum(training.values()) / GB == 112
-
-
-def test_thirteen_billion_round_parameters():
-    """26 GB to run, 208 GB to train: more than two GPUs of 80 GB."""
+    assert (training["parameters"] / GB, training["gradients"] / GB, sum(training.values()) / GB) == (14, 14, 112)
     assert weight_bytes(13 * GB, 16) / GB == 26
     assert sum(state_bytes(13 * GB, "fp16", False, "adam").values()) / GB == 208
 
@@ -72,13 +66,9 @@ def test_the_cache_outgrows_the_weights():
         assert kv_cache_bytes(LLAMA_7B, batch - 1, 4096) <= row.num_bytes < kv_cache_bytes(LLAMA_7B, batch, 4096)
 
 
-def test_grouped_queries_shrink_the_cache():
-    grouped = replace(LLAMA_7B, num_query_groups=8)
-    assert predict_inference(grouped).cache.num_bytes == 2 * GIB // 4
-    assert "x 8 heads x" in predict_inference(grouped).cache.formula
-
-
-def test_tokens_batch_and_width_scale_the_cache():
+def test_groups_tokens_batch_and_width_scale_the_cache():
+    grouped = predict_inference(replace(LLAMA_7B, num_query_groups=8))
+    assert grouped.cache.num_bytes == 2 * GIB // 4 and "x 8 heads x" in grouped.cache.formula
     assert predict_inference(LLAMA_7B, tokens=1024).cache.num_bytes == GIB // 2
     assert predict_inference(LLAMA_7B, batch=3, tokens=4096, cache_bytes=1).cache.num_bytes == 3 * GIB
 
@@ -99,19 +89,12 @@ def test_more_sequences_share_the_weights():
     assert 1 < gain < 8
 
 
-def test_tied_embeddings_are_read_as_the_output_matrix():
-    tied = replace(LLAMA_7B, tied_embeddings=True)
-    gpu = processor_called("H200")
-    assert predict_inference(tied, processor=gpu).token_rows == predict_inference(LLAMA_7B, processor=gpu).token_rows
-
-
-def test_positions_are_looked_up():
-    learned = replace(LLAMA_7B, position_embedding="learned_absolute")
-    gpu = processor_called("H200")
-    assert predict_inference(learned, processor=gpu).token_rows == predict_inference(LLAMA_7B, processor=gpu).token_rows
-    assert predict_inference(learned).parameters == 6_738_415_616 + 4096**2
-
-
-def test_without_a_known_bandwidth_there_is_no_time():
+def test_tables_of_which_a_token_reads_a_row_take_no_time_and_an_unknown_bandwidth_tells_none():
+    tied, learned = replace(LLAMA_7B, tied_embeddings=True), replace(LLAMA_7B, position_embedding="learned_absolute")
+    plain, *others = (
+        predict_inference(shape, processor=processor_called("H200")) for shape in (LLAMA_7B, tied, learned)
+    )
+    assert all(other.token_rows == plain.token_rows for other in others)
+    assert others[1].parameters == 6_738_415_616 + 4096**2
     assert predict_inference(LLAMA_7B).token_rows == ()
     assert predict_inference(LLAMA_7B, processor=processor_of("NVIDIA A100-PG509-200")).token_rows == ()

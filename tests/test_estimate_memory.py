@@ -5,7 +5,7 @@ import re
 import pytest
 from estimate_grid import FULL, GRID, LARGE, MEDIUM, SEED, SHORT, UNFUSED, plan_for
 
-from megatron_lite.estimate.memory import predict_memory, state_bytes
+from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.prediction import Moment
@@ -44,13 +44,6 @@ def value(formula: str) -> int:
             product *= int(number) ** (2 if power else 1)
         products.append(product)
     return sum(products)
-
-
-def test_seven_billion_parameters_with_adam_in_mixed_precision():
-    """14 GB of weights, 14 GB of gradients, 84 GB of masters and moments: 112 GB (Rajbhandari et al. 2020, ZeRO)."""
-    found = {name: num_bytes / 1e9 for name, num_bytes in state_bytes(7 * 10**9, "fp16", False, "adam").items()}
-    assert (found["parameters"], found["gradients"], sum(found.values())) == (14, 14, 112)
-    assert found["master weights"] + found["moments"] == 84
 
 
 @pytest.mark.parametrize(
@@ -108,11 +101,10 @@ def test_recomputation_keeps_a_vector_per_token_and_layer():
     assert "queries, keys and values" in plain and "queries, keys and values" not in again
 
 
-@pytest.mark.parametrize("name", GRID)
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_rows_say_what_they_are_made_of(name, device):
-    words, ranks = GRID[name]
-    for moment in predict_memory(plan_for(words, ranks, device)).moments:
+def test_rows_say_what_they_are_made_of(device):
+    plans = [plan_for(words, ranks, device) for words, ranks in GRID.values()]
+    for moment in (moment for plan in plans for moment in predict_memory(plan).moments):
         assert moment.rows and {row.category for row in moment.rows} <= set(CATEGORIES)
         assert [row for row in moment.rows if value(row.formula) != row.num_bytes] == []
         assert len({row.name for row in moment.rows}) == len(moment.rows)

@@ -5,7 +5,7 @@ from command_lines import plan
 
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import processor_called, processor_of
-from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.estimate.step_time import duration_of, predict_time
 
 SEED = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
@@ -105,20 +105,28 @@ def test_ranks_share_the_work_but_not_the_optimizer():
     assert (four.tokens, four.flops_causal) == (alone.tokens, alone.flops_causal // 4)
 
 
-@pytest.mark.parametrize(
-    ("flags", "bytes_per_parameter"),
-    [
-        ("--fp16", 30),
-        ("--bf16", 34),
-        ("--bf16 --grad-reduce-in-bf16", 30),
-        ("", 32),
-        ("--optimizer sgd --fp16", 22),
-        ("--optimizer sgd --sgd-momentum 0", 16),
-        ("--fp16 --accumulate-allreduce-grads-in-fp32", 34),
-    ],
-)
-def test_bytes_of_the_optimizer(flags, bytes_per_parameter):
-    assert f"x {bytes_per_parameter} bytes at" in row(predict(flags), "gradients' norm, optimizer").formula
+OPTIMIZERS = {
+    "--fp16": 30, "--bf16": 34, "--bf16 --grad-reduce-in-bf16": 30, "--seed 1": 32, "--optimizer sgd --fp16": 22,
+    "--optimizer sgd --sgd-momentum 0": 16, "--fp16 --accumulate-allreduce-grads-in-fp32": 34,
+}  # fmt: skip
+ROUTES = {
+    ("A100", 8): "2 x 7/8 over the link between GPUs at 300 GB/s",
+    ("A100 40GB", 16): "2 x 15/16 over the link between GPUs at 300 GB/s",
+    ("A100 PCIe", 2): "2 x 1/2 over the link between GPUs at 300 GB/s",
+    ("A100 PCIe", 4): "2 x 1/2/2 over PCIe at 32 GB/s",
+    ("L40S", 2): "2 x 1/2 over PCIe at 32 GB/s",
+    ("MI300X", 8): "2 x 7/8 over the link between GPUs at 448 GB/s",
+    ("MI300X", 2): "2 x 1/2 over the link between GPUs at 64 GB/s",
+    ("B200", 8): "once over the link between GPUs at 900 GB/s",
+}
+
+
+def test_bytes_of_the_optimizer_and_routes_between_gpus():
+    for flags, num_bytes in OPTIMIZERS.items():
+        assert f"x {num_bytes} bytes at" in row(predict(flags), "gradients' norm, optimizer").formula
+    for (gpu, ranks), words in ROUTES.items():
+        seen = predict(SEED + " --global-batch-size 64", gpu, World(size=ranks, local_size=ranks, gpus=ranks))
+        assert words in row(seen, "all-reduce that nothing hides").formula
 
 
 def test_the_last_gradient_is_not_hidden():
@@ -140,24 +148,6 @@ def test_a_slow_link_outlasts_backward():
     exposed = row(seen, "all-reduce that nothing hides")
     assert exposed.ms == pytest.approx(whole_ms - backward_ms) and exposed.ms > 10
     assert f"backward of one micro-batch takes {backward_ms:.2f} ms at best" in exposed.formula
-
-
-@pytest.mark.parametrize(
-    ("gpu", "ranks", "words"),
-    [
-        ("A100", 8, "2 x 7/8 over the link between GPUs at 300 GB/s"),
-        ("A100 40GB", 16, "2 x 15/16 over the link between GPUs at 300 GB/s"),
-        ("A100 PCIe", 2, "2 x 1/2 over the link between GPUs at 300 GB/s"),
-        ("A100 PCIe", 4, "2 x 1/2/2 over PCIe at 32 GB/s"),
-        ("L40S", 2, "2 x 1/2 over PCIe at 32 GB/s"),
-        ("MI300X", 8, "2 x 7/8 over the link between GPUs at 448 GB/s"),
-        ("MI300X", 2, "2 x 1/2 over the link between GPUs at 64 GB/s"),
-        ("B200", 8, "once over the link between GPUs at 900 GB/s"),
-    ],
-)
-def test_routes_between_gpus(gpu, ranks, words):
-    seen = predict(SEED + " --global-batch-size 64", gpu, World(size=ranks, local_size=ranks, gpus=ranks))
-    assert words in row(seen, "all-reduce that nothing hides").formula
 
 
 def test_stored_scores_cost_more_than_fused_attention():
@@ -201,67 +191,37 @@ def test_compilation_saves_the_masks_of_dropout():
 BY_MEMORY = ("norms, activations, dropout", "loss", "gradients' norm, optimizer")
 
 
-@pytest.mark.parametrize(
-    ("flags", "device", "world", "missing", "note"),
-    [
-        (
-            "--bf16",
-            "Tesla V100-SXM2-16GB",
-            ONE,
-            {"matrix products", "attention"},
-            "V100 SXM2 16 GB: no known peak in bf16 (--fp16 has one); not in the bound: matrix products, attention",
-        ),
-        (
-            "--fp16",
-            "NVIDIA A100-PG509-200",
-            World(gpus=1),
-            set(BY_MEMORY),
-            "A100, board unknown: no known memory bandwidth; not in the bound: " + ", ".join(BY_MEMORY),
-        ),
-        (
-            "",
-            "Tesla V100-DGXS-32GB",
-            ONE,
-            {"matrix products", "attention"},
-            "V100 of a DGX Station: no known peak in fp32; not in the bound: matrix products, attention",
-        ),
-        (
-            "--fp16",
-            "AMD Instinct MI250X",
-            FOUR,
-            {"all-reduce that nothing hides"},
-            "MI250X (one die): no known speed between GPUs; not in the bound: the gradients' all-reduce",
-        ),
-        (
-            "--fp16",
-            "NVIDIA H200",
-            World(size=4, local_size=1, gpus=1),
-            {"all-reduce that nothing hides"},
-            "4 nodes: the network between them is not known; not in the bound: the gradients' way over it",
-        ),
-        (
-            "--fp16 !--train-iters --train-samples 1000 --rampup-batch-size 4 2 100",
-            "NVIDIA H200",
-            ONE,
-            set(),
-            "--rampup-batch-size: the bound is for the final global batch of 8",
-        ),
-    ],
-)
-def test_what_is_not_known_is_missing_and_said(flags, device, world, missing, note):
+PRODUCTS, REDUCED = "matrix products, attention", "all-reduce that nothing hides"
+MEMORY = ", ".join(BY_MEMORY)
+UNKNOWN = [  # flags, GPU, nodes, ranks of each, rows that are missing, the note
+    ("--bf16", "Tesla V100-SXM2-16GB", 1, 1, PRODUCTS,
+     f"V100 SXM2 16 GB: no known peak in bf16 (--fp16 has one); not in the bound: {PRODUCTS}"),
+    ("--fp16", "NVIDIA A100-PG509-200", 1, 1, MEMORY,
+     f"A100, board unknown: no known memory bandwidth; not in the bound: {MEMORY}"),
+    ("", "Tesla V100-DGXS-32GB", 1, 1, PRODUCTS,
+     f"V100 of a DGX Station: no known peak in fp32; not in the bound: {PRODUCTS}"),
+    ("--fp16", "AMD Instinct MI250X", 1, 4, REDUCED,
+     "MI250X (one die): no known speed between GPUs; not in the bound: the gradients' all-reduce"),
+    ("--fp16", "NVIDIA H200", 4, 1, REDUCED,
+     "4 nodes: the network between them is not known; not in the bound: the gradients' way over it"),
+    ("--fp16 !--train-iters --train-samples 1000 --rampup-batch-size 4 2 100", "NVIDIA H200", 1, 1, "none",
+     "--rampup-batch-size: the bound is for the final global batch of 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "device", "nodes", "ranks", "missing", "note"), UNKNOWN)
+def test_what_is_not_known_is_missing_and_said(flags, device, nodes, ranks, missing, note):
+    world = World(size=nodes * ranks, local_size=ranks, gpus=ranks)
     seen = predict_time(plan(flags, world), processor_of(device))
     known = set(names(predict_time(plan(flags, world), processor_of("NVIDIA H200"))))
-    assert note in seen.notes
-    assert missing & set(names(seen)) == set()
-    assert seen.rows and set(names(seen)) == known - missing and seen.tokens_per_s > 0
-
-
-def test_an_unknown_peak_is_no_number_of_its_own():
-    assert predict("--bf16", "V100").peak_tflops == 0.0
+    without = {name for name in (*BY_MEMORY, *PRODUCTS.split(", "), REDUCED) if name in missing}
+    assert note in seen.notes and without & set(names(seen)) == set()
+    assert seen.rows and set(names(seen)) == known - without and seen.tokens_per_s > 0
 
 
 def test_a_rank_that_knows_no_computation_hides_everything_but_the_last_gradient():
     seen = predict("--bf16 --global-batch-size 8", "V100 PCIe", FOUR)
+    assert seen.peak_tflops == 0.0
     last_ms = row(seen, "all-reduce that nothing hides").ms
     assert last_ms == pytest.approx(4 * 50304 * 64 * 1.5 / 16e6)
 
@@ -278,3 +238,39 @@ def test_a_fallback_that_stores_scores_is_seen():
 
 def test_the_machine_that_plans_does_not_matter():
     assert predict(SEED, world=World()) == predict(SEED, world=ONE)
+
+
+# how long a whole training takes, and its arithmetic
+GPT2 = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 64 --global-batch-size 512 --train-iters 19073 --bf16"
+)
+
+
+def test_ten_billion_tokens_of_gpt2():
+    """llm.c's 124M: 19,073 steps of 524,288 tokens at 140 ms."""
+    seen = duration_of(plan(GPT2, EIGHT, 50257), tokens_per_s=524_288 / 0.140)
+    assert (seen.tokens, seen.gpus) == (19_073 * 524_288, 8)
+    assert seen.seconds == pytest.approx(19_073 * 0.140)
+    assert seen.days == pytest.approx(19_073 * 0.140 / 86_400)
+    assert seen.gpu_hours == pytest.approx(8 * 19_073 * 0.140 / 3600)
+
+
+def test_conventions_of_flops_stand_side_by_side():
+    seen = duration_of(plan(GPT2, EIGHT, 50257), tokens_per_s=1.0, tokens=10**9)
+    parameters = 124_475_904
+    weights, scores = 12 * 12 * 768**2 + 50304 * 768, 12 * 1024 * 768
+    assert seen.flops_6nd == 6 * parameters * 10**9
+    assert seen.flops_causal == 6 * (weights + scores) * 10**9
+    assert seen.flops_full == 6 * (weights + 2 * scores) * 10**9
+
+
+def test_tokens_need_not_fill_sequences():
+    seen = duration_of(plan(), tokens_per_s=10.0, tokens=5)
+    assert (seen.tokens, seen.seconds) == (5, 0.5)
+    assert 0 < seen.flops_causal < seen.flops_full
+
+
+def test_a_training_given_in_samples_ends_with_them():
+    seen = duration_of(plan("!--train-iters --train-samples 1000"), tokens_per_s=32.0)
+    assert seen.tokens == plan("!--train-iters --train-samples 1000").train_samples * 32

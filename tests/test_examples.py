@@ -22,19 +22,9 @@ SOURCED = [ROOT / "examples" / "environment.sh", ROOT / "examples" / "nsight.sh"
 SCRIPTS = [SCRIPT, QUICKSTART, *SOURCED, ROOT / "tests" / "run", ROOT / ".ci" / "run"]
 OURS = ("GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "STEPS", "OMP_NUM_THREADS")
 TINY = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "32",
-    "--max-position-embeddings",
-    "32",
-    "--num-workers",
-    "0",
-]
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32",
+    "--max-position-embeddings", "32", "--num-workers", "0",
+]  # fmt: skip
 SHORT = ["--train-iters", "2", "--lr-decay-iters", "2", "--log-interval", "1", "--eval-iters", "1"]
 
 
@@ -43,15 +33,9 @@ def start(script: Path, *arguments, cwd: Path = ROOT, **environment: str) -> sub
     kept = {name: value for name, value in os.environ.items() if name not in OURS}
     env = kept | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
     return subprocess.run(
-        ["bash", str(script), *map(str, arguments)],
-        check=False,
-        cwd=cwd,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+        ["bash", str(script), *map(str, arguments)], check=False, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +43,8 @@ def places(tmp_path_factory) -> list[Path]:
     """CKPT TB VOCAB MERGES DATA, in a folder with a space in its name."""
     folder = tmp_path_factory.mktemp("a place")
     assert main(["make-corpus", "--output-prefix", f"{folder}/in put/python", "--bpe", "300"]) == 0
-    inputs = folder / "in put"
-    return [
-        folder / "check points",
-        folder / "tensor board",
-        inputs / "vocab.json",
-        inputs / "merges.txt",
-        inputs / "python_text_document",
-    ]
+    outputs, inputs = ("check points", "tensor board"), ("vocab.json", "merges.txt", "python_text_document")
+    return [*(folder / name for name in outputs), *(folder / "in put" / name for name in inputs)]
 
 
 def read_tracker(save: Path) -> int:
@@ -88,53 +66,34 @@ def test_scripts_parse_and_can_be_executed(script):
         subprocess.run(["shellcheck", "-x", str(script)], check=True, cwd=ROOT)
 
 
-def test_each_missing_argument_is_named(places):
-    for number, name in enumerate(["TB", "VOCAB", "MERGES", "DATA"], start=1):
-        assert_refused(
-            start(SCRIPT, *places[:number]), f"{name} is missing; give all of CKPT TB VOCAB MERGES DATA, or none"
-        )
+REFUSED = [  # arguments that replace the last of CKPT TB VOCAB MERGES DATA, or follow them; variables
+    ((2, "no such.json"), {}, "VOCAB no such.json: there is no such file"),
+    ((3, "no such.txt"), {}, "MERGES no such.txt: there is no such file"),
+    ((4, "no such data"), {}, "DATA no such data: there is no no such data.bin; make it with megatron-lite preprocess"),
+    ((4, "x/data.bin"), {}, "DATA x/data.bin: give the prefix without its ending: x/data"),
+    ((5, "--lr", "2"), {}, "--lr is not an option of this script; put the trainer's flags behind --"),
+    ((5, "more"), {}, "'more' is one argument too many"),
+    ((5,), {"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE=two: needs a whole number, at least 1"),
+    ((5,), {"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0: needs a whole number, at least 1"),
+    ((5,), {"NODE_RANK": "-1"}, "NODE_RANK=-1: needs a whole number, at least 0"),
+    ((5,), {"MASTER_PORT": "http"}, "MASTER_PORT=http: needs a whole number"),
+    ((5,), {"NUM_NODES": "2"}, "NUM_NODES=2 needs MASTER_ADDR"),
+    ((5,), {"PYTHON": "/no/python"}, "/no/python: lacks packages of pyproject.toml"),
+]
 
 
-@pytest.mark.parametrize(
-    ("position", "value", "said"),
-    [
-        (2, "no such.json", "VOCAB no such.json: there is no such file"),
-        (3, "no such.txt", "MERGES no such.txt: there is no such file"),
-        (4, "no such data", "DATA no such data: there is no no such data.bin; make it with megatron-lite preprocess"),
-        (4, "x/data.bin", "DATA x/data.bin: give the prefix without its ending: x/data"),
-    ],
-)
-def test_each_missing_file_is_named(position, value, said, places):
-    arguments = [*places]
-    arguments[position] = value
-    assert_refused(start(SCRIPT, *arguments), said)
+@pytest.mark.parametrize(("arguments", "environment", "said"), REFUSED)
+def test_what_cannot_work_is_said_before_anything_is_made(arguments, environment, said, places):
+    at, *words = arguments
+    given = [*places[:at], *words, *places[at + len(words) :]]
+    assert_refused(start(SCRIPT, *given, **environment), said)
     assert not places[0].exists() and not places[1].exists()
 
 
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [
-        (["--train-iters", "2"], "--train-iters is not an option of this script; put the trainer's flags behind --"),
-        (["more"], "'more' is one argument too many"),
-    ],
-)
-def test_flags_belong_behind_the_dashes(extra, said, places):
-    assert_refused(start(SCRIPT, *places, *extra), said)
-
-
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE=two: needs a whole number, at least 1"),
-        ({"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0: needs a whole number, at least 1"),
-        ({"NODE_RANK": "-1"}, "NODE_RANK=-1: needs a whole number, at least 0"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT=http: needs a whole number"),
-        ({"NUM_NODES": "2"}, "NUM_NODES=2 needs MASTER_ADDR"),
-        ({"PYTHON": "/no/python"}, "/no/python: lacks packages of pyproject.toml"),
-    ],
-)
-def test_an_impossible_environment_is_said(environment, said, places):
-    assert_refused(start(SCRIPT, *places, **environment), said)
+def test_each_missing_argument_is_named(places):
+    for number, name in enumerate(["TB", "VOCAB", "MERGES", "DATA"], start=1):
+        missing = f"{name} is missing; give all of CKPT TB VOCAB MERGES DATA, or none"
+        assert_refused(start(SCRIPT, *places[:number]), missing)
 
 
 def test_a_taken_port_is_said(places):
@@ -177,11 +136,14 @@ def test_bf16_behind_the_dashes_replaces_fp16(places, tmp_path):
     assert words[words.index("--nproc_per_node") + 1] == "2" and words[words.index("--data-path") + 1] == str(places[4])
 
 
+def copy_repository(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns(".*", "quickstart", "runs", "build", "*.egg-info", "__pycache__")
+    return Path(shutil.copytree(ROOT, folder / "a copy", ignore=ignored))
+
+
 @pytest.mark.slow
 def test_without_arguments_it_trains_on_the_librarys_sources(tmp_path):
-    copy = tmp_path / "a copy"
-    ignored = shutil.ignore_patterns(".*", "quickstart", "runs", "build", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, copy, ignore=ignored)
+    copy = copy_repository(tmp_path)
     run = start(copy / "examples" / "gpt3" / SCRIPT.name, "--", *TINY, *SHORT, cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "training on the sources of Python's library" in run.stdout
@@ -190,9 +152,7 @@ def test_without_arguments_it_trains_on_the_librarys_sources(tmp_path):
 
 @pytest.mark.slow
 def test_the_quickstart_from_start_to_end(tmp_path):
-    copy = tmp_path / "a copy"
-    ignored = shutil.ignore_patterns(".*", "quickstart", "runs", "build", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, copy, ignore=ignored)
+    copy = copy_repository(tmp_path)
     folder = copy / "quickstart" / "run-2"
     (copy / "quickstart" / "run-1").mkdir(parents=True)  # of a start before
     run = start(copy / "examples" / "gpt3" / QUICKSTART.name, cwd=tmp_path, STEPS="16")
@@ -350,21 +310,17 @@ def test_without_a_gpu_the_cpu_build_is_taken_or_its_size_said_first(builds, tak
     script = f"""set -euo pipefail; root={ROOT}; source "$root/examples/environment.sh"
         has_driver() {{ return 1; }}; uname() {{ echo Linux x86_64; }}
         make_environment "{tmp_path}/venv" . """
-    environment = {
-        "BUILDS": builds,
-        "SAID": str(tmp_path / "said"),
-        "SEEN": str(tmp_path / "seen"),
-        "REAL": sys.executable,
-    }
+    said, seen = tmp_path / "said", tmp_path / "seen"
+    environment = {"BUILDS": builds, "SAID": str(said), "SEEN": str(seen), "REAL": sys.executable}
     run = subprocess.Popen(
         ["bash", "-c", script], env=os.environ | environment | {"SECONDS_BETWEEN_LINES": "0.2"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     shown = next(line for line in run.stderr if "Downloading" in line)
-    (tmp_path / "seen").touch()  # the end of pip's work
+    seen.touch()  # the end of pip's work
     out, _ = run.communicate()
     assert run.returncode == 0 and re.fullmatch(r"  \d+ s, \d+ MB: Downloading torch-9.whl \(99 MB\)\n", shown)
-    install = (tmp_path / "said").read_text().splitlines()[-1]
+    install = said.read_text().splitlines()[-1]
     assert install.endswith(f"--progress-bar off {taken} -e ." if taken else "--progress-bar off -e .")
     assert ("4.9 GB in all" in out) == (taken is None) and (f"taking {taken}" in out) == (taken is not None)
     assert sorted(path.name for path in (tmp_path / "venv").iterdir()) == ["bin", "install.log", "installed"]

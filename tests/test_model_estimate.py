@@ -14,16 +14,9 @@ from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 
 MEDIUM = ModelShape(
-    num_layers=24,
-    hidden_size=1024,
-    num_attention_heads=16,
-    num_query_groups=16,
-    kv_channels=64,
-    ffn_hidden_size=4096,
-    seq_length=2048,
-    max_position_embeddings=2048,
-    padded_vocab_size=50304,
-)
+    num_layers=24, hidden_size=1024, num_attention_heads=16, num_query_groups=16, kv_channels=64, ffn_hidden_size=4096,
+    seq_length=2048, max_position_embeddings=2048, padded_vocab_size=50304,
+)  # fmt: skip
 
 
 def on_meta(shape):

@@ -61,9 +61,8 @@ class Layout:
         self.address_of: dict[Allocation, int] = {}
         self.reserved = 0  # bytes of all segments
         self._expandable = expandable
-        self._free: dict[
-            tuple[str, int], list
-        ] = {}  # of a pool and stream: (size, address, number of the segment), sorted
+        # of a pool and stream: (size, address, number of the segment), sorted
+        self._free: dict[tuple[str, int], list] = {}
         self._arena: dict[tuple[str, int], int] = {}  # number of its segment, if expandable
         self._number_of: dict[Allocation, int] = {}
         self._next = FIRST_ADDRESS
@@ -84,8 +83,9 @@ class Layout:
         pool = "small" if size <= LARGEST_SMALL else "large"
         free = self._free.setdefault((pool, allocation.stream), [])
         at, new = bisect.bisect_left(free, (size,)), None
-        if self._expandable and at < len(free) - 1 and self._is_tail(free[at], pool, allocation.stream):
-            at += 1
+        if self._expandable and at < len(free) - 1:  # a block that ends its growing segment is as large as need be
+            growing = self.segments[self._arena[pool, allocation.stream]]
+            at += free[at][1] == growing.starts[-1]
         if at == len(free):
             new = self._room(size, pool, allocation)
             at = bisect.bisect_left(free, (size,))
@@ -131,20 +131,16 @@ class Layout:
                     amount = size
                 elif self._expandable and address == segment.starts[-1]:
                     amount = size // _page(pool) * _page(pool)
-                if amount:
-                    free.remove(entry)
-                    self._cut(segment, amount)
-                    if amount < size:
-                        bisect.insort(free, (size - amount, address, number))
-
-    def _cut(self, segment: Segment, amount: int):
-        """Take bytes off the end of a segment, which are free."""
-        self.reserved -= amount
-        segment.size -= amount
-        segment.sizes[-1] -= amount
-        if not segment.sizes[-1]:
-            for column in (segment.starts, segment.sizes, segment.holders):
-                column.pop()
+                if not amount:
+                    continue
+                free.remove(entry)
+                self.reserved -= amount
+                segment.size -= amount
+                segment.sizes[-1] -= amount
+                if amount < size:
+                    bisect.insort(free, (size - amount, address, number))
+                else:
+                    del segment.starts[-1], segment.sizes[-1], segment.holders[-1]
 
     @staticmethod
     def _forget(free: list, segment: Segment, index: int, number: int):
@@ -153,28 +149,20 @@ class Layout:
         if at < len(free) and free[at] == entry:
             del free[at]
 
-    def _is_tail(self, entry: tuple, pool: str, stream: int) -> bool:
-        """Whether a free block ends its growing segment, and so is as large as need be."""
-        segment = self.segments[self._arena[pool, stream]]
-        return entry[1] == segment.starts[-1]
-
     def _room(self, size: int, pool: str, allocation: Allocation) -> Segment | None:
         """Make a free block of at least `size`; returns a segment that is new."""
         if not self._expandable:
-            return self._new_segment(_segment_bytes(size, pool), pool, allocation)
-        number = self._arena.get((pool, allocation.stream))
-        page = _page(pool)
+            total = SMALL_SEGMENT if pool == "small" else LARGE_SEGMENT
+            if size >= MIN_OWN_SEGMENT:
+                total = -(-size // LARGE_STEP) * LARGE_STEP
+            return self._new_segment(total, pool, allocation)
+        number, page = self._arena.get((pool, allocation.stream)), _page(pool)
         if number is None or not self.segments[number].starts:
             self._arena[pool, allocation.stream] = len(self.segments)
             return self._new_segment(-(-size // page) * page, pool, allocation)
-        self._grow(number, size, page, self._free[pool, allocation.stream])
-        return None
-
-    def _grow(self, number: int, size: int, page: int, free: list):
-        segment = self.segments[number]
+        segment, free = self.segments[number], self._free[pool, allocation.stream]
         has_tail = segment.holders[-1] is None
-        have = segment.sizes[-1] if has_tail else 0
-        more = -(-(size - have) // page) * page
+        more = -(-(size - (segment.sizes[-1] if has_tail else 0)) // page) * page
         if has_tail:
             self._forget(free, segment, len(segment.starts) - 1, number)
             segment.sizes[-1] += more
@@ -185,6 +173,7 @@ class Layout:
         segment.size += more
         self.reserved += more
         bisect.insort(free, (segment.sizes[-1], segment.starts[-1], number))
+        return None
 
     def _new_segment(self, total: int, pool: str, allocation: Allocation) -> Segment:
         segment = Segment(self._next, total, pool, allocation.frames, [self._next], [total], [None])
@@ -193,12 +182,6 @@ class Layout:
         self.reserved += total
         self._next += ARENA_DISTANCE if self._expandable else total + LARGE_STEP  # neighbours never touch
         return segment
-
-
-def _segment_bytes(size: int, pool: str) -> int:
-    if pool == "small":
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < MIN_OWN_SEGMENT else -(-size // LARGE_STEP) * LARGE_STEP
 
 
 def _page(pool: str) -> int:

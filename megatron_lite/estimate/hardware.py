@@ -3,6 +3,7 @@
 import re
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.errors import UserError
 
@@ -40,16 +41,16 @@ def _read_processors() -> tuple[Processor, ...]:
     """The rows of processors.tsv; an empty field is None or Processor's default."""
     lines = [line.split("\t") for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     defaults = {field.name: None if field.default is MISSING else field.default for field in fields(Processor)}
-    rows = ({name: _value(name, text) for name, text in zip(lines[0], line) if text} for line in lines[1:])
-    return tuple(Processor(**defaults | row) for row in rows)
-
-
-def _value(name: str, text: str) -> str | bool | float:
-    if name in ("name", "pattern", "source"):
-        return text
-    if text in ("yes", "no"):
-        return text == "yes"
-    return float(text) if "." in text else int(text)
+    processors = []
+    for line in lines[1:]:
+        row: dict[str, Any] = {name: text for name, text in zip(lines[0], line) if text}
+        for name, text in row.items():
+            if text in ("yes", "no"):
+                row[name] = text == "yes"
+            elif name not in ("name", "pattern", "source"):
+                row[name] = float(text) if "." in text else int(text)
+        processors.append(Processor(**defaults | row))
+    return tuple(processors)
 
 
 PROCESSORS = _read_processors()

@@ -45,19 +45,37 @@ def predict_inference(
     cache_bytes: int = CACHE_BYTES,
 ) -> InferencePrediction:
     """`tokens` per sequence: seq_length when left out. cache_bytes: of one element of the cache."""
-    tokens = shape.seq_length if tokens is None else tokens
-    weights = tuple(_weights(shape, name, bits) for name, bits in WEIGHT_BITS.items())
-    cache = _cache(shape, batch, tokens, cache_bytes)
+    tokens, number = shape.seq_length if tokens is None else tokens, parameter_count(shape)
+    of_all = f"bytes x {count(number)} parameters"
+    weights = tuple(
+        LedgerRow("parameters", f"weights in {name}", weight_bytes(number, bits), f"{bits / 8:g} {of_all}")
+        for name, bits in WEIGHT_BITS.items()
+    )
+    formula = (
+        f"2 x {shape.num_layers} layers x {shape.num_query_groups} heads x {shape.kv_channels} x "
+        f"{count(tokens)} tokens x {count(batch)} sequences x {cache_bytes} bytes"
+    )
+    cache_size = kv_cache_bytes(shape, batch, tokens, cache_bytes)
+    token_rows = []
+    for bits in WEIGHT_BITS.values() if processor is not None and processor.memory_gb_s is not None else ():
+        # every weight that takes part is read once for the whole batch, the cache wholly; of tables a token reads one row
+        # only, but a tied word embedding is the output matrix, too
+        words = 0 if shape.tied_embeddings else shape.padded_vocab_size
+        positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
+        read = weight_bytes(number - (words + positions) * shape.hidden_size, bits)
+        both = f"({read / 1e9:.2f} GB of weights + {cache_size / 1e9:.2f} GB of cache)"
+        ms = (read + cache_size) / processor.memory_gb_s / 1e6
+        rate = f"{both} at {processor.memory_gb_s:,.0f} GB/s"
+        token_rows.append(TimeRow("next token of each sequence", ms, "memory", rate))
     one = kv_cache_bytes(shape, 1, tokens, cache_bytes)
-    timed = processor is not None and processor.memory_gb_s is not None
     return InferencePrediction(
-        parameters=parameter_count(shape),
+        parameters=number,
         tokens=tokens,
         batch=batch,
         weights=weights,
-        cache=cache,
+        cache=LedgerRow("other", "cache of keys and values", cache_size, formula),
         batches_beyond_weights=tuple(row.num_bytes // one + 1 for row in weights),
-        token_rows=tuple(_token(shape, bits, cache, processor) for bits in WEIGHT_BITS.values()) if timed else (),
+        token_rows=tuple(token_rows),
     )
 
 
@@ -69,35 +87,3 @@ def weight_bytes(parameters: int, bits: int) -> int:
 def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: int = CACHE_BYTES) -> int:
     """2*L*G*D*s*b*e: keys and values of L layers; G heads of them (fewer with grouped queries), each D wide."""
     return 2 * shape.num_layers * shape.num_query_groups * shape.kv_channels * tokens * batch * element_bytes
-
-
-def _weights(shape: ModelShape, name: str, bits: int) -> LedgerRow:
-    number = parameter_count(shape)
-    formula = f"{bits / 8:g} bytes x {count(number)} parameters"
-    return LedgerRow("parameters", f"weights in {name}", weight_bytes(number, bits), formula)
-
-
-def _cache(shape: ModelShape, batch: int, tokens: int, element_bytes: int) -> LedgerRow:
-    formula = (
-        f"2 x {shape.num_layers} layers x {shape.num_query_groups} heads x {shape.kv_channels} x "
-        f"{count(tokens)} tokens x {count(batch)} sequences x {element_bytes} bytes"
-    )
-    return LedgerRow("other", "cache of keys and values", kv_cache_bytes(shape, batch, tokens, element_bytes), formula)
-
-
-def _token(shape: ModelShape, bits: int, cache: LedgerRow, processor: Processor) -> TimeRow:
-    """Every weight that takes part is read once for the whole batch, the cache wholly."""
-    read = weight_bytes(parameter_count(shape) - _looked_up(shape), bits)
-    ms = (read + cache.num_bytes) / processor.memory_gb_s / 1e6
-    formula = (
-        f"({read / 1e9:.2f} GB of weights + {cache.num_bytes / 1e9:.2f} GB of cache) at "
-        f"{processor.memory_gb_s:,.0f} GB/s"
-    )
-    return TimeRow("next token of each sequence", ms, "memory", formula)
-
-
-def _looked_up(shape: ModelShape) -> int:
-    """Parameters of tables of which a token reads one row only; a tied word embedding is the output matrix, too."""
-    words = 0 if shape.tied_embeddings else shape.padded_vocab_size
-    positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
-    return (words + positions) * shape.hidden_size

@@ -59,6 +59,11 @@ class MicroBatch:
         return self.shape.position_embedding == "rope"
 
     @property
+    def pads_heads(self) -> bool:
+        """Whether flash pads heads to a multiple of FLASH_HEAD_STEP channels."""
+        return self.is_flash and not self.on_cpu and self.shape.kv_channels % FLASH_HEAD_STEP > 0
+
+    @property
     def norms_copy_to_fp32(self) -> bool:
         """Whether norms keep an fp32 copy instead of their 16-bit input."""
         return self.element_bytes < FP32 and (self.shape.layernorm_1p or self._splits_norms)
@@ -72,14 +77,13 @@ class MicroBatch:
     def row(self, name: str, width: int, each: int | None = None, category: str = "activations") -> LedgerRow:
         """`width` elements of `each` bytes for every token."""
         each = each or self.element_bytes
-        return LedgerRow(
-            category, name, each * self.tokens * width, f"{_bytes(each)} x {count(self.tokens)} tokens x {count(width)}"
-        )
+        formula = f"{_name_bytes(each)} x {count(self.tokens)} tokens x {count(width)}"
+        return LedgerRow(category, name, each * self.tokens * width, formula)
 
     def squares(self, number: int, each: int, of: str, name: str = SCORES, category: str = "activations") -> LedgerRow:
         """`number` matrices of positions by positions."""
         length = self.shape.seq_length
-        formula = f"{_bytes(each)} x {count(number)} {of} x {count(length)}^2 tokens"
+        formula = f"{_name_bytes(each)} x {count(number)} {of} x {count(length)}^2 tokens"
         return LedgerRow(category, name, each * number * length**2, formula)
 
     def kept_by_norm(self, width: int, rows_per_token: int = 1) -> list[LedgerRow]:
@@ -93,10 +97,10 @@ class MicroBatch:
         statistics = rows_per_token * (1 if self.shape.normalization == "RMSNorm" else 2)
         return [self.row(NORMS, copies * width + statistics, FP32)]
 
-    def dropout_masks(self, number: int) -> list[LedgerRow]:
-        """One byte for each hidden element, on CPUs a number of the activations' type."""
+    def dropout_masks(self) -> list[LedgerRow]:
+        """Of one dropout: a byte for each hidden element, on CPUs a number of the activations' type."""
         each = self.element_bytes if self.on_cpu else 1
-        return [self.row(MASKS, number * self.shape.hidden_size, each)] if self.shape.hidden_dropout else []
+        return [self.row(MASKS, self.shape.hidden_size, each)] if self.shape.hidden_dropout else []
 
 
 def plan_micro_batch(
@@ -116,15 +120,30 @@ def plan_micro_batch(
 
 
 def kept_by_layer(batch: MicroBatch) -> list[LedgerRow]:
-    """One layer's forward; the layer's input belongs to it, its result does not."""
-    hidden = batch.shape.hidden_size
+    """One layer's forward; the layer's input belongs to it, its result does not.
+
+    A squared relu keeps relu's result instead of its input; swiglu both halves, silu's result and the product.
+    """
+    shape, hidden = batch.shape, batch.shape.hidden_size
+    scores = [] if batch.recomputes_attention else _score_bytes(batch)[1]
+    inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn_hidden_size
     return [
+        *_kept_before_core_attention(batch),
+        *_fused_results(batch),
+        *scores,
         *batch.kept_by_norm(hidden),
         batch.row(LINEAR_INPUTS, hidden),
-        *_kept_by_attention(batch),
-        *_kept_by_second_half(batch),
-        *batch.dropout_masks(1),
+        batch.row(MLP, inner),
+        *batch.dropout_masks(),
+        *batch.dropout_masks(),
     ]
+
+
+def _kept_before_core_attention(batch: MicroBatch) -> list[LedgerRow]:
+    """The first norm, the projection, attention's inputs, and the output projection's input."""
+    hidden = batch.shape.hidden_size
+    result = batch.row(ATTENTION, batch.shape.attention_width)
+    return [*batch.kept_by_norm(hidden), batch.row(LINEAR_INPUTS, hidden), *_attention_inputs(batch), result]
 
 
 def layer_backward(batch: MicroBatch) -> list[tuple[str, str, list[LedgerRow]]]:
@@ -132,68 +151,41 @@ def layer_backward(batch: MicroBatch) -> list[tuple[str, str, list[LedgerRow]]]:
 
     Backward lets go of what each operation kept: the MLP's share is gone when attention's turn comes.
     """
-    shape = batch.shape
-    hidden, inner, dropped = shape.hidden_size, shape.ffn_hidden_size, bool(shape.hidden_dropout)
-    kept = kept_by_layer(batch)
-    points = [("linear_fc2", "fc2", [*kept, _gradients(batch, hidden * (1 + dropped) + inner)])]
-    curve = {"swiglu": 2, "squared_relu": 3}.get(
-        shape.activation
-    )  # more inner tensors than gone are: forward's result is
+    shape, kept = batch.shape, kept_by_layer(batch)
+    hidden, inner, wide = shape.hidden_size, shape.ffn_hidden_size, shape.attention_width
+
+    def gradients(width: int) -> LedgerRow:
+        return batch.row(GRADIENTS, width, category="workspace")
+
+    points = [("linear_fc2", "fc2", [*kept, gradients(hidden * (1 + bool(shape.hidden_dropout)) + inner)])]
+    # more inner tensors than gone are: forward's result is
+    curve = {"swiglu": 2, "squared_relu": 3}.get(shape.activation)
     if curve:
-        points.append((shape.activation, "", [*kept, _gradients(batch, hidden + curve * inner)]))
-    in_attention = replace(batch, recomputes_attention=False)
-    first_half = [
-        *batch.kept_by_norm(hidden),
-        batch.row(LINEAR_INPUTS, hidden),
-        *_attention_inputs(in_attention),
-        _attention_result(batch),
-    ]
+        points.append((shape.activation, "", [*kept, gradients(hidden + curve * inner)]))
+    first_half = _kept_before_core_attention(replace(batch, recomputes_attention=False))
     each, scores = _score_bytes(batch)
     if not scores:
-        width = hidden + 2 * shape.attention_width + 2 * batch.key_width
-        return [*points, ("core_attention", "", [*first_half, *_fused_results(batch), _gradients(batch, width)])]
-    softmax = scores[0]
-    vectors = batch.row(GRADIENTS, hidden + 2 * shape.attention_width, category="workspace")
-    matrix = _score_matrix(batch, each, GRADIENTS, "workspace")
-    wide = replace(softmax, category="workspace", name=GRADIENTS)
-    for stage in ([*scores, matrix], [softmax, wide, wide]):  # the weighted sum's backward, then the softmax's
+        width = hidden + 2 * wide + 2 * batch.key_width
+        return [*points, ("core_attention", "", [*first_half, *_fused_results(batch), gradients(width)])]
+    softmax, vectors = scores[0], gradients(hidden + 2 * wide)
+    matrix = replace(_score_matrix(batch, each), category="workspace", name=GRADIENTS)
+    of_softmax = replace(softmax, category="workspace", name=GRADIENTS)
+    for stage in (
+        [*scores, matrix],
+        [softmax, of_softmax, of_softmax],
+    ):  # the weighted sum's backward, then the softmax's
         points.append(("core_attention", "", [*first_half, vectors, *stage]))
     return points
-
-
-def _gradients(batch: MicroBatch, width: int) -> LedgerRow:
-    return batch.row(GRADIENTS, width, category="workspace")
-
-
-def _kept_by_second_half(batch: MicroBatch) -> list[LedgerRow]:
-    """Norm and MLP. A squared relu keeps relu's result instead of its input; swiglu both halves, silu's result and the product."""
-    shape = batch.shape
-    inner = 4 if shape.activation == "swiglu" else 2
-    return [
-        *batch.kept_by_norm(shape.hidden_size),
-        batch.row(LINEAR_INPUTS, shape.hidden_size),
-        batch.row(MLP, inner * shape.ffn_hidden_size),
-        *batch.dropout_masks(1),
-    ]
-
-
-def _kept_by_attention(batch: MicroBatch) -> list[LedgerRow]:
-    scores = [] if batch.recomputes_attention else _score_bytes(batch)[1]
-    return [*_attention_inputs(batch), _attention_result(batch), *_fused_results(batch), *scores]
-
-
-def _attention_result(batch: MicroBatch) -> LedgerRow:
-    """The output projection's input."""
-    return batch.row(ATTENTION, batch.shape.attention_width)
 
 
 def _fused_results(batch: MicroBatch) -> list[LedgerRow]:
     """Scores stay in registers: one fp32 number per row, a mask as numbers, the result in the order that the kernel gives it."""
     if batch.attention != FUSED:
         return []
-    shape, rows = batch.shape, [batch.row(ATTENTION, batch.shape.num_attention_heads, FP32)]
-    if _pads_heads(batch):
-        return [*rows, batch.row(ATTENTION, shape.num_attention_heads * _padded_width(shape))]
+    shape, heads = batch.shape, batch.shape.num_attention_heads
+    rows = [batch.row(ATTENTION, heads, FP32)]
+    if batch.pads_heads:
+        return [*rows, batch.row(ATTENTION, heads * _pad_width(shape))]
     if batch.masked:
         rows.append(batch.squares(batch.size, batch.element_bytes, "sequences"))
     if batch.is_flash and (batch.rotates or shape.qk_layernorm):  # heads, tokens; the projection wants tokens, heads
@@ -201,8 +193,8 @@ def _fused_results(batch: MicroBatch) -> list[LedgerRow]:
     return rows
 
 
-def _score_matrix(batch: MicroBatch, each: int, name: str = SCORES, category: str = "activations") -> LedgerRow:
-    return batch.squares(batch.size * batch.shape.num_attention_heads, each, "heads", name, category)
+def _score_matrix(batch: MicroBatch, each: int) -> LedgerRow:
+    return batch.squares(batch.size * batch.shape.num_attention_heads, each, "heads")
 
 
 def _score_bytes(batch: MicroBatch) -> tuple[int, list[LedgerRow]]:
@@ -225,21 +217,21 @@ def _score_bytes(batch: MicroBatch) -> tuple[int, list[LedgerRow]]:
 def _attention_inputs(batch: MicroBatch) -> list[LedgerRow]:
     """Queries, keys and values as attention takes them; the projection's whole result lives while one of them lies in it."""
     shape, wide = batch.shape, batch.shape.attention_width
-    widths = {"q": wide, "k": batch.key_width, "v": batch.key_width}
     copies, each = _copies_for_kernel(batch)
     rows = [batch.row(QKV, width, each) for width in copies.values()]
     reordered = batch.rotates or shape.qk_layernorm
     if reordered:  # results of their own, which attention keeps unless it copies them
         name = ROTARY if batch.rotates else QKV
-        rows += [batch.row(name, widths[one]) for one in ("q", "k") if one not in copies]
+        rows += [batch.row(name, width) for one, width in (("q", wide), ("k", batch.key_width)) if one not in copies]
     if batch.rotates and batch.element_bytes < FP32:  # cosines and sines, for queries and for keys
-        rows.append(_rotation_tables(batch, 4))
+        small, length, width = batch.element_bytes, shape.seq_length, int(shape.kv_channels * shape.rotary_percent)
+        formula = f"4 x {_name_bytes(small)} x {count(length)} positions x {count(width)}"
+        rows.append(LedgerRow("activations", ROTARY, 4 * small * length * width, formula))
     norm_keeps_views = shape.qk_layernorm and not batch.norms_copy_to_fp32
     if shape.qk_layernorm:
         rows += batch.added_by_norm(wide + batch.key_width, shape.num_attention_heads + shape.num_query_groups)
-    several_groups = (
-        1 < shape.num_query_groups < shape.num_attention_heads
-    )  # then queries are copied to lie side by side
+    # then queries are copied to lie side by side
+    several_groups = 1 < shape.num_query_groups < shape.num_attention_heads
     q_is_kept = norm_keeps_views or not reordered and "q" not in copies
     k_is_kept = norm_keeps_views or not reordered and "k" not in copies
     if several_groups and q_is_kept:
@@ -253,39 +245,26 @@ def _copies_for_kernel(batch: MicroBatch) -> tuple[dict[str, int], int]:
     """({which of q, k, v the kernel keeps a copy of: width per token}, bytes of an element)."""
     shape, wide, each = batch.shape, batch.shape.attention_width, batch.element_bytes
     grouped = shape.num_query_groups < shape.num_attention_heads
+    if batch.pads_heads and batch.attention == FUSED:
+        keys = shape.num_query_groups * _pad_width(shape)
+        return {"q": shape.num_attention_heads * _pad_width(shape), "k": keys, "v": keys}, each
     if batch.attention == FUSED:
-        if _pads_heads(batch):
-            width = _padded_width(shape)
-            keys = shape.num_query_groups * width
-            return {"q": shape.num_attention_heads * width, "k": keys, "v": keys}, each
-        return ({"k": wide, "v": wide} if grouped and not batch.is_flash else {}), each
+        return {"k": wide, "v": wide} if grouped and not batch.is_flash else {}, each
     if batch.recomputes_attention:
         return {}, each
     # a batched product takes sequences and heads as one dimension: what has tokens between them is copied
     between = batch.size > 1 and shape.num_attention_heads > 1
-    in_order = batch.rotates or shape.qk_layernorm
     if batch.attention == MATH:  # all in fp32, queries and keys scaled each
-        copied = {"q": True, "k": True, "v": each < FP32 or grouped or between}
-        return {name: wide for name, is_copy in copied.items() if is_copy}, FP32
-    copied = {"q": between and not in_order, "k": grouped or between and not in_order, "v": grouped or between}
+        return {"q": wide, "k": wide, **({"v": wide} if each < FP32 or grouped or between else {})}, FP32
+    moved = between and not (batch.rotates or shape.qk_layernorm)
+    copied = {"q": moved, "k": grouped or moved, "v": grouped or between}
     return {name: wide for name, is_copy in copied.items() if is_copy}, each
 
 
-def _rotation_tables(batch: MicroBatch, number: int) -> LedgerRow:
-    each, length = batch.element_bytes, batch.shape.seq_length
-    width = int(batch.shape.kv_channels * batch.shape.rotary_percent)
-    formula = f"{number} x {_bytes(each)} x {count(length)} positions x {count(width)}"
-    return LedgerRow("activations", ROTARY, number * each * length * width, formula)
-
-
-def _pads_heads(batch: MicroBatch) -> bool:
-    return batch.is_flash and not batch.on_cpu and batch.shape.kv_channels % FLASH_HEAD_STEP > 0
-
-
-def _padded_width(shape: ModelShape) -> int:
+def _pad_width(shape: ModelShape) -> int:
     return -(-shape.kv_channels // FLASH_HEAD_STEP) * FLASH_HEAD_STEP
 
 
-def _bytes(number: int) -> str:
+def _name_bytes(number: int) -> str:
     """1 -> '1 byte', 2 -> '2 bytes'."""
     return f"{number} byte{'s' if number > 1 else ''}"

@@ -39,13 +39,27 @@ def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPred
     without fragmentation, and for layers that are not compiled.
     processor: the GPU, whose cuBLAS takes more on newer ones; None: an older one.
     """
-    always = [*_states(plan), *_workspaces(plan, processor)]
-    updating = [*always, *_whole_gradients(plan)]
+    number, optimizer = parameter_count(plan.shape), plan.args.optimizer
+    always = _states(plan)
+    if plan.device == "cuda":  # from the first step on
+        each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
+        formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
+        always.append(LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula))
+    # the optimizer finds gradients unless they lie in fp32 sums or buckets, and copies those of 16 bits to fp32
+    updating = list(always)
+    if not plan.fp32_gradients and plan.world.size == 1:
+        updating += _gradients(plan, number)
+    if not plan.fp32_gradients and plan.precision != "fp32":
+        updating.append(_per_parameter("gradients", "fp32 copies of gradients", FP32, number))
+    decayed = []
+    if optimizer.optimizer == "sgd" and plan.learning_rate.weight_decay_style != "constant":
+        # SGD's weight decay that changes is added to gradients by hand: weights times decay (optim/optimizer.py)
+        decayed.append(_per_parameter("workspace", "decayed weights", FP32, number))
     return MemoryPrediction(
         (
             *_forward_and_backward(plan, always),
             _moment(Phase.CLIP_GRAD, "gradient norm", updating),
-            _moment(Phase.OPTIMIZER_STEP, "update of the weights", [*updating, *_decayed_weights(plan)]),
+            _moment(Phase.OPTIMIZER_STEP, "update of the weights", [*updating, *decayed]),
         )
     )
 
@@ -56,7 +70,7 @@ def count_recomputed_layers(plan: Plan) -> int:
     return recomputed_layers(m.recompute_granularity, m.recompute_method, m.recompute_num_layers, plan.shape.num_layers)
 
 
-# --- what lives from step to step or comes with gradients and the optimizer
+# --- what lives from step to step
 
 
 def state_bytes(
@@ -75,16 +89,8 @@ def state_bytes(
     }
 
 
-def _per_parameter(category: str, name: str, each: int, number: int) -> LedgerRow:
-    return LedgerRow(category, name, each * number, f"{each} bytes x {count(number)} parameters")
-
-
-def _accumulates(plan: Plan) -> bool:
-    """Whether a step has several micro-batches."""
-    return plan.micro_batches(plan.train_samples) > 1
-
-
 def _states(plan: Plan) -> list[LedgerRow]:
+    """With the buffers of gradients, and the batch."""
     number, optimizer, data = parameter_count(plan.shape), plan.args.optimizer, plan.args.data
     found = state_bytes(number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0)
     names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
@@ -100,56 +106,37 @@ def _states(plan: Plan) -> list[LedgerRow]:
     return [*rows, LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)]
 
 
-def _workspaces(plan: Plan, processor: Processor | None) -> list[LedgerRow]:
-    """cuBLAS' workspaces, from the first step on."""
-    if plan.device == "cpu":
-        return []
-    each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
-    formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
-    return [LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula)]
-
-
 def _gradients(plan: Plan, number: int) -> list[LedgerRow]:
     """As backward computes them."""
     return [_per_parameter("gradients", "gradients", element_bytes(plan.precision), number)]
 
 
-def _whole_gradients(plan: Plan) -> list[LedgerRow]:
-    """What the optimizer finds beside the states, unless gradients lie in fp32 sums or buckets, and its fp32 copies of 16 bits."""
-    number, rows = parameter_count(plan.shape), []
-    if not plan.fp32_gradients and plan.world.size == 1:
-        rows += _gradients(plan, number)
-    if not plan.fp32_gradients and plan.precision != "fp32":
-        rows.append(_per_parameter("gradients", "fp32 copies of gradients", FP32, number))
-    return rows
-
-
-def _decayed_weights(plan: Plan) -> list[LedgerRow]:
-    """SGD's weight decay that changes is added to gradients by hand: weights times decay (optim/optimizer.py)."""
-    if plan.args.optimizer.optimizer != "sgd" or plan.learning_rate.weight_decay_style == "constant":
-        return []
-    return [_per_parameter("workspace", "decayed weights", FP32, parameter_count(plan.shape))]
+def _per_parameter(category: str, name: str, each: int, number: int) -> LedgerRow:
+    return LedgerRow(category, name, each * number, f"{each} bytes x {count(number)} parameters")
 
 
 # --- forward and backward of the last micro-batch, which finds the gradients of those before it
 
 
 def _forward_and_backward(plan: Plan, always: list[LedgerRow]) -> list[Moment]:
-    shape, batch = plan.shape, _micro_batch(plan)
-    recomputed, parts = count_recomputed_layers(plan), parameter_parts(plan.shape)
+    shape, a = plan.shape, plan.args
+    batch = plan_micro_batch(
+        shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
+        a.data.reset_attention_mask, a.model.recompute_granularity, plan.world.threads,
+    )  # fmt: skip
+    recomputed, parts = count_recomputed_layers(plan), parameter_parts(shape)
+    accumulates = plan.micro_batches(plan.train_samples) > 1
     # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
-    stay = not (plan.fp32_gradients or _accumulates(plan) or plan.world.size > 1)
-    earlier = _gradients(plan, parameter_count(shape)) if _accumulates(plan) and not plan.fp32_gradients else []
+    stay = not (plan.fp32_gradients or accumulates or plan.world.size > 1)
+    earlier = _gradients(plan, parameter_count(shape)) if accumulates and not plan.fp32_gradients else []
     base = [*always, *earlier]
     matrix = _gradients(plan, shape.padded_vocab_size * shape.hidden_size)  # of the output layer
     made = matrix if stay or shape.tied_embeddings else []  # a tied one waits for the embedding's
-    layer_parameters = (sum(parts[name] for name in ("attention", "MLP", "norms"))) // shape.num_layers
-
-    def below(number: int) -> list[tuple[LedgerRow, int]]:
-        return _kept_by_layers(batch, number, min(number, recomputed))
+    layer_parameters = (parts["attention"] + parts["MLP"] + parts["norms"]) // shape.num_layers
 
     def backward(number: int) -> Moment:
-        outside = [*base, *below(number - 1), *batch.dropout_masks(1), *made]
+        below = _kept_by_layers(batch, number - 1, min(number - 1, recomputed))
+        outside = [*base, *below, *batch.dropout_masks(), *made]
         if stay:
             outside += _gradients(plan, (shape.num_layers - number) * layer_parameters)
         if number <= recomputed and batch.norms_copy_to_fp32:
@@ -161,7 +148,7 @@ def _forward_and_backward(plan: Plan, always: list[LedgerRow]) -> list[Moment]:
             moments.append(_moment(Phase.BACKWARD, where, [*outside, *held, *_gradients(plan, new)]))
         return max(moments, key=lambda moment: moment.num_bytes)
 
-    at_loss = [*base, *below(shape.num_layers), *_kept_at_ends(batch)]
+    at_loss = [*base, *_kept_by_layers(batch, shape.num_layers, recomputed), *_kept_at_ends(batch)]
     hidden = batch.row(GRADIENTS, shape.hidden_size, category="workspace")
     losses = [Phase.FORWARD, *([Phase.BACKWARD] if batch.precision == "fp16" else [])]
     # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
@@ -169,31 +156,13 @@ def _forward_and_backward(plan: Plan, always: list[LedgerRow]) -> list[Moment]:
     whole = [*_gradients(plan, parameter_count(shape)), *(matrix if shape.tied_embeddings else [])]
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
     is_third = shape.tied_embeddings and (batch.on_cpu or batch.precision == "fp16")
-    embedding = [
-        *base,
-        *(whole if stay else [*made, *matrix]),
-        max([hidden, *(matrix if is_third else [])], key=lambda row: row.num_bytes),
-    ]
+    last = max([hidden, *(matrix if is_third else [])], key=lambda row: row.num_bytes)
     return [
         *(_moment(phase, "cross entropy", [*at_loss, *_cross_entropy(batch)]) for phase in losses),
         _moment(Phase.BACKWARD, "output layer", [*at_loss, _logits(batch), hidden, *matrix]),
         *map(backward, turns),
-        _moment(Phase.BACKWARD, "embedding", embedding),
+        _moment(Phase.BACKWARD, "embedding", [*base, *(whole if stay else [*made, *matrix]), last]),
     ]
-
-
-def _micro_batch(plan: Plan) -> MicroBatch:
-    a = plan.args
-    return plan_micro_batch(
-        plan.shape,
-        a.training.micro_batch_size,
-        plan.precision,
-        plan.device,
-        a.model.attention_backend,
-        a.data.reset_attention_mask,
-        a.model.recompute_granularity,
-        plan.world.threads,
-    )
 
 
 def _kept_by_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[LedgerRow, int]]:
@@ -205,7 +174,7 @@ def _kept_by_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tup
 def _kept_at_ends(batch: MicroBatch) -> list[LedgerRow]:
     """The embedding's dropout, and the last norm up to the output layer's input."""
     hidden = batch.shape.hidden_size
-    return [*batch.dropout_masks(1), *batch.kept_by_norm(hidden), batch.row("inputs of linear layers", hidden)]
+    return [*batch.dropout_masks(), *batch.kept_by_norm(hidden), batch.row("inputs of linear layers", hidden)]
 
 
 def _logits(batch: MicroBatch) -> LedgerRow:
@@ -239,7 +208,7 @@ def activation_bytes(batch: MicroBatch, recomputed: int = 0) -> int:
     if not recomputed:
         return _sum(at_logits)
     result = batch.shape.hidden_size if batch.shape.hidden_dropout else 0  # of the last dropout computed again
-    again = [*_kept_by_layers(batch, recomputed, recomputed), *kept_by_layer(batch), *batch.dropout_masks(1)]
+    again = [*_kept_by_layers(batch, recomputed, recomputed), *kept_by_layer(batch), *batch.dropout_masks()]
     return max(_sum(at_logits), _sum([*again, batch.row(GRADIENTS, result)]))
 
 

@@ -1,5 +1,6 @@
 """What is said of a run's memory and speed before its first step, and kept to be held against what is measured."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.hardware import Processor, processor_of
 from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.prediction import MemoryPrediction, Moment, TimePrediction
+from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
 from megatron_lite.estimate.step_time import predict_time
 from megatron_lite.estimate.what_if import MARGIN, fit
 from megatron_lite.units import GIB, count, size
@@ -44,22 +45,52 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
         return Forecast(None, None, room_bytes, sharing)
     processor = processor_of(device_name)
     failures: list[str] = []
-    seen = Forecast(
-        memory=_attempt(failures, "memory", predict_memory, plan, processor),
-        time=_attempt(failures, "time", predict_time, plan, processor) if processor else None,
-        room_bytes=room_bytes,
-        sharing=sharing,
-    )
-    way_out = _attempt(failures, "way_out", _way_out, plan, processor, seen) if seen.exceeds(MARGIN) else ""
+
+    def attempt(what: str, predict, *given):
+        try:
+            return predict(*given)
+        except Exception as error:  # noqa: BLE001  a mistake in a formula must not cost anybody a training
+            failures.append(f"{what}: {type(error).__name__}: {error}; please report it")
+            return None
+
+    memory = attempt("memory", predict_memory, plan, processor)
+    time = attempt("time", predict_time, plan, processor) if processor else None
+    seen = Forecast(memory, time, room_bytes, sharing)
+    way_out = attempt("way_out", _find_way_out, plan, processor, seen) if seen.exceeds(MARGIN) else ""
     return dataclasses.replace(seen, way_out=way_out or "", failures=tuple(failures))
+
+
+def _find_way_out(plan: Plan, processor: Processor | None, seen: Forecast) -> str:
+    """'--micro-batch-size 2 would need 12.30 GiB': what fits into the room that there is."""
+    gib = seen.room_bytes / seen.sharing / GIB
+    fitting = fit(plan, dataclasses.replace(processor or ANY, memory_gib=gib))
+    found = fitting.found or fitting.way_out
+    return f"{found.words} would need {size(found.peak_bytes)}" if found else ""
 
 
 def lines_of(seen: Forecast) -> Iterator[str]:
     """For the console: memory and speed; a line for each part of the prediction that failed, and for too little room."""
-    yield from (f"  predicted: {text}" for text in (*_memory(seen), *_time(seen)))
+    each = f"{seen.sharing} x " if seen.sharing > 1 else ""
+    if seen.memory is not None:
+        peak, held = seen.memory.peak, collections.Counter()
+        for row in peak.rows:
+            held[row.category] += row.num_bytes
+        largest = [(name, taken) for name, taken in held.most_common(NAMED) if taken >= SMALL * peak.num_bytes]
+        room = f" of {size(seen.room_bytes)}" if seen.room_bytes else ""
+        yield (
+            f"  predicted: tensors peak at about {each}{size(peak.num_bytes)}{room}, at {peak.where} ({peak.phase}):\n    "
+            + (", ".join(f"{name} {size(taken)}" for name, taken in largest))
+        )
+    if seen.time is not None and seen.time.rows:
+        ms = seen.time.step_ms
+        shown = f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f} ms per step"
+        yield f"  predicted: at best {shown}, {count(seen.time.tokens_per_s)} tokens/s"
     yield from (f"  no prediction of the {failure}" for failure in seen.failures)
     if seen.exceeds(MARGIN):
-        yield f"  note: the predicted peak {_tightness(seen)}; {seen.way_out or NO_WAY_OUT}."
+        leaves = f"leaves less than {MARGIN:.0%} of the memory for libraries and what the allocator loses"
+        if seen.exceeds(0):
+            leaves = f"is {size(seen.sharing * seen.memory.peak.num_bytes - seen.room_bytes)} more than there is"
+        yield f"  note: the predicted peak {leaves}; {seen.way_out or NO_WAY_OUT}."
 
 
 def as_record(seen: Forecast) -> dict:
@@ -71,50 +102,3 @@ def as_record(seen: Forecast) -> dict:
         "time": dataclasses.asdict(seen.time) if seen.time else None,
         "failures": list(seen.failures),
     }
-
-
-def _tightness(seen: Forecast) -> str:
-    if seen.exceeds(0):
-        return f"is {size(seen.sharing * seen.memory.peak.num_bytes - seen.room_bytes)} more than there is"
-    return f"leaves less than {MARGIN:.0%} of the memory for libraries and what the allocator loses"
-
-
-def _attempt(failures: list[str], what: str, predict, *given):
-    try:
-        return predict(*given)
-    except Exception as error:  # noqa: BLE001  a mistake in a formula must not cost anybody a training
-        failures.append(f"{what}: {type(error).__name__}: {error}; please report it")
-        return None
-
-
-def _way_out(plan: Plan, processor: Processor | None, seen: Forecast) -> str:
-    """'--micro-batch-size 2 would need 12.30 GiB': what fits into the room that there is."""
-    gib = seen.room_bytes / seen.sharing / GIB
-    fitting = fit(plan, dataclasses.replace(processor or ANY, memory_gib=gib))
-    found = fitting.found or fitting.way_out
-    return f"{found.words} would need {size(found.peak_bytes)}" if found else ""
-
-
-def _memory(seen: Forecast) -> Iterator[str]:
-    if seen.memory is None:
-        return
-    peak = seen.memory.peak
-    each = f"{seen.sharing} x " if seen.sharing > 1 else ""
-    room = f" of {size(seen.room_bytes)}" if seen.room_bytes else ""
-    yield f"tensors peak at about {each}{size(peak.num_bytes)}{room}, at {peak.where} ({peak.phase}):\n    {_held(peak)}"
-
-
-def _held(peak: Moment) -> str:
-    """'activations 7.65 GiB, logits and loss 4.60 GiB, ...': the largest categories."""
-    held: dict[str, int] = {}
-    for row in peak.rows:
-        held[row.category] = held.get(row.category, 0) + row.num_bytes
-    largest = sorted(held.items(), key=lambda item: -item[1])[:NAMED]
-    named = [f"{category} {size(num_bytes)}" for category, num_bytes in largest if num_bytes >= SMALL * peak.num_bytes]
-    return ", ".join(named)
-
-
-def _time(seen: Forecast) -> Iterator[str]:
-    if seen.time is not None and seen.time.rows:
-        ms = seen.time.step_ms
-        yield f"at best {ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f} ms per step, {count(seen.time.tokens_per_s)} tokens/s"

@@ -71,7 +71,14 @@ class BucketedReplica:
         if self._arrived and not self._rebuilt:
             self._rebuilt = True
             self._bucket_of.clear()
-            self._lay_out(_in_buckets(self._arrived, self._cap))
+            groups, filled = [[]], 0
+            for parameter in self._arrived:  # a bucket is closed by the gradient that brings it to its size
+                if filled >= self._cap:
+                    groups.append([])
+                    filled = 0
+                groups[-1].append(parameter)
+                filled += parameter.numel() * parameter.element_size()
+            self._lay_out(groups)
         return self._model(*inputs)
 
     def _lay_out(self, groups: list[list[nn.Parameter]]):
@@ -95,20 +102,6 @@ class BucketedReplica:
             self._hook(None, bucket)
 
 
-@contextlib.contextmanager
-def without_other_ranks():
-    """While this lasts, the stand-in wraps models, a reduction over ranks is over at once, and no process group is needed."""
-
-    def answer(tensor: Tensor, *arguments, async_op: bool = False, **options):
-        return _Reduced(tensor) if async_op else None
-
-    with (
-        patch.object(dist, "all_reduce", answer),
-        patch.object(data_parallel, "DistributedDataParallel", BucketedReplica),
-    ):
-        yield
-
-
 class _Reduced:
     """The work of a reduction, done."""
 
@@ -121,13 +114,15 @@ class _Reduced:
         return future
 
 
-def _in_buckets(parameters: list[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
-    """A bucket is closed by the gradient that brings it to `cap` bytes."""
-    groups, filled = [[]], 0
-    for parameter in parameters:
-        if filled >= cap:
-            groups.append([])
-            filled = 0
-        groups[-1].append(parameter)
-        filled += parameter.numel() * parameter.element_size()
-    return groups
+@contextlib.contextmanager
+def without_other_ranks():
+    """While this lasts, the stand-in wraps models, a reduction over ranks is over at once, and no process group is needed."""
+
+    def answer(tensor: Tensor, *arguments, async_op: bool = False, **options):
+        return _Reduced(tensor) if async_op else None
+
+    with (
+        patch.object(dist, "all_reduce", answer),
+        patch.object(data_parallel, "DistributedDataParallel", BucketedReplica),
+    ):
+        yield

@@ -19,15 +19,16 @@ from megatron_lite.estimate.layer_memory import FLASH_HEAD_STEP
 from megatron_lite.instruments.snapshot_format import RECORDERS
 from megatron_lite.model.kernel_choice import EFFICIENT_HEAD_BYTES, MAX_FLASH_HEAD
 
+HALF = (torch.float16, torch.bfloat16)
+MASK_STEP = 16  # elements: rows of a mask are padded to it
+KEY = "AutogradCPU"  # where torch takes operations apart; fake tensors on the CPU go there too
+
 # --- scaled_dot_product_attention as a GPU or a CPU computes it, for tensors without data
 #
 # torch looks at a tensor's device to choose the kernel, and what a kernel keeps for backward depends on it. Fake tensors
 # look like the CPU's here whatever they stand for, so the choice is made by the rules below.
 #
 # Letters: B batch, N query heads, G key heads, T positions, D width of one head.
-
-HALF = (torch.float16, torch.bfloat16)
-MASK_STEP = 16  # elements: rows of a mask are padded to it
 
 
 def cuda_choice(
@@ -45,7 +46,7 @@ def cuda_choice(
     grouped = q_BNTD.shape[1] != k_BGTD.shape[1]
     if flags.mem_efficient_sdp_enabled() and not grouped and width * q_BNTD.element_size() % EFFICIENT_HEAD_BYTES == 0:
         return int(SDPBackend.EFFICIENT_ATTENTION)
-    return _math_or_error(q_BNTD, attn_mask)
+    return _choose_math(q_BNTD, attn_mask)
 
 
 def cpu_choice(
@@ -54,25 +55,33 @@ def cpu_choice(
     """The same on a CPU, whose flash kernel knows no dropout."""
     if torch.backends.cuda.flash_sdp_enabled() and not dropout_p:
         return int(SDPBackend.FLASH_ATTENTION)
-    return _math_or_error(q_BNTD, attn_mask)
+    return _choose_math(q_BNTD, attn_mask)
+
+
+def _choose_math(q_BNTD: Tensor, attn_mask: Tensor | None) -> int:
+    if torch.backends.cuda.math_sdp_enabled():
+        return int(SDPBackend.MATH)
+    masked = "a mask" if attn_mask is not None else "no mask"
+    raise RuntimeError(f"no such kernel for {q_BNTD.dtype}, heads of {q_BNTD.shape[-1]} and {masked}")
 
 
 def cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
     """out_BNTD as scaled_dot_product_attention on a GPU (attention.cpp of torch 2.13)."""
     choice = SDPBackend(cuda_choice(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    width, positions = q.shape[-1], k.shape[-2]
+    scale = width**-0.5 if scale is None else scale
     if choice == SDPBackend.FLASH_ATTENTION:
-        width = q.shape[-1]
-        q, k, v = (_padded(tensor, FLASH_HEAD_STEP) for tensor in (q, k, v))
+        q, k, v = (_pad(tensor, FLASH_HEAD_STEP) for tensor in (q, k, v))
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
         return out[..., :width]
     if choice == SDPBackend.EFFICIENT_ATTENTION:
-        keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-        bias = None if attn_mask is None else _bias(attn_mask, q, k)
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, keep, dropout_p, is_causal, scale=scale
-        )[0]
-    return _math(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        keep, bias = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)), None
+        if attn_mask is not None:
+            rows = _pad(_as_numbers(attn_mask, q), MASK_STEP)[..., :positions]
+            bias = rows.expand(*q.shape[:3], positions)
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        return kernel(q, k, v, bias, keep, dropout_p, is_causal, scale=scale)[0]
+    return _attend_in_pieces(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def cpu_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
@@ -80,26 +89,17 @@ def cpu_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale
     choice = SDPBackend(cpu_choice(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     if choice == SDPBackend.FLASH_ATTENTION:
         mask = None if attn_mask is None else _as_numbers(attn_mask, q)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale
-        )[0]
-    return _math(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+    return _attend_in_pieces(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _math(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
-    return torch.ops.aten._scaled_dot_product_attention_math(
-        q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
+def _attend_in_pieces(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
+    kernel = torch.ops.aten._scaled_dot_product_attention_math
+    return kernel(q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
 
 
-def _math_or_error(q_BNTD: Tensor, attn_mask: Tensor | None) -> int:
-    if torch.backends.cuda.math_sdp_enabled():
-        return int(SDPBackend.MATH)
-    masked = "a mask" if attn_mask is not None else "no mask"
-    raise RuntimeError(f"no such kernel for {q_BNTD.dtype}, heads of {q_BNTD.shape[-1]} and {masked}")
-
-
-def _padded(tensor: Tensor, step: int) -> Tensor:
+def _pad(tensor: Tensor, step: int) -> Tensor:
     missing = -tensor.shape[-1] % step
     return F.pad(tensor, (0, missing)) if missing else tensor
 
@@ -110,15 +110,7 @@ def _as_numbers(mask: Tensor, like: Tensor) -> Tensor:
     return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=like.dtype))
 
 
-def _bias(mask_B1TT: Tensor, q_BNTD: Tensor, k_BNTD: Tensor) -> Tensor:
-    positions = mask_B1TT.shape[-1]
-    rows = _padded(_as_numbers(mask_B1TT, q_BNTD), MASK_STEP)[..., :positions]
-    return rows.expand(*q_BNTD.shape[:3], positions)
-
-
-# --- operations that are made of other parts on a GPU than on a CPU, so that fake tensors on the CPU leave the GPU's traces
-
-KEY = "AutogradCPU"  # where torch takes these apart; fake tensors on the CPU go there too
+# --- dropout and RMSNorm in one piece
 
 
 def cuda_dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -160,6 +152,7 @@ ON = {
 # torch has no rule of what these do to tensors without data: nothing but change them in place
 UPDATES = ("_fused_adamw_.tensor_lr", "_fused_sgd_.tensor_lr")
 
+# --- gradients that are added in place
 
 SCATTERING_NODES = re.compile(r"(Gather|Max|Min|Topk|Sort|Kthvalue|Median|Mode)Backward")
 IN_PLACE = {
@@ -215,9 +208,5 @@ def kernels_of(device: str):
         for name, function in ON[device].items():
             library.impl(name, function, KEY)
         for name in UPDATES:
-            library.impl(name, _update, "Meta")
+            library.impl(name, lambda *arguments, **options: None, "Meta")
         yield
-
-
-def _update(*arguments, **options):
-    """In place, without memory."""

@@ -1,6 +1,6 @@
-"""python -m megatron_lite.rehearsal.rehearse < REQUEST: the rehearsal for a program that does without torch.
+"""A plan's training steps, walked without data and without a GPU: exactly which memory they take, and when.
 
-REQUEST is JSON: flags of the trainer, world (fields of World), vocab_size, snapshot (a path to write), workspace (bytes of one of cuBLAS'). Prints the figures
+python -m megatron_lite.rehearsal.rehearse < REQUEST is for a program that does without torch. REQUEST is JSON: flags of the trainer, world (fields of World), vocab_size, snapshot (a path to write), workspace (bytes of one of cuBLAS'). Prints the figures
 as JSON, without the snapshot. Exit code 2 and one line for each mistake of the user.
 """
 
@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,77 +38,8 @@ from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 from megatron_lite.train.choose_kernels import DTYPES, choose_eager_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
-# --- walks any model and training step with tensors that have shapes but no data, and writes down every allocation
-
 MAX_EVENTS = 10_000_000
 SIMULATED = "rehearsed without data; addresses and segments are where CUDA's caching allocator would put them"
-
-
-def _no_data() -> FakeTensorMode:
-    """Operations that torch has no rule for fail; it would run them on real memory of the same size."""
-    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-
-
-def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: int = CUBLAS_WORKSPACE) -> dict:
-    """A snapshot in the form of torch.cuda.memory._snapshot() of `steps` training steps as on `device`, cuda or cpu.
-
-    prepare() makes model and optimizer, and returns the step: step(phase), where `with phase(Phase.FORWARD):` marks its
-    parts. Both must take "cpu" for the device. workspace: bytes of each cuBLAS workspace, on cuda.
-    """
-    place = Place()
-    tracker, hooks = StorageTracker(place, MAX_EVENTS), ModuleHooks(place, in_backward=False)
-    with kernels_of(device), _no_data(), InPlaceGradients(device):
-        tracker.start()
-        hooks.attach()
-        try:
-            step = prepare()
-            for _ in range(CUBLAS_THREADS if device == "cuda" else 0):
-                tracker.add_unseen("cublasWorkspace", workspace)
-            for number in range(1, steps + 1):
-                place.begin(number)
-                tracker.begin_step()
-                step(place.phase)
-                place.end(number)
-        finally:
-            hooks.detach()
-            tracker.stop()
-        snapshot = tracker.snapshot()  # before the model is let go of
-    if tracker.failure is not None:
-        raise tracker.failure
-    snapshot["allocator_settings"]["simulated"] = SIMULATED
-    return snapshot
-
-
-# --- GELU without data: on a CPU in 16 bits the tensors of model/gelu.py's pieces, without the loop over them, which takes minutes to walk
-
-
-def rehearsed_gelu(x: Tensor) -> Tensor:
-    """As gelu_tanh on a CPU in 16 bits."""
-    return _Pieces.apply(x)
-
-
-def torchs_gelu(x: Tensor) -> Tensor:
-    """As gelu_tanh on a GPU, and on a CPU in fp32."""
-    return F.gelu(x, approximate="tanh")
-
-
-class _Pieces(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        result, slope = torch.empty_like(x), torch.empty_like(x)
-        _ = room_for(x)  # both live until its end
-        ctx.save_for_backward(slope)
-        return result
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        (slope,) = ctx.saved_tensors
-        return gradient * slope
-
-
-# --- A plan's training steps, walked without data and without a GPU: exactly which memory they take, and when
-
 END_OF_DOCUMENT = 0  # any id: nothing is read
 HOST = torch.device("cpu")
 
@@ -130,26 +62,117 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
     """Walk the real model, loss, backward and optimizer under fake tensors, as on one GPU of the plan (or on its CPU).
 
     No more micro-batches than differ from each other are walked. workspace: bytes of each cuBLAS
-    workspace; cublas.CUBLAS_WORKSPACE_SINCE_HOPPER on newer GPUs.
+    workspace; hardware.CUBLAS_WORKSPACE_SINCE_HOPPER on newer GPUs.
     Raises UserError where a flag names an attention kernel that cannot run.
     """
+    notes = []
+    if plan.device == "cuda":
+        outside = "CUDA's own memory" + (" and NCCL's" if plan.world.size > 1 else "")
+        inside = "nor what a kernel takes and gives back within itself"
+        notes.append(f"{outside}, outside of torch's allocator, is not counted, {inside}")
+    if plan.compiles_layers:
+        notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
     with without_other_ranks():
-        return rehearsal_of(walk(lambda: prepare(plan), steps, plan.device, workspace), _notes(plan))
+        return rehearsal_of(walk(lambda: prepare(plan), steps, plan.device, workspace), tuple(notes))
+
+
+def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: int = CUBLAS_WORKSPACE) -> dict:
+    """A snapshot in the form of torch.cuda.memory._snapshot() of `steps` training steps as on `device`, cuda or cpu.
+
+    prepare() makes model and optimizer, and returns the step: step(phase), where `with phase(Phase.FORWARD):` marks its
+    parts. Both must take "cpu" for the device. workspace: bytes of each cuBLAS workspace, on cuda.
+    """
+    place = Place()
+    tracker, hooks = StorageTracker(place, MAX_EVENTS), ModuleHooks(place, in_backward=False)
+    # operations that torch has no rule for fail; it would run them on real memory of the same size
+    without_data = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    with kernels_of(device), without_data, InPlaceGradients(device):
+        tracker.start()
+        hooks.attach()
+        try:
+            step = prepare()
+            for _ in range(CUBLAS_THREADS if device == "cuda" else 0):
+                tracker.add_unseen("cublasWorkspace", workspace)
+            for number in range(1, steps + 1):
+                place.begin(number)
+                tracker.begin_step()
+                step(place.phase)
+                place.end(number)
+        finally:
+            hooks.detach()
+            tracker.stop()
+        snapshot = tracker.snapshot()  # before the model is let go of
+    if tracker.failure is not None:
+        raise tracker.failure
+    snapshot["allocator_settings"]["simulated"] = SIMULATED
+    return snapshot
 
 
 def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None) -> Callable:
     """Everything of a run that holds device memory, made; returns its step(phase). losses: as of model.gpt.GPT, else the plan's."""
-    model = _model(plan, losses or choose_eager_losses(plan))
-    replica = DataParallel(plan, model)
+    replica = DataParallel(plan, _build_model(plan, losses or choose_eager_losses(plan)))
     optimizer = Optimizer(plan, replica.parameters, HOST)
-    batch = _shortened(plan)
-    step = TrainingStep(replace(plan, batch=batch), replica, optimizer, BatchMaker(plan, HOST, END_OF_DOCUMENT))
-    return lambda phase: step(_batches(plan), 0, phase)
+    # The first micro-batch finds no gradients, those after it do; among several ranks the last lets go of its own copies
+    # while it reduces. All between are alike.
+    different = min(plan.micro_batches(plan.train_samples), 2 if plan.world.size == 1 else 3)
+    shortened = replace(plan, batch=BatchSchedule(plan.samples_per_pass * different))
+    step = TrainingStep(shortened, replica, optimizer, BatchMaker(plan, HOST, END_OF_DOCUMENT))
+
+    def make_batches():
+        while True:
+            yield torch.empty(plan.args.training.micro_batch_size, plan.shape.seq_length + 1, dtype=torch.int64)
+
+    return lambda phase: step(make_batches(), 0, phase)
+
+
+def _build_model(plan: Plan, losses) -> nn.Module:
+    """Made in the plan's precision at once: a fake parameter cannot be cast in place."""
+    a, dtype = plan.args, DTYPES[plan.precision]
+    with_attention = plan
+    if a.model.attention_backend == "fused" and plan.device == "cuda":
+        # torch refuses cuDNN's attention without a GPU; what torch takes otherwise keeps the same tensors
+        with_attention = replace(plan, args=replace(a, model=replace(a.model, attention_backend="auto")))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = GPT(plan.shape, choose_plan_attention(with_attention, HOST), losses)
+    finally:
+        torch.set_default_dtype(before)
+    in_pieces = works_in_pieces(plan.device == "cpu", dtype.itemsize)
+    for layer in model.decoder.layers:
+        if layer.mlp.activation is gelu_tanh:
+            layer.mlp.activation = GeluInPieces.apply if in_pieces else partial(F.gelu, approximate="tanh")
+    recompute_layers(a.model, model.decoder.layers)
+    return model
+
+
+class GeluInPieces(torch.autograd.Function):
+    """On a CPU in 16 bits the tensors of model/gelu.py's pieces, without the loop over them, which takes minutes to walk."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        result, slope = torch.empty_like(x), torch.empty_like(x)
+        _ = room_for(x)  # both live until its end
+        ctx.save_for_backward(slope)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (slope,) = ctx.saved_tensors
+        return gradient * slope
 
 
 def rehearsal_of(snapshot: dict, notes: tuple[str, ...] = ()) -> Rehearsal:
     """The figures of a walk."""
-    read, highest = analyze_snapshot(snapshot, Path("rehearsal")), _highest(snapshot)
+    read, held, most, highest = analyze_snapshot(snapshot, Path("rehearsal")), 0, 0, {}
+    for event in snapshot["device_traces"][0]:  # which allocation first reaches the peak; rehearsals begin with nothing
+        if event["action"] == "alloc":
+            held += rounded(event["size"])
+            if held > most:
+                most, highest = held, event
+        elif event["action"] == "free_completed":
+            held -= rounded(event["size"])
     return Rehearsal(
         allocated_peak_bytes=read.peak_bytes,
         reserved_peak_bytes=read.fragmentation.reserved_bytes,
@@ -165,70 +188,6 @@ def rehearsal_of(snapshot: dict, notes: tuple[str, ...] = ()) -> Rehearsal:
 def write_snapshot(rehearsal: Rehearsal, path: Path):
     """For pytorch.org/memory_viz and `megatron-lite report PATH`. Raises OSError."""
     write_file(Path(path), rehearsal.snapshot)
-
-
-def _highest(snapshot: dict) -> dict:
-    """The allocation that first reaches the peak. Rehearsals begin with nothing."""
-    held, most, found = 0, 0, None
-    for event in snapshot["device_traces"][0]:
-        if event["action"] == "alloc":
-            held += rounded(event["size"])
-            if held > most:
-                most, found = held, event
-        elif event["action"] == "free_completed":
-            held -= rounded(event["size"])
-    return found
-
-
-def _model(plan: Plan, losses) -> nn.Module:
-    """Made in the plan's precision at once: a fake parameter cannot be cast in place."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[plan.precision])
-    try:
-        model = GPT(plan.shape, choose_plan_attention(_without_cudnn(plan), HOST), losses)
-    finally:
-        torch.set_default_dtype(before)
-    in_pieces = works_in_pieces(plan.device == "cpu", DTYPES[plan.precision].itemsize)
-    for layer in model.decoder.layers:
-        if layer.mlp.activation is gelu_tanh:
-            layer.mlp.activation = rehearsed_gelu if in_pieces else torchs_gelu
-    recompute_layers(plan.args.model, model.decoder.layers)
-    return model
-
-
-def _without_cudnn(plan: Plan) -> Plan:
-    """torch refuses cuDNN's attention without a GPU; what torch takes otherwise keeps the same tensors."""
-    if plan.args.model.attention_backend != "fused" or plan.device != "cuda":
-        return plan
-    return replace(plan, args=replace(plan.args, model=replace(plan.args.model, attention_backend="auto")))
-
-
-def _shortened(plan: Plan) -> BatchSchedule:
-    """The first micro-batch finds no gradients, those after it do; among several ranks the last lets go of its own copies
-    while it reduces. All between are alike."""
-    most = 2 if plan.world.size == 1 else 3
-    return BatchSchedule(plan.samples_per_pass * min(plan.micro_batches(plan.train_samples), most))
-
-
-def _batches(plan: Plan):
-    while True:
-        yield torch.empty(plan.args.training.micro_batch_size, plan.shape.seq_length + 1, dtype=torch.int64)
-
-
-def _notes(plan: Plan) -> tuple[str, ...]:
-    notes = []
-    if plan.device == "cuda":
-        outside = "CUDA's own memory" + (" and NCCL's" if plan.world.size > 1 else "")
-        notes.append(
-            f"{outside}, outside of torch's allocator, is not counted, nor what a kernel takes and gives back within "
-            "itself"
-        )
-    if plan.compiles_layers:
-        notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
-    return tuple(notes)
-
-
-# --- python -m megatron_lite.rehearsal.rehearse < REQUEST: the rehearsal for a program that does without torch
 
 
 def main() -> int:
