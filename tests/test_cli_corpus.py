@@ -60,33 +60,30 @@ def test_a_complete_corpus_is_reused(tmp_path, capsys):
     assert index.stat().st_mtime == 1 and "is there already" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("spoil", ["other settings", "never finished", "cut short", "file gone"])
-def test_any_other_is_made_anew(spoil, tmp_path):
+def test_any_other_is_made_anew(tmp_path):
+    """Of other settings, never finished, cut short, or without its file."""
     make(tmp_path / "python", *SMALL)
     good = contents(tmp_path / "python")
     mark, data = tmp_path / MARK, tmp_path / "python_text_document.bin"
-    if spoil == "other settings":
-        make(tmp_path / "python", "--max-mb", "0.1")
-        assert contents(tmp_path / "python") != good
-    elif spoil == "never finished":
+    make(tmp_path / "python", "--max-mb", "0.1")
+    assert contents(tmp_path / "python") != good
+
+    def forget():
         mark.write_text(json.dumps(json.loads(mark.read_text()) | {"complete": False}))
         data.write_bytes(bytes(data.stat().st_size))
-    elif spoil == "cut short":
-        data.write_bytes(b"")
-    else:
-        data.unlink()
-    assert make(tmp_path / "python", *SMALL) == 0
-    assert contents(tmp_path / "python") == good
+
+    for spoil in (lambda: None, forget, lambda: data.write_bytes(b""), data.unlink):
+        spoil()
+        assert make(tmp_path / "python", *SMALL) == 0
+        assert contents(tmp_path / "python") == good
 
 
-def test_files_of_other_origin_are_left_alone(tmp_path, capsys):
+def test_files_of_other_origin_are_left_alone_and_one_folder_holds_one_corpus(tmp_path, capsys):
     (tmp_path / "vocab.json").write_text("mine")
     assert make(tmp_path / "python", *SMALL, "--bpe", "300") == 2
     assert "vocab.json exists and is not make-corpus's; choose another folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["vocab.json"]
-
-
-def test_one_folder_holds_one_corpus(tmp_path, capsys):
+    (tmp_path / "vocab.json").unlink()
     make(tmp_path / "python", *SMALL)
     assert make(tmp_path / "other", *SMALL) == 2
     assert f"{tmp_path} holds another corpus; choose another folder" in capsys.readouterr().err

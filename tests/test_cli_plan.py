@@ -115,19 +115,13 @@ def test_data_need_not_be_there(data, capsys):
     assert "--micro-batch-size 4" in shown[shown.index("What if") :]
 
 
-def test_contradictions_among_data_are_still_the_trainers(capsys):
-    assert refused(capsys, *argv("--data-path a")) == [
-        "error: --data-path and --mock-data exclude each other; keep one."
-    ]
-
-
-def test_options_and_flags_have_no_name_in_common():
+def test_help_shows_the_options_whose_names_no_flag_has(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: megatron-lite plan [OPTIONS] SCRIPT.sh ARGUMENTS...") and "--exact" in shown
     ours = {name for action in _parser()._actions for name in action.option_strings} - {"-h", "--help"}
     assert not ours & ({spelling for flag in list_flags(Args) for spelling in flag.spellings} | set(read_flags()))
-
-
-def test_flags_need_no_dashes_and_take_them(capsys):
-    assert printed(capsys, *argv()) == printed(capsys, "--", *argv())
 
 
 @pytest.mark.parametrize(
@@ -149,21 +143,18 @@ def test_a_launch_command_can_be_pasted(before, gpus, capsys):
     ]
 
 
-def test_bash_may_stand_before_a_script(capsys):
-    assert printed(capsys, "--gpu", "H200", "bash", OUR_SCRIPT, *FILES) == printed(
-        capsys, "--gpu", "H200", OUR_SCRIPT, *FILES
-    )
+def test_bash_may_stand_before_a_script_and_dashes_before_flags(capsys):
+    shown = printed(capsys, "--gpu", "H200", OUR_SCRIPT, *FILES)
+    assert printed(capsys, "--gpu", "H200", "bash", OUR_SCRIPT, *FILES) == shown
+    assert printed(capsys, *argv()) == printed(capsys, "--", *argv())
 
 
-def test_several_gpus_are_columns(capsys):
+def test_several_gpus_are_columns_and_tokens_set_the_length(capsys):
     shown = printed(capsys, "--gpu", "H200", "a100-40", "4090", "--gpus", "4", *SEED)
     assert sum(" in one " in line for line in shown.splitlines()) == 3
     head = next(line for line in shown.splitlines() if line.split()[:1] == ["H200"])
     assert " ".join(head.split()) == "H200 A100 SXM 40 GB RTX 4090"
     assert "all-reduce that nothing hides" in shown and "batch 16 = 4 x 4 x 1" in shown
-
-
-def test_tokens_set_the_length(capsys):
     shown = flat(printed(capsys, "--gpu", "H200", "--tokens", "300e9", *SEED))
     assert "days for 300B tokens" in shown
     assert "for 655M tokens" in flat(printed(capsys, "--gpu", "H200", *SEED))  # 20,000 x 16 x 2,048
@@ -181,14 +172,10 @@ def test_what_does_not_fit_gets_the_flags_that_do(capsys):
     assert "nor does a shorter sequence: it needs a smaller model, no GPU of the table is large enough" in hopeless
 
 
-def test_what_hardly_fits_is_called_so(capsys):
+def test_fit_names_flags_to_paste_and_what_hardly_fits_is_called_so(capsys):
     shown = flat(printed(capsys, "--gpu", "H200", "--margin", "0.95", *SEED))
-    assert (
-        "may fit in one H200" in shown and "less than 95% is left for CUDA, NCCL and what the allocator loses" in shown
-    )
-
-
-def test_fit_names_flags_to_paste(capsys):
+    assert "may fit in one H200" in shown
+    assert "less than 95% is left for CUDA, NCCL and what the allocator loses" in shown
     shown = printed(capsys, "--fit", "4090", *SEED)
     assert "\nFit into one RTX 4090" in shown and "  fits as it is: " in shown
     shown = printed(capsys, "--fit", "T4", *SEED, "--micro-batch-size", "8")
@@ -270,9 +257,8 @@ def test_bad_flags_get_the_trainers_own_lines(capsys):
         "error: --global-batch-size 8 is not divisible by --micro-batch-size 3 times data parallel size 1 = 3; try 6.",
         "error: --lr is missing; give the peak learning rate, such as 6e-5.",
     ]
-    assert refused(capsys, *argv("--tensor-model-parallel-size 8")) == [
-        "error: --tensor-model-parallel-size 8 is refused: ranks are data parallel only; give 1."
-    ]
+    two = "error: --data-path and --mock-data exclude each other; keep one."
+    assert refused(capsys, *argv("--data-path a")) == [two]
 
 
 @pytest.mark.parametrize(
@@ -297,9 +283,6 @@ def test_bad_flags_get_the_trainers_own_lines(capsys):
 )  # fmt: skip
 def test_mistakes_are_one_line(words, line, capsys):
     assert refused(capsys, *words) == [f"error: {line}"]
-
-
-def test_an_unknown_gpu_gets_the_list(capsys):
     for option in ("--gpu", "--fit"):
         (line,) = refused(capsys, option, "H9000", *argv())
         assert line.startswith("error: GPU 'H9000': not in the table; take one of ") and "H200" in line
@@ -314,19 +297,9 @@ def test_a_script_that_does_not_say_its_gpus_is_asked(capsys):
 
 
 def test_profiling_with_nsys_is_judged_as_it_will_be(capsys):
-    Path("launch.sh").write_text(
-        f"nsys profile torchrun pretrain_gpt.py {' '.join(argv('--profile --use-pytorch-profiler'))}\n"
-    )
+    flags = " ".join(argv("--profile --use-pytorch-profiler"))
+    Path("launch.sh").write_text(f"nsys profile torchrun pretrain_gpt.py {flags}\n")
     assert "does not work under nsys" in refused(capsys, "launch.sh")[0]
-
-
-def test_help_shows_the_options(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    shown = capsys.readouterr().out
-    assert (
-        shown.startswith("usage: megatron-lite plan [OPTIONS] SCRIPT.sh ARGUMENTS... | torchrun") and "--exact" in shown
-    )
 
 
 def test_the_whole_command_imports_neither_torch_nor_numpy():

@@ -19,10 +19,14 @@ def test_formula_and_rehearsal_agree(name):
     check(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["tiny", "bytes, llama, recompute", "bytes, fp32, no dropout", "bytes, bf16, recompute"]
-)
+@pytest.mark.parametrize("name", ["tiny", "bytes, bf16, recompute"])
 def test_they_agree_on_cpus(name):
+    check(name, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bytes, llama, recompute", "bytes, fp32, no dropout"])
+def test_they_agree_on_cpus_about_other_models(name):
     check(name, "cpu")
 
 
@@ -34,35 +38,30 @@ def test_they_agree_over_all_flags(name):
 
 # plans that peak where the output layer's or the embedding's matrix gets gradients that are added to others
 WORDS = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
     "--hidden-dropout 0 --attention-dropout 0 "
 )
 
 
-@pytest.mark.parametrize(
-    ("words", "device", "where"),
-    [
-        ("--micro-batch-size 4 --bf16", "cpu", "output layer"),
-        ("--micro-batch-size 2", "cuda", "output layer"),
-        (
-            "--micro-batch-size 1 --bf16",
-            "cpu",
-            "embedding",
-        ),  # as many tokens as channels: logits as large as the matrix
-        ("--micro-batch-size 1", "cpu", "embedding"),
-        ("--seq-length 64 --micro-batch-size 1 --bf16", "cuda", "embedding"),
-        ("--seq-length 32 --micro-batch-size 1 --fp16 --accumulate-allreduce-grads-in-fp32", "cuda", "embedding"),
-    ],
-)
+SUMMED = [
+    ("--micro-batch-size 4 --bf16", "cpu", "output layer"),
+    ("--micro-batch-size 2", "cuda", "output layer"),
+    ("--micro-batch-size 1 --bf16", "cpu", "embedding"),  # as many tokens as channels: logits as large as the matrix
+    ("--micro-batch-size 1", "cpu", "embedding"),
+    ("--seq-length 64 --micro-batch-size 1 --bf16", "cuda", "embedding"),
+    ("--seq-length 32 --micro-batch-size 1 --fp16 --accumulate-allreduce-grads-in-fp32", "cuda", "embedding"),
+]
+
+
+@pytest.mark.parametrize(("words", "device", "where"), SUMMED)
 def test_a_weights_gradient_is_a_gradient_in_both_also_where_it_is_added_to_another(words, device, where):
     plan = plan_for(WORDS + words, device=device)
     peak, held = predict_memory(plan).peak, rehearse(plan).categories
     assert peak.where == where
     for category in ("gradients", "logits and loss"):
         expected = sum(row.num_bytes for row in peak.rows if row.category == category)
-        assert abs(held.get(category, 0) - expected) < 2**19, (
-            category
-        )  # some numbers per token; the matrix has 12 or 24 MiB
+        # some numbers per token; the matrix has 12 or 24 MiB
+        assert abs(held.get(category, 0) - expected) < 2**19, category
 
 
 def test_the_grid_turns_every_flag_that_memory_depends_on():
