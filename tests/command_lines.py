@@ -63,6 +63,13 @@ def read_table(text: str, **replaced: str) -> list[tuple[str, ...]]:
     return [tuple(row.split(" | ")) for row in rows]
 
 
+def split_cases(text: str, **replaced: str) -> list[str]:
+    """Changes apart by ; or line ends; `replaced`: words that stand for others."""
+    for word, instead in replaced.items():
+        text = text.replace(word, instead)
+    return [case.strip() for line in text.splitlines() for case in line.split(" ; ") if case.strip()]
+
+
 def yields_missed(files: list[Path], action) -> list[str]:
     """The `yield` statements of `files` that `action` did not reach, as FILE:LINE."""
     reached: set[tuple[str, int]] = set()

@@ -1,16 +1,23 @@
 """What a user types wrong, and reads."""
 
+import ast
 import re
 
 import pytest
 from command_lines import ALONE, argv, mistakes, read, read_table
 
-from megatron_lite.config.check import check, remarks
+from megatron_lite.config.args import Args
+from megatron_lite.config.check import DEPENDS, check, remarks
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.flags import ABSENT_BEGINS, ACCEPTED, STOPPING, find_texts
+from megatron_lite.config.flags import ABSENT_BEGINS, ACCEPTED, STOPPING, find_texts, list_flags
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
+MISSING = """
+    --num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size --max-position-embeddings --train-iters
+    --lr --data-path --vocab-file --merge-file
+"""
+VALUES = {"exit_signal": "SIGINT", "profile_step_end": "13", "initial_loss_scale": "8"}
 FIVE_MISTAKES = {
     "--num-layer 2 --hidden-size 1O24 --fp16 --bf16 --lr-decay-style cosin --micro-batch-size": [
         "--num-layer is not a flag; did you mean --num-layers?",
@@ -111,48 +118,38 @@ def test_empty_values_of_shell_variables_that_are_unset():
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "field", "value"),
-    [
-        ("--seed=7", "seed", 7),
-        ("--seed 7 --seed 8", "seed", 8),
-        ("--profile-ranks -1", "profile_ranks", (-1,)),
-        ("--profile-ranks 3 1 2", "profile_ranks", (3, 1, 2)),
-        ("--profile-ranks 3 --profile-ranks 1", "profile_ranks", (1,)),
-        ("--lr 6.0e-5", "lr", 6e-5),
-        ("--lr .5", "lr", 0.5),
-        ("--lr -1e-3", "lr", -1e-3),
-        ("--save=a=b", "save", "a=b"),
-        ("--save=--odd", "save", "--odd"),
-        ("--fp16", "fp16", True),
-        ("--fp16 --fp16", "fp16", True),
-        ("--disable-bias-linear", "add_bias_linear", False),
-        ("--seq-length 64 --encoder-seq-length 64", "seq_length", 64),
-        ("--encoder-seq-length 64", "seq_length", 64),
-        ("--persistent-save-interval 5", "save_interval", 5),
-        ("--data-path 0.5 a 0.5 b", "data_path", ("0.5", "a", "0.5", "b")),
-        ("--rampup-batch-size 16 16 5859375", "rampup_batch_size", (16, 16, 5859375)),
-    ],
-)
+READ = read_table("""
+--seed=7 | seed | 7
+--seed 7 --seed 8 | seed | 8
+--profile-ranks -1 | profile_ranks | (-1,)
+--profile-ranks 3 1 2 | profile_ranks | (3, 1, 2)
+--profile-ranks 3 --profile-ranks 1 | profile_ranks | (1,)
+--lr .5 | lr | 0.5
+--lr -1e-3 | lr | -1e-3
+--save=a=b | save | "a=b"
+--save=--odd | save | "--odd"
+--fp16 --fp16 | fp16 | True
+--disable-bias-linear | add_bias_linear | False
+--seq-length 64 --encoder-seq-length 64 | seq_length | 64
+--persistent-save-interval 5 | save_interval | 5
+--data-path 0.5 a 0.5 b | data_path | ("0.5", "a", "0.5", "b")
+--rampup-batch-size 16 16 5859375 | rampup_batch_size | (16, 16, 5859375)
+""")
+
+
+@pytest.mark.parametrize(("words", "field", "value"), READ)
 def test_values(words, field, value):
     line = read_command_line(words.split())
-    assert line.mistakes == [] and line.values == {field: value} and set(line.spelled) == {field}
+    assert line.mistakes == [] and line.values == {field: ast.literal_eval(value)} and set(line.spelled) == {field}
 
 
 def test_a_value_that_could_not_be_read_breaks_no_further_rule():
     """Its default stands in for it, and nothing may be said about a value that the user did not give."""
-    for changes in (
-        "--hidden-size x",
-        "--num-attention-heads 3x",
-        "--seq-length 1k",
-        "--max-position-embeddings 2k",
-        "--micro-batch-size x",
-        "--train-iters 1e3",
-        "--lr 6e",
-        "--vocab-size 50k",
-        "--min-lr O.1",
-    ):
-        assert len(mistakes(changes)) == 1, changes
+    required = (
+        "--hidden-size --num-attention-heads --seq-length --max-position-embeddings --micro-batch-size --train-iters"
+    )
+    for flag in f"{required} --lr --vocab-size --min-lr".split():
+        assert len(mistakes(f"{flag} 1k")) == 1, flag
 
 
 def test_a_misspelt_flag_is_not_called_missing_too():
@@ -184,59 +181,43 @@ NOTES = read_table("""
 --no-one-logger | --no-one-logger has no effect here: there is no such logger here
 --use-tp-pp-dp-mapping | --use-tp-pp-dp-mapping has no effect here: it matters only with tensor
 --sharp-enabled-group dp | --sharp-enabled-group has no effect here: it changes how ranks are connected
---num-query-groups 2 | --num-query-groups has no effect without --group-query-attention.
---loss-scale 8 | --loss-scale has no effect without --fp16 or --bf16.
 --bf16 --initial-loss-scale 8 | --initial-loss-scale has no effect without --fp16.
---timing-log-option all | --timing-log-option has no effect without --timing-log-level 1 or 2.
 --no-step-timeline --timing-log-level 2 | --timing-log-level has no effect without the step timeline (drop --no-step-timeline).
 --torch-compile-backend aot_eager | --torch-compile-backend has no effect without --torch-compile.
---save-interval 5 | --save-interval has no effect without --save.
---async-save | --async-save has no effect without --save.
---no-data-sharding | --no-data-sharding has no effect without --dataloader-type cyclic.
---tiktoken-pattern v1 | --tiktoken-pattern has no effect without --tokenizer-type TikTokenizer.
---profile-step-start 5 | --profile-step-start has no effect without --profile.
---recompute-num-layers 1 | --recompute-num-layers has no effect without --recompute-granularity full.
---lr-wsd-decay-iters 5 | --lr-wsd-decay-iters has no effect without --lr-decay-style WSD.
---exit-signal SIGINT | --exit-signal has no effect without --exit-signal-handler.
---manual-gc-interval 5 | --manual-gc-interval has no effect without --manual-gc.
---no-load-rng | --no-load-rng has no effect without --load.
---pytorch-profiler-collect-shapes | --pytorch-profiler-collect-shapes has no effect without --use-pytorch
---record-shapes | --record-shapes has no effect without --profile for Nsight Systems.
---memory-snapshot-path s.pickle | --memory-snapshot-path has no effect without --record-memory-history.
 --save a | --save without --save-interval: a checkpoint is written when the run ends, none before.
 --use-pytorch-profiler | --use-pytorch-profiler without --profile: profiling all the same.
 --profile --use-pytorch-profiler --skip-train | --skip-train: there are no steps to profile.
---profile-ranks 0 | --profile-ranks has no effect without --profile, or a profile on demand.
---profile-modules | --profile-modules has no effect without --use-pytorch-profiler, or a profile on
 --profile --use-pytorch-profiler --profile-step-start 101 --profile-step-end 103 | --profile-step-start 101 lies
 --profile --use-pytorch-profiler --profile-step-start 99 --profile-step-end 102 | --profile-step-end 102 lies
---memory-history-events 9 | --memory-history-events has no effect without --record-memory-history.
 --fp16 | --fp16 is 4 to 20 times slower than fp32 on CPUs
 """)
 
 
-@pytest.mark.parametrize(("changes", "note"), NOTES)
-def test_what_is_worth_a_word_is_told_once(changes, note):
-    told = notes(changes)
-    assert len(told) == 1 and told[0].startswith(note), told
+def test_what_is_worth_a_word_is_told_once():
+    for changes, note in NOTES:
+        told = notes(changes)
+        assert len(told) == 1 and told[0].startswith(note), told
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        "",
-        "--bf16 --loss-scale 8",
-        "--save a --save-interval 5 --log-progress",
-        "--profile --use-pytorch-profiler --profile-step-start 99 --profile-step-end 101",
-        "--profile --use-pytorch-profiler --profile-step-start 100 --profile-step-end 101",
-        "--record-memory-history",
-    ],
-)
-def test_what_works_needs_no_word(changes):
-    assert notes(changes) == []
+def test_what_cannot_matter_is_said():
+    """Each flag that depends on another one, given alone."""
+    flags = {flag.field: flag for flag in list_flags(Args)}
+    for needed, (fields, _) in DEPENDS.items():
+        for flag in (flags[name] for name in fields.split()):
+            value = [] if flag.is_switch else [flag.choices[-1] if flag.choices else VALUES.get(flag.field, "3")]
+            external = ["!--mock-data", "--dataloader-type", "external", "--external-dataloader", "a.py:f"]
+            context = (
+                ["--no-step-timeline"] if "timeline" in needed else external if flag.field == "num_workers" else []
+            )
+            told = remarks(read([*context, flag.spelling, *value]), ALONE)
+            assert f"{flag.spelling} has no effect without {needed}." in told and len(told) <= 2, told
 
 
-def test_gpus_silence_the_words_about_cpus():
+def test_what_works_needs_no_word():
+    window = "--profile --use-pytorch-profiler --profile-step-end 101 --profile-step-start"
+    saved = "--save a --save-interval 5 --log-progress"
+    for changes in ("", "--bf16 --loss-scale 8", saved, f"{window} 99", f"{window} 100", "--record-memory-history"):
+        assert notes(changes) == []
     assert notes("--fp16 --profile --record-memory-history", World(gpus=1, under_nsys=True)) == []
 
 
@@ -244,19 +225,7 @@ def test_nothing_given_asks_for_everything():
     with pytest.raises(ConfigError) as caught:
         check(read_command_line([]), World())
     missing = [text.split(" is missing")[0] for text in caught.value.lines]
-    assert missing == [
-        "--num-layers",
-        "--hidden-size",
-        "--num-attention-heads",
-        "--seq-length",
-        "--micro-batch-size",
-        "--max-position-embeddings",
-        "--train-iters",
-        "--lr",
-        "--data-path",
-        "--vocab-file",
-        "--merge-file",
-    ]
+    assert missing == MISSING.split()
 
 
 def test_good_is_good():
