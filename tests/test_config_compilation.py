@@ -19,65 +19,48 @@ CPU, GPU = World(), World(gpus=1)
 NO_GCC = World(gpus=1, no_compiler="there is no C compiler (gcc or clang) on the PATH; install one")
 
 
-@pytest.mark.parametrize(
-    ("changes", "world", "target", "why"),
-    [
-        ("", CPU, "none", "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"),
-        ("--torch-compile auto", CPU, "none", "on a CPU its start"),
-        ("", GPU, "layers", "automatic on a GPU; --torch-compile none trains without"),
-        (
-            "",
-            NO_GCC,
-            "none",
-            "there is no C compiler (gcc or clang) on the PATH; install one; layers would be faster compiled",
-        ),
-        ("--torch-compile-backend aot_eager", NO_GCC, "layers", "automatic on a GPU"),
-        (
-            "--deterministic-mode",
-            GPU,
-            "none",
-            "--deterministic-mode is given, and compiled kernels may be picked by timing them",
-        ),
-        ("--torch-compile none", GPU, "none", ""),
-        ("--torch-compile-backend aot_eager --torch-compile", GPU, "layers", ""),
-        ("--torch-compile layers", CPU, "layers", ""),
-        ("--torch-compile --lr 1e-3", CPU, "layers", ""),
-    ],
-)
+CHOICES = [
+    ("", CPU, "none", "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"),
+    ("--torch-compile auto", CPU, "none", "on a CPU its start"),
+    ("", GPU, "layers", "automatic on a GPU; --torch-compile none trains without"),
+    ("", NO_GCC, "none", "there is no C compiler (gcc or clang) on the PATH; install one; layers would be faster"),
+    ("--torch-compile-backend aot_eager", NO_GCC, "layers", "automatic on a GPU"),
+    (
+        "--deterministic-mode",
+        GPU,
+        "none",
+        "--deterministic-mode is given, and compiled kernels may be picked by timing",
+    ),
+    ("--torch-compile none", GPU, "none", ""),
+    ("--torch-compile-backend aot_eager --torch-compile", GPU, "layers", ""),
+    ("--torch-compile layers", CPU, "layers", ""),
+    ("--torch-compile --lr 1e-3", CPU, "layers", ""),
+]
+
+
+@pytest.mark.parametrize(("changes", "world", "target", "why"), CHOICES)
 def test_the_choice_and_its_reason(changes, world, target, why):
     found = plan(changes, world)
     assert found.compilation.target == target and found.compiles_layers is (target == "layers")
     assert found.compilation.why.startswith(why) and bool(found.compilation.why) is bool(why)
 
 
-def test_other_values_are_refused():
-    assert mistakes("--torch-compile layer") == [
-        "--torch-compile layer: choose from auto, layers, none; did you mean layers?"
-    ]
+def test_what_may_be_typed_and_what_is_told(tmp_path):
+    wrong = "--torch-compile layer: choose from auto, layers, none; did you mean layers?"
+    assert mistakes("--torch-compile layer") == [wrong]
     assert mistakes("--torch-compile layers none") == ["--torch-compile takes one value, got 2: 'layers none'."]
-
-
-@pytest.mark.parametrize(
-    ("value", "taken"), [("true", "layers"), ("false", "none"), ("none", "none"), ("auto", "auto")]
-)
-def test_files_of_settings_may_still_say_true_or_false(value, taken, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(f"torch_compile: {value}\n")
-    assert read(f"--yaml-cfg {path}").args.training.torch_compile == taken
-    assert mistakes(f"--yaml-cfg {path}") == []
-
-
-def test_help_shows_that_the_value_may_be_left_out():
     assert "--torch-compile [{auto,layers,none}]" in help_text()
-
-
-@pytest.mark.parametrize(
-    ("world", "changes", "told"),
-    [(CPU, "", True), (GPU, "", False), (GPU, "--torch-compile none", True), (CPU, "--torch-compile", False)],
-)
-def test_a_backend_without_anything_to_compile_is_remarked(world, changes, told):
-    line = read(f"--torch-compile-backend aot_eager {changes}")
-    assert ("--torch-compile-backend has no effect without --torch-compile." in remarks(line, world)) is told
+    path = tmp_path / "run.yaml"
+    for value, taken in (("true", "layers"), ("false", "none"), ("none", "none"), ("auto", "auto")):
+        path.write_text(f"torch_compile: {value}\n")
+        assert read(f"--yaml-cfg {path}").args.training.torch_compile == taken
+        assert mistakes(f"--yaml-cfg {path}") == []
+    vain = "--torch-compile-backend has no effect without --torch-compile."
+    for world, changes, told in (
+        (CPU, "", True), (GPU, "", False), (GPU, "--torch-compile none", True), (CPU, "--torch-compile", False),
+    ):  # fmt: skip
+        assert (vain in remarks(read(f"--torch-compile-backend aot_eager {changes}"), world)) is told
+    assert choose_compilation(read("--torch-compile layers").args, NO_GCC) == Compilation(True, loss=True)
 
 
 def test_what_a_gpu_lacks(monkeypatch):
@@ -116,10 +99,6 @@ def test_python_without_headers_compiles_nothing(world, tmp_path, monkeypatch):
 def test_a_run_says_what_it_decided(tmp_path):
     assert compiles(analyze([run(tmp_path / "a", compiled=True)]).facts) is True
     assert compiles(analyze([run(tmp_path / "b")]).facts) is False
-
-
-def test_the_flag_is_asked_before_the_machine():
-    assert choose_compilation(read("--torch-compile layers").args, NO_GCC) == Compilation(True, loss=True)
 
 
 def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):

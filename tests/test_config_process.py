@@ -1,7 +1,7 @@
 """A command line with mistakes, as its user meets it: a few lines, exit code 2, and nothing made."""
 
 import pytest
-from command_lines import REPO, argv
+from command_lines import REPO, argv, read_table
 from launch import pretrain
 
 from megatron_lite.app import main
@@ -55,35 +55,27 @@ def folder(tmp_path, monkeypatch):
 BPE = "!--tokenizer-type !--vocab-size --merge-file merges.txt --vocab-file "
 
 
-@pytest.mark.parametrize(
-    ("changes", "start_of_lines"),
-    [
-        ("--yaml-cfg settings.yaml", ["error: settings.yaml: --optimiser is not a flag; did you mean --optimizer?"]),
-        (
-            "--save settings.yaml/below --tensorboard-dir not.json",
-            ["error: --save settings.yaml/below: ", "error: --tensorboard-dir not.json: "],
-        ),
-        (BPE + "none.json", ["error: --vocab-file none.json: there is no such file; check the path."]),
-        (BPE + "not.json", ["error: --vocab-file not.json: "]),
-        (
-            "--padded-vocab-size 64",
-            ["error: --padded-vocab-size 64 is smaller than the vocabulary of 100; raise or drop it."],
-        ),
-        (
-            "!--train-iters --train-samples 3",
-            ["error: --train-samples 3 is less than one global batch of 8; raise it."],
-        ),
-    ],
-)
-def test_found_before_a_process_group_or_a_file_is_made(changes, start_of_lines, folder, capsys):
+EARLY = read_table("""
+--yaml-cfg settings.yaml | settings.yaml: --optimiser is not a flag; did you mean --optimizer?
+--save settings.yaml/below --tensorboard-dir not.json | --save settings.yaml/below: | --tensorboard-dir not.json:
+BPE none.json | --vocab-file none.json: there is no such file; check the path.
+BPE not.json | --vocab-file not.json:
+--padded-vocab-size 64 | --padded-vocab-size 64 is smaller than the vocabulary of 100; raise or drop it.
+!--train-iters --train-samples 3 | --train-samples 3 is less than one global batch of 8; raise it.
+""", BPE=BPE.strip())  # fmt: skip
+
+
+@pytest.mark.parametrize("row", EARLY)
+def test_found_before_a_process_group_or_a_file_is_made(row, folder, capsys):
+    changes, *starts = row
     before = sorted(folder.rglob("*"))
     outputs = [] if "--save" in changes else OUTPUTS
     assert main(argv([*changes.split(), *outputs])) == 2
     said = capsys.readouterr()
     assert said.out == ""
     lines = said.err.splitlines()
-    assert len(lines) == len(start_of_lines)
-    assert all(line.startswith(start) for line, start in zip(lines, start_of_lines)), lines
+    assert len(lines) == len(starts)
+    assert all(line.startswith(f"error: {start}") for line, start in zip(lines, starts)), lines
     assert sorted(folder.rglob("*")) == before
 
 
