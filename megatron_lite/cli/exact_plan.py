@@ -31,13 +31,11 @@ def exact(run: PlannedRun, snapshot: Path, processor: Processor | None = None, l
         "flags": list(run.flags), "world": dataclasses.asdict(run.plan.world), "vocab_size": run.plan.vocab_size,
         "snapshot": str(snapshot), "workspace": cublas_workspace_bytes(processor, deterministic),
     }  # fmt: skip
-    started, line = time.monotonic(), LiveLine()
+    started, line, command = time.monotonic(), LiveLine(), [sys.executable, "-m", MODULE]
     line.draw("walking the real model and step, without data")
-    command = [sys.executable, "-m", MODULE]
     try:
-        walk = subprocess.run(
-            command, input=json.dumps(request), capture_output=True, text=True, check=False, timeout=limit_s
-        )
+        asked = json.dumps(request)
+        walk = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, timeout=limit_s)
     except subprocess.TimeoutExpired:
         raise UserError(f"the walk of the real step takes more than {limit_s:g} s; --exact waits for it.") from None
     finally:
@@ -46,14 +44,11 @@ def exact(run: PlannedRun, snapshot: Path, processor: Processor | None = None, l
     if walk.returncode == UserError.exit_code and lines:
         raise ConfigError(lines)
     if walk.returncode:
-        raise UserError(
-            f"--exact: the walk failed ({lines[-1] if lines else f'exit code {walk.returncode}'}); leave it out."
-        )
+        why = lines[-1] if lines else f"exit code {walk.returncode}"
+        raise UserError(f"--exact: the walk failed ({why}); leave it out.")
     figures = json.loads(walk.stdout.splitlines()[-1])
-    known = {field.name for field in dataclasses.fields(Exact)}
-    return Exact(
-        seconds=time.monotonic() - started, **{name: value for name, value in figures.items() if name in known}
-    )
+    known = {field.name: figures[field.name] for field in dataclasses.fields(Exact) if field.name in figures}
+    return Exact(seconds=time.monotonic() - started, **known)
 
 
 def can_walk_unasked(stream) -> bool:
@@ -71,15 +66,11 @@ def check_lines(run: PlannedRun, report: PlanReport) -> list[str]:
             return ["", *(f"  not checked: {line}" for line in error.lines)]
     off = report.memory.peak.num_bytes / found.allocated_peak_bytes - 1
     walked = dataclasses.replace(report, exact=found)
-    changed = [new for old, new in zip(verdicts(report), verdicts(walked)) if _answer(old) != _answer(new)]
+    pairs = zip(verdicts(report), verdicts(walked))
+    changed = [new for old, new in pairs if old.partition(":")[0] != new.partition(":")[0]]  # 'fits in one H200'
     peak = f"exact peak {size(found.allocated_peak_bytes)} in {found.phase}, the estimate is {off:+.1%} off"
     how = f"the real model and step, walked without data in {found.seconds:.1f} s; --exact shows it"
     return ["", f"  {peak}", f"    ({how})", *(f"  {line}" for line in changed)]
-
-
-def _answer(verdict: str) -> str:
-    """'fits in one H200'."""
-    return verdict.partition(":")[0]
 
 
 def snapshot_lines(snapshot: Path, style, everything: bool) -> list[str]:

@@ -50,56 +50,60 @@ def find_launch(words: list[str], environment: Mapping[str, str], header: Mappin
     """words: with pretrain_gpt.py among them. header: Slurm's variables of the job that a script asks for."""
     before, flags = split_at_trainer(words)
     own = dict(word.split("=", 1) for word in before if ASSIGNMENT.match(word))
-    under_nsys = any(word.rpartition("/")[2] == "nsys" for word in before)
-    return Launch(tuple(flags), count_ranks(before, header or {}), {**environment, **own}, under_nsys)
+    under_nsys = any(_name_program(word) == "nsys" for word in before)
+    return Launch(tuple(flags), _count_ranks(before, header or {}), {**environment, **own}, under_nsys)
 
 
 def begins_command(word: str) -> bool:
     """May a launch command begin with this word, which is no option?"""
-    return word.rpartition("/")[2] in BEGINNINGS or ASSIGNMENT.match(word) is not None
+    return _name_program(word) in BEGINNINGS or ASSIGNMENT.match(word) is not None
 
 
 def split_at_trainer(words: list[str]) -> tuple[list[str], list[str]] | None:
     """(the words before pretrain_gpt.py, those behind it); None where it is not among them."""
-    at = next((at for at, word in enumerate(words) if word.rpartition("/")[2] == PROGRAM), None)
+    at = next((at for at, word in enumerate(words) if _name_program(word) == PROGRAM), None)
     return None if at is None else (words[:at], words[at + 1 :])
 
 
-def count_ranks(words: list[str], header: Mapping[str, str]) -> Ranks:
+def _name_program(word: str) -> str:
+    """/usr/bin/srun -> srun."""
+    return word.rpartition("/")[2]
+
+
+def _count_ranks(words: list[str], header: Mapping[str, str]) -> Ranks:
     """Of the launcher's words; header: variables of the job that the script asks for. Plain python is one process."""
-    options = dict(_options(words))
-    programs = {word.rpartition("/")[2] for word in words}
+    options, programs = _read_options(words), set(map(_name_program, words))
+    nodes = _read_number(options, NODES) or _read_number(header, ("SLURM_NNODES",)) or 1
     own = set(ALONE) & programs
-    nodes = _number(options, NODES) or _number(header, ("SLURM_NNODES",)) or 1
     if own:
-        return Ranks(
-            _number(options, PER_NODE) if any(name in options for name in PER_NODE) else ALONE[own.pop()], nodes
-        )
+        given = any(name in options for name in PER_NODE)
+        return Ranks(_read_number(options, PER_NODE) if given else ALONE[own.pop()], nodes)
     if not PLACERS & programs:
         return Ranks(1)
-    tasks = _number(options, TASKS) or _number(header, ("SLURM_NTASKS",))
-    per_node = _number(options, PER_NODE) or _number(header, ("SLURM_NTASKS_PER_NODE",))
+    tasks = _read_number(options, TASKS) or _read_number(header, ("SLURM_NTASKS",))
+    per_node = _read_number(options, PER_NODE) or _read_number(header, ("SLURM_NTASKS_PER_NODE",))
     return Ranks(per_node or (tasks // nodes if tasks else None), nodes)
 
 
 def header_environment(script: str) -> dict[str, str]:
     """Slurm's variables for the #SBATCH lines at the top of a script."""
     lines = re.findall(r"^#SBATCH\s+(.*)$", script, re.MULTILINE)
-    options = dict(_options([word for line in lines for word in line.split("#")[0].split()]))
-    numbers = {name: _number(options, wanted) for name, wanted in SLURM.items()}
+    options = _read_options([word for line in lines for word in line.split("#")[0].split()])
+    numbers = {name: _read_number(options, wanted) for name, wanted in SLURM.items()}
     return {name: str(number) for name, number in numbers.items() if number is not None}
 
 
-def _options(words: list[str]):
-    """(option, value) of `--name value` and `--name=value`; names with dashes."""
-    for at, word in enumerate(words):
+def _read_options(words: list[str]) -> dict[str, str]:
+    """{option: value} of `--name value` and `--name=value`; names with dashes."""
+    options = {}
+    for word, following in zip(words, [*words[1:], ""]):
         name, equals, value = word.partition("=")
         if name.startswith("-"):
-            following = words[at + 1] if at + 1 < len(words) else ""
-            yield name.replace("_", "-"), value if equals else following
+            options[name.replace("_", "-")] = value if equals else following
+    return options
 
 
-def _number(options: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+def _read_number(options: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     """The first of `names` that is a number: 8, gpu:8, gpu:a100:8; of a range 1:4 the most."""
     values = (options[name].rpartition(":")[2] for name in names if name in options)
     return next((int(value) for value in values if value.isdigit() and int(value) > 0), None)
