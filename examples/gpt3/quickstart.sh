@@ -82,7 +82,7 @@ COMMAND=(
     --micro-batch-size 4 --global-batch-size $((4 * ranks))
     --train-iters "$STEPS" --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters $((STEPS / 10))
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
-    --log-interval "$interval" --eval-interval "$interval" --eval-iters 16
+    --log-interval "$interval" --eval-interval "$interval" --eval-iters 8
     --save "$run/checkpoints" --tensorboard-dir "$run/tensorboard" --run-dir "$run"
     --profile --use-pytorch-profiler --pytorch-profiler-collect-shapes --profile-ranks -1
     --profile-step-start "$window" --profile-step-end $((last + 1))
