@@ -17,7 +17,7 @@ from trace_maker import gpu_run
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.audit import audit
 from megatron_lite.analysis.audit.answers import Point
-from megatron_lite.analysis.audit.audit import QUESTIONS, Question, audit_run
+from megatron_lite.analysis.audit.audit import QUESTIONS, audit_run
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.analysis.kernels.kernel_results import Role
@@ -61,8 +61,8 @@ def is_well_formed(point: Point):
 
 
 def test_there_are_eighteen_points_and_each_has_its_cases():
-    assert len(QUESTIONS) == 18 == len(POINTS) and len({question.text for question in QUESTIONS}) == 18
-    assert all(question.text.endswith("?") and set(question.codes) <= CODES for question in QUESTIONS)
+    assert len(QUESTIONS) == 18 == len(POINTS) and len({question for question, *_ in QUESTIONS}) == 18
+    assert all(question.endswith("?") and set(codes.split()) <= CODES for question, _, codes, _ in QUESTIONS)
 
 
 @pytest.mark.parametrize("number", [number for number, case in POINTS.items() if case[0]])
@@ -254,7 +254,7 @@ def test_a_point_that_fails_itself_is_not_seen(monkeypatch):
     def broken(case):
         raise ZeroDivisionError("by a foreign file")
 
-    monkeypatch.setattr(audit, "QUESTIONS", (Question("Is it broken?", (), "", broken),))
+    monkeypatch.setattr(audit, "QUESTIONS", (("Is it broken?", broken, "", ""),))
     [point] = audit_run(Facts((), None, (), None, ()), ())
     assert point.answer is NOT_SEEN and "ZeroDivisionError: by a foreign file" in told(point)
 
@@ -294,7 +294,7 @@ def test_the_command(tmp_path, capsys):
     assert written["schema"] == 1 and len(written["points"]) == 18 and written["against"]
     assert written["points"][2] | {"evidence": []} == {
         "number": 3,
-        "question": QUESTIONS[2].text,
+        "question": QUESTIONS[2][0],
         "answer": "pass",
         "evidence": [],
         "code": "",

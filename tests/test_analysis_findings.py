@@ -250,7 +250,7 @@ def test_the_gain_of_16_bits_is_bounded_by_the_hardware_or_not_at_all(device, ga
     row = dataclasses.replace(one.kernels.rows[0], ms=40.0, precision="fp32", tensor_cores=TensorCores.NO)
     product = dataclasses.replace(one.kernels.roofline[0], dtype="fp32", flops=156.25e9)
     kernels = dataclasses.replace(one.kernels, rows=(row,), roofline=(product,))
-    found = fp32_products.find(dataclasses.replace(NOTHING, ranks_seen=(dataclasses.replace(one, kernels=kernels),)))
+    found = fp32_products.find_in_trace(NOTHING, dataclasses.replace(one, kernels=kernels))
     assert found.gain_ms == (gain_ms and pytest.approx(gain_ms)) and found.cost_ms == pytest.approx(gain_ms or 40.0)
 
 

@@ -1,7 +1,6 @@
 """megatron-lite explain: what a finding means, or what a kernel's name says."""
 
 import difflib
-import inspect
 import re
 from types import ModuleType
 
@@ -26,8 +25,9 @@ def run(argv: list[str]):
 def _explanation(words: str) -> list[str]:
     pages = _pages()
     if words in pages:
-        rule = pages[words]
-        return [f"{words}: {rule.TITLE}", "", *inspect.cleandoc(rule.__doc__ or "").split("\n")]
+        from megatron_lite.analysis.findings.rules import get_page
+
+        return [f"{words}: {pages[words].TITLE}", "", *get_page(words).split("\n")]
     near = difflib.get_close_matches(words, pages, n=1)
     # Kernels have no hyphens in their names, and codes nothing else.
     if near and (re.fullmatch("[a-z0-9]+(-[a-z0-9]+)+", words) or get_kernel_role(words) is Role.OTHER):

@@ -2,7 +2,6 @@
 
 import math
 import re
-from statistics import median
 
 import numpy as np
 
@@ -18,23 +17,23 @@ from megatron_lite.analysis.audit.answers import (
     not_seen,
 )
 from megatron_lite.analysis.findings import copy_share, unfused_elementwise
-from megatron_lite.analysis.findings.base import Evidence
-from megatron_lite.analysis.findings.fp32_products import WITHOUT_TENSOR_CORES
-from megatron_lite.analysis.findings.host_gaps import TOO_MUCH as MAX_UNEXPLAINED
-from megatron_lite.analysis.findings.matmul_shapes import is_off
-from megatron_lite.analysis.findings.small_copies import ACROSS, MANY, SMALL_BYTES
-from megatron_lite.analysis.findings.step_measurements import (
+from megatron_lite.analysis.findings.base import (
     MATTERS,
     MIN_SHARE_SHOWN,
+    Evidence,
     counted,
     in_ms,
     of_step,
-    rows_named,
     share,
-    steady_steps,
     where,
 )
-from megatron_lite.analysis.findings.sync_in_step import BETWEEN_STEPS, waits_inside
+from megatron_lite.analysis.findings.fp32_products import WITHOUT_TENSOR_CORES
+from megatron_lite.analysis.findings.host_gaps import TOO_MUCH as MAX_UNEXPLAINED
+from megatron_lite.analysis.findings.matmul_shapes import is_off
+from megatron_lite.analysis.findings.run_settings import measure_ordinary
+from megatron_lite.analysis.findings.small_copies import ACROSS, MANY, SMALL_BYTES
+from megatron_lite.analysis.findings.step_measurements import per_step, rows_named, steady_steps
+from megatron_lite.analysis.findings.sync_in_step import BETWEEN_STEPS, find_waits
 from megatron_lite.analysis.findings.unpinned_copies import is_batch_copy
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run.run_results import Run
@@ -59,9 +58,10 @@ READS_ON_HOST = BETWEEN_STEPS | {Phase.OPTIMIZER_STEP.value}
 def examine_clock(case: Case) -> Point | list[Evidence]:
     """CUDA events of the run, or the device's own times in the trace; on a CPU the host's clock is the device's."""
     run, one, device = case.facts.run, case.facts.critical, case.facts.plan.get("device")
-    gpu_ms = [ms for ms, plain in zip(run.gpu_ms, run.ordinary) if plain and not math.isnan(ms)] if run else []
-    if gpu_ms:
-        text = f"median {in_ms(median(gpu_ms))} between CUDA events (gpu_ms) in {len(gpu_ms)} ordinary steps"
+    gpu_ms = measure_ordinary(run, run.gpu_ms) if run else None
+    if gpu_ms is not None:
+        number = sum(plain and not math.isnan(ms) for ms, plain in zip(run.gpu_ms, run.ordinary))
+        text = f"median {in_ms(gpu_ms)} between CUDA events (gpu_ms) in {number} ordinary steps"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if one is not None and one.time.on_gpu:
         return _examine_window(one)
@@ -75,13 +75,27 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
     return [Evidence(text, "run.json"), _count_steps(run)]
 
 
+def _examine_window(one: RankFacts) -> Point | list[Evidence]:
+    """The profiler numbers steps from the process's first, 0; without numbers those in the trace count."""
+    steady = [(at, step) for at, step in enumerate(one.time.steps) if step.steady]
+    if not steady or not one.time.step_ms > 0:
+        return []
+    at, first = steady[0]
+    before = at if first.number is None else first.number
+    ran = f"{before} steps ran before the first that counts, {first.name}"
+    text = f"times from the GPU's clock, {in_ms(one.time.step_ms)} a step; {ran}"
+    seen = [Evidence(text, where(one)), *_list_left_out(one)]
+    if before > 0:
+        return seen
+    if first.number is None:
+        return not_seen("a window that does not begin with the first step", *seen)
+    return failed("begin the window later: --profile-step-start 10", *seen, code="first-step")
+
+
 def _count_steps(run: Run) -> Evidence:
     """How many steps count, and why the others do not."""
-    left_out = {
-        "profiled": sum(run.profiled),
-        "compiling": sum(run.compiling),
-        "evaluating or saving": sum(map(any, zip(run.evaluating, run.saving))),
-    }
+    stalled = sum(map(any, zip(run.evaluating, run.saving)))
+    left_out = {"profiled": sum(run.profiled), "compiling": sum(run.compiling), "evaluating or saving": stalled}
     text = f"{sum(run.ordinary)} of {run.steps} steps count; left out: the first, steps beside a profile"
     return Evidence(text + "".join(f", {number} {what}" for what, number in left_out.items() if number), STEPS_FILE)
 
@@ -90,25 +104,6 @@ def _list_left_out(one: RankFacts) -> list[Evidence]:
     """The trace's steps that do not count."""
     left_out = [f"{step.name} ({step.why_not or 'not steady'})" for step in one.time.steps if not step.steady]
     return [Evidence(f"left out: {', '.join(left_out)}", where(one))] if left_out else []
-
-
-def _examine_window(one: RankFacts) -> Point | list[Evidence]:
-    """The profiler numbers steps from the process's first, 0; without numbers those in the trace count."""
-    steady = [(at, step) for at, step in enumerate(one.time.steps) if step.steady]
-    if not steady or not one.time.step_ms > 0:
-        return []
-    at, first = steady[0]
-    before = at if first.number is None else first.number
-    text = (
-        f"times from the GPU's clock, {in_ms(one.time.step_ms)} a step; "
-        f"{before} steps ran before the first that counts, {first.name}"
-    )
-    seen = [Evidence(text, where(one)), *_list_left_out(one)]
-    if before > 0:
-        return seen
-    if first.number is None:
-        return not_seen("a window that does not begin with the first step", *seen)
-    return failed("begin the window later: --profile-step-start 10", *seen, code="first-step")
 
 
 def examine_steady_state(case: Case) -> Point | list[Evidence]:
@@ -147,11 +142,11 @@ def examine_profile(case: Case) -> Point | list[Evidence]:
         largest = max(one.time.rows, key=one.time.rows.get, default="compute")
         part = f"{ROW_TITLES.get(largest, largest)}, {of_step(one.time.rows.get(largest, 0.0), one)}"
         text = f"no cause of lost time was found; the largest part is {part}"
-    seen, slowdown = [Evidence(text, where(one)), *_list_left_out(one)], run.profiler_slowdown if run else None
-    if slowdown is None:
+    seen = [Evidence(text, where(one)), *_list_left_out(one)]
+    if run is None or run.profiler_slowdown is None:
         window = f"with --profile-step-start above {MIN_BEFORE + 2}"
         return not_seen(f"how far the profiler slows the step down: {RUN_FOLDER}, {window}", *seen)
-    text = f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it"
+    text = f"steps inside the window take{run.on_rank} {run.profiler_slowdown:.2f} x as long as those before it"
     return [*seen, Evidence(text, STEPS_FILE)]
 
 
@@ -159,17 +154,26 @@ def examine_profile(case: Case) -> Point | list[Evidence]:
 
 
 def examine_synchronization(case: Case) -> list[Evidence]:
-    """Waits for the device inside steps: the rule measures them; on a CPU no read waits."""
+    """Waits for the device inside steps: the rule measures them. On a CPU nothing runs ahead of Python, and no read waits."""
     one = case.facts.critical
     if one is None or not len(one.trace.rows[Kind.RUNTIME if one.time.on_gpu else Kind.OP]):
         return []
     if not one.time.on_gpu:
-        return [Evidence(_describe_reads(one), where(one))]
-    sites = waits_inside(one)
+        rows = rows_named(one, READS.__contains__, Kind.OP)
+        rows = rows[one.placing.operator[rows] < 0]  # inside another operator it is that one's affair
+        phases = [*one.placing.phases, ""]
+        number = sum(phases[one.placing.phase[row]] not in READS_ON_HOST for row in rows) / steady_steps(one)
+        text = (
+            f"no GPU in the trace, so that no read waits; {number:.3g} values read into Python per step, each of which "
+            "a GPU would have to be waited for; log, eval, save and the optimizer's step counters left out"
+        )
+        return [Evidence(text, where(one))]
+    sites = find_waits(one)
+    waits = f"{sum(site.per_step for site in sites):.3g} synchronizations per step"
+    idle = of_step(sum(site.idle_ms for site in sites), one)
     text = (
-        f"{sum(site.per_step for site in sites):.3g} synchronizations per step in "
-        f"{counted(steady_steps(one), 'steady step')}; the device idles after them "
-        f"{of_step(sum(site.idle_ms for site in sites), one)}, {MIN_SHARE_SHOWN:.0%} would be much"
+        f"{waits} in {counted(steady_steps(one), 'steady step')}; the device idles after them {idle}, "
+        f"{MIN_SHARE_SHOWN:.0%} would be much"
     )
     shown = (
         Evidence(
@@ -180,46 +184,34 @@ def examine_synchronization(case: Case) -> list[Evidence]:
     return [Evidence(text, where(one)), *shown]
 
 
-def _describe_reads(one: RankFacts) -> str:
-    """What a GPU would have to be waited for. On a CPU nothing runs ahead of Python, and no read waits."""
-    rows = rows_named(one, READS.__contains__, Kind.OP)
-    rows = rows[one.placing.operator[rows] < 0]  # inside another operator it is that one's affair
-    phases = [*one.placing.phases, ""]
-    number = sum(phases[one.placing.phase[row]] not in READS_ON_HOST for row in rows) / steady_steps(one)
-    return (
-        f"no GPU in the trace, so that no read waits; {number:.3g} values read into Python per step, each of which a GPU "
-        "would have to be waited for; log, eval, save and the optimizer's step counters left out"
-    )
-
-
 def examine_loader(case: Case) -> list[Evidence]:
     """Does the device, or without a trace the step, wait for the loader?"""
     data, run = Phase.DATA.value, case.facts.run
     seen = [
         one
         for one in case.facts.ranks_seen
-        if one.time.step_ms > 0
-        and (one.time.loader_host_ms > 0 or any(phase.name == data for phase in one.time.phases))
+        if one.time.step_ms > 0 and (one.time.loader_host_ms > 0 or any(part.name == data for part in one.time.phases))
     ]
     if seen:
-        wait_ms, one = max(((one.time.rows.get("data_wait", 0.0), one) for one in seen), key=lambda pair: pair[0])
-        text = f"waiting for the loader: {of_step(wait_ms, one)}; {in_ms(one.time.loader_host_ms)} in it, hidden or not"
+        one = max(seen, key=lambda one: one.time.rows.get("data_wait", 0.0))
+        waits = of_step(one.time.rows.get("data_wait", 0.0), one)
+        text = f"waiting for the loader: {waits}; {in_ms(one.time.loader_host_ms)} in it, hidden or not"
         return [Evidence(f"{text}; {MATTERS:.0%} would be much", where(one))]
-    waits = [ms for ms, plain in zip(run.phases_ms.get(data, ()), run.ordinary) if plain and ms >= 0] if run else []
-    if not waits or not run.steady_step_ms:
+    wait_ms = measure_ordinary(run, run.phases_ms.get(data, ())) if run else None
+    if wait_ms is None or not run.steady_step_ms:
         return []
-    text = f"median {in_ms(median(waits))} in the phase {data} of {in_ms(run.steady_step_ms)}"
-    return [Evidence(text, STEPS_FILE)]
+    return [Evidence(f"median {in_ms(wait_ms)} in the phase {data} of {in_ms(run.steady_step_ms)}", STEPS_FILE)]
 
 
 def examine_pinned_copies(case: Case) -> Point | list[Evidence]:
     """Bytes of batches from pinned and from pageable memory, as far as the copies' names tell it."""
     one = case.facts.critical
     to_device = _copies(one, re.compile(r"HtoD|HostToDevice", re.IGNORECASE))
-    named = [row for row in to_device if re.search("(pageable|pinned) *->", _name(one, row), re.IGNORECASE)]
+    names = {row: one.trace.name_of(row) for row in to_device.tolist()}
+    named = [row for row, name in names.items() if re.search("(pageable|pinned) *->", name, re.IGNORECASE)]
     if not named:
         return _miss_copies(one, len(to_device))
-    pageable = [row for row in named if "ageable" in _name(one, row)]
+    pageable = [row for row in named if "ageable" in names[row]]
     steps, num_bytes = steady_steps(one), one.trace.events.num_bytes.clip(min=0)
     total, slow = num_bytes[named].sum(), num_bytes[pageable].sum()
     text = (
@@ -239,25 +231,15 @@ def examine_pinned_copies(case: Case) -> Point | list[Evidence]:
     return [seen, waited]
 
 
-def _miss_copies(one: RankFacts | None, unnamed: int = 0) -> Point:
-    """Why the trace that there is says nothing about copies. `unnamed`: copies whose names do not tell the memory."""
-    if one is None:
-        return not_seen(GPU_TRACE)
-    if not one.time.on_gpu:
-        return not_seen(GPU_TRACE, Evidence("no GPU, so that nothing is copied to one", where(one)))
-    what = f"{unnamed} copies that do not say from which memory" if unnamed else "no copy from the host"
-    return not_seen(GPU_TRACE, Evidence(f"{what} in {counted(steady_steps(one), 'steady step')}", where(one)))
-
-
 def examine_number_of_copies(case: Case) -> Point | list[Evidence]:
     one = case.facts.critical
     rows = _copies(one, ACROSS)
     rows = rows[one.trace.events.num_bytes[rows] >= 0] if len(rows) else rows  # -1: the trace does not say
     if not len(rows):
         return _miss_copies(one)
-    small = (one.trace.events.num_bytes[rows] <= SMALL_BYTES).sum() / steady_steps(one)
+    small = per_step(one, rows[one.trace.events.num_bytes[rows] <= SMALL_BYTES])
     text = (
-        f"per step {counted(len(rows) / steady_steps(one), 'transfer')} between host and device, {small:.3g} of at most "
+        f"per step {counted(per_step(one, rows), 'transfer')} between host and device, {small:.3g} of at most "
         f"{size(SMALL_BYTES)}; {MANY} would be many"
     )
     return [Evidence(text, where(one, rows[0]))]
@@ -270,8 +252,14 @@ def _copies(one: RankFacts | None, pattern: re.Pattern) -> np.ndarray:
     return rows_named(one, pattern.search, Kind.MEMCPY)
 
 
-def _name(one: RankFacts, row: int) -> str:
-    return one.trace.names[one.trace.events.name[row]]
+def _miss_copies(one: RankFacts | None, unnamed: int = 0) -> Point:
+    """Why the trace that there is says nothing about copies. `unnamed`: copies whose names do not tell the memory."""
+    if one is None:
+        return not_seen(GPU_TRACE)
+    if not one.time.on_gpu:
+        return not_seen(GPU_TRACE, Evidence("no GPU, so that nothing is copied to one", where(one)))
+    what = f"{unnamed} copies that do not say from which memory" if unnamed else "no copy from the host"
+    return not_seen(GPU_TRACE, Evidence(f"{what} in {counted(steady_steps(one), 'steady step')}", where(one)))
 
 
 # --- what the device computes
@@ -282,10 +270,9 @@ def examine_layout(case: Case) -> list[Evidence]:
     one = case.facts.critical
     if one is None or not _has_work(one):
         return []
-    ms = one.kernels.roles.get(Role.CAST_COPY, 0.0)
+    ms = of_step(one.kernels.roles.get(Role.CAST_COPY, 0.0), one)
     limit = copy_share.TOO_MUCH if one.time.on_gpu else copy_share.TOO_MUCH_ON_CPU
-    text = f"copying, casting and reordering tensors: {of_step(ms, one)}; {limit:.0%} would be much"
-    return [Evidence(text, where(one))]
+    return [Evidence(f"copying, casting and reordering tensors: {ms}; {limit:.0%} would be much", where(one))]
 
 
 def examine_fusion(case: Case) -> Point | list[Evidence]:

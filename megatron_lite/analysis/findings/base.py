@@ -1,10 +1,20 @@
-"""What a finding is. One rule is one file: its docstring is the page that `megatron-lite explain CODE` prints.
+"""What a finding is, and how rules word it. One rule is one file: its docstring is the page that `megatron-lite explain CODE` prints.
 
-A rule's module has CODE (unique, "sync-in-step"), TITLE (a few words), and find(facts) -> Finding | None: pure, and None
-wherever it cannot know. apply_rules() writes code and title into the finding.
+A rule's module has CODE (its file's name, hyphenated), TITLE (a few words), and one of the functions below, which are pure and
+return None wherever they cannot know. apply_rules() in rules.py asks them, and writes code and title into the finding.
+
+    find(facts)                 is asked always
+    find_in_trace(facts, one)   where there is a trace; `one` is the rank whose time is the run's
+    find_on_gpu(facts, one)     where that trace holds work of a GPU
 """
 
 from dataclasses import dataclass
+
+from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.run_facts import RankFacts
+
+MATTERS = 0.05  # of a step: less is hard to tell from the noise between steps, and not where to begin
+MIN_SHARE_SHOWN = 0.01  # of a step, for causes that are cheap to remove
 
 
 @dataclass(frozen=True)
@@ -30,3 +40,70 @@ class Finding:
     gain_bytes: int | None = None
     certain: bool = True  # False: likely, and the text says what would settle it
     rank: int | None = None  # if it is one rank's
+
+
+def find_lost_time(
+    one: RankFacts,
+    cost: float,
+    seen: str,
+    advice: str,
+    *more: Evidence,
+    row: int | None = None,
+    flags: tuple[str, ...] = (),
+    certain: bool = True,
+    at_least: float = MATTERS,
+    title: str = "",
+) -> Finding | None:
+    """What costs `cost` ms of each step, and gains that if it goes; None below the share `at_least` of the step.
+
+    Args: seen: the first piece of evidence, which stands at the event `row`; more: the other pieces.
+    """
+    if share(cost, one) < at_least:
+        return None
+    evidence, rank = (Evidence(seen, where(one, row)), *more), one.time.rank
+    return Finding("", title, cost, None, evidence, advice, flags, gain_ms=cost, certain=certain, rank=rank)
+
+
+def find_lost_memory(
+    most: Snapshot,
+    num_bytes: int,
+    gain_bytes: int | None,
+    seen: str,
+    advice: str,
+    *more: Evidence,
+    flags: tuple[str, ...] = (),
+    certain: bool = True,
+) -> Finding:
+    """What holds `num_bytes` in a snapshot. seen: the first piece of evidence; more: the other pieces."""
+    evidence, rank = (Evidence(seen, most.source), *more), most.rank
+    return Finding("", "", None, num_bytes, evidence, advice, flags, None, gain_bytes, certain, rank)
+
+
+def share(ms: float, one: RankFacts) -> float:
+    """Of the mean steady step."""
+    return ms / one.time.step_ms if one.time.step_ms > 0 else 0.0
+
+
+def where(one: RankFacts, row: int | None = None) -> str:
+    """ "rank 0, ProfilerStep#12 at 1,204.3 ms"."""
+    words = [f"rank {one.time.rank}" if one.time.rank is not None else one.trace.source]
+    if row is not None:
+        index = int(one.placing.step[row])
+        words += [one.time.steps[index].name] if 0 <= index < len(one.time.steps) else []
+        words[-1] += f" at {one.trace.events.start_ns[row] / 1e6:,.1f} ms"
+    return ", ".join(words)
+
+
+def counted(number: float, what: str) -> str:
+    """'1 wait', '12 waits', '0.5 waits'."""
+    return f"{number:,.3g} {what}" + ("" if number == 1 else "s")
+
+
+def in_ms(ms: float) -> str:
+    """12.345 -> '12.3 ms', 0.0123 -> '0.012 ms'."""
+    return f"{ms:,.1f} ms" if abs(ms) >= 1 else f"{ms:.2g} ms"
+
+
+def of_step(ms: float, one: RankFacts) -> str:
+    """'12.3 ms of each step of 100.0 ms (12%)'."""
+    return f"{in_ms(ms)} of each step of {in_ms(one.time.step_ms)} ({share(ms, one):.1%})"

@@ -1,30 +1,23 @@
 """The host comes too late in places.
 
-Meaning: the device runs out of work at certain points, although kernels are large enough on the
-    whole: Python between phases, a slow call, building of inputs. On a CPU the same time passes
-    between operators.
-Measured: idle time in which the next kernel's launch call had not begun, without what other rows
-    explain (loader, synchronisation, allocator, garbage collector), by what the host did
-    meanwhile. Without a GPU: time in which no operator ran, by phase; stretches of a millisecond
-    and more are the program's own, shorter ones the price of calling operators.
+Meaning: the device runs out of work at certain points, although kernels are large enough on the whole: Python between
+    phases, a slow call, building of inputs. On a CPU the same time passes between operators.
+Measured: idle time in which the next kernel's launch call had not begun, without what other rows explain (loader,
+    synchronisation, allocator, garbage collector), by what the host did meanwhile. Without a GPU: time in which no
+    operator ran, by phase; stretches of a millisecond and more are the program's own, shorter ones the price of
+    calling operators.
 Cost: that time, without what the profiler added to the step where the run's own clock tells it.
-Do: move work of the host out of the step, or into a thread; launch work before waiting for
-    anything; where operators are small for the price of calling them, give each more to do.
-Flags: --pytorch-profiler-collect-callstack shows which lines; record once without it for the true
-    size.
-False alarm: a trace with stacks, which slow Python several times; a CPU whose cores other
-    processes use.
+Do: move work of the host out of the step, or into a thread; launch work before waiting for anything; where operators
+    are small for the price of calling them, give each more to do.
+Flags: --pytorch-profiler-collect-callstack shows which lines; record once without it for the true size.
+False alarm: a trace with stacks, which slow Python several times; a CPU whose cores other processes use.
 """
 
 from megatron_lite.analysis.findings import log_stalls, tiny_micro_batches
-from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.findings.step_measurements import in_ms, of_step, share, where
-from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, in_ms, of_step, share
 from megatron_lite.analysis.run_facts import Facts, RankFacts
-from megatron_lite.analysis.time.time_results import Stretch
 
-CODE = "host-gaps"
-TITLE = "host late in places"
+CODE, TITLE = "host-gaps", "host late in places"
 TITLE_ON_CPU = "Python between operators"
 TOO_MUCH = 0.10  # of the step; the profiler alone makes a few percent
 TOO_MUCH_CALLING = 0.30  # of a CPU's step in short stretches: a small model has no less
@@ -33,87 +26,71 @@ STACKS = "--pytorch-profiler-collect-callstack"
 LARGER_OPERATORS = ("--micro-batch-size", "--torch-compile")
 
 
-def find(facts: Facts) -> Finding | None:
-    one = facts.critical
-    if one is None:
-        return None
-    if not one.time.on_gpu:
-        return _on_cpu(facts, one)
-    if one.time.launch_bound or tiny_micro_batches.find(facts):  # they name the cause
-        return None
-    seen = one.time.rows.get("host", 0.0)
-    cost = seen - added_by_profiler_ms(facts.run)
-    if share(cost, one) < TOO_MUCH:
-        return None
+def find_in_trace(facts: Facts, one: RankFacts) -> Finding | None:
+    """With a GPU where the host is late; without one where Python is at work between operators."""
+    run, added = facts.run, 0.0
+    if run is not None and run.profiled_step_ms and run.before_profile_ms:
+        # Recording takes the host's time, since the device works as before.
+        added = max(0.0, run.profiled_step_ms - run.before_profile_ms)
+    host = one.time.rows.get("host", 0.0)
     sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
-    return Finding(
-        cost_ms=cost,
-        evidence=(Evidence(f"the device idles {of_step(seen, one)} because of the host", where(one)), *sites),
-        advice="take Python work out of the step; profile with stacks to see the lines",
-        flags=() if one.trace.with_stack else (STACKS,),
-        gain_ms=cost,
-        certain=False,
-        rank=one.time.rank,
-    )
+    if not one.time.on_gpu:
+        return _find_in_places(facts, one, host - added) or _find_in_calls(facts, one, host - added, sites)
+    if one.time.launch_bound or tiny_micro_batches.find_in_trace(facts, one):  # they name the cause
+        return None
+    text = f"the device idles {of_step(host, one)} because of the host"
+    advice = "take Python work out of the step; profile with stacks to see the lines"
+    flags = () if one.trace.with_stack else (STACKS,)
+    return find_lost_time(one, host - added, text, advice, *sites, flags=flags, certain=False, at_least=TOO_MUCH)
 
 
-def _on_cpu(facts: Facts, one: RankFacts) -> Finding | None:
-    """Python at work for long in places, else calling so many operators that it takes as long as they do."""
-    most = one.time.rows.get("host", 0.0) - added_by_profiler_ms(facts.run)
+def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | None:
+    """Python at work for long in places."""
     logging = log_stalls.LOG if log_stalls.find(facts) else None  # that has its price there
     stretches = [stretch for stretch in one.time.stretches if stretch.phase != logging]
     seen = sum(stretch.ms for stretch in stretches)
-    if share(min(most, seen), one) >= TOO_MUCH:
-        return _in_places(one, stretches, seen, min(most, seen))
-    cost = most - sum(stretch.ms for stretch in one.time.stretches)
-    if share(cost, one) < TOO_MUCH_CALLING or tiny_micro_batches.find(facts):
+    if share(min(most, seen), one) < TOO_MUCH:
         return None
-    return _in_calls(one, cost)
-
-
-def _in_places(one: RankFacts, stretches: list[Stretch], seen: float, cost: float) -> Finding:
-    first, stacks = stretches[0], one.trace.with_stack
-    shown = [_seen(stretch) for stretch in stretches[:MAX_SHOWN] if stretch.ms >= TOO_MUCH * first.ms]
-    place = f"take that work out of {first.phase or 'the step'}, or do it in fewer steps"
-    text = f"Python runs for a millisecond or longer without an operator: {of_step(seen, one)}"
-    return Finding(
+    shown = []
+    for stretch in stretches[:MAX_SHOWN]:
+        if stretch.ms >= TOO_MUCH * stretches[0].ms:
+            inside = f" in {stretch.line}" if stretch.line else ""
+            after = f", the longest stretch of it after {stretch.after}" if stretch.after else ""
+            text = f"{in_ms(stretch.ms)} in the median step{inside}{after}"
+            shown.append(Evidence(text, stretch.phase or "outside of all phases"))
+    remedy = f"take that work out of {stretches[0].phase or 'the step'}, or do it in fewer steps"
+    advice = remedy if one.trace.with_stack else f"{STACKS} names the function; {remedy}"
+    flags = () if one.trace.with_stack else (STACKS,)
+    return find_lost_time(
+        one,
+        min(most, seen),
+        f"Python runs for a millisecond or longer without an operator: {of_step(seen, one)}",
+        advice,
+        *shown,
         title=TITLE_ON_CPU,
-        cost_ms=cost,
-        evidence=(Evidence(text, where(one)), *shown),
-        advice=place if stacks else f"{STACKS} names the function; {place}",
-        flags=() if stacks else (STACKS,),
-        gain_ms=cost,
+        flags=flags,
         certain=False,
-        rank=one.time.rank,
+        at_least=TOO_MUCH,
     )
 
 
-def _seen(stretch: Stretch) -> Evidence:
-    """Which function, or what is known of its place without stacks."""
-    after = f", the longest stretch of it after {stretch.after}" if stretch.after else ""
-    inside = f" in {stretch.line}" if stretch.line else ""
-    return Evidence(f"{in_ms(stretch.ms)} in the median step{inside}{after}", stretch.phase or "outside of all phases")
-
-
-def _in_calls(one: RankFacts, cost: float) -> Finding:
+def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | None:
+    """Python calling so many operators that it takes as long as they do."""
+    cost = most - sum(stretch.ms for stretch in one.time.stretches)
+    if tiny_micro_batches.find_in_trace(facts, one):
+        return None
     operators = sum(phase.kernels for phase in one.time.phases)
     each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each" if operators else "in no phase"
     text = f"{operators:,.0f} operators per step, {each}; Python between them takes {of_step(cost, one)}"
-    sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
-    return Finding(
+    advice = f"give each operator more to do: a larger {LARGER_OPERATORS[0]}, or {LARGER_OPERATORS[1]}"
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        *sites,
         title=TITLE_ON_CPU,
-        cost_ms=cost,
-        evidence=(Evidence(text, where(one)), *sites),
-        advice=f"give each operator more to do: a larger {LARGER_OPERATORS[0]}, or {LARGER_OPERATORS[1]}",
         flags=LARGER_OPERATORS,
-        gain_ms=cost,
         certain=False,
-        rank=one.time.rank,
+        at_least=TOO_MUCH_CALLING,
     )
-
-
-def added_by_profiler_ms(run: Run | None) -> float:
-    """What recording made of a step: in the host's time, since the device works as before. 0 where it is not known."""
-    if run is None or not run.profiled_step_ms or not run.before_profile_ms:
-        return 0.0
-    return max(0.0, run.profiled_step_ms - run.before_profile_ms)

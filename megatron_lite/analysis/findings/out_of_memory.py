@@ -1,24 +1,19 @@
 """The run ended because memory was full.
 
 Meaning: an allocation failed. The line it failed at is the last drop, not what filled the memory.
-Measured: the failed request in the snapshot, what was free on the device, and what held the
-    memory at the peak.
+Measured: the failed request in the snapshot, what was free on the device, and what held the memory at the peak.
 Cost: the run.
-Do: begin with the largest category: activations or logits: a smaller micro-batch or
-    recomputation; moments and masters: more ranks or a smaller model; reserved but not allocated:
-    see fragmentation; growing: see memory-growth.
-Flags: --micro-batch-size, --recompute-granularity full,
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+Do: begin with the largest category: activations or logits: a smaller micro-batch or recomputation; moments and
+    masters: more ranks or a smaller model; reserved but not allocated: see fragmentation; growing: see memory-growth.
+Flags: --micro-batch-size, --recompute-granularity full, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 False alarm: a failure that the program caught and got around; the snapshot keeps it.
 """
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
-from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import size
 
-CODE = "out-of-memory"
-TITLE = "allocation that failed"
+CODE, TITLE = "out-of-memory", "allocation that failed"
 MAX_SHOWN = 3
 GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
 
@@ -27,10 +22,7 @@ def find(facts: Facts) -> Finding | None:
     failed = next((one for one in facts.snapshots if one.oom is not None), None)
     if failed is None:
         return None
-    text = (
-        f"{size(failed.oom.requested_bytes)} were asked for, {size(max(failed.oom.device_free_bytes, 0))} were "
-        "free on the device"
-    )
+    free = f"{size(max(failed.oom.device_free_bytes, 0))} were free on the device"
     held = [
         Evidence(
             f"{part.category}: {size(part.num_bytes)}, {part.num_bytes / max(failed.peak_bytes, 1):.0%} of "
@@ -38,17 +30,10 @@ def find(facts: Facts) -> Finding | None:
         )
         for part in failed.held[:MAX_SHOWN]
     ]
-    return Finding(
-        cost_bytes=failed.peak_bytes,
-        evidence=(Evidence(text, failed.oom.site or failed.source), *held),
-        advice=_advice(failed),
-        flags=("--micro-batch-size", "--recompute-granularity full"),
-        rank=failed.rank,
-    )
-
-
-def _advice(failed: Snapshot) -> str:
     most = failed.held[0].category if failed.held else ""
+    advice = f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank"
     if most in GROWS_WITH_BATCH:
-        return f"{most} hold most: a smaller --micro-batch-size, or --recompute-granularity full"
-    return f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank"
+        advice = f"{most} hold most: a smaller --micro-batch-size, or --recompute-granularity full"
+    asked = Evidence(f"{size(failed.oom.requested_bytes)} were asked for, {free}", failed.oom.site or failed.source)
+    flags = ("--micro-batch-size", "--recompute-granularity full")
+    return Finding(cost_bytes=failed.peak_bytes, evidence=(asked, *held), advice=advice, flags=flags, rank=failed.rank)

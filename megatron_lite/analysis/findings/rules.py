@@ -1,6 +1,7 @@
 """All rules, and what they find."""
 
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -21,6 +22,7 @@ NAMES = """
     micro_batch_headroom needless_recompute
 """
 RULES: tuple[ModuleType, ...] = tuple(import_module(f"{__package__}.{name}") for name in NAMES.split())
+PAGE_WIDTH = 100
 
 
 def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tuple[Finding, ...]:
@@ -28,25 +30,38 @@ def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tup
 
     `gap` is told of a rule that failed, in one line; the others still answer.
     """
-    found = [finding for rule in RULES if (finding := _asked(rule, facts, gap)) is not None]
-    return tuple(sorted(found, key=lambda one: (-(one.cost_ms or 0.0), -(one.cost_bytes or 0))))
+    findings = []
+    for rule in RULES:
+        try:
+            found = _ask(rule, facts)
+        except Exception as error:  # noqa: BLE001  one rule that a foreign file confuses must not silence the others
+            found = None
+            if gap is not None:
+                why = f"could not be asked ({type(error).__name__}: {error}); its cause may be there unseen."
+                gap(f"rule {rule.CODE}: {why}")
+        if found is not None and math.isfinite(found.cost_ms or 0.0):
+            findings.append(replace(found, code=rule.CODE, title=found.title or rule.TITLE))
+    return tuple(sorted(findings, key=lambda one: (-(one.cost_ms or 0.0), -(one.cost_bytes or 0))))
+
+
+def _ask(rule: ModuleType, facts: Facts) -> Finding | None:
+    one = facts.critical
+    if hasattr(rule, "find"):
+        return rule.find(facts)
+    if one is None:
+        return None
+    if hasattr(rule, "find_in_trace"):
+        return rule.find_in_trace(facts, one)
+    return rule.find_on_gpu(facts, one) if one.time.on_gpu else None
 
 
 def get_page(code: str) -> str | None:
     """What `explain CODE` prints; None for no rule's code."""
-    return next((rule.__doc__.strip() for rule in RULES if rule.CODE == code), None)
-
-
-def _asked(rule: ModuleType, facts: Facts, gap: Callable[[str], object] | None) -> Finding | None:
-    try:
-        found = rule.find(facts)
-    except Exception as error:  # noqa: BLE001  one rule that a foreign file confuses must not silence the others
-        if gap is not None:
-            gap(
-                f"rule {rule.CODE}: could not be asked ({type(error).__name__}: {error}); its cause may be there "
-                "unseen."
-            )
+    page = next((rule.__doc__.strip() for rule in RULES if rule.CODE == code), None)
+    if page is None:
         return None
-    if found is None or not math.isfinite(found.cost_ms or 0.0):
-        return None
-    return replace(found, code=rule.CODE, title=found.title or rule.TITLE)
+    first, parts = page.split("\n\n", 1)
+    lines = [first, ""]
+    for part in parts.replace("\n    ", " ").split("\n"):
+        lines += textwrap.wrap(part, PAGE_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(lines)

@@ -1,11 +1,10 @@
 """The fp16 loss scale has fallen to where gradients vanish.
 
-Meaning: overflows keep halving the scale. Near 1, small gradients round to zero in fp16: training
-    goes on without error, and learns little or nothing.
+Meaning: overflows keep halving the scale. Near 1, small gradients round to zero in fp16: training goes on without
+    error, and learns little or nothing.
 Measured: the loss scale of the last steps in steps.jsonl, and what it was before.
 Cost: not time: trust in the run.
-Do: stop and find what overflows: a learning rate too high, a layer that explodes, bad data. bf16
-    needs no scale.
+Do: stop and find what overflows: a learning rate too high, a layer that explodes, bad data. bf16 needs no scale.
 Flags: --bf16; --min-loss-scale stops the fall and hides it; --lr, --clip-grad.
 False alarm: a fixed --loss-scale 1, chosen on purpose.
 """
@@ -16,8 +15,7 @@ from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.run_settings import argument
 from megatron_lite.analysis.run_facts import Facts
 
-CODE = "scale-collapse"
-TITLE = "loss scale that has collapsed"
+CODE, TITLE = "scale-collapse", "loss scale that has collapsed"
 TOO_SMALL = 16.0  # gradients of a healthy run bear scales of thousands; fp16's smallest number is 6e-8
 FALLEN = 256.0  # times from its highest after the first good step
 MIN_STEPS = 20
@@ -31,12 +29,8 @@ def find(facts: Facts) -> Finding | None:
     known = [scale for scale in settled if not math.isnan(scale) and scale > 0]
     if len(known) < MIN_STEPS or known[-1] > TOO_SMALL or max(known) < FALLEN * known[-1]:
         return None
-    text = (
-        f"the loss scale fell from {max(known):,.0f} to {known[-1]:g} ({sum(run.skipped)} of {run.steps} steps "
-        "were skipped)"
-    )
-    return Finding(
-        evidence=(Evidence(text, "steps.jsonl"),),
-        advice="stop and find what overflows; --bf16 needs no loss scale",
-        flags=("--bf16",),
-    )
+    skipped = f"{sum(run.skipped)} of {run.steps} steps were skipped"
+    text = f"the loss scale fell from {max(known):,.0f} to {known[-1]:g} ({skipped})"
+    seen = Evidence(text, "steps.jsonl")
+    advice = "stop and find what overflows; --bf16 needs no loss scale"
+    return Finding(evidence=(seen,), advice=advice, flags=("--bf16",))

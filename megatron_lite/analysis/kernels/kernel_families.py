@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
-from megatron_lite.analysis.kernels.number_formats import ACCUMULATORS, FORMATS, template_format
+from megatron_lite.analysis.kernels.number_formats import ACCUMULATORS, FORMATS, TABLES, WORDS, template_format
 from megatron_lite.analysis.kernels.roles import fused_operators
 
 YES, NO, UNKNOWN, NONE = TensorCores.YES, TensorCores.NO, TensorCores.UNKNOWN, TensorCores.NOT_APPLICABLE
@@ -43,9 +43,7 @@ class Family:
 
 
 # --- words for pieces
-ARCHITECTURES = {"maxwell": "sm50", "pascal": "sm60", "volta": "sm70", "turing": "sm75", "ampere": "sm80", "ada": "sm89",
-                 "hopper": "sm90", "blackwell": "sm100"}  # fmt: skip
-_LAYOUTS = {"n": "as it is", "t": "transposed", "c": "conjugate transposed"}
+ARCHITECTURES = WORDS["architectures"]
 SPLIT_K = "K is divided among blocks, whose pieces are added up at the end"
 CLUSTER = "clusters of {v} blocks share what they load"
 IDLE = "the tensor cores stand idle"
@@ -69,7 +67,7 @@ def describe_stages(text: str) -> str:
 
 
 def describe_layout(letters: str) -> str:
-    first, second = (_LAYOUTS.get(letter, "unknown") for letter in letters[:2].lower())
+    first, second = (WORDS["layouts"].get(letter, "unknown") for letter in letters[:2].lower())
     return f"first operand {first}, second {second} (BLAS' letters for matrices stored by columns)"
 
 
@@ -78,13 +76,18 @@ def describe_alignment(elements: str) -> str:
     return f"operands are read {elements} element{'s' if elements != '1' else ''} at a time{odd}"
 
 
+def describe_instruction(digits: str) -> str:
+    sizes = WORDS["instructions"].get(digits, digits if "x" in digits else WORDS["instructions"][None])
+    return f"one instruction of the tensor cores multiplies {sizes} (MxNxK)"
+
+
 def describe_attention_tile(tile: str) -> str:
     queries, keys, width = re.findall(r"\d+", tile)
     return f"{queries} queries times {keys} keys, heads of {width}"
 
 
 def _describe_nvjet(types: str) -> str:
-    operands, sums, result = (_NVJET_LETTERS.get(types[at], "an unknown format") for at in (0, -2, -1))
+    operands, sums, result = (WORDS["nvjet types"].get(types[at], "an unknown format") for at in (0, -2, -1))
     return f"operands in {'tf32' if operands == 'fp32' else operands}, sums in {sums}, result in {result}"
 
 
@@ -161,69 +164,11 @@ def _family_of_product(word: str) -> str:
 
 def _of_collective(found: re.Match, name: str) -> str:
     """Bytes of whatever format are none."""
-    types = re.findall(_TOKEN.format("|".join(_NCCL_TYPES)), found["rest"])
-    return _NCCL_TYPES[types[-1]].replace("bytes", "") if types else ""
+    types = re.findall(_TOKEN.format("|".join(WORDS["NCCL types"])), found["rest"])
+    return WORDS["NCCL types"][types[-1]].replace("bytes", "") if types else ""
 
 
 # --- vocabularies
-_KINDS = {"poi": "element by element", "per": "a reduction whose rows fit into registers", "red": "a reduction that loops over its rows",
-          "for": "one kernel over a list of tensors", "tem": "a template (matrix product, attention or convolution) with what follows it",
-          "split_scan": "a running sum in pieces", "mix": "reductions of two directions"}  # fmt: skip
-_COLLECTIVES = {
-    "AllReduce": "every rank gets the sum (or another reduction) of all ranks' data", "ReduceScatter": "every rank gets its share of the sum",
-    "AllGather": "every rank gets all ranks' shares", "Broadcast": "one rank's data goes to all", "Reduce": "one rank gets the sum",
-    "SendRecv": "ranks send to each other: point to point, all-to-all", "Generic": "any operation: the name does not say which",
-    None: "a collective",
-}  # fmt: skip
-_ALGORITHMS = {
-    "RING": "around a ring of GPUs: best bandwidth, latency grows with their number", "TREE": "along a tree: low latency among many nodes",
-    "NVLS": "NVSwitch does the sum", "NVLSTREE": "NVSwitch within a node, a tree between nodes", "COLLNET": "the network does the sum (SHARP)",
-    "PAT": "a parallel tree for shares", None: "NVSwitch or the network takes part",
-}  # fmt: skip
-_PROTOCOLS = {"LL128": "low latency at nearly full bandwidth, over NVLink", "SIMPLE": "full bandwidth, for large messages",
-              "LL": "low latency at half the bandwidth, for small messages"}  # fmt: skip
-_NCCL_TYPES = {"float": "fp32", "f32": "fp32", "half": "fp16", "f16": "fp16", "bf16": "bf16", "__nv_bfloat16": "bf16", "int8_t": "bytes",
-               "int8": "bytes", "u8": "bytes", "i8": "bytes", "f8e4m3": "fp8", "f8e5m2": "fp8", "double": "fp64", "f64": "fp64"}  # fmt: skip
-_FLASH_HELPERS = (
-    ("dot_do_o", "sums gradient times output, which the backward pass needs first"),
-    ("convert_dq", "converts the gradient of the queries from fp32"), ("convert_dkv", "converts the gradients of keys and values"),
-    ("splitkv_combine", "joins pieces of one sequence"), ("preprocess", "prepares sums that the backward pass needs"),
-    ("postprocess", "converts a gradient from fp32"), ("prepare_varlen", "plans the blocks of sequences of unequal length"),
-    ("combine", "joins pieces of one sequence"),
-)  # fmt: skip
-_PASSES = {
-    "F": "attention, forward pass",
-    "B": "attention, backward pass",
-    "fprop": "attention, forward pass",
-    "bprop": "attention, backward pass",
-}
-_PASSES |= {"fwd": _PASSES["F"], "bwd": _PASSES["B"]}
-_TENSILE_LETTERS = {
-    "F8": "fp8",
-    "B8": "fp8",
-    "I8": "int8",
-    "B": "bf16",
-    "H": "fp16",
-    "X": "tf32",
-    "S": "fp32",
-    "D": "fp64",
-}
-_NVJET_LETTERS = {"h": "fp16", "t": "bf16", "q": "fp8", "r": "fp8", "s": "fp32", "d": "fp64"}
-_INSTRUCTIONS = {"884": "8x8x4", "1688": "16x8x8", "16816": "16x8x16", "8816": "8x8x16", "16832": "16x8x32", "16864": "16x8x64",
-                 "161616": "16x16x16", "161632": "16x16x32", "168128": "16x8x128", None: "of a size that is not known here"}  # fmt: skip
-_WAYS = {
-    "fwd": "convolution, forward",
-    "bwd": "convolution, gradient of the input",
-    "wrw": "convolution, gradient of the weights",
-}
-_LOOPS = (
-    ("vectorized_elementwise_kernel", "element by element, several per load: contiguous tensors"),
-    ("unrolled_elementwise_kernel", "element by element, one per load: contiguous, but types differ or data is not aligned"),
-    ("index_elementwise_kernel", "element by element through an index tensor"),
-    ("elementwise_kernel_with_index", "element by element, each computed from its position"),
-    ("elementwise_kernel", "element by element with strides: some tensor is transposed, sliced or broadcast, which is slower"),
-    ("distribution_elementwise", "random numbers"), ("reduce_kernel", "a reduction"), ("CatArrayBatchedCopy", "joins tensors to one"),
-)  # fmt: skip
 _FUNCTIONS = re.compile(r"\w*(Functor(OnSelf)?(_\w+)?|Ops|_kernel(_cuda|_impl)?|CUDAKernelImpl|_out|_scalar|_functor)")
 _WRAPPERS = (
     "gpu_kernel_impl",
@@ -234,13 +179,6 @@ _WRAPPERS = (
     "UnaryFunctor",
     "multi_tensor_apply_kernel",
 )
-_LIST_FUNCTORS = {
-    "FusedAdamMathFunctor": "one step of Adam for many parameters at once", "LpNormFunctor": "norms, for clipping",
-    "UnscaleFunctor": "divides gradients by the loss scale", "CopyFunctor": "copies", "ScaleFunctor": "multiplies by a factor",
-    None: "what is done to each element",
-}  # fmt: skip
-_DIRECTIONS = {"HtoD": "copies from the host to the device", "DtoH": "copies from the device to the host", "DtoD": "copies within the device",
-               "PtoP": "copies from one device to another", "HtoH": "copies within the host", None: "copies data"}  # fmt: skip
 _REPRESENTATIVE = ("NCCL compiles one kernel for a whole class of operations and calls the code that is really wanted from it: "
                    "LL, Sum and RING may stand in the name while another protocol runs")  # fmt: skip
 
@@ -251,9 +189,6 @@ _INT, _BOOL = r"(?:\(int\))?", r"(?:\(bool\))?(?:true|false|0|1)"  # Nsight Syst
 _FLASH = rf"Flash_(?:fwd|bwd)_kernel_traits<{_INT}\d+, {_INT}(?P<q>\d+), {_INT}(?P<k>\d+), {_INT}\d+"
 _FLAG = r"(?:\(bool\))?(?P<t>true|false|0|1)"
 _BEHIND_TRAITS = rf"{_FLASH}.*?>>?\s*, "  # is_dropout, is_causal, ...; kernels of divided sequences have no dropout
-_CAUSAL = {"true": "skips what lies after a query", "false": "no causal mask: all scores are computed"}
-_CAUSAL |= {"1": _CAUSAL["true"], "0": _CAUSAL["false"]}
-_DROPOUT = {"true": "with dropout", "1": "with dropout", "false": "without dropout", "0": "without dropout"}
 _FMHA = r"fmha_cutlass(?P<way>[FB])_(?P<type>{type})_(?P<aligned>aligned|notaligned)_(?P<tile>\d+x\d+)(?P<rest>\w*)_sm(?P<sm>{sm})"
 _F = r"(?:bf16|tf32|e4m3|e5m2|f\d+|i\d+|u\d+|s8)"
 _XMMA = rf"(?P<sm>sm\d+)_xmma_(?P<what>{{what}})_(?P<operands>(?P<a>{_F}){_F})_(?P<result>{_F}{_F})_(?P<sums>{_F})_(?P<rest>{{rest}})"
@@ -267,15 +202,15 @@ _NCCL = r"nccl(?:Sym(?:k)?DevKernel|DevKernel|Kernel)_(?P<operation>[A-Za-z]+)(?
 
 # --- pieces that several rows have
 _TOKEN = r"(?<![A-Za-z0-9])(?P<v>{})(?![A-Za-z0-9])"
-_NCCL_PIECES = (("=operation", "operation", _COLLECTIVES),)
+_NCCL_PIECES = (("=operation", "operation", WORDS["collectives"]),)
 _NCCL_TAIL = (
-    (_TOKEN.format(r"RING|TREE|PAT|NVLS\w*?|COLLNET\w*?"), "algorithm", _ALGORITHMS),
-    (_TOKEN.format("LL128|SIMPLE|LL"), "protocol", _PROTOCOLS),
-    (_TOKEN.format("|".join(_NCCL_TYPES)), "format", {kind: f"elements are {means}" for kind, means in _NCCL_TYPES.items()}),
+    (_TOKEN.format(r"RING|TREE|PAT|NVLS\w*?|COLLNET\w*?"), "algorithm", WORDS["algorithms"]),
+    (_TOKEN.format("LL128|SIMPLE|LL"), "protocol", WORDS["protocols"]),
+    (_TOKEN.format("|".join(WORDS["NCCL types"])), "format", {kind: f"elements are {means}" for kind, means in WORDS["NCCL types"].items()}),
     (_TOKEN.format("Sum|Prod|Max|Min|MinMax|PreMulSum|SumPostDiv|Avg"), "reduction", "how elements of two ranks become one"),
 )  # fmt: skip
 _FMHA_PIECES = (
-    ("cutlass(?P<v>[FB])", "operation", _PASSES), ("=type", "format", "operands in {precision}"),
+    ("cutlass(?P<v>[FB])", "operation", WORDS["passes"]), ("=type", "format", "operands in {precision}"),
     ("=aligned", "alignment", {"aligned": "whole vectors are loaded", "notaligned": "odd head width: narrow loads"}),
     ("=tile", "block tile", lambda v: "{} queries times {} keys at a time".format(*v.split("x"))),
     (r"sm(?P<v>\d+)", "architecture", describe_architecture),
@@ -329,7 +264,7 @@ _PRODUCT_TAIL = (
 _ON_CORES = (
     *_PRODUCT_HEAD, (_format_pieces, "format", ""), ("=acc", "accumulator", {letter: f"sums are kept in {sums}" for letter, sums in ACCUMULATORS.items()}),
     ("=instruction", "instruction tile",
-     lambda v: f"one instruction of the tensor cores multiplies {_INSTRUCTIONS.get(v, v if 'x' in v else _INSTRUCTIONS[None])} (MxNxK)"),
+     describe_instruction),
 )  # fmt: skip
 _WITHOUT_CORES = (
     *_PRODUCT_HEAD,
@@ -340,7 +275,7 @@ _WITHOUT_CORES = (
     ),
 )
 _FLASH_PIECES = (
-    ("flash_(?P<v>fwd|bwd)", "operation", _PASSES),
+    ("flash_(?P<v>fwd|bwd)", "operation", WORDS["passes"]),
     (rf"kernel_traits<{_INT}(?P<t>\d+)", "head width", "heads of at most {v} elements"),
     (
         lambda found, name: [
@@ -364,29 +299,21 @@ _FLASH_3_PIECES = (
 )  # fmt: skip
 _CUDNN = (r"cudnn_generated_\w*?sdpa_(?P<sm>sm\d+)_\w*?(?P<way>fprop|bprop)_(?:(?P<unit>wgmma|wmma|mma|tcgen\w*?)_)?"
           r"(?P<type>f16|bf16|e4m3|e5m2|f8|fp8|f32)?(?P<rest>\w*)")  # fmt: skip
-# cuDNN says f16 for both 16-bit formats: a bf16 model runs ..._wgmma_f16_... as well.
-_CUDNN_TYPES = {"f16": "fp16/bf16", "bf16": "bf16", "f32": "fp32", None: ""} | dict.fromkeys(
-    ("e4m3", "e5m2", "f8", "fp8"), "fp8"
-)
 _CUDNN_PIECES = (
-    ("=sm", "architecture", describe_architecture), ("=way", "operation", _PASSES),
+    ("=sm", "architecture", describe_architecture), ("=way", "operation", WORDS["passes"]),
     ("=unit", "unit", {"wgmma": "tensor core instructions of Hopper", None: "tensor core instructions"}),
     ("=type", "format", {"f16": "operands in fp16 or bf16"}, INFERRED),
-    ("=type", "format", {kind: f"operands in {means}" for kind, means in _CUDNN_TYPES.items() if kind not in (None, "f16")}),
+    ("=type", "format", {kind: f"operands in {means}" for kind, means in WORDS["cuDNN types"].items() if kind not in (None, "f16")}),
 )  # fmt: skip
 _CUDNN_TAIL = (
     (r"_(?P<v>\d+x\d+x\d+)", "block tile", describe_attention_tile, INFERRED),
     (r"knob_\d+", "variant", "cuDNN's number for this configuration", INFERRED),
 )
 _IGEMM = r"(?i)igemm_(?P<way>fwd|bwd|wrw)_gtc{}\w*?(?P<type>fp32|fp16|bf16|int8)"
-_IGEMM_PIECES = (("=way", "operation", _WAYS), ("=type", "format", "operands in {precision}"))
-_HELPED = (
-    (r"splitKreduce_kernel", "adds up the pieces of a product whose K was divided"), (r"dot_kernel|reduce_1Block_kernel", "a dot product"),
-    (r"gemv\w*|gemm(?:k1|SN)\w*", "a product with a vector, or with a matrix too thin for tiles: memory bandwidth is its limit"),
-)  # fmt: skip
+_IGEMM_PIECES = (("=way", "operation", WORDS["ways"]), ("=type", "format", "operands in {precision}"))
 _TRITON = r"triton_{}_?fused_(?P<operators>\w*?)(?:_(?P<number>\d+))?$"
 _TRITON_PIECES = (
-    ("=kind", "kind", _KINDS), ("=operators", "fused operators", lambda v: ", ".join(fused_operators(v)) or "none named"),
+    ("=kind", "kind", WORDS["kinds"]), ("=operators", "fused operators", lambda v: ", ".join(fused_operators(v)) or "none named"),
     ("=number", "number", "tells kernels of one graph apart"),
 )  # fmt: skip
 
@@ -401,14 +328,14 @@ FAMILIES = (
     Family(_FMHA.format(type="f16|bf16", sm=r"[1-6]\d(?!\d)"), "memory-efficient attention", Role.ATTENTION, NO, _of_group("type"), _FMHA_PIECES,
            why_not="{precision} before its time on sm{sm}", alignment="notaligned"),
     Family(_FMHA.format(type="f16|bf16|f32", sm=r"\d+"), "memory-efficient attention", Role.ATTENTION, YES, _of_group("type"), _FMHA_PIECES, alignment="notaligned"),
-    Family(_CUDNN, "cuDNN attention", Role.ATTENTION, YES, _of_group("type", _CUDNN_TYPES), _CUDNN_PIECES, _CUDNN_TAIL),
+    Family(_CUDNN, "cuDNN attention", Role.ATTENTION, YES, _of_group("type", WORDS["cuDNN types"]), _CUDNN_PIECES, _CUDNN_TAIL),
     *(Family(rf"(?is)^(?=.*flash).*?{word}", "FlashAttention", Role.ATTENTION, NONE, _of_template, (("(?P<t>)", "operation", f"a helper: {meaning}"),))
-      for word, meaning in _FLASH_HELPERS),
+      for word, meaning in TABLES["FlashAttention helpers"]),
     Family(r"splitkv.*?" + _FLASH, "FlashAttention 2", Role.ATTENTION, YES, _of_template, (
-        *_FLASH_PIECES, (rf"{_BEHIND_TRAITS}{_FLAG}, {_BOOL}", "causal", _CAUSAL),
+        *_FLASH_PIECES, (rf"{_BEHIND_TRAITS}{_FLAG}, {_BOOL}", "causal", WORDS["causal"]),
         ("splitkv", "operation", "one sequence's keys are divided among blocks"))),
     Family(_FLASH, "FlashAttention 2", Role.ATTENTION, YES, _of_template, (
-        *_FLASH_PIECES, (rf"{_BEHIND_TRAITS}{_BOOL}, {_FLAG}", "causal", _CAUSAL), (rf"{_BEHIND_TRAITS}{_FLAG}, {_BOOL}", "dropout", _DROPOUT))),
+        *_FLASH_PIECES, (rf"{_BEHIND_TRAITS}{_BOOL}, {_FLAG}", "causal", WORDS["causal"]), (rf"{_BEHIND_TRAITS}{_FLAG}, {_BOOL}", "dropout", WORDS["dropout"]))),
     Family(r"FlashAttn(?P<way>Fwd|Bwd)Sm(?P<sm>\d+)", "FlashAttention 3", Role.ATTENTION, YES, _of_template, _FLASH_3_PIECES),
     Family(r"FlashAttention(?P<way>Forward|Backward)Sm(?P<sm>\d+)", "FlashAttention 4", Role.ATTENTION, YES, _of_template, _FLASH_3_PIECES),
     # AMD's libraries: unknown where a name says neither that matrix instructions (MFMA, WMMA) run nor that they do not.
@@ -417,28 +344,28 @@ FAMILIES = (
     Family(r"(?i)(?:^|\W)ck::(?:\w|::)*(?:gemm|conv|contraction)\w*?_dl(?:ops)?_", "Composable Kernel", Role.GEMM, NO, _of_template, (_OPERANDS,)),
     Family(r"(?i)(?:^|\W)ck(?:_tile)?::.*?(?:gemm|conv(?!ert)|contraction|fmha|flatmm)", "Composable Kernel", Role.GEMM, YES, _of_template, (_OPERANDS,)),
     Family(r"nvjet_(?:(?P<sm>sm\d+)_)?(?P<types>(?P<a>[a-z0-9])[a-z0-9]{2,5})_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)(?P<rest>\w*)", "cuBLASLt (nvjet)",
-           Role.GEMM, YES, _of_group("a", _NVJET_LETTERS, on_cores=True), (
+           Role.GEMM, YES, _of_group("a", WORDS["nvjet types"], on_cores=True), (
         ("=sm", "architecture", describe_architecture), ("=types", "formats", _describe_nvjet, INFERRED),
         ("=tile", "block tile", describe_tile, INFERRED), ("=stages", "stages", describe_stages, INFERRED)), _NVJET_TAIL),
     *(Family(_XMMA.format(what=what, rest=rest), name, role, cores, _of_group("a", on_cores=cores is YES), _XMMA_PIECES, _XMMA_TAIL, alignment=r"_aligna(\d+)")
       for what, name, role in ((_XMMA_CONVOLUTION, "cuDNN (xmma)", Role.CONVOLUTION), (r"\w+?", "cuBLASLt (xmma)", Role.GEMM))
       for rest, cores in ((_ON_CUDA_CORES, NO), (r"\w+", YES))),
-    *(Family(begin + _TENSILE + rest, "Tensile (hipBLASLt, rocBLAS)", Role.GEMM, cores, _of_group("a", _TENSILE_LETTERS), _TENSILE_PIECES, _TENSILE_TAIL)
+    *(Family(begin + _TENSILE + rest, "Tensile (hipBLASLt, rocBLAS)", Role.GEMM, cores, _of_group("a", WORDS["Tensile types"]), _TENSILE_PIECES, _TENSILE_TAIL)
       # A tile per thread (TT) means no matrix instruction.
       for begin, rest, cores in (("", r"\w*_MI\d+x\d\w*)", YES), (r"(?=Cijk_A[a-z]{3,4}_B[a-z]{3,4}_S)", r"_\w+)", NO), ("", r"_\w*_TT\d+_\d\w*)", NO), ("", r"_\w+)", UNKNOWN))),
-    *(Family(pattern, "cuBLAS", Role.GEMM, NONE, _of_template, ((pattern, "operation", meaning),)) for pattern, meaning in _HELPED),
+    *(Family(pattern, "cuBLAS", Role.GEMM, NONE, _of_template, ((pattern, "operation", meaning),)) for pattern, meaning in TABLES["helpers of products"]),
     Family(r"^\[?(?:CUDA )?[Mm]emset", "copy engine", Role.TRANSFER, NONE, pieces=(("[Mm]emset", "operation", "fills memory"),)),
     Family(r"^\[?(?:CUDA )?[Mm]emcpy\s*(?P<way>[HDP]to[HDP])?", "copy engine", Role.TRANSFER, NONE, pieces=(
-        (lambda found, name: [(found["way"] or "", _DIRECTIONS[found["way"]])], "direction", ""),
+        (lambda found, name: [(found["way"] or "", WORDS["directions"][found["way"]])], "direction", ""),
         ("Pageable", "memory", "host memory that is not pinned: the copy goes by way of a buffer and the host waits for it"),
         ("Pinned", "memory", "pinned host memory: the copy can run beside the host and the kernels"))),
     Family("multi_tensor_apply", "PyTorch", Role.OPTIMIZER, NONE, _of_template, (
         ("multi_tensor_apply", "operation", "one launch works through lists of tensors: the foreach and fused optimizers"),
-        (_functor_pieces, "function", _LIST_FUNCTORS),
+        (_functor_pieces, "function", WORDS["list functors"]),
         (r"Metadata<(?:\w+, )?(?:\(int\))?(?P<t>\d+)", "lists", lambda v: f"{v} list{'s' if v != '1' else ''} of tensors side by side"))),
     *(Family(rf"(?:^|[ :]){loop}", "PyTorch", Role.OTHER, NONE, _of_template, (
         (loop, "loop", meaning), (_functor_pieces, "function", "how elements are joined" if loop == "reduce_kernel" else "what is computed for each element")))
-      for loop, meaning in _LOOPS),
+      for loop, meaning in TABLES["loops"]),
     Family(r"convolve_sgemm|winograd\w*::|dgrad_engine|wgrad_alg\d|dgrad2d|wgrad2d|fft2d_[rc]2[rc]", "cuDNN", Role.CONVOLUTION, NO, _of_template,
            (("(?P<t>)", "unit", f"a convolution on the CUDA cores: {IDLE}"),), why_not="{known} operands"),
     Family(rf"^(?=.*(?:{_OF_THE_SCHEME}|gemm_))(?P<before>(?:(?!simt).)*?){_MATRIX_CORE}", _family_of_product, Role.GEMM, YES,

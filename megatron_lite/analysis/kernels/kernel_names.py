@@ -5,48 +5,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, find_functor
-from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
-from megatron_lite.analysis.kernels.number_formats import template_format
+from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
+from megatron_lite.analysis.kernels.number_formats import TABLES, WORDS, template_format
 from megatron_lite.analysis.kernels.roles import LONGEST, get_kernel_role
 
-MATRIX_ROLES = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)
 SHORTEST = 80  # characters of a name of which nothing is understood
 _COMPILED = tuple((family, re.compile(family.pattern)) for family in FAMILIES)
 _PATTERNS = lru_cache(maxsize=None)(re.compile)  # of the pieces: more than re keeps
 _ON_TENSOR_CORES = re.compile(r"tensorop|mma_sync|wgmma|tfloat32_t|warpspecialized", re.IGNORECASE)
 _SINCE_AMPERE = re.compile(r"sm(8|9|10|12)\d", re.IGNORECASE)
 _HELPERS = re.compile(r"offsets|nchw|nhwc|scalepacked|im2col|reduc", re.IGNORECASE)
-_LIBRARIES = (
-    (r"cudnn", "cuDNN"),
-    (r"cutlass", "CUTLASS"),
-    (r"at::|softmax_warp_|cunn_", "PyTorch"),
-    (r"(^|:)cub::", "CUB"),
-    (r"fbgemm|split_embedding|_codegen_", "FBGEMM"),
-)
 _RETURN_TYPES = re.compile(r"^(?:static |inline |void |__global__ )+")
 _SAYING = re.compile(
     r"FlashAttn\w+|FlashAttention\w+|ImplicitGemm\w+|GemmUniversal\w*|ReduceSplitK|ReduceOp\w*|Gemm\w*"
 )
-_PURPOSES = {
-    Role.GEMM: "a matrix product",
-    Role.ATTENTION: "attention",
-    Role.NORM: "a normalisation",
-    Role.SOFTMAX: "a softmax or the loss",
-    Role.ELEMENTWISE: "arithmetic element by element: memory bandwidth is its limit",
-    Role.REDUCTION: "a sum, mean or maximum: memory bandwidth is its limit",
-    Role.EMBEDDING: "a look-up or sort by index",
-    Role.OPTIMIZER: "the optimizer (or its gradient norms)",
-    Role.CAST_COPY: "a copy, or a change of layout or number format, on the device: it can often be avoided",
-    Role.CONVOLUTION: "a convolution, or a helper of one",
-    Role.FUSED: "several operators that torch.compile made one kernel of",
-    Role.COMMUNICATION: "communication between processes; much of its time may be waiting for the slowest of them",
-    Role.TRANSFER: "a transfer to or from the host, or memory being filled",
-    Role.OTHER: "unknown: no pattern of this tool fits the name",
-}
-_REMEDIES = {
-    "fp32 operands": "; try --bf16 or --fp16, or allow TF32 (torch.backends.cuda.matmul.allow_tf32)",
-    "odd sizes": "; make the sizes multiples of 8, --make-vocab-size-divisible-by for the vocabulary",
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +55,7 @@ def taken_apart(name: str) -> KernelName:
         if found := pattern.search(word if family.in_word else text):
             # The table of roles decides; a family's own role is for what that one does not know.
             return _read(name, family, found, family.role if role is Role.OTHER else role)
-    library = next((library for pattern, library in _LIBRARIES if re.search(pattern, text)), "")
+    library = next((library for pattern, library in TABLES["libraries"] if re.search(pattern, text)), "")
     return KernelName(
         name, library, role, _guess_tensor_cores(text, role), template_format(text) if role in MATRIX_ROLES else ""
     )
@@ -222,7 +194,7 @@ def in_words(name: str) -> list[str]:
     """Lines for the terminal: what it is for, each piece of the name, tensor cores, traps. Never fails."""
     kernel = taken_apart(name)
     by = f" (by {kernel.family})" if kernel.family else ""
-    lines = [short_name(name), f"What it is for: {_PURPOSES[kernel.role]}{by}."]
+    lines = [short_name(name), f"What it is for: {WORDS['purposes'][kernel.role.name]}{by}."]
     width = max((len(part.text) for part in kernel.parts), default=0)
     lines += [_describe_part(part, min(width, 32)) for part in kernel.parts]
     if any(part.inferred for part in kernel.parts):
@@ -244,4 +216,4 @@ def _describe_tensor_cores(kernel: KernelName) -> str:
         return "Tensor cores: the name does not say."
     if kernel.tensor_cores is TensorCores.NOT_APPLICABLE:
         return "Tensor cores: of no use to it."
-    return f"Tensor cores: no ({kernel.why_not}){_REMEDIES.get(kernel.why_not, '')}."
+    return f"Tensor cores: no ({kernel.why_not}){WORDS['remedies'].get(kernel.why_not, '')}."

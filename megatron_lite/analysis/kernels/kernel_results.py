@@ -26,6 +26,9 @@ class Role(str, enum.Enum):
         return self.value
 
 
+MATRIX_ROLES = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)
+
+
 class TensorCores(str, enum.Enum):
     YES = "yes"
     NO = "no"  # could, but did not
