@@ -8,7 +8,7 @@ import torch
 from launch import VOCABULARY, flags, plan_of, quietly, steps
 from plain_gpt import Curve, Recipe, train_plainly
 
-from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model

@@ -26,7 +26,7 @@ from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
-from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import build_instruments

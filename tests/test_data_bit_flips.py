@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.dataset_check import inspect
-from megatron_lite.data.index_format import HEADER
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.indexed import HEADER, IndexedDataset
+from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
 
 DOCUMENTS = [[1, 2, 3], [], [4, 5], [9], [], [6, 7, 8, 0]]

@@ -10,7 +10,7 @@ from waiting import LIMIT_S
 from megatron_lite.data.blend_order import BlendedDataset
 from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
 from megatron_lite.data.gpt_dataset import GPTDataset, MockDataset
-from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
 
 

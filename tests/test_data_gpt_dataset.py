@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.gpt_dataset import NO_TOKEN, GPTDataset, split_bounds
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
 
 

@@ -20,7 +20,8 @@ from megatron_lite.data.blend_order import BlendedDataset
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.gpt_indices import sample_recipe
 from megatron_lite.data.index_cache import IndexCache, IndexFiles
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
 from megatron_lite.shared_files import Lock, try_lock
 

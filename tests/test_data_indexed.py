@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError
 
@@ -243,7 +244,7 @@ def test_damaged_index(prefix, index, message):
 
 
 def test_checks_reach_over_block_borders(prefix, monkeypatch):
-    monkeypatch.setattr("megatron_lite.data.index_format.BLOCK", 1)
+    monkeypatch.setattr("megatron_lite.data.indexed.BLOCK", 1)
     assert IndexedDataset(prefix).num_tokens == 5
     Path(prefix + ".idx").write_bytes(patched(50, "<q", 4))
     with pytest.raises(DataError, match="sequence 1 does not start"):

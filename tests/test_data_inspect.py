@@ -1,6 +1,5 @@
 """What is said of a data set, and that nothing wrong with it goes unseen."""
 
-import io
 import struct
 import time
 import tracemalloc
@@ -12,8 +11,8 @@ import pytest
 from megatron_lite.cli.main import main
 from megatron_lite.data import dataset_check as module
 from megatron_lite.data.dataset_check import inspect
-from megatron_lite.data.index_format import HEADER, write_index
-from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.data.indexed import HEADER, MAGIC
+from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
 
 EOD = 9
@@ -56,9 +55,11 @@ def test_a_known_end_of_document_is_the_one_that_is_looked_for(prefix):
 
 def index_of(path, lengths, marks):
     """An .idx of uint16 tokens."""
-    files = [io.BytesIO(np.asarray(table, dtype).tobytes()) for table, dtype in ((lengths, "<i4"), (marks, "<i8"))]
-    with open(path, "wb") as index:
-        write_index(index, np.dtype("<u2"), len(lengths), len(marks), *files)
+    lengths = np.asarray(lengths, "<i4")
+    starts = 2 * (np.cumsum(lengths, dtype="<i8") - lengths)
+    header = HEADER.pack(MAGIC, 1, 8, len(lengths), len(marks) + 1)
+    tables = (lengths, starts, np.asarray([0, *marks], "<i8"))
+    Path(path).write_bytes(header + b"".join(table.tobytes() for table in tables))
 
 
 def test_documents_of_several_sequences_are_measured_as_a_whole(prefix):

@@ -12,7 +12,8 @@ from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.gpt_indices import sample_recipe
 from megatron_lite.data.index_cache import IndexCache
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed_writer import IndexedWriter
 
 VOCAB = 100
 

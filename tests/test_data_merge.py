@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from megatron_lite.cli.main import main
-from megatron_lite.data import index_format
-from megatron_lite.data import merge as module
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
-from megatron_lite.data.merge import merge
+from megatron_lite.data import indexed_writer
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed_writer import IndexedWriter, merge
 from megatron_lite.errors import DataError
 
 
@@ -37,8 +36,8 @@ def parts(tmp_path):
 
 @pytest.mark.parametrize("block", [1, 2, 1 << 22])
 def test_it_is_as_if_all_had_been_written_to_one(parts, tmp_path, monkeypatch, block):
-    monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(index_format, "WRITTEN_BLOCK", block)
+    monkeypatch.setattr(indexed_writer, "MERGE_BLOCK", block)
+    monkeypatch.setattr(indexed_writer, "INDEX_BLOCK", block)
     seen = []
     written = merge(parts, str(tmp_path / "new" / "all"), report=seen.append)
     write(tmp_path / "one", [[1, 2, 3], [4], [], [], [5, 6], [7], [], [8, 9, 10]])
@@ -89,32 +88,28 @@ def test_a_folder_as_megatrons_tool_takes_it(parts, tmp_path, capsys):
         assert Path(f"{whole}{suffix}").read_bytes() == Path(f"{tmp_path}/all/named{suffix}").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (
-            ["--input", "/no/such"],
-            "error: megatron-lite merge --input /no/such: cannot be read (No such file or directory); give a fold",
-        ),
-        (
-            ["--input", "EMPTY"],
-            "EMPTY: holds no .bin and .idx files; give another folder, or name data sets by --inputs",
-        ),
-        (["--input", "HALF"], "--input HALF/a: no file HALF/a.idx"),
-        (["--input", "x", "--inputs", "y"], "not allowed with argument"),
-        (
-            ["--input", "x", "--multimodal"],
-            "megatron-lite merge --multimodal: only data sets of text are merged; leave it out",
-        ),
-        ([], "one of the arguments --inputs --input is required"),
-    ],
-)
-def test_mistakes_of_merge(argv, said, tmp_path, monkeypatch, capsys):
+MISTAKES = [
+    ("merge --input /no/such", "--input /no/such: cannot be read (No such file or directory); give a fold"),
+    ("merge --input EMPTY", "EMPTY: holds no .bin and .idx files; give another folder, or name data sets by --inputs"),
+    ("merge --input HALF", "--input HALF/a: no file HALF/a.idx"),
+    ("merge --input x --inputs y", "not allowed with argument"),
+    ("merge --input x --multimodal", "merge --multimodal: only data sets of text are merged; leave it out"),
+    ("merge", "one of the arguments --inputs --input is required"),
+    ("preprocess --merge x --append-eod", "preprocess --append-eod: means nothing beside --merge; leave"),
+    ("preprocess --merge x --workers=3", "preprocess --workers: means nothing beside --merge; leave it out"),
+    ("preprocess --merge x --input z", "argument --input: not allowed with argument --merge"),
+    ("preprocess", "one of the arguments --input --merge is required"),
+    ("preprocess --merge /no/x", "--merge /no/x: no file /no/x.bin"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("EMPTY", "HALF"):
         (tmp_path / name).mkdir()
     (tmp_path / "HALF" / "a.bin").write_bytes(b"12")
-    assert main(["merge", *argv, "--output-prefix", "out"]) == 2
+    assert main([*words.split(), "--output-prefix", "out"]) == 2
     message = capsys.readouterr().err
     assert said in message and message.count("\n") == 1
 
@@ -151,28 +146,3 @@ def test_modes_of_a_multimodal_data_set_are_not_dropped(parts, tmp_path):
     with open(parts[1] + ".idx", "ab") as index:
         index.write(b"\x01")
     refused(parts, tmp_path / "all", r"--inputs \S+/b: a multimodal data set, whose modes would be lost; .*")
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (
-            ["--merge", "x", "--output-prefix", "y", "--append-eod"],
-            "preprocess --append-eod: means nothing beside --merge; leave",
-        ),
-        (
-            ["--merge", "x", "--output-prefix=y", "--workers=3"],
-            "preprocess --workers: means nothing beside --merge; leave it out",
-        ),
-        (
-            ["--merge", "x", "--input", "z", "--output-prefix", "y"],
-            "argument --input: not allowed with argument --merge",
-        ),
-        (["--output-prefix", "y"], "one of the arguments --input --merge is required"),
-        (["--merge", "/no/x", "--output-prefix", "y"], "--merge /no/x: no file /no/x.bin"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(argv, said, capsys):
-    assert main(["preprocess", *argv]) == 2
-    message = capsys.readouterr().err
-    assert said in message and message.count("\n") == 1

@@ -7,7 +7,7 @@ import numpy as np
 
 from benchmarks.training.work import VOCABULARIES
 from megatron_lite.cli.corpus import library_sources
-from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import UserError
 from megatron_lite.units import MIB, count

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
-from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.live_line import LiveLine

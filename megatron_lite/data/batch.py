@@ -41,26 +41,17 @@ def make_batch(
             "token; leave them out or choose another --tokenizer-type"
         )
     is_eod_BT = tokens_BT == eod
-    return Batch(
-        tokens_BT,
-        labels_BT,
-        (~is_eod_BT).float() if eod_mask_loss else None,
-        _positions_from_document_start(is_eod_BT) if reset_position_ids else None,
-        _document_numbers(is_eod_BT) if reset_attention_mask else None,
-    )
-
-
-def _document_numbers(is_eod_BT: Tensor) -> Tensor:
-    ended_BT = is_eod_BT.long()
-    return ended_BT.cumsum(dim=1) - ended_BT
-
-
-def _positions_from_document_start(is_eod_BT: Tensor) -> Tensor:
-    positions_T = torch.arange(is_eod_BT.shape[1], device=is_eod_BT.device)
-    # A document starts one after the last EOD strictly before the token: its own EOD does not count.
-    starts_BT = torch.zeros_like(is_eod_BT, dtype=torch.int64)
-    starts_BT[:, 1:] = is_eod_BT[:, :-1] * positions_T[1:]
-    return positions_T - starts_BT.cummax(dim=1).values
+    positions_BT = documents_BT = None
+    if reset_position_ids:
+        positions_T = torch.arange(is_eod_BT.shape[1], device=is_eod_BT.device)
+        # A document starts one after the last EOD strictly before the token: its own EOD does not count.
+        starts_BT = torch.zeros_like(is_eod_BT, dtype=torch.int64)
+        starts_BT[:, 1:] = is_eod_BT[:, :-1] * positions_T[1:]
+        positions_BT = positions_T - starts_BT.cummax(dim=1).values
+    if reset_attention_mask:
+        ended_BT = is_eod_BT.long()
+        documents_BT = ended_BT.cumsum(dim=1) - ended_BT
+    return Batch(tokens_BT, labels_BT, (~is_eod_BT).float() if eod_mask_loss else None, positions_BT, documents_BT)
 
 
 @mark_memory(INPUT)

@@ -167,22 +167,24 @@ class BlendedDataset:
     ):
         if len(datasets) > MAX_DATASETS:
             raise DataError(f"--data-path: {len(datasets)} data sets are more than {MAX_DATASETS}; merge some files")
-        self.datasets = list(datasets)
-        shares = tuple(normalized(weights))
-        order = _Order(shares, sum(weights), tuple(weights)) if size is None else _Order(shares, size, None)
-        folder = cache and cache.folder_for("BlendedDataset", None, order.size)
-        indices = cache.get(folder, order.entry(split), order.build) if folder else order.build()
-        self.dataset_index = indices["dataset_index"]
-        self.dataset_sample_index = indices["dataset_sample_index"]
-        self._require_enough()
+        self.datasets, shares = list(datasets), normalized(weights)
+        limits = None if size is not None else list(weights)  # None: no data set comes to its end
+        size = sum(weights) if size is None else size
 
-    def __len__(self) -> int:
-        return len(self.dataset_index)
+        def build() -> Arrays:
+            return dict(zip(("dataset_index", "dataset_sample_index"), mix(shares, size, limits)))
 
-    def __getitem__(self, i: int) -> np.ndarray:
-        return self.datasets[int(self.dataset_index[i])][int(self.dataset_sample_index[i])]
-
-    def _require_enough(self) -> None:
+        folder = cache and cache.folder_for("BlendedDataset", None, size)
+        if folder:
+            key = {"shares": shares, "size": size, "limits": limits}
+            shapes = {
+                "dataset_index": ((size,), np.dtype(np.int16)),
+                "dataset_sample_index": ((size,), np.dtype(np.int64)),
+            }
+            indices = cache.get(folder, Entry("BlendedDataset", split, key, shapes), build)
+        else:
+            indices = build()
+        self.dataset_index, self.dataset_sample_index = indices["dataset_index"], indices["dataset_sample_index"]
         taken = np.zeros(len(self.datasets), np.int64)
         for start in range(0, len(self), BLOCK):  # bincount makes int64 of all that it is given
             taken += np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(taken))
@@ -193,20 +195,8 @@ class BlendedDataset:
                     f"{count(len(dataset))}; lower its weight"
                 )
 
+    def __len__(self) -> int:
+        return len(self.dataset_index)
 
-@dataclass(frozen=True)
-class _Order:
-    """All that the order of a blend depends on."""
-
-    shares: tuple[float, ...]
-    size: int
-    limits: tuple[int, ...] | None  # None: no data set comes to its end
-
-    def entry(self, split: str) -> Entry:
-        key = {"shares": list(self.shares), "size": self.size, "limits": self.limits and list(self.limits)}
-        shapes = {"dataset_index": np.int16, "dataset_sample_index": np.int64}
-        return Entry("BlendedDataset", split, key, {name: ((self.size,), np.dtype(t)) for name, t in shapes.items()})
-
-    def build(self) -> Arrays:
-        dataset_index, dataset_sample_index = mix(list(self.shares), self.size, self.limits and list(self.limits))
-        return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.datasets[int(self.dataset_index[i])][int(self.dataset_sample_index[i])]

@@ -1,7 +1,6 @@
 """From the data flags to the three data sets."""
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_lite.config.data_paths import SPLIT, parse_blend
@@ -14,7 +13,7 @@ from megatron_lite.units import count
 
 Dataset = GPTDataset | BlendedDataset | MockDataset
 SPLITS = ("training", "validation", "test")
-FILE_SPLITS = ("train", "valid", "test")  # Megatron's names, in those of cached files
+FILE_SPLITS = ("train", "valid", "test")  # Megatron's names, in those of cached files and of flags
 
 
 @dataclass(frozen=True)
@@ -49,109 +48,96 @@ def build_datasets(spec: DataSpec, say: Callable[[str], None] = lambda text: Non
     DataError for all that cannot be trained on.
     """
     if spec.mock:
-        return Datasets(*(_mock(spec, part) for part in range(3)))
-    files = _Files(spec.vocab_size, IndexCache(spec.cache_path, say))
+        # Another seed for each split: with the same one, validation would repeat the training samples.
+        return Datasets(
+            *(
+                MockDataset(size, spec.seq_length, spec.vocab_size, spec.seed + part) if size else None
+                for part, size in enumerate(spec.sizes)
+            )
+        )
+    builder = _Builder(spec, say)
     own_paths = (spec.train_data_path, spec.valid_data_path, spec.test_data_path)
     if not any(own_paths):
-        return Datasets(*(_share_of_all(spec, part, files) for part in range(3)))
-    flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
-    return Datasets(*(_own(spec, part, own_paths[part], flags[part], files) for part in range(3)))
+        return Datasets(*map(builder.build_share, range(3)))
+    return Datasets(*map(builder.build_own, range(3), own_paths))
 
 
-class _Files:
-    """Opens each prefix once, however many splits use it; and the cache of the indices."""
+class _Builder:
+    """Opens each prefix once, however many splits use it."""
 
-    def __init__(self, vocab_size: int, cache: IndexCache):
-        self.cache = cache
-        self._vocab_size = vocab_size
+    def __init__(self, spec: DataSpec, say: Callable[[str], None]):
+        self._spec, self._cache = spec, IndexCache(spec.cache_path, say)
         self._opened: dict[str, IndexedDataset] = {}
 
-    def open(self, prefix: str, flag: str) -> IndexedDataset:
+    def build_share(self, part: int) -> Dataset | None:
+        """The data set of a split that has a share of --data-path."""
+        spec = self._spec
+        if not spec.data_path:
+            raise DataError("--data-path: missing; give the prefix of a .bin/.idx pair, or train on --mock-data")
+        if not spec.sizes[part]:
+            return None
+        if split_weights(spec.split)[part] == 0:
+            if part == 0:
+                raise DataError(f"--split {spec.split}: no share is left for training; for example 969,30,1")
+            return None
+        prefixes, weights = parse_blend(spec.data_path, "--data-path")
+        is_single = len(prefixes) == 1 and weights is None
+        opened = []
+        for prefix in prefixes:
+            indexed = self._open(prefix, "--data-path")
+            mine = split_bounds(spec.split, len(indexed))[part]
+            if not mine and part and is_single:
+                return None  # as in Megatron: too few documents for a small share are no mistake
+            opened.append((indexed, mine))
+        for indexed, mine in opened:
+            if not mine:
+                raise DataError(
+                    f"--split {spec.split}: the {SPLITS[part]} share of {indexed.prefix} is none of its "
+                    f"{count(len(indexed))} sequences; give it a larger share, or 0 for none"
+                )
+        return self._build(part, opened, weights, is_single)
+
+    def build_own(self, part: int, words: tuple[str, ...]) -> Dataset | None:
+        """The data set of a split that has files of its own."""
+        if not words or not self._spec.sizes[part]:
+            if part == 0 and self._spec.sizes[0]:
+                raise DataError("--train-data-path: missing beside --valid-data-path or --test-data-path; give it too")
+            return None
+        flag = f"--{FILE_SPLITS[part]}-data-path"
+        prefixes, weights = parse_blend(words, flag)
+        opened = [self._open(prefix, flag) for prefix in prefixes]
+        whole = [(indexed, range(len(indexed))) for indexed in opened]
+        return self._build(part, whole, weights, is_single=len(whole) == 1)
+
+    def _open(self, prefix: str, flag: str) -> IndexedDataset:
         if prefix not in self._opened:
             indexed = IndexedDataset(prefix, flag)
-            self._check_ids(indexed)
+            smallest, largest = indexed.extreme_token_ids()
+            if smallest < 0 or largest >= self._spec.vocab_size:
+                raise DataError(
+                    f"{prefix}.bin: token id {smallest if smallest < 0 else largest} is outside the vocabulary of "
+                    f"{count(self._spec.vocab_size)}; use the tokenizer that the file was made with (--vocab-file, "
+                    "--merge-file, --tokenizer-model, --vocab-size)"
+                )
             self._opened[prefix] = indexed
         return self._opened[prefix]
 
-    def _check_ids(self, indexed: IndexedDataset) -> None:
-        smallest, largest = indexed.extreme_token_ids()
-        if smallest < 0 or largest >= self._vocab_size:
-            raise DataError(
-                f"{indexed.prefix}.bin: token id {smallest if smallest < 0 else largest} is outside the vocabulary of {count(self._vocab_size)}; use "
-                "the tokenizer that the file was made with (--vocab-file, --merge-file, --tokenizer-model, --vocab-size)"
-            )
+    def _build(
+        self, part: int, opened: list[tuple[IndexedDataset, range]], weights: list[float] | None, is_single: bool
+    ) -> Dataset:
+        spec, cache, split, size = self._spec, self._cache, FILE_SPLITS[part], self._spec.sizes[part]
 
+        def build(indexed: IndexedDataset, sequences: range, size: int | None) -> GPTDataset:
+            return GPTDataset(indexed, sequences, size, spec.seq_length, spec.seed, cache=cache, split=split)
 
-def _mock(spec: DataSpec, part: int) -> MockDataset | None:
-    size = spec.sizes[part]
-    # Another seed for each split: with the same one, validation would repeat the training samples.
-    return MockDataset(size, spec.seq_length, spec.vocab_size, spec.seed + part) if size else None
-
-
-def _share_of_all(spec: DataSpec, part: int, files: _Files) -> Dataset | None:
-    if not spec.data_path:
-        raise DataError("--data-path: missing; give the prefix of a .bin/.idx pair, or train on --mock-data")
-    if not spec.sizes[part]:
-        return None
-    if split_weights(spec.split)[part] == 0:
-        if part == 0:
-            raise DataError(f"--split {spec.split}: no share is left for training; for example 969,30,1")
-        return None
-    prefixes, weights = parse_blend(spec.data_path, "--data-path")
-
-    def sequences(indexed: IndexedDataset) -> range:
-        mine = split_bounds(spec.split, len(indexed))[part]
-        if not mine:
-            raise DataError(
-                f"--split {spec.split}: the {SPLITS[part]} share of {indexed.prefix} is none of its "
-                f"{count(len(indexed))} sequences; give it a larger share, or 0 for none"
-            )
-        return mine
-
-    if len(prefixes) == 1 and weights is None:
-        indexed = files.open(prefixes[0], "--data-path")
-        if part and not split_bounds(spec.split, len(indexed))[part]:
-            return None  # as in Megatron: too few documents for a small share are no mistake
-        return _one(spec, part, indexed, sequences(indexed), spec.sizes[part], files.cache)
-    opened = [files.open(prefix, "--data-path") for prefix in prefixes]
-    return _blend(spec, part, opened, weights, sequences, files.cache)
-
-
-def _own(spec: DataSpec, part: int, words: tuple[str, ...], flag: str, files: _Files) -> Dataset | None:
-    if not words or not spec.sizes[part]:
-        if part == 0 and spec.sizes[0]:
-            raise DataError("--train-data-path: missing beside --valid-data-path or --test-data-path; give it too")
-        return None
-    prefixes, weights = parse_blend(words, flag)
-    opened = [files.open(prefix, flag) for prefix in prefixes]
-    if len(opened) == 1:
-        return _one(spec, part, opened[0], _everything(opened[0]), spec.sizes[part], files.cache)
-    return _blend(spec, part, opened, weights, _everything, files.cache)
-
-
-def _everything(indexed: IndexedDataset) -> range:
-    return range(len(indexed))
-
-
-Sequences = Callable[[IndexedDataset], range]
-
-
-def _one(spec: DataSpec, part: int, indexed: IndexedDataset, sequences: range, size: int | None, cache) -> GPTDataset:
-    return GPTDataset(indexed, sequences, size, spec.seq_length, spec.seed, cache=cache, split=FILE_SPLITS[part])
-
-
-def _blend(
-    spec: DataSpec, part: int, opened: list[IndexedDataset], weights: list[float] | None, sequences: Sequences, cache
-) -> BlendedDataset:
-    def built(sizes: Iterable[int | None]) -> list[GPTDataset]:
-        return [_one(spec, part, indexed, sequences(indexed), size, cache) for indexed, size in zip(opened, sizes)]
-
-    size = spec.sizes[part]
-    if weights is None:
-        # Without weights each data set gives what one epoch of it holds, and counts by that.
-        datasets = built(itertools.repeat(None))
-        lengths = [len(dataset) for dataset in datasets]
-        return BlendedDataset(datasets, lengths, min(size, sum(lengths)), cache, FILE_SPLITS[part])
-    shares = normalized(weights)
-    given, wanted = sizes_for_blend(size, shares)
-    return BlendedDataset(built(wanted), shares, sum(given), cache, FILE_SPLITS[part])
+        if is_single:
+            return build(*opened[0], size)
+        if weights is None:
+            # Without weights each data set gives what one epoch of it holds, and counts by that.
+            datasets = [build(indexed, sequences, None) for indexed, sequences in opened]
+            lengths = [len(dataset) for dataset in datasets]
+            return BlendedDataset(datasets, lengths, min(size, sum(lengths)), cache, split)
+        shares = normalized(weights)
+        given, wanted = sizes_for_blend(size, shares)
+        datasets = [build(indexed, sequences, size) for (indexed, sequences), size in zip(opened, wanted)]
+        return BlendedDataset(datasets, shares, sum(given), cache, split)

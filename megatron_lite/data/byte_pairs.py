@@ -6,7 +6,6 @@ n; all in all --vocab-size of them.
 """
 
 import base64
-import binascii
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +38,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class BytePairs:
-    """Text to ids: cut by `pattern`, each piece merged in the order of `ranks` (bytes of a token -> its id).
+    """A text is cut by `pattern`, and each piece merged in the order of `ranks` (bytes of a token -> its id).
 
     special: text of a token -> its id, for tokens that no merge makes.
     """
@@ -50,26 +49,11 @@ class BytePairs:
             name=name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=self._special
         )
 
-    def encode(self, text: str) -> list[int]:
-        """The text of a special token is text like any other."""
-        if _has_long_blank(text):
-            return self._encode_by_pieces(text)
-        return self._encoding.encode_ordinary(text)
-
-    def encode_with_special(self, text: str) -> list[int]:
-        """The text of a special token becomes that token."""
-        if not _has_long_blank(text):
-            return self._encoding.encode(text, allowed_special="all")
-        ids = []
-        names = "|".join(map(regex.escape, self._special))
-        for part in regex.split(f"({names})", text):
-            ids += [self._special[part]] if part in self._special else self._encode_by_pieces(part)
-        return ids
-
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode([int(i) for i in ids])
 
-    def _encode_by_pieces(self, text: str) -> list[int]:
+    def encode_by_pieces(self, text: str) -> list[int]:
+        """The ids of a text that tiktoken would die of; special tokens are text."""
         ids = []
         for piece in regex.finditer(self._pattern, replace_lone_surrogates(text)):
             ids += self._encoding._encode_single_piece(piece.group())
@@ -85,24 +69,19 @@ def _has_long_blank(text: str) -> bool:
 # --- GPT-2's vocab.json and merges.txt
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(BytePairs):
     """Byte-level BPE from GPT-2-style files, OpenAI's or others. UserError if they are missing or do not match."""
 
     def __init__(self, vocab_file: str | None, merge_file: str | None):
-        vocab = _read_vocab(vocab_file)
-        merges = _read_merges(merge_file)
-        special = _check_match(vocab, merges, vocab_file, merge_file)
-        alphabet = byte_alphabet()
+        vocab, alphabet = _read_vocab(vocab_file), byte_alphabet()
+        special = _find_special(vocab, vocab_file, merge_file)
         ranks = {bytes(alphabet[c] for c in token): i for token, i in vocab.items() if token not in special}
-        self.vocab_size = len(vocab)
-        self.eod = vocab[END_OF_TEXT]
-        self._pairs = BytePairs(str(vocab_file), SPLIT_PATTERN, ranks, special)
+        super().__init__(str(vocab_file), SPLIT_PATTERN, ranks, special)
+        self.vocab_size, self.eod = len(vocab), vocab[END_OF_TEXT]
 
     def encode(self, text: str) -> list[int]:
-        return self._pairs.encode(text)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._pairs.decode(ids)
+        """The text of a special token is text like any other."""
+        return self.encode_by_pieces(text) if _has_long_blank(text) else self._encoding.encode_ordinary(text)
 
 
 def _read(flag: str, path: str | None) -> str:
@@ -117,46 +96,37 @@ def _read(flag: str, path: str | None) -> str:
 
 
 def _read_vocab(path: str | None) -> dict[str, int]:
-    text = _read("--vocab-file", path)
+    text, wrong = _read("--vocab-file", path), None
     try:
         vocab = json.loads(text)
     except (ValueError, RecursionError):
         raise UserError(f"--vocab-file {path}: not JSON; give GPT-2's vocab.json, not merges.txt") from None
     ids = list(vocab.values()) if isinstance(vocab, dict) else []
     if not ids or not all(isinstance(i, int) for i in ids) or set(ids) != set(range(len(ids))):
-        raise UserError(f"--vocab-file {path}: not a map from tokens to the ids 0, 1, 2, ...; give GPT-2's vocab.json")
-    missing = [token for token in (END_OF_TEXT, *byte_alphabet()) if token not in vocab]
-    if missing:
-        raise UserError(
-            f"--vocab-file {path}: {missing[0]} is missing; a byte-level vocabulary has 256 bytes and {END_OF_TEXT}"
-        )
+        wrong = "not a map from tokens to the ids 0, 1, 2, ...; give GPT-2's vocab.json"
+    elif missing := [token for token in (END_OF_TEXT, *byte_alphabet()) if token not in vocab]:
+        wrong = f"{missing[0]} is missing; a byte-level vocabulary has 256 bytes and {END_OF_TEXT}"
+    if wrong:
+        raise UserError(f"--vocab-file {path}: {wrong}")
     return vocab
 
 
-def _read_merges(path: str | None) -> list[tuple[str, str]]:
-    merges = []
-    for number, line in enumerate(_read("--merge-file", path).splitlines(), start=1):
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        pair = line.split(" ")
-        if len(pair) != 2:
-            raise UserError(f"--merge-file {path}: line {number} is not two tokens; give GPT-2's merges.txt")
-        merges.append((pair[0], pair[1]))
-    return merges
-
-
-def _check_match(vocab: dict[str, int], merges: list, vocab_file: str, merge_file: str) -> dict[str, int]:
+def _find_special(vocab: dict[str, int], vocab_file: str, merge_file: str | None) -> dict[str, int]:
     """The vocabulary's entries that no merge makes: special tokens. UserError unless the rest fits the merges.
 
     tiktoken merges by the ids' order and has no list of merges, so the ids must rise along that list.
     """
     both = f"--vocab-file {vocab_file} and --merge-file {merge_file}"
-    made = dict.fromkeys(byte_alphabet(), -1)
-    last = -1
-    for left, right in merges:
-        token = left + right
-        if token not in vocab or left not in made or right not in made or token in made:
-            raise UserError(f"{both}: merge '{left} {right}' does not fit the vocabulary; give two files of one model")
+    made, last = dict.fromkeys(byte_alphabet(), -1), -1
+    for number, line in enumerate(_read("--merge-file", merge_file).splitlines(), start=1):
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2:
+            raise UserError(f"--merge-file {merge_file}: line {number} is not two tokens; give GPT-2's merges.txt")
+        token = "".join(pair)
+        if token not in vocab or pair[0] not in made or pair[1] not in made or token in made:
+            raise UserError(f"{both}: merge '{line}' does not fit the vocabulary; give two files of one model")
         if vocab[token] < last:
             raise UserError(f"{both}: the ids do not follow the order of the merges; write both with one tool")
         made[token] = last = vocab[token]
@@ -186,7 +156,7 @@ PATTERNS = {
 }
 
 
-class TikTokenizer:
+class TikTokenizer(BytePairs):
     """As in Megatron, a special token's text in a document becomes that token; "</s>" is the end of document.
 
     pattern: v1 or v2. special_tokens: names of the first ones, all of SPECIAL_TOKENS among them; the others, up to
@@ -210,28 +180,32 @@ class TikTokenizer:
                 f"--vocab-size {self.vocab_size}: {model} holds {len(tokens)} tokens, with the special "
                 f"ones {real_size}; give --vocab-size {real_size}"
             )
-        self.eod = names.index("</s>")
         ranks = {token: rank + num_special_tokens for rank, token in enumerate(tokens)}
-        self._pairs = BytePairs(model, PATTERNS[pattern], ranks, {name: i for i, name in enumerate(names)})
+        super().__init__(model, PATTERNS[pattern], ranks, {name: i for i, name in enumerate(names)})
+        self.eod = names.index("</s>")
 
     def encode(self, text: str) -> list[int]:
-        return self._pairs.encode_with_special(text)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._pairs.decode(ids)
+        """The text of a special token becomes that token."""
+        if not _has_long_blank(text):
+            return self._encoding.encode(text, allowed_special="all")
+        ids = []
+        names = "|".join(map(regex.escape, self._special))
+        for part in regex.split(f"({names})", text):
+            ids += [self._special[part]] if part in self._special else self.encode_by_pieces(part)
+        return ids
 
 
 def _special_names(given: tuple[str, ...], number: int, vocab_size: int) -> list[str]:
+    flag = f"--tokenizer-special-tokens {' '.join(given)}"
     missing = [name for name in SPECIAL_TOKENS if name not in given]
     if missing:
         raise UserError(
-            f"--tokenizer-special-tokens {' '.join(given)}: {missing[0]} is missing; name all of "
-            f"{' '.join(SPECIAL_TOKENS)}, or leave the flag out"
+            f"{flag}: {missing[0]} is missing; name all of {' '.join(SPECIAL_TOKENS)}, or leave the flag out"
         )
     names = [*given, *(f"<SPECIAL_{i}>" for i in range(len(given), number))]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"--tokenizer-special-tokens {' '.join(given)}: {twice} is there twice; name each token once")
+        raise UserError(f"{flag}: {twice} is there twice; name each token once")
     if not len(given) <= number < vocab_size:
         raise UserError(
             f"--tiktoken-num-special-tokens {number}: must be at least the {len(given)} named ones and "
@@ -241,30 +215,28 @@ def _special_names(given: tuple[str, ...], number: int, vocab_size: int) -> list
 
 
 def _read_tokens(path: str) -> list[bytes]:
+    def refuse(why: str):
+        raise UserError(f"--tokenizer-model {path}: {why}; give {FORMAT}") from None
+
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--tokenizer-model {path}: cannot be read ({error.strerror}); check the path") from None
     except (ValueError, RecursionError):
-        raise UserError(f"--tokenizer-model {path}: not JSON; give {FORMAT}") from None
+        refuse("not JSON")
     if not isinstance(entries, list):
-        raise UserError(f"--tokenizer-model {path}: a {type(entries).__name__}; give {FORMAT}")
-    tokens = [_token_bytes(path, rank, entry) for rank, entry in enumerate(entries)]
+        refuse(f"a {type(entries).__name__}")
+    tokens = []
+    for rank, entry in enumerate(entries):
+        try:
+            if entry["rank"] != rank:
+                raise ValueError
+            tokens.append(base64.b64decode(entry["token_bytes"], validate=True))
+        except (TypeError, KeyError, ValueError):
+            refuse(f"entry {rank} is not that rank's token")
     if tokens[:256] != [bytes([byte]) for byte in range(256)] or len(set(tokens)) < len(tokens):
-        raise UserError(
-            f"--tokenizer-model {path}: does not start with the 256 bytes, or repeats a token; give {FORMAT}"
-        )
+        refuse("does not start with the 256 bytes, or repeats a token")
     return tokens
-
-
-def _token_bytes(path: str, rank: int, entry) -> bytes:
-    try:
-        token = base64.b64decode(entry["token_bytes"], validate=True) if entry["rank"] == rank else None
-    except (TypeError, KeyError, binascii.Error, ValueError):
-        token = None
-    if token is None:
-        raise UserError(f"--tokenizer-model {path}: entry {rank} is not that rank's token; give {FORMAT}")
-    return token
 
 
 # --- Training

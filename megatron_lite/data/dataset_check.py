@@ -1,13 +1,13 @@
 """What is in an indexed data set, and whether it is sound."""
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.data.index_format import damaged
-from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed import IndexedDataset, damaged
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
@@ -70,7 +70,7 @@ def inspect(
         documents=len(lengths),
         sequences=len(dataset),
         tokens=dataset.num_tokens,
-        file_bytes=dataset.file_bytes(),
+        file_bytes=sum(os.path.getsize(dataset.prefix + ending) for ending in (".bin", ".idx")),
         shortest=int(lengths.min()),
         median=float(np.median(lengths)),
         mean=float(lengths.mean()),
@@ -93,26 +93,22 @@ def _scan(dataset: IndexedDataset, vocab_size: int | None, wanted: int, report) 
     for block in dataset.token_blocks(BLOCK_TOKENS):
         low, high = int(block.min()), int(block.max())
         if low < 0 or (vocab_size is not None and high >= vocab_size):
-            raise _foreign_id(dataset, done, block, vocab_size)
+            wrong = block < 0 if vocab_size is None else (block < 0) | (block >= vocab_size)
+            at = int(wrong.argmax())
+            document = int(np.searchsorted(dataset.document_bounds(), done + at, side="right")) - 1
+            what = f"token {count(done + at)} (document {count(document)}) is the id {block[at]}"
+            if block[at] < 0:
+                raise damaged(f"{dataset.prefix}.bin", what)
+            raise DataError(
+                f"{dataset.prefix}.bin: {what}, outside the vocabulary of {count(vocab_size)}; "
+                "give the tokenizer that it was made with, or preprocess the text again"
+            )
         smallest = low if smallest is None else min(smallest, low)
         largest = high if largest is None else max(largest, high)
         occurrences += int(np.count_nonzero(block == wanted))
         done += len(block)
         report("token ids", done / dataset.num_tokens)
     return smallest, largest, occurrences
-
-
-def _foreign_id(dataset: IndexedDataset, before: int, block: np.ndarray, vocab_size: int | None) -> DataError:
-    wrong = block < 0 if vocab_size is None else (block < 0) | (block >= vocab_size)
-    position = int(wrong.argmax())
-    document = int(np.searchsorted(dataset.document_bounds(), before + position, side="right")) - 1
-    what = f"token {count(before + position)} (document {count(document)}) is the id {block[position]}"
-    if block[position] < 0:
-        return damaged(f"{dataset.prefix}.bin", what)
-    return DataError(
-        f"{dataset.prefix}.bin: {what}, outside the vocabulary of {count(vocab_size)}; "
-        "give the tokenizer that it was made with, or preprocess the text again"
-    )
 
 
 def _duplicates(dataset: IndexedDataset, bounds: np.ndarray, full: np.ndarray, report) -> tuple[int, tuple | None]:

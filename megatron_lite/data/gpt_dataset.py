@@ -56,11 +56,16 @@ class GPTDataset:
         cache: IndexCache | None = None,
         split: str = "train",
     ):
-        self.indexed = indexed
-        self.seq_length = seq_length
+        self.indexed, self.seq_length = indexed, seq_length
         lengths = indexed.sequence_lengths
         tokens = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
-        _require_tokens(indexed.prefix, sequences, tokens, num_samples, seq_length)
+        # With a number of samples to reach, even one token can be repeated over many epochs; one epoch must hold a sample.
+        if tokens < (seq_length + EXTRA if num_samples is None else 1):
+            raise DataError(
+                f"{indexed.prefix}: sequences {count(sequences.start)} to {count(sequences.stop)} hold {count(tokens)} "
+                f"tokens, too few for a sample of {count(seq_length + EXTRA)}; give the split a larger share (--split) "
+                "or more data"
+            )
         recipe = sample_recipe(sequences, tokens, num_samples, seq_length, seed, drop_last)
         self._stream_tokens = recipe.epochs * tokens
         entries = recipe.positions + recipe.samples
@@ -86,8 +91,8 @@ class GPTDataset:
         # The cache checks no more than a GiB of an entry at the start; what slipped through is met here.
         left = self._stream_tokens - sample * self.seq_length
         if filled != min(max(left, EXTRA), len(tokens)):
-            way_out = f"delete {self._folder}" if self._folder else "report this with the command line"
-            raise DataError(f"{self.indexed.prefix}: the indices of sample {count(i)} do not fit the data; {way_out}")
+            remedy = f"delete {self._folder}" if self._folder else "report this with the command line"
+            raise DataError(f"{self.indexed.prefix}: the indices of sample {count(i)} do not fit the data; {remedy}")
         return tokens
 
     def _fill(self, tokens: np.ndarray, sample: int) -> int:
@@ -101,16 +106,6 @@ class GPTDataset:
             filled += len(piece)
             position, offset = position + 1, 0
         return filled
-
-
-def _require_tokens(prefix: str, sequences: range, tokens: int, num_samples: int | None, seq_length: int) -> None:
-    # With a number of samples to reach, even one token can be repeated over many epochs; one epoch must hold a sample.
-    needed = seq_length + EXTRA if num_samples is None else 1
-    if tokens < needed:
-        raise DataError(
-            f"{prefix}: sequences {count(sequences.start)} to {count(sequences.stop)} hold {count(tokens)} tokens, too "
-            f"few for a sample of {count(seq_length + EXTRA)}; give the split a larger share (--split) or more data"
-        )
 
 
 # --- made-up data
@@ -127,10 +122,8 @@ class MockDataset:
     """
 
     def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int):
-        self.num_samples = num_samples
-        self.seq_length = seq_length
+        self.num_samples, self.seq_length, self.seed = num_samples, seq_length, seed
         self.alphabet = min(vocab_size, ALPHABET)
-        self.seed = seed
 
     def __len__(self) -> int:
         return self.num_samples

@@ -60,19 +60,18 @@ class Recipe:
 
     def build(self, sequence_lengths: np.ndarray) -> Arrays:
         """{name: index}; sequence_lengths: int32, of the whole file."""
-        random = np.random.RandomState(self.seed)
-        document_index = self._document_index(random)
-        sample_index = self._sample_index(sequence_lengths, document_index)
-        shuffle_index = self._shuffle_index(random)
-        return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
-
-    def _document_index(self, random: np.random.RandomState) -> np.ndarray:
+        random, first = np.random.RandomState(self.seed), self.samples_shuffled_first
         index = np.empty((self.epochs, len(self.sequences)), np.int32)
         index[:] = np.arange(self.sequences.start, self.sequences.stop, dtype=np.int32)
-        parts = [index] if self.samples_shuffled_first is None else [index[:-1], index[-1:]]
-        for part in parts:
+        for part in [index] if first is None else [index[:-1], index[-1:]]:
             random.shuffle(part.reshape(-1))  # a view: the rows are contiguous
-        return index.reshape(-1)
+        document_index = index.reshape(-1)
+        order = np.arange(self.samples, dtype=self.shapes()["shuffle_index"][1])
+        random.shuffle(order[:first])
+        if first is not None:
+            random.shuffle(order[first:])
+        sample_index = self._sample_index(sequence_lengths, document_index)
+        return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": order}
 
     def _sample_index(self, sequence_lengths: np.ndarray, document_index: np.ndarray) -> np.ndarray:
         """Where each sample begins: int [samples + 1, 2] of (position in the document index, offset)."""
@@ -99,38 +98,22 @@ class Recipe:
         index[0] = 0  # the stream begins with its first sequence even if that is empty
         return index
 
-    def _shuffle_index(self, random: np.random.RandomState) -> np.ndarray:
-        order = np.arange(self.samples, dtype=self.shapes()["shuffle_index"][1])
-        random.shuffle(order[: self.samples_shuffled_first])
-        if self.samples_shuffled_first is not None:
-            random.shuffle(order[self.samples_shuffled_first :])
-        return order
-
 
 def sample_recipe(
     sequences: range, tokens: int, num_samples: int | None, seq_length: int, seed: int, drop_last: bool
 ) -> Recipe:
     """The recipe for at least num_samples (None: one epoch's) samples of these sequences, which hold `tokens`."""
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + EXTRA) // tokens))
-    first = None if num_samples is None else _samples_shuffled_first(tokens, epochs, num_samples, seq_length)
-    samples = _num_samples(epochs * tokens, seq_length, drop_last)
-    return Recipe(sequences, tokens, epochs, first, samples, seq_length, seed)
-
-
-def _num_samples(tokens: int, seq_length: int, drop_last: bool) -> int:
-    if drop_last:
-        return (tokens - EXTRA) // seq_length
+    shuffled_first = None
+    if epochs > 1:
+        before_last = ((epochs - 1) * tokens - EXTRA) // seq_length
+        per_epoch = (tokens - EXTRA) // seq_length
+        if num_samples - before_last < int(LAST_EPOCH_SHARE * per_epoch):
+            shuffled_first = before_last  # the last epoch is used too little to be mixed with the others
+    in_all = epochs * tokens - EXTRA
     # A quotient in single precision, as in Megatron: above 2^24 tokens it can be a few samples off.
-    return math.ceil(float(np.float32(tokens - EXTRA) / np.float32(seq_length)))
-
-
-def _samples_shuffled_first(tokens: int, epochs: int, num_samples: int, seq_length: int) -> int | None:
-    """The samples of all epochs but the last, if the last is used too little to be mixed with them; else None."""
-    if epochs == 1:
-        return None
-    before_last = ((epochs - 1) * tokens - EXTRA) // seq_length
-    per_epoch = (tokens - EXTRA) // seq_length
-    return before_last if num_samples - before_last < int(LAST_EPOCH_SHARE * per_epoch) else None
+    samples = in_all // seq_length if drop_last else math.ceil(float(np.float32(in_all) / np.float32(seq_length)))
+    return Recipe(sequences, tokens, epochs, shuffled_first, samples, seq_length, seed)
 
 
 def _samples_begun(tokens, seq_length: int):

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,10 @@ FORMAT = "megatron_lite index cache 1"
 BLOCK_BYTES = 1 << 20  # a checksum each
 MAX_DESCRIPTION_BYTES = 1 << 26  # checksums of 8 TiB
 MAX_BLOCKS = 1 << 10  # checked when an entry is opened: a GiB, so all of nearly every entry
+FLAG = "--data-cache-path"
+LARGE = 10_000_000  # entries of the indices: about a second of building and 100 MB on each rank
+LONGEST_WAIT_S = 1800  # for another process that builds the same entry
+POLL_S = 0.1
 
 Arrays = dict[str, np.ndarray]
 
@@ -55,13 +60,8 @@ class IndexFiles:
     """The files of one entry in one folder."""
 
     def __init__(self, folder: str, entry: Entry):
-        self.entry = entry
-        self.folder = Path(folder)
+        self.entry, self.folder = entry, Path(folder)
         self.description = self.folder / f"{entry.name}-description.txt"
-
-    def path(self, array: str) -> Path:
-        """The file of one array."""
-        return self.folder / f"{self.entry.name}-{array}.npy"
 
     def open(self) -> Arrays | None:
         """The arrays, mapped read-only; None if there is no finished entry; Damaged if it cannot be trusted.
@@ -79,17 +79,34 @@ class IndexFiles:
             raise Damaged(f"{self.description.name} lists other files")
         if described != json.loads(json.dumps(self.entry.describe(files))):
             raise Damaged(f"{self.description.name} describes something else")
-        return {name: self._open_array(name, files[name]) for name in self.entry.shapes}
+        arrays = {}
+        for name, (shape, dtype) in self.entry.shapes.items():
+            path = self._path(name)
+            try:
+                with os.fdopen(open_regular(path, os.O_RDONLY, follow_link=True), "rb") as file:
+                    _check_bytes(path.name, file, files[name])
+                arrays[name] = array = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError, EOFError) as error:
+                raise Damaged(f"{path.name} cannot be read ({error})") from None
+            if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+                raise Damaged(f"{path.name} is {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}")
+        return arrays
 
     def write(self, arrays: Arrays) -> None:
         """All of the entry, or nothing that looks like one. OSError if the folder does not take it."""
         with contextlib.ExitStack() as undo:
-            made = {name: self._write_array(name, array, undo) for name, array in arrays.items()}
-            text = json.dumps(self.entry.describe({name: facts for name, (_, facts) in made.items()}), indent=1) + "\n"
-            temporary = _write(self.description, lambda file: file.write(text.encode()), undo)
-            for name, (written, _) in made.items():
-                os.replace(written, self.path(name))
-            os.replace(temporary, self.description)
+            made, files = {}, {}
+            for name, array in arrays.items():
+                save = partial(np.save, arr=array, allow_pickle=False)
+                temporary = made[self._path(name)] = _write(self._path(name), save, undo)
+                with open(temporary, "rb") as file, _map(file) as data:
+                    sums = [f"{zlib.crc32(data[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(data), BLOCK_BYTES)]
+                    files[name] = {"bytes": len(data), "crc32_per_mib": "".join(sums)}
+            text = json.dumps(self.entry.describe(files), indent=1) + "\n"
+            # the description last: it is what makes an entry
+            made[self.description] = _write(self.description, lambda file: file.write(text.encode()), undo)
+            for final, temporary in made.items():
+                os.replace(temporary, final)
         sync_folder(self.folder)
 
     def sweep(self) -> None:
@@ -97,27 +114,19 @@ class IndexFiles:
         for leftover in self.folder.glob(f".{self.entry.name}-*.tmp"):
             leftover.unlink(missing_ok=True)
 
-    def _write_array(self, name: str, array: np.ndarray, undo: contextlib.ExitStack) -> tuple[Path, dict]:
-        temporary = _write(self.path(name), lambda file: np.save(file, array, allow_pickle=False), undo)
-        with open(temporary, "rb") as file, _mapped(file) as data:
-            sums = "".join(f"{zlib.crc32(block):08x}" for block in _blocks(data, range(-(-len(data) // BLOCK_BYTES))))
-            return temporary, {"bytes": len(data), "crc32_per_mib": sums}
-
-    def _open_array(self, name: str, facts) -> np.ndarray:
-        path = self.path(name)
+    def stamp(self) -> tuple[int, int] | None:
+        """Changes when the entry is written anew; None: there is none."""
         try:
-            with os.fdopen(open_regular(path, os.O_RDONLY, follow_link=True), "rb") as file, _mapped(file) as data:
-                _check_bytes(path.name, data, facts)
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise Damaged(f"{path.name} cannot be read ({error})") from None
-        shape, dtype = self.entry.shapes[name]
-        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
-            raise Damaged(f"{path.name} is {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}")
-        return array
+            status = os.stat(self.description)
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def _path(self, array: str) -> Path:
+        return self.folder / f"{self.entry.name}-{array}.npy"
 
 
-def _write(final: Path, fill, undo: contextlib.ExitStack) -> Path:
+def _write(final: Path, fill: Callable, undo: contextlib.ExitStack) -> Path:
     """A file beside `final`, complete and on the disk; `undo` removes it unless it has been renamed."""
     temporary = final.with_name(f".{final.name}.{secrets.token_hex(6)}.tmp")
     undo.callback(temporary.unlink, missing_ok=True)
@@ -128,31 +137,21 @@ def _write(final: Path, fill, undo: contextlib.ExitStack) -> Path:
     return temporary
 
 
-def _mapped(file) -> mmap.mmap:
+def _map(file) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _blocks(data: mmap.mmap, numbers):
-    for number in numbers:
-        yield data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-
-
-def _check_bytes(name: str, data: mmap.mmap, facts) -> None:
+def _check_bytes(name: str, file, facts) -> None:
     """Damaged unless the size and the checksums of the blocks, or of MAX_BLOCKS spread over the file, are right."""
-    sums = facts.get("crc32_per_mib") if isinstance(facts, dict) else None
-    number_of = -(-len(data) // BLOCK_BYTES)
-    if not isinstance(sums, str) or facts.get("bytes") != len(data) or len(sums) != 8 * number_of:
-        raise Damaged(f"{name} has {len(data)} bytes, which are not as many as were written")
-    chosen = np.unique(np.linspace(0, number_of - 1, min(number_of, MAX_BLOCKS)).astype(int)).tolist()
-    for number, block in zip(chosen, _blocks(data, chosen)):
-        if f"{zlib.crc32(block):08x}" != sums[8 * number : 8 * number + 8]:
-            raise Damaged(f"{name} has changed since it was written (MiB {number})")
-
-
-FLAG = "--data-cache-path"
-LARGE = 10_000_000  # entries of the indices: about a second of building and 100 MB on each rank
-LONGEST_WAIT_S = 1800  # for another process that builds the same entry
-POLL_S = 0.1
+    with _map(file) as data:
+        sums = facts.get("crc32_per_mib") if isinstance(facts, dict) else None
+        num_blocks = -(-len(data) // BLOCK_BYTES)
+        if not isinstance(sums, str) or facts.get("bytes") != len(data) or len(sums) != 8 * num_blocks:
+            raise Damaged(f"{name} has {len(data)} bytes, which are not as many as were written")
+        for number in np.linspace(0, num_blocks - 1, min(num_blocks, MAX_BLOCKS)).astype(int).tolist():
+            block = data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+            if f"{zlib.crc32(block):08x}" != sums[8 * number : 8 * number + 8]:
+                raise Damaged(f"{name} has changed since it was written (MiB {number})")
 
 
 class IndexCache:
@@ -163,8 +162,7 @@ class IndexCache:
     """
 
     def __init__(self, folder: str | None = None, say: Callable[[str], None] = lambda text: None):
-        self._folder = folder
-        self._say = say
+        self._folder, self._say = folder, say
 
     def folder_for(self, kind: str, prefix: str | None, num_entries: int) -> str | None:
         """Where indices of so many entries are kept; None: nowhere. prefix: of the data, None for a blend's."""
@@ -184,7 +182,7 @@ class IndexCache:
         unsound = None  # the state of the files that were found damaged
         deadline = time.monotonic() + LONGEST_WAIT_S
         while True:
-            stamp = _stamp(files)
+            stamp = files.stamp()
             if stamp != unsound:
                 try:
                     arrays = files.open()
@@ -203,28 +201,20 @@ class IndexCache:
             time.sleep(POLL_S)
 
     def _build_if_first(self, files: IndexFiles, build: Callable[[], Arrays], stamp) -> Arrays | None:
-        """None if another process is building, or has just done so."""
+        """The arrays, mapped if they can be kept. None if another process is building, or has just done so."""
+        arrays = None
         try:
             os.makedirs(files.folder, exist_ok=True)
             with try_lock(files.folder / f"{files.entry.name}.lock") as lock:
-                if lock is Lock.BUSY or _stamp(files) != stamp:
+                if lock is Lock.BUSY or files.stamp() != stamp:
                     return None
                 if lock is Lock.HELD:
                     files.sweep()
-                return self._build(files, build)
-        except OSError as error:
-            return self._without(files, build, error)
-
-    def _build(self, files: IndexFiles, build: Callable[[], Arrays]) -> Arrays:
-        arrays = build()
-        try:
-            files.write(arrays)
-            return files.open() or arrays  # mapped: the pages are then shared with the other ranks
+                arrays = build()
+                files.write(arrays)
+                return files.open() or arrays  # mapped: the pages are then shared with the other ranks
         except (OSError, Damaged) as error:
-            return self._without(files, lambda: arrays, error)
-
-    def _without(self, files: IndexFiles, build: Callable[[], Arrays], error: Exception) -> Arrays:
-        reason = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
         if self._folder is not None:
             raise DataError(
                 f"{FLAG} {self._folder}: cannot be written ({reason}); give a folder with room that you may write to, or "
@@ -232,13 +222,4 @@ class IndexCache:
             )
         entries = sum(shape[0] for shape, _ in files.entry.shapes.values())
         self._say(f"  indices of {count(entries)} entries are not kept: {files.folder} cannot be written ({reason})")
-        return build()
-
-
-def _stamp(files: IndexFiles) -> tuple[int, int] | None:
-    """Changes when the entry is written anew; None: there is none."""
-    try:
-        facts = os.stat(files.description)
-    except OSError:
-        return None
-    return facts.st_ino, facts.st_mtime_ns
+        return build() if arrays is None else arrays

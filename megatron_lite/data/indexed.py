@@ -1,23 +1,38 @@
-"""Megatron's indexed data set: PREFIX.bin holds the tokens one after another, PREFIX.idx where each sequence starts."""
+"""Megatron's indexed data set: PREFIX.bin holds the tokens one after another, PREFIX.idx where each sequence starts.
+
+.idx, little-endian and unpadded, for N sequences and D document marks:
+
+    0        9 bytes   magic
+    9        u64       version, 1
+    17       u8        code of the token type in .bin
+    18       u64       N
+    26       u64       D, one more than there are documents
+    34       N x i32   tokens per sequence
+    34+4N    N x i64   byte offset of each sequence in .bin
+    34+12N   D x i64   0, then the number of sequences up to the end of each document
+    then     N x i8    mode of each sequence; multimodal files only, not read here
+"""
 
 import mmap
 import os
+import struct
 from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_lite.data.index_format import (
-    HEADER,
-    LONGEST_SEQUENCE,
-    check_marks,
-    check_pointers,
-    damaged,
-    read_header,
-    token_dtype,
-)
-from megatron_lite.data.indexed_writer import PairWriter, Written
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+BLOCK = 1 << 22  # sequences checked at a time: bounds the memory that opening a huge file takes
+
+
+def damaged(path: str, what: str) -> DataError:
+    """The error for a file whose bytes contradict each other."""
+    return DataError(f"{path}: {what}; copy the file again or preprocess the text again")
 
 
 class IndexedDataset:
@@ -28,19 +43,42 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str, flag: str = "--data-path"):
-        self.prefix = str(prefix)
-        self._flag = flag
+        self.prefix, self._flag = str(prefix), flag
         _require_files(self.prefix, flag)
-        index = _open_bytes(self.prefix + ".idx")
-        self.dtype, num_sequences, num_marks = read_header(self.prefix + ".idx", index)
-        pointers_at = HEADER.size + 4 * num_sequences
-        marks_at = pointers_at + 8 * num_sequences
+        path, index = self.prefix + ".idx", _map_file(self.prefix + ".idx")
+        self.dtype, num_sequences, num_marks = _read_header(path, index)
         self.sequence_lengths = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
-        self._pointers = np.frombuffer(index, "<i8", num_sequences, pointers_at)
-        self.document_marks = np.frombuffer(index, "<i8", num_marks, marks_at)
-        check_marks(self.prefix + ".idx", self.document_marks, num_sequences)
-        self.num_tokens = check_pointers(self.prefix + ".idx", self.sequence_lengths, self._pointers, self.dtype)
-        self._tokens = _open_tokens(self.prefix + ".bin", self.dtype, self.num_tokens)
+        self._pointers = np.frombuffer(index, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
+        self.document_marks = np.frombuffer(index, "<i8", num_marks, HEADER.size + 12 * num_sequences)
+        self.num_tokens = self._check_index(path)
+        num_bytes, expected = os.path.getsize(self.prefix + ".bin"), self.num_tokens * self.dtype.itemsize
+        if num_bytes != expected:
+            raise damaged(self.prefix + ".bin", f"{count(num_bytes)} bytes, but its .idx needs {count(expected)}")
+        if self.num_tokens == 0:
+            raise DataError(f"{self.prefix}.bin: holds no tokens; preprocess a text that has some")
+        self._tokens = np.frombuffer(_map_file(self.prefix + ".bin"), self.dtype)
+
+    def _check_index(self, path: str) -> int:
+        """The number of tokens. DataError unless marks rise from 0 to the end, and sequences follow on each other."""
+        marks = self.document_marks
+        if len(marks) == 0 or marks[0] != 0 or marks[-1] != len(self):
+            ends = f"{marks[0]} to {marks[-1]}" if len(marks) else "nothing"
+            raise damaged(path, f"document marks run from {ends}, not from 0 to {len(self)}")
+        for start in range(0, len(marks), BLOCK):
+            if (np.diff(marks[start : start + BLOCK + 1]) < 0).any():
+                raise damaged(path, "document marks go backwards")
+        num_tokens = 0
+        for start in range(0, len(self), BLOCK):
+            lengths = self.sequence_lengths[start : start + BLOCK].astype(np.int64)
+            if (lengths < 0).any():
+                raise damaged(path, f"sequence {start + int((lengths < 0).argmax())} has a negative length")
+            ends = num_tokens + np.cumsum(lengths)
+            wrong = self._pointers[start : start + BLOCK] != (ends - lengths) * self.dtype.itemsize
+            if wrong.any():
+                first = start + int(wrong.argmax())
+                raise damaged(path, f"sequence {first} does not start where the one before it ends")
+            num_tokens = int(ends[-1])
+        return num_tokens
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -67,10 +105,6 @@ class IndexedDataset:
         """The tokens at these positions, an array of them or a slice, counted through the whole file."""
         return self._tokens[where]
 
-    def file_bytes(self) -> int:
-        """The size of both files together."""
-        return sum(os.path.getsize(self.prefix + ending) for ending in (".bin", ".idx"))
-
     def document_bounds(self) -> np.ndarray:
         """int64 [documents + 1]: the number of tokens before each document, and of all."""
         bounds = np.full(len(self.document_marks), self.num_tokens, np.int64)
@@ -91,84 +125,23 @@ class IndexedDataset:
         return min(int(ids.min()) for ids in runs), max(int(ids.max()) for ids in runs)
 
 
-class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx, byte for byte as Megatron does; a context manager.
-
-    The files appear under their names only when the `with` block ends without an error.
-    """
-
-    def __init__(self, prefix: str, vocab_size: int):
-        self.prefix = str(prefix)
-        self.vocab_size = vocab_size
-        self.dtype = token_dtype(vocab_size)
-        self._pair = PairWriter(self.prefix, self.dtype, f".tmp{os.getpid()}")
-
-    @property
-    def num_tokens(self) -> int:
-        return self._pair.written.tokens
-
-    def __enter__(self):
-        self._pair.open()
-        self._pair.cut(Written())
-        return self
-
-    def add_document(self, token_ids) -> None:
-        """Appends one document of one sequence; an empty document has no sequence. DataError for an id that is none."""
-        whose = f"document {count(self._pair.written.documents + 1)}"
-        ids = checked_ids(token_ids, self.vocab_size, self.prefix, whose)
-        lengths = np.array([ids.size] if ids.size else [], np.int32)
-        self._pair.append(ids.astype(self.dtype).tobytes(), lengths, np.array([lengths.size]))
-
-    def __exit__(self, kind, error, trace) -> None:
-        try:
-            if kind is None:
-                self._pair.complete()
-                self._pair.place()
-        finally:
-            self._pair.discard()
-
-
-def checked_ids(token_ids, vocab_size: int, source: str, whose: str) -> np.ndarray:
-    """The ids as an array of integers; DataError, naming source and whose they are, for one outside the vocabulary."""
-    ids = np.asarray(token_ids)
-    if ids.size == 0:
-        return ids.astype(np.int64)
-    if ids.size > LONGEST_SEQUENCE:
-        raise DataError(
-            f"{source}: {whose} has {count(ids.size)} tokens, the format ends at {count(LONGEST_SEQUENCE)}; "
-            "cut it into several"
-        )
-    if ids.dtype.kind not in "iu":
-        raise DataError(f"{source}: token ids of type {ids.dtype} are no integers; check the tokenizer")
-    # Anything below the vocabulary fits the type: uint16 is chosen below 65,500 ids only.
-    for extreme in (int(ids.min()), int(ids.max())):
-        if not 0 <= extreme < vocab_size:
-            raise DataError(
-                f"{source}: token id {extreme} in {whose} is outside the vocabulary of {count(vocab_size)}; "
-                "use the tokenizer's real --vocab-size"
-            )
-    return ids
-
-
 def _require_files(prefix: str, flag: str) -> None:
     missing = [prefix + ending for ending in (".bin", ".idx") if not os.path.isfile(prefix + ending)]
     if not missing:
         return
-    raise DataError(f"{flag} {prefix}: no file {' and no file '.join(missing)}; {_way_out(prefix, missing)}")
-
-
-def _way_out(prefix: str, missing: list[str]) -> str:
     stem, ending = os.path.splitext(prefix)
     if ending in (".bin", ".idx"):
-        return f"leave the ending off: {stem}"
-    if os.path.isfile(prefix + "_text_document.idx"):
-        return f"did you mean {prefix}_text_document?"
-    if len(missing) == 1:
-        return "the two files belong together: copy the other one too, or preprocess the text again"
-    return "give the path that preprocessing wrote, without .bin or .idx"
+        remedy = f"leave the ending off: {stem}"
+    elif os.path.isfile(prefix + "_text_document.idx"):
+        remedy = f"did you mean {prefix}_text_document?"
+    elif len(missing) == 1:
+        remedy = "the two files belong together: copy the other one too, or preprocess the text again"
+    else:
+        remedy = "give the path that preprocessing wrote, without .bin or .idx"
+    raise DataError(f"{flag} {prefix}: no file {' and no file '.join(missing)}; {remedy}")
 
 
-def _open_bytes(path: str):
+def _map_file(path: str):
     try:
         with open(path, "rb") as file:
             # An empty file cannot be mapped.
@@ -177,10 +150,22 @@ def _open_bytes(path: str):
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
-def _open_tokens(path: str, dtype: np.dtype, num_tokens: int) -> np.ndarray:
-    num_bytes = os.path.getsize(path)
-    if num_bytes != num_tokens * dtype.itemsize:
-        raise damaged(path, f"{count(num_bytes)} bytes, but its .idx needs {count(num_tokens * dtype.itemsize)}")
-    if num_tokens == 0:
-        raise DataError(f"{path}: holds no tokens; preprocess a text that has some")
-    return np.frombuffer(_open_bytes(path), dtype)
+def _read_header(path: str, index) -> tuple[np.dtype, int, int]:
+    """The token type and the numbers of sequences and document marks; DataError unless they fit the file's size."""
+    if len(index) < HEADER.size:
+        raise damaged(path, f"{len(index)} bytes is too short for a header of {HEADER.size}")
+    magic, version, code, num_sequences, num_marks = HEADER.unpack_from(index)
+    if magic != MAGIC:
+        raise DataError(f"{path}: starts with {magic!r}, not {MAGIC!r}; not an indexed data set: preprocess the text")
+    if version != VERSION:
+        raise DataError(f"{path}: version {version} is unknown, {VERSION} is read; preprocess the text again")
+    if code not in DTYPES:
+        raise damaged(path, f"token type code {code} is unknown (1 to 8 exist)")
+    dtype = np.dtype(DTYPES[code])
+    if dtype.kind == "f":
+        raise DataError(f"{path}: token type {dtype} holds no token ids; preprocess the text with a tokenizer")
+    expected = HEADER.size + 12 * num_sequences + 8 * num_marks
+    if len(index) not in (expected, expected + num_sequences):
+        contents = f"{count(num_sequences)} sequences and {count(num_marks)} document marks"
+        raise damaged(path, f"{count(len(index))} bytes, but its {contents} need {count(expected)}")
+    return dtype, num_sequences, num_marks

@@ -1,18 +1,29 @@
-"""A .bin/.idx pair while it is being written: files beside the final ones, which take their names at the end.
-
-Lengths and marks go to files of their own until then, so that memory stays the same however many documents there are.
-"""
+"""Writing .bin/.idx pairs: under other names, which they trade for their own at the end; and joining several to one."""
 
 import contextlib
 import fcntl
 import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.data.index_format import write_index
+from megatron_lite.data.indexed import DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
 from megatron_lite.errors import DataError
+from megatron_lite.units import count
+
+UINT16_BELOW = 65_500  # ids in the vocabulary
+MAX_SEQUENCE = 2**31 - 1  # tokens; lengths are int32
+INDEX_BLOCK = 1 << 16  # sequences whose pointers are computed at a time
+MERGE_BLOCK = 1 << 22  # tokens, sequences or documents copied at a time
+NONE = np.empty(0, np.int64)
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type that tokens of this vocabulary are stored in: uint16 below 65,500 ids, else int32."""
+    return np.dtype("<u2" if vocab_size < UINT16_BELOW else "<i4")
 
 
 class Written(NamedTuple):
@@ -26,7 +37,8 @@ class Written(NamedTuple):
 class PairWriter:
     """Appends to PREFIX.{bin,lengths,marks}ENDING; complete() and place() make PREFIX.bin and PREFIX.idx of them.
 
-    Every failure to write is a DataError; discard() or close() is for the caller to call then.
+    Lengths and marks have files of their own until then, so that memory stays the same however many documents there
+    are. Every failure to write is a DataError; discard() or close() is for the caller to call then.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, ending: str):
@@ -40,13 +52,24 @@ class PairWriter:
         with self._writing():
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             for part in ("bin", "lengths", "marks"):
-                self._files[part] = open(self._paths[part], "wb", opener=_open_as_it_is)
-                _lock(self._files[part], self.prefix)
+                path = self._paths[part]
+                file = open(path, "wb", opener=lambda path, flags: os.open(path, flags & ~os.O_TRUNC, 0o666))
+                self._files[part] = file
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_ours = os.path.samestat(os.fstat(file.fileno()), os.stat(path))  # or it was just renamed
+                except (BlockingIOError, FileNotFoundError):
+                    is_ours = False
+                except OSError:
+                    continue  # a file system without locks
+                if not is_ours:
+                    raise DataError(
+                        f"{self.prefix}: another run is writing it; wait for that one or choose another output"
+                    )
 
     def holds(self, written: Written) -> bool:
-        """Are the files long enough to go on from there?"""
-        sizes = self._sizes(written)
-        return all(os.path.getsize(self._paths[part]) >= size for part, size in sizes.items())
+        """Whether the files are long enough to go on from there."""
+        return all(os.path.getsize(self._paths[part]) >= size for part, size in self._sizes(written).items())
 
     def cut(self, written: Written) -> None:
         """Drop all that was appended later."""
@@ -62,15 +85,13 @@ class PairWriter:
         tokens: the bytes of their ids in dtype; lengths: int32 [sequences], in tokens; ends: int64 [documents], the
         number of these sequences up to the end of each document.
         """
+        before = self.written
         with self._writing():
             self._files["bin"].write(tokens)
             self._files["lengths"].write(lengths.astype("<i4", copy=False).tobytes())
-            self._files["marks"].write((ends + self.written.sequences).astype("<i8", copy=False).tobytes())
-        num_tokens = len(tokens) // self.dtype.itemsize
-        before = self.written
-        self.written = Written(
-            before.tokens + num_tokens, before.sequences + len(lengths), before.documents + len(ends)
-        )
+            self._files["marks"].write((ends + before.sequences).astype("<i8", copy=False).tobytes())
+        num_tokens = before.tokens + len(tokens) // self.dtype.itemsize
+        self.written = Written(num_tokens, before.sequences + len(lengths), before.documents + len(ends))
 
     def sync(self) -> None:
         """Bring all that was appended to the disk."""
@@ -83,9 +104,22 @@ class PairWriter:
         if not self.written.tokens:
             raise DataError(f"{self.prefix}: not a single token to write; check the input files and --json-keys")
         self.sync()
+        code = next(code for code, known in DTYPES.items() if np.dtype(known) == self.dtype)
+        header = HEADER.pack(MAGIC, VERSION, code, self.written.sequences, self.written.documents + 1)
         with self._writing(), open(self._paths["idx"], "wb") as index:
-            with open(self._paths["lengths"], "rb") as lengths, open(self._paths["marks"], "rb") as marks:
-                write_index(index, self.dtype, self.written.sequences, self.written.documents, lengths, marks)
+            index.write(header)
+            with open(self._paths["lengths"], "rb") as lengths:
+                shutil.copyfileobj(lengths, index)
+                lengths.seek(0)
+                num_tokens = 0
+                while raw := lengths.read(4 * INDEX_BLOCK):
+                    block = np.frombuffer(raw, "<i4")
+                    ends = num_tokens + np.cumsum(block, dtype="<i8")
+                    index.write(((ends - block) * self.dtype.itemsize).tobytes())
+                    num_tokens = int(ends[-1])
+            index.write(bytes(8))  # the marks start with a 0
+            with open(self._paths["marks"], "rb") as marks:
+                shutil.copyfileobj(marks, index)
             _flush(index)
 
     def place(self) -> None:
@@ -111,8 +145,8 @@ class PairWriter:
         self.close()
 
     def _sizes(self, written: Written) -> dict[str, int]:
-        sizes = (written.tokens * self.dtype.itemsize, written.sequences * 4, written.documents * 8)
-        return dict(zip(("bin", "lengths", "marks"), sizes))
+        tokens, sequences, documents = written
+        return {"bin": tokens * self.dtype.itemsize, "lengths": sequences * 4, "marks": documents * 8}
 
     @contextlib.contextmanager
     def _writing(self):
@@ -124,23 +158,108 @@ class PairWriter:
             ) from None
 
 
-def _open_as_it_is(path: str, flags: int) -> int:
-    return os.open(path, flags & ~os.O_TRUNC, 0o666)
-
-
-def _lock(file, prefix: str) -> None:
-    """DataError if another run holds the file, or has just renamed it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        same = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-    except (BlockingIOError, FileNotFoundError):
-        same = False
-    except OSError:
-        return  # a file system without locks
-    if not same:
-        raise DataError(f"{prefix}: another run is writing it; wait for that one or choose another output")
-
-
 def _flush(file) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def open_new_pair(prefix: str, dtype: np.dtype):
+    """A PairWriter whose files take their names if the block ends without an error, and go if it fails."""
+    pair = PairWriter(prefix, dtype, f".tmp{os.getpid()}")
+    pair.open()
+    try:
+        pair.cut(Written())
+        yield pair
+        pair.complete()
+        pair.place()
+    finally:
+        pair.discard()
+
+
+class IndexedWriter:
+    """Writes PREFIX.bin and PREFIX.idx, byte for byte as Megatron does; a context manager.
+
+    The files appear under their names only when the `with` block ends without an error.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int):
+        self.prefix, self.vocab_size, self.dtype = str(prefix), vocab_size, token_dtype(vocab_size)
+        self._opened = open_new_pair(self.prefix, self.dtype)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._pair.written.tokens
+
+    def __enter__(self):
+        self._pair = self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._opened.__exit__(*error)
+
+    def add_document(self, token_ids) -> None:
+        """Appends one document of one sequence; an empty document has no sequence. DataError for an id that is none."""
+        whose = f"document {count(self._pair.written.documents + 1)}"
+        ids = checked_ids(token_ids, self.vocab_size, self.prefix, whose)
+        lengths = np.array([ids.size] if ids.size else [], np.int32)
+        self._pair.append(ids.astype(self.dtype).tobytes(), lengths, np.array([lengths.size]))
+
+
+def checked_ids(token_ids, vocab_size: int, source: str, whose: str) -> np.ndarray:
+    """The ids as an array of integers; DataError, naming source and whose they are, for one outside the vocabulary."""
+    ids = np.asarray(token_ids)
+    if ids.size == 0:
+        return ids.astype(np.int64)
+    if ids.size > MAX_SEQUENCE:
+        raise DataError(
+            f"{source}: {whose} has {count(ids.size)} tokens, the format ends at {count(MAX_SEQUENCE)}; "
+            "cut it into several"
+        )
+    if ids.dtype.kind not in "iu":
+        raise DataError(f"{source}: token ids of type {ids.dtype} are no integers; check the tokenizer")
+    # Anything below the vocabulary fits the type: uint16 is chosen below 65,500 ids only.
+    for extreme in (int(ids.min()), int(ids.max())):
+        if not 0 <= extreme < vocab_size:
+            raise DataError(
+                f"{source}: token id {extreme} in {whose} is outside the vocabulary of {count(vocab_size)}; "
+                "use the tokenizer's real --vocab-size"
+            )
+    return ids
+
+
+def merge(
+    prefixes: Sequence[str], output_prefix: str, flag: str = "--inputs", report: Callable[[int], None] = lambda _: None
+) -> Written:
+    """Writes OUTPUT.bin and .idx: the sequences of all data sets in their order, and returns how much that was.
+
+    As Megatron's add_index: the marks of a data set are moved by the sequences before it and its leading 0 is dropped.
+    report(tokens) is called now and then. DataError for a damaged pair, for token types that differ, and for an output
+    that is one of the inputs; nothing is written then.
+    """
+    datasets = [IndexedDataset(prefix, flag) for prefix in prefixes]
+    first = datasets[0]
+    for dataset in datasets:
+        prefix = dataset.prefix
+        if os.path.getsize(f"{prefix}.idx") != HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_marks):
+            raise DataError(
+                f"{flag} {prefix}: a multimodal data set, whose modes would be lost; merge text data sets only"
+            )
+        if dataset.dtype != first.dtype:
+            raise DataError(
+                f"{flag} {prefix}: its tokens are {dataset.dtype}, those of {first.prefix} {first.dtype}; "
+                "preprocess both with the same vocabulary"
+            )
+        if os.path.realpath(f"{prefix}.bin") == os.path.realpath(f"{output_prefix}.bin"):
+            raise DataError(f"--output-prefix {output_prefix}: is one of the data sets to merge; choose another name")
+    with open_new_pair(output_prefix, first.dtype) as pair:
+        for dataset in datasets:
+            # Marks first: they are moved by the sequences that the pair holds when they come.
+            for start in range(1, len(dataset.document_marks), MERGE_BLOCK):
+                pair.append(b"", NONE, dataset.document_marks[start : start + MERGE_BLOCK])
+            for start in range(0, len(dataset), MERGE_BLOCK):
+                pair.append(b"", dataset.sequence_lengths[start : start + MERGE_BLOCK], NONE)
+            for block in dataset.token_blocks(MERGE_BLOCK):
+                pair.append(block.tobytes(), NONE, NONE)
+                report(pair.written.tokens)
+    return pair.written

@@ -1,4 +1,4 @@
-"""Samples read and stacked by worker processes, ahead of the training loop.
+"""Samples read and stacked by worker processes, ahead of the training loop, and which samples a rank draws.
 
 Shapes: B samples of a micro-batch, T1 = T + 1 tokens of a sample.
 """
@@ -67,7 +67,13 @@ def _stack(samples: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.stack(samples))
 
 
-# --- which samples a rank draws
+def require_block(num_samples: int, micro_batch_size: int, num_ranks: int) -> None:
+    """DataError unless there is one micro-batch for every rank."""
+    if num_samples < micro_batch_size * num_ranks:
+        raise DataError(
+            f"--micro-batch-size {micro_batch_size}: {count(num_samples)} samples are too few for one micro-batch on "
+            f"each of {num_ranks} data-parallel ranks; give more data or a smaller micro-batch"
+        )
 
 
 def single_batches(
@@ -96,42 +102,23 @@ def cyclic_batches(
             f"--dataloader-type cyclic: {count(consumed)} consumed samples are no multiple of micro-batch size "
             f"{micro_batch_size} x {num_ranks} data-parallel ranks; resume with the old sizes"
         )
-    order = _bucket_order if data_sharding else _dealt_order
-    return _epochs(order, num_samples, consumed, micro_batch_size, rank, num_ranks)
+    blocks_per_epoch = num_samples // block
 
+    def draw() -> Iterator[list[int]]:
+        epoch, first = divmod(consumed // block, blocks_per_epoch)
+        while True:
+            random = torch.Generator().manual_seed(epoch)
+            if data_sharding:
+                bucket = blocks_per_epoch * micro_batch_size
+                indices = torch.randperm(bucket, generator=random) + rank * bucket
+            else:
+                size = num_samples // micro_batch_size * micro_batch_size
+                indices = torch.randperm(size, generator=random)[rank::num_ranks]
+            # The end is cut to whole blocks. Without sharding Megatron gives a batch more to the ranks for which the
+            # deal leaves one, in place of their first of the next epoch; a run resumed there does not see it. Here
+            # both agree.
+            for i in range(first, blocks_per_epoch):
+                yield indices[i * micro_batch_size : (i + 1) * micro_batch_size].tolist()
+            epoch, first = epoch + 1, 0
 
-def require_block(num_samples: int, micro_batch_size: int, num_ranks: int) -> None:
-    """DataError unless there is one micro-batch for every rank."""
-    if num_samples < micro_batch_size * num_ranks:
-        raise DataError(
-            f"--micro-batch-size {micro_batch_size}: {count(num_samples)} samples are too few for one micro-batch on "
-            f"each of {num_ranks} data-parallel ranks; give more data or a smaller micro-batch"
-        )
-
-
-def _epochs(order, num_samples, consumed, micro_batch_size, rank, num_ranks) -> Iterator[list[int]]:
-    blocks_per_epoch = num_samples // (micro_batch_size * num_ranks)
-    blocks_done = consumed // (micro_batch_size * num_ranks)
-    while True:
-        epoch, first = divmod(blocks_done, blocks_per_epoch)
-        indices = order(epoch, num_samples, micro_batch_size, rank, num_ranks)
-        # The end is cut to whole blocks. Without sharding Megatron gives a batch more to the ranks for which the deal
-        # leaves one, in place of their first of the next epoch; a run resumed there does not see it. Here both agree.
-        for i in range(first, blocks_per_epoch):
-            yield indices[i * micro_batch_size : (i + 1) * micro_batch_size].tolist()
-        blocks_done = (epoch + 1) * blocks_per_epoch
-
-
-def _bucket_order(epoch, num_samples, micro_batch_size, rank, num_ranks):
-    bucket = num_samples // (micro_batch_size * num_ranks) * micro_batch_size
-    return _permutation(epoch, bucket) + rank * bucket
-
-
-def _dealt_order(epoch, num_samples, micro_batch_size, rank, num_ranks):
-    return _permutation(epoch, num_samples // micro_batch_size * micro_batch_size)[rank::num_ranks]
-
-
-def _permutation(epoch: int, size: int):
-    import torch  # here, so that the other sampler and its users do without it
-
-    return torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).numpy()
+    return draw()

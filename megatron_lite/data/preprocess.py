@@ -9,133 +9,23 @@ import pickle
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.data.index_format import token_dtype
-from megatron_lite.data.indexed import checked_ids
-from megatron_lite.data.indexed_writer import PairWriter
-from megatron_lite.data.resume_state import ENDING, Unfinished, identity
-from megatron_lite.data.text_files import Chunk, chunks, is_jsonl, require_reader
+from megatron_lite.data.indexed_writer import PairWriter, checked_ids, token_dtype
+from megatron_lite.data.resume_state import ENDING, Reached, Unfinished
+from megatron_lite.data.text_files import Chunk, chunks, import_zstandard, is_jsonl
 from megatron_lite.data.tokenizers import Tokenizer
 from megatron_lite.errors import DataError, UserError
-
-# --- work spread over processes: results in the order of the tasks, a bounded number of them at a time
-
-AHEAD = 2  # tasks under way or waiting for an earlier one, per worker
-
-
-class WorkerDied(UserError):
-    """A worker process ended before its work did."""
-
-    exit_code = 1
-
-
-def in_order(function: Callable, tasks: Iterable, workers: int) -> Iterator[tuple]:
-    """(task, function(task)) for each task, in their order; one worker is this process itself.
-
-    function and tasks are pickled. A worker is spawned: forking copies locks that other threads hold. To be closed
-    when it is not read to its end. WorkerDied if one is killed or fails.
-    """
-    if workers == 1:
-        for task in tasks:
-            yield task, function(task)
-        return
-    crew = [_Worker() for _ in range(workers)]
-    try:
-        # All of them are starting up by now, and do so at the same time.
-        pickled = pickle.dumps(function)
-        for worker in crew:
-            worker.send(pickled)
-        yield from _spread(crew, enumerate(tasks))
-    finally:
-        for worker in crew:
-            worker.stop()
-
-
-def _spread(crew: list, numbered: Iterator[tuple]) -> Iterator[tuple]:
-    idle, busy, done = list(crew), {}, {}  # busy: connection -> worker, number, task; done: number -> task, result
-    next_number, exhausted = 0, False
-    while True:
-        # Only an idle worker is sent anything: it is listening, so neither side can block the other.
-        while idle and not exhausted and len(busy) + len(done) < AHEAD * len(crew):
-            number, task = next(numbered, (None, None))
-            exhausted = number is None
-            if not exhausted:
-                worker = idle.pop()
-                worker.send(pickle.dumps(task))
-                busy[worker.connection] = (worker, number, task)
-        while next_number in done:
-            yield done.pop(next_number)
-            next_number += 1
-        if not busy and exhausted:
-            return
-        for connection in wait(list(busy)) if busy else ():
-            worker, number, task = busy.pop(connection)
-            done[number] = (task, worker.receive())
-            idle.append(worker)
-
-
-class _Worker:
-    """A process and the connection to it, whose end is seen at both sides."""
-
-    def __init__(self):
-        context = multiprocessing.get_context("spawn")
-        self.connection, its_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(its_end,), daemon=True)
-        self._process.start()
-        its_end.close()
-
-    def send(self, pickled: bytes):
-        try:
-            self.connection.send_bytes(pickled)
-        except OSError:
-            raise self._died() from None
-
-    def receive(self):
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            raise self._died() from None
-
-    def stop(self):
-        self.connection.close()
-        self._process.terminate()
-        self._process.join()
-
-    def _died(self) -> WorkerDied:
-        self._process.join(10)
-        code = self._process.exitcode
-        if code is not None and code < 0:
-            how, way_out = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
-        else:
-            how, way_out = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
-        return WorkerDied(f"--workers: a worker process died ({how}), {way_out}")
-
-
-def _serve(connection):
-    # Ctrl-C reaches the whole process group; the parent ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    function = _received(connection)
-    while (task := _received(connection)) is not None:
-        result = function(task)
-        with contextlib.suppress(OSError):
-            connection.send(result)
-
-
-def _received(connection):
-    """What the parent sent, or None if it is gone."""
-    try:
-        return pickle.loads(connection.recv_bytes())
-    except (EOFError, OSError):
-        return None
-
 
 ON_ERROR = ("stop", "skip")
 NAMES_SHOWN = 10
 MAX_DOCUMENT_MB = 128  # Python needs about six times as much for one, in each worker
+AHEAD = 2  # tasks under way or waiting for an earlier one, per worker
 
 
 @dataclass(frozen=True)
@@ -178,38 +68,35 @@ def preprocess(
         raise UserError("--append-eod: this tokenizer has no end-of-document token; leave it out, or choose another")
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
     pairs = [PairWriter(prefix, token_dtype(tokenizer.vocab_size), ENDING) for prefix in prefixes]
-    settings = _settings(inputs, json_keys, append_eod, tokenizer, max_document_mb)
-    total = max(1, sum(os.path.getsize(path) for path in inputs))
-    with Unfinished(str(output_prefix), pairs, settings, on_error == "skip", say) as unfinished:
-        reached = unfinished.reached
-        tokenize = Tokenize(tokenizer, tuple(json_keys), append_eod)
-        with contextlib.closing(in_order(tokenize, chunks(inputs, reached.place, max_document_mb), workers)) as results:
-            for chunk, result in results:
-                for mistake in result.mistakes:
-                    if on_error == "stop":
-                        raise DataError(mistake)
-                    say(f"skipped {mistake}")
-                for pair, (tokens, lengths) in zip(pairs, result.columns):
-                    pair.append(tokens, lengths, np.arange(1, len(lengths) + 1))
-                reached = reached.plus(
-                    chunk.end, result.documents, result.text_bytes, result.empty, len(result.mistakes)
-                )
-                unfinished.reach(reached)
-                report(reached.documents, reached.text_bytes, chunk.bytes_read / total)
-    num_tokens = sum(pair.written.tokens for pair in pairs)
-    return Summary(prefixes, reached.documents, num_tokens, reached.text_bytes, reached.empty, reached.skipped)
-
-
-def _settings(
-    inputs: Sequence[str | Path], json_keys: Sequence[str], append_eod: bool, tokenizer: Tokenizer, max_document_mb: int
-) -> dict:
-    return {
-        "--input": [identity(path) for path in inputs],
+    statuses = [(os.path.abspath(path), os.stat(path)) for path in inputs]
+    settings = {
+        "--input": [[path, status.st_size, status.st_mtime_ns] for path, status in statuses],
         "--json-keys": list(json_keys),
         "--append-eod": append_eod,
         "--max-document-mb": max_document_mb,
         "the tokenizer": hashlib.sha256(pickle.dumps(tokenizer)).hexdigest(),
     }
+    total = max(1, sum(status.st_size for _, status in statuses))
+    tokenize = partial(tokenize_chunk, tokenizer, tuple(json_keys), append_eod)
+    with Unfinished(str(output_prefix), pairs, settings, on_error == "skip", say) as unfinished:
+        tasks = chunks(inputs, unfinished.reached.place, max_document_mb)
+        with contextlib.closing(in_order(tokenize, tasks, workers)) as results:
+            for chunk, result in results:
+                for mistake in result.mistakes:
+                    if on_error == "stop":
+                        raise DataError(mistake)
+                    say(f"skipped {mistake}")
+                documents = unfinished.reached.documents
+                for pair, (tokens, lengths) in zip(pairs, result.columns):
+                    pair.append(tokens, lengths, np.arange(1, len(lengths) + 1))
+                    documents += len(lengths)
+                before = unfinished.reached
+                text_bytes, empty = before.text_bytes + result.text_bytes, before.empty + result.empty
+                skipped = before.skipped + len(result.mistakes)
+                unfinished.reach(Reached(chunk.end, documents, text_bytes, empty, skipped))
+                report(documents, text_bytes, chunk.bytes_read / total)
+    reached, num_tokens = unfinished.reached, sum(pair.written.tokens for pair in pairs)
+    return Summary(prefixes, reached.documents, num_tokens, reached.text_bytes, reached.empty, reached.skipped)
 
 
 def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int, max_document_mb: int) -> None:
@@ -225,11 +112,14 @@ def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int,
             raise DataError(f"--input {path}: {what}; give .jsonl or text files")
         if len(json_keys) > 1 and not is_jsonl(path):
             raise DataError(f"--json-keys {' '.join(json_keys)}: {path} is plain text without keys; give one key only")
-        require_reader(path)
+        if Path(path).suffix == ".zst":
+            import_zstandard(str(path))
 
 
-@dataclass(frozen=True)
-class Tokenized:
+# --- the work on one chunk, in the worker processes
+
+
+class Tokenized(NamedTuple):
     """What became of a chunk. columns: for each key the bytes of all tokens, and int32 [documents] lengths in tokens."""
 
     columns: list[tuple[bytes, np.ndarray]]
@@ -237,51 +127,39 @@ class Tokenized:
     empty: int
     mistakes: list[str]  # FILE:LINE: what is wrong with it
 
-    @property
-    def documents(self) -> int:
-        return sum(len(lengths) for _, lengths in self.columns)
 
-
-@dataclass(frozen=True)
-class Tokenize:
-    """The work on one chunk; sent to the worker processes."""
-
-    tokenizer: Tokenizer
-    json_keys: tuple[str, ...]
-    append_eod: bool
-
-    def __call__(self, chunk: Chunk) -> Tokenized:
-        columns = [[] for _ in self.json_keys]
-        text_bytes, mistakes = 0, [chunk.mistake] if chunk.mistake else []
-        for where, raw in _documents(chunk):
-            try:
-                text = _decoded(raw, where)
-                texts = [text] if chunk.first_line is None else _texts(text, self.json_keys, where)
-                documents = [self._ids(text, where) for text in texts]
-            except DataError as error:
-                mistakes.append(str(error))
-                continue
-            text_bytes += sum(len(text.encode("utf-8", errors="replace")) for text in texts)
-            for column, ids in zip(columns, documents):
-                column.append(ids)
-        return self._joined(columns, text_bytes, mistakes)
-
-    def _ids(self, text: str, where: str) -> np.ndarray:
+def tokenize_chunk(tokenizer: Tokenizer, json_keys: tuple[str, ...], append_eod: bool, chunk: Chunk) -> Tokenized:
+    """The tokens of a chunk's documents. A document or line that cannot be used is a mistake, and left out."""
+    dtype, vocab_size = token_dtype(tokenizer.vocab_size), tokenizer.vocab_size
+    columns: list[list[np.ndarray]] = [[] for _ in json_keys]
+    text_bytes, empty, mistakes = 0, 0, [chunk.mistake] if chunk.mistake else []
+    for where, raw in _documents(chunk):
         try:
-            ids = self.tokenizer.encode(text)
+            texts = [raw.decode("utf-8")]
+            if chunk.first_line is not None:
+                texts = _read_texts(texts[0], json_keys, where)
+            documents = []
+            for text in texts:
+                ids = _encode(tokenizer, text, where)
+                ids = [*ids, tokenizer.eod] if append_eod and len(ids) else ids
+                documents.append(checked_ids(ids, vocab_size, where, "the text").astype(dtype))
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            mistakes.append(f"{where}: byte {byte:#04x} is not UTF-8; convert the file (iconv -t UTF-8)")
+            continue
         except DataError as error:
-            raise DataError(f"{where}: {error}") from None
-        whole = [*ids, self.tokenizer.eod] if self.append_eod and len(ids) else ids
-        vocab_size = self.tokenizer.vocab_size
-        return checked_ids(whole, vocab_size, where, "the text").astype(token_dtype(vocab_size))
-
-    def _joined(self, columns: list[list[np.ndarray]], text_bytes: int, mistakes: list[str]) -> Tokenized:
-        full = [[ids for ids in column if ids.size] for column in columns]
-        empty = sum(map(len, columns)) - sum(map(len, full))
-        joined = [
-            (b"".join(ids.tobytes() for ids in column), np.array([*map(len, column)], np.int32)) for column in full
-        ]
-        return Tokenized(joined, text_bytes, empty, mistakes)
+            mistakes.append(str(error))
+            continue
+        text_bytes += sum(len(text.encode("utf-8", errors="replace")) for text in texts)
+        for column, ids in zip(columns, documents):
+            if ids.size:
+                column.append(ids)
+            else:
+                empty += 1
+    joined = [
+        (b"".join(ids.tobytes() for ids in column), np.array([*map(len, column)], np.int32)) for column in columns
+    ]
+    return Tokenized(joined, text_bytes, empty, mistakes)
 
 
 def _documents(chunk: Chunk) -> Iterator[tuple[str, bytes]]:
@@ -296,16 +174,7 @@ def _documents(chunk: Chunk) -> Iterator[tuple[str, bytes]]:
             yield f"{chunk.path}:{number}", line
 
 
-def _decoded(raw: bytes, where: str) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: byte {raw[error.start]:#04x} is not UTF-8; convert the file (iconv -t UTF-8)"
-        ) from None
-
-
-def _texts(line: str, json_keys: Sequence[str], where: str) -> list[str]:
+def _read_texts(line: str, json_keys: Sequence[str], where: str) -> list[str]:
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -314,11 +183,118 @@ def _texts(line: str, json_keys: Sequence[str], where: str) -> list[str]:
         raise DataError(f'{where}: a {type(document).__name__}, not an object; write {{"text": "..."}} on each line')
     for key in json_keys:
         if not isinstance(document.get(key), str):
-            raise DataError(f"{where}: no text under '{key}'; it has {_names(document)} (--json-keys)")
+            # repr for what would break the line, or command the terminal.
+            names = [name if name.isprintable() else repr(name) for name in list(document)[:NAMES_SHOWN]]
+            known = ", ".join(names + ["..."] * (len(document) > NAMES_SHOWN)) or "nothing"
+            raise DataError(f"{where}: no text under '{key}'; it has {known} (--json-keys)")
     return [document[key] for key in json_keys]
 
 
-def _names(document: dict) -> str:
-    # repr for what would break the line, or command the terminal.
-    names = [name if name.isprintable() else repr(name) for name in list(document)[:NAMES_SHOWN]]
-    return ", ".join(names + ["..."] * (len(document) > NAMES_SHOWN)) or "nothing"
+def _encode(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+# --- work spread over processes: results in the order of the tasks, a bounded number of them at a time
+
+
+class WorkerDied(UserError):
+    """A worker process ended before its work did."""
+
+    exit_code = 1
+
+
+def in_order(function: Callable, tasks: Iterable, workers: int) -> Iterator[tuple]:
+    """(task, function(task)) for each task, in their order; one worker is this process itself.
+
+    function and tasks are pickled. A worker is spawned: forking copies locks that other threads hold. To be closed
+    when it is not read to its end. WorkerDied if one is killed or fails.
+    """
+    if workers == 1:
+        for task in tasks:
+            yield task, function(task)
+        return
+    crew = [_Worker() for _ in range(workers)]
+    numbered, next_number, exhausted = enumerate(tasks), 0, False
+    idle, busy, done = list(crew), {}, {}  # busy: connection -> worker, number, task; done: number -> task, result
+    try:
+        # All of them are starting up by now, and do so at the same time.
+        pickled = pickle.dumps(function)
+        for worker in crew:
+            worker.send(pickled)
+        while busy or not exhausted:
+            # Only an idle worker is sent anything: it is listening, so neither side can block the other.
+            while idle and not exhausted and len(busy) + len(done) < AHEAD * workers:
+                number, task = next(numbered, (None, None))
+                exhausted = number is None
+                if not exhausted:
+                    worker = idle.pop()
+                    worker.send(pickle.dumps(task))
+                    busy[worker.connection] = (worker, number, task)
+            for connection in wait(list(busy)) if busy else ():
+                worker, number, task = busy.pop(connection)
+                done[number] = (task, worker.receive())
+                idle.append(worker)
+            while next_number in done:
+                yield done.pop(next_number)
+                next_number += 1
+    finally:
+        for worker in crew:
+            worker.stop()
+
+
+class _Worker:
+    """A process and the connection to it, whose end is seen at both sides."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self.connection, its_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(its_end,), daemon=True)
+        self._process.start()
+        its_end.close()
+
+    def send(self, pickled: bytes):
+        try:
+            self.connection.send_bytes(pickled)
+        except OSError:
+            raise self._died() from None
+
+    def receive(self):
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+
+    def stop(self):
+        self.connection.close()
+        self._process.terminate()
+        self._process.join()
+
+    def _died(self) -> WorkerDied:
+        self._process.join(10)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            how, remedy = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
+        else:
+            how, remedy = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
+        return WorkerDied(f"--workers: a worker process died ({how}), {remedy}")
+
+
+def _serve(connection):
+    """In the worker: what the parent sends is a function, then tasks, until the parent closes the connection or is gone."""
+    # Ctrl-C reaches the whole process group; the parent ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    function = None
+    while True:
+        try:
+            received = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        if function is None:
+            function = received
+            continue
+        result = function(received)
+        with contextlib.suppress(OSError):
+            connection.send(result)

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_lite.data.indexed_writer import PairWriter, Written
@@ -27,11 +27,6 @@ class Reached:
     empty: int = 0
     skipped: int = 0
 
-    def plus(self, place: Place, documents: int, text_bytes: int, empty: int, skipped: int) -> "Reached":
-        return Reached(
-            place, self.documents + documents, self.text_bytes + text_bytes, self.empty + empty, self.skipped + skipped
-        )
-
 
 class Unfinished:
     """A context manager around the writing of all pairs of a run.
@@ -51,63 +46,33 @@ class Unfinished:
         say: Callable[[str], None],
     ):
         self.reached = Reached()
+        self._prefix, self._pairs, self._may_skip, self._say = output_prefix, pairs, may_skip, say
         self._path = Path(f"{output_prefix}{ENDING}.json")
         self._next_path = Path(f"{self._path}.next")
-        self._prefix = output_prefix
-        self._pairs = pairs
         self._settings = json.loads(json.dumps(settings))
-        self._may_skip = may_skip
-        self._say = say
         self._saved = time.monotonic()
 
     def __enter__(self):
         try:
             for pair in self._pairs:
                 pair.open()
-            written = self._restore()
-            for pair, good in zip(self._pairs, written):
+            for pair, good in zip(self._pairs, self._restore()):
                 pair.cut(good)
         except BaseException:
-            self._close()
+            for pair in self._pairs:
+                pair.close()
             raise
         return self
 
     def reach(self, reached: Reached) -> None:
         """All up to there was given to the pairs. Now and then this is brought to the disk."""
         self.reached = reached
-        if time.monotonic() - self._saved >= SECONDS_BETWEEN_STATES:
-            self._save()
-            self._saved = time.monotonic()
-
-    def __exit__(self, kind, error, trace) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            if self._path.exists():
-                self._say(f"{self._prefix}: what is done so far is kept; the same command goes on with it")
-                self._close()
-            else:
-                self._next_path.unlink(missing_ok=True)
-                for pair in self._pairs:
-                    pair.discard()
-
-    def _close(self) -> None:
-        for pair in self._pairs:
-            pair.close()
-
-    def _finish(self) -> None:
-        for pair in self._pairs:
-            pair.complete()
-        for pair in self._pairs:
-            pair.place()
-        self._path.unlink(missing_ok=True)
-
-    def _save(self) -> None:
+        if time.monotonic() - self._saved < SECONDS_BETWEEN_STATES:
+            return
         for pair in self._pairs:
             pair.sync()
         written = [pair.written for pair in self._pairs]
-        state = {"version": VERSION, "settings": self._settings, "reached": asdict(self.reached), "written": written}
+        state = {"version": VERSION, "settings": self._settings, "reached": asdict(reached), "written": written}
         try:
             # A name that the next run finds again: dying here must not leave a file behind for good.
             with open(self._next_path, "w", encoding="utf-8") as file:
@@ -117,6 +82,27 @@ class Unfinished:
             os.replace(self._next_path, self._path)
         except OSError as error:
             raise DataError(f"{self._path}: cannot be written ({error.strerror}); free some space") from None
+        self._saved = time.monotonic()
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                for pair in self._pairs:
+                    pair.complete()
+                for pair in self._pairs:
+                    pair.place()
+                self._path.unlink(missing_ok=True)
+        finally:
+            is_kept = self._path.exists()
+            if is_kept:
+                self._say(f"{self._prefix}: what is done so far is kept; the same command goes on with it")
+            else:
+                self._next_path.unlink(missing_ok=True)
+            for pair in self._pairs:
+                if is_kept:
+                    pair.close()
+                else:
+                    pair.discard()
 
     def _restore(self) -> list[Written]:
         """Set `reached` to what an earlier run reached and return what the pairs held then; else begin anew."""
@@ -125,10 +111,9 @@ class Unfinished:
             return anew
         try:
             state = json.loads(self._path.read_text(encoding="utf-8"))
-            reached = Reached(**state["reached"])
-            reached = replace(reached, place=Place(**state["reached"]["place"]))
+            reached = Reached(**state["reached"] | {"place": Place(**state["reached"]["place"])})
             written = [Written(*numbers) for numbers in state["written"]]
-            objection = self._objection(state, written)
+            objection = self._objection(state, reached, written)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             objection = "cannot be read"
         if objection:
@@ -140,21 +125,15 @@ class Unfinished:
         self._say(f"{self._prefix}: goes on after {count(reached.documents)} documents of an interrupted run")
         return written
 
-    def _objection(self, state: dict, written: list[Written]) -> str | None:
+    def _objection(self, state: dict, reached: Reached, written: list[Written]) -> str | None:
         before = state["settings"]
-        changed = [name for name in self._settings if before.get(name) != self._settings[name]]
-        if state["reached"]["skipped"] and not self._may_skip:
-            changed.append("--on-error")
         if state["version"] != VERSION or before.keys() != self._settings.keys():
             return "was written by another version"
+        changed = [name for name in self._settings if before[name] != self._settings[name]]
+        if reached.skipped and not self._may_skip:
+            changed.append("--on-error")
         if changed:
             return f"{', '.join(changed)} changed since that run was interrupted"
         if len(written) != len(self._pairs) or not all(map(PairWriter.holds, self._pairs, written)):
             return "the files it tells of are gone or cut short"
         return None
-
-
-def identity(path: str | Path) -> list:
-    """What tells whether a file is still the same."""
-    status = os.stat(path)
-    return [os.path.abspath(path), status.st_size, status.st_mtime_ns]

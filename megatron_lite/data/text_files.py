@@ -5,7 +5,7 @@ import io
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class Chunk:
 
 
 def is_jsonl(path: str | Path) -> bool:
-    """Does the file hold one object a line?"""
+    """Whether the file holds one object a line."""
     path = Path(path)
     return Path(path.stem if path.suffix in COMPRESSED else path.name).suffix in JSON_LINES
 
@@ -61,25 +61,28 @@ def chunks(inputs: Sequence[str | Path], start: Place, max_document_mb: int) -> 
     A line, or a file that is one document, of more than max_document_mb MiB (at least one) is a chunk with a mistake.
     """
     limit = max_document_mb * MIB
+    too_long = f"is longer than {max_document_mb} MiB; check the file, or raise --max-document-mb"
     before = sum(os.path.getsize(path) for path in inputs[: start.file])
     for number in range(start.file, len(inputs)):
         path = str(inputs[number])
         here = start if number == start.file else Place(number)
-        with _reading(path), open(path, "rb") as packed, closing(_unpacked(path, packed)) as file:
-            if is_jsonl(path):
-                for raw, end in _blocks_of_lines(file, here, limit):
-                    mistake = None if raw else _too_long(f"{path}:{here.line}: the line", max_document_mb)
-                    yield Chunk(path, here.line, raw, end, before + packed.tell(), mistake)
-                    here = end
-            else:
-                raw = file.read(limit + 1)
-                mistake = _too_long(f"{path}: the document", max_document_mb) if len(raw) > limit else None
-                yield Chunk(path, None, b"" if mistake else raw, Place(number + 1), before + packed.tell(), mistake)
+        try:
+            with open(path, "rb") as packed, closing(_unpack(path, packed)) as file:
+                if is_jsonl(path):
+                    for raw, end in _blocks_of_lines(file, here, limit):
+                        mistake = None if raw else f"{path}:{here.line}: the line {too_long}"
+                        yield Chunk(path, here.line, raw, end, before + packed.tell(), mistake)
+                        here = end
+                else:
+                    raw, end = file.read(limit + 1), Place(number + 1)
+                    mistake = f"{path}: the document {too_long}" if len(raw) > limit else None
+                    yield Chunk(path, None, b"" if mistake else raw, end, before + packed.tell(), mistake)
+        except (OSError, EOFError, zlib.error) as error:
+            why = getattr(error, "strerror", None) or error
+            raise DataError(
+                f"--input {path}: cannot be read ({why}); check its permissions, or copy the file again"
+            ) from None
         before += os.path.getsize(path)
-
-
-def _too_long(what: str, max_document_mb: int) -> str:
-    return f"{what} is longer than {max_document_mb} MiB; check the file, or raise --max-document-mb"
 
 
 def _blocks_of_lines(file, here: Place, limit: int) -> Iterator[tuple[bytes, Place]]:
@@ -87,39 +90,29 @@ def _blocks_of_lines(file, here: Place, limit: int) -> Iterator[tuple[bytes, Pla
     if file.seekable():
         file.seek(here.offset)
     else:
-        _skip(file, here.offset)
+        left = here.offset
+        while left and (skipped := len(file.read(min(left, CHUNK_BYTES)))):
+            left -= skipped
     while raw := file.read(CHUNK_BYTES):
         whole = raw.rfind(b"\n") + 1
         last = raw[whole:]
         if last:
             last += file.readline(limit + 1 - len(last))
-        if len(last) <= limit:
-            raw, last = raw[:whole] + last, b""
-        else:
-            raw = raw[:whole]
+        is_too_long = len(last) > limit
+        raw = raw[:whole] if is_too_long else raw[:whole] + last
         if raw:
             here = Place(here.file, here.offset + len(raw), here.line + raw.count(b"\n"))
             yield raw, here
-        if last:
-            here = Place(here.file, here.offset + len(last) + _skip_line(file, last), here.line + 1)
+        if is_too_long:
+            length = len(last)
+            while last and not last.endswith(b"\n"):
+                last = file.readline(CHUNK_BYTES)
+                length += len(last)
+            here = Place(here.file, here.offset + length, here.line + 1)
             yield b"", here
 
 
-def _skip_line(file, piece: bytes) -> int:
-    """Read to the end of the line whose last piece this is; returns the number of bytes."""
-    skipped = 0
-    while piece and not piece.endswith(b"\n"):
-        piece = file.readline(CHUNK_BYTES)
-        skipped += len(piece)
-    return skipped
-
-
-def _skip(file, num_bytes: int) -> None:
-    while num_bytes and (skipped := len(file.read(min(num_bytes, CHUNK_BYTES)))):
-        num_bytes -= skipped
-
-
-def _unpacked(path: str, packed):
+def _unpack(path: str, packed):
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=packed)
     if path.endswith(".zst"):
@@ -127,24 +120,8 @@ def _unpacked(path: str, packed):
     return packed
 
 
-@contextmanager
-def _reading(path: str):
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:
-        why = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"--input {path}: cannot be read ({why}); check its permissions, or copy the file again"
-        ) from None
-
-
-def require_reader(path: str | Path) -> None:
-    """UserError if the package that decompresses the file is missing."""
-    if Path(path).suffix == ".zst":
-        _zstandard(str(path))
-
-
-def _zstandard(path: str):
+def import_zstandard(path: str):
+    """The package that decompresses the file. UserError if it is missing."""
     try:
         import zstandard
     except ImportError:
@@ -156,8 +133,7 @@ class _ZstandardReader(io.RawIOBase):
     """Frame after frame. The package's own stream_reader takes a file that was cut short for a complete one."""
 
     def __init__(self, path: str, packed):
-        self._package = _zstandard(path)
-        self._packed = packed
+        self._package, self._packed = import_zstandard(path), packed
         self._frame = None
         self._rest = b""  # what follows the frame that ended
         self._ready = b""
@@ -172,21 +148,15 @@ class _ZstandardReader(io.RawIOBase):
                 return 0
             if not compressed:
                 raise EOFError("the file ends before its end-of-stream marker")
-            self._ready, self._rest = memoryview(self._decompress(compressed)), self._rest_of_frame()
+            self._frame = self._frame or self._package.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(compressed))
+            except self._package.ZstdError as error:
+                raise EOFError(str(error)) from None
+            self._rest = b""
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
         size = min(len(buffer), len(self._ready))
         buffer[:size] = self._ready[:size]
         self._ready = self._ready[size:]
         return size
-
-    def _decompress(self, compressed: bytes) -> bytes:
-        self._frame = self._frame or self._package.ZstdDecompressor().decompressobj()
-        try:
-            return self._frame.decompress(compressed)
-        except self._package.ZstdError as error:
-            raise EOFError(str(error)) from None
-
-    def _rest_of_frame(self) -> bytes:
-        if not self._frame.eof:
-            return b""
-        rest, self._frame = self._frame.unused_data, None
-        return rest

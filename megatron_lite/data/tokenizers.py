@@ -1,11 +1,10 @@
 """Text to token ids and back: every --tokenizer-type."""
 
-import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from types import ModuleType
+from collections.abc import Iterable, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Protocol
 
 from megatron_lite.config.data_paths import TIKTOKEN_PATTERN, TIKTOKEN_SPECIAL, TOKENIZER, TOKENIZERS
@@ -29,67 +28,54 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
+DEFAULTS = {
+    "vocab_file": None,
+    "merge_file": None,
+    "vocab_size": None,
+    "tokenizer_model": None,
+    "tiktoken_pattern": None,
+    "tiktoken_num_special_tokens": TIKTOKEN_SPECIAL,
+    "tokenizer_special_tokens": (),
+    "tokenizer_hf_include_special_tokens": False,
+}
+
+
+def make_tokenizer(tokenizer_type: str, **flags) -> Tokenizer:
+    """The tokenizer of one --tokenizer-type, with `flags` other than DEFAULTS."""
+    return build_tokenizer(SimpleNamespace(tokenizer_type=tokenizer_type, **(DEFAULTS | flags)))
+
+
 def build_tokenizer(options) -> Tokenizer:
-    """The tokenizer that flags describe; options has an attribute for each, such as DataArgs or a command's options."""
-    return make_tokenizer(
-        options.tokenizer_type or TOKENIZER,
-        vocab_file=options.vocab_file,
-        merge_file=options.merge_file,
-        vocab_size=options.vocab_size,
-        tokenizer_model=options.tokenizer_model,
-        tiktoken_pattern=options.tiktoken_pattern,
-        tiktoken_num_special_tokens=options.tiktoken_num_special_tokens,
-        tokenizer_special_tokens=options.tokenizer_special_tokens,
-        tokenizer_hf_include_special_tokens=options.tokenizer_hf_include_special_tokens,
-    )
+    """The tokenizer that flags describe; options has an attribute for each, such as DataArgs or a command's options.
 
-
-def make_tokenizer(
-    tokenizer_type: str,
-    *,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    vocab_size: int | None = None,
-    tokenizer_model: str | None = None,
-    tiktoken_pattern: str | None = None,
-    tiktoken_num_special_tokens: int = TIKTOKEN_SPECIAL,
-    tokenizer_special_tokens: tuple[str, ...] = (),
-    tokenizer_hf_include_special_tokens: bool = False,
-) -> Tokenizer:
-    """The tokenizer of Megatron's --tokenizer-type. UserError for one that does not exist here or lacks its files.
-
-    Packages are imported only then: some need what others do without.
+    UserError for one that does not exist here or lacks its files. Packages are imported only then: some need what
+    others do without.
     """
-    if tokenizer_type not in TOKENIZERS:
+    kind, model = options.tokenizer_type or TOKENIZER, options.tokenizer_model
+    if kind not in TOKENIZERS:
         raise UserError(
-            f"--tokenizer-type {tokenizer_type}: not available, only {', '.join(TOKENIZERS)}; tokenize elsewhere and "
+            f"--tokenizer-type {kind}: not available, only {', '.join(TOKENIZERS)}; tokenize elsewhere and "
             "train on the .bin/.idx files with --tokenizer-type NullTokenizer --vocab-size N"
         )
-    if tokenizer_type == "ByteTokenizer":
+    if kind == "ByteTokenizer":
         return ByteTokenizer()
-    if tokenizer_type == "NullTokenizer":
-        return NullTokenizer(vocab_size)
-    if tokenizer_type == "GPT2BPETokenizer":
+    if kind == "NullTokenizer":
+        return NullTokenizer(options.vocab_size)
+    if kind == "GPT2BPETokenizer":
         from megatron_lite.data.byte_pairs import GPT2BPETokenizer
 
-        return GPT2BPETokenizer(vocab_file, merge_file)
-    if tokenizer_model is None:
-        raise UserError(f"--tokenizer-model: missing, {tokenizer_type} needs it; give its file or folder")
-    if tokenizer_type == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(
-            tokenizer_model, tokenizer_hf_include_special_tokens, tokenizer_special_tokens or ()
-        )
-    if tokenizer_type == "TikTokenizer":
+        return GPT2BPETokenizer(options.vocab_file, options.merge_file)
+    if model is None:
+        raise UserError(f"--tokenizer-model: missing, {kind} needs it; give its file or folder")
+    special = options.tokenizer_special_tokens or ()
+    if kind == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(model, options.tokenizer_hf_include_special_tokens, special)
+    if kind == "TikTokenizer":
         from megatron_lite.data.byte_pairs import TikTokenizer
 
-        return TikTokenizer(
-            tokenizer_model,
-            tiktoken_pattern or TIKTOKEN_PATTERN,
-            vocab_size,
-            tiktoken_num_special_tokens,
-            tokenizer_special_tokens or (),
-        )
-    return SentencePieceTokenizer(tokenizer_type, tokenizer_model)
+        pattern, num_special = options.tiktoken_pattern or TIKTOKEN_PATTERN, options.tiktoken_num_special_tokens
+        return TikTokenizer(model, pattern, options.vocab_size, num_special, special)
+    return SentencePieceTokenizer(kind, model)
 
 
 class ByteTokenizer:
@@ -192,8 +178,15 @@ class HuggingFaceTokenizer:
         self.vocab_size = len(whole)
         self.eod = whole.eos_token_id if whole.eos_token_id is not None else whole.sep_token_id
         self._include = include_special_tokens
-        self._fast = _without_limits(whole) if whole.is_fast else None
-        self._slow = None if whole.is_fast else whole
+        self._fast = self._slow = None
+        if not whole.is_fast:
+            self._slow = whole
+            return
+        # The tokenizer in Rust, without transformers' wrapping, which takes longer than short texts themselves.
+        self._fast = whole.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._fast.encode_special_tokens = whole.split_special_tokens
 
     def encode(self, text: str) -> list[int]:
         text = replace_lone_surrogates(text)
@@ -205,48 +198,32 @@ class HuggingFaceTokenizer:
         return (self._fast or self._slow).decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def _without_limits(whole):
-    """The tokenizer in Rust, called without transformers' wrapping, which takes longer than short texts themselves."""
-    fast = whole.backend_tokenizer
-    fast.no_truncation()
-    fast.no_padding()
-    fast.encode_special_tokens = whole.split_special_tokens
-    return fast
-
-
 def _open_hugging_face(model: str):
     transformers = import_optional("transformers", "hf", "HuggingFaceTokenizer")
-    try:
-        with _silence_warnings():
-            # What lies here first: a run on many ranks must not ask the hub on each of them.
-            return _load_pretrained(transformers, model, local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - parsers and the Rust library raise errors of every kind
-        if os.path.exists(model):
-            raise _unusable(model, error) from None
-    if not _hub_answers():
-        raise UserError(
-            f"--tokenizer-model {model}: no such folder, not in Hugging Face's cache, and its hub cannot "
-            "be reached; give a folder with tokenizer.json, or fetch it where there is a network"
-        )
-    try:
-        return _load_pretrained(transformers, model, local_files_only=False)
-    except Exception as error:  # noqa: BLE001 - the same
-        raise _unusable(model, error) from None
-
-
-def _load_pretrained(transformers, model: str, **where):
-    return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False, **where)
-
-
-def _unusable(model: str, error: Exception) -> UserError:
-    if "trust_remote_code" in str(error):
-        why = "it needs code of its own, which is not run here"
-    else:
-        why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-    return UserError(
-        f"--tokenizer-model {model}: no tokenizer ({why}); give a folder that save_pretrained wrote, or "
-        "a name on the hub"
-    )
+    # What lies here first: a run on many ranks must not ask the hub on each of them.
+    for here in (True, False):
+        if not here and not _hub_answers():
+            raise UserError(
+                f"--tokenizer-model {model}: no such folder, not in Hugging Face's cache, and its hub cannot "
+                "be reached; give a folder with tokenizer.json, or fetch it where there is a network"
+            )
+        muted = logging.root.manager.disable
+        if here:
+            logging.disable(logging.WARNING)  # the library's remarks on what was not found
+        try:
+            return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False, local_files_only=here)
+        except Exception as error:  # noqa: BLE001 - parsers and the Rust library raise errors of every kind
+            if here and not os.path.exists(model):
+                continue
+            why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+            if "trust_remote_code" in str(error):
+                why = "it needs code of its own, which is not run here"
+            raise UserError(
+                f"--tokenizer-model {model}: no tokenizer ({why}); give a folder that save_pretrained wrote, or "
+                "a name on the hub"
+            ) from None
+        finally:
+            logging.disable(muted)
 
 
 def _hub_answers() -> bool:
@@ -259,14 +236,3 @@ def _hub_answers() -> bool:
     except Exception:  # noqa: BLE001 - requests' or httpx's, by the library's version
         return False
     return True
-
-
-@contextlib.contextmanager
-def _silence_warnings() -> Iterator[None]:
-    """Without the library's remarks on what was not found."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
