@@ -156,7 +156,7 @@ def test_large_models_are_written_in_pieces_with_an_index(tmp_path):
     assert all((pieces / name).stat().st_size < 30_000 + 4096 for name in files)
     index = json.loads((pieces / "model.safetensors.index.json").read_text())
     one = SafetensorsFile(whole / "model.safetensors")
-    assert index["metadata"]["total_size"] == sum(one.tensor(name).nbytes for name in one.names())
+    assert index["metadata"]["total_size"] == sum(one.tensor(name).nbytes for name in one.names)
     assert torch.equal(their_logits(whole), their_logits(pieces))
     assert all(
         torch.equal(mine, other)

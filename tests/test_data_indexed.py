@@ -105,28 +105,30 @@ def test_multimodal_file_is_read_without_its_modes(prefix):
     assert len(IndexedDataset(prefix)) == 2
 
 
-@pytest.mark.parametrize(
-    ("document", "vocab_size", "message"),
-    [
-        (
-            [1, 70_000],
-            50_257,
-            r"^\S+: token id 70000 in document 2 is outside the vocabulary of 50,257; .*--vocab-size$",
-        ),
-        ([-1], 50_257, r"^\S+: token id -1 in document 2 .*$"),
-        ([300], 300, r"^\S+: token id 300 .* of 300; .*$"),
-        ([1.5], 300, r"^\S+: token ids of type float64 are no integers; .*$"),
-        (
-            np.broadcast_to(np.uint8(1), 2**31),
-            300,
-            r"^\S+: document 2 has 2,147,483,648 tokens, .*; cut it into several$",
-        ),
-    ],
-    ids=["70000-in-uint16", "negative", "vocabulary", "float", "too-long"],
-)
-def test_refused_document_leaves_no_file(tmp_path, document, vocab_size, message):
-    with pytest.raises(DataError, match=message):
+REFUSED = {
+    "70000-in-uint16": (
+        [1, 70_000],
+        50_257,
+        "token id 70000 in document 2 is outside the vocabulary of 50,257; .*--vocab-size",
+    ),
+    "negative": ([-1], 50_257, "token id -1 in document 2 .*"),
+    "vocabulary": ([300], 300, "token id 300 .* of 300; .*"),
+    "float": ([1.5], 300, "token ids of type float64 are no integers; .*"),
+    "too-long": (
+        np.broadcast_to(np.uint8(1), 2**31),
+        300,
+        "document 2 has 2,147,483,648 tokens, .*; cut it into several",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_document_leaves_no_file(tmp_path, kind):
+    document, vocab_size, message = REFUSED[kind]
+    with pytest.raises(DataError, match=rf"^\S+: {message}$"):
         write(tmp_path / "x", [[1], document], vocab_size)
+    with pytest.raises(DataError, match=r"^\S+: not a single token to write; .*$"):
+        write(tmp_path / "x", [[]])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -150,12 +152,6 @@ def test_dying_between_the_renames_leaves_no_index_beside_a_foreign_bin(prefix, 
     assert not Path(prefix + ".idx").exists()
 
 
-def test_no_token_at_all_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"^\S+: not a single token to write; .*$"):
-        write(tmp_path / "x", [[]])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_output_below_a_file_is_refused(prefix):
     with pytest.raises(DataError, match=r"^\S+: cannot be written \(.*\); .*$"):
         write(prefix + ".bin/x", [[1]])
@@ -173,31 +169,24 @@ def test_full_disk_is_one_line_and_leaves_no_file(tmp_path, num_tokens):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_files_are_named_with_the_flag(tmp_path):
-    with pytest.raises(
-        DataError, match=r"^--data-path \S+x: no file \S+x\.bin and no file \S+x\.idx; give the path .*$"
-    ):
-        IndexedDataset(str(tmp_path / "x"))
-    with pytest.raises(DataError, match=r"^--valid-data-path .*$"):
-        IndexedDataset(str(tmp_path / "x"), "--valid-data-path")
+MISSING = {  # what is opened, which file is removed before: what is said
+    "both": ("none", None, r"no file \S+none\.bin and no file \S+none\.idx; give the path .*"),
+    ".bin": ("corpus.bin", None, r".*; leave the ending off: \S+/corpus"),
+    ".idx": ("corpus.idx", None, r".*; leave the ending off: \S+/corpus"),
+    "half": ("corpus", "corpus.bin", r"no file \S+\.bin; the two files belong together.*"),
+    "stem": ("text", None, r".*; did you mean \S+text_text_document\?"),
+}
 
 
-@pytest.mark.parametrize("ending", [".bin", ".idx"])
-def test_prefix_with_an_ending(prefix, ending):
-    with pytest.raises(DataError, match=rf"^.*; leave the ending off: {prefix}$"):
-        IndexedDataset(prefix + ending)
-
-
-def test_prefix_without_text_document(tmp_path):
-    write(tmp_path / "x_text_document", DOCUMENTS)
-    with pytest.raises(DataError, match=r"^.*; did you mean \S+x_text_document\?$"):
-        IndexedDataset(str(tmp_path / "x"))
-
-
-def test_half_a_pair(prefix):
-    Path(prefix + ".bin").unlink()
-    with pytest.raises(DataError, match=r"^--data-path \S+: no file \S+\.bin; the two files belong together.*$"):
-        IndexedDataset(prefix)
+@pytest.mark.parametrize("kind", MISSING)
+def test_missing_files_are_named_with_the_flag(prefix, tmp_path, kind):
+    name, removed, message = MISSING[kind]
+    write(tmp_path / "text_text_document", DOCUMENTS)
+    if removed:
+        (tmp_path / removed).unlink()
+    for flag in ("--data-path", "--valid-data-path"):
+        with pytest.raises(DataError, match=rf"^{flag} \S+/{name}: {message}$"):
+            IndexedDataset(str(tmp_path / name), flag)
 
 
 def test_unreadable_file(prefix, monkeypatch):
@@ -259,9 +248,6 @@ def test_tokens_that_do_not_fit_the_index(prefix, tokens):
     Path(prefix + ".bin").write_bytes(tokens)
     with pytest.raises(DataError, match=rf"^\S+\.bin: {len(tokens)} bytes, but its \.idx needs 10; .*$"):
         IndexedDataset(prefix)
-
-
-def test_no_tokens(prefix):
     Path(prefix + ".bin").write_bytes(b"")
     Path(prefix + ".idx").write_bytes(GOLDEN_IDX[:18] + struct.pack("<QQq", 0, 1, 0))
     with pytest.raises(DataError, match=r"^\S+\.bin: holds no tokens; .*$"):

@@ -39,28 +39,12 @@ def test_lines_and_files_become_documents(tmp_path):
     assert summary.tokens == summary.text_bytes + 3
 
 
-def test_loose_json_goes_by_either_name(tmp_path):
-    objects = [{"text": "one"}, {"text": "two"}]
-    summary = preprocess([jsonl(tmp_path / "a.json", *objects)], tmp_path / "x", BYTES, append_eod=False)
-    assert documents(summary.prefixes[0]) == ["one", "two"]
-
-
-def test_without_end_of_document(tmp_path):
-    summary = preprocess([jsonl(tmp_path / "a.jsonl", {"text": "one"})], tmp_path / "x", BYTES, append_eod=False)
-    assert documents(summary.prefixes[0]) == ["one"]
-
-
-def test_each_key_gets_its_own_files(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", {"q": "1", "a": "2"}, {"q": "3", "a": "4"})
+def test_each_key_gets_its_own_files_of_either_ending_and_blank_lines_are_no_documents(tmp_path):
+    path = tmp_path / "a.json"  # Megatron's "loose json"
+    path.write_text('\n{"q": "1", "a": "2"}\n\n  \n{"q": "3", "a": "4"}')
     summary = preprocess([path], tmp_path / "x", BYTES, json_keys=("q", "a"), append_eod=False)
     assert [documents(prefix) for prefix in summary.prefixes] == [["1", "3"], ["2", "4"]]
     assert [prefix.rpartition("/")[2] for prefix in summary.prefixes] == ["x_q_document", "x_a_document"]
-
-
-def test_blank_lines_are_no_documents(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('\n{"text": "one"}\n\n  \n{"text": "two"}')
-    assert preprocess([path], tmp_path / "x", BYTES).documents == 2
 
 
 def test_progress_is_reported_and_ends_with_all(tmp_path, monkeypatch):
@@ -95,31 +79,47 @@ def test_bad_line_is_named_and_nothing_is_written(tmp_path, line, message):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_text_that_is_not_utf8(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=rf"^{path}: byte 0xe9 is not UTF-8; convert the file .*$"):
-        preprocess([path], tmp_path / "x", BYTES)
+REFUSED = {  # file, its contents (None: there is none), options: what is said
+    "latin-1": ("a.txt", b"caf\xe9", {}, r"\S+a\.txt: byte 0xe9 is not UTF-8; convert the file .*"),
+    "no file": ("none", None, {}, r"--input \S+none: does not exist; .*"),
+    "a folder": ("", None, {}, r"--input \S+: is a folder; .*"),
+    "keys": (
+        "a.txt",
+        b"x",
+        {"json_keys": ("q", "a")},
+        r"--json-keys q a: \S+ is plain text without keys; give one key only",
+    ),
+    "twice": (
+        "a.jsonl",
+        b"{}",
+        {"json_keys": ("text", "text")},
+        "--json-keys text text: one key is named twice; name it once",
+    ),
+    "no workers": (
+        "a.txt",
+        b"x",
+        {"workers": 0},
+        "--workers 0: must be 1 or more; the number of cores is usual",
+    ),
+    "no room": ("a.txt", b"x", {"max_document_mb": 0}, "--max-document-mb 0: must be 1 or more.*"),
+    "too long": (
+        "a.txt",
+        b"a" * ((1 << 20) + 1),
+        {"max_document_mb": 1},
+        r"\S+a\.txt: the document is longer than 1 MiB; .* --max-document-mb",
+    ),
+}
 
 
-def test_inputs_that_are_no_files(tmp_path):
-    with pytest.raises(DataError, match=r"^--input \S+none: does not exist; .*$"):
-        preprocess([tmp_path / "none"], tmp_path / "x", BYTES)
-    with pytest.raises(DataError, match=r"^--input \S+: is a folder; .*$"):
-        preprocess([tmp_path], tmp_path / "x", BYTES)
-
-
-def test_several_keys_of_a_plain_text(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("x")
-    with pytest.raises(DataError, match=r"^--json-keys q a: \S+ is plain text without keys; give one key only$"):
-        preprocess([path], tmp_path / "x", BYTES, json_keys=("q", "a"))
-
-
-def test_one_key_named_twice(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", {"text": "x"})
-    with pytest.raises(DataError, match=r"^--json-keys text text: one key is named twice; name it once$"):
-        preprocess([path], tmp_path / "x", BYTES, json_keys=("text", "text"))
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_mistake_is_one_line_and_nothing_is_written(tmp_path, kind):
+    name, content, options, message = REFUSED[kind]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match=rf"^{message}$"):
+        preprocess([tmp_path / name], tmp_path / "x", BYTES, **options)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_skipped_lines_are_named_and_counted_and_the_rest_is_as_without_them(tmp_path):
@@ -245,12 +245,3 @@ def test_a_line_just_within_the_limit_is_good_and_one_byte_more_is_not(tmp_path)
         ):
             path.write_bytes(text)
             assert preprocess([path], tmp_path / "x", BYTES, max_document_mb=1, on_error="skip").skipped == skipped
-
-
-def test_a_text_file_of_more_than_the_limit(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"a" * ((1 << 20) + 1))
-    with pytest.raises(DataError, match=rf"^{path}: the document is longer than 1 MiB; .* --max-document-mb$"):
-        preprocess([path], tmp_path / "x", BYTES, max_document_mb=1)
-    with pytest.raises(UserError, match="--max-document-mb 0: must be 1 or more"):
-        preprocess([path], tmp_path / "x", BYTES, max_document_mb=0)

@@ -15,7 +15,7 @@ from megatron_lite.cli.main import main
 from megatron_lite.data import resume_state, text_files
 from megatron_lite.data.preprocess import AHEAD, WorkerDied, in_order, preprocess
 from megatron_lite.data.tokenizers import ByteTokenizer, make_tokenizer
-from megatron_lite.errors import DataError, UserError
+from megatron_lite.errors import DataError
 
 BYTES = make_tokenizer("ByteTokenizer")
 
@@ -64,9 +64,6 @@ def test_results_come_in_order_and_few_tasks_are_read_ahead():
         assert (task, result) == (number, number**2)
         assert len(read) - number <= 2 * AHEAD + 1
     assert number == 49
-
-
-def test_no_task_at_all():
     assert list(in_order(square, [], 2)) == []
 
 
@@ -101,15 +98,7 @@ def test_a_worker_that_fails_says_why(lines, tmp_path, capfd):
 def test_kill_9_on_the_command_line_is_one_line_and_exit_code_1(lines, tmp_path, capfd):
     raw = lines.read_text()
     lines.write_text(raw * 600)
-    argv = [
-        "preprocess",
-        "--input",
-        str(lines),
-        "--output-prefix",
-        f"{tmp_path}/out/x",
-        "--tokenizer-type",
-        "ByteTokenizer",
-    ]
+    argv = f"preprocess --input {lines} --output-prefix {tmp_path}/out/x --tokenizer-type ByteTokenizer".split()
 
     def kill():
         while not multiprocessing.active_children():
@@ -127,8 +116,3 @@ def test_kill_9_on_the_command_line_is_one_line_and_exit_code_1(lines, tmp_path,
     shown = capfd.readouterr().err
     assert shown.startswith("error: --workers: a worker process died (SIGKILL)") and shown.count("\n") == 1
     assert contents(tmp_path / "out") == {}
-
-
-def test_no_workers(lines, tmp_path):
-    with pytest.raises(UserError, match=r"^--workers 0: must be 1 or more; the number of cores is usual$"):
-        preprocess([lines], tmp_path / "x", BYTES, workers=0)

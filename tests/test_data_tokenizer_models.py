@@ -56,18 +56,8 @@ def json_file(folder):
 
 
 def tik(path, tokens: list[bytes]) -> str:
-    path.write_text(
-        json.dumps(
-            [
-                {
-                    "rank": rank,
-                    "token_bytes": base64.b64encode(token).decode(),
-                    "token_str": token.decode("utf-8", "replace"),
-                }
-                for rank, token in enumerate(tokens)
-            ]
-        )
-    )
+    texts = [(base64.b64encode(token).decode(), token.decode("utf-8", "replace")) for token in tokens]
+    path.write_text(json.dumps([{"rank": i, "token_bytes": b, "token_str": s} for i, (b, s) in enumerate(texts)]))
     return str(path)
 
 
@@ -91,17 +81,8 @@ def test_a_model_without_end_of_sentence_has_no_end_of_document(folder, tmp_path
     model = sentence_piece(tmp_path / "x.model", vocab_size=30, eos_id=-1)
     assert make_tokenizer("SentencePieceTokenizer", tokenizer_model=model).eod is None
     (tmp_path / "a.txt").write_text("the cat")
-    argv = [
-        "preprocess",
-        "--input",
-        f"{tmp_path}/a.txt",
-        "--output-prefix",
-        f"{tmp_path}/x",
-        "--tokenizer-model",
-        model,
-        "--tokenizer-type",
-        "SentencePieceTokenizer",
-    ]
+    argv = f"preprocess --input {tmp_path}/a.txt --output-prefix {tmp_path}/x --tokenizer-model {model}".split()
+    argv += ["--tokenizer-type", "SentencePieceTokenizer"]
     assert main([*argv, "--append-eod"]) == 2
     assert capsys.readouterr().err.startswith("error: --append-eod: this tokenizer has no end-of-document token; leave")
     assert main(argv) == 0
@@ -112,14 +93,8 @@ def test_a_model_without_end_of_sentence_has_no_end_of_document(folder, tmp_path
 def test_tiktoken_ids_are_megatrons(json_file, pattern, names):
     options = {"vocab_size": 275, "tiktoken_pattern": pattern, "tiktoken_num_special_tokens": 15}
     mine = make_tokenizer("TikTokenizer", tokenizer_model=json_file, tokenizer_special_tokens=names, **options)
-    theirs = megatrons(
-        json_file,
-        "tiktoken",
-        vocab_size=275,
-        pattern=pattern,
-        num_special_tokens=15,
-        special_tokens=list(names) or None,
-    )
+    special = {"num_special_tokens": 15, "special_tokens": list(names) or None}
+    theirs = megatrons(json_file, "tiktoken", vocab_size=275, pattern=pattern, **special)
     assert_same(mine, theirs, "a [INST]b<SPECIAL_9>", *[" the" * 300])
     assert mine.decode(mine.encode("<s>thé the </s>")) == "<s>thé the </s>"
 
@@ -154,14 +129,8 @@ def test_hugging_face_keeps_what_stands_around_a_text_only_if_told_to(hf_folder,
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [end], "tokens": ["<|endoftext|>"]}},
     }
     stored["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    stored["padding"] = {
-        "strategy": {"Fixed": 3},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "!",
-    }
+    padding = {"strategy": {"Fixed": 3}, "direction": "Right", "pad_to_multiple_of": None}
+    stored["padding"] = padding | {"pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
     (tmp_path / "x/tokenizer.json").write_text(json.dumps(stored))
     config = json.loads((tmp_path / "x/tokenizer_config.json").read_text())
     (tmp_path / "x/tokenizer_config.json").write_text(
@@ -219,67 +188,59 @@ def test_a_long_run_is_seen_wherever_it_stands(monkeypatch):
         assert not byte_pairs._has_long_blank("x" * before + " " * 9 + "y" * 30)
 
 
-@pytest.mark.parametrize(
-    ("kind", "module", "extra"),
-    [
-        ("HuggingFaceTokenizer", "transformers", "hf"),
-        *((kind, "sentencepiece", "sentencepiece") for kind in SENTENCE_PIECE),
-    ],
-)
-def test_a_missing_package(monkeypatch, kind, module, extra):
+@pytest.mark.parametrize("kind", [*SENTENCE_PIECE, "HuggingFaceTokenizer", "TikTokenizer"])
+def test_a_missing_package_or_model(monkeypatch, kind):
+    with pytest.raises(UserError, match=rf"^--tokenizer-model: missing, {kind} needs it; give its file or folder$"):
+        make_tokenizer(kind)
+    if kind == "TikTokenizer":
+        return
+    module, extra = ("transformers", "hf") if kind == "HuggingFaceTokenizer" else ("sentencepiece", "sentencepiece")
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError) as caught:
         make_tokenizer(kind, tokenizer_model="x")
-    assert (
-        str(caught.value)
-        == f"--tokenizer-type {kind}: needs the package {module}; pip install 'megatron_lite[{extra}]'"
-    )
-
-
-@pytest.mark.parametrize("kind", [*SENTENCE_PIECE, "HuggingFaceTokenizer", "TikTokenizer"])
-def test_no_model(kind):
-    with pytest.raises(UserError, match=rf"^--tokenizer-model: missing, {kind} needs it; give its file or folder$"):
-        make_tokenizer(kind)
+    needs = f"needs the package {module}; pip install 'megatron_lite[{extra}]'"
+    assert str(caught.value) == f"--tokenizer-type {kind}: {needs}"
 
 
 def test_files_that_are_no_sentence_piece_model(tmp_path, model_file):
-    (tmp_path / "text").write_text("the cat")
-    (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / "cut").write_bytes(open(model_file, "rb").read()[:1000])
-    for name, message in (
-        ("none", "cannot be read (No such file or directory); give the .model file"),
-        ("", "cannot be read (Is a directory); give the .model file"),
-        ("text", "not a SentencePiece model; give the .model file, or another --tokenizer-type"),
-        ("empty", "not a SentencePiece model; give the .model file, or another --tokenizer-type"),
-        ("cut", "not a SentencePiece model; give the .model file, or another --tokenizer-type"),
+    whole, no_model = open(model_file, "rb").read(), "not a SentencePiece model; give the .model file, or another "
+    for name, content, message in (
+        ("none", None, "cannot be read (No such file or directory); give the .model file"),
+        ("", None, "cannot be read (Is a directory); give the .model file"),
+        ("text", b"the cat", no_model + "--tokenizer-type"),
+        ("empty", b"", no_model + "--tokenizer-type"),
+        ("cut", whole[:1000], no_model + "--tokenizer-type"),
     ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError) as caught:
             make_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path / name))
         assert str(caught.value) == f"--tokenizer-model {tmp_path / name}: {message}"
 
 
 ALL_BYTES = [bytes([i]) for i in range(256)]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read (No such file or directory); check the path"),
-        (b"\xff", "not JSON; give a list of "),
-        (b"[" * 100_000, "not JSON; give a list of "),
-        (b"{}", "a dict; give a list of "),
-        (b"[1]", "entry 0 is not that rank's token; give a list of "),
-        (b'[{"rank": 1, "token_bytes": "AA=="}]', "entry 0 is not that rank's token; give a list of "),
-        (b'[{"rank": 0, "token_bytes": "?"}]', "entry 0 is not that rank's token; give a list of "),
-        (b'[{"rank": 0, "token_bytes": 7}]', "entry 0 is not that rank's token; give a list of "),
-        (b"[]", "does not start with the 256 bytes, or repeats a token; give a list of "),
-        ([*ALL_BYTES[:97], b"A", *ALL_BYTES[98:]], "does not start with the 256 bytes, or repeats a token; give"),
-        ([*ALL_BYTES, b"th", b"th"], "does not start with the 256 bytes, or repeats a token; give"),
-    ],
-    ids=["none", "utf8", "deep", "dict", "number", "rank", "base64", "no-text", "empty", "byte", "twice"],
+NO_TOKEN, NO_BYTES = (
+    "entry 0 is not that rank's token; give",
+    "does not start with the 256 bytes, or repeats a token; give",
 )
-def test_files_that_are_no_tiktoken_model(tmp_path, content, message):
-    path = tmp_path / "x.json"
+NO_TIKTOKEN = {
+    "none": (None, "cannot be read (No such file or directory); check the path"),
+    "utf8": (b"\xff", "not JSON; give a list of "),
+    "deep": (b"[" * 100_000, "not JSON; give a list of "),
+    "dict": (b"{}", "a dict; give a list of "),
+    "number": (b"[1]", NO_TOKEN),
+    "rank": (b'[{"rank": 1, "token_bytes": "AA=="}]', NO_TOKEN),
+    "base64": (b'[{"rank": 0, "token_bytes": "?"}]', NO_TOKEN),
+    "no-text": (b'[{"rank": 0, "token_bytes": 7}]', NO_TOKEN),
+    "empty": (b"[]", NO_BYTES),
+    "byte": ([*ALL_BYTES[:97], b"A", *ALL_BYTES[98:]], NO_BYTES),
+    "twice": ([*ALL_BYTES, b"th", b"th"], NO_BYTES),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TIKTOKEN)
+def test_files_that_are_no_tiktoken_model(tmp_path, kind):
+    path, (content, message) = tmp_path / "x.json", NO_TIKTOKEN[kind]
     if isinstance(content, list):
         tik(path, content)
     elif content is not None:
@@ -292,21 +253,12 @@ def test_files_that_are_no_tiktoken_model(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "--vocab-size 131072: FILE holds 262 tokens, with the special ones 1262; give --vocab-size 1262"),
-        (
-            {"vocab_size": 1263},
-            "--vocab-size 1263: FILE holds 262 tokens, with the special ones 1262; give --vocab-size 1262",
-        ),
-        (
-            {"vocab_size": 1000},
-            "1000: must be at least the 7 named ones and less than the vocabulary of 1000; 1000 is usual",
-        ),
+        ({}, "131072: FILE holds 262 tokens, with the special ones 1262; give --vocab-size 1262"),
+        ({"vocab_size": 1263}, "1263: FILE holds 262 tokens, with the special ones 1262; give --vocab-size 1262"),
+        ({"vocab_size": 1000}, "1000: must be at least the 7 named ones and less than the vocabulary of 1000;"),
         ({"tiktoken_num_special_tokens": 6}, "--tiktoken-num-special-tokens 6: must be at least the 7 named ones"),
         ({"tokenizer_special_tokens": ("<s>",)}, "--tokenizer-special-tokens <s>: <unk> is missing; name all of <unk>"),
-        (
-            {"tokenizer_special_tokens": (*SPECIAL_TOKENS, "<s>")},
-            "<cls> <sep> <s>: <s> is there twice; name each token once",
-        ),
+        ({"tokenizer_special_tokens": (*SPECIAL_TOKENS, "<s>")}, "<sep> <s>: <s> is there twice; name each token once"),
         ({"tokenizer_special_tokens": (*SPECIAL_TOKENS, "<SPECIAL_8>")}, "<SPECIAL_8> is there twice"),
     ],
 )
@@ -316,24 +268,18 @@ def test_numbers_that_do_not_fit_a_tiktoken_model(json_file, options, message):
     assert message.replace("FILE", json_file) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("files", "why"),
-    [
-        ({}, "no tokenizer ("),
-        ({"tokenizer.json": "{"}, "no tokenizer (Expecting property name"),
-        (
-            {
-                "config.json": "{}",
-                "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}',
-                "x.py": "1 / 0",
-            },
-            "no tokenizer (it needs code of its own, which is not run here)",
-        ),
-    ],
-    ids=["empty", "damaged", "code"],
-)
-def test_folders_without_a_tokenizer(tmp_path, files, why):
+CODE = {"config.json": "{}", "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}', "x.py": "1 / 0"}
+NO_FOLDER = {
+    "empty": ({}, "no tokenizer ("),
+    "damaged": ({"tokenizer.json": "{"}, "no tokenizer (Expecting property name"),
+    "code": (CODE, "no tokenizer (it needs code of its own, which is not run here)"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FOLDER)
+def test_folders_without_a_tokenizer(tmp_path, kind):
     pytest.importorskip("transformers")
+    files, why = NO_FOLDER[kind]
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError) as caught:
@@ -361,25 +307,13 @@ def test_a_name_without_a_network_is_told_at_once(monkeypatch, tmp_path, capsys,
 
 def test_commands_take_the_same_flags(tmp_path, json_file, model_file, hf_folder, capsys):
     (tmp_path / "a.txt").write_text("the old cat")
-    for flags, eod in (
-        (
-            [
-                "--tokenizer-type",
-                "TikTokenizer",
-                "--tokenizer-model",
-                json_file,
-                "--vocab-size",
-                "270",
-                "--tiktoken-num-special-tokens",
-                "9",
-                "--tiktoken-pattern",
-                "v1",
-            ],
-            2,
-        ),
-        (["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", model_file], 2),
-        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", hf_folder], None),
+    tik_flags = "--vocab-size 270 --tiktoken-num-special-tokens 9 --tiktoken-pattern v1"
+    for kind, model, more, eod in (
+        ("TikTokenizer", json_file, tik_flags, 2),
+        ("Llama2Tokenizer", model_file, "", 2),
+        ("HuggingFaceTokenizer", hf_folder, "", None),
     ):
+        flags = ["--tokenizer-type", kind, "--tokenizer-model", model, *more.split()]
         argv = ["--input", f"{tmp_path}/a.txt", "--output-prefix", f"{tmp_path}/x", "--append-eod", *flags]
         assert main(["preprocess", *argv]) == 0
         ids = IndexedDataset(f"{tmp_path}/x_text_document").tokens(0)

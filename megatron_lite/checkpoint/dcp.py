@@ -181,22 +181,6 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn]
 
 
-def require_fit(stored, where: Path, targets: dict[str, Tensor]):
-    """CheckpointError unless `stored` has every one of `targets`, in its shape."""
-    absent = sorted(set(targets) - stored.names())
-    if absent:
-        raise CheckpointError(
-            f"--load {where}: lacks {len(absent)} of the tensors that this run needs, such as "
-            f"{absent[0]}; give the flags that the checkpoint was trained with."
-        )
-    for name, target in targets.items():
-        if tuple(target.shape) != stored.size_of(name):
-            raise CheckpointError(
-                f"--load {where}: {name} has the shape {list(stored.size_of(name))}, and the run's is "
-                f"{list(target.shape)}; give the flags that the checkpoint was trained with."
-            )
-
-
 @contextlib.contextmanager
 def readable(path: Path):
     """Whatever a damaged file makes torch and pickle raise becomes one line."""

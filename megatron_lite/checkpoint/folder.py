@@ -71,10 +71,6 @@ class CheckpointDir:
         """`folder`, or where it should be: a run that saves may just have retired it."""
         return self.folder or self.final
 
-    @property
-    def tracker(self) -> str:
-        return self.name if self.name == RELEASE else str(iteration_of(self.name))
-
 
 @contextlib.contextmanager
 def reserved(save: Path, wait_s: float, say: Callable[[str], None]) -> Iterator[None]:
@@ -97,11 +93,12 @@ def reserved(save: Path, wait_s: float, say: Callable[[str], None]) -> Iterator[
 
 
 def _wait_for_lock(save: Path, wait_s: float, say: Callable[[str], None], held: contextlib.ExitStack):
-    path, started, waits = save / LOCK_FILE, time.monotonic(), False
+    path, started, has_waited, holder = save / LOCK_FILE, time.monotonic(), False, ""
     me = f"{socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
     save.mkdir(parents=True, exist_ok=True)
     while True:
-        holder = _holder(path)
+        with contextlib.suppress(OSError):  # what it says of the process that has it, or had it and was killed
+            holder = "".join(filter(str.isprintable, read_bounded(path, MAX_HOLDER_BYTES)))
         lock = held.enter_context(try_lock(path, me))
         waited_s = time.monotonic() - started
         if lock is not Lock.BUSY:
@@ -111,27 +108,19 @@ def _wait_for_lock(save: Path, wait_s: float, say: Callable[[str], None], held: 
         if waited_s >= wait_s:
             still = f", still after {wait_s:.0f} s" if wait_s else ""
             raise CheckpointError(f"{user}{still}; end that run, or choose another folder.")
-        if not waits:
+        if not has_waited:
             say(f"  {user}; waiting for its end, {wait_s:.0f} s at most")
-        waits = True
+        has_waited = True
         time.sleep(SECONDS_BETWEEN_LOOKS)
-    if waits:
+    if has_waited:
         say(f"  --save {save}: that run has ended; going on after {waited_s:.0f} s")
     if lock is Lock.NONE:
         say(f"  note: --save {save}: the file system has no locks; a second run on this folder would not be noticed.")
-    elif holder and not waits and not holder.startswith(f"{socket.gethostname()}, "):
+    elif holder and not has_waited and not holder.startswith(f"{socket.gethostname()}, "):
         say(
             f"  note: --save {save}: a run on another machine ({holder}) was ended or is cut off; if it still runs, end it: "
             "this file system may lock within one machine only."
         )
-
-
-def _holder(path: Path) -> str:
-    """What the lock's file says of the process that has it, or had it and was killed."""
-    try:
-        return "".join(filter(str.isprintable, read_bounded(path, MAX_HOLDER_BYTES)))
-    except OSError:
-        return ""
 
 
 def prepare(slot: CheckpointDir):
@@ -153,9 +142,14 @@ def discard(slot: CheckpointDir):
     shutil.rmtree(slot.unfinished, ignore_errors=True)
 
 
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict]:
-    """{file: {bytes, sha256}} of files in `folder`, for the manifest."""
-    return {name: _checksum(folder / name) for name in sorted(names)}
+def checksum(path: Path) -> dict:
+    """{bytes, sha256} of a file, for the manifest."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+            size += len(piece)
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def write_manifest(slot: CheckpointDir, files: dict[str, dict]):
@@ -175,7 +169,8 @@ def commit(slot: CheckpointDir):
         os.replace(slot.final, slot.previous)
     os.replace(slot.unfinished, slot.final)
     sync_folder(slot.save)
-    write_atomically(slot.save / TRACKER_FILE, slot.tracker)
+    tracked = RELEASE if slot.name == RELEASE else str(iteration_of(slot.name))
+    write_atomically(slot.save / TRACKER_FILE, tracked)
     sync_folder(slot.save)
     (slot.save / ANNOUNCEMENT_FILE).unlink()
     shutil.rmtree(slot.previous, ignore_errors=True)
@@ -186,9 +181,12 @@ def newest(source: Path) -> CheckpointDir | None:
 
     None if the folder has no tracker. ValueError for a tracker that names none, OSError for one that cannot be read.
     """
-    announced = _announced(source)
-    if announced is not None:
-        return announced
+    with contextlib.suppress(OSError, ValueError):
+        name, mark, tracked = read_bounded(source / ANNOUNCEMENT_FILE, MAX_LINE_BYTES).split()
+        slot = CheckpointDir(source, name)
+        # a tracker that was edited since is somebody's wish to go back
+        if _mark(slot.final) == mark and _tracked(source) == tracked:
+            return slot
     try:
         text = _read_tracker(source).strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -202,8 +200,11 @@ def newest(source: Path) -> CheckpointDir | None:
 
 def complete(source: Path) -> list[CheckpointDir]:
     """All checkpoints of a folder that lack no file, the newest first; their contents are not read."""
-    slots = [CheckpointDir(source, path.name) for path in _folders(source) if iteration_of(path.name) is not None]
-    slots.sort(key=lambda slot: iteration_of(slot.name), reverse=True)
+    try:
+        names = [path.name for path in source.iterdir() if path.is_dir() and iteration_of(path.name) is not None]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    slots = [CheckpointDir(source, name) for name in sorted(names, key=iteration_of, reverse=True)]
     return [slot for slot in slots if missing(slot.folder) is None]
 
 
@@ -214,9 +215,12 @@ def missing(folder: Path) -> str | None:
     except ValueError as error:
         return str(error)
     for name, expected in manifest.items():
-        wrong = _wrong_size(folder / name, expected)
-        if wrong:
-            return f"{name} {wrong}"
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != expected["bytes"]:
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
     return None
 
 
@@ -224,11 +228,10 @@ def damage(folder: Path, names: Iterable[str]) -> str | None:
     """What is wrong with the contents of these files of the manifest; None if nothing."""
     manifest = read_manifest(folder)
     for name in names:
-        wrong = _wrong_size(folder / name, manifest[name])
-        if wrong:
-            return f"{name} {wrong}"
         try:
-            found = _checksum(folder / name)
+            found = checksum(folder / name)
+        except FileNotFoundError:
+            return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if found != manifest[name]:
@@ -249,17 +252,21 @@ def read_manifest(folder: Path) -> dict[str, dict]:
     try:
         text = (folder / MANIFEST_FILE).read_bytes()
     except FileNotFoundError:
-        if _is_foreign(folder):
+        # Megatron-LM's, in its torch or its torch_dist format
+        is_megatron = (folder / "common.pt").exists() or any(folder.glob("mp_rank_*/*.pt"))
+        if is_megatron and not (folder / RECORD_FILE).exists():
             return {}
         raise ValueError(f"{MANIFEST_FILE} is missing") from None
     except OSError as error:
         raise ValueError(f"{MANIFEST_FILE} cannot be read ({error.strerror})") from None
     try:
         files = json.loads(text)["files"]
-        sound = all(set(entry) == {"bytes", "sha256"} and _is_inside(name) for name, entry in files.items())
+        is_sound = all(set(entry) == {"bytes", "sha256"} for entry in files.values())
+        # a manifest must not send its reader to files elsewhere
+        is_sound &= not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        sound = False
-    if not sound:
+        is_sound = False
+    if not is_sound:
         raise ValueError(f"{MANIFEST_FILE} is damaged")
     return files
 
@@ -270,26 +277,6 @@ def delete_checkpoint(slot: CheckpointDir):
     shutil.rmtree(out_of_sight, ignore_errors=True)
     os.replace(slot.final, out_of_sight)
     shutil.rmtree(out_of_sight, ignore_errors=True)
-
-
-def _is_foreign(folder: Path) -> bool:
-    """Megatron-LM's, in its torch or its torch_dist format."""
-    return not (folder / RECORD_FILE).exists() and (
-        (folder / "common.pt").exists() or any(folder.glob("mp_rank_*/*.pt"))
-    )
-
-
-def _announced(source: Path) -> CheckpointDir | None:
-    """The checkpoint that was renamed, but not tracked any more: the tracker is the one that its run found.
-
-    A tracker that was edited since is somebody's wish to go back.
-    """
-    try:
-        name, mark, tracked = read_bounded(source / ANNOUNCEMENT_FILE, MAX_LINE_BYTES).split()
-        slot = CheckpointDir(source, name)
-        return slot if _mark(slot.final) == mark and _tracked(source) == tracked else None
-    except (OSError, ValueError):
-        return None
 
 
 def _mark(folder: Path) -> str:
@@ -307,32 +294,3 @@ def _tracked(source: Path) -> str:
 def _read_tracker(source: Path) -> str:
     """OSError if it is no file. A link is followed: caches of downloads keep their files behind links."""
     return read_bounded(source / TRACKER_FILE, MAX_LINE_BYTES, follow_link=True)
-
-
-def _folders(source: Path) -> Iterator[Path]:
-    try:
-        yield from (path for path in source.iterdir() if path.is_dir())
-    except (FileNotFoundError, NotADirectoryError):
-        return
-
-
-def _checksum(path: Path) -> dict:
-    digest, size = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-            size += len(piece)
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _wrong_size(path: Path, expected: dict) -> str | None:
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return "is missing"
-    return None if size == expected["bytes"] else f"has {size} bytes instead of {expected['bytes']}"
-
-
-def _is_inside(name: str) -> bool:
-    """A manifest must not send its reader to files elsewhere."""
-    return not Path(name).is_absolute() and ".." not in Path(name).parts

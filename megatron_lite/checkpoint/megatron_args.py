@@ -12,7 +12,7 @@ from megatron_lite.config.plan import LearningRatePlan
 from megatron_lite.config.shape import ModelShape
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SAME_NAME = {
+SAME_NAME = [
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -29,7 +29,7 @@ SAME_NAME = {
     "hidden_dropout",
     "attention_dropout",
     "init_method_std",
-}
+]
 SCHEDULE = {
     "style": "lr_decay_style",
     "peak": "max_lr",
@@ -76,21 +76,36 @@ class MegatronArgs:
 
     def shape(self, padded_vocab_size: int) -> dict:
         """Fields of ModelShape. Raises KeyError for an argument that is missing."""
-        defaults = {field.name: field.default for field in dataclasses.fields(ModelShape)}
-        shape = {name: self._needed(name, defaults[name]) for name in SAME_NAME}
-        heads, hidden, biases = shape["num_attention_heads"], shape["hidden_size"], self.given("add_bias_linear", True)
+        given, shape = self.given, {"padded_vocab_size": padded_vocab_size}
+        for field in dataclasses.fields(ModelShape):
+            if field.name in SAME_NAME:
+                shape[field.name] = given(field.name, field.default)
+                if shape[field.name] is dataclasses.MISSING:
+                    raise KeyError(f"args.{field.name}")
+        heads, hidden, biases = shape["num_attention_heads"], shape["hidden_size"], given("add_bias_linear", True)
+        positions = given("position_embedding_type", "learned_absolute")
+        if given("use_rotary_position_embeddings"):
+            positions = "rope"
+        elif positions == "learned_absolute" and not given("add_position_embedding", True):
+            positions = "none"
+        activation = "gelu_erf"
+        if given("swiglu"):
+            activation = "swiglu"
+        elif given("squared_relu"):
+            activation = "squared_relu"
+        elif given("openai_gelu") or (given("bias_gelu_fusion", True) and biases):
+            activation = "gelu_tanh"  # fused: the one place where Megatron uses the tanh formula
         return shape | {
-            "padded_vocab_size": padded_vocab_size,
-            "num_query_groups": self.given("num_query_groups", heads) if self.given("group_query_attention") else heads,
-            "kv_channels": self.given("kv_channels", hidden // heads),
-            "position_embedding": self._positions(),
-            "layernorm_1p": self.given("apply_layernorm_1p", False),
-            "activation": self._activation(biases),
+            "num_query_groups": given("num_query_groups", heads) if given("group_query_attention") else heads,
+            "kv_channels": given("kv_channels", hidden // heads),
+            "position_embedding": positions,
+            "layernorm_1p": given("apply_layernorm_1p", False),
+            "activation": activation,
             "linear_bias": biases,
-            "qkv_bias": biases or self.given("add_qkv_bias", False),
-            "tied_embeddings": not self.given("untie_embeddings_and_output_weights", False),
-            "query_key_layer_scaling": self.given("apply_query_key_layer_scaling", False),
-            "softmax_in_fp32": self.given("attention_softmax_in_fp32", False),
+            "qkv_bias": biases or given("add_qkv_bias", False),
+            "tied_embeddings": not given("untie_embeddings_and_output_weights", False),
+            "query_key_layer_scaling": given("apply_query_key_layer_scaling", False),
+            "softmax_in_fp32": given("attention_softmax_in_fp32", False),
         }
 
     def consumed(self, iteration: int) -> int:
@@ -102,8 +117,9 @@ class MegatronArgs:
         known = {ours: scheduler.get(theirs) for ours, theirs in SCHEDULE.items()}
         if None in known.values() or known["style"] not in STYLES:
             return None
-        by_samples = self.given("train_samples") is not None
-        wsd = self.given("lr_wsd_decay_samples") if by_samples else self._in_samples("lr_wsd_decay_iters")
+        wsd, iterations = self.given("lr_wsd_decay_samples"), self.given("lr_wsd_decay_iters")
+        if self.given("train_samples") is None:
+            wsd = None if iterations is None else iterations * self.given("global_batch_size")
         if known["style"] == "WSD" and wsd is None:
             return None
         plan = LearningRatePlan(
@@ -113,30 +129,6 @@ class MegatronArgs:
             wsd_style=self.given("lr_wsd_decay_style", "exponential"),
         )
         return dataclasses.asdict(plan)
-
-    def _needed(self, name: str, default):
-        value = self.given(name, default)
-        if value is dataclasses.MISSING:
-            raise KeyError(f"args.{name}")
-        return value
-
-    def _positions(self) -> str:
-        if self.given("use_rotary_position_embeddings"):
-            return "rope"
-        kind = self.given("position_embedding_type", "learned_absolute")
-        return "none" if kind == "learned_absolute" and not self.given("add_position_embedding", True) else kind
-
-    def _activation(self, biases: bool) -> str:
-        if self.given("swiglu"):
-            return "swiglu"
-        if self.given("squared_relu"):
-            return "squared_relu"
-        fused = self.given("bias_gelu_fusion", True) and biases  # the one place where Megatron uses the tanh formula
-        return "gelu_tanh" if fused or self.given("openai_gelu") else "gelu_erf"
-
-    def _in_samples(self, name: str) -> int | None:
-        iterations = self.given(name)
-        return None if iterations is None else iterations * self.given("global_batch_size")
 
 
 def plain_arguments(args: Args) -> dict:
@@ -150,38 +142,8 @@ def plain_arguments(args: Args) -> dict:
 
 def build_namespace(record: Record, arguments: dict, ckpt_format: str) -> argparse.Namespace:
     """The arguments under which Megatron would have trained this: `arguments`, and what was derived from them."""
-    return argparse.Namespace(
-        **arguments
-        | _model(record.shape)
-        | {
-            "iteration": record.iteration,
-            "consumed_train_samples": record.consumed,
-            "consumed_valid_samples": record.consumed_valid_samples,
-            "skipped_train_samples": 0,
-            "params_dtype": DTYPES[record.precision],
-            "fp16": record.precision == "fp16",
-            "bf16": record.precision == "bf16",
-            "ckpt_format": ckpt_format,
-            "use_distributed_optimizer": False,
-            "tensor_model_parallel_size": 1,
-            "pipeline_model_parallel_size": 1,
-            "data_parallel_random_init": False,
-            "no_save_optim": record.optimizer is None,
-            "no_save_rng": record.ranks == 0,
-            "rank": 0,
-        }
-    )
-
-
-def build_scheduler(schedule: dict | None, good_samples: int) -> dict:
-    """The state of Megatron's OptimizerParamScheduler; of an unknown schedule, how far it had come."""
-    known = {theirs: schedule[ours] for ours, theirs in SCHEDULE.items()} if schedule else {}
-    return known | {"num_steps": good_samples}
-
-
-def _model(shape: dict) -> dict:
-    s = ModelShape(**shape)
-    return {name: shape[name] for name in SAME_NAME} | {
+    s = ModelShape(**record.shape)
+    derived = {name: record.shape[name] for name in SAME_NAME} | {
         "encoder_seq_length": s.seq_length,
         "padded_vocab_size": s.padded_vocab_size,
         "group_query_attention": s.num_query_groups != s.num_attention_heads,
@@ -197,4 +159,26 @@ def _model(shape: dict) -> dict:
         "untie_embeddings_and_output_weights": not s.tied_embeddings,
         "apply_query_key_layer_scaling": s.query_key_layer_scaling,
         "attention_softmax_in_fp32": s.softmax_in_fp32,
+        "iteration": record.iteration,
+        "consumed_train_samples": record.consumed,
+        "consumed_valid_samples": record.consumed_valid_samples,
+        "skipped_train_samples": 0,
+        "params_dtype": DTYPES[record.precision],
+        "fp16": record.precision == "fp16",
+        "bf16": record.precision == "bf16",
+        "ckpt_format": ckpt_format,
+        "use_distributed_optimizer": False,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "data_parallel_random_init": False,
+        "no_save_optim": record.optimizer is None,
+        "no_save_rng": record.ranks == 0,
+        "rank": 0,
     }
+    return argparse.Namespace(**arguments | derived)
+
+
+def build_scheduler(schedule: dict | None, good_samples: int) -> dict:
+    """The state of Megatron's OptimizerParamScheduler; of an unknown schedule, how far it had come."""
+    known = {theirs: schedule[ours] for ours, theirs in SCHEDULE.items()} if schedule else {}
+    return known | {"num_steps": good_samples}

@@ -51,7 +51,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     read_settings,
     write_settings,
 )
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.run_folder import RECORD_FILE, write_atomically
 
 COMMON_FILE, BACKENDS_FILE = "common.pt", "metadata.json"
@@ -73,7 +73,7 @@ MASTERS = (
     "fp32_param",
     "param",
     "master_param",
-)  # by Megatron's optimizer for halves, its distributed one, and its exact one
+)  # by Megatron's optimizer for halves, its distributed one, its exact one
 BUCKET = re.compile(
     r"^(optimizer\.distributed\.dp_group_idx_(\d+))\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)$"
 )
@@ -103,13 +103,12 @@ class Place:
     regions: list[Region]
 
 
-class DistFile:
-    """An opened folder, a training_state.Stored. Tensors are read from the disk where they are asked for."""
+class DistFile(Stored):
+    """An opened folder. Tensors are read from the disk where they are asked for."""
 
     def __init__(self, folder: Path):
         """Raises CheckpointError for a folder that cannot be read, or is not of a GPT."""
-        self.path, self.without_optimizer, self.arguments = folder, None, {}
-        self.notes: list[str] = []
+        super().__init__(folder)
         self._values: dict[str, Tensor] = {}  # of common.pt
         own = None
         if (folder / RECORD_FILE).exists():
@@ -117,11 +116,8 @@ class DistFile:
                 own = Record.from_json((folder / RECORD_FILE).read_text(encoding="utf-8"))
         with dcp.readable(folder / METADATA_FILE):
             self._reader = dcp.Reader(folder)
-        self._entries = {
-            key: entry
-            for key, entry in self._reader.metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        entries = self._reader.metadata.state_dict_metadata
+        self._entries = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         common = megatron_unpickle.load(folder / COMMON_FILE)
         try:
             self._understand(common, own)
@@ -135,20 +131,19 @@ class DistFile:
         return set(self._places) | set(self._values)
 
     def size_of(self, name: str) -> tuple[int, ...]:
-        return tuple(self._values[name].shape) if name in self._values else self._places[name].shape
+        return tuple((self._values[name] if name in self._values else self._places[name]).shape)
 
     def dtype_of(self, name: str) -> torch.dtype:
         return (self._values[name] if name in self._values else self._places[name]).dtype
 
     @torch.no_grad()
-    def read_into(self, targets: dict[str, Tensor]):
-        dcp.require_fit(self, self.path, targets)
+    def _copy(self, targets: dict[str, Tensor]):
         wanted = []
         for name, target in targets.items():
             if name in self._values:
                 target.copy_(self._values[name])
-                continue
-            wanted += _cut(self._places[name], target.detach())
+            else:
+                wanted += _cut(self._places[name], target.detach())
         if wanted:
             with dcp.readable(self.path):
                 self._reader.read(wanted)
@@ -162,8 +157,17 @@ class DistFile:
         }
         try:
             self._understand_optimizer(common, args, weights)
-            if own is None:
-                self._require_masters(weights)
+            # judged by norms and biases: they are small, and everywhere
+            vectors = [
+                name
+                for name, weight in weights.items()
+                if len(weight.shape) == 1 and f"optimizer.{name}.master" in self._places
+            ]
+            if own is None and not self._are_masters(self._places, weights, vectors):
+                raise Unmapped(
+                    "holds masters that are not its weights', as Megatron-Core 0.16.1 stores them from several padded "
+                    "buckets with --dist-ckpt-optim-fully-reshardable; save it there without that flag"
+                )
         except (Unmapped, *MALFORMED) as error:
             known = isinstance(error, Unmapped)
             self.without_optimizer = str(error) if known else "has a form that is not known here"
@@ -172,7 +176,11 @@ class DistFile:
         for name in [name for name, weight in weights.items() if weight.dtype == torch.float32]:
             self._places.pop(f"optimizer.{name}.master", None)  # the weight itself
         if own is None:
-            self._note_extra_states()
+            count = sum("_extra_state" in key for key in self._reader.metadata.state_dict_metadata)
+            if count:
+                self.notes.append(
+                    f"{count} _extra_state entries, Transformer Engine's own (FP8 scales, or empty), are left out"
+                )
             embedding = weights[EMBEDDING]
             self.record = read_record(common, args, embedding.shape[0], embedding.dtype, self.without_optimizer is None)
 
@@ -182,10 +190,13 @@ class DistFile:
         optimizer = common.get("optimizer")
         if buckets:
             self._find_in_buckets(buckets, args, weights)
-            optimizer = {
-                key: self._object(f"optimizer.distributed.dp_group_idx_0.{key}/shard_0_1")
-                for key in ("optimizer", "grad_scaler")
-            }
+            optimizer = {}
+            for kind in ("optimizer", "grad_scaler"):
+                key = f"optimizer.distributed.dp_group_idx_0.{kind}/shard_0_1"
+                optimizer[kind] = {}
+                if key in self._reader.metadata.state_dict_metadata:
+                    stored = self._reader.read_object(key)
+                    [optimizer[kind]] = megatron_unpickle.load_object(self.path / METADATA_FILE, stored)
         elif not optimizer:
             raise Unmapped("was not saved (--no-save-optim)")
         for name, place in self._places.items():
@@ -197,13 +208,6 @@ class DistFile:
                 )
         stepping = [name for name in weights if f"optimizer.{name}.exp_avg" in self._places]
         self._values = read_settings(optimizer, stepping) | read_clock(common)
-
-    def _object(self, key: str):
-        """One that Megatron stored; {} if there is none."""
-        if key not in self._reader.metadata.state_dict_metadata:
-            return {}
-        [value] = megatron_unpickle.load_object(self.path / METADATA_FILE, self._reader.read_object(key))
-        return value
 
     def _find_in_buckets(self, buckets: dict[re.Match, str], args: MegatronArgs, weights: dict[str, Place]):
         """Add places in the distributed optimizer's flat buckets, which tell no names. Raises Unmapped.
@@ -221,11 +225,10 @@ class DistFile:
         for fused, bucket_size in itertools.product((True, False), bucket_sizes(args)):
             names = megatron_names.in_file_order(weights, fused)
             starts, total = layout({name: torch.Size(weights[name].shape).numel() for name in names}, bucket_size)
-            found = {
-                f"optimizer.{name}.{ours}": place
-                for theirs, ours in KEYS.items()
-                for name, place in self._slices(by_kind[theirs], starts, total, weights).items()
-            }
+            found = {}
+            for theirs, ours in KEYS.items():
+                for name, place in self._slices(by_kind[theirs], starts, total, weights).items():
+                    found[f"optimizer.{name}.{ours}"] = place
             if found and all(self._are_masters(found, weights, [name]) for name in names):
                 self._places |= found
                 return
@@ -251,46 +254,26 @@ class DistFile:
             places[name] = Place(shape, entry.properties.dtype, [Region(keys[number], (first,), (shape.numel(),))])
         return places
 
-    def _require_masters(self, weights: dict[str, Place]):
-        """Unmapped unless masters are those of their weights, judged by norms and biases: they are small, and everywhere."""
-        vectors = [
-            name
-            for name, weight in weights.items()
-            if len(weight.shape) == 1 and f"optimizer.{name}.master" in self._places
-        ]
-        if not self._are_masters(self._places, weights, vectors):
-            raise Unmapped(
-                "holds masters that are not its weights', as Megatron-Core 0.16.1 stores them from several padded "
-                "buckets with --dist-ckpt-optim-fully-reshardable; save it there without that flag"
-            )
-
     def _are_masters(self, masters: dict[str, Place], weights: dict[str, Place], names: list[str]) -> bool:
-        pairs = [(masters[f"optimizer.{name}.master"], weights[name]) for name in names]
-        held = [tuple(torch.empty(place.shape, dtype=place.dtype) for place in pair) for pair in pairs]
-        wanted = [
-            part
-            for pair, tensors in zip(pairs, held)
-            for place, tensor in zip(pair, tensors)
-            for part in _cut(place, tensor)
-        ]
+        held, wanted = [], []
+        for name in names:
+            places = masters[f"optimizer.{name}.master"], weights[name]
+            held.append([torch.empty(place.shape, dtype=place.dtype) for place in places])
+            for place, tensor in zip(places, held[-1]):
+                wanted += _cut(place, tensor)
         with dcp.readable(self.path):
             self._reader.read(wanted)
         return all(torch.equal(master.to(weight.dtype), weight) for master, weight in held)
-
-    def _note_extra_states(self):
-        count = sum("_extra_state" in key for key in self._reader.metadata.state_dict_metadata)
-        if count:
-            self.notes.append(
-                f"{count} _extra_state entries, Transformer Engine's own (FP8 scales, or empty), are left out"
-            )
 
 
 def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, Place]:
     """Places by flat name of all weights and what the optimizer holds of them, and of this trainer's random states."""
     halves: dict[str, dict[str, Place]] = {}
     for key, entry in entries.items():
+        size, dtype = entry.size, entry.properties.dtype
+        whole = Place(size, dtype, [Region(key, (0,) * len(size), tuple(size))])
         if key.startswith(RANDOM):
-            halves[key] = {"": _whole(key, entry)}
+            halves[key] = {"": whole}
             continue
         if key.startswith("optimizer.distributed."):
             continue
@@ -298,47 +281,33 @@ def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, Place]:
         kind, weight = state.groups() if state else ("", key)
         gated = GATED.match(weight)
         weight, half = gated.groups() if gated else (weight, "")
-        for name, place in _layers(key, weight, entry):
+        if megatron_names.is_stacked(weight):
+            count, *shape = size
+            if count > MAX_LAYERS:
+                raise ValueError(f"{key} is of {count} layers")
+            found = {}
+            for layer in range(count):
+                region = Region(key, (layer, *[0] * len(shape)), (1, *shape))
+                found[megatron_names.unstacked_name(weight, layer)] = Place(torch.Size(shape), dtype, [region])
+        else:
+            found = {megatron_names.ours(weight): whole}
+        for name, place in found.items():
             flat = f"optimizer.{name}.{'master' if kind in MASTERS else kind}" if state else f"model.{name}"
             halves.setdefault(flat, {})[half] = place
-    return {name: _joined([parts[half] for half in HALVES if half in parts]) for name, parts in halves.items()}
+    places = {}
+    for name, parts in halves.items():
+        parts = [parts[half] for half in HALVES if half in parts]
+        first = places[name] = parts[0]
+        if len(parts) > 1:
+            regions = [region for part in parts for region in part.regions]
+            places[name] = Place(torch.Size([len(parts) * first.shape[0], *first.shape[1:]]), first.dtype, regions)
+    return places
 
 
 def _cut(place: Place, target: Tensor) -> list[tuple[Region, Tensor]]:
     """The parts of `target`, and where each is stored."""
     parts = target.chunk(len(place.regions)) if len(place.regions) > 1 else [target]
     return [(region, part.view(region.sizes)) for region, part in zip(place.regions, parts, strict=True)]
-
-
-def _layers(key: str, weight: str, entry: TensorStorageMetadata) -> list[tuple[str, Place]]:
-    """(our name, place) of the weights in a stored tensor: of every layer, or one."""
-    if not megatron_names.is_stacked(weight):
-        return [(megatron_names.ours(weight), _whole(key, entry))]
-    count, *shape = entry.size
-    if count > MAX_LAYERS:
-        raise ValueError(f"{key} is of {count} layers")
-    return [
-        (
-            megatron_names.unstacked_name(weight, layer),
-            Place(torch.Size(shape), entry.properties.dtype, [Region(key, (layer, *[0] * len(shape)), (1, *shape))]),
-        )
-        for layer in range(count)
-    ]
-
-
-def _whole(key: str, entry: TensorStorageMetadata) -> Place:
-    return Place(entry.size, entry.properties.dtype, [Region(key, (0,) * len(entry.size), tuple(entry.size))])
-
-
-def _joined(parts: list[Place]) -> Place:
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    return Place(
-        torch.Size([len(parts) * first.shape[0], *first.shape[1:]]),
-        first.dtype,
-        [region for part in parts for region in part.regions],
-    )
 
 
 def writer(arguments: dict) -> Callable:
@@ -348,19 +317,20 @@ def writer(arguments: dict) -> Callable:
         """Each rank writes its tensors; the first one, which has all scalars, the values too. Collective."""
         is_first = group is None or torch.distributed.get_rank(group) == 0
         namespace, layers = build_namespace(record, arguments, "torch_dist"), record.shape["num_layers"]
-        objects = _objects(record, tensors, namespace) if is_first else {}
-        pieces = [_piece(name, tensor, layers) for name, tensor in tensors.items() if _is_stored(name, tensor)]
+        # what Megatron asks for besides tensors, each in a list: modules' empty states, and a rank's random states
+        objects: dict[str, object] = {EMPTY_STATE: [None]} if is_first else {}
+        if is_first and record.ranks:
+            kinds = [name.removeprefix("random.0.") for name in tensors if name.startswith("random.0.")]
+            objects["rng_state/shard_0.0_1.1"] = [write_rng_state([0], tensors.get, namespace.seed, kinds)]
+        # the optimizer's scalars stand in common.pt
+        stored = {name: tensor for name, tensor in tensors.items() if tensor.ndim > 0 or name.startswith("model.")}
+        pieces = [_piece(name, tensor, layers) for name, tensor in stored.items()]
         dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)
         if is_first:  # a failure before would leave the others waiting
             _write_common(folder, record, tensors, namespace)
             write_atomically(folder / BACKENDS_FILE, json.dumps(BACKENDS))
 
     return write
-
-
-def _is_stored(name: str, tensor: Tensor) -> bool:
-    """Among the tensors; the optimizer's scalars stand in common.pt."""
-    return tensor.ndim > 0 or name.startswith("model.")
 
 
 def _write_common(folder: Path, record: Record, tensors: dict[str, Tensor], namespace: Namespace):
@@ -376,15 +346,6 @@ def _write_common(folder: Path, record: Record, tensors: dict[str, Tensor], name
         torch.save(values, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _objects(record: Record, tensors: dict[str, Tensor], namespace: Namespace) -> dict[str, object]:
-    """What Megatron asks for besides tensors, each in a list: modules' empty states, and a rank's random states."""
-    objects: dict[str, object] = {EMPTY_STATE: [None]}
-    if record.ranks:
-        kinds = [name.removeprefix("random.0.") for name in tensors if name.startswith("random.0.")]
-        objects["rng_state/shard_0.0_1.1"] = [write_rng_state([0], tensors.get, namespace.seed, kinds)]
-    return objects
 
 
 def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
@@ -409,16 +370,16 @@ def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
 
 def _piece(name: str, tensor: Tensor, layers: int) -> Piece:
     """A tensor of a flat name in its place."""
+    shape, zeros = tuple(tensor.shape), (0,) * tensor.ndim
     if name.startswith(RANDOM):
-        return Piece(Region(name, (0,) * tensor.ndim, tuple(tensor.shape)), tuple(tensor.shape), tensor)
-    kind, _, rest = name.partition(".")
-    weight, state = rest, ""
+        return Piece(Region(name, zeros, shape), shape, tensor)
+    kind, _, weight = name.partition(".")
+    state = ""
     if kind == "optimizer":
-        weight, _, state = rest.rpartition(".")
+        weight, _, state = weight.rpartition(".")
     key, layer = megatron_names.stacked_name(weight)
     if kind == "optimizer":
         key = f"optimizer.state.{MASTERS[0] if state == 'master' else state}.{key}"
-    shape, zeros = tuple(tensor.shape), (0,) * tensor.ndim
     if layer is None:
         return Piece(Region(key, zeros, shape), shape, tensor)
     return Piece(Region(key, (layer, *zeros), (1, *shape)), (layers, *shape), tensor)

@@ -6,7 +6,9 @@ Source: generate_state_dict and load_checkpoint in Megatron-LM's megatron/traini
 """
 
 import argparse
+import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -34,7 +36,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     write_optimizer,
 )
 from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.args import Args
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
@@ -46,83 +48,56 @@ EMBEDDING = "embedding.word_embeddings.weight"
 QKV = (".self_attention.linear_qkv.weight", ".self_attention.linear_qkv.bias")
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 WHOLE = (1, 1, 1)  # MegatronArgs.splits
+TORCH_FILE = Path("mp_rank_00") / "model_optim_rng.pt"  # Megatron's name for rank 0 of tensor and pipeline
 
 
-class MegatronFile:
-    """An opened file, a training_state.Stored. Tensors are read from the disk where they are asked for.
-
-    without_optimizer: why record.optimizer is None, to go on from "its optimizer"; None where there is one.
-    """
+class MegatronFile(Stored):
+    """An opened file. Tensors are read from the disk where they are asked for."""
 
     def __init__(self, path: Path, splits: tuple[int, int, int] = WHOLE, stage: int = 0):
         """Raises CheckpointError for a file that cannot be read, or is not of a GPT.
 
         splits: what the model must be split into, as MegatronArgs.splits. stage: of its pipeline.
         """
-        self.path, self.splits, self.stage, self.without_optimizer = Path(path), splits, stage, None
-        self.notes: list[str] = []
+        super().__init__(Path(path))
         state = megatron_unpickle.load(self.path)
         try:
-            self._understand(state)
+            self._understand(state, splits, stage)
         except MALFORMED as error:
             raise malformed(self.path, error) from None
 
-    def _understand(self, state: dict):
+    def _understand(self, state: dict, splits: tuple[int, int, int], stage: int):
         args = read_arguments(state)
         self.arguments = args.plain
-        if args.splits != self.splits:
-            found, expected = (" x ".join(map(str, splits)) for splits in (args.splits, self.splits))
+        if args.splits != splits:
+            found, expected = (" x ".join(map(str, numbers)) for numbers in (args.splits, splits))
             raise CheckpointError(
                 f"--load {self.path}: is of a model in {found} parts (tensor x pipeline x virtual or "
                 f"expert parallel), not {expected}; give the folder of all of its parts, or merge them "
                 "with Megatron-LM's tools/checkpoint/convert.py."
             )
-        self._weights = megatron_names.read_names(state["model"])
-        optimizer = self._optimizer(state, args)
-        weight = self._weights[EMBEDDING] if self.stage == 0 else next(iter(self._weights.values()))
-        self.record = read_record(state, args, len(weight), weight.dtype, has_optimizer=self.without_optimizer is None)
-        self._tensors = {f"model.{name}": weight for name, weight in self._weights.items()} | optimizer
-        self._reorder(state.get("checkpoint_version", 0))
-        if MARK in state:
-            self.record = Record.from_json(state[MARK]["record"])
-            self._tensors |= _random_states(state)
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def size_of(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensor(name).shape)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return self._tensor(name).dtype
-
-    @torch.no_grad()
-    def read_into(self, targets: dict[str, Tensor]):
-        for name, target in targets.items():
-            source = self._tensor(name)
-            if source.shape != target.shape:
-                raise CheckpointError(
-                    f"--load {self.path}: {name} has the shape {tuple(source.shape)}, this run's "
-                    f"{tuple(target.shape)}; give the flags of the model that was saved."
-                )
-            target.copy_(source)
-
-    def _tensor(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise CheckpointError(f"--load {self.path}: holds no {name}; give the flags of the model that was saved.")
-        return self._tensors[name]
-
-    def _optimizer(self, state: dict, args: MegatronArgs) -> dict[str, Tensor]:
-        """The flat tensors of optimizer, schedule and loss scale; none, and the reason kept, if they have no names."""
+        weights, optimizer = megatron_names.read_names(state["model"]), {}
         try:
-            return self._optimizer_by_name(state, args)
+            optimizer = self._read_optimizer(state, args, weights)
         except Unmapped as error:
             self.without_optimizer = str(error)
         except MALFORMED:
             self.without_optimizer = "has a form that is not known here"
-        return {}
+        weight = weights[EMBEDDING] if stage == 0 else next(iter(weights.values()))
+        self.record = read_record(state, args, len(weight), weight.dtype, has_optimizer=self.without_optimizer is None)
+        self._tensors = {f"model.{name}": weight for name, weight in weights.items()} | optimizer
+        version, heads = state.get("checkpoint_version", 0), self.record.shape["num_attention_heads"] // splits[0]
+        for name in self._tensors if version < 2 else ():
+            if any(kind in name for kind in QKV) and not name.endswith(".step"):
+                self._tensors[name] = megatron_names.in_todays_order(self._tensors[name], version, heads)
+        if MARK in state:
+            self.record = Record.from_json(state[MARK]["record"])
+            for rank, entry in enumerate(state.get("rng_state", [])):
+                states = from_megatron(entry)
+                self._tensors |= {f"random.{rank}.{kind}": states[kind] for kind in state[MARK]["random"]}
 
-    def _optimizer_by_name(self, state: dict, args: MegatronArgs) -> dict[str, Tensor]:
+    def _read_optimizer(self, state: dict, args: MegatronArgs, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The flat tensors of optimizer, schedule and loss scale. Raises Unmapped."""
         if "optimizer" not in state:
             raise Unmapped("was not saved (--no-save-optim)")
         optimizer = state["optimizer"]
@@ -130,16 +105,113 @@ class MegatronFile:
             raise Unmapped(f"is made of {len(optimizer)} chained ones")
         inner = optimizer.get("optimizer", optimizer)
         if "state" in inner:
-            found = read_optimizer(optimizer, self._weights)
+            found = read_optimizer(optimizer, weights)
         else:  # the distributed optimizer keeps it elsewhere
-            found = read_buffers(self.path.with_name(FILE), inner, self._weights, args)
+            found = read_buffers(self.path.with_name(FILE), inner, weights, args)
         return found | read_loss_scale(optimizer) | read_clock(state)
 
-    def _reorder(self, version: float):
-        heads = self.record.shape["num_attention_heads"] // self.splits[0]
-        for name in self._tensors if version < 2 else ():
-            if any(kind in name for kind in QKV) and not name.endswith(".step"):
-                self._tensors[name] = megatron_names.in_todays_order(self._tensors[name], version, heads)
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def size_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    @torch.no_grad()
+    def _copy(self, targets: dict[str, Tensor]):
+        for name, target in targets.items():
+            target.copy_(self.tensor(name))
+
+
+# --- A model that Megatron spread over files, one per tensor-parallel rank and pipeline stage, read as one
+#
+# mp_rank_TT/model_optim_rng.pt, or mp_rank_TT_SSS/model_optim_rng.pt with stages
+#
+# Source of how weights are split: megatron/core/tensor_parallel/layers.py (ColumnParallelLinear, RowParallelLinear,
+# VocabParallelEmbedding). A gated MLP's fc1 holds, on each rank, its share of the gates and then that of the values.
+
+PART_FOLDER = re.compile(r"^mp_rank_(\d+)(?:_(\d+))?$")
+BY_ROWS = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")
+BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")  # their biases are whole on every rank
+COPIES = ("output_layer.", "word_embeddings_for_head.")  # of the tied embedding, in the last stage
+OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def open_megatron(folder: Path) -> MegatronFile:
+    """The checkpoint in SAVE/iter_NNNNNNN or SAVE/release, whole or in parts. Raises CheckpointError."""
+    files = {}
+    for path in sorted(folder.glob(f"mp_rank_*/{TORCH_FILE.name}")):
+        match = PART_FOLDER.match(path.parent.name)
+        if match is None:
+            raise CheckpointError(
+                f"--load {folder}: holds {path.parent.name}, a part of a mixture of experts; load a "
+                "checkpoint of a plain GPT."
+            )
+        files[int(match[1]), int(match[2] or 0)] = path
+    if set(files) <= {(0, 0)}:
+        return MegatronFile(files.get((0, 0), folder / TORCH_FILE))
+    return MegatronParts(folder, files)
+
+
+class MegatronParts(MegatronFile):
+    """The same as a MegatronFile; a tensor is put together when it is asked for."""
+
+    def __init__(self, folder: Path, files: dict[tuple[int, int], Path]):
+        """files: by (tensor-parallel rank, stage)."""
+        Stored.__init__(self, folder)
+        ranks, stages = (max(places) + 1 for places in zip(*files))
+        if len(files) != ranks * stages:
+            raise CheckpointError(
+                f"--load {folder}: holds {len(files)} of {ranks * stages} parts of a model; copy the rest "
+                "into it, or load another."
+            )
+        splits = (ranks, stages, 1)
+        parts = [[MegatronFile(files[rank, stage], splits, stage) for rank in range(ranks)] for stage in range(stages)]
+        first = parts[0][0]
+        self.arguments = first.arguments
+        reasons = [part.without_optimizer for row in parts for part in row if part.without_optimizer]
+        self.without_optimizer = reasons[0] if reasons else None
+        self._gated = first.record.shape["activation"] == "swiglu"
+        self._tensors: dict[str, list[Tensor]] = {}  # every rank's tensor by name
+        layers_before = 0
+        for stage, row in enumerate(parts):
+            for name in set.intersection(*(part.names() for part in row)):
+                is_copy = stage and first.record.shape["tied_embeddings"] and any(copy in name for copy in COPIES)
+                if not is_copy and (name.startswith("model.") or not reasons):
+                    # each stage counts its layers from 0
+                    whole = OF_LAYER.sub(lambda match: f".layers.{int(match[1]) + layers_before}.", name)  # noqa: B023
+                    self._tensors.setdefault(whole, [part.tensor(name) for part in row])
+            layers_before += len({match[0] for name in row[0].names() if (match := OF_LAYER.search(name))})
+        shape = first.record.shape | {"padded_vocab_size": self.size_of(f"model.{EMBEDDING}")[0]}
+        optimizer = None if reasons else first.record.optimizer
+        self.record = dataclasses.replace(first.record, shape=shape, optimizer=optimizer)
+
+    def size_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._join(name, [piece.to("meta") for piece in self._tensors[name]]).shape)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._tensors[name][0].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self._join(name, self._tensors[name])
+
+    def _join(self, name: str, pieces: list[Tensor]) -> Tensor:
+        """The whole tensor of a flat name, a weight or its state in the optimizer, from those of all ranks."""
+        by_rows, by_columns = (any(kind in name for kind in kinds) for kinds in (BY_ROWS, BY_COLUMNS))
+        if len(pieces) == 1 or pieces[0].ndim == 0 or not (by_rows or by_columns):
+            return pieces[0]
+        if self._gated and "linear_fc1." in name:
+            gates, values = zip(*(piece.chunk(2) for piece in pieces))
+            return torch.cat([*gates, *values])
+        return torch.cat(pieces, dim=1 if by_columns else 0)
+
+
+# --- what Megatron's two formats have in common
 
 
 def malformed(path: Path, error: Exception) -> CheckpointError:
@@ -176,32 +248,6 @@ def read_clock(state: dict) -> dict[str, Tensor]:
     return {} if samples is None else {"optimizer.good_samples": torch.tensor(samples)}
 
 
-def write_megatron_file(file: BinaryIO, record: Record, tensors: dict[str, Tensor], args: Args):
-    """Write what Megatron-LM loads with --ckpt-format torch, and MegatronFile reads as it was.
-
-    tensors: by flat name, on any device. With --transformer-impl transformer_engine, the default, names and optimizer are
-    those of a Megatron that trains with Transformer Engine; with local, of one without.
-    """
-
-    def take(name: str) -> Tensor | None:
-        return _for_file(tensors[name]) if name in tensors else None
-
-    fused = args.model.transformer_impl == "transformer_engine"
-    names = megatron_names.in_file_order((n.removeprefix("model.") for n in tensors if n.startswith("model.")), fused)
-    weights = {name: take(f"model.{name}") for name in names}
-    model = {megatron_names.file_name(name, fused): weight for name, weight in weights.items()}
-    namespace = build_namespace(record, plain_arguments(args), "torch")
-    state = write_values(record, namespace, take) | {
-        "model": model | dict.fromkeys(megatron_names.extra_states(model)),
-        MARK: {"record": record.to_json(), "random": _kinds(tensors)},
-    }
-    if record.optimizer is not None:
-        state["optimizer"] = write_optimizer(weights, take, group_settings(namespace, record), fused)
-    if record.ranks:
-        state["rng_state"] = write_rng_state(range(record.ranks), take, args.training.seed, _kinds(tensors))
-    torch.save(state, file)
-
-
 def write_values(record: Record, namespace: argparse.Namespace, take: Take) -> dict:
     """All of a checkpoint that is neither model nor optimizer nor random states."""
     values = {
@@ -216,34 +262,46 @@ def write_values(record: Record, namespace: argparse.Namespace, take: Take) -> d
     return values
 
 
-def _for_file(tensor: Tensor) -> Tensor:
-    """On the CPU, and no view: torch would write all that it is a view of."""
-    tensor = tensor.detach().cpu()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _kinds(tensors: dict[str, Tensor]) -> list[str]:
-    """Of random states: python, numpy, ..."""
-    return sorted(name.removeprefix("random.0.") for name in tensors if name.startswith("random.0."))
-
-
 def write_rng_state(ranks: Iterable[int], take: Take, seed: int, kinds: list[str]) -> list[dict]:
     return [to_megatron({kind: take(f"random.{rank}.{kind}") for kind in kinds}, seed) for rank in ranks]
-
-
-def _random_states(state: dict) -> dict[str, Tensor]:
-    kinds = state[MARK]["random"]
-    ranks = [from_megatron(entry) for entry in state.get("rng_state", [])]
-    return {f"random.{rank}.{kind}": states[kind] for rank, states in enumerate(ranks) for kind in kinds}
 
 
 def _scheduler(state: dict) -> dict:
     return state.get("opt_param_scheduler") or state.get("lr_scheduler") or {}
 
 
-# --- --ckpt-format torch: all in one file of the first rank, in Megatron's layout
+# --- writing --ckpt-format torch: all in one file of the first rank, in Megatron's layout
 
-TORCH_FILE = Path("mp_rank_00") / "model_optim_rng.pt"  # Megatron's name for rank 0 of tensor and pipeline
+
+def write_megatron_file(file: BinaryIO, record: Record, tensors: dict[str, Tensor], args: Args):
+    """Write what Megatron-LM loads with --ckpt-format torch, and MegatronFile reads as it was.
+
+    tensors: by flat name, on any device. With --transformer-impl transformer_engine, the default, names and optimizer are
+    those of a Megatron that trains with Transformer Engine; with local, of one without.
+    """
+
+    def take(name: str) -> Tensor | None:
+        """On the CPU, and no view: torch would write all that it is a view of."""
+        if name not in tensors:
+            return None
+        tensor = tensors[name].detach().cpu()
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+    fused = args.model.transformer_impl == "transformer_engine"
+    names = megatron_names.in_file_order((n.removeprefix("model.") for n in tensors if n.startswith("model.")), fused)
+    weights = {name: take(f"model.{name}") for name in names}
+    model = {megatron_names.file_name(name, fused): weight for name, weight in weights.items()}
+    namespace = build_namespace(record, plain_arguments(args), "torch")
+    kinds = sorted(name.removeprefix("random.0.") for name in tensors if name.startswith("random.0."))
+    state = write_values(record, namespace, take) | {
+        "model": model | dict.fromkeys(megatron_names.extra_states(model)),
+        MARK: {"record": record.to_json(), "random": kinds},
+    }
+    if record.optimizer is not None:
+        state["optimizer"] = write_optimizer(weights, take, group_settings(namespace, record), fused)
+    if record.ranks:
+        state["rng_state"] = write_rng_state(range(record.ranks), take, args.training.seed, kinds)
+    torch.save(state, file)
 
 
 def writer(args: Args) -> Callable:
@@ -252,9 +310,8 @@ def writer(args: Args) -> Callable:
     def write(folder: Path, record: Record, tensors: dict[str, Tensor], group):
         """The first rank writes; the others send it what they alone have, their random states."""
         parts: list = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(
-            parts, {name: value for name, value in tensors.items() if name.startswith("random.")}, group
-        )
+        random = {name: value for name, value in tensors.items() if name.startswith("random.")}
+        dist.all_gather_object(parts, random, group)
         if dist.get_rank(group) != 0:
             return
         everything = tensors | {name: value for part in parts for name, value in part.items()}

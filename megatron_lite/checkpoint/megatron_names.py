@@ -46,8 +46,11 @@ LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
 def read_names(model: dict) -> dict[str, Tensor]:
     """{our name: weight} of a file's "model", in the file's order, which is the order of its parameters."""
-    flat = _flat(model, "")
-    return {ours(name): value for name, value in flat.items() if _is_weight(name, value)}
+    weights = {}
+    for name, value in _flat(model, "").items():
+        if isinstance(value, Tensor) and not name.endswith(("_extra_state", "inv_freq")):
+            weights[ours(name)] = value
+    return weights
 
 
 def ours(name: str) -> str:
@@ -61,7 +64,16 @@ def ours(name: str) -> str:
 
 def in_file_order(names: Iterable[str], fused: bool) -> list[str]:
     """Our names, as Megatron's named_parameters has them. fused: with Transformer Engine's layers."""
-    return sorted(names, key=lambda name: _place(name, IN_A_FUSED_LAYER if fused else IN_A_LAYER))
+    in_a_layer = IN_A_FUSED_LAYER if fused else IN_A_LAYER
+
+    def place(name: str) -> tuple:
+        module, _, kind = name.rpartition(".")
+        layer = LAYER.match(module)
+        if layer:
+            return ENDS.index("decoder.layers"), int(layer[1]), in_a_layer.index(layer[2]), kind == "bias"
+        return ENDS.index(module), 0, 0, kind == "bias"
+
+    return sorted(names, key=place)
 
 
 def file_name(name: str, fused: bool) -> str:
@@ -112,15 +124,3 @@ def _flat(model: dict, prefix: str) -> dict:
     for key, value in model.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
-
-
-def _is_weight(name: str, value) -> bool:
-    return isinstance(value, Tensor) and not name.endswith(("_extra_state", "inv_freq"))
-
-
-def _place(name: str, in_a_layer: list[str]) -> tuple:
-    module, _, kind = name.rpartition(".")
-    layer = LAYER.match(module)
-    if layer:
-        return ENDS.index("decoder.layers"), int(layer[1]), in_a_layer.index(layer[2]), kind == "bias"
-    return ENDS.index(module), 0, 0, kind == "bias"

@@ -32,49 +32,41 @@ def read_optimizer(optimizer: dict, weights: dict[str, Tensor]) -> dict[str, Ten
     Raises Unmapped.
     """
     inner = optimizer.get("optimizer", optimizer)
-    groups = inner["param_groups"]
+    groups, state = inner["param_groups"], inner["state"]
     masters = optimizer.get("fp32_from_fp16_params") or [[]] * len(groups)
     found = {}
-    for names, group, group_masters in zip(_members(groups, inner["state"], weights), groups, masters, strict=True):
+    for names, group, group_masters in zip(_members(groups, state, weights), groups, masters, strict=True):
         halves = [name for name in names if weights[name].dtype != torch.float32]
         found |= {f"optimizer.{name}.master": master.detach() for name, master in zip(halves, group_masters)}
         for name, number in zip(names, group["params"]):
-            found |= {f"optimizer.{name}.{key}": value for key, value in _entry(inner["state"], number, group).items()}
+            entry = dict(state.get(number, {}))
+            step = entry.pop(
+                "step", group.get("step", state.get("common_step"))
+            )  # Transformer Engine, Apex: the group's
+            if step is not None and "exp_avg" in entry:
+                entry["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer.{name}.{'master' if key == 'master_param' else key}"] = value
     return found
-
-
-def _entry(state: dict, number: int, group: dict) -> dict[str, Tensor]:
-    """One parameter's tensors under our keys."""
-    entry = {"master" if key == "master_param" else key: value for key, value in state.get(number, {}).items()}
-    step = entry.pop("step", group.get("step", state.get("common_step")))  # Transformer Engine and Apex: the group's
-    if step is not None and "exp_avg" in entry:
-        entry["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
-    return {key: value for key, value in entry.items() if isinstance(value, Tensor)}
 
 
 def _members(groups: list[dict], state: dict, weights: dict[str, Tensor]) -> list[list[str]]:
     """The names of each group's parameters: those that its settings select, in order, if all shapes agree."""
     separate = any(group.get("is_decoupled_lr") for group in groups)
-    for decays in (_is_matrix, _is_matrix_or_norm_of_heads):  # the second: --apply-wd-to-qk-layernorm
-        kinds = {name: (decays(name, weight), separate and name in DECOUPLED) for name, weight in weights.items()}
-        members = [[name for name, kind in kinds.items() if kind == _kind(group)] for group in groups]
+    for decaying_norms in ((), ("q_layernorm.", "k_layernorm.")):  # the second: --apply-wd-to-qk-layernorm
+        kinds = {}  # (decays, has a learning rate of its own) by name
+        for name, weight in weights.items():
+            decays = weight.ndim > 1 or any(norm in name for norm in decaying_norms)
+            kinds[name] = (decays, separate and name in DECOUPLED)
+        members = []
+        for group in groups:
+            decay = group["wd_mult"] if "wd_mult" in group else group.get("pre_wd_mult", group.get("weight_decay"))
+            selected = bool(decay), bool(group.get("is_decoupled_lr"))
+            members.append([name for name, kind in kinds.items() if kind == selected])
         if all(_fits(names, group, state, weights) for names, group in zip(members, groups)):
             return members
     raise Unmapped("numbers its parameters in an order that does not fit these weights")
-
-
-def _kind(group: dict) -> tuple[bool, bool]:
-    """(decays, has a learning rate of its own)."""
-    decay = group["wd_mult"] if "wd_mult" in group else group.get("pre_wd_mult", group.get("weight_decay"))
-    return bool(decay), bool(group.get("is_decoupled_lr"))
-
-
-def _is_matrix(name: str, weight: Tensor) -> bool:
-    return weight.ndim > 1
-
-
-def _is_matrix_or_norm_of_heads(name: str, weight: Tensor) -> bool:
-    return weight.ndim > 1 or "q_layernorm." in name or "k_layernorm." in name
 
 
 def _fits(names: list[str], group: dict, state: dict, weights: dict[str, Tensor]) -> bool:
@@ -105,9 +97,11 @@ def write_optimizer(weights: dict[str, Tensor], take: Take, settings: dict, fuse
     """
     groups, state, masters, first = [], {}, [], 0
     for decays in (True, False):
-        members = [name for name, weight in weights.items() if _is_matrix(name, weight) == decays]
+        members = [name for name, weight in weights.items() if (weight.ndim > 1) == decays]
         group = _group(settings, decays) | {"params": list(range(first, first + len(members)))}
-        entries = [_taken(name, take) for name in members]
+        keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+        held = [{key: take(f"optimizer.{name}.{key}") for key in keys} for name in members]
+        entries = [{key: value for key, value in entry.items() if value is not None} for entry in held]
         steps = {float(entry["step"]) for entry in entries if "step" in entry}
         if steps:
             group["step"] = int(max(steps))
@@ -148,11 +142,6 @@ def read_settings(optimizer: dict, names: Iterable[str], where: str = "") -> dic
     return {f"optimizer.{name}.step": torch.tensor(step) for step in steps for name in names} | read_loss_scale(
         optimizer
     )
-
-
-def _taken(name: str, take: Take) -> dict[str, Tensor]:
-    keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-    return {key: value for key in keys if (value := take(f"optimizer.{name}.{key}")) is not None}
 
 
 def group_settings(args: Namespace, record: Record) -> dict:
@@ -210,8 +199,19 @@ def read_buffers(path: Path, optimizer: dict, weights: dict[str, Tensor], args: 
     (flat,) = buffers[0].values()
     for bucket_size in bucket_sizes(args):
         starts, total = layout({name: weight.numel() for name, weight in weights.items()}, bucket_size)
-        if total == flat["param"].numel() and _are_masters(flat["param"], starts, weights):
-            return _named(flat, starts, weights) | read_settings(optimizer, weights, f"in {FILE} ")
+        if total != flat["param"].numel():
+            continue
+        found = {}
+        for name, weight in weights.items():
+            for theirs, ours in KEYS.items():
+                part = flat[theirs][starts[name] : starts[name] + weight.numel()].view(weight.shape)
+                found[f"optimizer.{name}.{ours}"] = part
+        masters = {name: found[f"optimizer.{name}.master"] for name in weights}
+        if all(torch.equal(masters[name].to(weight.dtype), weight) for name, weight in weights.items()):
+            for name, weight in weights.items():
+                if weight.dtype == torch.float32:
+                    del found[f"optimizer.{name}.master"]  # the weight itself
+            return found | read_settings(optimizer, weights, f"in {FILE} ")
     raise Unmapped(f"in {FILE} is laid out in a way that does not fit these weights")
 
 
@@ -231,22 +231,3 @@ def bucket_sizes(args: MegatronArgs) -> list[int | None]:
     """One bucket, or those of --overlap-grad-reduce."""
     ranks = args.given("data_parallel_size", 1) * args.given("context_parallel_size", 1)
     return [None, args.given("ddp_bucket_size", max(40_000_000, 1_000_000 * ranks))]
-
-
-def _slice(flat: Tensor, start: int, like: Tensor) -> Tensor:
-    return flat[start : start + like.numel()].view(like.shape)
-
-
-def _are_masters(flat: Tensor, starts: dict[str, int], weights: dict[str, Tensor]) -> bool:
-    return all(
-        torch.equal(_slice(flat, starts[name], weight).to(weight.dtype), weight) for name, weight in weights.items()
-    )
-
-
-def _named(flat: dict[str, Tensor], starts: dict[str, int], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        f"optimizer.{name}.{ours}": _slice(flat[theirs], starts[name], weight)
-        for name, weight in weights.items()
-        for theirs, ours in KEYS.items()
-        if ours != "master" or weight.dtype != torch.float32
-    }

@@ -64,7 +64,18 @@ def load_object(path: Path, source: Path | BytesIO):
     """What torch.save wrote to `source`: `path` itself, or bytes from beside it. Raises CheckpointError as `load` does."""
     try:
         with limit_memory(path.stat().st_size if source is path else len(source.getbuffer())):
-            return _load(path, source)
+            named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+            harmless = [name for name in named if name in CLASSES or name.partition(".")[0] in PACKAGES]
+            refused = sorted(set(named) - {*harmless, "argparse.Namespace"})
+            if refused:
+                raise CheckpointError(
+                    f"--load {path}: names {refused[0]}, which is neither data nor a class of a known training "
+                    "program, and reading it might run its code; load a file that you trust, without it."
+                )
+            if source is not path:
+                source.seek(0)
+            with torch.serialization.safe_globals([argparse.Namespace, *((Inert, name) for name in harmless)]):
+                return torch.load(source, map_location="cpu", weights_only=True, mmap=source is path)
     except FileNotFoundError:
         raise CheckpointError(f"--load {path}: there is no such file; check the folder.") from None
     except CheckpointError:
@@ -74,22 +85,3 @@ def load_object(path: Path, source: Path | BytesIO):
             f"--load {path}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged, or "
             "older than torch 1.6. Load an earlier one, or save it again with a newer torch."
         ) from None
-
-
-def _load(path: Path, source: Path | BytesIO):
-    named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
-    refused = sorted(name for name in named if not _harmless(name) and name != "argparse.Namespace")
-    if refused:
-        raise CheckpointError(
-            f"--load {path}: names {refused[0]}, which is neither data nor a class of a known training "
-            "program, and reading it might run its code; load a file that you trust, without it."
-        )
-    allowed = [argparse.Namespace, *((Inert, name) for name in named if _harmless(name))]
-    if source is not path:
-        source.seek(0)
-    with torch.serialization.safe_globals(allowed):
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=source is path)
-
-
-def _harmless(name: str) -> bool:
-    return name in CLASSES or name.partition(".")[0] in PACKAGES

@@ -13,7 +13,8 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+
+from megatron_lite.errors import CheckpointError
 
 FORMAT = 2
 
@@ -51,23 +52,44 @@ class Record:
             raise ValueError(str(error)) from None
 
 
-class Stored(Protocol):
+class Stored:
     """An opened checkpoint, in whichever format. Raises CheckpointError for what cannot be read."""
 
-    path: Path
     record: Record
-    without_optimizer: str | None  # why record.optimizer is None, to go on from "its optimizer"
-    notes: list[str]  # what of it is left out
-    arguments: dict  # the flags that it was trained with, as far as they are plain values
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.without_optimizer: str | None = None  # why record.optimizer is None, to go on from "its optimizer"
+        self.notes: list[str] = []  # what of it is left out
+        self.arguments: dict = {}  # the flags that it was trained with, as far as they are plain values
 
     def names(self) -> set[str]:
         """The flat names of all tensors that it holds."""
+        raise NotImplementedError
 
     def size_of(self, name: str) -> tuple[int, ...]:
         """The shape of one of them."""
+        raise NotImplementedError
 
     def dtype_of(self, name: str):
         """Its torch.dtype."""
+        raise NotImplementedError
 
-    def read_into(self, targets: dict) -> None:
-        """Copy the tensor of each name into the one given for it, casting; shapes must agree."""
+    def read_into(self, targets: dict):
+        """Copy the tensor of each name into the one given for it, casting. CheckpointError unless shapes agree."""
+        absent = sorted(set(targets) - self.names())
+        if absent:
+            raise CheckpointError(
+                f"--load {self.path}: lacks {len(absent)} of the tensors that this run needs, such as "
+                f"{absent[0]}; give the flags that the checkpoint was trained with."
+            )
+        for name, target in targets.items():
+            if tuple(target.shape) != self.size_of(name):
+                raise CheckpointError(
+                    f"--load {self.path}: {name} has the shape {list(self.size_of(name))}, and the run's is "
+                    f"{list(target.shape)}; give the flags that the checkpoint was trained with."
+                )
+        self._copy(targets)
+
+    def _copy(self, targets: dict):
+        raise NotImplementedError

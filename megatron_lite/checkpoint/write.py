@@ -50,89 +50,81 @@ class Writer:
         """
         slot = CheckpointDir(self.save, RELEASE if release else checkpoint_name(record.iteration))
         files = self._together(slot, lambda: self._write_files(slot, record, tensors))
-        self._together(slot, lambda: self._commit(slot, files) if self._is_first else None)
+        self._together(slot, lambda: self._commit(slot, files) if self._rank == 0 else None)
         return slot.final
 
     @property
     def _rank(self) -> int:
         return 0 if self.group is None else dist.get_rank(self.group)
 
-    @property
-    def _is_first(self) -> bool:
-        return self._rank == 0
-
     def _write_files(self, slot: CheckpointDir, record: Record, tensors: dict[str, Tensor]) -> dict[str, dict]:
         """The manifest's entries for what this rank wrote."""
         failure = None
-        if self._is_first:
+        if self._rank == 0:
             try:
                 folder.prepare(slot)
                 write_atomically(slot.unfinished / RECORD_FILE, record.to_json())
             except OSError as error:
                 failure = error
-        self._raise_together(failure)
+        raised = next((error for error in self._exchange(failure) if error is not None), None)
+        if raised is not None:
+            raise raised
         self.write_tensors(slot.unfinished, record, tensors, self.group)
-        return folder.checksums(slot.unfinished, [name for name in _files(slot.unfinished) if self._wrote(name)])
-
-    def _wrote(self, name: str) -> bool:
-        # torch.distributed.checkpoint names files __RANK_NUMBER.distcp; all others are the first rank's
-        owner = name.split("_")[2] if name.startswith("__") else "0"
-        return owner == str(self._rank)
+        written = {}
+        for path in sorted(slot.unfinished.rglob("*")):
+            name = str(path.relative_to(slot.unfinished))
+            # torch.distributed.checkpoint names files __RANK_NUMBER.distcp; all others are the first rank's
+            owner = name.split("_")[2] if name.startswith("__") else "0"
+            if owner == str(self._rank) and path.is_file() and path.name != MANIFEST_FILE:
+                written[name] = folder.checksum(path)
+        return written
 
     def _commit(self, slot: CheckpointDir, files: list[dict[str, dict]]):
         folder.write_manifest(slot, {name: entry for part in files for name, entry in part.items()})
-        before = self._newest()
+        try:
+            before = folder.newest(self.save)
+        except ValueError:
+            before = None
         folder.commit(slot)
-        if before is not None and before.name != slot.name and self._may_go(before) and not folder.missing(slot.final):
+        if before is None or before.name == slot.name or self.retain_interval is None:
+            return
+        iteration = iteration_of(before.name)
+        if iteration is None or iteration % self.retain_interval == 0:
+            return
+        # as in Megatron: what a link names is somebody's
+        if before.final.is_dir() and not before.final.is_symlink() and not folder.missing(slot.final):
             with contextlib.suppress(OSError):  # one too many is no failure of the new one
                 folder.delete_checkpoint(before)
 
-    def _newest(self) -> CheckpointDir | None:
-        try:
-            return folder.newest(self.save)
-        except ValueError:
-            return None
-
-    def _may_go(self, slot: CheckpointDir) -> bool:
-        iteration = iteration_of(slot.name)
-        if self.retain_interval is None or iteration is None or iteration % self.retain_interval == 0:
-            return False
-        return slot.final.is_dir() and not slot.final.is_symlink()  # as in Megatron: what a link names is somebody's
-
     def _together(self, slot: CheckpointDir, act: Callable) -> list:
         """Every rank's result of `act`, on every rank; CheckpointError on all if it failed on one."""
+        result = failure = None
         try:
             with dcp.interruptible():
-                result, failure = act(), None
+                result = act()
         except KeyboardInterrupt:
-            if self._is_first:
+            if self._rank == 0:
                 folder.discard(slot)
             raise
         except CheckpointException as error:  # known to all ranks already, with the rank that failed
-            result, failure = None, f"rank {min(error.failures)}: {dcp.reason(error)}, {self._room()}"
+            failure = f"rank {min(error.failures)}: {dcp.reason(error)}"
         except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
-            result, failure = None, f"rank {self._rank}: {dcp.reason(error)}, {self._room()}"
+            failure = f"rank {self._rank}: {dcp.reason(error)}"
+        if failure is not None:
+            try:
+                failure += f", {size(shutil.disk_usage(self.save).free)} free there"
+            except OSError:
+                failure += ", and the folder cannot be asked for its room"
         results = self._exchange((result, failure))
         failures = [failure for _, failure in results if failure is not None]
         if failures:
-            if self._is_first:
+            if self._rank == 0:
                 folder.discard(slot)
             raise CheckpointError(
                 f"--save {self.save}: {slot.name} could not be written ({failures[0]}); earlier "
                 "checkpoints are untouched. Make room or choose another folder."
             )
         return [result for result, _ in results]
-
-    def _room(self) -> str:
-        try:
-            return f"{size(shutil.disk_usage(self.save).free)} free there"
-        except OSError:
-            return "and the folder cannot be asked for its room"
-
-    def _raise_together(self, failure: Exception | None):
-        raised = next((error for error in self._exchange(failure) if error is not None), None)
-        if raised is not None:
-            raise raised
 
     def _exchange(self, value) -> list:
         if self.group is None:
@@ -153,14 +145,6 @@ def write_alone(
         return Writer(Path(save), megatron_dist.writer(plain_arguments(Args()) | (arguments or {}))).write(
             record, tensors, release
         )
-
-
-def _files(unfinished: Path) -> list[str]:
-    return [
-        str(path.relative_to(unfinished))
-        for path in unfinished.rglob("*")
-        if path.is_file() and path.name != MANIFEST_FILE
-    ]
 
 
 # --- which rank writes which tensor: replicas hold the same ones, so that each of them writes a part

@@ -15,9 +15,16 @@ class ConfigFile:
     def __init__(self, path: Path, values: dict):
         self.path, self.values = path, values
 
+    def get(self, key: str, default):
+        """The value as it is. CheckpointError for a missing one that is REQUIRED."""
+        value = self.values.get(key, default)
+        if value is REQUIRED:
+            raise CheckpointError(f"--load-hf {self.path}: {key} is missing; give the folder of a whole model.")
+        return value
+
     def whole(self, key: str, default=REQUIRED) -> int | None:
         """An integer above 0, or None where that is the default and the file says null."""
-        value = self._get(key, default)
+        value = self.get(key, default)
         if value is None and default is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0 or value < 1:
@@ -25,19 +32,16 @@ class ConfigFile:
         return int(value)
 
     def number(self, key: str, default=REQUIRED) -> float:
-        value = self._get(key, default)
+        value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, value, "must be a number")
         return float(value)
 
     def switch(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
+        value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "must be true or false")
         return value
-
-    def text(self, key: str, default: str) -> str:
-        return str(self._get(key, default))
 
     def refuse_unless(self, key: str, allowed: tuple, why: str):
         """CheckpointError if the key is there with another value than those `allowed`."""
@@ -47,18 +51,6 @@ class ConfigFile:
 
     def wrong(self, key: str, value, why: str) -> CheckpointError:
         return CheckpointError(f"--load-hf {self.path}: {key} is {json.dumps(value)}: {why}; convert another model.")
-
-    def _get(self, key: str, default):
-        value = self.values.get(key, default)
-        if value is REQUIRED:
-            raise CheckpointError(f"--load-hf {self.path}: {key} is missing; give the folder of a whole model.")
-        return value
-
-
-def read_config(folder: Path) -> ConfigFile:
-    """The config.json of `folder`. CheckpointError if there is none, or it is no JSON object."""
-    path = folder / CONFIG_FILE
-    return ConfigFile(path, read_json(path))
 
 
 def read_json(path: Path) -> dict:
@@ -75,3 +67,7 @@ def read_json(path: Path) -> dict:
     if not isinstance(values, dict):
         raise CheckpointError(f"--load-hf {path}: is no JSON object; copy or download it again.")
     return values
+
+
+def write_json(path: Path, values: dict):
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

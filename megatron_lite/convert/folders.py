@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import re
 import shutil
@@ -18,17 +17,19 @@ from megatron_lite.checkpoint.find import chosen, open_newest
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.convert.config_file import CONFIG_FILE, read_config
+from megatron_lite.convert.config_file import CONFIG_FILE, ConfigFile, read_json, write_json
 from megatron_lite.convert.families import family_of_config, family_of_shape
-from megatron_lite.convert.mappings import Link, layer_prefix, parameter_sizes
+from megatron_lite.convert.mappings import Link, parameter_sizes
 from megatron_lite.convert.tokenizer_files import TokenizerFiles
-from megatron_lite.convert.weights_folder import INDEX, WHOLE, Weights, count_bytes, open_weights, write_safetensors
+from megatron_lite.convert.weights_folder import INDEX, WHOLE, count_bytes, open_weights, write_safetensors
 from megatron_lite.errors import CheckpointError, UserError
 from megatron_lite.run_folder import RELEASE, sync_folder
 
-# --- the precisions of weights
-
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SHARD_BYTES = 5 * 10**9  # of a file, as transformers has it
+GENERATION_FILE = "generation_config.json"
+OURS = "megatron_lite"
+LAYER = re.compile(r"decoder\.layers\.\d+\.|.*")  # what is read at once: a layer, or a weight of none
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -39,10 +40,20 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-# --- A checkpoint's weights as a Hugging Face folder, layer by layer: memory holds one of them at a time
+def to_hf_sizes(link: Link, sizes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """{their name: size} of a link, from {our name: size}."""
+    theirs = link.layout.to_hf(torch.empty(sizes[link.ours], device="meta"))
+    return {name: tuple(tensor.shape) for name, tensor in zip(link.theirs, theirs)}
 
-SHARD_BYTES = 5 * 10**9  # of a file, as transformers has it
-GENERATION_FILE = "generation_config.json"
+
+def require_same(expected: set[str], found: set[str], where: str, verbs: tuple[str, str], what: str, remedy: str):
+    """CheckpointError unless both are the same names. verbs: for those that are not found, and for those beside them."""
+    for difference, verb in ((expected - found, verbs[0]), (found - expected, verbs[1])):
+        if difference:
+            raise CheckpointError(f"{where}: {verb} {len(difference)} {what} such as {min(difference)}; {remedy}")
+
+
+# --- A checkpoint's weights as a Hugging Face folder, layer by layer: memory holds one of them at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,132 +77,89 @@ class Export:
 
     def write(self, folder: Path):
         """Fill `folder`, which exists: weights, config.json, tokenizer. ConfigError for what has no twin there."""
-        shape = self._shape()
-        family = family_of_shape(shape)
-        self._require_whole(shape)
-        vocab_size = self._vocab_size(shape)
-        config = {
-            **family.build_config(shape, vocab_size),
-            **self.tokenizer.ids,
-            "torch_dtype": _torch_name(self._dtype),
-        }
-        for note in filter(None, (*family.notes(shape), self.tokenizer.note(config["model_type"]))):
-            self.say(f"  {note}")
-        links = list(family.links(family.complete(shape), vocab_size))
-        self._write_weights(folder, links, parameter_sizes(family.complete(shape)))
-        _write_json(folder / CONFIG_FILE, config)
-        if self.tokenizer.ids["eos_token_id"] is not None:
-            _write_json(folder / GENERATION_FILE, self.tokenizer.ids)
-        self.tokenizer.write(folder, shape.max_position_embeddings)
-
-    def _shape(self) -> ModelShape:
         try:
-            return ModelShape(**self.stored.record.shape)
+            shape = ModelShape(**self.stored.record.shape)
         except TypeError as error:
             raise CheckpointError(
                 f"--load {self.load}: its model cannot be read ({error}); it is of another version, "
                 "convert it with that one."
             ) from None
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return DTYPES[self.precision]
+        family, ids = family_of_shape(shape), self.tokenizer.ids
+        require_same(
+            {f"model.{name}" for name in parameter_sizes(shape)},
+            {name for name in self.stored.names() if name.startswith("model.")},
+            f"--load {self.load}",
+            ("lacks", "holds, beside its model,"),
+            "weights",
+            "load one that was saved as a whole.",
+        )
+        vocab_size = self._vocab_size(shape)
+        dtype_name = str(DTYPES[self.precision]).removeprefix("torch.")
+        config = {**family.build_config(shape, vocab_size), **ids, "torch_dtype": dtype_name}
+        for note in filter(None, (*family.notes(shape), self.tokenizer.note(config["model_type"]))):
+            self.say(f"  {note}")
+        whole = family.complete(shape)
+        self._write_weights(folder, list(family.links(whole, vocab_size)), parameter_sizes(whole))
+        write_json(folder / CONFIG_FILE, config)
+        if ids["eos_token_id"] is not None:
+            write_json(folder / GENERATION_FILE, ids)
+        self.tokenizer.write(folder, shape.max_position_embeddings)
 
     def _vocab_size(self, shape: ModelShape) -> int:
         """Ids that are kept."""
-        known = self.true_vocab_size or self.stored.record.vocab_size
-        size = known or self.tokenizer.vocab_size or shape.padded_vocab_size
-        if self.tokenizer.vocab_size > min(size, shape.padded_vocab_size):
+        rows, tokenizer = shape.padded_vocab_size, self.tokenizer
+        size = self.true_vocab_size or self.stored.record.vocab_size or tokenizer.vocab_size or rows
+        if tokenizer.vocab_size > min(size, rows):
             raise UserError(
-                f"{self.tokenizer.flag}: has {self.tokenizer.vocab_size} ids, and the model's vocabulary "
-                f"{min(size, shape.padded_vocab_size)}; give the files that it was trained with."
+                f"{tokenizer.flag}: has {tokenizer.vocab_size} ids, and the model's vocabulary "
+                f"{min(size, rows)}; give the files that it was trained with."
             )
-        if size > shape.padded_vocab_size:
-            raise UserError(
-                f"--true-vocab-size {size}: the model has {shape.padded_vocab_size} rows only; give at most that."
-            )
-        if size < shape.padded_vocab_size:
-            self.say(f"  {shape.padded_vocab_size - size} rows of padding are left out: the vocabulary has {size} ids")
+        if size > rows:
+            raise UserError(f"--true-vocab-size {size}: the model has {rows} rows only; give at most that.")
+        if size < rows:
+            self.say(f"  {rows - size} rows of padding are left out: the vocabulary has {size} ids")
         return size
 
-    def _require_whole(self, shape: ModelShape):
-        expected = {f"model.{name}" for name in parameter_sizes(shape)}
-        found = {name for name in self.stored.names() if name.startswith("model.")}
-        for difference, verb in ((expected - found, "lacks"), (found - expected, "holds, beside its model,")):
-            if difference:
-                raise CheckpointError(
-                    f"--load {self.load}: {verb} {len(difference)} weights such as {min(difference)}; "
-                    "load one that was saved as a whole."
-                )
-
     def _write_weights(self, folder: Path, links: list[Link], sizes: dict[str, tuple[int, ...]]):
-        theirs = {
-            name: tuple(tensor.shape)
-            for link in links
-            for name, tensor in zip(link.theirs, link.layout.to_hf(torch.empty(sizes[link.ours], device="meta")))
-        }
-        shards = split(theirs, self._dtype, self.shard_bytes)
+        dtype = DTYPES[self.precision]
+        theirs = {name: size for link in links for name, size in to_hf_sizes(link, sizes).items()}
+        shards, filled = [{}], 0  # each below shard_bytes unless a single tensor is larger
+        for name, size in theirs.items():
+            more = count_bytes(size, dtype)
+            if shards[-1] and filled + more > self.shard_bytes:
+                shards.append({})
+                filled = 0
+            shards[-1][name] = size
+            filled += more
+        count = len(shards)
+        files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [WHOLE]
         tensors = self._tensors(links, sizes, len(theirs))
-        for file, names in shards.items():
-            shard = {name: theirs[name] for name in names}
-            write_safetensors(folder / file, shard, self._dtype, itertools.islice(tensors, len(names)))
-        if len(shards) > 1:
-            total = sum(count_bytes(size, self._dtype) for size in theirs.values())
-            files = {name: file for file, names in shards.items() for name in names}
-            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+        for file, shard in zip(files, shards):
+            write_safetensors(folder / file, shard, dtype, itertools.islice(tensors, len(shard)))
+        if count > 1:
+            total = sum(count_bytes(size, dtype) for size in theirs.values())
+            weight_map = {name: file for file, shard in zip(files, shards) for name in shard}
+            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def _tensors(self, links: list[Link], sizes: dict[str, tuple[int, ...]], total: int) -> Iterator[Tensor]:
         """Theirs, in the order of the links. What the checkpoint does not hold is zeros."""
-        written = 0
-        for _, layer in itertools.groupby(links, key=_layer_of):
-            layer = list(layer)
-            ours = self._read({link.ours: sizes[link.ours] for link in layer})
+        record, held, written = self.stored.record, self.stored.names(), 0
+        for _, group in itertools.groupby(links, key=lambda link: LAYER.match(link.ours)[0]):
+            layer, ours, targets = list(group), {}, {}
+            for link in layer:
+                name, dtype, source = link.ours, DTYPES[record.precision], f"model.{link.ours}"
+                if self.precision != record.precision and f"optimizer.{name}.master" in held:
+                    dtype, source = torch.float32, f"optimizer.{name}.master"
+                ours[name] = torch.zeros(sizes[name], dtype=dtype)
+                if source in held:
+                    targets[source] = ours[name]
+            self.stored.read_into(targets)
+            targets.clear()
             for link in layer:
                 for name, tensor in zip(link.theirs, link.layout.to_hf(ours.pop(link.ours))):
                     written += 1
                     self.progress(written, total)
-                    yield cast(name, tensor, self._dtype)
-
-    def _read(self, sizes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        own = self.precision == self.stored.record.precision
-        ours, targets, held = {}, {}, self.stored.names()
-        for name, size in sizes.items():
-            master = f"optimizer.{name}.master"
-            exact = not own and master in held
-            ours[name] = torch.zeros(size, dtype=torch.float32 if exact else DTYPES[self.stored.record.precision])
-            source = master if exact else f"model.{name}"
-            if source in held:
-                targets[source] = ours[name]
-        self.stored.read_into(targets)
-        return ours
-
-
-def split(sizes: dict[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> dict[str, list[str]]:
-    """{file: its tensors}, in order, each file below `limit` bytes unless a single tensor is larger."""
-    shards, filled = [[]], 0
-    for name, size in sizes.items():
-        more = count_bytes(size, dtype)
-        if shards[-1] and filled + more > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += more
-    if len(shards) == 1:
-        return {WHOLE: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}
-
-
-def _layer_of(link: Link) -> str:
-    found = re.match(re.escape(layer_prefix(0)).replace("0", r"\d+"), link.ours)
-    return found[0] if found else link.ours
-
-
-def _torch_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _write_json(path: Path, values: dict):
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+                    yield cast(name, tensor, DTYPES[self.precision])
 
 
 # --- A Hugging Face folder's weights as a checkpoint: weights only, which load as iteration 0
@@ -203,59 +171,42 @@ def import_hf(folder: Path, divisible_by: int, precision: str | None = None) -> 
     divisible_by: the vocabulary is padded to a multiple of it. precision: fp32, fp16 or bf16; None: the files' own,
     fp32 if they have several. CheckpointError for a folder that is damaged or holds another kind of model.
     """
-    config = read_config(folder)
+    config = ConfigFile(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
     family = family_of_config(config)
     vocab_size = config.whole("vocab_size")
     shape = family.read_shape(config, -(-vocab_size // divisible_by) * divisible_by)
-    links = list(family.links(shape, vocab_size))
-    source = _Source(folder, open_weights(folder), family, links, parameter_sizes(shape))
-    tensors = {f"model.{link.ours}": source.ours(link) for link in links}
-    own = precision or _precision(tensors)
+    links, sizes, weights = list(family.links(shape, vocab_size)), parameter_sizes(shape), open_weights(folder)
+    expected = {name for link in links for name in link.theirs}
+    file_names = {family.standard_name(name): name for name in weights.names}
+    file_names.pop(None, None)
+    if "lm_head.weight" not in expected:
+        file_names.pop("lm_head.weight", None)  # tied: a second name of the embeddings, in .bin files
+    verbs = ("lacks", f"holds, beside what its {CONFIG_FILE} tells of,")
+    require_same(
+        expected, set(file_names), f"--load-hf {folder}", verbs, "tensors", "give the folder of a whole model."
+    )
+    tensors = {}
+    for link in links:
+        theirs = {name: weights.tensor(file_names[name]) for name in link.theirs}
+        for name, size in to_hf_sizes(link, sizes).items():
+            if tuple(theirs[name].shape) != size:
+                raise CheckpointError(
+                    f"--load-hf {folder}: {name} has the shape {list(theirs[name].shape)}, and its "
+                    f"{CONFIG_FILE} makes it {list(size)}; copy or download the folder again."
+                )
+        tensors[f"model.{link.ours}"] = link.layout.from_hf(list(theirs.values()))
+    if precision is None:  # fp32 loses nothing of any mixture
+        found = {tensor.dtype for tensor in tensors.values()}
+        precision = next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
     for name, tensor in tensors.items():
-        tensors[name] = cast(name, tensor, DTYPES[own]).contiguous()
-    record = Record(iteration=0, consumed=0, shape=dataclasses.asdict(shape), precision=own, vocab_size=vocab_size)
+        tensors[name] = cast(name, tensor, DTYPES[precision]).contiguous()
+    record = Record(
+        iteration=0, consumed=0, shape=dataclasses.asdict(shape), precision=precision, vocab_size=vocab_size
+    )
     return record, tensors
 
 
-def _precision(tensors: dict[str, Tensor]) -> str:
-    """fp16 or bf16 if all tensors have it, else fp32, which loses nothing of any mixture."""
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    return next((name for name, dtype in DTYPES.items() if dtypes == {dtype}), "fp32")
-
-
-class _Source:
-    """The folder's tensors under their standard names, checked to be those of the links, no more and no less."""
-
-    def __init__(self, folder: Path, weights: Weights, family, links: list[Link], sizes: dict[str, tuple[int, ...]]):
-        self._folder, self._weights, self._sizes = folder, weights, sizes
-        self._files_name = {family.standard_name(name): name for name in weights.names()}
-        self._files_name.pop(None, None)
-        expected = {name for link in links for name in link.theirs}
-        if "lm_head.weight" not in expected:
-            self._files_name.pop("lm_head.weight", None)  # tied: a second name of the embeddings, in .bin files
-        for difference, verb in (
-            (expected - set(self._files_name), "lacks"),
-            (set(self._files_name) - expected, f"holds, beside what its {CONFIG_FILE} tells of,"),
-        ):
-            if difference:
-                raise CheckpointError(
-                    f"--load-hf {folder}: {verb} {len(difference)} tensors such as {min(difference)}; "
-                    "give the folder of a whole model."
-                )
-
-    def ours(self, link: Link) -> Tensor:
-        expected = link.layout.to_hf(torch.empty(self._sizes[link.ours], device="meta"))
-        theirs = [self._weights.tensor(self._files_name[name]) for name in link.theirs]
-        for name, tensor, model in zip(link.theirs, theirs, expected):
-            if tensor.shape != model.shape:
-                raise CheckpointError(
-                    f"--load-hf {self._folder}: {name} has the shape {list(tensor.shape)}, and its "
-                    f"{CONFIG_FILE} makes it {list(model.shape)}; copy or download the folder again."
-                )
-        return link.layout.from_hf(theirs)
-
-
-OURS = "megatron_lite"
+# --- the commands
 
 
 def to_hugging_face(

@@ -13,7 +13,6 @@ from megatron_lite.convert.mappings import (
     Transposed,
     Vocabulary,
     grouped_qkv,
-    layer_prefix,
 )
 
 ARCHITECTURE = "GPT2LMHeadModel"
@@ -57,22 +56,19 @@ def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
     yield Link("embedding.word_embeddings.weight", (f"{PREFIX}wte.weight",), rows)
     yield Link("embedding.position_embeddings.weight", (f"{PREFIX}wpe.weight",), Same())
     for layer in range(shape.num_layers):
-        yield from _layer(shape, layer_prefix(layer), f"{PREFIX}h.{layer}.", norm)
+        ours, theirs = f"decoder.layers.{layer}.", f"{PREFIX}h.{layer}."
+        for name, their_name in NORMS.items():
+            yield Link(f"{ours}{name}.weight", (f"{theirs}{their_name}.weight",), norm)
+            yield Link(f"{ours}{name}.bias", (f"{theirs}{their_name}.bias",), Same())
+        for kind in ("weight", "bias"):
+            qkv = FusedQKV(grouped_qkv(shape))
+            yield Link(f"{ours}self_attention.linear_qkv.{kind}", (f"{theirs}attn.c_attn.{kind}",), qkv)
+            for name, their_name in MATRICES.items():
+                yield Link(f"{ours}{name}.{kind}", (f"{theirs}{their_name}.{kind}",), Transposed())
     yield Link("decoder.final_layernorm.weight", (f"{PREFIX}ln_f.weight",), norm)
     yield Link("decoder.final_layernorm.bias", (f"{PREFIX}ln_f.bias",), Same())
     if not shape.tied_embeddings:
         yield Link("output_layer.weight", ("lm_head.weight",), rows)
-
-
-def _layer(shape: ModelShape, ours: str, theirs: str, norm: NormWeight) -> Iterator[Link]:
-    for name, their_name in NORMS.items():
-        yield Link(f"{ours}{name}.weight", (f"{theirs}{their_name}.weight",), norm)
-        yield Link(f"{ours}{name}.bias", (f"{theirs}{their_name}.bias",), Same())
-    for kind in ("weight", "bias"):
-        qkv = FusedQKV(grouped_qkv(shape))
-        yield Link(f"{ours}self_attention.linear_qkv.{kind}", (f"{theirs}attn.c_attn.{kind}",), qkv)
-        for name, their_name in MATRICES.items():
-            yield Link(f"{ours}{name}.{kind}", (f"{theirs}{their_name}.{kind}",), Transposed())
 
 
 def standard_name(name: str) -> str | None:
@@ -110,10 +106,11 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         config.refuse_unless(key, (False, None), "there is no such attention here")
     config.refuse_unless("scale_attn_weights", (True, None), "attention scores are always scaled here")
-    activation = config.text("activation_function", "gelu_new")
+    activation = str(config.get("activation_function", "gelu_new"))
     if activation not in ACTIVATIONS:
         raise config.wrong("activation_function", activation, f"only {', '.join(ACTIVATIONS)} exist here")
     hidden, heads = config.whole("n_embd"), config.whole("n_head")
+    positions = config.whole("n_positions", 1024)
     if hidden % heads:
         raise config.wrong("n_head", heads, f"must divide n_embd, which is {hidden}")
     return ModelShape(
@@ -123,8 +120,8 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
         num_query_groups=heads,
         kv_channels=hidden // heads,
         ffn_hidden_size=config.whole("n_inner", None) or 4 * hidden,
-        seq_length=config.whole("n_positions", 1024),
-        max_position_embeddings=config.whole("n_positions", 1024),
+        seq_length=positions,
+        max_position_embeddings=positions,
         padded_vocab_size=padded_vocab_size,
         norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
         activation=ACTIVATIONS[activation],

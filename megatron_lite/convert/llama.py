@@ -16,7 +16,6 @@ from megatron_lite.convert.mappings import (
     Same,
     Vocabulary,
     grouped_qkv,
-    layer_prefix,
 )
 
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -26,13 +25,6 @@ DEFAULTS = {  # transformers' own, where they differ: of keys that a config.json
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
 BUFFERS = (".rotary_emb.inv_freq",)  # in old files
-
-
-def architecture(shape: ModelShape) -> str:
-    """Which of them the shape is, if it is one."""
-    if shape.qk_layernorm:
-        return "Qwen3ForCausalLM"
-    return "Qwen2ForCausalLM" if shape.qkv_bias and not shape.linear_bias else "LlamaForCausalLM"
 
 
 def objections(shape: ModelShape) -> Iterator[tuple[str, str]]:
@@ -67,28 +59,25 @@ def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
     rows, norm = Vocabulary(vocab_size, shape.padded_vocab_size), NormWeight(shape.layernorm_1p)
     yield Link("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)
     for layer in range(shape.num_layers):
-        yield from _layer(shape, layer_prefix(layer), f"model.layers.{layer}.", norm)
+        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        yield Link(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), norm)
+        yield Link(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",), norm)
+        for kind in ("weight", "bias"):
+            if kind == "weight" or shape.qkv_bias:
+                apart = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
+                yield Link(f"{ours}self_attention.linear_qkv.{kind}", apart, grouped_qkv(shape))
+            if kind == "weight" or shape.linear_bias:
+                gated = tuple(f"{theirs}mlp.{part}_proj.{kind}" for part in ("gate", "up"))
+                yield Link(f"{ours}self_attention.linear_proj.{kind}", (f"{theirs}self_attn.o_proj.{kind}",), Same())
+                yield Link(f"{ours}mlp.linear_fc1.{kind}", gated, GatedHalves())
+                yield Link(f"{ours}mlp.linear_fc2.{kind}", (f"{theirs}mlp.down_proj.{kind}",), Same())
+        if shape.qk_layernorm:
+            rotated = RotatedNormWeight(shape.layernorm_1p, shape.rotary_interleaved)
+            yield Link(f"{ours}self_attention.q_layernorm.weight", (f"{theirs}self_attn.q_norm.weight",), rotated)
+            yield Link(f"{ours}self_attention.k_layernorm.weight", (f"{theirs}self_attn.k_norm.weight",), rotated)
     yield Link("decoder.final_layernorm.weight", ("model.norm.weight",), norm)
     if not shape.tied_embeddings:
         yield Link("output_layer.weight", ("lm_head.weight",), rows)
-
-
-def _layer(shape: ModelShape, ours: str, theirs: str, norm: NormWeight) -> Iterator[Link]:
-    yield Link(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), norm)
-    yield Link(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",), norm)
-    for kind in ("weight", "bias"):
-        if kind == "weight" or shape.qkv_bias:
-            apart = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
-            yield Link(f"{ours}self_attention.linear_qkv.{kind}", apart, grouped_qkv(shape))
-        if kind == "weight" or shape.linear_bias:
-            gated = tuple(f"{theirs}mlp.{part}_proj.{kind}" for part in ("gate", "up"))
-            yield Link(f"{ours}self_attention.linear_proj.{kind}", (f"{theirs}self_attn.o_proj.{kind}",), Same())
-            yield Link(f"{ours}mlp.linear_fc1.{kind}", gated, GatedHalves())
-            yield Link(f"{ours}mlp.linear_fc2.{kind}", (f"{theirs}mlp.down_proj.{kind}",), Same())
-    if shape.qk_layernorm:
-        rotated = RotatedNormWeight(shape.layernorm_1p, shape.rotary_interleaved)
-        yield Link(f"{ours}self_attention.q_layernorm.weight", (f"{theirs}self_attn.q_norm.weight",), rotated)
-        yield Link(f"{ours}self_attention.k_layernorm.weight", (f"{theirs}self_attn.k_norm.weight",), rotated)
 
 
 def standard_name(name: str) -> str | None:
@@ -98,7 +87,11 @@ def standard_name(name: str) -> str | None:
 
 def build_config(shape: ModelShape, vocab_size: int) -> dict:
     """What config.json says of the shape. rope_scaling is the spelling that old and new versions understand."""
-    name, factor = architecture(shape), shape.rotary_seq_len_interpolation_factor
+    factor, name = shape.rotary_seq_len_interpolation_factor, "LlamaForCausalLM"
+    if shape.qk_layernorm:
+        name = "Qwen3ForCausalLM"
+    elif shape.qkv_bias and not shape.linear_bias:
+        name = "Qwen2ForCausalLM"
     return {
         "architectures": [name],
         "model_type": MODEL_TYPES[name],
@@ -127,14 +120,15 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
     """The inverse. CheckpointError for what is missing there or does not exist here."""
     kind = MODEL_TYPES[config.values["architectures"][0]]
     defaults = DEFAULTS[kind]
-    _refuse(config, kind)
+    attention_bias = _read_bias(config, kind)
+    positions = config.whole("max_position_embeddings", defaults["max_position_embeddings"])
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     groups = config.whole("num_key_value_heads", defaults["num_key_value_heads"]) or heads
     width = config.whole("head_dim", defaults["head_dim"]) or hidden // heads
     if heads % groups:
         raise config.wrong("num_key_value_heads", groups, f"must divide num_attention_heads, which is {heads}")
     base, factor = _rope(config)
-    linear_bias = config.switch("attention_bias", False) if kind == "llama" else False
+    linear_bias = attention_bias and kind == "llama"
     return ModelShape(
         num_layers=config.whole("num_hidden_layers"),
         hidden_size=hidden,
@@ -142,8 +136,8 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
         num_query_groups=groups,
         kv_channels=width,
         ffn_hidden_size=config.whole("intermediate_size"),
-        seq_length=config.whole("max_position_embeddings", defaults["max_position_embeddings"]),
-        max_position_embeddings=config.whole("max_position_embeddings", defaults["max_position_embeddings"]),
+        seq_length=positions,
+        max_position_embeddings=positions,
         padded_vocab_size=padded_vocab_size,
         position_embedding="rope",
         rotary_base=base,
@@ -161,8 +155,8 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
     )
 
 
-def _refuse(config: ConfigFile, kind: str):
-    """CheckpointError for switches that do not exist here."""
+def _read_bias(config: ConfigFile, kind: str) -> bool:
+    """attention_bias. CheckpointError for switches that do not exist here."""
     config.refuse_unless("hidden_act", ("silu", "swish"), "the gate is SiLU here")
     config.refuse_unless("use_sliding_window", (False, None), "attention always reaches back to the start here")
     layers = config.values.get("layer_types") or []
@@ -173,6 +167,7 @@ def _refuse(config: ConfigFile, kind: str):
         raise config.wrong("mlp_bias", not attention_bias, "attention and MLP both have biases here, or neither")
     if kind == "qwen3" and attention_bias:
         raise config.wrong("attention_bias", True, "attention and MLP both have biases here, or neither")
+    return attention_bias
 
 
 def _rope(config: ConfigFile) -> tuple[float, float | None]:

@@ -3,24 +3,26 @@
 Letters: G query groups, P heads of a group, D width of one head, H hidden, W rows or columns that stay as they are.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_lite.config.shape import ModelShape
+from megatron_lite.model.gpt import GPT
 
 
-class Layout(Protocol):
-    """Two ways to hold the same numbers. `give` works on tensors of the meta device, too."""
+class Same:
+    """One tensor, as it is; and what all layouts have in common: two ways to hold the same numbers.
+
+    to_hf makes theirs of ours, of tensors of the meta device, too; from_hf the inverse.
+    """
 
     def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """Theirs, made of ours."""
+        return (ours,)
 
     def from_hf(self, theirs: list[Tensor]) -> Tensor:
-        """Ours, made of theirs."""
+        return theirs[0]
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,7 @@ class Link:
 
     ours: str
     theirs: tuple[str, ...]
-    layout: Layout
-
-
-class Same:
-    """One tensor, as it is."""
-
-    def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
-        return (ours,)
-
-    def from_hf(self, theirs: list[Tensor]) -> Tensor:
-        return theirs[0]
+    layout: Same
 
 
 class Transposed(Same):
@@ -64,7 +56,7 @@ class NormWeight(Same):
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(Same):
     """A row for each id: ours are padded to `padded`, theirs end with the vocabulary."""
 
     size: int
@@ -85,8 +77,7 @@ class Vocabulary:
         return torch.cat((rows_VH, mean_H.expand(self.padded - self.size, -1)))
 
 
-@dataclass(frozen=True)
-class GatedHalves:
+class GatedHalves(Same):
     """One matrix of all gates, then all values, here; two there."""
 
     def to_hf(self, ours: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +88,7 @@ class GatedHalves:
 
 
 @dataclass(frozen=True)
-class GroupedQKV:
+class GroupedQKV(Same):
     """Rows by group here (the group's queries, its key, its value); all queries, all keys, all values there.
 
     interleaved: ours rotates neighbouring channels, theirs always halves; the rows of queries and keys then change
@@ -122,7 +113,7 @@ class GroupedQKV:
 
 
 @dataclass(frozen=True)
-class FusedQKV:
+class FusedQKV(Same):
     """The same with queries, keys and values in one matrix [in, out]: GPT-2's c_attn."""
 
     apart: GroupedQKV
@@ -160,48 +151,8 @@ def _halves_first(tensor: Tensor, dim: int) -> Tensor:
     return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-# --- the parameters that a shape has, under Megatron-Core's names, without building the model
-
-
-def layer_prefix(layer: int) -> str:
-    """Of the layer's parameters; layers count from 0 in names."""
-    return f"decoder.layers.{layer}."
-
-
 def parameter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """{name: size}, in the model's order; a matrix is [out, in], the embeddings [rows, hidden]."""
-    hidden = shape.hidden_size
-    sizes = {"embedding.word_embeddings.weight": (shape.padded_vocab_size, hidden)}
-    if shape.position_embedding == "learned_absolute":
-        sizes["embedding.position_embeddings.weight"] = (shape.max_position_embeddings, hidden)
-    for layer in range(shape.num_layers):
-        sizes.update((layer_prefix(layer) + name, size) for name, size in _layer(shape))
-    sizes.update(_norm("decoder.final_layernorm", hidden, shape))
-    if not shape.tied_embeddings:
-        sizes["output_layer.weight"] = (shape.padded_vocab_size, hidden)
-    return sizes
-
-
-def _layer(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, linear = shape.hidden_size, shape.linear_bias
-    yield from _norm("input_layernorm", hidden, shape)
-    yield from _matrix("self_attention.linear_qkv", shape.qkv_width, hidden, shape.qkv_bias)
-    yield from _matrix("self_attention.linear_proj", hidden, shape.attention_width, linear)
-    if shape.qk_layernorm:
-        yield from _norm("self_attention.q_layernorm", shape.kv_channels, shape)
-        yield from _norm("self_attention.k_layernorm", shape.kv_channels, shape)
-    yield from _norm("pre_mlp_layernorm", hidden, shape)
-    yield from _matrix("mlp.linear_fc1", shape.fc1_width, hidden, linear)
-    yield from _matrix("mlp.linear_fc2", hidden, shape.ffn_hidden_size, linear)
-
-
-def _matrix(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.weight", (rows, columns)
-    if bias:
-        yield f"{name}.bias", (rows,)
-
-
-def _norm(name: str, width: int, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.weight", (width,)
-    if shape.normalization == "LayerNorm":
-        yield f"{name}.bias", (width,)
+    with torch.device("meta"):
+        model = GPT(shape, attend=None)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_lite.convert.config_file import write_json
 from megatron_lite.data.text_files import END_OF_TEXT
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import UserError
@@ -51,20 +52,25 @@ def describe_gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> T
     tokenizer = make_tokenizer("GPT2BPETokenizer", vocab_file=vocab_file, merge_file=merge_file)
 
     def write(folder: Path, longest: int):
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
         shutil.copyfile(vocab_file, folder / VOCAB_FILE)
         shutil.copyfile(merge_file, folder / MERGES_FILE)
-        special = {name: END_OF_TEXT for name in ("bos_token", "eos_token", "unk_token")}
-        _write_json(
-            folder / CONFIG_FILE,
-            {
-                "tokenizer_class": GPT2_READER,
-                "add_prefix_space": False,
-                "model_max_length": longest,
-                "clean_up_tokenization_spaces": False,
-                **special,
-            },
-        )
-        _write_fast(folder)
+        config = {
+            "tokenizer_class": GPT2_READER,
+            "add_prefix_space": False,
+            "model_max_length": longest,
+            "clean_up_tokenization_spaces": False,
+            **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+        }
+        write_json(folder / CONFIG_FILE, config)
+        # tokenizer.json, which spares transformers from building it
+        fast = Tokenizer(models.BPE.from_file(str(folder / VOCAB_FILE), str(folder / MERGES_FILE)))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast.decoder = decoders.ByteLevel()
+        fast.post_processor = processors.ByteLevel(trim_offsets=False)
+        fast.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
+        fast.save(str(folder / TOKENIZER_FILE))
 
     ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     return TokenizerFiles(f"--vocab-file {vocab_file}", tokenizer.vocab_size, ids, write, GPT2_READER)
@@ -81,7 +87,10 @@ def describe_copied_tokenizer(source: str) -> TokenizerFiles:
         )
     try:
         vocabulary, special = _vocabulary(folder), _read_json(folder / CONFIG_FILE)
-        ids = {f"{name}_token_id": vocabulary.get(_content(special.get(f"{name}_token"))) for name in ("bos", "eos")}
+        ids = {}
+        for name in ("bos", "eos"):
+            token = special.get(f"{name}_token")  # bare, or with its properties
+            ids[f"{name}_token_id"] = vocabulary.get(token.get("content") if isinstance(token, dict) else token)
         size = max(vocabulary.values(), default=-1) + 1
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(
@@ -109,18 +118,6 @@ def training_flags(folder: Path) -> list[str]:
     return []
 
 
-def _write_fast(folder: Path):
-    """tokenizer.json, which spares transformers from building it."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    fast = Tokenizer(models.BPE.from_file(str(folder / VOCAB_FILE), str(folder / MERGES_FILE)))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.post_processor = processors.ByteLevel(trim_offsets=False)
-    fast.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
-    fast.save(str(folder / TOKENIZER_FILE))
-
-
 def _vocabulary(folder: Path) -> dict[str, int]:
     """{token: id}; empty for a file that only sentencepiece can read."""
     fast = _read_json(folder / TOKENIZER_FILE)
@@ -139,12 +136,3 @@ def _read_json(path: Path) -> dict:
     if not isinstance(values, dict):
         raise UserError(f"--tokenizer-model {path}: cannot be read as a JSON object; save the tokenizer again.")
     return values
-
-
-def _content(token) -> str | None:
-    """A special token's text, which tokenizer_config.json gives bare or with its properties."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _write_json(path: Path, values: dict):
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

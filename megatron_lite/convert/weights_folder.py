@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,25 +32,17 @@ DTYPES = {
 ALIGNMENT = 8  # bytes, of a safetensors file's first tensor
 
 
-class Weights(Protocol):
-    """Named tensors. CheckpointError for what cannot be read."""
-
-    def names(self) -> set[str]: ...
-
-    def tensor(self, name: str) -> Tensor: ...
-
-
-def open_weights(folder: Path) -> Weights:
-    """The weights of `folder`. CheckpointError if it has none."""
-    for name, opened in ((WHOLE, open_piece), (INDEX, Pieces), (BIN, open_piece), (BIN_INDEX, Pieces)):
+def open_weights(folder: Path):
+    """The weights of `folder`: names, and tensor(name). CheckpointError if it has none, or they cannot be read."""
+    for name in (WHOLE, INDEX, BIN, BIN_INDEX):
         if (folder / name).is_file():
-            return opened(folder / name)
+            return Pieces(folder / name) if name.endswith(".json") else open_piece(folder / name)
     raise CheckpointError(
         f"--load-hf {folder}: holds no {WHOLE}, {BIN}, nor their index.json; give the folder of a whole model."
     )
 
 
-def open_piece(path: Path) -> Weights:
+def open_piece(path: Path):
     return SafetensorsFile(path) if path.suffix == ".safetensors" else BinFile(path)
 
 
@@ -63,15 +54,13 @@ class SafetensorsFile:
             self._file = safe_open(path, framework="pt")
             names = self._file.keys()
             types = {name: self._file.get_slice(name).get_dtype() for name in names}
+            unknown = [name for name, dtype in types.items() if dtype not in DTYPES]
+            why = f"{unknown[0]} has the type {types[unknown[0]]}, which is not supported" if unknown else None
         except (SafetensorError, OSError) as error:
-            raise _unreadable(path, first_line(error).removesuffix(f": {path}")) from None
-        unknown = [name for name, dtype in types.items() if dtype not in DTYPES]
-        if unknown:
-            raise _unreadable(path, f"{unknown[0]} has the type {types[unknown[0]]}, which is not supported")
-        self._names = set(types)
-
-    def names(self) -> set[str]:
-        return self._names
+            why = first_line(error).removesuffix(f": {path}")
+        if why:
+            raise CheckpointError(f"--load-hf {path}: cannot be read ({why}); copy or download it again.")
+        self.names = set(types)
 
     def tensor(self, name: str) -> Tensor:
         return self._file.get_tensor(name)
@@ -95,9 +84,7 @@ class BinFile:
             isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in self._tensors.items()
         ):
             raise CheckpointError(f"--load-hf {path}: is no set of tensors; use the model's .safetensors.")
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
+        self.names = set(self._tensors)
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -107,40 +94,28 @@ class Pieces:
     """Several files and an index that says which tensor is where. One file at a time is open."""
 
     def __init__(self, index: Path):
-        self._index, self._open = index, None
+        self._index, self._open = index, (None, None)
         self._files = read_json(index).get("weight_map")
-        if not isinstance(self._files, dict) or not all(map(_is_plain, self._files.values())):
+        # an index must not send its reader to files elsewhere
+        if not isinstance(self._files, dict) or not all(
+            isinstance(name, str) and Path(name).name == name for name in self._files.values()
+        ):
             raise CheckpointError(
                 f"--load-hf {index}: its weight_map does not name files of that folder; copy or download it again."
             )
-
-    def names(self) -> set[str]:
-        return set(self._files)
+        self.names = set(self._files)
 
     def tensor(self, name: str) -> Tensor:
-        return self._piece(name).tensor(name)
-
-    def _piece(self, name: str) -> Weights:
-        file = self._files[name]
-        if self._open is None or self._open[0] != file:
-            self._open = None  # before the next one is read
-            self._open = (file, open_piece(self._index.parent / file))
+        path = self._index.parent / self._files[name]
+        if self._open[0] != path:
+            self._open = (None, None)  # before the next one is read
+            self._open = (path, open_piece(path))
         piece = self._open[1]
-        if name not in piece.names():
+        if name not in piece.names:
             raise CheckpointError(
-                f"--load-hf {self._index.parent / file}: lacks {name}, which {self._index.name} says "
-                "it holds; copy or download it again."
+                f"--load-hf {path}: lacks {name}, which {self._index.name} says it holds; copy or download it again."
             )
-        return piece
-
-
-def _is_plain(name) -> bool:
-    """An index must not send its reader to files elsewhere."""
-    return isinstance(name, str) and Path(name).name == name
-
-
-def _unreadable(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"--load-hf {path}: cannot be read ({why}); copy or download it again.")
+        return piece.tensor(name)
 
 
 def count_bytes(size: tuple[int, ...], dtype: torch.dtype) -> int:
