@@ -146,64 +146,25 @@ def test_the_checkpoint_and_the_precision_can_be_chosen(runs, tmp_path, capsys):
         ("--load-hf a --save-hf b", "--save-hf b: --load-hf is a Hugging Face folder already; give --save."),
         ("--load a --save b --dtype bf16", "--dtype bf16: a checkpoint keeps the precision of its run; leave it out."),
         ("--load a --save-hf b --dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
-        (
-            "--load-hf a --save b --ckpt-step 3",
-            "--ckpt-step 3: concerns which checkpoint to read, with --load only; leave it",
-        ),
-        (
-            "--load-hf a --save b --vocab-file v",
-            "--vocab-file v: concerns the tokenizer's files, with --save-hf only; ",
-        ),
-        (
-            "--load-hf a --save b --merge-file v",
-            "--merge-file v: concerns the tokenizer's files, with --save-hf only; ",
-        ),
-        (
-            "--load-hf a --save b --tokenizer-model v",
-            "--tokenizer-model v: concerns the tokenizer's files, with --save-hf ",
-        ),
-        (
-            "--load a --save b --true-vocab-size 9",
-            "--true-vocab-size 9: concerns the ids that are kept, with --save-hf only; ",
-        ),
-        (
-            "--load a --save-hf b --make-vocab-size-divisible-by 8",
-            "--make-vocab-size-divisible-by 8: concerns the padding ",
-        ),
-        (
-            "--load-hf a --save b --make-vocab-size-divisible-by 0",
-            "--make-vocab-size-divisible-by 0: must be at least 1",
-        ),
+        ("--load-hf a --save b --ckpt-step 3", "--ckpt-step 3: concerns which checkpoint to read, with --load only; l"),
+        ("--load-hf a --save b --vocab-file v", "--vocab-file v: concerns the tokenizer's files, with --save-hf only;"),
+        ("--load-hf a --save b --merge-file v", "--merge-file v: concerns the tokenizer's files, with --save-hf only;"),
+        ("--load-hf a --save b --tokenizer-model v", "--tokenizer-model v: concerns the tokenizer's files, with --sav"),
+        ("--load a --save b --true-vocab-size 9", "--true-vocab-size 9: concerns the ids that are kept, with --save-h"),
+        ("--load a --save-hf b --make-vocab-size-divisible-by 8", "--make-vocab-size-divisible-by 8: concerns the pad"),
+        ("--load-hf a --save b --make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: must be at least"),
         ("--load a --save-hf b --true-vocab-size 0", "--true-vocab-size 0: must be at least 1"),
-        (
-            "--load a --save-hf b --tokenizer-model t --vocab-file v",
-            "--tokenizer-model t: excludes --vocab-file and --merge-",
-        ),
-        (
-            "--load {load} --save-hf {full}",
-            "--save-hf {full}: exists already, and nothing is overwritten; name a new folder.",
-        ),
-        (
-            "--load {load} --save {full}",
-            "--save {full}: exists already, and nothing is overwritten; name a new folder.",
-        ),
-        (
-            "--load-hf {full} --save {full}",
-            "--save {full}: exists already, and nothing is overwritten; name a new folder.",
-        ),
+        ("--load a --save-hf b --tokenizer-model t --vocab-file v", "--tokenizer-model t: excludes --vocab-file and -"),
+        ("--load {load} --save-hf {full}", "--save-hf {full}: exists already, and nothing is overwritten; name a new"),
+        ("--load {load} --save {full}", "--save {full}: exists already, and nothing is overwritten; name a new folder"),
+        ("--load-hf {full} --save {full}", "--save {full}: exists already, and nothing is overwritten; name a new fol"),
         ("--load {load} --save-hf {full}/file", "--save-hf {full}/file: exists already, and nothing is overwritten; "),
-        (
-            "--load {load} --save-hf {full}/file/x",
-            "--save-hf {full}/file/x: cannot be written (Not a directory); make room ",
-        ),
+        ("--load {load} --save-hf {full}/file/x", "--save-hf {full}/file/x: cannot be written (Not a directory); make"),
         ("--load {full} --save-hf {new}", "--load {full}: holds no latest_checkpointed_iteration.txt; "),
         ("--load {load} --ckpt-step 7 --save-hf {new}", "--ckpt-step 7: there is no {load}/iter_0000007; "),
         ("--load {squared} --save-hf {new}", "--squared-relu: Hugging Face's GPT-2 have GELU; "),
         ("--load-hf {full} --save {new}", "--load-hf {full}/config.json: cannot be read (No such file or directory); "),
-        (
-            "--load {load} --save-hf {new} --tokenizer-model {full}",
-            "--tokenizer-model {full}: is no folder with one of ",
-        ),
+        ("--load {load} --save-hf {new} --tokenizer-model {full}", "--tokenizer-model {full}: is no folder with one o"),
         ("--load {load} --save-hf {new} --vocab-file v", "--vocab-file v: cannot be read"),
     ],
 )
