@@ -108,13 +108,7 @@ def test_all_rows_are_kept_where_the_vocabulary_is_unknown(tmp_path):
 
 @pytest.mark.parametrize(
     ("stated", "tokenizers", "asked", "kept_ids"),
-    [
-        (120, 0, None, 120),
-        (120, 100, None, 120),
-        (None, 100, None, 100),
-        (None, 0, 90, 90),
-        (120, 0, 90, 90),
-    ],
+    [(120, 0, None, 120), (120, 100, None, 120), (None, 100, None, 100), (None, 0, 90, 90), (120, 0, 90, 90)],
 )
 def test_whose_word_on_the_vocabulary_counts(stated, tokenizers, asked, kept_ids, tmp_path):
     tokenizer = replace(describe_no_tokenizer(), vocab_size=tokenizers)

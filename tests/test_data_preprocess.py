@@ -95,12 +95,7 @@ REFUSED = {  # file, its contents (None: there is none), options: what is said
         {"json_keys": ("text", "text")},
         "--json-keys text text: one key is named twice; name it once",
     ),
-    "no workers": (
-        "a.txt",
-        b"x",
-        {"workers": 0},
-        "--workers 0: must be 1 or more; the number of cores is usual",
-    ),
+    "no workers": ("a.txt", b"x", {"workers": 0}, "--workers 0: must be 1 or more; the number of cores is usual"),
     "no room": ("a.txt", b"x", {"max_document_mb": 0}, "--max-document-mb 0: must be 1 or more.*"),
     "too long": (
         "a.txt",

@@ -5,15 +5,7 @@ from dataclasses import replace
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import ConfigFile
-from megatron_lite.convert.mappings import (
-    FusedQKV,
-    Link,
-    NormWeight,
-    Same,
-    Transposed,
-    Vocabulary,
-    grouped_qkv,
-)
+from megatron_lite.convert.mappings import FusedQKV, Link, NormWeight, Same, Transposed, Vocabulary, grouped_qkv
 
 ARCHITECTURE = "GPT2LMHeadModel"
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf"}  # theirs: ours

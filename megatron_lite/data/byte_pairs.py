@@ -257,10 +257,7 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> tuple[dict[str, 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        min_frequency=2,
-        show_progress=False,
-        initial_alphabet=list(byte_alphabet()),
+        vocab_size=vocab_size - 1, min_frequency=2, show_progress=False, initial_alphabet=list(byte_alphabet())
     )
     decoded = (text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text for text in texts)
     tokenizer.train_from_iterator(map(replace_lone_surrogates, decoded), trainer)
