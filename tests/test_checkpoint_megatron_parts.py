@@ -19,17 +19,9 @@ CASES = [("fp32", "gelu_tanh"), ("bf16", "gqa_swiglu_rmsnorm"), ("fp32", "untied
 
 def share(name: str, tensor: torch.Tensor, rank: int, ranks: int, gated: bool) -> torch.Tensor:
     """A tensor-parallel rank's part of a weight, as Megatron's layers are described."""
-    rows = (
-        "linear_qkv.weight",
-        "linear_qkv.bias",
-        "linear_fc1.weight",
-        "linear_fc1.bias",
-        "word_embeddings.weight",
-        "output_layer.weight",
-    )
     if gated and "linear_fc1" in name:
         return torch.cat([half.chunk(ranks)[rank] for half in tensor.chunk(2)])
-    if name.endswith(rows):
+    if any(kind in name for kind in ("linear_qkv.", "linear_fc1.", "word_embeddings.weight", "output_layer.weight")):
         return tensor.chunk(ranks)[rank]
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return tensor.chunk(ranks, dim=1)[rank]

@@ -27,11 +27,13 @@ MAX_BYTES = 2**27
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 FORMS = "torch.distributed.checkpoint.metadata."
 PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
-# opcodes that push their argument, or a constant
-INTEGERS = {"BININT", "BININT1", "BININT2", "LONG1"}
-VALUES = INTEGERS | {"BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES"}
+# opcodes that push their argument, a constant, an empty collection; that make a tuple, or fill a collection, of so many
+# of the last items, or None: of those behind the mark
+PUSHES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+PUSHES |= {"BINBYTES", "SHORT_BINBYTES"}
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": None, "FROZENSET": None}
+FILLS = {"SETITEM": 2, "APPEND": 1, "SETITEMS": None, "APPENDS": None, "ADDITEMS": None}
 IGNORED = {"PROTO", "FRAME", "STOP"}
 
 
@@ -69,60 +71,50 @@ def read_metadata(path: Path) -> Metadata:
 def _follow(pickled: bytes):
     """What the opcodes would make, of _Object, _Name, _Pairs, list, tuple, and plain values."""
     stack, marks, memo = [], [], []
+
+    def take(count: int | None) -> list:
+        start = marks.pop() if count is None else len(stack) - count
+        if start < 0:
+            raise ValueError("a pickle that takes more than it put down")
+        items = stack[start:]
+        del stack[start:]
+        return items
+
     for opcode, argument, _ in pickletools.genops(pickled):
         name = opcode.name
-        if name in VALUES:
+        if name in PUSHES:
             stack.append(argument)
+        elif name in CONSTANTS:
+            stack.append(CONSTANTS[name])
+        elif name in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET"):
+            stack.append(_Pairs() if name == "EMPTY_DICT" else [])
         elif name == "MEMOIZE":
             memo.append(stack[-1])
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
-        elif name in CONSTANTS:
-            stack.append(CONSTANTS[name])
         elif name == "MARK":
             marks.append(len(stack))
         elif name in TUPLES:
-            stack.append(tuple(_pop(stack, len(stack) - TUPLES[name])))
+            stack.append(tuple(take(TUPLES[name])))
+        elif name in FILLS:
+            items = take(FILLS[name])
+            stack[-1].extend(items)
+        elif name == "STACK_GLOBAL":
+            module, attribute = take(2)
+            stack.append(_Name(f"{module}.{attribute}"))
+        elif name in ("REDUCE", "NEWOBJ"):
+            maker, arguments = take(2)
+            stack.append(_Object(maker, arguments))
+        elif name == "BUILD":
+            [state] = take(1)
+            if not isinstance(stack[-1], _Object):
+                raise ValueError("a pickle that gives a state to what is no object")
+            stack[-1].state = state
         elif name not in IGNORED:
-            _apply(name, stack, marks)
+            raise ValueError(f"the pickle's opcode {name}, which has no place here")
     if len(stack) != 1:
         raise ValueError("a pickle that does not end with one object")
     return stack[0]
-
-
-def _apply(name: str, stack: list, marks: list[int]):
-    """One of the opcodes that make or fill something of what lies on the stack."""
-    if name in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET"):
-        stack.append(_Pairs() if name == "EMPTY_DICT" else [])
-    elif name in ("TUPLE", "FROZENSET"):
-        stack.append(tuple(_pop(stack, marks.pop())))
-    elif name in ("SETITEMS", "APPENDS", "ADDITEMS"):
-        items = _pop(stack, marks.pop())
-        stack[-1].extend(items)
-    elif name in ("SETITEM", "APPEND"):
-        items = _pop(stack, len(stack) - (2 if name == "SETITEM" else 1))
-        stack[-1].extend(items)
-    elif name == "STACK_GLOBAL":
-        module, attribute = _pop(stack, len(stack) - 2)
-        stack.append(_Name(f"{module}.{attribute}"))
-    elif name in ("REDUCE", "NEWOBJ"):
-        maker, arguments = _pop(stack, len(stack) - 2)
-        stack.append(_Object(maker, arguments))
-    elif name == "BUILD":
-        [state] = _pop(stack, len(stack) - 1)
-        if not isinstance(stack[-1], _Object):
-            raise ValueError("a pickle that gives a state to what is no object")
-        stack[-1].state = state
-    else:
-        raise ValueError(f"the pickle's opcode {name}, which has no place here")
-
-
-def _pop(stack: list, start: int) -> list:
-    if start < 0:
-        raise ValueError("a pickle that takes more than it put down")
-    items = stack[start:]
-    del stack[start:]
-    return items
 
 
 class _Build:
