@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatron_lite.cli.parser import Parser
 from megatron_lite.config.data_paths import TIKTOKEN_SPECIAL, TOKENIZER, TOKENIZERS
 from megatron_lite.data.dataset_check import Inspection, inspect
-from megatron_lite.data.merge import merge
+from megatron_lite.data.indexed_writer import merge
 from megatron_lite.data.preprocess import MAX_DOCUMENT_MB, ON_ERROR, preprocess
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.errors import ConfigError, DataError, UserError
