@@ -37,7 +37,7 @@ class Instruments:
 
     def __init__(self, members: list[Instrument], warn):
         self.members, self._warn = list(members), warn
-        self._concerned: dict[str, tuple[Instrument, ...]] = {}  # by moment
+        self._concerned: dict[str, tuple[Instrument, ...]] = {}  # by moment: those who do anything then
         self._kept: dict[str, object] = {}  # contexts of phases, by name
 
     def __enter__(self):
@@ -62,19 +62,11 @@ class Instruments:
         """Around one phase of a step: what every member wants to have there."""
         # A step has a dozen phases, and work on tensors drives the interpreter's memory out of the caches between them:
         # what is looked up and made anew here costs ten times what it costs in a loop of its own.
-        return self._kept.get(name) or self._context_of(name)
+        return self._kept.get(name) or self._make_context(name)
 
     def gradients_computed(self):
         """This rank begins to wait for others' gradients."""
         self._each("gradients_computed")
-
-    def attempt(self, member: Instrument, moment: str, action, *arguments):
-        """(member, what `action` returns), or None if it fails: then the member watches no longer."""
-        try:
-            return member, action(*arguments)
-        except Exception as error:  # noqa: BLE001 - whatever an instrument dies of must not take the training with it
-            self.switch_off(member, moment, error)
-            return None
 
     def switch_off(self, member: Instrument, moment: str, error: Exception):
         """It failed at `moment`, and watches no longer."""
@@ -88,28 +80,27 @@ class Instruments:
             with contextlib.suppress(Exception):
                 member.close(error)  # what it has switched on must not stay on: some of it crashes at exit
 
-    def _context_of(self, name):
+    def _make_context(self, name):
         contexts = [(member, context) for member, context in self._each("phase", name) if context is not None]
         made = _Phase(self, contexts) if contexts else _NOTHING
-        if all(member.same_contexts for member in self._who("phase")):
+        if all(member.same_contexts for member in self._concerned.get("phase", self.members)):
             self._kept[name] = made
         return made
 
     def _each(self, moment: str, *arguments, innermost_first: bool = False) -> list[tuple]:
-        members = self._who(moment)
-        if innermost_first:
-            members = members[::-1]
-        done = [self.attempt(member, moment, getattr(member, moment), *arguments) for member in members]
-        return [result for result in done if result is not None]
-
-    def _who(self, moment: str) -> tuple[Instrument, ...]:
-        """Those who do anything then."""
+        """[(member, what it returns)] of those who override `moment` and do not fail at it."""
         members = self._concerned.get(moment)
         if members is None:
             overridden = getattr(Instrument, moment)
             members = tuple(member for member in self.members if getattr(type(member), moment) is not overridden)
             self._concerned[moment] = members
-        return members
+        done = []
+        for member in reversed(members) if innermost_first else members:
+            try:
+                done.append((member, getattr(member, moment)(*arguments)))
+            except Exception as error:  # noqa: BLE001 - whatever an instrument dies of must not take the training with it
+                self.switch_off(member, moment, error)
+        return done
 
 
 class _Phase:
@@ -122,7 +113,7 @@ class _Phase:
         for member_context in tuple(self.contexts):
             try:
                 member_context[1].__enter__()
-            except Exception as error:  # noqa: BLE001 - as in Instruments.attempt
+            except Exception as error:  # noqa: BLE001 - as in Instruments._each
                 self.contexts.remove(member_context)  # what was not entered must not be left
                 self.instruments.switch_off(member_context[0], "phase", error)
 
@@ -130,15 +121,12 @@ class _Phase:
         for member, context in reversed(self.contexts):
             try:
                 context.__exit__(*error)
-            except Exception as failure:  # noqa: BLE001 - as in Instruments.attempt
+            except Exception as failure:  # noqa: BLE001 - as in Instruments._each
                 self.instruments.switch_off(member, "phase", failure)
 
 
-# --- the profiled steps of a run, on every path the same
-
-
 class Window:
-    """Steps `first` to `last`, both inside, counted from 1 at this run's start: range(A, B) leaves B out.
+    """The profiled steps of a run: `first` to `last`, both inside, counted from 1 at this run's start; range(A, B) leaves B out.
 
     `started_at` is the iteration that a resumed run starts from. Instruments open before the checkpoint is loaded,
     so it is told them when training starts. `margin`: steps before and after the window whose time is no
@@ -146,16 +134,13 @@ class Window:
     """
 
     def __init__(self, steps: range = range(0), started_at: int = 0, margin: int = 0):
-        self.started_at, self.margin, self.on_demand = started_at, margin, False
+        self.started_at, self.margin = started_at, margin
         self.traced_on_demand = False  # a window that was asked for has left a trace
         self.move_to(steps)
 
     def move_to(self, steps: range, on_demand: bool = False):
         """Another window, for what is asked of a run while it goes on. Everyone who holds this object follows."""
         self.first, self.last, self.on_demand = steps.start, steps.stop - 1, on_demand
-
-    def __bool__(self):
-        return self.last >= self.first
 
     def __len__(self):
         return max(self.last - self.first + 1, 0)
@@ -177,12 +162,10 @@ class Window:
 
     def words(self, done_to: int | None = None) -> str:
         """'steps 110-111 of this run = iterations 210-211'; up to the step `done_to` if the run ended inside."""
-        last = self.last if done_to is None else min(done_to, self.last)
-        text = f"{_span('step', self.first, last)} of this run"
-        if not self.started_at:
-            return text
-        return f"{text} = {_span('iteration', self.first + self.started_at, last + self.started_at)}"
 
+        def name(unit: str, first: int, last: int) -> str:
+            return f"{unit}s {first}-{last}" if last > first else f"{unit} {first}"
 
-def _span(unit: str, first: int, last: int) -> str:
-    return f"{unit}s {first}-{last}" if last > first else f"{unit} {first}"
+        last, past = self.last if done_to is None else min(done_to, self.last), self.started_at
+        text = f"{name('step', self.first, last)} of this run"
+        return f"{text} = {name('iteration', self.first + past, last + past)}" if past else text

@@ -18,8 +18,6 @@ from megatron_lite.parallel.layers import expected_compilations
 from megatron_lite.parallel.rank_store import RunPosition
 from megatron_lite.thresholds import MIN_BEFORE
 
-# --- what this rank tells the others of itself
-
 
 class _Stay:
     """Around one phase; the same object each time, since phases of a kind do not nest."""
@@ -53,15 +51,18 @@ class WhereaboutsKeeper(Instrument):
         return self._stays.setdefault(name, _Stay(self._where, str(name)))
 
 
-# --- what is said of a window: that it cannot or did not come, and how much it slowed its steps, and later ones, down
-
-REMEMBERED = 50  # steps before the window
+MAX_BEFORE = 50  # steps before the window that are remembered
 WARMING_UP = 1  # the first step of a run allocates, compiles and fills caches
-STEPS_AFTER, LINGERS = 20, 1.05  # ratio; smaller ones are noise
+STEPS_AFTER, MIN_LINGERING = 20, 1.05  # ratio; smaller ones are noise
 
 
 class Disturbance(Instrument):
-    """On one rank only. Outside of the timeline, so that a step's time is complete when `end` is called."""
+    """Tells how much slower profiled steps were, and that a window cannot or did not come. On one rank, outside of the timeline,
+    so that a step's time is complete when `end` is called.
+
+    last_step: gives this run's last step. cupti_...: in such a window torch.profiler records a GPU. rank: this one, where
+    there are several.
+    """
 
     def __init__(
         self,
@@ -69,28 +70,28 @@ class Disturbance(Instrument):
         timeline: Timeline,
         last_step,
         tell,
-        cupti_planned: bool = False,
-        cupti_on_demand: bool = False,
-        rank: int | None = None,
+        *,
+        cupti_planned=False,
+        cupti_on_demand=False,
+        rank=None,
     ):
-        """`cupti_...`: in such a window torch.profiler records a GPU. `rank`: this one, where there are several."""
         self.window, self.timeline, self._last_step, self._tell = window, timeline, last_step, tell
         self._asked = range(window.first, window.last + 1)
-        self._before: deque[float] = deque(maxlen=REMEMBERED)
+        self._before: deque[float] = deque(maxlen=MAX_BEFORE)  # seconds of a step
         self._inside: list[float] = []
+        self._after: list[float] = []
+        self._usual: float | None = None  # before the window, while steps after it are compared with that
         self._cupti_in, self._cupti = {False: cupti_planned, True: cupti_on_demand}, False
-        self._usual, self._after = None, []  # seconds of a step before the window; those after it
-        self._steps, self._reached = 0, False
+        self._step = 0
         self._where = "" if rank is None else f" on rank {rank}"
 
     def begin(self, step: int):
+        self._step = step
         if step == 1 and self._asked and self._asked.start > self._last_step() and self.window.started_at:
             self._tell(
                 f"--profile-step-start {self._asked.start} counts this run's own steps, and there are "
                 f"{self._last_step()} left of it: nothing will be profiled. Give a smaller one."
             )
-        self._steps = step
-        self._reached = self._reached or step in self._asked
 
     def end(self, step: int):
         seconds = self.timeline.current.training_seconds
@@ -98,34 +99,21 @@ class Disturbance(Instrument):
             self._inside.append(seconds)
         elif step > WARMING_UP and not self.window.disturbs(step):
             self._before.append(seconds)
-            self._compare_after(seconds)
+            if self._usual is not None:
+                self._compare_after(seconds)
         if self.window.closes(step):
-            self._say()
+            self._compare_inside()
 
     def close(self, error: BaseException | None):
         if self._inside:
-            self._say()
-        if self._asked and not self._reached:
+            self._compare_inside()
+        if self._asked and self._step < self._asked.start:
             self._tell(
                 f"--profile-step-start {self._asked.start} was never reached: the run ended after "
-                f"{self._steps} of its steps, so there is no profile."
+                f"{self._step} of its steps, so there is no profile."
             )
 
-    def _compare_after(self, seconds: float):
-        """CUPTI, once it was used, stays attached and may slow every later step down (pytorch issue 144455)."""
-        if self._usual is None:
-            return
-        self._after.append(seconds)
-        if len(self._after) < STEPS_AFTER:
-            return
-        ratio, self._usual = median(self._after) / self._usual, None
-        if self._cupti and ratio > LINGERS:
-            self._tell(
-                f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: CUPTI may have stayed "
-                "attached, which TEARDOWN_CUPTI=1 in the environment prevents."
-            )
-
-    def _say(self):
+    def _compare_inside(self):
         inside, self._inside = self._inside, []
         self._cupti = self._cupti or self._cupti_in[self.window.on_demand]
         if len(self._before) < MIN_BEFORE:
@@ -141,12 +129,21 @@ class Disturbance(Instrument):
             f"{len(inside)} against {before:.1f} ms of {len(self._before)}"
         )
 
-
-# --- which steps torch.compile slowed down and for how long, and whether it compiled more often than it should
+    def _compare_after(self, seconds: float):
+        """CUPTI, once it was used, stays attached and may slow every later step down (pytorch issue 144455)."""
+        self._after.append(seconds)
+        if len(self._after) < STEPS_AFTER:
+            return
+        ratio, self._usual = median(self._after) / self._usual, None
+        if self._cupti and ratio > MIN_LINGERING:
+            self._tell(
+                f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: CUPTI may have stayed "
+                "attached, which TEARDOWN_CUPTI=1 in the environment prevents."
+            )
 
 
 class Compiling(Instrument):
-    """Marks steps in the timeline, and tells of each that compiled. `expected`: compilations that need no word at the end.
+    """Marks steps that torch.compile slowed down, and tells of each. `expected`: compilations that need no word at the end.
 
     A GPU's kernels are tried out and chosen when they first run, which torch does not report: that is not in the seconds.
     """
@@ -154,7 +151,6 @@ class Compiling(Instrument):
     def __init__(self, timeline: Timeline, expected: int, tell):
         self._timeline, self._expected, self._tell = timeline, expected, tell
         self.compilations, self.seconds = 0, 0.0
-        self._told = (0, 0.0, 0)  # compilations, seconds, cache hits
         self._since: float | None = None
 
     def open(self):
@@ -162,17 +158,22 @@ class Compiling(Instrument):
         from torch._dynamo.utils import counters
 
         self._handler, self._counters = callback_handler, counters
-        self._told = (0, 0.0, self._cache_hits())
+        self._told = (0, 0.0, self._count_cache_hits())
         self._handler.register_start_callback(self._begins)
         self._handler.register_end_callback(self._ends)
 
     def end(self, step: int):
-        self._tell_of_new()
+        now = (self.compilations, self.seconds, self._count_cache_hits())
+        graphs, seconds, cached = (value - before for value, before in zip(now, self._told))
+        self._told = now
+        if graphs:
+            plural = "s" if graphs > 1 else ""
+            self._tell(f"   compiled {graphs} graph{plural} in {seconds:.1f} s (from the cache: {cached})")
 
     def close(self, error: BaseException | None):
         self._handler.remove_start_callback(self._begins)
         self._handler.remove_end_callback(self._ends)
-        self._tell_of_new()
+        self.end(0)
         if self.compilations > self._expected:
             self._tell(
                 f"--torch-compile compiled {self.compilations} graphs, where {self._expected} were expected: something "
@@ -191,109 +192,63 @@ class Compiling(Instrument):
         self.seconds += seconds
         self._timeline.current.compile_seconds += seconds
 
-    def _tell_of_new(self):
-        now = (self.compilations, self.seconds, self._cache_hits())
-        graphs, seconds, cached = (value - before for value, before in zip(now, self._told))
-        self._told = now
-        if graphs:
-            self._tell(
-                f"   compiled {graphs} graph{'s' if graphs > 1 else ''} in {seconds:.1f} s (from the cache: {cached})"
-            )
-
-    def _cache_hits(self) -> int:
+    def _count_cache_hits(self) -> int:
         """Graphs whose forward and backward were there from an earlier run, or from another rank."""
         return self._counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrument]:
     """The instruments of this rank, outermost first. One that does not concern it is not made."""
-    rank = plan.world.rank
+    p, world, on_gpu = plan.args.profile, plan.world, plan.device == "cuda"
     # beside the window, a GPU's profiler gets ready, and other ranks wait for those that write
-    window = Window(plan.profile_window, margin=int(plan.device == "cuda" or plan.world.size > 1))
+    window = Window(plan.profile_window, margin=int(on_gpu or world.size > 1))
     timeline.window = window
-    timeline.set_up(detailed=plan.args.watch.step_timeline, cuda=plan.device == "cuda")
-    leads, profiled = rank == min(plan.profile_ranks, default=-1), rank in plan.profile_ranks
+    timeline.set_up(detailed=plan.args.watch.step_timeline, cuda=on_gpu)
+    leads, profiled = world.rank == min(plan.profile_ranks, default=-1), world.rank in plan.profile_ranks
+    torch_is_blind = world.under_nsys and on_gpu  # nsys holds the GPU's counters, also where nothing asked it to record
+    # What a window on demand does. nsys does not record it: it was told before the run when to collect, and that is over
+    # or taken after one window.
+    records = "" if torch_is_blind else "profiling"
+    if torch_is_blind and p.record_memory_history:
+        records = "nsys holds the GPU's counters, so only memory is recorded in"
+
+    def last_step() -> int:
+        return plan.train_iters - window.started_at
+
     members: list[Instrument] = []
     if plan.compiles_layers:
-        members.append(Compiling(timeline, expected_compilations(plan), tell if rank == 0 else lambda text: None))
-    on_demand = plan.args.profile.profile_on_demand
-    nobody = not _records_on_demand(plan)  # then the rank that leads says so, and nobody follows
-    if on_demand and (leads or (profiled or plan.world.is_last) and not nobody):  # the last rank must not average them
-        members.append(_on_demand(plan, window, run_dir, leads, tell))
-    if leads and (on_demand or window):
+        members.append(Compiling(timeline, expected_compilations(plan), tell if world.rank == 0 else lambda text: None))
+    # the rank that leads says when nothing can be recorded; the last one must not average those steps
+    if p.profile_on_demand and (leads or (profiled or world.is_last) and records):
+        length = max(p.profile_step_end - max(p.profile_step_start, 1), 1)
+        alone = plan.profile_ranks | {world.size - 1} == {world.rank}
+        members.append(OnDemand(window, run_dir, length, leads, alone, last_step, tell, records))
+    if leads and (p.profile_on_demand or window):
+        cupti = on_gpu and not torch_is_blind
+        several = world.rank if world.size > 1 else None
+        cupti_planned = cupti and p.use_pytorch_profiler
         members.append(
             Disturbance(
-                window,
-                timeline,
-                lambda: plan.train_iters - window.started_at,
-                tell,
-                cupti_on_demand=_uses_cupti(plan),
-                cupti_planned=_uses_cupti(plan) and plan.args.profile.use_pytorch_profiler,
-                rank=rank if plan.world.size > 1 else None,
+                window, timeline, last_step, tell, cupti_planned=cupti_planned, cupti_on_demand=cupti, rank=several
             )
         )
     if nsys := build_nsys_range(plan, window, tell):
         members.append(nsys)
     members += build_memory_instruments(plan, window, tell)
-    if profiled and (plan.args.profile.use_pytorch_profiler or on_demand and not _torch_is_blind(plan)):
-        members.append(_torch_profiler(plan, window, run_dir, tell))
+    if profiled and (p.use_pytorch_profiler or p.profile_on_demand and not torch_is_blind):
+        details = Details(
+            cuda=on_gpu,
+            shapes=p.pytorch_profiler_collect_shapes,
+            stacks=p.pytorch_profiler_collect_callstack,
+            memory=p.pytorch_profiler_collect_memory,
+            flops=p.pytorch_profiler_collect_flops,
+            chakra=p.pytorch_profiler_collect_chakra,
+            modules=p.profile_modules,
+            compress=True if p.profile_gzip else False if p.no_profile_gzip else None,
+        )
+        folder = Path(plan.args.watch.tensorboard_dir or run_dir)
+        members.append(TorchProfiler(window, folder, world.rank, details, tell, not p.use_pytorch_profiler))
     return [*members, timeline]  # innermost: what the others do between steps is not the step's time
-
-
-def _torch_profiler(plan: Plan, window: Window, run_dir: Path, tell) -> TorchProfiler:
-    p = plan.args.profile
-    details = Details(
-        cuda=plan.device == "cuda",
-        shapes=p.pytorch_profiler_collect_shapes,
-        stacks=p.pytorch_profiler_collect_callstack,
-        memory=p.pytorch_profiler_collect_memory,
-        flops=p.pytorch_profiler_collect_flops,
-        chakra=p.pytorch_profiler_collect_chakra,
-        modules=p.profile_modules,
-        compress=True if p.profile_gzip else False if p.no_profile_gzip else None,
-    )
-    folder = Path(plan.args.watch.tensorboard_dir or run_dir)
-    return TorchProfiler(window, folder, plan.world.rank, details, tell, only_on_demand=not p.use_pytorch_profiler)
-
-
-def _on_demand(plan: Plan, window: Window, run_dir: Path, leads: bool, tell) -> OnDemand:
-    p = plan.args.profile
-    followers = plan.profile_ranks | {plan.world.size - 1}
-    length = max(p.profile_step_end - max(p.profile_step_start, 1), 1)
-    return OnDemand(
-        window,
-        run_dir,
-        length,
-        leads,
-        alone=len(followers) == 1,
-        last_step=lambda: plan.train_iters - window.started_at,
-        records=_records_on_demand(plan),
-        tell=tell,
-    )
-
-
-def _records_on_demand(plan: Plan) -> str:
-    """What a window on demand does, for the line that announces it; empty: nothing could record it.
-
-    nsys does not: it was told before the run when to collect, and that is over or taken after one window.
-    """
-    if not _torch_is_blind(plan):
-        return "profiling"
-    return (
-        "nsys holds the GPU's counters, so only memory is recorded in"
-        if plan.args.profile.record_memory_history
-        else ""
-    )
-
-
-def _uses_cupti(plan: Plan) -> bool:
-    """Whether torch.profiler does, where it records."""
-    return plan.device == "cuda" and not _torch_is_blind(plan)
-
-
-def _torch_is_blind(plan: Plan) -> bool:
-    """nsys holds the GPU's counters, also where nothing asked it to record."""
-    return plan.world.under_nsys and plan.device == "cuda"
 
 
 def build_nsys_range(plan: Plan, window: Window, tell) -> NsysRange | None:
@@ -305,7 +260,7 @@ def build_nsys_range(plan: Plan, window: Window, tell) -> NsysRange | None:
     first = world.rank - world.local_rank
     node = range(first, first + world.local_size)
     return NsysRange(
-        window if profiled else Window(range(0)),
+        window if profiled else Window(),
         plan.device,
         tell,
         rank=world.rank,

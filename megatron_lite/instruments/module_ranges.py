@@ -46,17 +46,15 @@ class ModuleRanges:
         if not wanted:
             self._tell("--profile-modules: no layer is visible from outside; is the model compiled as a whole?")
         for name, module in wanted.items():
-            self._undo += self._watch(name, module)
-
-    def _watch(self, name: str, module: nn.Module) -> list:
-        """Returns what takes the watching off again."""
-        if module._compiled_call_impl is not None:  # module.compile(): hooks would be inside what is compiled
-            return [self._wrap_compiled(name, module)]
-        before = module.register_forward_pre_hook(lambda _, inputs: self._safely(self._enter, name))
-        after = module.register_forward_hook(
-            lambda _, inputs, output: self._safely(self._leave, name, inputs, output), always_call=True
-        )
-        return [before.remove, after.remove]
+            if module._compiled_call_impl is not None:  # module.compile(): hooks would be inside what is compiled
+                self._wrap_compiled(name, module)
+            else:
+                before = module.register_forward_pre_hook(lambda _, inputs, name=name: self._safely(self._enter, name))
+                after = module.register_forward_hook(
+                    lambda _, inputs, output, name=name: self._safely(self._leave, name, inputs, output),
+                    always_call=True,
+                )
+                self._undo += [before.remove, after.remove]
 
     def _wrap_compiled(self, name: str, module: nn.Module):
         compiled = module._compiled_call_impl
@@ -71,7 +69,7 @@ class ModuleRanges:
             return output
 
         module._compiled_call_impl = call
-        return lambda: setattr(module, "_compiled_call_impl", compiled)
+        self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
 
     def _safely(self, action, *arguments):
         """Hooks run inside the training's own calls, where nothing of ours may fail."""
@@ -114,22 +112,18 @@ class ModuleRanges:
     def _push(self, name: str, way: str):
         span = record_function(f"{name} {way}")
         span.__enter__()
-        self._stack().append((name, way, span))
+        if not hasattr(self._ranges, "stack"):
+            self._ranges.stack = []
+        self._ranges.stack.append((name, way, span))
 
     def _pop(self, name: str, way: str):
         """End this range, and with it what an error left open inside."""
-        stack = self._stack()
+        stack = getattr(self._ranges, "stack", [])
         if any(entry[:2] == (name, way) for entry in stack):
-            while True:
+            entry = None
+            while entry != [name, way]:
                 *entry, span = stack.pop()
                 span.__exit__(None, None, None)
-                if entry == [name, way]:
-                    return
-
-    def _stack(self) -> list:
-        if not hasattr(self._ranges, "stack"):
-            self._ranges.stack = []
-        return self._ranges.stack
 
 
 def wanted_modules(root: nn.Module) -> dict[str, nn.Module]:
@@ -141,9 +135,10 @@ def wanted_modules(root: nn.Module) -> dict[str, nn.Module]:
             continue
         inner = getattr(module, "_orig_mod", module)
         if isinstance(inner, TransformerLayer):
-            wanted[_short(name)] = module
+            short = name[name.find("layers.") :]  # of module.decoder.layers.3
+            wanted[short] = module
             if not _is_compiled(module):
-                wanted |= {f"{_short(name)}.{part}": getattr(inner, part) for part in PARTS}
+                wanted |= {f"{short}.{part}": getattr(inner, part) for part in PARTS}
         if _is_compiled(module):
             compiled.append(f"{name}." if name else "")
     return wanted
@@ -158,11 +153,6 @@ def _is_compiled(module: nn.Module) -> bool:
         or module._compiled_call_impl is not None
         or hasattr(forward, "_torchdynamo_orig_callable")
     )
-
-
-def _short(name: str) -> str:
-    """module.decoder.layers.3 -> layers.3."""
-    return name[name.find("layers.") :]
 
 
 def _in_backward() -> bool:

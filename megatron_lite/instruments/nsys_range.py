@@ -9,50 +9,38 @@ from torch import distributed as dist
 
 from megatron_lite.instruments.base import Instrument, Window
 
-# --- NVTX ranges and marks, which Nsight Systems shows: by torch's CUDA build, else by NVIDIA's package `nvtx`
+CAPTURE = "profile"  # what `nsys profile --capture-range=nvtx --nvtx-capture=profile` waits for
+SECONDS_FOR_NEIGHBOURS = 5
 
 
 class TorchNvtx:
-    """What torch's CUDA build has of NVTX, in the default domain."""
+    """NVTX ranges and marks by torch's CUDA build, in the default domain."""
 
-    push, pop, mark = (
-        staticmethod(f)
-        for f in (
-            torch.cuda.nvtx.range_push,
-            torch.cuda.nvtx.range_pop,
-            torch.cuda.nvtx.mark,
-        )
-    )
+    push = staticmethod(torch.cuda.nvtx.range_push)
+    pop = staticmethod(torch.cuda.nvtx.range_pop)
+    mark = staticmethod(torch.cuda.nvtx.mark)
 
 
 class PackageNvtx:
-    """The same by the package `nvtx`, for processes without CUDA. Its texts are registered strings."""
+    """The same by NVIDIA's package `nvtx`, for processes without CUDA. Its texts are registered strings."""
 
     def __init__(self):
         import nvtx
 
         domain = nvtx.get_domain(None)
-        if type(domain).__name__ == "DummyDomain":
-            domain = _awake(nvtx.Domain)
-            self.push = lambda text: domain.push_range(domain.get_event_attributes(message=text))
-            self.mark = lambda text: domain.mark(domain.get_event_attributes(message=text))
-            self.pop = domain.pop_range
-        else:
+        if type(domain).__name__ != "DummyDomain":
             self.push, self.mark, self.pop = nvtx.push_range, nvtx.mark, nvtx.pop_range
+            return
+        # nvtx >= 0.2.12 asks the tool by a function that nsys of 2022 to 2024 does not serve, takes the domain for
+        # switched off and drops every range without a word, although the ranges themselves would be recorded
+        from nvtx._lib.lib import DomainHandle
 
-
-def _awake(kind):
-    """The default domain of nvtx >= 0.2.12 where the package takes it for switched off.
-
-    It asks the tool by a function that nsys of 2022 to 2024 does not serve, and then drops every range without a word,
-    although the ranges themselves would be recorded.
-    """
-    from nvtx._lib.lib import DomainHandle
-
-    domain = object.__new__(kind)
-    domain.handle = DomainHandle(None)
-    domain.__init__(None)
-    return domain
+        domain = object.__new__(nvtx.Domain)
+        domain.handle = DomainHandle(None)
+        domain.__init__(None)
+        self.push = lambda text: domain.push_range(domain.get_event_attributes(message=text))
+        self.mark = lambda text: domain.mark(domain.get_event_attributes(message=text))
+        self.pop = domain.pop_range
 
 
 def nvtx_for(device: str) -> TorchNvtx | PackageNvtx:
@@ -80,10 +68,6 @@ class Span:
 
     def __exit__(self, *error):
         self._nvtx.pop()
-
-
-CAPTURE = "profile"  # what `nsys profile --capture-range=nvtx --nvtx-capture=profile` waits for
-SECONDS_FOR_NEIGHBOURS = 5
 
 
 class NsysRange(Instrument):
@@ -122,14 +106,15 @@ class NsysRange(Instrument):
     def begin(self, step: int):
         if self.window.opens(step) and not self.window.on_demand:  # nsys was told to collect once, the planned window
             self._start()
-        if self._marks:
+        if self._all_steps or self._capture is not None:
             self._nvtx.push(f"step {step}")
             self._step, self._in_step = step, True
 
     def end(self, step: int):
         self._leave_step()
         if self._capture is not None and self.window.closes(step):
-            self._wait_for_neighbours()
+            if self._neighbours and dist.is_initialized():
+                self._wait_for_neighbours()
             self._stop()
 
     def close(self, error: BaseException | None):
@@ -137,11 +122,7 @@ class NsysRange(Instrument):
         self._stop()
 
     def phase(self, name):
-        return Span(self._nvtx, str(name)) if self._marks else None
-
-    @property
-    def _marks(self) -> bool:
-        return self._all_steps or self._capture is not None
+        return Span(self._nvtx, str(name)) if self._all_steps or self._capture is not None else None
 
     def _start(self):
         with contextlib.ExitStack() as capture:  # undone from its end, and also if its beginning fails halfway
@@ -174,8 +155,6 @@ class NsysRange(Instrument):
     def _wait_for_neighbours(self):
         """nsys ends its collection on this node when the first rank leaves the range: the others' last phases would be
         lost. No collective: who does not come is not waited for long."""
-        if not self._neighbours or not dist.is_initialized():
-            return
         if self._device == "cuda":
             torch.cuda.synchronize()  # not before its own kernels have run has a rank left
         store = dist.distributed_c10d._get_default_store()

@@ -12,7 +12,7 @@ from megatron_lite.shared_files import read_bounded
 REQUEST = "profile.now"  # the user's: empty, or the number of steps
 ANSWER = "profile.next"  # of the rank that took it: "FIRST STOP", for the other ranks
 SECONDS_BETWEEN_LOOKS = 0.2  # a folder on a network may take milliseconds to answer
-HOSTS_APART = 5  # steps, at most: every rank reads back results that are two steps old, which need all ranks
+MAX_STEPS_APART = 5  # hosts: every rank reads back results that are two steps old, which need all ranks
 MAX_BYTES = 100  # read of either: other people may write to the folder
 MAX_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held in memory until the end
 
@@ -20,25 +20,17 @@ MAX_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held 
 class OnDemand(Instrument):
     """Moves the window when asked to. `leads`: this rank takes the request; `alone`: and no other follows it.
 
-    `records`: what is done in the window, for the announcement; empty: nothing can be, and a request is refused.
-    Ranks run no collective for this. The leading one names a step so far ahead that all see it in time, by the
-    clock at which they look and the pace of the steps; one that sees it late joins late.
+    `last_step` gives this run's last step. `records`: what is done in the window, for the announcement; empty: nothing can
+    be, and a request is refused. Ranks run no collective for this. The leading one names a step so far ahead that all see
+    it in time, by the clock at which they look and the pace of the steps; one that sees it late joins late.
     """
 
     def __init__(
-        self,
-        window: Window,
-        run_dir: Path,
-        length: int,
-        leads: bool,
-        alone: bool,
-        last_step,
-        tell,
-        records: str = "profiling",
+        self, window: Window, run_dir: Path, length: int, leads: bool, alone: bool, last_step, tell, records="profiling"
     ):
         self.window, self._length, self._leads, self._alone = window, length, leads, alone
         self._request, self._answer = run_dir / REQUEST, run_dir / ANSWER
-        self._last_step, self._tell, self._records = last_step, tell, records  # last_step(): of this run
+        self._last_step, self._tell, self._records = last_step, tell, records
         self._scheduled = range(window.first, window.last + 1)
         self._seen = None  # the answer that was heeded
         self._stays = False  # the request that was heeded, as it cannot be removed
@@ -50,14 +42,15 @@ class OnDemand(Instrument):
 
     def begin(self, step: int):
         if self.window.on_demand and step > self.window.last + self.window.margin:
-            self._back_to_schedule(step)
+            self.window.move_to(self._scheduled if self._scheduled.start > step else range(0))
+            if self._leads:
+                self._answer.unlink(missing_ok=True)
         now = time.monotonic()
         if now - self._looked_at < SECONDS_BETWEEN_LOOKS:
             return
         if not self.window.on_demand:
-            pace = (step - self._looked_in_step) / max(now - self._looked_at, 1e-3)  # steps per second
             if self._leads:
-                self._lead(step, pace)
+                self._lead(step, (step - self._looked_in_step) / max(now - self._looked_at, 1e-3))
             else:
                 self._follow(step)
         self._looked_at, self._looked_in_step = now, step
@@ -68,7 +61,7 @@ class OnDemand(Instrument):
             if os.path.lexists(self._request) and not self._stays:
                 self._tell(f"{self._request} came too late for this run and stays; the next run will take it.")
 
-    def _lead(self, step: int, pace: float):
+    def _lead(self, step: int, steps_per_second: float):
         there = os.path.lexists(self._request)
         self._stays = self._stays and there
         if not there or self._stays:
@@ -76,27 +69,25 @@ class OnDemand(Instrument):
         length = self._take()
         if length is None:
             return
+        first = step + 2 if self._alone else step + MAX_STEPS_APART + int(3 * SECONDS_BETWEEN_LOOKS * steps_per_second)
+        steps, scheduled = range(first, first + length), self._scheduled
         if not self._records:
             self._tell(
                 f"{self._request}: nsys holds the GPU's counters in this run and collects the planned window only, "
                 "so nothing is profiled; start the run without nsys to profile on demand."
             )
-            return
-        first = step + 2 if self._alone else step + HOSTS_APART + int(3 * SECONDS_BETWEEN_LOOKS * pace)
-        steps = range(first, first + length)
-        if self._scheduled and self._scheduled.start <= steps.stop and self._scheduled.stop > step:
+        elif scheduled and scheduled.start <= steps.stop and scheduled.stop > step:
             self._tell(
-                f"{self._request}: steps {self._scheduled.start}-{self._scheduled.stop - 1} are about to be "
+                f"{self._request}: steps {scheduled.start}-{scheduled.stop - 1} are about to be "
                 "profiled anyway; ask again after them."
             )
-            return
-        if first > self._last_step():
+        elif first > self._last_step():
             self._tell(f"{self._request}: the run ends before step {first}, so nothing is profiled.")
-            return
-        if not self._alone:
-            write_atomically(self._answer, f"{steps.start} {steps.stop}")
-        self.window.move_to(steps, on_demand=True)
-        self._tell(f"{self._request} taken: {self._records} {self.window.words()}.")
+        else:
+            if not self._alone:
+                write_atomically(self._answer, f"{steps.start} {steps.stop}")
+            self.window.move_to(steps, on_demand=True)
+            self._tell(f"{self._request} taken: {self._records} {self.window.words()}.")
 
     def _take(self) -> int | None:
         """The number of steps asked for; None if it cannot be read. The file is gone afterwards, if it can be removed.
@@ -132,8 +123,3 @@ class OnDemand(Instrument):
             self._seen = first, stop
             if step < stop:
                 self.window.move_to(range(max(first, step), stop), on_demand=True)
-
-    def _back_to_schedule(self, step: int):
-        self.window.move_to(self._scheduled if self._scheduled.start > step else range(0))
-        if self._leads:
-            self._answer.unlink(missing_ok=True)

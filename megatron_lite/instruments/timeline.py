@@ -12,14 +12,14 @@ from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.phases import NOT_TRAINING, Phase, StepTime
 from megatron_lite.process_state import CoreTime
 
-# --- how much memory this process uses, cheap enough for every step
-
 STATM = "/proc/self/statm"  # Linux only; pages: total, resident, of which backed by files, ...
 PEAKS = ("allocated_bytes", "reserved_bytes")
+REDUCE_WAIT = "reduce_wait"
+ON_HOST_ONLY = (Phase.DATA.value, Phase.LOG.value, Phase.SAVE.value)  # the GPU gets no work in them
 
 
 class MemoryNow:
-    """Host memory, and on a GPU the allocator's peak of each step.
+    """Host memory, and on a GPU the allocator's peak of each step, cheap enough for every step.
 
     Peaks are set back at every step. What the allocator would say without that, `stats` says.
     """
@@ -61,13 +61,6 @@ class MemoryNow:
             self._statm = None
 
 
-# --- when the GPU was in which phase: timing events at the phases' edges, read once they have passed
-#
-# A span is the time from the GPU reaching a phase's first work on the current stream to its finishing the last; where the
-# stream is idle in between, because the host is slower, that counts too. Work on other streams counts as far as the current
-# one waits for it: gradients are reduced beside backward, and what of that is not hidden is part of backward's time.
-
-
 @dataclass
 class GpuStep:
     """The events of one step."""
@@ -79,8 +72,13 @@ class GpuStep:
 
 
 class GpuTimes:
-    """Makes the host wait for nothing unless told to. Events are used again, so that their number stays that of a few steps.
+    """When the GPU was in which phase: timing events at the phases' edges, read once they have passed.
 
+    A span is the time from the GPU reaching a phase's first work on the current stream to its finishing the last; where the
+    stream is idle in between, because the host is slower, that counts too. Work on other streams counts as far as the
+    current one waits for it: gradients are reduced beside backward, and what of that is not hidden is part of backward's time.
+
+    Makes the host wait for nothing unless told to. Events are used again, so that their number stays that of a few steps.
     `event` makes one, `stream` gives the stream that a step computes on; others than CUDA's are for tests.
     """
 
@@ -118,26 +116,13 @@ class GpuTimes:
         """
         if wait and self._waiting:
             self._waiting[-1].last.synchronize()
-        while self._waiting and self._is_over(self._waiting[0]):
+        while self._waiting and self._waiting[0].last.query():  # and with it all before it on the same stream
             step = self._waiting.popleft()
             phases: dict[str, float] = {}
             for name, first, last in step.spans:
-                phases[name] = phases.get(name, 0.0) + _seconds(first, last)
-            seconds = _seconds(step.first, step.last)
+                phases[name] = phases.get(name, 0.0) + first.elapsed_time(last) / 1000
             self._free += [step.first, step.last, *(event for _, *edges in step.spans for event in edges)]
-            yield step.key, seconds, phases
-
-    @staticmethod
-    def _is_over(step: GpuStep) -> bool:
-        return step.last.query()  # and with it all before it on the same stream
-
-
-def _seconds(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-    return first.elapsed_time(last) / 1000
-
-
-REDUCE_WAIT = "reduce_wait"
-ON_HOST_ONLY = (Phase.DATA.value, Phase.LOG.value, Phase.SAVE.value)  # the GPU gets no work in them
+            yield step.key, step.first.elapsed_time(step.last) / 1000, phases
 
 
 class _Span:
@@ -209,9 +194,10 @@ class Timeline(Instrument):
         self._started, self._running = time.perf_counter(), True
 
     def end(self, step: int):
-        self.current.seconds, self._running = time.perf_counter() - self._started, False
-        self._trained_seconds += self.current.training_seconds
-        self._finished.append(self.current)
+        now = self.current
+        now.seconds, self._running = time.perf_counter() - self._started, False
+        self._trained_seconds += now.training_seconds
+        self._finished.append(now)
         if self.gpu is not None:
             self.gpu.end()
         if self._cores_at_start is not None:
@@ -219,9 +205,9 @@ class Timeline(Instrument):
                 None if after is None or before is None else after - before
                 for before, after in zip(self._cores_at_start, self.cores.read())
             ]
-            self.current.cpu_seconds, self.current.involuntary_switches, self.current.core_wait_seconds = got
+            now.cpu_seconds, now.involuntary_switches, now.core_wait_seconds = got
         if self.detailed:
-            self.current.host_bytes, self.current.peak_bytes = self.memory.host_bytes(), self.memory.peak_bytes()
+            now.host_bytes, now.peak_bytes = self.memory.host_bytes(), self.memory.peak_bytes()
 
     def close(self, error: BaseException | None):
         self.memory.close()
@@ -254,19 +240,17 @@ class Timeline(Instrument):
         self.current.phases[name] = self.current.phases.get(name, 0.0) + seconds
 
     def gradients_computed(self):
-        if not self.detailed:
-            return
-        with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself raises
-            self._computed = time.perf_counter(), self.gpu.edge() if self.gpu is not None else None
+        if self.detailed:
+            with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself raises
+                self._computed = time.perf_counter(), self.gpu.edge() if self.gpu is not None else None
 
     def end_wait(self, now: float):
         """A phase ended; if this rank waited for others in it, so did that."""
-        if self._computed is None:
-            return
-        (since, edge), self._computed = self._computed, None
-        self.current.reduce_wait = now - since
-        if edge is not None:
-            self.gpu.span(REDUCE_WAIT, edge)
+        if self._computed is not None:
+            (since, edge), self._computed = self._computed, None
+            self.current.reduce_wait = now - since
+            if edge is not None:
+                self.gpu.span(REDUCE_WAIT, edge)
 
     def training_seconds(self) -> float:
         """Inside steps since the run began, the running one included; evaluating, saving and what instruments do

@@ -46,13 +46,11 @@ def without_notes():
                     os.write(2, line)
 
 
-# --- A Chakra execution trace of the window: operators as a graph, for simulators and replay
-
-
 class ChakraTrace:
-    """torch writes it while it records, so it is recorded under a hidden name.
+    """A Chakra execution trace of the window: operators as a graph, for simulators and replay.
 
-    It lies in a folder of its own: readers of Kineto's traces take every .json beside them for one.
+    torch writes it while it records, so it is recorded under a hidden name, in a folder of its own: readers of Kineto's
+    traces take every .json beside them for one.
     """
 
     def __init__(self, folder: Path, worker: str):
@@ -63,19 +61,17 @@ class ChakraTrace:
 
     def write(self, compress: bool | None) -> str:
         """Give the trace its name; returns what to say of it. LostFile if the disk is full, or the like."""
-        self._end()
+        with without_notes():
+            self.observer.unregister_callback()
         path, _ = write_whole(self._path, lambda hidden: os.replace(self._recording, hidden), compress)
         return f"Chakra execution trace: {path}"
 
     def drop(self):
         """Leave nothing behind."""
-        self._end()
-        with contextlib.suppress(OSError):
-            self._recording.unlink()
-
-    def _end(self):
         with without_notes():
             self.observer.unregister_callback()
+        with contextlib.suppress(OSError):
+            self._recording.unlink()
 
 
 # --- room for what a GPU reports: Kineto keeps 128 MiB of it, about 1.9 million events, and silently drops all that follow
@@ -143,30 +139,6 @@ class Details:
         )
 
 
-class CollectorRanges:
-    """Ranges around collections of Python's garbage collector. torch records them with stacks only.
-
-    Collections of the youngest objects take microseconds and are left out.
-    """
-
-    def __init__(self):
-        self._range = None
-
-    def open(self):
-        gc.callbacks.append(self._mark)
-
-    def close(self):
-        gc.callbacks.remove(self._mark)
-
-    def _mark(self, moment: str, info: dict):
-        if moment == "start" and info["generation"] > 0:
-            self._range = record_function(PYTHON_GC)
-            self._range.__enter__()
-        elif self._range is not None:
-            left, self._range = self._range, None
-            left.__exit__(None, None, None)
-
-
 class TorchProfiler(Instrument):
     """Records the window's steps. What was recorded is written also when the run ends inside it."""
 
@@ -180,7 +152,7 @@ class TorchProfiler(Instrument):
         self._room = None
         self._full = False  # the record of the GPU was over before the window was
         self._last = 0
-        self._collections = CollectorRanges()
+        self._collection = None  # the range around a running one of Python's garbage collector
         self._modules = ModuleRanges(tell) if details.modules else None
 
     def begin(self, step: int):
@@ -206,11 +178,25 @@ class TorchProfiler(Instrument):
         broken_off = self._leave_step()
         if self._recording:
             self._finish(broken_off)
-        elif self._profiler is not None:
-            self._throw_away()
+        elif self._profiler is not None:  # prepared, but the run ended before the window began
+            if not torch.autograd._profiler_enabled():  # else it was started, and failed in that
+                with without_notes():
+                    self._profiler.start_trace()
+            self._stop()
+            if self._chakra:
+                self._chakra.drop()
 
     def phase(self, name):
         return record_function(str(name)) if self._recording else None
+
+    def _mark_collection(self, moment: str, info: dict):
+        """A range, as torch makes it with stacks only. Collections of the youngest objects take microseconds and are left out."""
+        if moment == "start" and info["generation"] > 0:
+            self._collection = record_function(PYTHON_GC)
+            self._collection.__enter__()
+        elif self._collection is not None:
+            left, self._collection = self._collection, None
+            left.__exit__(None, None, None)
 
     def _prepare(self):
         if self.details.cuda:
@@ -231,7 +217,7 @@ class TorchProfiler(Instrument):
             older = torch.empty(1)
             self._profiler.start_trace()
             self._recording = True
-            self._collections.open()
+            gc.callbacks.append(self._mark_collection)
             del older  # with memory: the first free of something older is warned about, and only the first
         if self._modules:
             self._modules.open()
@@ -247,7 +233,7 @@ class TorchProfiler(Instrument):
         profiler, self._profiler = self._profiler, None
         if self._recording:
             self._recording = False
-            self._collections.close()
+            gc.callbacks.remove(self._mark_collection)
         if self._modules:
             self._modules.close()
         try:
@@ -259,15 +245,6 @@ class TorchProfiler(Instrument):
             if torch.autograd._profiler_enabled():  # a GPU after a fatal error: stopping begins with waiting for it
                 torch.autograd._disable_profiler()
         return profiler
-
-    def _throw_away(self):
-        """Prepared, but the run ended before the window began."""
-        if not torch.autograd._profiler_enabled():  # else it was started, and failed in that
-            with without_notes():
-                self._profiler.start_trace()
-        self._stop()
-        if self._chakra:
-            self._chakra.drop()
 
     def _synchronize(self):
         if self.details.cuda:
@@ -288,9 +265,16 @@ class TorchProfiler(Instrument):
                 self._chakra.drop()
             return
         self.window.traced_on_demand |= self.window.on_demand
-        beside = [self._attempt(self._write_table, profiler)]
-        if self._chakra:
-            beside.append(self._attempt(self._chakra.write, self.details.compress))
+        beside = []
+        for write, given in (
+            (self._write_table, profiler),
+            (self._chakra and self._chakra.write, self.details.compress),
+        ):
+            if write:
+                try:
+                    beside.append(write(given))
+                except LostFile as error:
+                    beside.append(f"lost: {error}")
         seconds = time.perf_counter() - started
         self._tell(
             f"profiled {words}, rank {self.rank}: {path} ({path.stat().st_size / MIB:.1f} MiB, "
@@ -301,9 +285,10 @@ class TorchProfiler(Instrument):
 
     def _complaints(self, found: Found):
         """What the trace itself shows to be missing."""
-        meant = tuple(range(self.window.first, self._last + 1))
-        if found.steps != meant:
-            yield f"holds the steps {_listed(found.steps)}, not {_listed(meant)} as it should."
+        held, meant = list(found.steps), list(range(self.window.first, self._last + 1))
+        if held != meant:
+            held, meant = (str(steps).strip("[]") or "none" for steps in (held, meant))
+            yield f"holds the steps {held}, not {meant} as it should."
         if self._full:
             yield (
                 "the record of the GPU ends early: Kineto's room for events was full; profile fewer steps "
@@ -315,13 +300,6 @@ class TorchProfiler(Instrument):
                 "Compute, a debugger or monitoring (DCGM's profiling metrics) has it; stop that, and profile again."
             )
 
-    @staticmethod
-    def _attempt(write, *arguments) -> str:
-        try:
-            return write(*arguments)
-        except LostFile as error:
-            return f"lost: {error}"
-
     def _write_table(self, profiler: _KinetoProfile) -> str:
         """Operators by the time that they spend themselves: on the device, where there is one."""
         rows = profiler.key_averages(group_by_input_shape=self.details.shapes)
@@ -329,7 +307,3 @@ class TorchProfiler(Instrument):
         path = self.folder / f"{self._worker}.operators.txt"
         write_text(path, f"{self.window.words(self._last)}, rank {self.rank}\n{table}\n")
         return f"operators: {path}"
-
-
-def _listed(steps: tuple[int, ...]) -> str:
-    return ", ".join(map(str, steps)) or "none"
