@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_lite.config.check import check
-from megatron_lite.config.command_line import CommandLine, read_command_line
+from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.machine import count_gpu_files
 from megatron_lite.config.world import World, read_world
 from megatron_lite.errors import ConfigError, RanksError, UserError
@@ -29,34 +29,25 @@ def refuse_mistakes(argv: list[str]) -> int:
     """
     line, files = read_command_line(argv), count_gpu_files()
     world = read_world(files, threads=1)
-    errors = [
-        _find_mistakes(line, replace(world, gpus=gpus)) for gpus in ((files, 0, world.local_size) if files else (0,))
-    ]
-    if None in errors:
-        return 0
-    end_with_error(errors[0], world)
-    return errors[0].exit_code
-
-
-def _find_mistakes(line: CommandLine, world: World) -> ConfigError | None:
-    try:
-        check(line, world)
-    except ConfigError as error:
-        return error
-    return None
+    first: ConfigError | None = None
+    for gpus in (files, 0, world.local_size) if files else (0,):
+        try:
+            check(line, replace(world, gpus=gpus))
+        except ConfigError as error:
+            first = first or error
+        else:
+            return 0
+    end_with_error(first, world)
+    return first.exit_code
 
 
 def end_with_error(error: UserError, world: World):
     """Say it once, although every rank may have the same to say."""
-    if isinstance(error, RanksError):
-        return _end_with_others(error, world)
-    if world.local_rank:
-        time.sleep(SECONDS_FOR_RANK_0)  # the launcher ends this rank meanwhile, if rank 0 failed likewise
-    tell_error(error, world)
-
-
-def _end_with_others(error: RanksError, world: World):
-    """One rank speaks for all; the rank to blame is to be the first that the launcher sees ending."""
+    if not isinstance(error, RanksError):
+        if world.local_rank:
+            time.sleep(SECONDS_FOR_RANK_0)  # the launcher ends this rank meanwhile, if rank 0 failed likewise
+        return tell_error(error, world)
+    # one rank speaks for all; the rank to blame is to be the first that the launcher sees ending
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it was ignored until the failure was explained
     if not error.told:
         _print(error, world)

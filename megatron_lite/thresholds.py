@@ -6,9 +6,7 @@ from math import isnan
 from statistics import median, median_low
 
 MIN_STEPS = 3  # ordinary ones of every rank; a median of fewer says little
-MIN_BEFORE = (
-    3  # steps before a profiled window, the run's first left out, or nothing can be said of the profiler's cost
-)
+MIN_BEFORE = 3  # steps before a profiled window, the run's first left out, to say what the profiler costs
 SLOWER = 0.10  # than the median rank, in one phase
 SHARE_OF_STEP = 0.02  # that a rank's delay must be, or it does not matter
 MOSTLY = 0.75  # of the console lines in which the same rank must be that slow; a machine's noise changes sides

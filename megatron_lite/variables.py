@@ -16,24 +16,14 @@ class Place(NamedTuple):
     local_ranks: int  # on one machine
 
 
-def _gpu(place: Place) -> bool:
-    return place.on_gpu
-
-
-def _several(place: Place) -> bool:
-    return place.ranks > 1
-
-
-def _several_gpus(place: Place) -> bool:
-    return place.on_gpu and place.ranks > 1
-
-
-def _side_by_side(place: Place) -> bool:
-    return place.on_gpu and place.local_ranks > 1
-
-
-def _several_machines(place: Place) -> bool:
-    return place.on_gpu and place.ranks > place.local_ranks
+# where a switch matters, by name
+PLACES: dict[str, Callable[[Place], bool]] = {
+    "a GPU": lambda place: place.on_gpu,
+    "ranks": lambda place: place.ranks > 1,
+    "several GPUs": lambda place: place.on_gpu and place.ranks > 1,
+    "GPUs side by side": lambda place: place.on_gpu and place.local_ranks > 1,
+    "machines": lambda place: place.on_gpu and place.ranks > place.local_ranks,
+}
 
 
 @dataclass(frozen=True)
@@ -42,21 +32,21 @@ class Switch:
 
     variable: str
     cost: str
-    matters: Callable[[Place], bool]
+    place: str  # of PLACES
     harmless: tuple[str, ...] = ("", "0", "OFF", "FALSE")
 
 
 SWITCHES = (
-    Switch("CUDA_LAUNCH_BLOCKING", "the host waits for every kernel", _gpu),
-    Switch("TORCH_NCCL_ENABLE_TIMING", "events around every collective, which hinder overlap", _several_gpus),
-    Switch("TORCH_NCCL_BLOCKING_WAIT", "the host waits for every collective", _several_gpus),
+    Switch("CUDA_LAUNCH_BLOCKING", "the host waits for every kernel", "a GPU"),
+    Switch("TORCH_NCCL_ENABLE_TIMING", "events around every collective, which hinder overlap", "several GPUs"),
+    Switch("TORCH_NCCL_BLOCKING_WAIT", "the host waits for every collective", "several GPUs"),
     # INFO only logs at the start
-    Switch("TORCH_DISTRIBUTED_DEBUG", "every collective is checked on all ranks first", _several, ("", "OFF", "INFO")),
-    Switch("PYTORCH_NO_CUDA_MEMORY_CACHING", "every tensor is a cudaMalloc and a cudaFree", _gpu),
-    Switch("NCCL_DEBUG", "every collective is printed", _several_gpus, ("", "VERSION", "WARN", "INFO")),
-    Switch("NCCL_P2P_DISABLE", "GPUs of one machine talk through host memory", _side_by_side),
-    Switch("NCCL_SHM_DISABLE", "ranks of one machine talk over the network", _side_by_side),
-    Switch("NCCL_IB_DISABLE", "InfiniBand is not used", _several_machines),
+    Switch("TORCH_DISTRIBUTED_DEBUG", "every collective is checked on all ranks first", "ranks", ("", "OFF", "INFO")),
+    Switch("PYTORCH_NO_CUDA_MEMORY_CACHING", "every tensor is a cudaMalloc and a cudaFree", "a GPU"),
+    Switch("NCCL_DEBUG", "every collective is printed", "several GPUs", ("", "VERSION", "WARN", "INFO")),
+    Switch("NCCL_P2P_DISABLE", "GPUs of one machine talk through host memory", "GPUs side by side"),
+    Switch("NCCL_SHM_DISABLE", "ranks of one machine talk over the network", "GPUs side by side"),
+    Switch("NCCL_IB_DISABLE", "InfiniBand is not used", "machines"),
 )
 
 
@@ -73,7 +63,7 @@ def fitting_threads(threads: int, ranks: int, cores: int) -> int | None:
 
 def switches_on(environ: Mapping[str, str], place: Place) -> dict[str, str]:
     """{VARIABLE=value: what it costs} for switches that were left on."""
-    found = [(environ.get(switch.variable), switch) for switch in SWITCHES if switch.matters(place)]
+    found = [(environ.get(switch.variable), switch) for switch in SWITCHES if PLACES[switch.place](place)]
     return {
         f"{switch.variable}={value}": switch.cost
         for value, switch in found

@@ -86,8 +86,9 @@ def ask(one: watchdog.Watchdog, error: Exception):
 
 
 def test_a_post_survives_the_way():
-    there = post(stack=["f (a:1)"], left="x", phase="data", started_at=7)
-    assert RankStatus.loads(there.dumps().encode()) == there
+    there, store = post(stack=["f (a:1)"], left="x", phase="data", started_at=7), RankStore(dist.HashStore(), 1, 2)
+    store.set_status(there)
+    assert store.get_statuses([0, 1]) == {1: there}
 
 
 def test_the_first_to_ask_speaks_for_all():

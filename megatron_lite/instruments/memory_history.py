@@ -10,49 +10,26 @@ from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.instruments.snapshot_format import SnapshotFiles, build_annotations, write_snapshot
 from megatron_lite.units import count, size
 
-# --- what torch's CUDA allocator records by itself, and how it is asked for it. GPUs only
-
 OUTSIDE = 100_000  # events kept before and after the window, for the story of an out-of-memory there
 
 
 class Recorder:
-    """What records, for MemoryHistory and OutOfMemory. Override the moments you need."""
+    """What records, for MemoryHistory and OutOfMemory. Override the moments you need.
+
+    snapshot(of_last_step) gives (the snapshot, whether events that belong to it were dropped), of now or of the last step's
+    end; shortage(asked) how much memory there is now; watch_for_shortage(observe) has `observe` called with a Shortage at
+    every allocation that fails, on whatever thread that is.
+    """
 
     place: Place
     number = 0  # of the device in the snapshot
     failure: Exception | None = None  # why recording stopped, if it did
 
-    def open(self):
-        """Before the model is built."""
-
-    def begin_step(self):
-        """Before a step."""
+    def begin_step(self, pause: bool):
+        """Before a step; `pause`: outside of the window."""
 
     def end_step(self):
         """After a step."""
-
-    def pause(self):
-        """A step outside of the window begins."""
-
-    def open_window(self):
-        """The window begins."""
-
-    def close_window(self):
-        """The window is over."""
-
-    def close(self):
-        """Once, at the end."""
-
-    def snapshot(self, of_last_step: bool = False) -> tuple[dict, bool]:
-        """(the snapshot, whether events that belong to it were dropped). Of now, or of the last step's end."""
-        raise NotImplementedError
-
-    def watch_for_shortage(self, observe):
-        """Call `observe` with a Shortage at every allocation that fails, on whatever thread that is."""
-
-    def shortage(self, asked: int | None) -> Shortage:
-        """Now."""
-        raise NotImplementedError
 
 
 class CudaRecorder(Recorder):
@@ -119,9 +96,6 @@ class CudaRecorder(Recorder):
         self._full_at = most
 
 
-# --- the memory history of a CPU run, in the form that a GPU's allocator gives it
-
-
 class CpuRecorder(Recorder):
     """Records while the model is built and inside the window; between them steps run at their own speed.
 
@@ -136,13 +110,11 @@ class CpuRecorder(Recorder):
     def open(self):
         self._tracker.start()
 
-    def begin_step(self):
+    def begin_step(self, pause: bool):
         self._tracker.begin_step()
-
-    def pause(self):
-        if self._tracker.seeing:
-            self._tracker.remember()
-        self._tracker.stop()
+        if pause:
+            self.end_step()
+            self._tracker.stop()
 
     def end_step(self):
         """A run that ends now frees all before anybody can look: a snapshot of its last step is one of this moment."""
@@ -158,8 +130,7 @@ class CpuRecorder(Recorder):
         self._hooks.detach()
         self._tracker.stop()
 
-    def close(self):
-        self.close_window()
+    close = close_window
 
     def snapshot(self, of_last_step: bool = False) -> tuple[dict, bool]:
         return self._tracker.snapshot(remembered=of_last_step), self._tracker.dropped
@@ -193,14 +164,13 @@ class MemoryHistory(Instrument):
         self._recorder.open()
 
     def begin(self, step: int):
-        self._recorder.begin_step()
         if self._inside and step not in self.window:  # it was moved away
             self._leave_window()
-        if self.window.opens(step):
+        opens = self.window.opens(step)
+        self._recorder.begin_step(pause=not opens and not self._inside)
+        if opens:
             self._recorder.open_window()
             self._inside, self._first, self._planned = True, step, not self.window.on_demand
-        elif not self._inside:
-            self._recorder.pause()
         if self._inside:
             self._last = step
 
@@ -240,9 +210,7 @@ class MemoryHistory(Instrument):
         )
 
     def _contents(self, snapshot: dict, dropped: bool) -> str:
-        device = self._recorder.number
-        events = snapshot["device_traces"][device]
-        highest = peak(snapshot, device)
+        events, highest = snapshot["device_traces"][self._recorder.number], peak(snapshot, self._recorder.number)
         words = f"{count(len(events))} events of {self._steps(events, dropped)}, peak {size(highest.size)}"
         if highest.frames:
             words += f", {describe_place(highest.tag)}: {operation(highest.frames)}{site(highest.frames)}"

@@ -17,7 +17,6 @@ from megatron_lite.instruments.memory_summary import (
     INPUT,
     OPTIMIZER,
     WEIGHTS,
-    Held,
     describe_place,
     list_held_memory,
     sum_by_category,
@@ -59,43 +58,29 @@ def _smaller_activations(plan: Plan) -> list[str]:
     if now > 1:
         smaller = max(number for number in range(1, now) if now % number == 0)
         words = f"--micro-batch-size {smaller} instead of {now}, with the same --global-batch-size"
-        found.append(_told(plan, words, micro_batch_size=smaller))
+        found.append(_with_peak(plan, words, micro_batch_size=smaller))
     if m.recompute_granularity != "full":
-        found.append(
-            _told(
-                plan, FULL_RECOMPUTE, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-            )
-        )
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        found.append(_with_peak(plan, FULL_RECOMPUTE, **full))
     elif m.recompute_method == "block" and (m.recompute_num_layers or 1) < layers:
         words = f"--recompute-num-layers {layers} instead of {m.recompute_num_layers or 1}"
-        found.append(_told(plan, words, recompute_num_layers=layers))
+        found.append(_with_peak(plan, words, recompute_num_layers=layers))
     if plan.precision == "fp32":
-        found.append(_told(plan, "--bf16", bf16=True))
+        found.append(_with_peak(plan, "--bf16", bf16=True))
     return found
 
 
 def _smaller_state(plan: Plan) -> list[str]:
     if not plan.fp32_gradients:
         return []
+    fewer = {"accumulate_allreduce_grads_in_fp32": False}
     if plan.precision == "bf16":
-        return [
-            _told(
-                plan,
-                "--grad-reduce-in-bf16: gradients without fp32 sums",
-                grad_reduce_in_bf16=True,
-                accumulate_allreduce_grads_in_fp32=False,
-            )
-        ]
-    return [
-        _told(
-            plan,
-            "no --accumulate-allreduce-grads-in-fp32: gradients without fp32 sums",
-            accumulate_allreduce_grads_in_fp32=False,
-        )
-    ]
+        words = "--grad-reduce-in-bf16: gradients without fp32 sums"
+        return [_with_peak(plan, words, grad_reduce_in_bf16=True, **fewer)]
+    return [_with_peak(plan, "no --accumulate-allreduce-grads-in-fp32: gradients without fp32 sums", **fewer)]
 
 
-def _told(plan: Plan, words: str, **changes) -> str:
+def _with_peak(plan: Plan, words: str, **changes) -> str:
     """With the peak that the formulas give for the changed flags. Nothing may fail here: an error is being explained."""
     try:
         variant = variant_of(plan, **changes)
@@ -104,7 +89,7 @@ def _told(plan: Plan, words: str, **changes) -> str:
     return words + (f" (predicted peak {size(variant.peak_bytes)})" if variant else "")
 
 
-LARGEST = 3  # sites that are named
+MAX_SITES = 3  # that are named
 MAX_FILES = 3  # of failures that somebody caught: a snapshot may be gigabytes
 # of libraries that allocate for themselves; their errors are plain RuntimeErrors
 SIGNS = (
@@ -145,20 +130,40 @@ def report(plan: Plan, tag: str, shortage: Shortage, snapshot: dict, device: int
     held = list_held_memory(snapshot, device)
     recorded = any(piece.tag or piece.frames for piece in held)  # without a history, blocks have sizes only
     sizes = sum_by_category(held) if recorded else []
+    if recorded:
+        largest = [f"{size(amount)} {name}{_times(pieces)}" for name, amount, pieces in sum_by_site(held)]
+    else:
+        numbers = Counter(piece.size for piece in held)
+        largest = [f"{size(amount)}{_times(numbers[amount])}" for amount in sorted(numbers, reverse=True)]
+    if held and not sizes:
+        holders = f"{len(held):,} tensors; what they are is known with --record-memory-history"
+    else:
+        holders = ", ".join(f"{name} {size(amount)}" for name, amount in sizes) or "no tensor that is known"
     used = sum(piece.size for piece in held)
-    asked = "an unknown amount was" if shortage.asked is None else f"{size(shortage.asked)} were"
-    known = "" if shortage.all_known else "at least "
+    by_category = dict(sizes)
+    if not shortage.all_known:  # what was not recorded is what steps make anew each time
+        unknown = max(shortage.reserved - sum(by_category.values()), 0)
+        by_category[ACTIVATIONS] = by_category.get(ACTIVATIONS, 0) + unknown
     # segments that can grow leave nothing that could not be used
     unused = 0 if snapshot.get("allocator_settings", {}).get("expandable_segments") else shortage.reserved - used
-    help_with = advice(plan, _with_unknown(dict(sizes), shortage), shortage.asked or 0, unused)
+    asked = "an unknown amount was" if shortage.asked is None else f"{size(shortage.asked)} were"
+    known = "" if shortage.all_known else "at least "
     return [
         f"{_headline(plan.world.rank, tag)}: {asked} asked for; tensors hold {known}{size(used)}, {size(shortage.reserved)} are reserved, "
         + f"{size(shortage.free)} of {size(shortage.total)} are free",
-        "  held by: " + _holders(sizes, len(held)),
-        "  largest: " + ("; ".join((_sites if recorded else _blocks)(held)[:LARGEST]) or "unknown"),
-        "  would help: " + "; ".join(help_with),
+        f"  held by: {holders}",
+        "  largest: " + ("; ".join(largest[:MAX_SITES]) or "unknown"),
+        "  would help: " + "; ".join(advice(plan, by_category, shortage.asked or 0, unused)),
         f"  snapshot: {written}",
     ]
+
+
+def _times(pieces: int) -> str:
+    return f" x {pieces}" if pieces > 1 else ""
+
+
+def _headline(rank: int, tag: str) -> str:
+    return f"error: out of memory on rank {rank}, {describe_place(tag)}"
 
 
 def unrecorded(plan: Plan, error: BaseException) -> list[str]:
@@ -169,38 +174,6 @@ def unrecorded(plan: Plan, error: BaseException) -> list[str]:
         f"error: out of memory on rank {plan.world.rank}:{words} {size(memory['free'])} of {size(memory['total'])} are free",
         "  would help: " + "; ".join(advice(plan, {}, 0, 0)),
     ]
-
-
-def _holders(sizes: list[tuple[str, int]], number: int) -> str:
-    if number and not sizes:
-        return f"{number:,} tensors; what they are is known with --record-memory-history"
-    return ", ".join(f"{name} {size(amount)}" for name, amount in sizes) or "no tensor that is known"
-
-
-def _sites(held: list[Held]) -> list[str]:
-    return [
-        f"{size(amount)} {name}" + (f" x {pieces}" if pieces > 1 else "") for name, amount, pieces in sum_by_site(held)
-    ]
-
-
-def _blocks(held: list[Held]) -> list[str]:
-    """By size, the largest first."""
-    numbers = Counter(piece.size for piece in held)
-    return [
-        size(amount) + (f" x {numbers[amount]}" if numbers[amount] > 1 else "")
-        for amount in sorted(numbers, reverse=True)
-    ]
-
-
-def _with_unknown(held: dict[str, int], shortage: Shortage) -> dict[str, int]:
-    """What was not recorded is what steps make anew each time."""
-    if shortage.all_known:
-        return held
-    return held | {ACTIVATIONS: held.get(ACTIVATIONS, 0) + max(shortage.reserved - sum(held.values()), 0)}
-
-
-def _headline(rank: int, tag: str) -> str:
-    return f"error: out of memory on rank {rank}, {describe_place(tag)}"
 
 
 class OutOfMemory(Instrument):

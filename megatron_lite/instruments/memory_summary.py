@@ -22,7 +22,6 @@ CATEGORY_OF_PHASE = {
     Phase.OPTIMIZER_STEP: OPTIMIZER,
     Phase.EVAL: EVALUATION,
 }
-CATEGORY_OF_PHASE = {str(phase): category for phase, category in CATEGORY_OF_PHASE.items()}
 # whose stack a memory has that was allocated outside of phases, or whose tag has fallen out of the ring: part of a file, mark
 CATEGORY_OF_CODE = (
     ("megatron_lite/optim/", "", OPTIMIZER),
@@ -68,15 +67,15 @@ class Peak:
 def list_held_memory(snapshot: dict, device: int = 0) -> list[Held]:
     """All memory that tensors hold when the snapshot was taken."""
     tags = {e["addr"]: e.get("user_metadata", "") for e in _trace(snapshot, device) if e["action"] == ALLOCATED}
-    return [
-        Held(
-            block.get("requested_size") or block["size"],
-            block.get("user_metadata") or tags.get(address, ""),
-            block.get("frames") or [],
-        )
-        for address, block in _blocks(snapshot, device)
-        if block["state"] != "inactive"
-    ]
+    held = []
+    for segment in snapshot["segments"]:
+        address = segment["address"]  # old snapshots give no address of a block
+        for block in segment["blocks"] if segment["device"] == device else ():
+            if block["state"] != "inactive":
+                tag = block.get("user_metadata") or tags.get(address, "")
+                held.append(Held(block.get("requested_size") or block["size"], tag, block.get("frames") or []))
+            address += block["size"]
+    return held
 
 
 def peak(snapshot: dict, device: int = 0) -> Peak:
@@ -97,7 +96,7 @@ def sum_by_category(held: Iterable[Held]) -> list[tuple[str, int]]:
     """(category, bytes), largest first."""
     sizes = Counter()
     for piece in held:
-        sizes[piece.category] += piece.size
+        sizes[category(piece.tag, piece.frames)] += piece.size
     return sizes.most_common()
 
 
@@ -105,8 +104,9 @@ def sum_by_site(held: Iterable[Held]) -> list[tuple[str, int, int]]:
     """(where in the code, bytes, pieces), largest first."""
     sizes, pieces = Counter(), Counter()
     for piece in held:
-        sizes[piece.site] += piece.size
-        pieces[piece.site] += 1
+        name = site(piece.frames)
+        sizes[name] += piece.size
+        pieces[name] += 1
     return [(name, size, pieces[name]) for name, size in sizes.most_common()]
 
 
@@ -126,27 +126,20 @@ def category(tag: str, frames: list[dict]) -> str:
 
 def site(frames: list[dict]) -> str:
     """'attend (model/attend.py:50)': the trainer's innermost frame, else the innermost outside of torch."""
-    own = [frame for frame in frames if PACKAGE in frame["filename"]]
     python = [frame for frame in frames if frame["line"]]
+    own = [frame for frame in frames if PACKAGE in frame["filename"]]
     foreign = [frame for frame in python if TORCH not in frame["filename"]]
-    for candidates in (own, foreign, python):
-        if candidates:
-            file = (
-                candidates[0]["filename"].rpartition(PACKAGE)[2]
-                if own
-                else "/".join(candidates[0]["filename"].split("/")[-2:])
-            )
-            return f"{marks.split_mark(candidates[0]['name'])[0]} ({file}:{candidates[0]['line']})"
-    return "code without Python frames, such as backward"
+    innermost = next(iter(own or foreign or python), None)
+    if innermost is None:
+        return "code without Python frames, such as backward"
+    file = innermost["filename"].rpartition(PACKAGE)[2] if own else "/".join(innermost["filename"].split("/")[-2:])
+    return f"{marks.split_mark(innermost['name'])[0]} ({file}:{innermost['line']})"
 
 
 def operation(frames: list[dict]) -> str:
     """'aten.mm.default from ', where the stack begins with what a CPU's tracker saw."""
-    return (
-        f"{frames[0]['name']} from "
-        if frames and not frames[0]["line"] and frames[0]["name"].startswith("aten.")
-        else ""
-    )
+    seen = frames and not frames[0]["line"] and frames[0]["name"].startswith("aten.")
+    return f"{frames[0]['name']} from " if seen else ""
 
 
 def describe_place(tag: str) -> str:
@@ -160,12 +153,3 @@ def describe_place(tag: str) -> str:
 def _trace(snapshot: dict, device: int) -> list[dict]:
     traces = snapshot["device_traces"]
     return traces[device] if device < len(traces) else []
-
-
-def _blocks(snapshot: dict, device: int):
-    for segment in snapshot["segments"]:
-        if segment["device"] == device:
-            address = segment["address"]  # old snapshots give no address of a block
-            for block in segment["blocks"]:
-                yield address, block
-                address += block["size"]

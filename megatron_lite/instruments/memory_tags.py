@@ -106,8 +106,12 @@ class ModuleHooks:
     def _enter(self, module: nn.Module, inputs):
         if torch.compiler.is_compiling():
             return
-        if module not in self._names:
-            self._learn(module)
+        if module not in self._names:  # it is called for the first time: names of all inside it
+            inner = module.module if isinstance(module, DistributedDataParallel) else module
+            for one in (module, inner):
+                self._names.setdefault(one, type(inner).__name__)
+            for name, one in inner.named_modules():
+                self._names.setdefault(one, name)
         self._running.append(self._names[module])
         self._move(self._running[-1])
 
@@ -129,11 +133,3 @@ class ModuleHooks:
     def _gradient_arrives(self, name: str, gradients):
         if self.place.phase_name in (Phase.BACKWARD.value, RECOMPUTE):
             self.place.move(Phase.BACKWARD.value, name)
-
-    def _learn(self, root: nn.Module):
-        """Names of a module that is called for the first time, and of all inside it."""
-        inner = root.module if isinstance(root, DistributedDataParallel) else root
-        for module in (root, inner):
-            self._names.setdefault(module, type(inner).__name__)
-        for name, module in inner.named_modules():
-            self._names.setdefault(module, name)

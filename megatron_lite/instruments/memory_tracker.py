@@ -58,7 +58,13 @@ class StorageTracker(TorchDispatchMode):
         if not self._entered and self.failure is None:
             super().__enter__()
             self._entered = self._recording = True
-            os.register_at_fork(after_in_child=_stopping(self))
+            weak = weakref.ref(self)
+
+            def stop():  # in a forked child, such as a loader's worker: nobody will read what it records
+                if (mine := weak()) is not None:
+                    mine._recording = False
+
+            os.register_at_fork(after_in_child=stop)
 
     def stop(self):
         """Operations are theirs alone again; frees of what is known are still noticed."""
@@ -78,7 +84,7 @@ class StorageTracker(TorchDispatchMode):
     def add_unseen(self, name: str, size: int):
         """Memory that a library takes outside of torch's operations, and keeps; `name` stands for its stack."""
         allocation = Allocation(size, self._tag(), [{"filename": "??", "line": 0, "name": name}])
-        self._add(Event(ALLOC, allocation, time.time_ns() // 1000, allocation.frames, allocation.tag))
+        self._add(ALLOC, allocation)
 
     @property
     def seeing(self) -> bool:
@@ -134,10 +140,15 @@ class StorageTracker(TorchDispatchMode):
             return
         allocation = Allocation(size, self._tag(), self._stacks.capture(str(func)))
         self._live[id(storage)] = _Watch(storage, self._gone, allocation)
-        if self._returns_arguments(func):
+        returns_arguments = self._aliases.get(func)
+        if returns_arguments is None:
+            schema = func._schema
+            aliases = any(value.alias_info is not None for value in schema.returns)
+            returns_arguments = self._aliases[func] = schema.name not in FRESH and aliases
+        if returns_arguments:
             self._layout.place(allocation)  # it was there before it was first seen
         else:
-            self._add(Event(ALLOC, allocation, time.time_ns() // 1000, allocation.frames, allocation.tag))
+            self._add(ALLOC, allocation)
 
     def _gone(self, watch: "_Watch"):
         try:
@@ -147,12 +158,12 @@ class StorageTracker(TorchDispatchMode):
 
     def _lose(self, watch: "_Watch"):
         if self._live.pop(watch.key, None) is not None:
-            now = time.time_ns() // 1000
-            frames = self._stacks.capture() if self._entered else []
-            self._add(Event(FREE, watch.allocation, now, frames, self._tag()))
+            self._add(FREE, watch.allocation, (self._stacks.capture() if self._entered else [], self._tag()))
 
-    def _add(self, event: Event):
-        self._events.append(event)
+    def _add(self, action: str, allocation: Allocation, where: tuple[list[dict], str] | None = None):
+        """`where`: stack and tag, unless they are the allocation's own."""
+        frames, tag = where or (allocation.frames, allocation.tag)
+        self._events.append(Event(action, allocation, time.time_ns() // 1000, frames, tag))
         if len(self._events) > 2 * self._most:
             apply_events(self._layout, self._events[: self._most])
             del self._events[: self._most]
@@ -169,20 +180,12 @@ class StorageTracker(TorchDispatchMode):
         again = node is not None and (torch.is_grad_enabled() or place.phase_name == RECOMPUTE)
         return place.tag_of(RECOMPUTE if again else BACKWARD, module)
 
-    def _returns_arguments(self, func) -> bool:
-        known = self._aliases.get(func)
-        if known is None:
-            schema = func._schema
-            known = schema.name not in FRESH and any(value.alias_info is not None for value in schema.returns)
-            self._aliases[func] = known
-        return known
-
     def _failed_to_allocate(self, func, error: RuntimeError):
         asked = asked_bytes(error)
         if asked is None or not self._recording:
             return
         allocation = Allocation(asked, self._tag(), self._stacks.capture(str(func)))
-        self._add(Event(OUT_OF_MEMORY, allocation, time.time_ns() // 1000, allocation.frames, allocation.tag))
+        self._add(OUT_OF_MEMORY, allocation)
         if self.out_of_memory is not None:
             self.out_of_memory(asked)
 
@@ -198,14 +201,3 @@ class _Watch(weakref.ref):
     def __init__(self, storage, callback, allocation: Allocation):
         super().__init__(storage, callback)
         self.key, self.allocation = id(storage), allocation
-
-
-def _stopping(tracker: StorageTracker):
-    """For a forked child, such as a loader's worker: it inherits the mode, and nobody will read what it records."""
-    weak = weakref.ref(tracker)
-
-    def stop():
-        if (mine := weak()) is not None:
-            mine._recording = False
-
-    return stop

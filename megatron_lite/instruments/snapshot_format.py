@@ -61,30 +61,29 @@ def build_annotations(marks: Iterable[tuple[int, str, str]], device: int = 0) ->
 
 
 def _entries(layout: Layout, event: Event) -> list[dict]:
+    def entry(action: str, address: int, size: int) -> dict:
+        return {
+            "action": action,
+            "addr": address,
+            "size": size,
+            "stream": 0,
+            "time_us": event.time_us,
+            "compile_context": "N/A",
+            "user_metadata": event.tag,
+            "frames": event.frames,
+        }
+
     size = event.allocation.size
     if event.action == ALLOC:
         new = layout.place(event.allocation)
-        entries = [_entry("alloc", layout.address_of[event.allocation], size, event)]
-        return [_entry("segment_alloc", new.address, new.size, event), *entries] if new is not None else entries
+        entries = [entry("alloc", layout.address_of[event.allocation], size)]
+        return [entry("segment_alloc", new.address, new.size), *entries] if new is not None else entries
     if event.action == FREE:
         address = layout.release(event.allocation)
-        return [_entry(action, address, size, event) for action in ("free_requested", "free_completed")]
-    entry = _entry("oom", 0, size, event)
-    del entry["addr"]
-    return [entry | {"device_free": 0}]
-
-
-def _entry(action: str, address: int, size: int, event: Event) -> dict:
-    return {
-        "action": action,
-        "addr": address,
-        "size": size,
-        "stream": 0,
-        "time_us": event.time_us,
-        "compile_context": "N/A",
-        "user_metadata": event.tag,
-        "frames": event.frames,
-    }
+        return [entry(action, address, size) for action in ("free_requested", "free_completed")]
+    failed = entry("oom", 0, size) | {"device_free": 0}
+    del failed["addr"]
+    return [failed]
 
 
 def _segment(segment: Segment) -> dict:
@@ -125,7 +124,7 @@ RECORDERS = (
     "/torch/_compile.py",
     "/torch/_dynamo/eval_frame.py",
 )
-DEEPEST = 100
+MAX_DEPTH = 100
 
 
 class Stacks:
@@ -153,23 +152,16 @@ class Stacks:
         return self._known[key]
 
     def _spell(self, operation: str, frame) -> list[dict]:
-        frames = [{"filename": "??", "line": 0, "name": operation}] if operation else []
-        began = False
-        for _ in range(DEEPEST):
+        frames, began = [{"filename": "??", "line": 0, "name": operation}] if operation else [], False
+        for _ in range(MAX_DEPTH):
             if frame is None:
                 break
             code = frame.f_code
             self._codes[id(code)] = code
             began = began or not any(part in code.co_filename for part in RECORDERS)
             if began:
-                place = (id(code), frame.f_lasti)
-                if place not in self._frames:
-                    self._frames[place] = {
-                        "filename": code.co_filename,
-                        "line": frame.f_lineno or 0,
-                        "name": code.co_name,
-                    }
-                frames.append(self._frames[place])
+                found = {"filename": code.co_filename, "line": frame.f_lineno or 0, "name": code.co_name}
+                frames.append(self._frames.setdefault((id(code), frame.f_lasti), found))
             frame = frame.f_back
         return frames
 

@@ -22,18 +22,13 @@ class DataParallel:
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.fp32 = Fp32Gradients(self.parameters, plan.world.size) if plan.fp32_gradients else None
-        self.replica = self._wrap(plan) if plan.world.size > 1 else model
-
-    def _wrap(self, plan: Plan):
-        bucket_mib = self._bucket_mib(plan)
-        replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
-        if self.fp32 is not None:
-            replica.register_comm_hook(None, self.fp32.reduce_bucket)
-        return replica
-
-    def _bucket_mib(self, plan: Plan) -> float:
-        parameters = plan.args.parallel.ddp_bucket_size
-        return BUCKET_MIB if parameters is None else parameters * self.parameters[0].element_size() / MIB
+        self.replica = model
+        if plan.world.size > 1:
+            elements = plan.args.parallel.ddp_bucket_size
+            bucket_mib = BUCKET_MIB if elements is None else elements * self.parameters[0].element_size() / MIB
+            self.replica = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
+            if self.fp32 is not None:
+                self.replica.register_comm_hook(None, self.fp32.reduce_bucket)
 
     def __call__(self, *inputs) -> Tensor:
         """The model's forward."""

@@ -38,9 +38,8 @@ class Operation:
         known = DTYPES.get(self.dtype)
         if known is None or not self.elements:
             return f"{self.name} #{self.number}"
-        return (
-            f"{self.name} #{self.number} ({size(self.elements * known.itemsize)} {str(known).removeprefix('torch.')})"
-        )
+        amount = f"{size(self.elements * known.itemsize)} {str(known).removeprefix('torch.')}"
+        return f"{self.name} #{self.number} ({amount})"
 
 
 class FlightRecorder:

@@ -27,9 +27,7 @@ class Fp32Gradients:
         self.parameters, self.ranks = parameters, ranks
         self.reducing = False  # the running backward is the one whose buckets are reduced
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._places: dict[
-            nn.Parameter, tuple[Tensor, int]
-        ] = {}  # the tensor that holds a sum, and where in it that starts
+        self._places: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the tensor that holds a sum, and where that starts
         self._all = self._lay_out(parameters, _zeros(parameters))
         self._came: list[nn.Parameter] | None = []  # of the first reduced backward, in their order; None: laid out so
         self._begun: set[nn.Parameter] = set()  # those whose sum belongs to the running step

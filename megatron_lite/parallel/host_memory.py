@@ -16,16 +16,12 @@ GROW_BY_BYTES = 64 * 2**20
 
 def keep_freed_memory() -> bool:
     """Reuse freed memory inside the process; costs resident memory. False where the C library is another."""
-    if not _is_glibc():
+    try:
+        if not (sys.platform.startswith("linux") and os.confstr("CS_GNU_LIBC_VERSION")):
+            return False
+    except (OSError, ValueError):  # musl does not know the name
         return False
     libc = ctypes.CDLL(None)
     # M_MXFAST: small blocks that wait to be used again would not be merged with large neighbours
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, KEEP_BYTES), (M_TOP_PAD, GROW_BY_BYTES), (M_MXFAST, 0))
     return all(libc.mallopt(name, value) for name, value in settings)
-
-
-def _is_glibc() -> bool:
-    try:
-        return sys.platform.startswith("linux") and bool(os.confstr("CS_GNU_LIBC_VERSION"))
-    except (OSError, ValueError):  # musl does not know the name
-        return False

@@ -38,12 +38,10 @@ def no_compiler(world: World) -> str:
     capability = torch.cuda.get_device_capability(world.gpu)
     if capability < OLDEST:
         return f"Triton compiles for GPUs of compute capability 7.0 and later, and this one has {'.'.join(map(str, capability))}"
-    return missing_compiler(on_gpu=True, environ=os.environ) or _refusal()
-
-
-def _refusal() -> str:
-    """Why Triton does not start; empty: it does. The first thing it does is to build and load a helper that launches its
-    kernels, which fails without libcuda, the C library's headers or a folder whose files may be run."""
+    if missing := missing_compiler(on_gpu=True, environ=os.environ):
+        return missing
+    # the first thing that Triton does is to build and load a helper that launches its kernels, which fails without libcuda,
+    # the C library's headers or a folder whose files may be run
     try:
         from triton.runtime.driver import driver
 
@@ -68,9 +66,8 @@ def compile_layers(plan: Plan, layers: nn.ModuleList):
     import torch._dynamo  # takes a second, which runs without the flag do not pay
 
     dynamo = torch._dynamo.config
-    dynamo.optimize_ddp = (
-        False  # would cut each layer at bucket edges, although buckets are reduced between layers anyway
-    )
+    # would cut each layer at bucket edges, although buckets are reduced between layers anyway
+    dynamo.optimize_ddp = False
     # beyond its limit torch would go on eagerly, without a word
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * expected_compilations(plan))
     for layer in layers:
@@ -106,7 +103,10 @@ def keep_compiled(environ: MutableMapping[str, str]) -> Path | None:
     """
     if PLACE in environ:
         return None
-    folder = _cache_home(environ) / "megatron_lite" / "compiled" / f"torch-{torch.__version__}-{_processor()}"
+    # XDG_CACHE_HOME counts only if absolute (XDG Base Directory Specification 0.8)
+    home = Path(environ.get("XDG_CACHE_HOME", ""))
+    home = home if home.is_absolute() else Path(environ.get("HOME", "/nonexistent")) / ".cache"
+    folder = home / "megatron_lite" / "compiled" / f"torch-{torch.__version__}-{_hash_processor()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
@@ -117,13 +117,7 @@ def keep_compiled(environ: MutableMapping[str, str]) -> Path | None:
     return folder
 
 
-def _cache_home(environ: MutableMapping[str, str]) -> Path:
-    """XDG_CACHE_HOME, which counts only if absolute (XDG Base Directory Specification 0.8), else ~/.cache."""
-    named = Path(environ.get("XDG_CACHE_HOME", ""))
-    return named if named.is_absolute() else Path(environ.get("HOME", "/nonexistent")) / ".cache"
-
-
-def _processor() -> str:
+def _hash_processor() -> str:
     """Eight digits for this kind of processor: C++ is compiled for the very one, under a key that does not name it, and
     machines of a cluster may share a home."""
     try:
@@ -131,10 +125,8 @@ def _processor() -> str:
     except (OSError, ValueError):
         lines = []
     telling = ("vendor_id", "model name", "flags", "Features", "CPU part")
-    kind = sorted({line for line in lines if line.split("\t")[0].strip() in telling}) or [
-        platform.machine(),
-        platform.processor(),
-    ]
+    kind = sorted({line for line in lines if line.split("\t")[0].strip() in telling})
+    kind = kind or [platform.machine(), platform.processor()]
     return hashlib.sha256("\n".join(kind).encode()).hexdigest()[:8]
 
 

@@ -36,7 +36,7 @@ def process_group(plan: Plan):
     Raises UserError where the ranks cannot meet, RanksError where they lose each other.
     """
     limit = time_limit(plan)
-    store, nccl = _store(plan, limit), plan.backend == "nccl"
+    store, nccl = _meet(plan, limit), plan.backend == "nccl"
     with _start_watchdog(plan, store, limit) as watchdog:
         with watchdog.explain_failures():
             dist.init_process_group(
@@ -53,8 +53,16 @@ def process_group(plan: Plan):
                 dist.barrier()  # nobody leaves while another still needs it
         except BaseException as error:
             watchdog.leave(error)
-            _end_workers()
-            _leave_without_the_others(plan)
+            # The data loader's workers, forked from here, hold this rank's connections open. They do not listen to SIGTERM,
+            # and Python would wait for them at its exit for as long as a traceback keeps the loader.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's handler would raise
+            for child in multiprocessing.active_children():
+                if child.daemon:
+                    child.kill()
+            # NCCL's orderly way out waits for all ranks, and the error would be told only at the time-out
+            abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+            leave = abort if nccl and abort is not None else dist.destroy_process_group
+            leave()
             raise
         watchdog.leave(None)
         dist.destroy_process_group()
@@ -77,27 +85,7 @@ def _start_watchdog(plan: Plan, store: dist.Store, limit: timedelta):
         watchdog.stop()
 
 
-def _end_workers():
-    """After an error: the data loader's workers, forked from here, hold this rank's connections open.
-
-    They do not listen to SIGTERM, and Python would wait for them at its exit for as long as a traceback keeps the loader.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's handler would raise
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
-
-
-def _leave_without_the_others(plan: Plan):
-    """After an error. NCCL's orderly way out waits for all ranks, and the error would be told only at the time-out."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if plan.backend == "nccl" and abort is not None:
-        abort()
-    else:
-        dist.destroy_process_group()
-
-
-def _store(plan: Plan, timeout: timedelta) -> dist.Store:
+def _meet(plan: Plan, timeout: timedelta) -> dist.Store:
     if plan.world.size == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -60,21 +60,9 @@ class RankStatus:
         """'iteration 52, phase data'."""
         if not self.step:
             return "the start, before the first step"
-        done = (
-            f"iteration {self.started_at + self.step}"
-            if self.started_at is not None
-            else f"step {self.step} of this run"
-        )
+        known = self.started_at is not None
+        done = f"iteration {self.started_at + self.step}" if known else f"step {self.step} of this run"
         return f"{done}, phase {self.phase}" if self.phase else done
-
-    def dumps(self) -> str:
-        """As JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def loads(cls, text: str | bytes) -> "RankStatus":
-        """The other way."""
-        return cls(**json.loads(text))
 
 
 def describe_rank(where: RunPosition, counts: tuple[int, int], **more) -> RankStatus:
@@ -110,13 +98,12 @@ class RankStore:
 
     def set_status(self, status: RankStatus):
         """Replace this rank's post."""
-        self._store.set(f"rank_{self.rank}", status.dumps())
+        self._store.set(f"rank_{self.rank}", json.dumps(dataclasses.asdict(status)))
 
     def get_statuses(self, ranks) -> dict[int, RankStatus]:
         """The newest of those that have written one."""
-        return {
-            rank: RankStatus.loads(self._store.get(key)) for rank in ranks if self._store.check([key := f"rank_{rank}"])
-        }
+        there = [rank for rank in ranks if self._store.check([f"rank_{rank}"])]
+        return {rank: RankStatus(**json.loads(self._store.get(f"rank_{rank}"))) for rank in there}
 
     def claim_speaker(self) -> bool:
         """May this rank speak for all? Only the first that asks; the question asks all ranks to answer."""

@@ -73,12 +73,7 @@ class Watchdog:
 
     def __init__(self, world: World, store: dist.Store, recorder: FlightRecorder, limit_s: float, *, backstop: bool):
         self.where = RunPosition()
-        self._world, self._recorder, self._limit_s, self._backstop = (
-            world,
-            recorder,
-            limit_s,
-            backstop,
-        )
+        self._world, self._recorder, self._limit_s, self._backstop = world, recorder, limit_s, backstop
         self._store = RankStore(store, world.rank, world.size)
         self._diagnosis = HangDiagnosis(world, self._store, limit_s, ends_record=backstop)
         self._main = threading.get_ident()
@@ -143,19 +138,27 @@ class Watchdog:
         # a launcher that saw a rank die ends the others at once: this one does so by itself, after it has told why
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         mine, detail = self._post(), lost_connection(error)
-        done, found = self._call(
+        box = self._call(
             lambda: self._diagnosis.diagnose(LATE if late else CLOSED, mine, operation, detail),
             ANSWER_SECONDS + VERDICT_SECONDS,
         )
-        return found if done else RanksError(_store_is_gone(), ended=True)
+        if box:
+            return box[0]
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        holder = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+        return RanksError(
+            f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {holder}, which holds it, died, is "
+            "stopped or cut off; start again with --load to go on from the newest checkpoint.",
+            ended=True,
+        )
 
-    def _call(self, function, within_s: float) -> tuple[bool, object]:
-        """(done, result) of a function that the other thread runs; not done where the store fails or hangs."""
+    def _call(self, function, within_s: float) -> list:
+        """[result] of a function that the other thread runs; [] where the store fails or hangs."""
         box, ready = [], threading.Event()
         self._calls.put((function, box, ready))
         os.write(self._wake_write, WAKE)
         ready.wait(within_s)
-        return (True, box[0]) if box else (False, None)
+        return box
 
     def _wait_for_the_end(self, number, frame):
         # The other thread ends the process long before, unless the machine is too busy for it or another rank speaks; a
@@ -177,19 +180,19 @@ class Watchdog:
                     next_beat = time.monotonic() + BEAT_SECONDS
                     self._beat()
             while not self._calls.empty():
-                self._run(*self._calls.get())
-
-    def _run(self, function, box: list, ready: threading.Event):
-        with contextlib.suppress(*STORE_ERRORS):
-            box.append(function())
-        ready.set()
+                function, box, ready = self._calls.get()
+                with contextlib.suppress(*STORE_ERRORS):
+                    box.append(function())
+                ready.set()
 
     def _beat(self):
         self._notice_progress()
         answers = self._store.has_failed()
         self._store.set_status(self._post(answers=answers))
-        if answers:
-            self._end_after_the_verdict()
+        if answers:  # a rank that hangs for good must not outlive the others, whatever it hangs in
+            self._failed_since = self._failed_since or time.monotonic()
+            if time.monotonic() - self._failed_since > GRACE_SECONDS and self._store.wait_for_cause(0):
+                os._exit(RanksError.exit_code)
         elif self._backstop and self._stuck and time.monotonic() - self._stuck[1] >= self._limit_s:
             self._give_up()
 
@@ -205,12 +208,6 @@ class Watchdog:
     def _post(self, answers: bool = False, **more) -> RankStatus:
         stack = read_stack(self._main) if answers else []
         return describe_rank(self.where, self._recorder.counts(), answers=answers, stack=stack, **more)
-
-    def _end_after_the_verdict(self):
-        """A rank that hangs for good must not outlive the others, whatever it hangs in."""
-        self._failed_since = self._failed_since or time.monotonic()
-        if time.monotonic() - self._failed_since > GRACE_SECONDS and self._store.wait_for_cause(0):
-            os._exit(RanksError.exit_code)
 
     def _give_up(self):
         waiting, self._stuck = self._recorder.unfinished(), None
@@ -238,12 +235,3 @@ class Watchdog:
 def _die_of(number: int):
     ctypes.CDLL(None).signal(number, None)  # Python's own way is open to the main thread only
     os.kill(os.getpid(), number)
-
-
-def _store_is_gone() -> str:
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    holder = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-    return (
-        f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {holder}, which holds it, died, is stopped "
-        "or cut off; start again with --load to go on from the newest checkpoint."
-    )

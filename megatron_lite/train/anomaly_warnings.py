@@ -15,10 +15,8 @@ INDEPENDENT = (Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.v
 SLOW_INTERVALS = 8  # at most: those in which a rank must mostly be the slow one
 MIN_INTERVALS = 3  # at least: one or two may be a busy machine
 WAIT_SHARE, WAIT_MS = 0.10, 1.0  # of a step spent waiting for data
-GROWING_INTERVALS, REMEMBERED = (
-    12,
-    60,
-)  # after the first, whose steps fill caches: as many as the report asks of steps, and at most
+# after the first, whose steps fill caches: as many as the report asks of steps, and at most
+GROWING_INTERVALS, REMEMBERED = 12, 60
 
 
 class AnomalyWarnings:
@@ -61,16 +59,13 @@ class SlowRanks:
             found = None if found and is_by_chance(found[0], without_core) else found
             history.append(found and found[1])
             if found and len(history) >= MIN_INTERVALS and is_mostly(found[1], history):
-                yield f"{found[1]} {name}", _slower(found[1], times, name, f)
-
-
-def _slower(rank: int, times: list[float], name: str, f: RankFigures) -> str:
-    usual = median_low(times)
-    return (
-        f"   rank {rank} is {100 * (times[rank] / usual - 1):.0f}% slower than the median rank in {name} "
-        f"({times[rank]:.1f} against {usual:.1f} ms per step, iterations {f.first}-{f.last}); "
-        "the others wait for it in backward"
-    )
+                rank, usual = found[1], median_low(times)
+                line = (
+                    f"   rank {rank} is {100 * (times[rank] / usual - 1):.0f}% slower than the median rank in {name} "
+                    f"({times[rank]:.1f} against {usual:.1f} ms per step, iterations {f.first}-{f.last}); "
+                    "the others wait for it in backward"
+                )
+                yield f"{rank} {name}", line
 
 
 def _without_core(f: RankFigures) -> tuple[int, float | None] | None:
@@ -84,13 +79,11 @@ def waits_for_a_core(f: RankFigures) -> Iterator[tuple[str, str]]:
     if found:
         rank, ms = found
         how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step" if ms is not None else ", time and again,"
-        yield (
-            "core",
-            (
-                f"   rank {rank} is ready and has no core{how_long} (iterations {f.first}-{f.last}); "
-                "other programs or too many threads share the machine, and times tell of them too"
-            ),
+        line = (
+            f"   rank {rank} is ready and has no core{how_long} (iterations {f.first}-{f.last}); "
+            "other programs or too many threads share the machine, and times tell of them too"
         )
+        yield "core", line
 
 
 def waits_for_data(f: RankFigures) -> Iterator[tuple[str, str]]:
@@ -101,13 +94,11 @@ def waits_for_data(f: RankFigures) -> Iterator[tuple[str, str]]:
     ms = max(waits)
     rank = waits.index(ms)
     if ms > max(WAIT_SHARE * f.step_ms[rank], WAIT_MS):
-        yield (
-            Phase.DATA.value,
-            (
-                f"   rank {rank} waits {ms:.1f} of {f.step_ms[rank]:.1f} ms per step for data (iterations "
-                f"{f.first}-{f.last}); more --num-workers or a faster disk would help"
-            ),
+        line = (
+            f"   rank {rank} waits {ms:.1f} of {f.step_ms[rank]:.1f} ms per step for data (iterations "
+            f"{f.first}-{f.last}); more --num-workers or a faster disk would help"
         )
+        yield Phase.DATA.value, line
 
 
 class Growth:

@@ -81,14 +81,24 @@ class Checkpoints:
         With --async-save it returns as soon as the state is copied; `failed` and `finish` tell of a failure.
         """
         record, tensors = self._record(progress), self._my_share()
-        random = self._random_tensors()
+        random = {}
+        if not self.plan.args.checkpoint.no_save_rng:
+            state, rank = get_random_state(self.device), self.plan.world.rank
+            random = {f"random.{rank}.{key}": value for key, value in state.items()}
         if self._copies is None:
             return self._write(record, tensors | random)
         if self._background.busy:
             logger.info("  waiting for the last checkpoint to be written; a larger --save-interval would not wait")
         self.finish()
         copied = self._copies.take(tensors)
-        self._background.start(lambda: self._write_copies(record, copied | random))
+
+        def write_copies():
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a thread begins with GPU 0, on which torch's writer would wait
+            self._copies.wait()
+            self._write(record, copied | random)
+
+        self._background.start(write_copies)
 
     def load(self, progress: Progress):
         """Continue from --load's newest checkpoint, or start from --pretrained-checkpoint's weights, or do nothing."""
@@ -115,11 +125,6 @@ class Checkpoints:
             return tensors if world.is_first else {}
         return assign_share(tensors, world.rank, world.size)
 
-    def _random_tensors(self) -> dict[str, torch.Tensor]:
-        if self.plan.args.checkpoint.no_save_rng:
-            return {}
-        return {f"random.{self.plan.world.rank}.{key}": value for key, value in get_random_state(self.device).items()}
-
     def _record(self, progress: Progress) -> Record:
         plan, c = self.plan, self.plan.args.checkpoint
         return Record(
@@ -136,12 +141,6 @@ class Checkpoints:
             kernels=kernels_of(plan, self.model),
         )
 
-    def _write_copies(self, record: Record, tensors: dict[str, torch.Tensor]):
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a thread begins with GPU 0, on which torch's writer would wait
-        self._copies.wait()
-        self._write(record, tensors)
-
     def _write(self, record: Record, tensors: dict[str, torch.Tensor]):
         try:
             written = self._writer.write(record, tensors)
@@ -150,10 +149,8 @@ class Checkpoints:
                 raise
             return logger.info(f"  warning: {error} Training goes on.")
         logger.info(f"  saved iteration {record.iteration}: {written}")
-        if self.plan.args.watch.log_progress and self.plan.world.is_first:
-            self._log_progress(record, written)
-
-    def _log_progress(self, record: Record, written: Path):
+        if not (self.plan.args.watch.log_progress and self.plan.world.is_first):
+            return
         path = written.parent / "progress.txt"
         try:
             with open(path, "a", encoding="utf-8", opener=open_regular) as file:
@@ -190,7 +187,9 @@ class Checkpoints:
         for text in stored.notes:
             logger.info(f"  note: --load {path}: {text}")
         if weights_only or c.no_load_optim:
-            self._load_weights(stored)
+            # without an optimizer the masters begin as the rounded weights; as in Megatron, the schedule starts over
+            stored.read_into({f"model.{name}": value.detach() for name, value in self.model.named_parameters()})
+            self.optimizer.weights.reload()
         else:
             require_optimizer(path, stored, self.plan)
             schedule = require_schedule(path, record, self.plan)
@@ -208,11 +207,6 @@ class Checkpoints:
         for text in other_kernels(record.kernels, kernels_of(self.plan, self.model)):
             logger.info(f"  note: --load {path}: {text}")
         logger.info(f"  loaded iteration {record.iteration}: {path}")
-
-    def _load_weights(self, stored: Stored):
-        """Without an optimizer the masters begin as the rounded weights; as in Megatron, the schedule starts over."""
-        stored.read_into({f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()})
-        self.optimizer.weights.reload()
 
     def _load_everything(self, stored: Stored):
         """Masters are read from masters or, of a run in fp32, from the weights; the weights are rounded from them."""

@@ -70,9 +70,6 @@ def describe_precision(plan: Plan) -> str:
         return "fp32 weights and gradients"
     sums = "fp32" if plan.fp32_gradients else plan.precision
     p = plan.args.precision
-    scale = (
-        f", loss scale {p.loss_scale:g}"
-        if p.loss_scale
-        else (f", dynamic loss scale from {p.initial_loss_scale:.0f}" if plan.precision == "fp16" else "")
-    )
+    scale = f", dynamic loss scale from {p.initial_loss_scale:.0f}" if plan.precision == "fp16" else ""
+    scale = f", loss scale {p.loss_scale:g}" if p.loss_scale else scale
     return f"{plan.precision} weights, fp32 masters and moments, gradients summed in {sums}{scale}"

@@ -2,11 +2,12 @@
 
 import math
 import time
-from dataclasses import dataclass
 from datetime import datetime
 
+from megatron_lite.config.args import WatchArgs
 from megatron_lite.live_line import LiveLine
 from megatron_lite.phases import Phase
+from megatron_lite.train.step_metrics import StepFigures
 from megatron_lite.units import MIB, count, duration
 
 WIDTH = 24  # of the progress bar
@@ -29,42 +30,29 @@ TIMERS = {
 }
 
 
-@dataclass(frozen=True)
-class IntervalFigures:
-    """What a console line says of the steps since the last one."""
+def iteration_line(steps: list[StepFigures], seconds: float, tflops: float, train_iters: int, watch: WatchArgs) -> str:
+    """Megatron-LM 0.16's line on an interval's steps, field by field.
 
-    iteration: int
-    train_iters: int
-    consumed: int
-    seconds_per_iteration: float
-    tflops_per_gpu: float  # Megatron's count: causal attention
-    learning_rate: float  # of the next step, as Megatron prints it
-    batch_size: int
-    loss: float | None  # None: every step was skipped
-    loss_scale: float  # likewise
-    grad_norm: float | None
-    zeros: float | None
-    params_norm: float | None
-    skipped: int
-    nan: int
-
-
-def iteration_line(f: IntervalFigures, with_throughput: bool) -> str:
-    """Megatron-LM 0.16's line, field by field."""
+    Args:
+        steps: The interval's. Learning rate and loss scale are the next step's, as Megatron prints them.
+        seconds: Of one iteration.
+        tflops: Of one GPU, in Megatron's count: causal attention.
+    """
+    last, losses = steps[-1], [s.loss for s in steps if not s.skipped]
     parts = [
-        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {f.iteration:8d}/{f.train_iters:8d}",
-        f"consumed samples: {f.consumed:12d}",
-        f"elapsed time per iteration (ms): {f.seconds_per_iteration * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {f.tflops_per_gpu:.1f}" if with_throughput else None,
-        f"learning rate: {f.learning_rate:.6E}",
-        f"global batch size: {f.batch_size:5d}",
-        f"lm loss: {f.loss:.6E}" if f.loss is not None else None,
-        f"loss scale: {f.loss_scale:.1f}",
-        f"grad norm: {f.grad_norm:.3f}" if f.grad_norm is not None else None,
-        f"num zeros: {f.zeros:.1f}" if f.zeros is not None else None,
-        f"params norm: {f.params_norm:.3f}" if f.params_norm is not None else None,
-        f"number of skipped iterations: {f.skipped:3d}",
-        f"number of nan iterations: {f.nan:3d}",
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {last.consumed:12d}",
+        f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}" if watch.log_throughput else None,
+        f"learning rate: {last.next_lr:.6E}",
+        f"global batch size: {last.batch_size:5d}",
+        f"lm loss: {sum(losses) / len(losses):.6E}" if losses else None,
+        f"loss scale: {last.next_loss_scale:.1f}",
+        None if last.skipped else f"grad norm: {last.grad_norm:.3f}",
+        f"num zeros: {last.zeros:.1f}" if watch.log_num_zeros_in_grad else None,
+        f"params norm: {last.params_norm:.3f}" if watch.log_params_norm else None,
+        f"number of skipped iterations: {sum(s.skipped for s in steps):3d}",
+        f"number of nan iterations: {sum(not math.isfinite(s.loss_sum) for s in steps):3d}",
     ]
     return " | ".join(part for part in parts if part) + " |"
 
@@ -75,11 +63,10 @@ def speed_line(tokens_per_second: float, causal_tflops: float, full_tflops: floa
         f"   {count(tokens_per_second)} tokens/s | TFLOP/s per rank: {causal_tflops:.3g} causal (Megatron-LM), "
         f"{full_tflops:.3g} full attention"
     )
-    if peak is None:
-        return line
-    return line + (
-        f" | MFU {100 * causal_tflops / peak:.1f}% causal, {100 * full_tflops / peak:.1f}% full, of {peak:g} TFLOP/s"
-    )
+    if peak is not None:
+        causal, full = 100 * causal_tflops / peak, 100 * full_tflops / peak
+        line += f" | MFU {causal:.1f}% causal, {full:.1f}% full, of {peak:g} TFLOP/s"
+    return line
 
 
 def evaluation_lines(title: str, loss: float) -> str:

@@ -59,21 +59,15 @@ class ExitConditions:
             signal.signal(getattr(signal, self._signal), signal.SIG_IGN)
 
     def _agreed(self) -> float:
-        vote = torch.full((), self._wish(), device=self._device)  # a fill does not make the host wait, a copy would
+        over = self._minutes is not None and time.monotonic() - self._started >= 60 * self._minutes
+        wish = SIGNALLED if self._signalled_at is not None else TIME_OVER if over else STAY
+        wish = SAVE_FAILED if self._checkpoints.failed else wish
+        vote = torch.full((), wish, device=self._device)  # a fill does not make the host wait, a copy would
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
         self._votes.push(None, (vote,))
         # all ranks read the same step's vote: on GPUs one that has arrived, on CPUs there is none to wait for
-        return max(
-            (values[0] for _, values in self._votes.pop(LAG if self._device.type == "cuda" else 0)), default=STAY
-        )
-
-    def _wish(self) -> float:
-        if self._checkpoints.failed:
-            return SAVE_FAILED
-        return SIGNALLED if self._signalled_at is not None else TIME_OVER if self._time_is_over() else STAY
-
-    def _time_is_over(self) -> bool:
-        return self._minutes is not None and time.monotonic() - self._started >= 60 * self._minutes
+        lag = LAG if self._device.type == "cuda" else 0
+        return max((values[0] for _, values in self._votes.pop(lag)), default=STAY)
 
     def _note(self, number, frame):
         now = time.monotonic()

@@ -1,7 +1,6 @@
 """What a run says while it trains: console lines, TensorBoard, steps.jsonl, the progress line."""
 
 import logging
-import math
 import time
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.phases import StepTime
 from megatron_lite.train.anomaly_warnings import AnomalyWarnings
 from megatron_lite.train.console import (
-    IntervalFigures,
     ProgressLine,
     compute_timers,
     evaluation_lines,
@@ -78,10 +76,8 @@ class IntervalTimer:
         """Those of the interval's iterations that averages are made of."""
         return set(iterations) if self.nothing_clean else set(iterations) - set(self.left_out)
 
-    def words(self) -> str | None:
-        """What averages leave out, for the console; None if nothing."""
-        if not self.left_out:
-            return None
+    def words(self) -> str:
+        """What averages leave out, for the console."""
         kinds = {"profiled": len(self.left_out) - self._compiling, "compiling": self._compiling}
         number = " and ".join(f"{n} {kind}" for kind, n in kinds.items() if n)
         number += " step" if len(self.left_out) == 1 else " steps"
@@ -139,9 +135,8 @@ class Log:
         self.metrics.record(progress, result)
         self._time.step(progress.iteration)
         self._line.update(progress.iteration, self.metrics.latest_loss)
-        ends = (
-            progress.iteration % self.plan.args.watch.log_interval == 0 or progress.iteration == self.plan.train_iters
-        )
+        interval = self.plan.args.watch.log_interval
+        ends = progress.iteration % interval == 0 or progress.iteration == self.plan.train_iters
         if ends or progress.step == 1:
             self._report()
         elif self._speaks and time.monotonic() - self._written_at > SECONDS_AHEAD:
@@ -151,16 +146,14 @@ class Log:
 
     def finish(self):
         """Write what is left, after the last step."""
-        figures = self.metrics.take()
-        self._unwritten += figures
+        self._unwritten += self.metrics.take()
         self._write_steps(self._timeline.take(wait=True))
 
     def evaluation(self, title: str, which: str, loss: float):
         """The result of one evaluation: `which` is validation or test."""
         self.say(evaluation_lines(title, loss))
-        if (
-            self._tensorboard and not self.plan.args.training.skip_train
-        ):  # as in Megatron, whose curves are those of training
+        # as in Megatron, whose curves are those of training
+        if self._tensorboard and not self.plan.args.training.skip_train:
             self._tensorboard.evaluation(which, loss, self._progress.iteration, self._progress.consumed)
             self._tensorboard.flush()
 
@@ -181,40 +174,18 @@ class Log:
         self._say_memory()
 
     def _say_interval(self, steps: list[StepFigures]):
-        w, last, seconds = self.plan.args.watch, steps[-1], self._time.seconds
-        losses = [s.loss for s in steps if not s.skipped]
+        w, shape, seconds = self.plan.args.watch, self.plan.shape, self._time.seconds
         averaged = self._time.averaged([s.iteration for s in steps])
         samples = sum(s.batch_size for s in steps if s.iteration in averaged)
         causal, full = (
-            step_flops(self.plan.shape, samples, causal) / (seconds * TERA * self.plan.world.size)
-            for causal in (True, False)
+            step_flops(shape, samples, causal) / (seconds * TERA * self.plan.world.size) for causal in (True, False)
         )
-        self.say(
-            iteration_line(
-                IntervalFigures(
-                    iteration=last.iteration,
-                    train_iters=self.plan.train_iters,
-                    consumed=last.consumed,
-                    seconds_per_iteration=seconds / len(averaged),
-                    tflops_per_gpu=causal,
-                    learning_rate=last.next_lr,
-                    batch_size=last.batch_size,
-                    loss=sum(losses) / len(losses) if losses else None,
-                    loss_scale=last.next_loss_scale,
-                    grad_norm=None if last.skipped else last.grad_norm,
-                    zeros=last.zeros if w.log_num_zeros_in_grad else None,
-                    params_norm=last.params_norm if w.log_params_norm else None,
-                    skipped=sum(s.skipped for s in steps),
-                    nan=sum(not math.isfinite(s.loss_sum) for s in steps),
-                ),
-                w.log_throughput,
-            )
-        )
-        self.say(speed_line(samples * self.plan.shape.seq_length / seconds, causal, full, self._peak_tflops))
+        self.say(iteration_line(steps, seconds / len(averaged), causal, self.plan.train_iters, w))
+        self.say(speed_line(samples * shape.seq_length / seconds, causal, full, self._peak_tflops))
         if self._time.left_out:
             self.say(self._time.words())
         if self._tensorboard and (w.log_timers_to_tensorboard or w.log_throughput) and not self._time.nothing_clean:
-            self._tensorboard.interval(last.iteration, {"throughput": causal})
+            self._tensorboard.interval(steps[-1].iteration, {"throughput": causal})
 
     def _write_steps(self, times: list[StepTime]):
         """The steps that are over; the one that is being logged is written with the next ones."""

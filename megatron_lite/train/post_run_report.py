@@ -11,7 +11,7 @@ from megatron_lite.config.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-SECONDS_AT_MOST = 60
+MAX_SECONDS = 60
 PACKAGE_FOLDER = Path(__file__).parents[2]  # for the other process where the package is not installed
 
 
@@ -22,45 +22,34 @@ def wants_report(plan: Plan, traced_on_demand: bool = False) -> bool:
     return bool(profile.report and (planned or traced_on_demand))
 
 
-def end_with_report(run_dir: Path, seconds: float = SECONDS_AT_MOST):
+def end_with_report(run_dir: Path, seconds: float = MAX_SECONDS):
     """Print what `megatron-lite report` finds in `run_dir`, which leaves report.html there; one line if it cannot."""
     again = f"megatron-lite report {run_dir}"
+    encoding = sys.stdout.encoding or "utf-8"
+    paths = [str(PACKAGE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
-        code, out, errors = _run([sys.executable, "-m", "megatron_lite.cli.main", "report", str(run_dir)], seconds)
-    except subprocess.TimeoutExpired:
-        logger.info(f"  no report within {seconds:g} s; {again} makes it")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_lite.cli.main", "report", str(run_dir)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": encoding},
+            start_new_session=True,  # so that the limit ends what it started, too
+            text=True,
+            encoding=encoding,
+            errors="replace",
+        )
     except OSError as error:
         logger.info(f"  no report: another process cannot be started ({error}); {again} makes it")
-    else:
-        last = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
-        logger.info(
-            f"\n{out.rstrip()}" if code == 0 else f"  no report: {last.removeprefix('error: ')}; {again} tries again"
-        )
-
-
-def _run(command: list[str], seconds: float) -> tuple[int, str, str]:
-    """(exit code, output, errors). A session of its own, so that the limit ends what it started, too."""
-    paths = [str(PACKAGE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONIOENCODING": sys.stdout.encoding or "utf-8",
-    }
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
-        text=True,
-        encoding=sys.stdout.encoding or "utf-8",
-        errors="replace",
-    )
+        return
     try:
         out, errors = process.communicate(timeout=seconds)
-        return process.returncode, out, errors
+    except subprocess.TimeoutExpired:
+        logger.info(f"  no report within {seconds:g} s; {again} makes it")
+        return
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    last = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix("error: ")
+    logger.info(f"\n{out.rstrip()}" if process.returncode == 0 else f"  no report: {last}; {again} tries again")

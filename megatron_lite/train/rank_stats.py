@@ -1,5 +1,6 @@
 """What each rank says of the steps since the last console line, put side by side."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -11,16 +12,17 @@ from megatron_lite.phases import Phase, StepTime
 
 PHASES = tuple(phase.value for phase in Phase)
 CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")
-OWN = (
-    "steps",
-    "step_ms",
-    "gpu_ms",
-    "own_backward_ms",
-    "host_memory_bytes",
-    "peak_memory_bytes",
-    *CORES,
-)  # of a rank, beside its phases'
-OF_PHASE = ("mean", "host", "gpu")
+# a rank's medians over steps, beside its phases': by name, what of a StepTime, times what
+MEDIANS = {
+    "step_ms": ("training_seconds", 1000),
+    "gpu_step_ms": ("gpu_seconds", 1000),
+    "host_memory_bytes": ("host_bytes", 1),
+    "cpu_ms": ("cpu_seconds", 1000),
+    "core_wait_ms": ("core_wait_seconds", 1000),
+    "involuntary_switches": ("involuntary_switches", 1),
+}
+OWN = ("steps", "own_backward_ms", "peak_memory_bytes", *MEDIANS)
+OF_PHASE = ("mean_ms", "host_ms", "gpu_ms")
 NONE = math.nan
 
 
@@ -72,37 +74,21 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
 
     Raises nothing for a rank that has no steps to tell of: all its numbers are NaN.
     """
-    columns = list(zip(*_of_all_ranks(_row(times), device, ranks)))
-    own = dict(zip(OWN, map(list, columns)))
-    phases = {what: {} for what in OF_PHASE}
-    for i, name in enumerate(PHASES):
-        for j, what in enumerate(OF_PHASE):
-            values = list(columns[len(OWN) + len(OF_PHASE) * i + j])
-            if not all(map(math.isnan, values)):
-                phases[what][name] = values
-    return RankFigures(
-        first=started_at + min((t.step for t in times), default=0),
-        last=started_at + max((t.step for t in times), default=0),
-        steps=own["steps"],
-        step_ms=own["step_ms"],
-        gpu_step_ms=own["gpu_ms"],
-        own_backward_ms=own["own_backward_ms"],
-        host_memory_bytes=own["host_memory_bytes"],
-        peak_memory_bytes=own["peak_memory_bytes"],
-        mean_ms=phases["mean"],
-        host_ms=phases["host"],
-        gpu_ms=phases["gpu"],
-        cores={name: own[name] for name in CORES},
-    )
-
-
-def _of_all_ranks(row: list[float], device: torch.device, ranks: int) -> list[list[float]]:
-    if ranks == 1:
-        return [row]
-    mine = torch.tensor(row, dtype=torch.float64, device=device)
-    rows = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(rows, mine)
-    return torch.stack(rows).tolist()
+    rows = [_describe_own(ordinary(times))]
+    if ranks > 1:
+        mine = torch.tensor(rows[0], dtype=torch.float64, device=device)
+        of_ranks = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(of_ranks, mine)
+        rows = torch.stack(of_ranks).tolist()
+    columns = [list(column) for column in zip(*rows)]
+    own = dict(zip(OWN, columns))
+    phases: dict[str, dict[str, list[float]]] = {what: {} for what in OF_PHASE}
+    for at, (name, what) in enumerate(itertools.product(PHASES, OF_PHASE), start=len(OWN)):
+        if not all(map(math.isnan, columns[at])):
+            phases[what][name] = columns[at]
+    cores = {name: own.pop(name) for name in CORES}
+    steps = [t.step for t in times] or [0]
+    return RankFigures(started_at + min(steps), started_at + max(steps), **own, **phases, cores=cores)
 
 
 def ordinary(times: list[StepTime]) -> list[StepTime]:
@@ -110,34 +96,29 @@ def ordinary(times: list[StepTime]) -> list[StepTime]:
     return [t for t in times if not t.disturbed] or times
 
 
-def _row(times: list[StepTime]) -> list[float]:
-    times = ordinary(times)
-    row = [
-        float(len(times)),
-        _median([1000 * t.training_seconds for t in times]),
-        _median([1000 * t.gpu_seconds for t in times if t.gpu_seconds is not None]),
-        _median([1000 * t.own_backward for t in _by_one_clock(times) if t.own_backward is not None]),
-        _median([float(t.host_bytes) for t in times if t.host_bytes is not None]),
-        max((float(t.peak_bytes) for t in times if t.peak_bytes is not None), default=NONE),
-        _median([1000 * t.cpu_seconds for t in times if t.cpu_seconds is not None]),
-        _median([1000 * t.core_wait_seconds for t in times if t.core_wait_seconds is not None]),
-        _median([float(t.involuntary_switches) for t in times if t.involuntary_switches is not None]),
-    ]
+def _describe_own(times: list[StepTime]) -> list[float]:
+    """This rank's numbers: OWN, then OF_PHASE of each phase; NaN for what it has not."""
+
+    def take_median(values) -> float:
+        known = [value for value in values if value is not None]
+        return float(median(known)) if known else NONE
+
+    arrived = [t for t in times if t.gpu_reduce_wait is not None] or times  # on a GPU, one clock for all
+    own = {
+        "steps": float(len(times)),
+        "own_backward_ms": take_median(t.own_backward and 1000 * t.own_backward for t in arrived),
+        "peak_memory_bytes": max((float(t.peak_bytes) for t in times if t.peak_bytes is not None), default=NONE),
+    }
+    for name, (field_name, factor) in MEDIANS.items():
+        values = [getattr(t, field_name) for t in times]
+        own[name] = take_median(None if value is None else factor * value for value in values)
+    row = [own[name] for name in OWN]
     for name in PHASES:
         host = [1000 * t.phases[name] for t in times if name in t.phases]
         gpu = [1000 * t.gpu_phases[name] for t in times if name in t.gpu_phases]
-        own = [1000 * t.gpu_phases.get(name, t.phases.get(name, 0.0)) for t in times]
-        row += [fmean(own) if host else NONE, _median(host), _median(gpu)]
+        both = [1000 * t.gpu_phases.get(name, t.phases.get(name, 0.0)) for t in times]
+        row += [fmean(both) if host else NONE, take_median(host), take_median(gpu)]
     return row
-
-
-def _by_one_clock(times: list[StepTime]) -> list[StepTime]:
-    """On a GPU, only steps whose times have arrived from it."""
-    return [t for t in times if t.gpu_reduce_wait is not None] or times
-
-
-def _median(values: list[float]) -> float:
-    return median(values) if values else NONE
 
 
 def _plain(values: list[float], digits: int = 3) -> list[float | int | None] | None:

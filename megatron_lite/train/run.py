@@ -72,8 +72,11 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
             log.finish()
             saving.run(progress)
             exits.over()
-        if reason is None:
-            _evaluate_at_the_end(plan, streams, model, make, log, validation, progress)
+        if reason is None and validation is not None:
+            validation.report_at_the_end(progress)
+        if reason is None and streams.has_test:
+            test = Evaluation(plan, model, streams.test(), make, log)
+            test.report(progress, f"iteration {progress.iteration} on test set", "test")
     return reason
 
 
@@ -98,15 +101,6 @@ def build_model(plan: Plan, device: torch.device) -> nn.Module:
         logger.info(f"  recomputing the activations of {recomputing} of {shape.num_layers} layers")
     gc.collect()
     return model
-
-
-def _evaluate_at_the_end(plan: Plan, streams: DataStreams, model, make: BatchMaker, log, validation, progress):
-    if validation is not None:
-        validation.report_at_the_end(progress)
-    if streams.has_test:
-        Evaluation(plan, model, streams.test(), make, log).report(
-            progress, f"iteration {progress.iteration} on test set", "test"
-        )
 
 
 def _seed(seed: int):

@@ -29,6 +29,11 @@ class RunRecord:
     ):
         self._writes, self._folder = plan.world.is_last, run_dir
         self.exit_reason: str | None = None  # why training ended before the last iteration
+        artefacts = {
+            "steps": STEPS_FILE,
+            "tensorboard": plan.args.watch.tensorboard_dir,
+            "checkpoints": plan.args.checkpoint.save,
+        }
         self._record = {
             "status": "running",
             "started": _now(),
@@ -39,7 +44,7 @@ class RunRecord:
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
             "hardware": {**_hardware(plan, peak_tflops), "cpus": read_machine().cores},
             "environment": {name: os.environ[name] for name in TELLING_VARIABLES if name in os.environ},
-            "artefacts": _artefacts(plan),
+            "artefacts": {name: path for name, path in artefacts.items() if path is not None},
         }
         if self._writes:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -56,15 +61,6 @@ class RunRecord:
             write_run(self._folder, self._record | {"status": status, "ended": _now()})
 
 
-def _artefacts(plan: Plan) -> dict:
-    named = {
-        "steps": STEPS_FILE,
-        "tensorboard": plan.args.watch.tensorboard_dir,
-        "checkpoints": plan.args.checkpoint.save,
-    }
-    return {name: path for name, path in named.items() if path is not None}
-
-
 def _hardware(plan: Plan, peak_tflops: float | None) -> dict:
     if plan.device != "cuda":
         return {
@@ -72,8 +68,11 @@ def _hardware(plan: Plan, peak_tflops: float | None) -> dict:
             "processor": platform.processor() or platform.machine(),
             "peak_tflops": None,
             "threads": torch.get_num_threads(),
-            "bf16_products": _has_bf16_products(),
-            "fp16_products": _has_fp16_products(),
+            # does this processor multiply bf16 matrices faster than fp32 ones: AVX512-BF16 or AMX
+            "bf16_products": torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+            # does oneDNN multiply fp16 matrices here: AVX512-FP16 or AMX-FP16; builds of torch without it do not
+            "fp16_products": hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
+            and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
         }
     properties = torch.cuda.get_device_properties(plan.world.gpu)
     return {
@@ -82,16 +81,6 @@ def _hardware(plan: Plan, peak_tflops: float | None) -> dict:
         "cuda": torch.version.cuda,
         "peak_tflops": peak_tflops,
     }
-
-
-def _has_bf16_products() -> bool:
-    """Does this processor multiply bf16 matrices faster than fp32 ones: AVX512-BF16 or AMX."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def _has_fp16_products() -> bool:
-    """Does oneDNN multiply fp16 matrices here: AVX512-FP16 or AMX-FP16. Builds of torch without it do not."""
-    return hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported") and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def _plain(value):

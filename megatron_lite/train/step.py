@@ -93,28 +93,18 @@ class TrainingStep:
         return torch.stack((loss_sum, tokens))
 
     def _update(self, sums: Tensor, samples: int, phase) -> StepResult:
+        watch, nothing = self.plan.args.watch, torch.zeros((), device=self.make.device)
         with phase(Phase.GRAD_SYNC):  # what is left of it: buckets were reduced while backward ran
-            gradients, divisor = self.replica.gradients(), self._divisor(sums[1])
-        zeros = self._zeros(gradients)
+            gradients, divisor = self.replica.gradients(), None
+            if self._per_token:  # gradients are sums over tokens, averaged over ranks
+                total = sums[1].clone()
+                with torch.no_grad():
+                    dist.all_reduce(total)
+                divisor = (total / self.plan.world.size).clamp(min=1)
+        zeros = nothing
+        if watch.log_num_zeros_in_grad:
+            zeros = torch.stack([(g == 0).sum() for g in gradients]).sum().float()
         update = self.optimizer.step(gradients, samples, phase, divisor)
         self.replica.clear()
-        return StepResult(samples, sums[0], sums[1], update, zeros, self._params_norm())
-
-    def _divisor(self, tokens: Tensor) -> Tensor | None:
-        """With --calculate-per-token-loss: gradients are sums over tokens, averaged over ranks."""
-        if not self._per_token:
-            return None
-        total = tokens.clone()
-        with torch.no_grad():
-            dist.all_reduce(total)
-        return (total / self.plan.world.size).clamp(min=1)
-
-    def _params_norm(self) -> Tensor:
-        if not self.plan.args.watch.log_params_norm:
-            return torch.zeros((), device=self.make.device)
-        return parameters_norm(self.replica.parameters)
-
-    def _zeros(self, gradients: list[Tensor]) -> Tensor:
-        if not self.plan.args.watch.log_num_zeros_in_grad:
-            return torch.zeros((), device=self.make.device)
-        return torch.stack([(g == 0).sum() for g in gradients]).sum().float()
+        params_norm = parameters_norm(self.replica.parameters) if watch.log_params_norm else nothing
+        return StepResult(samples, sums[0], sums[1], update, zeros, params_norm)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DivergedError
@@ -71,11 +70,14 @@ class StepMetrics:
 
         With a dynamic loss scale there is nothing to raise: the step was skipped.
         """
+        # a dynamic loss scale is expected to overflow now and then, and answers by itself
+        watched = self.plan.args.precision.check_for_nan_in_loss_and_grad
+        watched = watched and not isinstance(self.optimizer.scaler, DynamicLossScale)
         for key, values in self._readback.pop(lag):
-            figures = self._figures(key, values)
+            figures = _make_figures(key, values)
             self._steps.append(figures)
             self.latest_loss = None if figures.skipped else figures.loss
-            if figures.skipped and self._must_look():
+            if figures.skipped and watched:
                 self._stop_if_diverged(figures)
 
     def take(self) -> list[StepFigures]:
@@ -91,7 +93,7 @@ class StepMetrics:
     def leftover(self) -> list[StepFigures]:
         """After a failure: what has arrived, with the losses of this rank only, since others may be gone."""
         with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself has raised
-            self._steps += [self._figures(key, values) for key, values in self._readback.arrived()]
+            self._steps += [_make_figures(key, values) for key, values in self._readback.arrived()]
         steps = self._hand_over()
         for step in steps:
             step.local = self.plan.world.size > 1
@@ -106,22 +108,11 @@ class StepMetrics:
         steps, self._steps = self._steps, []
         return steps
 
-    def _figures(self, key: tuple[int, int, int], values: list[float]) -> StepFigures:
-        iteration, consumed, samples = key
-        loss_sum, tokens, norm, skipped, scale, next_scale, next_lr, *others = values
-        return StepFigures(
-            iteration, consumed, samples, loss_sum, tokens, norm, bool(skipped), scale, next_scale, next_lr, *others
-        )
-
-    def _must_look(self) -> bool:
-        # a dynamic loss scale is expected to overflow now and then, and answers by itself
-        watched = self.plan.args.precision.check_for_nan_in_loss_and_grad
-        return watched and not isinstance(self.optimizer.scaler, DynamicLossScale)
-
     def _stop_if_diverged(self, figures: StepFigures):
         finite = torch.tensor([float(math.isfinite(figures.loss_sum))], device=self.device)
-        everyone = _gathered(finite, self.plan.world.size)
-        ranks = [rank for rank, good in enumerate(everyone) if not good]
+        everyone = [torch.zeros_like(finite) for _ in range(self.plan.world.size)]
+        dist.all_gather(everyone, finite)
+        ranks = [rank for rank, good in enumerate(everyone) if not good.item()]
         if not ranks and self.optimizer.scaler is not None:
             return  # only the gradients overflowed, under a fixed loss scale
         if ranks:
@@ -136,7 +127,6 @@ class StepMetrics:
         )
 
 
-def _gathered(value: Tensor, ranks: int) -> list[float]:
-    parts = [torch.zeros_like(value) for _ in range(ranks)]
-    dist.all_gather(parts, value)
-    return [part.item() for part in parts]
+def _make_figures(key: tuple[int, int, int], values: list[float]) -> StepFigures:
+    loss_sum, tokens, norm, skipped, *others = values
+    return StepFigures(*key, loss_sum, tokens, norm, bool(skipped), *others)

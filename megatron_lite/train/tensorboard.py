@@ -61,15 +61,13 @@ class TensorBoard:
 
     def memory(self, iteration: int, stats: dict[str, int]):
         """The allocator's counters, as of torch.cuda.memory_stats()."""
-        self.interval(
-            iteration,
-            {
-                "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-                "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-                "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-                "mem-allocated-count": stats["allocation.all.current"],
-            },
-        )
+        names = {
+            "mem-reserved-bytes": "reserved_bytes.all.current",
+            "mem-allocated-bytes": "allocated_bytes.all.current",
+            "mem-max-allocated-bytes": "allocated_bytes.all.peak",
+            "mem-allocated-count": "allocation.all.current",
+        }
+        self.interval(iteration, {name: stats[key] for name, key in names.items()})
 
     def evaluation(self, which: str, loss: float, iteration: int, consumed: int):
         """'validation' or 'test' loss, and its perplexity if asked for. Megatron has one name for both, ours beside it."""
