@@ -41,18 +41,8 @@ REPO = Path(__file__).parent.parent
 VOCABULARY = 127  # with the end of document 128 ids: no padding
 EOD = VOCABULARY
 ALONE = World()
-MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-]
+SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
+MODEL = SMALL.split()
 DATA = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--num-workers", "0"]
 LENGTH = ["--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "6", "--lr", "1e-2"]
 QUIET = ["--eval-iters", "0", "--log-interval", "1000"]

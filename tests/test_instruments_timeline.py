@@ -214,70 +214,79 @@ def said(f: RankFigures) -> list[str]:
     return [line for _ in range(MIN_INTERVALS) for line in worth.of(f)]
 
 
-def test_a_slow_rank_is_named():
-    slow = figures(host_ms={"forward": [30.0, 31.0, 29.0, 35.4]})
-    line = (
-        "   rank 3 is 18% slower than the median rank in forward (35.4 against 30.0 ms per step, iterations 11-20); "
-        "the others wait for it in backward"
-    )
-    assert said(slow) == [line]
-    two = figures(steps=[10.0, 10.0], step_ms=[100.0] * 2, host_ms={"forward": [40.0, 20.0]})
-    assert "rank 0 is 100% slower" in said(two)[0]
+USUAL = [30.0] * 4
+CORES = {"core_wait_ms": [1.0, 2.0, 1.0, 30.0], "cpu_ms": [95.0] * 4, "involuntary_switches": [1.0] * 4}
 
 
 @pytest.mark.parametrize(
-    "quiet",
+    ("f", "line"),
     [
-        figures(),
-        figures(host_ms={"forward": [30.0, 30.0, 30.0, 32.9]}),  # below 10%
-        figures(host_ms={"forward": [1.0, 1.0, 1.0, 2.9]}),  # below 2% of the step
-        figures(host_ms={"backward": [60.0, 60.0, 60.0, 90.0]}),  # whoever is fast waits there
-        figures(steps=[10.0, 10.0, 10.0, 2.0], host_ms={"forward": [30.0, 30.0, 30.0, 60.0]}),
-        figures(steps=[5.0], step_ms=[100.0], host_ms={"forward": [60.0], "data": [9.0]}),
-        figures(step_ms=[5.0] * 4, host_ms={"data": [0.9] * 4}),
-        figures(host_ms={"forward": [30.0] * 4}, gpu_ms={"forward": [30.0, float("nan"), 50.0, 30.0]}),
+        (
+            figures(host_ms={"forward": [30.0, 31.0, 29.0, 35.4]}),
+            (
+                "   rank 3 is 18% slower than the median rank in forward (35.4 against 30.0 ms per step, iterations 11-20); "
+                "the others wait for it in backward"
+            ),
+        ),
+        (figures(steps=[10.0] * 2, step_ms=[100.0] * 2, host_ms={"forward": [40.0, 20.0]}), "   rank 0 is 100% slower"),
+        # the GPU's own time counts where there is one
+        (
+            figures(host_ms={"forward": [10.0, 10.0, 10.0, 90.0]}, gpu_ms={"forward": [30.0, 50.0, 30.0, 30.0]}),
+            "   rank 1 is 67% slower",
+        ),
+        # all ranks' backward takes the same time, since the others wait in it
+        (
+            figures(host_ms={"backward": [60.0] * 4}, own_backward_ms=[40.0, 42.0, 41.0, 58.0]),
+            "   rank 3 is 41% slower than the median rank in backward (58.0 against 41.0 ms per step",
+        ),
+        (
+            figures(host_ms={"data": [0.1, 0.1, 12.0, 0.1]}),
+            "   rank 2 waits 12.0 of 100.0 ms per step for data (iterations 11-20); more --num-workers",
+        ),
+        # on a busy machine no rank is called slow
+        (
+            figures(host_ms={"forward": [30.0, 31.0, 29.0, 60.0]}, cores=CORES),
+            (
+                "   rank 3 is ready and has no core for 30.0 of 100.0 ms per step (iterations 11-20); other programs or too "
+                "many threads share the machine, and times tell of them too"
+            ),
+        ),
+        (
+            figures(host_ms={"forward": [30.0, 31.0, 29.0, 60.0]}, cores=CORES | {"core_wait_ms": [1.0] * 4}),
+            "   rank 3 is 100% slower",
+        ),
+        (figures(), None),
+        (figures(host_ms={"forward": [30.0, 30.0, 30.0, 32.9]}), None),  # below 10%
+        (figures(host_ms={"forward": [1.0, 1.0, 1.0, 2.9]}), None),  # below 2% of the step
+        (figures(host_ms={"backward": [60.0, 60.0, 60.0, 90.0]}), None),  # whoever is fast waits there
+        (figures(steps=[10.0, 10.0, 10.0, 2.0], host_ms={"forward": [30.0, 30.0, 30.0, 60.0]}), None),
+        (figures(steps=[5.0], step_ms=[100.0], host_ms={"forward": [60.0], "data": [9.0]}), None),
+        (figures(step_ms=[5.0] * 4, host_ms={"data": [0.9] * 4}), None),
+        (figures(host_ms={"forward": USUAL}, gpu_ms={"forward": [30.0, float("nan"), 50.0, 30.0]}), None),
     ],
 )
-def test_what_is_usual_is_not_said(quiet):
-    assert said(quiet) == []
-
-
-def test_the_gpus_own_time_counts_where_there_is_one():
-    f = figures(host_ms={"forward": [10.0, 10.0, 10.0, 90.0]}, gpu_ms={"forward": [30.0, 50.0, 30.0, 30.0]})
-    assert len(said(f)) == 1 and "rank 1 is 67% slower" in said(f)[0]
-
-
-def test_a_rank_that_is_slow_in_backward_is_named_by_its_own_time():
-    """All ranks' backward takes the same time, since the others wait in it."""
-    f = figures(host_ms={"backward": [60.0] * 4}, own_backward_ms=[40.0, 42.0, 41.0, 58.0])
-    [line] = said(f)
-    assert "rank 3 is 41% slower than the median rank in backward (58.0 against 41.0 ms per step" in line
-
-
-def test_waiting_for_data_is_said():
-    [line] = said(figures(host_ms={"data": [0.1, 0.1, 12.0, 0.1]}))
-    assert line.startswith("   rank 2 waits 12.0 of 100.0 ms per step for data (iterations 11-20); more --num-workers")
+def test_what_is_worth_a_line(f, line):
+    found = said(f)
+    assert len(found) == (line is not None) and (not found or found[0].startswith(line)), found
 
 
 def test_the_same_is_not_said_again_until_it_has_stopped():
-    worth, slow = AnomalyWarnings(), figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
+    slow = figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
+    worth = AnomalyWarnings()
     assert [len(list(worth.of(f))) for f in [slow] * 5 + [figures(), slow]] == [0, 0, 1, 0, 0, 0, 1]
+
+    # one that becomes slow after a long time is named soon
+    worth = AnomalyWarnings()
+    lines = [len(list(worth.of(f))) for f in [figures()] * 100 + [slow] * SLOW_INTERVALS]
+    assert (sum(lines), lines.index(1)) == (1, 100 + 5)
 
 
 def test_a_rank_that_is_slow_now_and_then_is_no_slow_rank():
     """On a busy machine now this rank is hit and now that one, each time by far."""
-    worth, hit = (
-        AnomalyWarnings(),
-        [figures(host_ms={"forward": [30.0] * rank + [180.0] + [30.0] * (3 - rank)}) for rank in (0, 1)],
-    )
+    hit = [figures(host_ms={"forward": [30.0] * rank + [180.0] + [30.0] * (3 - rank)}) for rank in (0, 1)]
+    worth = AnomalyWarnings()
     assert [line for _ in range(20) for f in (*hit, *reversed(hit)) for line in worth.of(f)] == []
     assert list(worth.of(figures(steps=[float("nan")] * 4, step_ms=[float("nan")] * 4))) == []
-
-
-def test_a_rank_that_becomes_slow_after_a_long_time_is_named_soon():
-    worth, slow = AnomalyWarnings(), figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
-    lines = [len(list(worth.of(f))) for f in [figures()] * 100 + [slow] * SLOW_INTERVALS]
-    assert (sum(lines), lines.index(1)) == (1, 100 + 5)
 
 
 @pytest.mark.parametrize("which", ["host_memory_bytes", "peak_memory_bytes"])
@@ -293,46 +302,28 @@ def test_growing_memory_is_said_and_counted_anew(which):
     ]
 
 
-@pytest.mark.parametrize(
-    ("megabytes", "disturbed"),
-    [
-        ([300.0, 320.0, 340.0, 360.0, 380.0] + [400.0 + index / 100 for index in range(40)], ()),  # caches that fill
-        (
-            [300.0 + index / 100 for index in range(5)] + [500.0 + index / 100 for index in range(40)],
-            (),
-        ),  # a single jump
-        (
-            [300.0, 300.0, *(300.0 + 3 * index for index in range(20)), *[300.0] * 30],
-            range(2, 22),
-        ),  # a profile's records
-        ([300.0 + index % 2 * 40 for index in range(50)], ()),
-    ],
-)
-def test_memory_of_which_the_audit_says_that_it_does_not_grow_is_not_called_growing(tmp_path, megabytes, disturbed):
+CREEP = [index / 100 for index in range(40)]
+NO_GROWTH = {
+    "caches that fill": ([300.0, 320.0, 340.0, 360.0, 380.0, *(400.0 + more for more in CREEP)], ()),
+    "a single jump": ([*(300.0 + more for more in CREEP[:5]), *(500.0 + more for more in CREEP)], ()),
+    "a profile's records": ([300.0] * 2 + [300.0 + 3 * index for index in range(20)] + [300.0] * 30, range(2, 22)),
+    "up and down": ([300.0 + index % 2 * 40 for index in range(50)], ()),
+}
+
+
+@pytest.mark.parametrize("kind", NO_GROWTH)
+def test_memory_of_which_the_audit_says_that_it_does_not_grow_is_not_called_growing(tmp_path, kind):
     """The console has a word for it only where the report has a finding."""
-    worth = AnomalyWarnings()
-    lines = [
-        line
+    (megabytes, disturbed), worth = NO_GROWTH[kind], AnomalyWarnings()
+    for at, value in enumerate(megabytes):
+        assert list(worth.of(figures(last=at, host_memory_bytes=[value * MIB] * 4), at in disturbed)) == []
+    usual = {"steps": [1], "step_ms": [10.0], "phases_ms": {"forward": [9.0]}}
+    ranks = [
+        usual | {"iterations": [at, at], "host_memory_bytes": [value * MIB]}
         for at, value in enumerate(megabytes)
-        for line in worth.of(figures(last=at, host_memory_bytes=[value * MIB] * 4), at in disturbed)
+        if at not in disturbed
     ]
-    assert lines == []
-    run(
-        tmp_path,
-        ranks=[
-            {
-                "iterations": [at, at],
-                "steps": [1],
-                "step_ms": [10.0],
-                "phases_ms": {"forward": [9.0]},
-                "host_memory_bytes": [value * MIB],
-            }
-            for at, value in enumerate(megabytes)
-            if at not in disturbed
-        ],
-        steps=ordinary_steps(len(megabytes)),
-        world=1,
-    )
+    run(tmp_path, ranks=ranks, steps=ordinary_steps(len(megabytes)), world=1)
     assert read_run(tmp_path).growths == ()
 
 
@@ -340,24 +331,17 @@ def test_memory_of_which_the_audit_says_that_it_does_not_grow_is_not_called_grow
 
 
 def test_a_run_says_its_memory_and_compares_its_one_rank(tmp_path):
+    argv = flags("--train-iters 9 --log-interval 4 --eval-interval 3 --eval-iters 1")
     with alone():
-        quietly(flags("--train-iters 9 --log-interval 4 --eval-interval 3 --eval-iters 1"), tmp_path)
-        quietly(
-            flags("--train-iters 9 --log-interval 4 --eval-interval 3 --eval-iters 1 --no-step-timeline"),
-            tmp_path / "off",
-        )
+        quietly(argv, tmp_path)
+        quietly([*argv, "--no-step-timeline"], tmp_path / "off")
     records, found = steps(tmp_path), intervals(tmp_path)
     assert all(record["host_memory_bytes"] > 20 * MIB for record in records)
-    assert [f["iterations"] for f in found] == [[1, 3], [4, 7], [8, 8]] and [f["steps"] for f in found] == [
-        [3],
-        [4],
-        [1],
-    ]
+    assert [(f["iterations"], f["steps"]) for f in found] == [([1, 3], [3]), ([4, 7], [4]), ([8, 8], [1])]
     for f in found:
         mine = [r for r in records if f["iterations"][0] <= r["iteration"] <= f["iterations"][1]]
-        assert f["phases_ms"]["forward"] == [
-            pytest.approx(np.median([r["phases_ms"]["forward"] for r in mine]), abs=0.002)
-        ]
+        forward = np.median([r["phases_ms"]["forward"] for r in mine])
+        assert f["phases_ms"]["forward"] == [pytest.approx(forward, abs=0.002)]
         assert f["host_memory_bytes"] == [round(np.median([r["host_memory_bytes"] for r in mine]))]
         assert "gpu_ms" not in f and "peak_memory_bytes" not in f
     off = steps(tmp_path / "off")
@@ -373,9 +357,8 @@ class SlowForward(Instrument):
         return self if name == "forward" else None
 
     def __enter__(self):
-        time.sleep(
-            0.2
-        )  # 2 micro-batches: 400 ms a step, since a busy machine delays either rank by tens of milliseconds
+        # 2 micro-batches: 400 ms a step, since a busy machine delays either rank by tens of milliseconds
+        time.sleep(0.2)
 
     def __exit__(self, *error):
         pass
@@ -397,59 +380,43 @@ class SlowBackward(Instrument):
 
 
 def one_of_two_is_slow(world, folder):
-    argv = flags(
-        "--train-iters 13 --log-interval 4 --timing-log-level 1 --log-timers-to-tensorboard "
-        "--log-memory-to-tensorboard",
-        f"--tensorboard-dir {folder}/tb",
+    argv = flags("--train-iters 13 --log-interval 4")
+    board = (
+        f"--timing-log-level 1 --log-timers-to-tensorboard --log-memory-to-tensorboard --tensorboard-dir {folder}/tb"
     )
-    train(argv, Path(folder, "forward"), world, [SlowForward()] if world.rank == 0 else [])
-    train(
-        flags("--train-iters 13 --log-interval 4"),
-        Path(folder, "backward"),
-        world,
-        [SlowBackward()] if world.rank == 1 else [],
-    )
+    train([*argv, *board.split()], Path(folder, "forward"), world, [SlowForward()] if world.rank == 0 else [])
+    train(argv, Path(folder, "backward"), world, [SlowBackward()] if world.rank == 1 else [])
 
 
 def test_two_ranks_are_compared(tmp_path):
     *_, out = on_ranks("test_instruments_timeline:one_of_two_is_slow", tmp_path, str(tmp_path))
     _, of_forward, of_backward = out.split("iteration        1/")
-    _look_at_slow_forward(intervals(tmp_path / "forward"), of_forward, tmp_path / "tb")
-    for f in intervals(tmp_path / "backward"):
-        fast, slow = f["own_backward_ms"]
-        assert slow > 400 and slow > fast + 100
-        assert min(f["phases_ms"]["backward"]) > fast + 100  # what hides it
-    assert all(0 <= r["reduce_wait_ms"] < r["phases_ms"]["backward"] for r in steps(tmp_path / "backward"))
-    assert_is_named(of_backward, 1, "backward")
-
-
-def assert_is_named(out: str, rank: int, phase: str):
-    """Once, unless this machine is too busy to tell."""
-    named = re.findall(rf"rank {rank} is \d+% slower than the median rank in {phase}", out)
-    assert len(named) == 1 or "and has no core" in out
-
-
-def _look_at_slow_forward(found: list[dict], out: str, tensorboard: Path):
+    found = intervals(tmp_path / "forward")
     assert [f["steps"] for f in found] == [[3, 3], [4, 4], [4, 4], [1, 1]]
     for f in found:
         slow, fast = f["phases_ms"]["forward"]
         assert slow > 400 and slow > fast + 100
         assert f["step_ms"][1] > fast + 100  # the fast one waits for the slow one
         assert len(f["host_memory_bytes"]) == 2
-    assert_is_named(out, 0, "forward")
-    block = out[out.index("(min, max) time across ranks (ms):") :].splitlines()[1:5]
-    assert [line.split()[0] for line in block] == [
-        "forward-backward",
-        "all-grads-sync",
-        "optimizer-unscale-and-check-inf",
-        "optimizer-clip-main-grad",
-    ]
-    board = EventAccumulator(str(tensorboard))
+    for f in intervals(tmp_path / "backward"):
+        fast, slow = f["own_backward_ms"]
+        assert slow > 400 and slow > fast + 100
+        assert min(f["phases_ms"]["backward"]) > fast + 100  # what hides it
+    assert all(0 <= r["reduce_wait_ms"] < r["phases_ms"]["backward"] for r in steps(tmp_path / "backward"))
+    for text, rank, phase in (
+        (of_forward, 0, "forward"),
+        (of_backward, 1, "backward"),
+    ):  # once, if the machine has time
+        named = re.findall(rf"rank {rank} is \d+% slower than the median rank in {phase}", text)
+        assert len(named) == 1 or "and has no core" in text
+    block = of_forward[of_forward.index("(min, max) time across ranks (ms):") :].splitlines()[1:5]
+    timers = "forward-backward all-grads-sync optimizer-unscale-and-check-inf optimizer-clip-main-grad"
+    assert [line.split()[0] for line in block] == timers.split()
+    board = EventAccumulator(str(tmp_path / "tb"))
     board.Reload()
     least, most = (board.Scalars(name) for name in ("forward-time-min", "forward-time"))
-    assert [event.step for event in most] == [4, 8, 12, 13] and all(
-        a.value + 0.1 < b.value for a, b in zip(least, most)
-    )
+    assert [event.step for event in most] == [4, 8, 12, 13]
+    assert all(a.value + 0.1 < b.value for a, b in zip(least, most))
     assert min(event.value for event in board.Scalars("host-memory-bytes")) > 20 * MIB
 
 
@@ -511,18 +478,6 @@ def test_disturbed_steps_are_left_out_of_figures():
 
 
 # --- what a rank gets of its cores
-
-
-def test_on_a_busy_machine_no_rank_is_called_slow():
-    cores = {"core_wait_ms": [1.0, 2.0, 1.0, 30.0], "cpu_ms": [95.0] * 4, "involuntary_switches": [1.0] * 4}
-    busy = figures(host_ms={"forward": [30.0, 31.0, 29.0, 60.0]}, cores=cores)
-    line = (
-        "   rank 3 is ready and has no core for 30.0 of 100.0 ms per step (iterations 11-20); other programs or too many "
-        "threads share the machine, and times tell of them too"
-    )
-    assert said(busy) == [line]
-    quiet = figures(host_ms={"forward": [30.0, 31.0, 29.0, 60.0]}, cores=cores | {"core_wait_ms": [1.0] * 4})
-    assert "rank 3 is 100% slower" in said(quiet)[0]
 
 
 def test_a_step_has_the_cpu_time_of_its_process():

@@ -59,29 +59,24 @@ def test_thousands_of_random_updates(seed):
         )
 
 
-def test_from_2_32_to_2_16_takes_17_overflows():
-    ours = DynamicLossScale(2.0**32, 1.0, 1000, 2, CPU)
-    scales = []
-    while ours.scale.item() > 2**16:
-        ours.update(torch.tensor(True))
-        scales.append(ours.scale.item())
-    assert len(scales) == 17 and scales[:3] == [2.0**32, 2.0**31, 2.0**30]
-
-
-def test_hysteresis_is_not_restored_by_a_clean_step():
-    ours = DynamicLossScale(16.0, 1.0, 100, 2, CPU)
-    scales = []
-    for overflow in (True, False, False, False, True, False, False, False, True):
+@pytest.mark.parametrize(
+    ("given", "overflows", "scales"),
+    [
+        ((2.0**32, 1.0, 1000, 2), [True] * 17, [2.0 ** (33 - max(n, 1)) for n in range(1, 18)]),  # to 2**16
+        (
+            (16.0, 1.0, 100, 2),
+            [n % 4 == 0 for n in range(9)],
+            [16] * 4 + [8] * 4 + [4],
+        ),  # a clean step restores nothing
+        ((8.0, 4.0, 100, 1), [True] * 5, [4.0] * 5),  # never below the minimum
+    ],
+)
+def test_known_sequences(given, overflows, scales):
+    ours, found = DynamicLossScale(*given, CPU), []
+    for overflow in overflows:
         ours.update(torch.tensor(overflow))
-        scales.append(ours.scale.item())
-    assert scales == [16, 16, 16, 16, 8, 8, 8, 8, 4]
-
-
-def test_never_below_the_minimum():
-    ours = DynamicLossScale(8.0, 4.0, 100, 1, CPU)
-    for _ in range(5):
-        ours.update(torch.tensor(True))
-    assert ours.scale.item() == 4.0
+        found.append(ours.scale.item())
+    assert found == scales
 
 
 def test_a_saved_scale_goes_on_where_it_was():
@@ -94,10 +89,6 @@ def test_a_saved_scale_goes_on_where_it_was():
         one.update(torch.tensor(overflow))
         other.update(torch.tensor(overflow))
         assert one.tensors() == other.tensors()
-
-
-def test_a_fixed_scale_has_nothing_to_be_saved():
-    assert LossScale(128.0, CPU).tensors() == {}
 
 
 @pytest.mark.parametrize(
@@ -115,3 +106,4 @@ def test_a_fixed_scale_has_nothing_to_be_saved():
 def test_which_precision_has_which_scale(words, kind, scale):
     made = make_loss_scale(plan_of(flags(words)), CPU)
     assert type(made) is kind and (made is None or made.scale.item() == scale)
+    assert kind is not LossScale or made.tensors() == {}, "a fixed one has nothing to be saved"

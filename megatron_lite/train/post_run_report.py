@@ -12,6 +12,7 @@ from megatron_lite.config.plan import Plan
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 60
+REPORT = ("-m", "megatron_lite.cli.main", "report")
 PACKAGE_FOLDER = Path(__file__).parents[2]  # for the other process where the package is not installed
 
 
@@ -29,7 +30,7 @@ def end_with_report(run_dir: Path, seconds: float = MAX_SECONDS):
     paths = [str(PACKAGE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_lite.cli.main", "report", str(run_dir)],
+            [sys.executable, *REPORT, str(run_dir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
