@@ -71,10 +71,8 @@ def profiled(argv, run_dir, *watchers) -> list[str]:
 def test_the_window_holds_its_steps_and_their_phases(notes, tmp_path):
     said = profiled(flags("--train-iters 7", WINDOW), tmp_path / "run")
     assert notes.step_names() == ["step 3", "step 4"] and notes.stack == []
-    assert (
-        notes.said[:2] == [CAPTURE, "mark rank 0 of 1, window: steps 3-4 of this run"]
-        and notes.said[-1] == f"end of {CAPTURE}"
-    )
+    assert notes.said[:2] == [CAPTURE, "mark rank 0 of 1, window: steps 3-4 of this run"]
+    assert notes.said[-1] == f"end of {CAPTURE}"
     for step in ("step 3", "step 4"):
         assert {said.split("/")[2] for said in notes.said if said.startswith(f"profile/{step}/")} == PHASES
     assert said == ["marked for Nsight Systems: steps 3-4 of this run, rank 0"]
@@ -99,10 +97,11 @@ def test_a_resumed_run_names_the_iterations_too(notes):
     assert said == ["marked for Nsight Systems: steps 3-4 of this run = iterations 7-8, rank 0"]
 
 
-def test_a_run_that_ends_inside_the_window_ends_its_ranges(notes, tmp_path):
-    said = profiled(flags("--train-iters 3", WINDOW), tmp_path / "short")
-    assert notes.step_names() == ["step 3"] and notes.stack == []
-    assert said == ["marked for Nsight Systems: step 3 of this run, rank 0"]
+@pytest.mark.parametrize(("last", "steps", "told"), [(3, ["step 3"], ["step 3 of this run, rank 0"]), (2, [], [])])
+def test_a_run_that_ends_inside_the_window_or_before_it_leaves_no_range_open(notes, tmp_path, last, steps, told):
+    said = profiled(flags(f"--train-iters {last}", WINDOW), tmp_path / "short")
+    assert notes.step_names() == steps and notes.stack == [] and bool(notes.said) == bool(told)
+    assert said == [f"marked for Nsight Systems: {line}" for line in told]
 
 
 def test_an_exception_inside_the_window_ends_them_too(notes, tmp_path):
@@ -117,20 +116,10 @@ def test_an_exception_inside_the_window_ends_them_too(notes, tmp_path):
     assert notes.stack == [] and notes.said[-1] == f"end of {CAPTURE}"
 
 
-def test_a_window_that_was_not_reached_leaves_nothing(notes, tmp_path):
-    said = profiled(flags("--train-iters 2", WINDOW), tmp_path / "run")
-    assert notes.said == [] and said == []
-
-
 def test_nvtx_ranges_are_for_all_steps(notes, tmp_path):
     profiled(flags("--train-iters 5", WINDOW, "--nvtx-ranges"), tmp_path / "run")
-    assert [said for said in notes.said if re.fullmatch(r"(.*/)?step \d+", said)] == [
-        "step 1",
-        "step 2",
-        "profile/step 3",
-        "profile/step 4",
-        "step 5",
-    ]
+    found = [said for said in notes.said if re.fullmatch(r"(.*/)?step \d+", said)]
+    assert found == ["step 1", "step 2", "profile/step 3", "profile/step 4", "step 5"]
     assert "step 1/forward" in notes.said and notes.stack == []
     notes.said.clear()
     profiled(flags("--train-iters 2 --nvtx-ranges"), tmp_path / "unprofiled")
@@ -138,9 +127,8 @@ def test_nvtx_ranges_are_for_all_steps(notes, tmp_path):
 
 
 def test_ranges_of_a_rank_that_is_not_profiled_start_no_collection(notes):
-    plan = plan_of(
-        flags("--profile --profile-step-start 1 --profile-step-end 3 --nvtx-ranges"), World(1, 2, under_nsys=True)
-    )
+    argv = flags("--profile --profile-step-start 1 --profile-step-end 3 --nvtx-ranges")
+    plan = plan_of(argv, World(1, 2, under_nsys=True))
     nsys = build_nsys_range(plan, Window(plan.profile_window), print)
     with Instruments([nsys], print) as watching, watching.step(1), watching.phase(Phase.FORWARD):
         pass
@@ -256,32 +244,23 @@ def test_a_profiler_that_fails_is_said_and_training_goes_on(cuda, notes, monkeyp
         for step in (1, 2, 3):
             with watching.step(step), watching.phase(Phase.FORWARD):
                 pass
-    assert len(words) == 1 and words[0].endswith(
-        "failed and was switched off; training goes on: profiler is out of order"
-    )
+    [word] = words
+    assert word.endswith("failed and was switched off; training goes on: profiler is out of order")
     assert notes.stack == [] and ("stop" in cuda) == (fails == "emit_nvtx")  # what had been started is not left on
 
 
-def test_without_nsys_the_loss_is_said(cuda):
-    said = []
-    with (
-        Instruments([NsysRange(Window(range(1, 2)), "cuda", said.append, under_nsys=False)], said.append) as watching,
-        watching.step(1),
-    ):
+@pytest.mark.parametrize(
+    ("device", "options", "told"),
+    [
+        ("cuda", {"under_nsys": False}, "rank 0; this run is not under nsys, which would have recorded them"),
+        ("cpu", {"operators": True}, "note: --record-shapes: torch names operators for Nsight Systems on GPUs only"),
+    ],
+)
+def test_what_is_left_out_is_said(cuda, notes, device, options, told):
+    said, window = [], Window(range(1, 2))
+    with Instruments([NsysRange(window, device, said.append, **options)], said.append) as watching, watching.step(1):
         pass
-    [line] = said
-    assert line.endswith("step 1 of this run, rank 0; this run is not under nsys, which would have recorded them")
-
-
-def test_operators_on_a_cpu_are_left_out_with_a_word(notes):
-    said = []
-    with (
-        Instruments([NsysRange(Window(range(1, 2)), "cpu", said.append, operators=True)], said.append) as watching,
-        watching.step(1),
-    ):
-        pass
-    assert said[0].startswith("note: --record-shapes: torch names operators for Nsight Systems on GPUs only")
-    assert notes.said[-1] == f"end of {CAPTURE}"
+    assert told in said[0] and f"end of {CAPTURE}" in notes.said and "operators" not in notes.said
 
 
 # --- the package

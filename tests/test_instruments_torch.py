@@ -5,23 +5,27 @@ import gc
 import gzip
 import io
 import json
+import os
 import re
 import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from launch import alone, flags, losses, plan_of, quietly, same, train
+from launch import REPO, alone, flags, losses, plan_of, quietly, same, train
 from traces import events, nested, spans, steps_of, trace, trace_files
 
 from megatron_lite.analysis.analyze import analyze
+from megatron_lite.instruments import torch_profiler
 from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.module_ranges import ModuleRanges, wanted_modules
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
+from megatron_lite.instruments.torch_profiler import Details, TorchProfiler, make_room, record_is_full
 from megatron_lite.instruments.trace_file import Found, inspect_trace, write_whole
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
@@ -40,16 +44,8 @@ STEP_PHASES = [
     "optimizer_step",
     "log",
 ]
-FORWARD = [
-    (0, f"layers.{i} forward") if part is None else (1, f"layers.{i}.{part} forward")
-    for i in range(2)
-    for part in (None, "self_attention", "mlp")
-]
-BACKWARD = [
-    (0, f"layers.{i} backward") if part is None else (1, f"layers.{i}.{part} backward")
-    for i in (1, 0)
-    for part in (None, "mlp", "self_attention")
-]
+FORWARD = [(bool(part), f"layers.{i}{part} forward") for i in (0, 1) for part in ("", ".self_attention", ".mlp")]
+BACKWARD = [(bool(part), f"layers.{i}{part} backward") for i in (1, 0) for part in ("", ".mlp", ".self_attention")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,9 +58,8 @@ def group():
 
 
 def test_the_trace_holds_the_window_and_its_phases(tmp_path):
-    _, out = quietly(
-        flags("--train-iters 7 --global-batch-size 2", PROFILE, "--tensorboard-dir", tmp_path / "tb"), tmp_path / "run"
-    )
+    argv = flags("--train-iters 7 --global-batch-size 2", PROFILE, "--tensorboard-dir", tmp_path / "tb")
+    _, out = quietly(argv, tmp_path / "run")
     found = trace(tmp_path / "tb")
     windows = spans(found, r"ProfilerStep#\d+")
     assert [span["name"] for span in windows] == ["ProfilerStep#3", "ProfilerStep#4"]
@@ -78,31 +73,20 @@ def test_the_trace_holds_the_window_and_its_phases(tmp_path):
         assert sorted(inside) == sorted([*twice, *STEP_PHASES[4:]])
     operators = {event["name"] for event in found if event.get("cat") == "cpu_op"}
     assert "aten::addmm" in operators or "aten::linear" in operators
-    assert re.search(
-        r"^profiled steps 3-4 of this run, rank 0: .*/tb/.*_rank0\.\d+\.pt\.trace\.json \(", out, re.MULTILINE
-    )
-    assert (
-        "profiled steps cannot be compared with those before: 3 after the run's first are needed, 1 could be timed."
-        in out
-    )
+    told = r"^profiled steps 3-4 of this run, rank 0: .*/tb/.*_rank0\.\d+\.pt\.trace\.json \("
+    assert re.search(told, out, re.MULTILINE)
     assert "trace of rank" not in out  # it found in the trace what it meant to record
 
 
-def test_a_run_that_ends_inside_the_window_writes_what_it_has(tmp_path):
-    _, out = quietly(
-        flags(
-            "--train-iters 9 --exit-interval 4 --profile --use-pytorch-profiler",
-            "--profile-step-start 3 --profile-step-end 8",
-        ),
-        tmp_path / "left",
-    )
-    assert steps_of(tmp_path / "left") == [3, 4] and "profiled steps 3-4 of this run" in out and "be compared" in out
-    quietly(
-        flags("--train-iters 4 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 99"),
-        tmp_path / "short",
-    )
-    assert steps_of(tmp_path / "short") == [3, 4]
+@pytest.mark.parametrize(
+    "words", ["--train-iters 9 --exit-interval 4 --profile-step-end 8", "--train-iters 4 --profile-step-end 99"]
+)
+def test_a_run_that_ends_inside_the_window_writes_what_it_has(tmp_path, words):
+    _, out = quietly(flags(PROFILE, words), tmp_path)
+    assert steps_of(tmp_path) == [3, 4] and "profiled steps 3-4 of this run" in out and "be compared" in out
 
+
+def test_a_run_that_fails_inside_the_window_writes_what_it_has(tmp_path):
     class Fails(Instrument):
         def begin(self, step):
             if step == 5:
@@ -110,12 +94,8 @@ def test_a_run_that_ends_inside_the_window_writes_what_it_has(tmp_path):
 
     said = io.StringIO()
     with pytest.raises(KeyboardInterrupt), contextlib.redirect_stdout(said):
-        train(
-            flags("--train-iters 9 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 8"),
-            tmp_path / "failed",
-            watchers=[Fails()],
-        )
-    assert steps_of(tmp_path / "failed") == [3, 4, 5]
+        train(flags("--train-iters 9", PROFILE, "--profile-step-end 8"), tmp_path, watchers=[Fails()])
+    assert steps_of(tmp_path) == [3, 4, 5]
     assert "profiled steps 3-5 of this run (the last one broken off), rank 0: " in said.getvalue()
     assert not torch.autograd._profiler_enabled()
 
@@ -138,16 +118,8 @@ def test_a_resumed_run_counts_its_own_steps_and_names_both_counts(tmp_path):
 
 
 def test_every_detail_is_where_its_reader_looks_for_it(tmp_path):
-    quietly(
-        flags(
-            "--train-iters 5",
-            PROFILE,
-            "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-chakra",
-            "--pytorch-profiler-collect-memory --pytorch-profiler-collect-flops --profile-gzip",
-            "--pytorch-profiler-collect-callstack --profile-modules",
-        ),
-        tmp_path,
-    )
+    details = [f"--pytorch-profiler-collect-{what}" for what in ("shapes", "chakra", "memory", "flops", "callstack")]
+    quietly(flags("--train-iters 5 --profile-gzip --profile-modules", PROFILE, *details), tmp_path)
     [path] = trace_files(tmp_path)
     assert path.name.endswith(".pt.trace.json.gz")  # what TensorBoard's plugin looks for
     found = events(path)
@@ -186,10 +158,7 @@ def test_large_traces_are_compressed_unless_told_otherwise(tmp_path, monkeypatch
 def model(recompute: bool = False, dropout: float = 0.1) -> GPT:
     torch.manual_seed(1)
     shape = plan_of(flags(f"--hidden-dropout {dropout} --attention-dropout {dropout}")).shape
-    attend = choose_attention(
-        "auto", shape, batch=1, device=torch.device("cpu"), dtype=torch.float32, masked=False, explain=False
-    )
-    gpt = GPT(shape, attend)
+    gpt = GPT(shape, choose_attention("auto", shape, batch=1, device="cpu", dtype=torch.float32, masked=False))
     for layer in gpt.decoder.layers if recompute else ():
         layer.forward = recomputed(layer.forward)
     return gpt
@@ -231,19 +200,16 @@ def test_module_ranges_nest_and_change_no_bit(tmp_path, dropout):
 
 # where a layer's own dropout is undone first, it calls for recomputing; else the MLP does, and what is computed ends in
 # the middle of the MLP, by an exception
+ATTENTION, MLP = ".self_attention", ".mlp"
 AGAIN_FOR_DROPOUT = [
     (0, " backward"),
-    (1, ".self_attention recompute"),
-    (1, ".mlp recompute"),
-    (1, ".mlp backward"),
-    (1, ".self_attention backward"),
+    *((1, f"{part} recompute") for part in (ATTENTION, MLP)),
+    *((1, f"{part} backward") for part in (MLP, ATTENTION)),
 ]
 AGAIN_FOR_MLP = [
-    (0, " backward"),
-    (1, ".mlp backward"),
-    (2, ".self_attention recompute"),
-    (2, ".mlp recompute"),
-    (1, ".self_attention backward"),
+    *((0, " backward"), (1, f"{MLP} backward")),
+    *((2, f"{part} recompute") for part in (ATTENTION, MLP)),
+    (1, f"{ATTENTION} backward"),
 ]
 
 
@@ -253,15 +219,12 @@ def test_recomputed_layers_show_what_is_computed_twice(tmp_path, dropout, again)
     ranges, computed = ranges_of(model(recompute=True, dropout=dropout), tmp_path)
     assert same(list(plain), list(computed))
     assert ranges == FORWARD + [(depth, f"layers.{i}{name}") for i in (1, 0) for depth, name in again]
-    found = events(tmp_path / "trace.json")
     undone = [
         event["ts"]
-        for event in found
-        if event.get("cat") == "cpu_op"
-        and event["name"].endswith("Backward0")
-        and not event["name"].startswith("autograd::")
+        for event in events(tmp_path / "trace.json")
+        if event.get("cat") == "cpu_op" and re.fullmatch(r"(?!autograd::).*Backward0", event["name"])
     ]
-    for span in spans(found, r".* recompute"):  # over before what it recomputed is undone
+    for span in spans(events(tmp_path / "trace.json"), r".* recompute"):  # over before what it recomputed is undone
         assert not any(span["ts"] < at < span["ts"] + span["dur"] for at in undone)
 
 
@@ -297,17 +260,12 @@ def test_a_model_compiled_as_a_whole_shows_no_layers():
 
 
 def test_a_full_disk_costs_the_trace_and_one_line(tmp_path):
-    @contextlib.contextmanager
-    def files_of_at_most(size: int):
-        old = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-    with files_of_at_most(100_000):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
         _, out = quietly(flags("--train-iters 6", PROFILE, "--pytorch-profiler-collect-chakra"), tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     quietly(flags("--train-iters 6"), tmp_path / "plain")
     assert losses(tmp_path / "full") == losses(tmp_path / "plain") and len(losses(tmp_path / "full")) == 6
     said = re.findall(r"^profile of steps 3-4 of this run, rank 0, is lost; training goes on: .*$", out, re.MULTILINE)
@@ -389,14 +347,29 @@ def test_a_profiler_is_off_even_if_stopping_it_fails(tmp_path, monkeypatch):
     assert said.startswith("TorchProfiler.close failed and was switched off") and said.endswith("illegal memory access")
 
 
-def test_a_trace_is_compared_with_what_was_meant(tmp_path):
+@pytest.mark.parametrize(
+    ("found", "full", "said"),
+    [
+        (Found((3, 4, 5), 7, True), False, None),
+        (Found((3, 4), 7, True), False, "holds the steps 3, 4, not 3, 4, 5 as it should."),
+        (Found((), 7, True), False, "holds the steps none, not 3, 4, 5 as it should."),
+        (
+            Found((3, 4, 5), 0, True),
+            False,
+            "holds no GPU kernel. CUPTI, which reports them, serves one tool per process",
+        ),
+        (
+            Found((3, 4, 5), 0, True),
+            True,
+            "the record of the GPU ends early: Kineto's room for events was full; profile fewer steps",
+        ),
+    ],
+)
+def test_a_trace_is_compared_with_what_was_meant(tmp_path, found, full, said):
     profiler = TorchProfiler(Window(range(3, 6)), tmp_path, 0, Details(cuda=True), print)
-    profiler._last = 5
-    assert list(profiler._complaints(Found((3, 4, 5), 7, True))) == []
-    [few] = profiler._complaints(Found((3, 4), 7, True))
-    assert few == "holds the steps 3, 4, not 3, 4, 5 as it should."
-    [none] = profiler._complaints(Found((3, 4, 5), 0, True))
-    assert none.startswith("holds no GPU kernel. CUPTI, which reports them, serves one tool per process")
+    profiler._last, profiler._full = 5, full
+    lines = list(profiler._complaints(found))
+    assert len(lines) == (said is not None) and all(line.startswith(said) for line in lines)
 
 
 def test_a_look_into_a_trace_counts_what_lies_across_its_pieces(tmp_path, monkeypatch):
@@ -410,3 +383,46 @@ def test_a_look_into_a_trace_counts_what_lies_across_its_pieces(tmp_path, monkey
         assert inspect_trace(path) == Found((12, 13), 500, True)
     path.write_text(json.dumps(whole)[:-20])
     assert not inspect_trace(path).whole
+
+
+# --- room for the events of a GPU, which Kineto limits
+
+PREPARE = """
+import os
+from megatron_lite.instruments.torch_profiler import make_room
+from torch.profiler import ProfilerActivity, _KinetoProfile
+
+kept = make_room(os.environ) if {room} else None
+profiler = _KinetoProfile(activities=[ProfilerActivity.CPU])
+profiler.prepare_trace(); profiler.start_trace(); profiler.stop_trace()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("room", "megabytes"), [(False, 128), (True, 2048)])
+def test_kineto_takes_the_room(room, megabytes):
+    environ = {name: value for name, value in os.environ.items() if name != "KINETO_CONFIG"} | {"KINETO_LOG_LEVEL": "0"}
+    command = [sys.executable, "-c", PREPARE.format(room=room)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=REPO, check=True)
+    assert f"Max GPU buffer size: {megabytes}MB" in done.stdout + done.stderr
+
+
+def test_what_the_user_or_the_machine_says_stays(tmp_path, monkeypatch):
+    environ = {"KINETO_CONFIG": "mine"}
+    assert make_room(environ) is None and environ == {"KINETO_CONFIG": "mine"}
+    system = tmp_path / "libkineto.conf"
+    monkeypatch.setattr(torch_profiler, "SYSTEM_FILE", system)
+    key = "ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB"
+    for given, expected in (("A=1", f"A=1\n{key}=2048\n"), (f"{key}=7", f"{key}=7")):
+        system.write_text(given)
+        environ = {}
+        with make_room(environ):
+            assert Path(environ["KINETO_CONFIG"]).read_text() == expected
+    system.write_bytes(b"\xff")
+    assert make_room({}) is None
+
+
+def test_a_torch_that_does_not_tell_of_a_full_record(monkeypatch):
+    assert record_is_full() is False
+    monkeypatch.delattr(torch.autograd, "_is_kineto_stopped", raising=False)
+    assert record_is_full() is False

@@ -342,7 +342,7 @@ def test_memory_on_demand_leaves_the_planned_file_its_name(tmp_path, eager):
 
 @pytest.mark.parametrize(
     ("request_at", "profiled"),
-    [({"at3": "3"}, [[5, 6, 7], [11, 12]]), ({"at14": "1"}, [[11, 12], [17]]), ({"at8": ""}, [[11, 12]])],
+    [({"at2": "3"}, [[5, 6, 7], [11, 12]]), ({"at14": "1"}, [[11, 12], [17]]), ({"at8": ""}, [[11, 12]])],
 )
 def test_a_request_leaves_the_planned_window_where_it_was(tmp_path, eager, request_at, profiled):
     argv = flags("--train-iters 18 --profile --use-pytorch-profiler --profile-step-start 11 --profile-step-end 13")
