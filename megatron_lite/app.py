@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -91,7 +90,9 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
         process_group(plan) as ranks,
         save_reserved(plan),
     ):
-        run_dir = _agree_on_run_dir(plan)
+        agreed = [default_run_dir(plan.args.watch.run_dir, plan.args.watch.tensorboard_dir, plan.args.checkpoint.save)]
+        dist.broadcast_object_list(agreed, src=0)  # the same on all ranks, though it may be named by the time
+        run_dir = agreed[0]
         ranks.report_to(run_dir)
         launcher.run_dir = run_dir
         with observers.watch(run_dir, ranks.where) as watched, ranks.explain_failures():
@@ -129,11 +130,3 @@ def _log_choices(plan: Plan, observers: Observers, keeps_memory: bool):
         logger.info(f"  host memory: {KEPT if keeps_memory else GIVEN_BACK}")
     for text in observers.describe_prediction():
         logger.info(text)
-
-
-def _agree_on_run_dir(plan: Plan) -> Path:
-    """The same on all ranks, though it may be named by the time."""
-    w = plan.args.watch
-    agreed = [default_run_dir(w.run_dir, w.tensorboard_dir, plan.args.checkpoint.save)]
-    dist.broadcast_object_list(agreed, src=0)
-    return agreed[0]

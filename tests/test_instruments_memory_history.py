@@ -36,12 +36,9 @@ def group():
 
 def recorded(folder, *words, watchers=()) -> tuple[dict, str]:
     """(the snapshot of a run, the lines about it)."""
-    _, out = quietly(
-        flags(SHAPE, RECORD, *DROPOUT, *words, "--memory-snapshot-path", folder / "memory" / "s.pickle"),
-        folder / "run",
-        watchers,
-    )
-    return read_snapshot(folder / "memory" / "s.pickle"), "\n".join(re.findall("^memory snapshot.*", out, re.MULTILINE))
+    path = folder / "memory" / "s.pickle"
+    _, out = quietly(flags(SHAPE, RECORD, *DROPOUT, *words, "--memory-snapshot-path", path), folder / "run", watchers)
+    return read_snapshot(path), "\n".join(re.findall("^memory snapshot.*", out, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +58,16 @@ def tags(snapshot: dict) -> set[str]:
 # --- the file
 
 
-def test_the_file_is_plain_and_in_a_protocol_that_viewers_read(plain):
+def test_the_file_is_plain_and_whole(plain):
+    """In a protocol that viewers read; memory is handed out once, and the end is what segments show."""
     folder, snapshot, _ = plain
     path = folder / "memory" / "s.pickle"
     assert protocol(path) == 4 and types_in(snapshot) <= set(PLAIN)
     assert path.stat().st_size < 100 * len(trace(snapshot)) + 200_000  # stacks are shared, not repeated
     assert [p.name for p in path.parent.iterdir()] == ["s.pickle"]
+    assert len(list(live_at_each_moment(snapshot))) == len(trace(snapshot)) > 500
+    times = [event["time_us"] for event in trace(snapshot)]
+    assert times == sorted(times)
 
 
 def test_torchs_own_functions_read_it(plain):
@@ -77,24 +78,13 @@ def test_torchs_own_functions_read_it(plain):
     assert "<html>" in _memory_viz.trace_plot(snapshot) and "<html>" in _memory_viz.segment_plot(snapshot)
 
 
-def test_memory_is_handed_out_once_and_the_end_is_what_segments_show(plain):
-    _, snapshot, _ = plain
-    assert len(list(live_at_each_moment(snapshot))) == len(trace(snapshot)) > 500
-    times = [event["time_us"] for event in trace(snapshot)]
-    assert times == sorted(times)
-
-
 def test_the_window_is_in_it_and_nothing_else(plain):
     _, snapshot, line = plain
     assert {tag.split("/")[0] for tag in tags(snapshot)} == {"step 3", "step 4"}
-    inside = [a for a in snapshot["external_annotations"] if a["name"] in ("step 3", "step 4")]
-    assert [(a["name"], a["stage"]) for a in inside] == [
-        ("step 3", "START"),
-        ("step 3", "END"),
-        ("step 4", "START"),
-        ("step 4", "END"),
-    ]
-    assert inside[0]["time_us"] <= trace(snapshot)[0]["time_us"] <= trace(snapshot)[-1]["time_us"]
+    steps = [a for a in snapshot["external_annotations"] if a["name"] in ("step 3", "step 4")]
+    inside = [f"{a['name']} {a['stage']}" for a in steps]
+    assert inside == ["step 3 START", "step 3 END", "step 4 START", "step 4 END"]
+    assert steps[0]["time_us"] <= trace(snapshot)[0]["time_us"] <= trace(snapshot)[-1]["time_us"]
     assert f"holds {len(trace(snapshot)):,} events of steps 3-4 of this run, peak " in line
 
 
@@ -115,11 +105,8 @@ def test_weights_and_optimizer_states_are_known_to_the_byte_and_by_their_code(pl
     states = [piece for piece in held if piece.site.startswith("_first_state (optim/optimizer.py:")]
     assert sum(piece.size for piece in states if piece.size > 4) == 2 * 4 * parameters  # the others count steps
     assert 0 <= sizes[OPTIMIZER] - 2 * 4 * parameters < 2000  # step counts, the learning rate's table
-    assert all(
-        "megatron_lite/model/" in " ".join(f["filename"] for f in piece.frames)
-        for piece in held
-        if piece.category == WEIGHTS
-    )
+    for piece in held:
+        assert piece.category != WEIGHTS or any("megatron_lite/model/" in frame["filename"] for frame in piece.frames)
     assert sizes.get(ACTIVATIONS, 0) == 0 and sum(sizes.values()) == sum(live_blocks(snapshot).values())
 
 
@@ -134,34 +121,20 @@ def parameters_of(folder) -> list[torch.Tensor]:
 
 def test_activations_climb_to_the_loss_and_fall(plain):
     _, snapshot, line = plain
-    live = [
-        (event["user_metadata"], total) for event, total in live_at_each_moment(snapshot) if event["action"] == "alloc"
-    ]
+    live = [(event["user_metadata"], at) for event, at in live_at_each_moment(snapshot) if event["action"] == "alloc"]
     highest = peak(snapshot)
     assert highest.size == max(total for _, total in live)
     assert re.fullmatch(r"step [34]/(forward|backward)/GPT", highest.tag) and "of step" in line
-    layers = [
-        max(total for tag, total in live if tag.startswith(f"step 3/forward/decoder.layers.{n}.")) for n in range(4)
-    ]
-    back = [
-        max(total for tag, total in live if tag.startswith(f"step 3/backward/decoder.layers.{n}.")) for n in range(4)
-    ]
-    assert layers == sorted(layers) and back == sorted(back)  # up through the layers, down through them backwards
+    for phase in ("forward", "backward"):  # up through the layers, down through them backwards
+        starts = [f"step 3/{phase}/decoder.layers.{n}." for n in range(4)]
+        layers = [max(total for tag, total in live if tag.startswith(start)) for start in starts]
+        assert layers == sorted(layers)
 
 
 def test_the_peak_is_what_torchs_own_allocator_counted(tmp_path, plain):
     """torch.profiler's running total of the same steps, in a run that is not recorded."""
-    quietly(
-        flags(
-            SHAPE,
-            *DROPOUT,
-            "--use-pytorch-profiler --pytorch-profiler-collect-memory --no-profile-gzip",
-            RECORD.partition(" ")[2],
-            "--tensorboard-dir",
-            tmp_path,
-        ),
-        tmp_path / "run",
-    )
+    profile = f"--use-pytorch-profiler --pytorch-profiler-collect-memory --no-profile-gzip {RECORD.partition(' ')[2]}"
+    quietly(flags(SHAPE, *DROPOUT, profile, "--tensorboard-dir", tmp_path), tmp_path / "run")
     [path] = tmp_path.glob("*.pt.trace.json")
     counted = [event["args"] for event in json.loads(path.read_text())["traceEvents"] if event["name"] == "[memory]"]
     start = counted[0]["Total Allocated"] - counted[0]["Bytes"]
@@ -174,10 +147,8 @@ def test_recomputing_lowers_the_peak_and_shows_itself(tmp_path, plain):
     snapshot, _ = recorded(tmp_path, RECOMPUTE)
     base = sum(live_blocks(snapshot).values())
     assert peak(snapshot).size - base < 0.6 * (peak(plain[1]).size - base)
-    for phase in (
-        "recompute",
-        "backward",
-    ):  # recomputing leaves the last module early, and the next must not inherit its name
+    # recomputing leaves the last module early, and the next must not inherit its name
+    for phase in ("recompute", "backward"):
         for module in ("self_attention", "mlp.linear_fc1", "input_layernorm"):
             assert {f"step 3/{phase}/decoder.layers.{n}.{module}" for n in range(4)} <= tags(snapshot)
     assert len(list(live_at_each_moment(snapshot))) > 500
@@ -189,18 +160,9 @@ def test_recomputing_lowers_the_peak_and_shows_itself(tmp_path, plain):
 def test_recording_changes_no_bit(tmp_path, words):
     argv = flags(SHAPE, *DROPOUT, "--eval-interval 2 --eval-iters 1", words)
     quietly([*argv, "--save", str(tmp_path / "off")], tmp_path / "off")
-    quietly(
-        [
-            *argv,
-            "--save",
-            str(tmp_path / "on"),
-            *RECORD.split()[:1],
-            "--memory-snapshot-path",
-            str(tmp_path / "s"),
-            *([] if "start 1" in words else RECORD.split()[1:]),
-        ],
-        tmp_path / "on",
-    )
+    window = "--record-memory-history" if "start 1" in words else RECORD
+    recording = [*window.split(), "--memory-snapshot-path", str(tmp_path / "s"), "--save", str(tmp_path / "on")]
+    quietly([*argv, *recording], tmp_path / "on")
     assert losses(tmp_path / "off") == losses(tmp_path / "on") and (tmp_path / "s").exists()
     one, other = (checkpoint(tmp_path / name, 6) for name in ("off", "on"))
     assert one.keys() == other.keys() and all(same(one[key], other[key]) for key in one if key != "record")
@@ -242,12 +204,8 @@ def test_a_window_that_is_never_reached_leaves_what_was_built(tmp_path, plain):
 
 
 def test_a_window_asked_for_later_has_a_file_of_its_own(tmp_path):
-    plan, window, said = (
-        plan_of(flags(RECORD, "--memory-snapshot-path", tmp_path / "s.pickle")),
-        Window(range(3, 5)),
-        [],
-    )
-    kept = []
+    plan = plan_of(flags(RECORD, "--memory-snapshot-path", tmp_path / "s.pickle"))
+    window, said, kept = Window(range(3, 5)), [], []
     with Instruments(build_memory_instruments(plan, window, said.append), said.append) as watching:
         for step in range(1, 12):
             if step == 6:
@@ -256,9 +214,8 @@ def test_a_window_asked_for_later_has_a_file_of_its_own(tmp_path):
                 kept.append(torch.ones(step))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.pickle", "s_steps8-9.pickle"]
     for name, steps in (("s.pickle", (3, 4)), ("s_steps8-9.pickle", (8, 9))):
-        made = [
-            (e["user_metadata"], e["size"]) for e in trace(read_snapshot(tmp_path / name)) if e["action"] == "alloc"
-        ]
+        allocated = [event for event in trace(read_snapshot(tmp_path / name)) if event["action"] == "alloc"]
+        made = [(event["user_metadata"], event["size"]) for event in allocated]
         assert made == [(f"step {step}/forward", 4 * step) for step in steps]
     assert len(said) == 2 and "steps 8-9 of this run" in said[1]
 
@@ -292,10 +249,8 @@ def test_each_of_several_ranks_has_its_file(tmp_path):
 def test_a_small_ring_keeps_the_newest_events_and_all_stacks_of_weights(tmp_path, plain):
     snapshot, line = recorded(tmp_path, "--memory-history-events 200")
     assert len([e for e in trace(snapshot) if e["action"] in ("alloc", "free_completed")]) == 200
-    assert (
-        "earlier ones were dropped, raise --memory-history-events to keep them" in line
-        and " of the end of step 4" in line
-    )
+    assert "earlier ones were dropped, raise --memory-history-events to keep them" in line
+    assert " of the end of step 4" in line
     assert len(list(live_at_each_moment(snapshot))) == len(trace(snapshot))
     assert category_sizes(snapshot) == category_sizes(plain[1])
     assert all(piece.frames for piece in list_held_memory(snapshot))
@@ -312,9 +267,8 @@ def test_a_full_disk_costs_the_file_only(tmp_path, plain):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        _, out = quietly(
-            flags(SHAPE, RECORD, *DROPOUT, "--memory-snapshot-path", tmp_path / "s.pickle"), tmp_path / "run"
-        )
+        argv = flags(SHAPE, RECORD, *DROPOUT, "--memory-snapshot-path", tmp_path / "s.pickle")
+        _, out = quietly(argv, tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     lines = [line for line in out.splitlines() if "memory" in line]
@@ -340,7 +294,6 @@ def test_a_tracker_that_fails_says_so_and_training_goes_on(tmp_path, plain, monk
 
 
 def test_a_folder_in_the_files_place_is_refused(tmp_path):
-    with pytest.raises(
-        UserError, match=rf"^--memory-snapshot-path {tmp_path} is a folder; name a file in it, such as "
-    ):
+    told = rf"^--memory-snapshot-path {tmp_path} is a folder; name a file in it, such as "
+    with pytest.raises(UserError, match=told):
         quietly(flags(SHAPE, RECORD, "--memory-snapshot-path", tmp_path), tmp_path / "run")

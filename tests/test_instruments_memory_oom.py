@@ -50,39 +50,42 @@ TOO_MUCH = (
 )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
-def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
-    words = flags(
-        TOO_MUCH,
-        "--record-memory-history --profile-step-start 1 --profile-step-end 3 --memory-snapshot-path",
-        tmp_path / "deep" / "s.pickle",
-        "--run-dir",
-        tmp_path / "run",
-    )
+HELP = "  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size (predicted peak "
+linux = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
+
+
+def run_out(tmp_path, *words) -> list[str]:
+    """What a run that may take 1000 MiB says at its end."""
+    argv = flags(TOO_MUCH, *words, "--run-dir", tmp_path / "run")
+    command = [sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *argv]
     ended = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *words],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=environment(),
-        cwd=tmp_path,
-        check=False,
+        command, capture_output=True, text=True, timeout=LIMIT_S, env=environment(), cwd=tmp_path, check=False
     )
-    assert ended.returncode == 1
-    said = ended.stdout[ended.stdout.index("error: ") :].splitlines()
-    assert len(said) == 5, said
-    assert re.match(
-        r"error: out of memory on rank 0, (forward|backward) of step 1( in \S+)?: [\d.]+ [MG]iB were asked for; tensors "
-        r"hold [\d.]+ [MG]iB, [\d.]+ [MG]iB are reserved, [\d.]+ GiB of [\d.]+ GiB are free$",
-        said[0],
-    )
-    assert re.match(r"  held by: activations [\d.]+ [MG]iB, optimizer ", said[1])
-    assert re.match(r"  largest: [\d.]+ [MG]iB \w+ \(model/\w+\.py:\d+\)", said[2])
-    assert said[3].startswith(
-        "  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size (predicted peak "
-    )
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+    return ended.stdout[ended.stdout.index("error: ") :].splitlines()
+
+
+@linux
+def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
     path = tmp_path / "deep" / "s_oom_rank0.pickle"
-    assert said[4] == f"  snapshot: {path}; draw it at pytorch.org/memory_viz"
+    window = "--record-memory-history --profile-step-start 1 --profile-step-end 3 --memory-snapshot-path"
+    said = run_out(tmp_path, window, tmp_path / "deep" / "s.pickle")
+    amount = r"[\d.]+ [MG]iB"
+    for pattern, line in zip(
+        (
+            (
+                rf"error: out of memory on rank 0, (forward|backward) of step 1( in \S+)?: {amount} were asked for; tensors "
+                rf"hold {amount}, {amount} are reserved, [\d.]+ GiB of [\d.]+ GiB are free$"
+            ),
+            rf"  held by: activations {amount}, optimizer ",
+            rf"  largest: {amount} \w+ \(model/\w+\.py:\d+\)",
+            re.escape(HELP),
+            re.escape(f"  snapshot: {path}; draw it at pytorch.org/memory_viz"),
+        ),
+        said,
+        strict=True,
+    ):
+        assert re.match(pattern, line)
     snapshot = read_snapshot(path)
     asked = [event for event in trace(snapshot) if event["action"] == "oom"]
     assert protocol(path) == 4 and len(asked) == 1 and asked[0]["size"] > 2**20 and "addr" not in asked[0]
@@ -91,26 +94,11 @@ def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
+@linux
 def test_a_cpu_run_that_does_not_record_says_it_in_two_lines(tmp_path):
-    words = flags(TOO_MUCH, "--run-dir", tmp_path / "run")
-    ended = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *words],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=environment(),
-        cwd=tmp_path,
-        check=False,
-    )
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
-    first, second = ended.stdout[ended.stdout.index("error: ") :].splitlines()
-    assert re.match(
-        r"error: out of memory on rank 0: [\d.]+ [MG]iB were asked for; [\d.]+ GiB of [\d.]+ GiB are free$", first
-    )
-    assert second.startswith(
-        "  would help: --micro-batch-size 64 instead of 128, with the same --global-batch-size (predicted peak "
-    )
+    first, second = run_out(tmp_path)
+    told = r"error: out of memory on rank 0: [\d.]+ [MG]iB were asked for; [\d.]+ GiB of [\d.]+ GiB are free$"
+    assert re.match(told, first) and second.startswith(HELP)
 
 
 # --- a GPU's allocator, played from a real recording
@@ -146,13 +134,8 @@ def allocator(monkeypatch, real):
 
 def on_gpu(words: str, path, window=range(3, 5)):
     """(instruments of one GPU rank, what they said)."""
-    said = []
-    plan = plan_of(
-        flags(
-            "--record-memory-history --profile-step-start 3 --profile-step-end 5", words, "--memory-snapshot-path", path
-        ),
-        World(gpus=1),
-    )
+    said, record = [], "--record-memory-history --profile-step-start 3 --profile-step-end 5 --memory-snapshot-path"
+    plan = plan_of(flags(record, path, words), World(gpus=1))
     return Instruments(build_memory_instruments(plan, Window(window), said.append), said.append), said
 
 
@@ -171,11 +154,9 @@ def test_a_gpu_records_from_the_start_and_its_file_holds_the_window(tmp_path, al
         run_steps(watching, 6)
     rings = [(call["enabled"], call.get("max_entries"), call.get("clear_history")) for call in allocator.calls]
     assert rings == [("all", 100_000, True), ("all", 300_000, True), ("all", 100_000, True), (None, None, None)]
-    assert [(call["stacks"], call["context"]) for call in allocator.calls[:-1]] == [
-        ("python", "alloc"),
-        ("python", "all"),
-        ("python", "alloc"),
-    ]  # who frees is told in the window only
+    # who frees is told in the window only
+    assert [call["context"] for call in allocator.calls[:-1]] == ["alloc", "all", "alloc"]
+    assert {call["stacks"] for call in allocator.calls[:-1]} == {"python"}
     assert {"step 3", "step 3/forward", "step 4/forward"} <= set(allocator.tags)
     written = read_snapshot(tmp_path / "new" / "s.pickle")
     assert protocol(tmp_path / "new" / "s.pickle") == 4 and written["device_traces"] == real["device_traces"]
@@ -217,7 +198,7 @@ def test_a_gpu_rank_that_runs_out_explains_itself(tmp_path, allocator, observed)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_shortage_that_somebody_caught_is_mentioned_once(tmp_path, allocator):
+def test_shortages_that_somebody_caught_are_mentioned_once(tmp_path, allocator):
     watching, said = on_gpu("", tmp_path / "s.pickle")
     with watching:
         for _ in range(5):
@@ -229,12 +210,10 @@ def test_a_shortage_that_somebody_caught_is_mentioned_once(tmp_path, allocator):
 
 def test_after_many_that_somebody_caught_the_one_that_ends_the_run_is_explained(tmp_path, allocator):
     watching, said = on_gpu("", tmp_path / "s.pickle")
-    with pytest.raises(torch.OutOfMemoryError), watching:
-        for _ in range(5):
-            allocator.observers[0](0, GIB, 80 * GIB, 0)
-        with watching.step(1), watching.phase("forward"):
+    with pytest.raises(torch.OutOfMemoryError), watching, watching.step(1), watching.phase("forward"):
+        for _ in range(6):
             allocator.observers[0](0, 3 * GIB, 80 * GIB, 2 * GIB)
-            raise torch.OutOfMemoryError
+        raise torch.OutOfMemoryError
     assert said[0].startswith("error: out of memory on rank 0, forward of step 1: 3.00 GiB were asked for")
     assert said[4] == f"  snapshot: {tmp_path / 's_oom_rank0.pickle'} is of an earlier failure; a run writes at most 3"
 
@@ -271,11 +250,8 @@ def without_history(snapshot: dict) -> dict:
 
 def test_a_gpu_rank_that_does_not_record_explains_itself_too(tmp_path, monkeypatch, real):
     allocator, said = Allocator(monkeypatch, without_history(real)), []
-    plan = plan_of(flags(""), World(gpus=1))
-    with (
-        pytest.raises(torch.OutOfMemoryError),
-        Instruments(build_memory_instruments(plan, Window(), said.append), said.append),
-    ):
+    members = build_memory_instruments(plan_of(flags(""), World(gpus=1)), Window(), said.append)
+    with pytest.raises(torch.OutOfMemoryError), Instruments(members, said.append):
         allocator.observers[0](0, GIB, 80 * GIB, 0)
         raise torch.OutOfMemoryError
     assert len(said) == 5 and allocator.calls == []
@@ -287,11 +263,9 @@ def test_a_gpu_rank_that_does_not_record_explains_itself_too(tmp_path, monkeypat
 
 def test_cpu_ranks_that_do_not_record_are_left_alone():
     assert build_memory_instruments(plan_of(flags("")), Window(), print) == []
-    ranks = [World(rank, 2, rank, 2) for rank in (0, 1)]
-    made = [
-        build_memory_instruments(plan_of(flags("--record-memory-history"), world), Window(), print) for world in ranks
-    ]
-    assert [len(members) for members in made] == [3, 0]
+    for rank, number in ((0, 3), (1, 0)):
+        plan = plan_of(flags("--record-memory-history"), World(rank, 2, rank, 2))
+        assert len(build_memory_instruments(plan, Window(), print)) == number
 
 
 # --- words
@@ -299,34 +273,25 @@ def test_cpu_ranks_that_do_not_record_are_left_alone():
 
 def test_sites_are_the_users_lines(real):
     name, size, pieces = sum_by_site(list_held_memory(real))[0]
-    assert (
-        re.fullmatch(r".+ \(.+/.+\.py:\d+\)|code without Python frames, such as backward", name)
-        and size > 0
-        and pieces > 0
-    )
+    assert re.fullmatch(r".+ \(.+/.+\.py:\d+\)|code without Python frames, such as backward", name)
+    assert size > 0 and pieces > 0
+
+
+BATCH, SUMS = "--micro-batch-size {} instead of {}", "--grad-reduce-in-bf16"
+NO_SUMS = "no --accumulate-allreduce-grads-in-fp32"
 
 
 @pytest.mark.parametrize(
     ("words", "held", "unused", "found"),
     [
-        ("--micro-batch-size 4", {ACTIVATIONS: 9}, 0, ["--micro-batch-size 2 instead of 4", FULL_RECOMPUTE, "--bf16"]),
-        (
-            "--bf16 --micro-batch-size 2",
-            {ACTIVATIONS: 9},
-            0,
-            ["--micro-batch-size 1 instead of 2", FULL_RECOMPUTE, "--grad-reduce-in-bf16"],
-        ),
-        ("--bf16", {OPTIMIZER: 9}, 0, ["--grad-reduce-in-bf16", FULL_RECOMPUTE]),
-        ("--bf16 --grad-reduce-in-bf16", {OPTIMIZER: 9, GRADIENTS: 3}, 0, [FULL_RECOMPUTE]),
-        (
-            "--fp16 --accumulate-allreduce-grads-in-fp32",
-            {WEIGHTS: 9},
-            0,
-            ["no --accumulate-allreduce-grads-in-fp32", FULL_RECOMPUTE],
-        ),
+        ("--micro-batch-size 4", {ACTIVATIONS: 9}, 0, [BATCH.format(2, 4), FULL_RECOMPUTE, "--bf16"]),
+        ("--bf16 --micro-batch-size 2", {ACTIVATIONS: 9}, 0, [BATCH.format(1, 2), FULL_RECOMPUTE, SUMS]),
+        ("--bf16", {OPTIMIZER: 9}, 0, [SUMS, FULL_RECOMPUTE]),
+        (f"--bf16 {SUMS}", {OPTIMIZER: 9, GRADIENTS: 3}, 0, [FULL_RECOMPUTE]),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", {WEIGHTS: 9}, 0, [NO_SUMS, FULL_RECOMPUTE]),
         (f"--fp16 {FULL_RECOMPUTE}", {WEIGHTS: 9}, 0, [LAST_RESORT]),
         (
-            "--fp16 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            f"--fp16 {FULL_RECOMPUTE} --recompute-method block",
             {ACTIVATIONS: 9},
             0,
             ["--recompute-num-layers 2 instead of 1"],

@@ -69,13 +69,13 @@ def test_a_storage_that_grows_is_freed_and_taken_anew(tracker):
     grown = torch.empty(100)
     grown.resize_(300)
     assert tracker.live_bytes() == alive(grown) == 1200
-    actions = [(event["action"], event["size"]) for event in trace(tracker.snapshot())]
+    actions = [f"{event['action']} {event['size']}" for event in trace(tracker.snapshot())]
     assert actions == [
-        ("segment_alloc", 2 * MIB),
-        ("alloc", 400),
-        ("free_requested", 400),
-        ("free_completed", 400),
-        ("alloc", 1200),
+        f"segment_alloc {2 * MIB}",
+        "alloc 400",
+        "free_requested 400",
+        "free_completed 400",
+        "alloc 1200",
     ]
 
 
@@ -113,14 +113,10 @@ def test_what_was_there_before_is_there_from_the_start():
 
 def test_stacks_name_the_line_and_the_operation(tracker):
     kept = torch.zeros(3)  # this line
-    line = test_stacks_name_the_line_and_the_operation.__code__.co_firstlineno + 1
+    code = test_stacks_name_the_line_and_the_operation.__code__
     [event] = [event for event in trace(tracker.snapshot()) if event["action"] == "alloc"]
     assert event["frames"][0] == {"filename": "??", "line": 0, "name": "aten.zeros.default"}
-    assert event["frames"][1] == {
-        "filename": __file__,
-        "line": line,
-        "name": "test_stacks_name_the_line_and_the_operation",
-    }
+    assert event["frames"][1] == {"filename": __file__, "line": code.co_firstlineno + 1, "name": code.co_name}
     assert kept is not None and not any("/instruments/memory_" in frame["filename"] for frame in event["frames"])
 
 
@@ -175,10 +171,8 @@ def test_backward_is_named_by_the_module_that_it_belongs_to():
     assert {f"step 1/{phase}/{n}" for phase in ("forward", "backward") for n in "012"} <= found
     made = [e for e in trace(tracker.snapshot()) if e["user_metadata"] == "step 1/forward" and e["action"] == "alloc"]
     assert [e["frames"][0]["name"] for e in made] == ["aten.ones.default", "aten.sum.default"]  # in no module
-    of_backward = [
-        e for e in trace(tracker.snapshot()) if e["user_metadata"] == "step 1/backward/0" and e["action"] == "alloc"
-    ]
-    assert {e["frames"][0]["name"] for e in of_backward} >= {"aten.mm.default"}  # the first layer's weight gradient
+    of_backward = [e for e in trace(tracker.snapshot()) if e["user_metadata"] == "step 1/backward/0"]
+    assert "aten.mm.default" in {e["frames"][0]["name"] for e in of_backward}  # the first layer's weight gradient
     assert not torch.nn.modules.module._global_forward_hooks and not torch.nn.modules.module._global_forward_pre_hooks
 
 
@@ -212,9 +206,8 @@ def test_blocks_fill_segments_and_never_overlap(seed, expandable):
         if held and chance.random() < 0.48:
             layout.release(held.pop(chance.randrange(len(held))))
         else:
-            held.append(
-                Allocation(chance.choice((1, 512, 513, 100_000, MIB, MIB + 1, 9 * MIB, 10 * MIB, 33 * MIB)), "", [])
-            )
+            size = chance.choice((1, 512, 513, 100_000, MIB, MIB + 1, 9 * MIB, 10 * MIB, 33 * MIB))
+            held.append(Allocation(size, "", []))
             layout.place(held[-1])
     check(layout, held)
     other = layout.copy()
@@ -243,19 +236,10 @@ def check(layout: Layout, held: list[Allocation]):
     assert sorted(free) == sorted(entry for blocks in layout._free.values() for entry in blocks)
 
 
-@pytest.mark.parametrize(
-    ("size", "segment"),
-    [
-        (1, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (11 * MIB + 1, 12 * MIB),
-    ],
-)
-def test_segments_are_as_large_as_cudas(size, segment):
-    assert Layout().place(Allocation(size, "", [])).size == segment
+def test_segments_are_as_large_as_cudas():
+    sizes = {1: 2, MIB: 2, MIB + 1: 20, 10 * MIB - 512: 20, 10 * MIB: 10, 11 * MIB + 1: 12}
+    for size, segment_mib in sizes.items():
+        assert Layout().place(Allocation(size, "", [])).size == segment_mib * MIB
 
 
 def test_a_rest_of_at_most_1_mib_stays_with_a_large_block():

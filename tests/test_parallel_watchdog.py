@@ -93,14 +93,12 @@ def test_a_post_survives_the_way():
 
 def test_the_first_to_ask_speaks_for_all():
     store = dist.HashStore()
-    first, second = (
-        HangDiagnosis(World(rank, 3), RankStore(store, rank, 3), 60.0, ends_record=False) for rank in (0, 1)
-    )
+    both = (HangDiagnosis(World(rank, 3), RankStore(store, rank, 3), 60.0, ends_record=False) for rank in (0, 1))
+    first, second = both
     RankStore(store, 2, 3).set_status(post(left="ValueError: no"))
     said, repeated = first.diagnose(CLOSED, post(), None), second.diagnose(CLOSED, post(), None)
-    assert str(said) == str(repeated) and str(said).startswith(
-        "rank 2 ended in the start, before the first step, with ValueError: no"
-    )
+    assert str(said) == str(repeated)
+    assert str(said).startswith("rank 2 ended in the start, before the first step, with ValueError: no")
     assert (said.told, repeated.told, said.exit_code) == (False, True, 1)
 
 
@@ -110,9 +108,9 @@ def test_the_record_of_a_terminated_writer_is_ended_for_it(tmp_path):
         (tmp_path / "run.json").write_text('{"status": "running"}')
         store = dist.HashStore()
         RankStore(store, 1, 2).set_status(post(left=left, blameless=True))
-        hang_diagnosis = HangDiagnosis(World(0, 2), RankStore(store, 0, 2), 60.0, ends_record=False)
-        hang_diagnosis.run_dir = tmp_path
-        assert hang_diagnosis.diagnose(CLOSED, post(), None, "Connection closed by peer").ended
+        asking = HangDiagnosis(World(0, 2), RankStore(store, 0, 2), 60.0, ends_record=False)
+        asking.run_dir = tmp_path
+        assert asking.diagnose(CLOSED, post(), None, "Connection closed by peer").ended
         assert json.loads((tmp_path / "run.json").read_text())["status"].startswith(status)
 
 
@@ -130,11 +128,7 @@ def test_states_of_processes(tmp_path, monkeypatch):
     child.wait()
     assert process_state.process_state(child.pid) == "dead"
     monkeypatch.setattr(process_state, "PROC", tmp_path)
-    assert (process_state.process_state(1), process_state.pid_space(), process_state.memory_kills()) == (
-        None,
-        None,
-        None,
-    )
+    assert process_state.process_state(1) is process_state.pid_space() is process_state.memory_kills() is None
     (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 3\n")
     assert process_state.memory_kills() == 3
 
@@ -158,21 +152,14 @@ def record_on_two_ranks(world):
     before = recorder.counts()
     dist.all_reduce(torch.ones(3, dtype=torch.float64))
     wait_until(lambda: recorder.unfinished() is None)  # noted a moment after the collective
+    if world.rank == 1:
+        store.wait(["looked"])
+    works = [dist.all_reduce(torch.ones(1000), async_op=True), dist.broadcast(torch.ones(8).bool(), 0, async_op=True)]
     if world.rank == 0:
-        works = [
-            dist.all_reduce(torch.ones(1000), async_op=True),
-            dist.broadcast(torch.ones(8).bool(), 0, async_op=True),
-        ]
         begun, finished = recorder.counts()
         print("counts", begun - before[0], finished - before[1])
         print("oldest", recorder.unfinished(), "|", recorder.newest(), "|", recorder.counts()[0] - begun)
         store.set("looked", "")
-    else:
-        store.wait(["looked"])
-        works = [
-            dist.all_reduce(torch.ones(1000), async_op=True),
-            dist.broadcast(torch.ones(8).bool(), 0, async_op=True),
-        ]
     for work in works:
         work.wait()
     wait_until(lambda: recorder.unfinished() is None)
@@ -235,27 +222,24 @@ def test_who_hangs_answers_with_its_stack(ranks, monkeypatch):
         other._over = True
         other._thread.join()
     assert "rank 1 did not join barrier #7 of rank 0 within 1m00s: since" in str(caught.value)
-    assert "after collective #6" in str(caught.value) and "_call (megatron_lite/parallel/watchdog.py:" in str(
-        caught.value
-    )
+    assert "after collective #6" in str(caught.value)
+    assert "_call (megatron_lite/parallel/watchdog.py:" in str(caught.value)
 
 
-def test_farewells(ranks):
-    for error, blameless in (
-        (ValueError("no\nmore"), False),
-        (RanksError("other"), True),
-        (None, True),
-        (KeyboardInterrupt(), True),
-    ):
-        one = ranks(post())
-        one.leave(error)
-        left = one._store.get_statuses([0])[0]
-        assert left.blameless == blameless and left.left in (
-            "ValueError: no",
-            "RanksError: other",
-            "no error",
-            "KeyboardInterrupt: ",
-        )
+@pytest.mark.parametrize(
+    ("error", "said", "blameless"),
+    [
+        (ValueError("no\nmore"), "ValueError: no", False),
+        (RanksError("other"), "RanksError: other", True),
+        (None, "no error", True),
+        (KeyboardInterrupt(), "KeyboardInterrupt: ", True),
+    ],
+)
+def test_farewells(ranks, error, said, blameless):
+    one = ranks(post())
+    one.leave(error)
+    left = one._store.get_statuses([0])[0]
+    assert (left.left, left.blameless) == (said, blameless)
 
 
 @pytest.mark.parametrize(
@@ -281,10 +265,8 @@ def test_a_store_that_fails_or_hangs_is_told(ranks, monkeypatch):
     for broken in (lambda *_: time.sleep(5), lambda *_: (_ for _ in ()).throw(dist.DistNetworkError("gone"))):
         one = ranks(post())
         one._diagnosis.into = broken
-        with pytest.raises(
-            RanksError,
-            match="MASTER_ADDR:MASTER_PORT there:99: the store there .* rank 0, which holds it, died, is stopped",
-        ):
+        told = "MASTER_ADDR:MASTER_PORT there:99: the store there .* rank 0, which holds it, died, is stopped"
+        with pytest.raises(RanksError, match=told):
             ask(one, RESET)
 
 
@@ -313,12 +295,14 @@ def test_the_backstop_tells_and_ends_the_process(ranks, monkeypatch):
 
 def _advance(one: watchdog.Watchdog, now: list[float], seconds: float):
     """Move the clock on, and wait until the thread has looked at it twice: it looks once for each post."""
+
+    def last_post() -> float:
+        return max((status.wall_time for status in one._store.get_statuses([0]).values()), default=0.0)
+
     for _ in range(2):
-        before = one._store.get_statuses([0])[0].wall_time if one._store.get_statuses([0]) else 0.0
+        before = last_post()
         now[0] += seconds / 2
-        wait_until(
-            lambda before=before: one._store.get_statuses([0]) and one._store.get_statuses([0])[0].wall_time > before
-        )
+        wait_until(lambda before=before: last_post() > before)
 
 
 def test_nobody_outlives_the_verdict(ranks, monkeypatch):

@@ -171,10 +171,7 @@ def test_each_rank_gets_its_own(file):
             "large",
             "for train it yields the id 128, outside the vocabulary of 128; give the tokenizer that made its ids",
         ),
-        (
-            "negative",
-            "for train it yields the id -1, outside the vocabulary of 128; give the tokenizer that made its ids",
-        ),
+        ("negative", "for train it yields the id -1, outside the vocabulary of 128; give the tokenizer that made its"),
         ("later_large", "for train it yields the id 128, outside the vocabulary of 128; give the tokenizer that made"),
         (
             "three",
@@ -184,11 +181,11 @@ def test_each_rank_gets_its_own(file):
         ("no_such", "FILE has no function no_such; check its name"),
         (
             "few_arguments",
-            "cannot be called (got an unexpected keyword argument 'micro_batch_size'); let it take split, and by",
+            "cannot be called (got an unexpected keyword argument 'micro_batch_size'); let it take split",
         ),
         (
             "positional",
-            "cannot be called (missing a required argument: 'more'); let it take split, and by name consumed, ",
+            "cannot be called (missing a required argument: 'more'); let it take split, and by name consumed",
         ),
     ],
 )

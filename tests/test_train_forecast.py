@@ -44,10 +44,8 @@ def test_ranks_of_one_machine_share_its_memory():
 
 
 def test_a_processor_that_no_table_has_is_given_no_speed():
-    assert (
-        len(said("", ON_GPUS, "Foreign GPU 9", None)) == 1
-        and " of " not in said("", ON_GPUS, "Foreign GPU 9", None)[0].split(",")[0]
-    )
+    [line] = said("", ON_GPUS, "Foreign GPU 9", None)
+    assert " of " not in line.split(",")[0]
 
 
 def test_a_run_that_only_evaluates_is_not_judged_as_training():
@@ -58,14 +56,10 @@ def test_a_run_that_only_evaluates_is_not_judged_as_training():
 def test_the_remedy_is_a_flag_that_fits():
     words = "--micro-batch-size 256 --global-batch-size 512 --num-layers 8"
     peak = forecast(plan(words, ON_GPUS), H200, None).memory.peak.num_bytes
-    for world, device, room in (
-        (ON_GPUS, H200, peak // 2),
-        (ON_GPUS, "Foreign GPU 9", peak // 2),
-        (World(), None, peak // 2),
-    ):
-        seen = forecast(plan(words, world), device, room)
+    for world, device in ((ON_GPUS, H200), (ON_GPUS, "Foreign GPU 9"), (World(), None)):
+        seen = forecast(plan(words, world), device, peak // 2)
         flags, _, needs = seen.way_out.rpartition(" would need ")
-        changed = forecast(plan(f"{words} {flags}", world), device, room)
+        changed = forecast(plan(f"{words} {flags}", world), device, peak // 2)
         assert not changed.exceeds(0) and size(changed.memory.peak.num_bytes) == needs
         assert list(lines_of(seen))[-1].endswith(f"; {seen.way_out}.")
 
@@ -73,10 +67,8 @@ def test_the_remedy_is_a_flag_that_fits():
 def test_too_little_room_is_said_and_training_goes_on():
     peak = forecast(plan("", ON_GPUS), H200, GIB).memory.peak.num_bytes
     assert not any("note" in line for line in said("", ON_GPUS, H200, int(peak / (1 - MARGIN)) + 1))
-    assert (
-        "  note: the predicted peak leaves less than 8% of the memory for libraries"
-        in said("", ON_GPUS, H200, peak)[-1]
-    )
+    tight = said("", ON_GPUS, H200, peak)[-1]
+    assert "  note: the predicted peak leaves less than 8% of the memory for libraries" in tight
     told = said("", ON_GPUS, H200, peak // 2)[-1]
     assert told.startswith(f"  note: the predicted peak is {size(peak - peak // 2)} more than there is")
 
@@ -115,17 +107,9 @@ def test_the_record_of_a_run_holds_it_with_all_its_formulas(tmp_path):
     ],
 )
 def test_a_real_run_holds_what_was_predicted(words, tmp_path):
-    ended = pretrain(
-        flags(
-            MIDDLING,
-            words,
-            "--train-iters 3 --record-memory-history --profile-step-start 2 --profile-step-end 4",
-            "--memory-snapshot-path",
-            tmp_path / "s.pickle",
-            "--run-dir",
-            tmp_path / "run",
-        )
-    )
+    record = "--train-iters 3 --record-memory-history --profile-step-start 2 --profile-step-end 4"
+    files = f"--memory-snapshot-path {tmp_path}/s.pickle --run-dir {tmp_path}/run"
+    ended = pretrain(flags(MIDDLING, words, record, files))
     assert ended.code == 0, ended.err
     assert ended.out.count("  predicted: tensors peak at about ") == 1
     found = analyze([tmp_path / "run", tmp_path / "s.pickle"]).facts.predicted.memory

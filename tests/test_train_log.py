@@ -98,12 +98,8 @@ def test_rate_and_scale_are_the_next_steps(run, records):
 def test_validation_lines_are_megatrons(run):
     out = run[1].out.splitlines()
     found = [(i, VALIDATION_LINE.match(line)) for i, line in enumerate(out) if VALIDATION_LINE.match(line)]
-    assert [match[1] for _, match in found] == [
-        "iteration 10",
-        "iteration 20",
-        "iteration 24 on validation set",
-        "iteration 24 on test set",
-    ]
+    places = ["10", "20", "24 on validation set", "24 on test set"]
+    assert [match[1] for _, match in found] == [f"iteration {place}" for place in places]
     for i, match in found:
         assert set(out[i - 1]) == set(out[i + 1]) == {"-"} and len(out[i - 1]) > len(out[i])
         assert float(match[3]) == pytest.approx(math.exp(float(match[2])), rel=1e-4)
@@ -115,20 +111,9 @@ def test_timers_have_megatrons_names(run):
         re.match(r"^    ([\w-]+) \.+: \(\d+\.\d\d, \d+\.\d\d\)$", line)
         for line in block[: block.index(next(line for line in block if not line.startswith("    ")))]
     ]
-    assert [match[1] for match in found] == [
-        "forward-backward",
-        "all-grads-sync",
-        "optimizer-unscale-and-check-inf",
-        "optimizer-clip-main-grad",
-        "optimizer-inner-step",
-        "optimizer",
-        "batch-generator",
-        "forward-compute",
-        "backward-compute",
-        "data",
-        "forward",
-        "log",
-    ]
+    optimizer = "optimizer-unscale-and-check-inf optimizer-clip-main-grad optimizer-inner-step optimizer"
+    detailed = "batch-generator forward-compute backward-compute data forward log"
+    assert [match[1] for match in found] == f"forward-backward all-grads-sync {optimizer} {detailed}".split()
 
 
 @pytest.mark.parametrize("option", ["max", "minmax", "all"])
@@ -153,11 +138,9 @@ def test_timer_lines_are_megatron_cores(option, level):
         "optimizer-clip-main-grad": [0.2, 0.3],
         "optimizer-inner-step": [2.0, 2.0],
         "optimizer": [2.3, 2.4],
-    } | (
-        {"batch-generator": [1.5, 2.5], "forward-compute": [4.5, 6.5], "backward-compute": [6.0, 5.0]}
-        if level == 2
-        else {}
-    )
+    }
+    if level == 2:
+        expected |= {"batch-generator": [1.5, 2.5], "forward-compute": [4.5, 6.5], "backward-compute": [6.0, 5.0]}
     assert {name: pytest.approx(times) for name, times in expected.items()} == found
     timers = pytest.importorskip("megatron.core.timers").Timers(level, option)
     timers._get_elapsed_time_all_ranks = lambda names, reset, barrier: (
@@ -183,19 +166,16 @@ def test_what_was_written_ahead_is_replaced(tmp_path, monkeypatch, seconds):
     monkeypatch.setattr(log, "SECONDS_AHEAD", seconds)
     ahead = []
     write = StepsFile.write_ahead
-    monkeypatch.setattr(
-        StepsFile, "write_ahead", lambda self, *given: (ahead.append(given[0].iteration), write(self, *given))
-    )
-    for last, load in ((11, ""), (20, "--load")):
+
+    def note(self, figures, time):
+        ahead.append(figures.iteration)
+        write(self, figures, time)
+
+    monkeypatch.setattr(StepsFile, "write_ahead", note)
+    save = f"--train-iters 20 --log-interval 5 --save {tmp_path}/save"
+    for words in ("--exit-interval 11", f"--load {tmp_path}/save"):
         with alone():
-            quietly(
-                flags(
-                    f"--train-iters 20 --log-interval 5 --exit-interval {last} --save",
-                    tmp_path / "save",
-                    *([load, tmp_path / "save"] if load else []),
-                ),
-                tmp_path / "run",
-            )
+            quietly(flags(save, words), tmp_path / "run")
     assert [record["iteration"] for record in steps(tmp_path / "run")] == list(range(1, 21))
     assert not any("local" in record for record in steps(tmp_path / "run")) and len(set(ahead)) == len(ahead)
     assert bool(ahead) == (seconds == 0.0)
@@ -203,31 +183,12 @@ def test_what_was_written_ahead_is_replaced(tmp_path, monkeypatch, seconds):
 
 def test_tensorboard_has_megatrons_names(board, records):
     tags = set(board.Tags()["scalars"])
-    stepwise = {
-        "learning-rate",
-        "batch-size",
-        "lm loss",
-        "loss-scale",
-        "grad-norm",
-        "num-zeros",
-        "params-norm",
-        "world-size",
-    }
-    evaluations = {"lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl"}
-    for name in stepwise | evaluations:
+    stepwise = ["learning-rate", "batch-size", "loss-scale", "grad-norm", "num-zeros", "params-norm", "world-size"]
+    evaluations = ["lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl"]
+    for name in ("lm loss", *stepwise, *evaluations):
         assert {name, f"{name} vs samples"} <= tags, name
-    assert {
-        "iteration-time",
-        "throughput",
-        "forward-backward-time",
-        "forward-compute-time",
-        "backward-compute-time",
-        "batch-generator-time",
-        "optimizer-time",
-        "optimizer-inner-step-time",
-        "data-time",
-        "log-time",
-    } <= tags
+    timers = "iteration forward-backward forward-compute backward-compute batch-generator optimizer optimizer-inner-step data log"
+    assert {"throughput", *(f"{name}-time" for name in timers.split())} <= tags
     spent = [event.value for event in board.Scalars("forward-backward-time")]
     assert 0 < max(spent) < max(record["ms"] for record in records) / 500, "seconds, as Megatron's"
     assert "micro_batch_size/text_summary" in board.Tags()["tensors"]

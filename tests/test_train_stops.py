@@ -46,9 +46,7 @@ def group():
 # --- divergence
 
 
-@pytest.mark.parametrize(
-    "words", ["--log-interval 1", "--log-interval 3 --bf16", "--bf16 --loss-scale 8", "--fp16 --loss-scale 8"]
-)
+@pytest.mark.parametrize("words", ["--log-interval 1", "--log-interval 3 --bf16"])
 def test_nan_stops_the_run_and_saves_nothing(group, tmp_path, words):
     with pytest.raises(DivergedError, match=LINE) as caught:
         quietly(flags(DIVERGING, words, "--save-interval 1 --save", tmp_path / "save"), tmp_path / "run")
@@ -67,6 +65,12 @@ def test_nan_goes_on_if_told_to(group, tmp_path):
     _, out = quietly(flags(DIVERGING, "--no-check-for-nan-in-loss-and-grad --log-interval 1"), tmp_path)
     assert len(steps(tmp_path)) == 8 and losses(tmp_path)[-1] is None
     assert "number of nan iterations:   1 |" in out
+
+
+@pytest.mark.parametrize("precision", ["--bf16 --loss-scale 8", "--fp16 --loss-scale 8"])
+def test_a_fixed_loss_scale_hides_no_nan_loss(group, tmp_path, precision):
+    with pytest.raises(DivergedError, match=LINE):
+        quietly(flags(DIVERGING, precision), tmp_path)
 
 
 def test_a_fixed_loss_scale_skips_what_overflows(group, tmp_path):

@@ -232,13 +232,9 @@ def race(trials: Mapping[str, Trial], preferred: str | None, time_ms: Callable[[
             times[name] = time_ms(trial)
         except RuntimeError:  # out of memory is one, too
             continue
-    return Race(_winner(times, preferred), times)
-
-
-def _winner(times_ms: Mapping[str, float], preferred: str | None) -> str | None:
-    fastest = min(times_ms, key=times_ms.get, default=preferred)
-    stays = preferred in times_ms and times_ms[preferred] <= MARGIN * times_ms[fastest]
-    return preferred if stays else fastest
+    winner = min(times, key=times.get, default=preferred)
+    stays = preferred in times and times[preferred] <= MARGIN * times[winner]
+    return Race(preferred if stays else winner, times)
 
 
 def gpu_ms(trial: Trial) -> float:

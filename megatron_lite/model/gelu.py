@@ -55,21 +55,16 @@ def _fill(x: Tensor, result: Tensor, slope: Tensor | None):
     length, buffers = room.shape[1], room.unbind()
     slopes = itertools.repeat(None) if slope is None else slope.split(length)
     for piece, result_piece, slope_piece in zip(x.split(length), result.split(length), slopes):
-        fitting = buffers if len(piece) == length else room[:, : len(piece)].unbind()
-        _fill_piece(piece, result_piece, slope_piece, fitting, outer)
-
-
-def _fill_piece(x: Tensor, result: Tensor, slope: Tensor | None, buffers: tuple[Tensor, ...], outer: Tensor):
-    wide, inner, gate, spare = buffers
-    wide.copy_(x)
-    torch.addcmul(outer, wide, wide, value=OUTER * CUBIC, out=inner).mul_(wide)
-    torch.sigmoid(inner, out=gate)
-    result.copy_(torch.mul(wide, gate, out=spare))  # straight into the result it would take memory of its own
-    if slope is not None:
-        # gate + x * gate' with gate' = gate * (1 - gate) * inner' and x * inner' = 3 * inner - 2 * OUTER * x
-        inner.sub_(wide, alpha=2 / 3 * OUTER)
-        torch.addcmul(gate, gate, gate, value=-1, out=spare)
-        slope.copy_(gate.addcmul_(spare, inner, value=3))
+        wide, inner, gate, spare = buffers if len(piece) == length else room[:, : len(piece)].unbind()
+        wide.copy_(piece)
+        torch.addcmul(outer, wide, wide, value=OUTER * CUBIC, out=inner).mul_(wide)
+        torch.sigmoid(inner, out=gate)
+        result_piece.copy_(torch.mul(wide, gate, out=spare))  # straight into the result it would take memory of its own
+        if slope_piece is not None:
+            # gate + x * gate' with gate' = gate * (1 - gate) * inner' and x * inner' = 3 * inner - 2 * OUTER * x
+            inner.sub_(wide, alpha=2 / 3 * OUTER)
+            torch.addcmul(gate, gate, gate, value=-1, out=spare)
+            slope_piece.copy_(gate.addcmul_(spare, inner, value=3))
 
 
 def room_for(x: Tensor) -> tuple[Tensor, Tensor]:

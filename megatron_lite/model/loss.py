@@ -98,8 +98,8 @@ class _ScaledLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_MV: Tensor, labels_M: Tensor, rows_at_once: int) -> Tensor:
         losses_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
-        for rows, labels_R1 in _chunks(labels_M, rows_at_once):
-            losses_M[rows] = _row_losses(logits_MV[rows], labels_R1)
+        for rows in _split_rows(labels_M, rows_at_once):
+            losses_M[rows] = _row_losses(logits_MV[rows], labels_M[rows, None])
         ctx.save_for_backward(logits_MV, labels_M)
         ctx.rows_at_once = rows_at_once
         return losses_M
@@ -110,8 +110,8 @@ class _ScaledLosses(torch.autograd.Function):
     def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, None, None]:
         """To be called once; torch notices a second time."""
         logits_MV, labels_M = ctx.saved_tensors
-        for rows, labels_R1 in _chunks(labels_M, ctx.rows_at_once):
-            logits_MV[rows] = _row_gradients(logits_MV[rows], labels_R1, gradient_M[rows, None])
+        for rows in _split_rows(labels_M, ctx.rows_at_once):
+            logits_MV[rows] = _row_gradients(logits_MV[rows], labels_M[rows, None], gradient_M[rows, None])
         return logits_MV, None, None
 
 
@@ -121,16 +121,11 @@ def _row_losses(logits_RV: Tensor, labels_R1: Tensor) -> Tensor:
 
 
 def _row_gradients(logits_RV: Tensor, labels_R1: Tensor, gradient_R1: Tensor) -> Tensor:
-    """Of the losses with respect to the logits, in fp32."""
-    return _minus_one_hot(logits_RV.softmax(-1, dtype=torch.float32), labels_R1).mul_(gradient_R1)
+    """Of the losses with respect to the logits, in fp32: (softmax - one-hot) * gradient."""
+    softmax_RV = logits_RV.softmax(-1, dtype=torch.float32)
+    minus_one = softmax_RV.new_full((), -1.0)
+    return softmax_RV.scatter_add_(1, labels_R1, minus_one.expand_as(labels_R1)).mul_(gradient_R1)
 
 
-def _minus_one_hot(softmax_RV: Tensor, labels_R1: Tensor) -> Tensor:
-    """Changes and returns softmax_RV."""
-    return softmax_RV.scatter_add_(1, labels_R1, softmax_RV.new_full((), -1.0).expand_as(labels_R1))
-
-
-def _chunks(labels_M: Tensor, rows_at_once: int):
-    for first in range(0, len(labels_M), rows_at_once):
-        rows = slice(first, first + rows_at_once)
-        yield rows, labels_M[rows, None]
+def _split_rows(labels_M: Tensor, rows_at_once: int) -> list[slice]:
+    return [slice(first, first + rows_at_once) for first in range(0, len(labels_M), rows_at_once)]

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
 from megatron_lite.optim.loss_scale import make_loss_scale
 from megatron_lite.optim.schedule import learning_rates, weight_decays
-from megatron_lite.optim.weights import MasterWeights
 from megatron_lite.phases import Phase
-
-# --- torch's fused AdamW and SGD in Megatron's parameter groups
 
 
 def make_engine(plan: Plan, weights: list[nn.Parameter], lr: Tensor) -> torch.optim.Optimizer:
@@ -47,7 +45,41 @@ def _first_state(kind: str, momentum: float, weight: nn.Parameter) -> dict[str, 
     return {"momentum_buffer": torch.zeros_like(weight)} if momentum else {}
 
 
-# --- one optimizer step without the host waiting for the device
+class MasterWeights:
+    """fp32 copies of 16-bit parameters; an fp32 model's parameters stand for themselves."""
+
+    @mark_memory(MASTER_WEIGHTS)
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.model = parameters
+        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters]
+        self._pairs = [(p, m) for p, m in zip(parameters, self.masters) if p is not m]
+
+    @torch.no_grad()
+    def attach(self, gradients: list[Tensor]):
+        """Make `gradients`, in the order of the parameters, the masters' gradients, in fp32."""
+        if gradients[0].dtype != torch.float32:  # all at once: a launch takes longer than a GPU needs for a bias
+            short, gradients = gradients, [torch.empty_like(g, dtype=torch.float32) for g in gradients]
+            torch._foreach_copy_(gradients, short)
+        for master, gradient in zip(self.masters, gradients):
+            master.grad = gradient
+
+    def detach(self):
+        """Let go of the gradients, so that fp32 copies of them do not live through the next forward."""
+        for master in self.masters:
+            master.grad = None
+
+    @torch.no_grad()
+    def write_back(self):
+        """Round the masters into the model."""
+        if self._pairs:
+            model, masters = map(list, zip(*self._pairs))
+            torch._foreach_copy_(model, masters)
+
+    @torch.no_grad()
+    def reload(self):
+        """Take the masters from the model, after weights were loaded without an optimizer."""
+        for parameter, master in self._pairs:
+            master.copy_(parameter)
 
 
 @dataclass(frozen=True)
@@ -106,29 +138,32 @@ class Optimizer:
             divide_by = scale if divisor is None else scale * divisor
             self.weights.attach(gradients)
         with phase(Phase.CLIP_GRAD):
-            norm = torch.nn.utils.get_total_norm(self._gradients()) / divide_by
-            skipped = self._must_skip(norm)
+            norm = (
+                torch.nn.utils.get_total_norm([w.grad for w in self.weights.masters if w.grad is not None]) / divide_by
+            )
+            if self.scaler is not None:
+                skipped = ~torch.isfinite(norm)
+            else:
+                if self.plan.args.precision.check_for_nan_in_loss_and_grad:
+                    self.stopped |= ~torch.isfinite(norm)
+                skipped = self.stopped.clone()
             if self.plan.args.optimizer.clip_grad:
                 coefficient = (self.plan.args.optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
                 divide_by = divide_by / coefficient
         with phase(Phase.OPTIMIZER_STEP):
             if self._decay_changes:
                 self._decay(skipped, divide_by)
-            self._run_engine(torch.where(skipped, self._one, divide_by), skipped)
+            # the attributes through which torch's own GradScaler speaks to fused optimizers
+            self.engine.grad_scale = torch.where(skipped, self._one, divide_by)
+            self.engine.found_inf = skipped.float()
+            self.engine.step()
+            del self.engine.grad_scale, self.engine.found_inf
             self.weights.write_back()
             self.weights.detach()
-            self._account(skipped, samples)
+            if self.scaler is not None:
+                self.scaler.update(skipped)
+            self.good_samples += (~skipped).long() * samples
             return Update(norm, skipped, scale, self.loss_scale.clone(), self._set_rates())
-
-    def _gradients(self) -> list[Tensor]:
-        return [w.grad for w in self.weights.masters if w.grad is not None]
-
-    def _must_skip(self, norm: Tensor) -> Tensor:
-        if self.scaler is not None:
-            return ~torch.isfinite(norm)
-        if self.plan.args.precision.check_for_nan_in_loss_and_grad:
-            self.stopped |= ~torch.isfinite(norm)
-        return self.stopped.clone()
 
     def _set_rates(self) -> Tensor:
         """Of the step that starts after the good samples so far, whatever batches they came in. Returns the learning rate."""
@@ -145,17 +180,6 @@ class Optimizer:
         else:  # SGD's decay is part of the gradient, and goes through the momentum
             scaled = torch._foreach_mul([w.detach() for w in matrices], decay * divide_by)
             torch._foreach_add_([w.grad for w in matrices], scaled)
-
-    def _run_engine(self, divide_by: Tensor, skipped: Tensor):
-        # the attributes through which torch's own GradScaler speaks to fused optimizers
-        self.engine.grad_scale, self.engine.found_inf = divide_by, skipped.float()
-        self.engine.step()
-        del self.engine.grad_scale, self.engine.found_inf
-
-    def _account(self, skipped: Tensor, samples: int):
-        if self.scaler is not None:
-            self.scaler.update(skipped)
-        self.good_samples += (~skipped).long() * samples
 
     def tensors(self, names: list[str]) -> dict[str, Tensor]:
         """Everything that the next step depends on besides the model, under checkpoint.record's flat names.

@@ -16,7 +16,32 @@ def learning_rates(plan: LearningRatePlan, samples: Tensor) -> Tensor:
     samples = torch.as_tensor(samples, dtype=torch.float64)
     warming = (samples <= plan.warmup_samples) & (plan.warmup_samples > 0)
     warm = plan.init + (plan.peak - plan.init) * samples / (plan.warmup_samples or 1)
-    return torch.where(warming, warm, _decayed(plan, samples))
+    if plan.style == "constant":
+        return torch.where(warming, warm, plan.peak)
+    if plan.style == "inverse-square-root":
+        warmup = max(plan.warmup_samples, 1)
+        rate = (plan.peak * math.sqrt(warmup) / samples.clamp(min=1).sqrt()).clamp(min=plan.floor)
+    else:
+        rate = plan.floor + (plan.peak - plan.floor) * _compute_remaining(plan, samples)
+    return torch.where(warming, warm, torch.where(samples > plan.decay_samples, plan.floor, rate))
+
+
+def _compute_remaining(plan: LearningRatePlan, samples: Tensor) -> Tensor:
+    """Share of (peak - floor) that is left: 1 after the warm-up, 0 at the end of the decay."""
+    if plan.style != "WSD":
+        span = (plan.decay_samples - plan.warmup_samples) or 1
+        done = ((samples - plan.warmup_samples) / span).clamp(0, 1)
+        return 1 - done if plan.style == "linear" else _cosine(done)
+    # warm-up, stable, decay: everything stays until the last wsd_samples
+    start = plan.decay_samples - plan.wsd_samples
+    done = ((samples - start) / max(plan.wsd_samples, 1)).clamp(0, 1)
+    shape = {
+        "linear": lambda: 1 - done,
+        "cosine": lambda: _cosine(done),
+        "exponential": lambda: 2 * 0.5**done - 1,
+        "minus_sqrt": lambda: 1 - done.sqrt(),
+    }
+    return torch.where(samples <= start, 1.0, shape[plan.wsd_style]())
 
 
 def weight_decays(plan: LearningRatePlan, samples: Tensor) -> Tensor:
@@ -32,36 +57,3 @@ def weight_decays(plan: LearningRatePlan, samples: Tensor) -> Tensor:
 def _cosine(done: Tensor) -> Tensor:
     """From 1 to 0 on half a wave."""
     return 0.5 * (torch.cos(math.pi * done) + 1)
-
-
-def _decayed(plan: LearningRatePlan, samples: Tensor) -> Tensor:
-    if plan.style == "constant":
-        return torch.full_like(samples, plan.peak)
-    if plan.style == "inverse-square-root":
-        warmup = max(plan.warmup_samples, 1)
-        rate = (plan.peak * math.sqrt(warmup) / samples.clamp(min=1).sqrt()).clamp(min=plan.floor)
-    else:
-        rate = plan.floor + (plan.peak - plan.floor) * _remaining(plan, samples)
-    return torch.where(samples > plan.decay_samples, plan.floor, rate)
-
-
-def _remaining(plan: LearningRatePlan, samples: Tensor) -> Tensor:
-    """Share of (peak - floor) that is left: 1 after the warm-up, 0 at the end of the decay."""
-    if plan.style == "WSD":
-        return _wsd_remaining(plan, samples)
-    span = (plan.decay_samples - plan.warmup_samples) or 1
-    done = ((samples - plan.warmup_samples) / span).clamp(0, 1)
-    return 1 - done if plan.style == "linear" else _cosine(done)
-
-
-def _wsd_remaining(plan: LearningRatePlan, samples: Tensor) -> Tensor:
-    """Warm-up, stable, decay: everything stays until the last wsd_samples."""
-    start = plan.decay_samples - plan.wsd_samples
-    done = ((samples - start) / max(plan.wsd_samples, 1)).clamp(0, 1)
-    shape = {
-        "linear": lambda: 1 - done,
-        "cosine": lambda: _cosine(done),
-        "exponential": lambda: 2 * 0.5**done - 1,
-        "minus_sqrt": lambda: 1 - done.sqrt(),
-    }
-    return torch.where(samples <= start, 1.0, shape[plan.wsd_style]())

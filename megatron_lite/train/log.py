@@ -171,7 +171,8 @@ class Log:
             self._say_interval(self._interval)
         if self._timeline.detailed and self._progress.step > 1:  # else no step is over, on no rank
             self._compare_ranks(times)
-        self._say_memory()
+        if self.plan.device == "cuda":
+            self._say_memory()
 
     def _say_interval(self, steps: list[StepFigures]):
         w, shape, seconds = self.plan.args.watch, self.plan.shape, self._time.seconds
@@ -225,8 +226,6 @@ class Log:
             self._tensorboard.ranks(self._progress.iteration, figures)
 
     def _say_memory(self):
-        if self.plan.device != "cuda":
-            return
         w, progress = self.plan.args.watch, self._progress
         due = progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0)
         if due and self.plan.world.is_first:
