@@ -134,12 +134,13 @@ def read_flags() -> dict[str, MegatronFlag]:
     """All flags of the table by name, in its order."""
     flags, answer, text = {}, "", ""
     for line in FILE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("  "):
-            for name, equals, value in (word.partition("=") for word in line.split()):
-                passing = tuple(value.split()) if equals else None
-                flags[name] = MegatronFlag(name, answer, text, passing)
-        elif not line.startswith("#"):
-            answer, _, text = (part.strip() for part in line.partition(":"))
+        if line.startswith("#"):
+            continue
+        words = line
+        if not line.startswith("  "):
+            answer, text, words = (part.strip() for part in line.split("|"))
+        for name, equals, value in (word.partition("=") for word in words.split()):
+            flags[name] = MegatronFlag(name, answer, text, tuple(value.split()) if equals else None)
     return flags
 
 
