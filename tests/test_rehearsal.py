@@ -164,6 +164,6 @@ def test_what_is_left_out_is_said(rehearsed):
         "CUDA's own memory, outside of torch's allocator, is not counted, nor what a kernel takes and gives back "
         "within itself"
     )
-    [several] = rehearse(planned("--torch-compile none --global-batch-size 8", World(size=2, gpus=1))).notes
+    [several] = rehearse(planned("--torch-compile none --global-batch-size 8", World(size=2, gpus=1)), 0).notes
     assert several.startswith("CUDA's own memory and NCCL's")
-    assert rehearse(planned()).notes == ()
+    assert rehearse(planned(), 0).notes == ()

@@ -1,7 +1,7 @@
 """What in the environment of a run can cost its user something: variables, limits of the machine, missing tools."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
 from megatron_lite.config.data_paths import BATCHES_AHEAD, parse_blend, with_files_read
@@ -27,34 +27,31 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the f
 NATIVE_BACKEND, ASYNC_BACKEND = "native", "cudaMallocAsync"
 SPLITTING = ("max_split_size_mb", "max_non_split_rounding_mb")
 MIN_SPLITTING_MIB = 20
-SWITCH = (("True", "False").__contains__, "write True or False, with a capital")
-SPLIT_SIZE = (
-    lambda value: value.isdigit() and int(value) >= MIN_SPLITTING_MIB,
-    f"give a whole number of at least {MIN_SPLITTING_MIB}",
-)
-ANY: tuple[Callable[[str], bool], str] = (lambda value: True, "")
-# option: (whether torch takes a value, what to write instead)
-ALLOCATOR_OPTIONS: dict[str, tuple[Callable[[str], bool], str]] = {
-    "expandable_segments": SWITCH,
-    "pinned_use_background_threads": SWITCH,
-    "pinned_use_cuda_host_register": SWITCH,
-    "release_lock_on_cudamalloc": SWITCH,
-    "graph_capture_record_stream_reuse": SWITCH,
-    "throw_on_cudamalloc_oom": SWITCH,
-    **dict.fromkeys(SPLITTING, SPLIT_SIZE),
-    "backend": ((NATIVE_BACKEND, ASYNC_BACKEND).__contains__, f"there are {NATIVE_BACKEND} and {ASYNC_BACKEND}"),
-    "garbage_collection_threshold": (
-        lambda value: is_number(value) and 0 < float(value) < 1,
-        "give a part of the memory between 0 and 1, such as 0.8",
-    ),
-    "roundup_power2_divisions": ANY,
-    "pinned_num_register_threads": ANY,
-    "pinned_reserve_segment_size_mb": ANY,
-    "pinned_max_round_threshold_mb": ANY,
-    "pinned_max_cached_size_mb": ANY,
-    "large_segment_size_mb": ANY,
-    "per_process_memory_fraction": ANY,
-}
+ON_OR_OFF = (
+    "expandable_segments", "pinned_use_background_threads", "pinned_use_cuda_host_register",
+    "release_lock_on_cudamalloc", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
+)  # fmt: skip
+UNCHECKED = (
+    "roundup_power2_divisions", "pinned_num_register_threads", "pinned_reserve_segment_size_mb", "large_segment_size_mb",
+    "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb", "per_process_memory_fraction",
+)  # fmt: skip
+KNOWN_OPTIONS = (*ON_OR_OFF, *SPLITTING, "backend", "garbage_collection_threshold", *UNCHECKED)
+
+
+def judge_option(option: str, value: str) -> str | None:
+    """What to write instead, where torch does not take the value of an option of its allocator."""
+    if option in ON_OR_OFF:
+        return None if value in ("True", "False") else "write True or False, with a capital"
+    if option in SPLITTING:
+        large_enough = value.isdigit() and int(value) >= MIN_SPLITTING_MIB
+        return None if large_enough else f"give a whole number of at least {MIN_SPLITTING_MIB}"
+    if option == "backend":
+        known = value in (NATIVE_BACKEND, ASYNC_BACKEND)
+        return None if known else f"there are {NATIVE_BACKEND} and {ASYNC_BACKEND}"
+    if option == "garbage_collection_threshold":
+        is_share = is_number(value) and 0 < float(value) < 1
+        return None if is_share else "give a part of the memory between 0 and 1, such as 0.8"
+    return None
 
 
 def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
@@ -74,12 +71,11 @@ def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
             yield f"{name}: '{part}' is no option:value, which torch refuses; write such as expandable_segments:True."
     for option, value in settings.items():
         setting = f"{name}={option}:{value}"
-        accepts, remedy = ALLOCATOR_OPTIONS.get(option, ANY)
-        if option not in ALLOCATOR_OPTIONS:
-            near = get_close_matches(option, ALLOCATOR_OPTIONS, 1)
+        if option not in KNOWN_OPTIONS:
+            near = get_close_matches(option, KNOWN_OPTIONS, 1)
             hint = f"did you mean {near[0]}?" if near else "check its name."
             yield f"{setting}: torch may refuse this option; {hint}"
-        elif not accepts(value):
+        elif remedy := judge_option(option, value):
             yield f"{setting}: is refused by torch; {remedy}."
     if settings.get("expandable_segments") == "True" and "max_split_size_mb" in settings:
         yield (
