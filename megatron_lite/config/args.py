@@ -16,35 +16,29 @@ LENGTH = "at least 1; to only evaluate use --skip-train"
 class ModelArgs:
     """Model"""
 
-    num_layers: int = flag(None, "Transformer layers. Required.", must_be="at least 1 and at most 100000")
-    hidden_size: int = flag(None, "Width of the residual stream. Required.", must_be=SIZE)
-    num_attention_heads: int = flag(None, "Attention heads per layer. Required.", must_be=SIZE)
+    num_layers: int = flag(None, "Transformer layers. Required.", "at least 1 and at most 100000")
+    hidden_size: int = flag(None, "Width of the residual stream. Required.", SIZE)
+    num_attention_heads: int = flag(None, "Attention heads per layer. Required.", SIZE)
     seq_length: int = flag(
         None, "Tokens per training sample. Required.", aliases=("--encoder-seq-length",), must_be=SIZE
     )
-    max_position_embeddings: int | None = flag(
-        None, "Rows of the learned position table; at least seq-length.", must_be=SIZE
-    )
-    ffn_hidden_size: int | None = flag(
-        None, "Width of the MLP; 4 x hidden, with --swiglu 8/3 x in steps of 64.", must_be=SIZE
-    )
-    kv_channels: int | None = flag(None, "Width of one head; hidden / heads when left out.", must_be=SIZE)
+    max_position_embeddings: int | None = flag(None, "Rows of the learned position table; at least seq-length.", SIZE)
+    ffn_hidden_size: int | None = flag(None, "Width of the MLP; 4 x hidden, with --swiglu 8/3 x in steps of 64.", SIZE)
+    kv_channels: int | None = flag(None, "Width of one head; hidden / heads when left out.", SIZE)
     group_query_attention: bool = flag(False, "Share keys and values between groups of heads.")
-    num_query_groups: int = flag(1, "Key/value heads, with --group-query-attention.", must_be="at most 2147483647")
+    num_query_groups: int = flag(1, "Key/value heads, with --group-query-attention.", "at most 2147483647")
     position_embedding_type: str = flag(
         "learned_absolute", "Learned table, rotary, or none.", choices=("learned_absolute", "rope", "none")
     )
-    rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.", must_be="above 0 and at most 1")
-    rotary_base: int = flag(10000, "Base of the rotary frequencies.", must_be="at least 1; 10000 is usual")
+    rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.", "above 0 and at most 1")
+    rotary_base: int = flag(10000, "Base of the rotary frequencies.", "at least 1; 10000 is usual")
     rotary_interleaved: bool = flag(False, "Rotate neighbouring channels instead of halves.")
-    rotary_seq_len_interpolation_factor: int | None = flag(
-        None, "Divide rotary positions by this.", must_be="at least 1"
-    )
+    rotary_seq_len_interpolation_factor: int | None = flag(None, "Divide rotary positions by this.", "at least 1")
     add_position_embedding: bool = flag(
         True, "No learned position table (old spelling).", off="--no-position-embedding"
     )
     normalization: str = flag("LayerNorm", "Norm of the residual stream.", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = flag(1e-5, "Epsilon of the norms.", must_be="above 0")
+    norm_epsilon: float = flag(1e-5, "Epsilon of the norms.", "above 0")
     apply_layernorm_1p: bool = flag(False, "Keep norm weights minus one.")
     swiglu: bool = flag(False, "Gated SiLU MLP.")
     squared_relu: bool = flag(False, "Squared ReLU MLP.")
@@ -57,13 +51,13 @@ class ModelArgs:
     add_qkv_bias: bool = flag(False, "Bias in the QKV projection, also with --disable-bias-linear.")
     qk_layernorm: bool = flag(False, "Normalise queries and keys per head.")
     untie_embeddings_and_output_weights: bool = flag(False, "A separate output matrix.")
-    hidden_dropout: float = flag(0.1, "Dropout of embeddings and of each block's two outputs.", must_be=SHARE)
-    attention_dropout: float = flag(0.1, "Dropout of attention probabilities.", must_be=SHARE)
+    hidden_dropout: float = flag(0.1, "Dropout of embeddings and of each block's two outputs.", SHARE)
+    attention_dropout: float = flag(0.1, "Dropout of attention probabilities.", SHARE)
     init_method_std: float = flag(
-        0.02, "Std of initial weights; output projections: std / sqrt(2 x layers).", must_be="above 0"
+        0.02, "Std of initial weights; output projections: std / sqrt(2 x layers).", "above 0"
     )
-    make_vocab_size_divisible_by: int = flag(128, "The vocabulary is padded to a multiple of this.", must_be=SIZE)
-    padded_vocab_size: int | None = flag(None, "The padded vocabulary outright.", must_be=SIZE)
+    make_vocab_size_divisible_by: int = flag(128, "The vocabulary is padded to a multiple of this.", SIZE)
+    padded_vocab_size: int | None = flag(None, "The padded vocabulary outright.", SIZE)
     attention_backend: str = flag(
         "auto",
         "Attention kernel: flash, fused (cuDNN), unfused, local, or the fastest that fits.",
@@ -80,7 +74,7 @@ class ModelArgs:
     )
     recompute_method: str | None = flag(None, "Which layers a full recompute covers.", choices=("uniform", "block"))
     recompute_num_layers: int | None = flag(
-        None, "Layers per recomputed chunk (uniform) or from the first on (block).", must_be="at most 2147483647"
+        None, "Layers per recomputed chunk (uniform) or from the first on (block).", "at most 2147483647"
     )
 
 
@@ -88,7 +82,7 @@ class ModelArgs:
 class TrainingArgs:
     """Training"""
 
-    micro_batch_size: int = flag(None, "Samples per rank per forward and backward. Required.", must_be=SIZE)
+    micro_batch_size: int = flag(None, "Samples per rank per forward and backward. Required.", SIZE)
     global_batch_size: int | None = flag(
         None,
         "Samples per optimizer step over all ranks; micro-batch x ranks when left out.",
@@ -97,22 +91,20 @@ class TrainingArgs:
     rampup_batch_size: tuple[int, ...] = flag(
         (), "Grow the global batch over the first samples; with --train-samples.", value="START INCREMENT SAMPLES"
     )
-    train_iters: int | None = flag(None, "Optimizer steps to run. Required, or --train-samples.", must_be=LENGTH)
-    train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.", must_be=LENGTH)
-    seed: int = flag(1234, "Seed of weights, dropout and data order.", must_be="at least 0 and below 4294967296")
+    train_iters: int | None = flag(None, "Optimizer steps to run. Required, or --train-samples.", LENGTH)
+    train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.", LENGTH)
+    seed: int = flag(1234, "Seed of weights, dropout and data order.", "at least 0 and below 4294967296")
     calculate_per_token_loss: bool = flag(False, "Normalise gradients by the unmasked tokens of the global batch.")
     skip_train: bool = flag(False, "Only evaluate.")
-    exit_interval: int | None = flag(
-        None, "Save and leave when the iteration is a multiple of this.", must_be="at least 1"
-    )
-    exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.", must_be="at least 1")
+    exit_interval: int | None = flag(None, "Save and leave when the iteration is a multiple of this.", "at least 1")
+    exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.", "at least 1")
     exit_signal_handler: bool = flag(
         False,
         "On the exit signal: finish the step (on GPUs the two after it), save, exit 0; torchrun waits --shutdown-timeout, 30 s.",
     )
     exit_signal: str = flag("SIGTERM", "The signal of --exit-signal-handler.", value="NAME")
     manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")
-    manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.", must_be="at least 0")
+    manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.", "at least 0")
     deterministic_mode: bool = flag(False, "Refuse nondeterministic kernels.")
     torch_compile: str = flag(
         "auto",
@@ -134,11 +126,11 @@ class PrecisionArgs:
 
     fp16: bool = flag(False, "float16 model, fp32 masters, dynamic loss scale.")
     bf16: bool = flag(False, "bfloat16 model, fp32 masters, gradients accumulated in fp32.")
-    loss_scale: float | None = flag(None, "A fixed fp16 loss scale; dynamic when left out or 0.", must_be="at least 0")
-    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.", must_be="above 0")
-    min_loss_scale: float = flag(1.0, "Floor of the dynamic loss scale.", must_be="above 0")
-    loss_scale_window: float = flag(1000, "Clean iterations until the loss scale doubles.", must_be=SIZE)
-    hysteresis: int = flag(2, "Overflows tolerated before the loss scale halves.", must_be=SIZE)
+    loss_scale: float | None = flag(None, "A fixed fp16 loss scale; dynamic when left out or 0.", "at least 0")
+    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.", "above 0")
+    min_loss_scale: float = flag(1.0, "Floor of the dynamic loss scale.", "above 0")
+    loss_scale_window: float = flag(1000, "Clean iterations until the loss scale doubles.", SIZE)
+    hysteresis: int = flag(2, "Overflows tolerated before the loss scale halves.", SIZE)
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "Accumulate and reduce 16-bit gradients in fp32.")
     grad_reduce_in_bf16: bool = flag(False, "With --bf16: accumulate and reduce gradients in bf16.")
     check_for_nan_in_loss_and_grad: bool = flag(
@@ -151,36 +143,34 @@ class OptimizerArgs:
     """Optimizer and schedule"""
 
     optimizer: str = flag("adam", "adam is AdamW.", choices=("adam", "sgd"))
-    lr: float | None = flag(None, "Peak learning rate. Required.", must_be="at least 0; 6e-5 is usual")
+    lr: float | None = flag(None, "Peak learning rate. Required.", "at least 0; 6e-5 is usual")
     min_lr: float = flag(0.0, "Floor of the learning rate.")
     lr_decay_style: str = flag(
         "linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
-    lr_decay_iters: int | None = flag(None, "Iterations of the decay; all of them when left out.", must_be="at least 1")
-    lr_decay_samples: int | None = flag(None, "The same in samples, with --train-samples.", must_be="at least 1")
-    lr_warmup_fraction: float | None = flag(None, "Warm-up as a share of the decay.", must_be=SHARE)
-    lr_warmup_iters: int = flag(0, "Warm-up in iterations.", must_be="at least 0")
-    lr_warmup_samples: int = flag(0, "Warm-up in samples, with --train-samples.", must_be="at least 0")
+    lr_decay_iters: int | None = flag(None, "Iterations of the decay; all of them when left out.", "at least 1")
+    lr_decay_samples: int | None = flag(None, "The same in samples, with --train-samples.", "at least 1")
+    lr_warmup_fraction: float | None = flag(None, "Warm-up as a share of the decay.", SHARE)
+    lr_warmup_iters: int = flag(0, "Warm-up in iterations.", "at least 0")
+    lr_warmup_samples: int = flag(0, "Warm-up in samples, with --train-samples.", "at least 0")
     lr_warmup_init: float = flag(0.0, "Learning rate at the first step of the warm-up.")
     lr_wsd_decay_style: str = flag(
         "exponential", "Shape of WSD's last phase.", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's last phase in iterations.", must_be="at least 0")
-    lr_wsd_decay_samples: int | None = flag(None, "The same in samples.", must_be="at least 0")
-    weight_decay: float = flag(
-        0.01, "Decoupled weight decay of matrices; biases and norms get none.", must_be="at least 0"
-    )
+    lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's last phase in iterations.", "at least 0")
+    lr_wsd_decay_samples: int | None = flag(None, "The same in samples.", "at least 0")
+    weight_decay: float = flag(0.01, "Decoupled weight decay of matrices; biases and norms get none.", "at least 0")
     start_weight_decay: float | None = flag(None, "First weight decay, when it grows.")
     end_weight_decay: float | None = flag(None, "Last weight decay, when it grows.")
     weight_decay_incr_style: str = flag(
         "constant", "How weight decay moves from start to end.", choices=("constant", "linear", "cosine")
     )
-    adam_beta1: float = flag(0.9, "Decay of the first moment.", must_be=SHARE)
-    adam_beta2: float = flag(0.999, "Decay of the second moment.", must_be=SHARE)
-    adam_eps: float = flag(1e-8, "Epsilon of Adam.", must_be="above 0")
-    sgd_momentum: float = flag(0.9, "Momentum of SGD.", must_be=SHARE)
+    adam_beta1: float = flag(0.9, "Decay of the first moment.", SHARE)
+    adam_beta2: float = flag(0.999, "Decay of the second moment.", SHARE)
+    adam_eps: float = flag(1e-8, "Epsilon of Adam.", "above 0")
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.", SHARE)
     clip_grad: float = flag(
-        1.0, "Limit of the gradients' global norm; 0: no clipping.", must_be="at least 0; 0 means no clipping"
+        1.0, "Limit of the gradients' global norm; 0: no clipping.", "at least 0; 0 means no clipping"
     )
     override_opt_param_scheduler: bool = flag(
         False, "The command line's schedule wins over the checkpoint's.", aliases=("--override-opt_param-scheduler",)
@@ -197,9 +187,9 @@ class ParallelArgs:
     """Ranks"""
 
     distributed_backend: str | None = flag(None, "nccl with GPUs, else gloo, when left out.", choices=("nccl", "gloo"))
-    distributed_timeout_minutes: int = flag(10, "Time-out of a collective.", must_be="at least 1 and at most 1000000")
+    distributed_timeout_minutes: int = flag(10, "Time-out of a collective.", "at least 1 and at most 1000000")
     ddp_bucket_size: int | None = flag(
-        None, "Parameters per gradient bucket; 25 MiB of them when left out.", must_be="at least 1"
+        None, "Parameters per gradient bucket; 25 MiB of them when left out.", "at least 1"
     )
     tensor_model_parallel_size: int = flag(1, "Ranks that split a layer; only 1 for now.")
     pipeline_model_parallel_size: int = flag(1, "Ranks that split the layers; only 1 for now.")
@@ -249,7 +239,7 @@ class DataArgs:
     )
     tiktoken_pattern: str | None = flag(None, "How TikTokenizer cuts words; v2 when left out.", choices=("v1", "v2"))
     tiktoken_num_special_tokens: int = flag(
-        1000, "TikTokenizer's ids below its first byte.", must_be="at least 0 and at most 2147483646"
+        1000, "TikTokenizer's ids below its first byte.", "at least 0 and at most 2147483646"
     )
     tokenizer_special_tokens: tuple[str, ...] = flag(
         (),
@@ -287,7 +277,7 @@ class DataArgs:
 class WatchArgs:
     """Logging and evaluation"""
 
-    log_interval: int = flag(100, "Iterations between console lines.", must_be="at least 1")
+    log_interval: int = flag(100, "Iterations between console lines.", "at least 1")
     log_throughput: bool = flag(False, "TFLOP/s per GPU in the console line.")
     log_progress: bool = flag(False, "A line per checkpoint in SAVE/progress.txt.")
     log_params_norm: bool = flag(False, "Log the L2 norm of the parameters.")
@@ -301,13 +291,11 @@ class WatchArgs:
         0, "1: print times of a step's main phases; 2: of all. On a GPU its own time.", choices=("0", "1", "2")
     )
     timing_log_option: str = flag("minmax", "How those times are printed.", choices=("max", "minmax", "all"))
-    eval_interval: int = flag(1000, "Iterations between validations.", must_be="at least 1")
-    eval_iters: int = flag(
-        100, "Global batches per validation; 0: none.", must_be="at least 0; 0 switches evaluation off"
-    )
+    eval_interval: int = flag(1000, "Iterations between validations.", "at least 1")
+    eval_iters: int = flag(100, "Global batches per validation; 0: none.", "at least 0; 0 switches evaluation off")
     tensorboard_dir: str | None = flag(None, "TensorBoard folder.", value="FOLDER")
-    tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.", must_be="at least 1")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.", must_be="at least 1")
+    tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.", "at least 1")
+    tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.", "at least 1")
     log_timers_to_tensorboard: bool = flag(
         False, "Times to TensorBoard: of iterations, and --timing-log-level's in seconds, NAME-time and -min of ranks."
     )

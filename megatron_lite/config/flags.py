@@ -55,21 +55,21 @@ class Flag:
 def flag(
     default: object,
     help: str,
+    must_be: str = "",
     *,
     choices: tuple[str, ...] = (),
     off: str | None = None,
     aliases: tuple[str, ...] = (),
     value: str = "",
     as_switch: tuple[str, ...] = (),
-    must_be: str = "",
 ) -> Any:
     """Declare one knob. One whose default is None, which its type does not allow, must be given.
 
     Args:
+        must_be: The numbers it takes, and a remedy: "at least 0 and below 1; 0 switches it off". Bounds are those of BOUNDS.
         off: The spelling that switches a default-on bool off.
         value: What help calls its value; the kind's name when empty.
         as_switch: For a knob that may also be used like a switch, the values that this means: (on, off).
-        must_be: The numbers it takes, and a remedy: "at least 0 and below 1; 0 switches it off". Bounds are those of BOUNDS.
     """
     metadata = {"help": help, "choices": choices, "value": value, "as_switch": as_switch, "must_be": must_be}
     return dataclasses.field(default=default, metadata={"off": off, "aliases": aliases, "settings": metadata})
