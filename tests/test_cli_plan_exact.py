@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_lines import argv
+from command_lines import argv, plan
 
 from megatron_lite.cli import exact_plan
 from megatron_lite.cli.main import main
@@ -47,9 +47,8 @@ def test_formula_and_walk_stand_beside_each_other(in_process, capsys):
     assert walked["allocated_peak_bytes"] == pytest.approx(found["memory"]["peak_bytes"], rel=0.05)
     assert walked["allocated_peak_bytes"] <= walked["reserved_peak_bytes"]
     assert "\n\nExact  " in shown and "difference" in shown and "reserved by the caching allocator" in shown
-    assert (
-        "\n\nMemory  " in shown and "s.pickle, simulated" in shown and "allocated by" in shown
-    )  # the report's own section
+    section = ("\n\nMemory  ", "s.pickle, simulated", "allocated by")  # the report's own
+    assert all(text in shown for text in section)
     assert "written: s.pickle" in shown and "written: p.json" in shown
     assert set(pickle.loads(Path("s.pickle").read_bytes())) >= {"segments", "device_traces"}
 
@@ -80,9 +79,8 @@ def test_the_whole_of_it_as_processes(tmp_path):
     """Also: the process that prints has no torch."""
     code = "import sys\nfrom megatron_lite.cli.main import main\nassert main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules"
     words = ["plan", "--gpu", "H200", "--exact", *argv("--fp16")]
-    shown = subprocess.run(
-        [sys.executable, "-c", code, *words], check=True, cwd=ROOT, capture_output=True, text=True
-    ).stdout
+    done = subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=ROOT, capture_output=True, text=True)
+    shown = done.stdout
     assert "\n\nExact  " in shown and "predicted.pickle, simulated" in shown
 
 
@@ -102,10 +100,8 @@ def test_an_estimate_on_a_terminal_is_checked_by_the_walk(in_process, on_termina
 def test_a_verdict_that_the_walk_changes_is_given_again(in_process, on_terminal, capsys, monkeypatch):
     from megatron_lite.rehearsal import rehearse
 
-    real = rehearse.rehearse
-    monkeypatch.setattr(
-        rehearse, "rehearse", lambda plan, workspace: replace(real(plan), allocated_peak_bytes=20 * 2**30)
-    )
+    walked = replace(rehearse.rehearse(plan()), allocated_peak_bytes=20 * 2**30)
+    monkeypatch.setattr(rehearse, "rehearse", lambda plan, workspace: walked)
     assert main(["plan", "--gpu", "T4", *argv("--bf16")]) == 0
     assert "\n  does not fit in one T4: peak 20.0" in capsys.readouterr().out
 

@@ -34,41 +34,31 @@ def test_words_of_each_split(tmp_path):
     assert with_files_read(DataArgs(data_path=("x",))) == DataArgs(data_path=("x",))
 
 
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        (b"", ": is empty; write what --data-path takes into it"),
-        (b" \n", ": is empty; write what --data-path takes into it"),
-        (b"\xff", ": not UTF-8; give a text file"),
-        (None, ": cannot be read (No such file or directory); check the path"),
-    ],
-)
-def test_files_without_words(tmp_path, raw, message):
-    path = tmp_path / "words"
-    if raw is not None:
-        path.write_bytes(raw)
-    with pytest.raises(DataError) as caught:
-        with_files_read(DataArgs(data_args_path=str(path)))
-    assert str(caught.value) == f"--data-args-path {path}{message}"
+EMPTY, UNNAMED = ": is empty; write what --data-path takes into it", "not JSON of the form "
+WITHOUT_WORDS = {
+    b"": EMPTY, b" \n": EMPTY, b"\xff": ": not UTF-8; give a text file",
+    None: ": cannot be read (No such file or directory); check the path",
+}  # fmt: skip
+WITHOUT_SPLITS = {
+    "a b": UNNAMED, "[" * 100_000: UNNAMED, '["a"]': UNNAMED, '{"train": ["a"], "validation": ["b"]}': UNNAMED,
+    '{"train": "a"}': '"train" is no list of words; write what --train-data-path takes',
+    '{"train": ["a"], "test": [["a"]]}': '"test" is no list of words; write what --test-data-path takes',
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a b", "not JSON of the form "),
-        ("[" * 100_000, "not JSON of the form "),
-        ('["a"]', "not JSON of the form "),
-        ('{"train": ["a"], "validation": ["b"]}', "not JSON of the form "),
-        ('{"train": "a"}', '"train" is no list of words; write what --train-data-path takes'),
-        ('{"train": ["a"], "test": [["a"]]}', '"test" is no list of words; write what --test-data-path takes'),
-    ],
-)
-def test_files_without_splits(tmp_path, text, message):
-    path = tmp_path / "splits.json"
-    path.write_text(text)
-    with pytest.raises(DataError) as caught:
-        with_files_read(DataArgs(per_split_data_args_path=str(path)))
-    assert str(caught.value).startswith(f"--per-split-data-args-path {path}: {message}")
+def test_files_without_words_or_splits(tmp_path):
+    for number, (raw, message) in enumerate(WITHOUT_WORDS.items()):
+        path = tmp_path / f"words{number}"
+        if raw is not None:
+            path.write_bytes(raw)
+        with pytest.raises(DataError) as caught:
+            with_files_read(DataArgs(data_args_path=str(path)))
+        assert str(caught.value) == f"--data-args-path {path}{message}"
+    for text, message in WITHOUT_SPLITS.items():
+        (tmp_path / "splits.json").write_text(text)
+        with pytest.raises(DataError) as caught:
+            with_files_read(DataArgs(per_split_data_args_path=f"{tmp_path}/splits.json"))
+        assert str(caught.value).startswith(f"--per-split-data-args-path {tmp_path}/splits.json: {message}")
 
 
 def test_a_split_file_obeys_the_rules_of_the_flags(tmp_path):

@@ -20,6 +20,7 @@ NSYS_2022 = [
 ]  # fmt: skip
 NSYS_2023 = [*NSYS_2022, "--cudabacktrace=", "--python-backtrace="]
 
+COPIES = 'cp "$REPORT" "$report.nsys-rep"'
 SECRET = re.compile("(?i).*(token|key|secret|passw|credential)")
 UNIX = "bash cat cp date dirname env getconf grep head mkdir mktemp nproc readlink rm sed tail tr"
 OF_THE_MACHINE = "NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT NSYS NSYS_PROFILING_SESSION_ID SLURM_JOB_ID"
@@ -66,10 +67,8 @@ class Desk:
             (self.folder / name).touch()
         # torchrun shows its words and a variable or two; this Python has the package nvtx unless it is told otherwise
         self.tool("python", f'case "$2" in *nvtx*) exit ${{LACKS_NVTX:-0}} ;; esac\nexec "{sys.executable}" "$@"')
-        self.tool(
-            "torchrun", 'printf "%s\\n" "$@"; env | grep -E "MY_|HF_|TOKENIZERS|REGISTER|_PKEY"; exit ${TRAINER:-0}'
-        )
-
+        shows = 'printf "%s\\n" "$@"; env | grep -E "MY_|HF_|TOKENIZERS|REGISTER|_PKEY"'
+        self.tool("torchrun", f"{shows}; exit ${{TRAINER:-0}}")
         self.tool("sleep", "exit 0")
 
     def tool(self, name: str, text: str) -> Path:
@@ -137,10 +136,8 @@ def refused(run: subprocess.CompletedProcess, said: str) -> bool:
 
 @pytest.mark.skipif(any(Path(at).exists() for at in ("/usr/local/cuda/bin/nsys", "/opt/nvidia")), reason="has an nsys")
 def test_without_nsys_it_says_how_to_get_it_and_does_nothing(desk):
-    run = desk.start()
-    assert refused(
-        run, "error: --nsys: there is no nsys on the PATH; get Nsight Systems from https://developer.nvidia.com"
-    )
+    absent = "error: --nsys: there is no nsys on the PATH; get Nsight Systems from https://developer.nvidia.com"
+    assert refused(desk.start(), absent)
     assert refused(desk.start(NSYS="/no/such/nsys"), "NSYS=/no/such/nsys: cannot be run; get Nsight Systems")
     assert not desk.reports.exists()
 
@@ -154,11 +151,7 @@ def test_without_nsys_it_says_how_to_get_it_and_does_nothing(desk):
             "nsys has no --capture-range, without which the whole run would be recorded; get",
         ),
         (NSYS_2022, {"NSYS_PROFILING_SESSION_ID": "1"}, "--nsys: this shell runs under nsys already"),
-        (
-            NSYS_2022,
-            {"LACKS_NVTX": "1"},
-            "python lacks the package nvtx, and without a GPU there is nothing else to record",
-        ),
+        (NSYS_2022, {"LACKS_NVTX": "1"}, "python lacks the package nvtx, and without a GPU there is nothing else to"),
     ],
 )
 def test_what_could_record_nothing_is_refused(desk, known, environment, said):
@@ -202,62 +195,43 @@ def test_on_gpus_cudas_own_range_is_waited_for(desk):
 
 def test_torch_profiler_gives_way_and_other_words_stay_as_they_are(desk):
     desk.nsys()
-    run = desk.start(
-        "--", "--use-pytorch-profiler", "--run-dir", "two words $HOME 100%", "--bf16", "--use-pytorch-profiler"
-    )
-    assert run.stdout.count("note: --use-pytorch-profiler left out: with --nsys, Nsight Systems is the profiler\n") == 2
+    odd, torchs = "two words $HOME 100%", "--use-pytorch-profiler"
+    run = desk.start("--", torchs, "--run-dir", odd, "--bf16", torchs)
+    assert run.stdout.count(f"note: {torchs} left out: with --nsys, Nsight Systems is the profiler\n") == 2
     words = run.stdout.splitlines()
-    assert "--use-pytorch-profiler" not in words and words[words.index("--run-dir") :][1:3] == [
-        "two words $HOME 100%",
-        "--bf16",
-    ]
+    assert torchs not in words and words[words.index("--run-dir") :][1:3] == [odd, "--bf16"]
     assert words[words.index("--save") + 1] == str(desk.inputs[0]) and "--profile" in words
 
 
 def test_secrets_stay_out_of_the_environment_that_reports_hold(desk):
     desk.nsys()
-    run = desk.start(
-        HF_TOKEN="hunter2",
-        my_api_key="hunter2",
-        MY_PASSWORD="hunter2\nMY_NAME=x",
-        MY_NAME="Jo",
-        TOKENIZERS_PARALLELISM="false",
-        NCCL_IB_PKEY="1",
-    )
+    secret = {"HF_TOKEN": "hunter2", "my_api_key": "hunter2", "MY_PASSWORD": "hunter2\nMY_NAME=x"}
+    harmless = {"MY_NAME": "Jo", "TOKENIZERS_PARALLELISM": "false", "NCCL_IB_PKEY": "1"}
+    run = desk.start(**secret, **harmless)
     assert "hunter2" not in run.stdout + run.stderr
-    noted = re.search(
-        r"note: (.*): kept from the run, since Nsight Systems' reports hold the environment\n", run.stdout
-    )[1].split()
-    assert {"HF_TOKEN", "my_api_key", "MY_PASSWORD"} <= set(noted) and not {
-        "TOKENIZERS_PARALLELISM",
-        "NCCL_IB_PKEY",
-    } & set(noted)
-    seen = run.stdout.splitlines()
-    assert (
-        "NCCL_IB_PKEY=1" in seen
-        and "MY_NAME=Jo" in seen
-        and "TOKENIZERS_PARALLELISM=false" in seen
-        and "NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in seen
-    )
+    note = r"note: (.*): kept from the run, since Nsight Systems' reports hold the environment\n"
+    noted = set(re.search(note, run.stdout)[1].split())
+    assert secret.keys() <= noted and not harmless.keys() & noted
+    seen = {*(f"{name}={value}" for name, value in harmless.items()), "NSYS_NVTX_PROFILER_REGISTER_ONLY=0"}
+    assert seen <= set(run.stdout.splitlines())
 
 
 def test_nodes_without_a_profiled_rank_train_without_nsys(desk):
-    desk.nsys(writes='cp "$REPORT" "$report.nsys-rep"')
+    desk.nsys(writes=COPIES)
     nodes = {"NUM_NODES": "2", "MASTER_ADDR": "there", "REPORT": str(desk.report("step 110"))}
     for ranks, profiled in (([], "0"), (["0", "3"], "01"), (["-1"], "01"), (["2"], "1")):
         for node in "01":
             run = desk.start("--", *(["--profile-ranks", *ranks] if ranks else []), **nodes, NODE_RANK=node)
             assert run.returncode == 0 and (got(run) != []) == (node in profiled)
-            assert (f"no rank of node {node} is among --profile-ranks: it trains without nsys" in run.stdout) == (
-                node not in profiled
-            )
+            note = f"no rank of node {node} is among --profile-ranks: it trains without nsys"
+            assert (note in run.stdout) == (node not in profiled)
 
 
 # --- what comes out
 
 
 def test_each_node_and_job_has_a_report_of_its_own(desk):
-    desk.nsys(writes='cp "$REPORT" "$report.nsys-rep"')
+    desk.nsys(writes=COPIES)
     report = str(desk.report("rank 0 of 2, window: steps 4-5 of this run", "step 4", "forward", "step 5"))
     for environment, name in (
         ({}, "job17_node0"),
@@ -280,10 +254,8 @@ def test_a_report_that_was_not_imported_is(desk):
     desk.nsys(writes='cp "$REPORT" "$report.qdstrm"')
     report = str(desk.report("step 7"))
     run = desk.start(REPORT=report)
-    assert (
-        run.returncode == 3
-        and "node0.qdstrm, not imported: there is no QdstrmImporter here; on a machine" in run.stderr
-    )
+    assert run.returncode == 3
+    assert "node0.qdstrm, not imported: there is no QdstrmImporter here; on a machine" in run.stderr
     desk.tool("host-linux-x64/QdstrmImporter", 'echo "cannot read it"; exit 1')
     run = desk.start(REPORT=report)
     assert run.returncode == 3 and "QdstrmImporter could not import: cannot read it; its whole log is" in run.stderr
@@ -300,20 +272,10 @@ def test_a_report_that_was_not_imported_is(desk):
         (":", {}, 3, "no Nsight Systems report, though nsys ended with exit code 0: was --profile-step-start reached"),
         (":", {"TRAINER": "7"}, 7, "no Nsight Systems report: the run failed (exit code 7), see above"),
         (":", {"EXIT": "1"}, 1, "no Nsight Systems report: the run failed (exit code 1), see above"),
-        (
-            'cp "$REPORT" "$report.nsys-rep"',
-            {},
-            3,
-            "node0.nsys-rep, but no step of ours is in it: was the window reached",
-        ),
-        ('cp "$REPORT" "$report.nsys-rep"', {"TRAINER": "7"}, 7, "node0.nsys-rep, but no step of ours is in it"),
+        (COPIES, {}, 3, "node0.nsys-rep, but no step of ours is in it: was the window reached"),
+        (COPIES, {"TRAINER": "7"}, 7, "node0.nsys-rep, but no step of ours is in it"),
         (': >"$report.nsys-rep"', {}, 3, "node0.nsys-rep, but nsys export could not read it"),
-        (
-            'echo nonsense >"$report.nsys-rep"',
-            {},
-            3,
-            "node0.nsys-rep, but sqlite3.DatabaseError: file is not a database",
-        ),
+        ('echo nonsense >"$report.nsys-rep"', {}, 3, "node0.nsys-rep, but sqlite3.DatabaseError: file is not"),
     ],
 )
 def test_a_lost_or_empty_report_is_found(desk, writes, environment, code, said):
@@ -324,7 +286,7 @@ def test_a_lost_or_empty_report_is_found(desk, writes, environment, code, said):
 
 
 def test_an_nsys_that_stumbles_at_its_start_is_started_again(desk):
-    desk.nsys(writes='cp "$REPORT" "$report.nsys-rep"')
+    desk.nsys(writes=COPIES)
     (desk.tools / "stumble").touch()
     run = desk.start(REPORT=str(desk.report("step 3")), STUMBLE=str(desk.tools / "stumble"))
     assert run.returncode == 0 and run.stdout.splitlines().count("--profile") == 1  # training began once
@@ -336,7 +298,7 @@ def test_an_nsys_that_stumbles_at_its_start_is_started_again(desk):
 
 
 def test_secrets_that_are_in_a_report_all_the_same_are_named(desk):
-    desk.nsys(writes='cp "$REPORT" "$report.nsys-rep"')
+    desk.nsys(writes=COPIES)
     environment = "HOME=/root\0SOME_API_KEY=hunter2\0UCX_IB_PKEY=0x1\0TOKENIZERS_PARALLELISM=false\0EMPTY_TOKEN=\0my_password=hunter2"
     run = desk.start(REPORT=str(desk.report("step 3", environment, "TOKEN=in a range")))
     assert run.returncode == 0 and "hunter2" not in run.stdout
@@ -347,10 +309,6 @@ def test_what_a_report_holds_is_counted(tmp_path):
     window = "window: steps 9-12 of this run = iterations 109-112"
     texts = [f"rank 10 of 11, {window}", f"rank 9 of 11, {window}", "step 9", "step 9", "step 12", "steps", "step 11"]
     write_report(tmp_path / "x?y%20.sqlite", *texts, kernels=3)
-    run = subprocess.run(
-        [sys.executable, ROOT / "examples" / "nsight_contents.py", tmp_path / "x?y%20.sqlite"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, ROOT / "examples" / "nsight_contents.py", tmp_path / "x?y%20.sqlite"]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
     assert run.stdout == f"steps 9, 11-12, 5 ranges, 3 kernels; rank 9 of 11, {window}; rank 10 of 11, {window}\n"

@@ -14,6 +14,7 @@ from megatron_lite.phases import Phase
 from megatron_lite.rehearsal.rehearse import Rehearsal, rehearse, walk
 
 LAYERS, HIDDEN, TOKENS, POSITIONS = 2, 64, 64, 32
+BACKWARD = "step 1/backward"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
@@ -22,15 +23,16 @@ def on_gpu(words: str) -> Rehearsal:
     return rehearse(planned(f"--global-batch-size 2 {words}", GPU), steps=1)
 
 
+def allocations(rehearsal: Rehearsal, tag: str, name: str = "aten.") -> list[int]:
+    """Sizes of what an operation allocated where the tag begins so."""
+    events = rehearsal.snapshot["device_traces"][0]
+    made = (event for event in events if event["action"] == "alloc" and event["user_metadata"].startswith(tag))
+    return [event["size"] for event in made if event["frames"][0]["name"].startswith(name)]
+
+
 def sizes(rehearsal: Rehearsal, operation: str, phase: str = "forward") -> list[int]:
     """Of what this operation allocated."""
-    return [
-        event["size"]
-        for event in rehearsal.snapshot["device_traces"][0]
-        if event["action"] == "alloc"
-        and event["user_metadata"].startswith(f"step 1/{phase}")
-        and event["frames"][0]["name"] == f"aten.{operation}.default"
-    ]
+    return allocations(rehearsal, f"step 1/{phase}", f"aten.{operation}.default")
 
 
 @pytest.mark.parametrize(
@@ -59,38 +61,17 @@ def test_scores_are_written_down_where_no_kernel_keeps_them_away(words):
     assert scores in sizes(on_gpu(words), "_softmax") + sizes(on_gpu(words), "_safe_softmax")
 
 
-def test_heads_of_odd_width_are_padded():
-    even, odd = (
-        sizes(on_gpu(f"--bf16 --kv-channels {width}"), "_scaled_dot_product_flash_attention")[0] for width in (16, 10)
-    )
+def test_what_kernels_keep():
+    """Padded heads; a mask per layer, of two sequences in bf16; a byte per element of a dropout; one number per row of a norm."""
+    flash = "_scaled_dot_product_flash_attention"
+    even, odd = (sizes(on_gpu(f"--bf16 --kv-channels {width}"), flash)[0] for width in (16, 10))
     assert even == odd
-
-
-def test_a_mask_of_documents_is_written_down_per_layer():
-    events = on_gpu("--bf16 --reset-attention-mask").snapshot["device_traces"][0]
-    masks = [
-        event
-        for event in events
-        if event["action"] == "alloc"
-        and event["frames"][0]["name"].startswith("aten.where.")
-        and event["user_metadata"].startswith("step 1/forward")
-    ]
-    assert [event["size"] for event in masks] == LAYERS * [2 * POSITIONS * POSITIONS * 2]  # two sequences, in bf16
-
-
-def test_dropout_keeps_a_byte_per_element():
-    masks = [size for size in sizes(on_gpu("--bf16 " + DROPOUT), "native_dropout") if size == TOKENS * HIDDEN]
-    assert len(masks) == 1 + 2 * LAYERS  # the embedding's, two per layer
-
-
-def test_rms_norm_keeps_one_number_per_row():
-    events = on_gpu("--bf16 --normalization RMSNorm").snapshot["device_traces"][0]
-    found = {
-        event["size"]
-        for event in events
-        if event["user_metadata"] == "step 1/forward/decoder.final_layernorm" and event["action"] == "alloc"
-    }
-    assert found == {4 * TOKENS, 2 * TOKENS * HIDDEN}
+    masks = allocations(on_gpu("--bf16 --reset-attention-mask"), "step 1/forward", "aten.where.")
+    assert masks == LAYERS * [2 * POSITIONS * POSITIONS * 2]
+    dropped = sizes(on_gpu("--bf16 " + DROPOUT), "native_dropout")
+    assert dropped.count(TOKENS * HIDDEN) == 1 + 2 * LAYERS  # the embedding's, two per layer
+    norm = allocations(on_gpu("--bf16 --normalization RMSNorm"), "step 1/forward/decoder.final_layernorm", "")
+    assert set(norm) == {4 * TOKENS, 2 * TOKENS * HIDDEN}
 
 
 def test_a_kernel_that_cannot_run_is_refused_as_by_the_trainer():
@@ -167,18 +148,12 @@ def test_gradients_of_two_paths_are_added_in_place():
 
         return step
 
-    names = {
-        device: [
-            event["frames"][0]["name"]
-            for event in walk(prepare, 1, device)["device_traces"][0]
-            if event["action"] == "alloc" and event["user_metadata"].startswith("step 1/backward")
-        ]
-        for device in ("cuda", "cpu")
-    }
-    assert [names[device].count("aten.add.Tensor") for device in ("cuda", "cpu")] == [
-        0,
-        1,
-    ]  # a recorder on a CPU is seen by autograd
+    def count_sums(device: str) -> int:
+        events = walk(prepare, 1, device)["device_traces"][0]
+        made = (event for event in events if event["action"] == "alloc" and event["user_metadata"].startswith(BACKWARD))
+        return sum(event["frames"][0]["name"] == "aten.add.Tensor" for event in made)
+
+    assert (count_sums("cuda"), count_sums("cpu")) == (0, 1)  # a recorder on a CPU is seen by autograd
 
 
 def test_an_operation_without_rule_never_runs_on_real_memory():
