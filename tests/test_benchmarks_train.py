@@ -110,15 +110,11 @@ def test_bars_take_the_faster_of_the_plain_ones():
     assert bars_of(found[:1], results, work, 1) == [] and table.bars([]) == []
 
 
-def test_allocator_settings_are_a_contestants_own():
+def test_allocator_settings_are_a_contestants_own_and_a_ceiling_is_possible():
     ours, malloc, plain = contestants_of(["ours", "plain-malloc", "plain"], [])
     assert plain.environment == ours.environment == {}
     assert malloc.environment["MALLOC_MMAP_MAX_"] == "0" and len(malloc.environment) == 3
-
-
-def test_the_ceiling_is_a_rate_that_a_machine_can_have():
-    work, _ = of_flags(TINY)
-    assert 1e-6 < ceiling_tflops(work, threads=1, seconds=0.1) < 1e4
+    assert 1e-6 < ceiling_tflops(of_flags(TINY)[0], threads=1, seconds=0.1) < 1e4
 
 
 def test_remarks_say_what_speaks_against_the_figures():
@@ -135,7 +131,7 @@ def test_remarks_say_what_speaks_against_the_figures():
 
 def test_a_run_is_watched_from_outside(tmp_path):
     run = watch([sys.executable, "-c", COUNTING], environment_of("cpu", 1), ranks=1, limit_s=LIMIT_S)
-    assert run.exit_code == 0 and run.seen[2] - run.seen[1] > 0.25 and run.seen[1] < run.seconds
+    assert run.exit_code == 0 and 0.3 < run.seen[1] < run.seen[2] < run.seconds
     assert run.peak_bytes is None or 64 * 2**20 < run.peak_bytes < 2**30
     one = Contestant("plain", 1, "plain")
     assert result_of(one, 1, run, tmp_path, steps=2).failure == "wrote 0 of 2 steps"
@@ -179,27 +175,27 @@ def test_contestants_get_the_same_task(tmp_path):
     assert plain[plain.index("--accumulation") + 1] == "1" and mine[mine.index("--global-batch-size") + 1] == "4"
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--vocabulary", "100"], "--vocabulary 100: must be a multiple of 128"),
-        (["--hidden", "10", "--heads", "3"], "--hidden 10: is not divisible by --heads 3"),
-        (["--contestants", "ours@3"], "--accumulation 2: cannot be shared out to 3 ranks"),
-        (["--contestants", "megatron"], "--contestants megatron: no such contestant; there are ours, plain"),
-        (["--contestants", "ours@x"], "--contestants ours@x: @x is no number of ranks"),
-        (["--contestants"], "--contestants: nobody is left to compete"),
-        (["--ours=--torch-compile"], "needs a name before the flags"),
-        (["--ours", "ours: --seed 2"], "two contestants are called ours"),
-        (["--vocab-file", "v"], "--vocab-file and --merge-file belong together"),
-        (["--vocab-file", "v", "--merge-file", "m"], "--vocab-file goes with --work bpe"),
-        (["--steps", "3", "--warm-up", "3"], "--warm-up 3: must be at least 1 and below --steps 3"),
-        (["--rounds", "0"], "--rounds 0: must be at least 1"),
-        (["--out", "no/such/folder/x.json"], "--out no/such/folder/x.json: there is no folder no/such/folder"),
-    ],
-)
+MISTAKES = {
+    "--vocabulary 100": "--vocabulary 100: must be a multiple of 128",
+    "--hidden 10 --heads 3": "--hidden 10: is not divisible by --heads 3",
+    "--contestants ours@3": "--accumulation 2: cannot be shared out to 3 ranks",
+    "--contestants megatron": "--contestants megatron: no such contestant; there are ours, plain",
+    "--contestants ours@x": "--contestants ours@x: @x is no number of ranks",
+    "--contestants": "--contestants: nobody is left to compete",
+    "--ours=--torch-compile": "needs a name before the flags",
+    "--ours ours:--seed": "two contestants are called ours",
+    "--vocab-file v": "--vocab-file and --merge-file belong together",
+    "--vocab-file v --merge-file m": "--vocab-file goes with --work bpe",
+    "--steps 3 --warm-up 3": "--warm-up 3: must be at least 1 and below --steps 3",
+    "--rounds 0": "--rounds 0: must be at least 1",
+    "--out no/such/folder/x.json": "--out no/such/folder/x.json: there is no folder no/such/folder",
+}
+
+
+@pytest.mark.parametrize("words, said", MISTAKES.items())
 def test_mistakes_are_one_line(words, said):
     with pytest.raises(UserError, match="^[^\n]+$") as error:
-        of_flags([*TINY, *words])
+        of_flags([*TINY, *words.split()])
     assert said in str(error.value)
 
 

@@ -193,9 +193,8 @@ def test_why_prints_the_formula_behind_each_line(capsys):
 def test_inference(capsys):
     shown = printed(capsys, "--inference", "--batch", "32", "--context", "1024", "--gpu", "H200", "T4", *SEED)
     assert "batch 32, 1,024 tokens each; tensors only" in shown
-    assert "cache of keys and values: 3.00 GiB = 2 x 24 layers x 16 heads x 64 x 1,024 tokens x 32 sequences" in flat(
-        shown
-    )
+    cache = "cache of keys and values: 3.00 GiB = 2 x 24 layers x 16 heads x 64 x 1,024 tokens x 32 sequences"
+    assert cache in flat(shown)
     assert "tokens/s at best" in shown
     large = printed(capsys, "--inference", "--batch", "4096", "--gpu", "T4", *SEED)
     assert "does not fit" in large[large.index("tokens/s at best") :]
@@ -209,9 +208,7 @@ def test_inference_answers_for_generating_not_for_training(capsys):
     assert "peak" not in shown and "Memory at the peak" not in shown and "What if" not in shown
     assert "does not fit" in flat(printed(capsys, "--gpu", "T4", *wide)), "training, of which nothing is said above"
     many = flat(printed(capsys, "--inference", "--batch", "64", "--gpu", "T4", *wide))
-    assert (
-        "generating does not fit in one T4: 57.4 of 14.5 GiB" in many and "; it fits with --batch 5 (13.15 GiB)" in many
-    )
+    assert "generating does not fit in one T4: 57.4 of 14.5 GiB" in many and "with --batch 5 (13.15 GiB)" in many
     tight = flat(printed(capsys, "--inference", "--gpu", "T4", *SEED, "--hidden-size", "8192"))
     assert "; it fits with weights in int4 (" in tight
     assert "--gpu NAME shows whether it fits" in flat(printed(capsys, "--inference", *wide))
@@ -219,9 +216,8 @@ def test_inference_answers_for_generating_not_for_training(capsys):
 
 def test_env_says_what_can_cost_something(capsys):
     words = [OUR_SCRIPT, *FILES]  # which sets the variable
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" not in printed(
-        capsys, "--env", *words
-    )  # a single rank has nothing to wait for
+    alone = printed(capsys, "--env", *words)  # a single rank has nothing to wait for
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" not in alone
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in printed(capsys, "--env", "--gpus", "4", *words)
     assert "nothing in flags and variables that would cost anything" in flat(printed(capsys, "--env", *argv()))
 
@@ -241,12 +237,8 @@ def test_json_holds_all_of_it(capsys):
     h200, t4 = found["gpus"]
     assert h200["time"]["step_ms"] == pytest.approx(sum(row["ms"] for row in h200["time"]["rows"]))
     assert h200["fit"] is None and t4["fit"]["found"]["add"] == ["--micro-batch-size 4"] and found["fit"] == t4["fit"]
-    assert (
-        h200["duration"]["days"] > 0
-        and found["inference"]["batch"] == 1
-        and found["hints"] == []
-        and found["exact"] is None
-    )
+    assert h200["duration"]["days"] > 0 and found["inference"]["batch"] == 1
+    assert found["hints"] == [] and found["exact"] is None
     assert found["plan"]["world"] == vars(World(gpus=1)) and found["what_if"][0]["step_ms"] > 0
 
 

@@ -81,22 +81,18 @@ def test_every_knob_can_stand_in_a_file(file):
         assert values(file(f"group:\n  {flag.field}: {text}")) == read_command_line(words).values, flag.field
 
 
-def test_command_line_wins_wherever_it_stands(file):
+def test_of_two_places_the_later_wins(file):
+    """The command line wherever it stands, the last of two files; another spelling is no contradiction."""
     path = file("lr: 1\nmin_lr: 2\nprofile_ranks: [1, 2]")
     for line in (
         ["--lr", "3", "--yaml-cfg", path, "--profile-ranks", "0"],
         [f"--yaml-cfg={path}", "--profile-ranks", "0", "--lr=3"],
     ):
         assert read_command_line(line).values == {"lr": 3.0, "min_lr": 2.0, "profile_ranks": (0,)}
-
-
-def test_of_two_files_the_last_wins(file):
     first, second = file("lr: 1\nseed: 1", "first"), file("lr: 2", "second")
     assert read_command_line(["--yaml-cfg", first, "--yaml-cfg", second]).values == {"lr": 2.0, "seed": 1}
-
-
-def test_another_spelling_in_the_file_is_no_contradiction(file):
     assert values(file("seq_length: 64"), "--encoder-seq-length 32") == {"seq_length": 32}
+    assert values(file("a: &a\n  lr: 1\n  b: *a")) == {"lr": 1.0}, "a group that holds itself ends"
 
 
 MISTAKES = read_table(
@@ -149,10 +145,6 @@ def test_mistakes_name_the_file(file, row):
     assert all(path in line for line, answer in zip(said, answers) if "{path}" in answer)
 
 
-def test_a_group_that_holds_itself_ends(file):
-    assert values(file("a: &a\n  lr: 1\n  b: *a")) == {"lr": 1.0}
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -194,12 +186,12 @@ use_mamba_mem_eff_path | --disable-mamba-mem-eff-path
 """)
 
 
-@pytest.mark.parametrize(("key", "flag"), SWITCHED_OFF)
-def test_what_a_flag_switches_off_is_a_switch_in_a_file(file, key, flag):
-    line = read_command_line(["--yaml-cfg", file(f"{key}: True")])
-    assert (line.mistakes, line.notes, line.values) == ([], [], {})
-    line = read_command_line(["--yaml-cfg", file(f"{key}: False")])
-    assert line.mistakes == [] and len(line.notes) == 1 and line.notes[0].startswith(f"{flag} "), line.notes
+def test_what_a_flag_switches_off_is_a_switch_in_a_file(file):
+    for key, flag in SWITCHED_OFF:
+        line = read_command_line(["--yaml-cfg", file(f"{key}: True")])
+        assert (line.mistakes, line.notes, line.values) == ([], [], {})
+        line = read_command_line(["--yaml-cfg", file(f"{key}: False")])
+        assert line.mistakes == [] and len(line.notes) == 1 and line.notes[0].startswith(f"{flag} "), line.notes
 
 
 # In the form of the files that Megatron-LM brings along: fields of its configuration classes beside flags' names.

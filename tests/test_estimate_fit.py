@@ -66,9 +66,8 @@ def test_what_if_shows_the_usual_changes():
             "--hidden-dropout 0 --attention-dropout 0"} <= set(words)  # fmt: skip
     # SDPA holds no scores: there is nothing for selective recomputation to save
     assert "--recompute-granularity selective" not in words
-    assert "--recompute-granularity selective" in [
-        one.words for one in what_if(plan("--fp16 --attention-backend unfused"))
-    ]
+    stored = what_if(plan("--fp16 --attention-backend unfused"))
+    assert "--recompute-granularity selective" in [one.words for one in stored]
 
 
 def test_what_the_trainer_would_refuse_is_not_offered():
@@ -78,10 +77,8 @@ def test_what_the_trainer_would_refuse_is_not_offered():
 
 
 def test_the_batch_stays_when_it_was_not_given():
-    changes = "!--global-batch-size"
-    one = variant_of(
-        plan_of(argv(f"{MEDIUM} {changes}".replace("--global-batch-size 16", ""))), None, micro_batch_size=2
-    )
+    words = argv(f"{MEDIUM} !--global-batch-size".replace("--global-batch-size 16", ""))
+    one = variant_of(plan_of(words), None, micro_batch_size=2)
     assert one.plan.batch.final == 4 and set(one.add) == {"--global-batch-size 4", "--micro-batch-size 2"}
 
 

@@ -89,12 +89,9 @@ def test_a_step_by_hand():
     assert seen.tokens_per_s == pytest.approx(tokens / 0.09491, rel=1e-3)
     assert row(seen, "matrix products").formula == "6 x 32,768 tokens x 353,501,184 weights at 989.5 TFLOP/s"
     assert row(seen, "loss").formula == "32,768 tokens x 301,824 bytes at 4,800 GB/s"
-
-
-def test_useful_flops_are_in_products_and_attention():
-    seen = predict(SEED)
-    compute_ms = row(seen, "matrix products").ms + row(seen, "attention").ms * 3 / 3.5  # without the repeated product
-    assert compute_ms == pytest.approx(seen.flops_causal / 989.5e9)
+    useful_ms = row(seen, "matrix products").ms + row(seen, "attention").ms * 3 / 3.5  # without the repeated product
+    assert useful_ms == pytest.approx(seen.flops_causal / 989.5e9)
+    assert seen == predict(SEED, world=World()), "the machine that plans does not matter"
 
 
 def test_ranks_share_the_work_but_not_the_optimizer():
@@ -169,7 +166,10 @@ def test_recomputation_takes_time_but_is_no_useful_work():
     assert names(predict(SEED + " --recompute-granularity selective")) == names(plain)  # fused kernels do it anyway
 
 
-def test_what_no_dropout_follows_is_not_computed_again():
+def test_what_no_dropout_follows_is_not_computed_again_and_compilation_saves_masks():
+    eager, compiled = predict(SEED), predict(SEED.removesuffix(" --torch-compile none"))
+    saved_ms = row(eager, "norms, activations, dropout").ms - row(compiled, "norms, activations, dropout").ms
+    assert saved_ms == pytest.approx(24 * 32768 * 4 * 1024 / 4.8e9)
     flags = SEED + " --hidden-dropout 0" + RECOMPUTE + "uniform --recompute-num-layers 1"
     assert row(predict(flags), "recomputed products").ms == pytest.approx(2 * 32768 * 24 * 8 * 1024**2 / 989.5e9)
 
@@ -180,12 +180,6 @@ def test_selective_recomputation_repeats_stored_scores():
     assert names(again) == [*names(stored)[:-1], "recomputed attention", "recomputed scores", names(stored)[-1]]
     assert row(again, "recomputed attention").ms == pytest.approx(row(stored, "attention").ms / 3)
     assert row(again, "recomputed scores").ms == pytest.approx(row(stored, "attention's scores").ms * 2 / 5)
-
-
-def test_compilation_saves_the_masks_of_dropout():
-    eager, compiled = predict(SEED), predict(SEED.removesuffix(" --torch-compile none"))
-    saved_ms = row(eager, "norms, activations, dropout").ms - row(compiled, "norms, activations, dropout").ms
-    assert saved_ms == pytest.approx(24 * 32768 * 4 * 1024 / 4.8e9)
 
 
 BY_MEMORY = ("norms, activations, dropout", "loss", "gradients' norm, optimizer")
@@ -236,10 +230,6 @@ def test_a_fallback_that_stores_scores_is_seen():
     assert "attention's scores" not in names(predict(flags.replace("72", "96")))
 
 
-def test_the_machine_that_plans_does_not_matter():
-    assert predict(SEED, world=World()) == predict(SEED, world=ONE)
-
-
 # how long a whole training takes, and its arithmetic
 GPT2 = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
@@ -265,12 +255,8 @@ def test_conventions_of_flops_stand_side_by_side():
     assert seen.flops_full == 6 * (weights + 2 * scores) * 10**9
 
 
-def test_tokens_need_not_fill_sequences():
+def test_tokens_need_not_fill_sequences_and_samples_end_a_training():
     seen = duration_of(plan(), tokens_per_s=10.0, tokens=5)
-    assert (seen.tokens, seen.seconds) == (5, 0.5)
-    assert 0 < seen.flops_causal < seen.flops_full
-
-
-def test_a_training_given_in_samples_ends_with_them():
+    assert (seen.tokens, seen.seconds) == (5, 0.5) and 0 < seen.flops_causal < seen.flops_full
     seen = duration_of(plan("!--train-iters --train-samples 1000"), tokens_per_s=32.0)
     assert seen.tokens == plan("!--train-iters --train-samples 1000").train_samples * 32
