@@ -210,10 +210,7 @@ MORE_SHAPES = [
 
 @pytest.mark.parametrize(
     ("layers", "positions", "vocabulary", "bf16"),
-    [
-        *SHAPES,
-        *(pytest.param(*shape, marks=pytest.mark.slow) for shape in MORE_SHAPES),
-    ],
+    [*SHAPES, *(pytest.param(*shape, marks=pytest.mark.slow) for shape in MORE_SHAPES)],
 )
 def test_the_phase_of_the_peak_without_tags_is_the_walks(monkeypatch, layers, positions, vocabulary, bf16):
     """Somebody's language model with a loss that chooses by gather. At 256 positions the end of forward is the highest moment in
