@@ -40,32 +40,22 @@ class MadeSnapshot:
 
     def there_before(self, size: int, stack=(), tag: str = "") -> int:
         """Memory from before the record; returns its address."""
-        address = self._address(size)
-        self.live[address] = (size, list(stack), tag)
-        return address
+        self._next += -(-size // 512) * 512
+        self.live[self._next] = (size, list(stack), tag)
+        return self._next
 
     def alloc(self, size: int, stack=(), tag: str = "") -> int:
-        address = self._address(size)
-        self.live[address] = (size, list(stack), tag)
-        self._event("alloc", address, size, stack, tag)
+        address = self.there_before(size, stack, tag)
+        self._event("alloc", addr=address, size=size, frames=list(stack), user_metadata=tag)
         return address
 
     def free(self, address: int, stack=(), tag: str = ""):
         size, *_ = self.live.pop(address)
         for action in ("free_requested", "free_completed"):
-            self._event(action, address, size, stack, tag)
+            self._event(action, addr=address, size=size, frames=list(stack), user_metadata=tag)
 
     def out_of_memory(self, size: int, device_free: int, stack=()):
-        self.events.append(
-            {
-                "action": "oom",
-                "size": size,
-                "device_free": device_free,
-                "stream": 0,
-                "time_us": self.now(),
-                "frames": list(stack),
-            }
-        )
+        self._event("oom", size=size, device_free=device_free, frames=list(stack))
 
     def mark(self, stage: str, name: str):
         self.annotations.append({"stage": stage, "name": name, "device": 0, "time_us": self.now()})
@@ -73,49 +63,22 @@ class MadeSnapshot:
     def data(self) -> dict:
         blocks = [
             {
-                "address": address,
-                "size": -(-size // 512) * 512,
-                "requested_size": size,
-                "state": "active_allocated",
-                "frames": stack,
-                "user_metadata": tag,
+                "address": address, "size": -(-size // 512) * 512, "requested_size": size, "state": "active_allocated",
+                "frames": stack, "user_metadata": tag,
             }
             for address, (size, stack, tag) in self.live.items()
-        ]
-        segment = {
-            "device": 0,
-            "address": BASE,
-            "total_size": self.reserved,
-            "stream": 0,
-            "segment_type": "large",
-            "blocks": blocks,
-        }
+        ]  # fmt: skip
+        segment = {"device": 0, "address": BASE, "total_size": self.reserved, "stream": 0, "segment_type": "large"}
         return {
-            "segments": [segment],
-            "device_traces": [self.events],
-            "allocator_settings": self.settings,
-            "external_annotations": self.annotations,
-        }
+            "segments": [segment | {"blocks": blocks}], "device_traces": [self.events],
+            "allocator_settings": self.settings, "external_annotations": self.annotations,
+        }  # fmt: skip
 
     def write(self, path: Path) -> Path:
         return write(self.data(), path)
 
-    def _address(self, size: int) -> int:
-        self._next += -(-size // 512) * 512
-        return self._next
-
-    def _event(self, action: str, address: int, size: int, stack, tag: str):
-        self.events.append(
-            {
-                "action": action,
-                "addr": address,
-                "size": size,
-                "stream": 0,
-                "time_us": self.now(),
-                "frames": list(stack),
-                "user_metadata": tag,
-            }
-        )
+    def _event(self, action: str, **fields):
+        self.events.append({"action": action, "stream": 0, "time_us": self.now(), **fields})
 
 
 def write(data, path: Path) -> Path:

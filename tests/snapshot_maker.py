@@ -87,32 +87,15 @@ class MadeSnapshot:
         blocks, at = [], address
         for start, (held, tag, frames, _) in sorted(self._live.items()):
             if address <= start < address + size:
-                blocks += [
-                    *_free(at, start),
-                    {
-                        "address": start,
-                        "size": held,
-                        "requested_size": held,
-                        "frames": frames,
-                        "state": "active_allocated",
-                        "user_metadata": tag,
-                    },
-                ]
+                block = {"address": start, "size": held, "requested_size": held, "state": "active_allocated"}
+                blocks += [*_free(at, start), block | {"frames": frames, "user_metadata": tag}]
                 at = start + held
         blocks += _free(at, address + size)
         used = sum(block["size"] for block in blocks if block["state"] != "inactive")
         return {
-            "device": 0,
-            "address": address,
-            "total_size": size,
-            "allocated_size": used,
-            "active_size": used,
-            "stream": 0,
-            "segment_type": "large",
-            "is_expandable": False,
-            "frames": [],
-            "blocks": blocks,
-        }
+            "device": 0, "address": address, "total_size": size, "allocated_size": used, "active_size": used, "stream": 0,
+            "segment_type": "large", "is_expandable": False, "frames": [], "blocks": blocks,
+        }  # fmt: skip
 
 
 def _free(start: int, end: int) -> list[dict]:

@@ -1,17 +1,12 @@
-"""Step, phase and operator of each event: made traces with known answers."""
+"""Step, phase and operator of each event, and which steps count: made traces with known answers."""
 
 import pytest
-from trace_maker import AUTOGRAD, MAIN, MadeTrace, cpu_run, gpu_run
+from trace_maker import AUTOGRAD, MAIN, MadeTrace, cpu_run, gpu_run, measure, place
 
 from megatron_lite.analysis.time.find_phases import known_phase, label_phase
-from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.columns import Kind
-from megatron_lite.analysis.trace.read import read_traces
 
-
-def placed(made: MadeTrace, folder):
-    [trace] = read_traces(made.write(folder))
-    return trace, attribute_events(trace)
+COPY = "Memcpy HtoD (Pageable -> Device)"
 
 
 def phase_by_name(trace, placing, kind=Kind.KERNEL) -> dict[str, set]:
@@ -23,8 +18,13 @@ def phase_by_name(trace, placing, kind=Kind.KERNEL) -> dict[str, set]:
     return found
 
 
+def why_not(made: MadeTrace, folder) -> list[str]:
+    """Of each step; "" for those that count."""
+    return [step.why_not for step in place(made, folder)[1].steps]
+
+
 def test_device_work_belongs_where_it_was_launched_on_any_thread(tmp_path):
-    trace, placing = placed(gpu_run(all_reduce_us=300, world_size=2), tmp_path)
+    trace, placing = place(gpu_run(all_reduce_us=300, world_size=2), tmp_path)
     kernels = phase_by_name(trace, placing)
     assert kernels["ampere_sgemm_128x64_tn"] == {"forward"}
     assert kernels["ampere_sgemm_128x64_nt"] == {"backward"}  # autograd's thread carries no phase of its own
@@ -33,10 +33,7 @@ def test_device_work_belongs_where_it_was_launched_on_any_thread(tmp_path):
     assert [step.number for step in placing.steps] == [10, 11, 12, 13]
     assert sorted(placing.step[trace.device_rows]) == sorted([0, 1, 2, 3] * 5)
     assert trace.threads[placing.main_thread][1] == str(MAIN)
-
-
-def test_the_operator_is_the_innermost_around_the_launch_and_an_operators_own_is_its_parent(tmp_path):
-    trace, placing = placed(gpu_run(steps=2), tmp_path)
+    # the operator is the innermost around the launch, and an operator's own is its parent
     backward = next(row for row in trace.rows[Kind.KERNEL] if trace.name_of(row).endswith("_nt"))
     inner = placing.operator[backward]
     assert trace.name_of(inner) == "aten::mm"
@@ -44,143 +41,133 @@ def test_the_operator_is_the_innermost_around_the_launch_and_an_operators_own_is
     assert placing.operator[placing.operator[inner]] == -1
 
 
-def test_a_graph_takes_the_phase_of_its_only_call(tmp_path):
-    made = MadeTrace()
-    made.step(1, 0, 1000)
-    made.annotation("forward", 10, 100)
-    made.graph([("k1", 200, 300), ("k2", 310, 400), ("k3", 400, 480)], launched=50)
-    trace, placing = placed(made, tmp_path)
-    assert phase_by_name(trace, placing) == {name: {"forward"} for name in ("k1", "k2", "k3")}
-
-
-def test_zero_grad_is_a_phase_inside_another_too(tmp_path):
-    made = MadeTrace()
-    for number in range(2):
-        at = 1000 * number
-        made.step(number, at, at + 990)
-        made.annotation("forward", at + 10, at + 500)
-        made.annotation("Optimizer.zero_grad#AdamW.zero_grad", at + 20, at + 100)
-        made.op("aten::zero_", at + 30, at + 60)
-        made.kernel("fill", at + 120, at + 150, at + 40)
-        made.kernel("gemm", at + 150, at + 450, at + 200)
-    trace, placing = placed(made, tmp_path)
-    assert phase_by_name(trace, placing) == {"fill": {"Optimizer.zero_grad"}, "gemm": {"forward"}}
-
-
-def test_work_without_a_launch_call_belongs_to_nothing(tmp_path):
-    made = MadeTrace()
-    made.step(1, 0, 1000)
-    made.annotation("forward", 10, 100)
-    made.kernel("early", 5, 60, None)
-    made.kernel("own", 70, 90, 20)
-    trace, placing = placed(made, tmp_path)
-    assert phase_by_name(trace, placing) == {"early": {None}, "own": {"forward"}}
-    assert placing.step[trace.rows[Kind.KERNEL]].tolist() == [-1, 0]
-
-
-def test_without_phases_operators_tell(tmp_path):
-    """A foreign training loop: nothing but PyTorch's own ranges."""
-    made = MadeTrace()
-    made.step(1, 0, 2000)
-    made.annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 100)
-    made.op("aten::to", 110, 140)
-    made.copy("Memcpy HtoD (Pageable -> Device)", 125, 135, 120, 4096)
-    made.op("aten::linear", 200, 300, sequence=5)
-    made.kernel("fwd", 400, 500, 220)
-    made.op("autograd::engine::evaluate_function: AddmmBackward0", 310, 400, AUTOGRAD, sequence=5, forward_thread=1)
-    made.kernel("bwd", 500, 700, 320, thread=AUTOGRAD)
-    made.op("aten::add", 410, 430, AUTOGRAD)  # sums gradients between two nodes: inside no node's range
-    made.kernel("accumulate", 700, 750, 415, thread=AUTOGRAD)
-    made.annotation("Optimizer.step#SGD.step", 500, 600)
-    made.kernel("sgd", 750, 800, 520)
-    trace, placing = placed(made, tmp_path)
-    assert phase_by_name(trace, placing) == {
-        "fwd": {"forward"},
-        "bwd": {"backward"},
-        "accumulate": {"backward"},
-        "sgd": {"optimizer_step"},
-    }
-    assert phase_by_name(trace, placing, Kind.MEMCPY) == {"Memcpy HtoD (Pageable -> Device)": {"data_to_device"}}
-
-
-def test_foreign_ranges_are_phases_where_they_are_outermost(tmp_path):
-    made = MadeTrace()
-    made.step(1, 0, 1000)
-    made.annotation("## generate ##", 10, 300)
-    made.annotation("helper", 20, 100)
-    made.annotation("## backward ##", 310, 600)
-    made.annotation("nccl:all_reduce", 700, 720)
-    made.kernel("a", 30, 40, 25)
-    made.kernel("b", 700, 800, 400)
-    made.kernel("c", 800, 900, 710)
-    trace, placing = placed(made, tmp_path)
-    assert phase_by_name(trace, placing) == {"a": {"generate"}, "b": {"backward"}, "c": {None}}
-
-
-def test_a_range_around_the_whole_step_gives_way_to_what_it_holds(tmp_path):
-    made = MadeTrace()
-    for index in range(3):
-        at = index * 1000
-        made.step(index, at, at + 990)
-        made.annotation("train_one_batch", at + 2, at + 985)
-        made.annotation("encoder", at + 10, at + 400)
-        made.annotation("decoder", at + 400, at + 900)
-        made.kernel("e", at + 100, at + 200, at + 20)
-        made.kernel("d", at + 500, at + 600, at + 450)
-    trace, placing = placed(made, tmp_path)
-    assert phase_by_name(trace, placing) == {"e": {"encoder"}, "d": {"decoder"}}
-
-
 @pytest.mark.parametrize(
-    ("names", "numbers"),
+    ("events", "phases"),
     [
-        (["step 5", "step 6", "step 7"], [5, 6, 7]),
-        (["iteration_5", "iteration_6", "iteration_7"], [5, 6, 7]),
-        (["Train Step #5", "Train Step #6", "Train Step #7"], [5, 6, 7]),
+        pytest.param(
+            [
+                ("step", 1, 0, 1000),
+                ("annotation", "forward", 10, 100),
+                ("graph", [("k1", 200, 300), ("k2", 310, 400), ("k3", 400, 480)], 50),
+            ],
+            {"k1": "forward", "k2": "forward", "k3": "forward"},
+            id="a graph takes the phase of its only call",
+        ),
+        pytest.param(
+            [
+                ("step", 1, 0, 990),
+                ("annotation", "forward", 10, 500),
+                ("annotation", "Optimizer.zero_grad#AdamW.zero_grad", 20, 100),
+                ("op", "aten::zero_", 30, 60),
+                ("kernel", "fill", 120, 150, 40),
+                ("kernel", "gemm", 150, 450, 200),
+            ],
+            {"fill": "Optimizer.zero_grad", "gemm": "forward"},
+            id="zero_grad is a phase inside another too",
+        ),
+        pytest.param(
+            [
+                ("step", 1, 0, 1000),
+                ("annotation", "forward", 10, 100),
+                ("kernel", "early", 5, 60, None),
+                ("kernel", "own", 70, 90, 20),
+            ],
+            {"early": None, "own": "forward"},
+            id="work without a launch call belongs to nothing",
+        ),
+        pytest.param(
+            [
+                ("step", 1, 0, 2000),
+                ("annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 100),
+                ("op", "aten::to", 110, 140),
+                ("copy", COPY, 125, 135, 120, 4096),
+                ("op", "aten::linear", 200, 300, MAIN, None, None, 5),
+                ("kernel", "fwd", 400, 500, 220),
+                ("op", "autograd::engine::evaluate_function: X", 310, 400, AUTOGRAD, None, None, 5, 1),
+                ("kernel", "bwd", 500, 700, 320, {"thread": AUTOGRAD}),
+                ("op", "aten::add", 410, 430, AUTOGRAD),  # sums gradients between two nodes: inside no node's range
+                ("kernel", "acc", 700, 750, 415, {"thread": AUTOGRAD}),
+                ("annotation", "Optimizer.step#SGD.step", 500, 600),
+                ("kernel", "sgd", 750, 800, 520),
+            ],
+            {"fwd": "forward", "sgd": "optimizer_step", COPY: "data_to_device", "bwd": "backward", "acc": "backward"},
+            id="a foreign loop: nothing but PyTorch's own ranges",
+        ),
+        pytest.param(
+            [
+                ("step", 1, 0, 1000),
+                ("annotation", "## generate ##", 10, 300),
+                ("annotation", "helper", 20, 100),
+                ("annotation", "## backward ##", 310, 600),
+                ("annotation", "nccl:all_reduce", 700, 720),
+                ("kernel", "a", 30, 40, 25),
+                ("kernel", "b", 700, 800, 400),
+                ("kernel", "c", 800, 900, 710),
+            ],
+            {"a": "generate", "b": "backward", "c": None},
+            id="foreign ranges are phases where they are outermost",
+        ),
+        pytest.param(
+            [
+                ("step", 1, 0, 990),
+                ("annotation", "train_one_batch", 2, 985),
+                ("annotation", "encoder", 10, 400),
+                ("annotation", "decoder", 400, 900),
+                ("kernel", "e", 100, 200, 20),
+                ("kernel", "d", 500, 600, 450),
+            ],
+            {"e": "encoder", "d": "decoder"},
+            id="a range around the whole step gives way to what it holds",
+        ),
+        pytest.param(
+            [
+                ("step", 1, 0, 300_000),
+                *(("annotation", f"batch {batch}", 100 * batch, 100 * batch + 90) for batch in range(500)),
+                ("annotation", "forward", 60_000, 200_000),
+                ("kernel", "k", 70_000, 90_000, 60_100),
+            ],
+            {"k": "forward"},
+            id="thousands of names are not thousands of phases",
+        ),
     ],
 )
-def test_numbered_ranges_are_steps(tmp_path, names, numbers):
-    made = MadeTrace()
-    made.annotation("capture", 0, 5000)
-    for index, name in enumerate(names):
-        made.annotation(name, 100 + index * 1000, 1000 + index * 1000)
-        made.kernel("k", 200 + index * 1000, 900 + index * 1000, 150 + index * 1000)
-    _, placing = placed(made, tmp_path)
-    assert [step.number for step in placing.steps] == numbers
-    assert placing.notes == ()
+def test_phases_of_device_work(tmp_path, events, phases):
+    trace, placing = place(MadeTrace().add_all(*events), tmp_path)
+    found = phase_by_name(trace, placing) | phase_by_name(trace, placing, Kind.MEMCPY)
+    assert found == {name: {phase} for name, phase in phases.items()} and len(placing.phases) <= 100
+    outside = [trace.name_of(row) for row in trace.device_rows if placing.step[row] < 0]
+    assert outside == (["early"] if "early" in phases else [])
 
 
-def test_a_range_that_repeats_stands_in_for_steps(tmp_path):
+@pytest.mark.parametrize("form", ["step {}", "iteration_{}", "Train Step #{}", "my_update", None])
+def test_ranges_that_stand_in_for_steps(tmp_path, form):
     made = MadeTrace()
-    for at in (100, 1100, 2100):
-        made.annotation("my_update", at, at + 800)
-        made.annotation("nccl:all_reduce", at + 810, at + 990)  # no step, however often it comes
+    for index in range(3):
+        at = 100 + 1000 * index
+        if form:
+            made.annotation(form.format(5 + index), at, at + 850)
+        made.annotation("nccl:all_reduce", at + 860, at + 990)  # no step, however often it comes
         made.kernel("k", at + 100, at + 700, at + 50)
-    _, placing = placed(made, tmp_path)
-    assert [step.name for step in placing.steps] == ["my_update"] * 3
-    assert "my_update" in placing.notes[0]
-
-
-def test_without_any_mark_the_trace_is_one_step(tmp_path):
-    made = MadeTrace()
-    made.kernel("k", 100, 700, 50)
-    made.op("aten::mm", 40, 60)
-    _, placing = placed(made, tmp_path)
-    assert [(step.name, step.steady) for step in placing.steps] == [("whole trace", True)]
-    assert "counts as one step" in placing.notes[0]
+    _, placing = place(made, tmp_path)
+    if form == "my_update":
+        assert [step.name for step in placing.steps] == ["my_update"] * 3 and "my_update" in placing.notes[0]
+    elif form:
+        assert ([step.number for step in placing.steps], placing.notes) == ([5, 6, 7], ())
+    else:
+        assert [(step.name, step.steady) for step in placing.steps] == [("whole trace", True)]
+        assert "counts as one step" in placing.notes[0]
 
 
 def test_two_windows_in_one_file_leave_a_hole(tmp_path):
-    made = gpu_run(steps=3, first=10)
-    later = gpu_run(steps=3, first=110)
+    made, later = gpu_run(steps=3, first=10), gpu_run(steps=3, first=110)
     for event in later.events:
         event["ts"] += 50_000
         if "correlation" in event["args"]:
             event["args"]["correlation"] += 1000
     made.events += later.events
-    _, placing = placed(made, tmp_path)
-    assert [step.number for step in placing.steps] == [10, 11, 12, 110, 111, 112]
-    assert max(step.ms for step in placing.steps) < 2  # the 47 ms between the windows belong to no step
+    steps = place(made, tmp_path)[1].steps
+    assert [step.number for step in steps] == [10, 11, 12, 110, 111, 112]
+    assert max(step.ms for step in steps) < 2  # the 47 ms between the windows belong to no step
 
 
 @pytest.mark.parametrize(
@@ -198,40 +185,103 @@ def test_two_windows_in_one_file_leave_a_hole(tmp_path):
     ],
 )
 def test_names_of_other_people(name, label):
-    assert label_phase(name) == label
-
-
-def test_what_means_no_phase_is_none():
-    assert known_phase("forwarding_table") is None
+    assert label_phase(name) == label and known_phase("forwarding_table") is None
 
 
 def test_events_between_steps_belong_to_the_later_one(tmp_path):
-    trace, placing = placed(cpu_run(steps=3), tmp_path)
-    rows = trace.rows[Kind.OP]
-    assert set(placing.step[rows]) == {0, 1, 2}
+    trace, placing = place(cpu_run(steps=3), tmp_path)
+    assert set(placing.step[trace.rows[Kind.OP]]) == {0, 1, 2}
     assert placing.step[trace.rows[Kind.ANNOTATION]].min() == 0
 
 
 def test_a_step_that_begins_with_its_first_phase_is_not_inside_it(tmp_path):
-    made = MadeTrace()
-    made.step(1, 0, 1000)
-    made.annotation("data", 0, 100)
-    made.annotation("forward", 100, 300)
-    made.annotation("nested", 100, 300)
-    made.kernel("k", 200, 900, 150)
-    trace, placing = placed(made, tmp_path)
-    phases = phase_by_name(trace, placing, Kind.ANNOTATION)
-    assert phases["ProfilerStep#1"] == {None}
-    assert phases["nested"] == {"forward"}
+    made = MadeTrace().add_all(
+        ("step", 1, 0, 1000),
+        ("annotation", "data", 0, 100),
+        ("annotation", "forward", 100, 300),
+        ("annotation", "nested", 100, 300),
+        ("kernel", "k", 200, 900, 150),
+    )
+    phases = phase_by_name(*place(made, tmp_path), Kind.ANNOTATION)
+    assert (phases["ProfilerStep#1"], phases["nested"]) == ({None}, {"forward"})
 
 
-def test_thousands_of_names_are_not_thousands_of_phases(tmp_path):
-    made = MadeTrace()
-    made.step(1, 0, 300_000)
-    for batch in range(500):
-        made.annotation(f"batch {batch}", 100 * batch, 100 * batch + 90)
-    made.annotation("forward", 60_000, 200_000)
-    made.kernel("k", 70_000, 90_000, 60_100)
-    trace, placing = placed(made, tmp_path)
-    assert len(placing.phases) <= 100
-    assert phase_by_name(trace, placing) == {"k": {"forward"}}
+# --- which steps count
+
+
+def make_steps(lengths_us: list[float]) -> MadeTrace:
+    """Steps of such lengths, each with one kernel at its end."""
+    made, at = MadeTrace(), 0.0
+    for number, length in enumerate(lengths_us):
+        made.step(number, at, at + length)
+        made.kernel("k", at + 0.5 * length, at + length, at + 0.1 * length)
+        at += length
+    return made
+
+
+def test_tiles_leave_no_hole(tmp_path):
+    _, placing = place(gpu_run(steps=6), tmp_path)
+    steps = placing.steps
+    assert [step.end_ns for step in steps[:-1]] == [step.start_ns for step in steps[1:]]
+    assert [step.ms for step in steps[1:]] == pytest.approx([1.0] * 5)
+    assert not [note for note in placing.notes if "buffer" in note], "a whole record has no early end"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counting"),
+    [
+        ([100], [0]),
+        ([100, 100], [0, 1]),
+        ([200, 100], [1]),
+        ([100, 100, 100], [0, 1, 2]),
+        ([200, 100, 100], [1, 2]),
+        ([100, 100, 200], [0, 1]),
+        ([100, 100, 100, 100], [1, 2, 3]),
+        ([100, 100, 300, 100, 100], [1, 2, 3, 4]),  # a slow step in the middle is the run's own
+        ([200, 100, 100, 100, 200], [1, 2, 3]),
+    ],
+)
+def test_steps_at_the_edges_that_pay_for_the_profiler_do_not_count(tmp_path, lengths, counting):
+    reasons = why_not(make_steps(lengths), tmp_path)
+    assert [k for k, reason in enumerate(reasons) if not reason] == counting
+    assert "the profiler starts" in reasons[0] or lengths[0] == 100
+    assert "the profiler stops" in reasons[-1] or lengths[-1] == 100
+
+
+def test_a_cut_step_does_not_count(tmp_path):
+    made = gpu_run(steps=4)
+    last = max(event["ts"] for event in made.events if event["cat"] == "kernel")
+    made.events = [event for event in made.events if event["cat"] != "kernel" or event["ts"] < last - 300]
+    assert why_not(made, tmp_path)[-1] == "the trace cuts it"
+    made.step(14, 4000, 5000)
+    assert why_not(made, tmp_path)[-1] == "no work in it"
+
+
+def test_a_record_of_the_gpu_that_ends_early_cuts_the_step_in_which_it_ends(tmp_path):
+    """As when Kineto's buffer of GPU events is full; the host's record goes on."""
+    made = gpu_run(steps=6)
+    on_gpu = ("kernel", "gpu_memcpy", "gpu_memset")
+    times = sorted(event["ts"] for event in made.events if event["cat"] in on_gpu)
+    end = times[len(times) * 7 // 12]
+    made.events = [event for event in made.events if event["cat"] not in on_gpu or event["ts"] < end]
+    _, found = place(made, tmp_path)
+    assert [step.why_not for step in found.steps][3:] == ["the trace cuts it", "no work in it", "no work in it"]
+    assert any(step.steady for step in found.steps)
+    names = f"{found.steps[4].name} to {found.steps[5].name}"
+    assert [note for note in found.notes if f"no work of the GPU in {names}: a full buffer ends" in note]
+
+
+@pytest.mark.parametrize("chore", ["eval", "save"])
+@pytest.mark.parametrize("make", [gpu_run, cpu_run])
+def test_steps_that_evaluate_or_save_do_not_count(tmp_path, chore, make):
+    made = make(steps=5)
+    made.annotation(chore, 2960, 2980)
+    assert {f"has {chore} in it", ""} <= set(why_not(made, tmp_path))
+
+
+def test_what_is_left_when_few_steps_are_steady_is_said(tmp_path):
+    made = gpu_run(steps=2).add_all(("annotation", "eval", 900, 950), ("annotation", "eval", 1900, 1950))
+    time = measure(made, tmp_path)
+    assert len(time.steady_steps) == 2 and "no step is a steady one (has eval in it)" in time.notes[0]
+    time = measure(make_steps([300, 100]), tmp_path)
+    assert "only one step counts; left out: ProfilerStep#0" in time.notes[0]

@@ -1,4 +1,5 @@
-"""Real traces of other people: properties, and an independent count of the rows from the raw JSON."""
+"""The trainer's own traces, and real ones of other people: properties, and an independent count of the rows from the raw
+JSON."""
 
 import functools
 import gzip
@@ -6,6 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from launch import alone, flags, quietly
+from traces import trace_files
 
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
@@ -14,7 +17,7 @@ from megatron_lite.analysis.trace.read import read_traces
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 FILES = sorted(TRACES.glob("*/rank*.json.gz")) + sorted(TRACES.glob("*/*.sqlite"))
-pytestmark = pytest.mark.skipif(not FILES, reason="no ../shared/traces beside the repository")
+needs_traces = pytest.mark.skipif(not FILES, reason="no ../shared/traces beside the repository")
 COMPUTE, COMMUNICATION, COPY = 4, 2, 1  # what hides what
 
 
@@ -28,6 +31,7 @@ def time_of(folder: str) -> RankTime:
     return time
 
 
+@needs_traces
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.name[:5]}")
 def test_rows_sum_to_the_step_and_nothing_is_negative(path):
     for time in times(path):
@@ -85,12 +89,14 @@ def swept(path: Path, time: RankTime) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("folder", ["a100_ddp_nccl_rank0of2", "h100_qwen_stacks", "v100_dlrm_8ranks"])
+@needs_traces
 def test_an_independent_sweep_finds_the_same(folder):
     time = time_of(folder)
     found = swept(next((TRACES / folder).glob("rank0*")), time)
     assert found == pytest.approx({row: time.rows[row] for row in found}, abs=2e-3)
 
 
+@needs_traces
 def test_the_launch_bound_one_is_found():
     time = time_of("a100_ddp_nccl_rank0of2")
     assert time.launch_bound
@@ -99,6 +105,7 @@ def test_the_launch_bound_one_is_found():
     assert not time_of("h100_qwen_stacks").launch_bound
 
 
+@needs_traces
 def test_the_loader_without_workers_starves_the_gpu_and_four_do_not():
     alone, four = time_of("v100_resnet50_loader_workers0"), time_of("v100_resnet50_loader_workers4")
     assert alone.rows["data_wait"] > 0.3 * alone.step_ms
@@ -106,6 +113,7 @@ def test_the_loader_without_workers_starves_the_gpu_and_four_do_not():
     assert four.loader_host_ms == pytest.approx(0.84, abs=0.01)
 
 
+@needs_traces
 def test_backward_takes_the_device_longer_than_its_label_says():
     phases = {phase.name: phase for phase in time_of("v100_resnet50_loader_workers0").phases}
     assert phases["backward"].device_ms > 2 * phases["backward"].host_ms
@@ -114,6 +122,25 @@ def test_backward_takes_the_device_longer_than_its_label_says():
     assert {"forward", "data_to_device", "optimizer_step"} <= set(phases)
 
 
+@needs_traces
 def test_lines_of_the_program_stand_at_its_synchronisations():
     frames = {(site.operator, site.frame) for site in time_of("h100_qwen_stacks").syncs}
     assert ("aten::is_nonzero", "transformers/modeling_attn_mask_utils.py(243): _ignore_causal_mask_sdpa") in frames
+
+
+def test_the_trainers_own_trace(tmp_path):
+    """Every phase is found, a step's rows sum to it, and the step that evaluates does not count."""
+    profile = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 8 --tensorboard-dir"
+    steps = "--train-iters 9 --global-batch-size 2 --eval-iters 1 --eval-interval 5"
+    with alone():
+        quietly(flags(steps, profile, tmp_path / "tb"), tmp_path / "run")
+    [time] = times(*trace_files(tmp_path / "tb"))
+    assert [step.number for step in time.steps] == [3, 4, 5, 6, 7]
+    assert (time.steps[2].why_not, time.notes) == ("has eval in it", ())
+    assert sum(time.rows.values()) == pytest.approx(time.step_ms, rel=1e-12)
+    assert 0 < time.rows["compute"] < time.step_ms
+    assert (time.rows["save"], time.on_gpu) == (0, False)
+    phases = "data data_to_device forward backward grad_sync unscale clip_grad optimizer_step log"
+    assert [phase.name for phase in time.phases] == phases.split()
+    assert 0.5 * time.step_ms < sum(phase.host_ms for phase in time.phases) <= time.step_ms
+    assert time.loader_host_ms == pytest.approx(time.phases[0].host_ms)

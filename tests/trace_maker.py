@@ -15,6 +15,14 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
+
+from megatron_lite.analysis.time.rank_time import rank_time
+from megatron_lite.analysis.time.step_windows import attribute_events
+from megatron_lite.analysis.time.time_results import ROW_TITLES, Placing, RankTime
+from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.analysis.trace.read import read_traces
+
 MAIN, AUTOGRAD, GLOO = 100, 101, 102  # threads
 COMPUTE_STREAM, NCCL_STREAM, COPY_STREAM = 7, 20, 24
 LAUNCH_US = 5.0
@@ -24,9 +32,7 @@ BASE_US = 1_000_000.0  # real files never begin at 0
 class MadeTrace:
     """Events of one rank, added one by one."""
 
-    def __init__(
-        self, rank: int | None = 0, world_size: int = 1, device: str | None = "NVIDIA A100-SXM4-80GB", **header
-    ):
+    def __init__(self, rank: int | None = 0, world_size=1, device: str | None = "NVIDIA A100-SXM4-80GB", **header):
         """`device` None: a CPU-only trace. `header`: further top-level keys."""
         self.rank, self.world_size, self.device, self.header = rank, world_size, device, header
         self.events: list[dict] = []
@@ -34,18 +40,16 @@ class MadeTrace:
 
     def add(self, category: str, name: str, start: float, end: float, thread=MAIN, pid=1, **args):
         """Any event; returns it, to be changed at will."""
-        event = {
-            "ph": "X",
-            "cat": category,
-            "name": name,
-            "pid": pid,
-            "tid": thread,
-            "ts": BASE_US + start,
-            "dur": end - start,
-            "args": args,
-        }
-        self.events.append(event)
-        return event
+        event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": thread, "ts": BASE_US + start}
+        self.events.append(event | {"dur": end - start, "args": args})
+        return self.events[-1]
+
+    def add_all(self, *calls: tuple):
+        """("op", "aten::mm", 110, 150), ...: each the name of a method and its arguments, in a dict those by name."""
+        for method, *given in calls:
+            named = given.pop() if isinstance(given[-1], dict) else {}
+            getattr(self, method)(*given, **named)
+        return self
 
     def annotation(self, name: str, start: float, end: float, thread=MAIN):
         return self.add("user_annotation", name, start, end, thread)
@@ -58,17 +62,7 @@ class MadeTrace:
         """An annotation around what is added in the block; only for the eye: times say what lies where."""
         yield self.annotation(name, start, end)
 
-    def op(
-        self,
-        name: str,
-        start: float,
-        end: float,
-        thread=MAIN,
-        dims=None,
-        dtypes=None,
-        sequence=None,
-        forward_thread=None,
-    ):
+    def op(self, name, start, end, thread=MAIN, dims=None, dtypes=None, sequence=None, forward_thread=None):
         """An operator. `dims`: a list per argument; `dtypes`: "float" for each tensor if not given."""
         args = {"External id": len(self.events)}
         if dims is not None:
@@ -86,135 +80,51 @@ class MadeTrace:
         return self._correlation
 
     def device_work(
-        self,
-        category: str,
-        name: str,
-        start: float,
-        end: float,
-        launched: float | None,
-        *,
-        stream,
-        thread,
-        call: str,
-        call_end: float | None = None,
-        correlation: int | None = None,
-        **args,
-    ):
+        self, category, name, start, end, launched: float | None, *, stream=COMPUTE_STREAM, thread=MAIN,
+        call="cudaLaunchKernel", call_end: float | None = None, correlation: int | None = None, **args,
+    ):  # fmt: skip
         """Work on the GPU. `launched`: start of its launch call; None: the call lies outside of the trace."""
         correlation = correlation or self.correlation()
         if launched is not None:
             self.runtime(call, launched, call_end or launched + LAUNCH_US, thread, correlation)
-        return self.add(
-            category,
-            name,
-            start,
-            end,
-            stream,
-            pid=0,
-            device=0,
-            context=1,
-            stream=stream,
-            correlation=correlation,
-            **args,
-        )
+        args = {"device": 0, "context": 1, "stream": stream, "correlation": correlation} | args
+        return self.add(category, name, start, end, stream, pid=0, **args)
 
-    def kernel(
-        self,
-        name: str,
-        start: float,
-        end: float,
-        launched: float | None,
-        *,
-        stream=COMPUTE_STREAM,
-        thread=MAIN,
-        call="cudaLaunchKernel",
-        **args,
-    ):
-        return self.device_work("kernel", name, start, end, launched, stream=stream, thread=thread, call=call, **args)
+    def kernel(self, name: str, start: float, end: float, launched: float | None, **kind):
+        return self.device_work("kernel", name, start, end, launched, **kind)
 
-    def graph(self, kernels: list[tuple[str, float, float]], launched: float, stream=COMPUTE_STREAM, thread=MAIN):
+    def graph(self, kernels: list[tuple[str, float, float]], launched: float):
         """A CUDA graph: one call, many kernels (name, start, end)."""
         correlation = self.correlation()
-        self.runtime("cudaGraphLaunch", launched, launched + LAUNCH_US, thread, correlation)
+        self.runtime("cudaGraphLaunch", launched, launched + LAUNCH_US, MAIN, correlation)
         for name, start, end in kernels:
-            self.device_work(
-                "kernel", name, start, end, None, stream=stream, thread=thread, call="", correlation=correlation
-            )
+            self.kernel(name, start, end, None, correlation=correlation)
 
-    def copy(
-        self,
-        name: str,
-        start: float,
-        end: float,
-        launched: float | None,
-        num_bytes: int,
-        *,
-        stream=COMPUTE_STREAM,
-        thread=MAIN,
-        call="cudaMemcpyAsync",
-        call_end: float | None = None,
-    ):
+    def copy(self, name: str, start: float, end: float, launched: float | None, num_bytes: int, **kind):
         """`name`: "Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pinned)", ..."""
-        return self.device_work(
-            "gpu_memcpy",
-            name,
-            start,
-            end,
-            launched,
-            stream=stream,
-            thread=thread,
-            call=call,
-            call_end=call_end,
-            bytes=num_bytes,
-        )
+        kind = {"call": "cudaMemcpyAsync", "bytes": num_bytes} | kind
+        return self.device_work("gpu_memcpy", name, start, end, launched, **kind)
 
-    def memset(
-        self, start: float, end: float, launched: float | None, num_bytes: int, *, stream=COMPUTE_STREAM, thread=MAIN
-    ):
-        return self.device_work(
-            "gpu_memset",
-            "Memset (Device)",
-            start,
-            end,
-            launched,
-            stream=stream,
-            thread=thread,
-            call="cudaMemsetAsync",
-            bytes=num_bytes,
-        )
+    def memset(self, start: float, end: float, launched: float | None, num_bytes: int, **kind):
+        kind = {"call": "cudaMemsetAsync", "bytes": num_bytes} | kind
+        return self.device_work("gpu_memset", "Memset (Device)", start, end, launched, **kind)
 
     def collective(
-        self,
-        start: float,
-        end: float,
-        launched: float | None,
-        *,
-        name="allreduce",
-        elements=1024,
-        dtype="Float",
-        kernel="ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        group="0",
-        group_size: int | None = None,
-        thread=AUTOGRAD,
-        stream=NCCL_STREAM,
-    ):
+        self, start: float, end: float, launched: float | None, *, name="allreduce", elements=1024, dtype="Float",
+        kernel="ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", group="0",
+        group_size: int | None = None, thread=AUTOGRAD, stream=NCCL_STREAM,
+    ):  # fmt: skip
         """An NCCL kernel with what PyTorch writes beside it, and its host annotation."""
         self._sequence += 1
         if launched is not None:
-            self.annotation(
-                f"nccl:{name.replace('allreduce', 'all_reduce')}", launched - 1, launched + LAUNCH_US + 1, thread
-            )
+            span = f"nccl:{name.replace('allreduce', 'all_reduce')}"
+            self.annotation(span, launched - 1, launched + LAUNCH_US + 1, thread)
         said = {
-            "Collective name": name,
-            "In msg nelems": elements,
-            "Out msg nelems": elements,
-            "dtype": dtype,
-            "Group size": group_size or self.world_size,
-            "Process Group Name": group,
-            "Seq": self._sequence,
-        }
-        return self.device_work(
-            "kernel", kernel, start, end, launched, stream=stream, thread=thread, call="cudaLaunchKernelExC", **said
+            "Collective name": name, "In msg nelems": elements, "Out msg nelems": elements, "dtype": dtype,
+            "Group size": group_size or self.world_size, "Process Group Name": group, "Seq": self._sequence,
+        }  # fmt: skip
+        return self.kernel(
+            kernel, start, end, launched, stream=stream, thread=thread, call="cudaLaunchKernelExC", **said
         )
 
     def gloo(self, start: float, end: float, name="gloo:all_reduce", thread=GLOO):
@@ -231,35 +141,16 @@ class MadeTrace:
         return self.add("python_function", name, start, end, thread)
 
     def memory(self, time: float, num_bytes: int, allocated: int, reserved: int | None = None, device: int = 0):
-        self.events.append(
-            {
-                "ph": "i",
-                "cat": "cpu_instant_event",
-                "s": "t",
-                "name": "[memory]",
-                "pid": 1,
-                "tid": MAIN,
-                "ts": BASE_US + time,
-                "args": {
-                    "Bytes": num_bytes,
-                    "Total Allocated": allocated,
-                    "Total Reserved": reserved or allocated,
-                    "Device Type": 1 if self.device else 0,
-                    "Device Id": device if self.device else -1,
-                    "Addr": 1,
-                },
-            }
-        )
+        args = {"Bytes": num_bytes, "Total Allocated": allocated, "Total Reserved": reserved or allocated, "Addr": 1}
+        args |= {"Device Type": 1, "Device Id": device} if self.device else {"Device Type": 0, "Device Id": -1}
+        event = {"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 1, "tid": MAIN}
+        self.events.append(event | {"ts": BASE_US + time, "args": args})
 
     def data(self) -> dict:
         """The file's content."""
         devices = [{"id": 0, "name": self.device, "totalGlobalMem": 85 << 30, "numSms": 108}] if self.device else []
-        header = {
-            "schemaVersion": 1,
-            "deviceProperties": devices,
-            "displayTimeUnit": "ms",
-            "baseTimeNanoseconds": 1_700_000_000_000_000_000,
-        }
+        header = {"schemaVersion": 1, "deviceProperties": devices, "displayTimeUnit": "ms"}
+        header["baseTimeNanoseconds"] = 1_700_000_000_000_000_000
         if self.rank is not None:
             backend = "nccl" if self.device else "gloo"
             header["distributedInfo"] = {"backend": backend, "rank": self.rank, "world_size": self.world_size}
@@ -280,6 +171,20 @@ def write(data: dict, path: Path) -> Path:
     text = json.dumps(data).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
+
+
+def place(made: MadeTrace, folder: Path) -> tuple[Trace, Placing]:
+    [trace] = read_traces(made.write(folder))
+    return trace, attribute_events(trace)
+
+
+def measure(made: MadeTrace, folder: Path) -> RankTime:
+    """Where its steps go; holds what is true of every trace."""
+    time = rank_time(*place(made, folder))
+    assert set(time.rows) <= set(ROW_TITLES)
+    assert sum(time.rows.values()) == pytest.approx(time.step_ms, abs=1e-9)
+    assert all(ms >= 0 for ms in time.rows.values())
+    return time
 
 
 def gpu_run(
