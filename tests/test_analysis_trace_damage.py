@@ -5,6 +5,8 @@ import itertools
 import json
 import threading
 import zlib
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -48,33 +50,24 @@ def complaint(path) -> str:
     return str(caught.value).replace(str(path), path.name)
 
 
-def test_cut_off_json_is_read_up_to_there(tmp_path, text):
-    place = text.index('"ph"', len(text) // 2) + 40
-    trace = read(tmp_path, text[:place])
-    begin = text.rindex('{"ph"', 0, place)
-    assert trace.notes == (
-        f"t.json: the JSON breaks off in the event at byte {begin:,}; what stands before it was read",
-    )
-    assert len(trace.events) == text[:begin].count('"ph": "X"')
-    assert (trace.rank, trace.devices) == (0, ("NVIDIA A100-SXM4-80GB",)), "the header stands before"
-
-
 @pytest.mark.parametrize("share", np.linspace(0.3, 1, 15))
 def test_json_may_be_cut_anywhere(tmp_path, text, share):
     cut = text[: int(len(text) * share) - 1]
     trace = read(tmp_path, cut)
+    whole = len(trace.events) == EVENTS and cut.endswith('"made.json"')
+    where = f"in the event at byte {cut.rindex('{"ph"'):,};", "after byte "
     assert cut.count('"ph": "X"') - len(trace.events) in (0, 1)
-    assert len(trace.notes) == (0 if len(trace.events) == EVENTS and cut.endswith('"made.json"') else 1)
+    assert len(trace.notes) == (not whole)
+    assert whole or trace.notes[0].partition("the JSON breaks off ")[2].startswith(where)
+    assert (trace.rank, trace.devices) == (0, ("NVIDIA A100-SXM4-80GB",)), "the header stands before"
 
 
-def test_json_cut_between_events(tmp_path):
-    text = '{"traceEvents": [' + event("a") + "," + event("b")
-    for end in ("", ",", " , "):
-        trace = read(tmp_path, text + end)
-        assert len(trace.events) == 2
-        assert trace.notes == (
-            f"t.json: the JSON breaks off after byte {len(text + end)}; what stands before it was read",
-        )
+@pytest.mark.parametrize("end", ["", ",", " , "])
+def test_json_cut_between_events(tmp_path, end):
+    cut = '{"traceEvents": [' + event("a") + "," + event("b") + end
+    trace = read(tmp_path, cut)
+    note = f"t.json: the JSON breaks off after byte {len(cut)}; what stands before it was read"
+    assert (len(trace.events), trace.notes) == (2, (note,))
 
 
 def test_a_damaged_event_in_the_middle_costs_only_itself(tmp_path, text):
@@ -83,15 +76,10 @@ def test_a_damaged_event_in_the_middle_costs_only_itself(tmp_path, text):
     assert (len(trace.events), trace.notes) == (EVENTS - 1, ("t.json: events that cannot be read: 1, left out",))
 
 
-def test_cut_off_gzip(tmp_path, text):
-    trace = read(tmp_path, gzip.compress(text.encode())[:-500], "t.json.gz")
-    [note] = trace.notes
-    assert note.startswith("t.json.gz: the gzip file ends early, after ") and 0 < len(trace.events) < EVENTS
-
-
-def test_damaged_gzip(tmp_path):
-    text = json.dumps(gpu_run(steps=100).data()).encode()
-    zipped = bytearray(gzip.compress(text))
+def test_cut_off_and_damaged_gzip(tmp_path):
+    zipped = bytearray(gzip.compress(json.dumps(gpu_run(steps=100).data()).encode()))
+    trace = read(tmp_path, bytes(zipped[:-500]), "t.json.gz")
+    assert trace.notes[0].startswith("t.json.gz: the gzip file ends early, after ") and len(trace.events) > EVENTS
     zipped[len(zipped) // 2 : len(zipped) // 2 + 50] = bytes(50)
     [note] = [note for note in read(tmp_path, bytes(zipped), "t.json.gz").notes if "gzip" in note]
     assert note.startswith("t.json.gz: the gzip data is damaged after ")
@@ -122,21 +110,19 @@ def test_exact_times_that_are_no_times(tmp_path):
     assert trace.events.start_ns.tolist() == [0, 100, 200]
 
 
-def test_control_characters_backslashes_and_broken_utf8(tmp_path):
-    lines = [
-        event("a\x01b\nc"),
-        event("C:\\Users\\x.py(1): f", "2"),
-        event("caf\xe9", "3"),
-        event('q\\"u\\\\', "4"),
-        event("\\ud800 x \\ud83d\\ude00", "5"),
-    ]
-    trace = read(tmp_path, of(*lines).encode("latin-1"))
-    names = [trace.name_of(i) for i in range(5)]
-    assert (
-        names[0] == "a b c" and names[1] == "C:\\Users\\x.py(1): f" and names[2] == "caf\ufffd" and names[3] == 'q"u\\'
-    )
-    assert names[4] == "\ufffd x \U0001f600", "half a character cannot be printed"
-    assert trace.notes == ()
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("a\x01b\nc", "a b c"),
+        ("C:\\Users\\x.py(1): f", "C:\\Users\\x.py(1): f"),
+        ("caf\xe9", "caf\ufffd"),
+        ('q\\"u\\\\', 'q"u\\'),
+        ("\\ud800 x \\ud83d\\ude00", "\ufffd x \U0001f600"),  # half a character cannot be printed
+    ],
+)
+def test_control_characters_backslashes_and_broken_utf8(tmp_path, written, name):
+    trace = read(tmp_path, of(event(written), event("b", "2")).encode("latin-1"))
+    assert ([trace.name_of(0), trace.name_of(1)], trace.notes) == ([name, "b"], ())
 
 
 def test_negative_durations_are_instants(tmp_path):
@@ -226,17 +212,12 @@ def test_an_endless_string_is_given_up(tmp_path, monkeypatch):
     assert chunks._at < 100 and "breaks off in the event at byte" in chunks.damage
 
 
-def test_blocks_made_ahead():
+def test_blocks_read_ahead():
     assert list(read_ahead(iter([b"a", b"b"] * 10), most=2)) == [b"a", b"b"] * 10
-
-    def failing():
-        yield b"a"
-        raise OSError("gone")
-
-    blocks = read_ahead(failing())
-    assert next(blocks) == b"a"
-    with pytest.raises(OSError, match="gone"):
-        next(blocks)
+    failing = read_ahead(b"a" if number == 0 else 1 / 0 for number in range(2))
+    assert next(failing) == b"a"
+    with pytest.raises(ZeroDivisionError):
+        next(failing)
     before = threading.active_count()
     abandoned = read_ahead(iter(itertools.repeat(b"x")), most=2)
     assert next(abandoned) == b"x"
@@ -285,30 +266,24 @@ def test_a_cut_trace_is_reported_over_its_whole_steps(run, cut, tmp_path):
         path.write_bytes(zipped[: len(zipped) * 9 // 10])
         text = zlib.decompressobj(wbits=31).decompress(path.read_bytes()).decode()
     else:
-        text = text[
-            : text.index('"name": "', len(text) * 3 // 4) + 12 if cut == "in a string" else int(len(text) * cut)
-        ]
+        in_string = text.index('"name": "', len(text) * 3 // 4) + 12
+        text = text[: in_string if cut == "in a string" else int(len(text) * cut)]
         path.write_text(text)
     report = analyze([path])
-    steps, kernels = report.facts.ranks_seen[0].time.steps, '"cat": "kernel"' in text
+    time, sentence = report.facts.ranks_seen[0].time, report.verdict.sentence
     assert sum("the JSON breaks off" in gap or "ends early" in gap for gap in build_limitations(report)) == 1
     assert report.verdict.confidence == "low"
-    if "GPU" in run and not kernels:
-        assert report.verdict.sentence.startswith(
-            "INCONCLUSIVE: the trace names a GPU (NVIDIA A100-SXM4-80GB) and holds no kernel"
-        )
+    if "GPU" in run and '"cat": "kernel"' not in text:
+        assert sentence.startswith("INCONCLUSIVE: the trace names a GPU (NVIDIA A100-SXM4-80GB) and holds no kernel")
         return
-    last_work = (
-        "multi_tensor_apply" if "GPU" in run else "aten::_fused_adamw_" if "Kineto" not in run else "ProfilerStep"
-    )
-    whole = text.count(last_work)
-    counted = [step.number for step in steps if step.steady]
-    assert set(counted) <= set(range(10, 10 + whole)) and len(counted) >= whole - 2, (
-        "the first one on a GPU, and the last where nothing follows"
-    )
-    assert "INCONCLUSIVE" not in report.verdict.sentence and f"{len(counted)} steady steps; " in report.verdict.why
+    last_work = "aten::_fused_adamw_" if "Kineto" not in run else "ProfilerStep"
+    whole = text.count("multi_tensor_apply" if "GPU" in run else last_work)
+    counted = [step.number for step in time.steps if step.steady]
+    # all but the first one on a GPU, and the last where nothing follows
+    assert set(counted) <= set(range(10, 10 + whole)) and len(counted) >= whole - 2
+    assert "INCONCLUSIVE" not in sentence and f"{len(counted)} steady steps; " in report.verdict.why
     uncut = analyze([CUT_RUNS[run]().write(tmp_path / "uncut")]).facts.ranks_seen[0].time
-    assert report.facts.ranks_seen[0].time.rows == pytest.approx(uncut.rows, rel=0.1, abs=0.03)
+    assert time.rows == pytest.approx(uncut.rows, rel=0.1, abs=0.03)
 
 
 def test_of_a_trace_that_is_too_large_as_many_whole_steps_are_read_as_may_be_held(tmp_path, monkeypatch):
@@ -326,7 +301,31 @@ def test_of_a_trace_that_is_too_large_as_many_whole_steps_are_read_as_may_be_hel
     assert "no step marks" not in analyze([tmp_path / "cut.json"]).verdict.sentence
     monkeypatch.setattr(trace_read, "MAX_EVENTS", per_step * 2)
     report = analyze([path])
-    assert (
-        report.verdict.sentence.startswith("INCONCLUSIVE: only one whole step stands in the ")
-        and "profile a window of" not in report.verdict.sentence
-    )
+    sentence = report.verdict.sentence
+    assert sentence.startswith("INCONCLUSIVE: only one whole step stands in the ")
+    assert "profile a window of" not in sentence
+
+
+# --- several files, in a process each
+
+
+def test_in_processes_as_in_this_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_read, "MIN_BYTES_SAID", 0)
+    paths = [gpu_run(rank=rank, world_size=3).write(tmp_path) for rank in range(3)]
+    *readers, missing = trace_read.readers([*paths, tmp_path / "no.json"])
+    for path, read_there in zip(paths, readers, strict=True):
+        [there], [here] = read_there(), read_traces(path)
+        same = ("rank", "names", "shapes", "collectives")
+        assert [getattr(there, name) for name in same] == [getattr(here, name) for name in same]
+        assert all(np.array_equal(column, vars(here.events)[name]) for name, column in vars(there.events).items())
+    with pytest.raises(UserError, match="no.json: No such file"):
+        missing()
+
+
+def test_a_killed_process_is_made_up_for_and_small_files_need_none(tmp_path, monkeypatch):
+    path, future = gpu_run().write(tmp_path), Future()
+    future.set_exception(BrokenProcessPool("killed"))
+    assert len(trace_read._take_result(future, path)) == 1
+    monkeypatch.setattr(trace_read, "_read_in_processes", None)
+    paths = [gpu_run(rank=rank).write(tmp_path) for rank in range(2)]
+    assert [read()[0].rank for read in trace_read.readers(paths)] == [0, 1]

@@ -68,10 +68,8 @@ def two_ranks(folder: Path) -> Path:
 
 def table(trace) -> list[tuple]:
     e = trace.events
-    return [
-        (Kind(k).name, trace.names[n], s, t)
-        for k, n, s, t in zip(*map(np.ndarray.tolist, (e.kind, e.name, e.start_ns, e.end_ns)))
-    ]
+    columns = zip(*map(np.ndarray.tolist, (e.kind, e.name, e.start_ns, e.end_ns)))
+    return [(Kind(kind).name, trace.names[name], start, end) for kind, name, start, end in columns]
 
 
 def complaint(path: Path) -> str:
@@ -83,10 +81,10 @@ def complaint(path: Path) -> str:
 
 def test_each_process_is_a_trace(tmp_path):
     first, second = read_traces(two_ranks(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.sqlite"], "nothing is written beside a report"
     assert [(t.rank, t.world_size, t.writer, t.source) for t in (first, second)] == [
-        (0, 2, "nsys", "report.sqlite (process 10)"),
-        (1, 2, "nsys", "report.sqlite (process 20)"),
-    ]
+        (0, 2, "nsys", "report.sqlite (process 10)"), (1, 2, "nsys", "report.sqlite (process 20)"),
+    ]  # fmt: skip
     assert table(first) == [("ANNOTATION", "profile", 0, 9000)]
     assert table(second) == [
         ("ANNOTATION", "step 8", 0, 8000), ("ANNOTATION", "forward", 500, 3000), ("OP", "aten::mm", 600, 900),
@@ -97,52 +95,33 @@ def test_each_process_is_a_trace(tmp_path):
     assert (first.base_ns, second.base_ns) == (10**18 + 500, 10**18 + 1000)
     assert (second.devices, second.facts) == (("A", "B"), {"nsys_version": "2026.2"})
     assert "no GPU work was recorded" in first.notes[0] and second.notes == ()
-
-
-def test_columns_of_a_process(tmp_path):
-    _, trace = read_traces(two_ranks(tmp_path))
-    e, [kernel], [op] = trace.events, trace.rows[Kind.KERNEL], trace.rows[Kind.OP]
-    assert trace.name_of(trace.launch_of[kernel]) == "cudaLaunchKernel"
+    e, [kernel], [op] = second.events, second.rows[Kind.KERNEL], second.rows[Kind.OP]
+    assert second.name_of(second.launch_of[kernel]) == "cudaLaunchKernel"
     assert (e.device[kernel], e.stream[kernel], e.device[op], e.stream[op]) == (1, 7, -1, -1)
-    assert (trace.shapes[e.shapes[op]], e.sequence[op]) == (Shapes(((2, 3), (3, 4)), ("", "")), 5)
-    assert trace.threads[e.thread[op]] == ("20", "20")
+    assert (second.shapes[e.shapes[op]], e.sequence[op]) == (Shapes(((2, 3), (3, 4)), ("", "")), 5)
+    assert second.threads[e.thread[op]] == ("20", "20")
     assert e.num_bytes[e.num_bytes >= 0].tolist() == [4096, 64]
 
 
 def test_tables_that_are_not_there(tmp_path):
     [trace] = read_traces(export(tmp_path, NVTX_EVENTS=[(5, 9, 59, "forward", place(3, 3), None)]))
-    assert (table(trace), trace.rank, trace.devices, trace.base_ns) == (
-        [("ANNOTATION", "forward", 0, 4)],
-        None,
-        (),
-        None,
-    )
-    [trace] = read_traces(
-        export(tmp_path, NVTX_EVENTS=[], CUPTI_ACTIVITY_KIND_KERNEL=[(5, 9, 0, 7, 1, place(3), None, None)])
-    )
+    assert (trace.rank, trace.devices, trace.base_ns) == (None, (), None)
+    assert table(trace) == [("ANNOTATION", "forward", 0, 4)]
+    kernel = (5, 9, 0, 7, 1, place(3), None, None)
+    [trace] = read_traces(export(tmp_path, NVTX_EVENTS=[], CUPTI_ACTIVITY_KIND_KERNEL=[kernel]))
     assert table(trace) == [("KERNEL", "unknown kernel", 0, 4)]
-
-
-def test_values_that_are_missing(tmp_path):
-    path = export(
-        tmp_path,
-        CUPTI_ACTIVITY_KIND_KERNEL=[
-            (None, 9, 0, 7, 1, place(3), None, None),
-            (5, None, None, None, None, place(3), None, None),
-            ("x", "y", 0, 7, 1, place(3), 9, 9),
-        ],
-    )
-    [trace] = read_traces(path)
-    assert (trace.events.end_ns >= trace.events.start_ns).all() and len(trace.events) == 2
 
 
 def test_values_of_the_wrong_type(tmp_path):
     path = export(
         tmp_path, NVTX_EVENTS=[("x", "9", 59, 17, "y", None), (-(2**63), 2**63 - 1, 59, b"blob", place(3), None), (1, 2, 59, "a", 2**62, "z")],
         CUPTI_ACTIVITY_KIND_KERNEL=[(-(2**63), 2**63 - 1, 2**40, -5, "c", place(3), "n", None)],
+        CUPTI_ACTIVITY_KIND_MEMSET=[(None, 9, 0, 7, 1, place(3), 1), (5, None, None, None, None, place(3), None)],
         TARGET_INFO_SESSION_START_TIME=[("soon",)], StringIds=[("a", b"\xff"), (1, None)],
     )  # fmt: skip
-    for trace in read_traces(path):
+    traces = read_traces(path)
+    assert sum(len(trace.events) for trace in traces) == 5
+    for trace in traces:
         assert (trace.events.end_ns >= trace.events.start_ns).all()
         assert (np.diff(trace.events.start_ns) >= 0).all() and trace.events.start_ns[0] == 0
 
@@ -159,23 +138,12 @@ def test_files_that_are_something_else(tmp_path):
     assert complaint(path).startswith("report.sqlite: damaged, sqlite says: ")
 
 
-def test_nothing_is_written_beside_a_report(tmp_path):
-    read_traces(two_ranks(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["report.sqlite"]
-
-
 @pytest.mark.parametrize(
     ("text", "name", "kind", "sequence", "dims"),
     [
         ("aten::mul, seq = 45328, op_id = 990726", "aten::mul", Kind.OP, 45328, None),
         ("AllToAll4D, seq = 45440, op_id = 990760", "AllToAll4D", Kind.OP, 45440, None),
-        (
-            "aten::mm, op_id = 1, sizes = [[2, 3], [], [[4], [5, 6]]]",
-            "aten::mm",
-            Kind.OP,
-            -1,
-            ((2, 3), (), ((4,), (5, 6))),
-        ),
+        ("aten::mm, op_id = 1, sizes = [[2, 3], [], [[4], [5]]]", "aten::mm", Kind.OP, -1, ((2, 3), (), ((4,), (5,)))),
         ("aten::mm", "aten::mm", Kind.OP, -1, None),
         ("MmBackward0, seq = 5", "MmBackward0", Kind.OP, 5, None),
         ("step 10", "step 10", Kind.ANNOTATION, -1, None),
@@ -190,7 +158,14 @@ def test_texts_of_ranges(text, name, kind, sequence, dims):
     assert (*found, shapes and shapes.dims) == (name, kind, sequence, dims)
 
 
-def test_names_as_pytorch_writes_them():
+def test_names_as_pytorch_writes_them(tmp_path):
+    calls = {"cudaLaunchKernel_v7000": "cudaLaunchKernel", "cudaMemcpyAsync_ptsz_v7000": "cudaMemcpyAsync",
+             "cuLaunchKernelEx": "cuLaunchKernelEx", "cudaStreamGetCaptureInfo_v2_v11030": "cudaStreamGetCaptureInfo_v2"}  # fmt: skip
+    rows = [(at, at + 1, place(1, 1), at, at) for at in range(len(calls))]
+    [trace] = read_traces(
+        export(tmp_path, NVTX_EVENTS=[], CUPTI_ACTIVITY_KIND_RUNTIME=rows, StringIds=list(enumerate(calls)))
+    )
+    assert [name for _, name, *_ in table(trace)] == list(calls.values())
     assert name_memcpy(8, 2, 2) == "Memcpy DtoD (Device -> Device)"
     assert name_memcpy(99, 200, 1) == "Memcpy Unknown (Unknown -> Pinned)"
 
