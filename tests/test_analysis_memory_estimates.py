@@ -4,15 +4,13 @@ from dataclasses import replace
 
 import pytest
 from memory_maker import MadeSnapshot
-from trace_maker import MadeTrace
+from trace_maker import MadeTrace, place
 
 from megatron_lite.analysis.memory.categories import find_lifetimes
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.analysis.memory.sites import replay_peak
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
-from megatron_lite.analysis.time.step_windows import attribute_events
-from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.estimate.layer_memory import MicroBatch
@@ -21,16 +19,9 @@ from megatron_lite.model.kernel_choice import MATH, UNFUSED
 from megatron_lite.units import MIB
 
 SHAPE = ModelShape(
-    num_layers=24,
-    hidden_size=1024,
-    num_attention_heads=16,
-    num_query_groups=16,
-    kv_channels=64,
-    ffn_hidden_size=4096,
-    seq_length=2048,
-    max_position_embeddings=2048,
-    padded_vocab_size=50304,
-)
+    num_layers=24, hidden_size=1024, num_attention_heads=16, num_query_groups=16, kv_channels=64, ffn_hidden_size=4096,
+    seq_length=2048, max_position_embeddings=2048, padded_vocab_size=50304,
+)  # fmt: skip
 SBH = 2048 * 4 * 1024
 
 
@@ -62,11 +53,7 @@ def test_recomputed_layers_keep_their_input_and_one_is_there_again():
 
 
 def test_states_and_logits():
-    assert (
-        sum(state_bytes(100, "fp16", False, "adam").values())
-        == sum(state_bytes(100, "fp32", False, "adam").values())
-        == 1600
-    )
+    assert [sum(state_bytes(100, kind, False, "adam").values()) for kind in ("fp16", "fp32")] == [1600, 1600]
     assert sum(state_bytes(100, "bf16", True, "adam").values()) == 1800
     assert state_bytes(100, "fp32", False, "sgd", momentum=False)["moments"] == 0
     rows = 2**24 // 50304  # whose logits are in fp32, beside their softmax
@@ -82,32 +69,17 @@ def sized(size: int, stream: int = 0) -> Allocation:
     return Allocation(size, "", [], stream)
 
 
-def test_growing_segments_use_what_fixed_ones_cannot():
-    """Four blocks of 30 MiB, all freed: together they serve 120 MiB only if they lie in one segment."""
-    reserved = {}
-    for expandable in (False, True):
-        layout = Layout(expandable)
-        pieces = [sized(30 * MIB) for _ in range(4)]
-        for piece in pieces:
-            layout.place(piece)
-        for piece in pieces:
-            layout.release(piece)
-        layout.place(sized(120 * MIB))
-        reserved[expandable] = layout.reserved
-    assert reserved == {False: 240 * MIB, True: 120 * MIB}
-
-
 def test_growing_segments_grow_by_pages_and_keep_streams_apart():
     layout = Layout(expandable=True)
-    layout.place(sized(21 * MIB))
-    assert layout.reserved == 40 * MIB
-    layout.place(sized(18 * MIB))
-    assert layout.reserved == 40 * MIB
-    layout.place(sized(2 * MIB))
-    assert layout.reserved == 60 * MIB
-    layout.place(sized(4096))
-    layout.place(sized(2 * MIB, stream=7))
-    assert layout.reserved == (60 + 2 + 20) * MIB
+    for size, stream, reserved in (
+        (21 * MIB, 0, 40),
+        (18 * MIB, 0, 40),
+        (2 * MIB, 0, 60),
+        (4096, 0, 60 + 2),
+        (2 * MIB, 7, 60 + 2 + 20),
+    ):
+        layout.place(sized(size, stream))
+        assert layout.reserved == reserved * MIB
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -125,26 +97,17 @@ def test_what_is_free_goes_back(expandable):
     assert layout.reserved == 40 * MIB and len(layout.address_of) == 1
 
 
-def fragmented(reserved: int) -> MadeSnapshot:
-    made = MadeSnapshot(reserved)
+def test_the_record_replayed_with_growing_segments(tmp_path):
+    """Four blocks of 30 MiB, all freed: together they serve 120 MiB only if they lie in one segment."""
+    made = MadeSnapshot(240 * MIB)
     for piece in [made.alloc(30 * MIB) for _ in range(4)]:
         made.free(piece)
     made.alloc(120 * MIB)
-    return made
-
-
-def test_the_record_replayed_with_growing_segments(tmp_path):
-    found = read_snapshot(fragmented(240 * MIB).write(tmp_path / "s.pickle")).fragmentation
-    assert (found.reserved_bytes, found.replay_as_it_was_bytes, found.replay_reserved_bytes) == (
-        240 * MIB,
-        240 * MIB,
-        120 * MIB,
-    )
-    assert not found.expandable
-
-
-def test_a_replay_that_misses_what_was_reserved_says_nothing(tmp_path):
-    found = read_snapshot(fragmented(400 * MIB).write(tmp_path / "s.pickle"))
+    found = read_snapshot(made.write(tmp_path / "s.pickle")).fragmentation
+    assert (found.reserved_bytes, found.replay_as_it_was_bytes) == (240 * MIB, 240 * MIB)
+    assert (found.replay_reserved_bytes, found.expandable) == (120 * MIB, False)
+    made.reserved = 400 * MIB  # a replay that misses what was reserved says nothing
+    found = read_snapshot(made.write(tmp_path / "s.pickle"))
     assert found.fragmentation.replay_reserved_bytes is None
     assert any("reserves 60% of what was reserved" in note for note in found.notes)
 
@@ -155,41 +118,30 @@ def test_a_replay_gives_back_where_the_record_does(tmp_path):
     made.events.append({"action": "segment_free", "addr": 1, "size": 40 * MIB, "stream": 0, "time_us": made.now()})
     made.alloc(60 * MIB)
     record = build_record(made.data(), tmp_path)
-    assert (
-        replay_peak(record, find_lifetimes(record), False)
-        == replay_peak(record, find_lifetimes(record), True)
-        == 60 * MIB
-    )
-
-
-def traced(folder, **kind):
-    made = MadeTrace(**kind)
-    for step in range(3):
-        at = step * 1000
-        made.step(step, at, at + 1000)
-        made.annotation("forward", at + 10, at + 500)
-        made.op("aten::linear", at + 20, at + 200)
-        made.op("aten::addmm", at + 30, at + 100)
-        made.op("aten::log_softmax", at + 300, at + 400)
-        made.memory(at + 50, 1000, 1000, 4096)
-        made.memory(at + 150, 1000, 2000, 4096)
-        made.memory(at + 350, 500 + step, 2500 + step, 8192)
-        made.memory(at + 900, -2500 - step, 0, 8192)
-    [trace] = read_traces(made.write(folder))
-    return measure_trace_memory(trace, attribute_events(trace))
+    peaks = [replay_peak(record, find_lifetimes(record), expandable) for expandable in (False, True)]
+    assert peaks == [60 * MIB, 60 * MIB]
 
 
 @pytest.mark.parametrize("kind", [{}, {"device": None}])
 def test_memory_events_of_a_trace_tell_the_peak_its_phase_and_operator(tmp_path, kind):
-    found = traced(tmp_path, **kind)
+    made = MadeTrace(**kind)
+    for step in range(3):
+        at = step * 1000
+        made.add_all(
+            ("step", step, at, at + 1000),
+            ("annotation", "forward", at + 10, at + 500),
+            ("op", "aten::linear", at + 20, at + 200),
+            ("op", "aten::addmm", at + 30, at + 100),
+            ("op", "aten::log_softmax", at + 300, at + 400),
+        )
+    assert measure_trace_memory(*place(made, tmp_path)) is None, "without memory events nothing is said"
+    for step in range(3):
+        at = step * 1000
+        made.memory(at + 50, 1000, 1000, 4096)
+        made.memory(at + 150, 1000, 2000, 4096)
+        made.memory(at + 350, 500 + step, 2500 + step, 8192)
+        made.memory(at + 900, -2500 - step, 0, 8192)
+    found = measure_trace_memory(*place(made, tmp_path))
     assert (found.peak_bytes, found.peak_phase, found.peak_operator) == (2502, "forward", "aten::log_softmax")
     assert found.reserved_bytes == 8192 and found.total_is_given and found.device == (-1 if kind else 0)
     assert max(num_bytes for _, num_bytes in found.curve) == 2502
-
-
-def test_a_trace_without_memory_events_says_nothing(tmp_path):
-    made = MadeTrace()
-    made.step(0, 0, 100)
-    made.op("aten::mm", 10, 20)
-    [trace] = read_traces(made.write(tmp_path))
-    assert measure_trace_memory(trace, attribute_events(trace)) is None

@@ -34,29 +34,17 @@ def held(found) -> dict[str, int]:
 
 def test_the_peak_and_what_held_it_without_any_tag(tmp_path):
     found = read(training(), tmp_path)
-    assert found.peak_phase == "forward" and found.complete
-    assert held(found) == {
-        "parameters": 3 * MIB,
-        "moments": 6 * MIB,
-        "activations": 12 * MIB,
-        "logits and loss": 8 * MIB,
-    }
-    assert found.peak_bytes == 29 * MIB
+    assert (found.peak_phase, found.complete, found.peak_bytes) == ("forward", True, 29 * MIB)
+    wanted = {"parameters": 3 * MIB, "moments": 6 * MIB, "activations": 12 * MIB, "logits and loss": 8 * MIB}
+    assert held(found) == wanted
     highest = {one.category: one.num_bytes for one in found.highest}
     assert highest["gradients"] == 3 * MIB and highest["workspace"] == 3 * MIB
-
-
-def test_activations_by_layer_from_the_order_of_equal_stacks(tmp_path):
-    found = read(training(layers=5), tmp_path)
-    assert [(layer.name, layer.num_bytes) for layer in found.layers] == [(f"layer {n}", 4 * MIB) for n in range(5)]
-    assert any("order in which equal stacks allocate" in note for note in found.notes)
-
-
-def test_sites_are_lines_of_the_users_code(tmp_path):
-    found = read(training(), tmp_path)
+    # sites are lines of the user's code; layers come from the order of equal stacks
     sites = {(site.site, site.category): (site.num_bytes, site.blocks) for site in found.sites}
     assert sites["model.py:13 forward", "activations"] == (12 * MIB, 3)
     assert sites["model.py:60 cross_entropy", "logits and loss"] == (8 * MIB, 1)
+    assert [(layer.name, layer.num_bytes) for layer in found.layers] == [(f"layer {n}", 4 * MIB) for n in range(3)]
+    assert any("order in which equal stacks allocate" in note for note in found.notes)
 
 
 def test_own_tags_name_phase_and_module(tmp_path):
@@ -67,10 +55,8 @@ def test_own_tags_name_phase_and_module(tmp_path):
     made.alloc(4 * MIB, forward_stack(6), "step 3/backward/decoder.layers.1")
     found = read(made, tmp_path, "snapshot_rank3.pickle")
     assert (found.rank, found.simulated, found.peak_phase) == (3, True, "backward")
-    assert [(layer.name, layer.num_bytes) for layer in found.layers] == [
-        ("decoder.layers.0", 2 * MIB),
-        ("decoder.layers.1", 2 * MIB),
-    ]
+    layers = [(layer.name, layer.num_bytes) for layer in found.layers]
+    assert layers == [("decoder.layers.0", 2 * MIB), ("decoder.layers.1", 2 * MIB)]
     [mlp] = [site for site in found.sites if site.category == "activations"]
     assert (mlp.module, mlp.blocks, mlp.phase) == ("decoder.layers.*.mlp", 2, "forward")
 
@@ -86,21 +72,16 @@ def test_annotations_tell_phases_and_steps(tmp_path):
         made.mark("END", f"ProfilerStep#{number}")
     found = read(made, tmp_path)
     assert found.peak_phase == "optimizer_step" and found.peak_bytes == 5 * MIB
-    assert [(step.name, step.peak, step.allocated_at_end) for step in found.steps] == [
-        ("ProfilerStep#4", 4 * MIB, 0),
-        ("ProfilerStep#5", 5 * MIB, 0),
-    ]
+    steps = [(step.name, step.peak, step.allocated_at_end) for step in found.steps]
+    assert steps == [("ProfilerStep#4", 4 * MIB, 0), ("ProfilerStep#5", 5 * MIB, 0)]
 
 
 def test_a_leak_is_named_with_its_line(tmp_path):
-    found = read(training(steps=5, leak=MIB), tmp_path)
-    assert found.growth.bytes_per_step == MIB and found.growth.steps == 5
-    assert [(site.site, site.num_bytes) for site in found.growth.sites] == [("model.py:77 forward", MIB)]
-
-
-@pytest.mark.parametrize(("steps", "leak"), [(5, 0), (2, MIB)])
-def test_no_growth_where_memory_is_flat_or_steps_are_few(tmp_path, steps, leak):
-    assert read(training(steps, leak), tmp_path).growth is None
+    growth = read(training(steps=5, leak=MIB), tmp_path).growth
+    assert (growth.bytes_per_step, growth.steps) == (MIB, 5)
+    assert [(site.site, site.num_bytes) for site in growth.sites] == [("model.py:77 forward", MIB)]
+    assert read(training(steps=5), tmp_path).growth is None
+    assert read(training(steps=2, leak=MIB), tmp_path).growth is None, "too few steps to tell"
 
 
 def test_the_last_failed_allocation(tmp_path):
@@ -143,11 +124,8 @@ def test_forms_of_older_torch(tmp_path):
     del old["allocator_settings"], old["external_annotations"]
     found = check(read_snapshot(write(old, tmp_path / "old.pickle")))
     assert found.peak_bytes == 29 * MIB and "the file has no times: moments are counted in events" in found.notes
-    block = {
-        "size": 2 * MIB,
-        "state": "active_allocated",
-        "history": [{"addr": 5, "real_size": MIB + 1, "frames": forward_stack(8)}],
-    }
+    history = [{"addr": 5, "real_size": MIB + 1, "frames": forward_stack(8)}]
+    block = {"size": 2 * MIB, "state": "active_allocated", "history": history}
     segments = [{"device": 0, "address": 5, "total_size": 2 * MIB, "stream": 0, "blocks": [block]}]
     bare = check(read_snapshot(write(segments, tmp_path / "bare.pickle")))
     assert bare.peak_bytes == MIB + 512 and bare.sites[0].site == "model.py:8 forward"
@@ -158,13 +136,11 @@ def test_backward_that_did_not_end_holds_gradients_by_their_sizes(tmp_path):
     made = MadeSnapshot()
     for _ in range(2):
         made.there_before(MIB, frames("/home/me/model.py:1 __init__", TRAIN))
-    activation = made.alloc(4 * MIB, forward_stack(5))
+    made.alloc(4 * MIB, forward_stack(5))
     made.alloc(MIB, BACKWARD)
     made.alloc(3 * MIB, BACKWARD)
-    found = held(read(made, tmp_path))
-    assert (
-        found == {"parameters": 2 * MIB, "activations": 4 * MIB, "gradients": MIB, "workspace": 3 * MIB} and activation
-    )
+    wanted = {"parameters": 2 * MIB, "activations": 4 * MIB, "gradients": MIB, "workspace": 3 * MIB}
+    assert held(read(made, tmp_path)) == wanted
 
 
 @needs_real

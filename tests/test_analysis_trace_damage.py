@@ -55,7 +55,8 @@ def test_json_may_be_cut_anywhere(tmp_path, text, share):
     cut = text[: int(len(text) * share) - 1]
     trace = read(tmp_path, cut)
     whole = len(trace.events) == EVENTS and cut.endswith('"made.json"')
-    where = f"in the event at byte {cut.rindex('{"ph"'):,};", "after byte "
+    begin = cut.rindex('{"ph"')
+    where = f"in the event at byte {begin:,};", "after byte "
     assert cut.count('"ph": "X"') - len(trace.events) in (0, 1)
     assert len(trace.notes) == (not whole)
     assert whole or trace.notes[0].partition("the JSON breaks off ")[2].startswith(where)
