@@ -55,12 +55,17 @@ def test_json_may_be_cut_anywhere(tmp_path, text, share):
     cut = text[: int(len(text) * share) - 1]
     trace = read(tmp_path, cut)
     whole = len(trace.events) == EVENTS and cut.endswith('"made.json"')
-    begin = cut.rindex('{"ph"')
-    where = f"in the event at byte {begin:,};", "after byte "
     assert cut.count('"ph": "X"') - len(trace.events) in (0, 1)
     assert len(trace.notes) == (not whole)
-    assert whole or trace.notes[0].partition("the JSON breaks off ")[2].startswith(where)
+    assert whole or trace.notes[0].startswith("t.json: the JSON breaks off ")
     assert (trace.rank, trace.devices) == (0, ("NVIDIA A100-SXM4-80GB",)), "the header stands before"
+
+
+def test_json_cut_in_an_event_says_where_it_begins(tmp_path, text):
+    place = text.index('"ph"', len(text) // 2) + 40
+    begin = text.rindex('{"ph"', 0, place)
+    note = f"t.json: the JSON breaks off in the event at byte {begin:,}; what stands before it was read"
+    assert read(tmp_path, text[:place]).notes == (note,)
 
 
 @pytest.mark.parametrize("end", ["", ",", " , "])
