@@ -233,8 +233,7 @@ def test_memory_that_nobody_measured_is_not_said_to_stay():
     """Each of the two memories counts its own values: 11 are one too few, 12 are enough."""
     for number, says in ((11, False), (12, True)):
         measured = ordinary_steps(
-            host_memory_bytes=None,
-            peak_memory_bytes=lambda index, last=number: 2**30 if 1 <= index <= last else None,
+            host_memory_bytes=None, peak_memory_bytes=lambda index, last=number: 2**30 if 1 <= index <= last else None
         )
         text = told(point_of(12, recorded(steps=measured)))
         assert ("memory of the GPU does not grow over 12 ordinary steps" in text) is says

@@ -99,11 +99,10 @@ def _describe_tensile_layout(text: str) -> str:
 
 def find_functor(name: str) -> str:
     """What an elementwise or reduction kernel computes: 'MulFunctor', 'silu_kernel'; '' where nothing tells."""
-    words = re.findall(r"\w+", name.partition("<")[2])
-    found = (
-        one for one in words if _FUNCTIONS.fullmatch(one) and not one.startswith(_WRAPPERS) and "elementwise" not in one
-    )
-    return next(found, "")
+    for word in re.findall(r"\w+", name.partition("<")[2]):
+        if _FUNCTIONS.fullmatch(word) and not word.startswith(_WRAPPERS) and "elementwise" not in word:
+            return word
+    return ""
 
 
 def _functor_pieces(found: re.Match, name: str) -> list[tuple[str, None]]:
@@ -158,6 +157,15 @@ def _format_pieces(found: re.Match, name: str) -> list[tuple[str, str]]:
     ]
 
 
+def _sum_pieces(found: re.Match, name: str) -> list[tuple[str, str]]:
+    return [(found["acc"] + found["kind"], f"{ACCUMULATORS[found['acc']]} on the CUDA cores: {IDLE}")]
+
+
+def _flash_pieces(found: re.Match, name: str) -> list[tuple[str, str]]:
+    meaning = f"{found['q']} queries times {found['k']} keys at a time; no score ever reaches memory"
+    return [(f"{found['q']}, {found['k']}", meaning)]
+
+
 def _family_of_product(word: str) -> str:
     return "CUTLASS" if "cutlass" in word else "cuDNN" if "cudnn" in word else "cuBLAS"
 
@@ -170,15 +178,7 @@ def _of_collective(found: re.Match, name: str) -> str:
 
 # --- vocabularies
 _FUNCTIONS = re.compile(r"\w*(Functor(OnSelf)?(_\w+)?|Ops|_kernel(_cuda|_impl)?|CUDAKernelImpl|_out|_scalar|_functor)")
-_WRAPPERS = (
-    "gpu_kernel_impl",
-    "gpu_index_kernel",
-    "AUnaryFunctor",
-    "BUnaryFunctor",
-    "BinaryFunctor",
-    "UnaryFunctor",
-    "multi_tensor_apply_kernel",
-)
+_WRAPPERS = tuple(WORDS["functors"]["wrappers"].split())
 _REPRESENTATIVE = ("NCCL compiles one kernel for a whole class of operations and calls the code that is really wanted from it: "
                    "LL, Sum and RING may stand in the name while another protocol runs")  # fmt: skip
 
@@ -266,27 +266,11 @@ _ON_CORES = (
     ("=instruction", "instruction tile",
      describe_instruction),
 )  # fmt: skip
-_WITHOUT_CORES = (
-    *_PRODUCT_HEAD,
-    (
-        lambda found, name: [(found["acc"] + found["kind"], f"{ACCUMULATORS[found['acc']]} on the CUDA cores: {IDLE}")],
-        "operation",
-        "",
-    ),
-)
+_WITHOUT_CORES = (*_PRODUCT_HEAD, (_sum_pieces, "operation", ""))
 _FLASH_PIECES = (
     ("flash_(?P<v>fwd|bwd)", "operation", WORDS["passes"]),
     (rf"kernel_traits<{_INT}(?P<t>\d+)", "head width", "heads of at most {v} elements"),
-    (
-        lambda found, name: [
-            (
-                f"{found['q']}, {found['k']}",
-                f"{found['q']} queries times {found['k']} keys at a time; no score ever reaches memory",
-            )
-        ],
-        "block tile",
-        "",
-    ),
+    (_flash_pieces, "block tile", ""),
     ("(?P<t>)", "format", "operands in {any}"),
 )
 _TUPLE = r"tuple<cute::C<\d+>, cute::C<\d+>, cute::C<\d+>"
