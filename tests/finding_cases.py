@@ -541,59 +541,48 @@ CLEAN = {
     "four ranks alike": both(*(on_gpu(rank=rank, world_size=4) for rank in range(4))),
     "a run alone": run,
 }
-# known answers: ms per step of the first trigger, by how it is made
-COSTS_MS = {
-    "busy-machine": 3.5,
-    "sync-in-step": 0.61,
-    "starved-loader": 1.5,
-    "too-many-workers": 1.5,
-    "unpinned-copies": 0.4,
-    "exposed-copies": 0.9,
-    "host-gaps": 1.5,
-    "gc-pauses": 0.5,
-    "allocator-stalls": 0.5,
-    "stream-waits": 0.9,
-    "log-stalls": 2.0,
-    "save-and-eval": 3.0,
-    "no-tensor-cores": 7.5,
-    "attention-scores": 0.9,
-    "attention-dropout": 1.4,
-    "copy-share": 1.5,
-    "unfused-elementwise": 2.0,
-    "unfused-optimizer": 0.8,
-    "zeroed-gradients": 0.32,
-    "all-reduce-tail": 0.8,
-    "no-overlap": 1.2,
-    "small-buckets": 0.96,
-    "reduce-every-micro-batch": 1.5,
-    "straggler": 1.5,
-    "max-connections": 0.8,
-    "recompilation": 4 * 490 / 40,
-    "first-step": 19_990 / 40,
-    "overflow-storm": 10 * 6 / 40,
-}
-# what the finding must say somewhere: flag and value, place, amount
-WORDS = {
-    "busy-machine": "rank 1 is ready and has no core for 3.5 ms of a step of 10.0 ms; ranks from 0 on: 5%, 35%",
-    "sync-in-step": "aten::item",
-    "starved-loader": "the device waits for the loader 1.5 ms",
-    "too-many-workers": "64 workers x 2 ranks",
-    "host-gaps": "train.py(7): think",
-    "matmul-shapes": "--hidden-size 1024 (now 1000)",
-    "straggler": "rank 1",
-    "vocabulary-padding": "50,257 of 65,536",
-    "micro-batch-headroom": "--micro-batch-size 16 (now 4)",
-    "logits-peak": "--micro-batch-size 2 (now 4)",
-    "fragmentation": "10.00 GiB are reserved for tensors of 6.00 GiB",
-    "out-of-memory": "8.00 GiB were asked for",
-    "attention-memory": "8.00 GiB of the peak",
-    "recompilation": "iterations 9, 17, 25, 33",
-    "debug-switches": "DETAIL",
-    "attention-scores": "2048 x 2048",
-    "unfused-optimizer": "a loop over 8 tensors",
-    "max-connections": "2 ranks",
-    "profiler-overhead": "1.50 x",
-    "scale-collapse": "from 65,536 to",
-    "no-overlap": "--ddp-bucket-size",
-    "first-step": "20,000.0 ms",
+# Known answers: code | ms per step of the first trigger, by how it is made | what the finding must say: flag and value, place, amount.
+_ANSWERS = """
+busy-machine | 3.5 | rank 1 is ready and has no core for 3.5 ms of a step of 10.0 ms; ranks from 0 on: 5%, 35%
+sync-in-step | 0.61 | aten::item
+starved-loader | 1.5 | the device waits for the loader 1.5 ms
+too-many-workers | 1.5 | 64 workers x 2 ranks
+unpinned-copies | 0.4 |
+exposed-copies | 0.9 |
+host-gaps | 1.5 | train.py(7): think
+gc-pauses | 0.5 |
+allocator-stalls | 0.5 |
+stream-waits | 0.9 |
+log-stalls | 2 |
+save-and-eval | 3 |
+no-tensor-cores | 7.5 |
+attention-scores | 0.9 | 2048 x 2048
+attention-dropout | 1.4 |
+copy-share | 1.5 |
+unfused-elementwise | 2 |
+unfused-optimizer | 0.8 | a loop over 8 tensors
+zeroed-gradients | 0.32 |
+all-reduce-tail | 0.8 |
+no-overlap | 1.2 | --ddp-bucket-size
+small-buckets | 0.96 |
+reduce-every-micro-batch | 1.5 |
+straggler | 1.5 | rank 1
+max-connections | 0.8 | 2 ranks
+recompilation | 49 | iterations 9, 17, 25, 33
+first-step | 499.75 | 20,000.0 ms
+overflow-storm | 1.5 |
+matmul-shapes |  | --hidden-size 1024 (now 1000)
+vocabulary-padding |  | 50,257 of 65,536
+micro-batch-headroom |  | --micro-batch-size 16 (now 4)
+logits-peak |  | --micro-batch-size 2 (now 4)
+fragmentation |  | 10.00 GiB are reserved for tensors of 6.00 GiB
+out-of-memory |  | 8.00 GiB were asked for
+attention-memory |  | 8.00 GiB of the peak
+debug-switches |  | DETAIL
+profiler-overhead |  | 1.50 x
+scale-collapse |  | from 65,536 to
+"""
+ANSWERS = {
+    code: (cost, words)
+    for code, cost, words in (map(str.strip, line.split("|")) for line in _ANSWERS.strip().splitlines())
 }

@@ -1,21 +1,224 @@
-"""Real runs with a planted cause: the first finding names it; sound runs have none of the ten.
+"""Real runs on a CPU with a planted cause: the first finding names it; sound runs have none of the ten.
 
 A machine's other work can be, for seconds, what makes a real run slow, and a report is right to say so: a run gets three
-tries, and what the code gets wrong it gets wrong in all of them.
+tries, and what the code gets wrong it gets wrong in all of them. What only a GPU shows (tensor cores, launches, copies)
+has made traces instead, in finding_cases.py.
 """
 
+import gc
+import logging
+import os
+import signal
+import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
-from planted_causes import CAUSES, CLEAN_RUNS, HAS_BF16_PRODUCTS, NEED_BF16_PRODUCTS, PLANTED, trained
+import torch
+from waiting import LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
-
-
 TRIES = 3
 
+FLAGS = (
+    "--num-layers 1 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 8 --train-iters 16 --lr 1e-4 "
+    "--bf16 "
+    "--tokenizer-type NullTokenizer --vocab-size 1023 --mock-data --num-workers 0 --eval-iters 0 --log-interval 2 "
+    "--profile --use-pytorch-profiler --profile-step-start 9 --profile-step-end 12 --profile-ranks -1 "
+    "--pytorch-profiler-collect-shapes --no-report"
+)
+HAS_BF16_PRODUCTS = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+NEED_BF16_PRODUCTS = {"fp32", "hidden 1000"}
+CLEAN = "clean"
+SLEEP_S = 0.04
+KEPT = []  # what the leak keeps
 
-def codes(name: str, folder, good: Callable[[list[str]], bool]) -> list[str]:
+
+def after_forward(do: Callable):
+    """`do(loss)` after the forward of every micro-batch."""
+    from megatron_lite.train import step
+
+    inner = step.loss_and_tokens
+
+    def doing(model, batch):
+        loss, tokens = inner(model, batch)
+        do(loss)
+        return loss, tokens
+
+    step.loss_and_tokens = doing
+
+
+def read_often():
+    after_forward(lambda loss: [loss.item() for _ in range(42)])
+
+
+def collect_garbage():
+    after_forward(lambda loss: gc.collect())
+
+
+def sleep_in_the_step():
+    after_forward(lambda loss: time.sleep(SLEEP_S))
+
+
+def log_heavily():
+    logger = logging.getLogger("heavy")
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    logger.addHandler(logging.FileHandler(os.devnull))
+    after_forward(lambda loss: [logger.debug("value %d", index) for index in range(5000)])
+
+
+def sleeping_loader():
+    from megatron_lite.data import loader
+
+    inner = loader._stack
+
+    def slow(samples):
+        time.sleep(SLEEP_S)
+        return inner(samples)
+
+    loader._stack = slow
+
+
+def reduce_every_micro_batch():
+    from megatron_lite.parallel.data_parallel import DataParallel
+
+    inner = DataParallel.micro_batch
+    DataParallel.micro_batch = lambda self, last: inner(self, True)
+
+
+def slow_rank():
+    from megatron_lite.train import step
+
+    inner, square = step.loss_and_tokens, torch.ones(384, 384)
+
+    def slow(model, batch):
+        if os.environ["RANK"] == "1":
+            # Operators, as on a slow core: a sleep would be Python between operators.
+            until = time.monotonic() + SLEEP_S
+            while time.monotonic() < until:
+                torch.mm(square, square)
+        return inner(model, batch)
+
+    step.loss_and_tokens = slow
+
+
+def leak():
+    after_forward(lambda loss: KEPT.append(torch.ones(2**20)))  # 4 MiB, as if outputs were kept for later
+
+
+def unfused_optimizer():
+
+    from megatron_lite.optim import optimizer
+
+    class Loop(torch.optim.AdamW):
+        """What fused kernels do with the scale, by hand."""
+
+        def step(self):
+            scale, found_inf = self.__dict__.pop("grad_scale"), self.__dict__.pop("found_inf")
+            for weight in self.param_groups[0]["params"]:
+                weight.grad.div_(scale)
+            super().step()
+            self.grad_scale, self.found_inf = scale, found_inf
+
+    optimizer.make_engine = lambda plan, masters, lr: Loop(masters, lr=lr, foreach=False, fused=False)
+
+
+def recompiles():
+    from megatron_lite.train.step import BatchMaker
+
+    inner, calls = BatchMaker.__call__, []
+
+    def shorter(self, raw_BT1):
+        calls.append(1)
+        return inner(self, raw_BT1[:, : raw_BT1.shape[1] - 8 * (len(calls) // 6)])
+
+    BatchMaker.__call__ = shorter
+
+
+def nothing():
+    pass
+
+
+@dataclass(frozen=True)
+class Cause:
+    """How it is planted, and the code of the finding that must come first."""
+
+    code: str
+    plant: Callable[[], None] = nothing
+    flags: str = ""
+    ranks: int = 1
+
+
+CAUSES = {
+    "gc.collect() in every step": Cause("gc-pauses", collect_garbage),
+    "a sleep in every step": Cause("host-gaps", sleep_in_the_step),
+    "heavy logging": Cause("host-gaps", log_heavily),
+    "a sleeping loader": Cause("starved-loader", sleeping_loader),
+    "hidden 1000": Cause(
+        "matmul-shapes", flags="--hidden-size 1000 --num-attention-heads 5 --micro-batch-size 16 --global-batch-size 16"
+    ),
+    "fp32": Cause("fp32-products", flags="!--bf16"),
+    "tiny micro-batches": Cause("tiny-micro-batches", flags="--micro-batch-size 1 --global-batch-size 12"),
+    "all-reduce in every micro-batch": Cause(
+        "reduce-every-micro-batch",
+        reduce_every_micro_batch,
+        "--hidden-size 768 --num-attention-heads 12 --micro-batch-size 2 --global-batch-size 12 --profile-step-end 14",
+        ranks=2,
+    ),
+    "a slow rank": Cause("straggler", slow_rank, "--profile-step-end 14", ranks=2),
+    "a leak": Cause("memory-growth", leak),
+    "an unfused optimizer": Cause(
+        "unfused-optimizer",
+        unfused_optimizer,
+        "--hidden-size 512 --num-attention-heads 8 --micro-batch-size 1 --global-batch-size 1",
+    ),
+    "recompiles": Cause("recompilation", recompiles, "--torch-compile --torch-compile-backend aot_eager"),
+}
+PLANTED = {cause.code for cause in CAUSES.values()}
+CLEAN_RUNS = {  # sound runs of several kinds
+    "as it is": Cause(CLEAN),
+    "values read on a CPU": Cause(CLEAN, read_often),
+    "one micro-batch": Cause(CLEAN, flags="--micro-batch-size 8"),
+    "RMSNorm, SwiGLU, rope": Cause(CLEAN, flags="--normalization RMSNorm --swiglu --position-embedding-type rope"),
+    "recomputation": Cause(
+        CLEAN, flags="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
+    "longer sequences": Cause(
+        CLEAN, flags="--seq-length 128 --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 4"
+    ),
+    "two ranks": Cause(CLEAN, flags="--global-batch-size 16", ranks=2),
+}
+
+
+def trained(name: str, folder: Path):
+    """The report of one run with the cause planted."""
+    from launch import start  # late: this file is the run's script, too
+
+    from megatron_lite.analysis.analyze import analyze
+
+    cause = (CAUSES | CLEAN_RUNS)[name]
+    run_dir = folder / name.replace(" ", "-")
+    # FLAGS, with those of the cause behind; !--flag takes one out. Where bf16 is slow it would be the most costly cause of all.
+    own = cause.flags.split()
+    out = {word[1:] for word in own if word.startswith("!")} | ({"--bf16"} if not HAS_BF16_PRODUCTS else set())
+    kept = [word for word in FLAGS.split() if word not in out]
+    argv = [name, *kept, *(word for word in own if not word.startswith("!")), "--run-dir", str(run_dir)]
+    process = start(argv, ranks=cause.ranks if cause.ranks > 1 else 0, script=Path(__file__).resolve())
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # ranks would live on
+    if process.returncode:
+        raise RuntimeError(f"{name}: the run ended with {process.returncode}\n{out[-2000:]}\n{err[-2000:]}")
+    return analyze([run_dir])
+
+
+def codes(name: str, folder: Path, good: Callable[[list[str]], bool]) -> list[str]:
     """Of the findings of the first run that is good, else of the last one."""
     for number in range(TRIES):
         found = [finding.code for finding in trained(name, folder / str(number)).findings]
@@ -34,3 +237,12 @@ def test_the_first_finding_names_the_cause(tmp_path, name):
 @pytest.mark.parametrize("name", CLEAN_RUNS)
 def test_a_sound_run_has_none_of_them(tmp_path, name):
     assert PLANTED.isdisjoint(codes(name, tmp_path, PLANTED.isdisjoint))
+
+
+if __name__ == "__main__":  # a run, under a launcher or alone: CAUSE FLAGS
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from megatron_lite import app
+
+    (CAUSES | CLEAN_RUNS)[sys.argv[1]].plant()
+    sys.exit(record(app.main)(sys.argv[2:]))

@@ -26,6 +26,8 @@ SGEMM, TF32, FLASH = (
     ),
 )
 BF16 = "c10::BFloat16"
+Q = [2, 4, 128, 64]
+CONVOLUTION = [[32, 64, 56, 56], [32, 3, 112, 112], [64, 3, 7, 7]]
 
 
 def figures(made: MadeTrace, folder) -> RankKernels:
@@ -50,21 +52,13 @@ def steps(count: int, of_step, **header) -> MadeTrace:
 
 def test_kernels_roles_and_tensor_cores_of_a_run(tmp_path):
     kernels = figures(gpu_run(steps=4, all_reduce_us=300, world_size=2), tmp_path)
-    assert {role: pytest.approx(ms) for role, ms in kernels.roles.items()} == {
-        Role.GEMM: 0.6,
-        Role.COMMUNICATION: 0.3,
-        Role.OPTIMIZER: 0.1,
-        Role.TRANSFER: 0.01,
-    }
+    wanted = {Role.GEMM: 0.6, Role.COMMUNICATION: 0.3, Role.OPTIMIZER: 0.1, Role.TRANSFER: 0.01}
+    assert kernels.roles == pytest.approx(wanted)
     assert kernels.device_ms == pytest.approx(1.01)
     rows = {row.short: row for row in kernels.rows}
     backward = rows["ampere_sgemm_128x64_nt"]
-    assert (backward.ms, backward.per_step, backward.phase, backward.operator) == (
-        pytest.approx(0.4),
-        1.0,
-        "backward",
-        "aten::mm",
-    )
+    assert backward.ms == pytest.approx(0.4)
+    assert (backward.per_step, backward.phase, backward.operator) == (1.0, "backward", "aten::mm")
     assert (backward.tensor_cores, backward.precision) == (TensorCores.NO, "fp32")
     assert sum(row.share for row in kernels.rows) == pytest.approx(1)
     assert [row.ms for row in kernels.rows] == sorted((row.ms for row in kernels.rows), reverse=True)
@@ -79,19 +73,13 @@ def test_work_and_bound_of_a_product(tmp_path):
     kernels = figures(steps(3, product), tmp_path)
     [row] = kernels.roofline
     flops = 2 * 512 * 1024 * 256
-    assert (row.operator, row.dims, row.dtype, row.shape) == (
-        "aten::mm",
-        (512, 256, 1024),
-        "fp32",
-        "[512, 1024] x [1024, 256] fp32",
-    )
+    assert (row.operator, row.dims, row.dtype) == ("aten::mm", (512, 256, 1024), "fp32")
+    assert row.shape == "[512, 1024] x [1024, 256] fp32"
     assert (row.flops, row.per_step, row.ms) == (flops, 1, pytest.approx(0.1))
     assert row.num_bytes == 4 * (512 * 1024 + 1024 * 256 + 512 * 256)
     assert row.achieved_tflops == pytest.approx(flops / 1e-4 / 1e12)
-    assert (row.bound_ms, row.bound_by) == (
-        pytest.approx(flops / 19.5e12 * 1e3),
-        "compute",
-    )  # A100, fp32 outside tensor cores
+    # A100, fp32 outside tensor cores
+    assert row.bound_by == "compute" and row.bound_ms == pytest.approx(flops / 19.5e12 * 1e3)
     assert row.efficiency == pytest.approx(row.bound_ms / row.ms)
     assert (kernels.model_flops, kernels.peak_dtype, kernels.peak_tflops) == (flops, "fp32", 19.5)
     assert kernels.mfu == pytest.approx(kernels.achieved_tflops / 19.5)
@@ -116,22 +104,11 @@ def test_the_kernel_tells_tf32_which_the_operator_does_not(tmp_path):
         ("aten::matmul", [[2, 3, 4, 64], [2, 3, 64, 32]], 2 * 6 * 4 * 64 * 32),
         ("aten::_scaled_dot_product_flash_attention", [[2, 4, 128, 64]] * 3, 4 * 2 * 4 * 128 * 128 * 64),
         ("aten::_flash_attention_forward", [[2, 128, 4, 64]] * 3, 4 * 2 * 4 * 128 * 128 * 64),
-        (
-            "aten::_scaled_dot_product_cudnn_attention",
-            [[2, 4, 128, 64], [2, 2, 256, 64], [2, 2, 256, 64]],
-            4 * 2 * 4 * 128 * 256 * 64,
-        ),
+        ("aten::_scaled_dot_product_cudnn_attention", [Q, *[[2, 2, 256, 64]] * 2], 4 * 2 * 4 * 128 * 256 * 64),
         # MFU counts backward as twice forward; that the kernel repeats the scores is no model FLOP
-        (
-            "aten::_scaled_dot_product_efficient_attention_backward",
-            [[2, 4, 128, 64]] * 4,
-            2 * 4 * 2 * 4 * 128 * 128 * 64,
-        ),
-        (
-            "aten::convolution_backward",
-            [[32, 64, 56, 56], [32, 3, 112, 112], [64, 3, 7, 7]],
-            2 * 2 * 32 * 64 * 56 * 56 * 3 * 49,
-        ),
+        ("aten::_scaled_dot_product_efficient_attention_backward", [Q] * 4, 2 * 4 * 2 * 4 * 128 * 128 * 64),
+        ("aten::_flash_attention_backward", [[2, 128, 4, 64]] * 4, 2 * 4 * 2 * 4 * 128 * 128 * 64),
+        ("aten::convolution_backward", CONVOLUTION, 2 * 2 * 32 * 64 * 56 * 56 * 3 * 49),
     ],
 )
 def test_flops_of_operators(tmp_path, name, dims, flops):
@@ -162,7 +139,7 @@ def test_shapes_that_tell_nothing_give_no_figure(tmp_path, name, dims):
 
 
 def test_a_forward_convolution_takes_its_result_from_the_backward_pass(tmp_path):
-    given, weight, result = [32, 3, 112, 112], [64, 3, 7, 7], [32, 64, 56, 56]
+    result, given, weight = CONVOLUTION
 
     def both(made, at):
         one_product(made, at, SGEMM, "aten::cudnn_convolution", [given, weight])
@@ -190,14 +167,8 @@ def test_causal_attention_computes_half_and_its_model_flops_count_all(tmp_path):
 def test_recomputed_products_are_no_model_flops(tmp_path):
     def backward(made, at):
         one_product(made, at, SGEMM, "aten::mm", [[64, 64], [64, 64]])
-        made.op(
-            "autograd::engine::evaluate_function: MmBackward0",
-            at + 200,
-            at + 290,
-            AUTOGRAD,
-            sequence=5,
-            forward_thread=1,
-        )
+        node = "autograd::engine::evaluate_function: MmBackward0"
+        made.op(node, at + 200, at + 290, AUTOGRAD, sequence=5, forward_thread=1)
         made.op("aten::mm", at + 210, at + 220, AUTOGRAD, dims=[[64, 64], [64, 64]], sequence=9, forward_thread=0)
         made.kernel(SGEMM, at + 230, at + 280, at + 212, thread=AUTOGRAD)
         made.op("aten::mm", at + 240, at + 250, AUTOGRAD, dims=[[64, 64], [64, 64]])
@@ -236,13 +207,8 @@ def test_bytes_of_elementwise_work_and_its_bound(tmp_path):
     add = next(row for row in kernels.roofline if row.operator == "aten::add_")
     assert (add.bound_by, add.bound_ms) == ("memory", pytest.approx(3 * mib / 2039e9 * 1e3))
     assert kernels.model_flops is None
-    assert kernels.roles.keys() == {
-        Role.ELEMENTWISE,
-        Role.CAST_COPY,
-        Role.REDUCTION,
-        Role.NORM,
-        Role.EMBEDDING,
-    }  # from operators
+    # from operators
+    assert kernels.roles.keys() == {Role.ELEMENTWISE, Role.CAST_COPY, Role.REDUCTION, Role.NORM, Role.EMBEDDING}
 
 
 def test_the_fused_optimizer_takes_its_number_format_from_the_kernel(tmp_path):
