@@ -29,8 +29,18 @@ from megatron_lite.analysis.audit.answers import Answer
 
 PASS, FAIL, NOT_SEEN = Answer.PASS, Answer.FAIL, Answer.NOT_SEEN
 OWN_DATA = {"dataloader_type": "single", "shape": {"max_position_embeddings": 2048}}
-NEVER_GOOD_RUN = recorded(precision="fp16", steps=ordinary_steps(14, **NEVER_GOOD), **OWN_DATA)
 LOST_RUN = recorded(steps=ordinary_steps(loss=lambda index: 3.0 - index / 1000 if index < 30 else None), **OWN_DATA)
+
+
+FOUR_SUMS = [(ADD, 500, "aten::add")] * 4
+WITHOUT_UNITS = recorded(device="cpu", world=1, hardware={"bf16_products": False})
+
+
+def fp16(*args, **columns):
+    return recorded(precision="fp16", steps=ordinary_steps(*args, **columns), **OWN_DATA)
+
+
+NEVER_GOOD_RUN = fp16(14, **NEVER_GOOD)
 
 
 def failing(code):
@@ -73,35 +83,19 @@ POINTS = {
     8: (gpu, failing("launch-bound"), "launch-bound", run),
     9: (gpu, failing("no-tensor-cores"), "no-tensor-cores", run),
     10: (None, failing("fp32-products"), "fp32-products", run),
-    11: (
-        recorded(precision="fp16", steps=ordinary_steps(loss_scale=65536.0)),
-        failing("overflow-storm"),
-        "overflow-storm",
-        gpu,
-    ),
+    11: (fp16(loss_scale=65536.0), failing("overflow-storm"), "overflow-storm", gpu),
     12: (both(remembered(), on_a_gpu_of(80)), failing("memory-growth"), "memory-growth", gpu),
     13: (both(gpu, run), failing("reduce-every-micro-batch"), "reduce-every-micro-batch", gpu),
     14: (both(gpu, recorded(steps=profiled_steps(10.5))), failing("profiler-overhead"), "profiler-overhead", gpu),
     15: (compiled, failing("recompilation"), "recompilation", run),
     16: (both(gpu, recorded(**OWN_DATA)), failing("vocabulary-padding"), "vocabulary-padding", gpu),
-    17: (
-        recorded(**OWN_DATA),
-        recorded(steps=ordinary_steps(skipped=every(5, True, False)), **OWN_DATA),
-        "overflow-storm",
-        gpu,
-    ),
+    17: (recorded(**OWN_DATA), fp16(skipped=every(5, True, False)), "overflow-storm", gpu),
     18: (None, None, "", run),
 }
 # other ways to the answers: (number, answer, code, made run, what it must say)
 MORE = [
     (11, FAIL, "overflow-storm", NEVER_GOOD_RUN, "all 14 steps were skipped"),
-    (
-        11,
-        NOT_SEEN,
-        "",
-        recorded(precision="fp16", steps=ordinary_steps(14, skipped=lambda index: index < 13)),
-        "13 of 14",
-    ),
+    (11, NOT_SEEN, "", fp16(14, skipped=lambda index: index < 13), "13 of 14"),
     (13, FAIL, "overflow-storm", NEVER_GOOD_RUN, "no update at all: all 14 steps were skipped"),
     (13, FAIL, "no-learning", recorded(steps=ordinary_steps(loss=None)), "not finite in all 40 updates"),
     (17, FAIL, "overflow-storm", NEVER_GOOD_RUN, "all 14 steps were skipped"),
@@ -121,24 +115,12 @@ MORE = [
     (5, NOT_SEEN, "", on_gpu(copy="CopyHostToDevice"), "do not say"),
     (5, NOT_SEEN, "", on_gpu(copy="Memcpy DtoD (Device -> Device)"), "no copy from the host"),
     (6, NOT_SEEN, "", cpu, "nothing is copied to one"),
-    (
-        8,
-        FAIL,
-        "unfused-elementwise",
-        both(on_gpu(forward=[(ADD, 500, "aten::add")] * 4), recorded(compiled=True)),
-        "15% would be",
-    ),
+    (8, FAIL, "unfused-elementwise", both(on_gpu(forward=FOUR_SUMS), recorded(compiled=True)), "15% would be"),
     (9, FAIL, "fp32-products", on_gpu(gemm=FP32_GEMM, dtypes=["float", "float"]), "0 ms of"),
     (9, FAIL, "matmul-shapes", failing("matmul-shapes"), "MLP"),
     (9, PASS, "", on_cpu(), "are multiples of 64"),
     (9, NOT_SEEN, "", lambda folder: cpu_only(folder), "--pytorch-profiler-collect-shapes"),
-    (
-        10,
-        FAIL,
-        "fp32-products",
-        both(on_cpu(dtype="float"), recorded(device="cpu", world=1, hardware={"bf16_products": False})),
-        "in fp32",
-    ),
+    (10, FAIL, "fp32-products", both(on_cpu(dtype="float"), WITHOUT_UNITS), "in fp32"),
     (10, NOT_SEEN, "", both(gpu, recorded(precision="fp32")), "in bf16 or fp16"),
     (11, PASS, "", run, "bf16 has the range of fp32"),
     (12, NOT_SEEN, "", run, "does not grow over 39 ordinary steps"),
@@ -146,13 +128,7 @@ MORE = [
     (13, FAIL, "", recorded(steps=ordinary_steps(batch_size=10, consumed_samples=None)), "no multiple of 8"),
     (13, FAIL, "", recorded(batch=16), "the plan has 16 samples"),
     (13, FAIL, "", both(on_gpu(micro_batches=2), run), "2 backward passes per step"),
-    (
-        13,
-        FAIL,
-        "",
-        recorded(steps=ordinary_steps(consumed_samples=lambda index: 4 * index)),
-        "has 8 samples and counts 4",
-    ),
+    (13, FAIL, "", fp16(consumed_samples=lambda index: 4 * index), "has 8 samples and counts 4"),
     (13, FAIL, "", recorded(steps=rates(held=False)), "iteration 8, which was skipped"),
     (13, PASS, "", recorded(steps=rates(held=True)), "held in skipped ones"),
     (14, NOT_SEEN, "", run, "a trace"),

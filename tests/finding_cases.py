@@ -30,6 +30,7 @@ from megatron_lite.config.world import World
 
 FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, at::detail::Array<char*, 1>>"
 MIB, GIB = 2**20, 2**30
+THINK, PINNED = "train.py(7): think", "Memcpy HtoD (Pinned -> Device)"
 PAGEABLE = "Memcpy HtoD (Pageable -> Device)"
 SCORES = [[4, 16, 2048, 2048], []]
 ODD = [[8192, 1000], [1000, 4000]]
@@ -348,53 +349,34 @@ HALVED = [2.0**16 / 2**k for k in range(40)]
 CASES = {
     "sync-in-step": (on_gpu(before_backward=waits(600)), on_gpu(before_backward=waits(20))),
     "starved-loader": (on_gpu(before_data=loads(1500)), on_gpu(before_data=loads(100))),
-    "too-many-workers": (
-        both(on_gpu(before_data=loads(1500)), recorded(num_workers=64, hardware={"cpus": 16})),
-        both(on_gpu(before_data=loads(1500)), recorded(num_workers=4, hardware={"cpus": 16})),
+    "too-many-workers": tuple(
+        both(on_gpu(before_data=loads(1500)), recorded(num_workers=workers, hardware={"cpus": 16}))
+        for workers in (64, 4)
     ),
-    "unpinned-copies": (
-        on_gpu(copy=PAGEABLE, copy_stream=COMPUTE_STREAM, copy_us=400),
-        on_gpu(copy="Memcpy HtoD (Pinned -> Device)", copy_stream=COMPUTE_STREAM, copy_us=400),
-    ),
+    "unpinned-copies": tuple(on_gpu(copy=copy, copy_stream=COMPUTE_STREAM, copy_us=400) for copy in (PAGEABLE, PINNED)),
     "small-copies": (on_gpu(before_forward=small_copies(64)), on_gpu(before_forward=small_copies(8))),
     "exposed-copies": (on_gpu(copy_stream=COMPUTE_STREAM, copy_us=900), on_gpu(copy_us=900)),
-    "launch-bound": (
-        on_gpu(before_forward=small_kernels(300, 4, 20)),
-        on_gpu(before_forward=small_kernels(300, 40, -20)),
+    "launch-bound": tuple(on_gpu(before_forward=small_kernels(300, *times)) for times in ((4, 20), (40, -20))),
+    "host-gaps": (on_gpu(before_forward=host_does(THINK, 1500)), on_gpu(before_forward=host_does(THINK, 300))),
+    "tiny-micro-batches": tuple(
+        both(on_cpu(micro_batches=number, between_us=120), micro_batch_run(device="cpu", shape={"seq_length": 64}))
+        for number in (8, 2)
     ),
-    "host-gaps": (
-        on_gpu(before_forward=host_does("train.py(7): think", 1500)),
-        on_gpu(before_forward=host_does("train.py(7): think", 300)),
-    ),
-    "tiny-micro-batches": (
-        both(on_cpu(micro_batches=8, between_us=120), micro_batch_run(device="cpu", shape={"seq_length": 64})),
-        both(on_cpu(micro_batches=2, between_us=120), micro_batch_run(device="cpu", shape={"seq_length": 64})),
-    ),
-    "gc-pauses": (
-        on_gpu(before_optimizer=host_does("Python GC", 500)),
-        on_gpu(before_optimizer=host_does("Python GC", 30)),
-    ),
-    "allocator-stalls": (
-        on_gpu(before_forward=host_does("cudaMalloc", 500, "cuda_runtime")),
-        on_gpu(before_forward=host_does("cudaMalloc", 30, "cuda_runtime")),
-    ),
+    "gc-pauses": tuple(on_gpu(before_optimizer=host_does("Python GC", us)) for us in (500, 30)),
+    "allocator-stalls": tuple(on_gpu(before_forward=host_does("cudaMalloc", us, "cuda_runtime")) for us in (500, 30)),
     "stream-waits": (on_gpu(before_backward=waits_for_stream(900)), on_gpu(before_backward=waits_for_stream(100))),
-    "log-stalls": (
-        recorded(steps=ordinary_steps(phase_log=2.0), device="cpu"),
-        recorded(steps=ordinary_steps(phase_log=0.2), device="cpu"),
-    ),
+    "log-stalls": tuple(recorded(steps=ordinary_steps(phase_log=ms), device="cpu") for ms in (2.0, 0.2)),
     "save-and-eval": (recorded(steps=steps_with_evaluation(30)), recorded(steps=steps_with_evaluation(2))),
     "no-tensor-cores": (on_gpu(gemm=SIMT_GEMM), gpu),
     "fp32-products": (on_gpu(gemm=FP32_GEMM, dtypes=["float", "float"]), gpu),
-    "slow-16-bit-products": (
-        both(on_cpu(dtype="c10::Half"), recorded(device="cpu", precision="fp16", hardware={"fp16_products": False})),
-        both(on_cpu(dtype="c10::Half"), recorded(device="cpu", precision="fp16", hardware={"fp16_products": True})),
+    "slow-16-bit-products": tuple(
+        both(on_cpu(dtype="c10::Half"), recorded(device="cpu", precision="fp16", hardware={"fp16_products": units}))
+        for units in (False, True)
     ),
     "matmul-shapes": (both(on_gpu(dims=ODD), recorded(shape=ODD_SHAPE)), on_gpu(dims=[[8192, 1088], [1088, 4096]])),
     "below-roofline": (on_gpu(dims=THIN), gpu),
-    "zeroed-gradients": (
-        on_gpu(before_data=zeroes("Optimizer.zero_grad#AdamW.zero_grad")),
-        on_gpu(before_data=zeroes("init")),
+    "zeroed-gradients": tuple(
+        on_gpu(before_data=zeroes(place)) for place in ("Optimizer.zero_grad#AdamW.zero_grad", "init")
     ),
     "vocabulary-padding": (
         both(on_gpu(dims=[[8192, 4096], [4096, 65536]]), recorded(shape={"padded_vocab_size": 65536})),
@@ -423,17 +405,16 @@ CASES = {
         both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION)),
         both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION, tensor_model_parallel_size=2)),
     ),
-    "recompilation": (
-        recorded(steps=ordinary_steps(ms=every(8, 500.0, 10.0), compiling=every(8, True, False))),
-        recorded(steps=ordinary_steps(ms=every(30, 500.0, 10.0), compiling=every(30, True, False))),
+    "recompilation": tuple(
+        recorded(steps=ordinary_steps(ms=every(n, 500.0, 10.0), compiling=every(n, True, False))) for n in (8, 30)
     ),
-    "graph-breaks": (
-        both(on_cpu(change=more_than_a_layer_and_the_loss), recorded(device="cpu", world=1, compiled=True)),
-        both(on_cpu(change=layers_and_the_loss), recorded(device="cpu", world=1, compiled=True)),
+    "graph-breaks": tuple(
+        both(on_cpu(change=regions), recorded(device="cpu", world=1, compiled=True))
+        for regions in (more_than_a_layer_and_the_loss, layers_and_the_loss)
     ),
-    "first-step": (
-        recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 20_000.0)),
-        recorded(steps=ordinary_steps(ms=lambda index: 10.0 if index else 2_000.0)),
+    "first-step": tuple(
+        recorded(steps=ordinary_steps(ms=lambda index, first=first: 10.0 if index else first))
+        for first in (20_000.0, 2_000.0)
     ),
     "profiler-overhead": (recorded(steps=profiled_steps(15.0)), recorded(steps=profiled_steps(11.0))),
     "busy-machine": (
@@ -444,17 +425,13 @@ CASES = {
         recorded(environment={"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
         recorded(environment={"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"}),
     ),
-    "too-many-threads": (
-        recorded(device="cpu", hardware={"threads": 8, "cpus": 8}),
-        recorded(device="cpu", hardware={"threads": 4, "cpus": 8}),
-    ),
+    "too-many-threads": tuple(recorded(device="cpu", hardware={"threads": n, "cpus": 8}) for n in (8, 4)),
     "overflow-storm": (
         recorded(steps=ordinary_steps(skipped=every(6, True, False)), precision="fp16"),
         recorded(steps=ordinary_steps(skipped=lambda index: index < 15), precision="fp16"),
     ),
-    "scale-collapse": (
-        recorded(steps=ordinary_steps(loss_scale=scale(HALVED)), precision="fp16"),
-        recorded(steps=ordinary_steps(loss_scale=scale(HALVED[:6])), precision="fp16"),
+    "scale-collapse": tuple(
+        recorded(steps=ordinary_steps(loss_scale=scale(values)), precision="fp16") for values in (HALVED, HALVED[:6])
     ),
     "no-learning": (recorded(steps=ordinary_steps(loss=lambda index: 3.0 + index / 1000)), run),
     "memory-growth": (
@@ -470,9 +447,9 @@ CASES = {
     "needless-recompute": (both(on_gpu(), planned(**FULL)), both(on_gpu(), planned(micro_batch_size=8, **FULL))),
     "out-of-memory": (remembered(oom=True), memory),
     "attention-memory": (remembered(frames=IN_SOFTMAX, logits_gib=0.5), remembered(frames=IN_GELU, logits_gib=0.5)),
-    "micro-batch-headroom": (
-        both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=12 * 10**9))),
-        both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=70 * 10**9))),
+    "micro-batch-headroom": tuple(
+        both(on_gpu(micro_batches=4), micro_batch_run(steps=ordinary_steps(peak_memory_bytes=peak)))
+        for peak in (12 * 10**9, 70 * 10**9)
     ),
 }
 UNKNOWN_OR_AMD = (

@@ -61,13 +61,5 @@ def find_on_gpu(facts: Facts, one: RankFacts) -> Finding | None:
     fitting = [remedy for remedy, fits in remedies.items() if fits]
     advice = "; ".join(text for text, _ in fitting)
     flags = tuple(flag for _, flag in fitting if flag)
-    return find_lost_time(
-        one,
-        cost,
-        f"time above the floor: {of_step(cost, one)}",
-        advice,
-        *shown,
-        flags=flags,
-        certain=False,
-        at_least=TOO_MUCH,
-    )
+    seen = f"time above the floor: {of_step(cost, one)}"
+    return find_lost_time(one, cost, seen, advice, *shown, flags=flags, certain=False, at_least=TOO_MUCH)

@@ -42,13 +42,6 @@ def find_in_trace(facts: Facts, one: RankFacts) -> Finding | None:
     )
     text = f"copies and casts take {of_step(cost, one)}"
     advice = "16-bit weights instead of autocast, one layout from the start, torch.compile to fold casts away"
-    return find_lost_time(
-        one,
-        cost,
-        text,
-        advice,
-        *shown,
-        flags=("--torch-compile",),
-        certain=False,
-        at_least=TOO_MUCH if one.time.on_gpu else TOO_MUCH_ON_CPU,
-    )
+    limit = TOO_MUCH if one.time.on_gpu else TOO_MUCH_ON_CPU
+    flags = ("--torch-compile",)
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)

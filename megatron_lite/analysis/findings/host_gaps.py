@@ -56,21 +56,14 @@ def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | None
         if stretch.ms >= TOO_MUCH * stretches[0].ms:
             inside = f" in {stretch.line}" if stretch.line else ""
             after = f", the longest stretch of it after {stretch.after}" if stretch.after else ""
-            text = f"{in_ms(stretch.ms)} in the median step{inside}{after}"
-            shown.append(Evidence(text, stretch.phase or "outside of all phases"))
+            where_seen = stretch.phase or "outside of all phases"
+            shown.append(Evidence(f"{in_ms(stretch.ms)} in the median step{inside}{after}", where_seen))
     remedy = f"take that work out of {stretches[0].phase or 'the step'}, or do it in fewer steps"
     advice = remedy if one.trace.with_stack else f"{STACKS} names the function; {remedy}"
     flags = () if one.trace.with_stack else (STACKS,)
+    text = f"Python runs for a millisecond or longer without an operator: {of_step(seen, one)}"
     return find_lost_time(
-        one,
-        min(most, seen),
-        f"Python runs for a millisecond or longer without an operator: {of_step(seen, one)}",
-        advice,
-        *shown,
-        title=TITLE_ON_CPU,
-        flags=flags,
-        certain=False,
-        at_least=TOO_MUCH,
+        one, min(most, seen), text, advice, *shown, title=TITLE_ON_CPU, flags=flags, certain=False, at_least=TOO_MUCH
     )
 
 
@@ -83,14 +76,7 @@ def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Eviden
     each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each" if operators else "in no phase"
     text = f"{operators:,.0f} operators per step, {each}; Python between them takes {of_step(cost, one)}"
     advice = f"give each operator more to do: a larger {LARGER_OPERATORS[0]}, or {LARGER_OPERATORS[1]}"
+    flags = LARGER_OPERATORS
     return find_lost_time(
-        one,
-        cost,
-        text,
-        advice,
-        *sites,
-        title=TITLE_ON_CPU,
-        flags=LARGER_OPERATORS,
-        certain=False,
-        at_least=TOO_MUCH_CALLING,
+        one, cost, text, advice, *sites, title=TITLE_ON_CPU, flags=flags, certain=False, at_least=TOO_MUCH_CALLING
     )

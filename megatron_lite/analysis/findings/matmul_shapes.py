@@ -51,16 +51,8 @@ def find_in_trace(facts: Facts, one: RankFacts) -> Finding | None:
     text = f"products with such dimensions take {of_step(ms, one)}"
     advice = "; ".join(changes[:MAX_SHOWN])
     flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
-    return find_lost_time(
-        one,
-        cost,
-        text,
-        advice,
-        *shown,
-        flags=flags,
-        certain=one.time.on_gpu,
-        at_least=0.0 if share(odd, one) >= TOO_MUCH else MIN_SHARE_SHOWN,
-    )
+    limit = 0.0 if share(odd, one) >= TOO_MUCH else MIN_SHARE_SHOWN
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=one.time.on_gpu, at_least=limit)
 
 
 def is_off(dimension: int) -> bool:

@@ -24,6 +24,6 @@ def find_on_gpu(facts: Facts, one: RankFacts) -> Finding | None:
     if not has_needless_order(variables(facts).get(QUEUES), world or 1, tensor or 1, context or 1):
         return None
     text = f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of"
-    advice = f"unset {QUEUES} (or set 32) for pure data parallelism, and compare"
     text += f" {of_step(cost, one)}"
+    advice = f"unset {QUEUES} (or set 32) for pure data parallelism, and compare"
     return find_lost_time(one, cost, text, advice, flags=(MORE_QUEUES,), certain=False, at_least=MIN_SHARE_SHOWN)

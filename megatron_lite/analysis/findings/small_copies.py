@@ -35,8 +35,8 @@ def find_on_gpu(facts: Facts, one: RankFacts) -> Finding | None:
     calls = one.trace.launch_of[rows]
     cost, median = per_step_ms(one, calls[calls >= 0]), size(float(np.median(num_bytes[rows])))
     text = f"{per_step(one, rows):,.0f} copies per step, the median one of {median}; their calls take the host"
-    advice = "copy one tensor per batch and split it on the device; fetch values together and seldom"
     text += f" {of_step(cost, one)}"
+    advice = "copy one tensor per batch and split it on the device; fetch values together and seldom"
     return find_lost_time(
         one, cost, text, advice, row=rows[0], flags=("--log-interval 100",), certain=False, at_least=MIN_SHARE_SHOWN
     )

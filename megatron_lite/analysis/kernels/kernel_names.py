@@ -50,39 +50,41 @@ class KernelName:
 def taken_apart(name: str) -> KernelName:
     """What the name says. Any string is taken; what no family fits has no parts."""
     text, role = demangled(name[:LONGEST]), get_kernel_role(name)
-    word = _find_word(text)
+    # The part that follows CUTLASS' scheme: void cutlass::Kernel2<cutlass_80_...>(...) -> cutlass_80_...
+    inner = re.search(r"Kernel2?<\s*(\w+)", text)
+    word = inner[1] if inner and "cutlass" in text else re.split(r"[<(]", text.strip().removeprefix("void "))[0]
     for family, pattern in _COMPILED:
         if found := pattern.search(word if family.in_word else text):
             # The table of roles decides; a family's own role is for what that one does not know.
             return _read(name, family, found, family.role if role is Role.OTHER else role)
     library = next((library for pattern, library in TABLES["libraries"] if re.search(pattern, text)), "")
-    return KernelName(
-        name, library, role, _guess_tensor_cores(text, role), template_format(text) if role in MATRIX_ROLES else ""
-    )
+    if role not in MATRIX_ROLES:
+        return KernelName(name, library, role, TensorCores.NOT_APPLICABLE, "")
+    cores = TensorCores.NOT_APPLICABLE if _HELPERS.search(text) else TensorCores.UNKNOWN
+    if _ON_TENSOR_CORES.search(text) or ("gemm" in text.lower() and _SINCE_AMPERE.search(text)):
+        cores = TensorCores.YES
+    return KernelName(name, library, role, cores, template_format(text))
 
 
 def _read(name: str, family: Family, found: re.Match, role: Role) -> KernelName:
-    precision = family.precision(found, found.string)
-    words = {**found.groupdict(), "precision": precision, "known": precision or "unknown"}
-    parts = _find_parts(family, found, precision)
-    alignment = _PATTERNS(family.alignment).search(found.string) if family.alignment else None
-    aligned = int(alignment[1]) if alignment and alignment.groups() else 1 if alignment else None
-    causal = next((part.text in ("true", "1") for part in parts if part.field == "causal"), None)
-    without = (
-        family.why_not.format(**words) or _why_on_cuda_cores(precision, aligned)
-        if family.cores is TensorCores.NO
-        else ""
-    )
-    note = family.note if any(part.field == "protocol" for part in parts) else ""
-    by = family.name if isinstance(family.name, str) else family.name(found.string)
-    return KernelName(name, by, role, family.cores, precision, parts, without, aligned, causal, note)
-
-
-def _find_parts(family: Family, found: re.Match, precision: str) -> tuple[Part, ...]:
-    head = [part for piece in family.pieces for _, part in _find_pieces(piece, found, found.string, precision)]
+    text = found.string
+    precision = family.precision(found, text)
+    head = [part for piece in family.pieces for _, part in _find_pieces(piece, found, text, precision)]
     rest = (found.groupdict().get("rest") or "") if family.tail else ""
     tail = [one for piece in family.tail for one in _find_pieces(piece, found, rest, precision)]
-    return (*head, *(part for _, part in sorted(tail, key=lambda one: one[0])))
+    parts = (*head, *(part for _, part in sorted(tail, key=lambda one: one[0])))
+    alignment = _PATTERNS(family.alignment).search(text) if family.alignment else None
+    aligned = int(alignment[1]) if alignment and alignment.groups() else 1 if alignment else None
+    causal = next((part.text in ("true", "1") for part in parts if part.field == "causal"), None)
+    without = ""  # the reason, in a few words, that it does without tensor cores
+    if family.cores is TensorCores.NO:
+        without = "odd sizes" if (aligned or 8) <= 2 else f"{precision or 'unknown'} operands on the CUDA cores"
+        without = "fp32 operands" if precision == "fp32" else without
+        words = {**found.groupdict(), "precision": precision, "known": precision or "unknown"}
+        without = family.why_not.format(**words) or without
+    note = family.note if any(part.field == "protocol" for part in parts) else ""
+    by = family.name if isinstance(family.name, str) else family.name(text)
+    return KernelName(name, by, role, family.cores, precision, parts, without, aligned, causal, note)
 
 
 def _find_pieces(piece: tuple, found: re.Match, text: str, precision: str) -> list[tuple[int, Part]]:
@@ -113,33 +115,9 @@ def _explain(meaning, v: str, precision: str) -> str | tuple[str, str]:
         return meaning.get(v, meaning.get(None, ""))
     if callable(meaning):
         return meaning(v)
-    return (
-        ""
-        if "{precision}" in meaning and not precision
-        else meaning.format(v=v, precision=precision, any=precision or "an unknown format")
-    )
-
-
-def _find_word(name: str) -> str:
-    """The part that follows CUTLASS' scheme: void cutlass::Kernel2<cutlass_80_...>(...) -> cutlass_80_..."""
-    inner = re.search(r"Kernel2?<\s*(\w+)", name)
-    return inner[1] if inner and "cutlass" in name else re.split(r"[<(]", name.strip().removeprefix("void "))[0]
-
-
-def _why_on_cuda_cores(precision: str, alignment: int | None) -> str:
-    """The reason, in a few words, that a product does without tensor cores."""
-    if precision == "fp32":
-        return "fp32 operands"
-    return "odd sizes" if (alignment or 8) <= 2 else f"{precision or 'unknown'} operands on the CUDA cores"
-
-
-def _guess_tensor_cores(text: str, role: Role) -> TensorCores:
-    """Of a name that no family knows."""
-    if role not in MATRIX_ROLES:
-        return TensorCores.NOT_APPLICABLE
-    if _ON_TENSOR_CORES.search(text) or ("gemm" in text.lower() and _SINCE_AMPERE.search(text)):
-        return TensorCores.YES
-    return TensorCores.NOT_APPLICABLE if _HELPERS.search(text) else TensorCores.UNKNOWN
+    if "{precision}" in meaning and not precision:
+        return ""
+    return meaning.format(v=v, precision=precision, any=precision or "an unknown format")
 
 
 def demangled(name: str) -> str:
@@ -195,25 +173,18 @@ def in_words(name: str) -> list[str]:
     kernel = taken_apart(name)
     by = f" (by {kernel.family})" if kernel.family else ""
     lines = [short_name(name), f"What it is for: {WORDS['purposes'][kernel.role.name]}{by}."]
-    width = max((len(part.text) for part in kernel.parts), default=0)
-    lines += [_describe_part(part, min(width, 32)) for part in kernel.parts]
+    width = min(max((len(part.text) for part in kernel.parts), default=0), 32)
+    for part in kernel.parts:
+        lines.append(f"  {part.text:<{width}}  {part.field}: {part.meaning}{' (*)' if part.inferred else ''}")
     if any(part.inferred for part in kernel.parts):
         lines.append("(*) inferred: seen in use, documented by nobody.")
     if kernel.role in MATRIX_ROLES:
-        lines.append(_describe_tensor_cores(kernel))
-    return [*lines, *([f"Beware: {kernel.note}."] if kernel.note else [])]
-
-
-def _describe_part(part: Part, width: int) -> str:
-    return f"  {part.text:<{width}}  {part.field}: {part.meaning}{' (*)' if part.inferred else ''}"
-
-
-def _describe_tensor_cores(kernel: KernelName) -> str:
-    precision = kernel.precision.replace("/", " or ")
-    if kernel.tensor_cores is TensorCores.YES:
-        return f"Tensor cores: yes{f', with {precision} operands' if precision else ''}."
-    if kernel.tensor_cores is TensorCores.UNKNOWN:
-        return "Tensor cores: the name does not say."
-    if kernel.tensor_cores is TensorCores.NOT_APPLICABLE:
-        return "Tensor cores: of no use to it."
-    return f"Tensor cores: no ({kernel.why_not}){WORDS['remedies'].get(kernel.why_not, '')}."
+        precision = kernel.precision.replace("/", " or ")
+        told = {
+            TensorCores.YES: f"yes{f', with {precision} operands' if precision else ''}",
+            TensorCores.UNKNOWN: "the name does not say",
+            TensorCores.NOT_APPLICABLE: "of no use to it",
+            TensorCores.NO: f"no ({kernel.why_not}){WORDS['remedies'].get(kernel.why_not, '')}",
+        }
+        lines.append(f"Tensor cores: {told[kernel.tensor_cores]}.")
+    return [*lines, f"Beware: {kernel.note}."] if kernel.note else lines
