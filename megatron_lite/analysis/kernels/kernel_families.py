@@ -8,6 +8,7 @@ nobody documents, as xmma's, nvjet's and Tensile's. What is only seen in use is 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
 from megatron_lite.analysis.kernels.number_formats import ACCUMULATORS, FORMATS, TABLES, WORDS, template_format
@@ -44,8 +45,6 @@ class Family:
 
 # --- words for pieces
 ARCHITECTURES = WORDS["architectures"]
-SPLIT_K = "K is divided among blocks, whose pieces are added up at the end"
-CLUSTER = "clusters of {v} blocks share what they load"
 IDLE = "the tensor cores stand idle"
 
 
@@ -81,6 +80,10 @@ def describe_instruction(digits: str) -> str:
     return f"one instruction of the tensor cores multiplies {sizes} (MxNxK)"
 
 
+def describe_pair(tile: str) -> str:
+    return "{} queries times {} keys at a time".format(*tile.split("x"))
+
+
 def describe_attention_tile(tile: str) -> str:
     queries, keys, width = re.findall(r"\d+", tile)
     return f"{queries} queries times {keys} keys, heads of {width}"
@@ -91,7 +94,7 @@ def _describe_nvjet(types: str) -> str:
     return f"operands in {'tf32' if operands == 'fp32' else operands}, sums in {sums}, result in {result}"
 
 
-def _describe_tensile_layout(text: str) -> str:
+def describe_tensile_layout(text: str) -> str:
     """i, j: of the result; l: what is summed."""
     first, second = text.split("_")
     return describe_layout(("n" if first[1] == "i" else "t") + ("n" if second[1] == "l" else "t"))
@@ -201,65 +204,35 @@ _TENSILE = r"Cijk_(?P<layout>A[a-z]{3,4}_B[a-z]{3,4})_(?P<types>(?=[A-Z0-9])(?P<
 _NCCL = r"nccl(?:Sym(?:k)?DevKernel|DevKernel|Kernel)_(?P<operation>[A-Za-z]+)(?P<rest>\w*)"
 
 # --- pieces that several rows have
+
+
+def _read_pieces() -> dict[str, tuple]:
+    """{family: its pieces} of kernel_pieces.tsv."""
+    pieces: dict[str, tuple] = {}
+    for line in (Path(__file__).parent / "kernel_pieces.tsv").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        family, where, field, meaning = line.split("\t")
+        how, _, name = meaning.partition(" ")
+        found = WORDS[name] if how == "in" and name in WORDS else globals()[name] if how == "by" else meaning
+        inferred = (INFERRED,) if field.endswith(" (*)") else ()
+        pieces[family] = (*pieces.get(family, ()), (where, field.removesuffix(" (*)"), found, *inferred))
+    return pieces
+
+
+PIECES = _read_pieces()
 _TOKEN = r"(?<![A-Za-z0-9])(?P<v>{})(?![A-Za-z0-9])"
 _NCCL_PIECES = (("=operation", "operation", WORDS["collectives"]),)
-_NCCL_TAIL = (
-    (_TOKEN.format(r"RING|TREE|PAT|NVLS\w*?|COLLNET\w*?"), "algorithm", WORDS["algorithms"]),
-    (_TOKEN.format("LL128|SIMPLE|LL"), "protocol", WORDS["protocols"]),
-    (_TOKEN.format("|".join(WORDS["NCCL types"])), "format", {kind: f"elements are {means}" for kind, means in WORDS["NCCL types"].items()}),
-    (_TOKEN.format("Sum|Prod|Max|Min|MinMax|PreMulSum|SumPostDiv|Avg"), "reduction", "how elements of two ranks become one"),
-)  # fmt: skip
-_FMHA_PIECES = (
-    ("cutlass(?P<v>[FB])", "operation", WORDS["passes"]), ("=type", "format", "operands in {precision}"),
-    ("=aligned", "alignment", {"aligned": "whole vectors are loaded", "notaligned": "odd head width: narrow loads"}),
-    ("=tile", "block tile", lambda v: "{} queries times {} keys at a time".format(*v.split("x"))),
-    (r"sm(?P<v>\d+)", "architecture", describe_architecture),
-    (r"(?<=_)k(?P<v>\d+)", "head width", "heads of at most {v} elements"), ("rf(?=_sm)", "registers", "the output stays in registers until it is done"),
-)  # fmt: skip
 _XMMA_PIECES = (
     ("=sm", "architecture", describe_architecture), ("=what", "operation", lambda v: v.replace("_", " ")),
     ("=operands", "operands", lambda v: " times ".join(FORMATS.get(one, one) for one in re.findall(_F, v))),
     ("=result", "result", lambda v: f"stored as {FORMATS.get(one := re.match(_F, v)[0], one)}", INFERRED),
     ("=sums", "accumulator", lambda v: f"sums are kept in {FORMATS.get(v, v)}", INFERRED),
 )  # fmt: skip
-_XMMA_TAIL = (
-    (r"^(?P<v>[ntc]{2})_[ntc]", "layout", describe_layout), (r"tilesize(?P<v>\d+x\d+x\d+)", "block tile", describe_tile),
-    (r"stage(?P<v>\d+)", "stages", "{v} slices of K are in flight at once"),
-    (r"(?P<v>warpgroup)size\d+x\d+x\d+", "unit", "wgmma: groups of four warps feed the tensor cores", INFERRED),
-    (r"warpsize(?P<v>\d+x\d+x\d+)", "warps", "a block's warps stand as {v}", INFERRED),
-    (r"tensor(?P<v>\d+x\d+x\d+)", "instruction tile", "one instruction of the tensor cores multiplies {v} (MxNxK)"),
-    (r"ffma|dfma|simt", "unit", f"multiply-adds on the CUDA cores: {IDLE}"), (r"split_?k\w*?(?=_|$)", "split-K", SPLIT_K, INFERRED),
-)  # fmt: skip
-_NVJET_TAIL = (
-    (r"_(?P<v>\d+x\d+)(?=_)", "cluster", CLUSTER, INFERRED),
-    (r"_(?P<v>[hv])(?=_)", "order", {"h": "blocks walk the result along rows", "v": "blocks walk the result down columns"}, INFERRED),
-    ("2cta", "pairs", "two blocks work as one on a tile", INFERRED),
-    ("coop(?P<v>[AB])", "cooperation", "two warp groups share a tile, divided along operand {v}", INFERRED), ("splitK", "split-K", SPLIT_K, INFERRED),
-    (r"_(?P<v>bias|bgrad[ab])(?=_)", "epilogue", {"bias": "adds a bias", None: "sums the bias gradient up too"}, INFERRED),
-    (r"_(?P<v>[NT]{3})$", "layout", describe_layout, INFERRED),
-)  # fmt: skip
-_TENSILE_PIECES = (
-    ("=layout", "layout", _describe_tensile_layout, INFERRED),
-    ("=types", "formats", "operands in {any}", INFERRED),
-)
-_TENSILE_TAIL = (
-    (r"_MT(?P<v>\d+x\d+x\d+)", "block tile", describe_tile),
-    (r"_MI(?P<v>\d+x\d+(x\d+)*)", "instruction tile", "matrix instructions (MFMA, AMD's tensor cores) of {v}"),
-)  # fmt: skip
 _PRODUCT_HEAD = (
     *((rf"(?:^|_){era}(?=_)", "architecture", f"written for {era.capitalize()} ({sm}); newer GPUs run it too") for era, sm in ARCHITECTURES.items()),
     (r"cutlass(?:3x)?_(?:sm)?(?P<v>\d{2,3})_", "architecture", describe_architecture),
     (r"wmma_tensorop|tensorop|simt", "unit", {"simt": "runs on the CUDA cores", None: "runs on the tensor cores"}),
-)  # fmt: skip
-_PRODUCT_TAIL = (
-    (r"_(?P<v>\d+x\d+(x\d+)?)(?=_|$)", "block tile", describe_tile), (r"(?<=\dx\d\d_)(?P<v>\d+x\d+x\d+)(?=_)", "cluster", CLUSTER),
-    (r"(?<=\d_)(?P<v>\d+x\d+)(?=_[ntc]{2,3}_|_nhwc|_nchw)", "stages", describe_stages), (r"_ldg(?P<v>\d+)", "load width", "each load takes {v} elements"),
-    (r"_(?P<v>relu|gelu|bias\w*?)(?=_|$)", "epilogue", "can apply {v} to the result; whether it did is not said"),
-    (r"_(?P<v>f2f)(?=_|$)", "epilogue", "converts between number formats while storing", INFERRED),
-    (r"_stages_(?P<v>\d+x\d+)", "stages", describe_stages, INFERRED),
-    (r"_(?P<v>sliced\d+x\d+)", "slices", "the warps of a block divide K among them", INFERRED),
-    (r"_(?P<v>split_?[kK]\w*?)(?=_|$)", "split-K", SPLIT_K, INFERRED), (r"_(?P<v>[nt]{2,3})(?=_|$)", "layout", describe_layout),
-    (r"_(?P<v>nhwc|nchw)(?=_|$)", "layout", {"nhwc": "channels last", "nchw": "channels first"}), (r"_align(?P<v>\d+)", "alignment", describe_alignment),
 )  # fmt: skip
 _ON_CORES = (
     *_PRODUCT_HEAD, (_format_pieces, "format", ""), ("=acc", "accumulator", {letter: f"sums are kept in {sums}" for letter, sums in ACCUMULATORS.items()}),
@@ -283,18 +256,7 @@ _FLASH_3_PIECES = (
 )  # fmt: skip
 _CUDNN = (r"cudnn_generated_\w*?sdpa_(?P<sm>sm\d+)_\w*?(?P<way>fprop|bprop)_(?:(?P<unit>wgmma|wmma|mma|tcgen\w*?)_)?"
           r"(?P<type>f16|bf16|e4m3|e5m2|f8|fp8|f32)?(?P<rest>\w*)")  # fmt: skip
-_CUDNN_PIECES = (
-    ("=sm", "architecture", describe_architecture), ("=way", "operation", WORDS["passes"]),
-    ("=unit", "unit", {"wgmma": "tensor core instructions of Hopper", None: "tensor core instructions"}),
-    ("=type", "format", {"f16": "operands in fp16 or bf16"}, INFERRED),
-    ("=type", "format", {kind: f"operands in {means}" for kind, means in WORDS["cuDNN types"].items() if kind not in (None, "f16")}),
-)  # fmt: skip
-_CUDNN_TAIL = (
-    (r"_(?P<v>\d+x\d+x\d+)", "block tile", describe_attention_tile, INFERRED),
-    (r"knob_\d+", "variant", "cuDNN's number for this configuration", INFERRED),
-)
 _IGEMM = r"(?i)igemm_(?P<way>fwd|bwd|wrw)_gtc{}\w*?(?P<type>fp32|fp16|bf16|int8)"
-_IGEMM_PIECES = (("=way", "operation", WORDS["ways"]), ("=type", "format", "operands in {precision}"))
 _TRITON = r"triton_{}_?fused_(?P<operators>\w*?)(?:_(?P<number>\d+))?$"
 _TRITON_PIECES = (
     ("=kind", "kind", WORDS["kinds"]), ("=operators", "fused operators", lambda v: ", ".join(fused_operators(v)) or "none named"),
@@ -305,14 +267,14 @@ _TRITON_PIECES = (
 FAMILIES = (
     Family(_TRITON.format("(?P<kind>tem)"), "Triton (torch.compile)", Role.GEMM, UNKNOWN, pieces=_TRITON_PIECES),
     Family(_TRITON.format("(?P<kind>[a-z]{2,5}|split_scan)?"), "Triton (torch.compile)", Role.FUSED, NONE, pieces=_TRITON_PIECES),
-    Family(_NCCL, "NCCL", Role.COMMUNICATION, NONE, _of_collective, _NCCL_PIECES, tail=_NCCL_TAIL, note=_REPRESENTATIVE),
+    Family(_NCCL, "NCCL", Role.COMMUNICATION, NONE, _of_collective, _NCCL_PIECES, tail=PIECES["NCCL tail"], note=_REPRESENTATIVE),
     # fp16 runs on tensor cores from sm70 on, fp32 from sm80 on (three TF32 products each).
-    Family(_FMHA.format(type="f32", sm=r"[1-7]\d(?!\d)"), "memory-efficient attention", Role.ATTENTION, NO, _of_group("type"), _FMHA_PIECES,
+    Family(_FMHA.format(type="f32", sm=r"[1-7]\d(?!\d)"), "memory-efficient attention", Role.ATTENTION, NO, _of_group("type"), PIECES["memory-efficient attention"],
            why_not="{precision} before its time on sm{sm}", alignment="notaligned"),
-    Family(_FMHA.format(type="f16|bf16", sm=r"[1-6]\d(?!\d)"), "memory-efficient attention", Role.ATTENTION, NO, _of_group("type"), _FMHA_PIECES,
+    Family(_FMHA.format(type="f16|bf16", sm=r"[1-6]\d(?!\d)"), "memory-efficient attention", Role.ATTENTION, NO, _of_group("type"), PIECES["memory-efficient attention"],
            why_not="{precision} before its time on sm{sm}", alignment="notaligned"),
-    Family(_FMHA.format(type="f16|bf16|f32", sm=r"\d+"), "memory-efficient attention", Role.ATTENTION, YES, _of_group("type"), _FMHA_PIECES, alignment="notaligned"),
-    Family(_CUDNN, "cuDNN attention", Role.ATTENTION, YES, _of_group("type", WORDS["cuDNN types"]), _CUDNN_PIECES, _CUDNN_TAIL),
+    Family(_FMHA.format(type="f16|bf16|f32", sm=r"\d+"), "memory-efficient attention", Role.ATTENTION, YES, _of_group("type"), PIECES["memory-efficient attention"], alignment="notaligned"),
+    Family(_CUDNN, "cuDNN attention", Role.ATTENTION, YES, _of_group("type", WORDS["cuDNN types"]), PIECES["cuDNN attention"], PIECES["cuDNN attention tail"]),
     *(Family(rf"(?is)^(?=.*flash).*?{word}", "FlashAttention", Role.ATTENTION, NONE, _of_template, (("(?P<t>)", "operation", f"a helper: {meaning}"),))
       for word, meaning in TABLES["FlashAttention helpers"]),
     Family(r"splitkv.*?" + _FLASH, "FlashAttention 2", Role.ATTENTION, YES, _of_template, (
@@ -323,18 +285,18 @@ FAMILIES = (
     Family(r"FlashAttn(?P<way>Fwd|Bwd)Sm(?P<sm>\d+)", "FlashAttention 3", Role.ATTENTION, YES, _of_template, _FLASH_3_PIECES),
     Family(r"FlashAttention(?P<way>Forward|Backward)Sm(?P<sm>\d+)", "FlashAttention 4", Role.ATTENTION, YES, _of_template, _FLASH_3_PIECES),
     # AMD's libraries: unknown where a name says neither that matrix instructions (MFMA, WMMA) run nor that they do not.
-    Family(_IGEMM.format(r"x\d*_"), "MIOpen (implicit GEMM)", Role.CONVOLUTION, YES, _of_group("type"), _IGEMM_PIECES),
-    Family(_IGEMM.format(""), "MIOpen (implicit GEMM)", Role.CONVOLUTION, UNKNOWN, _of_group("type"), _IGEMM_PIECES),
+    Family(_IGEMM.format(r"x\d*_"), "MIOpen (implicit GEMM)", Role.CONVOLUTION, YES, _of_group("type"), PIECES["MIOpen"]),
+    Family(_IGEMM.format(""), "MIOpen (implicit GEMM)", Role.CONVOLUTION, UNKNOWN, _of_group("type"), PIECES["MIOpen"]),
     Family(r"(?i)(?:^|\W)ck::(?:\w|::)*(?:gemm|conv|contraction)\w*?_dl(?:ops)?_", "Composable Kernel", Role.GEMM, NO, _of_template, (_OPERANDS,)),
     Family(r"(?i)(?:^|\W)ck(?:_tile)?::.*?(?:gemm|conv(?!ert)|contraction|fmha|flatmm)", "Composable Kernel", Role.GEMM, YES, _of_template, (_OPERANDS,)),
     Family(r"nvjet_(?:(?P<sm>sm\d+)_)?(?P<types>(?P<a>[a-z0-9])[a-z0-9]{2,5})_(?P<tile>\d+x\d+)_(?P<stages>\d+x\d+)(?P<rest>\w*)", "cuBLASLt (nvjet)",
            Role.GEMM, YES, _of_group("a", WORDS["nvjet types"], on_cores=True), (
         ("=sm", "architecture", describe_architecture), ("=types", "formats", _describe_nvjet, INFERRED),
-        ("=tile", "block tile", describe_tile, INFERRED), ("=stages", "stages", describe_stages, INFERRED)), _NVJET_TAIL),
-    *(Family(_XMMA.format(what=what, rest=rest), name, role, cores, _of_group("a", on_cores=cores is YES), _XMMA_PIECES, _XMMA_TAIL, alignment=r"_aligna(\d+)")
+        ("=tile", "block tile", describe_tile, INFERRED), ("=stages", "stages", describe_stages, INFERRED)), PIECES["nvjet tail"]),
+    *(Family(_XMMA.format(what=what, rest=rest), name, role, cores, _of_group("a", on_cores=cores is YES), _XMMA_PIECES, PIECES["xmma tail"], alignment=r"_aligna(\d+)")
       for what, name, role in ((_XMMA_CONVOLUTION, "cuDNN (xmma)", Role.CONVOLUTION), (r"\w+?", "cuBLASLt (xmma)", Role.GEMM))
       for rest, cores in ((_ON_CUDA_CORES, NO), (r"\w+", YES))),
-    *(Family(begin + _TENSILE + rest, "Tensile (hipBLASLt, rocBLAS)", Role.GEMM, cores, _of_group("a", WORDS["Tensile types"]), _TENSILE_PIECES, _TENSILE_TAIL)
+    *(Family(begin + _TENSILE + rest, "Tensile (hipBLASLt, rocBLAS)", Role.GEMM, cores, _of_group("a", WORDS["Tensile types"]), PIECES["Tensile"], PIECES["Tensile tail"])
       # A tile per thread (TT) means no matrix instruction.
       for begin, rest, cores in (("", r"\w*_MI\d+x\d\w*)", YES), (r"(?=Cijk_A[a-z]{3,4}_B[a-z]{3,4}_S)", r"_\w+)", NO), ("", r"_\w*_TT\d+_\d\w*)", NO), ("", r"_\w+)", UNKNOWN))),
     *(Family(pattern, "cuBLAS", Role.GEMM, NONE, _of_template, ((pattern, "operation", meaning),)) for pattern, meaning in TABLES["helpers of products"]),
@@ -353,9 +315,9 @@ FAMILIES = (
     Family(r"convolve_sgemm|winograd\w*::|dgrad_engine|wgrad_alg\d|dgrad2d|wgrad2d|fft2d_[rc]2[rc]", "cuDNN", Role.CONVOLUTION, NO, _of_template,
            (("(?P<t>)", "unit", f"a convolution on the CUDA cores: {IDLE}"),), why_not="{known} operands"),
     Family(rf"^(?=.*(?:{_OF_THE_SCHEME}|gemm_))(?P<before>(?:(?!simt).)*?){_MATRIX_CORE}", _family_of_product, Role.GEMM, YES,
-           _of_product(True), _ON_CORES, _PRODUCT_TAIL, alignment=r"_align(\d+)", in_word=True),
+           _of_product(True), _ON_CORES, PIECES["product tail"], alignment=r"_align(\d+)", in_word=True),
     Family(rf"^(?=.*(?:{_OF_THE_SCHEME}|gemm_))(?:(?=.*{_OF_THE_SCHEME})|(?=.*simt))(?P<before>.*?){_ANY_CORE}", _family_of_product,
-           Role.GEMM, NO, _of_product(False), _WITHOUT_CORES, _PRODUCT_TAIL, alignment=r"_align(\d+)", in_word=True),
+           Role.GEMM, NO, _of_product(False), _WITHOUT_CORES, PIECES["product tail"], alignment=r"_align(\d+)", in_word=True),
     Family(rf"^(?=.*gemm_)(?P<before>.*?){_ANY_CORE}", "", Role.GEMM, UNKNOWN, _of_unknown_product,
            alignment=r"_align(\d+)", in_word=True),
 )  # fmt: skip
