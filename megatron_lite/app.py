@@ -95,11 +95,11 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
         run_dir = agreed[0]
         ranks.report_to(run_dir)
         launcher.run_dir = run_dir
-        with observers.watch(run_dir, ranks.where) as watched, ranks.explain_failures():
-            exit_reason = run(plan, streams, tokenizer.eod, watched.instruments, watched.make_log)
-            watched.record.exit_reason = exit_reason
+        with observers.watch(run_dir, ranks.where), ranks.explain_failures():
+            exit_reason = run(plan, streams, tokenizer.eod, observers.instruments, observers.make_log)
+            observers.record.exit_reason = exit_reason
     logger.info(f"[{exit_reason}]" if exit_reason else f"  done: {run_dir}")
-    observers.report(watched)
+    observers.report()
 
 
 def _prepare_torch(plan: Plan) -> bool:

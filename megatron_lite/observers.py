@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,33 +29,17 @@ from megatron_lite.train.step_metrics import StepMetrics
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Observation:
-    """The observers of a running training."""
-
-    instruments: Instruments
-    timeline: Timeline
-    plan: Plan
-    run_dir: Path
-    peak_tflops: float | None
-    record: RunRecord
-
-    def make_log(self, metrics: StepMetrics, progress: Progress) -> Log:
-        """The log of a run that goes on from `progress`."""
-        return Log(self.plan, metrics, self.timeline, self.run_dir, progress, self.peak_tflops)
-
-
 class Observers:
-    """Those of one rank; to be made when torch knows its device."""
+    """Those of one rank; to be made when torch knows its device. While `watch` is open: `instruments` and `record`."""
 
     def __init__(self, plan: Plan, machine: Machine):
         self.plan = plan
         on_gpu = plan.device == "cuda"
         gpu = torch.cuda.get_device_properties(plan.world.gpu) if on_gpu else None
         self._peak_tflops = peak_tflops(gpu.name, plan.precision) if on_gpu else None
-        self._prediction = forecast(
-            plan, gpu.name if on_gpu else None, gpu.total_memory if on_gpu else machine.memory_bytes
-        )
+        room = gpu.total_memory if on_gpu else machine.memory_bytes
+        self._prediction = forecast(plan, gpu.name if on_gpu else None, room)
+        self._timeline = Timeline()
 
     def describe_peak(self) -> str:
         """What model FLOPs are held against."""
@@ -69,18 +52,23 @@ class Observers:
         return lines_of(self._prediction)
 
     @contextlib.contextmanager
-    def watch(self, run_dir: Path, where: RunPosition) -> Iterator[Observation]:
+    def watch(self, run_dir: Path, where: RunPosition) -> Iterator[None]:
         """Around the training: instruments are on, and run.json tells how it ended."""
-        plan, timeline = self.plan, Timeline()
-        instruments = [WhereaboutsKeeper(where), *build_instruments(plan, run_dir, timeline, _log_on_every_rank)]
-        record = RunRecord(plan, run_dir, parameter_count(plan.shape), self._peak_tflops, as_record(self._prediction))
-        with record, Instruments(instruments, _log_on_every_rank) as watching:
-            yield Observation(watching, timeline, plan, run_dir, self._peak_tflops, record)
+        plan, self._run_dir = self.plan, run_dir
+        members = [WhereaboutsKeeper(where), *build_instruments(plan, run_dir, self._timeline, _log_on_every_rank)]
+        prediction = as_record(self._prediction)
+        self.record = RunRecord(plan, run_dir, parameter_count(plan.shape), self._peak_tflops, prediction)
+        with self.record, Instruments(members, _log_on_every_rank) as self.instruments:
+            yield
 
-    def report(self, watched: Observation):
+    def make_log(self, metrics: StepMetrics, progress: Progress) -> Log:
+        """The log of a run that goes on from `progress`."""
+        return Log(self.plan, metrics, self._timeline, self._run_dir, progress, self._peak_tflops)
+
+    def report(self):
         """Print the report of a profiled run."""
-        if self.plan.world.is_first and wants_report(self.plan, watched.timeline.window.traced_on_demand):
-            end_with_report(watched.run_dir)
+        if self.plan.world.is_first and wants_report(self.plan, self._timeline.window.traced_on_demand):
+            end_with_report(self._run_dir)
 
     @contextlib.contextmanager
     def explain_early_end(self):

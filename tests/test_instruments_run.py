@@ -36,23 +36,9 @@ def group():
 def test_profiling_changes_no_bit(tmp_path, precision):
     argv = flags("--train-iters 6 --eval-interval 2 --eval-iters 1", precision, *DROPOUT)
     quietly([*argv, "--save", str(tmp_path / "off")], tmp_path / "off")
-    quietly(
-        [
-            *argv,
-            "--save",
-            str(tmp_path / "on"),
-            *PROFILE.split(),
-            "--pytorch-profiler-collect-shapes",
-            "--pytorch-profiler-collect-callstack",
-            "--pytorch-profiler-collect-memory",
-            "--profile-modules",
-            "--pytorch-profiler-collect-chakra",
-            "--pytorch-profiler-collect-flops",
-            "--timing-log-level",
-            "2",
-        ],
-        tmp_path / "on",
-    )
+    details = [f"--pytorch-profiler-collect-{what}" for what in ("shapes", "callstack", "memory", "chakra", "flops")]
+    profile = [*PROFILE.split(), *details, "--profile-modules", "--timing-log-level", "2"]
+    quietly([*argv, "--save", str(tmp_path / "on"), *profile], tmp_path / "on")
     off, on = (checkpoint(tmp_path / name, 6) for name in ("off", "on"))
     assert off.keys() == on.keys() and all(same(off[name], on[name]) for name in off if name != "record")
     assert [s["loss"] for s in steps(tmp_path / "off")] == [s["loss"] for s in steps(tmp_path / "on")]
@@ -72,30 +58,16 @@ class Broken(Instrument):
             self.asked += 1
             raise RuntimeError("out of ink")
 
-    def open(self):
-        self._maybe("open")
-
-    def begin(self, step):
-        self._maybe("begin")
-
-    def end(self, step):
-        self._maybe("end")
-
-    def close(self, error):
-        self._maybe("close")
-
     def phase(self, name):
         self._maybe("phase")
-        return self if self.moment in ("entering", "leaving") else None
-
-    def __enter__(self):
-        self._maybe("entering")
-
-    def __exit__(self, *error):
-        self._maybe("leaving")
+        return self if self.moment in ("__enter__", "__exit__") else None
 
 
-@pytest.mark.parametrize("moment", ["open", "begin", "end", "close", "phase", "entering", "leaving"])
+for name in ("open", "begin", "end", "close", "__enter__", "__exit__"):
+    setattr(Broken, name, lambda self, *given, name=name: self._maybe(name))
+
+
+@pytest.mark.parametrize("moment", ["open", "begin", "end", "close", "phase", "__enter__", "__exit__"])
 def test_a_broken_instrument_is_switched_off_with_a_word(tmp_path, moment):
     broken = Broken(moment)
     _, out = quietly(flags("--train-iters 4", *DROPOUT), tmp_path / "broken", [broken])
@@ -121,7 +93,7 @@ def test_what_an_instrument_switched_on_is_switched_off_with_it():
 
 def test_a_failing_phase_hides_no_error_of_the_step():
     words = []
-    watching = Instruments([Timeline(), Broken("leaving")], words.append)
+    watching = Instruments([Timeline(), Broken("__exit__")], words.append)
     with pytest.raises(ZeroDivisionError), watching.phase(Phase.FORWARD):
         raise ZeroDivisionError
     assert len(words) == 1 and [type(member) for member in watching.members] == [Timeline]
@@ -158,7 +130,7 @@ def test_contexts_are_asked_for_once_only_where_everyone_says_so(same):
 
 
 def test_a_kept_context_goes_with_its_instrument():
-    broken, asked = Broken("entering"), Asked(True)
+    broken, asked = Broken("__enter__"), Asked(True)
     broken.same_contexts = True
     words = []
     in_phases(Instruments([broken, asked], words.append), 3)
@@ -175,19 +147,11 @@ def test_one_that_fails_does_not_make_others_contexts_last():
 
 
 def test_phases_add_up_to_no_more_than_the_step(tmp_path):
-    quietly(
-        flags(
-            "--train-iters 12 --log-interval 3 --eval-interval 4 --eval-iters 1 --save-interval 5 --save",
-            tmp_path / "save",
-        ),
-        tmp_path / "run",
-    )
+    words = "--train-iters 12 --log-interval 3 --eval-interval 4 --eval-iters 1 --save-interval 5 --save"
+    quietly(flags(words, tmp_path / "save"), tmp_path / "run")
     records = steps(tmp_path / "run")
     for record in records:
         assert 0 < sum(record["phases_ms"].values()) <= record["ms"] + 0.01
-        expected = {
-            *STEP_PHASES,
-            *(["eval"] if record["iteration"] % 4 == 0 else []),
-            *(["save"] if record["iteration"] % 5 == 0 else []),
-        }
+        expected = set(STEP_PHASES)
+        expected |= {phase for phase, interval in (("eval", 4), ("save", 5)) if record["iteration"] % interval == 0}
         assert set(record["phases_ms"]) == expected

@@ -49,9 +49,6 @@ def test_a_kernel_that_fails_is_out():
 def test_one_kernel_is_not_timed():
     assert raced({"flash": 1.0}, "flash") == fastest(None, ("flash",), "flash") == Race("flash", {})
     assert raced({}, None) == Race(None, {}) and Race(None, {}).words == Race("flash", {}).words == ""
-
-
-def test_the_words():
     found = Race("cudnn", {"flash": 1.604, "cudnn": 1.21, "efficient": 1.5})
     assert found.words == "1.21 ms, efficient 1.50 ms, flash 1.60 ms forward and backward"
 
@@ -60,9 +57,12 @@ def test_trials_run_forward_and_backward_on_numbers_like_the_models(monkeypatch)
     """Both kernels that a CPU has."""
     calls = []
     inner = attention_choice.sdpa_attention
-    monkeypatch.setattr(
-        attention_choice, "sdpa_attention", lambda q, *more, **how: calls.append((q, how)) or inner(q, *more, **how)
-    )
+
+    def note(q, *more, **how):
+        calls.append((q, how))
+        return inner(q, *more, **how)
+
+    monkeypatch.setattr(attention_choice, "sdpa_attention", note)
     [probe] = attention_choice._probes(PLAIN, 2, CPU, torch.float32, masked=False)
     for trial in trials_of(probe, ("flash", "math")).values():
         assert trial() is None
@@ -112,11 +112,8 @@ def test_a_winner_of_another_rank_that_cannot_run_here_changes_nothing():
 def test_only_gpus_race_and_not_where_runs_must_repeat():
     gpu, plan = torch.device("cuda", 0), plan_of(flags(), World(gpus=1))
     assert choose_kernels.make_race(plan, gpu) is not None
-    assert (
-        choose_kernels.make_race(plan, CPU)
-        is choose_kernels.make_race(plan_of(flags("--deterministic-mode"), World(gpus=1)), gpu)
-        is None
-    )
+    assert choose_kernels.make_race(plan, CPU) is None
+    assert choose_kernels.make_race(plan_of(flags("--deterministic-mode"), World(gpus=1)), gpu) is None
 
 
 def one_race_for_all(world):

@@ -60,18 +60,10 @@ def need(package: str):
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
-    ended = pretrain(
-        flags(
-            "--train-iters 7 --profile --use-pytorch-profiler --profile-step-start 3",
-            "--profile-step-end 6 --profile-ranks -1 --profile-modules --profile-gzip",
-            "--pytorch-profiler-collect-shapes",
-            "--tensorboard-dir",
-            folder / "tb",
-            "--run-dir",
-            folder / "run",
-        ),
-        ranks=2,
-    )
+    window = "--train-iters 7 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 6"
+    details = "--profile-ranks -1 --profile-modules --profile-gzip --pytorch-profiler-collect-shapes"
+    folders = f"--tensorboard-dir {folder}/tb --run-dir {folder}/run"
+    ended = pretrain(flags(window, details, folders), ranks=2)
     assert ended.code == 0, ended.err
     return folder / "tb"
 

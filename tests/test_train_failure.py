@@ -104,9 +104,8 @@ def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
 def test_a_stopped_rank_is_named(tmp_path):
     """The launcher takes 30 s to end a stopped process."""
     ended = run_faulty("stopped", tmp_path / "run", limit_s=15)
-    assert re.search(
-        r"rank 1 did not join .* within 15.0s: process \d+ on \S+ is stopped \(SIGSTOP\), last seen", verdict_of(ended)
-    )
+    told = r"rank 1 did not join .* within 15.0s: process \d+ on \S+ is stopped \(SIGSTOP\), last seen"
+    assert re.search(told, verdict_of(ended))
     assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 did not join"), "its own writer is stopped"
 
 
@@ -177,10 +176,8 @@ def test_ranks_end_with_a_killed_launcher(tmp_path):
     assert [process_state(pid) for pid in ranks] == ["dead"] * 2
     line = f"torchrun's agent (process {launcher.pid} on {socket.gethostname()}) is gone, so its ranks end: "
     assert err.count(f"error: {line}") == 1 and "Traceback" not in err, err
-    assert re.match(
-        "failed: RanksError: .*torchrun's agent.*, died|failed: RanksError: " + re.escape(line),
-        status(tmp_path / "save"),
-    )
+    told = "failed: RanksError: .*torchrun's agent.*, died|failed: RanksError: " + re.escape(line)
+    assert re.match(told, status(tmp_path / "save"))
     assert wrong(newest(tmp_path / "save").folder) is None
 
 

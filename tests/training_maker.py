@@ -176,27 +176,14 @@ def _cpu_range(made: MadeTrace, name: str, host: float, ops, between_us: float, 
     return host
 
 
-ARGS = {
-    "micro_batch_size": 4,
-    "log_interval": 100,
-    "recompute_granularity": None,
-    "attention_dropout": 0.0,
-    "tensor_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "swiglu": False,
-    "loss_scale": None,
-    "async_save": False,
-    "manual_gc": False,
-}
-SHAPE = {
-    "num_layers": 24,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 16384,
-    "kv_channels": 128,
-    "num_attention_heads": 32,
-    "num_query_groups": 32,
-    "seq_length": 2048,
-    "padded_vocab_size": 50304,
+ARGS = {"micro_batch_size": 4, "log_interval": 100, "recompute_granularity": None, "attention_dropout": 0.0}
+ARGS |= {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "swiglu": False}
+ARGS |= {"loss_scale": None, "async_save": False, "manual_gc": False}
+SHAPE = {"num_layers": 24, "hidden_size": 4096, "ffn_hidden_size": 16384, "kv_channels": 128}
+SHAPE |= {"num_attention_heads": 32, "num_query_groups": 32, "seq_length": 2048, "padded_vocab_size": 50304}
+MACHINES = {
+    "cuda": {"device": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 * 10**9, "cpus": 64},
+    "cpu": {"device": "cpu", "threads": 1, "bf16_products": True, "cpus": 8},
 }
 
 
@@ -219,10 +206,6 @@ def run(
     **args,
 ) -> Path:
     """A run folder: run.json and steps.jsonl. `steps`: `ordinary_steps()` if not given. `ranks`: lines of all ranks."""
-    machine = {
-        "cuda": {"device": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 * 10**9, "cpus": 64},
-        "cpu": {"device": "cpu", "threads": 1, "bf16_products": True, "cpus": 8},
-    }[device]
     record = {
         "schema": 1,
         "status": "finished",
@@ -239,7 +222,7 @@ def run(
             "compilation": {"layers": compiled, "why": ""},
             "loader_workers": num_workers,
         },
-        "hardware": machine | (hardware or {}),
+        "hardware": MACHINES[device] | (hardware or {}),
         "environment": environment or {},
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -256,37 +239,15 @@ def ordinary_steps(number: int = 40, **columns) -> list[dict]:
         value = {name: one(index) if callable(one) else one for name, one in columns.items()}
         phases = {"data": 0.1, "forward": 3.0, "backward": 5.5, "optimizer_step": 0.8}
         phases |= {name.removeprefix("phase_"): value.pop(name) for name in [*value] if name.startswith("phase_")}
-        found.append(
-            {
-                "iteration": index + 1,
-                "step": index + 1,
-                "consumed_samples": 8 * (index + 1),
-                "batch_size": 8,
-                "ms": 10.0,
-                "phases_ms": phases,
-                "loss": 3.0 - index / 1000,
-                "grad_norm": 1.0,
-                "loss_scale": 1.0,
-                "skipped": False,
-                "next_lr": 1e-4,
-                "host_memory_bytes": 2**31,
-                **value,
-            }
-        )
+        line = {"iteration": index + 1, "step": index + 1, "consumed_samples": 8 * (index + 1), "batch_size": 8}
+        line |= {"ms": 10.0, "phases_ms": phases, "loss": 3.0 - index / 1000, "grad_norm": 1.0, "loss_scale": 1.0}
+        found.append(line | {"skipped": False, "next_lr": 1e-4, "host_memory_bytes": 2**31, **value})
     return found
 
 
 def rank_lines(forward_ms: list[float], lines: int = 6, **more) -> list[dict]:
     """Console lines of all ranks. `more`: further lists."""
-    alike = [10.0] * len(forward_ms)
-    return [
-        {
-            "iterations": [1 + 5 * k, 5 + 5 * k],
-            "steps": [5] * len(forward_ms),
-            "step_ms": alike,
-            "phases_ms": {"data": [0.1] * len(forward_ms), "forward": forward_ms, "backward": [5.5] * len(forward_ms)},
-            "host_memory_bytes": [2**31] * len(forward_ms),
-            **more,
-        }
-        for k in range(lines)
-    ]
+    ranks = len(forward_ms)
+    phases = {"data": [0.1] * ranks, "forward": forward_ms, "backward": [5.5] * ranks}
+    line = {"steps": [5] * ranks, "step_ms": [10.0] * ranks, "phases_ms": phases, "host_memory_bytes": [2**31] * ranks}
+    return [{"iterations": [1 + 5 * k, 5 + 5 * k], **line, **more} for k in range(lines)]

@@ -139,7 +139,7 @@ class StorageTracker(TorchDispatchMode):
         if not size:
             return
         allocation = Allocation(size, self._tag(), self._stacks.capture(str(func)))
-        self._live[id(storage)] = _Watch(storage, self._gone, allocation)
+        self._live[id(storage)] = _Watch(storage, self._lose, allocation)
         returns_arguments = self._aliases.get(func)
         if returns_arguments is None:
             schema = func._schema
@@ -150,15 +150,12 @@ class StorageTracker(TorchDispatchMode):
         else:
             self._add(ALLOC, allocation)
 
-    def _gone(self, watch: "_Watch"):
+    def _lose(self, watch: "_Watch"):
         try:
-            self._lose(watch)
+            if self._live.pop(watch.key, None) is not None:
+                self._add(FREE, watch.allocation, (self._stacks.capture() if self._entered else [], self._tag()))
         except Exception as error:  # noqa: BLE001 - nobody hears of what fails in a weak reference's callback
             self.failure, self._recording = error, False
-
-    def _lose(self, watch: "_Watch"):
-        if self._live.pop(watch.key, None) is not None:
-            self._add(FREE, watch.allocation, (self._stacks.capture() if self._entered else [], self._tag()))
 
     def _add(self, action: str, allocation: Allocation, where: tuple[list[dict], str] | None = None):
         """`where`: stack and tag, unless they are the allocation's own."""

@@ -37,7 +37,15 @@ def process_group(plan: Plan):
     """
     limit = time_limit(plan)
     store, nccl = _meet(plan, limit), plan.backend == "nccl"
-    with _start_watchdog(plan, store, limit) as watchdog:
+    with contextlib.ExitStack() as ends:
+        watchdog = NoWatchdog()
+        if plan.world.size > 1:
+            own = store.clone()
+            own.set_timeout(STORE_TIMEOUT)
+            recorder = FlightRecorder(plan.backend)
+            watchdog = Watchdog(plan.world, own, recorder, limit.total_seconds(), backstop=nccl)
+            watchdog.start()
+            ends.callback(watchdog.stop)
         with watchdog.explain_failures():
             dist.init_process_group(
                 plan.backend,
@@ -66,23 +74,6 @@ def process_group(plan: Plan):
             raise
         watchdog.leave(None)
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _start_watchdog(plan: Plan, store: dist.Store, limit: timedelta):
-    if plan.world.size == 1:
-        yield NoWatchdog()
-        return
-    own = store.clone()
-    own.set_timeout(STORE_TIMEOUT)
-    watchdog = Watchdog(
-        plan.world, own, FlightRecorder(plan.backend), limit.total_seconds(), backstop=plan.backend == "nccl"
-    )
-    watchdog.start()
-    try:
-        yield watchdog
-    finally:
-        watchdog.stop()
 
 
 def _meet(plan: Plan, timeout: timedelta) -> dist.Store:

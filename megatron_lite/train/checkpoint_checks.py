@@ -23,14 +23,8 @@ MAX_WAIT_S = 60  # for the run that has --save: a launcher leaves its ranks half
 # free where a file of Megatron-LM does not say whether it was applied
 ROTARY_FACTOR = "rotary_seq_len_interpolation_factor"
 # fields of a shape that may differ between a checkpoint and the run that loads it
-FREE = {
-    "hidden_dropout",
-    "attention_dropout",
-    "softmax_in_fp32",
-    "query_key_layer_scaling",
-    "init_method_std",
-    "seq_length",
-}
+FREE = {"hidden_dropout", "attention_dropout", "softmax_in_fp32", "query_key_layer_scaling"}
+FREE |= {"init_method_std", "seq_length"}
 # the flags behind fields that are named otherwise
 SHAPE_FLAGS = {
     "padded_vocab_size": "the padded --vocab-size",
@@ -155,11 +149,8 @@ def _differences(mine: dict, saved: dict, flags: dict, free: set) -> str:
 
 # --- which kernels a run computes with, as far as its last bits depend on it: kept in checkpoints, so that a resumed run can tell
 
-ATTENTION_FLAGS = {
-    "sdpa flash": "flash",
-    "sdpa cudnn": "fused",
-    "explicit": "unfused",
-}  # by what Attend calls its kernel
+# by what Attend calls its kernel
+ATTENTION_FLAGS = {"sdpa flash": "flash", "sdpa cudnn": "fused", "explicit": "unfused"}
 
 
 def kernels_of(plan: Plan, model: nn.Module) -> dict[str, str]:

@@ -51,17 +51,8 @@ class StepMetrics:
     def record(self, progress: Progress, result: StepResult):
         """Take a step's figures in, and look at those of the step before last."""
         u = result.update
-        values = (
-            result.loss_sum,
-            result.tokens,
-            u.grad_norm,
-            u.skipped,
-            u.loss_scale,
-            u.next_loss_scale,
-            u.next_lr,
-            result.zeros,
-            result.params_norm,
-        )
+        update = (u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale, u.next_lr)
+        values = (result.loss_sum, result.tokens, *update, result.zeros, result.params_norm)
         self._readback.push((progress.iteration, progress.consumed, result.samples), values)
         self.settle(LAG)
 
@@ -88,13 +79,14 @@ class StepMetrics:
             dist.all_reduce(sums)  # if it fails, the steps are left over
             for step, (loss_sum, tokens) in zip(self._steps, sums.tolist()):
                 step.loss_sum, step.tokens = loss_sum, tokens
-        return self._hand_over()
+        taken, self._steps = self._steps, []
+        return taken
 
     def leftover(self) -> list[StepFigures]:
         """After a failure: what has arrived, with the losses of this rank only, since others may be gone."""
         with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself has raised
             self._steps += [_make_figures(key, values) for key, values in self._readback.arrived()]
-        steps = self._hand_over()
+        steps, self._steps = self._steps, []
         for step in steps:
             step.local = self.plan.world.size > 1
         return steps
@@ -103,10 +95,6 @@ class StepMetrics:
         """Copies of what has been read already, of later iterations than `after`: losses of this rank only. No collective."""
         local = self.plan.world.size > 1
         return [replace(step, local=local) for step in self._steps if step.iteration > after]
-
-    def _hand_over(self) -> list[StepFigures]:
-        steps, self._steps = self._steps, []
-        return steps
 
     def _stop_if_diverged(self, figures: StepFigures):
         finite = torch.tensor([float(math.isfinite(figures.loss_sum))], device=self.device)
