@@ -403,10 +403,8 @@ def test_two_ranks_are_compared(tmp_path):
         assert slow > 400 and slow > fast + 100
         assert min(f["phases_ms"]["backward"]) > fast + 100  # what hides it
     assert all(0 <= r["reduce_wait_ms"] < r["phases_ms"]["backward"] for r in steps(tmp_path / "backward"))
-    for text, rank, phase in (
-        (of_forward, 0, "forward"),
-        (of_backward, 1, "backward"),
-    ):  # once, if the machine has time
+    # once, unless this machine is too busy to tell
+    for text, rank, phase in ((of_forward, 0, "forward"), (of_backward, 1, "backward")):
         named = re.findall(rf"rank {rank} is \d+% slower than the median rank in {phase}", text)
         assert len(named) == 1 or "and has no core" in text
     block = of_forward[of_forward.index("(min, max) time across ranks (ms):") :].splitlines()[1:5]

@@ -25,8 +25,15 @@ from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.module_ranges import ModuleRanges, wanted_modules
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.instruments.torch_profiler import Details, TorchProfiler, make_room, record_is_full
-from megatron_lite.instruments.trace_file import Found, inspect_trace, write_whole
+from megatron_lite.instruments.torch_profiler import (
+    Details,
+    Found,
+    TorchProfiler,
+    inspect_trace,
+    make_room,
+    record_is_full,
+    write_whole,
+)
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.layers import recomputed
@@ -140,7 +147,7 @@ def test_every_detail_is_where_its_reader_looks_for_it(tmp_path):
 
 
 def test_large_traces_are_compressed_unless_told_otherwise(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.instruments.trace_file.LARGE", 100)
+    monkeypatch.setattr("megatron_lite.instruments.torch_profiler.LARGE", 100)
     small, large = ('{"traceEvents": [{"name": "ProfilerStep#7"}]}', '{"traceEvents": [' + " " * 100 + "]}")
     cases = ((small, None, "json"), (large, None, "gz"), (small, True, "gz"), (large, False, "json"))
     for text, compress, ending in cases:
@@ -378,8 +385,8 @@ def test_a_look_into_a_trace_counts_what_lies_across_its_pieces(tmp_path, monkey
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(whole))
     for size in (100, 101, 333, 1 << 20):
-        monkeypatch.setattr("megatron_lite.instruments.trace_file.CHUNK", size)
-        monkeypatch.setattr("megatron_lite.instruments.trace_file.OVERLAP", 60)
+        monkeypatch.setattr("megatron_lite.instruments.torch_profiler.CHUNK", size)
+        monkeypatch.setattr("megatron_lite.instruments.torch_profiler.OVERLAP", 60)
         assert inspect_trace(path) == Found((12, 13), 500, True)
     path.write_text(json.dumps(whole)[:-20])
     assert not inspect_trace(path).whole
