@@ -19,9 +19,9 @@ from megatron_lite.instruments import nsys_range
 from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.build_instruments import build_nsys_range
 from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange, PackageNvtx, TorchNvtx, nvtx_for
-from megatron_lite.phases import Phase
+from megatron_lite.phases import NOT_TRAINING, Phase
 
-PHASES = {"data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step", "log"}
+PHASES = {phase.value for phase in Phase if phase not in NOT_TRAINING}
 WINDOW = "--profile --profile-step-start 3 --profile-step-end 5"
 
 

@@ -7,20 +7,10 @@ from launch import DROPOUT, alone, checkpoint, flags, quietly, same, steps
 
 from megatron_lite.instruments.base import Instrument, Instruments
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.phases import Phase
+from megatron_lite.phases import NOT_TRAINING, Phase
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
-STEP_PHASES = [
-    "data",
-    "data_to_device",
-    "forward",
-    "backward",
-    "grad_sync",
-    "unscale",
-    "clip_grad",
-    "optimizer_step",
-    "log",
-]
+STEP_PHASES = [phase.value for phase in Phase if phase not in NOT_TRAINING]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -37,20 +37,10 @@ from megatron_lite.instruments.torch_profiler import (
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.layers import recomputed
-from megatron_lite.phases import Phase
+from megatron_lite.phases import NOT_TRAINING, Phase
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
-STEP_PHASES = [
-    "data",
-    "data_to_device",
-    "forward",
-    "backward",
-    "grad_sync",
-    "unscale",
-    "clip_grad",
-    "optimizer_step",
-    "log",
-]
+STEP_PHASES = [phase.value for phase in Phase if phase not in NOT_TRAINING]
 FORWARD = [(bool(part), f"layers.{i}{part} forward") for i in (0, 1) for part in ("", ".self_attention", ".mlp")]
 BACKWARD = [(bool(part), f"layers.{i}{part} backward") for i in (1, 0) for part in ("", ".mlp", ".self_attention")]
 
