@@ -85,11 +85,7 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
     _log_choices(plan, observers, keeps_memory)
     streams = DataStreams(plan)  # damaged or unfitting data is told before ranks meet and files are made
     require_checkpoint(plan)
-    with (
-        observers.explain_early_end(),
-        process_group(plan) as ranks,
-        save_reserved(plan),
-    ):
+    with observers.explain_early_end(), process_group(plan) as ranks, save_reserved(plan):
         agreed = [default_run_dir(plan.args.watch.run_dir, plan.args.watch.tensorboard_dir, plan.args.checkpoint.save)]
         dist.broadcast_object_list(agreed, src=0)  # the same on all ranks, though it may be named by the time
         run_dir = agreed[0]
