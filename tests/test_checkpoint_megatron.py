@@ -90,6 +90,12 @@ def read(file: MegatronFile) -> dict:
     return held
 
 
+def write_trained(folder: Path, precision: str, *words: str, **how) -> tuple[Path, dict]:
+    """The file of a run, and its flat tensors."""
+    plan, record, tensors = trained(precision, *words, **how)
+    return written(place(folder), record, tensors, plan), tensors
+
+
 def place(folder: Path) -> Path:
     return folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
 
@@ -305,8 +311,7 @@ def foreign_class(module: str, name: str) -> type:
 
 
 def test_classes_of_megatron_and_of_python_need_not_be_there(tmp_path):
-    plan, record, tensors = trained("fp32")
-    path = written(place(tmp_path), record, tensors, plan)
+    path, tensors = write_trained(tmp_path, "fp32")
     state = torch.load(path, weights_only=False)
     names = ["megatron_patch", "transformer_engine", "apex"]
     for module in names:
@@ -370,8 +375,7 @@ def test_members_of_enums_as_python_3_11_2_pickles_them(tmp_path):
 
 def test_a_trap_behind_a_harmless_name_is_inert(tmp_path):
     """A class under an accepted package's name is never looked up, whatever stands there."""
-    plan, record, tensors = trained("fp32", steps=1)
-    path = written(place(tmp_path), record, tensors, plan)
+    path, tensors = write_trained(tmp_path, "fp32", steps=1)
     state = torch.load(path, weights_only=False)
     calls = []
     module = types.ModuleType("megatron")
@@ -560,8 +564,7 @@ BESIDE = {
 @pytest.mark.parametrize("kind", BESIDE)
 def test_the_distributed_optimizers_file_beside_it(kind, tmp_path):
     change, why = BESIDE[kind]
-    plan, record, tensors = trained("bf16")
-    path = written(place(tmp_path), record, tensors, plan)
+    path, tensors = write_trained(tmp_path, "bf16")
     state = torch.load(path, weights_only=False)
     names = [ours(name) for name, tensor in state["model"].items() if tensor is not None]
     buffers = buffers_of(tensors, names)

@@ -39,6 +39,16 @@ TRAINING = (
 PRECISION = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"}
 
 
+# settings that have the same name there
+OPTIMIZER = "optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad"
+SCALE = "fp16 bf16 initial_loss_scale min_loss_scale loss_scale_window hysteresis"
+SHAPE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels seq_length max_position_embeddings "
+    "num_query_groups rotary_percent rotary_base rotary_interleaved rotary_seq_len_interpolation_factor normalization "
+    "norm_epsilon qk_layernorm init_method_std"
+)
+
+
 @pytest.fixture
 def optimizers_on_cpu(megatron_on_cpu, monkeypatch):  # noqa: F811
     pretend(monkeypatch)
@@ -72,22 +82,9 @@ class Theirs:
         self.model.ddp_config = DistributedDataParallelConfig()
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer=o.optimizer,
-                lr=o.lr,
-                min_lr=o.min_lr,
-                weight_decay=o.weight_decay,
-                adam_beta1=o.adam_beta1,
-                adam_beta2=o.adam_beta2,
-                adam_eps=o.adam_eps,
-                sgd_momentum=o.sgd_momentum,
-                clip_grad=o.clip_grad,
-                fp16=p.fp16,
-                bf16=p.bf16,
+                **{name: getattr(o, name) for name in OPTIMIZER.split()},
+                **{name: getattr(p, name) for name in SCALE.split()},
                 params_dtype=DTYPES[plan.precision],
-                initial_loss_scale=p.initial_loss_scale,
-                min_loss_scale=p.min_loss_scale,
-                loss_scale_window=p.loss_scale_window,
-                hysteresis=p.hysteresis,
             ),
             [self.model],
         )
@@ -152,6 +149,14 @@ class Theirs:
         )
         return path
 
+    def load(self, path: Path) -> dict:
+        """As Megatron-LM's load_checkpoint; returns what the file holds."""
+        state = torch.load(path, weights_only=False)
+        self.model.load_state_dict(state["model"], strict=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["opt_param_scheduler"])
+        return state
+
     def namespace(self, iteration: int) -> argparse.Namespace:
         """As Megatron-LM's: what was typed, and objects of its own classes."""
         s, a = self.shape, self.plan.args
@@ -159,34 +164,19 @@ class Theirs:
             **vars(a.training),
             **vars(a.optimizer),
             consumed_train_samples=iteration * SAMPLES,
-            num_layers=s.num_layers,
-            hidden_size=s.hidden_size,
-            ffn_hidden_size=s.ffn_hidden_size,
-            num_attention_heads=s.num_attention_heads,
-            kv_channels=s.kv_channels,
-            seq_length=s.seq_length,
-            max_position_embeddings=s.max_position_embeddings,
+            **{name: getattr(s, name) for name in SHAPE.split()},
             group_query_attention=s.num_query_groups != s.num_attention_heads,
-            num_query_groups=s.num_query_groups,
             position_embedding_type=s.position_embedding,
-            rotary_percent=s.rotary_percent,
-            rotary_base=s.rotary_base,
-            rotary_interleaved=s.rotary_interleaved,
-            rotary_seq_len_interpolation_factor=s.rotary_seq_len_interpolation_factor,
-            normalization=s.normalization,
-            norm_epsilon=s.norm_epsilon,
             swiglu=s.activation == "swiglu",
             squared_relu=s.activation == "squared_relu",
             bias_gelu_fusion=s.activation == "gelu_tanh",
             add_bias_linear=s.linear_bias,
             add_qkv_bias=s.qkv_bias,
-            qk_layernorm=s.qk_layernorm,
             untie_embeddings_and_output_weights=not s.tied_embeddings,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             apply_query_key_layer_scaling=s.query_key_layer_scaling,
             attention_softmax_in_fp32=s.softmax_in_fp32,
-            init_method_std=s.init_method_std,
             apply_layernorm_1p=False,
             fp16=a.precision.fp16,
             bf16=a.precision.bf16,
@@ -327,6 +317,12 @@ class Ours:
         return record
 
 
+def read_all(file) -> dict:
+    read = {name: torch.empty(file.size_of(name), dtype=file.dtype_of(name)) for name in file.names()}
+    file.read_into(read)
+    return read
+
+
 def gradients(shape, step: int, infinite: bool = False) -> dict:
     generator = torch.Generator().manual_seed(step)
     made = {name: torch.randn(p.shape, generator=generator) * 0.1 for name, p in build(shape).named_parameters()}
@@ -368,11 +364,7 @@ def test_what_megatron_saved_is_read_by_name_and_goes_on(precision, variant, tmp
     for step in range(4):
         theirs.step(gradients(shape, step, infinite=precision == "fp16" and step == 1))
     file = MegatronFile(theirs.save(tmp_path / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt", 4))
-    held = theirs.flat()
-    assert file.names() == held.keys()
-    read = {name: torch.empty(file.size_of(name), dtype=file.dtype_of(name)) for name in file.names()}
-    file.read_into(read)
-    assert same(read, held)
+    assert same(read_all(file), theirs.flat())
     assert file.record == Record(
         iteration=4,
         consumed=16,
@@ -397,12 +389,9 @@ def test_megatron_loads_what_was_saved_here_and_goes_on(precision, variant, tmp_
     for step in range(4):
         ours.step(gradients(shape, step, infinite=precision == "fp16" and step == 1))
     ours.save(tmp_path / "model_optim_rng.pt", 4)
-    state = torch.load(tmp_path / "model_optim_rng.pt", weights_only=False)
     theirs = Theirs(plan, shape)
-    assert state["model"].keys() == theirs.model.state_dict().keys()
-    theirs.model.load_state_dict(state["model"], strict=True)
-    theirs.optimizer.load_state_dict(state["optimizer"])
-    theirs.scheduler.load_state_dict(state["opt_param_scheduler"])
+    names = theirs.model.state_dict().keys()
+    assert theirs.load(tmp_path / "model_optim_rng.pt")["model"].keys() == names
     assert same(theirs.flat(), ours.flat())
     for step in range(4, 8):
         for run in (ours, theirs):
@@ -433,11 +422,8 @@ def test_training_that_began_here_ends_in_megatron_with_the_same_losses(tmp_path
     for batch in fed[:5]:
         ours.train(batch)
     ours.save(tmp_path / "model_optim_rng.pt", 5)
-    state = torch.load(tmp_path / "model_optim_rng.pt", weights_only=False)
     theirs = Theirs(plan, shape)
-    theirs.model.load_state_dict(state["model"])
-    theirs.optimizer.load_state_dict(state["optimizer"])
-    theirs.scheduler.load_state_dict(state["opt_param_scheduler"])
+    theirs.load(tmp_path / "model_optim_rng.pt")
     losses = [[run.train(batch) for batch in fed[5:]] for run in (theirs, ours)]
     assert losses[1] == pytest.approx(losses[0], abs=2e-6)
 
@@ -454,10 +440,7 @@ def test_sgds_momentum_crosses_over_both_ways(tmp_path, optimizers_on_cpu):
     ours.step(gradients(shape, 3))
     ours.save(tmp_path / "model_optim_rng.pt", 4)
     back = Theirs(plan, shape)
-    state = torch.load(tmp_path / "model_optim_rng.pt", weights_only=False)
-    back.model.load_state_dict(state["model"])
-    back.optimizer.load_state_dict(state["optimizer"])
-    back.scheduler.load_state_dict(state["opt_param_scheduler"])
+    back.load(tmp_path / "model_optim_rng.pt")
     assert same(back.flat(), ours.flat())
     for run in (back, theirs):
         run.step(gradients(shape, 3 if run is theirs else 4))
@@ -476,11 +459,7 @@ def test_the_distributed_optimizers_buffers_are_read(precision, bucket_size, tmp
         theirs.step(gradients(shape, step))
     file = MegatronFile(theirs.save(tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", 3))
     assert file.without_optimizer is None and file.record.optimizer == "adam"
-    held = theirs.flat()
-    assert file.names() == held.keys()
-    read = {name: torch.empty(file.size_of(name), dtype=file.dtype_of(name)) for name in file.names()}
-    file.read_into(read)
-    assert same(read, held)
+    assert same(read_all(file), theirs.flat())
 
 
 def train_in_parts(world, variant: str, folder: str):

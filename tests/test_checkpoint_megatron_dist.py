@@ -27,6 +27,7 @@ from test_checkpoint_megatron_core import (  # noqa: F401 - fixtures
     megatron_on_cpu,
     optimizers_on_cpu,
     plan_for,
+    read_all,
 )
 
 from megatron_lite.checkpoint.megatron_args import plain_arguments
@@ -115,12 +116,6 @@ def save_ours(run: Ours, folder: Path, iteration: int) -> Record:
     random = {f"random.0.{kind}": value for kind, value in get_random_state(torch.device("cpu")).items()}
     writer(plain_arguments(run.plan.args))(folder, record, run.flat() | random, None)
     return record
-
-
-def read_all(file: DistFile) -> dict:
-    read = {name: torch.empty(file.size_of(name), dtype=file.dtype_of(name)) for name in file.names()}
-    file.read_into(read)
-    return read
 
 
 @pytest.mark.parametrize(
@@ -215,10 +210,11 @@ def test_megatrons_distributed_optimizer_loads_it_too(precision, tmp_path, monke
         ),
     )
     load_theirs(theirs, tmp_path / "iter_0000003")
-    found = {
-        name: value for name, value in theirs.flat().items() if not name.endswith(".step")
-    }  # told by the clock there
-    assert same(found, {name: value for name, value in ours.flat().items() if not name.endswith(".step")})
+    # steps are told by the clock there
+    found, expected = (
+        {name: value for name, value in run.flat().items() if not name.endswith(".step")} for run in (theirs, ours)
+    )
+    assert same(found, expected)
     steps = {value["step"].item() for value in theirs.optimizer.chained_optimizers[0].optimizer.state.values()}
     assert steps == {3.0}
 

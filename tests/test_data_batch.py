@@ -1,11 +1,17 @@
-"""Masks, positions and document numbers against a walk over every token."""
+"""Masks, positions and document numbers against a walk over every token; and the way to the device without a GPU.
+
+See tests/gpu for the rest.
+"""
 
 import pytest
 import torch
+from launch import flags, plan_of
 
-from megatron_lite.data.batch import make_batch
+from megatron_lite.data.batch import ToDevice, make_batch
 from megatron_lite.errors import DataError
+from megatron_lite.train.step import BatchMaker
 
+CPU = torch.device("cpu")
 EOD = 0
 OFF = {"eod_mask_loss": False, "reset_position_ids": False, "reset_attention_mask": False}
 ON = dict.fromkeys(OFF, True)
@@ -45,24 +51,16 @@ def test_labels_are_the_tokens_one_further():
     assert batch.tokens_BT.is_contiguous() and batch.labels_BT.is_contiguous()
 
 
-@pytest.mark.parametrize(
-    ("option", "field"),
-    [
-        ("eod_mask_loss", "loss_mask_BT"),
-        ("reset_position_ids", "positions_BT"),
-        ("reset_attention_mask", "documents_BT"),
-    ],
-)
-def test_each_option_adds_its_field_only(option, field):
+@pytest.mark.parametrize("option", OFF)
+def test_each_option_adds_its_field_only(option):
+    fields = dict(zip(OFF, ("loss_mask_BT", "positions_BT", "documents_BT")))
     batch = make_batch(random_raw(0), eod=EOD, **{**OFF, option: True})
-    extras = {name: getattr(batch, name) for name in ("loss_mask_BT", "positions_BT", "documents_BT")}
-    assert [name for name, value in extras.items() if value is not None] == [field]
-
-
-def test_types():
-    batch = make_batch(random_raw(0), eod=EOD, **ON)
-    assert (batch.loss_mask_BT.dtype, batch.positions_BT.dtype) == (torch.float32, torch.int64)
-    assert batch.documents_BT.dtype == torch.int64
+    extras = {name: getattr(batch, name) for name in fields.values()}
+    [(field, value)] = [(name, value) for name, value in extras.items() if value is not None]
+    assert field == fields[option]
+    assert value.dtype == (torch.float32 if option == "eod_mask_loss" else torch.int64)
+    with pytest.raises(DataError, match=r"^--eod-mask-loss, .*: this tokenizer has no end-of-document token; .*$"):
+        make_batch(random_raw(0), eod=None, **{**OFF, option: True})
 
 
 def test_never_waits_for_the_device():
@@ -71,7 +69,24 @@ def test_never_waits_for_the_device():
     assert batch.positions_BT.shape == (2, 8)
 
 
-@pytest.mark.parametrize("option", OFF)
-def test_option_without_an_end_of_document_token(option):
-    with pytest.raises(DataError, match=r"^--eod-mask-loss, .*: this tokenizer has no end-of-document token; .*$"):
-        make_batch(random_raw(0), eod=None, **{**OFF, option: True})
+def test_on_the_cpu_a_tensor_stays_what_it_is():
+    tensor = torch.arange(6)
+    assert ToDevice(CPU)(tensor) is tensor
+
+
+def test_batches_come_in_their_order_and_no_further_than_asked_for():
+    drawn = []
+
+    def source():
+        for number in range(3):
+            drawn.append(number)
+            yield torch.full((1, 17), number)
+        raise RuntimeError("the loader's own")
+
+    make = BatchMaker(plan_of(flags()), CPU, 127)
+    stream = map(make, source())
+    for number in range(3):
+        assert next(stream).tokens_BT.unique().tolist() == [number]
+        assert drawn == [*range(number + 1)]
+    with pytest.raises(RuntimeError, match="^the loader's own$"):
+        next(stream)

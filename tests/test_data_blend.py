@@ -1,11 +1,13 @@
-"""Blends keep their proportions at every moment."""
+"""Blends keep their proportions at every moment; their lanes are the plain rule, whatever the estimates were worth."""
 
 import numpy as np
 import pytest
 
-from megatron_lite.data import blend_order as blend
-from megatron_lite.data.blend_order import BlendedDataset, normalized, sizes_for_blend
+from megatron_lite.data import blend_order
+from megatron_lite.data.blend_order import BlendedDataset, mix, normalized, sizes_for_blend
 from megatron_lite.errors import DataError
+
+KINDS = ("even", "any", "whole numbers", "skewed", "one tiny")
 
 
 class Numbered:
@@ -26,26 +28,89 @@ def numbered(*lengths):
     return [Numbered(number, length) for number, length in enumerate(lengths)]
 
 
-def slow_mix(shares, size):
-    taken, chosen = [0] * len(shares), []
+def assert_the_rule(shares, size, limits):
+    """mix() gives what going through all steps one by one does; returns its choices."""
+    taken, expected = [0] * len(shares), []
     for step in range(size):
-        behind = [share * max(step, 1) - count for share, count in zip(shares, taken)]
-        chosen.append(behind.index(max(behind)))
-        taken[chosen[-1]] += 1
+        behind = [
+            -float("inf") if limits and limits[number] == taken[number] else share * max(step, 1) - taken[number]
+            for number, share in enumerate(shares)
+        ]
+        best = behind.index(max(behind))  # the first one on a tie
+        expected.append((best, taken[best]))
+        taken[best] += 1
+    chosen, earlier = mix(shares, size, limits)
+    assert list(zip(chosen.tolist(), earlier.tolist())) == expected
     return chosen
 
 
-def test_mixing_equals_the_slow_one_and_stays_within_one_sample_of_the_proportions():
-    random = np.random.default_rng(3)
-    for _ in range(30):
-        weights = random.integers(1, 50, size=random.integers(1, 4)).astype(float).tolist()
-        size = int(random.integers(1, 300))
-        mixed = BlendedDataset(numbered(*[size] * len(weights)), weights, size)
-        shares = normalized(weights)
-        assert mixed.dataset_index.tolist() == slow_mix(shares, size)
+def weights_of(kind, random):
+    number = int(random.integers(1, 12))
+    return {
+        "even": np.ones(number),
+        "any": random.random(number) + 0.01,
+        "whole numbers": random.integers(1, 6, size=number).astype(float),
+        "skewed": np.exp(random.normal(0, 4, size=number)),
+        "one tiny": np.array([1e-4] + [1.0] * number),
+    }[kind]
+
+
+@pytest.fixture
+def short_lanes(monkeypatch):
+    for name, value in {"MIN_STEPS": 1, "LANE_STEPS": 64, "APPROACH_STEPS": 16, "LANES": 5}.items():
+        monkeypatch.setattr(blend_order, name, value)
+
+
+@pytest.fixture
+def redone(monkeypatch):
+    """How many steps were gone through by the plain loop."""
+    plainly, steps = blend_order._plainly, []
+
+    def counted(rule, begin, taken, chosen, earlier):
+        steps.append(len(chosen))
+        return plainly(rule, begin, taken, chosen, earlier)
+
+    monkeypatch.setattr(blend_order, "_plainly", counted)
+    return steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lanes_are_the_rule_and_stay_within_one_sample_of_the_proportions(short_lanes, redone, kind):
+    random = np.random.default_rng(KINDS.index(kind))
+    for _ in range(10):
+        shares, size = normalized(weights_of(kind, random)), int(random.integers(1, 1500))
+        chosen = assert_the_rule(shares, size, None)
         for number, share in enumerate(shares):
-            taken = np.cumsum(mixed.dataset_index == number)
-            assert np.abs(taken - share * np.arange(1, size + 1)).max() < 2
+            assert np.abs(np.cumsum(chosen == number) - share * np.arange(1, size + 1)).max() < 2
+    assert kind == "skewed" or sum(redone) < 1500  # mostly the last lane of each, which is not whole
+
+
+@pytest.mark.parametrize("min_steps", [1, 10_000])
+def test_lanes_with_an_end_are_the_rule(short_lanes, monkeypatch, min_steps):
+    """A data set that is used up is left alone, however large its share."""
+    monkeypatch.setattr(blend_order, "MIN_STEPS", min_steps)
+    random = np.random.default_rng(9)
+    for limits in ([3, 700, 10], [300, 1, 250]):
+        assert_the_rule([0.6, 0.1, 0.3], sum(limits), limits)
+    for _ in range(25):
+        limits = random.integers(1, random.choice([5, 400]), size=random.integers(1, 9)).tolist()
+        chosen = assert_the_rule((np.array(limits) / sum(limits)).tolist(), sum(limits), limits)
+        assert np.bincount(chosen, minlength=len(limits)).tolist() == limits
+
+
+def test_a_wrong_estimate_costs_time_only(short_lanes, redone, monkeypatch):
+    estimate = blend_order._estimate
+    monkeypatch.setattr(blend_order, "_estimate", lambda rule, steps: np.roll(estimate(rule, steps), 1, axis=1))
+    assert_the_rule([0.7, 0.2, 0.1], 640, None)
+    assert sum(redone) > 320
+
+
+def test_usual_blends_hardly_use_the_plain_loop(redone):
+    random = np.random.default_rng(2)
+    for number in (2, 10, 50):
+        redone.clear()
+        mix((shares := random.random(number) + 0.02) / shares.sum(), 1_000_000, None)
+        assert sum(redone) < blend_order.LANE_STEPS
 
 
 def test_samples_of_each_data_set_come_in_their_order():
@@ -55,9 +120,6 @@ def test_samples_of_each_data_set_come_in_their_order():
         own = [i for n, i in drawn if n == number]
         assert own == list(range(len(own)))
     assert (mixed.dataset_index.dtype, mixed.dataset_sample_index.dtype) == (np.int16, np.int64)
-
-
-def test_first_data_set_wins_a_tie():
     assert BlendedDataset(numbered(9, 9), [1, 1], 4).dataset_index.tolist() == [0, 1, 0, 1]
 
 
@@ -67,13 +129,8 @@ def test_without_a_size_each_data_set_is_used_up_exactly():
     assert sorted(mixed[i] for i in range(len(mixed))) == [(n, i) for n in range(3) for i in range(lengths[n])]
 
 
-def test_sizes_round_up_and_build_a_surplus():
-    given, built = sizes_for_blend(1000, normalized([1, 2]))
-    assert given == [334, 667]
-    assert built == [336, 671]
-
-
-def test_sizes_are_always_enough_for_the_mixing():
+def test_sizes_round_up_build_a_surplus_and_are_always_enough_for_the_mixing():
+    assert sizes_for_blend(1000, normalized([1, 2])) == ([334, 667], [336, 671])
     random = np.random.default_rng(4)
     for _ in range(50):
         shares = normalized(random.random(random.integers(1, 6)) + 0.01)
@@ -81,20 +138,16 @@ def test_sizes_are_always_enough_for_the_mixing():
         assert len(BlendedDataset(numbered(*built), shares, sum(given))) == sum(given)
 
 
-def test_data_set_too_small_for_its_share():
-    with pytest.raises(
-        DataError, match=r"^--data-path: the blend takes 5 samples of data set 2, which has only 3; .*$"
-    ):
-        BlendedDataset(numbered(9, 3), [1, 1], 10)
+NOT_POSITIVE = r"--data-path: weights \[.*\] must all be above 0; .*"
+REFUSED = [  # lengths, weights, size: what is said
+    ((9, 3), [1, 1], 10, "--data-path: the blend takes 5 samples of data set 2, which has only 3; .*"),
+    ((9, 9, 9), [1, 1, 1], 4, "--data-path: 3 data sets are more than 2; merge some files"),
+    *(((9, 9), [weight, 1.0], 4, NOT_POSITIVE) for weight in (0.0, -1.0, float("nan"), float("inf"))),
+]
 
 
-@pytest.mark.parametrize("weights", [[0.0, 1.0], [0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]])
-def test_weights_must_be_positive(weights):
-    with pytest.raises(DataError, match=r"^--data-path: weights \[.*\] must all be above 0; .*$"):
-        BlendedDataset(numbered(9, 9), weights, 4)
-
-
-def test_too_many_data_sets(monkeypatch):
-    monkeypatch.setattr(blend, "MAX_DATASETS", 2)
-    with pytest.raises(DataError, match=r"^--data-path: 3 data sets are more than 2; merge some files$"):
-        BlendedDataset(numbered(9, 9, 9), [1, 1, 1], 4)
+@pytest.mark.parametrize(("lengths", "weights", "size", "message"), REFUSED)
+def test_what_cannot_be_mixed_is_one_line(lengths, weights, size, message, monkeypatch):
+    monkeypatch.setattr(blend_order, "MAX_DATASETS", 2)
+    with pytest.raises(DataError, match=rf"^{message}$"):
+        BlendedDataset(numbered(*lengths), weights, size)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_lite.data.gpt_dataset import NO_TOKEN, GPTDataset, split_bounds
+from megatron_lite.data.gpt_dataset import ALPHABET, NO_TOKEN, GPTDataset, MockDataset, split_bounds
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
@@ -89,19 +89,10 @@ def test_indices_equal_the_slow_ones():
 def test_one_epoch_without_a_size():
     lengths = [10, 3, 8]
     dataset = GPTDataset(InMemory(lengths), range(3), None, 5, 1)
-    assert [dataset.document_index.tolist(), dataset.shuffle_index.tolist()] == [
-        part for i, part in enumerate(slow_indices(lengths, range(3), None, 5, 1)) if i in (0, 2)
-    ]
-    assert len(dataset) == 4
-
-
-def test_index_types():
-    dataset = GPTDataset(InMemory([10, 3, 8]), range(3), 9, 5, 1)
-    assert (dataset.document_index.dtype, dataset.sample_index.dtype, dataset.shuffle_index.dtype) == (
-        np.int32,
-        np.int32,
-        np.uint32,
-    )
+    documents, _, order, _ = slow_indices(lengths, range(3), None, 5, 1)
+    assert (dataset.document_index.tolist(), dataset.shuffle_index.tolist()) == (documents, order)
+    types = [index.dtype for index in (dataset.document_index, dataset.sample_index, dataset.shuffle_index)]
+    assert len(dataset) == 4 and types == [np.int32, np.int32, np.uint32]
 
 
 def test_samples_tile_the_stream_with_one_token_overlap(tmp_path):
@@ -172,11 +163,8 @@ def test_too_few_tokens(lengths, num_samples, tokens):
         GPTDataset(InMemory(lengths), range(2), num_samples, 8, 0)
 
 
-def test_split_of_tinyshakespeare():
+def test_splits_round_halves_to_even():
     assert [len(part) for part in split_bounds("949,50,1", 7222)] == [6854, 361, 7]
-
-
-def test_split_halves_round_to_even():
     assert split_bounds("1,1", 5) == [range(2), range(2, 5), range(5, 5)]
     assert split_bounds("1,1", 7) == [range(4), range(4, 7), range(7, 7)]
 
@@ -192,3 +180,31 @@ def test_splits_are_a_partition(split):
 def test_bad_split(split):
     with pytest.raises(DataError, match=rf"^--split {split}: .*; for example 969,30,1$"):
         split_bounds(split, 10)
+
+
+# --- made-up data
+
+
+def test_sample_depends_on_index_and_seed_only():
+    dataset = MockDataset(10, 64, 1000, 1)
+    assert np.array_equal(dataset[3], MockDataset(99, 64, 1000, 1)[3])
+    assert not np.array_equal(dataset[3], dataset[4])
+    assert not np.array_equal(dataset[3], MockDataset(10, 64, 1000, 2)[3])
+    assert dataset[0].dtype == np.int64 and dataset[0].shape == (65,)
+    for outside in (-1, 10):
+        with pytest.raises(IndexError):
+            dataset[outside]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 7, 50_257])
+def test_ids_stay_inside_the_vocabulary(vocab_size):
+    dataset = MockDataset(50, 32, vocab_size, 1)
+    tokens = np.stack([dataset[i] for i in range(50)])
+    assert tokens.min() >= 0 and tokens.max() < min(vocab_size, ALPHABET)
+
+
+def test_next_token_mostly_follows_from_the_last_two():
+    """The learnable part: the step between neighbours repeats wherever there is no noise (0.9 ** 3 of the places)."""
+    dataset = MockDataset(100, 128, 50_257, 1)
+    steps = np.diff(np.stack([dataset[i] for i in range(100)])) % ALPHABET
+    assert 0.65 < (steps[:, 1:] == steps[:, :-1]).mean() < 0.80

@@ -51,8 +51,10 @@ def dataset(indexed, cache=None, num_samples=50, split="train"):
     return GPTDataset(indexed, range(1, 8), num_samples, 6, 3, cache=cache, split=split)
 
 
-def indices(dataset):
-    return {name: getattr(dataset, name) for name in NAMES}
+def recipe_of(indexed):
+    """Of dataset(), and what the cache knows its indices by."""
+    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True)
+    return recipe, recipe.entry(indexed.sequence_lengths, "train")
 
 
 def assert_same(mine, other):
@@ -78,7 +80,10 @@ def test_second_time_is_mapped_not_built(indexed, cache, monkeypatch, heard, tmp
     assert names == [f"{stem}-{name}" for name in ("description.txt", *(f"{name}.npy" for name in NAMES))]
     monkeypatch.setattr("megatron_lite.data.gpt_indices.Recipe.build", must_not_build)
     second = dataset(indexed, cache)
-    assert all(isinstance(index, np.memmap) and not index.flags.writeable for index in indices(second).values())
+    assert all(
+        isinstance(index, np.memmap) and not index.flags.writeable
+        for index in [getattr(second, name) for name in NAMES]
+    )
     assert_same(first, second)
     assert [second[i].tolist() for i in range(len(second))] == [first[i].tolist() for i in range(len(first))]
     assert heard == []
@@ -250,8 +255,7 @@ def test_damage_is_said_and_mended(indexed, cache, tmp_path, heard, kind):
 
 def test_arrays_of_another_shape_are_refused_though_their_checksums_are_right(indexed, cache, tmp_path, heard):
     """As if our own code had written too few: the description cannot vouch for that."""
-    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True)
-    entry = recipe.entry(indexed.sequence_lengths, "train")
+    recipe, entry = recipe_of(indexed)
     good = recipe.build(indexed.sequence_lengths)
     wrongs = {
         "shuffle_index": good["shuffle_index"][:-1],
@@ -267,8 +271,7 @@ def test_arrays_of_another_shape_are_refused_though_their_checksums_are_right(in
 
 def test_no_flipped_bit_gets_through(indexed, cache, tmp_path):
     files = entry_files(indexed, cache, tmp_path)
-    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True)
-    entry = IndexFiles(str(tmp_path / "kept"), recipe.entry(indexed.sequence_lengths, "train"))
+    entry = IndexFiles(str(tmp_path / "kept"), recipe_of(indexed)[1])
     expected, harmless = entry.open(), 0
     for which, path in files.items():
         raw = path.read_bytes()
@@ -383,7 +386,7 @@ def test_a_file_system_without_locks(indexed, cache, monkeypatch, tmp_path, erro
 
 def test_a_builder_that_hangs_is_not_waited_for_for_ever(indexed, cache, monkeypatch, tmp_path, heard):
     monkeypatch.setattr(index_cache, "LONGEST_WAIT_S", 0.25)
-    entry = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True).entry(indexed.sequence_lengths, "train")
+    _, entry = recipe_of(indexed)
     (tmp_path / "kept").mkdir()
     with open(tmp_path / "kept" / f"{entry.name}.lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -392,11 +395,11 @@ def test_a_builder_that_hangs_is_not_waited_for_for_ever(indexed, cache, monkeyp
 
 
 def test_who_comes_to_the_lock_as_another_finishes_does_not_build_again(indexed, cache, tmp_path, monkeypatch):
-    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True)
+    recipe, entry = recipe_of(indexed)
     arrays, ask = recipe.build(indexed.sequence_lengths), index_cache.try_lock
 
     def ask_late(path):
-        IndexFiles(str(tmp_path / "kept"), recipe.entry(indexed.sequence_lengths, "train")).write(arrays)
+        IndexFiles(str(tmp_path / "kept"), entry).write(arrays)
         return ask(path)
 
     monkeypatch.setattr(index_cache, "try_lock", ask_late)
@@ -431,8 +434,7 @@ def test_a_lock_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch, t
 
 def test_who_waits_takes_what_the_other_wrote(indexed, cache, tmp_path, monkeypatch):
     """Also from a lock file that the other has removed meanwhile."""
-    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True)
-    entry = recipe.entry(indexed.sequence_lengths, "train")
+    recipe, entry = recipe_of(indexed)
     (tmp_path / "kept").mkdir()
     lock = tmp_path / "kept" / f"{entry.name}.lock"
     other = open(lock, "w")

@@ -30,11 +30,8 @@ def test_single_reads_blocks_in_order(samples, micro, ranks):
     assert {len(batches) for batches in by_rank} == {samples // (micro * ranks)}
 
 
-def test_single_gives_each_rank_a_contiguous_slice():
+def test_single_gives_each_rank_a_slice_resumes_at_any_sample_and_ends_with_the_data():
     assert list(single_batches(12, 4, 2, 1, 2)) == [[6, 7], [10, 11]]
-
-
-def test_single_resumes_at_any_sample_and_ends_with_the_data():
     assert list(single_batches(11, 3, 2, 0, 2)) == [[3, 4], [7, 8]]
     assert list(single_batches(11, 11, 2, 0, 2)) == []
 
@@ -54,25 +51,6 @@ def test_cyclic_epoch_reads_each_sample_at_most_once_over_all_ranks(make, sample
         assert set(read) <= set(range(samples))
 
 
-@pytest.mark.parametrize("make", ENDLESS)
-@pytest.mark.parametrize(("samples", "micro", "ranks"), SIZES)
-def test_cyclic_resume_continues_the_same_stream(make, samples, micro, ranks):
-    for rank in (0, ranks - 1):
-        whole = list(islice(make(samples, 0, micro, rank, ranks), 40))
-        for done in (1, 7, 30):
-            assert list(islice(make(samples, done * micro * ranks, micro, rank, ranks), 40 - done)) == whole[done:]
-
-
-def test_cyclic_order_is_megatrons_permutation():
-    def permutation(epoch, size):
-        return torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist()
-
-    sharded = [i for batch in islice(cyclic_batches(17, 8, 2, 1, 2, True), 6) for i in batch]
-    assert sharded == [8 + i for i in permutation(0, 8)[4:] + permutation(1, 8)]
-    dealt = [i for batch in islice(cyclic_batches(17, 8, 2, 1, 2, False), 6) for i in batch]
-    assert dealt == permutation(0, 16)[8:][1::2] + permutation(1, 16)[1::2]
-
-
 def oracle(samples, micro, rank, ranks, step, data_sharding):
     """The step's batch of a rank, each index from its place in the epoch's permutation."""
     per_epoch = samples // (micro * ranks)
@@ -86,6 +64,7 @@ def oracle(samples, micro, rank, ranks, step, data_sharding):
 
 
 def test_cyclic_order_over_a_grid():
+    """Megatron's permutation, from any step on: a run that resumes continues the same stream."""
     random = Random(4)
     for _ in range(150):
         micro, ranks = random.randint(1, 4), random.randint(1, 5)

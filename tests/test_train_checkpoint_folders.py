@@ -67,25 +67,14 @@ def flip(path: Path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("9" * 300, "which is not there"),
-        ("1_0", "holds no iteration"),
-        ("٤", "holds no iteration"),
-        ("4 5", "holds no iteration"),
-        ("-4", "holds no iteration"),
-        ("", "holds no iteration"),
-    ],
-)
+NO_ITERATION = "holds no iteration"
+TRACKERS = [("9" * 300, "which is not there"), *((text, NO_ITERATION) for text in ("1_0", "٤", "4 5", "-4", ""))]
+
+
+@pytest.mark.parametrize("text, words", TRACKERS)
 def test_an_odd_tracker(copy, tmp_path, text, words):
     (copy / TRACKER_FILE).write_text(text, encoding="utf-8")
     assert words in refusal(tmp_path, "--load", copy)
-
-
-def test_a_tracker_as_an_editor_leaves_it(copy, tmp_path):
-    (copy / TRACKER_FILE).write_text(" 4 \n\n")
-    assert resume(tmp_path, "--load", copy)[0] == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +92,11 @@ def test_a_tracker_that_cannot_be_read(copy, tmp_path, make, reason):
 
 
 def test_a_tracker_behind_a_link(copy, tmp_path):
-    """As in the caches of downloads."""
-    os.replace(copy / TRACKER_FILE, tmp_path / "blob")
+    """As in the caches of downloads; and as an editor leaves it."""
+    (tmp_path / "blob").write_text(" 4 \n\n")
+    (copy / TRACKER_FILE).unlink()
     (copy / TRACKER_FILE).symlink_to(tmp_path / "blob")
-    assert resume(tmp_path, "--load", copy)[0] == [7, 8]
-
-
-def test_a_step_that_no_file_name_holds(copy, tmp_path):
+    assert resume(tmp_path, "--load", copy)[0] == [5, 6, 7, 8]
     assert "there is no" in refusal(tmp_path, f"--ckpt-step {'9' * 15} --load", copy)
 
 
@@ -184,17 +171,12 @@ def test_an_edited_tracker_outweighs_what_a_killed_run_announced(copy, tmp_path)
     assert newest(copy).name == "iter_0000002"
 
 
-def test_a_checkpoint_that_stepped_aside_gets_its_name_back(copy, tmp_path):
+def test_a_checkpoint_that_stepped_aside_gets_its_name_back_and_only_remains_are_cleared_away(copy, tmp_path):
     os.replace(copy / "iter_0000006", copy / ".iter_0000006.previous")
-    resume(tmp_path, "--load", copy, "--save", copy)
-    assert iterations(copy) == [2, 4, 6, 8] and checkpoint(copy, 6)["record"].iteration == 6
-    assert list(copy.glob(".*")) == []
-
-
-def test_only_checkpoints_remains_are_cleared_away(copy, tmp_path):
     for name in (".iter_0000003.unfinished", ".release.retired", ".hf.unfinished"):
         (copy / name).mkdir()
     resume(tmp_path, "--load", copy, "--save", copy)
+    assert iterations(copy) == [2, 4, 6, 8] and checkpoint(copy, 6)["record"].iteration == 6
     assert [path.name for path in copy.glob(".*")] == [".hf.unfinished"]
 
 
