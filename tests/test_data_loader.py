@@ -41,6 +41,8 @@ def test_stacks_the_samples_in_order(dataset, num_workers):
     assert [raw_BT1.tolist() for raw_BT1 in loaded] == [[dataset[i].tolist() for i in group] for group in INDICES]
     assert loaded[0].dtype == torch.int64
     wait_until(lambda: not multiprocessing.active_children())
+    with pytest.raises(IndexError):  # other errors keep their type
+        list(batches(dataset, [[10]], num_workers=0, pin=False))
 
 
 @pytest.mark.parametrize("leave", ["close", "close-unstarted", "forget"])
@@ -77,11 +79,6 @@ def test_worker_that_dies():
     iterator = batches(Deadly(), [[1], [5]], num_workers=1, pin=False)
     with pytest.raises(DataError, match=r"^--num-workers: DataLoader worker .*; .*try --num-workers 0$"):
         list(iterator)
-
-
-def test_other_errors_keep_their_type(dataset):
-    with pytest.raises(IndexError):
-        list(batches(dataset, [[10]], num_workers=0, pin=False))
 
 
 class Damaged:

@@ -84,21 +84,13 @@ def test_interrupted_again_and_again_it_gives_the_same_bytes(inputs, whole, tmp_
     assert len(named) == len(set(named)) == summary.skipped
 
 
-def test_it_may_go_on_with_another_number_of_workers(inputs, whole, tmp_path):
+def test_another_number_of_workers_goes_on_and_drops_what_was_written_after_the_last_state(inputs, whole, tmp_path):
     with pytest.raises(Interrupted):
         run(inputs, tmp_path / "parts" / "x", 9, workers=2)
-    run(inputs, tmp_path / "parts" / "x")
-    assert contents(tmp_path / "parts") == whole[1]
-
-
-def test_what_was_written_after_the_last_state_is_dropped(inputs, whole, tmp_path):
-    prefix = tmp_path / "parts" / "x"
-    with pytest.raises(Interrupted):
-        run(inputs, prefix, 9)
     for path in (tmp_path / "parts").glob("*_document.*.unfinished"):
         with open(path, "ab") as file:
             file.write(b"half a document")
-    run(inputs, prefix)
+    run(inputs, tmp_path / "parts" / "x")
     assert contents(tmp_path / "parts") == whole[1]
 
 
@@ -132,30 +124,20 @@ def test_otherwise_it_starts_anew_and_says_so(inputs, tmp_path, how):
     assert contents(folder) == contents(tmp_path / "fresh")
 
 
-def test_lines_that_were_skipped_are_not_accepted_by_a_run_that_stops(inputs, tmp_path):
-    said = []
-    with pytest.raises(Interrupted):
-        run(inputs, tmp_path / "x", 25)
+def test_bad_lines_may_be_skipped_later_but_not_refused_later(inputs, whole, tmp_path):
+    said, prefix = [], tmp_path / "parts" / "x"
     with pytest.raises(DataError, match="a.jsonl:32: not JSON"):
-        run(inputs, tmp_path / "x", said=said, on_error="stop")
+        run(inputs, prefix, on_error="stop", said=said)
+    assert said == [f"{prefix}: what is done so far is kept; the same command goes on with it"]
+    with pytest.raises(Interrupted):
+        run(inputs, prefix, 5, said=said)
+    assert said[1].startswith(f"{prefix}: goes on after ")
+    said.clear()
+    with pytest.raises(DataError, match="a.jsonl:32: not JSON"):
+        run(inputs, prefix, said=said, on_error="stop")
     assert "--on-error changed" in said[0]
-
-
-def test_a_run_that_stopped_at_a_bad_line_can_go_on_past_it(inputs, whole, tmp_path):
-    said = []
-    with pytest.raises(DataError, match="a.jsonl:32: not JSON"):
-        run(inputs, tmp_path / "parts" / "x", on_error="stop", said=said)
-    assert said == [f"{tmp_path}/parts/x: what is done so far is kept; the same command goes on with it"]
-    run(inputs, tmp_path / "parts" / "x", said=said)
-    assert said[1].startswith(f"{tmp_path}/parts/x: goes on after ")
+    run(inputs, prefix)
     assert contents(tmp_path / "parts") == whole[1]
-
-
-def test_nothing_is_kept_that_could_not_be_continued(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(resume_state, "SECONDS_BETWEEN_STATES", 1000)
-    with pytest.raises(Interrupted):
-        run(inputs, tmp_path / "parts" / "x", 9)
-    assert contents(tmp_path / "parts") == {}
 
 
 def test_two_runs_at_once_do_not_mix(inputs, whole, tmp_path):
@@ -167,20 +149,25 @@ def test_two_runs_at_once_do_not_mix(inputs, whole, tmp_path):
         refusals.append(str(refusal.value))
 
     run(inputs, tmp_path / "parts" / "x", report=another)
-    way_out = "wait for that one or choose another output"
-    assert set(refusals) == {f"{tmp_path}/parts/x_text_document: another run is writing it; {way_out}"}
+    remedy = "wait for that one or choose another output"
+    assert set(refusals) == {f"{tmp_path}/parts/x_text_document: another run is writing it; {remedy}"}
     assert contents(tmp_path / "parts") == whole[1]
 
 
-def test_a_state_that_cannot_be_saved_is_one_line(inputs, tmp_path, monkeypatch):
+def test_what_could_not_be_continued_is_not_kept(inputs, tmp_path, monkeypatch):
+    """Where no state was saved yet, or none can be."""
+
     def refuse(source, target):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", refuse)
-    with pytest.raises(
-        DataError, match=r"^\S+x\.unfinished\.json: cannot be written \(No space left on device\); free .*$"
-    ):
+    message = r"^\S+x\.unfinished\.json: cannot be written \(No space left on device\); free .*$"
+    with pytest.raises(DataError, match=message):
         run(inputs, tmp_path / "parts" / "x")
+    assert contents(tmp_path / "parts") == {}
+    monkeypatch.setattr(resume_state, "SECONDS_BETWEEN_STATES", 1000)
+    with pytest.raises(Interrupted):
+        run(inputs, tmp_path / "parts" / "x", 9)
     assert contents(tmp_path / "parts") == {}
 
 
