@@ -15,6 +15,7 @@ from megatron_lite.analysis.kernels.kernel_results import (
     TensorCores,
 )
 from megatron_lite.analysis.memory.memory_results import (
+    OUTSIDE,
     Fragmentation,
     Growth,
     Held,
@@ -26,7 +27,6 @@ from megatron_lite.analysis.memory.memory_results import (
     StepMemory,
     TraceMemory,
 )
-from megatron_lite.analysis.memory.sites import OUTSIDE
 from megatron_lite.analysis.ranks.rank_results import CollectiveRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.run_results import Run

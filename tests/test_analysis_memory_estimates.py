@@ -7,9 +7,8 @@ from memory_maker import MadeSnapshot
 from trace_maker import MadeTrace, place
 
 from megatron_lite.analysis.memory.categories import find_lifetimes
-from megatron_lite.analysis.memory.read import read_snapshot
+from megatron_lite.analysis.memory.read import read_snapshot, replay_peak
 from megatron_lite.analysis.memory.record import build_record
-from megatron_lite.analysis.memory.sites import replay_peak
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.caching_allocator import Allocation, Layout

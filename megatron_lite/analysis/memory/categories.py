@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
-from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, Record
-from megatron_lite.analysis.memory.stacks import Code
+from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, Code, Record
 from megatron_lite.estimate.caching_allocator import MIN_BLOCK
 from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.estimate.memory_categories import CATEGORIES

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.memory.record import ALLOC, Record
-from megatron_lite.analysis.memory.stacks import Code
+from megatron_lite.analysis.memory.record import ALLOC, Code, Record
 from megatron_lite.phases import Phase
 
 UNKNOWN, SETUP, RECOMPUTE, ZERO_GRAD = "", "setup", "recompute", "zero_grad"
