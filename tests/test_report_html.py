@@ -50,13 +50,13 @@ def page(kind: str) -> str:
 def test_nothing_is_loaded_from_elsewhere(kind):
     text = page(kind)
     assert "default-src 'none'" in text
-    elements = Elements(text.replace(page_module._plotly(), ""))
+    elements = Elements(text.replace(page_module._read_plotly(), ""))
     assert not {"img", "iframe", "object", "embed", "base", "form"} & set(elements.names)
     assert "src" not in elements.values and "onerror" not in elements.values
 
 
 def test_foreign_names_are_text_only():
-    elements = Elements(page("hostile").replace(page_module._plotly(), ""))
+    elements = Elements(page("hostile").replace(page_module._read_plotly(), ""))
     assert elements.names.count("script") == 3 and "img" not in elements.names
     assert any("</script><img src=x onerror=document.title='owned'>" in text for text in elements.texts)
 
@@ -108,7 +108,7 @@ def test_tiles_say_what_holds_for_all_ranks():
         second.time, rows=second.time.rows | {"compute": 41.0, "exposed_communication": 39.0}, busy_ms=82.2
     )
     seen = (first, dataclasses.replace(second, time=waits))
-    shown = {tile.name: tile.value for tile in build_tiles(cases.report(ranks_seen=seen))}
+    shown = {name: value for value, name in build_tiles(cases.report(ranks_seen=seen))}
     assert shown["communication not hidden, by rank"] == "20% to 39%"
     assert shown["of it the device is busy"] == "82%"
 
@@ -159,7 +159,7 @@ def test_without_the_plotting_library_the_page_says_so(monkeypatch):
 
 def test_the_library_is_found_without_importing_its_package():
     code = (
-        "import sys; from megatron_lite.report.html import _plotly; assert 'Plotly' in _plotly()[-10**7:]; "
+        "import sys; from megatron_lite.report.html import _read_plotly; assert 'Plotly' in _read_plotly()[-10**7:]; "
         "assert 'plotly' not in sys.modules"
     )
     subprocess.run([cases.PYTHON, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -12,8 +12,7 @@ from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Momen
 from megatron_lite.estimate.step_time import duration_of, predict_time
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
 from megatron_lite.report.plan_json import as_json
-from megatron_lite.report.plan_terminal import exact, plan_lines, time
-from megatron_lite.report.plan_verdict import verdicts
+from megatron_lite.report.plan_terminal import build_exact_section, build_time_section, plan_lines, verdicts
 from megatron_lite.report.text import Style
 from megatron_lite.units import GIB
 
@@ -63,16 +62,16 @@ def test_an_unknown_peak_is_no_time():
     assert verdicts(made)[0].endswith(
         "how fast it can be is not known: the table has no peak of this GPU in this precision"
     )
-    told = [line for block in time(made, False).blocks for line in getattr(block, "texts", ())]
+    told = [line for block in build_time_section(made, False).blocks for line in getattr(block, "texts", ())]
     assert any("bf16" in line for line in told)
-    sums = dict(row[:2] for row in time(made, False).blocks[0].rows)
+    sums = dict(row[:2] for row in build_time_section(made, False).blocks[0].rows)
     assert (sums["step"], sums["tokens/s"], sums["whole training"]) == ("not known", "", "")
 
 
 def test_a_gpu_without_any_rates_is_a_column_of_unknowns():
     known = processor_called("H200")
     blank = dataclasses.replace(known, name="X1", half_tflops=None, memory_gb_s=None, link_gb_s=None, pcie_gb_s=None)
-    table = time(report(known, blank), False).blocks[0]
+    table = build_time_section(report(known, blank), False).blocks[0]
     assert list(table.head) == ["", "H200", "X1"]
     assert {row[2] for row in table.rows} == {"not known", ""}
     assert all(row[1] for row in table.rows)
@@ -81,7 +80,7 @@ def test_a_gpu_without_any_rates_is_a_column_of_unknowns():
 def test_of_peak_is_the_share_of_arithmetic_in_the_bound():
     made = report(processor_called("H200"))
     predicted = made.outlooks[0].time
-    row = next(row for row in time(made, False).blocks[0].rows if row[0] == "of peak at best")
+    row = next(row for row in build_time_section(made, False).blocks[0].rows if row[0] == "of peak at best")
     ideal_ms = predicted.flops_causal / predicted.peak_tflops / 1e9
     assert row[1] == f"{ideal_ms / predicted.step_ms:.0%}"
 
@@ -99,7 +98,7 @@ def test_the_exact_peak_is_the_verdicts():
     )
     made = report(processor_called("H200"), exact=walked)
     assert "peak 10.0 of 139.7 GiB (7%), in backward" in verdicts(made)[0]
-    table, lines = exact(made).blocks
+    table, lines = build_exact_section(made).blocks
     assert ["activations", "10.00 GiB", "6.00 GiB", "-40.0%"] in map(list, table.rows)
     assert ["moments", "0 B", "3.00 GiB", "not there"] in map(list, table.rows)
     assert lines.texts[-1] == "a note"

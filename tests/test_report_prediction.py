@@ -10,7 +10,7 @@ from megatron_lite.analysis.predicted.predicted import compare_prediction
 from megatron_lite.report.html import html_page
 from megatron_lite.report.json_file import as_json
 from megatron_lite.report.section import Lines, Table
-from megatron_lite.report.sections.step import prediction_section
+from megatron_lite.report.sections.memory import prediction_section
 from megatron_lite.report.terminal import terminal_lines
 from megatron_lite.report.text import Style
 

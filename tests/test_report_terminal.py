@@ -7,10 +7,10 @@ import re
 import pytest
 import report_cases as cases
 
-from megatron_lite.report.section import Table
+from megatron_lite.report.section import Table, table_lines
 from megatron_lite.report.sections.all import build_limitations, build_sections
 from megatron_lite.report.terminal import MAX_LINES, terminal_lines
-from megatron_lite.report.text import WIDTH, Style, fit, flops, get_style, milliseconds, percent, table_lines, wrapped
+from megatron_lite.report.text import WIDTH, Style, fit, flops, get_style, milliseconds, percent, wrapped
 
 PLAIN = Style(colour=False, unicode=False)
 

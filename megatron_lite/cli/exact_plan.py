@@ -14,7 +14,7 @@ from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes
 from megatron_lite.live_line import LiveLine
 from megatron_lite.report.plan_figures import Exact, PlanReport
-from megatron_lite.report.plan_verdict import verdicts
+from megatron_lite.report.plan_terminal import verdicts
 from megatron_lite.units import size
 
 MODULE = "megatron_lite.rehearsal.rehearse"
@@ -76,7 +76,7 @@ def check_lines(run: PlannedRun, report: PlanReport) -> list[str]:
 def snapshot_lines(snapshot: Path, style, everything: bool) -> list[str]:
     """The memory section of the report on it: modules, source lines, layers, fragmentation."""
     from megatron_lite.analysis.analyze import analyze
-    from megatron_lite.report.section_text import section_lines
+    from megatron_lite.report.section import section_lines
     from megatron_lite.report.sections.memory import memory_section
 
     section = memory_section(analyze([snapshot]), everything)

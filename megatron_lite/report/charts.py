@@ -1,4 +1,4 @@
-"""Which chart stands in which section."""
+"""The charts of the page: figures for Plotly as plain dicts, and which one stands in which section."""
 
 import html
 import math
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megatron_lite.analysis.kernels.kernel_results import RooflineRow
-from megatron_lite.analysis.memory.memory_results import Moment, Snapshot
+from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.report.sections.step import NOTHING, row_title
@@ -30,8 +29,7 @@ from megatron_lite.report.text import (
 )
 from megatron_lite.units import size
 
-# --- what charts share: a figure for Plotly as plain dicts, quiet axes, safe names
-
+# --- what charts share: quiet axes, safe names
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 NAME_WIDTH = 48
@@ -53,15 +51,15 @@ class Figure:
     @property
     def legend(self) -> list[tuple[str, str]]:
         """(name, color) of each series that has a name: the page writes it, since Plotly's does not wrap on phones."""
-        named = [series for series in self.data if "name" in series and series.get("showlegend", True)]
-        colors = [
-            series.get("marker", {}).get("color") or series.get("fillcolor") or series["line"]["color"]
-            for series in named
-        ]
-        return [(series["name"], color) for series, color in zip(named, colors)]
+        found = []
+        for series in self.data:
+            if "name" in series and series.get("showlegend", True):
+                color = series.get("marker", {}).get("color") or series.get("fillcolor") or series["line"]["color"]
+                found.append((series["name"], color))
+        return found
 
 
-def named(text: str, width: int = NAME_WIDTH) -> str:
+def escape_name(text: str, width: int = NAME_WIDTH) -> str:
     """A foreign name as Plotly takes it, which reads <b> and &amp; in any text."""
     return html.escape(fit(text, width), quote=False)
 
@@ -107,7 +105,6 @@ def layout(height: int, x: dict, y: dict, **more) -> dict:
 
 # --- memory over time, by what holds it
 
-
 MAX_CURVE_POINTS = 1500  # more than a chart has pixels
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
@@ -135,13 +132,34 @@ def memory_curve(report: Report) -> Figure | None:
         for at, category in enumerate(CATEGORIES)
         if any(moment.by_category[at] for moment in curve)
     ]
-    data += _reserved(curve, seconds, unit, of)
+    if any(moment.reserved for moment in curve):
+        data.append({
+            "type": "scatter",
+            "mode": "lines",
+            "name": "reserved",
+            "x": seconds,
+            "y": [moment.reserved / of for moment in curve],
+            "line": {"color": SLATE, "width": 1.5, "dash": "dot", "shape": "hv"},
+            "hovertemplate": f"reserved: %{{y:.2f}} {unit}<extra></extra>",
+        })  # fmt: skip
+    # the peak's text stands on the side that has more room
+    late = 2 * snapshot.peak_time_us / 1e6 > seconds[0] + seconds[-1]
+    where = f" in {snapshot.peak_phase}" if snapshot.peak_phase.isidentifier() else ""
+    peak = {
+        "x": snapshot.peak_time_us / 1e6,
+        "y": snapshot.peak_bytes / of,
+        "text": f"peak {size(snapshot.peak_bytes)}{where}",
+        "showarrow": True,
+        "arrowhead": 0,
+        "arrowcolor": SLATE,
+        "ax": -20 if late else 20,
+        "xanchor": "right" if late else "left",
+        "ay": -22,
+        "bgcolor": CARD,
+    }
     x, y = axis("seconds since the record began"), axis(unit, rangemode="tozero")
-    return Figure(
-        "Allocated memory over time by category",
-        data,
-        layout(350, x, y, hovermode="x", annotations=_peak(snapshot, of, seconds)),
-    )
+    look = layout(350, x, y, hovermode="x", annotations=[peak])
+    return Figure("Allocated memory over time by category", data, look)
 
 
 def thinned(curve: tuple[Moment, ...], most: int) -> list[Moment]:
@@ -152,136 +170,90 @@ def thinned(curve: tuple[Moment, ...], most: int) -> list[Moment]:
     return [max(curve[begin:end], key=lambda moment: moment.allocated) for begin, end in pairwise(edges)]
 
 
-def _reserved(curve: list[Moment], seconds: list[float], unit: str, of: int) -> list[dict]:
-    if not any(moment.reserved for moment in curve):
-        return []
-    return [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "reserved",
-            "x": seconds,
-            "y": [moment.reserved / of for moment in curve],
-            "line": {"color": SLATE, "width": 1.5, "dash": "dot", "shape": "hv"},
-            "hovertemplate": f"reserved: %{{y:.2f}} {unit}<extra></extra>",
-        }
-    ]
-
-
-def _peak(snapshot: Snapshot, of: int, seconds: list[float]) -> list[dict]:
-    """Its text stands on the side that has more room."""
-    late = 2 * snapshot.peak_time_us / 1e6 > seconds[0] + seconds[-1]
-    where = f" in {snapshot.peak_phase}" if snapshot.peak_phase.isidentifier() else ""
-    return [
-        {
-            "x": snapshot.peak_time_us / 1e6,
-            "y": snapshot.peak_bytes / of,
-            "text": f"peak {size(snapshot.peak_bytes)}{where}",
-            "showarrow": True,
-            "arrowhead": 0,
-            "arrowcolor": SLATE,
-            "ax": -20 if late else 20,
-            "xanchor": "right" if late else "left",
-            "ay": -22,
-            "bgcolor": CARD,
-        }
-    ]
-
-
 # --- operators by arithmetic intensity against the hardware's two limits
 
-
 MAX_SHAPES = 300
-LARGEST_PX, SMALLEST_PX = 34, 6
+MAX_PX, MIN_PX = 34, 6
 
 
 def roofline(report: Report) -> Figure | None:
     """A point per operator and shape, as large as its time, below the hardware's limits; None if those are unknown."""
     rank = report.facts.critical
-    rows = [
-        row for row in (rank.kernels.roofline if rank else ()) if row.flops > 0 and row.num_bytes > 0 and row.ms > 0
-    ]
+    known = rank.kernels.roofline if rank else ()
+    rows = [row for row in known if row.flops > 0 and row.num_bytes > 0 and row.ms > 0]
     rows = sorted(rows, key=lambda row: -row.ms)[:MAX_SHAPES]
     if len(rows) < 2 or not any(row.bound_ms for row in rows):
         return None
-    roles = list(dict.fromkeys(row.role for row in rows))
-    data = [
-        _points([row for row in rows if row.role == role], str(role), ROLE_COLORS[role], rows[0].ms) for role in roles
-    ]
+    data = []
+    for role in dict.fromkeys(row.role for row in rows):
+        own = [row for row in rows if row.role == role]
+        data.append({
+            "type": "scatter",
+            "mode": "markers",
+            "name": str(role),
+            "x": [row.flops / row.num_bytes for row in own],
+            "y": [row.flops / row.ms / 1e9 for row in own],
+            "marker": {
+                "color": ROLE_COLORS[role],
+                "opacity": 0.75,
+                "line": {"color": CARD, "width": 1},
+                "size": [max(MAX_PX * (row.ms / rows[0].ms) ** 0.5, MIN_PX) for row in own],
+            },
+            "text": [_describe_shape(row) for row in own],
+            "hovertemplate": "%{text}<br>%{y:.3g} TFLOP/s at %{x:.3g} FLOP per byte<extra></extra>",
+        })  # fmt: skip
     intensities = [row.flops / row.num_bytes for row in rows]
-    data += _ceilings(rank.kernels.roofline, min(intensities) / 2, max(intensities) * 2)
+    lowest, highest = min(intensities) / 2, max(intensities) * 2
+    data += _build_ceilings(known, lowest, highest)
     speeds = [speed for line in data for speed in line["y"]]
-    x = log_axis("FLOP per byte", min(intensities) / 2, max(intensities) * 2)
-    y = log_axis("TFLOP/s", min(speeds), max(speeds))
-    return Figure(
-        "How fast operators are against what memory and arithmetic units allow",
-        data,
-        layout(400, x, y),
-    )
+    x, y = log_axis("FLOP per byte", lowest, highest), log_axis("TFLOP/s", min(speeds), max(speeds))
+    return Figure("How fast operators are against what memory and arithmetic units allow", data, layout(400, x, y))
 
 
-def _points(rows: list[RooflineRow], role: str, color: str, longest_ms: float) -> dict:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": role,
-        "x": [row.flops / row.num_bytes for row in rows],
-        "y": [row.flops / row.ms / 1e9 for row in rows],
-        "marker": {
-            "color": color,
-            "opacity": 0.75,
-            "line": {"color": CARD, "width": 1},
-            "size": [max(LARGEST_PX * (row.ms / longest_ms) ** 0.5, SMALLEST_PX) for row in rows],
-        },
-        "text": [
-            f"{named(row.operator)} {named(row.shape, 80)}<br>"
-            f"{row.ms:.3f} ms per step in {named(row.phase or 'no phase')}"
-            + (f"<br>{row.efficiency:.0%} of what {row.bound_by} allows" if row.efficiency is not None else "")
-            for row in rows
-        ],
-        "hovertemplate": "%{text}<br>%{y:.3g} TFLOP/s at %{x:.3g} FLOP per byte<extra></extra>",
-    }
+def _describe_shape(row: RooflineRow) -> str:
+    text = f"{escape_name(row.operator)} {escape_name(row.shape, 80)}<br>"
+    text += f"{row.ms:.3f} ms per step in {escape_name(row.phase or 'no phase')}"
+    return text + (f"<br>{row.efficiency:.0%} of what {row.bound_by} allows" if row.efficiency is not None else "")
 
 
-def _ceilings(rows: tuple[RooflineRow, ...], lowest: float, highest: float) -> list[dict]:
+def _build_ceilings(rows: tuple[RooflineRow, ...], lowest: float, highest: float) -> list[dict]:
     """The limits that the rows' bounds were made of: arithmetic per number format, and memory."""
     peaks = {row.dtype: row.flops / row.bound_ms / 1e9 for row in rows if row.bound_by == "compute" and row.bound_ms}
     bandwidths = [row.num_bytes / row.bound_ms / 1e9 for row in rows if row.bound_by == "memory" and row.bound_ms]
-    lines = [
-        _line([lowest, highest], [peak, peak], f"{peak:,.0f} TFLOP/s in {named(dtype)}")
+    limits = [
+        ([lowest, highest], [peak, peak], f"{peak:,.0f} TFLOP/s in {escape_name(dtype)}", "top right")
         for dtype, peak in peaks.items()
     ]
     if bandwidths:
         tb_s = max(bandwidths)  # TFLOP/s = FLOP per byte x TB/s
         end = min(highest, max(peaks.values()) / tb_s) if peaks else highest
         if end > lowest:
-            lines.append(
-                _line([lowest, end], [lowest * tb_s, end * tb_s], f"memory, {tb_s * 1000:,.0f} GB/s", "bottom right")
-            )
-    return lines
-
-
-def _line(x: list[float], y: list[float], name: str, side: str = "top right") -> dict:
-    """Its name stands at its beginning, below a line that rises; no legend entry to look up."""
-    return {
-        "type": "scatter",
-        "mode": "lines+text",
-        "x": x,
-        "y": y,
-        "name": name,
-        "line": {"color": SLATE, "width": 1.5, "dash": "dot"},
-        "showlegend": False,
-        "hovertemplate": f"{name}<extra></extra>",
-        "text": [name, ""],
-        "textposition": side,
-        "textfont": {"size": 12, "color": SLATE},
-    }
+            # its name stands below the line, which rises
+            name = f"memory, {tb_s * 1000:,.0f} GB/s"
+            limits.append(([lowest, end], [lowest * tb_s, end * tb_s], name, "bottom right"))
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines+text",
+            "x": x,
+            "y": y,
+            "name": name,
+            "line": {"color": SLATE, "width": 1.5, "dash": "dot"},
+            "showlegend": False,  # the name stands at the line's beginning
+            "hovertemplate": f"{name}<extra></extra>",
+            "text": [name, ""],
+            "textposition": side,
+            "textfont": {"size": 12, "color": SLATE},
+        }
+        for x, y, name, side in limits
+    ]
 
 
 # --- every step of the run: the trace shows a few of them only
 
 MIN_STEPS = 20  # fewer say nothing that the sentences do not
 MAX_POINTS = 2000
+OTHER_STEPS = "others: first, evaluating, saving, compiling"
 
 
 def run_steps(report: Report) -> Figure | None:
@@ -289,46 +261,36 @@ def run_steps(report: Report) -> Figure | None:
     run = report.facts.run
     if run is None or run.steps < MIN_STEPS:
         return None
-    kinds = {"ordinary": BLUE, "profiled": PURPLE, "others: first, evaluating, saving, compiling": GREY}
-    of_step = _kinds(run)
-    data = []
-    for kind, color in kinds.items():
-        rows = [at for at in _shown(run) if of_step[at] == kind]
-        if rows:
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "markers",
-                    "name": kind,
-                    "x": [run.iterations[at] for at in rows],
-                    "y": [run.step_ms[at] for at in rows],
-                    "marker": {"color": color, "size": 5},
-                    "hovertemplate": "iteration %{x}: %{y:.1f} ms<extra></extra>",
-                }
-            )
-    y = axis("ms", type="log" if max(run.step_ms) > 10 * (run.steady_step_ms or max(run.step_ms)) else "linear")
-    return Figure("How long every step of the run took", data, layout(240, axis("iteration"), y)) if data else None
-
-
-def _kinds(run: Run) -> list[str]:
-    return [
-        "profiled" if profiled else "ordinary" if ordinary else "others: first, evaluating, saving, compiling"
-        for ordinary, profiled in zip(run.ordinary, run.profiled)
-    ]
-
-
-def _shown(run: Run) -> list[int]:
-    """Every n-th ordinary step of long runs, and the longest of each stretch: those are what one looks for."""
+    # of long runs every n-th step, and the longest of each stretch: those are what one looks for
     every = max(run.steps // (MAX_POINTS // 2), 1)
     stretches = [range(at, min(at + every, run.steps)) for at in range(0, run.steps, every)]
-    return sorted({at for stretch in stretches for at in (stretch[0], max(stretch, key=lambda row: run.step_ms[row]))})
+    shown = sorted({at for one in stretches for at in (one[0], max(one, key=lambda row: run.step_ms[row]))})
+    rows: dict[str, list[int]] = {"ordinary": [], "profiled": [], OTHER_STEPS: []}
+    for at in shown:
+        rows["profiled" if run.profiled[at] else "ordinary" if run.ordinary[at] else OTHER_STEPS].append(at)
+    data = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": kind,
+            "x": [run.iterations[at] for at in of_kind],
+            "y": [run.step_ms[at] for at in of_kind],
+            "marker": {"color": color, "size": 5},
+            "hovertemplate": "iteration %{x}: %{y:.1f} ms<extra></extra>",
+        }
+        for (kind, of_kind), color in zip(rows.items(), (BLUE, PURPLE, GREY))
+        if of_kind
+    ]
+    y = axis("ms", type="log" if max(run.step_ms) > 10 * (run.steady_step_ms or max(run.step_ms)) else "linear")
+    return Figure("How long every step of the run took", data, layout(240, axis("iteration"), y))
 
 
-# --- when the phases of one step run: the device's clock, or the host's without a GPU
+# --- bars: when the phases of one step run (the device's clock, or the host's without a GPU); the step of each rank
 
-HUES = tuple(color for color in SERIES[:-2] if color not in (VERMILION, ORANGE))  # those two as in the bars of a step
+COLORS = tuple(color for color in SERIES[:-2] if color not in (VERMILION, ORANGE))  # those two as in the bars of a step
 SHARED = {"communication": VERMILION, "copies": ORANGE}
 MAX_SPANS = 400  # longer ones first; beyond that a picture shows nothing more
+MAX_RANKS = 64
 
 
 def timeline(report: Report) -> Figure | None:
@@ -336,37 +298,25 @@ def timeline(report: Report) -> Figure | None:
     rank = report.facts.critical
     if rank is None or not rank.time.timeline:
         return None
-    spans = sorted(
-        sorted(rank.time.timeline, key=lambda span: span.start_ns - span.end_ns)[:MAX_SPANS],
-        key=lambda span: span.start_ns,
-    )
-    if len({span.name for span in spans}) < 2:
-        return None
-    begin = spans[0].start_ns
+    longest = sorted(rank.time.timeline, key=lambda span: span.start_ns - span.end_ns)[:MAX_SPANS]
+    spans = sorted(longest, key=lambda span: span.start_ns)
     names = list(dict.fromkeys(span.name for span in spans))
-    rows = {name: f"{named(name, 22)}" for name in names}
-    colors = {name: SHARED.get(name, HUES[at % len(HUES)]) for at, name in enumerate(names)}
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "y": [rows[span.name] for span in spans],
-            "base": [(span.start_ns - begin) / 1e6 for span in spans],
-            "x": [(span.end_ns - span.start_ns) / 1e6 for span in spans],
-            "marker": {"color": [colors[span.name] for span in spans]},
-            "hovertemplate": "%{y}: %{x:.3f} ms from %{base:.3f} ms<extra></extra>",
-        }
-    ]
-    clock = "device" if rank.time.on_gpu else "host"
-    x, y = axis(f"ms of the step, {clock}'s clock"), axis(autorange="reversed", type="category", showgrid=False)
-    return Figure(
-        "When the phases of one step run", data, layout(70 + 28 * len(names), x, y, barmode="overlay", bargap=0.35)
-    )
-
-
-# --- where the step of each rank goes, one bar per rank
-
-MAX_RANKS = 64
+    if len(names) < 2:
+        return None
+    colors = {name: SHARED.get(name, COLORS[at % len(COLORS)]) for at, name in enumerate(names)}
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": [escape_name(span.name, 22) for span in spans],
+        "base": [(span.start_ns - spans[0].start_ns) / 1e6 for span in spans],
+        "x": [(span.end_ns - span.start_ns) / 1e6 for span in spans],
+        "marker": {"color": [colors[span.name] for span in spans]},
+        "hovertemplate": "%{y}: %{x:.3f} ms from %{base:.3f} ms<extra></extra>",
+    }
+    x = axis(f"ms of the step, {'device' if rank.time.on_gpu else 'host'}'s clock")
+    y = axis(autorange="reversed", type="category", showgrid=False)
+    look = layout(70 + 28 * len(names), x, y, barmode="overlay", bargap=0.35)
+    return Figure("When the phases of one step run", [bars], look)
 
 
 def step_bars(report: Report) -> Figure | None:
@@ -374,14 +324,12 @@ def step_bars(report: Report) -> Figure | None:
     ranks = [rank for rank in report.facts.ranks_seen if rank.time.step_ms > 0][:MAX_RANKS]
     if len(ranks) < 2:
         return None
-    names = [f"file {at}" if rank.time.rank is None else f"rank {rank.time.rank}" for at, rank in enumerate(ranks)]
-    on_gpu = ranks[0].time.on_gpu
     data = [
         {
             "type": "bar",
             "orientation": "h",
-            "name": row_title(row, on_gpu),
-            "y": names,
+            "name": row_title(row, ranks[0].time.on_gpu),
+            "y": [f"file {at}" if one.time.rank is None else f"rank {one.time.rank}" for at, one in enumerate(ranks)],
             "x": [rank.time.rows.get(row, 0.0) for rank in ranks],
             "marker": {"color": ROW_COLORS.get(row, GREY)},
             "hovertemplate": "%{fullData.name}: %{x:.3f} ms<extra>%{y}</extra>",
@@ -390,14 +338,8 @@ def step_bars(report: Report) -> Figure | None:
         if any(rank.time.rows.get(row, 0.0) > NOTHING * rank.time.step_ms for rank in ranks)
     ]
     x, y = axis("ms per step"), axis(autorange="reversed", type="category", showgrid=False)
-    return Figure(
-        "Where a step of each rank goes, in milliseconds",
-        data,
-        layout(60 + 26 * len(ranks), x, y, barmode="stack", bargap=0.3),
-    )
-
-
-# --- which chart stands in which section
+    look = layout(60 + 26 * len(ranks), x, y, barmode="stack", bargap=0.3)
+    return Figure("Where a step of each rank goes, in milliseconds", data, look)
 
 
 def build_charts(report: Report) -> dict[str, Figure]:

@@ -3,85 +3,17 @@
 import importlib.util
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.analysis.findings.rules import get_page
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
-from megatron_lite.report.charts import Figure, build_charts
+from megatron_lite.report.charts import build_charts
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.section import Table
 from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.terminal import escape
 from megatron_lite.units import count, size
-
-# --- the few numbers that stand beside the verdict
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A number and what it is."""
-
-    value: str
-    name: str
-
-
-def build_tiles(report: Report) -> list[Tile]:
-    """Only what was measured."""
-    return [*_of_trace(report), *_of_run(report), *_of_memory(report)]
-
-
-def _of_trace(report: Report) -> list[Tile]:
-    """Times are those of the rank that waits least; shares of a step are of all ranks."""
-    rank = report.facts.critical
-    if rank is None or rank.time.step_ms <= 0:
-        return []
-    ranks = [one for one in report.facts.ranks_seen if one.time.step_ms > 0]
-    kernels = rank.kernels
-    whose = f", rank {rank.time.rank}" if len(ranks) > 1 and rank.time.rank is not None else ""
-    tiles = [Tile(f"{milliseconds(rank.time.step_ms)} ms", f"a step in the trace{whose}")]
-    if rank.time.on_gpu:
-        tiles.append(_by_rank([one.time.busy_ms / one.time.step_ms for one in ranks], "of it the device is busy"))
-    if any(one.time.communication_ms > 0 for one in ranks):
-        exposed = [one.time.rows.get("exposed_communication", 0.0) / one.time.step_ms for one in ranks]
-        tiles.append(_by_rank(exposed, "communication not hidden"))
-    if kernels.mfu is not None:
-        tiles.append(Tile(percent(kernels.mfu), f"of {kernels.peak_tflops:,.4g} TFLOP/s {kernels.peak_dtype}"))
-    return tiles
-
-
-def _by_rank(shares: list[float], name: str) -> Tile:
-    """One number where it is every rank's, else the least and the most."""
-    least, most = percent(min(shares)), percent(max(shares))
-    return Tile(least, name) if least == most else Tile(f"{least} to {most}", f"{name}, by rank")
-
-
-def _of_run(report: Report) -> list[Tile]:
-    run = report.facts.run
-    tiles = (
-        [Tile(f"{milliseconds(run.steady_step_ms)} ms", "a step without the profiler")]
-        if run and run.steady_step_ms
-        else []
-    )
-    return [*tiles, Tile(count(run.tokens_per_second), "tokens/s")] if run and run.tokens_per_second else tiles
-
-
-def _of_memory(report: Report) -> list[Tile]:
-    snapshot = report.facts.highest_snapshot
-    return (
-        [
-            Tile(
-                size(snapshot.peak_bytes),
-                f"memory at its peak{' in ' + snapshot.peak_phase if snapshot.peak_phase else ''}",
-            )
-        ]
-        if snapshot
-        else []
-    )
-
-
-# --- A Report as one page: no network, every foreign string escaped, the plotting library inside (docs/decisions/016)
 
 FOLDER = Path(__file__).parent
 MAX_ROWS = 200
@@ -91,34 +23,41 @@ MAX_LETTERS_ON_A_PHONE = 44  # of all columns together
 EXPLAINED = re.compile(r"^(?:(\w[\w ]*): )?(.+)$", re.MULTILINE)
 
 
+def build_tiles(report: Report) -> list[tuple[str, str]]:
+    """The few numbers beside the verdict, each with its name: only what was measured.
+
+    Times are those of the rank that waits least; shares of a step are of all ranks.
+    """
+    rank, run, snapshot = report.facts.critical, report.facts.run, report.facts.highest_snapshot
+    tiles = []
+    if rank is not None and rank.time.step_ms > 0:
+        ranks = [one for one in report.facts.ranks_seen if one.time.step_ms > 0]
+        whose = f", rank {rank.time.rank}" if len(ranks) > 1 and rank.time.rank is not None else ""
+        tiles.append((f"{milliseconds(rank.time.step_ms)} ms", f"a step in the trace{whose}"))
+        shares = {}
+        if rank.time.on_gpu:
+            shares["of it the device is busy"] = [one.time.busy_ms / one.time.step_ms for one in ranks]
+        if any(one.time.communication_ms > 0 for one in ranks):
+            exposed = [one.time.rows.get("exposed_communication", 0.0) / one.time.step_ms for one in ranks]
+            shares["communication not hidden"] = exposed
+        for name, by_rank in shares.items():
+            least, most = percent(min(by_rank)), percent(max(by_rank))
+            tiles.append((least, name) if least == most else (f"{least} to {most}", f"{name}, by rank"))
+        if rank.kernels.mfu is not None:
+            peak = f"of {rank.kernels.peak_tflops:,.4g} TFLOP/s {rank.kernels.peak_dtype}"
+            tiles.append((percent(rank.kernels.mfu), peak))
+    if run and run.steady_step_ms:
+        tiles.append((f"{milliseconds(run.steady_step_ms)} ms", "a step without the profiler"))
+    if run and run.tokens_per_second:
+        tiles.append((count(run.tokens_per_second), "tokens/s"))
+    if snapshot:
+        where = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
+        tiles.append((size(snapshot.peak_bytes), f"memory at its peak{where}"))
+    return tiles
+
+
 def html_page(report: Report) -> str:
-    """The whole page as text."""
-    sections = build_sections(report, True)
-    places = {section.key for section in sections}
-    charts = {key: figure for key, figure in build_charts(report).items() if key in places}
-    library = _plotly() if charts else ""
-    shown = charts if library else {}
-    return _template().render(
-        report=report,
-        confidence=describe_confidence(report),
-        tiles=build_tiles(report),
-        sections=sections,
-        charts=shown,
-        about=_explained(report),
-        gaps=build_limitations(report),
-        schema=REPORT_SCHEMA,
-        without_charts=bool(charts) and not library,
-        css=(FOLDER / "page.css").read_text(encoding="utf-8"),
-        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
-        library=library,
-        data=_data(shown),
-        max_rows=MAX_ROWS,
-        max_cell_letters=MAX_CELL_LETTERS,
-    )
-
-
-def _template():
-    """page.html.jinja, whose every expression is escaped and loses what a terminal or browser would obey."""
+    """The whole page as text: page.html.jinja, whose every expression loses what a terminal or browser would obey."""
     import jinja2  # here: reports without a page do not wait for it
     from markupsafe import Markup
 
@@ -130,37 +69,53 @@ def _template():
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template("page.html.jinja", globals={"kind_of": _kind_of, "cell_classes": _cell_classes})
+    template = environment.get_template(
+        "page.html.jinja", globals={"kind_of": _choose_layout, "cell_classes": _choose_cell_classes}
+    )
+    sections = build_sections(report, True)
+    places = {section.key for section in sections}
+    charts = {key: figure for key, figure in build_charts(report).items() if key in places}
+    library = _read_plotly() if charts else ""
+    shown = charts if library else {}
+    figures = {key: {"data": figure.data, "layout": figure.layout} for key, figure in shown.items()}
+    pages = {finding.code: get_page(finding.code) for finding in report.findings}
+    return template.render(
+        report=report,
+        confidence=describe_confidence(report),
+        tiles=build_tiles(report),
+        sections=sections,
+        charts=shown,
+        # what `explain` says of each finding, as (label, text)
+        about={code: EXPLAINED.findall(re.sub(r"\n +", " ", page)) for code, page in pages.items() if page},
+        gaps=build_limitations(report),
+        schema=REPORT_SCHEMA,
+        without_charts=bool(charts) and not library,
+        css=(FOLDER / "page.css").read_text(encoding="utf-8"),
+        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
+        library=library,
+        # no name in it can end the script: < does not occur
+        data=json.dumps(plain(figures), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        max_rows=MAX_ROWS,
+        max_cell_letters=MAX_CELL_LETTERS,
+    )
 
 
-def _kind_of(table: Table) -> str:
+def _choose_layout(table: Table) -> str:
     """bars, few (a phone shows its columns beside each other) or many."""
     heads = [max(name.split() or [""], key=len) for name in table.head]
     letters = sum(max(map(len, column)) for column in zip(*([heads] if heads else []), *table.rows))
     return "bars" if table.shares else "many" if letters > MAX_LETTERS_ON_A_PHONE else "few"
 
 
-def _cell_classes(table: Table) -> list[str]:
+def _choose_cell_classes(table: Table) -> list[str]:
     """For each column l or r, and w where its texts may be broken into several lines."""
     long = [any(len(row[at]) > MAX_UNBROKEN_LETTERS for row in table.rows) for at in range(len(table.align))]
     return [f"{side} w" if wide and side == "l" else side for side, wide in zip(table.align, long)]
 
 
-def _explained(report: Report) -> dict[str, list[tuple[str, str]]]:
-    """Code of a finding: what `explain` says of it, as (label, text)."""
-    pages = {finding.code: get_page(finding.code) for finding in report.findings}
-    return {code: EXPLAINED.findall(re.sub(r"\n +", " ", page)) for code, page in pages.items() if page}
-
-
-def _plotly() -> str:
+def _read_plotly() -> str:
     """plotly.js as the plotly package brings it, without importing that package; '' where it is not installed."""
     found = importlib.util.find_spec("plotly")
     folders = found.submodule_search_locations if found else None
     script = Path(folders[0]) / "package_data" / "plotly.min.js" if folders else None
     return script.read_text(encoding="utf-8") if script and script.is_file() else ""
-
-
-def _data(charts: dict[str, Figure]) -> str:
-    """JSON that no name in it can end: < does not occur."""
-    figures = {key: {"data": figure.data, "layout": figure.layout} for key, figure in charts.items()}
-    return json.dumps(plain(figures), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

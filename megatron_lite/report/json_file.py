@@ -8,7 +8,6 @@ import math
 from megatron_lite.analysis.predicted.predicted_results import Compared
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import RankFacts
 from megatron_lite.report.sections.all import build_limitations
 
 
@@ -19,8 +18,14 @@ def json_text(report: Report) -> str:
 
 def as_json(report: Report) -> dict:
     """The report as plain dicts, lists, numbers and strings."""
-    facts = report.facts
-    critical = facts.critical
+    facts, critical = report.facts, report.facts.critical
+    ranks_seen = []
+    for one in facts.ranks_seen:
+        trace = {
+            name: getattr(one.trace, name) for name in ("source", "writer", "rank", "world_size", "devices", "facts")
+        }
+        time = plain(one.time) | {"idle_ms": plain(one.time.idle_ms)}
+        ranks_seen.append(plain(trace) | {"time": time, "kernels": plain(one.kernels)})
     return {
         "schema": REPORT_SCHEMA,
         "title": report.title,
@@ -29,52 +34,26 @@ def as_json(report: Report) -> dict:
         "verdict": plain(report.verdict),
         "findings": plain(report.findings),
         "critical_rank": critical.time.rank if critical else None,
-        "ranks_seen": [_rank(one) for one in facts.ranks_seen],
+        "ranks_seen": ranks_seen,
         "ranks": plain(facts.ranks),
         "snapshots": plain(facts.snapshots),
         "ledger": [plain(row) | {"difference_bytes": row.difference_bytes} for row in facts.ledger],
         "traced_memory": plain(facts.traced_memory),
-        "predicted": _predicted(facts.predicted) if facts.predicted else None,
-        "run": _run(facts.run) if facts.run else None,
+        "predicted": plain(facts.predicted),
+        "run": _run_as_json(facts.run) if facts.run else None,
         "gaps": build_limitations(report),
     }
 
 
-def _rank(one: RankFacts) -> dict:
-    trace = one.trace
-    return {
-        "source": trace.source,
-        "writer": trace.writer,
-        "rank": trace.rank,
-        "world_size": trace.world_size,
-        "devices": list(trace.devices),
-        "facts": plain(trace.facts),
-        "time": plain(one.time) | {"idle_ms": plain(one.time.idle_ms)},
-        "kernels": plain(one.kernels),
-    }
-
-
-def _predicted(value):
-    """As `plain`, with the difference of each pair of figures."""
-    if isinstance(value, Compared):
-        return plain(value) | {"difference": plain(value.difference)}
-    if isinstance(value, tuple):
-        return [_predicted(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return {field.name: _predicted(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return plain(value)
-
-
-def _run(run: Run) -> dict:
+def _run_as_json(run: Run) -> dict:
     """Without the columns that have an entry per step (they stand in steps.jsonl) and the plan (run.json)."""
-    whole = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-    per_step = {
-        name
-        for name, value in whole.items()
-        if isinstance(value, tuple) and name not in ("notes", "growths", "gpu_growths")
-    }
-    left_out = per_step | {"plan", "record", "phases_ms", "gpu_phases_ms"}
-    return {"status": run.status, **{name: plain(value) for name, value in whole.items() if name not in left_out}}
+    found = {"status": run.status}
+    for field in dataclasses.fields(run):
+        value = getattr(run, field.name)
+        per_step = isinstance(value, tuple) and field.name not in ("notes", "growths", "gpu_growths")
+        if not per_step and field.name not in ("plan", "record", "phases_ms", "gpu_phases_ms"):
+            found[field.name] = plain(value)
+    return found
 
 
 def plain(value):
@@ -82,7 +61,8 @@ def plain(value):
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return fields | {"difference": plain(value.difference)} if isinstance(value, Compared) else fields
     if isinstance(value, dict):
         return {str(plain(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -1,11 +1,11 @@
-"""The same for programs: docs/planning.md describes it."""
+"""What `megatron-lite plan` says, for programs: docs/planning.md describes it."""
 
 import json
 
 from megatron_lite.estimate.what_if import Fit, Variant
 from megatron_lite.report.json_file import plain
-from megatron_lite.report.plan_figures import PLAN_SCHEMA, Outlook, PlanReport
-from megatron_lite.report.plan_verdict import verdicts
+from megatron_lite.report.plan_figures import PLAN_SCHEMA, PlanReport
+from megatron_lite.report.plan_terminal import verdicts
 
 
 def plan_json(report: PlanReport) -> str:
@@ -15,7 +15,16 @@ def plan_json(report: PlanReport) -> str:
 
 def as_json(report: PlanReport) -> dict:
     """Plain dicts, lists, numbers and strings."""
-    memory = report.memory
+    memory, gpus = report.memory, []
+    for one in report.outlooks:
+        time, length = one.time, one.duration
+        best = {"step_ms": time.step_ms, "tokens_per_s": time.tokens_per_s} if time.peak_tflops else {}
+        known = {"seconds": length.seconds, "days": length.days, "gpu_hours": length.gpu_hours} if length else {}
+        gpus.append({
+            "processor": plain(one.processor), "room_bytes": one.room_bytes, "peak_bytes": one.memory.peak.num_bytes,
+            "time": plain(time) | best, "duration": plain(length) | known if length else None,
+            "fit": _fit_as_json(one.fit), "inference": plain(one.inference),
+        })  # fmt: skip
     return {
         "schema": PLAN_SCHEMA,
         "title": report.title,
@@ -31,36 +40,25 @@ def as_json(report: PlanReport) -> dict:
             "moments": [plain(moment) | {"num_bytes": moment.num_bytes} for moment in memory.moments],
         },
         "margin": report.margin,
-        "gpus": [_outlook(one) for one in report.outlooks],
-        "what_if": [_variant(one) for one in report.variants],
-        "fit": _fit(report.fit),
+        "gpus": gpus,
+        "what_if": [_variant_as_json(one) for one in report.variants],
+        "fit": _fit_as_json(report.fit),
         "inference": plain(report.inference),
         "exact": plain(report.exact),
         "hints": plain(report.hints),
     }  # fmt: skip
 
 
-def _outlook(one: Outlook) -> dict:
-    time = {"step_ms": one.time.step_ms, "tokens_per_s": one.time.tokens_per_s} if one.time.peak_tflops else {}
-    length = one.duration
-    known = {"seconds": length.seconds, "days": length.days, "gpu_hours": length.gpu_hours} if length else {}
-    return {
-        "processor": plain(one.processor), "room_bytes": one.room_bytes, "peak_bytes": one.memory.peak.num_bytes,
-        "time": plain(one.time) | time,
-        "duration": plain(length) | known if length else None, "fit": _fit(one.fit), "inference": plain(one.inference),
-    }  # fmt: skip
-
-
-def _variant(one: Variant | None) -> dict | None:
+def _variant_as_json(one: Variant | None) -> dict | None:
     if one is None:
         return None
     step_ms = one.time.step_ms if one.time and one.time.peak_tflops else None
     return {"add": list(one.add), "drop": list(one.drop), "peak_bytes": one.peak_bytes, "step_ms": step_ms}
 
 
-def _fit(found: Fit | None) -> dict | None:
+def _fit_as_json(found: Fit | None) -> dict | None:
     if found is None:
         return None
-    variants = {name: _variant(getattr(found, name)) for name in ("given", "found", "least", "way_out")}
+    variants = {name: _variant_as_json(getattr(found, name)) for name in ("given", "found", "least", "way_out")}
     gpu, budget = found.processor.name, found.budget_bytes
     return {"gpu": gpu, "budget_bytes": budget, "margin": found.margin, "fits": found.fits, **variants}

@@ -1,74 +1,124 @@
 """A plan as lines for a terminal: the verdict first, then what it is made of, at last what was assumed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
-from megatron_lite.estimate.what_if import Fit, Variant
+from megatron_lite.estimate.hardware import PROCESSORS
+from megatron_lite.estimate.step_time import Duration
+from megatron_lite.estimate.what_if import Fit
 from megatron_lite.report.plan_figures import Outlook, PlanReport
-from megatron_lite.report.plan_verdict import fit_sentence, span, verdicts
-from megatron_lite.report.section import Lines, Section, Table
-from megatron_lite.report.section_text import section_lines
+from megatron_lite.report.section import Lines, Section, Table, build_share_table, section_lines
 from megatron_lite.report.text import Style, flops, heading, milliseconds, percent, share, wrapped
-from megatron_lite.units import GIB, count, short_count, size
-
-# --- how fast a planned run can be, as a section: parts of a step, tokens/s, days
-
-CAVEAT = "real steps take longer: kernels miss the peak, and launches and the host take time"
+from megatron_lite.units import GIB, count, duration, short_count, size
 
 
-def time(report: PlanReport, why: bool) -> Section:
-    """The parts of a step at best: with limits and bars for one GPU, a column for each of several."""
-    outlooks = report.outlooks
-    table = _one(outlooks[0]) if len(outlooks) == 1 else _several(outlooks)
-    formulas = [f"{row.name} = {row.formula}" for outlook in outlooks for row in outlook.time.rows]
-    notes = dict.fromkeys(note for outlook in outlooks for note in outlook.time.notes)
-    blocks = [table, *([Lines(formulas, quiet=True)] if why else []), Lines([CAVEAT, *notes], quiet=True)]
-    of = f"{outlooks[0].processor.name}, a lower bound" if len(outlooks) == 1 else "lower bounds"
-    return Section("time", "Time of a step at best", of, blocks)
+def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]:
+    """`why`: the formula behind each line."""
+    lines = [heading(report.title, report.facts, style), ""]
+    for paint, texts in ((style.warm, verdicts(report)), (style.dim, report.notes)):
+        for text in texts:
+            lines += map(paint, wrapped(text, hanging="    "))
+    for section in build_plan_sections(report, why):
+        lines += ["", *section_lines(section, style)]
+    return lines
 
 
-def _one(outlook: Outlook) -> Table:
-    parts = outlook.time.rows
-    rows = [[row.name, _ms(row.ms, outlook), row.bound] for row in parts]
-    rows += [[name, text(outlook), ""] for name, text in _sums([outlook])]
-    return Table(rows, "lrl", shares=[share(row.ms, outlook.time.step_ms) for row in parts])
+# --- the first lines: does training fit, or generating; how fast can it be, how long does it take
 
 
-def _several(outlooks: Sequence[Outlook]) -> Table:
-    names = dict.fromkeys(row.name for outlook in outlooks for row in outlook.time.rows)
-    rows = [[name, *(_part(name, outlook) for outlook in outlooks)] for name in names]
-    rows += [[name, *map(text, outlooks)] for name, text in _sums(outlooks)]
-    return Table(rows, "l" + "r" * len(outlooks), ["", *(outlook.processor.name for outlook in outlooks)])
+def verdicts(report: PlanReport) -> list[str]:
+    """A sentence for each GPU that was named; without any the peak, and how to learn more."""
+    if report.inference:
+        return _judge_inference(report)
+    if report.outlooks:
+        return [_judge_training(report, outlook) for outlook in report.outlooks]
+    exact = report.exact
+    peak = f"{size(exact.allocated_peak_bytes if exact else report.memory.peak.num_bytes)} of tensors on each GPU"
+    return [f"peak {peak}, {_describe_peak(report)}; --gpu NAME shows whether it fits and how fast it can be"]
 
 
-def _part(name: str, outlook: Outlook) -> str:
-    found = next((row for row in outlook.time.rows if row.name == name), None)
-    return _ms(found.ms, outlook) if found else "not known"
+def _describe_peak(report: PlanReport) -> str:
+    """'at cross entropy (backward), estimated'."""
+    peak, exact = report.memory.peak, report.exact
+    if exact is not None and exact.phase != peak.phase:
+        return f"in {exact.phase}"
+    return f"at {peak.where} ({peak.phase}){'' if exact else ', estimated'}"
 
 
-def _ms(value: float, outlook: Outlook) -> str:
-    return f"{milliseconds(value, outlook.time.step_ms)} ms"
+def _judge_training(report: PlanReport, outlook: Outlook) -> str:
+    """The exact peak if it was asked for, else that on the outlook's GPU, against its room."""
+    exact, room, name = report.exact, outlook.room_bytes, outlook.processor.name
+    peak = exact.allocated_peak_bytes if exact else outlook.memory.peak.num_bytes
+    of_room = f"peak {peak / GIB:.1f} of {room / GIB:.1f} GiB ({percent(peak / room)}), {_describe_peak(report)}"
+    remedy = f"; {describe_fit(outlook.fit)}" if outlook.fit else ""
+    if peak > room:
+        return f"does not fit in one {name}: {of_room}{remedy}"
+    speed = "how fast it can be is not known: the table has no peak of this GPU in this precision"
+    if outlook.time.peak_tflops and outlook.duration is not None:
+        step, lasts = milliseconds(outlook.time.step_ms), _describe_span(outlook.duration)
+        tokens = f"{count(outlook.time.tokens_per_s)} tokens/s"
+        speed = f"at best {step} ms per step, {tokens}, {lasts} for {short_count(outlook.duration.tokens)} tokens"
+    if peak > room * (1 - report.margin):
+        left = f"less than {percent(report.margin)} is left for CUDA, NCCL and what the allocator loses"
+        return f"may fit in one {name}: {of_room}; {left}{remedy}; {speed}"
+    return f"fits in one {name}: {of_room}; {speed}"
 
 
-def _sums(outlooks: Sequence[Outlook]) -> list[tuple[str, Callable[[Outlook], str]]]:
-    lengths = [outlook.duration.tokens for outlook in outlooks if outlook.duration]
-    return [
-        ("step", lambda one: _ms(one.time.step_ms, one) if one.time.peak_tflops else "not known"),
-        ("tokens/s", lambda one: count(one.time.tokens_per_s) if one.time.peak_tflops else ""),
-        ("of peak at best", lambda one: percent(utilisation(one))),
-        (
-            f"{short_count(lengths[0])} tokens" if lengths else "whole training",
-            lambda one: span(one.duration) if one.duration else "",
-        ),
-        ("GPU hours", lambda one: f"{one.duration.gpu_hours:,.1f}" if one.duration else ""),
-    ]
+def describe_fit(fit: Fit) -> str:
+    """'it fits with --micro-batch-size 2 (10.84 GiB)', else the smallest change that makes it fit."""
+    if fit.found:
+        words = fit.found.words or "no change at all, by formula"
+        return f"it fits with {words} ({size(fit.found.peak_bytes)})"
+    needed = fit.least.peak_bytes
+    too_much = f"{size(needed - fit.budget_bytes)} more than there is with {percent(fit.margin)} left free"
+    least = f"no micro-batch and no recomputation makes it fit: at least {size(needed)}, {too_much}"
+    if fit.way_out is not None:
+        return f"{least}; smallest change that fits: {fit.way_out.words} ({size(fit.way_out.peak_bytes)})"
+    gib = needed / (1 - fit.margin) / GIB
+    large = [one for one in PROCESSORS if (one.memory_gib or 0.0) >= gib]
+    other = ", no GPU of the table is large enough"
+    if large:
+        smallest = min(large, key=lambda one: one.memory_gib)
+        other = f" or a GPU of {gib:.1f} GiB, such as {smallest.name} ({smallest.memory_gib:g} GiB)"
+    return f"{least}; nor does a shorter sequence: it needs a smaller model{other}"
 
 
-def utilisation(outlook: Outlook) -> float | None:
-    """Of the peak, half of attention counted (Megatron-LM's convention), if the bound were reached."""
-    time = outlook.time
-    if not time.peak_tflops:
-        return None
-    return time.flops_causal / (time.step_ms / 1000) / (time.peak_tflops * 1e12)
+def _judge_inference(report: PlanReport) -> list[str]:
+    """For each GPU with weights of the training's precision."""
+    found = report.inference
+    at = 0 if report.plan.precision == "fp32" else 1  # WEIGHT_BITS
+    weights = found.weights[at]
+    held = f"with {weights.name} and a cache for {count(found.batch)} x {count(found.tokens)} tokens"
+    if not report.outlooks:
+        takes = f"generating takes {size(found.num_bytes(weights))} of tensors {held}"
+        return [f"{takes}; --gpu NAME shows whether it fits and how fast it can be"]
+    return [_judge_generating(outlook, at, held, report.margin) for outlook in report.outlooks]
+
+
+def _judge_generating(outlook: Outlook, at: int, held: str, margin: float) -> str:
+    found, room, name = outlook.inference, outlook.room_bytes, outlook.processor.name
+    weights, budget = found.weights[at], room * (1 - margin)
+    needed = found.num_bytes(weights)
+    of_room = f"{needed / GIB:.1f} of {room / GIB:.1f} GiB ({percent(needed / room)}) {held}"
+    best = f"; at best {count(found.tokens_per_s(found.token_rows[at]))} tokens/s" if found.token_rows else ""
+    if needed <= budget:
+        return f"generating fits in one {name}: {of_room}{best}"
+    # the largest batch with these weights, else the widest weights with this batch
+    one_bytes = found.cache.num_bytes // found.batch
+    batch = int((budget - weights.num_bytes) // one_bytes)
+    fitting = next((row for row in found.weights if found.num_bytes(row) <= budget), None)
+    other = ""
+    if batch >= 1:
+        other = f"; it fits with --batch {batch} ({size(weights.num_bytes + batch * one_bytes)})"
+    elif fitting:
+        other = f"; it fits with {fitting.name} ({size(found.num_bytes(fitting))})"
+    if needed <= room:
+        return f"generating may fit in one {name}: {of_room}; less than {percent(margin)} is left{other}{best}"
+    return f"generating does not fit in one {name}: {of_room}{other}"
+
+
+def _describe_span(found: Duration) -> str:
+    """Days above two of them, else hours, minutes, seconds."""
+    return f"{found.days:,.1f} days" if found.days >= 2 else duration(found.seconds)
 
 
 # --- sections of a plan: parameters, work, memory, time, what if, fit, inference, environment
@@ -78,193 +128,187 @@ EQUAL = 0.0005  # of a figure: formula and walk are called equal
 SMALL = 0.005  # of the peak: rows of less stand together
 
 
-def plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
+def build_plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     """In the order of a reader's questions: of training or of inference. `why`: the formula of every line."""
     training = not report.inference
     if report.inference:
-        yield inference(report, why)
+        yield build_inference_section(report, why)
     if training:
-        yield memory_at_peak(report, why)
-        yield moments(report)
+        yield from _build_memory_sections(report, why)
     if report.exact:
-        yield exact(report)
+        yield build_exact_section(report)
     if training and report.outlooks:
-        yield time(report, why)
+        yield build_time_section(report, why)
     if training:
-        yield work(report)
-    yield parameters(report)
+        yield _build_work_section(report)
+    whole = sum(report.parts.values())
+    parts = [(name, number) for name, number in report.parts.items() if number]
+    table = build_share_table(parts, whole, count)
+    yield Section("parameters", "Parameters", f"{count(whole)} ({short_count(whole)})", [table])
     if training and report.variants:
-        yield what_if(report)
+        yield _build_what_if_section(report)
     if report.fit:
-        yield fit(report)
+        yield _build_fit_section(report.fit)
     if report.hints is not None:
         none = ["nothing in flags and variables that would cost anything"]
         yield Section("environment", "Environment", "", [Lines(list(report.hints) or none)])
 
 
-def memory_at_peak(report: PlanReport, why: bool) -> Section:
-    """What tensors hold when they hold most; rows add up to the peak."""
+def _build_memory_sections(report: PlanReport, why: bool) -> Iterator[Section]:
+    """What tensors hold when they hold most, rows that add up to the peak; then the moments at which the peak can be."""
     peak = report.memory.peak
     shown = [row for row in peak.rows if why or row.num_bytes >= SMALL * peak.num_bytes]
     rest = peak.num_bytes - sum(row.num_bytes for row in shown)
-    rows = [(row.name, size(row.num_bytes), percent(share(row.num_bytes, peak.num_bytes))) for row in shown]
-    rows += [("smaller ones", size(rest), percent(share(rest, peak.num_bytes)))] if rest else []
-    rows.append(("peak", size(peak.num_bytes), ""))
-    shares = [share(row.num_bytes, peak.num_bytes) for row in shown] + [None] * (len(rows) - len(shown))
-    blocks = [Table(rows, "lrr", shares=shares)]
+    table = build_share_table([(row.name, row.num_bytes) for row in shown], peak.num_bytes, size)
+    more = [("smaller ones", size(rest), percent(share(rest, peak.num_bytes)))] if rest else []
+    more.append(("peak", size(peak.num_bytes), ""))
+    blocks = [Table([*table.rows, *more], "lrr", shares=[*table.shares, *(None for _ in more)])]
     if why:
         blocks.append(Lines([f"{row.name} = {row.formula}" for row in shown if row.formula], quiet=True))
-    return Section("memory", "Memory at the peak", f"estimate for one GPU, {peak.where} ({peak.phase})", blocks)
+    yield Section("memory", "Memory at the peak", f"estimate for one GPU, {peak.where} ({peak.phase})", blocks)
+    moments = report.memory.moments
+    rows = [(moment.phase, moment.where, size(moment.num_bytes)) for moment in moments]
+    shares = [share(moment.num_bytes, peak.num_bytes) for moment in moments]
+    yield Section("moments", "Memory through a step", "estimate for one GPU", [Table(rows, "llr", shares=shares)])
 
 
-def moments(report: PlanReport) -> Section:
-    """Where the peak can be, in the order of a step."""
-    peak = report.memory.peak.num_bytes
-    rows = [(moment.phase, moment.where, size(moment.num_bytes)) for moment in report.memory.moments]
-    shares = [share(moment.num_bytes, peak) for moment in report.memory.moments]
-    return Section("moments", "Memory through a step", "estimate for one GPU", [Table(rows, "llr", shares=shares)])
-
-
-def exact(report: PlanReport) -> Section:
+def build_exact_section(report: PlanReport) -> Section:
     """Category by category beside the formula."""
     found, by_formula = report.exact, {}
     for row in report.memory.peak.rows:
         by_formula[row.category] = by_formula.get(row.category, 0) + row.num_bytes
-    names = list(found.categories) + [name for name in by_formula if name not in found.categories]
-    pairs = [(name, found.categories.get(name, 0), by_formula.get(name, 0)) for name in names]
+    pairs = [
+        (name, found.categories.get(name, 0), by_formula.get(name, 0)) for name in {**found.categories, **by_formula}
+    ]
     pairs.append(("peak", found.allocated_peak_bytes, report.memory.peak.num_bytes))
-    rows = [(name, size(real), size(formula), _difference(formula, real)) for name, real, formula in pairs]
-    reserved = (
-        f"reserved by the caching allocator: {size(found.reserved_peak_bytes)}; with expandable segments "
-        f"{size(found.expandable_reserved_bytes)}"
-    )
+    rows = []
+    for name, real, formula in pairs:
+        difference = "not there" if formula else ""
+        if real:
+            share_off = formula / real - 1
+            difference = f"{share_off:+.1%}" if abs(share_off) >= EQUAL else "0"
+        rows.append((name, size(real), size(formula), difference))
+    expandable = f"with expandable segments {size(found.expandable_reserved_bytes)}"
+    reserved = f"reserved by the caching allocator: {size(found.reserved_peak_bytes)}; {expandable}"
     table = Table(rows, "lrrr", ["", "exact", "estimate", "difference"])
     lines = Lines([f"peak in {found.where}", reserved, *found.notes])
     return Section("exact", "Exact", f"the real model and step, without data, in {found.seconds:.1f} s", [table, lines])
 
 
-def _difference(formula: int, real: int) -> str:
-    if real == 0:
-        return "not there" if formula else ""
-    share_off = formula / real - 1
-    return f"{share_off:+.1%}" if abs(share_off) >= EQUAL else "0"
+def build_time_section(report: PlanReport, why: bool) -> Section:
+    """The parts of a step at best: with limits and bars for one GPU, a column for each of several."""
+    outlooks = report.outlooks
+    only = outlooks[0] if len(outlooks) == 1 else None
+    rows = []
+    for name in dict.fromkeys(row.name for outlook in outlooks for row in outlook.time.rows):
+        cells, bound = [], ""
+        for outlook in outlooks:
+            found = next((row for row in outlook.time.rows if row.name == name), None)
+            cells.append(f"{milliseconds(found.ms, outlook.time.step_ms)} ms" if found else "not known")
+            bound = found.bound if found else bound
+        rows.append([name, *cells, *([bound] if only else [])])
+    lengths = [outlook.duration.tokens for outlook in outlooks if outlook.duration]
+    length = f"{short_count(lengths[0])} tokens" if lengths else "whole training"
+    sums = zip(("step", "tokens/s", "of peak at best", length, "GPU hours"), *map(_sum_up, outlooks))
+    rows += [[*row, *([""] if only else [])] for row in sums]
+    if only:
+        shares = [share(row.ms, only.time.step_ms) for row in only.time.rows]
+        table, of = Table(rows, "lrl", shares=shares), f"{only.processor.name}, a lower bound"
+    else:
+        head = ["", *(outlook.processor.name for outlook in outlooks)]
+        table, of = Table(rows, "l" + "r" * len(outlooks), head), "lower bounds"
+    formulas = [f"{row.name} = {row.formula}" for outlook in outlooks for row in outlook.time.rows]
+    notes = dict.fromkeys(note for outlook in outlooks for note in outlook.time.notes)
+    caveat = "real steps take longer: kernels miss the peak, and launches and the host take time"
+    blocks = [table, *([Lines(formulas, quiet=True)] if why else []), Lines([caveat, *notes], quiet=True)]
+    return Section("time", "Time of a step at best", of, blocks)
 
 
-def work(report: PlanReport) -> Section:
+def _sum_up(outlook: Outlook) -> list[str]:
+    """Step, tokens/s, share of the peak (half of attention counted, Megatron-LM's convention), length, GPU hours."""
+    time, length = outlook.time, outlook.duration
+    texts = ["not known", "", ""]
+    if time.peak_tflops:
+        of_peak = time.flops_causal / (time.step_ms / 1000) / (time.peak_tflops * 1e12)
+        texts = [f"{milliseconds(time.step_ms)} ms", count(time.tokens_per_s), percent(of_peak)]
+    return [*texts, *([_describe_span(length), f"{length.gpu_hours:,.1f}"] if length else ["", ""])]
+
+
+def _build_work_section(report: PlanReport) -> Section:
     """FLOPs of all GPUs in both conventions."""
     tokens = report.plan.batch.final * report.plan.shape.seq_length
-    rows = [
-        (name, flops(per_token * tokens), f"{flops(per_token)} per token")
-        for name, per_token in (
-            ("half of attention counted (Megatron-LM)", report.flops_causal),
-            ("all of attention counted (nanoGPT, PaLM)", report.flops_full),
-        )
-    ]
+    conventions = {
+        "half of attention counted (Megatron-LM)": report.flops_causal,
+        "all of attention counted (nanoGPT, PaLM)": report.flops_full,
+    }
+    rows = [(name, flops(each * tokens), f"{flops(each)} per token") for name, each in conventions.items()]
     return Section("work", "Work of a step", f"{count(tokens)} tokens, all GPUs", [Table(rows, "lrr")])
 
 
-def parameters(report: PlanReport) -> Section:
-    """By part of the model; parts that it lacks are left out."""
-    whole = sum(report.parts.values())
-    parts = [(name, number) for name, number in report.parts.items() if number]
-    rows = [(name, count(number), percent(share(number, whole))) for name, number in parts]
-    table = Table(rows, "lrr", shares=[share(number, whole) for _, number in parts])
-    return Section("parameters", "Parameters", f"{count(whole)} ({short_count(whole)})", [table])
-
-
-def what_if(report: PlanReport) -> Section:
+def _build_what_if_section(report: PlanReport) -> Section:
     """One change each: its peak, and on the first GPU whether it fits and how fast it can be."""
     now = report.memory.peak.num_bytes
     outlook = report.outlooks[0] if report.outlooks else None
-    rows = [_variant_row(one, now, outlook, report.margin) for one in report.variants]
+    rows = []
+    for one in report.variants:
+        # the line below the table has the flags in full
+        words = one.words.replace(ALL_LAYERS, "--recompute-granularity full (all layers)")
+        row = [words, size(one.peak_bytes), f"{(one.peak_bytes - now) / GIB:+.2f} GiB"]
+        if outlook:
+            known = one.time is not None and one.time.peak_tflops
+            row.append("yes" if one.peak_bytes <= outlook.room_bytes * (1 - report.margin) else "no")
+            row.append(f"{milliseconds(one.time.step_ms)} ms" if known else "not known")
+        rows.append(row)
     head = ["", "peak", "against now", *(["fits", "at best"] if outlook else [])]
     of = outlook.processor.name if outlook else "one change each"
     table = Table(rows, "lrr" + ("lr" if outlook else ""), head)
     return Section("what_if", "What if", of, [table, Lines([f"all layers: {ALL_LAYERS}"], quiet=True)])
 
 
-def _variant_row(one: Variant, now: int, outlook: Outlook | None, margin: float) -> list[str]:
-    row = [_shortened(one.words), size(one.peak_bytes), f"{(one.peak_bytes - now) / GIB:+.2f} GiB"]
-    if outlook is None:
-        return row
-    fits = "yes" if one.peak_bytes <= outlook.room_bytes * (1 - margin) else "no"
-    known = one.time is not None and one.time.peak_tflops
-    return [*row, fits, f"{milliseconds(one.time.step_ms)} ms" if known else "not known"]
-
-
-def _shortened(words: str) -> str:
-    """Fits into the table; the lines below it have the flags in full."""
-    return words.replace(ALL_LAYERS, "--recompute-granularity full (all layers)")
-
-
-def fit(report: PlanReport) -> Section:
+def _build_fit_section(found: Fit) -> Section:
     """Flags to paste, or what is in the way."""
-    found = report.fit
+    lines = []
+    if found.fits:
+        spare = found.budget_bytes - found.given.peak_bytes
+        lines.append(f"fits as it is: {size(found.given.peak_bytes)}, {size(spare)} to spare")
+    if found.found and found.found.words:
+        one = found.found
+        known = one.time and one.time.peak_tflops
+        best = f", at best {milliseconds(one.time.step_ms)} ms per step" if known else ""
+        lines.append(f"{'fastest that fits' if found.fits else 'fits with'}: {one.words}")
+        lines.append(f"peak {size(one.peak_bytes)}{best}")
+    if found.found is None:
+        lines += [describe_fit(found), "more GPUs do not help: each holds the whole model"]
     budget = f"{size(found.budget_bytes)} of {found.processor.memory_gib:g} GiB, {percent(found.margin)} left free"
-    lines = list(_fit_lines(found))
     return Section("fit", f"Fit into one {found.processor.name}", budget, [Lines(lines)])
 
 
-def _fit_lines(found: Fit) -> Iterator[str]:
-    if found.fits:
-        yield f"fits as it is: {size(found.given.peak_bytes)}, {size(found.budget_bytes - found.given.peak_bytes)} to spare"
-    if found.found and found.found.words:
-        one = found.found
-        yield f"{'fastest that fits' if found.fits else 'fits with'}: {one.words}"
-        yield f"peak {size(one.peak_bytes)}{_at_best(one)}"
-    if found.found is None:
-        yield fit_sentence(found)
-        yield "more GPUs do not help: each holds the whole model"
-
-
-def _at_best(one: Variant) -> str:
-    return f", at best {milliseconds(one.time.step_ms)} ms per step" if one.time and one.time.peak_tflops else ""
-
-
-def inference(report: PlanReport, why: bool) -> Section:
+def build_inference_section(report: PlanReport, why: bool) -> Section:
     """Weights by number format, the cache, both; tokens/s for each GPU."""
     found = report.inference
     timed = [outlook for outlook in report.outlooks if outlook.inference and outlook.inference.token_rows]
+    formats = [row.name.removeprefix("weights in ") for row in found.weights]
     rows = [
-        [_format(row.name), size(row.num_bytes), size(found.num_bytes(row)), count(batch)]
-        for row, batch in zip(found.weights, found.batches_beyond_weights)
+        [name, size(row.num_bytes), size(found.num_bytes(row)), count(batch)]
+        for name, row, batch in zip(formats, found.weights, found.batches_beyond_weights)
     ]
     blocks = [Table(rows, "lrrr", ["", "weights", "with cache", "cache is larger from batch"])]
     if timed:
-        speeds = [
-            [_format(row.name), *(_tokens_per_s(one, at) for one in timed)] for at, row in enumerate(found.weights)
-        ]
-        blocks.append(
-            Table(speeds, "l" + "r" * len(timed), ["tokens/s at best", *(one.processor.name for one in timed)])
-        )
+        columns = [formats, *map(_compute_token_rates, timed)]
+        head = ["tokens/s at best", *(one.processor.name for one in timed)]
+        blocks.append(Table(list(zip(*columns)), "l" + "r" * len(timed), head))
     lines = [f"cache of keys and values: {size(found.cache.num_bytes)} = {found.cache.formula}"]
     if why:
-        lines += [f"{row.name} = {row.formula}" for row in found.weights]
-        lines += [f"{row.name} = {row.formula}" for outlook in timed for row in outlook.inference.token_rows]
+        parts = [*found.weights, *(row for one in timed for row in one.inference.token_rows)]
+        lines += [f"{row.name} = {row.formula}" for row in parts]
     of = f"batch {found.batch}, {count(found.tokens)} tokens each; tensors only"
     return Section("inference", "Inference", of, [*blocks, Lines(lines)])
 
 
-def _format(name: str) -> str:
-    return name.removeprefix("weights in ")
-
-
-def _tokens_per_s(outlook: Outlook, at: int) -> str:
-    found = outlook.inference
-    fits = found.num_bytes(found.weights[at]) <= outlook.room_bytes
-    return count(found.tokens_per_s(found.token_rows[at])) if fits else "does not fit"
-
-
-# --- A plan as lines for a terminal: the verdict first, then what it is made of, at last what was assumed
-
-
-def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]:
-    """`why`: the formula behind each line."""
-    lines = [heading(report.title, report.facts, style), ""]
-    for sentence in verdicts(report):
-        lines += [style.warm(line) for line in wrapped(sentence, hanging="    ")]
-    for note in report.notes:
-        lines += [style.dim(line) for line in wrapped(note, hanging="    ")]
-    for section in plan_sections(report, why):
-        lines += ["", *section_lines(section, style)]
-    return lines
+def _compute_token_rates(outlook: Outlook) -> list[str]:
+    """Of each number format."""
+    found, texts = outlook.inference, []
+    for weights, row in zip(found.weights, found.token_rows):
+        fits = found.num_bytes(weights) <= outlook.room_bytes
+        texts.append(count(found.tokens_per_s(row)) if fits else "does not fit")
+    return texts

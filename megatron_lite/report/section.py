@@ -1,7 +1,12 @@
-"""What a section of a report holds, before anybody draws it: terminal and page show the same words and numbers."""
+"""What a section of a report holds, in words and numbers, and how a terminal draws it; the page draws the same."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_lite.report.text import BAR_WIDTH, WIDTH, Style, fit, heading, percent, share, wrapped
+from megatron_lite.terminal import escape
+
+MIN_COLUMN = 6
 
 
 @dataclass(frozen=True)
@@ -54,21 +59,76 @@ class Section:
     blocks: Sequence[Table | Lines | Card | Hint]
 
 
-def first(rows: Sequence, most: int, everything: bool) -> tuple[Sequence, int]:
+def limit_rows(rows: Sequence, most: int, everything: bool) -> tuple[Sequence, int]:
     """(the rows to show, how many are hidden). One row is not hidden: the line that says so would take its place."""
     if everything or len(rows) <= most + 1:
         return rows, 0
     return rows[:most], len(rows) - most
 
 
-def with_some_value(table: Table) -> Table:
+def drop_empty_columns(table: Table) -> Table:
     """Without the columns in which no row has anything."""
     keep = [at for at in range(len(table.align)) if any(row[at] for row in table.rows)]
-    return Table(
-        [[row[at] for at in keep] for row in table.rows],
-        "".join(table.align[at] for at in keep),
-        [table.head[at] for at in keep] if table.head else (),
-        table.shares,
-        table.hidden,
-        table.colors,
+    return replace(
+        table,
+        rows=[[row[at] for at in keep] for row in table.rows],
+        align="".join(table.align[at] for at in keep),
+        head=[table.head[at] for at in keep] if table.head else (),
     )
+
+
+def build_share_table(
+    parts: Sequence[tuple[str, float]], whole: float, write: Callable[[float], str], colors: Sequence[str] = ()
+) -> Table:
+    """A row with a bar for each (name, value): the value, and its share of the whole."""
+    shares = [share(value, whole) for _, value in parts]
+    rows = [(name, write(value), percent(part)) for (name, value), part in zip(parts, shares)]
+    return Table(rows, "lrr", shares=shares, colors=colors)
+
+
+# --- on a terminal
+
+
+def section_lines(section: Section, style: Style) -> list[str]:
+    """A section under its title."""
+    lines = [heading(section.title, section.of, style)]
+    for block in section.blocks:
+        if isinstance(block, Table):
+            lines += table_lines(block, style) if block.rows else []
+        elif isinstance(block, Card):
+            lines += _card_lines(block, style)
+        else:
+            texts, quiet = ([block.text], True) if isinstance(block, Hint) else (block.texts, block.quiet)
+            drawn = [line for text in texts for line in wrapped(text, hanging="    ")]
+            lines += [style.dim(line) for line in drawn] if quiet else drawn
+    return lines
+
+
+def table_lines(table: Table, style: Style) -> list[str]:
+    """Columns two spaces apart, the widest ones cut until they fit, and bars at the end."""
+    cells = [[escape(cell) for cell in line] for line in ([table.head] if table.head else []) + list(table.rows)]
+    room = WIDTH - 2 - 2 * (len(table.align) - 1) - (BAR_WIDTH + 2 if table.shares else 0)
+    widths = [max(len(line[at]) for line in cells) for at in range(len(table.align))]
+    while sum(widths) > room and max(widths) > MIN_COLUMN:
+        widths[widths.index(max(widths))] -= 1
+    drawn = []
+    for line in cells:
+        columns = zip(line, widths, table.align)
+        padded = (f"{fit(cell, width):{'>' if side == 'r' else '<'}{width}}" for cell, width, side in columns)
+        drawn.append("  " + "  ".join(padded))
+    if table.head:
+        drawn[0] = style.dim(drawn[0].rstrip())
+    for at, part in enumerate(table.shares, 1 if table.head else 0):
+        drawn[at] += "" if part is None else "  " + style.accent(style.bar(part))
+    more = [style.dim(f"  and {table.hidden} more with --all")] if table.hidden else []
+    return [*(line.rstrip() for line in drawn), *more]
+
+
+def _card_lines(card: Card, style: Style) -> list[str]:
+    cost = escape(card.cost)
+    text = fit(f"{card.number:>2}. {card.code}: {card.title}", WIDTH - len(cost) - 4)
+    lines = [f"  {style.bold(text)}{' ' * (WIDTH - 2 - len(text) - len(cost))}{style.warm(cost)}".rstrip()]
+    if card.in_full:
+        for said in (*card.evidence, f"try: {card.advice}"):
+            lines += wrapped(said, "      ", "        ")
+    return lines

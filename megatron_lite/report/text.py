@@ -1,17 +1,14 @@
-"""Words and tables for a terminal of 100 columns."""
+"""Colors, numbers and wrapped words as reports write them."""
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.estimate.memory_categories import CATEGORIES
-from megatron_lite.report.section import Table
 from megatron_lite.terminal import escape
 
 # --- which color a part of time or memory has, in every chart and table of the page
-
 
 HUES = ("blue", "orange", "green", "vermilion", "sky", "purple", "yellow", "slate", "grey", "pale", "violet", "brown")
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE, VIOLET, BROWN = (
@@ -89,11 +86,9 @@ def flops(value: float) -> str:
     return f"{value:.3g} PFLOP"
 
 
-# --- words and tables for a terminal of 100 columns
-
+# --- words for a terminal of 100 columns
 
 WIDTH = 100
-NARROWEST = 6  # column of a table
 BAR_WIDTH = 28
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -164,33 +159,3 @@ def heading(text: str, right: str, style: Style) -> str:
     right = fit(right, max(WIDTH - len(text) - 2, 0))
     gap = " " * max(WIDTH - len(text) - len(right), 2)
     return style.bold(text) + (gap + style.dim(right) if right else "")
-
-
-def table_lines(table: Table, style: Style) -> list[str]:
-    """Columns two spaces apart, the widest ones cut until they fit, and bars at the end."""
-    lines = [table.head, *table.rows] if table.head else list(table.rows)
-    cells = [[escape(cell) for cell in line] for line in lines]
-    room = WIDTH - 2 - 2 * (len(table.align) - 1) - (BAR_WIDTH + 2 if table.shares else 0)
-    widths = _widths([max(len(line[at]) for line in cells) for at in range(len(table.align))], room)
-    drawn = [
-        "  "
-        + "  ".join(
-            f"{fit(cell, width):{'>' if side == 'r' else '<'}{width}}"
-            for cell, width, side in zip(line, widths, table.align)
-        )
-        for line in cells
-    ]
-    if table.head:
-        drawn[0] = style.dim(drawn[0].rstrip())
-    for at, share in enumerate(table.shares, 1 if table.head else 0):
-        drawn[at] += "" if share is None else "  " + style.accent(style.bar(share))
-    more = [style.dim(f"  and {table.hidden} more with --all")] if table.hidden else []
-    return [*(line.rstrip() for line in drawn), *more]
-
-
-def _widths(wanted: Sequence[int], room: int) -> list[int]:
-    """The widest give way first."""
-    widths = list(wanted)
-    while sum(widths) > room and max(widths) > NARROWEST:
-        widths[widths.index(max(widths))] -= 1
-    return widths

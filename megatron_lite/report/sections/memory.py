@@ -1,87 +1,73 @@
-"""Why memory peaks: when, held by what, from which lines and layers, formula beside measured, growth, fragmentation."""
+"""Why memory peaks, and what was predicted of a run beside what was measured."""
 
 from collections.abc import Sequence
 
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Snapshot, TraceMemory
+from megatron_lite.analysis.predicted.predicted_results import Compared, ComparedMemory, ComparedTime
 from megatron_lite.analysis.report import Report
-from megatron_lite.report.section import Lines, Section, Table, first, with_some_value
-from megatron_lite.report.text import CATEGORY_COLORS, GREY, percent, share
-from megatron_lite.units import size
+from megatron_lite.report.section import Lines, Section, Table, build_share_table, drop_empty_columns, limit_rows
+from megatron_lite.report.text import CATEGORY_COLORS, GREY, milliseconds, percent
+from megatron_lite.units import count, size
 
-SITES_SHOWN, LAYERS_SHOWN, OTHERS_SHOWN, GROWING_SHOWN = 2, 1, 8, 1
-
-SMALL = 0.01  # of the peak
+MAX_SITES, MAX_LAYERS, MAX_OTHERS, MAX_GROWING = 2, 1, 8, 1
+SMALL = 0.01  # of the peak: such categories stand together
 DIFFERS = 0.10  # of the formula: a category that the terminal shows although the rest agrees
+OTHERS = "others"
 
 
 def memory_section(report: Report, everything: bool) -> Section | None:
     """The snapshot with the highest peak, of the others the peak; without any what a trace says."""
     snapshot = report.facts.highest_snapshot
     if snapshot is None:
-        return _traced(report.facts.traced_memory)
-    when = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
-    made = ", simulated" if snapshot.simulated else ""
-    rank = "" if snapshot.rank is None else f"rank {snapshot.rank}, "
-    texts = [
-        *_layers(snapshot, everything),
-        *_growth(snapshot),
-        *_fragmentation(snapshot),
-        *_oom(snapshot),
-        *_others(report, snapshot),
-    ]
-    blocks = [
-        Lines([f"peak {size(snapshot.peak_bytes)} allocated{when}, held by"]),
-        _held(snapshot),
-        _sites(snapshot, everything),
-        _ledger(report.facts.ledger, everything),
-        Lines([*_agreement(report.facts.ledger), *texts]),
-    ]
-    return Section("memory", "Memory", f"{rank}{snapshot.source}{made}", [block for block in blocks if block])
-
-
-def _held(snapshot: Snapshot) -> Table | None:
-    """Categories; those under 1% together."""
-    held = [
-        (part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= SMALL * snapshot.peak_bytes > 0
-    ]
-    rest = snapshot.peak_bytes - sum(num_bytes for _, num_bytes in held)
-    held += [("others", rest)] if rest > 0 else []
-    rows = [(category, size(num_bytes), percent(share(num_bytes, snapshot.peak_bytes))) for category, num_bytes in held]
-    shares = [share(num_bytes, snapshot.peak_bytes) for _, num_bytes in held]
+        return _build_traced_section(report.facts.traced_memory)
+    peak = snapshot.peak_bytes
+    held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= SMALL * peak > 0]
+    rest = peak - sum(num_bytes for _, num_bytes in held)
+    held += [(OTHERS, rest)] if rest > 0 else []
     colors = [CATEGORY_COLORS.get(category, GREY) for category, _ in held]
-    return Table(rows, "lrr", shares=shares, colors=colors) if rows else None
-
-
-def _sites(snapshot: Snapshot, everything: bool) -> Table | None:
-    shown, hidden = first(snapshot.sites, SITES_SHOWN, everything)
-    rows = [
+    shown, hidden = limit_rows(snapshot.sites, MAX_SITES, everything)
+    sites = [
         [site.site, site.module, site.category, site.phase, size(site.num_bytes), f"{site.blocks:,}"] for site in shown
     ]
     head = ["allocated by", "module", "as", "phase", "at the peak", "blocks"]
-    return with_some_value(Table(rows, "llllrr", head, hidden=hidden)) if rows else None
-
-
-def _ledger(rows: Sequence[LedgerRow], everything: bool) -> Table | None:
-    """Formula beside measured; by default only where they differ."""
-    chosen = [row for row in rows if everything or not _agrees(row)]
-    body = [
-        [row.category, size(row.measured_bytes), size(row.formula_bytes), *([row.formula] if everything else [])]
-        for row in chosen
+    others = [
+        f"{one.source if one.rank is None else f'rank {one.rank}'} {size(one.peak_bytes)}"
+        for one in report.facts.snapshots
+        if one is not snapshot
     ]
-    head = ["at their own highest", "measured", "formula", "which is"][: 4 if everything else 3]
-    return Table(body, "lrrl"[: len(head)], head) if body else None
+    when = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
+    ledger, agreement = _build_ledger(report.facts.ledger, everything)
+    texts = [*agreement, *_describe_layers(snapshot, everything), *_describe_allocator(snapshot)]
+    texts += [f"peaks of others: {', '.join(others[:MAX_OTHERS])}"] if others else []
+    blocks = [
+        Lines([f"peak {size(peak)} allocated{when}, held by"]),
+        build_share_table(held, peak, size, colors),
+        drop_empty_columns(Table(sites, "llllrr", head, hidden=hidden)),
+        ledger,
+        Lines(texts),
+    ]
+    rank = "" if snapshot.rank is None else f"rank {snapshot.rank}, "
+    of = f"{rank}{snapshot.source}{', simulated' if snapshot.simulated else ''}"
+    return Section("memory", "Memory", of, [one for one in blocks if not isinstance(one, Table) or one.rows])
 
 
-def _agrees(row: LedgerRow) -> bool:
-    return abs(row.difference_bytes) < DIFFERS * row.formula_bytes or row.difference_bytes == 0
+def _build_ledger(rows: Sequence[LedgerRow], everything: bool) -> tuple[Table, list[str]]:
+    """(formula beside measured, by default only where they differ; where they agree)."""
+    body, agreeing = [], []
+    for row in rows:
+        agrees = abs(row.difference_bytes) < DIFFERS * row.formula_bytes or row.difference_bytes == 0
+        if agrees and row.formula_bytes:
+            agreeing.append(row.category)
+        if everything or not agrees:
+            body.append([row.category, size(row.measured_bytes), size(row.formula_bytes), row.formula])
+    columns = 4 if everything else 3
+    head = ["at their own highest", "measured", "formula", "which is"]
+    table = Table([row[:columns] for row in body], "lrrl"[:columns], head[:columns])
+    told = [f"formula and measurement agree within {DIFFERS:.0%}: {', '.join(agreeing)}"] if agreeing else []
+    return table, told
 
 
-def _agreement(rows: Sequence[LedgerRow]) -> list[str]:
-    named = ", ".join(row.category for row in rows if _agrees(row) and row.formula_bytes)
-    return [f"formula and measurement agree within {DIFFERS:.0%}: {named}"] if named else []
-
-
-def _traced(seen: Sequence[TraceMemory]) -> Section | None:
+def _build_traced_section(seen: Sequence[TraceMemory]) -> Section | None:
     """Peak and where, of each rank; a trace does not say what held it."""
     if not seen:
         return None
@@ -94,65 +80,114 @@ def _traced(seen: Sequence[TraceMemory]) -> Section | None:
             one.peak_phase,
             one.peak_operator,
         ]
-        for one in seen[:OTHERS_SHOWN]
+        for one in seen[:MAX_OTHERS]
     ]
     head = ["rank", "memory of", "peak", "reserved", "phase", "operator"]
     told = ["+: on top of what was there before the window"] if not all(one.total_is_given for one in seen) else []
     told.append("what held it stands in a snapshot: --record-memory-history")
-    table = with_some_value(Table(rows, "llrrll", head, hidden=max(len(seen) - OTHERS_SHOWN, 0)))
+    table = drop_empty_columns(Table(rows, "llrrll", head, hidden=max(len(seen) - MAX_OTHERS, 0)))
     return Section("memory", "Memory", "by the trace's memory events", [table, Lines(told, quiet=True)])
 
 
-def _layers(snapshot: Snapshot, everything: bool) -> list[str]:
+def _describe_layers(snapshot: Snapshot, everything: bool) -> list[str]:
     if not snapshot.layers:
         return []
     layers = [layer for layer in snapshot.layers if layer.name != OUTSIDE]
     outside = sum(layer.num_bytes for layer in snapshot.layers if layer.name == OUTSIDE)
-    shown = layers if everything else sorted(layers, key=lambda layer: -layer.num_bytes)[:LAYERS_SHOWN]
+    shown = layers if everything else sorted(layers, key=lambda layer: -layer.num_bytes)[:MAX_LAYERS]
     named = ", ".join(f"{layer.name} {size(layer.num_bytes)}" for layer in shown)
     most = f"; {'' if everything else 'most in '}{named}" if named else ""
     rest = f", {OUTSIDE} {size(outside)}" if outside else ""
     return [f"activations of {len(layers)} layers: {size(sum(layer.num_bytes for layer in layers))}{rest}{most}"]
 
 
-def _growth(snapshot: Snapshot) -> list[str]:
-    growth = snapshot.growth
-    if growth is None:
-        return []
-    where = "; ".join(f"{size(site.num_bytes)} by {site.site}" for site in growth.sites[:GROWING_SHOWN])
-    return [
-        f"grows by {size(growth.bytes_per_step)} per step over {growth.steps} steps" + (f": {where}" if where else "")
-    ]
+def _describe_allocator(snapshot: Snapshot) -> list[str]:
+    """Growth, fragmentation, and where memory ran out."""
+    texts, growth, found = [], snapshot.growth, snapshot.fragmentation
+    if growth is not None:
+        where = "; ".join(f"{size(site.num_bytes)} by {site.site}" for site in growth.sites[:MAX_GROWING])
+        grown = f"grows by {size(growth.bytes_per_step)} per step over {growth.steps} steps"
+        texts.append(grown + (f": {where}" if where else ""))
+    if found.reserved_bytes:
+        unused = found.reserved_bytes - found.allocated_bytes
+        part = percent(unused / found.reserved_bytes)
+        text = f"reserved: {size(found.reserved_bytes)} at most, {size(unused)} not allocated then ({part})"
+        if found.expandable:
+            text += "; expandable segments are on"
+        elif found.replay_reserved_bytes is not None:
+            saved = found.reserved_bytes - found.replay_reserved_bytes
+            gain = f"{size(saved)} less" if saved > 0 else "no less"
+            text += f"; replayed with expandable segments: {size(found.replay_reserved_bytes)}, {gain}"
+        texts.append(text)
+    if snapshot.oom is not None:
+        where = f" at {snapshot.oom.site}" if snapshot.oom.site else ""
+        free = f"{size(snapshot.oom.device_free_bytes)} free on the device"
+        texts.append(f"out of memory{where}: {size(snapshot.oom.requested_bytes)} wanted, {free}")
+    return texts
 
 
-def _fragmentation(snapshot: Snapshot) -> list[str]:
-    found = snapshot.fragmentation
-    if not found.reserved_bytes:
-        return []
-    unused = found.reserved_bytes - found.allocated_bytes
-    part = percent(unused / found.reserved_bytes)
-    text = f"reserved: {size(found.reserved_bytes)} at most, {size(unused)} not allocated then ({part})"
-    if found.expandable:
-        return [f"{text}; expandable segments are on"]
-    if found.replay_reserved_bytes is None:
-        return [text]
-    saved = found.reserved_bytes - found.replay_reserved_bytes
-    gain = f"{size(saved)} less" if saved > 0 else "no less"
-    return [f"{text}; replayed with expandable segments: {size(found.replay_reserved_bytes)}, {gain}"]
+# --- what was predicted before the run, row by row beside what was measured
+
+AS_FACTOR = 1.0  # difference from which on it is told as a factor
 
 
-def _oom(snapshot: Snapshot) -> list[str]:
-    if snapshot.oom is None:
-        return []
-    where = f" at {snapshot.oom.site}" if snapshot.oom.site else ""
-    free = f"{size(snapshot.oom.device_free_bytes)} free on the device"
-    return [f"out of memory{where}: {size(snapshot.oom.requested_bytes)} wanted, {free}"]
+def prediction_section(report: Report, everything: bool) -> Section | None:
+    """Memory with its categories; the step against the shortest possible one."""
+    found = report.facts.predicted
+    if found is None:
+        return None
+    blocks, of = [], []
+    if found.memory:
+        rank = "" if found.memory.rank is None else f"rank {found.memory.rank}, "
+        of.append(f"{rank}{found.memory.source}")
+        blocks += _compare_memory(found.memory, everything)
+    if found.time:
+        of.append(found.time.gpu)
+        blocks += _compare_time(found.time)
+    if found.notes:
+        blocks.append(Lines(found.notes, quiet=True))
+    named = ", ".join(one for one in of if one)
+    return Section("prediction", "Predicted against measured", named, blocks) if blocks else None
 
 
-def _others(report: Report, shown: Snapshot) -> list[str]:
-    others = [one for one in report.facts.snapshots if one is not shown]
-    named = ", ".join(
-        f"{one.source if one.rank is None else f'rank {one.rank}'} {size(one.peak_bytes)}"
-        for one in others[:OTHERS_SHOWN]
-    )
-    return [f"peaks of others: {named}"] if others else []
+def _compare_memory(memory: ComparedMemory, everything: bool) -> list:
+    """Small categories as one row; all of them on demand."""
+    least = 0 if everything else SMALL * memory.peak.measured
+    large = [row for row in memory.categories if max(row.predicted, row.measured) >= least]
+    small = [row for row in memory.categories if row not in large]
+    rows = [[row.name, size(row.predicted), size(row.measured), _describe_difference(row)] for row in large]
+    if small:
+        rest = [sum(row.predicted for row in small), sum(row.measured for row in small)]
+        rows.append([OTHERS, *map(size, rest), ""])
+    peak = memory.peak
+    rows.append([peak.name, size(peak.predicted), size(peak.measured), _describe_difference(peak)])
+    table = Table(rows, "lrrr", ["tensors at the peak", "predicted", "measured", "measured is"])
+    measured = f", measured in {memory.measured_in}" if memory.measured_in else ""
+    return [table, Lines([f"the peak was predicted at {memory.predicted_at}{measured}"], quiet=True)]
+
+
+def _describe_difference(row: Compared) -> str:
+    """'3.1% more', '2.4 x as much', 'as predicted', 'not predicted'."""
+    if row.difference is None:
+        return "not predicted" if row.measured else ""
+    if abs(row.difference) < 0.0005:
+        return "as predicted"
+    if row.difference > AS_FACTOR:
+        return f"{1 + row.difference:,.1f} x as much"
+    share = f"{abs(row.difference):.1%}" if abs(row.difference) < 0.0995 else percent(abs(row.difference))
+    return f"{share} {'more' if row.difference > 0 else 'less'}"
+
+
+def _compare_time(time: ComparedTime) -> list:
+    rows = []
+    for row in (*time.parts, time.step):
+        times = f"{row.measured / row.predicted:.2f} x the bound" if row.predicted else ""
+        both = (milliseconds(value, time.step.measured) for value in (row.predicted, row.measured))
+        rows.append([row.name, *both, times])
+    if time.tokens:
+        reached = f"{percent(time.tokens.measured / time.tokens.predicted)} of the bound"
+        rows.append([time.tokens.name, count(time.tokens.predicted), count(time.tokens.measured), reached])
+    table = Table(rows, "lrrr", ["ms per step", "at best", "measured", "measured is"])
+    best = "at best: each part at the hardware's peak, nothing in between; real steps take longer"
+    told = [*([best] if time.parts else []), *(f"not in the bound: {text}" for text in time.not_predicted)]
+    return [table, Lines(told, quiet=True)]
