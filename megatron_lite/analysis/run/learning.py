@@ -19,63 +19,35 @@ class Learning:
     steps: int
     updates: int  # steps that were not skipped
     not_finite: tuple[int, ...]  # iterations of updates whose loss is NaN or Inf
-    at_first: float | None  # mean loss of the first fifth of the updates; None of too few
-    at_last: float | None
-    compared: int  # losses in each of the two means
+    falls: bool | None  # None for too few steps to say
     clipped: float | None  # median gradient norm / --clip-grad, where it exceeds MIN_CLIPPED in every update; else None
-
-    @property
-    def falls(self) -> bool | None:
-        """None for too few steps to say."""
-        return None if self.at_first is None else self.at_last < self.at_first
-
-    @property
-    def losses(self) -> str:
-        """Where the losses went, in words; '' where they do not say."""
-        if self.not_finite:
-            some = ", ".join(map(str, self.not_finite[:3])) + (", ..." if len(self.not_finite) > 3 else "")
-            return f"the loss was not finite in {len(self.not_finite):,} of {self.updates:,} updates (iteration {some})"
-        if self.falls is None:
-            return ""
-        went = "fell" if self.falls else "did not fall"
-        first = f"{self.at_first:.4g} in the first {self.compared:,} updates"
-        return f"the loss {went}: {first}, {self.at_last:.4g} in the last {self.compared:,}"
-
-    @property
-    def nothing(self) -> str:
-        """Why no step has taught the model anything; '' where one may have."""
-        if self.steps and not self.updates:
-            return f"all {self.steps:,} steps were skipped, because a gradient was not finite"
-        if self.updates and len(self.not_finite) == self.updates:
-            return f"the loss was not finite in all {self.updates:,} updates"
-        return ""
+    losses: str  # where they went, in words; '' where they do not say
+    nothing: str  # why no step has taught the model anything; '' where one may have
 
 
 def measure_learning(run: Run) -> Learning:
     """What the run's skipped steps, losses and gradient norms come to."""
     updates = run.steps - sum(run.skipped)
     not_finite = tuple(at for at, lost in zip(run.iterations, run.not_finite) if lost)
-    losses = [loss for loss, skipped in zip(run.losses, run.skipped) if not (skipped or math.isnan(loss))]
-    part = len(losses) // PART if len(losses) >= MIN_LOSSES else 0
-    return Learning(
-        steps=run.steps,
-        updates=updates,
-        not_finite=not_finite,
-        compared=part,
-        at_first=fmean(losses[:part]) if part else None,
-        at_last=fmean(losses[-part:]) if part else None,
-        clipped=_clipped(run),
+    losses, norms = (
+        [value for value, skipped in zip(values, run.skipped) if not (skipped or math.isnan(value))]
+        for values in (run.losses, run.grad_norms)
     )
-
-
-def _clipped(run: Run) -> float | None:
+    part = len(losses) // PART if len(losses) >= MIN_LOSSES else 0
+    falls, told, nothing, clipped = None, "", "", None
+    if part:
+        first, last = fmean(losses[:part]), fmean(losses[-part:])
+        falls = last < first
+        went = "fell" if falls else "did not fall"
+        told = f"the loss {went}: {first:.4g} in the first {part:,} updates, {last:.4g} in the last {part:,}"
+    if not_finite:
+        some = ", ".join(map(str, not_finite[:3])) + (", ..." if len(not_finite) > 3 else "")
+        told = f"the loss was not finite in {len(not_finite):,} of {updates:,} updates (iteration {some})"
+    if run.steps and not updates:
+        nothing = f"all {run.steps:,} steps were skipped, because a gradient was not finite"
+    elif updates and len(not_finite) == updates:
+        nothing = f"the loss was not finite in all {updates:,} updates"
     limit = run.args.get("clip_grad")
-    norms = [norm for norm, skipped in zip(run.grad_norms, run.skipped) if not (skipped or math.isnan(norm))]
-    if (
-        type(limit) not in (int, float)
-        or not limit > 0
-        or len(norms) < MIN_UPDATES
-        or min(norms) <= MIN_CLIPPED * limit
-    ):
-        return None
-    return median(norms) / limit
+    if type(limit) in (int, float) and limit > 0 and len(norms) >= MIN_UPDATES and min(norms) > MIN_CLIPPED * limit:
+        clipped = median(norms) / limit
+    return Learning(run.steps, updates, not_finite, falls, clipped, told, nothing)
