@@ -1,7 +1,8 @@
 """The collectives of one rank's trace, in order: NCCL's kernels on a GPU, gloo's spans on the host without one."""
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,7 +13,6 @@ from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes, Trace
 
 # --- what a collective is, by the names that PyTorch, NCCL and gloo give it; how many bytes count for its bandwidth
-
 
 # Squashed to letters and digits: "nccl:_all_gather_base", "ncclDevKernel_AllGather_RING_LL", "allgather_into_tensor". In order.
 _KINDS = (
@@ -33,7 +33,7 @@ OTHER = "other"
 POINT_TO_POINT = ("send_recv", "send", "recv")
 # all ranks leave them at the same moment, since each needs something of every other
 END_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-LARGEST_BYTES = 2**50  # a petabyte in one message: a damaged file
+MAX_BYTES = 2**50  # a petabyte in one message: a damaged file
 _ALGORITHM = re.compile(
     r"(?<![a-z])(ring|tree|collnet_?direct|collnet_?chain|collnet|nvls_?tree|nvls|pat)(?![a-z])", re.IGNORECASE
 )
@@ -71,38 +71,28 @@ def message_bytes(
 ) -> tuple[int | None, str]:
     """(bytes, dtype) of one collective as NCCL's tests count them: the larger side of a gather or scatter, the buffer of
     the others. None where the trace does not say. `shapes`: of the annotation around the launch, in older traces."""
-    elements, dtype = _elements(kind, what, ranks) if what else _shaped(kind, shapes, ranks)
+    elements, dtype = None, ""
+    if what:
+        given, taken, dtype = what.in_elements, what.out_elements, what.dtype or ""
+        if kind in ("all_gather", "reduce_scatter"):
+            whole, part = (taken, given) if kind == "all_gather" else (given, taken)
+            elements = whole or (part * ranks if part is not None and ranks else None)
+        else:
+            elements = given if given is not None else taken
+    elif shapes:
+        tensors = [
+            (dims, dtype)
+            for dims, dtype in zip(shapes.dims, shapes.dtypes)
+            if dims and all(isinstance(size, int) for size in dims)
+        ]
+        if tensors:
+            dims, dtype = tensors[0]
+            elements = math.prod(dims)
+            if kind == "all_gather":
+                elements = elements * ranks if ranks else None
     width = dtype_bytes(dtype)
-    known = elements is not None and width and 0 <= elements * width < LARGEST_BYTES
+    known = elements is not None and width and 0 <= elements * width < MAX_BYTES
     return (elements * width if known else None), dtype
-
-
-def _elements(kind: str, what: Collective, ranks: int | None) -> tuple[int | None, str]:
-    given, taken = what.in_elements, what.out_elements
-    if kind == "all_gather":
-        elements = taken if taken else given * ranks if given is not None and ranks else None
-    elif kind == "reduce_scatter":
-        elements = given if given else taken * ranks if taken is not None and ranks else None
-    else:
-        elements = given if given is not None else taken
-    return elements, what.dtype or ""
-
-
-def _shaped(kind: str, shapes: Shapes | None, ranks: int | None) -> tuple[int | None, str]:
-    tensors = [(dims, dtype) for dims, dtype in zip(shapes.dims, shapes.dtypes) if _is_tensor(dims)] if shapes else []
-    if not tensors:
-        return None, ""
-    dims, dtype = tensors[0]
-    elements = 1
-    for size in dims:
-        elements *= size
-    if kind == "all_gather":
-        return (elements * ranks if ranks else None), dtype
-    return elements, dtype
-
-
-def _is_tensor(dims) -> bool:
-    return bool(dims) and all(isinstance(size, int) for size in dims)
 
 
 def bus_bytes(kind: str, num_bytes: int, ranks: int) -> float:
@@ -114,10 +104,9 @@ def bus_bytes(kind: str, num_bytes: int, ranks: int) -> float:
     return float(num_bytes)
 
 
-# --- the collectives of one rank's trace, in order: NCCL's kernels on a GPU, gloo's spans on the host without one
+# --- the collectives of a trace
 
-
-LARGEST_SEQUENCE = 2**40
+MAX_SEQUENCE = 2**40
 HANDED_OVER = re.compile(r"c10d::(?!wait)\w+")
 SPAN = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl|rccl):")
 
@@ -160,104 +149,76 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
     events = trace.events
     on_gpu = len(trace.rows[Kind.KERNEL]) > 0
     of_communication = trace.matching(is_communication)
-    rows = trace.rows[Kind.KERNEL] if on_gpu else trace.rows[Kind.ANNOTATION]
-    rows = rows[(of_communication if on_gpu else trace.matching(SPAN.match))[rows]]
-    called = rows if on_gpu else _called(trace, rows)
-    around, told = _told(trace, called)
-    whats = _whats(trace, rows, around, told, world_size)
-    return Calls(
-        whats=whats,
-        start_ns=events.start_ns[rows],
-        end_ns=events.end_ns[rows],
-        step=placing.step[called],
-        phase=tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called]),
-        sequence=_sequences(trace)[told],
-        compute=_compute(trace, of_communication, on_gpu, rows),
-    )
-
-
-def collective_bytes(trace: Trace, rows: np.ndarray, world_size: int | None) -> np.ndarray:
-    """float64 [k]: of each of these collectives; NaN where the trace does not say."""
-    whats = _whats(trace, rows, *_told(trace, rows), world_size)
-    return np.array([np.nan if what.num_bytes is None else what.num_bytes for what in whats], float)
-
-
-def _called(trace: Trace, rows: np.ndarray) -> np.ndarray:
-    """The operators that handed spans of a backend's own threads over: as many, in the same order. Else the spans."""
-    operators = trace.rows[Kind.OP]
-    operators = operators[trace.matching(HANDED_OVER.match)[operators]]
-    operators = operators[~np.isin(trace.events.thread[operators], trace.events.thread[rows])]
-    return operators if len(operators) == len(rows) else rows
-
-
-def _told(trace: Trace, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For every collective the row of backend's range around its launch, and the index of the Collective that tells of it."""
-    events, launch = trace.events, trace.launch_of[rows]
-    at = np.where(launch >= 0, launch, rows)
-    moment, thread = events.start_ns[at], events.thread[at]
-    spans = trace.rows[Kind.ANNOTATION]
-    spans = spans[trace.matching(SPAN.match)[spans]]
-    around = Nesting(spans, events.start_ns[spans], events.end_ns[spans], events.thread[spans]).row_at(moment, thread)
-    records = np.flatnonzero((events.kind == Kind.OP) & (events.collective >= 0))
-    record = Nesting(records, events.start_ns[records], events.end_ns[records], events.thread[records]).row_at(
-        moment, thread
-    )
-    from_op = np.where(record >= 0, events.collective[np.maximum(record, 0)], -1)
-    own = events.collective[rows]
-    return around, np.where(own >= 0, own, from_op)
-
-
-def _sequences(trace: Trace) -> np.ndarray:
-    """int64 by index of collective, -1 where it has none; the last entry is for -1."""
-    given = [one.sequence for one in trace.collectives]
-    return np.array([-1 if one is None or not 0 <= one < LARGEST_SEQUENCE else one for one in given] + [-1], np.int64)
-
-
-def _whats(
-    trace: Trace, rows: np.ndarray, around: np.ndarray, told: np.ndarray, world_size: int | None
-) -> tuple[What, ...]:
-    """Each distinct combination of names, shapes and sizes is worked out once."""
-    events, known, whats = trace.events, {}, []
-    names, spans = events.name[rows].tolist(), np.where(around >= 0, events.name[around], -1).tolist()
-    shapes = np.where(
-        events.shapes[rows] >= 0, events.shapes[rows], np.where(around >= 0, events.shapes[around], -1)
-    ).tolist()
-    for name, span, shape, record in zip(names, spans, shapes, told.tolist()):
-        one = trace.collectives[record] if record >= 0 else None
-        key = (
-            name,
-            span,
-            shape,
-            one and (one.name, one.group, one.group_size, one.in_elements, one.out_elements, one.dtype),
-        )
-        if key not in known:
-            known[key] = _what(trace, name, span, one, trace.shapes[shape] if shape >= 0 else None, world_size)
-        whats.append(known[key])
-    return tuple(whats)
-
-
-def _what(
-    trace: Trace, name: int, span: int, told: Collective | None, shapes: Shapes | None, world_size: int | None
-) -> What:
-    """name, span: of the event and of the range around its launch, -1 without one. The most telling name decides."""
-    names = [told.name] if told and told.name else []
-    names += [trace.names[at] for at in (span, name) if at >= 0]
-    kind = next((kind for kind in map(find_collective_kind, names) if kind != OTHER), OTHER)
-    group_size = told.group_size if told and (told.group_size or 0) > 0 else None
-    num_bytes, dtype = message_bytes(kind, told, shapes, group_size or world_size)
-    return What(
-        kind, find_algorithm(trace.names[name]), num_bytes, dtype, (told.group if told else None) or "", group_size
-    )
-
-
-def _compute(trace: Trace, of_communication: np.ndarray, on_gpu: bool, rows: np.ndarray) -> Cover:
-    """Kernels that do not communicate; without a GPU the operators of threads that do not."""
-    events = trace.events
-    if not len(rows):
-        return NOTHING
+    if on_gpu:
+        rows = called = trace.rows[Kind.KERNEL][of_communication[trace.rows[Kind.KERNEL]]]
+    else:
+        rows = trace.rows[Kind.ANNOTATION][trace.matching(SPAN.match)[trace.rows[Kind.ANNOTATION]]]
+        # spans of a backend's own threads were handed over by operators: as many, in the same order
+        operators = trace.rows[Kind.OP][trace.matching(HANDED_OVER.match)[trace.rows[Kind.OP]]]
+        operators = operators[~np.isin(events.thread[operators], events.thread[rows])]
+        called = operators if len(operators) == len(rows) else rows
+    # kernels that do not communicate; without a GPU the operators of threads that do not
     others = trace.rows[Kind.KERNEL if on_gpu else Kind.OP]
     others = others[~of_communication[others]]
     if not on_gpu:
         waits = trace.matching(lambda name: name.startswith(("c10d::", "record_param_comms")))
         others = others[~waits[others] & ~np.isin(events.thread[others], events.thread[rows])]
-    return union(events.start_ns[others], events.end_ns[others])
+    around, records = _find_descriptions(trace, called)
+    # the last entry is for -1, what has no record
+    given = [-1 if one.sequence is None else one.sequence for one in trace.collectives] + [-1]
+    sequences = np.array([one if 0 <= one < MAX_SEQUENCE else -1 for one in given], np.int64)
+    return Calls(
+        whats=_describe_calls(trace, rows, around, records, world_size),
+        start_ns=events.start_ns[rows],
+        end_ns=events.end_ns[rows],
+        step=placing.step[called],
+        phase=tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called]),
+        sequence=sequences[records],
+        compute=union(events.start_ns[others], events.end_ns[others]) if len(rows) else NOTHING,
+    )
+
+
+def collective_bytes(trace: Trace, rows: np.ndarray, world_size: int | None) -> np.ndarray:
+    """float64 [k]: of each of these collectives; NaN where the trace does not say."""
+    whats = _describe_calls(trace, rows, *_find_descriptions(trace, rows), world_size)
+    return np.array([np.nan if what.num_bytes is None else what.num_bytes for what in whats], float)
+
+
+def _find_descriptions(trace: Trace, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For every collective the row of the backend's range around its launch, and the index of the Collective that tells of
+    it: its own, else that of the operator around the launch; -1 for none."""
+    events, launch = trace.events, trace.launch_of[rows]
+    at = np.where(launch >= 0, launch, rows)
+
+    def find_around(spans: np.ndarray) -> np.ndarray:
+        nesting = Nesting(spans, events.start_ns[spans], events.end_ns[spans], events.thread[spans])
+        return nesting.row_at(events.start_ns[at], events.thread[at])
+
+    annotations = trace.rows[Kind.ANNOTATION]
+    around = find_around(annotations[trace.matching(SPAN.match)[annotations]])
+    operator = find_around(np.flatnonzero((events.kind == Kind.OP) & (events.collective >= 0)))
+    of_operator = np.where(operator >= 0, events.collective[np.maximum(operator, 0)], -1)
+    return around, np.where(events.collective[rows] >= 0, events.collective[rows], of_operator)
+
+
+def _describe_calls(
+    trace: Trace, rows: np.ndarray, around: np.ndarray, records: np.ndarray, world_size: int | None
+) -> tuple[What, ...]:
+    """Each distinct combination of names, shapes and sizes is worked out once; the most telling name decides."""
+    events, known, whats = trace.events, {}, []
+    spans = np.where(around >= 0, events.name[around], -1)
+    shapes = np.where(events.shapes[rows] >= 0, events.shapes[rows], np.where(around >= 0, events.shapes[around], -1))
+    for name, span, shape, at in zip(events.name[rows].tolist(), spans.tolist(), shapes.tolist(), records.tolist()):
+        record = replace(trace.collectives[at], sequence=None) if at >= 0 else None
+        key = (name, span, shape, record)
+        if key not in known:
+            names = [record.name] if record and record.name else []
+            names += [trace.names[one] for one in (span, name) if one >= 0]
+            kind = next((kind for kind in map(find_collective_kind, names) if kind != OTHER), OTHER)
+            group_size = record.group_size if record and (record.group_size or 0) > 0 else None
+            given = trace.shapes[shape] if shape >= 0 else None
+            num_bytes, dtype = message_bytes(kind, record, given, group_size or world_size)
+            group = (record.group if record else None) or ""
+            known[key] = What(kind, find_algorithm(trace.names[name]), num_bytes, dtype, group, group_size)
+        whats.append(known[key])
+    return tuple(whats)

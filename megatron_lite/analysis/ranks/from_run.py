@@ -11,22 +11,30 @@ from megatron_lite.thresholds import MIN_STEPS, SHARE_OF_STEP, is_by_chance, is_
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
+UNKNOWN = (  # without a trace
+    "compute_ms", "communication_ms", "exposed_communication_ms", "wait_ms", "host_idle_ms", "last_in", "caused_wait_ms"
+)  # fmt: skip
 BUSY = "who is late is not said: ranks were not given their cores (busy-machine), and wait for each other by chance"
 NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
 
 
 def compare_ranks_of_run(run: Run) -> Ranks | None:
     """Rows and a straggler from the run's own figures; no collectives, no waits. None for a run without ranks' figures."""
-    if run.ranks is None:
+    ranks, rows = run.ranks, []
+    if ranks is None:
         return None
-    rows = tuple(_row(run.ranks, rank) for rank in range(len(run.ranks.step_ms)))
-    straggler = find_straggler_by_medians(run.ranks)
+    for rank, step_ms in enumerate(ranks.step_ms):
+        data_ms = (ranks.phases_ms.get(Phase.DATA.value) or ranks.step_ms)[rank]
+        known = Phase.DATA.value in ranks.phases_ms and not math.isnan(data_ms)
+        unknown = dict.fromkeys(UNKNOWN)
+        rows.append(RankRow(rank=rank, host="", step_ms=step_ms, data_wait_ms=data_ms if known else None, **unknown))
+    straggler = find_straggler_by_medians(ranks)
     slowest = max(rows, key=lambda row: 0.0 if math.isnan(row.step_ms) else row.step_ms).rank
     return Ranks(
         world_size=run.world_size or len(rows),
         present=tuple(row.rank for row in rows),
         missing=tuple(range(len(rows), run.world_size or 0)),
-        rows=rows,
+        rows=tuple(rows),
         collectives=(),
         straggler=straggler,
         clocks_aligned=None,
@@ -37,13 +45,14 @@ def compare_ranks_of_run(run: Run) -> Ranks | None:
 
 def find_straggler_by_medians(ranks: RankMedians) -> Straggler | None:
     """The rank whose own work takes clearly longer than the median rank's, in the phase where that costs most."""
-    if len(ranks.step_ms) < 2 or not _enough_steps(ranks):
+    if len(ranks.step_ms) < 2 or not _has_enough_steps(ranks):
         return None
-    late = [
-        (*found, name)
-        for name in OWN
-        if (found := slowest_rank(ranks.own_ms(name), ranks.step_ms)) and _mostly(ranks, name, found[1])
-    ]
+    late = []
+    for name in OWN:
+        found = slowest_rank(ranks.own_ms(name), ranks.step_ms)
+        by_line = [slowest_rank(one.own_ms(name), one.step_ms) for one in ranks.intervals]
+        if found and is_mostly(found[1], [one and one[1] for one in by_line]):
+            late.append((*found, name))
     if not late:
         return None
     lag, rank, name = max(late)
@@ -70,7 +79,7 @@ def only_lasting(ranks: Ranks, run: Run) -> Ranks:
 def slower_in_ordinary_steps(ranks: RankMedians, rank: int) -> bool | None:
     """Is that rank's own work the longest also in the steps that nothing recorded? None if that cannot be known."""
     works = [ranks.own_ms(name) for name in OWN]
-    if len(ranks.step_ms) < 2 or rank >= len(ranks.step_ms) or not all(works) or not _enough_steps(ranks):
+    if len(ranks.step_ms) < 2 or rank >= len(ranks.step_ms) or not all(works) or not _has_enough_steps(ranks):
         return None
     own_ms = [sum(of_rank) for of_rank in zip(*works)]
     if any(map(math.isnan, own_ms)):
@@ -79,28 +88,6 @@ def slower_in_ordinary_steps(ranks: RankMedians, rank: int) -> bool | None:
     return lag > SHARE_OF_STEP * median_low(ranks.step_ms)
 
 
-def _mostly(ranks: RankMedians, name: str, rank: int) -> bool:
-    found = [slowest_rank(one.own_ms(name), one.step_ms) for one in ranks.intervals]
-    return is_mostly(rank, [one and one[1] for one in found])
-
-
-def _enough_steps(ranks: RankMedians) -> bool:
+def _has_enough_steps(ranks: RankMedians) -> bool:
     steps = [interval.steps for interval in ranks.intervals]
     return all(sum(of_rank) >= MIN_STEPS for of_rank in zip(*steps))  # never with NaN
-
-
-def _row(ranks: RankMedians, rank: int) -> RankRow:
-    data = ranks.phases_ms.get(Phase.DATA.value, ())
-    return RankRow(
-        rank=rank,
-        host="",
-        step_ms=ranks.step_ms[rank],
-        compute_ms=None,
-        communication_ms=None,
-        exposed_communication_ms=None,
-        wait_ms=None,
-        data_wait_ms=data[rank] if data and not math.isnan(data[rank]) else None,
-        host_idle_ms=None,
-        last_in=None,
-        caused_wait_ms=None,
-    )
