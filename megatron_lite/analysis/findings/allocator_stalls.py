@@ -11,7 +11,7 @@ Flags: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; --recompute-granularity
 False alarm: a window at the run's beginning, while the allocator still grows; profile later steps.
 """
 
-from megatron_lite.analysis.findings.base import MIN_SHARE_SHOWN, Finding, find_lost_time, of_step
+from megatron_lite.analysis.findings.base import Finding, find_lost_time, of_step
 from megatron_lite.analysis.findings.step_measurements import per_step, rows_named
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
@@ -26,6 +26,4 @@ def find_on_gpu(facts: Facts, one: RankFacts) -> Finding | None:
     rows = rows_named(one, lambda name: name.startswith(CALLS), Kind.RUNTIME)
     text = f"{per_step(one, rows):.3g} calls per step; the device idles because of them {of_step(cost, one)}"
     advice = f"leave the allocator more room, or let its segments grow: {FLAG}"
-    return find_lost_time(
-        one, cost, text, advice, row=rows[0] if len(rows) else None, flags=(FLAG,), at_least=MIN_SHARE_SHOWN
-    )
+    return find_lost_time(one, cost, text, advice, row=rows[0] if len(rows) else None, flags=(FLAG,), cheap=True)

@@ -51,14 +51,16 @@ def find_lost_time(
     row: int | None = None,
     flags: tuple[str, ...] = (),
     certain: bool = True,
+    cheap: bool = False,
     at_least: float = MATTERS,
     title: str = "",
 ) -> Finding | None:
     """What costs `cost` ms of each step, and gains that if it goes; None below the share `at_least` of the step.
 
-    Args: seen: the first piece of evidence, which stands at the event `row`; more: the other pieces.
+    Args: seen: the first piece of evidence, which stands at the event `row`; more: the other pieces; cheap: to remove, so
+    that MIN_SHARE_SHOWN of the step is enough.
     """
-    if share(cost, one) < at_least:
+    if share(cost, one) < (MIN_SHARE_SHOWN if cheap else at_least):
         return None
     evidence, rank = (Evidence(seen, where(one, row)), *more), one.time.rank
     return Finding("", title, cost, None, evidence, advice, flags, gain_ms=cost, certain=certain, rank=rank)

@@ -11,7 +11,7 @@ Flags: --manual-gc --manual-gc-interval 100.
 False alarm: a single collection in a short window, which this mean makes look like every step's.
 """
 
-from megatron_lite.analysis.findings.base import MIN_SHARE_SHOWN, Finding, find_lost_time, of_step
+from megatron_lite.analysis.findings.base import Finding, find_lost_time, of_step
 from megatron_lite.analysis.findings.run_settings import argument
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 
@@ -25,4 +25,4 @@ def find_in_trace(facts: Facts, one: RankFacts) -> Finding | None:
         advice = "collect on all ranks in the same, rare steps: --manual-gc, without a gc.collect() in the step itself"
         flags = ("--manual-gc --manual-gc-interval 100",)
     text = f"garbage collection takes {of_step(cost, one)}"
-    return find_lost_time(one, cost, text, advice, flags=flags, at_least=MIN_SHARE_SHOWN)
+    return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)

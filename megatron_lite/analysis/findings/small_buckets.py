@@ -12,7 +12,7 @@ False alarm: small collectives of tensor or expert parallelism, which are not gr
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import MIN_SHARE_SHOWN, Finding, find_lost_time, of_step
+from megatron_lite.analysis.findings.base import Finding, find_lost_time, of_step
 from megatron_lite.analysis.findings.run_settings import parameters, part, whole
 from megatron_lite.analysis.findings.step_measurements import (
     communication_rows,
@@ -45,4 +45,4 @@ def find_in_trace(facts: Facts, one: RankFacts) -> Finding | None:
     text = f"{per_step(one, small):,.0f} collectives per step of {size(median)} (median); nothing hides"
     text += f" {of_step(cost, one)}"
     advice = f"larger buckets: {FLAG}"
-    return find_lost_time(one, cost, text, advice, row=small[0], flags=(FLAG,), certain=False, at_least=MIN_SHARE_SHOWN)
+    return find_lost_time(one, cost, text, advice, row=small[0], flags=(FLAG,), certain=False, cheap=True)

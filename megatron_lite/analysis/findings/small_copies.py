@@ -15,7 +15,7 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import MIN_SHARE_SHOWN, Finding, find_lost_time, of_step
+from megatron_lite.analysis.findings.base import Finding, find_lost_time, of_step
 from megatron_lite.analysis.findings.step_measurements import per_step, per_step_ms, rows_named
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
@@ -38,5 +38,5 @@ def find_on_gpu(facts: Facts, one: RankFacts) -> Finding | None:
     text += f" {of_step(cost, one)}"
     advice = "copy one tensor per batch and split it on the device; fetch values together and seldom"
     return find_lost_time(
-        one, cost, text, advice, row=rows[0], flags=("--log-interval 100",), certain=False, at_least=MIN_SHARE_SHOWN
+        one, cost, text, advice, row=rows[0], flags=("--log-interval 100",), certain=False, cheap=True
     )

@@ -15,15 +15,7 @@ Flags: --log-interval 100; for Megatron-LM itself --no-check-for-nan-in-loss-and
 False alarm: one wait at a step's end with a full queue behind it, which idle time shows as nothing.
 """
 
-from megatron_lite.analysis.findings.base import (
-    MIN_SHARE_SHOWN,
-    Evidence,
-    Finding,
-    counted,
-    find_lost_time,
-    in_ms,
-    of_step,
-)
+from megatron_lite.analysis.findings.base import Evidence, Finding, counted, find_lost_time, in_ms, of_step
 from megatron_lite.analysis.findings.unpinned_copies import is_batch_copy, pageable_rows
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.time_results import SyncSite
@@ -47,7 +39,7 @@ def find_on_gpu(facts: Facts, one: RankFacts) -> Finding | None:
         )
     text = f"{counted(calls, 'wait')} per step, after which the device idles {of_step(cost, one)}"
     advice = "read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device"
-    return find_lost_time(one, cost, text, advice, *shown, flags=("--log-interval 100",), at_least=MIN_SHARE_SHOWN)
+    return find_lost_time(one, cost, text, advice, *shown, flags=("--log-interval 100",), cheap=True)
 
 
 def find_waits(one: RankFacts) -> list[SyncSite]:

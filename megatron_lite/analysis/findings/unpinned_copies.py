@@ -15,7 +15,7 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import MIN_SHARE_SHOWN, Finding, find_lost_time, in_ms, of_step
+from megatron_lite.analysis.findings.base import Finding, find_lost_time, in_ms, of_step
 from megatron_lite.analysis.findings.step_measurements import exposed_ms, per_step, rows_named
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.time_results import SyncSite
@@ -40,7 +40,7 @@ def find_on_gpu(facts: Facts, one: RankFacts) -> Finding | None:
         f"nothing hides, {in_ms(stalled)} idle after the host's wait; {of_step(exposed + stalled, one)}"
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
-    return find_lost_time(one, exposed + stalled, text, advice, row=rows[0], at_least=MIN_SHARE_SHOWN)
+    return find_lost_time(one, exposed + stalled, text, advice, row=rows[0], cheap=True)
 
 
 def pageable_rows(one: RankFacts) -> np.ndarray:

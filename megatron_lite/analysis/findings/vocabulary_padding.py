@@ -10,7 +10,7 @@ Flags: --make-vocab-size-divisible-by 128; no --padded-vocab-size beyond it.
 False alarm: padding that a checkpoint or tensor parallelism asks for.
 """
 
-from megatron_lite.analysis.findings.base import MIN_SHARE_SHOWN, Finding, find_lost_time, in_ms, of_step
+from megatron_lite.analysis.findings.base import Finding, find_lost_time, in_ms, of_step
 from megatron_lite.analysis.findings.run_settings import part, whole
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Facts, RankFacts
@@ -32,4 +32,4 @@ def find_in_trace(facts: Facts, one: RankFacts) -> Finding | None:
     )
     advice = f"pad the vocabulary to a multiple of {FIT} only: --make-vocab-size-divisible-by {FIT}"
     flags = (f"--make-vocab-size-divisible-by {FIT}",)
-    return find_lost_time(one, cost, text, advice, flags=flags, at_least=MIN_SHARE_SHOWN)
+    return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)

@@ -10,7 +10,7 @@ Flags: none here: this trainer lets gradients go.
 False alarm: code that reads .grad of parameters that got no gradient.
 """
 
-from megatron_lite.analysis.findings.base import MIN_SHARE_SHOWN, Finding, find_lost_time, of_step
+from megatron_lite.analysis.findings.base import Finding, find_lost_time, of_step
 from megatron_lite.analysis.findings.step_measurements import in_phases, per_step, rows_named
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
@@ -28,4 +28,4 @@ def find_in_trace(facts: Facts, one: RankFacts) -> Finding | None:
     cost += sum(site.idle_ms for site in one.time.hosts if site.phase in PHASES)
     text = f"{per_step(one, rows):,.0f} calls per step in zero_grad: {of_step(cost, one)}"
     advice = "let gradients go: optimizer.zero_grad(set_to_none=True)"
-    return find_lost_time(one, cost, text, advice, row=rows[0], at_least=MIN_SHARE_SHOWN)
+    return find_lost_time(one, cost, text, advice, row=rows[0], cheap=True)
