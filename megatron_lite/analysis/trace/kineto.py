@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import compress
-from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -59,10 +58,22 @@ COLUMNS = {
     "device": np.int64, "stream": np.int64, "correlation": np.int64, "num_bytes": np.int64, "shapes": np.int32,
     "collective": np.int32, "sequence": np.int64, "forward_thread": np.int64,
 }  # fmt: skip
-MEMORY_COLUMNS = {
-    "num_bytes": "memory_bytes", "total_allocated": "allocated", "total_reserved": "reserved", "device": "memory_device",
-    "device_type": "memory_device_type",
-}  # fmt: skip
+# the arguments of events by column; asking in a list of its own is faster than any getattr
+ARGS = {
+    "device": lambda args: [a.device for a in args],
+    "stream": lambda args: [a.stream for a in args],
+    "correlation": lambda args: [a.correlation for a in args],
+    "num_bytes": lambda args: [a.bytes for a in args],
+    "sequence": lambda args: [a.sequence for a in args],
+    "forward_thread": lambda args: [a.forward_thread for a in args],
+}
+MEMORY_ARGS = {
+    "num_bytes": lambda args: [a.memory_bytes for a in args],
+    "total_allocated": lambda args: [a.allocated for a in args],
+    "total_reserved": lambda args: [a.reserved for a in args],
+    "device": lambda args: [a.memory_device for a in args],
+    "device_type": lambda args: [a.memory_device_type for a in args],
+}
 # Which arguments each kind of event has, by column; asking all events for all of them takes twice as long.
 ARGS_OF_KINDS = {
     (Kind.OP, Kind.ANNOTATION): ("sequence", "forward_thread", "shapes", "collective"),
@@ -104,7 +115,7 @@ class Collected:
             memory = [event for event in events if event.ph == "i" and event.name == "[memory]"]
             if memory:
                 args = [event.args or NO_ARGS for event in memory]
-                columns = {name: _integers(args, argument) for name, argument in MEMORY_COLUMNS.items()}
+                columns = {name: _integers(read(args)) for name, read in MEMORY_ARGS.items()}
                 self.instants.append(
                     columns | {"start_ns": _start_ns(memory), "length_ns": np.zeros(len(memory), np.int64)}
                 )
@@ -136,16 +147,16 @@ class Collected:
             for name in names if own else ():
                 if name == "shapes":
                     known = self.shapes
-                    columns[name][of_kind] = [known[bytes(a.dims), bytes(a.dtypes)] if a.dims else -1 for a in own]
+                    values = np.array([known[bytes(a.dims), bytes(a.dtypes)] if a.dims else -1 for a in own], np.int32)
                 elif name == "collective":
-                    columns[name][of_kind] = [self._collective(a) for a in own]
+                    unsaid = [a.collective is None and a.group is None and a.in_elements is None for a in own]
+                    values = [-1 if none else self._collective(a) for a, none in zip(own, unsaid)]
                 else:
-                    columns[name][of_kind] = _integers(own, "bytes" if name == "num_bytes" else name)
+                    values = _integers(ARGS[name](own))
+                columns[name][of_kind] = values
         return columns
 
     def _collective(self, a: Args) -> int:
-        if a.collective is None and a.group is None and a.in_elements is None:
-            return -1
         told = (a.collective, a.group, a.group_size, a.in_elements, a.out_elements, a.dtype, a.collective_sequence)
         return self.collectives[Collective(*told)]
 
@@ -206,8 +217,7 @@ def _start_ns(events: list[Event]) -> np.ndarray:
     return start
 
 
-def _integers(args: list[Args], argument: str) -> np.ndarray:
-    values = list(map(attrgetter(argument), args))
+def _integers(values: list[int | None]) -> np.ndarray:
     try:
         return np.array(values, np.int64)
     except (OverflowError, TypeError):  # an id beyond 64 bits is as good as none
@@ -380,7 +390,7 @@ def _read_memory(instants: list[dict], first_ns: int) -> MemoryEvents:
     if not instants:
         none = np.empty(0, np.int64)
         return MemoryEvents(none, none, none, none, none.astype(np.int16))
-    m = _join(instants, ("start_ns", *MEMORY_COLUMNS))
+    m = _join(instants, ("start_ns", *MEMORY_ARGS))
     order = np.argsort(m["start_ns"], kind="stable")
     order = order[m["start_ns"][order] != LOST_NS]
     m = {name: column[order] for name, column in m.items()}
