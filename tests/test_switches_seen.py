@@ -1,15 +1,14 @@
-"""Mixed precision, recomputation and compilation, each seen in the timeline, in the trace and in the memory snapshot."""
+"""Mixed precision, recomputation and compilation, each seen in the trace and in the memory snapshot."""
 
 import json
 import re
 from collections import Counter
-from statistics import median
 
 import pytest
 import torch._dynamo
 from launch import alone, flags, quietly, steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.timed]
+pytestmark = pytest.mark.slow
 
 SIZE = (
     "--num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
@@ -24,8 +23,6 @@ SWITCHES = {
     "selective": "--recompute-activations",
     "compiled": "--torch-compile",
 }
-TIMED = ("plain", "full")
-STEPS = {True: 18, False: 3}
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -34,14 +31,11 @@ class Seen:
 
     def __init__(self, words: str, folder):
         torch._dynamo.reset()
-        number = STEPS[folder.name in TIMED]
-        window = f"--train-iters {number} --profile-step-start {number - 1} --profile-step-end {number}"
+        window = "--train-iters 3 --profile-step-start 2 --profile-step-end 3"
         _, out = quietly(
             flags(SIZE, words, WATCH, window, "--memory-snapshot-path", folder / "snapshot.pickle"), folder
         )
         self.steps = steps(folder)
-        usual = [s for s in self.steps[3:] if not any(s.get(mark) for mark in ("profiled", "beside_profile"))]
-        self.ms = {name: median(s["phases_ms"][name] for s in usual) for name in ("forward", "backward") if usual}
         peak, unit = re.search(r"memory snapshot: .* peak ([\d.]+) (\w+),", out).groups()
         self.peak_mib = float(peak) * UNITS[unit] / UNITS["MiB"]
         [trace] = folder.glob("*.pt.trace.json*")
@@ -60,24 +54,18 @@ def seen(tmp_path_factory):
     with alone():
         runs = {name: Seen(words, folder / name) for name, words in SWITCHES.items()}
     for name, run in runs.items():
-        times = "  ".join(f"{phase} {ms:6.1f} ms" for phase, ms in run.ms.items())
         print(
-            f"{name:<10} {times}  peak {run.peak_mib:6.1f} MiB  norms {run.norms:3}  "
+            f"{name:<10} peak {run.peak_mib:6.1f} MiB  norms {run.norms:3}  "
             f"softmaxes {run.softmaxes:3}  operators {sum(run.operators.values()):5}"
         )
     return runs
 
 
-def test_recomputing_layers_takes_backward_longer_and_memory_less(seen):
+def test_recomputing_layers_takes_operators_and_saves_memory(seen):
     plain, full, block = seen["plain"], seen["full"], seen["block"]
-    shares = [run.ms["backward"] / run.ms["forward"] for run in (plain, full)]  # another program disturbs both phases
-    assert shares[1] > 1.15 * shares[0]
     assert full.peak_mib < block.peak_mib < plain.peak_mib and full.peak_mib < 0.75 * plain.peak_mib
-    assert [run.norms for run in (plain, block, full)] == [
-        13,
-        13 + 6,
-        13 + 12,
-    ]  # two per layer and the last; again for those whose layer is recomputed
+    # two per layer and the last; again for those whose layer is recomputed
+    assert [run.norms for run in (plain, block, full)] == [13, 13 + 6, 13 + 12]
 
 
 def test_recomputing_attention_keeps_no_scores(seen):
