@@ -16,7 +16,7 @@ from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.run_prediction import as_record, forecast, lines_of
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments
-from megatron_lite.instruments.memory_oom import is_out_of_memory, unrecorded
+from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.parallel.rank_store import RunPosition
@@ -77,7 +77,7 @@ class Observers:
             yield
         except RuntimeError as error:
             if is_out_of_memory(error) and not hasattr(error, "explained"):
-                error.explained = unrecorded(self.plan, error)
+                error.explained = explain_unrecorded(self.plan, error)
                 for line in error.explained:
                     _log_on_every_rank(line)
             raise

@@ -7,6 +7,7 @@ from launch import ALONE, flags, plan_of
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
+from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.optim.optimizer import Optimizer
@@ -46,11 +47,11 @@ def recorded_steps(plan: Plan, steps: int = 2) -> dict:
         replica = DataParallel(plan, build_model(plan, CPU))
         optimizer = Optimizer(plan, replica.parameters, CPU)
         step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, EOD))
+        watching = Instruments([place], print)
         for number in range(1, steps + 1):
-            place.begin(number)
             tracker.begin_step()
-            step(batches(plan), 0, place.phase)
-            place.end(number)
+            with watching.step(number):
+                step(batches(plan), 0, watching.phase)
     finally:
         hooks.detach()
         tracker.stop()

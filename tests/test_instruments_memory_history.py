@@ -17,11 +17,13 @@ from megatron_lite.instruments.memory_summary import (
     ACTIVATIONS,
     OPTIMIZER,
     WEIGHTS,
+    category,
     list_held_memory,
     peak,
+    site,
     sum_by_category,
 )
-from megatron_lite.instruments.snapshot_format import Stacks
+from megatron_lite.instruments.memory_tracker import Stacks
 
 RECORD = "--record-memory-history --profile-step-start 3 --profile-step-end 5"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -48,7 +50,7 @@ def plain(tmp_path_factory):
 
 
 def category_sizes(snapshot: dict) -> dict[str, int]:
-    return dict(sum_by_category(list_held_memory(snapshot)))
+    return sum_by_category(list_held_memory(snapshot))
 
 
 def tags(snapshot: dict) -> set[str]:
@@ -58,7 +60,7 @@ def tags(snapshot: dict) -> set[str]:
 # --- the file
 
 
-def test_the_file_is_plain_and_whole(plain):
+def test_the_file_is_plain_and_whole_and_torchs_own_functions_read_it(plain):
     """In a protocol that viewers read; memory is handed out once, and the end is what segments show."""
     folder, snapshot, _ = plain
     path = folder / "memory" / "s.pickle"
@@ -68,10 +70,6 @@ def test_the_file_is_plain_and_whole(plain):
     assert len(list(live_at_each_moment(snapshot))) == len(trace(snapshot)) > 500
     times = [event["time_us"] for event in trace(snapshot)]
     assert times == sorted(times)
-
-
-def test_torchs_own_functions_read_it(plain):
-    _, snapshot, _ = plain
     text = _memory_viz.trace(snapshot)
     assert text.count("= empty_cache") == 0 and "segsum" not in text
     assert "total_reserved" in _memory_viz.segsum(snapshot)
@@ -88,32 +86,20 @@ def test_the_window_is_in_it_and_nothing_else(plain):
     assert f"holds {len(trace(snapshot)):,} events of steps 3-4 of this run, peak " in line
 
 
-def test_phases_and_modules_are_on_the_allocations(plain):
-    _, snapshot, _ = plain
-    found = tags(snapshot)
-    for phase in ("forward", "backward"):
-        assert {f"step 3/{phase}/decoder.layers.{n}.self_attention" for n in range(4)} <= found
-        assert f"step 4/{phase}/GPT" in found
-    assert "step 3/optimizer_step" in found and not any("/recompute" in tag for tag in found)
-
-
 def test_weights_and_optimizer_states_are_known_to_the_byte_and_by_their_code(plain):
     folder, snapshot, _ = plain
-    parameters = sum(t.numel() for t in parameters_of(folder))
-    sizes, held = category_sizes(snapshot), list_held_memory(snapshot)
-    assert sizes[WEIGHTS] == 4 * parameters
-    states = [piece for piece in held if piece.site.startswith("_first_state (optim/optimizer.py:")]
-    assert sum(piece.size for piece in states if piece.size > 4) == 2 * 4 * parameters  # the others count steps
-    assert 0 <= sizes[OPTIMIZER] - 2 * 4 * parameters < 2000  # step counts, the learning rate's table
-    for piece in held:
-        assert piece.category != WEIGHTS or any("megatron_lite/model/" in frame["filename"] for frame in piece.frames)
-    assert sizes.get(ACTIVATIONS, 0) == 0 and sum(sizes.values()) == sum(live_blocks(snapshot).values())
-
-
-def parameters_of(folder) -> list[torch.Tensor]:
     quietly(flags(SHAPE, *DROPOUT, "--train-iters 1 --save", folder / "save"), folder / "weights")
     stored = checkpoint(folder / "save", 1)
-    return [value for name, value in stored.items() if isinstance(value, torch.Tensor) and name.startswith("model.")]
+    parameters = sum(value.numel() for name, value in stored.items() if name.startswith("model."))
+    sizes, held = category_sizes(snapshot), list_held_memory(snapshot)
+    assert sizes[WEIGHTS] == 4 * parameters
+    states = [piece.size for piece in held if site(piece.frames).startswith("_first_state (optim/optimizer.py:")]
+    assert sum(size for size in states if size > 4) == 2 * 4 * parameters  # the others count steps
+    assert 0 <= sizes[OPTIMIZER] - 2 * 4 * parameters < 2000  # step counts, the learning rate's table
+    for piece in held:
+        in_model = any("megatron_lite/model/" in frame["filename"] for frame in piece.frames)
+        assert in_model or category(piece) != WEIGHTS
+    assert sizes.get(ACTIVATIONS, 0) == 0 and sum(sizes.values()) == sum(live_blocks(snapshot).values())
 
 
 # --- the story it tells
@@ -122,13 +108,15 @@ def parameters_of(folder) -> list[torch.Tensor]:
 def test_activations_climb_to_the_loss_and_fall(plain):
     _, snapshot, line = plain
     live = [(event["user_metadata"], at) for event, at in live_at_each_moment(snapshot) if event["action"] == "alloc"]
-    highest = peak(snapshot)
+    highest, found = peak(snapshot), tags(snapshot)
     assert highest.size == max(total for _, total in live)
     assert re.fullmatch(r"step [34]/(forward|backward)/GPT", highest.tag) and "of step" in line
     for phase in ("forward", "backward"):  # up through the layers, down through them backwards
         starts = [f"step 3/{phase}/decoder.layers.{n}." for n in range(4)]
         layers = [max(total for tag, total in live if tag.startswith(start)) for start in starts]
         assert layers == sorted(layers)
+        assert {f"{start}self_attention" for start in starts} <= found and f"step 4/{phase}/GPT" in found
+    assert "step 3/optimizer_step" in found and not any("/recompute" in tag for tag in found)
 
 
 def test_the_peak_is_what_torchs_own_allocator_counted(tmp_path, plain):
@@ -179,12 +167,12 @@ def test_a_run_that_ends_inside_the_window_writes_what_it_has(tmp_path, plain, w
 
 
 class Fails(Instrument):
-    def phase(self, name):
-        if getattr(self, "step", 0) == 4 and name == "backward":
-            raise KeyboardInterrupt  # as from the training itself: no Exception, so no instrument's failure
-
     def begin(self, step):
         self.step = step
+
+    def begin_phase(self, name):
+        if self.step == 4 and name == "backward":
+            raise KeyboardInterrupt  # as from the training itself: no Exception, so no instrument's failure
 
 
 def test_a_failure_inside_the_window_leaves_the_file(tmp_path):
@@ -209,7 +197,7 @@ def test_a_window_asked_for_later_has_a_file_of_its_own(tmp_path):
     with Instruments(build_memory_instruments(plan, window, said.append), said.append) as watching:
         for step in range(1, 12):
             if step == 6:
-                window.move_to(range(8, 10), on_demand=True)
+                window.steps, window.on_demand = range(8, 10), True
             with watching.step(step), watching.phase("forward"):
                 kept.append(torch.ones(step))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.pickle", "s_steps8-9.pickle"]

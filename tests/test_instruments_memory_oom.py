@@ -20,9 +20,9 @@ from megatron_lite.instruments.memory_oom import (
     EXPANDABLE,
     FULL_RECOMPUTE,
     LAST_RESORT,
-    advice,
-    asked_bytes,
     is_out_of_memory,
+    list_remedies,
+    read_asked_bytes,
 )
 from megatron_lite.instruments.memory_summary import (
     ACTIVATIONS,
@@ -136,7 +136,8 @@ def on_gpu(words: str, path, window=range(3, 5)):
     """(instruments of one GPU rank, what they said)."""
     said, record = [], "--record-memory-history --profile-step-start 3 --profile-step-end 5 --memory-snapshot-path"
     plan = plan_of(flags(record, path, words), World(gpus=1))
-    return Instruments(build_memory_instruments(plan, Window(window), said.append), said.append), said
+    watched = Window(window, train_iters=plan.train_iters)
+    return Instruments(build_memory_instruments(plan, watched, said.append), said.append), said
 
 
 def run_steps(watching, last: int):
@@ -239,7 +240,7 @@ def test_an_explanation_that_fails_takes_nothing_with_it(tmp_path, allocator, mo
     assert said == ["error: out of memory on rank 0, setup; why could not be found out: no snapshot"]
 
 
-def without_history(snapshot: dict) -> dict:
+def drop_history(snapshot: dict) -> dict:
     """As torch gives it where nothing was recorded."""
     segments = [
         {**segment, "frames": [], "blocks": [{**block, "frames": []} for block in segment["blocks"]]}
@@ -249,7 +250,7 @@ def without_history(snapshot: dict) -> dict:
 
 
 def test_a_gpu_rank_that_does_not_record_explains_itself_too(tmp_path, monkeypatch, real):
-    allocator, said = Allocator(monkeypatch, without_history(real)), []
+    allocator, said = Allocator(monkeypatch, drop_history(real)), []
     members = build_memory_instruments(plan_of(flags(""), World(gpus=1)), Window(), said.append)
     with pytest.raises(torch.OutOfMemoryError), Instruments(members, said.append):
         allocator.observers[0](0, GIB, 80 * GIB, 0)
@@ -300,7 +301,7 @@ NO_SUMS = "no --accumulate-allreduce-grads-in-fp32"
     ],
 )
 def test_only_flags_that_help_are_advised(words, held, unused, found):
-    told = advice(plan_of(flags(words), World(gpus=1) if unused else ALONE), held, asked=100, unused=unused)
+    told = list_remedies(plan_of(flags(words), World(gpus=1) if unused else ALONE), held, asked=100, unused=unused)
     assert len(told) == len(found) and all(text.startswith(start) for text, start in zip(told, found))
 
 
@@ -308,10 +309,10 @@ def test_what_is_advised_tells_the_peak_that_it_leads_to(monkeypatch):
     plan = plan_of(flags("--micro-batch-size 4 --bf16"), World(gpus=1))
     now = predict_memory(plan).peak.num_bytes
     smaller = predict_memory(plan_of(flags("--micro-batch-size 2 --bf16"), World(gpus=1))).peak.num_bytes
-    told = advice(plan, {ACTIVATIONS: 9}, asked=1, unused=0)[0]
+    told = list_remedies(plan, {ACTIVATIONS: 9}, asked=1, unused=0)[0]
     assert told.endswith(f"(predicted peak {size(smaller)})") and smaller < now
     monkeypatch.setattr(memory_advice, "variant_of", None)  # whatever happens in there must not hide the error
-    assert advice(plan, {ACTIVATIONS: 9}, asked=1, unused=0)[0].endswith("with the same --global-batch-size")
+    assert list_remedies(plan, {ACTIVATIONS: 9}, asked=1, unused=0)[0].endswith("with the same --global-batch-size")
 
 
 @pytest.mark.parametrize(
@@ -333,5 +334,5 @@ def test_a_shortage_is_told_from_other_errors(error, expected):
 def test_what_the_cpu_was_asked_for_stands_in_its_message():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert asked_bytes(caught.value) == 2**60 and is_out_of_memory(caught.value)
-    assert asked_bytes(RuntimeError("another")) is None
+    assert read_asked_bytes(caught.value) == 2**60 and is_out_of_memory(caught.value)
+    assert read_asked_bytes(RuntimeError("another")) is None

@@ -9,6 +9,7 @@ import torch
 from snapshots import live_at_each_moment, live_blocks, trace
 
 from megatron_lite.estimate.caching_allocator import Allocation, Layout, rounded
+from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.units import MIB
@@ -152,46 +153,44 @@ class Counts(torch.nn.Module):
         return x * torch.ones(8).cumsum(0)
 
 
-def test_backward_is_named_by_the_module_that_it_belongs_to():
-    place = Place()
-    tracker, hooks = StorageTracker(place, 1000), ModuleHooks(place, in_backward=False)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Counts(), torch.nn.Linear(8, 8))
+def step_of(place: Place, hooks: ModuleHooks, model: torch.nn.Module, number: int, between=lambda: None):
+    """One forward and backward, watched."""
+    watching = Instruments([place], print)
     hooks.attach()
-    tracker.start()
     try:
-        place.begin(1)
-        with place.phase("forward"):
-            loss = model(torch.ones(2, 8)).sum()
-        with place.phase("backward"):
-            loss.backward()
+        with watching.step(number):
+            with watching.phase("forward"):
+                loss = model(torch.ones(2, 8)).sum()
+            between()
+            with watching.phase("backward"):
+                loss.backward()
     finally:
         hooks.detach()
-        tracker.stop()
-    found = {e["user_metadata"] for e in trace(tracker.snapshot()) if e["action"] == "alloc"}
-    assert {f"step 1/{phase}/{n}" for phase in ("forward", "backward") for n in "012"} <= found
-    made = [e for e in trace(tracker.snapshot()) if e["user_metadata"] == "step 1/forward" and e["action"] == "alloc"]
-    assert [e["frames"][0]["name"] for e in made] == ["aten.ones.default", "aten.sum.default"]  # in no module
-    of_backward = [e for e in trace(tracker.snapshot()) if e["user_metadata"] == "step 1/backward/0"]
-    assert "aten.mm.default" in {e["frames"][0]["name"] for e in of_backward}  # the first layer's weight gradient
+
+
+def test_backward_is_named_by_the_module_that_it_belongs_to(tracker):
+    place = tracker._place
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Counts(), torch.nn.Linear(8, 8))
+    step_of(place, ModuleHooks(place, in_backward=False), model, 1)
+    made = [e for e in trace(tracker.snapshot()) if e["action"] == "alloc"]
+    assert {f"step 1/{phase}/{n}" for phase in ("forward", "backward") for n in "012"} <= {
+        e["user_metadata"] for e in made
+    }
+    in_no_module, of_backward = (
+        [e["frames"][0]["name"] for e in made if e["user_metadata"] == f"step 1/{place}"]
+        for place in ("forward", "backward/0")
+    )
+    assert in_no_module == ["aten.ones.default", "aten.sum.default"]
+    assert "aten.mm.default" in of_backward  # the first layer's weight gradient
     assert not torch.nn.modules.module._global_forward_hooks and not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_gradients_that_arrive_on_other_threads_bring_their_module():
     told = []
     place = Place(told.append)
-    hooks = ModuleHooks(place, in_backward=True)
     # what an Identity hands on is another module's
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Identity())
-    hooks.attach()
-    try:
-        place.begin(7)
-        with place.phase("forward"):
-            loss = model(torch.ones(2, 8)).sum()
-        del told[:]
-        with place.phase("backward"):
-            loss.backward()
-    finally:
-        hooks.detach()
+    step_of(place, ModuleHooks(place, in_backward=True), model, 7, told.clear)
     # the whole model's result is that of its last layer
     assert told == ["step 7/backward", "step 7/backward/1", "step 7/backward/Sequential", "step 7/backward/0", "step 7"]
 

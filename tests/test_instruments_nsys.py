@@ -11,18 +11,20 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from launch import DROPOUT, alone, flags, plan_of, quietly, steps
+from launch import DROPOUT, alone, flags, losses, plan_of, quietly
 from waiting import LIMIT_S
 
 from megatron_lite.config.world import World, read_world
 from megatron_lite.instruments import nsys_range
 from megatron_lite.instruments.base import Instrument, Instruments, Window
-from megatron_lite.instruments.build_instruments import build_nsys_range
-from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange, PackageNvtx, TorchNvtx, nvtx_for
+from megatron_lite.instruments.build_instruments import build_instruments
+from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange, PackageNvtx, TorchNvtx, choose_nvtx
+from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.phases import NOT_TRAINING, Phase
 
 PHASES = {phase.value for phase in Phase if phase not in NOT_TRAINING}
 WINDOW = "--profile --profile-step-start 3 --profile-step-end 5"
+UNDER_NSYS, GPU = World(under_nsys=True), World(gpus=1, under_nsys=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,62 +56,67 @@ class Notes:
 @pytest.fixture
 def notes(monkeypatch) -> Notes:
     notes = Notes()
-    monkeypatch.setattr(nsys_range, "nvtx_for", lambda device: notes)
+    monkeypatch.setattr(nsys_range, "choose_nvtx", lambda on_gpu: notes)
     return notes
+
+
+def build(words: str, world: World, folder, tell=print) -> NsysRange | None:
+    """What the plan asks for."""
+    members = build_instruments(plan_of(flags("--global-batch-size 12", words), world), folder, Timeline(), tell)
+    return next((member for member in members if isinstance(member, NsysRange)), None)
 
 
 def profiled(argv, run_dir, *watchers) -> list[str]:
     """Train on the CPU as if under nsys, with the instrument that the plan asks for; returns what it said."""
-    said, plan = [], plan_of(argv, World(under_nsys=True))
-    quietly(argv, run_dir, [build_nsys_range(plan, Window(plan.profile_window), said.append), *watchers])
+    said, plan = [], plan_of(argv, UNDER_NSYS)
+    window = Window(plan.profile_window if plan.args.profile.profile else range(0))
+    quietly(argv, run_dir, [NsysRange(window, plan, said.append), *watchers])
     return said
+
+
+def run_steps(nsys: NsysRange, last: int) -> list[str]:
+    """Without a training; returns what is said of failures."""
+    words = []
+    with Instruments([nsys], words.append) as watching:
+        for step in range(1, last + 1):
+            with watching.step(step), watching.phase(Phase.FORWARD):
+                pass
+    return words
 
 
 # --- the window
 
 
-def test_the_window_holds_its_steps_and_their_phases(notes, tmp_path):
-    said = profiled(flags("--train-iters 7", WINDOW), tmp_path / "run")
+def test_the_window_holds_its_steps_and_their_phases_and_changes_nothing(notes, tmp_path):
+    argv = flags("--train-iters 7", *DROPOUT)
+    said = profiled([*argv, *WINDOW.split()], tmp_path / "on")
     assert notes.step_names() == ["step 3", "step 4"] and notes.stack == []
     assert notes.said[:2] == [CAPTURE, "mark rank 0 of 1, window: steps 3-4 of this run"]
     assert notes.said[-1] == f"end of {CAPTURE}"
     for step in ("step 3", "step 4"):
         assert {said.split("/")[2] for said in notes.said if said.startswith(f"profile/{step}/")} == PHASES
     assert said == ["marked for Nsight Systems: steps 3-4 of this run, rank 0"]
-
-
-def test_nothing_changes_by_it(notes, tmp_path):
-    argv = flags("--train-iters 6", *DROPOUT)
     quietly(argv, tmp_path / "off")
-    profiled([*argv, *WINDOW.split()], tmp_path / "on")
-    off, on = (steps(tmp_path / name) for name in ("off", "on"))
-    assert notes.said and [(s["loss"], s["grad_norm"]) for s in on] == [(s["loss"], s["grad_norm"]) for s in off]
+    assert losses(tmp_path / "on") == losses(tmp_path / "off")
 
 
-def test_a_resumed_run_names_the_iterations_too(notes):
-    said = []
-    with Instruments([NsysRange(Window(range(3, 5), started_at=4), "cpu", said.append)], said.append) as watching:
-        for step in (2, 3, 4, 5):
-            with watching.step(step):
-                pass
-    assert notes.step_names() == ["step 3", "step 4"]
+class Fails(Instrument):
+    def begin(self, step):
+        if step == 4:
+            raise KeyboardInterrupt  # from the training itself, as far as the others can tell
+
+
+def test_runs_that_resume_or_end_or_fail_inside_the_window_leave_no_range_open(notes, tmp_path):
+    said, window = [], Window(range(3, 5))
+    window.started_at = 4
+    run_steps(NsysRange(window, plan_of(flags(WINDOW), UNDER_NSYS), said.append), 5)
     assert notes.said[1] == "mark rank 0 of 1, window: steps 3-4 of this run = iterations 7-8"
     assert said == ["marked for Nsight Systems: steps 3-4 of this run = iterations 7-8, rank 0"]
-
-
-@pytest.mark.parametrize(("last", "steps", "told"), [(3, ["step 3"], ["step 3 of this run, rank 0"]), (2, [], [])])
-def test_a_run_that_ends_inside_the_window_or_before_it_leaves_no_range_open(notes, tmp_path, last, steps, told):
-    said = profiled(flags(f"--train-iters {last}", WINDOW), tmp_path / "short")
-    assert notes.step_names() == steps and notes.stack == [] and bool(notes.said) == bool(told)
-    assert said == [f"marked for Nsight Systems: {line}" for line in told]
-
-
-def test_an_exception_inside_the_window_ends_them_too(notes, tmp_path):
-    class Fails(Instrument):
-        def begin(self, step):
-            if step == 4:
-                raise KeyboardInterrupt  # from the training itself, as far as the others can tell
-
+    for last, steps, told in ((3, ["step 3"], ["step 3 of this run, rank 0"]), (2, [], [])):
+        notes.said.clear()
+        said = profiled(flags(f"--train-iters {last}", WINDOW), tmp_path / f"short{last}")
+        assert notes.step_names() == steps and notes.stack == [] and bool(notes.said) == bool(told)
+        assert said == [f"marked for Nsight Systems: {line}" for line in told]
     with pytest.raises(KeyboardInterrupt):
         profiled(flags("--train-iters 9", WINDOW), tmp_path / "failed", Fails())
     assert notes.step_names() == ["step 3", "step 4"]
@@ -121,71 +128,56 @@ def test_nvtx_ranges_are_for_all_steps(notes, tmp_path):
     found = [said for said in notes.said if re.fullmatch(r"(.*/)?step \d+", said)]
     assert found == ["step 1", "step 2", "profile/step 3", "profile/step 4", "step 5"]
     assert "step 1/forward" in notes.said and notes.stack == []
-    notes.said.clear()
-    profiled(flags("--train-iters 2 --nvtx-ranges"), tmp_path / "unprofiled")
-    assert "step 2/backward" in notes.said and CAPTURE not in notes.said
-
-
-def test_ranges_of_a_rank_that_is_not_profiled_start_no_collection(notes):
-    argv = flags("--profile --profile-step-start 1 --profile-step-end 3 --nvtx-ranges")
-    plan = plan_of(argv, World(1, 2, under_nsys=True))
-    nsys = build_nsys_range(plan, Window(plan.profile_window), print)
-    with Instruments([nsys], print) as watching, watching.step(1), watching.phase(Phase.FORWARD):
-        pass
-    assert notes.said == ["step 1", "step 1/forward", "end of forward", "end of step 1"]
+    for words, world in (("--nvtx-ranges", UNDER_NSYS), (f"{WINDOW} --nvtx-ranges", World(1, 2, under_nsys=True))):
+        notes.said.clear()  # neither without a window nor on a rank that is not profiled a collection starts
+        run_steps(build(words, world, tmp_path), 3)
+        assert notes.said[-4:] == ["step 3", "step 3/forward", "end of forward", "end of step 3"]
+        assert CAPTURE not in notes.said
 
 
 @pytest.mark.parametrize(
     ("words", "world", "made"),
     [
         ("--profile", World(), False),  # no tool sees a CPU run that is not under nsys
-        ("--profile", World(under_nsys=True), True),
+        ("--profile", UNDER_NSYS, True),
         ("--profile", World(gpus=1), True),  # other tools wait for cudaProfilerStart too
-        ("", World(gpus=1, under_nsys=True), False),
+        ("", GPU, False),
         ("--nvtx-ranges", World(gpus=1), True),
         ("--profile --use-pytorch-profiler", World(gpus=1), False),
         ("--profile --profile-ranks 1", World(0, 2, 0, 2, gpus=2), False),
         ("--profile --profile-ranks 1", World(1, 2, 1, 2, gpus=2), True),
     ],
 )
-def test_who_has_one(words, world, made):
-    plan = plan_of(flags("--global-batch-size 4", words), world)
-    assert (build_nsys_range(plan, Window(plan.profile_window), print) is not None) == made
+def test_who_has_one(tmp_path, words, world, made):
+    assert (build(words, world, tmp_path) is not None) == made
 
 
 # --- several ranks on a node: the first to leave its range ends the collection for all
 
 
-def test_ranks_of_a_node_leave_the_range_together(notes, monkeypatch):
-    plan = plan_of(flags("--profile --profile-ranks -1 --global-batch-size 6"), World(4, 6, 1, 3, under_nsys=True))
-    monkeypatch.setattr(nsys_range, "SECONDS_FOR_NEIGHBOURS", LIMIT_S)
-    nsys = build_nsys_range(plan, Window(range(1, 2)), lambda text: None)
+@pytest.mark.parametrize("come", [True, False])
+def test_ranks_of_a_node_leave_the_range_together_or_wait_in_vain(notes, monkeypatch, tmp_path, come):
+    limit, left = LIMIT_S if come else 0.1, f"left the nsys range after step {10 + come}/"
+    monkeypatch.setattr(nsys_range, "SECONDS_FOR_NEIGHBOURS", limit)
+    window = f"--profile --profile-ranks -1 --profile-step-start {10 + come} --profile-step-end {11 + come}"
+    nsys = build(window, World(4, 6, 1, 3, under_nsys=True), tmp_path)
     nsys.open()
-    nsys.begin(1)
-    store, waited = dist.distributed_c10d._get_default_store(), []
+    nsys.begin(10 + come)
+    store, waited, started = dist.distributed_c10d._get_default_store(), [], time.monotonic()
 
     def others():
-        time.sleep(0.2)
-        store.set("left the nsys range after step 1/3", "")
-        time.sleep(0.2)
+        time.sleep(0.1)
+        store.set(f"{left}3", "")
+        time.sleep(0.1)
         waited.append(CAPTURE in notes.stack)
-        store.set("left the nsys range after step 1/5", "")
+        store.set(f"{left}5", "")
 
-    thread = threading.Thread(target=others)
+    thread = threading.Thread(target=others) if come else threading.Thread()
     thread.start()
-    nsys.end(1)
+    nsys.end(10 + come)
     thread.join()
-    assert waited == [True] and notes.stack == [] and store.check(["left the nsys range after step 1/4"])
-
-
-def test_a_rank_that_does_not_come_is_not_waited_for(notes, monkeypatch):
-    monkeypatch.setattr(nsys_range, "SECONDS_FOR_NEIGHBOURS", 0.1)
-    nsys = NsysRange(Window(range(2, 3)), "cpu", print, neighbours=[1])
-    nsys.open()
-    nsys.begin(2)
-    started = time.monotonic()
-    nsys.end(2)
-    assert notes.stack == [] and time.monotonic() - started >= 0.1
+    assert waited == [True] * come and notes.stack == [] and store.check([f"{left}4"])
+    assert time.monotonic() - started >= 0.1
 
 
 # --- on a GPU, as far as calls go; what they do is seen in tests/gpu
@@ -208,12 +200,11 @@ def cuda(notes, monkeypatch) -> list[str]:
     return notes.said
 
 
-def test_on_a_gpu_everything_lies_between_start_and_stop(cuda):
-    nsys = NsysRange(Window(range(2, 3)), "cuda", cuda.append, operators=True)
-    with Instruments([nsys], cuda.append) as watching:
-        for step in (1, 2, 3):
-            with watching.step(step), watching.phase(Phase.FORWARD):
-                pass
+SECOND_STEP = "--profile --profile-step-start 2 --profile-step-end 3 --record-shapes"
+
+
+def test_on_a_gpu_everything_lies_between_start_and_stop(cuda, tmp_path):
+    run_steps(build(SECOND_STEP, GPU, tmp_path, cuda.append), 3)
     assert cuda == [
         "synchronize",
         "start",
@@ -233,52 +224,42 @@ def test_on_a_gpu_everything_lies_between_start_and_stop(cuda):
 
 
 @pytest.mark.parametrize("fails", ["start", "emit_nvtx", "stop"])
-def test_a_profiler_that_fails_is_said_and_training_goes_on(cuda, notes, monkeypatch, fails):
+def test_a_profiler_that_fails_is_said_and_training_goes_on(cuda, notes, monkeypatch, tmp_path, fails):
     def out_of_order(**options):
         raise RuntimeError("profiler is out of order")
 
     owner = torch.autograd.profiler if fails == "emit_nvtx" else torch.cuda.profiler
     monkeypatch.setattr(owner, fails, out_of_order)
-    words, nsys = [], NsysRange(Window(range(1, 3)), "cuda", print, operators=True)
-    with Instruments([nsys], words.append) as watching:
-        for step in (1, 2, 3):
-            with watching.step(step), watching.phase(Phase.FORWARD):
-                pass
-    [word] = words
+    [word] = run_steps(build(SECOND_STEP, GPU, tmp_path), 3)
     assert word.endswith("failed and was switched off; training goes on: profiler is out of order")
     assert notes.stack == [] and ("stop" in cuda) == (fails == "emit_nvtx")  # what had been started is not left on
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "told"),
+    ("world", "told"),
     [
-        ("cuda", {"under_nsys": False}, "rank 0; this run is not under nsys, which would have recorded them"),
-        ("cpu", {"operators": True}, "note: --record-shapes: torch names operators for Nsight Systems on GPUs only"),
+        (World(gpus=1), "rank 0; this run is not under nsys, which would have recorded them"),
+        (UNDER_NSYS, "note: --record-shapes: torch names operators for Nsight Systems on GPUs only"),
     ],
 )
-def test_what_is_left_out_is_said(cuda, notes, device, options, told):
-    said, window = [], Window(range(1, 2))
-    with Instruments([NsysRange(window, device, said.append, **options)], said.append) as watching, watching.step(1):
-        pass
-    assert told in said[0] and f"end of {CAPTURE}" in notes.said and "operators" not in notes.said
+def test_what_is_left_out_is_said(cuda, tmp_path, world, told):
+    said = []
+    run_steps(build(SECOND_STEP, world, tmp_path, said.append), 3)
+    assert told in said[0] and f"end of {CAPTURE}" in cuda and ("operators, shapes True" in cuda) == bool(world.gpus)
 
 
 # --- the package
 
 
-def test_a_missing_package_is_said(monkeypatch):
+def test_a_missing_package_is_said(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "nvtx", None)
-    words = []
-    with Instruments([NsysRange(Window(range(1, 2)), "cpu", print)], words.append) as watching, watching.step(1):
-        pass
+    words = run_steps(build(WINDOW, UNDER_NSYS, tmp_path), 1)
     if hasattr(torch._C, "_nvtx"):
-        assert isinstance(nvtx_for("cpu"), TorchNvtx)
+        assert isinstance(choose_nvtx(on_gpu=False), TorchNvtx)
     else:
         [line] = words
-        assert line.startswith(
-            "NsysRange.open failed and was switched off; training goes on: the package nvtx is missing"
-        )
-        assert line.endswith("pip install nvtx")
+        start = "NsysRange.open failed and was switched off; training goes on: the package nvtx is missing"
+        assert line.startswith(start) and line.endswith("pip install nvtx")
 
 
 def test_a_package_that_takes_an_older_nsys_for_none_is_woken(monkeypatch):
@@ -313,22 +294,23 @@ def test_a_package_that_takes_an_older_nsys_for_none_is_woken(monkeypatch):
     for name, module in (("nvtx", package), ("nvtx._lib", types.ModuleType("nvtx._lib")), ("nvtx._lib.lib", inner)):
         monkeypatch.setitem(sys.modules, name, module)
     for expected in ([("handle of None", "a"), ("handle of None", "b"), "pop"], ["a", "b", "pop"]):
-        nvtx = PackageNvtx()
-        nvtx.push("a")
-        nvtx.mark("b")
-        nvtx.pop()
+        push_mark_and_pop()
         assert pushed == expected
         pushed.clear()
         package.get_domain = lambda name: object()
 
 
-def test_the_real_package_can_do_what_we_ask():
-    pytest.importorskip("nvtx")
-    importlib.import_module("nvtx")
+def push_mark_and_pop():
     nvtx = PackageNvtx()
     nvtx.push("a")
     nvtx.mark("b")
     nvtx.pop()
+
+
+def test_the_real_package_can_do_what_we_ask():
+    pytest.importorskip("nvtx")
+    importlib.import_module("nvtx")
+    push_mark_and_pop()
 
 
 # --- who is under nsys

@@ -10,28 +10,26 @@ import re
 import resource
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from launch import REPO, alone, flags, losses, plan_of, quietly, same, train
+from launch import ALONE, REPO, alone, flags, losses, plan_of, quietly, same, train
 from traces import events, nested, spans, steps_of, trace, trace_files
 
 from megatron_lite.analysis.analyze import analyze
+from megatron_lite.config.world import World
 from megatron_lite.instruments import torch_profiler
 from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.build_instruments import build_instruments
-from megatron_lite.instruments.module_ranges import ModuleRanges, wanted_modules
+from megatron_lite.instruments.module_ranges import ModuleRanges, find_modules
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import (
-    Details,
     Found,
     TorchProfiler,
+    enlarge_buffers,
+    find_faults,
     inspect_trace,
-    make_room,
-    record_is_full,
     write_whole,
 )
 from megatron_lite.model.attention_choice import choose_attention
@@ -149,7 +147,7 @@ def test_large_traces_are_compressed_unless_told_otherwise(tmp_path, monkeypatch
     for flag, compress in (("", None), ("--profile-gzip", True), ("--no-profile-gzip", False)):
         timeline = Timeline()
         profiler = build_instruments(plan_of(flags(PROFILE, flag)), tmp_path, timeline, print)[-2]
-        assert profiler.details.compress is compress
+        assert profiler.compress is compress
 
 
 def model(recompute: bool = False, dropout: float = 0.1) -> GPT:
@@ -249,8 +247,8 @@ def test_compiled_blocks_keep_their_ranges(tmp_path, way):
 
 
 def test_a_model_compiled_as_a_whole_shows_no_layers():
-    assert wanted_modules(torch.compile(model(), backend="eager")) == {}
-    assert list(wanted_modules(model())) == [name.removesuffix(" forward") for _, name in FORWARD]
+    assert find_modules(torch.compile(model(), backend="eager")) == {}
+    assert list(find_modules(model())) == [name.removesuffix(" forward") for _, name in FORWARD]
 
 
 # --- what cannot be written, and what is missing
@@ -271,25 +269,37 @@ def test_a_full_disk_costs_the_trace_and_one_line(tmp_path):
     assert "switched off" not in out
 
 
+def profile_steps(
+    kind, steps: range, last: int, folder: Path, inside=lambda: None, options="", world=ALONE
+) -> list[str]:
+    """Run steps under a profiler of that kind; returns what it said."""
+    out = []
+    profiler = kind(Window(steps), plan_of(flags("--use-pytorch-profiler", options), world), folder, out.append)
+    with Instruments([profiler], out.append) as watching:
+        for step in range(1, last + 1):
+            with watching.step(step), watching.phase(Phase.FORWARD):
+                torch.ones(2).sum()
+                inside()
+            if kind is LikeOnAGpu:
+                assert (profiler._profiler is not None) == (step in (2, 3))
+    assert not torch.autograd._profiler_enabled() and profiler._profiler is None
+    return out
+
+
 def test_a_folder_that_is_in_the_way_costs_the_trace_and_one_line(tmp_path):
     (tmp_path / "file").write_text("in the way of a folder")
-    out = []
-    profiler = TorchProfiler(Window(range(1, 2)), tmp_path / "file" / "tb", 0, Details(), out.append)
-    with Instruments([profiler], out.append) as watching, watching.step(1), watching.phase(Phase.FORWARD):
-        torch.ones(2).sum()
-    assert len(out) == 1 and out[0].startswith("profile of step 1 of this run, rank 0, is lost; training goes on: ")
-    assert not torch.autograd._profiler_enabled()
+    [line] = profile_steps(TorchProfiler, range(1, 2), 1, tmp_path / "file" / "tb")
+    assert line.startswith("profile of step 1 of this run, rank 0, is lost; training goes on: ")
 
 
 def test_collections_of_garbage_stand_in_the_trace_without_stacks(tmp_path):
     before = list(gc.callbacks)
-    profiler = TorchProfiler(Window(range(1, 5)), tmp_path, 0, Details(), print)
-    with Instruments([profiler], print) as watching:
-        for step in range(1, 5):
-            with watching.step(step), watching.phase(Phase.FORWARD):
-                torch.ones(2).sum()
-                gc.collect(0)  # of the youngest objects: too short to be worth a range
-                gc.collect()
+
+    def collect():
+        gc.collect(0)  # of the youngest objects: too short to be worth a range
+        gc.collect()
+
+    profile_steps(TorchProfiler, range(1, 5), 4, tmp_path, collect)
     assert gc.callbacks == before
     assert len(spans(trace(tmp_path), "Python GC")) == 4
     time = analyze([tmp_path]).facts.critical.time
@@ -300,26 +310,26 @@ def test_collections_of_garbage_stand_in_the_trace_without_stacks(tmp_path):
 class LikeOnAGpu(TorchProfiler):
     """Gets ready as for a GPU, and records the CPU."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        details, cpu = self.details, replace(self.details, cuda=False)
-        self.details = mock.Mock(wraps=details, cuda=True, chakra=True, compress=False, shapes=False)
-        self.details.profiler.side_effect = cpu.profiler
+    def make_profiler(self):
+        self.cuda = False
+        profiler = super().make_profiler()
+        self.cuda = True
+        return profiler
 
     def _synchronize(self):
         pass
 
+    def _write_table(self, profiler):
+        self.cuda = False
+        words = super()._write_table(profiler)
+        self.cuda = True
+        return words
+
 
 @pytest.mark.parametrize(("last", "recorded"), [(5, (3, 4)), (2, None), (1, None)])
 def test_the_step_before_the_window_gets_ready_and_is_not_recorded(tmp_path, last, recorded):
-    out = []
-    profiler = LikeOnAGpu(Window(range(3, 5)), tmp_path, 0, Details(), out.append)
-    with Instruments([profiler], out.append) as watching:
-        for step in range(1, last + 1):
-            with watching.step(step), watching.phase(Phase.FORWARD):
-                torch.ones(2).sum()
-            assert (profiler._profiler is not None) == (step in (2, 3))
-    assert not torch.autograd._profiler_enabled() and profiler._profiler is None
+    chakra = "--pytorch-profiler-collect-chakra --no-profile-gzip"
+    out = profile_steps(LikeOnAGpu, range(3, 5), last, tmp_path, options=chakra, world=World(gpus=1))
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     if recorded is None:
         assert files == [] and out == []  # it was ready for nothing, and leaves nothing
@@ -330,17 +340,15 @@ def test_the_step_before_the_window_gets_ready_and_is_not_recorded(tmp_path, las
 
 def test_a_profiler_is_off_even_if_stopping_it_fails(tmp_path, monkeypatch):
     """As after an error that leaves a GPU unusable: nothing can be waited for, and nothing be written."""
-    out = []
-    profiler = TorchProfiler(Window(range(1, 9)), tmp_path, 0, Details(), out.append)
-    with Instruments([profiler], out.append) as watching, watching.step(1):
 
-        def fail(*arguments):
-            raise RuntimeError("an illegal memory access")
+    def fail(*arguments):
+        raise RuntimeError("an illegal memory access")
 
-        monkeypatch.setattr(profiler, "_synchronize", fail)
+    def break_down():
         assert torch.autograd._profiler_enabled()
-    assert not torch.autograd._profiler_enabled()
-    [said] = out
+        monkeypatch.setattr(TorchProfiler, "_synchronize", fail)
+
+    [said] = profile_steps(TorchProfiler, range(1, 9), 1, tmp_path, break_down)
     assert said.startswith("TorchProfiler.close failed and was switched off") and said.endswith("illegal memory access")
 
 
@@ -355,17 +363,11 @@ def test_a_profiler_is_off_even_if_stopping_it_fails(tmp_path, monkeypatch):
             False,
             "holds no GPU kernel. CUPTI, which reports them, serves one tool per process",
         ),
-        (
-            Found((3, 4, 5), 0, True),
-            True,
-            "the record of the GPU ends early: Kineto's room for events was full; profile fewer steps",
-        ),
+        (Found((3, 4, 5), 0, True), True, "the record of the GPU ends early: Kineto's room for events was full; "),
     ],
 )
-def test_a_trace_is_compared_with_what_was_meant(tmp_path, found, full, said):
-    profiler = TorchProfiler(Window(range(3, 6)), tmp_path, 0, Details(cuda=True), print)
-    profiler._last, profiler._full = 5, full
-    lines = list(profiler._complaints(found))
+def test_a_trace_is_compared_with_what_was_meant(found, full, said):
+    lines = list(find_faults(found, range(3, 6), cuda=True, full=full))
     assert len(lines) == (said is not None) and all(line.startswith(said) for line in lines)
 
 
@@ -386,10 +388,10 @@ def test_a_look_into_a_trace_counts_what_lies_across_its_pieces(tmp_path, monkey
 
 PREPARE = """
 import os
-from megatron_lite.instruments.torch_profiler import make_room
+from megatron_lite.instruments.torch_profiler import enlarge_buffers
 from torch.profiler import ProfilerActivity, _KinetoProfile
 
-kept = make_room(os.environ) if {room} else None
+kept = enlarge_buffers(os.environ) if {room} else None
 profiler = _KinetoProfile(activities=[ProfilerActivity.CPU])
 profiler.prepare_trace(); profiler.start_trace(); profiler.stop_trace()
 """
@@ -406,20 +408,14 @@ def test_kineto_takes_the_room(room, megabytes):
 
 def test_what_the_user_or_the_machine_says_stays(tmp_path, monkeypatch):
     environ = {"KINETO_CONFIG": "mine"}
-    assert make_room(environ) is None and environ == {"KINETO_CONFIG": "mine"}
+    assert enlarge_buffers(environ) is None and environ == {"KINETO_CONFIG": "mine"}
     system = tmp_path / "libkineto.conf"
     monkeypatch.setattr(torch_profiler, "SYSTEM_FILE", system)
     key = "ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB"
     for given, expected in (("A=1", f"A=1\n{key}=2048\n"), (f"{key}=7", f"{key}=7")):
         system.write_text(given)
         environ = {}
-        with make_room(environ):
+        with enlarge_buffers(environ):
             assert Path(environ["KINETO_CONFIG"]).read_text() == expected
     system.write_bytes(b"\xff")
-    assert make_room({}) is None
-
-
-def test_a_torch_that_does_not_tell_of_a_full_record(monkeypatch):
-    assert record_is_full() is False
-    monkeypatch.delattr(torch.autograd, "_is_kineto_stopped", raising=False)
-    assert record_is_full() is False
+    assert enlarge_buffers({}) is None

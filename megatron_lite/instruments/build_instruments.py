@@ -11,35 +11,19 @@ from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, 
 from megatron_lite.instruments.memory_oom import OutOfMemory
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
-from megatron_lite.instruments.snapshot_format import SnapshotFiles
+from megatron_lite.instruments.snapshot_format import check_snapshot_path
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.instruments.torch_profiler import Details, TorchProfiler
+from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.parallel.layers import expected_compilations
 from megatron_lite.parallel.rank_store import RunPosition
 from megatron_lite.thresholds import MIN_BEFORE
 
 
-class _Stay:
-    """Around one phase; the same object each time, since phases of a kind do not nest."""
-
-    def __init__(self, where: RunPosition, name: str):
-        self._where, self._name = where, name
-
-    def __enter__(self):
-        self._where.enter(self._name)
-
-    def __exit__(self, *exception):
-        if exception[0] is None:  # else the phase is where it failed
-            self._where.enter(None)
-
-
 class WhereaboutsKeeper(Instrument):
     """Step and phase, for the other ranks' eyes. Costs less than a microsecond per phase."""
 
-    same_contexts = True
-
     def __init__(self, where: RunPosition):
-        self._where, self._stays = where, {}
+        self._where = where
 
     def resume(self, iteration: int):
         self._where.started_at = iteration
@@ -47,8 +31,12 @@ class WhereaboutsKeeper(Instrument):
     def begin(self, step: int):
         self._where.step = step
 
-    def phase(self, name):
-        return self._stays.setdefault(name, _Stay(self._where, str(name)))
+    def begin_phase(self, name: str):
+        self._where.enter(name)
+
+    def end_phase(self, name: str, failed: bool):
+        if not failed:  # else the phase is where it failed
+            self._where.enter(None)
 
 
 MAX_BEFORE = 50  # steps before the window that are remembered
@@ -59,63 +47,59 @@ STEPS_AFTER, MIN_LINGERING = 20, 1.05  # ratio; smaller ones are noise
 class Disturbance(Instrument):
     """Tells how much slower profiled steps were, and that a window cannot or did not come. On one rank, outside of the timeline,
     so that a step's time is complete when `end` is called.
-
-    last_step: gives this run's last step. cupti_...: in such a window torch.profiler records a GPU. rank: this one, where
-    there are several.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        timeline: Timeline,
-        last_step,
-        tell,
-        *,
-        cupti_planned=False,
-        cupti_on_demand=False,
-        rank=None,
-    ):
-        self.window, self.timeline, self._last_step, self._tell = window, timeline, last_step, tell
-        self._asked = range(window.first, window.last + 1)
+    def __init__(self, window: Window, timeline: Timeline, plan: Plan, tell):
+        self.window, self.timeline, self._tell, world = window, timeline, tell, plan.world
+        self._where = f" on rank {world.rank}" if world.size > 1 else ""
+        cupti = plan.device == "cuda" and not world.under_nsys  # what torch.profiler records a GPU with
+        self._cupti_on_demand, self._cupti_planned = cupti, cupti and plan.args.profile.use_pytorch_profiler
+        self._cupti = False  # it was used
+        self._planned, self._step = window.steps, 0
         self._before: deque[float] = deque(maxlen=MAX_BEFORE)  # seconds of a step
         self._inside: list[float] = []
         self._after: list[float] = []
         self._usual: float | None = None  # before the window, while steps after it are compared with that
-        self._cupti_in, self._cupti = {False: cupti_planned, True: cupti_on_demand}, False
-        self._step = 0
-        self._where = "" if rank is None else f" on rank {rank}"
 
     def begin(self, step: int):
-        self._step = step
-        if step == 1 and self._asked and self._asked.start > self._last_step() and self.window.started_at:
+        self._step, window = step, self.window
+        if step == 1 and self._planned and self._planned.start > window.last_step and window.started_at:
             self._tell(
-                f"--profile-step-start {self._asked.start} counts this run's own steps, and there are "
-                f"{self._last_step()} left of it: nothing will be profiled. Give a smaller one."
+                f"--profile-step-start {self._planned.start} counts this run's own steps, and there are "
+                f"{window.last_step} left of it: nothing will be profiled. Give a smaller one."
             )
 
     def end(self, step: int):
         seconds = self.timeline.current.training_seconds
-        if step in self.window:
+        if step in self.window.steps:
             self._inside.append(seconds)
         elif step > WARMING_UP and not self.window.disturbs(step):
             self._before.append(seconds)
             if self._usual is not None:
-                self._compare_after(seconds)
+                self._after.append(seconds)
+        if len(self._after) == STEPS_AFTER:
+            # CUPTI, once it was used, stays attached and may slow every later step down (pytorch issue 144455)
+            ratio, self._usual, self._after = median(self._after) / self._usual, None, []
+            if self._cupti and ratio > MIN_LINGERING:
+                self._tell(
+                    f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: CUPTI may have "
+                    "stayed attached, which TEARDOWN_CUPTI=1 in the environment prevents."
+                )
         if self.window.closes(step):
-            self._compare_inside()
+            self._compare()
 
     def close(self, error: BaseException | None):
         if self._inside:
-            self._compare_inside()
-        if self._asked and self._step < self._asked.start:
+            self._compare()
+        if self._planned and self._step < self._planned.start:
             self._tell(
-                f"--profile-step-start {self._asked.start} was never reached: the run ended after "
+                f"--profile-step-start {self._planned.start} was never reached: the run ended after "
                 f"{self._step} of its steps, so there is no profile."
             )
 
-    def _compare_inside(self):
+    def _compare(self):
         inside, self._inside = self._inside, []
-        self._cupti = self._cupti or self._cupti_in[self.window.on_demand]
+        self._cupti |= self._cupti_on_demand if self.window.on_demand else self._cupti_planned
         if len(self._before) < MIN_BEFORE:
             self._tell(
                 f"profiled steps cannot be compared with those before: {MIN_BEFORE} after the run's first are needed, "
@@ -128,18 +112,6 @@ class Disturbance(Instrument):
             f"profiled steps{self._where} took {during / before:.2f} x as long as those before: median {during:.1f} ms of "
             f"{len(inside)} against {before:.1f} ms of {len(self._before)}"
         )
-
-    def _compare_after(self, seconds: float):
-        """CUPTI, once it was used, stays attached and may slow every later step down (pytorch issue 144455)."""
-        self._after.append(seconds)
-        if len(self._after) < STEPS_AFTER:
-            return
-        ratio, self._usual = median(self._after) / self._usual, None
-        if self._cupti and ratio > MIN_LINGERING:
-            self._tell(
-                f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: CUPTI may have stayed "
-                "attached, which TEARDOWN_CUPTI=1 in the environment prevents."
-            )
 
 
 class Compiling(Instrument):
@@ -201,75 +173,27 @@ def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> li
     """The instruments of this rank, outermost first. One that does not concern it is not made."""
     p, world, on_gpu = plan.args.profile, plan.world, plan.device == "cuda"
     # beside the window, a GPU's profiler gets ready, and other ranks wait for those that write
-    window = Window(plan.profile_window, margin=int(on_gpu or world.size > 1))
+    window = Window(plan.profile_window, margin=int(on_gpu or world.size > 1), train_iters=plan.train_iters)
     timeline.window = window
     timeline.set_up(detailed=plan.args.watch.step_timeline, cuda=on_gpu)
     leads, profiled = world.rank == min(plan.profile_ranks, default=-1), world.rank in plan.profile_ranks
     torch_is_blind = world.under_nsys and on_gpu  # nsys holds the GPU's counters, also where nothing asked it to record
-    # What a window on demand does. nsys does not record it: it was told before the run when to collect, and that is over
-    # or taken after one window.
-    records = "" if torch_is_blind else "profiling"
-    if torch_is_blind and p.record_memory_history:
-        records = "nsys holds the GPU's counters, so only memory is recorded in"
-
-    def last_step() -> int:
-        return plan.train_iters - window.started_at
-
     members: list[Instrument] = []
     if plan.compiles_layers:
         members.append(Compiling(timeline, expected_compilations(plan), tell if world.rank == 0 else lambda text: None))
     # the rank that leads says when nothing can be recorded; the last one must not average those steps
+    records = not torch_is_blind or p.record_memory_history
     if p.profile_on_demand and (leads or (profiled or world.is_last) and records):
-        length = max(p.profile_step_end - max(p.profile_step_start, 1), 1)
-        alone = plan.profile_ranks | {world.size - 1} == {world.rank}
-        members.append(OnDemand(window, run_dir, length, leads, alone, last_step, tell, records))
-    if leads and (p.profile_on_demand or window):
-        cupti = on_gpu and not torch_is_blind
-        several = world.rank if world.size > 1 else None
-        cupti_planned = cupti and p.use_pytorch_profiler
-        members.append(
-            Disturbance(
-                window, timeline, last_step, tell, cupti_planned=cupti_planned, cupti_on_demand=cupti, rank=several
-            )
-        )
-    if nsys := build_nsys_range(plan, window, tell):
-        members.append(nsys)
+        members.append(OnDemand(window, plan, run_dir, tell))
+    if leads and (p.profile_on_demand or window.steps):
+        members.append(Disturbance(window, timeline, plan, tell))
+    for_nsys = p.profile and not p.use_pytorch_profiler and profiled
+    if (for_nsys or p.nvtx_ranges) and (on_gpu or world.under_nsys):  # a tool can be there to see it
+        members.append(NsysRange(window if for_nsys else Window(), plan, tell))
     members += build_memory_instruments(plan, window, tell)
     if profiled and (p.use_pytorch_profiler or p.profile_on_demand and not torch_is_blind):
-        details = Details(
-            cuda=on_gpu,
-            shapes=p.pytorch_profiler_collect_shapes,
-            stacks=p.pytorch_profiler_collect_callstack,
-            memory=p.pytorch_profiler_collect_memory,
-            flops=p.pytorch_profiler_collect_flops,
-            chakra=p.pytorch_profiler_collect_chakra,
-            modules=p.profile_modules,
-            compress=True if p.profile_gzip else False if p.no_profile_gzip else None,
-        )
-        folder = Path(plan.args.watch.tensorboard_dir or run_dir)
-        members.append(TorchProfiler(window, folder, world.rank, details, tell, not p.use_pytorch_profiler))
+        members.append(TorchProfiler(window, plan, Path(plan.args.watch.tensorboard_dir or run_dir), tell))
     return [*members, timeline]  # innermost: what the others do between steps is not the step's time
-
-
-def build_nsys_range(plan: Plan, window: Window, tell) -> NsysRange | None:
-    """This rank's instrument for Nsight Systems, if the plan wants one and a tool can be there to see it."""
-    p, world = plan.args.profile, plan.world
-    profiled = p.profile and not p.use_pytorch_profiler and world.rank in plan.profile_ranks
-    if not (profiled or p.nvtx_ranges) or not (plan.device == "cuda" or world.under_nsys):
-        return None
-    first = world.rank - world.local_rank
-    node = range(first, first + world.local_size)
-    return NsysRange(
-        window if profiled else Window(),
-        plan.device,
-        tell,
-        rank=world.rank,
-        size=world.size,
-        neighbours=[rank for rank in node if rank in plan.profile_ranks and rank != world.rank],
-        all_steps=p.nvtx_ranges,
-        operators=p.record_shapes,
-        under_nsys=world.under_nsys,
-    )
 
 
 def build_memory_instruments(plan: Plan, window: Window, tell) -> list[Instrument]:
@@ -281,12 +205,9 @@ def build_memory_instruments(plan: Plan, window: Window, tell) -> list[Instrumen
     recording = p.record_memory_history and world.rank in plan.profile_ranks
     if plan.device == "cpu" and not recording:
         return []
-    files = SnapshotFiles(p.memory_snapshot_path, world.rank, alone=len(plan.profile_ranks) == 1)
     if p.record_memory_history:
-        files.prepare()
+        check_snapshot_path(plan)
     recorder = (CudaRecorder if plan.device == "cuda" else CpuRecorder)(p.memory_history_events)
-    dump = files.out_of_memory if p.record_memory_history else None
-    watching = OutOfMemory(plan, recorder.place, dump, recorder, tell)
-    history = MemoryHistory(window, files, recorder, lambda: plan.train_iters - window.started_at, tell)
     # a shortage is explained before recording is switched off; steps begin and end inside of what is recorded
-    return [watching, *([history] if recording else []), recorder.place]
+    histories = [MemoryHistory(window, plan, recorder, tell)] if recording else []
+    return [OutOfMemory(plan, recorder, tell), *histories, recorder.place]

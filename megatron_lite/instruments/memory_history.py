@@ -2,23 +2,23 @@
 
 import torch
 
+from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument, Window
-from megatron_lite.instruments.memory_oom import Shortage, host_memory, is_out_of_memory
+from megatron_lite.instruments.memory_oom import Shortage, is_out_of_memory, read_host_memory
 from megatron_lite.instruments.memory_summary import describe_place, operation, peak, site
 from megatron_lite.instruments.memory_tags import SETUP, ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.instruments.snapshot_format import SnapshotFiles, build_annotations, write_snapshot
+from megatron_lite.instruments.snapshot_format import build_annotations, extend_name, name_snapshot, write_snapshot
 from megatron_lite.units import count, size
 
 OUTSIDE = 100_000  # events kept before and after the window, for the story of an out-of-memory there
 
 
 class Recorder:
-    """What records, for MemoryHistory and OutOfMemory. Override the moments you need.
-
-    snapshot(of_last_step) gives (the snapshot, whether events that belong to it were dropped), of now or of the last step's
-    end; shortage(asked) how much memory there is now; watch_for_shortage(observe) has `observe` called with a Shortage at
-    every allocation that fails, on whatever thread that is.
+    """What records, for MemoryHistory and OutOfMemory. Besides the methods here it has open, open_window, close_window, close;
+    snapshot(of_last_step) -> (of now or of the last step's end, whether events that belong to it were dropped);
+    measure_shortage(asked) -> how much memory there is now; watch_for_shortage(observe), which has `observe` called with a
+    Shortage at every allocation that fails, on whatever thread that is.
     """
 
     place: Place
@@ -79,7 +79,7 @@ class CudaRecorder(Recorder):
         torch.cuda.init()  # older allocators crash on an observer that comes before
         torch._C._cuda_attach_out_of_memory_observer(failed)
 
-    def shortage(self, asked: int | None) -> Shortage:
+    def measure_shortage(self, asked: int | None) -> Shortage:
         free, total = torch.cuda.mem_get_info()
         return Shortage(asked, free, total, torch.cuda.memory_reserved())
 
@@ -140,10 +140,10 @@ class CpuRecorder(Recorder):
         return self._tracker.failure
 
     def watch_for_shortage(self, observe):
-        self._tracker.out_of_memory = lambda asked: observe(self.shortage(asked))
+        self._tracker.out_of_memory = lambda asked: observe(self.measure_shortage(asked))
 
-    def shortage(self, asked: int | None) -> Shortage:
-        host = host_memory()
+    def measure_shortage(self, asked: int | None) -> Shortage:
+        host = read_host_memory()
         return Shortage(
             asked, free=host["free"], total=host["total"], reserved=host["mine"], all_known=self._tracker.seeing
         )
@@ -152,19 +152,19 @@ class CpuRecorder(Recorder):
 class MemoryHistory(Instrument):
     """Records from before the model is built; writes at the window's end, or what there is when the run ends."""
 
-    def __init__(self, window: Window, files: SnapshotFiles, recorder, last_step, tell):
-        self.window, self._files, self._recorder, self._tell = window, files, recorder, tell
-        self._last_step = last_step  # last_step(): of this run, as far as the flags say
+    def __init__(self, window: Window, plan: Plan, recorder: Recorder, tell):
+        self.window, self._recorder, self._tell = window, recorder, tell
+        self._path = name_snapshot(plan)
         self._inside = False
         self._planned = True  # the window in hand; one on demand has a file of its own, whichever comes first
         self._last = 0  # step that was recorded
-        self._written = 0
+        self._written = False
 
     def open(self):
         self._recorder.open()
 
     def begin(self, step: int):
-        if self._inside and step not in self.window:  # it was moved away
+        if self._inside and step not in self.window.steps:  # it was moved away
             self._leave_window()
         opens = self.window.opens(step)
         self._recorder.begin_step(pause=not opens and not self._inside)
@@ -176,7 +176,7 @@ class MemoryHistory(Instrument):
 
     def end(self, step: int):
         self._recorder.end_step()
-        if self._inside and (self.window.closes(step) or step == self._last_step()):
+        if self._inside and (self.window.closes(step) or step == self.window.last_step):
             self._leave_window()
 
     def close(self, error: BaseException | None):
@@ -196,8 +196,8 @@ class MemoryHistory(Instrument):
     def _write(self, ended: bool = False):
         """Tells what was written, or why not: a full disk costs the file, not the instrument."""
         snapshot, dropped = self._recorder.snapshot(of_last_step=ended)
-        path = self._files.history if self._planned else self._files.on_demand(self._first, self._last)
-        self._written += 1
+        path = self._path if self._planned else extend_name(self._path, f"_steps{self._first}-{self._last}")
+        self._written = True
         try:
             write_snapshot(path, snapshot)
         except OSError as error:
@@ -205,25 +205,20 @@ class MemoryHistory(Instrument):
                 f"--memory-snapshot-path: {path} could not be written ({error.strerror}) and is lost; training goes on."
             )
             return
-        self._tell(
-            f"memory snapshot: {path} holds {self._contents(snapshot, dropped)}; draw it at pytorch.org/memory_viz"
-        )
-
-    def _contents(self, snapshot: dict, dropped: bool) -> str:
         events, highest = snapshot["device_traces"][self._recorder.number], peak(snapshot, self._recorder.number)
-        words = f"{count(len(events))} events of {self._steps(events, dropped)}, peak {size(highest.size)}"
+        words = f"{count(len(events))} events of {self._name_steps(events, dropped)}, peak {size(highest.size)}"
         if highest.frames:
             words += f", {describe_place(highest.tag)}: {operation(highest.frames)}{site(highest.frames)}"
         if dropped:
             words += "; earlier ones were dropped, raise --memory-history-events to keep them"
         if self._recorder.failure is not None:
             words += f"; recording stopped early: {self._recorder.failure}"
-        return words
+        self._tell(f"memory snapshot: {path} holds {words}; draw it at pytorch.org/memory_viz")
 
-    def _steps(self, events: list[dict], dropped: bool) -> str:
+    def _name_steps(self, events: list[dict], dropped: bool) -> str:
         """'steps 10-11 of this run', those whose beginning is among the events."""
         if not self._inside:
-            return f"{SETUP}, since the run ended before step {self.window.first}"
+            return f"{SETUP}, since the run ended before step {self.window.steps.start}"
         if not dropped or not events:
             return self.window.words(self._last)
         began = [step for step, time_us in self._recorder.place.begun.items() if time_us >= events[0]["time_us"]]

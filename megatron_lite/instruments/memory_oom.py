@@ -22,8 +22,7 @@ from megatron_lite.instruments.memory_summary import (
     sum_by_category,
     sum_by_site,
 )
-from megatron_lite.instruments.memory_tags import Place
-from megatron_lite.instruments.snapshot_format import write_snapshot
+from megatron_lite.instruments.snapshot_format import extend_name, write_snapshot
 from megatron_lite.units import KIB, size
 
 # --- what would help a run that does not fit: only flags that change its memory here
@@ -34,59 +33,47 @@ LAST_RESORT = (
     "fewer --num-layers, a smaller --hidden-size or a shorter --seq-length: weights and optimizer state are whole "
     "on every rank, so that more ranks do not help"
 )
-MOVING, STANDING = (ACTIVATIONS, EVALUATION, INPUT), (WEIGHTS, OPTIMIZER)
+MOVING, STANDING = (ACTIVATIONS, EVALUATION, INPUT, GRADIENTS), (WEIGHTS, OPTIMIZER)
 
 
-def advice(plan: Plan, held: dict[str, int], asked: int, unused: int) -> list[str]:
-    """Best first, never empty.
+def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> list[str]:
+    """Best first, never empty, with the peak that the formulas give for the changed flags.
 
     held: bytes by category. asked: bytes that did not fit. unused: reserved by the allocator but held by no tensor.
     """
-    found = []
-    if plan.device == "cuda" and unused >= max(asked, 1):
-        found.append(f"{EXPANDABLE} in the environment: what is reserved but unused would have sufficed")
-    moving, standing = (sum(held.get(name, 0) for name in names) for names in (MOVING, STANDING))
-    shrink = _smaller_activations(plan)
-    state = _smaller_state(plan)
-    found += shrink + state if moving + held.get(GRADIENTS, 0) >= standing else state + shrink
-    return found or [LAST_RESORT]
+    model, batch, layers = plan.args.model, plan.args.training.micro_batch_size, plan.shape.num_layers
+    recomputed = model.recompute_num_layers or 1
 
+    def change(words: str, **changes) -> str:
+        try:
+            return f"{words} (predicted peak {size(variant_of(plan, **changes).peak_bytes)})"
+        except Exception:  # noqa: BLE001 - nothing may fail here: an error is being explained
+            return words
 
-def _smaller_activations(plan: Plan) -> list[str]:
-    m, now, layers = plan.args.model, plan.args.training.micro_batch_size, plan.shape.num_layers
-    found = []
-    if now > 1:
-        smaller = max(number for number in range(1, now) if now % number == 0)
-        words = f"--micro-batch-size {smaller} instead of {now}, with the same --global-batch-size"
-        found.append(_with_peak(plan, words, micro_batch_size=smaller))
-    if m.recompute_granularity != "full":
+    activations, state = [], []
+    if batch > 1:
+        smaller = max(number for number in range(1, batch) if batch % number == 0)
+        words = f"--micro-batch-size {smaller} instead of {batch}, with the same --global-batch-size"
+        activations.append(change(words, micro_batch_size=smaller))
+    if model.recompute_granularity != "full":
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        found.append(_with_peak(plan, FULL_RECOMPUTE, **full))
-    elif m.recompute_method == "block" and (m.recompute_num_layers or 1) < layers:
-        words = f"--recompute-num-layers {layers} instead of {m.recompute_num_layers or 1}"
-        found.append(_with_peak(plan, words, recompute_num_layers=layers))
+        activations.append(change(FULL_RECOMPUTE, **full))
+    elif model.recompute_method == "block" and recomputed < layers:
+        words = f"--recompute-num-layers {layers} instead of {recomputed}"
+        activations.append(change(words, recompute_num_layers=layers))
     if plan.precision == "fp32":
-        found.append(_with_peak(plan, "--bf16", bf16=True))
-    return found
-
-
-def _smaller_state(plan: Plan) -> list[str]:
-    if not plan.fp32_gradients:
-        return []
-    fewer = {"accumulate_allreduce_grads_in_fp32": False}
-    if plan.precision == "bf16":
-        words = "--grad-reduce-in-bf16: gradients without fp32 sums"
-        return [_with_peak(plan, words, grad_reduce_in_bf16=True, **fewer)]
-    return [_with_peak(plan, "no --accumulate-allreduce-grads-in-fp32: gradients without fp32 sums", **fewer)]
-
-
-def _with_peak(plan: Plan, words: str, **changes) -> str:
-    """With the peak that the formulas give for the changed flags. Nothing may fail here: an error is being explained."""
-    try:
-        variant = variant_of(plan, **changes)
-    except Exception:  # noqa: BLE001 - see above
-        variant = None
-    return words + (f" (predicted peak {size(variant.peak_bytes)})" if variant else "")
+        activations.append(change("--bf16", bf16=True))
+    if plan.fp32_gradients:
+        fewer = {"accumulate_allreduce_grads_in_fp32": False}
+        words = "no --accumulate-allreduce-grads-in-fp32"
+        if plan.precision == "bf16":
+            words, fewer["grad_reduce_in_bf16"] = "--grad-reduce-in-bf16", True
+        state.append(change(f"{words}: gradients without fp32 sums", **fewer))
+    moving, standing = (sum(held.get(name, 0) for name in names) for names in (MOVING, STANDING))
+    found = activations + state if moving >= standing else state + activations
+    if plan.device == "cuda" and unused >= max(asked, 1):
+        found.insert(0, f"{EXPANDABLE} in the environment: what is reserved but unused would have sufficed")
+    return found or [LAST_RESORT]
 
 
 MAX_SITES = 3  # that are named
@@ -119,68 +106,27 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
 
 
-def asked_bytes(error: BaseException) -> int | None:
+def read_asked_bytes(error: BaseException) -> int | None:
     """How much the CPU's allocator was asked for, from its message; None for other errors."""
     found = re.search(r"you tried to allocate (\d+) bytes", str(error))
     return int(found[1]) if found else None
 
 
-def report(plan: Plan, tag: str, shortage: Shortage, snapshot: dict, device: int, written: str) -> list[str]:
-    """The five lines. `written`: what became of the snapshot."""
-    held = list_held_memory(snapshot, device)
-    recorded = any(piece.tag or piece.frames for piece in held)  # without a history, blocks have sizes only
-    sizes = sum_by_category(held) if recorded else []
-    if recorded:
-        largest = [f"{size(amount)} {name}{_times(pieces)}" for name, amount, pieces in sum_by_site(held)]
-    else:
-        numbers = Counter(piece.size for piece in held)
-        largest = [f"{size(amount)}{_times(numbers[amount])}" for amount in sorted(numbers, reverse=True)]
-    if held and not sizes:
-        holders = f"{len(held):,} tensors; what they are is known with --record-memory-history"
-    else:
-        holders = ", ".join(f"{name} {size(amount)}" for name, amount in sizes) or "no tensor that is known"
-    used = sum(piece.size for piece in held)
-    by_category = dict(sizes)
-    if not shortage.all_known:  # what was not recorded is what steps make anew each time
-        unknown = max(shortage.reserved - sum(by_category.values()), 0)
-        by_category[ACTIVATIONS] = by_category.get(ACTIVATIONS, 0) + unknown
-    # segments that can grow leave nothing that could not be used
-    unused = 0 if snapshot.get("allocator_settings", {}).get("expandable_segments") else shortage.reserved - used
-    asked = "an unknown amount was" if shortage.asked is None else f"{size(shortage.asked)} were"
-    known = "" if shortage.all_known else "at least "
-    return [
-        f"{_headline(plan.world.rank, tag)}: {asked} asked for; tensors hold {known}{size(used)}, {size(shortage.reserved)} are reserved, "
-        + f"{size(shortage.free)} of {size(shortage.total)} are free",
-        f"  held by: {holders}",
-        "  largest: " + ("; ".join(largest[:MAX_SITES]) or "unknown"),
-        "  would help: " + "; ".join(advice(plan, by_category, shortage.asked or 0, unused)),
-        f"  snapshot: {written}",
-    ]
-
-
-def _times(pieces: int) -> str:
-    return f" x {pieces}" if pieces > 1 else ""
-
-
-def _headline(rank: int, tag: str) -> str:
-    return f"error: out of memory on rank {rank}, {describe_place(tag)}"
-
-
-def unrecorded(plan: Plan, error: BaseException) -> list[str]:
+def explain_unrecorded(plan: Plan, error: BaseException) -> list[str]:
     """Two lines, where nothing watches: on a CPU without --record-memory-history."""
-    asked, memory = asked_bytes(error), host_memory()
+    asked, memory = read_asked_bytes(error), read_host_memory()
     words = "" if asked is None else f" {size(asked)} were asked for;"
     return [
         f"error: out of memory on rank {plan.world.rank}:{words} {size(memory['free'])} of {size(memory['total'])} are free",
-        "  would help: " + "; ".join(advice(plan, {}, 0, 0)),
+        "  would help: " + "; ".join(list_remedies(plan, {}, 0, 0)),
     ]
 
 
 class OutOfMemory(Instrument):
-    """Waits for it on this rank. `path`: where a snapshot is to be written; None for no file."""
+    """Waits for it on this rank. Writes a snapshot where the plan records memory at all."""
 
-    def __init__(self, plan: Plan, place: Place, path: Path | None, recorder, tell):
-        self._plan, self._place, self._path, self._recorder, self._tell = plan, place, path, recorder, tell
+    def __init__(self, plan: Plan, recorder, tell):
+        self._plan, self._recorder, self._tell = plan, recorder, tell
         self._lines: list[str] = []
         self._files = 0
         self._over = False
@@ -191,7 +137,7 @@ class OutOfMemory(Instrument):
     def close(self, error: BaseException | None):
         if is_out_of_memory(error):
             if not self._lines:  # not torch's allocator but a library ran out, or nobody called
-                self._observe(self._recorder.shortage(asked_bytes(error)))
+                self._observe(self._recorder.measure_shortage(read_asked_bytes(error)))
             for line in self._lines:
                 self._tell(line)
             error.explained = self._lines  # a traceback would only bury them
@@ -203,39 +149,74 @@ class OutOfMemory(Instrument):
         """At the failing allocation. An error in here would take the place of the one that is being explained."""
         if self._over:
             return
+        start = f"error: out of memory on rank {self._plan.world.rank}, {describe_place(self._recorder.place.tag)}"
         try:
             snapshot, _ = self._recorder.snapshot()
             written = self._write(snapshot)
-            self._lines = report(self._plan, self._place.tag, shortage, snapshot, self._recorder.number, written)
+            first, *others = self._explain(shortage, snapshot)
+            self._lines = [f"{start}: {first}", *others, f"  snapshot: {written}"]
         except Exception as problem:  # noqa: BLE001 - see above
-            self._lines = [
-                f"{_headline(self._plan.world.rank, self._place.tag)}; why could not be found out: {problem}"
-            ]
+            self._lines = [f"{start}; why could not be found out: {problem}"]
+
+    def _explain(self, shortage: Shortage, snapshot: dict) -> list[str]:
+        """What was asked for, who held memory, and what would help."""
+        held = list_held_memory(snapshot, self._recorder.number)
+        used, by_category = sum(piece.size for piece in held), {}
+        if any(piece.tag or piece.frames for piece in held):
+            by_category, largest = sum_by_category(held), sum_by_site(held)
+            holders = ", ".join(f"{name} {size(amount)}" for name, amount in by_category.items())
+        else:  # without a history, blocks have sizes only
+            counts = Counter(piece.size for piece in held)
+            largest = [("", amount, counts[amount]) for amount in sorted(counts, reverse=True)]
+            holders = f"{len(held):,} tensors; what they are is known with --record-memory-history" if held else ""
+        named = [
+            f"{size(amount)} {name}".rstrip() + (f" x {pieces}" if pieces > 1 else "")
+            for name, amount, pieces in largest[:MAX_SITES]
+        ]
+        if not shortage.all_known:  # what was not recorded is what steps make anew each time
+            unknown = max(shortage.reserved - sum(by_category.values()), 0)
+            by_category[ACTIVATIONS] = by_category.get(ACTIVATIONS, 0) + unknown
+        # segments that can grow leave nothing that could not be used
+        unused = 0 if snapshot.get("allocator_settings", {}).get("expandable_segments") else shortage.reserved - used
+        asked = "an unknown amount was" if shortage.asked is None else f"{size(shortage.asked)} were"
+        known = "" if shortage.all_known else "at least "
+        first = (
+            f"{asked} asked for; tensors hold {known}{size(used)}, {size(shortage.reserved)} are reserved, "
+            f"{size(shortage.free)} of {size(shortage.total)} are free"
+        )
+        remedies = list_remedies(self._plan, by_category, shortage.asked or 0, unused)
+        return [
+            first,
+            f"  held by: {holders or 'no tensor that is known'}",
+            f"  largest: {'; '.join(named) or 'unknown'}",
+            f"  would help: {'; '.join(remedies)}",
+        ]
 
     def _write(self, snapshot: dict) -> str:
-        if self._path is None:
+        """Returns what became of it."""
+        profile, rank = self._plan.args.profile, self._plan.world.rank
+        if not profile.record_memory_history:
             return "none; --record-memory-history writes one, with the code that allocated each tensor"
+        path = extend_name(Path(profile.memory_snapshot_path), f"_oom_rank{rank}")
         if self._files == MAX_FILES:
-            return f"{self._path} is of an earlier failure; a run writes at most {MAX_FILES}"
+            return f"{path} is of an earlier failure; a run writes at most {MAX_FILES}"
         self._files += 1
         try:
-            write_snapshot(self._path, snapshot)
+            write_snapshot(path, snapshot)
         except OSError as error:
-            return f"--memory-snapshot-path: {self._path} could not be written ({error.strerror})"
-        return f"{self._path}; draw it at pytorch.org/memory_viz"
+            return f"--memory-snapshot-path: {path} could not be written ({error.strerror})"
+        return f"{path}; draw it at pytorch.org/memory_viz"
 
 
-def host_memory() -> dict[str, int]:
+def read_host_memory() -> dict[str, int]:
     """Bytes: total and free of this machine, and those this process has in memory. Linux; zeros elsewhere."""
-    found = {"total": 0, "free": 0, "mine": 0}
-    names = {"MemTotal": "total", "MemAvailable": "free", "VmRSS": "mine"}
+    found = {"MemTotal": 0, "MemAvailable": 0, "VmRSS": 0}
     for file in ("/proc/meminfo", "/proc/self/status"):
         try:
             lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
         except OSError:
             continue
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name in names:
-                found[names[name]] = int(value.split()[0]) * KIB
-    return found
+        for name, _, value in (line.partition(":") for line in lines):
+            if name in found:
+                found[name] = int(value.split()[0]) * KIB
+    return {"total": found["MemTotal"], "free": found["MemAvailable"], "mine": found["VmRSS"]}

@@ -40,33 +40,16 @@ ALLOCATED, FREED = "alloc", "free_completed"
 
 @dataclass(frozen=True)
 class Held:
-    """One piece of memory. tag: where the run was when it was allocated, empty if that is unknown."""
+    """Memory, and where the run was (`tag`, "" if unknown) and its stack when it was allocated."""
 
     size: int
-    tag: str
-    frames: list[dict] = field(repr=False)
-
-    @property
-    def category(self) -> str:
-        return category(self.tag, self.frames)
-
-    @property
-    def site(self) -> str:
-        return site(self.frames)
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The largest sum of requested bytes in the time that a trace covers, and the allocation that reached it."""
-
-    size: int
-    tag: str
-    frames: list[dict] = field(repr=False)
+    tag: str = ""
+    frames: list[dict] = field(default_factory=list, repr=False)
 
 
 def list_held_memory(snapshot: dict, device: int = 0) -> list[Held]:
     """All memory that tensors hold when the snapshot was taken."""
-    tags = {e["addr"]: e.get("user_metadata", "") for e in _trace(snapshot, device) if e["action"] == ALLOCATED}
+    tags = {e["addr"]: e.get("user_metadata", "") for e in _read_trace(snapshot, device) if e["action"] == ALLOCATED}
     held = []
     for segment in snapshot["segments"]:
         address = segment["address"]  # old snapshots give no address of a block
@@ -78,26 +61,29 @@ def list_held_memory(snapshot: dict, device: int = 0) -> list[Held]:
     return held
 
 
-def peak(snapshot: dict, device: int = 0) -> Peak:
-    """Found backwards from the end, which the segments give: a trace's first events may have been dropped."""
+def peak(snapshot: dict, device: int = 0) -> Held:
+    """The largest sum of requested bytes in the time that a trace covers, and the allocation that reached it.
+
+    Found backwards from the end, which the segments give: a trace's first events may have been dropped.
+    """
     now = sum(held.size for held in list_held_memory(snapshot, device))
-    found = Peak(now, "", [])
-    for entry in reversed(_trace(snapshot, device)):
+    found = Held(now)
+    for entry in reversed(_read_trace(snapshot, device)):
         if entry["action"] == ALLOCATED:
             if now > found.size or now == found.size and not found.frames:
-                found = Peak(now, entry.get("user_metadata", ""), entry.get("frames") or [])
+                found = Held(now, entry.get("user_metadata", ""), entry.get("frames") or [])
             now -= entry["size"]
         elif entry["action"] == FREED:
             now += entry["size"]
-    return found if now <= found.size else Peak(now, "", [])
+    return found if now <= found.size else Held(now)
 
 
-def sum_by_category(held: Iterable[Held]) -> list[tuple[str, int]]:
-    """(category, bytes), largest first."""
+def sum_by_category(held: Iterable[Held]) -> dict[str, int]:
+    """{category: bytes}, largest first."""
     sizes = Counter()
     for piece in held:
-        sizes[category(piece.tag, piece.frames)] += piece.size
-    return sizes.most_common()
+        sizes[category(piece)] += piece.size
+    return dict(sizes.most_common())
 
 
 def sum_by_site(held: Iterable[Held]) -> list[tuple[str, int, int]]:
@@ -110,18 +96,18 @@ def sum_by_site(held: Iterable[Held]) -> list[tuple[str, int, int]]:
     return [(name, size, pieces[name]) for name, size in sizes.most_common()]
 
 
-def category(tag: str, frames: list[dict]) -> str:
+def category(piece: Held) -> str:
     """What memory is for, from where the run was, else from the code that asked for it."""
-    step, _, rest = tag.partition("/")
+    step, _, rest = piece.tag.partition("/")
     if rest:
         return CATEGORY_OF_PHASE.get(rest.partition("/")[0], OTHER)
     if step not in ("", SETUP):
         return OTHER  # between the phases of a step
     for part, mark, name in CATEGORY_OF_CODE:
-        if any(part in frame["filename"] and mark in ("", marks.split_mark(frame["name"])[1]) for frame in frames):
+        if any(part in f["filename"] and mark in ("", marks.split_mark(f["name"])[1]) for f in piece.frames):
             return name
     # a GPU's backward runs on a thread without Python frames
-    return OTHER if frames or step == SETUP else GRADIENTS
+    return OTHER if piece.frames or step == SETUP else GRADIENTS
 
 
 def site(frames: list[dict]) -> str:
@@ -150,6 +136,6 @@ def describe_place(tag: str) -> str:
     return f"{words} in {module}" if module else words
 
 
-def _trace(snapshot: dict, device: int) -> list[dict]:
+def _read_trace(snapshot: dict, device: int) -> list[dict]:
     traces = snapshot["device_traces"]
     return traces[device] if device < len(traces) else []

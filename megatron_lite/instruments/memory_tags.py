@@ -15,6 +15,7 @@ from megatron_lite.phases import Phase
 
 SETUP = "setup"  # all before the first step: weights, optimizer state, what a checkpoint is read into
 RECOMPUTE = "recompute"  # forward once more, inside backward
+BACKWARD = Phase.BACKWARD.value
 MAX_MARKS, MAX_STEPS = 20_000, 1_000
 
 
@@ -27,22 +28,25 @@ class Place(Instrument):
         self.marks: deque[tuple[int, str, str]] = deque(maxlen=MAX_MARKS)  # (time in us, START or END, name)
         self.begun: dict[int, int] = {}  # the newest steps and when they began, in us
         self._told = told
-        self._phases: dict[str, _Stay] = {}
 
     def begin(self, step: int):
         self.step = step
-        self.mark("START", f"step {step}")
+        self._mark("START", f"step {step}")
         self.begun[step] = self.marks[-1][0]
         self.begun.pop(step - MAX_STEPS, None)
         self.move("", "")
 
-    def end(self, step: int):
-        self.mark("END", f"step {step}")
+    def begin_phase(self, name: str):
+        self._mark("START", name)
+        self.move(name, "")
 
-    def phase(self, name):
-        if name not in self._phases:
-            self._phases[name] = _Stay(self, str(name))
-        return self._phases[name]
+    def end_phase(self, name: str, failed: bool):
+        self._mark("END", name)
+        if not failed:  # else this is where it failed, and stays known
+            self.move("", "")
+
+    def end(self, step: int):
+        self._mark("END", f"step {step}")
 
     def move(self, phase_name: str, module: str):
         """Be in a phase and a module from now on; empty for in between."""
@@ -53,27 +57,11 @@ class Place(Instrument):
 
     def tag_of(self, phase_name: str, module: str) -> str:
         """What an allocation there is tagged with."""
-        start = f"step {self.step}" if self.step else SETUP
-        return "/".join(part for part in (start, phase_name if self.step else "", module) if part)
+        parts = (f"step {self.step}", phase_name, module) if self.step else (SETUP, module)
+        return "/".join(part for part in parts if part)
 
-    def mark(self, stage: str, name: str):
+    def _mark(self, stage: str, name: str):
         self.marks.append((time.time_ns() // 1000, stage, name))
-
-
-class _Stay:
-    """Around one phase."""
-
-    def __init__(self, place: Place, name: str):
-        self.place, self.name = place, name
-
-    def __enter__(self):
-        self.place.mark("START", self.name)
-        self.place.move(self.name, "")
-
-    def __exit__(self, kind, error, traceback):
-        self.place.mark("END", self.name)
-        if error is None:  # else this is where it failed, and stays known
-            self.place.move("", "")
 
 
 class ModuleHooks:
@@ -92,10 +80,8 @@ class ModuleHooks:
     def attach(self):
         """From now on, for every module of the process."""
         if not self._handles:
-            self._handles = [
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ]
+            leaving = register_module_forward_hook(self._leave, always_call=True)
+            self._handles = [register_module_forward_pre_hook(self._enter), leaving]
 
     def detach(self):
         for handle in self._handles:
@@ -108,10 +94,8 @@ class ModuleHooks:
             return
         if module not in self._names:  # it is called for the first time: names of all inside it
             inner = module.module if isinstance(module, DistributedDataParallel) else module
-            for one in (module, inner):
-                self._names.setdefault(one, type(inner).__name__)
-            for name, one in inner.named_modules():
-                self._names.setdefault(one, name)
+            for name, one in [("", module), *inner.named_modules()]:
+                self._names.setdefault(one, name or type(inner).__name__)
         self._running.append(self._names[module])
         self._move(self._running[-1])
 
@@ -126,10 +110,10 @@ class ModuleHooks:
 
     def _move(self, name: str):
         phase_name = self.place.phase_name
-        if phase_name in (Phase.BACKWARD.value, RECOMPUTE):
-            phase_name = RECOMPUTE if self._running else Phase.BACKWARD.value
+        if phase_name in (BACKWARD, RECOMPUTE):
+            phase_name = RECOMPUTE if self._running else BACKWARD
         self.place.move(phase_name, name)
 
     def _gradient_arrives(self, name: str, gradients):
-        if self.place.phase_name in (Phase.BACKWARD.value, RECOMPUTE):
-            self.place.move(Phase.BACKWARD.value, name)
+        if self.place.phase_name in (BACKWARD, RECOMPUTE):
+            self.place.move(BACKWARD, name)

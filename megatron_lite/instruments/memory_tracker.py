@@ -5,22 +5,23 @@ A weak reference tells when a result's storage is freed. What a kernel takes and
 """
 
 import os
+import sys
 import time
 import weakref
+from types import CodeType
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
-from megatron_lite.instruments.memory_oom import asked_bytes
+from megatron_lite.instruments.memory_oom import read_asked_bytes
 from megatron_lite.instruments.memory_tags import RECOMPUTE, Place
 from megatron_lite.instruments.snapshot_format import (
     ALLOC,
     FREE,
     OUT_OF_MEMORY,
     Event,
-    Stacks,
     apply_events,
     build_annotations,
     build_snapshot,
@@ -29,6 +30,51 @@ from megatron_lite.phases import Phase
 
 FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value
 FRESH = ("aten::lift_fresh", "aten::resize_")  # their result is an argument, and its memory may be new all the same
+# what records, or calls what records: no part of the stack that is recorded
+RECORDERS = (
+    "megatron_lite/instruments/",
+    "/torch/utils/_python_dispatch.py",
+    "/torch/_compile.py",
+    "/torch/_dynamo/eval_frame.py",
+)
+MAX_DEPTH = 100
+
+
+class Stacks:
+    """Gives the calling stack as a list of {filename, line, name}, innermost first; equal stacks are one list."""
+
+    def __init__(self):
+        self._known: dict[tuple, list[dict]] = {}
+        self._frames: dict[tuple[int, int], dict] = {}
+        self._codes: dict[int, CodeType] = {}  # keeps them alive: a code's id must stay its own
+
+    def capture(self, operation: str = "") -> list[dict]:
+        """The calling stack without those who record; `operation` stands before it like a C++ frame.
+
+        Empty on a thread of torch's own, where Python has no frames but the recorders'.
+        """
+        frame, key = sys._getframe(1), [operation]
+        add = key.append  # this loop is most of what recording costs
+        while frame is not None:
+            add(id(frame.f_code))
+            add(frame.f_lasti)
+            frame = frame.f_back
+        key = tuple(key)
+        if key in self._known:
+            return self._known[key]
+        frames, frame, began = [], sys._getframe(1), False
+        for _ in range(MAX_DEPTH):
+            if frame is None:
+                break
+            code = frame.f_code
+            self._codes[id(code)] = code
+            began = began or not any(part in code.co_filename for part in RECORDERS)
+            if began:
+                found = {"filename": code.co_filename, "line": frame.f_lineno or 0, "name": code.co_name}
+                frames.append(self._frames.setdefault((id(code), frame.f_lasti), found))
+            frame = frame.f_back
+        self._known[key] = [{"filename": "??", "line": 0, "name": operation}, *frames] if operation else frames
+        return self._known[key]
 
 
 class StorageTracker(TorchDispatchMode):
@@ -74,8 +120,7 @@ class StorageTracker(TorchDispatchMode):
 
     def forget_history(self):
         """What has happened so far is no longer shown, only what is left of it."""
-        apply_events(self._layout, self._events)
-        self._events.clear()
+        self._drop_events(len(self._events))
         self._bookmark, self.dropped = 0, False
 
     def begin_step(self):
@@ -83,8 +128,7 @@ class StorageTracker(TorchDispatchMode):
 
     def add_unseen(self, name: str, size: int):
         """Memory that a library takes outside of torch's operations, and keeps; `name` stands for its stack."""
-        allocation = Allocation(size, self._tag(), [{"filename": "??", "line": 0, "name": name}])
-        self._add(ALLOC, allocation)
+        self._add(ALLOC, Allocation(size, self._tag(), [{"filename": "??", "line": 0, "name": name}]))
 
     @property
     def seeing(self) -> bool:
@@ -111,7 +155,11 @@ class StorageTracker(TorchDispatchMode):
         try:
             results = func(*args, **(kwargs or {}))
         except RuntimeError as error:
-            self._failed_to_allocate(func, error)
+            asked = read_asked_bytes(error)
+            if asked is not None and self._recording:
+                self._add(OUT_OF_MEMORY, Allocation(asked, self._tag(), self._stacks.capture(str(func))))
+                if self.out_of_memory is not None:
+                    self.out_of_memory(asked)
             raise
         if self._recording:
             try:
@@ -125,30 +173,25 @@ class StorageTracker(TorchDispatchMode):
             # a node is numbered right before its operation is dispatched: the first one seen after it is its own
             self._module_of.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._place.module)
         for result in results if type(results) in (tuple, list) else (results,):
-            if isinstance(result, Tensor) and result.device.type == "cpu" and result.layout is torch.strided:
-                storage = result.untyped_storage()
-                watch = self._live.get(id(storage))
-                if watch is None:
-                    self._meet(func, storage)
-                elif watch.allocation.size != storage.nbytes():
-                    self._lose(watch)
-                    self._meet(func, storage)
-
-    def _meet(self, func, storage):
-        size = storage.nbytes()
-        if not size:
-            return
-        allocation = Allocation(size, self._tag(), self._stacks.capture(str(func)))
-        self._live[id(storage)] = _Watch(storage, self._lose, allocation)
-        returns_arguments = self._aliases.get(func)
-        if returns_arguments is None:
-            schema = func._schema
-            aliases = any(value.alias_info is not None for value in schema.returns)
-            returns_arguments = self._aliases[func] = schema.name not in FRESH and aliases
-        if returns_arguments:
-            self._layout.place(allocation)  # it was there before it was first seen
-        else:
-            self._add(ALLOC, allocation)
+            if not isinstance(result, Tensor) or result.device.type != "cpu" or result.layout is not torch.strided:
+                continue
+            storage = result.untyped_storage()
+            watch, size = self._live.get(id(storage)), storage.nbytes()
+            if watch is not None:
+                if watch.allocation.size == size:
+                    continue
+                self._lose(watch)
+            if not size:
+                continue
+            allocation = Allocation(size, self._tag(), self._stacks.capture(str(func)))
+            self._live[id(storage)] = _Watch(storage, self._lose, allocation)
+            if func not in self._aliases:
+                is_alias = any(value.alias_info is not None for value in func._schema.returns)
+                self._aliases[func] = is_alias and func._schema.name not in FRESH
+            if self._aliases[func]:
+                self._layout.place(allocation)  # it was there before it was first seen
+            else:
+                self._add(ALLOC, allocation)
 
     def _lose(self, watch: "_Watch"):
         try:
@@ -162,9 +205,13 @@ class StorageTracker(TorchDispatchMode):
         frames, tag = where or (allocation.frames, allocation.tag)
         self._events.append(Event(action, allocation, time.time_ns() // 1000, frames, tag))
         if len(self._events) > 2 * self._most:
-            apply_events(self._layout, self._events[: self._most])
-            del self._events[: self._most]
-            self._bookmark, self.dropped = max(self._bookmark - self._most, 0), True
+            self._drop_events(self._most)
+
+    def _drop_events(self, number: int):
+        """Let the oldest ones happen, so that no trace shows them."""
+        apply_events(self._layout, self._events[:number])
+        del self._events[:number]
+        self._bookmark, self.dropped = max(self._bookmark - number, 0), True
 
     def _tag(self) -> str:
         place = self._place
@@ -176,15 +223,6 @@ class StorageTracker(TorchDispatchMode):
         # its own it does not, but modules run.
         again = node is not None and (torch.is_grad_enabled() or place.phase_name == RECOMPUTE)
         return place.tag_of(RECOMPUTE if again else BACKWARD, module)
-
-    def _failed_to_allocate(self, func, error: RuntimeError):
-        asked = asked_bytes(error)
-        if asked is None or not self._recording:
-            return
-        allocation = Allocation(asked, self._tag(), self._stacks.capture(str(func)))
-        self._add(OUT_OF_MEMORY, allocation)
-        if self.out_of_memory is not None:
-            self.out_of_memory(asked)
 
 
 class _Watch(weakref.ref):

@@ -29,20 +29,18 @@ class ModuleRanges:
 
     def open(self):
         self._open = True
-        self._undo.append(register_module_forward_pre_hook(self._find).remove)
+        watching = register_module_forward_pre_hook(lambda module, inputs: self._safely(self._watch_all, module))
+        self._undo.append(watching.remove)
 
     def close(self):
         self._open = False
         while self._undo:
             self._undo.pop()()
 
-    def _find(self, module: nn.Module, inputs):
+    def _watch_all(self, root: nn.Module):
         """Before the first module of all: put hooks on those inside it that are wanted."""
         self._undo.pop()()
-        self._safely(self._watch_all, module)
-
-    def _watch_all(self, root: nn.Module):
-        wanted = wanted_modules(root)
+        wanted = find_modules(root)
         if not wanted:
             self._tell("--profile-modules: no layer is visible from outside; is the model compiled as a whole?")
         for name, module in wanted.items():
@@ -90,18 +88,18 @@ class ModuleRanges:
             self._pop(name, "recompute")
             return
         self._pop(name, "forward")
-        first, last = _node(inputs[0] if inputs else None), _node(output)
-        if first is not None and last is not None and first is not last:
-            self._edge(last)["begins"].append(name)
-            self._edge(first)["ends"].append(name)
-
-    def _edge(self, node) -> dict[str, list[str]]:
-        """The ranges that begin and end before `node` runs in backward: all its gradients have arrived then."""
-        edge = node.metadata.get(EDGE)
-        if edge is None:
-            edge = node.metadata[EDGE] = {"ends": [], "begins": []}
-            node.register_prehook(lambda gradients: self._safely(self._pass, edge))
-        return edge
+        first, last = (
+            value.grad_fn if isinstance(value, Tensor) else None
+            for value in (part[0] if isinstance(part, (tuple, list)) and part else part for part in (inputs, output))
+        )
+        if first is None or last is None or first is last:
+            return
+        for node, what in ((last, "begins"), (first, "ends")):
+            # before a node runs in backward, all its gradients have arrived: the ranges that begin and end then
+            if EDGE not in node.metadata:
+                node.metadata[EDGE] = edge = {"ends": [], "begins": []}
+                node.register_prehook(lambda gradients, edge=edge: self._safely(self._pass, edge))
+            node.metadata[EDGE][what].append(name)
 
     def _pass(self, edge: dict[str, list[str]]):
         for name in edge["ends"]:
@@ -126,39 +124,31 @@ class ModuleRanges:
                 span.__exit__(None, None, None)
 
 
-def wanted_modules(root: nn.Module) -> dict[str, nn.Module]:
+def find_modules(root: nn.Module) -> dict[str, nn.Module]:
     """{range's name: module} of the layers, and of their attention and MLP where a layer is not compiled."""
     wanted: dict[str, nn.Module] = {}
     compiled: list[str] = []  # prefixes
     for name, module in root.named_modules():
         if any(name.startswith(prefix) for prefix in compiled):
             continue
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial):  # recomputation around a compiled layer
+            forward = forward.args[0]
+        is_compiled = (
+            hasattr(module, "_orig_mod")
+            or module._compiled_call_impl is not None
+            or hasattr(forward, "_torchdynamo_orig_callable")
+        )
         inner = getattr(module, "_orig_mod", module)
         if isinstance(inner, TransformerLayer):
             short = name[name.find("layers.") :]  # of module.decoder.layers.3
             wanted[short] = module
-            if not _is_compiled(module):
+            if not is_compiled:
                 wanted |= {f"{short}.{part}": getattr(inner, part) for part in PARTS}
-        if _is_compiled(module):
+        if is_compiled:
             compiled.append(f"{name}." if name else "")
     return wanted
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    forward = vars(module).get("forward")
-    if isinstance(forward, partial):  # recomputation around a compiled layer
-        forward = forward.args[0]
-    return (
-        hasattr(module, "_orig_mod")
-        or module._compiled_call_impl is not None
-        or hasattr(forward, "_torchdynamo_orig_callable")
-    )
-
-
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _node(value):
-    value = value[0] if isinstance(value, (tuple, list)) and value else value
-    return value.grad_fn if isinstance(value, Tensor) else None

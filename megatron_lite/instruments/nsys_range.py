@@ -2,11 +2,11 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import distributed as dist
 
+from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument, Window
 
 CAPTURE = "profile"  # what `nsys profile --capture-range=nvtx --nvtx-capture=profile` waits for
@@ -43,63 +43,39 @@ class PackageNvtx:
         self.pop = domain.pop_range
 
 
-def nvtx_for(device: str) -> TorchNvtx | PackageNvtx:
+def choose_nvtx(on_gpu: bool) -> TorchNvtx | PackageNvtx:
     """What can push ranges in this process; RuntimeError, with the remedy, if nothing can."""
-    if device == "cuda":
+    if on_gpu:
         return TorchNvtx()
     try:
         return PackageNvtx()
     except ImportError:
         if hasattr(torch._C, "_nvtx"):  # a CUDA build that trains on the CPU
             return TorchNvtx()
-        raise RuntimeError(
-            "the package nvtx is missing, without which a CPU run has no ranges; pip install nvtx"
-        ) from None
-
-
-class Span:
-    """A range around a block of code."""
-
-    def __init__(self, nvtx, text: str):
-        self._nvtx, self._text = nvtx, text
-
-    def __enter__(self):
-        self._nvtx.push(self._text)
-
-    def __exit__(self, *error):
-        self._nvtx.pop()
+        remedy = "the package nvtx is missing, without which a CPU run has no ranges; pip install nvtx"
+        raise RuntimeError(remedy) from None
 
 
 class NsysRange(Instrument):
     """Around the window cudaProfilerStart and -Stop (on a GPU) and the NVTX range CAPTURE; inside it a range for each
-    step and phase, and for each operator with its input shapes, where `operators` asks for it.
+    step and phase, and for each operator with its input shapes, where --record-shapes asks for it.
 
     A window on demand is none of its business: torch.profiler records that, where nsys leaves it the GPU's counters.
-    all_steps: ranges for the steps outside the window too. neighbours: the other profiled ranks of this node.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        device: str,
-        tell,
-        *,
-        rank: int = 0,
-        size: int = 1,
-        neighbours: Sequence[int] = (),
-        all_steps: bool = False,
-        operators: bool = False,
-        under_nsys: bool = True,
-    ):
-        self.window, self._device, self._tell, self._rank = window, device, tell, rank
-        self._title, self._neighbours = f"rank {rank} of {size}", list(neighbours)
-        self._all_steps, self._operators, self._under_nsys = all_steps, operators, under_nsys
+    def __init__(self, window: Window, plan: Plan, tell):
+        profile, world = plan.args.profile, plan.world
+        self.window, self._world, self._tell = window, world, tell
+        self._on_gpu, self._all_steps = plan.device == "cuda", profile.nvtx_ranges
+        self._operators = profile.record_shapes
+        first = world.rank - world.local_rank
+        self._neighbours = plan.profile_ranks & {*range(first, first + world.local_size)} - {world.rank}
         self._capture: contextlib.ExitStack | None = None
         self._step, self._in_step = 0, False
 
     def open(self):
-        self._nvtx = nvtx_for(self._device)
-        if self._operators and self._device != "cuda":
+        self._nvtx = choose_nvtx(self._on_gpu)
+        if self._operators and not self._on_gpu:
             self._tell("note: --record-shapes: torch names operators for Nsight Systems on GPUs only; left out here")
             self._operators = False
 
@@ -109,6 +85,14 @@ class NsysRange(Instrument):
         if self._all_steps or self._capture is not None:
             self._nvtx.push(f"step {step}")
             self._step, self._in_step = step, True
+
+    def begin_phase(self, name: str):
+        if self._in_step:
+            self._nvtx.push(name)
+
+    def end_phase(self, name: str, failed: bool):
+        if self._in_step:
+            self._nvtx.pop()
 
     def end(self, step: int):
         self._leave_step()
@@ -121,20 +105,18 @@ class NsysRange(Instrument):
         self._leave_step()
         self._stop()
 
-    def phase(self, name):
-        return Span(self._nvtx, str(name)) if self._all_steps or self._capture is not None else None
-
     def _start(self):
         with contextlib.ExitStack() as capture:  # undone from its end, and also if its beginning fails halfway
-            if self._device == "cuda":
+            if self._on_gpu:
                 torch.cuda.synchronize()  # kernels of earlier steps are not the window's
                 torch.cuda.profiler.start()
                 capture.callback(torch.cuda.profiler.stop)
             self._nvtx.push(CAPTURE)
             capture.callback(self._nvtx.pop)
-            if self._device == "cuda":
+            if self._on_gpu:
                 capture.callback(torch.cuda.synchronize)  # the window's kernels must have run before it ends
-            self._nvtx.mark(f"{self._title}, window: {self.window.words()}")  # a report says nowhere else
+            # a report says nowhere else whose it is
+            self._nvtx.mark(f"rank {self._world.rank} of {self._world.size}, window: {self.window.words()}")
             if self._operators:
                 capture.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
             self._capture = capture.pop_all()
@@ -149,17 +131,17 @@ class NsysRange(Instrument):
             return
         capture, self._capture = self._capture, None
         capture.close()
-        lost = "" if self._under_nsys else "; this run is not under nsys, which would have recorded them"
-        self._tell(f"marked for Nsight Systems: {self.window.words(self._step)}, rank {self._rank}{lost}")
+        lost = "" if self._world.under_nsys else "; this run is not under nsys, which would have recorded them"
+        self._tell(f"marked for Nsight Systems: {self.window.words(self._step)}, rank {self._world.rank}{lost}")
 
     def _wait_for_neighbours(self):
         """nsys ends its collection on this node when the first rank leaves the range: the others' last phases would be
         lost. No collective: who does not come is not waited for long."""
-        if self._device == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize()  # not before its own kernels have run has a rank left
         store = dist.distributed_c10d._get_default_store()
         left = f"left the nsys range after step {self._step}/"
-        store.set(f"{left}{self._rank}", "")
+        store.set(f"{left}{self._world.rank}", "")
         deadline = time.monotonic() + SECONDS_FOR_NEIGHBOURS
         while not store.check([f"{left}{rank}" for rank in self._neighbours]) and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.run_folder import write_atomically
 from megatron_lite.shared_files import read_bounded
@@ -18,20 +19,25 @@ MAX_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held 
 
 
 class OnDemand(Instrument):
-    """Moves the window when asked to. `leads`: this rank takes the request; `alone`: and no other follows it.
+    """Moves the window when asked to, for a run with its files in `run_dir`.
 
-    `last_step` gives this run's last step. `records`: what is done in the window, for the announcement; empty: nothing can
-    be, and a request is refused. Ranks run no collective for this. The leading one names a step so far ahead that all see
-    it in time, by the clock at which they look and the pace of the steps; one that sees it late joins late.
+    Ranks run no collective for this. The leading one, which takes the request, names a step so far ahead that all see it
+    in time, by the clock at which they look and the pace of the steps; one that sees it late joins late.
     """
 
-    def __init__(
-        self, window: Window, run_dir: Path, length: int, leads: bool, alone: bool, last_step, tell, records="profiling"
-    ):
-        self.window, self._length, self._leads, self._alone = window, length, leads, alone
+    def __init__(self, window: Window, plan: Plan, run_dir: Path, tell):
+        profile, world = plan.args.profile, plan.world
+        self.window, self._tell, self._planned = window, tell, window.steps
         self._request, self._answer = run_dir / REQUEST, run_dir / ANSWER
-        self._last_step, self._tell, self._records = last_step, tell, records
-        self._scheduled = range(window.first, window.last + 1)
+        self._length = max(profile.profile_step_end - max(profile.profile_step_start, 1), 1)
+        self._leads = world.rank == min(plan.profile_ranks, default=-1)
+        self._alone = plan.profile_ranks | {world.size - 1} == {world.rank}  # nobody follows
+        # what is done in the window; None: nothing can be. nsys holds the GPU's counters, and does not record it either:
+        # it was told before the run when to collect, and that is over or taken after one window.
+        self._records = "profiling"
+        if world.under_nsys and plan.device == "cuda":
+            only_memory = "nsys holds the GPU's counters, so only memory is recorded in"
+            self._records = only_memory if profile.record_memory_history else None
         self._seen = None  # the answer that was heeded
         self._stays = False  # the request that was heeded, as it cannot be removed
         self._looked_at, self._looked_in_step = time.monotonic(), 0
@@ -41,14 +47,15 @@ class OnDemand(Instrument):
             self._answer.unlink(missing_ok=True)
 
     def begin(self, step: int):
-        if self.window.on_demand and step > self.window.last + self.window.margin:
-            self.window.move_to(self._scheduled if self._scheduled.start > step else range(0))
+        window = self.window
+        if window.on_demand and step >= window.steps.stop + window.margin:
+            window.steps, window.on_demand = self._planned if self._planned.start > step else range(0), False
             if self._leads:
                 self._answer.unlink(missing_ok=True)
         now = time.monotonic()
         if now - self._looked_at < SECONDS_BETWEEN_LOOKS:
             return
-        if not self.window.on_demand:
+        if not window.on_demand:
             if self._leads:
                 self._lead(step, (step - self._looked_in_step) / max(now - self._looked_at, 1e-3))
             else:
@@ -64,30 +71,27 @@ class OnDemand(Instrument):
     def _lead(self, step: int, steps_per_second: float):
         there = os.path.lexists(self._request)
         self._stays = self._stays and there
-        if not there or self._stays:
-            return
-        length = self._take()
+        length = self._take() if there and not self._stays else None
         if length is None:
             return
         first = step + 2 if self._alone else step + MAX_STEPS_APART + int(3 * SECONDS_BETWEEN_LOOKS * steps_per_second)
-        steps, scheduled = range(first, first + length), self._scheduled
-        if not self._records:
-            self._tell(
-                f"{self._request}: nsys holds the GPU's counters in this run and collects the planned window only, "
-                "so nothing is profiled; start the run without nsys to profile on demand."
+        steps, planned = range(first, first + length), self._planned
+        if self._records is None:
+            told = (
+                ": nsys holds the GPU's counters in this run and collects the planned window only, so nothing is profiled; "
+                "start the run without nsys to profile on demand."
             )
-        elif scheduled and scheduled.start <= steps.stop and scheduled.stop > step:
-            self._tell(
-                f"{self._request}: steps {scheduled.start}-{scheduled.stop - 1} are about to be "
-                "profiled anyway; ask again after them."
-            )
-        elif first > self._last_step():
-            self._tell(f"{self._request}: the run ends before step {first}, so nothing is profiled.")
+        elif planned and planned.start <= steps.stop and planned.stop > step:
+            held = f"{planned.start}-{planned.stop - 1}"
+            told = f": steps {held} are about to be profiled anyway; ask again after them."
+        elif first > self.window.last_step:
+            told = f": the run ends before step {first}, so nothing is profiled."
         else:
             if not self._alone:
                 write_atomically(self._answer, f"{steps.start} {steps.stop}")
-            self.window.move_to(steps, on_demand=True)
-            self._tell(f"{self._request} taken: {self._records} {self.window.words()}.")
+            self.window.steps, self.window.on_demand = steps, True
+            told = f" taken: {self._records} {self.window.words()}."
+        self._tell(f"{self._request}{told}")
 
     def _take(self) -> int | None:
         """The number of steps asked for; None if it cannot be read. The file is gone afterwards, if it can be removed.
@@ -114,12 +118,8 @@ class OnDemand(Instrument):
         return None
 
     def _follow(self, step: int):
-        if not os.path.lexists(self._answer):
-            return
         with contextlib.suppress(OSError, ValueError):
             first, stop = map(int, read_bounded(self._answer, MAX_BYTES).split())
-            if self._seen == (first, stop):
-                return
+            if self._seen != (first, stop) and step < stop:
+                self.window.steps, self.window.on_demand = range(max(first, step), stop), True
             self._seen = first, stop
-            if step < stop:
-                self.window.move_to(range(max(first, step), stop), on_demand=True)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
 import torch
 
@@ -61,16 +60,6 @@ class MemoryNow:
             self._statm = None
 
 
-@dataclass
-class GpuStep:
-    """The events of one step."""
-
-    key: object  # what the times are for
-    first: torch.cuda.Event
-    last: torch.cuda.Event | None = None
-    spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-
-
 class GpuTimes:
     """When the GPU was in which phase: timing events at the phases' edges, read once they have passed.
 
@@ -85,13 +74,13 @@ class GpuTimes:
     def __init__(self, event=lambda: torch.cuda.Event(enable_timing=True), stream=lambda: torch.cuda.current_stream()):
         self._make, self._current_stream = event, stream
         self._free: list[torch.cuda.Event] = []
-        self._running: GpuStep | None = None
-        self._waiting: deque[GpuStep] = deque()
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # of the running step
+        self._waiting: deque[tuple] = deque()  # of each step that has ended: key, first and last event, spans
 
     def begin(self, key):
         """A step begins. `key` comes back with its times."""
         self._stream = self._current_stream()  # once: asking for it costs as much as recording
-        self._running = GpuStep(key, self.edge())
+        self._key, self._first, self._spans = key, self.edge(), []
 
     def edge(self) -> torch.cuda.Event:
         """An event at this place of the step's stream."""
@@ -101,13 +90,11 @@ class GpuTimes:
 
     def span(self, name: str, first: torch.cuda.Event):
         """The phase that began at `first` ends here."""
-        self._running.spans.append((name, first, self.edge()))
+        self._spans.append((name, first, self.edge()))
 
     def end(self):
         """The step ends here."""
-        self._running.last = self.edge()
-        self._waiting.append(self._running)
-        self._running = None
+        self._waiting.append((self._key, self._first, self.edge(), self._spans))
 
     def arrived(self, wait: bool = False):
         """Yield (key, seconds, {phase: seconds}) of every step that the GPU has finished, the oldest first.
@@ -115,43 +102,15 @@ class GpuTimes:
         wait: for the GPU to finish all that have ended. Not to be used while training.
         """
         if wait and self._waiting:
-            self._waiting[-1].last.synchronize()
-        while self._waiting and self._waiting[0].last.query():  # and with it all before it on the same stream
-            step = self._waiting.popleft()
+            self._waiting[-1][2].synchronize()
+        while self._waiting and self._waiting[0][2].query():  # and with it all before it on the same stream
+            key, began, ended, spans = self._waiting.popleft()
             phases: dict[str, float] = {}
-            for name, first, last in step.spans:
+            for name, first, last in spans:
                 phases[name] = phases.get(name, 0.0) + first.elapsed_time(last) / 1000
-            self._free += [step.first, step.last, *(event for _, *edges in step.spans for event in edges)]
-            yield step.key, step.first.elapsed_time(step.last) / 1000, phases
-
-
-class _Span:
-    """Adds the time inside it to one phase of the running step."""
-
-    def __init__(self, timeline: "Timeline", name: str):
-        self.timeline, self.name = timeline, name
-
-    def __enter__(self):
-        self.started = time.perf_counter()
-
-    def __exit__(self, kind, *exception):
-        now = time.perf_counter()
-        self.timeline.add(self.name, now - self.started)
-        if kind is None:
-            self.timeline.end_wait(now)
-
-
-class _GpuSpan(_Span):
-    """The same, and on the GPU."""
-
-    def __enter__(self):
-        self.first = self.timeline.gpu.edge()
-        self.started = time.perf_counter()
-
-    def __exit__(self, kind, *exception):
-        super().__exit__(kind, *exception)
-        if kind is None:  # after an error the GPU may be beyond asking
-            self.timeline.gpu.span(self.name, self.first)
+                self._free += [first, last]
+            self._free += [began, ended]
+            yield key, began.elapsed_time(ended) / 1000, phases
 
 
 class Timeline(Instrument):
@@ -159,8 +118,6 @@ class Timeline(Instrument):
 
     Host times on a GPU are those of handing work over: kernels run later, and `gpu_seconds` and `gpu_phases` say how long.
     """
-
-    same_contexts = True
 
     def __init__(self):
         self.window = Window()  # whoever profiles puts in another one
@@ -171,13 +128,13 @@ class Timeline(Instrument):
         self._cores_at_start: tuple | None = None
         self._computed: tuple[float, object] | None = None  # when this rank had its gradients
         self._finished: list[StepTime] = []
-        self._spans: dict[str, _Span] = {}
-        self._started = time.perf_counter()
+        self._phases_began: dict[str, float] = {}
+        self._phases_began_on_gpu: dict[str, torch.cuda.Event] = {}
+        self._began = time.perf_counter()
 
     def set_up(self, detailed: bool, cuda: bool):
         """Before the run. Not detailed: a step's time only, and that of what is not training."""
         self.memory.close()
-        self._spans.clear()
         self.detailed, self.memory = detailed, MemoryNow(cuda and detailed)
         self.gpu = GpuTimes() if cuda and detailed else None
 
@@ -185,43 +142,56 @@ class Timeline(Instrument):
         self.window.started_at = iteration
 
     def begin(self, step: int):
-        profiled = step in self.window
+        profiled = step in self.window.steps
         self.current = StepTime(step, profiled=profiled, beside_profile=self.window.disturbs(step) and not profiled)
         if self.gpu is not None:
             self._note_gpu_times()
             self.gpu.begin(self.current)
         self._cores_at_start = self.cores.read() if self.detailed else None
-        self._started, self._running = time.perf_counter(), True
+        self._began, self._running = time.perf_counter(), True
+
+    def begin_phase(self, name: str):
+        if self.gpu is not None and name not in ON_HOST_ONLY:
+            self._phases_began_on_gpu[name] = self.gpu.edge()
+        self._phases_began[name] = time.perf_counter()
+
+    def end_phase(self, name: str, failed: bool):
+        now, phases = time.perf_counter(), self.current.phases
+        if self.detailed or name in NOT_TRAINING:
+            phases[name] = phases.get(name, 0.0) + now - self._phases_began[name]
+        if failed:  # the GPU may be beyond asking
+            return
+        if self._computed is not None:  # this rank waited for others in it, until now
+            (since, edge), self._computed = self._computed, None
+            self.current.reduce_wait = now - since
+            if edge is not None:
+                self.gpu.span(REDUCE_WAIT, edge)
+        if self.gpu is not None and name not in ON_HOST_ONLY:
+            self.gpu.span(name, self._phases_began_on_gpu[name])
+
+    def gradients_computed(self):
+        if self.detailed:
+            with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself raises
+                self._computed = time.perf_counter(), self.gpu.edge() if self.gpu is not None else None
 
     def end(self, step: int):
         now = self.current
-        now.seconds, self._running = time.perf_counter() - self._started, False
+        now.seconds, self._running = time.perf_counter() - self._began, False
         self._trained_seconds += now.training_seconds
         self._finished.append(now)
         if self.gpu is not None:
             self.gpu.end()
         if self._cores_at_start is not None:
-            got = [
+            now.cpu_seconds, now.involuntary_switches, now.core_wait_seconds = (
                 None if after is None or before is None else after - before
                 for before, after in zip(self._cores_at_start, self.cores.read())
-            ]
-            now.cpu_seconds, now.involuntary_switches, now.core_wait_seconds = got
+            )
         if self.detailed:
             now.host_bytes, now.peak_bytes = self.memory.host_bytes(), self.memory.peak_bytes()
 
     def close(self, error: BaseException | None):
         self.memory.close()
         self.cores.close()
-
-    def phase(self, name):
-        """The same one for a name each time: phases of a kind do not nest."""
-        name = str(name)
-        if not self.detailed and name not in NOT_TRAINING:
-            return None
-        if name not in self._spans:
-            on_gpu = self.gpu is not None and name not in ON_HOST_ONLY
-            self._spans[name] = (_GpuSpan if on_gpu else _Span)(self, name)
-        return self._spans[name]
 
     def take(self, wait: bool = False) -> list[StepTime]:
         """The finished steps since the last call, with the GPU times that have arrived. wait: until all have."""
@@ -235,29 +205,12 @@ class Timeline(Instrument):
         """The same, which stay to be taken; GPU times may be missing."""
         return list(self._finished)
 
-    def add(self, name: str, seconds: float):
-        """Count time towards a phase of the running step."""
-        self.current.phases[name] = self.current.phases.get(name, 0.0) + seconds
-
-    def gradients_computed(self):
-        if self.detailed:
-            with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself raises
-                self._computed = time.perf_counter(), self.gpu.edge() if self.gpu is not None else None
-
-    def end_wait(self, now: float):
-        """A phase ended; if this rank waited for others in it, so did that."""
-        if self._computed is not None:
-            (since, edge), self._computed = self._computed, None
-            self.current.reduce_wait = now - since
-            if edge is not None:
-                self.gpu.span(REDUCE_WAIT, edge)
-
     def training_seconds(self) -> float:
         """Inside steps since the run began, the running one included; evaluating, saving and what instruments do
         between steps left out."""
         if not self._running:
             return self._trained_seconds
-        self.current.seconds = time.perf_counter() - self._started
+        self.current.seconds = time.perf_counter() - self._began
         return self._trained_seconds + self.current.training_seconds
 
     def _note_gpu_times(self, wait: bool = False):

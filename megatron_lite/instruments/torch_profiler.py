@@ -11,14 +11,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, _KinetoProfile, record_function
 
+from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.phases import PYTHON_GC
@@ -37,8 +38,7 @@ class LostFile(OSError):
     """What was to be written could not be, and nothing lies there."""
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What a trace holds, read from the file itself."""
 
     steps: tuple[int, ...]
@@ -64,7 +64,7 @@ def write_whole(path: Path, write, compress: bool | None = False) -> tuple[Path,
     Returns where it lies (with .gz if compressed) and what is in it. LostFile if the disk is full, or the like.
     """
     hidden = path.with_name(f".{path.name}.unfinished")
-    with _removed_if_lost(path, hidden):
+    with _remove_if_lost(path, hidden):
         path.parent.mkdir(parents=True, exist_ok=True)
         write(str(hidden))
         if not hidden.exists():  # torch writes to a name of its own first, and says nothing when that fails
@@ -86,13 +86,13 @@ def write_whole(path: Path, write, compress: bool | None = False) -> tuple[Path,
 def write_text(path: Path, text: str):
     """A small file, whole or not at all. LostFile likewise."""
     hidden = path.with_name(f".{path.name}.unfinished")
-    with _removed_if_lost(path, hidden):
+    with _remove_if_lost(path, hidden):
         hidden.write_text(text, encoding="utf-8")
         os.replace(hidden, path)
 
 
 @contextlib.contextmanager
-def _removed_if_lost(path: Path, hidden: Path):
+def _remove_if_lost(path: Path, hidden: Path):
     try:
         yield
     except (OSError, RuntimeError) as error:  # RuntimeError: how torch's C++ says that it cannot write
@@ -108,7 +108,7 @@ NOISE = re.compile(rb"execution_trace_observer\.cpp|CPUAllocator\.cpp|output_jso
 
 
 @contextlib.contextmanager
-def without_notes():
+def suppress_notes():
     """Hold back what is written to stderr inside, and pass on at the end what is no noise."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held:
@@ -129,25 +129,25 @@ class ChakraTrace:
     """A Chakra execution trace of the window: operators as a graph, for simulators and replay.
 
     torch writes it while it records, so it is recorded under a hidden name, in a folder of its own: readers of Kineto's
-    traces take every .json beside them for one.
+    traces take every .json beside them for one. compress: as of `write_whole`.
     """
 
-    def __init__(self, folder: Path, worker: str):
-        self._path = folder / "chakra" / f"{worker}.et.json"
+    def __init__(self, folder: Path, worker: str, compress: bool | None):
+        self._path, self._compress = folder / "chakra" / f"{worker}.et.json", compress
         self._recording = self._path.with_name(f".{worker}.recording.json")
         self._recording.parent.mkdir(parents=True, exist_ok=True)
         self.observer = ExecutionTraceObserver().register_callback(str(self._recording))  # the profiler starts it
 
-    def write(self, compress: bool | None) -> str:
+    def write(self) -> str:
         """Give the trace its name; returns what to say of it. LostFile if the disk is full, or the like."""
-        with without_notes():
+        with suppress_notes():
             self.observer.unregister_callback()
-        path, _ = write_whole(self._path, lambda hidden: os.replace(self._recording, hidden), compress)
+        path, _ = write_whole(self._path, lambda hidden: os.replace(self._recording, hidden), self._compress)
         return f"Chakra execution trace: {path}"
 
     def drop(self):
         """Leave nothing behind."""
-        with without_notes():
+        with suppress_notes():
             self.observer.unregister_callback()
         with contextlib.suppress(OSError):
             self._recording.unlink()
@@ -162,7 +162,7 @@ SYSTEM_FILE = Path("/etc/libkineto.conf")
 KEY, MEGABYTES = "ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB", 2048  # taken piece by piece, as events come
 
 
-def make_room(environ: MutableMapping[str, str]):
+def enlarge_buffers(environ: MutableMapping[str, str]):
     """To be called before a profiler gets ready. Returns the file, which has to be kept until the profiler is done; None if the user
     named one, or none can be written."""
     if PLACE in environ:
@@ -178,11 +178,6 @@ def make_room(environ: MutableMapping[str, str]):
     return file
 
 
-def record_is_full() -> bool:
-    """Whether Kineto has stopped taking the GPU's events. torch 2.11 does not tell."""
-    return getattr(torch.autograd, "_is_kineto_stopped", bool)()
-
-
 TABLE_ROWS, NAME_WIDTH = 200, 80
 # summing up takes tens of microseconds per operator: a huge trace gets a table of its beginning (torch 2.13 can)
 HAS_LIMIT = "post_processing_timeout_s" in inspect.signature(_KinetoProfile.__init__).parameters
@@ -190,83 +185,84 @@ TABLE_LIMIT = {"post_processing_timeout_s": 60} if HAS_LIMIT else {}
 CUDA, CPU = "self_cuda_time_total", "self_cpu_time_total"
 
 
-@dataclass(frozen=True)
-class Details:
-    """What is recorded beside names and times. Each costs time inside the window only."""
-
-    cuda: bool = False
-    shapes: bool = False
-    stacks: bool = False
-    memory: bool = False
-    flops: bool = False
-    chakra: bool = False
-    modules: bool = False
-    compress: bool | None = None  # None: large traces only
-
-    def profiler(self, chakra: ChakraTrace | None) -> _KinetoProfile:
-        """torch's profiler, off."""
-        return _KinetoProfile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])],
-            record_shapes=self.shapes,
-            with_stack=self.stacks,
-            profile_memory=self.memory,
-            with_flops=self.flops,
-            # which stream or event a synchronisation waits for: critical paths need it
-            experimental_config=_ExperimentalConfig(enable_cuda_sync_events=self.cuda),
-            execution_trace_observer=chakra.observer if chakra else None,
-            **TABLE_LIMIT,
-        )
-
-
 class TorchProfiler(Instrument):
     """Records the window's steps. What was recorded is written also when the run ends inside it."""
 
-    def __init__(self, window: Window, folder: Path, rank: int, details: Details, tell, only_on_demand: bool = False):
-        self.window, self.folder, self.rank, self.details, self._tell = window, folder, rank, details, tell
-        self._only_on_demand = only_on_demand
+    def __init__(self, window: Window, plan: Plan, folder: Path, tell):
+        self.window, self.folder, self.rank, self._tell = window, folder, plan.world.rank, tell
+        self.options, self.cuda = plan.args.profile, plan.device == "cuda"
+        self.compress = True if self.options.profile_gzip else False if self.options.no_profile_gzip else None
         self._profiler: _KinetoProfile | None = None
         self._chakra: ChakraTrace | None = None
         self._recording = False
-        self._span = None
+        self._spans: list[record_function] = []  # of the step and of the phases that are open
         self._room = None
         self._full = False  # the record of the GPU was over before the window was
         self._last = 0
         self._collection = None  # the range around a running one of Python's garbage collector
-        self._modules = ModuleRanges(tell) if details.modules else None
+        self._modules = ModuleRanges(tell) if self.options.profile_modules else None
 
     def begin(self, step: int):
         window = self.window
-        if self._only_on_demand and not window.on_demand:
+        if not (self.options.use_pytorch_profiler or window.on_demand):
             return
-        if self.details.cuda and window and step == window.first - 1:
+        if self.cuda and window.steps and step == window.steps.start - 1:
             self._prepare()  # this step pays for the start of CUPTI, and is not recorded
         if window.opens(step):
             self._start()
         if self._recording:
             self._last = step
-            self._span = record_function(f"ProfilerStep#{step}")
-            self._span.__enter__()
+            self._open_span(f"ProfilerStep#{step}")
+
+    def begin_phase(self, name: str):
+        if self._recording:
+            self._open_span(name)
+
+    def end_phase(self, name: str, failed: bool):
+        if self._spans:
+            self._spans.pop().__exit__(None, None, None)
 
     def end(self, step: int):
-        self._leave_step()
+        self._close_spans()
         if self._recording and self.window.closes(step):
             self._finish()
 
     def close(self, error: BaseException | None):
         # a profiler that is still on at interpreter exit crashes the process
-        broken_off = self._leave_step()
+        broken_off = bool(self._spans)
+        self._close_spans()
         if self._recording:
             self._finish(broken_off)
         elif self._profiler is not None:  # prepared, but the run ended before the window began
             if not torch.autograd._profiler_enabled():  # else it was started, and failed in that
-                with without_notes():
+                with suppress_notes():
                     self._profiler.start_trace()
             self._stop()
             if self._chakra:
                 self._chakra.drop()
 
-    def phase(self, name):
-        return record_function(str(name)) if self._recording else None
+    def make_profiler(self) -> _KinetoProfile:
+        """torch's profiler, off."""
+        options = self.options
+        return _KinetoProfile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])],
+            record_shapes=options.pytorch_profiler_collect_shapes,
+            with_stack=options.pytorch_profiler_collect_callstack,
+            profile_memory=options.pytorch_profiler_collect_memory,
+            with_flops=options.pytorch_profiler_collect_flops,
+            # which stream or event a synchronisation waits for: critical paths need it
+            experimental_config=_ExperimentalConfig(enable_cuda_sync_events=self.cuda),
+            execution_trace_observer=self._chakra.observer if self._chakra else None,
+            **TABLE_LIMIT,
+        )
+
+    def _open_span(self, name: str):
+        self._spans.append(record_function(name))
+        self._spans[-1].__enter__()
+
+    def _close_spans(self):
+        while self._spans:
+            self._spans.pop().__exit__(None, None, None)
 
     def _mark_collection(self, moment: str, info: dict):
         """A range, as torch makes it with stacks only. Collections of the youngest objects take microseconds and are left out."""
@@ -278,21 +274,22 @@ class TorchProfiler(Instrument):
             left.__exit__(None, None, None)
 
     def _prepare(self):
-        if self.details.cuda:
-            self._room = self._room or make_room(os.environ)
+        if self.cuda:
+            self._room = self._room or enlarge_buffers(os.environ)
         self._worker = f"{socket.gethostname()}_rank{self.rank}.{time.time_ns()}"
-        with without_notes():
-            self._chakra = ChakraTrace(self.folder, self._worker) if self.details.chakra else None
-            self._profiler = self.details.profiler(self._chakra)
+        with suppress_notes():
+            collects = self.options.pytorch_profiler_collect_chakra
+            self._chakra = ChakraTrace(self.folder, self._worker, self.compress) if collects else None
+            self._profiler = self.make_profiler()
             self._profiler.prepare_trace()
 
     def _start(self):
         if self._profiler is None:
             self._prepare()
-            if self.details.cuda:
+            if self.cuda:
                 torch.ones(1, device="cuda").add_(1)  # CUPTI's first kernel takes milliseconds
         self._synchronize()  # kernels of earlier steps are not the window's
-        with without_notes():
+        with suppress_notes():
             older = torch.empty(1)
             self._profiler.start_trace()
             self._recording = True
@@ -300,13 +297,6 @@ class TorchProfiler(Instrument):
             del older  # with memory: the first free of something older is warned about, and only the first
         if self._modules:
             self._modules.open()
-
-    def _leave_step(self) -> bool:
-        """Whether there was a step to leave."""
-        span, self._span = self._span, None
-        if span is not None:
-            span.__exit__(None, None, None)
-        return span is not None
 
     def _stop(self) -> _KinetoProfile:
         profiler, self._profiler = self._profiler, None
@@ -317,8 +307,9 @@ class TorchProfiler(Instrument):
             self._modules.close()
         try:
             self._synchronize()  # the window's kernels must have run before recording ends
-            self._full = self.details.cuda and record_is_full()
-            with without_notes():
+            # whether Kineto has stopped taking the GPU's events; torch 2.11 does not tell
+            self._full = self.cuda and getattr(torch.autograd, "_is_kineto_stopped", bool)()
+            with suppress_notes():
                 profiler.stop_trace()
         finally:
             if torch.autograd._profiler_enabled():  # a GPU after a fatal error: stopping begins with waiting for it
@@ -326,62 +317,59 @@ class TorchProfiler(Instrument):
         return profiler
 
     def _synchronize(self):
-        if self.details.cuda:
+        if self.cuda:
             torch.cuda.synchronize()
 
     def _finish(self, broken_off: bool = False):
         started = time.perf_counter()
         profiler = self._stop()
         words = self.window.words(self._last) + (" (the last one broken off)" if broken_off else "")
+        path = self.folder / f"{self._worker}.pt.trace.json"
         try:
-            with without_notes():
-                path, found = write_whole(
-                    self.folder / f"{self._worker}.pt.trace.json", profiler.export_chrome_trace, self.details.compress
-                )
+            with suppress_notes():
+                path, found = write_whole(path, profiler.export_chrome_trace, self.compress)
         except LostFile as error:
             self._tell(f"profile of {words}, rank {self.rank}, is lost; training goes on: {error}")
             if self._chakra:
                 self._chakra.drop()
             return
         self.window.traced_on_demand |= self.window.on_demand
-        writers = [(self._write_table, profiler)]
-        if self._chakra:
-            writers.append((self._chakra.write, self.details.compress))
         beside = []
-        for write, given in writers:
+        for write in (lambda: self._write_table(profiler), *([self._chakra.write] if self._chakra else [])):
             try:
-                beside.append(write(given))
+                beside.append(f"\n    {write()}")
             except LostFile as error:
-                beside.append(f"lost: {error}")
+                beside.append(f"\n    lost: {error}")
         seconds = time.perf_counter() - started
         self._tell(
             f"profiled {words}, rank {self.rank}: {path} ({path.stat().st_size / MIB:.1f} MiB, "
-            f"{seconds:.1f} s between steps)" + "".join(f"\n    {what}" for what in beside)
+            f"{seconds:.1f} s between steps){''.join(beside)}"
         )
-        for complaint in self._complaints(found):
-            self._tell(f"trace of rank {self.rank}: {complaint}")
-
-    def _complaints(self, found: Found):
-        """What the trace itself shows to be missing."""
-        held, meant = list(found.steps), list(range(self.window.first, self._last + 1))
-        if held != meant:
-            held, meant = (str(steps).strip("[]") or "none" for steps in (held, meant))
-            yield f"holds the steps {held}, not {meant} as it should."
-        if self._full:
-            yield (
-                "the record of the GPU ends early: Kineto's room for events was full; profile fewer steps "
-                "(--profile-step-end), or fewer micro-batches in each."
-            )
-        elif self.details.cuda and not found.kernels:
-            yield (
-                "holds no GPU kernel. CUPTI, which reports them, serves one tool per process: Nsight Systems or "
-                "Compute, a debugger or monitoring (DCGM's profiling metrics) has it; stop that, and profile again."
-            )
+        meant = range(self.window.steps.start, self._last + 1)
+        for fault in find_faults(found, meant, self.cuda, self._full):
+            self._tell(f"trace of rank {self.rank}: {fault}")
 
     def _write_table(self, profiler: _KinetoProfile) -> str:
         """Operators by the time that they spend themselves: on the device, where there is one."""
-        rows = profiler.key_averages(group_by_input_shape=self.details.shapes)
-        table = rows.table(CUDA if self.details.cuda else CPU, TABLE_ROWS, max_name_column_width=NAME_WIDTH)
+        rows = profiler.key_averages(group_by_input_shape=self.options.pytorch_profiler_collect_shapes)
+        table = rows.table(CUDA if self.cuda else CPU, TABLE_ROWS, max_name_column_width=NAME_WIDTH)
         path = self.folder / f"{self._worker}.operators.txt"
         write_text(path, f"{self.window.words(self._last)}, rank {self.rank}\n{table}\n")
         return f"operators: {path}"
+
+
+def find_faults(found: Found, meant: range, cuda: bool, full: bool) -> Iterator[str]:
+    """What a trace itself shows to be missing. meant: the steps to be recorded; full: Kineto's room for events was."""
+    if found.steps != tuple(meant):
+        held, wanted = (", ".join(map(str, steps)) or "none" for steps in (found.steps, meant))
+        yield f"holds the steps {held}, not {wanted} as it should."
+    if full:
+        yield (
+            "the record of the GPU ends early: Kineto's room for events was full; profile fewer steps "
+            "(--profile-step-end), or fewer micro-batches in each."
+        )
+    elif cuda and not found.kernels:
+        yield (
+            "holds no GPU kernel. CUPTI, which reports them, serves one tool per process: Nsight Systems or "
+            "Compute, a debugger or monitoring (DCGM's profiling metrics) has it; stop that, and profile again."
+        )

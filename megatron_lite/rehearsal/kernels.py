@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.estimate.layer_memory import FLASH_HEAD_STEP
-from megatron_lite.instruments.snapshot_format import RECORDERS
+from megatron_lite.instruments.memory_tracker import RECORDERS
 from megatron_lite.model.kernel_choice import EFFICIENT_HEAD_BYTES, MAX_FLASH_HEAD
 
 HALF = (torch.float16, torch.bfloat16)

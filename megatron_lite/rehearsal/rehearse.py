@@ -23,6 +23,7 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import rounded
 from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
+from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_summary import describe_place, operation, site
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
@@ -93,11 +94,11 @@ def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: in
             step = prepare()
             for _ in range(CUBLAS_THREADS if device == "cuda" else 0):
                 tracker.add_unseen("cublasWorkspace", workspace)
+            watching = Instruments([place], sys.stderr.write)
             for number in range(1, steps + 1):
-                place.begin(number)
                 tracker.begin_step()
-                step(place.phase)
-                place.end(number)
+                with watching.step(number):
+                    step(watching.phase)
         finally:
             hooks.detach()
             tracker.stop()

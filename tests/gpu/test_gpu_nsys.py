@@ -14,6 +14,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from launch import plan_of
+
+from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments, Window
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.phases import Phase
@@ -32,7 +37,8 @@ def test_the_profiler_starts_and_stops_around_the_window(monkeypatch):
     for name in ("start", "stop"):
         real = getattr(torch.cuda.profiler, name)
         monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name, real=real: (calls.append(name), real()))
-    nsys = NsysRange(Window(range(2, 4)), "cuda", words.append, operators=True)
+    plan = plan_of([*SIZE.split(), "--record-shapes"], World(gpus=1, under_nsys=True))
+    nsys = NsysRange(Window(range(2, 4)), plan, words.append)
     weight = torch.ones(8, 8, device="cuda", requires_grad=True)
     with Instruments([nsys], words.append) as watching:
         for step in (1, 2, 3, 4):
