@@ -2,7 +2,6 @@
 
 import contextlib
 
-
 INNERMOST_FIRST = ("end_phase", "end")
 
 
