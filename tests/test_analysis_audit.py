@@ -32,7 +32,7 @@ REAL = [
     for name in ("traces/h100_qwen_stacks", "traces/nsys_sqlite", "snapshots/cuda_gpt_24x1024_seq128_fp32.pickle")
     if (path := SHARED / name).exists()
 ]  # one of each kind: every file is analysed in the tests of the findings
-CODES = {rule.CODE for rule in RULES}
+CODES = set(RULES)
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Every rule finds its made cause and passes by the near miss; every page says what a page must."""
 
 import dataclasses
-import pkgutil
 import re
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from training_maker import FP32_GEMM, SIMT_GEMM, ordinary_steps
 
 from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.findings import fp32_products, profiler_overhead, straggler
+from megatron_lite.analysis.findings.base import rule
 from megatron_lite.analysis.findings.rules import RULES, apply_rules, get_page
 from megatron_lite.analysis.kernels.kernel_results import TensorCores
 from megatron_lite.analysis.ranks.rank_results import Straggler
@@ -93,7 +92,7 @@ def test_advice_about_a_straggler_asks_only_for_what_is_not_there(tmp_path, rank
         gpu(tmp_path, rank, 3, header={"with_stack": int(stacks)})
     facts = analyze([tmp_path]).facts
     late = Straggler(1, 5.0, 0.9, cause="", cause_ms=0.0, phase="")
-    found = straggler.find(dataclasses.replace(facts, ranks=dataclasses.replace(facts.ranks, straggler=late)))
+    found = RULES["straggler"](dataclasses.replace(facts, ranks=dataclasses.replace(facts.ranks, straggler=late)))
     assert found.flags == flags and found.advice.startswith(advice)
 
 
@@ -140,25 +139,22 @@ def test_a_clean_run_has_no_finding_of_cost(tmp_path, what):
 
 
 def test_codes_are_unique_and_speakable_and_have_their_cases():
-    codes = [rule.CODE for rule in RULES]
-    assert len(set(codes)) == len(codes) and set(codes) == set(CASES)
-    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) for code in codes)
+    assert set(RULES) == set(CASES)
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) for code in RULES)
 
 
-def test_every_file_of_a_rule_is_asked():
-    names = {module.name for module in pkgutil.iter_modules(findings.__path__) if not module.ispkg}
-    assert names - {"base", "rules", "run_settings", "step_measurements"} == {
-        rule.__name__.rpartition(".")[2] for rule in RULES
-    }
+def test_every_rule_is_asked_once():
+    sources = "".join(path.read_text() for path in Path(findings.__path__[0]).glob("*_rules.py"))
+    assert sorted(re.findall(r'^@rule\("([^"]+)"', sources, re.MULTILINE)) == sorted(RULES)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=[rule.CODE for rule in RULES])
-def test_a_page_says_all_that_it_must(rule):
-    page = get_page(rule.CODE)
+@pytest.mark.parametrize("code", RULES)
+def test_a_page_says_all_that_it_must(code):
+    page, title = get_page(code), RULES[code].title
     assert [part for part in PARTS if f"\n{part} " not in page] == []
     assert sorted(map(page.index, PARTS)) == list(map(page.index, PARTS))
     assert 8 <= len(page.splitlines()) <= 20
-    assert rule.TITLE and rule.TITLE[0] in rule.TITLE.strip() and len(rule.TITLE) < 60
+    assert title and title == title.strip() and len(title) < 60
 
 
 def test_without_facts_no_rule_speaks():
@@ -166,17 +162,13 @@ def test_without_facts_no_rule_speaks():
     assert get_page("no-such-code") is None
 
 
-class Broken:
-    CODE = "broken-rule"
-
-    @staticmethod
-    def find(facts):
+def test_a_rule_that_fails_is_a_named_gap(monkeypatch):
+    @rule("broken-rule", "by a foreign file")
+    def find_broken(facts):
         raise ZeroDivisionError("by a foreign file")
 
-
-def test_a_rule_that_fails_is_a_named_gap(monkeypatch):
     gaps = []
-    monkeypatch.setattr("megatron_lite.analysis.findings.rules.RULES", (Broken, *RULES))
+    monkeypatch.setitem(RULES, "broken-rule", find_broken)
     assert apply_rules(NOTHING, gaps.append) == ()
     assert len(gaps) == 1 and "broken-rule" in gaps[0] and "by a foreign file" in gaps[0]
 
@@ -186,9 +178,9 @@ def test_the_most_costly_comes_first(tmp_path):
     some = found_in(tmp_path, write)[0]
     prices = [(1.0, None), (None, 10), (3.0, None), (None, None), (None, 20)]
     made = [dataclasses.replace(some, cost_ms=ms, cost_bytes=size) for ms, size in prices]
-    rules = [type("Made", (), {"CODE": f"made-{k}", "find": lambda facts, one=one: one}) for k, one in enumerate(made)]
+    rules = {f"made-{k}": rule(f"made-{k}", "")(lambda facts, one=one: one) for k, one in enumerate(made)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_lite.analysis.findings.rules.RULES", tuple(rules))
+        patch.setattr("megatron_lite.analysis.findings.rules.RULES", rules)
         found = [(one.cost_ms, one.cost_bytes) for one in apply_rules(NOTHING)]
     assert found == [(3.0, None), (1.0, None), (None, 20), (None, 10), (None, None)]
 
@@ -241,7 +233,7 @@ def test_the_gain_of_16_bits_is_bounded_by_the_hardware_or_not_at_all(device, ga
     row = dataclasses.replace(one.kernels.rows[0], ms=40.0, precision="fp32", tensor_cores=TensorCores.NO)
     product = dataclasses.replace(one.kernels.roofline[0], dtype="fp32", flops=156.25e9)
     kernels = dataclasses.replace(one.kernels, rows=(row,), roofline=(product,))
-    found = fp32_products.find_in_trace(NOTHING, dataclasses.replace(one, kernels=kernels))
+    found = RULES["fp32-products"].function(NOTHING, dataclasses.replace(one, kernels=kernels))
     assert found.gain_ms == (gain_ms and pytest.approx(gain_ms)) and found.cost_ms == pytest.approx(gain_ms or 40.0)
 
 
@@ -251,7 +243,7 @@ def test_the_gain_of_16_bits_is_bounded_by_the_hardware_or_not_at_all(device, ga
 def test_a_disturbing_profiler_is_blamed_by_its_flags(device, word):
     plan = {"device": device, "args": {"profile": {"record_memory_history": True}}}
     slow = dataclasses.replace(report_cases.run_of(), plan=plan, profiled_step_ms=150.0)
-    assert word in profiler_overhead.find(dataclasses.replace(NOTHING, run=slow)).advice
+    assert word in RULES["profiler-overhead"](dataclasses.replace(NOTHING, run=slow)).advice
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import difflib
 import re
-from types import ModuleType
 
 from megatron_lite.analysis.kernels.kernel_names import in_words
 from megatron_lite.analysis.kernels.kernel_results import Role
@@ -23,12 +22,11 @@ def run(argv: list[str]):
 
 
 def _explanation(words: str) -> list[str]:
-    pages = _pages()
-    if words in pages:
-        from megatron_lite.analysis.findings.rules import get_page
+    from megatron_lite.analysis.findings.rules import RULES, get_page  # every rule: only where they are asked for
 
-        return [f"{words}: {pages[words].TITLE}", "", *get_page(words).split("\n")]
-    near = difflib.get_close_matches(words, pages, n=1)
+    if words in RULES:
+        return [f"{words}: {RULES[words].title}", "", *get_page(words).split("\n")]
+    near = difflib.get_close_matches(words, RULES, n=1)
     # Kernels have no hyphens in their names, and codes nothing else.
     if near and (re.fullmatch("[a-z0-9]+(-[a-z0-9]+)+", words) or get_kernel_role(words) is Role.OTHER):
         raise UserError(f"megatron-lite explain {words}: no such code; did you mean {near[0]}?")
@@ -36,16 +34,11 @@ def _explanation(words: str) -> list[str]:
 
 
 def _overview() -> list[str]:
-    pages = _pages()
-    width = max(map(len, pages), default=0)
+    from megatron_lite.analysis.findings.rules import RULES
+
+    width = max(map(len, RULES), default=0)
     return [
         "megatron-lite explain CODE says what a finding means; with a kernel's name, what that says. Codes:",
         "",
-        *(f"  {code:<{width}}  {rule.TITLE}" for code, rule in sorted(pages.items())),
+        *(f"  {code:<{width}}  {rule.title}" for code, rule in sorted(RULES.items())),
     ]
-
-
-def _pages() -> dict[str, ModuleType]:
-    from megatron_lite.analysis.findings.rules import RULES  # imports every rule: only where they are asked for
-
-    return {rule.CODE: rule for rule in RULES}

@@ -25,7 +25,7 @@ from megatron_lite.analysis.audit.answers import (
 from megatron_lite.analysis.compare.compare_results import Change
 from megatron_lite.analysis.compare.settings import exact, objections, paired_samples
 from megatron_lite.analysis.findings.base import Evidence, counted, in_ms, where
-from megatron_lite.analysis.findings.memory_growth import MIN_STEPS as MIN_SNAPSHOT_STEPS
+from megatron_lite.analysis.findings.memory_rules import MIN_SNAPSHOT_STEPS
 from megatron_lite.analysis.findings.run_settings import argument, compiles, measure_peak, part, whole
 from megatron_lite.analysis.findings.step_measurements import backward_ranges, per_step, rows_named
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES

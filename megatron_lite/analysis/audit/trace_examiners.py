@@ -16,7 +16,6 @@ from megatron_lite.analysis.audit.answers import (
     failed,
     not_seen,
 )
-from megatron_lite.analysis.findings import copy_share, unfused_elementwise
 from megatron_lite.analysis.findings.base import (
     MATTERS,
     MIN_SHARE_SHOWN,
@@ -27,14 +26,17 @@ from megatron_lite.analysis.findings.base import (
     share,
     where,
 )
-from megatron_lite.analysis.findings.fp32_products import WITHOUT_TENSOR_CORES
-from megatron_lite.analysis.findings.host_gaps import TOO_MUCH as MAX_UNEXPLAINED
-from megatron_lite.analysis.findings.matmul_shapes import is_off
+from megatron_lite.analysis.findings.host_rules import BETWEEN_STEPS, MAX_LATE_SHARE, find_waits
+from megatron_lite.analysis.findings.input_rules import ACROSS, MAX_SMALL_COPIES, SMALL_BYTES, is_batch_copy
+from megatron_lite.analysis.findings.kernel_rules import (
+    MAX_COPY_SHARE,
+    MAX_COPY_SHARE_ON_CPU,
+    MAX_ELEMENTWISE_SHARE,
+    find_unfused_elementwise,
+)
+from megatron_lite.analysis.findings.product_rules import WITHOUT_TENSOR_CORES, is_off
 from megatron_lite.analysis.findings.run_settings import measure_ordinary
-from megatron_lite.analysis.findings.small_copies import ACROSS, MANY, SMALL_BYTES
 from megatron_lite.analysis.findings.step_measurements import per_step, rows_named, steady_steps
-from megatron_lite.analysis.findings.sync_in_step import BETWEEN_STEPS, find_waits
-from megatron_lite.analysis.findings.unpinned_copies import is_batch_copy
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import RankFacts
@@ -132,7 +134,7 @@ def examine_profile(case: Case) -> Point | list[Evidence]:
     if one is None or not one.time.step_ms > 0:
         return []
     unexplained = one.time.rows.get("unexplained", 0.0)
-    if share(unexplained, one) > MAX_UNEXPLAINED:
+    if share(unexplained, one) > MAX_LATE_SHARE:
         text = f"unexplained: {of_step(unexplained, one)}"
         return not_seen(f"{TRACE}, with --pytorch-profiler-collect-callstack", Evidence(text, where(one)))
     costly = next((found for found in case.findings if found.cost_ms), None)
@@ -240,7 +242,7 @@ def examine_number_of_copies(case: Case) -> Point | list[Evidence]:
     small = per_step(one, rows[one.trace.events.num_bytes[rows] <= SMALL_BYTES])
     text = (
         f"per step {counted(per_step(one, rows), 'transfer')} between host and device, {small:.3g} of at most "
-        f"{size(SMALL_BYTES)}; {MANY} would be many"
+        f"{size(SMALL_BYTES)}; {MAX_SMALL_COPIES} would be many"
     )
     return [Evidence(text, where(one, rows[0]))]
 
@@ -271,13 +273,13 @@ def examine_layout(case: Case) -> list[Evidence]:
     if one is None or not _has_work(one):
         return []
     ms = of_step(one.kernels.roles.get(Role.CAST_COPY, 0.0), one)
-    limit = copy_share.TOO_MUCH if one.time.on_gpu else copy_share.TOO_MUCH_ON_CPU
+    limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
     return [Evidence(f"copying, casting and reordering tensors: {ms}; {limit:.0%} would be much", where(one))]
 
 
 def examine_fusion(case: Case) -> Point | list[Evidence]:
     """Elementwise operators against the step, compiled or not."""
-    one, limit = case.facts.critical, unfused_elementwise.TOO_MUCH
+    one, limit = case.facts.critical, MAX_ELEMENTWISE_SHARE
     if one is None or not _has_work(one):
         return []
     ms = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
@@ -286,7 +288,7 @@ def examine_fusion(case: Case) -> Point | list[Evidence]:
         text += f"; {one.time.launches:,.0f} kernels per step, the median one of {one.time.median_kernel_us:.1f} us"
     seen = Evidence(text, where(one))
     if share(ms, one) >= limit:
-        return failed("compile the layers: --torch-compile", seen, code=unfused_elementwise.CODE)
+        return failed("compile the layers: --torch-compile", seen, code=find_unfused_elementwise.code)
     return [seen]
 
 

@@ -1,17 +1,12 @@
-"""What a finding is, and how rules word it. One rule is one file: its docstring is the page that `megatron-lite explain CODE` prints.
+"""What a finding is, what a rule is, and how rules word what they find."""
 
-A rule's module has CODE (its file's name, hyphenated), TITLE (a few words), and one of the functions below, which are pure and
-return None wherever they cannot know. apply_rules() in rules.py asks them, and writes code and title into the finding.
-
-    find(facts)                 is asked always
-    find_in_trace(facts, one)   where there is a trace; `one` is the rank whose time is the run's
-    find_on_gpu(facts, one)     where that trace holds work of a GPU
-"""
-
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from inspect import cleandoc
+from typing import Literal
 
 from megatron_lite.analysis.memory.memory_results import Snapshot
-from megatron_lite.analysis.run_facts import RankFacts
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 
 MATTERS = 0.05  # of a step: less is hard to tell from the noise between steps, and not where to begin
 MIN_SHARE_SHOWN = 0.01  # of a step, for causes that are cheap to remove
@@ -40,6 +35,38 @@ class Finding:
     gain_bytes: int | None = None
     certain: bool = True  # False: likely, and the text says what would settle it
     rank: int | None = None  # if it is one rank's
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Looks for one cause, and finds nothing wherever it cannot know."""
+
+    code: str
+    title: str  # a few words
+    needs: Literal["run", "trace", "gpu"]
+    function: Callable[..., Finding | None]  # (facts); where it needs a trace (facts, the rank whose time is the run's)
+
+    def __call__(self, facts: Facts) -> Finding | None:
+        one = facts.critical
+        if self.needs == "run":
+            found = self.function(facts)
+        elif one is None or (self.needs == "gpu" and not one.time.on_gpu):
+            found = None
+        else:
+            found = self.function(facts, one)
+        return found and replace(found, code=self.code, title=found.title or self.title)
+
+    @property
+    def page(self) -> str:
+        """What `megatron-lite explain CODE` prints."""
+        return cleandoc(self.function.__doc__ or "")
+
+
+def rule(
+    code: str, title: str, needs: Literal["run", "trace", "gpu"] = "run"
+) -> Callable[[Callable[..., Finding | None]], Rule]:
+    """Make a function a rule, whose docstring is its page."""
+    return lambda function: Rule(code, title, needs, function)
 
 
 def find_lost_time(

@@ -1,0 +1,270 @@
+"""Gradients on their way between ranks, and ranks that come late."""
+
+import numpy as np
+
+from megatron_lite.analysis.findings.base import (
+    MATTERS,
+    MIN_SHARE_SHOWN,
+    Evidence,
+    Finding,
+    counted,
+    find_lost_time,
+    in_ms,
+    of_step,
+    rule,
+    share,
+)
+from megatron_lite.analysis.findings.run_settings import argument, parameters, part, variables, whole
+from megatron_lite.analysis.findings.step_measurements import (
+    backward_ranges,
+    communication_rows,
+    exposed_ms,
+    measure_reduction,
+    per_step,
+    per_step_ms,
+    reduction_rows,
+    steady_steps,
+)
+from megatron_lite.analysis.ranks.calls import collective_bytes
+from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
+from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.units import size
+from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
+
+
+@rule("all-reduce-tail", "gradient reduction after backward's end", needs="trace")
+def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | None:
+    """Gradients are still being reduced when backward is over.
+
+    Meaning: buckets are reduced while backward goes on, but the last ones are complete only at its end (with tied
+        embeddings the largest one is the very last), and nothing is left to hide them.
+    Measured: communication that no kernel hides, after backward's last computation, per steady step.
+    Cost: all of it, on every rank. A part may be waiting for a slower rank: see straggler.
+    Do: smaller buckets (more of them are through before the end); reduce in 16 bits; more micro-batches per step, which
+        reduce less often; a faster network.
+    Flags: --ddp-bucket-size N (parameters); --grad-reduce-in-bf16 with --bf16; a larger --global-batch-size.
+    False alarm: a trace of one rank only: whether it waits for others or for the network cannot be told from it.
+    """
+    seen = measure_reduction(one)
+    if seen is None or seen.early_share < NEVER_EARLY:
+        return None
+    text = (
+        f"the tail takes {of_step(seen.tail_ms, one)}; {counted(seen.collectives, 'collective')} of together "
+        f"{in_ms(seen.communication_ms)} per step, {seen.early_share:.0%} of it begun before backward's end"
+    )
+    alone = facts.ranks is None or len(facts.ranks.present) < 2
+    waiting = Evidence("with one rank's trace alone, waiting for a slower rank is not told apart")
+    advice = (
+        "smaller buckets (--ddp-bucket-size), 16-bit reduction (--grad-reduce-in-bf16), or more micro-batches per step"
+    )
+    flags = ("--ddp-bucket-size", "--grad-reduce-in-bf16")
+    return find_lost_time(
+        one, seen.tail_ms, text, advice, *([waiting] if alone else []), flags=flags, certain=not alone
+    )
+
+
+NEVER_EARLY = 0.05  # of the communication: that little begins early by rounding, or is no gradient
+BUCKETS = 8  # enough that the last one is a small part
+
+
+@rule("no-overlap", "gradient reduction that overlaps with nothing", needs="trace")
+def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
+    """Gradients are reduced only after backward is over.
+
+    Meaning: no collective begins before backward's last computation: overlap is off, or there are so few buckets that
+        the first is complete only at the end. Nothing is hidden.
+    Measured: when collectives of steady steps begin, against the end of backward's last kernel (without a GPU:
+        operator), and what of them nothing hides.
+    Cost: all of the reduction, where a part could run beside backward.
+    Do: several buckets; gradient hooks that reduce as backward goes on (DistributedDataParallel does).
+    Flags: --ddp-bucket-size N (parameters, 25 MiB of them when left out); in Megatron-LM --overlap-grad-reduce.
+    False alarm: models so small that one bucket is all there is.
+    """
+    seen, number = measure_reduction(one), parameters(facts)
+    if seen is None or seen.early_share >= NEVER_EARLY:
+        return None
+    flag = f"--ddp-bucket-size {number // BUCKETS}" if number else "--ddp-bucket-size"
+    text = (
+        f"{counted(seen.collectives, 'collective')} per step, none before backward's end; nothing hides "
+        f"{of_step(seen.tail_ms, one)}"
+    )
+    advice = f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce"
+    return find_lost_time(one, seen.tail_ms, text, advice, flags=(flag,))
+
+
+SMALL_BYTES = 2**20  # latency is about that of moving a megabyte, on NVLink as on a network
+MAX_SMALL_REDUCTIONS = 16  # per step: the loss, the norm and a few flags are fewer
+FP32_BYTES = 4
+BUCKET_FLAG = "--ddp-bucket-size 6553600"  # parameters: 25 MiB of fp32, as torch has it
+
+
+@rule("small-buckets", "many small collectives", needs="trace")
+def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
+    """Gradients are reduced in many small collectives.
+
+    Meaning: each collective pays a latency that does not depend on its size. Below about a megabyte the latency, not
+        the network's bandwidth, decides.
+    Measured: collectives per steady step, their bytes as the trace tells them, and the communication among the small
+        ones that nothing hides. A trace without shapes: the run's parameters in fp32, spread over the collectives of
+        backward.
+    Cost: that exposed time; larger buckets pay fewer latencies.
+    Do: larger buckets; fewer, larger tensors in collectives of your own.
+    Flags: --ddp-bucket-size N (parameters): several millions.
+    False alarm: small collectives of tensor or expert parallelism, which are not gradients.
+    """
+    rows, number = communication_rows(one), parameters(facts)
+    sizes = collective_bytes(one.trace, rows, whole(part(facts, "world", "size")))  # NaN for unknown
+    if np.isnan(sizes).all() and number:
+        rows = reduction_rows(one)
+        sizes = np.full(len(rows), FP32_BYTES * number * steady_steps(one) / max(1, len(rows)))
+    small = rows[sizes <= SMALL_BYTES]
+    if per_step(one, small) < MAX_SMALL_REDUCTIONS:
+        return None
+    cost, median = exposed_ms(one, small), float(np.median(sizes[sizes <= SMALL_BYTES]))
+    text = f"{per_step(one, small):,.0f} collectives per step of {size(median)} (median); nothing hides"
+    text += f" {of_step(cost, one)}"
+    advice = f"larger buckets: {BUCKET_FLAG}"
+    return find_lost_time(one, cost, text, advice, row=small[0], flags=(BUCKET_FLAG,), certain=False, cheap=True)
+
+
+AS_MANY = 0.5  # of the last micro-batch's collectives, in each of the others: a stray one is something else
+
+
+@rule("reduce-every-micro-batch", "gradient reduction in every micro-batch", needs="trace")
+def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | None:
+    """Gradients are reduced in every micro-batch instead of once per step.
+
+    Meaning: while gradients are accumulated, only the sum after the last micro-batch is needed on all ranks. Reducing
+        each micro-batch's gradients sends the same bytes once per micro-batch.
+    Measured: collectives that begin in the backward of micro-batches other than the last (or before the next one
+        begins); cost is what of them nothing hides.
+    Cost: that exposed time, and a network that is busy for nothing.
+    Do: DistributedDataParallel.no_sync() around all micro-batches but the last.
+    Flags: none here: this trainer reduces after the last micro-batch. Fewer, larger micro-batches reduce less in any
+        trainer.
+    False alarm: collectives in backward that are no gradients (tensor, context or expert parallelism).
+    """
+    starts, steps = one.trace.events.start_ns, one.placing.step
+    ranges, rows = backward_ranges(one), reduction_rows(one)
+    if not len(rows) or len(ranges) < 2:
+        return None
+    launches = one.trace.launch_of[rows]
+    begins = starts[np.where(launches >= 0, launches, rows)]  # by the host
+    at = np.searchsorted(starts[ranges], begins, side="right") - 1  # the backward that the collective follows
+    same = (at >= 0) & (steps[ranges[np.maximum(at, 0)]] == steps[rows])
+    last = np.append(steps[ranges][1:] != steps[ranges][:-1], True)
+    counts = np.bincount(at[same], minlength=len(ranges))
+    if last.all() or counts[~last].mean() < AS_MANY * counts[last].mean() or not counts[~last].any():
+        return None
+    early, batches = rows[same & ~last[np.maximum(at, 0)]], len(ranges) / last.sum()
+    if share(per_step_ms(one, early), one) < MIN_SHARE_SHOWN:
+        return None
+    cost = exposed_ms(one, early)
+    text = (
+        f"{batches:.3g} micro-batches per step, and all reduce: those before the last one communicate "
+        f"{in_ms(per_step_ms(one, early))} per step; nothing hides {of_step(cost, one)}"
+    )
+    advice = "reduce after the last micro-batch only: model.no_sync() around the others"
+    return find_lost_time(one, cost, text, advice, row=early[0], at_least=0.0)
+
+
+CAUSES = {
+    "compute": "it computes longer: look for a throttled or shared GPU (or cores), or more work on this rank",
+    "data_wait": "it waits for its data: its loader, disk or --num-workers",
+    "host": "its host is late: other jobs on its cores, garbage collection (--manual-gc), other Python work",
+    "copy": "it copies longer: its bus, or batches from pageable memory",
+}
+
+
+@rule("straggler", "rank that the others wait for")
+def find_straggler(facts: Facts) -> Finding | None:
+    """One rank makes the others wait.
+
+    Meaning: every collective ends for all when the last rank has come. A rank that is slower, or that waits for its
+        data or its host, costs the time of all, and shows up on the others as communication.
+    Measured: by collectives of all ranks' traces, matched in order: who starts last, and how much later than the
+        median; the cause is the part of its time (computing, data, host, copies) that covers at least 80% of the lag.
+        Where traces of several ranks show none, or there are none: every rank's median time over the whole run, in
+        phases where none waits for another; and what the profiled steps say of it.
+    Cost: the others' wait per step.
+    Do: by the cause: computing: a hot or throttled GPU, another process on it, an unequal share of work; data: its
+        loader or disk; host: another job on its cores, garbage collection. Swap the node and see whether the number
+        moves.
+    Flags: --profile-ranks -1 records all ranks; --timing-log-level 1 --timing-log-option all prints every rank's
+        phases.
+    False alarm: clocks of several nodes that are not aligned; the report says whether they are.
+    """
+    ranks, run = facts.ranks, facts.run
+    found = ranks.straggler if ranks else None
+    step_ms = max((row.step_ms for row in ranks.rows), default=0.0) if ranks else 0.0
+    if found is None and run is not None and run.ranks is not None:
+        found, step_ms = find_straggler_by_medians(run.ranks), run.steady_step_ms or 0.0
+    if found is None or found.caused_wait_ms < MATTERS * step_ms:
+        return None
+    flags = ()  # what to record: what the traces that there are do not have
+    if ranks is None or ranks.missing:
+        flags = ("--profile-ranks -1",)
+    elif not all(one.trace.with_stack for one in facts.ranks_seen):
+        flags = ("--pytorch-profiler-collect-callstack",)
+    why = CAUSES.get(found.cause) or (
+        f"record it with {flags[0]}, and compare it with another one"
+        if flags
+        else "swap its node or GPU with another's and see whether the rank or the place is slow"
+    )
+    reason = "no single cause covers 80% of its lag"
+    if found.cause:
+        phase = f", most of it in {found.phase}" if found.phase else ""
+        reason = f"{found.cause} takes {in_ms(found.cause_ms)} longer than on the median of the others{phase}"
+    advice = f"rank {found.rank}: {why}"
+    return Finding(
+        cost_ms=found.caused_wait_ms,
+        evidence=(Evidence(_describe_lateness(found, ranks), f"rank {found.rank}"), Evidence(reason)),
+        advice=advice,
+        flags=flags,
+        gain_ms=found.caused_wait_ms,
+        certain=bool(found.cause) and found.share_last is not None,
+        rank=found.rank,
+    )
+
+
+def _describe_lateness(found: Straggler, ranks: Ranks | None) -> str:
+    caused = in_ms(found.caused_wait_ms)
+    if found.share_last is not None:
+        last = f"rank {found.rank} is last in {found.share_last:.0%} of the collectives"
+        return f"{last}; others wait {caused} per step"
+    # No collectives were seen, only every rank's own clock; traces may show waits all the same.
+    text = f"over the whole run rank {found.rank} takes {caused} longer per step than the median rank"
+    text += " (medians in steps.jsonl)"
+    awaited = [row for row in ranks.rows if row.caused_wait_ms is not None] if ranks else []
+    if len(awaited) < 2:
+        return text
+    most = max(awaited, key=lambda row: row.caused_wait_ms)
+    agrees = most.rank == found.rank
+    text += "; in the profiled steps, too," if agrees else "; but in the profiled steps"
+    whom = "it" if agrees else f"rank {most.rank}"
+    return f"{text} the others wait most for {whom}, {in_ms(most.caused_wait_ms)} per step"
+
+
+@rule("max-connections", "one hardware queue for all streams", needs="gpu")
+def find_max_connections(facts: Facts, one: RankFacts) -> Finding | None:
+    """CUDA_DEVICE_MAX_CONNECTIONS=1 without tensor parallelism.
+
+    Meaning: the variable gives the device one queue for all streams, so that work starts in the order of its launches.
+        Megatron-LM's tensor and sequence parallelism want that order. With data parallelism alone it can make
+        collectives wait behind kernels that were launched before them, and the other way round: overlap is lost.
+    Measured: the variable as the run wrote it down, the plan's parallel sizes, and the communication that nothing
+        hides.
+    Cost: at most that exposed communication; whether the variable is to blame, a run without it tells.
+    Do: unset it, or set 8 to 32, for pure data parallelism; compare the exposed communication.
+    Flags: CUDA_DEVICE_MAX_CONNECTIONS (many launch scripts export it); --tensor-model-parallel-size.
+    False alarm: GPUs from Blackwell on order launches otherwise; a single GPU has nothing to overlap.
+    """
+    tensor, context = (whole(argument(facts, f"{kind}_parallel_size")) for kind in ("tensor_model", "context"))
+    world, cost = whole(part(facts, "world", "size")), one.time.rows.get("exposed_communication", 0.0)
+    if not has_needless_order(variables(facts).get(QUEUES), world or 1, tensor or 1, context or 1):
+        return None
+    text = f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of"
+    text += f" {of_step(cost, one)}"
+    advice = f"unset {QUEUES} (or set 32) for pure data parallelism, and compare"
+    return find_lost_time(one, cost, text, advice, flags=(MORE_QUEUES,), certain=False, cheap=True)

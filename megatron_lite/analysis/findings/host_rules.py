@@ -1,0 +1,302 @@
+"""Time that the host loses in the step: waits, late launches, pauses."""
+
+from megatron_lite.analysis.findings.base import Evidence, Finding, counted, find_lost_time, in_ms, of_step, rule, share
+from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
+from megatron_lite.analysis.findings.run_settings import (
+    argument,
+    compiles,
+    device_bytes,
+    micro_batch_tokens,
+    suggest_micro_batch,
+)
+from megatron_lite.analysis.findings.step_measurements import accumulation_ms, backward_ranges, per_step, rows_named
+from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.time.time_results import SyncSite
+from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.phases import Phase
+
+ONCE = 0.5  # calls per step from which on it is every step's, not that of a log interval
+BETWEEN_STEPS = {Phase.LOG.value, Phase.EVAL.value, Phase.SAVE.value}  # there, waiting is meant
+MAX_SHOWN = 4
+
+
+@rule("sync-in-step", "synchronisation inside the step", needs="gpu")
+def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
+    """The host waits for the device inside a step.
+
+    Meaning: code asked for a value that the device had not computed yet: .item(), print(tensor), .cpu(), bool(tensor),
+        nonzero, or an explicit synchronize. Python stands still until all queued work is done, and then the device
+        stands still until Python has launched new work.
+    Measured: calls per step that block the host, with operator and source line; cost is the device's idle time after
+        them, not the time that the host waited: waiting while the device computes costs nothing. On a CPU nothing runs
+        ahead of Python: a read there waits for nothing.
+    Cost: the queue runs empty, and every launch that follows is seen in full. CPU times lie about it: the wait shows up
+        in whatever phase comes to ask first, often the copy of the next batch.
+    Do: read losses and norms at the log interval only; keep conditions on the device (torch.where); copy with
+        non_blocking=True from pinned memory.
+    Flags: --log-interval 100; for Megatron-LM itself --no-check-for-nan-in-loss-and-grad. Stacks name the line:
+        --pytorch-profiler-collect-callstack.
+    False alarm: one wait at a step's end with a full queue behind it, which idle time shows as nothing.
+    """
+    sites = find_waits(one)
+    cost, calls = sum(site.idle_ms for site in sites), sum(site.per_step for site in sites)
+    shown = []
+    for site in sites[:MAX_SHOWN]:
+        what = f"{site.operator} -> {site.call}" if site.operator else site.call
+        times = f"host waits {in_ms(site.host_ms)}, device idles {in_ms(site.idle_ms)}"
+        shown.append(
+            Evidence(f"{what} in {site.phase or 'no phase'}: {site.per_step:.3g} per step, {times}", site.frame)
+        )
+    text = f"{counted(calls, 'wait')} per step, after which the device idles {of_step(cost, one)}"
+    advice = "read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device"
+    return find_lost_time(one, cost, text, advice, *shown, flags=("--log-interval 100",), cheap=True)
+
+
+def find_waits(one: RankFacts) -> list[SyncSite]:
+    """Where the host waits for the device inside every step; most idle time first."""
+    unpinned = len(pageable_rows(one)) > 0  # they are a finding of their own
+    return [
+        site
+        for site in one.time.syncs
+        if site.per_step >= ONCE and site.phase not in BETWEEN_STEPS and not (unpinned and is_batch_copy(site))
+    ]
+
+
+MAX_LAUNCH_SITES = 3
+
+
+@rule("launch-bound", "host too slow to launch small kernels", needs="gpu")
+def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
+    """The device waits for the host to launch small kernels.
+
+    Meaning: kernels finish faster than Python and PyTorch's dispatch hand over new ones. The device is idle between
+        them, and a faster device would not help.
+    Measured: idle time in which the next kernel's launch call had not begun, and gaps under 10 us; with the median
+        kernel against the median interval between launches, and how long a launched kernel waits in the queue (hardly
+        at all here).
+    Cost: all of that idle time. The profiler itself makes the host slower, so that without it the share is smaller.
+    Do: more work per kernel (a larger micro-batch instead of accumulation, if memory allows), fewer kernels
+        (torch.compile, fused operators), CUDA graphs, less Python between operators.
+    Flags: --torch-compile; a larger --micro-batch-size at the same --global-batch-size; record without
+        --pytorch-profiler-collect-callstack, which slows the host most.
+    False alarm: a trace with stacks or shapes of a run that is fine without them: compare with the step time outside
+        the window.
+    """
+    time, larger = one.time, suggest_micro_batch(facts)
+    if not time.launch_bound:
+        return None
+    cost = time.rows.get("host", 0.0) + time.rows.get("launch", 0.0)
+    text = (
+        f"the device idles {of_step(cost, one)}: {time.launches:,.0f} kernels per step; medians: "
+        f"{time.median_kernel_us:.1f} us per kernel, {time.median_launch_interval_us:.1f} us from launch to launch, "
+        f"{time.median_queue_us:.1f} us in the queue"
+    )
+    sites = time.hosts[:MAX_LAUNCH_SITES]
+    shown = (Evidence(f"{in_ms(site.idle_ms)} while the host is in {site.what}", site.phase) for site in sites)
+    advice = (
+        f"more work per launch: {larger[1]}"
+        if larger
+        else "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
+    )
+    flags = (*(larger[:1] if larger else ()), *(() if compiles(facts) else ("--torch-compile",)))
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=not one.trace.with_stack, at_least=0.0)
+
+
+TITLE_ON_CPU = "Python between operators"
+MAX_LATE_SHARE = 0.10  # of the step; the profiler alone makes a few percent
+MAX_CALLING_SHARE = 0.30  # of a CPU's step in short stretches: a small model has no less
+STACKS = "--pytorch-profiler-collect-callstack"
+LARGER_OPERATORS = ("--micro-batch-size", "--torch-compile")
+
+
+@rule("host-gaps", "host late in places", needs="trace")
+def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
+    """The host comes too late in places.
+
+    Meaning: the device runs out of work at certain points, although kernels are large enough on the whole: Python
+        between phases, a slow call, building of inputs. On a CPU the same time passes between operators.
+    Measured: idle time in which the next kernel's launch call had not begun, without what other rows explain (loader,
+        synchronisation, allocator, garbage collector), by what the host did meanwhile. Without a GPU: time in which no
+        operator ran, by phase; stretches of a millisecond and more are the program's own, shorter ones the price of
+        calling operators.
+    Cost: that time, without what the profiler added to the step where the run's own clock tells it.
+    Do: move work of the host out of the step, or into a thread; launch work before waiting for anything; where
+        operators are small for the price of calling them, give each more to do.
+    Flags: --pytorch-profiler-collect-callstack shows which lines; record once without it for the true size.
+    False alarm: a trace with stacks, which slow Python several times; a CPU whose cores other processes use.
+    """
+    run, added = facts.run, 0.0
+    if run is not None and run.profiled_step_ms and run.before_profile_ms:
+        # Recording takes the host's time, since the device works as before.
+        added = max(0.0, run.profiled_step_ms - run.before_profile_ms)
+    host = one.time.rows.get("host", 0.0)
+    sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
+    if not one.time.on_gpu:
+        return _find_in_places(facts, one, host - added) or _find_in_calls(facts, one, host - added, sites)
+    if one.time.launch_bound or find_tiny_micro_batches(facts):  # they name the cause
+        return None
+    text = f"the device idles {of_step(host, one)} because of the host"
+    advice = "take Python work out of the step; profile with stacks to see the lines"
+    flags = () if one.trace.with_stack else (STACKS,)
+    return find_lost_time(one, host - added, text, advice, *sites, flags=flags, certain=False, at_least=MAX_LATE_SHARE)
+
+
+def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | None:
+    """Python at work for long in places."""
+    logging = LOG if find_log_stalls(facts) else None  # that has its price there
+    stretches = [stretch for stretch in one.time.stretches if stretch.phase != logging]
+    seen = sum(stretch.ms for stretch in stretches)
+    if share(min(most, seen), one) < MAX_LATE_SHARE:
+        return None
+    shown = []
+    for stretch in stretches[:MAX_SHOWN]:
+        if stretch.ms >= MAX_LATE_SHARE * stretches[0].ms:
+            inside = f" in {stretch.line}" if stretch.line else ""
+            after = f", the longest stretch of it after {stretch.after}" if stretch.after else ""
+            where_seen = stretch.phase or "outside of all phases"
+            shown.append(Evidence(f"{in_ms(stretch.ms)} in the median step{inside}{after}", where_seen))
+    remedy = f"take that work out of {stretches[0].phase or 'the step'}, or do it in fewer steps"
+    advice = remedy if one.trace.with_stack else f"{STACKS} names the function; {remedy}"
+    flags = () if one.trace.with_stack else (STACKS,)
+    text = f"Python runs for a millisecond or longer without an operator: {of_step(seen, one)}"
+    return find_lost_time(
+        one,
+        min(most, seen),
+        text,
+        advice,
+        *shown,
+        title=TITLE_ON_CPU,
+        flags=flags,
+        certain=False,
+        at_least=MAX_LATE_SHARE,
+    )
+
+
+def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | None:
+    """Python calling so many operators that it takes as long as they do."""
+    cost = most - sum(stretch.ms for stretch in one.time.stretches)
+    if find_tiny_micro_batches(facts):
+        return None
+    operators = sum(phase.kernels for phase in one.time.phases)
+    each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each" if operators else "in no phase"
+    text = f"{operators:,.0f} operators per step, {each}; Python between them takes {of_step(cost, one)}"
+    advice = f"give each operator more to do: a larger {LARGER_OPERATORS[0]}, or {LARGER_OPERATORS[1]}"
+    flags = LARGER_OPERATORS
+    return find_lost_time(
+        one, cost, text, advice, *sites, title=TITLE_ON_CPU, flags=flags, certain=False, at_least=MAX_CALLING_SHARE
+    )
+
+
+MIN_MICRO_BATCHES = 4  # per step: with fewer, little can be saved
+FEW_TOKENS = 2048  # per micro-batch: above, a transformer's products fill a device
+
+
+@rule("tiny-micro-batches", "micro-batches too small for their overhead", needs="trace")
+def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
+    """Micro-batches so small that overhead is a large part of them.
+
+    Meaning: a step runs every operator once per micro-batch. With few tokens each, launching, Python and adding
+        gradients up take as long as in a large one, and weights are read from memory for little work.
+    Measured: micro-batches per step (backward ranges), tokens in each, and what a larger one would not have: gradients
+        that are added up, and the host's time between operators (with a GPU: idle time because of the host).
+    Cost: that time, times the share of micro-batches that could be saved; products gain on top of it.
+    Do: a larger micro-batch at the same global batch, as far as memory allows.
+    Flags: --micro-batch-size N at the same --global-batch-size.
+    False alarm: memory that allows no more (see micro-batch-headroom), or a single micro-batch.
+    """
+    number, tokens = per_step(one, backward_ranges(one)), micro_batch_tokens(facts)
+    larger, now = suggest_micro_batch(facts), argument(facts, "micro_batch_size")
+    if one.time.launch_bound or number < MIN_MICRO_BATCHES or tokens is None or tokens > FEW_TOKENS:
+        return None
+    if device_bytes(facts) and not larger:
+        return None
+    added, host = accumulation_ms(one), one.time.rows.get("host", 0.0) + one.time.rows.get("launch", 0.0)
+    cost = (added + host) * (1 - 1 / number)
+    flag = "--micro-batch-size"  # no number without the memory that it would take
+    advice = f"fewer, larger micro-batches as far as memory allows: {flag} above {now}"
+    text = (
+        f"{number:.3g} micro-batches per step of {tokens:,} tokens: adding gradients up {in_ms(added)}, the host between "
+        f"operators {in_ms(host)}; saved at most {of_step(cost, one)}"
+    )
+    return find_lost_time(
+        one, cost, text, larger[1] if larger else advice, flags=larger[:1] if larger else (flag,), certain=False
+    )
+
+
+@rule("gc-pauses", "pauses of Python's garbage collector", needs="trace")
+def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
+    """Python's garbage collector interrupts steps.
+
+    Meaning: collecting walks through all objects that Python holds, in the thread that launches kernels. Each rank
+        pauses in a different step, and in each of them all others wait.
+    Measured: time in gc frames or events of the trace (with a GPU: idle time because of them), per steady step. This
+        trainer's traces have them always, others with stacks.
+    Cost: the pause, on every rank for every rank's pause.
+    Do: collect at fixed steps, on all ranks in the same one; take a gc.collect() of the program's own out of the step,
+        which no flag stops.
+    Flags: --manual-gc --manual-gc-interval 100.
+    False alarm: a single collection in a short window, which this mean makes look like every step's.
+    """
+    cost = one.time.rows.get("garbage_collector", 0.0)
+    advice, flags = "--manual-gc is on: a larger --manual-gc-interval", ()
+    if not argument(facts, "manual_gc"):
+        advice = "collect on all ranks in the same, rare steps: --manual-gc, without a gc.collect() in the step itself"
+        flags = ("--manual-gc --manual-gc-interval 100",)
+    text = f"garbage collection takes {of_step(cost, one)}"
+    return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)
+
+
+ALLOCATOR_CALLS = (
+    "cudaMalloc",
+    "cudaFree",
+    "cudaHostAlloc",
+    "cudaMallocHost",
+    "cuMem",
+    "hipMalloc",
+    "hipFree",
+    "hipHostMalloc",
+)
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+@rule("allocator-stalls", "cudaMalloc and cudaFree inside the step", needs="gpu")
+def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | None:
+    """Memory is taken from and given back to the driver inside steps.
+
+    Meaning: PyTorch's allocator keeps memory and hands it out again; a steady step needs nothing new. cudaMalloc and
+        cudaFree inside steps mean that it could not: memory is nearly full, sizes change from step to step, or caching
+        is off.
+    Measured: idle time of the device while the host was inside cudaMalloc, cudaFree, cudaHostAlloc and their kin, and
+        their number per steady step.
+    Cost: cudaFree waits for all work on the device, and the queue runs empty.
+    Do: leave more room (smaller micro-batch, recomputation), keep sizes constant, or let segments grow.
+    Flags: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; --recompute-granularity full or a smaller
+        --micro-batch-size.
+    False alarm: a window at the run's beginning, while the allocator still grows; profile later steps.
+    """
+    cost = one.time.rows.get("allocator", 0.0)
+    rows = rows_named(one, lambda name: name.startswith(ALLOCATOR_CALLS), Kind.RUNTIME)
+    text = f"{per_step(one, rows):.3g} calls per step; the device idles because of them {of_step(cost, one)}"
+    advice = f"leave the allocator more room, or let its segments grow: {EXPANDABLE_SEGMENTS}"
+    return find_lost_time(
+        one, cost, text, advice, row=rows[0] if len(rows) else None, flags=(EXPANDABLE_SEGMENTS,), cheap=True
+    )
+
+
+@rule("stream-waits", "kernels waiting for another stream", needs="gpu")
+def find_stream_waits(facts: Facts, one: RankFacts) -> Finding | None:
+    """Kernels wait for another stream.
+
+    Meaning: the next kernel was launched in time but had to wait for an event of another stream (a copy, a collective),
+        or for a serialisation that the host asked for. The device is idle meanwhile.
+    Measured: gaps of 10 us and more in which the next kernel's launch call was already over.
+    Cost: all of that idle time.
+    Do: look at what the trace shows right before these gaps; start copies and collectives earlier, wait for them later.
+    Flags: CUDA_DEVICE_MAX_CONNECTIONS unset (a setting for tensor parallelism) if streams should run beside each other.
+    False alarm: gaps that the profiler itself makes while it writes its buffers.
+    """
+    cost = one.time.rows.get("dependency", 0.0)
+    text = f"launched kernels wait while the device idles, {of_step(cost, one)}"
+    advice = "start copies and collectives earlier and wait for them later; see the gaps in the trace"
+    return find_lost_time(one, cost, text, advice, certain=False)

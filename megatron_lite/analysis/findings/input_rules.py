@@ -1,0 +1,209 @@
+"""Waiting for data, and its way to the device."""
+
+import math
+import re
+
+import numpy as np
+
+from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, in_ms, of_step, rule, where
+from megatron_lite.analysis.findings.run_settings import (
+    hardware,
+    loader_workers,
+    local_ranks,
+    measure_loader_wait,
+    whole,
+)
+from megatron_lite.analysis.findings.step_measurements import exposed_ms, per_step, per_step_ms, rows_named
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.time.time_results import SyncSite
+from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.phases import Phase
+from megatron_lite.units import size
+
+
+@rule("starved-loader", "waiting for the data loader")
+def find_starved_loader(facts: Facts) -> Finding | None:
+    """Training waits for the data loader.
+
+    Meaning: the next batch was not ready when the step wanted it: loading takes longer than computing, or is not done
+        ahead.
+    Measured: the device's idle time while the host stood in the loader; without a trace the host's time in the phase
+        "data", of the rank that waits most. Loading that is hidden behind computing does not count.
+    Cost: a step cannot be shorter than loading one batch divided by the number of workers.
+    Do: let more workers load ahead; if the cores are taken, do less per batch: tokenize before training, larger reads,
+        a local disk, fewer small tensors in the collate function.
+    Flags: --num-workers N (0 loads in the training process, with nothing hidden). megatron-lite preprocess writes
+        .bin/.idx files once, so that loading is only reading.
+    False alarm: the first steps of a run, while workers start; they are left out of the figures.
+    """
+    wait, workers = measure_loader_wait(facts), loader_workers(facts)
+    if wait is None or are_too_many(facts):
+        return None
+    wanted = None if workers is None else 2 * workers
+    if workers is not None and workers <= 0:
+        # Loading time over computing time says how many keep up.
+        known = wait.loading_ms and wait.busy_ms
+        wanted = max(2, math.ceil(wait.loading_ms / wait.busy_ms)) if known else 2
+    advice = (
+        f"load ahead with more workers: --num-workers {wanted}" if wanted else "load ahead with more worker processes"
+    )
+    loading = wait.loading_ms is not None
+    text = f"the host stands {in_ms(wait.loading_ms)} per step in the loader, hidden or not" if loading else ""
+    flags = (f"--num-workers {wanted or 'N'}",)
+    return Finding(
+        cost_ms=wait.ms,
+        evidence=(Evidence(wait.text, wait.where), *([Evidence(text)] if text else [])),
+        advice=f"{advice} (now {workers})" if isinstance(workers, int) else advice,
+        flags=flags,
+        gain_ms=wait.ms,
+        rank=wait.rank,
+    )
+
+
+@rule("too-many-workers", "more loader workers than cores")
+def find_too_many_workers(facts: Facts) -> Finding | None:
+    """More loader workers than cores, and training still waits for data.
+
+    Meaning: worker processes take the cores from each other and from the training process: switching between them,
+        copies of the data set in memory and a disk that seeks cost more than they bring.
+    Measured: --num-workers times the ranks of this machine against the cores that a rank may use, and the wait for the
+        loader (as in starved-loader) that is left in spite of them.
+    Cost: the wait; how much of it fewer workers save, only a run tells. More workers are not always faster.
+    Do: halve the workers until the wait grows; do less work per batch (tokenize before training).
+    Flags: --num-workers N with N x ranks below the number of cores.
+    False alarm: workers that mostly wait for a slow network disk may well outnumber the cores.
+    """
+    wait = measure_loader_wait(facts)
+    if wait is None or not are_too_many(facts):
+        return None
+    workers, ranks, cpus = _count(facts)
+    fewer = max(1, cpus // (2 * ranks))
+    seen = Evidence(f"{workers} workers x {ranks} ranks of this machine on {cpus} cores", "run.json")
+    advice = f"fewer workers than cores: --num-workers {fewer} (now {workers}), and less work per batch"
+    return Finding(
+        cost_ms=wait.ms,
+        evidence=(Evidence(wait.text, wait.where), seen),
+        advice=advice,
+        flags=(f"--num-workers {fewer}",),
+        gain_ms=wait.ms,
+        certain=False,
+        rank=wait.rank,
+    )
+
+
+def are_too_many(facts: Facts) -> bool:
+    """More workers on this machine than cores; False where either is unknown. One worker is never too many."""
+    workers, ranks, cpus = _count(facts)
+    return bool(workers and ranks and cpus) and workers > 1 and workers * ranks > cpus
+
+
+def _count(facts: Facts) -> tuple[int | None, int | None, int | None]:
+    return whole(loader_workers(facts)), local_ranks(facts), whole(hardware(facts, "cpus"))
+
+
+COPIES = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::cuda", "")
+TO_DEVICE = (Phase.DATA.value, Phase.DATA_TO_DEVICE.value)
+PAGEABLE = re.compile(r"(HtoD|HostToDevice|Host2Device).*Pageable|Pageable -> Device", re.IGNORECASE)
+
+
+@rule("unpinned-copies", "copies from pageable memory", needs="gpu")
+def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
+    """Batches are copied to the device from pageable memory.
+
+    Meaning: the source of the copy is ordinary memory. The driver first copies it into a page-locked buffer of its own,
+        and the host waits: non_blocking=True has no effect on such a copy.
+    Measured: host-to-device copies whose name says Pageable, in steady steps; cost is their time on the device that no
+        kernel hides, and the idle time after the host's wait.
+    Cost: the copy cannot overlap with computing, and the host cannot launch ahead while it stands there.
+    Do: DataLoader(pin_memory=True) and .to(device, non_blocking=True); keep batches plain tensors, which can be pinned.
+    Flags: this trainer pins by itself on a GPU. With --dataloader-type external, yield arrays and let the trainer pin
+        them.
+    False alarm: copies of a few bytes at a step's end, which cost less than pinning them.
+    """
+    rows = pageable_rows(one)
+    if not len(rows):
+        return None
+    exposed, stalled = exposed_ms(one, rows), sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
+    each = float(one.trace.events.num_bytes[rows].clip(min=0).mean())
+    text = (
+        f"{per_step(one, rows):.3g} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device that "
+        f"nothing hides, {in_ms(stalled)} idle after the host's wait; {of_step(exposed + stalled, one)}"
+    )
+    advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
+    return find_lost_time(one, exposed + stalled, text, advice, row=rows[0], cheap=True)
+
+
+def pageable_rows(one: RankFacts) -> np.ndarray:
+    """Copies from pageable host memory in steady steps."""
+    return rows_named(one, PAGEABLE.search, Kind.MEMCPY)
+
+
+def is_batch_copy(site: SyncSite) -> bool:
+    """Does the host wait there for a copy from pageable memory? To be asked only where the trace has such copies."""
+    return site.operator in COPIES and ("ageable" in site.call or site.phase in TO_DEVICE)
+
+
+SMALL_BYTES = 64 * 2**10  # about 2.6 us at 25 GB/s of PCIe 4.0 x16: less than the call takes
+MAX_SMALL_COPIES = 32  # per step: a batch's few fields and a logged value are far fewer
+ACROSS = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost", re.IGNORECASE)
+
+
+@rule("small-copies", "many small copies", needs="gpu")
+def find_small_copies(facts: Facts, one: RankFacts) -> Finding | None:
+    """Many small copies between host and device.
+
+    Meaning: a batch travels as dozens of little tensors, or values are fetched one by one. Each copy is a driver call
+        of microseconds, whatever its size.
+    Measured: copies to and from the device of at most 64 KiB in steady steps; cost is the host's time inside their
+        calls.
+    Cost: while the host is inside the calls it launches no kernels. 64 KiB take under 3 us on the bus, less than the
+        call.
+    Do: put the fields of a batch into one tensor and split it on the device; gather values on the device and fetch them
+        together, seldom.
+    Flags: --log-interval 100 for values that are only printed.
+    False alarm: copies in a process or stream that has nothing else to launch: then the host's time is free.
+    """
+    rows, num_bytes = rows_named(one, ACROSS.search, Kind.MEMCPY), one.trace.events.num_bytes
+    rows = rows[(num_bytes[rows] >= 0) & (num_bytes[rows] <= SMALL_BYTES)]
+    if per_step(one, rows) < MAX_SMALL_COPIES:
+        return None
+    calls = one.trace.launch_of[rows]
+    cost, median = per_step_ms(one, calls[calls >= 0]), size(float(np.median(num_bytes[rows])))
+    text = f"{per_step(one, rows):,.0f} copies per step, the median one of {median}; their calls take the host"
+    text += f" {of_step(cost, one)}"
+    advice = "copy one tensor per batch and split it on the device; fetch values together and seldom"
+    return find_lost_time(
+        one, cost, text, advice, row=rows[0], flags=("--log-interval 100",), certain=False, cheap=True
+    )
+
+
+MAX_SHOWN = 3
+
+
+@rule("exposed-copies", "copies that nothing hides", needs="gpu")
+def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | None:
+    """Copies between host and device that no computing hides.
+
+    Meaning: the device does nothing but copy: batches, offloaded optimizer state or activations, values for the log.
+    Measured: time of copies and memsets while no kernel runs, per steady step, by name. Copies from pageable memory are
+        counted in unpinned-copies instead.
+    Cost: all of that time: a copy engine works beside the kernels if it is given a stream of its own and pinned memory.
+    Do: prefetch the next batch on a side stream; overlap offloading with the layers before and after.
+    Flags: none here: this trainer copies batches on a side stream by itself.
+    False alarm: copies within the device at a step's end, if they are part of the algorithm.
+    """
+    rows = np.setdiff1d(rows_named(one, lambda name: True, Kind.MEMCPY, Kind.MEMSET), pageable_rows(one))
+    names = one.trace.events.name[rows]
+    groups = [rows[names == name] for name in np.unique(names)]
+    groups.sort(key=lambda group: -per_step_ms(one, group))
+    shown = (
+        Evidence(
+            f"{one.trace.name_of(group[0])}: {per_step(one, group):.3g} per step, {in_ms(per_step_ms(one, group))}",
+            where(one, group[0]),
+        )
+        for group in groups[:MAX_SHOWN]
+    )
+    cost = exposed_ms(one, rows)
+    text = f"nothing but copies runs {of_step(cost, one)}"
+    advice = "copy from pinned memory on a stream of its own, ahead of the kernels that need it"
+    return find_lost_time(one, cost, text, advice, *shown)

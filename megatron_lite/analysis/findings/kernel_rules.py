@@ -1,0 +1,160 @@
+"""Operators that compute or move more than they need."""
+
+import numpy as np
+
+from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, in_ms, of_step, rule
+from megatron_lite.analysis.findings.run_settings import argument, compiles
+from megatron_lite.analysis.findings.step_measurements import covered_ms, per_step, rows_named, work_rows
+from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.phases import Phase
+
+MIN_TOKENS = 128  # below, the scores are no larger than the activations around them
+MIN_TOKENS_ON_CPU = 512  # at 256 explicit attention was measured to be the faster one
+
+
+@rule("attention-scores", "attention that writes its scores", needs="trace")
+def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | None:
+    """Attention writes its scores to memory.
+
+    Meaning: queries times keys, the mask, softmax and dropout each read and write a tensor of batch x heads x T x T.
+        Fused attention (flash, memory-efficient, cuDNN) keeps the scores inside the kernel.
+    Measured: device time (without a GPU: operators' time) of all operators that read a tensor whose last two dimensions
+        are the T x T of a softmax; needs --pytorch-profiler-collect-shapes. The product that writes the scores is not
+        in it.
+    Cost: up to that time, and memory: the scores of every layer wait for backward.
+    Do: torch.nn.functional.scaled_dot_product_attention with a causal flag instead of a mask tensor.
+    Flags: --attention-backend auto (or flash); not unfused or local; --explain-attention says why a kernel was
+        rejected.
+    False alarm: on a CPU at short sequences explicit attention can be the faster one: try both.
+    """
+    if not one.trace.with_shapes:
+        return None
+    events, shapes = one.trace.events, one.trace.shapes
+    softmax = rows_named(one, lambda name: "softmax" in name and "log_softmax" not in name, Kind.OP)
+    found = (find_score_tensors(shapes[index].dims) for index in np.unique(events.shapes[softmax]) if index >= 0)
+    least = MIN_TOKENS if one.time.on_gpu else MIN_TOKENS_ON_CPU
+    lengths = {length for length in set().union(*found) if length >= least}
+    on_scores = np.array([bool(find_score_tensors(shape.dims) & lengths) for shape in shapes] + [False])
+    rows = work_rows(one)
+    operators = one.placing.operator[rows] if one.time.on_gpu else rows
+    rows = rows[on_scores[np.where(operators >= 0, events.shapes[np.maximum(operators, 0)], -1)]]
+    if not len(rows):
+        return None
+    cost = covered_ms(one, rows)
+    text = f"operators on {' and '.join(f'{t} x {t}' for t in sorted(lengths))} scores take {of_step(cost, one)}"
+    advice = "fused attention: --attention-backend auto, or torch's scaled_dot_product_attention(is_causal=True)"
+    return find_lost_time(
+        one, cost, text, advice, row=int(rows[0]), flags=("--attention-backend auto",), certain=one.time.on_gpu
+    )
+
+
+def find_score_tensors(dims: tuple) -> set[int]:
+    """T of every argument [..., T, T] with batch or heads in front."""
+    return {
+        arg[-1] for arg in dims if len(arg) >= 3 and all(isinstance(size, int) for size in arg) and arg[-1] == arg[-2]
+    }
+
+
+MATH = "aten::_scaled_dot_product_attention_math"
+
+
+@rule("attention-dropout", "attention dropout without a fused kernel", needs="trace")
+def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | None:
+    """Dropout inside attention keeps a CPU from using its fused kernel.
+
+    Meaning: PyTorch's fused attention for CPUs knows no dropout. With --attention-dropout above 0 it falls back to the
+        formula, with all scores in memory. Megatron-LM's default is 0.1.
+    Measured: aten::_scaled_dot_product_attention_math in the trace of a run on a CPU whose plan has attention dropout;
+        cost is the time of those calls (forward only: backward's share is not marked in the trace).
+    Cost: at long sequences several times the fused kernel's time, and memory for the scores.
+    Do: train without attention dropout, as most large models are; try it at your sequence length.
+    Flags: --attention-dropout 0.
+    False alarm: short sequences, where the formula may be the faster one.
+    """
+    dropout = argument(facts, "attention_dropout")
+    rows = rows_named(one, MATH.__eq__, Kind.OP)
+    if one.time.on_gpu or not dropout or not len(rows):
+        return None
+    cost = covered_ms(one, rows)
+    text = (
+        f"--attention-dropout {dropout:g}: {per_step(one, rows):,.0f} unfused calls, forward alone {of_step(cost, one)}"
+    )
+    advice = "train without dropout inside attention: --attention-dropout 0"
+    return find_lost_time(one, cost, text, advice, row=rows[0], flags=("--attention-dropout 0",), certain=False)
+
+
+MAX_COPY_SHARE = 0.10  # of the step: a transformer with fused kernels and 16-bit weights stays at a few percent
+MAX_COPY_SHARE_ON_CPU = 0.25  # there the copy of a small tensor costs as much as any small operator
+BY_DESIGN = {Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value}  # 16-bit gradients and weights become fp32 and back
+MAX_SHOWN = 3
+
+
+@rule("copy-share", "copying, casting and reordering tensors", needs="trace")
+def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
+    """A large part of the work is copying, casting and reordering tensors.
+
+    Meaning: .contiguous(), .to(dtype), cat, clone and their kin read and write memory and compute nothing. Autocast
+        casts weights in every forward; a transposed view that the next operator cannot read is copied first.
+    Measured: device time (without a GPU: operators' own time) of kernels whose role is copying or casting, by the
+        operator that launched them.
+    Cost: up to that time; what a layout truly needs stays.
+    Do: keep weights in the precision they compute in instead of autocast; fix the layout once, before the hot path;
+        write into the result (out=) instead of cat; compile, which folds casts into their neighbours.
+    Flags: --bf16 or --fp16 of this trainer hold 16-bit weights and no autocast; --torch-compile.
+    False alarm: fp32 gradients of 16-bit weights, which are cast by design; without a GPU, copies in backward and in
+        the optimizer's step are not counted for that reason.
+    """
+    rows = [
+        (row.ms, f"{row.short} under {row.operator or 'no operator'}", row.phase, row.per_step)
+        for row in one.kernels.rows
+        if row.role is Role.CAST_COPY
+    ]
+    on_host = [
+        (row.self_ms, row.name, row.phase, row.per_step)
+        for row in one.kernels.operators
+        if row.role is Role.CAST_COPY and row.phase not in BY_DESIGN
+    ]
+    cost = one.kernels.roles.get(Role.CAST_COPY, 0.0) if one.time.on_gpu else sum(row[0] for row in on_host)
+    shown = (
+        Evidence(f"{name}: {in_ms(ms)}, {number:,.3g} per step", phase)
+        for ms, name, phase, number in sorted(rows or on_host, reverse=True)[:MAX_SHOWN]
+    )
+    text = f"copies and casts take {of_step(cost, one)}"
+    advice = "16-bit weights instead of autocast, one layout from the start, torch.compile to fold casts away"
+    limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
+    flags = ("--torch-compile",)
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)
+
+
+MAX_ELEMENTWISE_SHARE = (
+    0.15  # of the step: below, compiling saves less than a run's noise against what it costs at the start
+)
+
+
+@rule("unfused-elementwise", "elementwise kernels one by one", needs="gpu")
+def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
+    """Elementwise kernels that a compiler would join.
+
+    Meaning: bias, activation, dropout, residual and scaling each read a tensor from memory and write one back, at one
+        or two operations per number: memory is the limit, not arithmetic, so that half precision alone does not halve
+        them.
+    Measured: device time of elementwise kernels outside of compiled regions, per steady step.
+    Cost: up to that time. Joined, a chain of them costs one read and one write.
+    Do: compile the layers; use fused operators (fused bias + activation, fused dropout + residual).
+    Flags: --torch-compile here; in Megatron-LM its fusions are on unless a --no-...-fusion flag turns them off.
+    False alarm: a model whose own work is elementwise.
+    """
+    cost = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
+    if compiles(facts):
+        return None
+    rows = [row for row in one.kernels.rows if row.role is Role.ELEMENTWISE]
+    shown = (
+        Evidence(f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase) for row in rows[:MAX_SHOWN]
+    )
+    text = f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take {of_step(cost, one)}"
+    advice = "compile the layers, so that chains of elementwise operators become one kernel"
+    return find_lost_time(
+        one, cost, text, advice, *shown, flags=("--torch-compile",), certain=False, at_least=MAX_ELEMENTWISE_SHARE
+    )

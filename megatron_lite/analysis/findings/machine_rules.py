@@ -1,0 +1,320 @@
+"""Compilation, and what the machine or a debugging switch takes from the run."""
+
+import math
+import re
+from statistics import median
+
+import numpy as np
+
+from megatron_lite.analysis.findings.base import MIN_SHARE_SHOWN, Evidence, Finding, in_ms, of_step, rule, share, where
+from megatron_lite.analysis.findings.run_settings import (
+    argument,
+    compiles,
+    hardware,
+    local_ranks,
+    on_gpu,
+    part,
+    variables,
+    whole,
+)
+from megatron_lite.analysis.findings.step_measurements import covered_ms, per_step, rows_named
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.thresholds import is_by_chance
+from megatron_lite.variables import THREADS, Place, fitting_threads, switches_on
+
+MIN_COMPILING_STEPS = 2  # a single one may be a variant that was due
+MAX_STEPS_SHOWN = 6
+COMPILES = ("_compile.compile_inner", "entire_frame_compile", "compile_fx", "dynamo: _compile")
+
+
+@rule("recompilation", "compiling anew in the middle of training")
+def find_recompilation(facts: Facts) -> Finding | None:
+    """torch.compile compiles again and again.
+
+    Meaning: compiled code holds for the shapes, types and values it was made for. When they change, the guard fails and
+        the code is compiled anew: seconds in which nothing is computed. Past a limit torch gives up and runs eagerly.
+    Measured: steps that the run marked as compiling, the first step and those with an evaluation left out; without a
+        run, compilations within the steady steps of a trace. The cost is the extra time of these steps, spread over
+        all.
+    Cost: all of it, as long as new variants keep coming.
+    Do: TORCH_LOGS=recompiles names the failing guard. Keep shapes constant (fixed length, padding to few lengths), mark
+        a changing dimension (torch._dynamo.mark_dynamic), keep Python numbers that change out of compiled functions.
+    Flags: --torch-compile; constant --micro-batch-size and --seq-length, no --rampup-batch-size that changes the last
+        batch.
+    False alarm: a second variant for evaluation, and one per distinct layer, at the beginning.
+    """
+    run, one = facts.run, facts.critical
+    found = _measure_run(run) if run is not None else None
+    if found is None and one is not None:
+        rows = rows_named(one, lambda name: name.startswith(COMPILES), Kind.OP, Kind.ANNOTATION)
+        cost = covered_ms(one, rows)
+        if len(rows) and share(cost, one) >= MIN_SHARE_SHOWN:
+            found = cost, Evidence(f"compiling takes {of_step(cost, one)}", where(one, rows[0])), one.time.rank
+    if found is None:
+        return None
+    cost, seen, rank = found
+    advice = "start with TORCH_LOGS=recompiles to see which guard fails, and keep shapes and Python values constant"
+    return Finding(
+        cost_ms=cost, evidence=(seen,), advice=advice, flags=("TORCH_LOGS=recompiles",), gain_ms=cost, rank=rank
+    )
+
+
+def _measure_run(run: Run) -> tuple[float, Evidence, None] | None:
+    """(cost, evidence, no rank) of steps that compile after the first."""
+    late = [index for index in range(1, len(run.compiling)) if run.compiling[index] and not run.evaluating[index]]
+    if len(late) < MIN_COMPILING_STEPS:
+        return None
+    steady_ms = run.steady_step_ms
+    if not steady_ms:  # all steps compile: what they take besides
+        steady_ms = median(run.training_ms[at] - run.compile_ms[at] for at in late) if run.compile_ms else math.nan
+    cost = sum(max(0.0, run.training_ms[index] - steady_ms) for index in late) / run.steps
+    if not cost >= MIN_SHARE_SHOWN * steady_ms:
+        return None
+    shown = ", ".join(str(run.iterations[at]) for at in late[:MAX_STEPS_SHOWN]) + (
+        ", ..." if len(late) > MAX_STEPS_SHOWN else ""
+    )
+    text = (
+        f"{len(late)} of {run.steps} steps compiled something, after the first one (iterations {shown}); spread over "
+        f"all steps {in_ms(cost)} each, beside {in_ms(steady_ms)} without compiling"
+    )
+    return cost, Evidence(text, "steps.jsonl"), None
+
+
+REGION = re.compile(r"Torch-Compiled Region: (\d+)/\d+")
+RESUME = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")
+MAX_BREAKS_SHOWN = 4
+FEW = 3  # different regions: here a layer and the loss' two pieces; elsewhere functions compiled apart are seldom more
+
+
+@rule("graph-breaks", "compiled graphs cut into pieces", needs="trace")
+def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | None:
+    """torch.compile cut the model into pieces.
+
+    Meaning: where the compiler meets Python that it cannot follow (print, .item(), a branch on a tensor's value, an
+        unknown extension) it ends the graph, lets Python run that line, and begins another graph. Nothing is fused
+        across the cut.
+    Measured: frames that torch names torch_dynamo_resume_in_... (they exist only behind a break); without stacks, more
+        different compiled regions per step than a layer and a loss explain.
+    Cost: not measured by itself: the launches and memory traffic between the pieces. See launch-bound and
+        unfused-elementwise.
+    Do: TORCH_LOGS=graph_breaks names the lines; fullgraph=True turns them into errors.
+    Flags: --torch-compile compiles each layer by itself and the loss, so that what stands between them cannot break a
+        graph.
+    False alarm: a model with several functions that are compiled apart on purpose.
+    """
+    resumed = rows_named(one, RESUME.search, Kind.PYTHON, Kind.OP, Kind.ANNOTATION)
+    if len(resumed):
+        breaks = dict.fromkeys(RESUME.search(name).groups() for name in _names(one, resumed))
+        told = [
+            f"the graph of {function} breaks before line {line}" for function, line in list(breaks)[:MAX_BREAKS_SHOWN]
+        ]
+        place = where(one, resumed[0])
+    else:
+        regions = rows_named(one, REGION.match, Kind.OP, Kind.ANNOTATION)
+        number = len({REGION.match(name)[1] for name in _names(one, regions)})
+        if number <= FEW:
+            return None
+        told = [f"{number} different functions were compiled, {per_step(one, regions):,.0f} regions run per step"]
+        place = where(one, regions[0])
+    seen = tuple(Evidence(text, place) for text in told)
+    advice = "start with TORCH_LOGS=graph_breaks to see the lines that break the graph"
+    return Finding(
+        evidence=seen, advice=advice, flags=("TORCH_LOGS=graph_breaks",), certain=bool(len(resumed)), rank=one.time.rank
+    )
+
+
+def _names(one: RankFacts, rows: np.ndarray) -> list[str]:
+    """The distinct ones."""
+    return [one.trace.names[index] for index in np.unique(one.trace.events.name[rows])]
+
+
+MAX_START_SHARE = 0.20  # of the run's time
+MIN_MS = 10_000.0  # less nobody waits for
+MIN_RUN_STEPS = 30  # a shorter run is a trial
+
+
+@rule("first-step", "long first step of a short run")
+def find_first_step(facts: Facts) -> Finding | None:
+    """The first step takes a large part of a short run.
+
+    Meaning: the first step creates the CUDA context, picks kernels, fills the allocator and, with torch.compile,
+        compiles. None of it comes again.
+    Measured: the first step against the median of ordinary steps, in steps.jsonl, with the time in which torch.compile
+        compiled.
+    Cost: the difference, spread over the run's steps; in a long run it vanishes. It is no part of steady throughput.
+    Do: for short runs, no compiling, or a compile cache that outlives the run; keep warm-up out of any comparison.
+    Flags: --torch-compile none in short runs; TORCHINDUCTOR_CACHE_DIR on a disk that stays.
+    False alarm: a trial of a few steps of what will be a long run.
+    """
+    run = facts.run
+    if run is None or not run.first_step_ms or not run.steady_step_ms or run.steps < MIN_RUN_STEPS:
+        return None
+    extra = run.first_step_ms - run.steady_step_ms
+    total = math.fsum(ms for ms in run.step_ms if not math.isnan(ms))
+    if extra < max(MIN_MS, MAX_START_SHARE * total):
+        return None
+    compiling_ms = run.compile_ms[0] if run.compile_ms else math.nan
+    text = (
+        f"the first step took {in_ms(run.first_step_ms)}, ordinary ones {in_ms(run.steady_step_ms)}: "
+        f"{extra / total:.0%} of {run.steps} steps"
+        + (f", {in_ms(compiling_ms)} of the first for compiling" if compiling_ms > 0 else "")
+    )
+    compiled, advice, flags = compiles(facts), "leave the first steps out of comparisons; a longer run hides them", ()
+    if compiled:
+        flags = ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR")
+        advice = (
+            "compiling does not pay in so short a run: --torch-compile none, or keep its cache where the next run "
+            "finds it (TORCHINDUCTOR_CACHE_DIR)"
+        )
+    seen = Evidence(text, "steps.jsonl")
+    return Finding(
+        cost_ms=extra / run.steps,
+        evidence=(seen,),
+        advice=advice,
+        flags=flags,
+        gain_ms=extra / run.steps,
+        certain=bool(compiled),
+    )
+
+
+MAX_SLOWDOWN = 1.25  # a quarter more: a cause of a tenth of the step can then be the profiler's own
+COSTLY = tuple(f"--pytorch-profiler-collect-{what}" for what in ("callstack", "memory", "shapes"))
+COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
+
+
+@rule("profiler-overhead", "profiler that disturbs what it measures")
+def find_profiler_overhead(facts: Facts) -> Finding | None:
+    """The profiler slowed its steps down so much that the trace's shares are not the run's.
+
+    Meaning: recording costs host time per operator (about half a microsecond, with shapes and stacks several), and none
+        on the device. A step that was bound by the device looks bound by the host.
+    Measured: the median step inside the window against the median of the steps before it, by the run's own clock. It is
+        certain only if the steps after the window are as short again; ranks that had no cores (busy-machine) explain
+        long steps without the profiler.
+    Cost: none in the unprofiled run. Trust device times of the trace; distrust host times, gaps and launch-bound.
+    Do: record less, for comparison once without stacks and shapes; a larger micro-batch hides the recording.
+    Flags: leave out --pytorch-profiler-collect-callstack, --pytorch-profiler-collect-shapes and
+        --pytorch-profiler-collect-memory, on CPUs --record-memory-history too; more steps between --profile-step-start
+        and --profile-step-end do not help.
+    False alarm: steps before the window that were not alike, as in a ramp-up of the batch.
+    """
+    run = facts.run
+    slowdown = run.profiler_slowdown if run else None
+    if slowdown is None or not slowdown > MAX_SLOWDOWN:
+        return None
+    if is_by_chance(run.profiled_step_ms - run.before_profile_ms, run.without_core):
+        return None  # busy-machine says why
+    text = (
+        f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it (median "
+        f"{in_ms(run.profiled_step_ms)})"
+    )
+    if run.after_profile_ms is not None:
+        text += f"; those after it {'again' if run.recovered else 'still'} {in_ms(run.after_profile_ms)}"
+    on_cpu = facts.plan.get("device") == "cpu"
+    costly = COSTLY_ON_CPUS if on_cpu else COSTLY
+    used = [flag for flag in costly if argument(facts, flag.removeprefix("--").replace("-", "_"))]
+    trust = "the run's own step times, not the trace's" if on_cpu else "device times, not gaps"
+    without = f" without {', '.join(used)}" if used else " with a larger micro-batch"
+    seen = Evidence(text, "steps.jsonl")
+    advice = f"trust {trust}; profile again{without}"
+    return Finding(evidence=(seen,), advice=advice, certain=bool(run.recovered))
+
+
+@rule("debug-switches", "switches for debugging left on")
+def find_debug_switches(facts: Facts) -> Finding | None:
+    """Switches for finding errors were left on.
+
+    Meaning: some environment variables make a run safer to debug and slower: launches that wait, timing events around
+        every collective, checks of every collective on all ranks, memory without caching.
+    Measured: the variables as the run wrote them down.
+    Cost: not measured; some cost microseconds per call, CUDA_LAUNCH_BLOCKING=1 all overlap of host and device.
+    Do: unset them for runs whose speed matters.
+    Flags: CUDA_LAUNCH_BLOCKING, TORCH_NCCL_ENABLE_TIMING, TORCH_DISTRIBUTED_DEBUG, PYTORCH_NO_CUDA_MEMORY_CACHING,
+        NCCL_DEBUG, NCCL_P2P_DISABLE, NCCL_SHM_DISABLE, NCCL_IB_DISABLE.
+    False alarm: NCCL_..._DISABLE on a machine whose links are broken, where it is the remedy.
+    """
+    ranks, local = whole(part(facts, "world", "size")) or 1, local_ranks(facts) or 1
+    on = switches_on(variables(facts), Place(on_gpu(facts) is not False, ranks, local))
+    if not on:
+        return None
+    seen = tuple(Evidence(f"{setting}: {cost}", "run.json") for setting, cost in on.items())
+    advice = f"unset {', '.join(setting.partition('=')[0] for setting in on)}"
+    return Finding(evidence=seen, advice=advice, certain=False)
+
+
+@rule("too-many-threads", "more computing threads than cores")
+def find_too_many_threads(facts: Facts) -> Finding | None:
+    """More computing threads than cores.
+
+    Meaning: every rank computes with as many threads as it sees cores, unless told otherwise. Several ranks on one
+        machine then run several threads per core, which wait for each other at the end of every operator.
+    Measured: threads per rank times the ranks of this machine against its cores, as the run wrote them down (CPU runs).
+    Cost: not measured: often more than half of the speed.
+    Do: cores divided by ranks, a thread left for the loader.
+    Flags: OMP_NUM_THREADS=N before the command (torchrun sets 1 by itself with several ranks).
+    False alarm: cores that the run does not see because others use them: then even fewer threads are right.
+    """
+    threads, cpus = whole(hardware(facts, "threads")), whole(hardware(facts, "cpus"))
+    ranks = local_ranks(facts)
+    if on_gpu(facts) is not False or not (threads and cpus and ranks):
+        return None
+    fewer = fitting_threads(threads, ranks, cpus)
+    if fewer is None:
+        return None
+    seen = Evidence(f"{threads} threads x {ranks} ranks of this machine on {cpus} cores", "run.json")
+    advice = f"share the cores out: {THREADS}={fewer}"
+    return Finding(evidence=(seen,), advice=advice, flags=(f"{THREADS}={fewer}",), certain=False)
+
+
+MAX_RANKS_SHOWN = 8  # ranks
+
+
+@rule("busy-machine", "ranks that are not given their cores")
+def find_busy_machine(facts: Facts) -> Finding | None:
+    """Ranks that were ready to compute and had no core.
+
+    Meaning: other programs, or more threads than cores, take the cores that the ranks want. Steps get longer by chance,
+        now on one rank, now on another; all times tell of the machine as much as of the run.
+    Measured: for how long the thread that trains was ready and had no core, by Linux's own account (schedstat), per
+        step in steps.jsonl; elsewhere how often its threads lost their cores without having asked (involuntary context
+        switches per second of CPU time).
+    Cost: the wait of the rank that waits longest; the others wait for it in the next collective.
+    Do: look for other programs (top), fewer threads or loader workers, a cgroup's limit of CPU time; give the run cores
+        of its own; measure again on a quiet machine.
+    Flags: OMP_NUM_THREADS times the ranks, plus --num-workers, at most the number of cores.
+    False alarm: none of the wait; on a GPU it is hidden as long as the device has work in its queue.
+    """
+    run = facts.run
+    if run is None or run.without_core is None:
+        return None
+    (rank, ms), ranks, told = run.without_core, run.ranks, []
+    step = f"a step of {in_ms(ranks.step_ms[rank])}"
+    if ranks.core_wait_ms:
+        pairs = list(zip(ranks.core_wait_ms, ranks.step_ms))[:MAX_RANKS_SHOWN]
+        shares = ", ".join(f"{wait / step_ms:.0%}" for wait, step_ms in pairs if wait >= 0)  # NaN is not
+        wait = f"rank {rank} is ready and has no core for {in_ms(ranks.core_wait_ms[rank])} of {step}"
+        told.append(f"{wait}; ranks from 0 on: {shares}")
+    if ranks.cpu_ms:
+        got = f"rank {rank} gets {in_ms(ranks.cpu_ms[rank])} of CPU time in {step}"
+        lost = ranks.involuntary_switches
+        told.append(f"{got}, and loses a core {lost[rank]:,.0f} times" if lost else got)
+    advice, flags = (
+        "stop what else runs on these cores (top shows it), or give the run cores of its own, and measure again",
+        (),
+    )
+    cpus, threads, local = whole(hardware(facts, "cpus")), whole(hardware(facts, "threads")), local_ranks(facts)
+    if cpus and threads and local and local * threads > cpus:
+        advice = f"start fewer threads ({THREADS}): {local} ranks x {threads} threads share {cpus} cores"
+        flags = (THREADS,)
+    seen = tuple(Evidence(text, "steps.jsonl") for text in told)
+    return Finding(
+        cost_ms=ms,
+        evidence=seen,
+        advice=advice,
+        flags=flags,
+        gain_ms=ms,
+        certain=ms is not None and not on_gpu(facts),
+        rank=rank,
+    )

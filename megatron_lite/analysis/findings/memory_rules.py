@@ -1,0 +1,367 @@
+"""What holds memory, and what would free it."""
+
+import math
+
+from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, find_lost_memory, in_ms, rule
+from megatron_lite.analysis.findings.run_settings import (
+    TIGHT,
+    argument,
+    device_bytes,
+    is_tight,
+    local_ranks,
+    measure_ordinary,
+    measure_peak,
+    micro_batch_tokens,
+    micro_batches,
+    part,
+    suggest_micro_batch,
+    sum_category,
+    whole,
+)
+from megatron_lite.analysis.findings.step_measurements import accumulation_ms
+from megatron_lite.analysis.memory.memory_results import OUTSIDE
+from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.phases import Phase
+from megatron_lite.units import MIB, size
+
+MIN_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte
+MIN_SNAPSHOT_STEPS = 3
+MAX_SHOWN = 3
+GROWTH_ADVICE = "keep numbers instead of tensors that hold their graph: .item() at the log interval, or .detach()"
+GROWTH_FLAGS = ("--record-memory-history",)
+
+
+@rule("memory-growth", "memory that grows with every step")
+def find_memory_growth(facts: Facts) -> Finding | None:
+    """Memory that stays after each step: a leak.
+
+    Meaning: something keeps tensors or objects that the next step does not need: losses with their graph in a list,
+        outputs kept by a hook, a validation without no_grad, a cache without a limit.
+    Measured: by a snapshot, blocks that outlive their step and where they were made; without one, the process's memory
+        or the device's peak in steps.jsonl, which must grow from each quarter of the run to the next.
+    Cost: memory per step, until it is full. Reserved memory that stays is no leak.
+    Do: keep numbers, not tensors (loss.item() at the log interval, or .detach()); look at the growing lines.
+    Flags: --record-memory-history over a window of several steps names the lines.
+    False alarm: caches that fill up once, such as those of the allocator or of compiled code; they stop.
+    """
+    grown = [(one.growth, one) for one in facts.snapshots if one.growth is not None]
+    leaks = [
+        pair for pair in grown if pair[0].steps >= MIN_SNAPSHOT_STEPS and pair[0].bytes_per_step >= MIN_BYTES_PER_STEP
+    ]
+    if leaks:
+        leak, most = max(leaks, key=lambda pair: pair[0].bytes_per_step)
+        total = int(leak.bytes_per_step * leak.steps)
+        text = f"{size(leak.bytes_per_step)} more after each of {leak.steps} steps"
+        sites = (
+            Evidence(
+                f"{size(site.num_bytes)} per step of {site.category} made in {site.phase or 'an unknown phase'}",
+                site.site,
+            )
+            for site in leak.sites[:MAX_SHOWN]
+        )
+        return find_lost_memory(most, total, total, text, GROWTH_ADVICE, *sites, flags=GROWTH_FLAGS)
+    run = facts.run
+    measured = [(one, "the GPU's peak") for one in run.gpu_growths] if run else []
+    measured += [(one, "the process's memory") for one in run.growths] if run else []
+    if not measured:
+        return None
+    leak, what = max(measured, key=lambda pair: pair[0].bytes_per_step)
+    text = f"{what} grew by {size(leak.bytes_per_step)} per step, {size(leak.num_bytes)} in all, to {size(leak.at_end)}"
+    seen = Evidence(text, "steps.jsonl" if leak.rank is None else f"rank {leak.rank}, steps.jsonl")
+    return Finding(
+        cost_bytes=leak.num_bytes,
+        evidence=(seen,),
+        advice=GROWTH_ADVICE,
+        flags=GROWTH_FLAGS,
+        gain_bytes=leak.num_bytes,
+        certain=False,
+        rank=leak.rank,
+    )
+
+
+GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
+
+
+@rule("out-of-memory", "allocation that failed")
+def find_out_of_memory(facts: Facts) -> Finding | None:
+    """The run ended because memory was full.
+
+    Meaning: an allocation failed. The line it failed at is the last drop, not what filled the memory.
+    Measured: the failed request in the snapshot, what was free on the device, and what held the memory at the peak.
+    Cost: the run.
+    Do: begin with the largest category: activations or logits: a smaller micro-batch or recomputation; moments and
+        masters: more ranks or a smaller model; reserved but not allocated: see fragmentation; growing: see
+        memory-growth.
+    Flags: --micro-batch-size, --recompute-granularity full, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    False alarm: a failure that the program caught and got around; the snapshot keeps it.
+    """
+    failed = next((one for one in facts.snapshots if one.oom is not None), None)
+    if failed is None:
+        return None
+    free = f"{size(max(failed.oom.device_free_bytes, 0))} were free on the device"
+    held = [
+        Evidence(
+            f"{part.category}: {size(part.num_bytes)}, {part.num_bytes / max(failed.peak_bytes, 1):.0%} of "
+            "what tensors held"
+        )
+        for part in failed.held[:MAX_SHOWN]
+    ]
+    most = failed.held[0].category if failed.held else ""
+    advice = f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank"
+    if most in GROWS_WITH_BATCH:
+        advice = f"{most} hold most: a smaller --micro-batch-size, or --recompute-granularity full"
+    asked = Evidence(f"{size(failed.oom.requested_bytes)} were asked for, {free}", failed.oom.site or failed.source)
+    flags = ("--micro-batch-size", "--recompute-granularity full")
+    return Finding(cost_bytes=failed.peak_bytes, evidence=(asked, *held), advice=advice, flags=flags, rank=failed.rank)
+
+
+MAX_FRAGMENTED_SHARE, MIN_BYTES = (
+    0.10,
+    256 * MIB,
+)  # of what is reserved; segments of 20 MiB leave some of each free by design
+HELPS = 0.05  # of what is reserved, that the replay must save to be worth a word
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+@rule("fragmentation", "memory reserved but not used")
+def find_fragmentation(facts: Facts) -> Finding | None:
+    """The allocator holds much more memory than tensors use.
+
+    Meaning: PyTorch takes memory in segments and cuts them up. Free pieces between live ones cannot serve a larger
+        request, and another segment is taken: reserved grows, allocated does not. An out-of-memory error can come with
+        gigabytes free.
+    Measured: reserved against allocated at the moment of the largest reservation in a snapshot; whether expandable
+        segments would help is found by replaying the record with them, not by rule of thumb.
+    Cost: the difference. Reserved memory is no leak: it is kept for reuse.
+    Do: expandable segments where the replay shows a gain; else sizes that repeat: a constant batch and length.
+    Flags: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    False alarm: a peak that was freed a moment before; then the reserve serves the next step.
+    """
+    real = [(one.fragmentation, one) for one in facts.snapshots if not one.simulated]
+    held, worst = max(real, key=lambda pair: pair[0].reserved_bytes - pair[0].allocated_bytes, default=(None, None))
+    if held is None:
+        return None
+    reserved, replayed = held.reserved_bytes, held.replay_reserved_bytes
+    unused, gain = reserved - held.allocated_bytes, None
+    if unused < max(MAX_FRAGMENTED_SHARE * reserved, MIN_BYTES):
+        return None
+    if held.expandable:
+        told = "expandable segments were on"
+    elif replayed is None:
+        told = "the record cannot be replayed, so that nothing is known of expandable segments"
+    else:
+        gain = reserved - replayed if reserved - replayed >= HELPS * reserved else None
+        would = f"save {size(gain)}" if gain else "not help"
+        told = f"replayed with expandable segments {size(replayed)} would be reserved: they would {would}"
+    text = f"{size(reserved)} are reserved for tensors of {size(held.allocated_bytes)}: {size(unused)} lie between them"
+    advice = (
+        f"let segments grow: {EXPANDABLE_SEGMENTS}"
+        if gain
+        else "keep batch and sequence length constant, so that freed pieces fit again"
+    )
+    return find_lost_memory(
+        worst,
+        unused,
+        gain,
+        text,
+        advice,
+        Evidence(told),
+        flags=(EXPANDABLE_SEGMENTS,) if gain else (),
+        certain=gain is not None,
+    )
+
+
+MAX_LOGITS_SHARE = 0.25  # of the peak: less than the layers' activations usually take
+
+
+@rule("logits-peak", "logits and loss at the memory peak")
+def find_logits_peak(facts: Facts) -> Finding | None:
+    """Memory peaks at the logits.
+
+    Meaning: the last layer writes a number per token and word of the vocabulary, and the loss copies it, in fp32, more
+        than once. With 50,000 words that is more than all layers' activations of a small model.
+    Measured: bytes of the category "logits and loss" at the snapshot's peak.
+    Cost: those bytes at the moment that decides how large a micro-batch can be.
+    Do: compute the loss in chunks of tokens (fused linear cross-entropy), compile logits and loss together, or a
+        smaller micro-batch with more of them per step.
+    Flags: half the --micro-batch-size at the same --global-batch-size; in Megatron-LM --cross-entropy-loss-fusion and
+        tensor parallelism, which splits the vocabulary.
+    False alarm: a peak far below the device's memory.
+    """
+    most = facts.highest_snapshot
+    if most is None or not is_tight(facts, most):
+        return None
+    held = sum_category(most, "logits and loss")
+    if held < MAX_LOGITS_SHARE * most.peak_bytes:
+        return None
+    now = whole(argument(facts, "micro_batch_size"))
+    half = f"--micro-batch-size {now // 2}" if now and now > 1 else ""
+    text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
+    advice = "compute the loss in chunks of tokens" + (
+        f", or {half} (now {now}) with more micro-batches" if half else ""
+    )
+    return find_lost_memory(
+        most, held, held, f"{text}, in {most.peak_phase or 'an unknown phase'}", advice, flags=(half,) if half else ()
+    )
+
+
+MAX_SCORES_SHARE = 0.10  # of the peak: less changes no micro-batch
+MIN_BLOCKS = 4  # one per layer; a loss has one or two
+
+
+@rule("attention-memory", "attention scores kept for backward")
+def find_attention_memory(facts: Facts) -> Finding | None:
+    """Attention scores of all layers wait in memory for backward.
+
+    Meaning: softmax's result, batch x heads x T x T, is kept by every layer until its backward. It grows with the
+        square of the sequence length; fused attention keeps none of it.
+    Measured: activations at the snapshot's peak that were made in a function named softmax, one per layer or more;
+        those that the loss makes are counted as logits. What masking and dropout keep beside it comes on top.
+    Cost: those bytes at the moment that decides how large a micro-batch can be.
+    Do: torch.nn.functional.scaled_dot_product_attention with a causal flag instead of softmax by hand; if it must be by
+        hand, recompute it.
+    Flags: --attention-backend auto (or flash); --recompute-granularity selective recomputes only this.
+    False alarm: a softmax that is no attention, such as a router's, is small.
+    """
+    most = facts.highest_snapshot
+    sites = [
+        site
+        for site in (most.sites if most is not None else ())
+        if site.category == "activations" and "softmax" in site.site.lower() and site.blocks >= MIN_BLOCKS
+    ]
+    held = sum(site.num_bytes for site in sites)
+    if not sites or held < MAX_SCORES_SHARE * most.peak_bytes:
+        return None
+    text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
+    shown = (Evidence(f"{size(site.num_bytes)} in {site.blocks} pieces", site.site) for site in sites[:MAX_SHOWN])
+    advice = "fused attention, which keeps no scores: --attention-backend auto, or scaled_dot_product_attention"
+    return find_lost_memory(most, held, held, text, advice, *shown, flags=("--attention-backend auto",))
+
+
+MIN_GAIN = 0.40  # of the peak, that it must save to be worth a second forward
+MIN_LAYERS = 4  # with fewer, the one being recomputed is most of it
+RECOMPUTE_FLAG = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SIXTEEN_BITS = ("fp16", "bf16")
+
+
+@rule("recompute-activations", "activations that could be recomputed")
+def find_recompute_activations(facts: Facts) -> Finding | None:
+    """Recomputing activations would take most of the memory peak away.
+
+    Meaning: every layer keeps its activations for backward. Recomputing keeps only each layer's input and runs the
+        layer's forward once more in backward, one layer at a time.
+    Measured: activations by layer at the snapshot's peak; with recomputation the largest one and the inputs of all
+        would be left. The gain is what that takes off the peak, as long as nothing else then becomes the peak.
+    Cost: memory. Recomputing costs a second forward: a third more of the matrix products.
+    Do: recompute if memory is what keeps the micro-batch small; selective recomputation first if attention writes its
+        scores.
+    Flags: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1; or --recompute-granularity
+        selective.
+    False alarm: a run that fits and whose micro-batch need not grow: then it only costs time.
+    """
+    most = facts.highest_snapshot
+    if most is None or argument(facts, "recompute_granularity") or not is_tight(facts, most):
+        return None
+    layers = [layer.num_bytes for layer in most.layers if layer.name != OUTSIDE]
+    if len(layers) < MIN_LAYERS:
+        return None
+    # Of all layers: micro-batch x sequence x hidden each; unknown without a plan.
+    tokens, hidden = micro_batch_tokens(facts), whole(part(facts, "shape", "hidden_size"))
+    width = 2 if facts.plan.get("precision") in SIXTEEN_BITS else 4
+    inputs = len(layers) * tokens * hidden * width if tokens and hidden else 0
+    held = sum(layers)
+    gain = held - max(layers) - inputs
+    if gain < MIN_GAIN * most.peak_bytes:
+        return None
+    text = (
+        f"{len(layers)} layers hold {size(held)} of the peak of {size(most.peak_bytes)}; with recomputation one layer's "
+        f"{size(held / len(layers))} and the layers' inputs{f' of {size(inputs)}' if inputs else ''}"
+    )
+    advice = f"if memory keeps the micro-batch small: {RECOMPUTE_FLAG} (costs a second forward)"
+    return find_lost_memory(most, held, int(gain), text, advice, flags=(RECOMPUTE_FLAG,), certain=inputs > 0)
+
+
+@rule("micro-batch-headroom", "memory left for a larger micro-batch")
+def find_micro_batch_headroom(facts: Facts) -> Finding | None:
+    """Memory is left for a larger micro-batch.
+
+    Meaning: the step accumulates several small micro-batches although fewer, larger ones would fit. Larger products use
+        the device better, and gradients are accumulated and launched fewer times.
+    Measured: the peak (by a real snapshot, or the allocator's counter in steps.jsonl) against the device's memory as
+        the run wrote it down. The peak of a larger micro-batch is bounded by scaling what depends on it (all of the
+        peak, where the parts are not known).
+    Cost: the time of adding up gradients in all micro-batches but the first, as far as the trace shows it; larger
+        products may gain more, which only a run tells.
+    Do: raise the micro-batch, keep the global batch: the result of training stays the same.
+    Flags: --micro-batch-size N at the same --global-batch-size.
+    False alarm: memory that evaluation, a checkpoint or a longer batch still needs.
+    """
+    larger, one = suggest_micro_batch(facts), facts.critical
+    if larger is None or one is not None and one.time.launch_bound:  # there it is the remedy, and said there
+        return None
+    held = measure_peak(facts)
+    cost = accumulation_ms(one) or None if one is not None else None
+    peak = f"the peak is {size(held.num_bytes)} of {size(device_bytes(facts))}"
+    seen = Evidence(f"{peak}, with {micro_batches(facts)} micro-batches per step", held.where)
+    return Finding(cost_ms=cost, evidence=(seen,), advice=larger[1], flags=larger[:1], gain_ms=cost, certain=False)
+
+
+FORWARD = Phase.FORWARD.value
+
+
+@rule("needless-recompute", "recomputation though memory is plentiful")
+def find_needless_recompute(facts: Facts) -> Finding | None:
+    """Activations are recomputed although memory is plentiful.
+
+    Meaning: full recomputation runs every layer's forward once more in backward, to keep only its input. That is worth
+        it where memory decides the micro-batch, and a loss everywhere else.
+    Measured: the run's plan; the sum of all that a step would hold without recomputation, by formula, against the
+        memory that the run found at its start (of the GPU, or of the machine, shared by its ranks).
+    Cost: up to the time of forward, by its share of recomputed layers.
+    Do: leave recomputation out, or a larger micro-batch with it.
+    Flags: without --recompute-granularity full; selective costs little.
+    False alarm: a rehearsal of a larger job, or memory that evaluation or a longer batch still needs.
+    """
+    run, one = facts.run, facts.critical
+    if argument(facts, "recompute_granularity") != "full":
+        return None
+    room = device_bytes(facts)
+    if facts.plan.get("device") == "cpu":  # a rank's share of what the machine had free at the start
+        predicted = run.record.get("prediction")
+        free = whole(predicted.get("room_bytes")) if isinstance(predicted, dict) else None
+        room = free / (local_ranks(facts) or 1) if free else None
+    if not room:
+        return None
+    # late: formulas and flags, for such runs only
+    from megatron_lite.analysis.memory.ledger import bytes_without_recomputation
+    from megatron_lite.config.shape import recomputed_layers
+
+    needed = bytes_without_recomputation(facts.plan)
+    if needed is None or needed > TIGHT * room or any(one.oom is not None for one in facts.snapshots):
+        return None
+    layers = part(facts, "shape", "num_layers")
+    words = (argument(facts, f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
+    recomputed = recomputed_layers(*words, layers)
+    traced = [phase.device_ms for phase in one.time.phases if phase.name == FORWARD] if one is not None else []
+    if traced:
+        forward, step_ms, place = traced[0], one.time.step_ms, f"rank {one.time.rank}"
+    else:
+        forward, step_ms = measure_ordinary(run, run.phases_ms.get(FORWARD, ())) or 0.0, run.steady_step_ms or math.inf
+        place = "steps.jsonl"
+    cost = forward * recomputed / layers
+    if cost < MATTERS * step_ms:
+        return None
+    without = f"without that a step would hold at most {size(needed)}, and there are {size(room)}"
+    advice = "leave out --recompute-granularity full"
+    flags = ("--recompute-granularity selective",)
+    return Finding(
+        cost_ms=cost,
+        evidence=(
+            Evidence(f"{recomputed} of {layers} layers are recomputed; {without}", "run.json"),
+            Evidence(f"forward takes {in_ms(forward)}, and is run twice", place),
+        ),
+        advice=advice,
+        flags=flags,
+        gain_ms=cost,
+        certain=False,
+    )

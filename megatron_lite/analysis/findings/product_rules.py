@@ -1,0 +1,292 @@
+"""Matrix products that are slower than the hardware allows."""
+
+import math
+import re
+
+from megatron_lite.analysis.findings.base import (
+    MIN_SHARE_SHOWN,
+    Evidence,
+    Finding,
+    find_lost_time,
+    in_ms,
+    of_step,
+    rule,
+    share,
+    where,
+)
+from megatron_lite.analysis.findings.run_settings import hardware, name_layer, part, suggest_size, whole
+from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.estimate.hardware import TILE as USUAL_TILE
+from megatron_lite.estimate.hardware import best_multiple, least_multiple, padded, peak_tflops
+from megatron_lite.units import count
+
+SIXTEEN_BITS = ("fp16", "bf16")
+MAX_SHOWN = 3
+
+
+@rule("no-tensor-cores", "16-bit matrix products without tensor cores", needs="gpu")
+def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
+    """16-bit matrix products that do not run on tensor cores.
+
+    Meaning: the data are fp16 or bf16, but the kernel's name says CUDA cores: the library found no tensor-core kernel
+        for the shape, the alignment or the layout. A 16-bit product without tensor cores is no faster than fp32.
+    Measured: time of such kernels against all matrix products and attention. Names decide (s1688, 16816, xmma, nvjet,
+        wgmma are tensor cores; sgemm, simt, ffma are not); what a name does not say counts as tensor cores here.
+    Cost: their time; how much remains on tensor cores depends on the shape, so that this is an upper bound.
+    Do: make dimensions multiples of 8 (16 bytes), better of 64; keep tensors contiguous in their last dimension; see
+        matmul-shapes for the dimensions.
+    Flags: --make-vocab-size-divisible-by 128, --hidden-size and --ffn-hidden-size in multiples of 64.
+    False alarm: matrix-vector products, which memory limits anyway.
+    """
+    kernels = one.kernels
+    rows = [row for row in kernels.rows if row.tensor_cores is TensorCores.NO and row.precision in SIXTEEN_BITS]
+    cost = sum(row.ms for row in rows)
+    shown = (
+        Evidence(
+            f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step, from {row.operator or 'no operator'}",
+            row.phase,
+        )
+        for row in rows[:MAX_SHOWN]
+    )
+    # The odd dimensions of these kernels' own operators, and what makes them; none without shapes.
+    asked = {row.operator for row in rows}
+    odd = [size for row in kernels.roofline if row.operator in asked for size in row.dims if is_off(size)]
+    changes = [suggest_size(facts, size, enlarge(size)) for size in dict.fromkeys(odd)][:MAX_SHOWN]
+    on_cores = f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products"
+    text = f"{of_step(cost, one)}; {on_cores}"
+    advice = "; ".join(changes) or "make the dimensions of these products multiples of 64 (at least 8)"
+    flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags)
+
+
+MAX_FP32_SHARE = 0.10  # of the step: a few fp32 products (router, loss) belong to mixed precision
+# before Volta: no faster 16-bit products
+WITHOUT_TENSOR_CORES = re.compile(r"\b(K[0-9]{2}|M[0-9]{2}|P100|P40|P4|GTX|Titan Xp?)\b")
+
+
+@rule("fp32-products", "matrix products in fp32", needs="trace")
+def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
+    """Matrix products run in fp32 where 16 bits would be faster.
+
+    Meaning: weights and activations are fp32. Tensor cores multiply fp16 and bf16 many times faster than CUDA cores
+        multiply fp32; processors with AVX512-BF16 or AMX have such units too. Activations and copies are half as large
+        besides.
+    Measured: time of fp32 matrix products and attention per steady step, by kernel names, or without a GPU by the
+        operators' types; the operators' types need --pytorch-profiler-collect-shapes, else the run's plan says it.
+    Cost: what 16 bits could save of it at best, by the peaks in the hardware table, or by the FLOPs at the 16-bit peak;
+        all of it where that peak is unknown, and then no bound of the gain is given.
+    Do: bf16 (no loss scale needed), or fp16 with a dynamic loss scale; masters and moments stay fp32.
+    Flags: --bf16, or --fp16 on GPUs before Ampere.
+    False alarm: an fp32 reference run, made on purpose.
+    """
+    device = one.time.device or ""
+    rows = [row for row in one.kernels.rows if row.tensor_cores is TensorCores.NO and row.precision == "fp32"]
+    shaped = [row for row in one.kernels.roofline if row.role in MATRIX_ROLES]
+    ms = 0.0
+    if one.time.on_gpu:
+        ms = sum(row.ms for row in rows)
+    elif hardware(facts, "bf16_products") is True:  # the run says that its processor multiplies bf16 faster
+        if shaped:
+            ms = sum(row.ms for row in shaped if row.dtype == "fp32")
+        elif facts.plan.get("precision") == "fp32":
+            ms = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
+    if WITHOUT_TENSOR_CORES.search(device) or share(ms, one) < MAX_FP32_SHARE:
+        return None
+    flag = "--fp16" if "V100" in device else "--bf16"
+    # What 16 bits save at best: by both peaks, else by the FLOPs at the 16-bit peak; None where that is unknown.
+    full, half = peak_tflops(device, "fp32"), peak_tflops(device, flag.removeprefix("--"))
+    gain = None
+    if half and full:
+        gain = ms * (1 - full / half)
+    elif half:
+        gain = max(0.0, ms - sum(row.flops for row in shaped if row.dtype == "fp32") / half / 1e9)
+    seen = Evidence(f"fp32 products (matrices, attention, convolution) take {of_step(ms, one)}", where(one))
+    shown = (Evidence(f"{row.short}: {row.ms:,.2f} ms, {row.per_step:,.3g} per step", row.phase) for row in rows[:2])
+    advice = f"train in mixed precision: {flag}"
+    return Finding(
+        cost_ms=ms if gain is None else gain,
+        evidence=(seen, *shown),
+        advice=advice,
+        flags=(flag,),
+        gain_ms=gain,
+        rank=one.time.rank,
+    )
+
+
+@rule("slow-16-bit-products", "16-bit products without units for them")
+def find_slow_16_bit_products(facts: Facts) -> Finding | None:
+    """16-bit matrix products on a processor that has no units for them.
+
+    Meaning: without AVX512-FP16, AVX512-BF16 or AMX a CPU converts 16-bit operands and multiplies in fp32, or
+        multiplies them one by one: slower than fp32 from the start, fp16 several times.
+    Measured: the run's precision, what it wrote down of its processor, and the time of matrix products and attention
+        per steady step.
+    Cost: that time; fp32 would take a part of it that only a run tells.
+    Do: train in fp32 on this machine, or in bf16 where the processor has units for it.
+    Flags: without --fp16 and --bf16; --bf16 where the processor multiplies it.
+    False alarm: a rehearsal on a CPU of what a GPU is meant to run.
+    """
+    precision, one = facts.plan.get("precision"), facts.critical
+    if facts.plan.get("device") != "cpu" or precision not in ("fp16", "bf16"):
+        return None
+    has_units = hardware(facts, f"{precision}_products")
+    # a run of before says nothing of fp16, for which hardly any processor has units
+    if has_units is True or has_units is None and precision == "bf16":
+        return None
+    cost, seen = None, [Evidence(f"the run is in {precision}, for which this processor has no units", "run.json")]
+    if one is not None:
+        cost = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
+        if share(cost, one) < MAX_FP32_SHARE:
+            return None
+        seen.append(Evidence(f"matrix products and attention take {of_step(cost, one)}", where(one)))
+    flag = "--bf16" if hardware(facts, "bf16_products") is True else ""
+    advice = f"use {flag} instead of --{precision}" if flag else f"try fp32: leave out --{precision}"
+    return Finding(
+        cost_ms=cost,
+        evidence=tuple(seen),
+        advice=advice,
+        flags=(flag,) if flag else (),
+        gain_ms=cost,
+        certain=False,
+        rank=one.time.rank if one is not None else None,
+    )
+
+
+MAX_ODD_SHARE = 0.10  # of the step in products with odd dimensions, whose cost the tiles alone do not tell
+HALF_BYTES = 2  # an element of fp16 or bf16
+LOAD, TILE, WIDE_TILE = least_multiple(HALF_BYTES), best_multiple(HALF_BYTES), USUAL_TILE  # 8, 64, 128
+NEAR = 0.05  # a dimension may grow by so much to reach a multiple of 128
+MAX_SHAPES_SHOWN = 4
+
+
+@rule("matmul-shapes", "matrix dimensions off the tiles", needs="trace")
+def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | None:
+    """Matrix products whose dimensions fit the hardware badly.
+
+    Meaning: matrix units work on tiles. A dimension that is no multiple of 8 (16 bytes of fp16) may lose tensor cores
+        or wide loads altogether; one that is no multiple of 64 leaves part of the last tile, and of each cache line,
+        empty. hidden 1000 is a multiple of 8 and still no good: 1024 has the same number of tiles.
+    Measured: dimensions of the products in the trace (needs --pytorch-profiler-collect-shapes), which layer they are by
+        the run's plan, and their time. The cost is the part of the tiles' work that is padding: 1 - product of
+        (dimension / next multiple of 64), which is arithmetic; that a lost tensor core costs more is in
+        no-tensor-cores.
+    Cost: at least the padding; odd dimensions (no multiple of 8) often cost several times as much.
+    Do: the next multiple of 128 where it is near, else of 64.
+    Flags: --hidden-size, --ffn-hidden-size, --kv-channels, --make-vocab-size-divisible-by 128, --seq-length.
+    False alarm: products so small that launching them costs more than their tiles.
+    """
+    rows = [row for row in one.kernels.roofline if row.role is Role.GEMM and any(map(is_off, row.dims))]
+    rows.sort(key=lambda row: -row.ms)
+    ms, cost = sum(row.ms for row in rows), sum(row.ms * _padding(row.dims) for row in rows)
+    odd = sum(row.ms for row in rows if any(size > LOAD and size % LOAD for size in row.dims))
+    sizes = dict.fromkeys(size for row in rows for size in row.dims if is_off(size))
+    changes = list(dict.fromkeys(suggest_size(facts, size, enlarge(size)) for size in sizes))
+    shown = (
+        Evidence(f"{name_layer(facts, row.dims)} {row.shape}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase)
+        for row in rows[:MAX_SHAPES_SHOWN]
+    )
+    text = f"products with such dimensions take {of_step(ms, one)}"
+    advice = "; ".join(changes[:MAX_SHAPES_SHOWN])
+    flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
+    limit = 0.0 if share(odd, one) >= MAX_ODD_SHARE else MIN_SHARE_SHOWN
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=one.time.on_gpu, at_least=limit)
+
+
+def is_off(dimension: int) -> bool:
+    """No multiple of 8, or large and no multiple of 64. Dimensions up to 8 are another matter: batches, heads."""
+    return dimension > LOAD and (dimension % LOAD != 0 or dimension > TILE and dimension % TILE != 0)
+
+
+def enlarge(dimension: int) -> int:
+    """What to pad to: 1000 -> 1024, 50257 -> 50304, 20 -> 24, 72 -> 128."""
+    if dimension < TILE:
+        return padded(dimension, LOAD)
+    wide = padded(dimension, WIDE_TILE)
+    return wide if wide <= (1 + NEAR) * dimension else padded(dimension, TILE)
+
+
+def _padding(dims: tuple[int, ...]) -> float:
+    """Share of the tiles' work that is padding."""
+    return 1 - math.prod(dimension / padded(dimension, TILE) for dimension in dims if dimension > TILE)
+
+
+REACHES = 0.35  # of its floor's rate: libraries reach half on ordinary shapes
+MAX_SHARE_ABOVE_FLOOR = 0.10  # of the step above the floor
+
+
+@rule("below-roofline", "products far below the hardware's limit", needs="gpu")
+def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | None:
+    """Matrix products and attention far below what the hardware can do.
+
+    Meaning: every kernel has a floor: its operations at the device's peak, or its bytes at the memory's bandwidth,
+        whichever is longer. Good libraries reach 50 to 80% of it on large, regular shapes.
+    Measured: operations and bytes from the operators' shapes (needs --pytorch-profiler-collect-shapes), the device's
+        peaks from the hardware table, device time from the trace. Cost is the time above the floor of those that reach
+        little.
+    Cost: an upper bound: no kernel reaches its floor.
+    Do: larger products (micro-batch), dimensions in multiples of 64, 16 bits, another attention kernel; compile with
+        max-autotune to try more kernels.
+    Flags: --micro-batch-size, --bf16, --attention-backend auto, --hidden-size and --kv-channels in multiples of 64.
+    False alarm: a GPU that is throttled or shared; then all kernels are low.
+    """
+    slow = [
+        row
+        for row in one.kernels.roofline
+        if row.role in MATRIX_ROLES
+        and row.efficiency is not None
+        and row.efficiency < REACHES
+        and share(row.ms, one) >= MIN_SHARE_SHOWN
+    ]
+    slow.sort(key=lambda row: row.bound_ms - row.ms)
+    cost = sum(row.ms - row.bound_ms for row in slow)
+    shown = (
+        Evidence(
+            f"{name_layer(facts, row.dims)} {row.operator} {row.shape}: {in_ms(row.ms)} where {in_ms(row.bound_ms)} is "
+            f"the floor ({row.efficiency:.0%}, bound by {row.bound_by})",
+            row.phase,
+        )
+        for row in slow[:MAX_SHOWN]
+    )
+    products = [row for row in slow if row.role is not Role.ATTENTION]
+    remedies = {  # only what these rows do not have yet
+        ("another attention kernel", "--attention-backend auto"): len(products) < len(slow),
+        ("larger products", "--micro-batch-size"): bool(products),
+        ("dimensions in multiples of 64", ""): any(is_off(size) for row in products for size in row.dims),
+        ("16 bits", "--bf16"): any(row.dtype == "fp32" for row in slow),
+    }
+    fitting = [remedy for remedy, fits in remedies.items() if fits]
+    advice = "; ".join(text for text, _ in fitting)
+    flags = tuple(flag for _, flag in fitting if flag)
+    seen = f"time above the floor: {of_step(cost, one)}"
+    return find_lost_time(one, cost, seen, advice, *shown, flags=flags, certain=False, at_least=MAX_SHARE_ABOVE_FLOOR)
+
+
+FIT = 128  # the multiple that is enough
+
+
+@rule("vocabulary-padding", "vocabulary rows that are only padding", needs="trace")
+def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | None:
+    """Rows of the vocabulary that no token uses.
+
+    Meaning: the vocabulary is padded to a multiple, so that its product fits the hardware. A small vocabulary padded to
+        a large multiple (or --padded-vocab-size far above it) multiplies and stores rows for nothing.
+    Measured: padded against real vocabulary in the run's plan, times the time of the products with that dimension in
+        the trace (needs --pytorch-profiler-collect-shapes).
+    Cost: that share of the output projection and its gradients.
+    Do: a multiple that fits the vocabulary: 128 for fp16 and bf16 is enough.
+    Flags: --make-vocab-size-divisible-by 128; no --padded-vocab-size beyond it.
+    False alarm: padding that a checkpoint or tensor parallelism asks for.
+    """
+    padded, used = whole(part(facts, "shape", "padded_vocab_size")), whole(facts.plan.get("vocab_size"))
+    if not padded or not used or padded <= -(-used // FIT) * FIT:
+        return None
+    ms = sum(row.ms for row in one.kernels.roofline if row.role is Role.GEMM and padded in row.dims)
+    cost = ms * (padded - used) / padded
+    text = (
+        f"{count(used)} of {count(padded)} rows are used; products with them take {in_ms(ms)}, the padding "
+        f"{of_step(cost, one)}"
+    )
+    advice = f"pad the vocabulary to a multiple of {FIT} only: --make-vocab-size-divisible-by {FIT}"
+    flags = (f"--make-vocab-size-divisible-by {FIT}",)
+    return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)

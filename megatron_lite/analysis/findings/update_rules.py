@@ -1,0 +1,279 @@
+"""Updates, what is learned by them, and the work between steps."""
+
+import math
+import re
+
+from megatron_lite.analysis.findings.base import (
+    MATTERS,
+    MIN_SHARE_SHOWN,
+    Evidence,
+    Finding,
+    find_lost_time,
+    in_ms,
+    of_step,
+    rule,
+    share,
+    where,
+)
+from megatron_lite.analysis.findings.run_settings import argument, measure_ordinary, on_gpu
+from megatron_lite.analysis.findings.step_measurements import covered_ms, in_phases, per_step, rows_named
+from megatron_lite.analysis.run.learning import measure_learning
+from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.phases import Phase
+
+FUSED = re.compile(r"aten::_fused_(adam|adamw|sgd|adagrad)_|FusedAdam|fused_adam", re.IGNORECASE)
+FOREACH, LOOP = "aten::_foreach_addcdiv_", "aten::addcdiv_"  # the last operation of an Adam update
+RANGE = "Optimizer.step#"  # PyTorch's own, around step()
+OPTIMIZER_PHASE = re.compile(rf"{Phase.OPTIMIZER_STEP}$|Optimizer\.step#")
+MIN_TENSORS = 4  # parameter tensors whose loop would not be worth a word
+
+
+@rule("unfused-optimizer", "optimizer that is not fused", needs="trace")
+def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | None:
+    """The optimizer updates tensor by tensor, or operation by operation.
+
+    Meaning: AdamW written as a loop launches about ten small kernels per parameter; foreach joins the parameters but
+        still reads and writes them once per operation. A fused optimizer does all of it in one pass over memory.
+    Measured: names of the operators: aten::addcdiv_ in a loop, aten::_foreach_addcdiv_, or aten::_fused_adamw_; the
+        cost is the time of the optimizer's phase (device time; without a GPU the host's).
+    Cost: up to that time; one pass over weights, gradients and moments remains.
+    Do: torch.optim.AdamW(..., fused=True), on a CPU too; apex or Transformer Engine's FusedAdam for Megatron-LM.
+    Flags: none here: this trainer's optimizers are fused.
+    False alarm: an optimizer of your own that has no fused form.
+    """
+    loops, joined = rows_named(one, LOOP.__eq__, Kind.OP), rows_named(one, FOREACH.__eq__, Kind.OP)
+    if (
+        not len(joined)
+        and per_step(one, loops) < MIN_TENSORS
+        or len(rows_named(one, FUSED.search, Kind.OP, Kind.KERNEL))
+    ):
+        return None
+    phases = [phase.device_ms for phase in one.time.phases if OPTIMIZER_PHASE.search(phase.name)]
+    ranges = rows_named(one, lambda name: name.startswith(RANGE), Kind.ANNOTATION)
+    cost = max(phases) if phases else covered_ms(one, ranges)
+    how = "foreach" if len(joined) else f"a loop over {per_step(one, loops):,.0f} tensors"
+    text = f"the update is {how}; the optimizer takes {of_step(cost, one)}"
+    advice = "a fused optimizer: torch.optim.AdamW(..., fused=True)"
+    return find_lost_time(one, cost, text, advice, row=(joined if len(joined) else loops)[0], certain=not len(joined))
+
+
+ZEROES = ("aten::zero_", "aten::_foreach_zero_")
+ZERO_GRAD_PHASES = ("Optimizer.zero_grad", "zero_grad")
+
+
+@rule("zeroed-gradients", "gradients filled with zeros", needs="trace")
+def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | None:
+    """Gradients are filled with zeros instead of let go.
+
+    Meaning: zero_grad(set_to_none=False), or an old PyTorch's default, writes zeros into every gradient, and backward
+        then reads them to add to them. Let go (None), a gradient is simply written by the next backward.
+    Measured: aten::zero_ and its kin within the range of zero_grad; cost is their device time and the idle time while
+        the host launches them, tensor by tensor. Without a GPU the operators' time.
+    Cost: that time, and as much again in backward, which is not counted here.
+    Do: optimizer.zero_grad(set_to_none=True), PyTorch's default since 2.0.
+    Flags: none here: this trainer lets gradients go.
+    False alarm: code that reads .grad of parameters that got no gradient.
+    """
+    rows = in_phases(one, rows_named(one, ZEROES.__contains__, Kind.OP), *ZERO_GRAD_PHASES)
+    if not len(rows):
+        return None
+    cost = sum(phase.device_ms for phase in one.time.phases if phase.name in ZERO_GRAD_PHASES)
+    cost += sum(site.idle_ms for site in one.time.hosts if site.phase in ZERO_GRAD_PHASES)
+    text = f"{per_step(one, rows):,.0f} calls per step in zero_grad: {of_step(cost, one)}"
+    advice = "let gradients go: optimizer.zero_grad(set_to_none=True)"
+    return find_lost_time(one, cost, text, advice, row=rows[0], cheap=True)
+
+
+MAX_SKIPPED_SHARE = 0.05  # of the steps: dynamic scaling at Megatron's window of 1000 skips one in 500 at most
+MIN_SKIPS = 4  # fewer may be a single bad batch
+
+
+@rule("overflow-storm", "steps thrown away because gradients overflow")
+def find_overflow_storm(facts: Facts) -> Finding | None:
+    """Many steps are skipped because gradients overflow.
+
+    Meaning: with fp16 a step whose gradients hold Inf or NaN is thrown away and the loss scale is lowered. A few at the
+        beginning are how the scale finds its size; many later mean that values are truly too large.
+    Measured: skipped steps in steps.jsonl, those before the first good step left out; all of them where there is no
+        good step.
+    Cost: each skipped step is computed for nothing.
+    Do: bf16, whose range is that of fp32; a smaller learning rate or longer warm-up; look at the layer whose values
+        explode (logits, a norm in fp16).
+    Flags: --bf16 instead of --fp16; --lr, --lr-warmup-iters; --initial-loss-scale 65536 saves the steps at the
+        beginning.
+    False alarm: one skip per --loss-scale-window: that is the scale trying a larger size.
+    """
+    run = facts.run
+    if run is None:
+        return None
+    never_good = all(run.skipped)
+    settled = run.skipped if never_good else run.skipped[run.skipped.index(False) :]
+    number = sum(settled)
+    if number < MIN_SKIPS or number < MAX_SKIPPED_SHARE * len(settled):
+        return None
+    wasted = number / len(settled)
+    cost = wasted * run.steady_step_ms if run.steady_step_ms else None
+    text = f"{number} of {len(settled)} steps after the first good one were skipped ({wasted:.0%})"
+    if never_good:
+        text = f"all {number} steps were skipped: none has changed the weights"
+    if cost:
+        text += f": {in_ms(cost)} of every {in_ms(run.steady_step_ms)} are computed for nothing"
+    seen = Evidence(text, "steps.jsonl")
+    advice = "train in bf16 (--bf16), or lower --lr and lengthen --lr-warmup-iters"
+    return Finding(cost_ms=cost, evidence=(seen,), advice=advice, flags=("--bf16",), gain_ms=cost)
+
+
+TOO_SMALL = 16.0  # gradients of a healthy run bear scales of thousands; fp16's smallest number is 6e-8
+FALLEN = 256.0  # times from its highest after the first good step
+MIN_SCALED_STEPS = 20
+
+
+@rule("scale-collapse", "loss scale that has collapsed")
+def find_scale_collapse(facts: Facts) -> Finding | None:
+    """The fp16 loss scale has fallen to where gradients vanish.
+
+    Meaning: overflows keep halving the scale. Near 1, small gradients round to zero in fp16: training goes on without
+        error, and learns little or nothing.
+    Measured: the loss scale of the last steps in steps.jsonl, and what it was before.
+    Cost: not time: trust in the run.
+    Do: stop and find what overflows: a learning rate too high, a layer that explodes, bad data. bf16 needs no scale.
+    Flags: --bf16; --min-loss-scale stops the fall and hides it; --lr, --clip-grad.
+    False alarm: a fixed --loss-scale 1, chosen on purpose.
+    """
+    run = facts.run
+    if run is None or facts.plan.get("precision") not in (None, "fp16") or argument(facts, "loss_scale"):
+        return None
+    settled = run.loss_scale[run.skipped.index(False) :] if False in run.skipped else run.loss_scale
+    known = [scale for scale in settled if not math.isnan(scale) and scale > 0]
+    if len(known) < MIN_SCALED_STEPS or known[-1] > TOO_SMALL or max(known) < FALLEN * known[-1]:
+        return None
+    skipped = f"{sum(run.skipped)} of {run.steps} steps were skipped"
+    text = f"the loss scale fell from {max(known):,.0f} to {known[-1]:g} ({skipped})"
+    seen = Evidence(text, "steps.jsonl")
+    advice = "stop and find what overflows; --bf16 needs no loss scale"
+    return Finding(evidence=(seen,), advice=advice, flags=("--bf16",))
+
+
+@rule("no-learning", "losses that show no learning")
+def find_no_learning(facts: Facts) -> Finding | None:
+    """The run computes, and its losses say that it does not learn.
+
+    Meaning: the loss of updates is NaN or Inf, or it is as high at the end as at the beginning. The steps may be as
+        fast as they like.
+    Measured: losses in steps.jsonl, skipped steps left out: the mean of the first fifth against that of the last fifth,
+        from 20 losses on; losses that are no numbers.
+    Cost: not time: trust in the run.
+    Do: not finite: stop, the weights are lost; go back to the last good checkpoint. Not falling: look at the learning
+        rate and its warm-up, at labels that do not belong to their inputs, at data that is shuffled noise.
+    Flags: without --no-check-for-nan-in-loss-and-grad such a run stops; --lr, --lr-warmup-iters, --clip-grad.
+    False alarm: a benchmark with a learning rate of 0; data that the model knows already. Mock data and continued runs
+        are not judged.
+    """
+    if facts.run is None:
+        return None
+    learning = measure_learning(facts.run)
+    if learning.not_finite:
+        advice = "go back to the last checkpoint before that, lower --lr, and drop --no-check-for-nan-in-loss-and-grad"
+    elif learning.falls is not False or argument(facts, "mock_data") or facts.run.iterations[0] > 1:
+        return None  # random tokens teach nothing, and a continued run may have learned what it can
+    else:
+        advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect)"
+    seen = Evidence(learning.losses, "steps.jsonl")
+    return Finding(evidence=(seen,), advice=advice, flags=("--lr",), certain=bool(learning.not_finite))
+
+
+LOG = Phase.LOG.value
+COSTLY = {"log_params_norm": "--log-params-norm", "log_num_zeros_in_grad": "--log-num-zeros-in-grad"}
+
+
+@rule("log-stalls", "logging in every step")
+def find_log_stalls(facts: Facts) -> Finding | None:
+    """Logging takes a notable part of each step.
+
+    Meaning: reading losses and norms waits for the device, and formatting, TensorBoard and files take host time. At
+        every step that is part of every step.
+    Measured: with a GPU, idle time after waits in the phase log; without one, the median time of that phase in ordinary
+        steps.
+    Cost: that time per step.
+    Do: log less often; drop figures that take work of their own (parameter norm, zeros in gradients).
+    Flags: --log-interval 100, --tensorboard-log-interval, without --log-params-norm and --log-num-zeros-in-grad.
+    False alarm: a demonstration that is meant to print every step.
+    """
+    run, one = facts.run, facts.critical
+    if on_gpu(facts):
+        sites = [site for site in one.time.syncs if site.phase == LOG] if one is not None else []
+        cost = sum(site.idle_ms for site in sites)
+        if not sites or share(cost, one) < MIN_SHARE_SHOWN:
+            return None
+        waits = f"{sum(site.per_step for site in sites):.3g} waits in {LOG}"
+        seen = Evidence(f"after {waits} the device idles {of_step(cost, one)}", where(one))
+    else:
+        cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) if run and run.steady_step_ms else None
+        if cost is None or cost < MATTERS * run.steady_step_ms:
+            return None
+        of_which = f"a step of {in_ms(run.steady_step_ms)} (medians of ordinary steps)"
+        seen = Evidence(f"the phase {LOG} takes {in_ms(cost)} of {of_which}", "steps.jsonl")
+    costly = [flag for name, flag in COSTLY.items() if argument(facts, name)]
+    now = argument(facts, "log_interval")
+    advice = f"a larger --log-interval{f' (now {now})' if now else ''}"
+    return Finding(
+        cost_ms=cost,
+        evidence=(seen,),
+        advice=f"{advice}, without {', '.join(costly)}" if costly else advice,
+        flags=("--log-interval 100",),
+        gain_ms=cost,
+    )
+
+
+MIN_STEPS, MIN_TIMES = 20, 3  # one of both: a short run's only checkpoint says nothing of how often
+SAVE, EVAL = Phase.SAVE.value, Phase.EVAL.value
+
+
+@rule("save-and-eval", "stalls for checkpoints and evaluations")
+def find_save_and_eval(facts: Facts) -> Finding | None:
+    """Training stands still for checkpoints and evaluations.
+
+    Meaning: while a checkpoint is written or the validation loss is computed, no step runs. On several ranks the
+        slowest writer decides.
+    Measured: time of the phases save and eval in steps.jsonl over all steps of the run, spread over them.
+    Cost: that time per step. It is in no profile of a few steady steps.
+    Do: write in the background from a copy in host memory; save and evaluate less often, or on fewer batches.
+    Flags: --async-save, --save-interval, --eval-interval, --eval-iters.
+    False alarm: a short run, in which one checkpoint weighs more than it will in a long one; below 20 steps only what
+        came three times counts.
+    """
+    run = facts.run
+    if run is None:
+        return None
+    whole_ms = _total(run.step_ms)
+    times = {name: sum(value > 0 for value in run.phases_ms.get(name, ())) for name in (SAVE, EVAL)}
+    known = [name for name, number in times.items() if run.steps >= MIN_STEPS or number >= MIN_TIMES]
+    stalls = {name: total for name in known if (total := _total(run.phases_ms.get(name, ())))}
+    if not whole_ms or sum(stalls.values()) < MATTERS * whole_ms:
+        return None
+    remedies = {
+        SAVE: ("write in the background (--async-save)", "--async-save"),
+        EVAL: ("evaluate less often (--eval-interval) or on less (--eval-iters)", "--eval-interval"),
+    }
+    if argument(facts, "async_save"):
+        remedies[SAVE] = ("save less often (--save-interval)", "--save-interval")
+    cost = sum(stalls.values()) / run.steps
+    seen = (
+        f"{name}: {times[name]} times, {in_ms(total / times[name])} each, {total / whole_ms:.0%} of the time of "
+        f"the run's {run.steps} steps"
+        for name, total in stalls.items()
+    )
+    advice = f"stand still less: {' and '.join(remedies[name][0] for name in stalls)}"
+    flags = tuple(remedies[name][1] for name in stalls)
+    return Finding(
+        cost_ms=cost,
+        evidence=tuple(Evidence(text, "steps.jsonl") for text in seen),
+        advice=advice,
+        flags=flags,
+        gain_ms=cost,
+    )
+
+
+def _total(values) -> float:
+    return math.fsum(value for value in values if not math.isnan(value))
