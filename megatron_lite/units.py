@@ -1,5 +1,7 @@
 """Numbers as people read them."""
 
+import math
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
@@ -15,6 +17,15 @@ def short_count(value: float) -> str:
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}T"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """0.012345 -> '0.0123', 12345.6 -> '12,346': so many digits at least, never an exponent."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
 
 
 def size(num_bytes: float) -> str:

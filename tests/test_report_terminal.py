@@ -161,7 +161,7 @@ def test_numbers():
     ]
     assert milliseconds(0.5, of=200) == "0.5"
     assert [percent(share) for share in (0.0, 0.001, 0.126, None)] == ["0%", "<1%", "13%", ""]
-    assert [flops(value) for value in (31e12, 5e9, 12, 2e18)] == ["31 TFLOP", "5 GFLOP", "12 FLOP", "2e+03 PFLOP"]
+    assert [flops(value) for value in (31e12, 5e9, 12, 2e18)] == ["31 TFLOP", "5 GFLOP", "12 FLOP", "2,000 PFLOP"]
 
 
 def test_memory_is_measured_beside_the_formula():

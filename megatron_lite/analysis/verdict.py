@@ -12,7 +12,7 @@ from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.time_results import RankTime
-from megatron_lite.units import count, size
+from megatron_lite.units import count, significant, size
 
 MIN_SHARE_SAID = 0.05  # of a step; what is smaller does not decide anything
 DECIDES = 0.20  # a loss of this share is what the run is bound by, even where it computes most of the time
@@ -158,7 +158,7 @@ def _straggler(facts: Facts, step_ms: float) -> str:
     late = facts.ranks.straggler if facts.ranks else None
     if late is None or late.caused_wait_ms < MIN_SHARE_SAID * step_ms:
         return ""
-    return f"the other ranks wait {late.caused_wait_ms:,.3g} ms per step for rank {late.rank}"
+    return f"the other ranks wait {significant(late.caused_wait_ms)} ms per step for rank {late.rank}"
 
 
 def _lead(rank: RankFacts) -> str:
@@ -197,7 +197,7 @@ def _inside_compute(rank: RankFacts, findings: Sequence[Finding]) -> str:
     """What a run that mostly computes computes."""
     dear = next((one for one in findings if one.cost_ms), None)
     if dear and dear.cost_ms >= MIN_SHARE_SAID * rank.time.step_ms:
-        return f"most costly cause: {dear.title} ({dear.cost_ms:,.3g} ms)"
+        return f"most costly cause: {dear.title} ({significant(dear.cost_ms)} ms)"
     total = sum(rank.kernels.roles.values())
     role, ms = max(rank.kernels.roles.items(), key=lambda pair: pair[1], default=(Role.OTHER, 0.0))
     if role is Role.OTHER or not total:

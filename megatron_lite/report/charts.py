@@ -200,7 +200,7 @@ def roofline(report: Report) -> Figure | None:
                 "size": [max(MAX_PX * (row.ms / rows[0].ms) ** 0.5, MIN_PX) for row in own],
             },
             "text": [_describe_shape(row) for row in own],
-            "hovertemplate": "%{text}<br>%{y:.3g} TFLOP/s at %{x:.3g} FLOP per byte<extra></extra>",
+            "hovertemplate": "%{text}<br>%{y:.3r} TFLOP/s at %{x:.3r} FLOP per byte<extra></extra>",
         })  # fmt: skip
     intensities = [row.flops / row.num_bytes for row in rows]
     lowest, highest = min(intensities) / 2, max(intensities) * 2

@@ -13,7 +13,7 @@ from megatron_lite.report.section import Table
 from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.terminal import escape
-from megatron_lite.units import count, size
+from megatron_lite.units import count, significant, size
 
 FOLDER = Path(__file__).parent
 MAX_ROWS = 200
@@ -44,7 +44,7 @@ def build_tiles(report: Report) -> list[tuple[str, str]]:
             least, most = percent(min(by_rank)), percent(max(by_rank))
             tiles.append((least, name) if least == most else (f"{least} to {most}", f"{name}, by rank"))
         if rank.kernels.mfu is not None:
-            peak = f"of {rank.kernels.peak_tflops:,.4g} TFLOP/s {rank.kernels.peak_dtype}"
+            peak = f"of {significant(rank.kernels.peak_tflops, 4)} TFLOP/s {rank.kernels.peak_dtype}"
             tiles.append((percent(rank.kernels.mfu), peak))
     if run and run.steady_step_ms:
         tiles.append((f"{milliseconds(run.steady_step_ms)} ms", "a step without the profiler"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.terminal import escape
+from megatron_lite.units import significant
 
 # --- which color a part of time or memory has, in every chart and table of the page
 
@@ -74,16 +75,16 @@ def share(part: float, whole: float) -> float | None:
 
 def calls(per_step: float) -> str:
     """0.5, 3, 96, 1,234."""
-    return f"{per_step:,.3g}" if per_step < 10 else f"{per_step:,.0f}"
+    return significant(per_step) if per_step < 10 else f"{per_step:,.0f}"
 
 
 def flops(value: float) -> str:
     """3.1e13 -> '31 TFLOP'."""
     for unit in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5:
-            return f"{value:.3g} {unit}FLOP"
+            return f"{significant(value)} {unit}FLOP"
         value /= 1000
-    return f"{value:.3g} PFLOP"
+    return f"{significant(value)} PFLOP"
 
 
 # --- words for a terminal of 100 columns

@@ -14,6 +14,7 @@ from megatron_lite.model.fused_loss import Pieces, fused_token_losses
 from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once
 from megatron_lite.model.loss import token_losses
 from megatron_lite.parallel.layers import compiled, recomputed
+from megatron_lite.units import significant
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -71,5 +72,5 @@ def describe_precision(plan: Plan) -> str:
     sums = "fp32" if plan.fp32_gradients else plan.precision
     p = plan.args.precision
     scale = f", dynamic loss scale from {p.initial_loss_scale:.0f}" if plan.precision == "fp16" else ""
-    scale = f", loss scale {p.loss_scale:g}" if p.loss_scale else scale
+    scale = f", loss scale {significant(p.loss_scale, 6)}" if p.loss_scale else scale
     return f"{plan.precision} weights, fp32 masters and moments, gradients summed in {sums}{scale}"

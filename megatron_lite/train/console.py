@@ -8,7 +8,7 @@ from megatron_lite.config.args import WatchArgs
 from megatron_lite.live_line import LiveLine
 from megatron_lite.phases import Phase
 from megatron_lite.train.step_metrics import StepFigures
-from megatron_lite.units import MIB, count, duration
+from megatron_lite.units import MIB, count, duration, significant
 
 WIDTH = 24  # of the progress bar
 
@@ -60,8 +60,8 @@ def iteration_line(steps: list[StepFigures], seconds: float, tflops: float, trai
 def speed_line(tokens_per_second: float, causal_tflops: float, full_tflops: float, peak: float | None) -> str:
     """tokens/s of all ranks, and model FLOPs per rank on both conventions, against the table's peak if it has one."""
     line = (
-        f"   {count(tokens_per_second)} tokens/s | TFLOP/s per rank: {causal_tflops:.3g} causal (Megatron-LM), "
-        f"{full_tflops:.3g} full attention"
+        f"   {count(tokens_per_second)} tokens/s | TFLOP/s per rank: {significant(causal_tflops)} causal (Megatron-LM), "
+        f"{significant(full_tflops)} full attention"
     )
     if peak is not None:
         causal, full = 100 * causal_tflops / peak, 100 * full_tflops / peak

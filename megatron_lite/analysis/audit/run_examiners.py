@@ -35,7 +35,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.run_folder import STEPS_FILE
-from megatron_lite.units import MIB, count, size
+from megatron_lite.units import MIB, count, significant, size
 
 IS_UPDATE, OPTIMIZER_STEP = re.compile(r"Optimizer\.step#").match, "optimizer step"
 MIN_TRACED_STEPS = 2
@@ -159,7 +159,7 @@ def examine_overflows(case: Case) -> Point | list[Evidence]:
     scales = [scale for scale in run.loss_scale if scale > 0] if run else []
     if not scales or not run.steps:
         return []
-    text = f"{sum(run.skipped)} of {run.steps} steps skipped, the loss scale is {scales[-1]:,.6g} at the end"
+    text = f"{sum(run.skipped)} of {run.steps} steps skipped, the loss scale is {significant(scales[-1], 6)} at the end"
     settled = run.steps - (run.skipped.index(False) if False in run.skipped else run.steps)
     if any(run.skipped) and settled < MIN_SETTLED_STEPS:
         remedy = f"{LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning"
@@ -208,9 +208,9 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
     wrong = _check_batches(run, sizes, micro_batch * world, traced)
     final = whole(part(facts, "batch", "final"))
     if final and not part(facts, "batch", "start") and set(sizes) != {final}:  # nothing ramps up
-        wrong.append(f"the plan has {final} samples per step, the steps have {min(sizes):g} to {max(sizes):g}")
+        wrong.append(f"the plan has {final} samples per step, the steps have {min(sizes):,.0f} to {max(sizes):,.0f}")
     if updates > 1:
-        wrong.append(f"{updates:.3g} {OPTIMIZER_STEP}s per iteration in the trace")
+        wrong.append(f"{significant(updates)} {OPTIMIZER_STEP}s per iteration in the trace")
     if wrong:
         remedy = "micro-batch size x ranks x micro-batches must give --global-batch-size, with one update for all of it"
         return failed(remedy, *(Evidence(text, STEPS_FILE) for text in wrong), *seen)
@@ -229,14 +229,14 @@ def _check_batches(run: Run, sizes: list[float], samples: int, traced: float) ->
     Args: samples: of one micro-batch of every rank; traced: micro-batches per step, 0 for unknown.
     """
     odd = (
-        f"iteration {at} has {number:g} samples, no multiple of {samples} (micro-batch x ranks)"
+        f"iteration {at} has {number:,.0f} samples, no multiple of {samples} (micro-batch x ranks)"
         for at, number in zip(run.iterations, run.batch_sizes)
         if number > 0 and number % samples
     )
     planned = sizes[0] / samples
-    passes = f"{traced:.3g} backward passes per step in the trace, {planned:g} micro-batches by the plan"
+    passes = f"{significant(traced)} backward passes per step in the trace, {planned:g} micro-batches by the plan"
     counts = (
-        f"iteration {at} has {number:g} samples and counts {after - before:g}"
+        f"iteration {at} has {number:,.0f} samples and counts {after - before:,.0f}"
         for at, (before, after), number in zip(run.iterations[1:], pairwise(run.consumed_samples), run.batch_sizes[1:])
         if after - before != number and not math.isnan(after - before + number)
     )
@@ -259,7 +259,7 @@ def examine_compilation(case: Case) -> Point | list[Evidence]:
     if compiled is False and not regions:
         text = "nothing is compiled (--torch-compile none)"
         return not_seen("a run with --torch-compile", Evidence(text, "run.json"))
-    seen = [Evidence(f"{regions:,.3g} compiled regions per step", where(one))] if regions else []
+    seen = [Evidence(f"{significant(regions)} compiled regions per step", where(one))] if regions else []
     if not run or not (compiled or regions) or not run.first_step_ms or not run.steady_step_ms:
         return not_seen(RUN_FOLDER if run is None else "all steps of the run: start it with an empty --run-dir", *seen)
     compiling = f" ({in_ms(run.compile_ms[0])} of it compiling)" if run.compile_ms and run.compile_ms[0] > 0 else ""
@@ -357,7 +357,7 @@ def examine_losses(case: Case) -> Point | list[Evidence]:
     at, last = max(apart, key=apart.get), max(apart)
     text = (
         f"the losses of {len(apart)} common iterations differ by at most {apart[at]:.2%} "
-        f"(iteration {at}: {mine[at]:.6g} here, {others[at]:.6g} there); "
+        f"(iteration {at}: {significant(mine[at], 6)} here, {significant(others[at], 6)} there); "
         f"the last, iteration {last}, by {apart[last]:.2%}; {MAX_LOSS_DIFFERENCE:.0%} is taken for rounding"
     )
     seen = Evidence(text, against)

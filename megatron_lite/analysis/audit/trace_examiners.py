@@ -45,7 +45,7 @@ from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.thresholds import MIN_BEFORE, MIN_STEPS
-from megatron_lite.units import size
+from megatron_lite.units import significant, size
 
 MIN_TRACED_STEPS = 2  # a trace's window is short
 MAX_SITES, MAX_REASONS = 2, 3  # shown
@@ -166,12 +166,12 @@ def examine_synchronization(case: Case) -> list[Evidence]:
         phases = [*one.placing.phases, ""]
         number = sum(phases[one.placing.phase[row]] not in READS_ON_HOST for row in rows) / steady_steps(one)
         text = (
-            f"no GPU in the trace, so that no read waits; {number:.3g} values read into Python per step, each of which "
+            f"no GPU in the trace, so that no read waits; {significant(number)} values read into Python per step, each of which "
             "a GPU would have to be waited for; log, eval, save and the optimizer's step counters left out"
         )
         return [Evidence(text, where(one))]
     sites = find_waits(one)
-    waits = f"{sum(site.per_step for site in sites):.3g} synchronizations per step"
+    waits = f"{significant(sum(site.per_step for site in sites))} synchronizations per step"
     idle = of_step(sum(site.idle_ms for site in sites), one)
     text = (
         f"{waits} in {counted(steady_steps(one), 'steady step')}; the device idles after them {idle}, "
@@ -179,7 +179,8 @@ def examine_synchronization(case: Case) -> list[Evidence]:
     )
     shown = (
         Evidence(
-            f"{site.operator or site.call} in {site.phase or 'no phase'}: {site.per_step:.3g} per step", site.frame
+            f"{site.operator or site.call} in {site.phase or 'no phase'}: {significant(site.per_step)} per step",
+            site.frame,
         )
         for site in sites[:MAX_SITES]
     )
@@ -218,7 +219,7 @@ def examine_pinned_copies(case: Case) -> Point | list[Evidence]:
     total, slow = num_bytes[named].sum(), num_bytes[pageable].sum()
     text = (
         f"per step {counted((len(named) - len(pageable)) / steps, 'transfer')} ({size((total - slow) / steps)}) from "
-        f"pinned memory, {len(pageable) / steps:.3g} ({size(slow / steps)}) from pageable memory"
+        f"pinned memory, {significant(len(pageable) / steps)} ({size(slow / steps)}) from pageable memory"
     )
     seen = Evidence(text, where(one, named[0]))
     if 2 * slow > total or not total and 2 * len(pageable) > len(named):
@@ -241,7 +242,7 @@ def examine_number_of_copies(case: Case) -> Point | list[Evidence]:
         return _miss_copies(one)
     small = per_step(one, rows[one.trace.events.num_bytes[rows] <= SMALL_BYTES])
     text = (
-        f"per step {counted(per_step(one, rows), 'transfer')} between host and device, {small:.3g} of at most "
+        f"per step {counted(per_step(one, rows), 'transfer')} between host and device, {significant(small)} of at most "
         f"{size(SMALL_BYTES)}; {MAX_SMALL_COPIES} would be many"
     )
     return [Evidence(text, where(one, rows[0]))]

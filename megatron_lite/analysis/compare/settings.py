@@ -60,7 +60,7 @@ def objections(a: Facts, b: Facts) -> list[str]:
         seen = [size for size, plain in zip(run.batch_sizes, run.ordinary) if plain and size > 0] if run else []
         sizes.append(median(seen) if seen else None)
     if None not in sizes and sizes[0] != sizes[1]:
-        found.append(f"--global-batch-size {sizes[0]:g} against {sizes[1]:g} samples per step: another batch")
+        found.append(f"--global-batch-size {sizes[0]:,.0f} against {sizes[1]:,.0f} samples per step: another batch")
     return found
 
 

@@ -8,7 +8,7 @@ from megatron_lite.analysis.compare.settings import compute_noise_band, exact, p
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import ROW_TITLES
-from megatron_lite.units import size
+from megatron_lite.units import significant, size
 
 STEP, TRACED_STEP, PEAK = "step", "traced step", "peak memory"
 
@@ -120,4 +120,4 @@ def _describe_reasons(step: Pair, rows: dict[str, Pair], phases: Sequence[PhaseP
 
 
 def _format_ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else significant(value)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.units import significant
 
 MATTERS = 0.05  # of a step: less is hard to tell from the noise between steps, and not where to begin
 MIN_SHARE_SHOWN = 0.01  # of a step, for causes that are cheap to remove
@@ -125,12 +126,12 @@ def where(one: RankFacts, row: int | None = None) -> str:
 
 def counted(number: float, what: str) -> str:
     """'1 wait', '12 waits', '0.5 waits'."""
-    return f"{number:,.3g} {what}" + ("" if number == 1 else "s")
+    return f"{significant(number)} {what}" + ("" if number == 1 else "s")
 
 
 def in_ms(ms: float) -> str:
     """12.345 -> '12.3 ms', 0.0123 -> '0.012 ms'."""
-    return f"{ms:,.1f} ms" if abs(ms) >= 1 else f"{ms:.2g} ms"
+    return f"{ms:,.1f} ms" if abs(ms) >= 1 else f"{significant(ms, 2)} ms"
 
 
 def of_step(ms: float, one: RankFacts) -> str:

@@ -29,7 +29,7 @@ from megatron_lite.analysis.ranks.calls import collective_bytes
 from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
 from megatron_lite.analysis.run_facts import Facts, RankFacts
-from megatron_lite.units import size
+from megatron_lite.units import significant, size
 from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
 
 
@@ -162,7 +162,7 @@ def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Non
         return None
     cost = exposed_ms(one, early)
     text = (
-        f"{batches:.3g} micro-batches per step, and all reduce: those before the last one communicate "
+        f"{significant(batches)} micro-batches per step, and all reduce: those before the last one communicate "
         f"{in_ms(per_step_ms(one, early))} per step; nothing hides {of_step(cost, one)}"
     )
     advice = "reduce after the last micro-batch only: model.no_sync() around the others"

@@ -15,6 +15,7 @@ from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
+from megatron_lite.units import significant
 
 ONCE = 0.5  # calls per step from which on it is every step's, not that of a log interval
 BETWEEN_STEPS = {Phase.LOG.value, Phase.EVAL.value, Phase.SAVE.value}  # there, waiting is meant
@@ -46,7 +47,9 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
         what = f"{site.operator} -> {site.call}" if site.operator else site.call
         times = f"host waits {in_ms(site.host_ms)}, device idles {in_ms(site.idle_ms)}"
         shown.append(
-            Evidence(f"{what} in {site.phase or 'no phase'}: {site.per_step:.3g} per step, {times}", site.frame)
+            Evidence(
+                f"{what} in {site.phase or 'no phase'}: {significant(site.per_step)} per step, {times}", site.frame
+            )
         )
     text = f"{counted(calls, 'wait')} per step, after which the device idles {of_step(cost, one)}"
     advice = "read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device"
@@ -216,7 +219,7 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
     flag = "--micro-batch-size"  # no number without the memory that it would take
     advice = f"fewer, larger micro-batches as far as memory allows: {flag} above {now}"
     text = (
-        f"{number:.3g} micro-batches per step of {tokens:,} tokens: adding gradients up {in_ms(added)}, the host between "
+        f"{significant(number)} micro-batches per step of {tokens:,} tokens: adding gradients up {in_ms(added)}, the host between "
         f"operators {in_ms(host)}; saved at most {of_step(cost, one)}"
     )
     return find_lost_time(
@@ -277,7 +280,7 @@ def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | None:
     """
     cost = one.time.rows.get("allocator", 0.0)
     rows = rows_named(one, lambda name: name.startswith(ALLOCATOR_CALLS), Kind.RUNTIME)
-    text = f"{per_step(one, rows):.3g} calls per step; the device idles because of them {of_step(cost, one)}"
+    text = f"{significant(per_step(one, rows))} calls per step; the device idles because of them {of_step(cost, one)}"
     advice = f"leave the allocator more room, or let its segments grow: {EXPANDABLE_SEGMENTS}"
     return find_lost_time(
         one, cost, text, advice, row=rows[0] if len(rows) else None, flags=(EXPANDABLE_SEGMENTS,), cheap=True

@@ -18,7 +18,7 @@ from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
-from megatron_lite.units import size
+from megatron_lite.units import significant, size
 
 
 @rule("starved-loader", "waiting for the data loader")
@@ -126,7 +126,7 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
     exposed, stalled = exposed_ms(one, rows), sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
     each = float(one.trace.events.num_bytes[rows].clip(min=0).mean())
     text = (
-        f"{per_step(one, rows):.3g} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device that "
+        f"{significant(per_step(one, rows))} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device that "
         f"nothing hides, {in_ms(stalled)} idle after the host's wait; {of_step(exposed + stalled, one)}"
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
@@ -198,7 +198,7 @@ def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | None:
     groups.sort(key=lambda group: -per_step_ms(one, group))
     shown = (
         Evidence(
-            f"{one.trace.name_of(group[0])}: {per_step(one, group):.3g} per step, {in_ms(per_step_ms(one, group))}",
+            f"{one.trace.name_of(group[0])}: {significant(per_step(one, group))} per step, {in_ms(per_step_ms(one, group))}",
             where(one, group[0]),
         )
         for group in groups[:MAX_SHOWN]

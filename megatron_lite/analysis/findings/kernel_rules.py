@@ -9,6 +9,7 @@ from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
+from megatron_lite.units import significant
 
 MIN_TOKENS = 128  # below, the scores are no larger than the activations around them
 MIN_TOKENS_ON_CPU = 512  # at 256 explicit attention was measured to be the faster one
@@ -118,7 +119,7 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
     ]
     cost = one.kernels.roles.get(Role.CAST_COPY, 0.0) if one.time.on_gpu else sum(row[0] for row in on_host)
     shown = (
-        Evidence(f"{name}: {in_ms(ms)}, {number:,.3g} per step", phase)
+        Evidence(f"{name}: {in_ms(ms)}, {significant(number)} per step", phase)
         for ms, name, phase, number in sorted(rows or on_host, reverse=True)[:MAX_SHOWN]
     )
     text = f"copies and casts take {of_step(cost, one)}"
@@ -151,7 +152,8 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
         return None
     rows = [row for row in one.kernels.rows if row.role is Role.ELEMENTWISE]
     shown = (
-        Evidence(f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase) for row in rows[:MAX_SHOWN]
+        Evidence(f"{row.short}: {in_ms(row.ms)}, {significant(row.per_step)} per step", row.phase)
+        for row in rows[:MAX_SHOWN]
     )
     text = f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take {of_step(cost, one)}"
     advice = "compile the layers, so that chains of elementwise operators become one kernel"

@@ -19,7 +19,7 @@ from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, Te
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.estimate.hardware import TILE as USUAL_TILE
 from megatron_lite.estimate.hardware import best_multiple, least_multiple, padded, peak_tflops
-from megatron_lite.units import count
+from megatron_lite.units import count, significant
 
 SIXTEEN_BITS = ("fp16", "bf16")
 MAX_SHOWN = 3
@@ -44,7 +44,7 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
     cost = sum(row.ms for row in rows)
     shown = (
         Evidence(
-            f"{row.short}: {in_ms(row.ms)}, {row.per_step:,.3g} per step, from {row.operator or 'no operator'}",
+            f"{row.short}: {in_ms(row.ms)}, {significant(row.per_step)} per step, from {row.operator or 'no operator'}",
             row.phase,
         )
         for row in rows[:MAX_SHOWN]
@@ -102,7 +102,9 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
     elif half:
         gain = max(0.0, ms - sum(row.flops for row in shaped if row.dtype == "fp32") / half / 1e9)
     seen = Evidence(f"fp32 products (matrices, attention, convolution) take {of_step(ms, one)}", where(one))
-    shown = (Evidence(f"{row.short}: {row.ms:,.2f} ms, {row.per_step:,.3g} per step", row.phase) for row in rows[:2])
+    shown = (
+        Evidence(f"{row.short}: {row.ms:,.2f} ms, {significant(row.per_step)} per step", row.phase) for row in rows[:2]
+    )
     advice = f"train in mixed precision: {flag}"
     return Finding(
         cost_ms=ms if gain is None else gain,
@@ -183,7 +185,10 @@ def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | None:
     sizes = dict.fromkeys(size for row in rows for size in row.dims if is_off(size))
     changes = list(dict.fromkeys(suggest_size(facts, size, enlarge(size)) for size in sizes))
     shown = (
-        Evidence(f"{name_layer(facts, row.dims)} {row.shape}: {in_ms(row.ms)}, {row.per_step:,.3g} per step", row.phase)
+        Evidence(
+            f"{name_layer(facts, row.dims)} {row.shape}: {in_ms(row.ms)}, {significant(row.per_step)} per step",
+            row.phase,
+        )
         for row in rows[:MAX_SHAPES_SHOWN]
     )
     text = f"products with such dimensions take {of_step(ms, one)}"

@@ -21,6 +21,7 @@ from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
+from megatron_lite.units import significant
 
 FUSED = re.compile(r"aten::_fused_(adam|adamw|sgd|adagrad)_|FusedAdam|fused_adam", re.IGNORECASE)
 FOREACH, LOOP = "aten::_foreach_addcdiv_", "aten::addcdiv_"  # the last operation of an Adam update
@@ -149,7 +150,7 @@ def find_scale_collapse(facts: Facts) -> Finding | None:
     if len(known) < MIN_SCALED_STEPS or known[-1] > TOO_SMALL or max(known) < FALLEN * known[-1]:
         return None
     skipped = f"{sum(run.skipped)} of {run.steps} steps were skipped"
-    text = f"the loss scale fell from {max(known):,.0f} to {known[-1]:g} ({skipped})"
+    text = f"the loss scale fell from {max(known):,.0f} to {significant(known[-1], 6)} ({skipped})"
     seen = Evidence(text, "steps.jsonl")
     advice = "stop and find what overflows; --bf16 needs no loss scale"
     return Finding(evidence=(seen,), advice=advice, flags=("--bf16",))
@@ -206,7 +207,7 @@ def find_log_stalls(facts: Facts) -> Finding | None:
         cost = sum(site.idle_ms for site in sites)
         if not sites or share(cost, one) < MIN_SHARE_SHOWN:
             return None
-        waits = f"{sum(site.per_step for site in sites):.3g} waits in {LOG}"
+        waits = f"{significant(sum(site.per_step for site in sites))} waits in {LOG}"
         seen = Evidence(f"after {waits} the device idles {of_step(cost, one)}", where(one))
     else:
         cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) if run and run.steady_step_ms else None

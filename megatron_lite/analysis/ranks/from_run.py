@@ -8,6 +8,7 @@ from megatron_lite.analysis.ranks.rank_results import RankRow, Ranks, Straggler
 from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import MIN_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
+from megatron_lite.units import significant
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
@@ -70,7 +71,7 @@ def only_lasting(ranks: Ranks, run: Run) -> Ranks:
     if late is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:
         return ranks
     note = (
-        f"in the profiled steps the others wait {late.caused_wait_ms:,.3g} ms per step for rank {late.rank}; in the "
+        f"in the profiled steps the others wait {significant(late.caused_wait_ms)} ms per step for rank {late.rank}; in the "
         "ordinary ones its own work takes no longer (steps.jsonl): the recording or a moment's load, no straggler"
     )
     return replace(ranks, straggler=None, notes=(*ranks.notes, note))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.units import significant
 
 PART = 5  # the first and the last fifth of the losses are compared
 MIN_LOSSES = 20
@@ -39,7 +40,7 @@ def measure_learning(run: Run) -> Learning:
         first, last = fmean(losses[:part]), fmean(losses[-part:])
         falls = last < first
         went = "fell" if falls else "did not fall"
-        told = f"the loss {went}: {first:.4g} in the first {part:,} updates, {last:.4g} in the last {part:,}"
+        told = f"the loss {went}: {significant(first, 4)} in the first {part:,} updates, {significant(last, 4)} in the last {part:,}"
     if not_finite:
         some = ", ".join(map(str, not_finite[:3])) + (", ..." if len(not_finite) > 3 else "")
         told = f"the loss was not finite in {len(not_finite):,} of {updates:,} updates (iteration {some})"

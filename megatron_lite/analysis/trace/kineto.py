@@ -22,6 +22,7 @@ from megatron_lite.analysis.trace.columns import (
     build_events,
 )
 from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Args, Chunks, Event, ExactEvent
+from megatron_lite.units import significant
 
 # --- category names of Kineto files of all years and devices
 
@@ -299,7 +300,7 @@ def read_kineto(
     if collected.until_ns is not None:
         seconds, of_all = ((end - first_ns) / 1e9 for end in (collected.until_ns, collected.last_ns))
         notes.append(
-            f"{path.name}: more than {collected.max_events:,} events; what ends in its first {seconds:.3g} of {of_all:.3g} s was read, "
+            f"{path.name}: more than {collected.max_events:,} events; what ends in its first {seconds:.3g} of {significant(of_all)} s was read, "
             "the rest left out; a window of fewer steps (--profile-step-end) is read whole"
         )
     names = tuple(collected.names)

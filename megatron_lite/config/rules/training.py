@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.world import World
+from megatron_lite.units import significant
 
 MAX_SAMPLES = 2**53
 
@@ -63,8 +64,8 @@ def precision_rules(args: Args, world: World) -> Iterator[str]:
     if p.grad_reduce_in_bf16 and p.accumulate_allreduce_grads_in_fp32:
         yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one."
     if 0 < p.initial_loss_scale < p.min_loss_scale:
-        exceeds = f"exceeds --initial-loss-scale {p.initial_loss_scale:g}"
-        yield f"--min-loss-scale {p.min_loss_scale:g} {exceeds}; lower it."
+        exceeds = f"exceeds --initial-loss-scale {significant(p.initial_loss_scale, 6)}"
+        yield f"--min-loss-scale {significant(p.min_loss_scale, 6)} {exceeds}; lower it."
     if p.loss_scale_window != int(p.loss_scale_window):
         yield f"--loss-scale-window {p.loss_scale_window:g}: must be a whole number."
 

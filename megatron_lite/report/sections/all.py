@@ -17,7 +17,7 @@ from megatron_lite.report.sections.step import (
     step_section,
 )
 from megatron_lite.report.text import calls, flops, milliseconds, percent
-from megatron_lite.units import count, size
+from megatron_lite.units import count, significant, size
 
 # --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
 
@@ -135,7 +135,7 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
     for row in shown:
         bandwidth = ""
         if row.bus_gb_s is not None:
-            bandwidth = f"{row.bus_gb_s:,.3g}" if row.bus_gb_s >= MIN_GB_S else f"<{MIN_GB_S}"
+            bandwidth = significant(row.bus_gb_s) if row.bus_gb_s >= MIN_GB_S else f"<{MIN_GB_S}"
         body.append([
             row.name + (f" ({row.algorithm})" if row.algorithm and everything else ""),
             row.phase,

@@ -7,6 +7,7 @@ from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 from megatron_lite.report.section import Lines, Section, Table, build_share_table, drop_empty_columns, limit_rows
 from megatron_lite.report.text import GREY, ROLE_COLORS, ROW_COLORS, calls, fit, flops, milliseconds, percent, share
+from megatron_lite.units import significant
 
 NOTHING = 0.0005  # of a step: its number would read 0
 TITLES_ON_CPU = {
@@ -83,7 +84,7 @@ def _describe_sites(time: RankTime, everything: bool) -> list[str]:
             by = ", ".join(part for part in (site.operator, site.frame) if part)
             where = (f" by {by}" if by else "") + (f" in {site.phase}" if site.phase else "")
             cost = f"{milliseconds(ms, time.step_ms)} ms {'device idle' if time.on_gpu else 'on the host'}"
-            syncs.append(f"{site.call}{where}: {site.per_step:,.3g} per step, {cost}")
+            syncs.append(f"{site.call}{where}: {significant(site.per_step)} per step, {cost}")
     for site in time.hosts if time.on_gpu else ():
         if site.idle_ms > least:
             where = f"{site.what or 'Python'}{f' in {site.phase}' if site.phase else ''}"
@@ -220,7 +221,7 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
             milliseconds(row.ms, largest),
             milliseconds(row.bound_ms, largest),
             row.bound_by,
-            f"{row.achieved_tflops:,.3g}" if row.flops else "",
+            significant(row.achieved_tflops) if row.flops else "",
             calls(row.achieved_gb_s) if row.num_bytes else "",
             percent(row.efficiency),
         ]
@@ -238,9 +239,7 @@ def _describe_arithmetic(kernels: RankKernels, on_gpu: bool) -> list[str]:
             named = f"{kernels.peak_dtype} peak" if kernels.peak_dtype else "peak"
             peak = f"; the {named} of this device is not known"
         else:
-            peak = (
-                f", {percent(kernels.mfu)} of the device's {kernels.peak_tflops:,.4g} TFLOP/s in {kernels.peak_dtype}"
-            )
+            peak = f", {percent(kernels.mfu)} of the device's {significant(kernels.peak_tflops, 4)} TFLOP/s in {kernels.peak_dtype}"
         lines.append(f"{work}{flops(kernels.achieved_tflops * 1e12)}/s{peak}")
     if on_gpu and kernels.matrix_ms:
         maybe = kernels.maybe_tensor_core_ms / kernels.matrix_ms

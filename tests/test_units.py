@@ -1,0 +1,24 @@
+"""Numbers as people read them."""
+
+import random
+
+import pytest
+
+from megatron_lite.units import significant
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2312.4, "2,312"), (999.6, "1,000"), (4294967296, "4,294,967,296"), (0.0000456, "0.0000456"), (0.0, "0")],
+)
+def test_no_number_has_an_exponent(value, text):
+    assert significant(value) == text and significant(-value).lstrip("-") == text
+
+
+def test_what_needs_none_is_as_g_has_it():
+    drawn = random.Random(0)
+    for _ in range(1000):
+        value, digits = 10 ** drawn.uniform(-3.9, 2.9), drawn.choice((2, 3, 4))
+        assert float(significant(value, digits).replace(",", "")) == pytest.approx(value, rel=0.5 * 10 ** (1 - digits))
+        if value < 10**digits - 1:
+            assert float(significant(value, digits)) == float(f"{value:.{digits}g}")
