@@ -21,7 +21,7 @@ INDEX = {name: number for number, name in enumerate(CATEGORIES)}
 UNDECIDED = -1
 MIN_LOGITS = 2**16  # bytes; below it a size says nothing about what it is
 
-# --- when each piece of memory was handed out and given back
+# --- when each piece of memory was handed out and given back, and what is known of it
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,14 @@ class Lives:
     stack: np.ndarray  # int64 [m], of the allocation, index into Record.stacks; 0: unknown or empty
     tag: np.ndarray  # int64 [m], the same for Record.tags
     stream: np.ndarray  # int64 [m]
+    code: np.ndarray  # int64 [m], Code of the stack
+    phase: np.ndarray  # int64 [m], of the allocation
+    freed_in: np.ndarray  # int64 [m], phase of the free; NOT_SAID if none
+    same_span: np.ndarray  # bool [m], given back before its phase was over
+    same_fine_span: np.ndarray  # bool [m], the same where recomputation is a phase of its own
+    unfinished: np.ndarray  # bool [m], neither it nor its phase ends in the record
+    outlives_step: np.ndarray  # bool [m]
+    known: np.ndarray  # bool [m], a stack, a tag or an event says where it comes from
 
     def __len__(self) -> int:
         return len(self.begin)
@@ -44,8 +52,22 @@ class Lives:
         """Rows of what is held after that event."""
         return np.flatnonzero((self.begin <= event) & (self.end > event))
 
+    def has(self, code: Code) -> np.ndarray:
+        return (self.code & int(code)) > 0
 
-def find_lifetimes(record: Record) -> Lives:
+    def within(self, *phases: str) -> np.ndarray:
+        return np.isin(self.phase, [NUMBER[phase] for phase in phases])
+
+    def sum_held(self, n: int, weights: np.ndarray | None = None) -> np.ndarray:
+        """int64 [n + 1]: bytes held before the first event, then after each. weights: of each life, else its num_bytes."""
+        sizes = self.num_bytes if weights is None else weights
+        change = np.zeros(n + 2, np.int64)
+        np.add.at(change, self.begin + 1, sizes)
+        np.subtract.at(change, np.minimum(self.end, n) + 1, sizes)
+        return np.cumsum(change)[: n + 1]
+
+
+def find_lifetimes(record: Record, phases: Phases) -> Lives:
     """Allocations are joined with the next free of the same address. What has no allocation was there before; what has
     no free is there at the end, and where the blocks at the end know nothing of it, it stays all the same."""
     n, blocks = len(record), record.blocks
@@ -58,87 +80,60 @@ def find_lifetimes(record: Record) -> Lives:
     ends[:-1][freed] = rows[1:][freed]
     begins, ends = rows[is_alloc], ends[is_alloc]
     stray = rows[~is_alloc & ~np.append(False, freed)[: len(rows)]]  # frees of what was there before
-    live = np.flatnonzero(blocks.live)
-    old = live[~np.isin(blocks.address[live], record.address[begins[ends == n]])]
+    live = np.flatnonzero(blocks["live"])
+    old = blocks[live[~np.isin(blocks["address"][live], record.address[begins[ends == n]])]]
     nothing = np.zeros(len(stray), np.int64)
     begin = np.concatenate([begins, np.full(len(stray) + len(old), -1)])
-    requested = np.concatenate([record.size[begins], record.size[stray], blocks.requested[old]])
-    columns = (
-        begin,
-        np.concatenate([ends, stray, np.full(len(old), n)]),
-        requested,
-        np.maximum(-(-requested // MIN_BLOCK), 1) * MIN_BLOCK,
-        np.concatenate([record.address[begins], record.address[stray], blocks.address[old]]),
-        np.concatenate([record.stack[begins], nothing, blocks.stack[old]]),
-        np.concatenate([record.tag[begins], nothing, blocks.tag[old]]),
-        np.concatenate([record.stream[begins], record.stream[stray], blocks.stream[old]]),
-    )
     order = np.argsort(begin, kind="stable")
-    return Lives(*(column[order] for column in columns))
 
+    def join(of_begins: np.ndarray, of_stray: np.ndarray, of_old: np.ndarray) -> np.ndarray:
+        return np.concatenate([of_begins, of_stray, of_old])[order]
 
-def held_bytes(lives: Lives, n: int, weights: np.ndarray | None = None) -> np.ndarray:
-    """int64 [n + 1]: bytes held before the first event, then after each. weights: of each life, else its num_bytes."""
-    sizes = lives.num_bytes if weights is None else weights
-    change = np.zeros(n + 2, np.int64)
-    np.add.at(change, lives.begin + 1, sizes)
-    np.subtract.at(change, np.minimum(lives.end, n) + 1, sizes)
-    return np.cumsum(change)[: n + 1]
-
-
-# --- what is known of each
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Facts about m lives that the rules ask for."""
-
-    code: np.ndarray  # int64 [m], Code of the stack
-    phase: np.ndarray  # int64 [m], of the allocation
-    freed_in: np.ndarray  # int64 [m], phase of the free; NOT_SAID if none
-    same_span: np.ndarray  # bool [m], given back before its phase was over
-    same_fine_span: np.ndarray  # bool [m], the same where recomputation is a phase of its own
-    unfinished: np.ndarray  # bool [m], neither it nor its phase ends in the record
-    outlives_step: np.ndarray  # bool [m]
-    known: np.ndarray  # bool [m], a stack, a tag or an event says where it comes from
-
-    def has(self, code: Code) -> np.ndarray:
-        return (self.code & int(code)) > 0
-
-    def within(self, *phases: str) -> np.ndarray:
-        return np.isin(self.phase, [NUMBER[phase] for phase in phases])
-
-    def find_passing(self, categories: np.ndarray) -> np.ndarray:
-        """bool [m]: gradients that end within the backward that computes them, since they are added to others."""
-        return (categories == INDEX["gradients"]) & self.within("backward") & self.same_span
-
-
-def place_lives(record: Record, lives: Lives, phases: Phases) -> Placed:
-    n, old, kept = len(record), lives.begin < 0, lives.end >= len(record)
+    begin, end = begin[order], join(ends, stray, np.full(len(old), n))
+    requested = join(record.size[begins], record.size[stray], old["requested"])
+    stack, tag = (
+        join(column[begins], nothing, old[name]) for name, column in (("stack", record.stack), ("tag", record.tag))
+    )
     # of what was there before the record: its tag or stack; code without a name made it before training began
-    by_tag, by_stack = phases.of_tag[lives.tag], phases.of_stack[lives.stack]
+    by_tag, by_stack = phases.of_tag[tag], phases.of_stack[stack]
     by_stack = np.where(np.isin(by_stack, (NOT_SAID, NUMBER[UNKNOWN])), NUMBER[SETUP], by_stack)
-    by_stack = np.where(lives.stack > 0, by_stack, NUMBER[UNKNOWN])
-    phase = np.where(by_tag == NOT_SAID, by_stack, by_tag)
-    freed_in, (coarse, fine, unfinished) = np.full(len(lives), NOT_SAID), np.zeros((3, len(lives)), bool)
+    by_stack = np.where(stack > 0, by_stack, NUMBER[UNKNOWN])
+    phase, is_old, kept = np.where(by_tag == NOT_SAID, by_stack, by_tag), begin < 0, end >= n
+    freed_in, (coarse, fine, unfinished) = np.full(len(begin), NOT_SAID), np.zeros((3, len(begin)), bool)
     if n:
-        begin, end = np.maximum(lives.begin, 0), np.minimum(lives.end, n - 1)
-        phase = np.where(old, phase, phases.of_event[begin])
-        freed_in = np.where(kept, NOT_SAID, phases.of_event[end])
-        coarse, fine = (~old & ~kept & (span[begin] == span[end]) for span in (phases.span, phases.fine_span))
-        unfinished = ~old & kept & (phases.span[begin] == phases.span[-1])
+        first, last = np.maximum(begin, 0), np.minimum(end, n - 1)
+        phase = np.where(is_old, phase, phases.of_event[first])
+        freed_in = np.where(kept, NOT_SAID, phases.of_event[last])
+        coarse, fine = (~is_old & ~kept & (span[first] == span[last]) for span in (phases.span, phases.fine_span))
+        unfinished = ~is_old & kept & (phases.span[first] == phases.span[-1])
     step_ends = np.array([step.last for step in phases.steps], np.int64)
-    outlives = np.searchsorted(step_ends, lives.begin) < np.searchsorted(step_ends, lives.end)
-    code, known = record.stacks.codes[0][lives.stack], ~old | (lives.stack > 0) | (lives.tag > 0)
-    return Placed(code, phase, freed_in, coarse, fine, unfinished, outlives, known)
+    return Lives(
+        begin=begin,
+        end=end,
+        requested=requested,
+        num_bytes=np.maximum(-(-requested // MIN_BLOCK), 1) * MIN_BLOCK,
+        address=join(record.address[begins], record.address[stray], old["address"]),
+        stack=stack,
+        tag=tag,
+        stream=join(record.stream[begins], record.stream[stray], old["stream"]),
+        code=record.stacks.codes[0][stack],
+        phase=phase,
+        freed_in=freed_in,
+        same_span=coarse,
+        same_fine_span=fine,
+        unfinished=unfinished,
+        outlives_step=np.searchsorted(step_ends, begin) < np.searchsorted(step_ends, end),
+        known=~is_old | (stack > 0) | (tag > 0),
+    )
 
 
 # --- the rules; the first that holds decides
 
 
-def assign_categories(lives: Lives, seen: Placed, phases: Phases) -> np.ndarray:
+def assign_categories(lives: Lives, phases: Phases) -> np.ndarray:
     """int64 [m]: an index into CATEGORIES for each life."""
-    found, requested, known = np.full(len(lives), UNDECIDED), lives.requested, seen.known
+    found, requested, known = np.full(len(lives), UNDECIDED), lives.requested, lives.known
+    has, within = lives.has, lives.within
 
     def decide(category: str, where: np.ndarray):
         found[where & (found == UNDECIDED)] = INDEX[category]
@@ -148,46 +143,44 @@ def assign_categories(lives: Lives, seen: Placed, phases: Phases) -> np.ndarray:
 
     unknown = ~known & (lives.begin < 0)
     decide("workspace", unknown & (requested == CUBLAS_WORKSPACE))  # Hopper's has a size that weights have too
-    decide("workspace", known & seen.has(Code.WORKSPACE))
-    decide("communication", known & seen.has(Code.COMMUNICATION) & ~seen.has(Code.GRADIENT_BUFFER))
-    setup = known & seen.within(SETUP)
-    decide("gradients", setup & seen.has(Code.GRADIENT_BUFFER))
-    decide("master weights", setup & seen.has(Code.MASTER))
-    decide("moments", setup & seen.has(Code.OPTIMIZER))
-    decide("other", setup & seen.has(Code.LOADER))
-    decide("workspace", setup & seen.same_span)
+    decide("workspace", known & has(Code.WORKSPACE))
+    decide("communication", known & has(Code.COMMUNICATION) & ~has(Code.GRADIENT_BUFFER))
+    setup, stepping = known & within(SETUP), known & within("optimizer_step")
+    decide("gradients", setup & has(Code.GRADIENT_BUFFER))
+    decide("master weights", setup & has(Code.MASTER))
+    decide("moments", setup & has(Code.OPTIMIZER))
+    decide("other", setup & has(Code.LOADER))
+    decide("workspace", setup & lives.same_span)
     decide("parameters", setup)
-    stepping = known & seen.within("optimizer_step")
-    decide("workspace", stepping & seen.same_span)
-    decide("master weights", stepping & seen.has(Code.MASTER))
+    decide("workspace", stepping & lives.same_span)
+    decide("master weights", stepping & has(Code.MASTER))
     decide("moments", stepping)
-    decide("workspace", seen.within("clip_grad", ZERO_GRAD) & seen.same_span)
-    decide("gradients", seen.within("unscale"))  # copies in the optimizer's precision
-    decide("communication", seen.within("grad_sync"))
+    decide("workspace", within("clip_grad", ZERO_GRAD) & lives.same_span)
+    decide("gradients", within("unscale"))  # copies in the optimizer's precision
+    decide("communication", within("grad_sync"))
     # what outlives its backward; in one that did not end, only a weight's size tells
-    backward, again, loss = seen.within("backward"), seen.within(RECOMPUTE), seen.has(Code.LOSS)
-    computed = backward & known & ~seen.same_span
-    decide("gradients", computed & ~seen.unfinished & (~loss | np.isin(requested, sizes_of("parameters"))))
-    decide("gradients", computed & seen.unfinished & ~loss & np.isin(requested, sizes_of("parameters", "gradients")))
-    logits = loss | _find_logits(seen, lives, phases)
+    backward, again, loss = within("backward"), within(RECOMPUTE), has(Code.LOSS)
+    computed, unfinished = backward & known & ~lives.same_span, lives.unfinished
+    decide("gradients", computed & ~unfinished & (~loss | np.isin(requested, sizes_of("parameters"))))
+    decide("gradients", computed & unfinished & ~loss & np.isin(requested, sizes_of("parameters", "gradients")))
+    logits = loss | _find_logits(lives, phases)
     decide("logits and loss", (backward | again) & logits)
-    decide("workspace", (backward & known) | (again & seen.same_fine_span))
+    decide("workspace", (backward & known) | (again & lives.same_fine_span))
     decide("activations", again)
-    forward = known & seen.within("forward")
+    forward = known & within("forward")
     decide("logits and loss", forward & logits)
-    decide("workspace", forward & seen.same_span)
-    decide("other", forward & seen.outlives_step & (seen.freed_in == NOT_SAID))  # kept on purpose, or by mistake
+    decide("workspace", forward & lives.same_span)
+    decide("other", forward & lives.outlives_step & (lives.freed_in == NOT_SAID))  # kept on purpose, or by mistake
     decide("activations", forward)
     decide("other", known)
-    _assign_by_size(lives, found, seen.freed_in)
+    _assign_by_size(lives, found)
     # Gradients that are added to others have a weight's size, and are the gradient of no activation or logits of that size.
     # A logits' gradient was told from others by its place already.
     of_loss, activations = found == INDEX["logits and loss"], sizes_of("activations")
-    passing = backward & known & seen.same_span & np.isin(requested, sizes_of("parameters"))
+    passing = backward & known & lives.same_span & np.isin(requested, sizes_of("parameters"))
     by_size = (found == INDEX["workspace"]) & ~np.isin(requested, activations)
-    sizes = np.union1d(activations, requested[of_loss & seen.within("forward")])
-    in_loss = of_loss & (seen.has(Code.WEIGHT_GRADIENT) | ~np.isin(requested, sizes))
-    found[passing & (by_size | in_loss)] = INDEX["gradients"]
+    sizes = np.union1d(activations, requested[of_loss & within("forward")])
+    found[passing & (by_size | of_loss & (has(Code.WEIGHT_GRADIENT) | ~np.isin(requested, sizes)))] = INDEX["gradients"]
     left = (found == UNDECIDED) & unknown & (requested == CUBLAS_WORKSPACE_SINCE_HOPPER)
     if left.sum() <= CUBLAS_THREADS:  # more are weights of the same size
         decide("workspace", left)
@@ -195,21 +188,20 @@ def assign_categories(lives: Lives, seen: Placed, phases: Phases) -> np.ndarray:
     return found
 
 
-def _find_logits(seen: Placed, lives: Lives, phases: Phases) -> np.ndarray:
+def _find_logits(lives: Lives, phases: Phases) -> np.ndarray:
     """bool [m]: the logits come from an ordinary layer and go to one in backward. They have the size of what the loss
     handles, and in forward a stack that comes once, where layers repeat; in backward they come before all else."""
     recorded, found = lives.begin >= 0, np.zeros(len(lives), bool)
-    loss = seen.has(Code.LOSS) & seen.within("forward", "backward") & (lives.requested >= MIN_LOGITS)
+    loss = lives.has(Code.LOSS) & lives.within("forward", "backward") & (lives.requested >= MIN_LOGITS)
     sized = np.isin(lives.requested, lives.requested[loss]) & recorded
-    forward = np.flatnonzero(seen.within("forward") & recorded)
-    stack_in_span = (
-        phases.fine_span[lives.begin[forward]] * (int(lives.stack.max(initial=0)) + 1) + lives.stack[forward]
-    )
+    forward = np.flatnonzero(lives.within("forward") & recorded)
+    stacks = int(lives.stack.max(initial=0)) + 1
+    stack_in_span = phases.fine_span[lives.begin[forward]] * stacks + lives.stack[forward]
     _, where, times = np.unique(stack_in_span, return_inverse=True, return_counts=True)
     found[forward] = sized[forward] & (times[where] == 1)
     # of a small model all that a layer makes may have that size: what comes between may be smaller
     least = min(MIN_LOGITS, int(lives.requested[loss].max(initial=0)) // 8)
-    computed = seen.within("backward") & ~seen.has(Code.RECOMPUTE) & recorded
+    computed = lives.within("backward") & ~lives.has(Code.RECOMPUTE) & recorded
     backward = np.flatnonzero(computed & (lives.requested >= least))
     span = phases.span[lives.begin[backward]]
     first_other = np.full(int(phases.span.max(initial=0)) + 1, np.iinfo(np.int64).max)
@@ -229,12 +221,12 @@ MAX_UNEXPLAINED = 0.5  # of the candidates' bytes; beyond it the sizes do not fi
 HYPOTHESES = ((0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 2, 2), (1, 1, 2), (0, 2, 2))
 
 
-def _assign_by_size(lives: Lives, found: np.ndarray, freed_in: np.ndarray):
+def _assign_by_size(lives: Lives, found: np.ndarray):
     """Writes into `found` (indices of categories; negative where undecided) what sizes tell."""
     rows, gradients = np.flatnonzero((found < 0) & (lives.begin < 0)), np.flatnonzero(found == INDEX["gradients"])
     if not len(rows) or not len(gradients):
         return
-    freed, requested = freed_in[rows], lives.requested[rows]
+    freed, requested = lives.freed_in[rows], lives.requested[rows]
     moments = np.isin(requested, lives.requested[found == INDEX["moments"]])
     # {size: how many} of the gradients that were alive together when most were
     begins, ends = lives.begin[gradients], np.sort(lives.end[gradients])
@@ -255,11 +247,9 @@ def _assign_by_size(lives: Lives, found: np.ndarray, freed_in: np.ndarray):
             expected[size * factor] += (masters + moments) * count
         return sum(abs(have[size] - expected[size]) * size for size in set(have) | set(expected))
 
-    errors = [count_unexplained(*sets) for sets in HYPOTHESES]
-    best = int(np.argmin(errors))
-    if errors[best] > MAX_UNEXPLAINED * sum(size * count for size, count in have.items()) or not have:
+    masters, moments, factor = best = min(HYPOTHESES, key=lambda sets: count_unexplained(*sets))
+    if not have or count_unexplained(*best) > MAX_UNEXPLAINED * sum(size * count for size, count in have.items()):
         return
-    masters, moments, factor = HYPOTHESES[best]
     rows_of = defaultdict(list)
     for row in staying[np.argsort(lives.address[staying], kind="stable")].tolist():
         rows_of[int(lives.requested[row])].append(row)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,7 @@ FOREIGN_PHASES = (
 )
 
 
-@dataclass(frozen=True)
-class StepSpan:
+class StepSpan(NamedTuple):
     """Events [first, last] of one step."""
 
     name: str
@@ -58,7 +58,15 @@ def find_memory_phases(record: Record) -> Phases:
     coarse = np.where(found == NUMBER[RECOMPUTE], NUMBER["backward"], found)
     coarse = np.where(np.isin(coarse, [NUMBER["unscale"], NUMBER["clip_grad"]]), NUMBER["optimizer_step"], coarse)
     span, fine_span = (np.cumsum(np.diff(phase, prepend=phase[:1]) != 0) for phase in (coarse, found))
-    return Phases(found, span, fine_span, steps or _find_steps_by_optimizer(coarse), of_stack, of_tag, modules)
+    if not steps:  # a step ends with the last of its optimizer's events before the next forward or backward
+        stepping = coarse == NUMBER["optimizer_step"]
+        rows = np.flatnonzero(stepping | (coarse == NUMBER["forward"]) | (coarse == NUMBER["backward"]))
+        ends = rows[stepping[rows] & ~np.append(stepping[rows[1:]], False)].tolist()
+        starts = [0, *(end + 1 for end in ends)]
+        steps = tuple(
+            StepSpan(f"step {number}", *ends_of_step) for number, ends_of_step in enumerate(zip(starts, ends), 1)
+        )
+    return Phases(found, span, fine_span, steps, of_stack, of_tag, modules)
 
 
 def _read_tags(tags: tuple[str, ...]) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -130,12 +138,3 @@ def _read_marks(record: Record) -> tuple[tuple[StepSpan, ...], np.ndarray]:
             spans.append(StepSpan(name, first, last))
     at = np.searchsorted(np.array(times), record.time_us, side="right") - 1
     return tuple(spans), np.array(labels)[at]
-
-
-def _find_steps_by_optimizer(phase: np.ndarray) -> tuple[StepSpan, ...]:
-    """A step ends with the last of its optimizer's events before the next forward or backward."""
-    stepping = phase == NUMBER["optimizer_step"]
-    rows = np.flatnonzero(stepping | (phase == NUMBER["forward"]) | (phase == NUMBER["backward"]))
-    ends = rows[stepping[rows] & ~np.append(stepping[rows[1:]], False)].tolist()
-    starts = [0, *(end + 1 for end in ends)]
-    return tuple(StepSpan(f"step {number}", *span) for number, span in enumerate(zip(starts, ends), 1))

@@ -8,14 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.analysis.memory.categories import (
-    INDEX,
-    Lives,
-    assign_categories,
-    find_lifetimes,
-    held_bytes,
-    place_lives,
-)
+from megatron_lite.analysis.memory.categories import INDEX, Lives, assign_categories, find_lifetimes
 from megatron_lite.analysis.memory.memory_results import (
     OUTSIDE,
     Fragmentation,
@@ -29,7 +22,7 @@ from megatron_lite.analysis.memory.memory_results import (
     StepMemory,
     choose_points,
 )
-from megatron_lite.analysis.memory.phases import NOT_SAID, PHASES, Phases, find_memory_phases
+from megatron_lite.analysis.memory.phases import NOT_SAID, PHASES, find_memory_phases
 from megatron_lite.analysis.memory.record import (
     OOM,
     SEGMENT_ALLOC,
@@ -38,6 +31,7 @@ from megatron_lite.analysis.memory.record import (
     SEGMENT_UNMAP,
     Record,
     build_record,
+    make_printable,
 )
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
@@ -77,10 +71,6 @@ class _RefusedError(Exception):
 
 def _unpickle(path: Path):
     """What the pickle at `path` holds. Raises UserError for one that is damaged, cut, or holds more than plain values."""
-
-    def printable(text: str) -> str:
-        return "".join(letter if letter.isprintable() else "?" for letter in text[:200])
-
     try:
         with open(path, "rb") as file, limit_memory(path.stat().st_size, MAX_MEMORY_PER_BYTE):
             return _PlainValues(file).load()
@@ -88,13 +78,13 @@ def _unpickle(path: Path):
         why = f"cannot be read ({error.strerror}); check the file."
     except _RefusedError as error:
         why = (
-            f"{printable(str(error))}, but a memory snapshot holds plain values only; reading it could run "
+            f"{make_printable(str(error), 200)}, but a memory snapshot holds plain values only; reading it could run "
             f"its code and is refused; {FROM_TORCH}."
         )
     except MemoryError:
         why = f"asks for far more memory than its size explains; it is damaged: {FROM_TORCH}."
     except Exception as error:  # noqa: BLE001 - damaged pickles make the reader raise errors of many kinds
-        what = f"{type(error).__name__}: {printable(str(error))}"
+        what = f"{type(error).__name__}: {make_printable(str(error), 200)}"
         why = f"is no readable pickle ({what}), cut short or damaged; {FROM_TORCH}."
     raise UserError(f"{path}: {why}")
 
@@ -109,123 +99,198 @@ def read_snapshot(path: Path) -> Snapshot:
 
 def analyze_snapshot(raw, path: Path) -> Snapshot:
     """The same of what a file at `path` would hold. Raises UserError where that is no memory snapshot."""
-    record = build_record(raw, path)
-    lives, phases = find_lifetimes(record), find_memory_phases(record)
-    seen = place_lives(record, lives, phases)
-    categories = assign_categories(lives, seen, phases)
-    allocated, reserved = held_bytes(lives, len(record)), measure_reserved(record)
-    peak = int(np.argmax(allocated)) - 1  # event after which most is held; -1: before the first
-    peak_bytes = int(allocated[peak + 1])
+    return SnapshotReader(build_record(raw, path)).read(path.name)
 
-    def find_sites(rows: np.ndarray, sizes: np.ndarray):
-        return sum_sites(rows, sizes, record, lives, phases, categories, seen.phase)
 
-    rows = lives.held_after(peak)
-    held = _sum_held(lives, rows, categories[rows])
-    unknown = sum(one.num_bytes for one in held if one.category == "before the record")
-    complete = unknown <= MAX_UNKNOWN * peak_bytes
-    layers, guessed = sum_layers(rows[categories[rows] == INDEX["activations"]], lives, phases)
-    fragmentation, unreplayed = measure_fragmentation(record, lives, allocated, reserved)
-    steps = tuple(
-        StepMemory(
-            step.name,
-            int(record.time_us[step.first]),
-            int(record.time_us[step.last]),
-            int(allocated[step.last + 1]),
-            int(allocated[step.first : step.last + 2].max()),
+class SnapshotReader:
+    """The events of a record, what memory they handed out, and what for."""
+
+    def __init__(self, record: Record):
+        self.record, self.phases = record, find_memory_phases(record)
+        self.lives = find_lifetimes(record, self.phases)
+        self.categories = assign_categories(self.lives, self.phases)
+        self.allocated, self.reserved = self.lives.sum_held(len(record)), measure_reserved(record)
+
+    def read(self, source: str) -> Snapshot:
+        record, lives, allocated = self.record, self.lives, self.allocated
+        peak = int(np.argmax(allocated)) - 1  # event after which most is held; -1: before the first
+        rows, peak_bytes = lives.held_after(peak), int(allocated[peak + 1])
+        held = self._sum_held(rows)
+        unknown = sum(one.num_bytes for one in held if one.category == "before the record")
+        complete = unknown <= MAX_UNKNOWN * peak_bytes
+        layers, guessed = self._sum_layers(rows[self.categories[rows] == INDEX["activations"]])
+        fragmentation, unreplayed = self._measure_fragmentation()
+        steps = tuple(
+            StepMemory(
+                step.name,
+                int(record.time_us[step.first]),
+                int(record.time_us[step.last]),
+                int(allocated[step.last + 1]),
+                int(allocated[step.first : step.last + 2].max()),
+            )
+            for step in self.phases.steps
         )
-        for step in phases.steps
-    )
-    notes = [*record.notes, *_describe_limits(record, unknown, complete, len(steps))]
-    notes += [unreplayed] if unreplayed else []
-    notes += ["layers are told apart by the order in which equal stacks allocate"] if guessed and layers else []
-    rank, times = RANK_IN_NAME.search(path.name), np.append(0, record.time_us)
-    return Snapshot(
-        source=path.name,
-        rank=int(rank[1]) if rank else None,
-        simulated=bool(record.settings.get("simulated")),
-        peak_bytes=peak_bytes,
-        peak_time_us=int(times[peak + 1]),
-        peak_phase=PHASES[phases.of_event[max(peak, 0)]] if len(record) else "",
-        held=held,
-        sites=find_sites(rows, lives.num_bytes[rows]),
-        layers=layers,
-        curve=_draw_curve(lives, categories, allocated, reserved, times),
-        steps=steps,
-        growth=_find_growth([step.last for step in phases.steps], allocated, lives, find_sites),
-        fragmentation=fragmentation,
-        oom=_find_failed_allocation(record),
-        events=len(record),
-        complete=complete,
-        notes=tuple(notes),
-        highest=_find_highest(lives, categories, seen.find_passing(categories), len(record)),
-    )
-
-
-def _sum_held(lives: Lives, rows: np.ndarray, category: np.ndarray) -> tuple[Held, ...]:
-    """What the lives `rows` hold by category, largest first."""
-    blocks = np.bincount(category, minlength=len(CATEGORIES))
-    sums, requested = (
-        np.bincount(category, sizes[rows], len(CATEGORIES)) for sizes in (lives.num_bytes, lives.requested)
-    )
-    return tuple(
-        Held(CATEGORIES[at], int(sums[at]), int(blocks[at]), int(requested[at]))
-        for at in np.argsort(-sums, kind="stable")
-        if blocks[at]
-    )
-
-
-def _find_highest(lives: Lives, categories: np.ndarray, passing: np.ndarray, n: int) -> tuple[Held, ...]:
-    """Each category at its own highest moment, without the gradients that are `passing`; largest first."""
-    found = []
-    for number in np.unique(categories).tolist():
-        mine = (categories == number) & ~passing
-        num_bytes, blocks, requested = (
-            int(held_bytes(lives, n, np.where(mine, amounts, 0)).max())
-            for amounts in (lives.num_bytes, 1, lives.requested)
+        notes = [*record.notes, *_describe_limits(record, unknown, complete, len(steps)), *unreplayed]
+        if guessed and layers:
+            notes.append("layers are told apart by the order in which equal stacks allocate")
+        oom, failed = None, np.flatnonzero(record.action == OOM)
+        if len(failed):  # earlier ones were survived
+            last = int(failed[-1])
+            site = record.stacks.site(int(record.stack[last]))
+            oom = OutOfMemory(int(record.size[last]), int(record.device_free[last]), site)
+        rank, times = RANK_IN_NAME.search(source), np.append(0, record.time_us)
+        return Snapshot(
+            source=source,
+            rank=int(rank[1]) if rank else None,
+            simulated=bool(record.settings.get("simulated")),
+            peak_bytes=peak_bytes,
+            peak_time_us=int(times[peak + 1]),
+            peak_phase=PHASES[self.phases.of_event[max(peak, 0)]] if len(record) else "",
+            held=held,
+            sites=self._sum_sites(rows, lives.num_bytes[rows]),
+            layers=layers,
+            curve=self._draw_curve(times),
+            steps=steps,
+            growth=self._find_growth(),
+            fragmentation=fragmentation,
+            oom=oom,
+            events=len(record),
+            complete=complete,
+            notes=tuple(notes),
+            highest=self._find_highest(),
         )
-        found.append(Held(CATEGORIES[number], num_bytes, blocks, requested))
-    return tuple(sorted(found, key=lambda one: -one.num_bytes))
 
+    def _sum_held(self, rows: np.ndarray) -> tuple[Held, ...]:
+        """What the lives `rows` hold by category, largest first."""
+        category, number = self.categories[rows], len(CATEGORIES)
+        blocks = np.bincount(category, minlength=number)
+        sums = np.bincount(category, self.lives.num_bytes[rows], number)
+        requested = np.bincount(category, self.lives.requested[rows], number)
+        order = [at for at in np.argsort(-sums, kind="stable") if blocks[at]]
+        return tuple(Held(CATEGORIES[at], int(sums[at]), int(blocks[at]), int(requested[at])) for at in order)
 
-def _draw_curve(
-    lives: Lives, categories: np.ndarray, allocated: np.ndarray, reserved: np.ndarray, times: np.ndarray
-) -> tuple[Moment, ...]:
-    at = choose_points(allocated)
-    parts = [
-        held_bytes(lives, len(times) - 1, np.where(categories == number, lives.num_bytes, 0))[at].tolist()
-        for number in range(len(CATEGORIES))
-    ]
-    return tuple(
-        Moment(*point, part)
-        for *point, part in zip(times[at].tolist(), allocated[at].tolist(), reserved[at].tolist(), zip(*parts))
-    )
+    def _find_highest(self) -> tuple[Held, ...]:
+        """Each category at its own highest moment, largest first. Gradients that end within the backward that computes them,
+        since they are added to others, are left out."""
+        lives, found = self.lives, []
+        passing = (self.categories == INDEX["gradients"]) & lives.within("backward") & lives.same_span
+        for number in np.unique(self.categories).tolist():
+            mine = (self.categories == number) & ~passing
+            num_bytes, blocks, requested = (
+                int(lives.sum_held(len(self.record), np.where(mine, amounts, 0)).max())
+                for amounts in (lives.num_bytes, 1, lives.requested)
+            )
+            found.append(Held(CATEGORIES[number], num_bytes, blocks, requested))
+        return tuple(sorted(found, key=lambda one: -one.num_bytes))
 
+    def _draw_curve(self, times: np.ndarray) -> tuple[Moment, ...]:
+        at, lives = choose_points(self.allocated), self.lives
+        by_category = [
+            lives.sum_held(len(self.record), np.where(self.categories == number, lives.num_bytes, 0))[at].tolist()
+            for number in range(len(CATEGORIES))
+        ]
+        columns = (times[at].tolist(), self.allocated[at].tolist(), self.reserved[at].tolist(), zip(*by_category))
+        return tuple(Moment(*point) for point in zip(*columns))
 
-def _find_growth(ends: list[int], allocated: np.ndarray, lives: Lives, find_sites) -> Growth | None:
-    """ends: last event of each step. None where memory does not grow or too few steps are seen."""
-    if len(ends) < MIN_STEPS:
-        return None
-    change = np.diff(allocated[np.array(ends) + 1])
-    slope = float(np.median(change))
-    if slope < MIN_BYTES or np.mean(change > 0) < MOSTLY:
-        return None
-    # per step: what was held after the last and not after the first, less what the same lines held before
-    before, after = lives.held_after(ends[0]), lives.held_after(ends[-1])
-    more, less = np.setdiff1d(after, before), np.setdiff1d(before, after)
-    signed = np.concatenate([lives.num_bytes[more], -lives.num_bytes[less]])
-    sites = find_sites(np.concatenate([more, less]), signed / len(change))
-    return Growth(slope, len(ends), tuple(site for site in sites if site.num_bytes > 0))
+    def _find_growth(self) -> Growth | None:
+        """None where memory does not grow from step to step, or too few steps are seen."""
+        ends, lives = [step.last for step in self.phases.steps], self.lives
+        if len(ends) < MIN_STEPS:
+            return None
+        change = np.diff(self.allocated[np.array(ends) + 1])
+        slope = float(np.median(change))
+        if slope < MIN_BYTES or np.mean(change > 0) < MOSTLY:
+            return None
+        # per step: what was held after the last and not after the first, less what the same lines held before
+        before, after = lives.held_after(ends[0]), lives.held_after(ends[-1])
+        more, less = np.setdiff1d(after, before), np.setdiff1d(before, after)
+        signed = np.concatenate([lives.num_bytes[more], -lives.num_bytes[less]])
+        sites = self._sum_sites(np.concatenate([more, less]), signed / len(change))
+        return Growth(slope, len(ends), tuple(site for site in sites if site.num_bytes > 0))
 
+    def _sum_sites(self, rows: np.ndarray, sizes: np.ndarray) -> tuple[SiteBytes, ...]:
+        """Source lines, largest first. sizes: bytes of each of the lives `rows`, negative ones too (memory that went away)."""
+        lives, stacks = self.lives, self.record.stacks
+        columns = np.stack([lives.stack[rows], lives.tag[rows], self.categories[rows], lives.phase[rows]])
+        distinct, where = np.unique(columns, axis=1, return_inverse=True)
+        sums = np.bincount(where.ravel(), weights=sizes, minlength=distinct.shape[1])
+        counts = np.bincount(where.ravel(), weights=np.sign(sizes), minlength=distinct.shape[1])
+        num_bytes, blocks = Counter(), Counter()
+        for (stack, tag, category, number), total, count in zip(distinct.T.tolist(), sums.tolist(), counts.tolist()):
+            phase = "" if number == NOT_SAID else PHASES[number]
+            site = stacks.site(stack)
+            if not site and (node := stacks.node(stack)):
+                site = f"{node} (autograd)"
+            elif not site:
+                in_backward = phase == "backward"
+                site = "backward, without Python frames" if in_backward else "made before the record, without a stack"
+            module = BETWEEN_NUMBERS.sub("*", self.phases.module_of_tag[tag])
+            key = (site, CATEGORIES[category], phase, module)
+            num_bytes[key] += int(total)
+            blocks[key] += int(count)
+        return tuple(SiteBytes(*key, total, blocks[key]) for key, total in num_bytes.most_common())
 
-def _find_failed_allocation(record: Record) -> OutOfMemory | None:
-    """The last one: earlier ones were survived."""
-    failed = np.flatnonzero(record.action == OOM)
-    if not len(failed):
-        return None
-    last = int(failed[-1])
-    site = record.stacks.site(int(record.stack[last]))
-    return OutOfMemory(int(record.size[last]), int(record.device_free[last]), site)
+    def _sum_layers(self, rows: np.ndarray) -> tuple[tuple[Layer, ...], bool]:
+        """(activations `rows` by layer in the model's order, whether that order was worked out from equal stacks)."""
+        modules = [self.phases.module_of_tag[tag] for tag in self.lives.tag[rows].tolist()]
+        if not any(modules):
+            return self._sum_layers_by_repetition(rows), True
+        totals, places = Counter(), {}
+        for module, num_bytes in zip(modules, self.lives.num_bytes[rows].tolist()):
+            match = NUMBERED.match(module)
+            name, places[name] = (match[1], (int(match[2]), match[1])) if match else (OUTSIDE, (-1, ""))
+            totals[name] += num_bytes
+        return tuple(Layer(name, totals[name]) for name in sorted(totals, key=places.get)), False
+
+    def _sum_layers_by_repetition(self, rows: np.ndarray) -> tuple[Layer, ...]:
+        """A line that runs once per layer allocates in the order of the layers: its k-th allocation within one forward is the
+        k-th layer's. The number of layers is the count of repetitions that explains most bytes."""
+        lives = self.lives
+        with_stack = (lives.begin >= 0) & (lives.stack > 0)
+        rows, fresh = rows[with_stack[rows]], np.flatnonzero(with_stack)
+        if not len(rows):
+            return ()
+        key = self.phases.fine_span[lives.begin[fresh]] * (int(lives.stack.max()) + 1) + lives.stack[fresh]
+        order = np.argsort(key, kind="stable")
+        _, first, counts = np.unique(key[order], return_index=True, return_counts=True)
+        count, occurrence = np.zeros((2, len(lives)), np.int64)
+        count[fresh[order]] = np.repeat(counts, counts)
+        occurrence[fresh[order]] = np.arange(len(order)) - np.repeat(first, counts)
+        sizes, repeated = lives.num_bytes[rows], count[rows]
+        by_count = np.bincount(repeated, weights=sizes)
+        by_count[:2] = 0
+        layers = int(np.argmax(by_count))
+        inside = repeated % max(layers, 1) == 0
+        if layers < 2 or sizes[inside].sum() < MIN_EXPLAINED * sizes.sum():
+            return ()
+        layer = occurrence[rows] * layers // repeated
+        totals = np.bincount(layer[inside], weights=sizes[inside], minlength=layers)
+        found = [Layer(f"layer {number}", int(total)) for number, total in enumerate(totals)]
+        rest = int(sizes[~inside].sum())
+        return ((Layer(OUTSIDE, rest),) if rest else ()) + tuple(found)
+
+    def _measure_fragmentation(self) -> tuple[Fragmentation, list[str]]:
+        """Reserved against allocated; what expandable segments would have reserved, or a note on why the record could not
+        be replayed."""
+        record, lives = self.record, self.lives
+        fullest = np.flatnonzero(self.reserved == self.reserved.max())
+        at = int(fullest[np.argmax(self.allocated[fullest])])
+        as_it_was, expandable, notes, most = None, None, [], int(self.reserved[at])
+        had_maps = bool(np.any(record.action == SEGMENT_MAP))
+        was_expandable = record.settings.get("expandable_segments") is True or had_maps
+        if most > 0:
+            is_simulated = record.settings.get("simulated")
+            as_it_was = most if is_simulated else replay_peak(record, lives, was_expandable)
+            if abs(as_it_was - most) <= MAX_ERROR * most:
+                expandable = replay_peak(record, lives, True)
+            else:
+                notes.append(
+                    f"a replay of the allocator reserves {as_it_was / most:.0%} of what was reserved: what happened before "
+                    "the record matters, and whether expandable segments would help is unknown"
+                )
+        free = record.blocks["size"][~record.blocks["live"]]
+        largest, allocated = int(free.max(initial=0)), int(self.allocated[at])
+        return Fragmentation(most, allocated, largest, was_expandable, expandable, as_it_was), notes
 
 
 def _describe_limits(record: Record, unknown: int, complete: bool, steps: int):
@@ -244,105 +309,6 @@ def _describe_limits(record: Record, unknown: int, complete: bool, steps: int):
         )
     if steps < MIN_STEPS:
         yield f"growth from step to step needs {MIN_STEPS} steps; the record holds {steps}"
-
-
-# --- which source lines hold memory, and which layers hold the activations
-
-
-def sum_sites(
-    rows: np.ndarray,
-    sizes: np.ndarray,
-    record: Record,
-    lives: Lives,
-    phases: Phases,
-    categories: np.ndarray,
-    phase_of_life: np.ndarray,
-) -> tuple[SiteBytes, ...]:
-    """Largest first. rows: of `lives`; sizes: bytes of each row, negative ones too (memory that went away)."""
-    columns = np.stack([lives.stack[rows], lives.tag[rows], categories[rows], phase_of_life[rows]])
-    distinct, where = np.unique(columns, axis=1, return_inverse=True)
-    sums = np.bincount(where.ravel(), weights=sizes, minlength=distinct.shape[1])
-    counts = np.bincount(where.ravel(), weights=np.sign(sizes), minlength=distinct.shape[1])
-    num_bytes, blocks = Counter(), Counter()
-    for (stack, tag, category, number), total, count in zip(distinct.T.tolist(), sums.tolist(), counts.tolist()):
-        phase = "" if number == NOT_SAID else PHASES[number]
-        site = record.stacks.site(stack)
-        if not site and (node := record.stacks.node(stack)):
-            site = f"{node} (autograd)"
-        without = (
-            "backward, without Python frames" if phase == "backward" else "made before the record, without a stack"
-        )
-        key = (site or without, CATEGORIES[category], phase, BETWEEN_NUMBERS.sub("*", phases.module_of_tag[tag]))
-        num_bytes[key] += int(total)
-        blocks[key] += int(count)
-    return tuple(SiteBytes(*key, total, blocks[key]) for key, total in num_bytes.most_common())
-
-
-def sum_layers(rows: np.ndarray, lives: Lives, phases: Phases) -> tuple[tuple[Layer, ...], bool]:
-    """(activations `rows` by layer in the model's order, whether that order was worked out from equal stacks)."""
-    modules = [phases.module_of_tag[tag] for tag in lives.tag[rows].tolist()]
-    if not any(modules):
-        return _sum_by_repetition(rows, lives, phases), True
-    totals, places = Counter(), {}
-    for module, num_bytes in zip(modules, lives.num_bytes[rows].tolist()):
-        match = NUMBERED.match(module)
-        name, place = (match[1], (int(match[2]), match[1])) if match else (OUTSIDE, (-1, ""))
-        places[name] = place
-        totals[name] += num_bytes
-    return tuple(Layer(name, totals[name]) for name in sorted(totals, key=places.get)), False
-
-
-def _sum_by_repetition(rows: np.ndarray, lives: Lives, phases: Phases) -> tuple[Layer, ...]:
-    """A line that runs once per layer allocates in the order of the layers: its k-th allocation within one forward is the
-    k-th layer's. The number of layers is the count of repetitions that explains most bytes."""
-    with_stack = (lives.begin >= 0) & (lives.stack > 0)
-    rows, fresh = rows[with_stack[rows]], np.flatnonzero(with_stack)
-    if not len(rows):
-        return ()
-    key = phases.fine_span[lives.begin[fresh]] * (int(lives.stack.max()) + 1) + lives.stack[fresh]
-    order = np.argsort(key, kind="stable")
-    _, first, counts = np.unique(key[order], return_index=True, return_counts=True)
-    count, occurrence = np.zeros((2, len(lives)), np.int64)
-    count[fresh[order]] = np.repeat(counts, counts)
-    occurrence[fresh[order]] = np.arange(len(order)) - np.repeat(first, counts)
-    sizes, repeated = lives.num_bytes[rows], count[rows]
-    by_count = np.bincount(repeated, weights=sizes)
-    by_count[:2] = 0
-    layers = int(np.argmax(by_count))
-    inside = repeated % max(layers, 1) == 0
-    if layers < 2 or sizes[inside].sum() < MIN_EXPLAINED * sizes.sum():
-        return ()
-    layer = occurrence[rows] * layers // repeated
-    totals = np.bincount(layer[inside], weights=sizes[inside], minlength=layers)
-    found = [Layer(f"layer {number}", int(total)) for number, total in enumerate(totals)]
-    rest = int(sizes[~inside].sum())
-    return ((Layer(OUTSIDE, rest),) if rest else ()) + tuple(found)
-
-
-# --- reserved against allocated, and what expandable segments would have reserved: by replaying the record
-
-
-def measure_fragmentation(
-    record: Record, lives: Lives, allocated: np.ndarray, reserved: np.ndarray
-) -> tuple[Fragmentation, str]:
-    """(figures, why the record could not be replayed or ''). allocated, reserved: int64 [n + 1]."""
-    fullest = np.flatnonzero(reserved == reserved.max())
-    at = int(fullest[np.argmax(allocated[fullest])])
-    as_it_was, expandable, why, most = None, None, "", int(reserved[at])
-    was_expandable = record.settings.get("expandable_segments") is True or bool(np.any(record.action == SEGMENT_MAP))
-    if most > 0 and record.settings.get("simulated"):
-        as_it_was, expandable = most, replay_peak(record, lives, True)
-    elif most > 0:
-        as_it_was = replay_peak(record, lives, was_expandable)
-        if abs(as_it_was - most) <= MAX_ERROR * most:
-            expandable = replay_peak(record, lives, True)
-        else:
-            why = (
-                f"a replay of the allocator reserves {as_it_was / most:.0%} of what was reserved: what happened before "
-                "the record matters, and whether expandable segments would help is unknown"
-            )
-    free = record.blocks.size[~record.blocks.live]
-    return Fragmentation(most, int(allocated[at]), int(free.max(initial=0)), was_expandable, expandable, as_it_was), why
 
 
 def replay_peak(record: Record, lives: Lives, expandable: bool) -> int:

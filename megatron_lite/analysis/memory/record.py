@@ -161,15 +161,18 @@ class Stacks:
         own = [frame for frame in outside if not SIGN_OF_PACKAGES.search(frame[0])]
         for file, line, name in (own or outside or python)[:1]:
             text = f"{file.replace(chr(92), '/').rpartition('/')[2]}:{line} {own_marks.split_mark(name)[0]}"
-            return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_LETTERS])
+            return make_printable(text, MAX_LETTERS)
         return ""
 
     def node(self, number: int) -> str:
         """'MmBackward0': the autograd node of a stack with C++ frames; '' if it has none."""
-        for _, _, name in self.frames_of[number]:
-            if node := BACKWARD_NODE.search(name):
-                return node[1][:MAX_LETTERS]
-        return ""
+        nodes = (BACKWARD_NODE.search(name) for _, _, name in self.frames_of[number])
+        return next((node[1][:MAX_LETTERS] for node in nodes if node), "")
+
+
+def make_printable(text: str, most: int) -> str:
+    """At most that many letters of a text that a hostile file may hold."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
 
 
 # --- the record
@@ -180,19 +183,10 @@ ACTIONS = (
 ALLOC, FREE, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = range(len(ACTIONS))
 UNKNOWN_ACTION = 255
 MAX_BYTES = 2**50  # no device has as much
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """m blocks at the end of the record, in order of address; free ones too."""
-
-    address: np.ndarray  # int64 [m]
-    size: np.ndarray  # int64 [m], as the allocator cut it
-    requested: np.ndarray  # int64 [m]
-    live: np.ndarray  # bool [m]
-    stack: np.ndarray  # int64 [m], index into Record.stacks; 0: none
-    tag: np.ndarray  # int64 [m], index into Record.tags; 0: none
-    stream: np.ndarray  # int64 [m]
+# size: as the allocator cut it; stack, tag: indices into Record.stacks and Record.tags, 0 for none
+BLOCK = np.dtype([
+    ("address", "i8"), ("size", "i8"), ("requested", "i8"), ("live", "?"), ("stack", "i8"), ("tag", "i8"), ("stream", "i8"),
+])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -207,7 +201,7 @@ class Record:
     stack: np.ndarray  # int32 [n]
     tag: np.ndarray  # int32 [n]
     stream: np.ndarray  # int64 [n]
-    blocks: Blocks
+    blocks: np.ndarray  # BLOCK [m], those at the end in order of address; free ones too
     reserved_bytes: int  # of all segments
     stacks: Stacks
     tags: tuple[str, ...]
@@ -225,8 +219,7 @@ def build_record(raw, path: Path) -> Record:
     try:
         return _build(raw)
     except (TypeError, ValueError, OverflowError, KeyError, AttributeError, IndexError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        reason = "".join(letter if letter.isprintable() else "?" for letter in reason[:120])
+        reason = make_printable(f"it lacks {error}" if isinstance(error, KeyError) else str(error), 120)
         raise UserError(
             f"{path}: is no memory snapshot ({reason}); one is written by "
             "torch.cuda.memory._dump_snapshot or --record-memory-history."
@@ -245,9 +238,12 @@ def _build(raw) -> Record:
     events = traces[device] if device < len(traces) else []
     if any(type(event) is not dict for event in events):
         raise TypeError("an event is no dictionary")
-    numbers = {name: number for number, name in enumerate(ACTIONS)}
-    stacks, tags = Stacks(), Numbered({"": 0, None: 0})
-    times = _integers(event.get("time_us", -1) for event in events)
+    numbers, stacks, tags = {name: number for number, name in enumerate(ACTIONS)}, Stacks(), Numbered({"": 0, None: 0})
+
+    def column(key: str, default: int) -> np.ndarray:
+        return np.fromiter((event.get(key, default) for event in events), np.int64)
+
+    times = column("time_us", -1)
     timed = bool(len(times)) and times[0] >= 0
     mine = [segment for segment in segments if segment.get("device", 0) == device]
     marks = [
@@ -257,15 +253,15 @@ def _build(raw) -> Record:
     ]
     return Record(
         action=np.array([numbers.get(event["action"], UNKNOWN_ACTION) for event in events], np.uint8),
-        address=_integers(event.get("addr", 0) for event in events),
-        size=_sizes(event.get("size", 0) for event in events),
-        device_free=_integers(event.get("device_free", 0) for event in events),
+        address=column("addr", 0),
+        size=_check_sizes(column("size", 0)),
+        device_free=column("device_free", 0),
         time_us=times - times[0] if timed else np.arange(len(events)),
         stack=np.array([stacks.number(event.get("frames")) for event in events], np.int32),
         tag=np.array([tags[event.get("user_metadata")] for event in events], np.int32),
-        stream=_integers(event.get("stream", 0) for event in events),
+        stream=column("stream", 0),
         blocks=_build_blocks(mine, stacks, tags),
-        reserved_bytes=int(_sizes(segment["total_size"] for segment in mine).sum()),
+        reserved_bytes=int(_check_sizes(np.array([segment["total_size"] for segment in mine], np.int64)).sum()),
         stacks=stacks,
         tags=tuple(map(str, tags)),
         marks=tuple(sorted(marks)),
@@ -290,18 +286,13 @@ def _choose_device(segments, traces) -> tuple[int, list[str]]:
     return best, [f"only device {best} is looked at; the file holds {others} too"] if others else []
 
 
-def _integers(values) -> np.ndarray:
-    return np.fromiter(values, np.int64)
-
-
-def _sizes(values) -> np.ndarray:
-    found = _integers(values)
+def _check_sizes(found: np.ndarray) -> np.ndarray:
     if len(found) and not 0 <= found.min() <= found.max() < MAX_BYTES:
         raise ValueError(f"a size of {found.min() if found.min() < 0 else found.max()} bytes")
     return found
 
 
-def _build_blocks(segments, stacks: Stacks, tags: Numbered) -> Blocks:
+def _build_blocks(segments, stacks: Stacks, tags: Numbered) -> np.ndarray:
     rows = []
     for segment in segments:
         address, stream = segment["address"], segment.get("stream", 0)
@@ -315,7 +306,6 @@ def _build_blocks(segments, stacks: Stacks, tags: Numbered) -> Blocks:
                 tag = tags[block.get("user_metadata")]
             rows.append((address, size, asked, live, stack, tag, stream))
             address += size
-    columns = np.array(sorted(rows, key=lambda row: row[0]), np.int64).reshape(-1, 7).T
-    _sizes(iter(columns[1]))
-    address, size, requested, live, stack, tag, stream = columns
-    return Blocks(address, size, requested, live.astype(bool), stack, tag, stream)
+    blocks = np.array(sorted(rows, key=lambda row: row[0]), BLOCK)
+    _check_sizes(blocks["size"])
+    return blocks
