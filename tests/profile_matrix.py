@@ -2,7 +2,7 @@
 
     python tests/profile_matrix.py [--way WAY] [--case CASE]
 
-tells what it does, then prints a table; exits with 1 if a window is not what it should be.
+tells what it does, then prints a table; exits with 1 if a window is not what it should be. Add a Way or a Case here.
 """
 
 import argparse
@@ -14,14 +14,115 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch import Ended, flags, pretrain, send, start, steps
-from nsys_report import under_nsys, why_not
-from profile_ways import CASES, REPORT, WAYS, Case, Way
+from nsys_report import Report, import_report, under_nsys, why_not
+from snapshots import steps_in_snapshot
+from traces import steps_of, trace_files
 from waiting import LIMIT_S
+
+REPORT = "report"  # of nsys, in the run's folder
+SNAPSHOT = "memory.pickle"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of profiling. `flags` may name {run}, the run's folder."""
+
+    flags: str
+    found: dict[str, Callable[[Path, int], list[int]]]  # kind of file: (run's folder, rank) -> steps; [] without a file
+    nsys: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of run, and the steps that its window must hold."""
+
+    name: str
+    steps: list[int]
+    flags: str
+    rank: int = 0
+    ranks: int = 0  # 0: without torchrun
+    code: int = 0
+    before: str = ""  # flags of a run before it
+    says: str = ""  # a pattern in its output
+    signalled: bool = False  # SIGTERM once the window has opened; the window must hold all steps from then on
+
+
+WINDOW = "--profile-step-start 3 --profile-step-end 5"
+OPEN_END = "--profile-step-start 3 --profile-step-end 100000"
+CASES = [
+    Case("1 rank", [3, 4], f"--train-iters 7 {WINDOW}"),
+    Case("2 ranks, --profile-ranks 1", [3, 4], f"--train-iters 7 {WINDOW} --profile-ranks 1", rank=1, ranks=2),
+    Case(
+        "resumed at 5",
+        [3, 4],
+        f"--train-iters 12 {WINDOW} --load {{run}}/save",
+        before="--train-iters 12 --exit-interval 5 --save {run}/save",
+        says="steps 3-4 of this run = iterations 8-9",
+    ),
+    Case(
+        "ends inside (--exit-interval 4)",
+        [3, 4],
+        "--train-iters 9 --exit-interval 4 --profile-step-start 3 --profile-step-end 8",
+    ),
+    Case(
+        "SIGTERM inside",
+        [3, 4],
+        f"--train-iters 100000 --log-interval 1 --exit-signal-handler {OPEN_END}",
+        says="exiting program after receiving SIGTERM",
+        signalled=True,
+    ),
+    # weights of 1e30 make the next loss NaN, which stops the run two steps later
+    Case(
+        "exception inside",
+        [1, 2, 3, 4],
+        "--train-iters 9 --lr 1e30 --lr-decay-style constant --profile-step-start 1 --profile-step-end 9",
+        code=16,
+        says="is NaN or Inf",
+    ),
+]
+
+
+def steps_of_trace(run: Path, rank: int) -> list[int]:
+    """From the only trace of the run, which must be this rank's."""
+    [path] = [*run.glob("*.pt.trace.json*")] or [None]
+    return steps_of(run, rank) if path in trace_files(run, rank) else []
+
+
+def steps_of_report(run: Path, rank: int) -> list[int]:
+    """From the ranges of the only process that left some, which must be this rank's."""
+    path = import_report(run / REPORT)
+    report = Report(path) if path else None
+    if report is None or len(report.steps) != 1 or not report.marks[0].startswith(f"rank {rank} of "):
+        return []
+    return [int(text.removeprefix("step ")) for text in report.steps[0]]
+
+
+def steps_of_snapshot(run: Path, rank: int) -> list[int]:
+    """Of the only snapshot: one rank's has no rank in its name."""
+    return steps_in_snapshot(run / SNAPSHOT) if [*run.glob("*.pickle")] == [run / SNAPSHOT] else []
+
+
+TORCH = "--use-pytorch-profiler"
+MEMORY = f"--record-memory-history --memory-snapshot-path {{run}}/{SNAPSHOT}"
+TRACE, RANGES, HISTORY = {"trace": steps_of_trace}, {"report": steps_of_report}, {"snapshot": steps_of_snapshot}
+WAYS = {
+    "torch profiler": Way(f"--profile {TORCH}", TRACE),
+    "nsys": Way("--profile", RANGES, nsys=True),
+    "memory history": Way(MEMORY, HISTORY),
+    "torch profiler + memory history": Way(f"--profile {TORCH} {MEMORY}", TRACE | HISTORY),
+    "nsys + memory history": Way(f"--profile {MEMORY}", RANGES | HISTORY, nsys=True),
+    "torch profiler, all details": Way(
+        f"--profile {TORCH} --profile-modules --profile-gzip --pytorch-profiler-collect-shapes "
+        "--pytorch-profiler-collect-callstack --pytorch-profiler-collect-memory --pytorch-profiler-collect-flops "
+        "--pytorch-profiler-collect-chakra",
+        TRACE,
+    ),
+}
 
 
 @dataclass
@@ -37,40 +138,49 @@ class Cell:
     skipped: str | None = None
 
 
-def words(way: Way, case: Case, run: Path) -> str:
+def write_flags(way: Way, case: Case, run: Path) -> str:
     """The flags of a cell."""
     return f"--lr-decay-style constant {case.flags} {way.flags} --run-dir {{run}}".format(run=run)
 
 
-def one(name: str, case: Case, run: Path) -> Cell:
+def fill_cell(name: str, case: Case, run: Path) -> Cell:
     """Do one run and open what it left."""
     way, cell = WAYS[name], Cell(name, case)
     if way.nsys and why_not():
         cell.skipped = why_not()
         return cell
-    under = under_nsys(run / REPORT) if way.nsys else []
-    cell.command = _command(words(way, case, run), case.ranks, under, run)
+    under, words = under_nsys(run / REPORT) if way.nsys else [], write_flags(way, case, run)
+    launcher = f"torchrun --nproc_per_node {case.ranks}" if case.ranks else "python"
+    parts = [shlex.join([*under, *launcher.split(), "pretrain_gpt.py"]), "...", words]
+    cell.command = " ".join(parts).replace(str(run), "RUN")  # as one would type it, without what all runs share
     try:
         if case.before:
             pretrain(flags(case.before.format(run=run), "--lr-decay-style constant"))
-        ended = _run(case, flags(words(way, case, run)), run, under)
+        if case.signalled:
+            ended = _run_and_signal(flags(words), run, under, beyond=case.steps[-1])
+        else:
+            ended = pretrain(flags(words), case.ranks, under=under)
+            if under and ended.code and not ended.out:  # nsys 2022 may fail at once when another one has just ended
+                time.sleep(1)
+                ended = pretrain(flags(words), case.ranks, under=under)
     except subprocess.TimeoutExpired as error:
         cell.complaints = [f"did not end within {error.timeout:.0f} s"]
         return cell
     last = steps(run)[-1]["step"] if case.signalled else 0
     cell.found = {kind: read(run, case.rank) for kind, read in way.found.items()}
-    cell.files = _files(run)
-    cell.complaints = [*complaints(case, ended, cell.found, last, under_tool=way.nsys)]
+    kept = [path.name for path in run.rglob("*") if re.search(r"_rank\d|\.pickle$|\.nsys-rep$", path.name)]
+    cell.files = sorted(re.sub(r"\d{12,}", "TIME", file) for file in kept)
+    cell.complaints = [*find_faults(case, ended, cell.found, last, under_tool=way.nsys)]
     return cell
 
 
-def complaints(case: Case, ended: Ended, found: dict[str, list[int]], last: int, under_tool: bool) -> Iterator[str]:
+def find_faults(case: Case, ended: Ended, found: dict[str, list[int]], last: int, under_tool: bool) -> Iterator[str]:
     """What is not as it should be. last: the step with which a signalled run ended."""
     wanted = [*range(case.steps[0], last + 1)] if case.signalled else case.steps
     for kind, held in found.items():
         # where a run broke, the step it broke in may be there too
         if held[: len(wanted)] != wanted or len(held) > len(wanted) + (case.code != 0):
-            yield f"{kind}: {_listed(wanted)} were meant"
+            yield f"{kind}: {_list_numbers(wanted)} were meant"
     if ended.code != case.code and not (case.ranks and ended.code):
         yield f"exit code {ended.code}: {ended.err[-300:]}"
     if case.says and not re.search(case.says, ended.out + ended.err):
@@ -79,23 +189,13 @@ def complaints(case: Case, ended: Ended, found: dict[str, list[int]], last: int,
         yield f"noise on stderr: {ended.err[:200]}"
 
 
-def _run(case: Case, argv: list[str], run: Path, under: list[str]) -> Ended:
-    if case.signalled:
-        return _run_and_signal(argv, run, under, beyond=case.steps[-1])
-    ended = pretrain(argv, case.ranks, under=under)
-    if under and ended.code and not ended.out:  # nsys 2022 may fail at once when another one has just ended
-        time.sleep(1)
-        ended = pretrain(argv, case.ranks, under=under)
-    return ended
-
-
 def _run_and_signal(argv: list[str], run: Path, under: list[str], beyond: int) -> Ended:
     process, began, told = start(argv, under=under), time.monotonic(), run / "steps.jsonl"
     while process.poll() is None and time.monotonic() < began + LIMIT_S:
         if told.exists() and told.read_text().count("batch_size") > beyond:  # the last line may be half written
             break
         time.sleep(0.05)
-    send(_trainers(run) if under else [process.pid])
+    send(_find_trainers(run) if under else [process.pid])
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -104,7 +204,7 @@ def _run_and_signal(argv: list[str], run: Path, under: list[str], beyond: int) -
     return Ended(process.returncode, out, err, time.monotonic() - began)
 
 
-def _trainers(run: Path) -> list[int]:
+def _find_trainers(run: Path) -> list[int]:
     """Process ids of the run's ranks, which a tool started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -117,39 +217,11 @@ def _trainers(run: Path) -> list[int]:
     return found
 
 
-def _files(run: Path) -> list[str]:
-    """Names of what profiling left, times taken out."""
-    kept = [
-        path for path in run.rglob("*") if path.is_file() and re.search(r"_rank\d|\.pickle$|\.nsys-rep$", path.name)
-    ]
-    return sorted(re.sub(r"\d{12,}", "TIME", path.name) for path in kept)
-
-
-def _command(words: str, ranks: int, under: list[str], run: Path) -> str:
-    """As one would type it, the flags that all runs share left out."""
-    launcher = f"torchrun --nproc_per_node {ranks}" if ranks else "python"
-    parts = [shlex.join([*under, *launcher.split(), "pretrain_gpt.py"]), "...", words]
-    return " ".join(parts).replace(str(run), "RUN")
-
-
-def _listed(numbers: list[int]) -> str:
+def _list_numbers(numbers: list[int]) -> str:
     """3-5 for 3, 4, 5."""
     if len(numbers) > 1 and numbers == [*range(numbers[0], numbers[-1] + 1)]:
         return f"{numbers[0]}-{numbers[-1]}"
     return ", ".join(map(str, numbers)) or "none"
-
-
-def table(cells: list[Cell]) -> Iterator[str]:
-    """Markdown: a line per cell."""
-    yield "| way | run | iterations in the files | files | command |"
-    yield "| --- | --- | --- | --- | --- |"
-    for cell in cells:
-        held = "; ".join(f"{kind} {_listed(found)}" for kind, found in cell.found.items())
-        wrong = "".join(f" WRONG: {text}" for text in cell.complaints)
-        yield (
-            f"| {cell.way} | {cell.case.name} | {cell.skipped or held + wrong} | {', '.join(cell.files)} | "
-            f"`{cell.command}` |"
-        )
 
 
 def main(argv: list[str]) -> int:
@@ -158,16 +230,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="likewise")
     chosen = parser.parse_args(argv)
     tasks = [(way, case) for way in chosen.way or WAYS for case in CASES if case.name in (chosen.case or [case.name])]
-    cells = []
+    rows, code = [], 0
     for number, (way, case) in enumerate(tasks, 1):
         print(f"[{number}/{len(tasks)}] {way}, {case.name}: ", end="", flush=True)
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            cells.append(one(way, case, Path(folder)))
-        said = cells[-1].skipped or "; ".join(cells[-1].complaints) or "as it should be"
+            cell = fill_cell(way, case, Path(folder))
+        said = cell.skipped or "; ".join(cell.complaints) or "as it should be"
         print(f"{said} ({time.monotonic() - began:.1f} s)", flush=True)
-    print("", *table(cells), sep="\n")
-    return 1 if any(cell.complaints for cell in cells) else 0
+        held = "; ".join(f"{kind} {_list_numbers(found)}" for kind, found in cell.found.items())
+        wrong = "".join(f" WRONG: {text}" for text in cell.complaints)
+        rows.append(
+            f"| {way} | {case.name} | {cell.skipped or held + wrong} | {', '.join(cell.files)} | `{cell.command}` |"
+        )
+        code = code or int(bool(cell.complaints))
+    print("\n| way | run | iterations in the files | files | command |\n| --- | --- | --- | --- | --- |")
+    print(*rows, sep="\n")
+    return code
 
 
 if __name__ == "__main__":

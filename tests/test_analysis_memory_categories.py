@@ -14,10 +14,8 @@ from launch import ALONE, alone, flags, plan_of, quietly
 from torch import nn
 from torch.nn import functional
 
-from megatron_lite.analysis.memory.categories import assign_categories, find_lifetimes, held_bytes, place_lives
 from megatron_lite.analysis.memory.ledger import ledger
-from megatron_lite.analysis.memory.phases import find_memory_phases
-from megatron_lite.analysis.memory.read import analyze_snapshot, read_snapshot
+from megatron_lite.analysis.memory.read import SnapshotReader, analyze_snapshot, read_snapshot
 from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.instruments.memory_summary import peak
@@ -172,24 +170,16 @@ def without_old_stacks(snapshot: dict) -> dict:
     return snapshot
 
 
-def categorised(raw: dict, path):
-    record = build_record(raw, path)
-    lives = find_lifetimes(record)
-    phases = find_memory_phases(record)
-    return record, lives, assign_categories(lives, place_lives(record, lives, phases), phases)
-
-
 def test_without_tags_as_with_them(own):
     path, _ = own
-    with open(path, "rb") as file:
-        raw = pickle.load(file)  # our own, written a moment ago
-    record, lives, told = categorised(raw, path)
-    _, same, guessed = categorised(without_tags(raw), path)
-    assert np.array_equal(lives.begin, same.begin) and np.array_equal(lives.num_bytes, same.num_bytes)
-    peak = lives.held_after(int(np.argmax(held_bytes(lives, len(record)))) - 1)
-    right = told[peak] == guessed[peak]
-    wrong = sorted({(CATEGORIES[a], CATEGORIES[b]) for a, b in zip(told[peak][~right], guessed[peak][~right])})
-    assert lives.num_bytes[peak][right].sum() >= 0.99 * lives.num_bytes[peak].sum(), wrong
+    raw = pickle.loads(path.read_bytes())  # our own, written a moment ago
+    told, guessed = (SnapshotReader(build_record(part, path)) for part in (raw, without_tags(raw)))
+    lives = told.lives
+    assert np.array_equal(lives.begin, guessed.lives.begin) and np.array_equal(lives.num_bytes, guessed.lives.num_bytes)
+    peak = lives.held_after(int(np.argmax(told.allocated)) - 1)
+    pairs = list(zip(told.categories[peak].tolist(), guessed.categories[peak].tolist(), lives.num_bytes[peak].tolist()))
+    wrong = {(CATEGORIES[a], CATEGORIES[b]) for a, b, _ in pairs if a != b}
+    assert sum(size for a, b, size in pairs if a == b) >= 0.99 * told.allocated.max(), wrong
 
 
 SHAPES = [(2, positions, 10_000) for positions in (64, 256, 1024)]

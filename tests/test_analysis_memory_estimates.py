@@ -6,8 +6,7 @@ import pytest
 from memory_maker import MadeSnapshot
 from trace_maker import MadeTrace, place
 
-from megatron_lite.analysis.memory.categories import find_lifetimes
-from megatron_lite.analysis.memory.read import read_snapshot, replay_peak
+from megatron_lite.analysis.memory.read import SnapshotReader, read_snapshot, replay_peak
 from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.config.shape import ModelShape
@@ -116,8 +115,8 @@ def test_a_replay_gives_back_where_the_record_does(tmp_path):
     made.free(made.alloc(40 * MIB))
     made.events.append({"action": "segment_free", "addr": 1, "size": 40 * MIB, "stream": 0, "time_us": made.now()})
     made.alloc(60 * MIB)
-    record = build_record(made.data(), tmp_path)
-    peaks = [replay_peak(record, find_lifetimes(record), expandable) for expandable in (False, True)]
+    reader = SnapshotReader(build_record(made.data(), tmp_path))
+    peaks = [replay_peak(reader.record, reader.lives, expandable) for expandable in (False, True)]
     assert peaks == [60 * MIB, 60 * MIB]
 
 

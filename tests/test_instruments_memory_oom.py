@@ -132,10 +132,12 @@ def allocator(monkeypatch, real):
     return Allocator(monkeypatch, real)
 
 
-def on_gpu(words: str, path, window=range(3, 5)):
+RECORD = "--record-memory-history --profile-step-start 3 --profile-step-end 5 --memory-snapshot-path"
+
+
+def on_gpu(words: str, window=range(3, 5)):
     """(instruments of one GPU rank, what they said)."""
-    said, record = [], "--record-memory-history --profile-step-start 3 --profile-step-end 5 --memory-snapshot-path"
-    plan = plan_of(flags(record, path, words), World(gpus=1))
+    said, plan = [], plan_of(flags(words), World(gpus=1))
     watched = Window(window, train_iters=plan.train_iters)
     return Instruments(build_memory_instruments(plan, watched, said.append), said.append), said
 
@@ -146,8 +148,18 @@ def run_steps(watching, last: int):
             pass
 
 
+def run_out_on_gpu(words: str, *before) -> tuple[list[str], torch.OutOfMemoryError]:
+    """(what is said, the error) of a first step that fails after `before` were called in its forward."""
+    watching, said = on_gpu(words)
+    with pytest.raises(torch.OutOfMemoryError) as failed, watching, watching.step(1), watching.phase("forward"):
+        for act in before:
+            act()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+    return said, failed.value
+
+
 def test_a_gpu_records_from_the_start_and_its_file_holds_the_window(tmp_path, allocator, real):
-    watching, said = on_gpu("--memory-history-events 300000", tmp_path / "new" / "s.pickle")
+    watching, said = on_gpu(f"--memory-history-events 300000 {RECORD} {tmp_path}/new/s.pickle")
     with watching:
         assert [(call["enabled"], call["max_entries"]) for call in allocator.calls] == [("all", 100_000)]
         run_steps(watching, 2)
@@ -167,64 +179,58 @@ def test_a_gpu_records_from_the_start_and_its_file_holds_the_window(tmp_path, al
 
 
 def test_a_gpu_writes_at_the_runs_last_step_before_all_is_freed(tmp_path, allocator):
-    watching, said = on_gpu("--train-iters 6", tmp_path / "s.pickle", range(5, 9))
+    watching, said = on_gpu(f"--train-iters 6 {RECORD} {tmp_path}/s.pickle", range(5, 9))
     with watching:
         run_steps(watching, 6)
         assert (tmp_path / "s.pickle").exists() and " of steps 5-6 of this run, " in said[0]
     assert len(said) == 1
 
 
-def test_the_peak_of_a_real_recording_is_what_torch_counted(real):
+def test_a_real_recording_has_the_peak_that_torch_counted_and_the_users_lines(real):
     # 24,207,167,496 bytes of requests: shared/notes/memory.md; the site is that of the attention's softmax
-    assert peak(real).size == 24_207_167_496
-    assert sum(piece.size for piece in list_held_memory(real)) < 7 * GIB
+    held = list_held_memory(real)
+    assert peak(real).size == 24_207_167_496 and sum(piece.size for piece in held) < 7 * GIB
+    name, size, pieces = sum_by_site(held)[0]
+    assert re.fullmatch(r".+ \(.+/.+\.py:\d+\)|code without Python frames, such as backward", name)
+    assert size > 0 and pieces > 0
 
 
 @pytest.mark.parametrize("observed", [True, False])
 def test_a_gpu_rank_that_runs_out_explains_itself(tmp_path, allocator, observed):
-    watching, said = on_gpu("--micro-batch-size 4", tmp_path / "s.pickle")
-    with pytest.raises(torch.OutOfMemoryError) as failed, watching, watching.step(1), watching.phase("forward"):
-        if observed:
-            assert allocator.observers[0](0, 3 * GIB, 80 * GIB, 2 * GIB) is None
-            assert (tmp_path / "s_oom_rank0.pickle").exists()  # while all still stands
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+    file = tmp_path / "s_oom_rank0.pickle"
+
+    def fail():
+        assert allocator.observers[0](0, 3 * GIB, 80 * GIB, 2 * GIB) is None
+        assert file.exists()  # while all still stands
+
+    said, error = run_out_on_gpu(f"--micro-batch-size 4 {RECORD} {tmp_path}/s.pickle", *[fail] * observed)
     asked = "3.00 GiB were" if observed else "an unknown amount was"
     assert said[0].startswith(f"error: out of memory on rank 0, forward of step 1: {asked} asked for; tensors hold ")
     assert said[0].endswith(" GiB, 25.00 GiB are reserved, 2.00 GiB of 80.00 GiB are free") and len(said) == 5
-    assert failed.value.explained == said
-    assert EXPANDABLE in said[3] and said[4].startswith(f"  snapshot: {tmp_path / 's_oom_rank0.pickle'};")
-    assert [p.name for p in tmp_path.iterdir()] == ["s_oom_rank0.pickle"]
-    (tmp_path / "s_oom_rank0.pickle").unlink()
+    assert EXPANDABLE in said[3] and said[4].startswith(f"  snapshot: {file};") and error.explained == said
+    assert list(tmp_path.iterdir()) == [file]
+    file.unlink()
     allocator.observers[0](0, GIB, 80 * GIB, 0)  # that of the next run in this process, say; torch forgets no observer
     assert list(tmp_path.iterdir()) == []
 
 
-def test_shortages_that_somebody_caught_are_mentioned_once(tmp_path, allocator):
-    watching, said = on_gpu("", tmp_path / "s.pickle")
+def test_shortages_that_somebody_caught_are_mentioned_once_and_the_last_is_explained(tmp_path, allocator):
+    watching, said = on_gpu(f"{RECORD} {tmp_path}/s.pickle")
     with watching:
         for _ in range(5):
             allocator.observers[0](0, GIB, 80 * GIB, 0)
         run_steps(watching, 5)
     [line] = [text for text in said if "out of memory" in text]
     assert not line.startswith("error") and "; the run went on. snapshot: " in line
-
-
-def test_after_many_that_somebody_caught_the_one_that_ends_the_run_is_explained(tmp_path, allocator):
-    watching, said = on_gpu("", tmp_path / "s.pickle")
-    with pytest.raises(torch.OutOfMemoryError), watching, watching.step(1), watching.phase("forward"):
-        for _ in range(6):
-            allocator.observers[0](0, 3 * GIB, 80 * GIB, 2 * GIB)
-        raise torch.OutOfMemoryError
+    fail = [lambda: allocator.observers[1](0, 3 * GIB, 80 * GIB, 2 * GIB)] * 6
+    said, _ = run_out_on_gpu(f"{RECORD} {tmp_path}/s.pickle", *fail)
     assert said[0].startswith("error: out of memory on rank 0, forward of step 1: 3.00 GiB were asked for")
     assert said[4] == f"  snapshot: {tmp_path / 's_oom_rank0.pickle'} is of an earlier failure; a run writes at most 3"
 
 
 def test_segments_that_can_grow_are_not_advised_twice(tmp_path, monkeypatch, real):
-    allocator = Allocator(monkeypatch, {**real, "allocator_settings": {"expandable_segments": True}})
-    watching, said = on_gpu("", tmp_path / "s.pickle")
-    with pytest.raises(torch.OutOfMemoryError), watching:
-        allocator.observers[0](0, GIB, 80 * GIB, 0)
-        raise torch.OutOfMemoryError
+    Allocator(monkeypatch, {**real, "allocator_settings": {"expandable_segments": True}})
+    said, _ = run_out_on_gpu(f"{RECORD} {tmp_path}/s.pickle")
     assert said[3].startswith("  would help: --recompute-granularity full") and EXPANDABLE not in said[3]
 
 
@@ -233,28 +239,18 @@ def test_an_explanation_that_fails_takes_nothing_with_it(tmp_path, allocator, mo
         raise ValueError("no snapshot")
 
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", broken)
-    watching, said = on_gpu("", tmp_path / "s.pickle")
-    with pytest.raises(torch.OutOfMemoryError), watching:
-        allocator.observers[0](0, GIB, 80 * GIB, 0)
-        raise torch.OutOfMemoryError
-    assert said == ["error: out of memory on rank 0, setup; why could not be found out: no snapshot"]
+    said, _ = run_out_on_gpu(f"{RECORD} {tmp_path}/s.pickle")
+    assert said == ["error: out of memory on rank 0, forward of step 1; why could not be found out: no snapshot"]
 
 
-def drop_history(snapshot: dict) -> dict:
-    """As torch gives it where nothing was recorded."""
+def test_a_gpu_rank_that_does_not_record_explains_itself_too(monkeypatch, real):
     segments = [
         {**segment, "frames": [], "blocks": [{**block, "frames": []} for block in segment["blocks"]]}
-        for segment in snapshot["segments"]
-    ]
-    return {**snapshot, "segments": segments, "device_traces": [[] for _ in snapshot["device_traces"]]}
-
-
-def test_a_gpu_rank_that_does_not_record_explains_itself_too(tmp_path, monkeypatch, real):
-    allocator, said = Allocator(monkeypatch, drop_history(real)), []
-    members = build_memory_instruments(plan_of(flags(""), World(gpus=1)), Window(), said.append)
-    with pytest.raises(torch.OutOfMemoryError), Instruments(members, said.append):
-        allocator.observers[0](0, GIB, 80 * GIB, 0)
-        raise torch.OutOfMemoryError
+        for segment in real["segments"]
+    ]  # as torch gives them where nothing was recorded
+    no_history = {**real, "segments": segments, "device_traces": [[] for _ in real["device_traces"]]}
+    allocator = Allocator(monkeypatch, no_history)
+    said, _ = run_out_on_gpu("")
     assert len(said) == 5 and allocator.calls == []
     assert said[1] == "  held by: 885 tensors; what they are is known with --record-memory-history"
     assert re.fullmatch(r"  largest: [\d.]+ MiB( x \d+)?; [\d.]+ MiB( x \d+)?; [\d.]+ MiB( x \d+)?", said[2])
@@ -270,12 +266,6 @@ def test_cpu_ranks_that_do_not_record_are_left_alone():
 
 
 # --- words
-
-
-def test_sites_are_the_users_lines(real):
-    name, size, pieces = sum_by_site(list_held_memory(real))[0]
-    assert re.fullmatch(r".+ \(.+/.+\.py:\d+\)|code without Python frames, such as backward", name)
-    assert size > 0 and pieces > 0
 
 
 BATCH, SUMS = "--micro-batch-size {} instead of {}", "--grad-reduce-in-bf16"
