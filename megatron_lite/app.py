@@ -18,10 +18,10 @@ from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import ConfigError, UserError, describe_memory_error
 from megatron_lite.live_line import set_up_logging
 from megatron_lite.observers import Observers
-from megatron_lite.parallel.host_memory import keep_freed_memory
-from megatron_lite.parallel.launcher_watch import LauncherWatch
 from megatron_lite.parallel.layers import keep_compiled, no_compiler
 from megatron_lite.parallel.process_group import device_of, process_group
+from megatron_lite.parallel.watchdog import LauncherWatch
+from megatron_lite.process_state import keep_freed_memory
 from megatron_lite.rank_errors import end_with_error, tell_error, write_error_file
 from megatron_lite.run_folder import default_run_dir
 from megatron_lite.train.checkpoint_checks import require_checkpoint, save_reserved
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         end_with_error(error, world)
         return error.exit_code
     except KeyboardInterrupt:
-        return _leave(130, world)
+        code = 130
     except (MemoryError, RuntimeError) as error:
         if hasattr(error, "explained"):  # an observer has said on this rank why memory ran out
             write_error_file(ConfigError(error.explained))
@@ -56,13 +56,11 @@ def main(argv: list[str]) -> int:
             tell_error(UserError(describe_memory_error()), world)
         else:
             raise
-        return _leave(1, world)
-    return 0
-
-
-def _leave(code: int, world: World) -> int:
-    """With other ranks, end here: in the middle of a step there may be a reduction on its way, and taking DistributedDataParallel
-    apart waits for gloo's threads, which may in turn wait for the interpreter's lock, for ever."""
+        code = 1
+    else:
+        return 0
+    # With other ranks, end here: in the middle of a step there may be a reduction on its way, and taking
+    # DistributedDataParallel apart waits for gloo's threads, which may in turn wait for the interpreter's lock, for ever.
     if world.size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -117,12 +115,12 @@ def _log_choices(plan: Plan, observers: Observers, keeps_memory: bool):
     logger.info(
         f"  {ranks} on {where} ({plan.backend}) | global batch {plan.batch.final} = micro-batch "
         f"{plan.args.training.micro_batch_size} x {plan.world.size} x {passes} | {plan.train_iters} iterations\n"
-        f"  {observers.describe_peak()}"
+        f"  {observers.peak_words}"
     )
     d = plan.args.data
     if plan.device == "cpu" and d.num_workers is None and d.dataloader_type != "external":  # not Megatron's number
         logger.info(f"  data: {NO_LOADERS}")
     if plan.device == "cpu":
         logger.info(f"  host memory: {KEPT if keeps_memory else GIVEN_BACK}")
-    for text in observers.describe_prediction():
+    for text in observers.prediction_lines:
         logger.info(text)

@@ -3,10 +3,7 @@
 Every message is one line with three parts: the flag or file, the value, the remedy.
 """
 
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None
+import resource
 
 
 def first_line(error: BaseException) -> str:
@@ -16,8 +13,8 @@ def first_line(error: BaseException) -> str:
 
 def describe_memory_error() -> str:
     """What to say of a MemoryError: the limit of this process, if it has one."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0] if resource else -1
-    if limit < 0 or resource and limit == resource.RLIM_INFINITY:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit in (-1, resource.RLIM_INFINITY):
         return "memory ran out; free some, or give it less to do."
     return f"memory ran out: this process may take {limit // 2**20} MiB (ulimit -v {limit // 2**10}); raise that limit."
 

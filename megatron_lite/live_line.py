@@ -30,22 +30,20 @@ class LiveLine:
 
     def draw(self, text: str, lasting: bool = False):
         """Replace the line, unless that was just done. lasting: print a line that stays, wherever output goes."""
-        now = time.monotonic()
         if lasting:
             self.wipe()
-            return print_lines([f"  {text}"], sys.stderr)
-        if self._active and now - self._drawn >= SECONDS_BETWEEN:
-            self._drawn = now
-            sys.stderr.write(f"\r\033[K{escape(text)}")
-            sys.stderr.flush()
-        elif self._lines and now - self._printed >= SECONDS_BETWEEN_LINES:
-            self._printed = now
+            print_lines([f"  {text}"], sys.stderr)
+        elif self.due:
+            self._drawn = time.monotonic()
+            _write(f"\r\033[K{escape(text)}")
+        elif self._lines and time.monotonic() - self._printed >= SECONDS_BETWEEN_LINES:
+            self._printed = time.monotonic()
             print_lines([f"  {text}"], sys.stderr)
 
     def wipe(self):
         """Make room for other lines."""
         if self._active and self._drawn:
-            _clear()
+            _write("\r\033[K")
 
 
 class ConsoleHandler(logging.Handler):
@@ -67,10 +65,10 @@ def set_up_logging(is_first: bool):
 def say(text: str):
     """Print one or several lines to standard output as ConsoleHandler does."""
     if sys.stderr.isatty():
-        _clear()
+        _write("\r\033[K")
     print_lines(text.split("\n"))
 
 
-def _clear():
-    sys.stderr.write("\r\033[K")
+def _write(text: str):
+    sys.stderr.write(text)
     sys.stderr.flush()

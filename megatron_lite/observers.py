@@ -37,19 +37,13 @@ class Observers:
         on_gpu = plan.device == "cuda"
         gpu = torch.cuda.get_device_properties(plan.world.gpu) if on_gpu else None
         self._peak_tflops = peak_tflops(gpu.name, plan.precision) if on_gpu else None
+        self.peak_words = "MFU unknown: no peak for this processor in the table"  # what model FLOPs are held against
+        if self._peak_tflops is not None:
+            self.peak_words = f"MFU against {self._peak_tflops:g} TFLOP/s"
         room = gpu.total_memory if on_gpu else machine.memory_bytes
         self._prediction = forecast(plan, gpu.name if on_gpu else None, room)
+        self.prediction_lines = lines_of(self._prediction)  # on memory and time before the first step
         self._timeline = Timeline()
-
-    def describe_peak(self) -> str:
-        """What model FLOPs are held against."""
-        if self._peak_tflops is None:
-            return "MFU unknown: no peak for this processor in the table"
-        return f"MFU against {self._peak_tflops:g} TFLOP/s"
-
-    def describe_prediction(self) -> Iterator[str]:
-        """Lines on memory and time before the first step."""
-        return lines_of(self._prediction)
 
     @contextlib.contextmanager
     def watch(self, run_dir: Path, where: RunPosition) -> Iterator[None]:

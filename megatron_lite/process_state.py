@@ -1,14 +1,20 @@
-"""What the kernel says of a process on this machine, and a limit that it sets. Linux; elsewhere nothing is known."""
+"""What the kernel says of a process on this machine, and settings of its memory. Linux; elsewhere nothing is known."""
 
 import contextlib
+import ctypes
 import os
 import resource
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 PROC = Path("/proc")
 RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "LOCAL_RANK")  # torchrun gives them to each rank
+# glibc's malloc.h
+M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = 1, -1, -2, -4
+KEEP_BYTES = 2**31 - 1
+GROW_BY_BYTES = 64 * 2**20
 
 
 def process_state(pid: int) -> str | None:
@@ -33,7 +39,11 @@ def identity(pid: int | None = None) -> dict:
     """This process, or another one here, for whoever asks later, by `is_there`: host, space of ids, id, and clock ticks from
     boot to its start."""
     pid = os.getpid() if pid is None else pid
-    return {"host": socket.gethostname(), "pids": pid_space(), "pid": pid, "started_ticks": _started(pid)}
+    try:
+        started = int(_fields(pid)[19])
+    except (OSError, ValueError, IndexError):
+        started = None
+    return {"host": socket.gethostname(), "pids": pid_space(), "pid": pid, "started_ticks": started}
 
 
 def find_launcher(environ: Mapping[str, str]) -> dict | None:
@@ -62,19 +72,10 @@ def is_there(process: dict) -> bool | None:
     pid = process.get("pid")
     if not isinstance(pid, int) or process.get("pids") is None or process.get("started_ticks") is None:
         return None
-    if (process.get("host"), process["pids"]) != (socket.gethostname(), pid_space()):
+    now, state = identity(pid), process_state(pid)
+    if any(process.get(name) != now[name] for name in ("host", "pids")) or state is None:
         return None
-    state = process_state(pid)
-    if state in (None, "dead"):
-        return None if state is None else False
-    return _started(pid) == process["started_ticks"]  # else its id was given to another one
-
-
-def _started(pid: int) -> int | None:
-    try:
-        return int(_fields(pid)[19])
-    except (OSError, ValueError, IndexError):
-        return None
+    return state != "dead" and now == process  # else its id was given to another one
 
 
 def pid_space() -> str | None:
@@ -101,9 +102,7 @@ class CoreTime:
         """(CPU seconds of all threads, involuntary context switches of all threads, seconds for which this object's
         thread was ready to run and had no core)."""
         used = resource.getrusage(resource.RUSAGE_SELF)
-        waited = None
-        if self._schedstat is not None:
-            waited = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
+        waited = None if self._schedstat is None else int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
         return used.ru_utime + used.ru_stime, used.ru_nivcsw, waited
 
     def close(self):
@@ -129,10 +128,8 @@ def limit_memory(file_bytes: int, per_byte: int = 4):
     anything else is 512 MiB, and what starting a thread on each core reserves. Nothing is limited outside of Linux.
     """
     try:
-        import resource  # Unix only
-
         now = int((PROC / "self" / "statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
-    except (ImportError, OSError):
+    except OSError:
         yield
         return
     wanted = now + per_byte * file_bytes + 2**29 + 2**27 * (os.cpu_count() or 1)
@@ -145,3 +142,20 @@ def limit_memory(file_bytes: int, per_byte: int = 4):
         raise MemoryError("it asks for far more memory than its size explains") from None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc reuse freed memory inside the process; costs resident memory. False where the C library is another.
+
+    By default it gives every large block back to the kernel and faults it in again, page by page, at the next allocation:
+    training on a CPU then spends a large part of each step in page faults.
+    """
+    try:
+        if not (sys.platform.startswith("linux") and os.confstr("CS_GNU_LIBC_VERSION")):
+            return False
+    except (OSError, ValueError):  # musl does not know the name
+        return False
+    libc = ctypes.CDLL(None)
+    # M_MXFAST: small blocks that wait to be used again would not be merged with large neighbours
+    settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, KEEP_BYTES), (M_TOP_PAD, GROW_BY_BYTES), (M_MXFAST, 0))
+    return all(libc.mallopt(name, value) for name, value in settings)

@@ -17,9 +17,7 @@ from megatron_lite.errors import ConfigError, RanksError, UserError
 from megatron_lite.terminal import print_lines
 
 SECONDS_FOR_RANK_0 = 5  # what other ranks leave the first one to say an error that all of them have
-SECONDS_FOR_THE_FIRST = (
-    SECONDS_FOR_RANK_0 + 3
-)  # what ranks that lost others leave to the one to blame, to end before them
+SECONDS_FOR_THE_FIRST = 8  # what ranks that lost others leave to the one to blame, to end before them
 
 
 def refuse_mistakes(argv: list[str]) -> int:
@@ -33,10 +31,9 @@ def refuse_mistakes(argv: list[str]) -> int:
     for gpus in (files, 0, world.local_size) if files else (0,):
         try:
             check(line, replace(world, gpus=gpus))
+            return 0
         except ConfigError as error:
             first = first or error
-        else:
-            return 0
     end_with_error(first, world)
     return first.exit_code
 
@@ -57,25 +54,17 @@ def end_with_error(error: UserError, world: World):
 
 
 def tell_error(error: UserError, world: World):
-    """To people, and to torchrun for its summary."""
-    if _is_first_to_say(error):
+    """To people, if no other rank of this node has told the same, and to torchrun for its summary."""
+    error_file, is_first = os.environ.get("TORCHELASTIC_ERROR_FILE"), True
+    if error_file:  # those of a node's ranks lie in folders below a common one
+        text = hashlib.sha256("\n".join(error.lines).encode(errors="replace")).hexdigest()
+        try:
+            (Path(error_file).parents[1] / f"printed-{text[:16]}").touch(exist_ok=False)
+        except OSError as failure:
+            is_first = not isinstance(failure, FileExistsError)
+    if is_first:
         _print(error, world)
     write_error_file(error)
-
-
-def _is_first_to_say(error: UserError) -> bool:
-    """Whether no other rank of this node has printed the same: error files of ranks lie in folders below a common one."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file:
-        return True
-    text = hashlib.sha256("\n".join(error.lines).encode(errors="replace")).hexdigest()
-    try:
-        (Path(error_file).parents[1] / f"printed-{text[:16]}").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _print(error: UserError, world: World):

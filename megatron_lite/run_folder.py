@@ -73,11 +73,7 @@ def checkpoint_name(iteration: int) -> str:
 def iteration_of(name: str) -> int | None:
     """The inverse; None for another name."""
     digits = name.removeprefix("iter_")
-    return (
-        int(digits)
-        if name.startswith("iter_") and digits.isdecimal() and checkpoint_name(int(digits)) == name
-        else None
-    )
+    return int(digits) if digits.isdecimal() and checkpoint_name(int(digits)) == name else None
 
 
 def write_atomically(path: Path, text: str):

@@ -31,14 +31,12 @@ def open_regular(path: str | Path, flags: int, *, follow_link: bool = False) -> 
             raise OSError(errno.EINVAL, NOT_REGULAR, str(path)) from None
         raise
     kind = os.fstat(file).st_mode
-    if not stat.S_ISREG(kind):
-        os.close(file)
-        raise (
-            IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
-            if stat.S_ISDIR(kind)
-            else OSError(errno.EINVAL, NOT_REGULAR, str(path))
-        )
-    return file
+    if stat.S_ISREG(kind):
+        return file
+    os.close(file)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
 
 
 def read_bounded(path: Path, max_bytes: int, *, follow_link: bool = False) -> str:
@@ -61,7 +59,14 @@ def try_lock(path: Path, holder: str = "") -> Iterator[Lock]:
             os.close(files.pop())
 
     try:
-        state = _ask(files[0], path)
+        fcntl.flock(files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever held it may have removed the file between our opening and our locking it: then it locks nothing.
+        state = Lock.HELD if os.path.samestat(os.fstat(files[0]), os.stat(path)) else Lock.BUSY
+    except (BlockingIOError, FileNotFoundError):
+        state = Lock.BUSY
+    except OSError:
+        state = Lock.NONE
+    try:
         if state is not Lock.BUSY:
             # A child that a killed process leaves behind would hold its lock for ever.
             os.register_at_fork(after_in_child=close)
@@ -69,22 +74,8 @@ def try_lock(path: Path, holder: str = "") -> Iterator[Lock]:
                 os.ftruncate(files[0], 0)
                 os.write(files[0], holder.encode())
                 os.fsync(files[0])
-        try:
-            yield state
-        finally:
-            if state is not Lock.BUSY:
-                path.unlink(missing_ok=True)
+        yield state
     finally:
+        if state is not Lock.BUSY:
+            path.unlink(missing_ok=True)
         close()
-
-
-def _ask(file: int, path: Path) -> Lock:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever held it may have removed the file between our opening and our locking it: then it locks nothing.
-        same = os.path.samestat(os.fstat(file), os.stat(path))
-    except (BlockingIOError, FileNotFoundError):
-        return Lock.BUSY
-    except OSError:
-        return Lock.NONE
-    return Lock.HELD if same else Lock.BUSY

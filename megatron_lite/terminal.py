@@ -43,17 +43,12 @@ def end_quietly_without_reader(work: Callable[[], int]) -> int:
         sys.stdout.flush()  # here, not while Python ends, a reader that left is noticed
         return code
     except BrokenPipeError:
-        if not _reader_left(sys.stdout):
-            raise
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise  # some other pipe's, to a worker process say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again while it ends
         return CUT_OFF
-
-
-def _reader_left(stream) -> bool:
-    """Not some other pipe's, to a worker process say."""
-    poll = select.poll()
-    poll.register(stream.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def describe_version() -> str:

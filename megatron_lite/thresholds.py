@@ -10,7 +10,7 @@ MIN_BEFORE = 3  # steps before a profiled window, the run's first left out, to s
 SLOWER = 0.10  # than the median rank, in one phase
 SHARE_OF_STEP = 0.02  # that a rank's delay must be, or it does not matter
 MOSTLY = 0.75  # of the console lines in which the same rank must be that slow; a machine's noise changes sides
-GROWN_SHARE, GROWN_BYTES = 0.02, 16 * 2**20  # less is noise
+GROWN_SHARE, GROWN_BYTES = 0.02, 16 * 2**20  # allocators take and give back less by themselves
 GROWTH_PARTS = 4  # of the time seen, each of which must hold more than the one before: warming up is no growth
 MIN_PART = 0.1  # of the growth from one part to the next; a leak has a third in each, a jump all in one
 WITHOUT_CORE = 0.10  # of a step, in which a rank that is ready has no core: figures of time then tell of the machine
@@ -65,10 +65,6 @@ def steady_growth(rows: Sequence[tuple[int, float]]) -> tuple[float, float] | No
     levels = [median(value for _, value in part) for part in parts]
     centers = [median(at for at, _ in part) for part in parts]
     by, steps = levels[-1] - levels[0], centers[-1] - centers[0]
+    grown = by > max(GROWN_SHARE * levels[0], GROWN_BYTES)
     steadily = all(later - earlier >= MIN_PART * by for earlier, later in pairwise(levels))
-    return (by, by / steps) if has_grown(by, levels[0]) and steadily and steps > 0 else None
-
-
-def has_grown(by_bytes: float, from_bytes: float) -> bool:
-    """Is that more memory than allocators take and give back by themselves?"""
-    return by_bytes > max(GROWN_SHARE * from_bytes, GROWN_BYTES)
+    return (by, by / steps) if grown and steadily and steps > 0 else None

@@ -4,8 +4,8 @@ import pytest
 from command_lines import REPO, argv, read_table
 from launch import pretrain
 
+from megatron_lite import process_state
 from megatron_lite.app import main
-from megatron_lite.parallel import host_memory
 
 OUTPUTS = ["--save", "out/ckpt", "--tensorboard-dir", "out/tb", "--run-dir", "out/run"]
 FOUR_MISTAKES = argv(["--num-layer", "2", "--fp16", "--bf16", "--lr", "fast", "--global-batch-size", "9", *OUTPUTS])
@@ -83,5 +83,5 @@ def test_a_c_library_that_is_not_glibc_keeps_its_allocator(monkeypatch):
     def unknown(name):
         raise ValueError("unrecognized configuration name")
 
-    monkeypatch.setattr(host_memory.os, "confstr", unknown)
-    assert not host_memory.keep_freed_memory()
+    monkeypatch.setattr(process_state.os, "confstr", unknown)
+    assert not process_state.keep_freed_memory()

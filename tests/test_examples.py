@@ -90,13 +90,10 @@ def test_what_cannot_work_is_said_before_anything_is_made(arguments, environment
     assert not places[0].exists() and not places[1].exists()
 
 
-def test_each_missing_argument_is_named(places):
+def test_each_missing_argument_and_a_taken_port_are_named_and_help_is_the_head_of_the_script(places):
     for number, name in enumerate(["TB", "VOCAB", "MERGES", "DATA"], start=1):
         missing = f"{name} is missing; give all of CKPT TB VOCAB MERGES DATA, or none"
         assert_refused(start(SCRIPT, *places[:number]), missing)
-
-
-def test_help_is_the_head_of_the_script_and_a_taken_port_is_said(places):
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         refusal = f"MASTER_PORT={port} is taken on this machine; set another"
@@ -133,6 +130,7 @@ def test_bf16_behind_the_dashes_replaces_fp16(places, tmp_path):
 
 
 def copy_repository(folder: Path) -> Path:
+    """To be trained in."""
     ignored = shutil.ignore_patterns(".*", "quickstart", "runs", "build", "*.egg-info", "__pycache__")
     return Path(shutil.copytree(ROOT, folder / "a copy", ignore=ignored))
 
@@ -151,15 +149,15 @@ def test_the_quickstart_from_start_to_end(tmp_path):
     copy = copy_repository(tmp_path)
     folder = copy / "quickstart" / "run-2"
     (copy / "quickstart" / "run-1").mkdir(parents=True)  # of a start before
-    run = start(copy / "examples" / "gpt3" / QUICKSTART.name, cwd=tmp_path, STEPS="16")
+    run = start(copy / "examples" / "gpt3" / QUICKSTART.name, cwd=tmp_path, STEPS="5")
     assert run.returncode == 0, run.stdout + run.stderr
     assert json.loads((folder / RUN_FILE).read_text())["status"] == "finished"
     written = [json.loads(line) for line in (folder / STEPS_FILE).read_text().splitlines()]
-    assert [line["iteration"] for line in written if "ranks" not in line] == list(range(1, 17))
-    assert read_tracker(folder / "checkpoints") == 16 and list((folder / "tensorboard").iterdir())
-    first, last = re.search(r"validation loss +([\d.]+) after 2 .* ([\d.]+) after 16", run.stdout).groups()
-    assert float(last) < float(first) - 0.3
-    assert (folder / "console.log").read_text().count("validation loss at") == 10
+    assert [line["iteration"] for line in written if "ranks" not in line] == list(range(1, 6))
+    assert read_tracker(folder / "checkpoints") == 5 and list((folder / "tensorboard").iterdir())
+    first, last = re.search(r"validation loss +([\d.]+) after 1 .* ([\d.]+) after 5", run.stdout).groups()
+    assert float(last) < float(first) - 0.1
+    assert (folder / "console.log").read_text().count("validation loss at") == 7
     assert not list((copy / "quickstart" / "run-1").iterdir())
 
 
@@ -179,14 +177,14 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1
 DISTRIBUTED_ARGS=(--nproc_per_node 2 --nnodes 1 --master_addr localhost --master_port {port})
 GPT_MODEL_ARGS=(--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
     --max-position-embeddings 64 --attention-backend auto)
-TRAINING_ARGS=(--micro-batch-size 4 --global-batch-size 16 --train-iters 40 --weight-decay 0.1 --adam-beta1 0.9
+TRAINING_ARGS=(--micro-batch-size 4 --global-batch-size 16 --train-iters 24 --weight-decay 0.1 --adam-beta1 0.9
     --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-3 --lr-decay-style cosine
-    --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 40)
+    --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 24)
 MODEL_PARALLEL_ARGS=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1)
 DATA_ARGS=(--data-path "$5" --vocab-file "$3" --merge-file "$4" --split 949,50,1)
-EVAL_AND_LOGGING_ARGS=(--log-interval 20 --save-interval 20 --eval-interval 20 --save "$1" --load "$1" --eval-iters 2
+EVAL_AND_LOGGING_ARGS=(--log-interval 6 --save-interval 12 --eval-interval 12 --save "$1" --load "$1" --eval-iters 1
     --tensorboard-dir "$2")
-PROFILER_ARGS=(--profile --use-pytorch-profiler --profile-step-start 10 --profile-step-end 12 --profile-ranks 0)
+PROFILER_ARGS=(--profile --use-pytorch-profiler --profile-step-start 4 --profile-step-end 6 --profile-ranks 0)
 exec torchrun ${{DISTRIBUTED_ARGS[@]}} pretrain_gpt.py ${{GPT_MODEL_ARGS[@]}} ${{TRAINING_ARGS[@]}} \\
     ${{MODEL_PARALLEL_ARGS[@]}} "${{DATA_ARGS[@]}}" "${{EVAL_AND_LOGGING_ARGS[@]}}" ${{PROFILER_ARGS[@]}}
 """)
@@ -194,9 +192,9 @@ exec torchrun ${{DISTRIBUTED_ARGS[@]}} pretrain_gpt.py ${{GPT_MODEL_ARGS[@]}} ${
     outputs = [tmp_path / "checkpoints", tmp_path / "logs"]
     run = start(script, *outputs, *places[2:], PATH=path, OMP_NUM_THREADS="1")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert re.search(r"iteration       40/      40 \|.* number of skipped iterations:   0 \|", run.stdout)
-    assert "validation loss at iteration 20 | lm loss value:" in run.stdout
-    assert read_tracker(outputs[0]) == 40 and list(outputs[1].glob("*.pt.trace.json*"))
+    assert re.search(r"iteration       24/      24 \|.* number of skipped iterations:   0 \|", run.stdout)
+    assert "validation loss at iteration 12 | lm loss value:" in run.stdout
+    assert read_tracker(outputs[0]) == 24 and list(outputs[1].glob("*.pt.trace.json*"))
 
 
 def python_that(folder: Path, fails_at: str) -> str:
@@ -237,35 +235,32 @@ def test_what_pip_said_is_shown_when_it_fails(tmp_path):
     assert run.stderr.endswith(f"see above; its whole log is {copy}/.venv/install.log\n")
 
 
-def packages(folder: Path, *names: str, asked: str = "missing") -> subprocess.CompletedProcess:
-    """examples/packages.py in an environment that has `names`, each NAME or NAME==VERSION, and no others."""
-    for name, _, version in (name.partition("==") for name in names):
-        (folder / f"{name}-{version or 9999}.dist-info").mkdir(parents=True)
-        (folder / f"{name}-{version or 9999}.dist-info" / "METADATA").write_text(
-            f"Name: {name}\nVersion: {version or 9999}\n"
-        )
-    code = (
-        "import runpy, sys, importlib.metadata\n"
-        f"sys.path[:] = [path for path in sys.path if 'site-packages' not in path and 'dist-packages' not in path] + [{str(folder)!r}]\n"
-        f"sys.argv = ['packages.py', {asked!r}]; runpy.run_path({str(ROOT / 'examples' / 'packages.py')!r}, run_name='__main__')"
-    )
-    return subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False)
-
-
-def requirements() -> dict[str, str]:
-    lines = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [\n")[2].partition("\n]")[0].splitlines()
-    return dict(re.match(r'\s*"([\w-]+)(.*)",', line).groups() for line in lines)
-
-
 def test_an_environment_needs_each_package_of_pyproject(tmp_path):
-    names = requirements()
-    assert {"torch", "msgspec", "plotly", "pyyaml"} <= names.keys()
-    assert packages(tmp_path / "all", *names).returncode == 0
+    lines = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [\n")[2].partition("\n]")[0].splitlines()
+    names = [re.match(r'\s*"([\w-]+)', line)[1] for line in lines]
+    assert {"torch", "msgspec", "plotly", "pyyaml"} <= set(names)
+
+    def find_missing(case: str, versions: dict[str, str]) -> tuple[int, str]:
+        """examples/packages.py in an environment that has these packages and no others."""
+        for name, version in versions.items():
+            folder = tmp_path / case / f"{name}-{version}.dist-info"
+            folder.mkdir(parents=True)
+            (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        code = (
+            "import runpy, sys, importlib.metadata\n"
+            f"sys.path[:] = [path for path in sys.path if '-packages' not in path] + [{str(tmp_path / case)!r}]\n"
+            "sys.argv = ['packages.py', 'missing']\n"
+            f"runpy.run_path({str(ROOT / 'examples' / 'packages.py')!r}, run_name='__main__')"
+        )
+        run = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False)
+        return run.returncode, run.stdout
+
+    newest = dict.fromkeys(names, "9999")
+    assert find_missing("all", newest) == (0, "")
     for lacking in names:
-        run = packages(tmp_path / lacking, *(name for name in names if name != lacking))
-        assert (run.returncode, run.stdout) == (1, f"{lacking}\n")
-    run = packages(tmp_path / "old", *(name for name in names if name != "plotly"), "plotly==5.24.1")
-    assert (run.returncode, run.stdout) == (1, "plotly>=6 (has 5.24.1)\n")
+        others = {name: version for name, version in newest.items() if name != lacking}
+        assert find_missing(lacking, others) == (1, f"{lacking}\n")
+    assert find_missing("old", newest | {"plotly": "5.24.1"}) == (1, "plotly>=6 (has 5.24.1)\n")
 
 
 FAKE_PIP = """#!/usr/bin/env bash

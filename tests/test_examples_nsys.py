@@ -127,8 +127,8 @@ def desk(tmp_path) -> Desk:
     return Desk(tmp_path)
 
 
-def refused(run: subprocess.CompletedProcess, said: str) -> bool:
-    return run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1 and said in run.stderr
+def assert_refused(run: subprocess.CompletedProcess, said: str):
+    assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1 and said in run.stderr
 
 
 # --- before training
@@ -137,8 +137,8 @@ def refused(run: subprocess.CompletedProcess, said: str) -> bool:
 @pytest.mark.skipif(any(Path(at).exists() for at in ("/usr/local/cuda/bin/nsys", "/opt/nvidia")), reason="has an nsys")
 def test_without_nsys_it_says_how_to_get_it_and_does_nothing(desk):
     absent = "error: --nsys: there is no nsys on the PATH; get Nsight Systems from https://developer.nvidia.com"
-    assert refused(desk.start(), absent)
-    assert refused(desk.start(NSYS="/no/such/nsys"), "NSYS=/no/such/nsys: cannot be run; get Nsight Systems")
+    assert_refused(desk.start(), absent)
+    assert_refused(desk.start(NSYS="/no/such/nsys"), "NSYS=/no/such/nsys: cannot be run; get Nsight Systems")
     assert not desk.reports.exists()
 
 
@@ -156,11 +156,11 @@ def test_without_nsys_it_says_how_to_get_it_and_does_nothing(desk):
 )
 def test_what_could_record_nothing_is_refused(desk, known, environment, said):
     desk.nsys(known)
-    assert refused(desk.start(**environment), said)
+    assert_refused(desk.start(**environment), said)
     assert not desk.reports.exists()
     desk.nsys()
     desk.reports.touch()
-    assert refused(desk.start(), "nsight_profile: Nsight Systems' report could not be written there; make")
+    assert_refused(desk.start(), "nsight_profile: Nsight Systems' report could not be written there; make")
 
 
 # --- what nsys is asked

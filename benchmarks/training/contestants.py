@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.training.work import Work
 from megatron_lite.errors import UserError
-from megatron_lite.parallel.host_memory import GROW_BY_BYTES, KEEP_BYTES
+from megatron_lite.process_state import GROW_BY_BYTES, KEEP_BYTES
 
 REPO = Path(__file__).resolve().parents[2]
 OURS = "ours"
@@ -16,7 +16,7 @@ OURS = "ours"
 LR_WARM_UP = 100
 STEP_FILE = "steps.jsonl"  # of a yardstick
 PLAIN = "benchmarks.yardsticks.plain_loop"
-# what megatron_lite.parallel.host_memory sets by itself, in the variables of glibc's mallopt(3)
+# what process_state.keep_freed_memory sets by itself, in the variables of glibc's mallopt(3)
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(KEEP_BYTES),

@@ -52,7 +52,7 @@ def explicit_attention(
     scale_by_layer: the stored scores are divided by layer_number, which keeps them in fp16's range, and multiplied
     back inside the softmax (which then is in fp32).
     """
-    k_BNTD, v_BNTD = _per_head(k_BGTD, q_BNTD), _per_head(v_BGTD, q_BNTD)
+    k_BNTD, v_BNTD = _expand(k_BGTD, q_BNTD), _expand(v_BGTD, q_BNTD)
     damping = layer_number if scale_by_layer else 1
     scale = 1 / (math.sqrt(q_BNTD.shape[-1]) * damping)
     scores = _scores(q_BNTD, k_BNTD, scale, mask_B1TT)
@@ -97,7 +97,7 @@ def sdpa_attention(
     kernels keep scores in fp32, so that dividing by it and multiplying back would change nothing.
     """
     if expand:
-        k_BGTD, v_BGTD = _per_head(k_BGTD, q_BNTD), _per_head(v_BGTD, q_BNTD)
+        k_BGTD, v_BGTD = _expand(k_BGTD, q_BNTD), _expand(v_BGTD, q_BNTD)
     arguments = sdpa_arguments(q_BNTD, k_BGTD, mask_B1TT, dropout)
     with nullcontext() if backend is None else sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q_BNTD, k_BGTD, v_BGTD, **arguments)
@@ -112,6 +112,7 @@ def sdpa_arguments(q_BNTD: Tensor, k_BGTD: Tensor, mask_B1TT: Tensor | None, dro
     }
 
 
-def _per_head(x_BGTD: Tensor, q_BNTD: Tensor) -> Tensor:
+def _expand(x_BGTD: Tensor, q_BNTD: Tensor) -> Tensor:
+    """Each group's keys or values once per head."""
     repeats = q_BNTD.shape[1] // x_BGTD.shape[1]
     return x_BGTD if repeats == 1 else x_BGTD.repeat_interleave(repeats, dim=1)

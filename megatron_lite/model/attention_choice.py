@@ -42,10 +42,6 @@ class Probe:
     mask_B1TT: Tensor | None
     dropout: float
 
-    @property
-    def arguments(self) -> dict:
-        return sdpa_arguments(self.q_BNTD, self.k_BGTD, self.mask_B1TT, self.dropout)
-
 
 def choose_attention(
     backend: str,
@@ -68,25 +64,24 @@ def choose_attention(
     Raises UserError if the flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
     """
     if backend in EXPLICIT or backend == "auto" and prefer_explicit:
-        return _explicit(backend, shape, explain)
+        function = partial(
+            explicit_attention, fp32_softmax=shape.softmax_in_fp32, scale_by_layer=shape.query_key_layer_scaling
+        )
+        reason = f"--attention-backend {backend} asks for the explicit kernel"
+        if backend == "auto":
+            reason = "in bf16 on a CPU it is slower for so few positions"
+        return Attend(function, "explicit", (f"sdpa: {reason}",) if explain else ())
     if backend != "auto" and backend not in FORCED:
         raise UserError(f"--attention-backend {backend}: not one of auto, flash, fused, unfused, local; use auto")
     probes = _probes(shape, batch, torch.device(device), dtype, masked)
-    if backend in FORCED:
-        return _forced(backend, probes)
-    return _automatic(probes, explain, pick)
-
-
-def _explicit(backend: str, shape: ModelShape, explain: bool) -> Attend:
-    function = partial(
-        explicit_attention, fp32_softmax=shape.softmax_in_fp32, scale_by_layer=shape.query_key_layer_scaling
-    )
-    reason = (
-        "in bf16 on a CPU it is slower for so few positions"
-        if backend == "auto"
-        else f"--attention-backend {backend} asks for the explicit kernel"
-    )
-    return Attend(function, "explicit", (f"sdpa: {reason}",) if explain else ())
+    if backend == "auto":
+        return _automatic(probes, explain, pick)
+    wanted = FORCED[backend]
+    for expand, probe in enumerate(probes):
+        choice, reason = _ask_torch(probe, wanted)
+        if choice == wanted:
+            return Attend(partial(sdpa_attention, backend=wanted, expand=bool(expand)), f"sdpa {NAMES[wanted]}")
+    raise UserError(f"--attention-backend {backend}: cannot run here ({reason}); use --attention-backend auto")
 
 
 def _automatic(probes: list[Probe], explain: bool, pick: Callable | None) -> Attend:
@@ -94,29 +89,18 @@ def _automatic(probes: list[Probe], explain: bool, pick: Callable | None) -> Att
     choices = [_ask_torch(probe)[0] for probe in probes]
     fused = [i for i, choice in enumerate(choices) if choice not in (None, SDPBackend.MATH)]
     chosen = fused[0] if fused else 0
-    own, backend, timed = NAMES.get(choices[chosen]), None, ""
+    own, backend, timed, why_not = NAMES.get(choices[chosen]), None, "", ()
+    if pick is not None or explain:
+        answers = {b: _ask_torch(probes[chosen], b) for b in NAMES if b != SDPBackend.MATH}
     if pick is not None:
-        able = {NAMES[b]: b for b in NAMES if b != SDPBackend.MATH and _ask_torch(probes[chosen], b)[0] == b}
+        able = {NAMES[b]: b for b, (choice, _) in answers.items() if choice == b}
         race = pick(probes[chosen], tuple(able), own)
         if race.winner == own or race.winner in able:  # the race was another rank's; this GPU may lack its winner
             backend, own, timed = None if race.winner == own else able[race.winner], race.winner, race.words
+    if explain:
+        why_not = tuple(f"sdpa {NAMES[b]}: {reason}" for b, (choice, reason) in answers.items() if choice != b)
     function = partial(sdpa_attention, backend=backend, expand=chosen > 0)
-    return Attend(function, f"sdpa {own}" if own else "sdpa", _rejections(probes[chosen]) if explain else (), timed)
-
-
-def _forced(backend: str, probes: list[Probe]) -> Attend:
-    wanted = FORCED[backend]
-    answers = [_ask_torch(probe, wanted) for probe in probes]
-    able = [i for i, (choice, _) in enumerate(answers) if choice == wanted]
-    if not able:
-        reason = answers[-1][1]
-        raise UserError(f"--attention-backend {backend}: cannot run here ({reason}); use --attention-backend auto")
-    return Attend(partial(sdpa_attention, backend=wanted, expand=able[0] > 0), f"sdpa {NAMES[wanted]}")
-
-
-def _rejections(probe: Probe) -> tuple[str, ...]:
-    answers = {backend: _ask_torch(probe, backend) for backend in NAMES if backend != SDPBackend.MATH}
-    return tuple(f"sdpa {NAMES[b]}: {reason}" for b, (choice, reason) in answers.items() if choice != b)
+    return Attend(function, f"sdpa {own}" if own else "sdpa", why_not, timed)
 
 
 def _probes(shape: ModelShape, batch: int, device: torch.device, dtype: torch.dtype, masked: bool) -> list[Probe]:
@@ -141,25 +125,26 @@ def _ask_torch(probe: Probe, backend: SDPBackend | None = None) -> tuple[SDPBack
     torch gives its reasons as warnings, and only while refusing; there is no call that returns them.
     """
     device = probe.q_BNTD.device.type
+    arguments = sdpa_arguments(probe.q_BNTD, probe.k_BGTD, probe.mask_B1TT, probe.dropout)
     if backend in CUDA_ONLY and device != "cuda":
         return None, f"it needs a CUDA device, not {device}"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with nullcontext() if backend is None else sdpa_kernel(backend):
-                choice = torch._fused_sdp_choice(probe.q_BNTD, probe.k_BGTD, probe.k_BGTD, **probe.arguments)
+                choice = torch._fused_sdp_choice(probe.q_BNTD, probe.k_BGTD, probe.k_BGTD, **arguments)
         except (AttributeError, NotImplementedError, RuntimeError) as error:
-            return None, _reason([str(w.message) for w in caught], backend) or first_line(error)
+            return None, _find_reasons(caught, backend) or first_line(error)
     choice = SDPBackend(choice)
     return choice, "" if choice == backend else f"torch takes {NAMES.get(choice, choice.name)} for {device} tensors"
 
 
-def _reason(messages: list[str], backend: SDPBackend | None) -> str:
+def _find_reasons(caught: list[warnings.WarningMessage], backend: SDPBackend | None) -> str:
     """The lines below the heading "<kernel> not used because:" of this backend, on one line."""
-    titles = {"flash": "flash", "cudnn": "cudnn", "efficient": "memory efficient"}
-    title, found, inside = titles.get(NAMES.get(backend), ""), [], False
-    for message in messages:
-        text = message.split(" (Triggered internally")[0].strip()
+    name = NAMES.get(backend, "")
+    title, found, inside = "memory efficient" if name == "efficient" else name, [], False
+    for warning in caught:
+        text = str(warning.message).split(" (Triggered internally")[0].strip()
         if text.endswith("not used because:"):
             inside = text.lower().startswith(title)
         elif inside:
@@ -182,12 +167,9 @@ class Race:
         """'1.21 ms, flash 1.60 ms forward and backward'; empty where nothing was timed."""
         if self.winner not in self.times_ms:
             return ""
-        others = [
-            f"{name} {ms:.2f} ms"
-            for name, ms in sorted(self.times_ms.items(), key=lambda item: item[1])
-            if name != self.winner
-        ]
-        return f"{', '.join([f'{self.times_ms[self.winner]:.2f} ms', *others])} forward and backward"
+        others = sorted((ms, name) for name, ms in self.times_ms.items() if name != self.winner)
+        words = [f"{self.times_ms[self.winner]:.2f} ms", *(f"{name} {ms:.2f} ms" for ms, name in others)]
+        return f"{', '.join(words)} forward and backward"
 
 
 def fastest(probe: Probe, able: tuple[str, ...], preferred: str | None) -> Race:

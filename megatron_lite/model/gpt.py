@@ -18,17 +18,12 @@ from megatron_lite.model.loss import token_losses
 # --- rotary position embedding (Su et al. 2021, arXiv 2104.09864)
 
 
-def rotary_width(shape: ModelShape) -> int:
-    """R: how many leading channels of each head are rotated."""
-    return int(shape.kv_channels * shape.rotary_percent)
-
-
 def rotary_tables(positions_BT: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
     """cos_B1TR, sin_B1TR in fp32: angle = position / factor * base^(-2i/R) for the i-th pair of channels.
 
     Calculated anew in each forward pass, because a table kept as a buffer would not survive meta-device construction.
     """
-    width = rotary_width(shape)
+    width = int(shape.kv_channels * shape.rotary_percent)  # R, the leading channels
     channels = torch.arange(0, width, 2, dtype=torch.float32, device=positions_BT.device)
     frequencies = 1.0 / shape.rotary_base ** (channels / width)
     positions = positions_BT.float()
@@ -50,16 +45,13 @@ def rotate(x_BNTD: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor, interleaved: bool
     width = cos_B1TR.shape[-1]
     cos, sin = cos_B1TR.to(x_BNTD.dtype), sin_B1TR.to(x_BNTD.dtype)
     turned, rest = x_BNTD[..., :width], x_BNTD[..., width:]
-    turned = turned * cos + _quarter_turn(turned, interleaved) * sin
-    return torch.cat((turned, rest), dim=-1)
-
-
-def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
-    """(a, b) -> (-b, a) for each pair."""
+    # a quarter turn: (a, b) -> (-b, a) for each pair
     if interleaved:
-        return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+        quarter = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        quarter = torch.cat((-second, first), dim=-1)
+    return torch.cat((turned * cos + quarter * sin, rest), dim=-1)
 
 
 class Norm(nn.Module):
@@ -77,16 +69,15 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if shape.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.minus_one:
-            return self._normalise(x, self.weight, self.bias)
-        # 1 + weight is formed in fp32: in bf16 the sum would round away the digits that storing it minus one preserves.
-        bias = None if self.bias is None else self.bias.float()
-        return self._normalise(x.float(), self.weight.float() + 1, bias).to(x.dtype)
-
-    def _normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wide, weight, bias = x, self.weight, self.bias
+        if self.minus_one:
+            # 1 + weight is formed in fp32: in bf16 the sum would round away the digits that storing it minus one preserves.
+            wide, weight, bias = x.float(), weight.float() + 1, None if bias is None else bias.float()
         if bias is None:
-            return F.rms_norm(x, self.width, weight, self.eps)
-        return F.layer_norm(x, self.width, weight, bias, self.eps)
+            normalized = F.rms_norm(wide, self.width, weight, self.eps)
+        else:
+            normalized = F.layer_norm(wide, self.width, weight, bias, self.eps)
+        return normalized.to(x.dtype) if self.minus_one else normalized
 
 
 class SelfAttention(nn.Module):
@@ -109,14 +100,12 @@ class SelfAttention(nn.Module):
         self.q_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
         self.k_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
 
-    def forward(
-        self,
-        hidden_BTH: Tensor,
-        mask_B1TT: Tensor | None = None,
-        cos_B1TR: Tensor | None = None,
-        sin_B1TR: Tensor | None = None,
-    ) -> Tensor:
-        q_BNTD, k_BGTD, v_BGTD = self._split(self.linear_qkv(hidden_BTH))
+    def forward(self, hidden_BTH: Tensor, mask_B1TT=None, cos_B1TR=None, sin_B1TR=None) -> Tensor:
+        # The number of groups is left to the tensor: a tensor-parallel rank holds only its share of them.
+        grouped = self.linear_qkv(hidden_BTH).unflatten(-1, (-1, self.heads_per_group + 2, self.kv_channels))
+        # one split, whose backward is one copy; a slice each would fill a whole tensor with zeros and add it
+        q, k, v = grouped.split((self.heads_per_group, 1, 1), dim=-2)
+        q_BNTD, k_BGTD, v_BGTD = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))
         if self.q_layernorm is not None:
             q_BNTD, k_BGTD = self.q_layernorm(q_BNTD), self.k_layernorm(k_BGTD)
         if cos_B1TR is not None:
@@ -125,14 +114,6 @@ class SelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         out_BNTD = self.attend.function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, self.layer_number)
         return self.linear_proj(out_BNTD.transpose(1, 2).flatten(2))
-
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # The number of groups is left to the tensor: a tensor-parallel rank holds only its share of them.
-        grouped = qkv.unflatten(-1, (-1, self.heads_per_group + 2, self.kv_channels))
-        # one split, whose backward is one copy; a slice each would fill a whole tensor with zeros and add it
-        q, k, v = grouped.split((self.heads_per_group, 1, 1), dim=-2)
-        q_BTND, k_BTGD, v_BTGD = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        return q_BTND.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2)
 
 
 # --- layers
@@ -200,13 +181,7 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(shape)
         self.dropout = nn.Dropout(shape.hidden_dropout) if shape.hidden_dropout else nn.Identity()
 
-    def forward(
-        self,
-        hidden_BTH: Tensor,
-        mask_B1TT: Tensor | None = None,
-        cos_B1TR: Tensor | None = None,
-        sin_B1TR: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_BTH: Tensor, mask_B1TT=None, cos_B1TR=None, sin_B1TR=None) -> Tensor:
         attended_BTH = self.self_attention(self.input_layernorm(hidden_BTH), mask_B1TT, cos_B1TR, sin_B1TR)
         hidden_BTH = hidden_BTH + self.dropout(attended_BTH)
         return hidden_BTH + self.dropout(self.mlp(self.pre_mlp_layernorm(hidden_BTH)))
@@ -220,13 +195,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(shape, i + 1, attend) for i in range(shape.num_layers))
         self.final_layernorm = Norm(shape.hidden_size, shape)
 
-    def forward(
-        self,
-        hidden_BTH: Tensor,
-        mask_B1TT: Tensor | None = None,
-        cos_B1TR: Tensor | None = None,
-        sin_B1TR: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_BTH: Tensor, mask_B1TT=None, cos_B1TR=None, sin_B1TR=None) -> Tensor:
         for layer in self.layers:
             hidden_BTH = layer(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR)
         return self.final_layernorm(hidden_BTH)
@@ -263,7 +232,11 @@ class GPT(nn.Module):
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
-        cos_B1TR, sin_B1TR = self._rotary(tokens_BT)
+        cos_B1TR = sin_B1TR = None
+        if self.shape.position_embedding == "rope":
+            # rotations count from the start of the sequence, as in Megatron: only learned positions can be reset
+            sequence = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+            cos_B1TR, sin_B1TR = rotary_tables(sequence, self.shape)
         hidden_BTH = self.embedding(tokens_BT, positions_BT)
         hidden_BTH = self.decoder(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR)
         if labels_BT is None:
@@ -274,9 +247,3 @@ class GPT(nn.Module):
     def output_weight(self) -> Tensor:
         """weight_VH of the output projection: the word embeddings' own when tied."""
         return self.embedding.word_embeddings.weight if self.output_layer is None else self.output_layer.weight
-
-    def _rotary(self, tokens_BT: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Rotations count from the start of the sequence, as in Megatron: only learned positions can be reset."""
-        if self.shape.position_embedding != "rope":
-            return None, None
-        return rotary_tables(torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None], self.shape)

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.config.shape import ModelShape
 
@@ -20,16 +20,12 @@ def initialize(model: nn.Module, shape: ModelShape) -> None:
     (0 with layernorm_1p, which stores them minus 1).
     """
     for name, parameter in model.named_parameters():
-        _fill(name, parameter, shape)
-
-
-def _fill(name: str, parameter: Tensor, shape: ModelShape) -> None:
-    owner, kind = name.split(".")[-2:]
-    if kind == "bias":
-        nn.init.zeros_(parameter)
-    elif owner.endswith("layernorm"):
-        nn.init.constant_(parameter, 0.0 if shape.layernorm_1p else 1.0)
-    elif owner in RESIDUAL_OUTPUTS:
-        nn.init.normal_(parameter, std=shape.init_method_std / math.sqrt(2 * shape.num_layers))
-    else:
-        nn.init.normal_(parameter, std=shape.init_method_std)
+        owner, kind = name.split(".")[-2:]
+        if kind == "bias":
+            nn.init.zeros_(parameter)
+        elif owner.endswith("layernorm"):
+            nn.init.constant_(parameter, 0.0 if shape.layernorm_1p else 1.0)
+        elif owner in RESIDUAL_OUTPUTS:
+            nn.init.normal_(parameter, std=shape.init_method_std / math.sqrt(2 * shape.num_layers))
+        else:
+            nn.init.normal_(parameter, std=shape.init_method_std)

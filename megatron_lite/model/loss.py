@@ -2,6 +2,8 @@
 of it.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -78,9 +80,7 @@ def _softmax(logits_MV: Tensor, rows_at_once: int, learns: bool) -> tuple[Tensor
     highest_M1, sums_M1 = torch.empty(2, len(logits_MV), 1, dtype=torch.float32, device=logits_MV.device)
     in_fp32 = logits_MV.dtype == torch.float32
     room_RV = None if in_fp32 else torch.empty_like(logits_MV[:rows_at_once], dtype=torch.float32)
-    for logits_RV, highest_R1, sums_R1 in zip(
-        *(all_M.split(rows_at_once) for all_M in (logits_MV, highest_M1, sums_M1))
-    ):
+    for logits_RV, highest_R1, sums_R1 in _split_rows(rows_at_once, logits_MV, highest_M1, sums_M1):
         wide_RV = logits_RV if in_fp32 else room_RV[: len(logits_RV)].copy_(logits_RV)
         torch.amax(wide_RV, -1, keepdim=True, out=highest_R1)
         torch.sum(wide_RV.sub_(highest_R1).exp_(), -1, keepdim=True, out=sums_R1)
@@ -98,8 +98,8 @@ class _ScaledLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_MV: Tensor, labels_M: Tensor, rows_at_once: int) -> Tensor:
         losses_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
-        for rows in _split_rows(labels_M, rows_at_once):
-            losses_M[rows] = _row_losses(logits_MV[rows], labels_M[rows, None])
+        for losses_R, logits_RV, labels_R in _split_rows(rows_at_once, losses_M, logits_MV, labels_M):
+            losses_R.copy_(_row_losses(logits_RV, labels_R[:, None]))
         ctx.save_for_backward(logits_MV, labels_M)
         ctx.rows_at_once = rows_at_once
         return losses_M
@@ -110,8 +110,8 @@ class _ScaledLosses(torch.autograd.Function):
     def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, None, None]:
         """To be called once; torch notices a second time."""
         logits_MV, labels_M = ctx.saved_tensors
-        for rows in _split_rows(labels_M, ctx.rows_at_once):
-            logits_MV[rows] = _row_gradients(logits_MV[rows], labels_M[rows, None], gradient_M[rows, None])
+        for logits_RV, labels_R, gradient_R in _split_rows(ctx.rows_at_once, logits_MV, labels_M, gradient_M):
+            logits_RV.copy_(_row_gradients(logits_RV, labels_R[:, None], gradient_R[:, None]))
         return logits_MV, None, None
 
 
@@ -127,5 +127,5 @@ def _row_gradients(logits_RV: Tensor, labels_R1: Tensor, gradient_R1: Tensor) ->
     return softmax_RV.scatter_add_(1, labels_R1, minus_one.expand_as(labels_R1)).mul_(gradient_R1)
 
 
-def _split_rows(labels_M: Tensor, rows_at_once: int) -> list[slice]:
-    return [slice(first, first + rows_at_once) for first in range(0, len(labels_M), rows_at_once)]
+def _split_rows(rows_at_once: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(rows_at_once) for tensor in tensors))

@@ -55,10 +55,8 @@ class DynamicLossScale(LossScale):
 def make_loss_scale(plan: Plan, device: torch.device) -> LossScale | None:
     """None where gradients need no scale: fp32, and bf16 without --loss-scale."""
     p = plan.args.precision
-    if plan.precision == "fp32":
+    if plan.precision == "fp32" or plan.precision == "bf16" and not p.loss_scale:
         return None
     if p.loss_scale:  # 0 is Megatron's word for a dynamic one
         return LossScale(p.loss_scale, device)
-    if plan.precision == "bf16":
-        return None
     return DynamicLossScale(p.initial_loss_scale, p.min_loss_scale, int(p.loss_scale_window), p.hysteresis, device)

@@ -31,18 +31,16 @@ def make_engine(plan: Plan, weights: list[nn.Parameter], lr: Tensor) -> torch.op
         engine = torch.optim.AdamW(groups, lr=lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
     else:
         engine = torch.optim.SGD(groups, lr=lr, momentum=o.sgd_momentum, fused=True)
+    # What torch would make in the first step. Made before it, a checkpoint finds tensors to be read into; and torch would
+    # leave a momentum buffer that it makes in a skipped first step uninitialised, where zeros give the same first step.
     for weight in weights:
-        engine.state[weight] |= _first_state(o.optimizer, o.sgd_momentum, weight)
+        state = engine.state[weight]
+        if o.optimizer == "adam":
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        elif o.sgd_momentum:
+            state["momentum_buffer"] = torch.zeros_like(weight)
     return engine
-
-
-def _first_state(kind: str, momentum: float, weight: nn.Parameter) -> dict[str, Tensor]:
-    """What torch would make in the first step. Made before it, a checkpoint finds tensors to be read into."""
-    if kind == "adam":
-        step = torch.zeros((), dtype=torch.float32, device=weight.device)
-        return {"step": step, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-    # torch would leave a buffer that it makes in a skipped first step uninitialised; zeros give the same first step
-    return {"momentum_buffer": torch.zeros_like(weight)} if momentum else {}
 
 
 class MasterWeights:
@@ -62,11 +60,6 @@ class MasterWeights:
             torch._foreach_copy_(gradients, short)
         for master, gradient in zip(self.masters, gradients):
             master.grad = gradient
-
-    def detach(self):
-        """Let go of the gradients, so that fp32 copies of them do not live through the next forward."""
-        for master in self.masters:
-            master.grad = None
 
     @torch.no_grad()
     def write_back(self):
@@ -138,9 +131,8 @@ class Optimizer:
             divide_by = scale if divisor is None else scale * divisor
             self.weights.attach(gradients)
         with phase(Phase.CLIP_GRAD):
-            norm = (
-                torch.nn.utils.get_total_norm([w.grad for w in self.weights.masters if w.grad is not None]) / divide_by
-            )
+            known = [w.grad for w in self.weights.masters if w.grad is not None]
+            norm = torch.nn.utils.get_total_norm(known) / divide_by
             if self.scaler is not None:
                 skipped = ~torch.isfinite(norm)
             else:
@@ -159,7 +151,8 @@ class Optimizer:
             self.engine.step()
             del self.engine.grad_scale, self.engine.found_inf
             self.weights.write_back()
-            self.weights.detach()
+            for master in self.weights.masters:  # fp32 copies of gradients must not live through the next forward
+                master.grad = None
             if self.scaler is not None:
                 self.scaler.update(skipped)
             self.good_samples += (~skipped).long() * samples

@@ -7,21 +7,20 @@ import json
 import math
 from dataclasses import dataclass
 
-import torch
 from torch._C import _distributed_c10d as c10d
 
 from megatron_lite.units import size
 
-DTYPES = {
-    "Float": torch.float32,
-    "Double": torch.float64,
-    "Half": torch.float16,
-    "BFloat16": torch.bfloat16,
-    "Long": torch.int64,
-    "Int": torch.int32,
-    "Byte": torch.uint8,
-    "Char": torch.int8,
-    "Bool": torch.bool,
+DTYPES = {  # torch's name and bytes of an element
+    "Float": ("float32", 4),
+    "Double": ("float64", 8),
+    "Half": ("float16", 2),
+    "BFloat16": ("bfloat16", 2),
+    "Long": ("int64", 8),
+    "Int": ("int32", 4),
+    "Byte": ("uint8", 1),
+    "Char": ("int8", 1),
+    "Bool": ("bool", 1),
 }
 
 
@@ -35,15 +34,14 @@ class Operation:
     dtype: str = ""
 
     def __str__(self) -> str:
-        known = DTYPES.get(self.dtype)
-        if known is None or not self.elements:
+        if self.dtype not in DTYPES or not self.elements:
             return f"{self.name} #{self.number}"
-        amount = f"{size(self.elements * known.itemsize)} {str(known).removeprefix('torch.')}"
-        return f"{self.name} #{self.number} ({amount})"
+        dtype, width = DTYPES[self.dtype]
+        return f"{self.name} #{self.number} ({size(self.elements * width)} {dtype})"
 
 
 class FlightRecorder:
-    """Of the default group."""
+    """The recorder of the default group."""
 
     def __init__(self, backend: str):
         # private, but what torch's own debug server uses; NCCL's is missing from builds without NCCL
@@ -56,30 +54,30 @@ class FlightRecorder:
         """
         status = self._read(False).get("pg_status", {}).get("0", {})
         # NCCL says -1 before the first one
-        begun, finished = (int(status.get(f"last_{what}_collective", 0)) for what in ("enqueued", "completed"))
-        return max(begun, 0), max(finished, 0)
+        return tuple(max(int(status.get(f"last_{what}_collective", 0)), 0) for what in ("enqueued", "completed"))
 
     def unfinished(self) -> Operation | None:
         """The oldest collective that is not finished. Tens of milliseconds: for a run that stands still."""
-        waiting = [e for e in self._entries() if not e["retired"] and e["state"] != "completed"]
-        return _operation(waiting[0]) if waiting else None
+        return next((operation for operation, finished in self._operations() if not finished), None)
 
     def newest(self) -> Operation | None:
         """The collective begun last, finished or not. As slow."""
-        entries = self._entries()
-        return _operation(entries[-1]) if entries else None
+        operations = self._operations()
+        return operations[-1][0] if operations else None
 
-    def _entries(self) -> list[dict]:
-        return [e for e in self._read(True).get("entries", []) if e["pg_id"] == 0 and not e["is_p2p"]]
+    def _operations(self) -> list[tuple[Operation, bool]]:
+        """Every recorded collective, oldest first, and whether it is finished."""
+        found = []
+        for entry in self._read(True).get("entries", []):
+            if entry["pg_id"] == 0 and not entry["is_p2p"]:
+                elements = sum(math.prod(shape) for shape in entry["input_sizes"])
+                name = entry["profiling_name"].rpartition(":")[2]
+                operation = Operation(entry["collective_seq_id"], name, elements, (entry["input_dtypes"] or [""])[0])
+                found.append((operation, entry["retired"] or entry["state"] == "completed"))
+        return found
 
     def _read(self, entries: bool) -> dict:
         try:
             return json.loads(self._dump(entries, False)) if self._dump is not None else {}
         except (RuntimeError, ValueError):  # a report must not fail for want of a detail
             return {}
-
-
-def _operation(entry: dict) -> Operation:
-    elements = sum(math.prod(shape) for shape in entry["input_sizes"])
-    dtype = entry["input_dtypes"][0] if entry["input_dtypes"] else ""
-    return Operation(entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2], elements, dtype)

@@ -4,8 +4,6 @@ torch accumulates into a parameter's own precision. Here each micro-batch's 16-b
 in the last micro-batch DistributedDataParallel's buckets carry the fp32 sums instead of its own.
 """
 
-import itertools
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,7 +34,7 @@ class Fp32Gradients:
 
     def gradients(self) -> list[Tensor]:
         """In the order of the parameters."""
-        self._zero_others(self.parameters)
+        self._zero_unused(self.parameters)
         return [self._sums[p] for p in self.parameters]
 
     def clear(self):
@@ -62,11 +60,11 @@ class Fp32Gradients:
         if self._begun.isdisjoint(parameters):
             torch._foreach_copy_(sums, gradients)
         else:
-            self._zero_others(parameters)
+            self._zero_unused(parameters)
             torch._foreach_add_(sums, gradients)
         self._begun.update(parameters)
 
-    def _zero_others(self, parameters: list[nn.Parameter]):
+    def _zero_unused(self, parameters: list[nn.Parameter]):
         """Those that had no part in this step's losses so far hold an earlier step's sums."""
         for parameter in parameters:
             if parameter not in self._begun:
@@ -99,10 +97,11 @@ class Fp32Gradients:
 
     def _lay_out(self, parameters: list[nn.Parameter], flat: Tensor) -> Tensor:
         """Give each parameter a part of `flat`, in this order, whatever lies there. Returns `flat`."""
-        starts = itertools.accumulate(map(_length, parameters), initial=0)
-        for parameter, start in zip(parameters, starts):
+        start = 0
+        for parameter in parameters:
             self._places[parameter] = flat, start
             self._sums[parameter] = flat[start : start + parameter.numel()].view_as(parameter)
+            start += _length(parameter)
         return flat
 
 

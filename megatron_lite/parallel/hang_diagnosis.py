@@ -23,15 +23,23 @@ MAX_RECORD_BYTES = 2**24
 ANSWER_SECONDS = 5.0  # ranks look at the store every second
 VERDICT_SECONDS = ANSWER_SECONDS + 5.0  # until the speaker has told the others
 SECONDS_BETWEEN_LOOKS = 0.1
-KINDS = (
-    "left",
-    "dead",
-    "absent",
-    "stopped",
-    "silent",
-    "behind",
-    "signalled",
-)  # whoever is of an earlier one is to blame
+LINES = {  # what is said of ranks of a kind; whoever is of an earlier kind is to blame
+    "left": "{who} ended in {place}, with {left}{waited}. Mend what its own message names, then {AGAIN}",
+    "dead": "{who} died ({process} is gone){seen}{waited}.{killed} The launcher's summary names the signal; {AGAIN}",
+    "absent": (
+        "{who} of {size} never arrived{waited}; see that {were} started with the same MASTER_ADDR and MASTER_PORT, and can "
+        "reach them."
+    ),
+    "stopped": (
+        "{who} {unjoined}: {process} is stopped (SIGSTOP){seen}. Find who stopped it, a debugger or a batch system; {AGAIN}"
+    ),
+    "silent": "{who} does not answer: {trouble} ({process}){seen}{waited}. Look there, then {AGAIN}",
+    "behind": (
+        "{who} {unjoined}: since {lasted} in {place}, in {call}, after collective #{begun}. If that is only slow, raise "
+        "--distributed-timeout-minutes{see}; else mend it, and {AGAIN}"
+    ),
+    "signalled": "{who} ended in {place}, by {signal}{waited}. Find who sent it, a person or a batch system, then {AGAIN}",
+}
 ENDED = ("left", "dead", "signalled")
 
 
@@ -57,6 +65,10 @@ class Case:
             return "a collective" if self.posts[self.rank].begun else "the first meeting of all ranks"
         return str(self.operation)
 
+    @property
+    def see(self) -> str:
+        return f" (all stacks: {self.report})" if self.report else ""
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -70,14 +82,14 @@ class Cause:
 def find_cause(case: Case, *, heard: bool = True) -> Cause | None:
     """Whose fault it is, or None if nobody's that can be named. Not `heard`: others may still be about to answer."""
     kinds = {rank: classify_rank(case, rank) for rank in range(case.size) if rank != case.rank}
-    for kind in KINDS if heard and case.reason != TERMINATED else ("left", "dead"):
+    for kind in LINES if heard and case.reason != TERMINATED else ("left", "dead"):
         ranks = [rank for rank, found in kinds.items() if found == kind]
         if ranks:
             return Cause(_describe(case, kind, ranks), ranks, kind in ENDED)
     if heard and case.reason == LATE:
         line = (
             f"{case.waited_in} took longer than {duration(case.limit_s)} although all ranks had begun it; if the network "
-            f"between them is sound, raise --distributed-timeout-minutes{_see(case)}."
+            f"between them is sound, raise --distributed-timeout-minutes{case.see}."
         )
     elif heard and case.reason == CLOSED and case.detail:
         line = (
@@ -91,15 +103,15 @@ def find_cause(case: Case, *, heard: bool = True) -> Cause | None:
 
 def answered(case: Case) -> bool:
     """Has every rank said something, but for those that cannot any more?"""
+    posts = [case.posts.get(rank) for rank in range(case.size)]
     return all(
-        rank in case.posts
-        and (case.posts[rank].answers or case.posts[rank].left or case.states.get(rank) in ("dead", "stopped"))
-        for rank in range(case.size)
+        post is not None and (post.answers or post.left or case.states.get(rank) in ("dead", "stopped"))
+        for rank, post in enumerate(posts)
     )
 
 
 def classify_rank(case: Case, rank: int) -> str | None:
-    """One of KINDS; None for a rank that is not to blame."""
+    """A key of LINES; None for a rank that is not to blame."""
     post, state = case.posts.get(rank), case.states.get(rank)
     if post is None:
         return "absent"
@@ -118,60 +130,51 @@ def classify_rank(case: Case, rank: int) -> str | None:
 def _describe(case: Case, kind: str, ranks: list[int]) -> str:
     """The line on ranks of a kind; what is told of one of them is the first's."""
     named, more = ", ".join(map(str, ranks[:MAX_NAMED])), len(ranks) - MAX_NAMED
-    who = f"rank {named}" if len(ranks) == 1 else f"ranks {named} and {more} more" if more > 0 else f"ranks {named}"
     late, limit, mine = case.reason == LATE, duration(case.limit_s), case.posts[case.rank]
     waited = f"; rank {case.rank} waited for it{f' {limit}' if late else ''} in {case.waited_in}, {mine.place}"
     if case.reason == TERMINATED and case.operation is None:
         waited = f"; rank {case.rank} was in {mine.place}"
-    if kind == "absent":
-        return (
-            f"{who} of {case.size} never arrived{waited}; see that {'it was' if len(ranks) == 1 else 'they were'} "
-            "started with the same MASTER_ADDR and MASTER_PORT, and can reach them."
-        )
-    post = case.posts[ranks[0]]
-    process = f"process {post.pid} on {post.host}"
-    unjoined = f"did not join {case.waited_in} of rank {case.rank}{f' within {limit}' if late else ''}"
-    seen = f", last seen {duration(max(case.now - post.wall_time, 0))} before in {post.place}, after collective #{post.begun}"
-    if kind == "left":
-        return f"{who} ended in {post.place}, with {post.left}{waited}. Mend what its own message names, then {AGAIN}"
-    if kind == "signalled":
-        signal = "SIGTERM" if post.left.startswith("SIGTERM") else "SIGINT"
-        sender = "Find who sent it, a person or a batch system"
-        return f"{who} ended in {post.place}, by {signal}{waited}. {sender}, then {AGAIN}"
-    if kind == "dead":
-        number = case.memory_kills
-        killed = f" Meanwhile the kernel killed {number} for want of memory on this machine." if number else ""
-        return f"{who} died ({process} is gone){seen}{waited}.{killed} The launcher's summary names the signal; {AGAIN}"
-    if kind == "stopped":
-        return (
-            f"{who} {unjoined}: {process} is stopped (SIGSTOP){seen}. Find who stopped it, a debugger or a batch "
-            f"system; {AGAIN}"
-        )
-    if kind == "silent":
-        runs = case.states.get(ranks[0]) == "running"
-        what = "its process runs, but its Python does not" if runs else "it died, is stopped, or its machine is cut off"
-        return f"{who} does not answer: {what} ({process}){seen}{waited}. Look there, then {AGAIN}"
-    return (
-        f"{who} {unjoined}: since {duration(post.phase_s)} in {post.place}, in {where(post.stack)}, after collective "
-        f"#{post.begun}. If that is only slow, raise --distributed-timeout-minutes{_see(case)}; else mend it, and {AGAIN}"
-    )
-
-
-def _see(case: Case) -> str:
-    return f" (all stacks: {case.report})" if case.report else ""
+    words = {
+        "AGAIN": AGAIN,
+        "size": case.size,
+        "who": f"rank{'s' if len(ranks) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}",
+        "were": "they were" if len(ranks) > 1 else "it was",
+        "waited": waited,
+        "unjoined": f"did not join {case.waited_in} of rank {case.rank}{f' within {limit}' if late else ''}",
+        "killed": f" Meanwhile the kernel killed {case.memory_kills} for want of memory on this machine."
+        if case.memory_kills
+        else "",
+        "see": case.see,
+    }
+    post = case.posts.get(ranks[0])
+    if post is not None:
+        runs, ago = case.states.get(ranks[0]) == "running", duration(max(case.now - post.wall_time, 0))
+        words |= {
+            "left": post.left,
+            "place": post.place,
+            "begun": post.begun,
+            "lasted": duration(post.phase_s),
+            "call": where(post.stack),
+            "process": f"process {post.pid} on {post.host}",
+            "seen": f", last seen {ago} before in {post.place}, after collective #{post.begun}",
+            "signal": "SIGTERM" if (post.left or "").startswith("SIGTERM") else "SIGINT",
+            "trouble": "its process runs, but its Python does not"
+            if runs
+            else "it died, is stopped, or its machine is cut off",
+        }
+    return LINES[kind].format(**words)
 
 
 def where(stack: list[str]) -> str:
     """'wait (connection.py:9) called by _each (megatron_lite/data/loader.py:44)': the innermost call, and ours."""
-
-    def shorten(call: str) -> str:
-        name, _, path = call.partition(" (")
-        return f"{name} ({'/'.join(path.split('/')[-3:])}"
-
     if not stack:
         return "an unknown place"
+    calls = [stack[0]]
     ours = next((call for call in stack if "/megatron_lite/" in call), stack[0])
-    return shorten(stack[0]) if ours == stack[0] else f"{shorten(stack[0])} called by {shorten(ours)}"
+    if ours != stack[0]:
+        calls.append(ours)
+    parts = [call.partition(" (") for call in calls]
+    return " called by ".join(f"{name} ({'/'.join(path.split('/')[-3:])}" for name, _, path in parts)
 
 
 class HangDiagnosis:
@@ -192,18 +195,16 @@ class HangDiagnosis:
         if not self.store.claim_speaker():
             line = self.store.wait_for_cause(VERDICT_SECONDS)
             return RanksError(line, told=True) if line else None
-        case = dataclasses.replace(self._look(reason, mine, operation, range(self.world.size)), detail=detail)
+        everyone, end = range(self.world.size), time.monotonic() + ANSWER_SECONDS
+        case = self._look(reason, mine, operation, everyone, detail)
         found = find_cause(case, heard=False)
-        end = time.monotonic() + ANSWER_SECONDS
         while found is None and reason != TERMINATED:
             heard = answered(case) or time.monotonic() >= end
             found = find_cause(case, heard=heard)
             if heard:
                 break
             time.sleep(SECONDS_BETWEEN_LOOKS)
-            unheard = [rank for rank in range(case.size) if rank not in case.posts or not case.posts[rank].answers]
-            posts = case.posts | self.store.get_statuses(unheard)
-            case = dataclasses.replace(case, posts=posts, states=self._find_states(posts), now=time.time())
+            case = self._look(reason, mine, operation, everyone, detail, case.posts)
         self.store.publish_cause(found.line if found else "")
         if found is None:
             return None
@@ -217,9 +218,19 @@ class HangDiagnosis:
         case = self._look(TERMINATED, mine, operation, range(first, first + self.world.local_size))
         return find_cause(case, heard=False) is not None
 
-    def _look(self, reason: str, mine: RankStatus, operation: Operation | None, ranks: range) -> Case:
-        kills = memory_kills()
-        posts = self.store.get_statuses(ranks) | {self.world.rank: dataclasses.replace(mine, answers=True)}
+    def _look(
+        self, reason, mine, operation, ranks: range, detail=None, known: dict[int, RankStatus] | None = None
+    ) -> Case:
+        """known: earlier posts; who has answered is not asked again."""
+        known, kills = known or {}, memory_kills()
+        unheard = [rank for rank in ranks if rank not in known or not known[rank].answers]
+        posts = known | self.store.get_statuses(unheard) | {self.world.rank: dataclasses.replace(mine, answers=True)}
+        here = (mine.host, mine.pids)  # ended ranks left out: another process may have their number by now
+        states = {
+            rank: process_state(post.pid)
+            for rank, post in posts.items()
+            if rank != self.world.rank and (post.host, post.pids) == here and post.left is None
+        }
         return Case(
             rank=self.world.rank,
             size=self.world.size,
@@ -227,20 +238,12 @@ class HangDiagnosis:
             limit_s=self.limit_s,
             now=time.time(),
             posts=posts,
-            states=self._find_states(posts),
+            states=states,
             operation=operation,
             memory_kills=kills - self._kills if kills is not None and self._kills is not None else 0,
             report=str(self.run_dir / RANKS_FILE) if self.run_dir else None,
+            detail=detail,
         )
-
-    def _find_states(self, posts: dict[int, RankStatus]) -> dict[int, str | None]:
-        """Of the processes on this machine, ended ranks left out: another process may have their number by now."""
-        mine = posts[self.world.rank]
-        return {
-            rank: process_state(post.pid)
-            for rank, post in posts.items()
-            if rank != self.world.rank and (post.host, post.pids) == (mine.host, mine.pids) and post.left is None
-        }
 
     def _write_down(self, case: Case, found: Cause):
         """RUN/ranks.json: the verdict and every rank's last post, with stacks of those that answered; and the end in run.json."""

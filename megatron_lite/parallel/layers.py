@@ -137,9 +137,8 @@ def recompute_layers(args: ModelArgs, layers: nn.ModuleList) -> int:
     """Make layers forget their activations, as the flags say; returns how many. With --recompute-granularity selective none:
     core attention alone is recomputed, which the fused kernels do by themselves.
     """
-    number = recomputed_layers(
-        args.recompute_granularity, args.recompute_method, args.recompute_num_layers, len(layers)
-    )
+    flags = (args.recompute_granularity, args.recompute_method, args.recompute_num_layers)
+    number = recomputed_layers(*flags, len(layers))
     for layer in layers[:number]:
         layer.forward = recomputed(layer.forward)
     return number

@@ -60,25 +60,17 @@ class RankStatus:
         """'iteration 52, phase data'."""
         if not self.step:
             return "the start, before the first step"
-        known = self.started_at is not None
-        done = f"iteration {self.started_at + self.step}" if known else f"step {self.step} of this run"
+        done = (
+            f"step {self.step} of this run" if self.started_at is None else f"iteration {self.started_at + self.step}"
+        )
         return f"{done}, phase {self.phase}" if self.phase else done
 
 
 def describe_rank(where: RunPosition, counts: tuple[int, int], **more) -> RankStatus:
-    """This process's."""
-    return RankStatus(
-        socket.gethostname(),
-        pid_space(),
-        os.getpid(),
-        time.time(),
-        where.step,
-        where.started_at,
-        where.phase,
-        time.monotonic() - where.since,
-        *counts,
-        **more,
-    )
+    """This process's status; counts: of its flight recorder."""
+    since = time.monotonic() - where.since
+    place = (socket.gethostname(), pid_space(), os.getpid(), time.time())
+    return RankStatus(*place, where.step, where.started_at, where.phase, since, *counts, **more)
 
 
 def read_stack(thread: int) -> list[str]:

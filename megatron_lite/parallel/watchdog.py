@@ -7,10 +7,13 @@ trainer's thread can give up on a store that hangs.
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import queue
+import re
 import select
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,51 +21,60 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_lite.config.world import World
-from megatron_lite.errors import RanksError
+from megatron_lite.errors import RanksError, first_line
 from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
 from megatron_lite.parallel.hang_diagnosis import (
+    AGAIN,
     ANSWER_SECONDS,
     CLOSED,
     LATE,
     TERMINATED,
     VERDICT_SECONDS,
     HangDiagnosis,
+    end_record,
 )
 from megatron_lite.parallel.rank_store import RankStatus, RankStore, RunPosition, describe_rank, read_stack
+from megatron_lite.process_state import find_launcher, is_there
 from megatron_lite.rank_errors import tell_error
+from megatron_lite.terminal import print_lines
 
 BEAT_SECONDS = 1.0
 FAREWELL_SECONDS = 10.0  # a busy machine may take seconds to hand it over
 LOOK_CLOSER = 0.1  # of the limit: a step that takes so long bears a look at the whole recorder
 GRACE_SECONDS = 30.0  # what a rank has to end by itself once the verdict is out
+SECONDS_BETWEEN_LOOKS = 1.0  # at the launcher
+SECONDS_FOR_LAST_WORDS = 5.0  # a terminal or a disk may hang
 WAKE = b"\xff"  # no signal has this number
 STORE_ERRORS = (dist.DistError, RuntimeError)
 # what gloo says of lost connections; its errors are plain RuntimeErrors
 LOST = ("gloo/transport", "pair closure", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
+def describe_lost_store() -> RanksError:
+    """What to say where nobody can be asked."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    holder = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    line = (
+        f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {holder}, which holds it, died, is stopped or "
+        f"cut off; {AGAIN}"
+    )
+    return RanksError(line, ended=True)
+
+
 def lost_connection(error: BaseException) -> str | None:
     """What gloo says of a connection that broke or kept waiting; None for other errors, wrong sizes among them."""
-    text = (str(error).splitlines() or [""])[0]
+    text = first_line(error)
     lost = type(error) is RuntimeError and any(sign in text for sign in LOST) and "enforce fail" not in text
     return text.rpartition("] ")[2].partition(". ")[0] if lost else None
 
 
 class NoWatchdog:
-    """The watchdog of a rank that has no others."""
+    """The watchdog of a rank that has no others: nothing to explain, nobody to tell."""
 
     def __init__(self):
         self.where = RunPosition()
-
-    def explain_failures(self):
-        """Nothing to explain."""
-        return contextlib.nullcontext()
-
-    def report_to(self, run_dir: Path):
-        """There will be no report."""
-
-    def leave(self, error: BaseException | None):
-        """Nobody to tell."""
+        self.explain_failures = contextlib.nullcontext
+        self.report_to = self.leave = lambda *_: None
 
 
 class Watchdog:
@@ -118,39 +130,27 @@ class Watchdog:
         try:
             yield
         except Exception as error:
-            if lost_connection(error) is None and not isinstance(error, dist.DistError):
+            detail = lost_connection(error)
+            if detail is None and not isinstance(error, dist.DistError):
                 raise
-            explained = self._explain(error)
-            if explained is None:
+            reason = LATE if re.search("timed out|timeout", str(error).lower()) else CLOSED
+            # when one fails, gloo lets others fail with it: which one waited was noted before
+            operation = self._waiting or self._recorder.unfinished() or self._recorder.newest()
+            # a launcher that saw a rank die ends the others at once: this one does so by itself, after it has told why
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            mine = self._post()
+            box = self._call(
+                lambda: self._diagnosis.diagnose(reason, mine, operation, detail), ANSWER_SECONDS + VERDICT_SECONDS
+            )
+            if box and box[0] is None:
                 raise
-            raise explained from error
+            raise (box[0] if box else describe_lost_store()) from error
 
     def leave(self, error: BaseException | None):
         """Say goodbye, before the connections to the others are closed; `error` is what this rank ends with."""
         blameless = error is None or isinstance(error, (RanksError, KeyboardInterrupt))
         said = "no error" if error is None else (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
         self._call(lambda: self._store.set_status(self._post(left=said, blameless=blameless)), FAREWELL_SECONDS)
-
-    def _explain(self, error: Exception) -> RanksError | None:
-        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        # when one fails, gloo lets others fail with it: which one waited was noted before
-        operation = self._waiting or self._recorder.unfinished() or self._recorder.newest()
-        # a launcher that saw a rank die ends the others at once: this one does so by itself, after it has told why
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        mine, detail = self._post(), lost_connection(error)
-        box = self._call(
-            lambda: self._diagnosis.diagnose(LATE if late else CLOSED, mine, operation, detail),
-            ANSWER_SECONDS + VERDICT_SECONDS,
-        )
-        if box:
-            return box[0]
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        holder = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-        return RanksError(
-            f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {holder}, which holds it, died, is "
-            "stopped or cut off; start again with --load to go on from the newest checkpoint.",
-            ended=True,
-        )
 
     def _call(self, function, within_s: float) -> list:
         """[result] of a function that the other thread runs; [] where the store fails or hangs."""
@@ -186,7 +186,13 @@ class Watchdog:
                 ready.set()
 
     def _beat(self):
-        self._notice_progress()
+        now, (begun, finished) = time.monotonic(), self._recorder.counts()
+        if begun <= finished:
+            self._stuck = self._waiting = None
+        elif self._stuck is None or self._stuck[0] != finished:
+            self._stuck, self._waiting = (finished, now), None
+        elif self._waiting is None and now - self._stuck[1] >= LOOK_CLOSER * self._limit_s:
+            self._waiting = self._recorder.unfinished()
         answers = self._store.has_failed()
         self._store.set_status(self._post(answers=answers))
         if answers:  # a rank that hangs for good must not outlive the others, whatever it hangs in
@@ -194,27 +200,21 @@ class Watchdog:
             if time.monotonic() - self._failed_since > GRACE_SECONDS and self._store.wait_for_cause(0):
                 os._exit(RanksError.exit_code)
         elif self._backstop and self._stuck and time.monotonic() - self._stuck[1] >= self._limit_s:
-            self._give_up()
+            waiting, self._stuck = self._recorder.unfinished(), None
+            if waiting is not None and self._tell(LATE, self._post(), waiting):
+                os._exit(RanksError.exit_code)
 
-    def _notice_progress(self):
-        begun, finished = self._recorder.counts()
-        if begun <= finished:
-            self._stuck = self._waiting = None
-        elif self._stuck is None or self._stuck[0] != finished:
-            self._stuck, self._waiting = (finished, time.monotonic()), None
-        elif self._waiting is None and time.monotonic() - self._stuck[1] >= LOOK_CLOSER * self._limit_s:
-            self._waiting = self._recorder.unfinished()
+    def _tell(self, reason: str, mine: RankStatus, operation: Operation | None) -> bool:
+        """Find the cause and print it. False: there is none, or another rank says it."""
+        found = self._diagnosis.diagnose(reason, mine, operation)
+        if found is None or found.told:
+            return False
+        tell_error(found, self._world)
+        return True
 
     def _post(self, answers: bool = False, **more) -> RankStatus:
         stack = read_stack(self._main) if answers else []
         return describe_rank(self.where, self._recorder.counts(), answers=answers, stack=stack, **more)
-
-    def _give_up(self):
-        waiting, self._stuck = self._recorder.unfinished(), None
-        found = self._diagnosis.diagnose(LATE, self._post(), waiting) if waiting is not None else None
-        if found is not None and not found.told:
-            tell_error(found, self._world)
-            os._exit(found.exit_code)
 
     def _terminated(self):
         """SIGTERM. A launcher sends it when a rank has died: the last moment to say which."""
@@ -225,9 +225,7 @@ class Watchdog:
                 self._store.set_status(self._post(left="SIGTERM", blameless=True))
             if self._diagnosis.has_dead_neighbor(mine, operation):
                 ends = True
-                found = self._diagnosis.diagnose(TERMINATED, mine, operation)
-                if found is not None and not found.told:
-                    tell_error(found, self._world)
+                self._tell(TERMINATED, mine, operation)
         if ends:
             _die_of(signal.SIGTERM)
 
@@ -235,3 +233,42 @@ class Watchdog:
 def _die_of(number: int):
     ctypes.CDLL(None).signal(number, None)  # Python's own way is open to the main thread only
     os.kill(os.getpid(), number)
+
+
+class LauncherWatch:
+    """A thread that ends this process within seconds after torchrun's agent is gone; without an agent it does nothing.
+
+    The agent ends and restarts its ranks. Killed by SIGKILL, it leaves them to themselves, and they would train on unseen.
+    run_dir: where run.json is, once that is known.
+    """
+
+    def __init__(self, world: World):
+        self.run_dir: Path | None = None
+        self._world, self._agent = world, find_launcher(os.environ)
+
+    def start(self):
+        """Look from now on."""
+        if self._agent is not None:
+            threading.Thread(target=self._watch, name="launcher", daemon=True).start()
+
+    def _watch(self):
+        while is_there(self._agent) is not False:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        last_words = threading.Thread(target=self._say, daemon=True)
+        last_words.start()
+        last_words.join(SECONDS_FOR_LAST_WORDS)
+        for child in multiprocessing.active_children():  # a loader's workers
+            child.kill()
+        os._exit(RanksError.exit_code)
+
+    def _say(self):
+        line = (
+            f"torchrun's agent (process {self._agent['pid']} on {self._agent['host']}) is gone, so its ranks end: nobody "
+            f"would restart or stop them; {AGAIN}"
+        )
+        with contextlib.suppress(OSError):  # the agent may have been the one to read it
+            if self._world.local_rank == 0:
+                print_lines([f"error: {line}"], sys.stderr)
+        with contextlib.suppress(OSError, ValueError):
+            if self._world.is_last and self.run_dir is not None:
+                end_record(self.run_dir, line)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from gpu_checks.pytest_side import checked_device
 DEVICE = checked_device()
 if DEVICE is None:
     pytest.skip("needs a GPU", allow_module_level=True)
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from launch import ALONE, alone, flags, losses, train
 

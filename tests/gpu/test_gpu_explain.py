@@ -13,9 +13,7 @@ DEVICE = checked_device()
 if DEVICE is None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO), str(REPO / "tests")]
-
+from launch import REPO
 from snapshots import read_snapshot
 
 from benchmarks.training.process import environment_of
@@ -51,14 +49,9 @@ class Explained:
 
 def started(*words: str | Path) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *map(str, words)],
-        check=False,
-        cwd=REPO,
-        env=environment_of(DEVICE, threads=1),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+        [sys.executable, *map(str, words)], check=False, cwd=REPO, env=environment_of(DEVICE, threads=1),
+        capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +96,8 @@ def test_the_snapshot_has_every_phase(explained):
     }
     assert {"forward", "backward", "optimizer_step"} <= tags
     [read] = explained.report["snapshots"]
-    assert (
-        read["peak_bytes"] > 0
-        and read["oom"] is None
-        and read["peak_phase"] in ("forward", "backward", "optimizer_step")
-    )
+    assert read["peak_bytes"] > 0 and read["oom"] is None
+    assert read["peak_phase"] in ("forward", "backward", "optimizer_step")
     assert read["simulated"] == (DEVICE == "cpu")
 
 
@@ -122,15 +112,8 @@ def test_weights_and_moments_are_as_large_as_planned(explained, record_property)
 
 @needs_gpu
 def test_memory_that_runs_out_ends_in_five_lines_and_a_dump(tmp_path):
-    run = started(
-        "pretrain_gpt.py",
-        *GPT.split(),
-        *TOO_MUCH.split(),
-        "--memory-snapshot-path",
-        tmp_path / "s.pickle",
-        "--run-dir",
-        tmp_path / "run",
-    )
+    words = [*GPT.split(), *TOO_MUCH.split(), "--memory-snapshot-path", tmp_path / "s.pickle"]
+    run = started("pretrain_gpt.py", *words, "--run-dir", tmp_path / "run")
     output = run.stdout + run.stderr
     assert run.returncode == 1 and "error: out of memory on rank 0" in output and "Traceback" not in output, output
     assert "  would help: " in output and "  held by: " in output, output

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.training.process import environment_of
+
 TESTS = Path(__file__).parent.parent
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
@@ -37,9 +39,8 @@ dist.destroy_process_group()
 
 
 def gpu_environment() -> dict[str, str]:
-    hidden = ("TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    return kept | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    environment = environment_of("cuda", threads=1)
+    return environment | {"PYTHONPATH": os.pathsep.join([str(TESTS), environment["PYTHONPATH"]])}
 
 
 def test_what_nccl_records():
@@ -59,18 +60,8 @@ def test_a_rank_that_fails_is_named_within_the_limit(tmp_path, how):
         "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --global-batch-size 4 --train-iters 1000000 "
         f"--lr 1e-3 --bf16 --eval-iters 0 --log-interval 1 --num-workers 0 --torch-compile none --run-dir {tmp_path}"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(TESTS / "faulty.py"),
-        how,
-        "10",
-        *words.split(),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launcher, str(TESTS / "faulty.py"), how, "10", *words.split()]
     ended = subprocess.run(command, check=False, env=gpu_environment(), capture_output=True, text=True, timeout=180)
     assert ended.returncode != 0
     said = {"loop": r"did not join \w+ #\d+ .* within 10.0s: .* in never_ends \(", "killed": r"died \(process \d+"}[how]

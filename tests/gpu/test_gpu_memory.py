@@ -2,17 +2,12 @@
 
 import contextlib
 import io
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed as dist
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from launch import flags, losses, train
 from snapshots import protocol, read_snapshot
@@ -37,12 +32,7 @@ RECORD = "--record-memory-history --profile-step-start 3 --profile-step-end 5"
 ONE = World(gpus=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group(deterministic):
-    torch.cuda.set_device(0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("deterministic", "group")
 
 
 def run(argv: list[str], folder, watchers=()) -> list[str]:
@@ -74,7 +64,7 @@ def recorded(tmp_path_factory):
     return folder, read_snapshot(folder / "m" / "s.pickle"), lines, count.requested
 
 
-def test_the_file_holds_the_window_and_the_peak_that_torch_counted(recorded):
+def test_the_file_holds_window_peak_phases_modules_and_stacks(recorded):
     folder, snapshot, lines, requested = recorded
     assert (
         protocol(folder / "m" / "s.pickle") == 4 and len(lines) == 1 and " of steps 3-4 of this run, peak " in lines[0]
@@ -83,16 +73,9 @@ def test_the_file_holds_the_window_and_the_peak_that_torch_counted(recorded):
     tags = {event["user_metadata"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"} - {""}
     assert {tag.split("/")[0] for tag in tags} == {"step 3", "step 4"}
     assert abs(peak(snapshot).size - requested) < 0.01 * requested
-
-
-def test_phases_and_modules_are_on_allocations_of_both_threads(recorded):
-    tags = {event["user_metadata"] for event in recorded[1]["device_traces"][0] if event["action"] == "alloc"}
     for phase in ("forward", "backward"):  # backward runs on a thread of its own
         assert {f"step 3/{phase}/decoder.layers.{n}.self_attention" for n in range(4)} <= tags
-
-
-def test_weights_keep_their_stacks_though_the_history_begins_at_the_window(recorded):
-    held = list_held_memory(recorded[1])
+    held = list_held_memory(snapshot)  # weights keep their stacks, though the history begins at the window
     sizes = sum_by_category(held)
     assert sizes[WEIGHTS] > 2 * 3_000_000 and sizes.get(ACTIVATIONS, 0) < sizes[WEIGHTS]
     assert all(piece.frames for piece in held if category(piece) == WEIGHTS)

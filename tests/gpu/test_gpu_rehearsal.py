@@ -2,17 +2,12 @@
 
 import gc
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed as dist
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from launch import flags, plan_of
 from rehearsal_cases import EXAMPLE, FULL, GPU, attention_arguments, batches
@@ -37,12 +32,7 @@ LLAMA = (
 MAX_RELATIVE_ERROR = 0.02
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    torch.cuda.set_device(0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def measured_peak(plan: Plan) -> int:

@@ -1,27 +1,20 @@
 """What only a GPU can show of the step timeline: its own times, peaks of every step, no waiting, and the cost."""
 
-import json
 import statistics
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed as dist
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from megatron_lite.config.check import check
-from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.plan import resolve
+from launch import intervals, steps, train
+
 from megatron_lite.config.world import World
-from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import GpuTimes, MemoryNow, Timeline
-from megatron_lite.train.data_streams import DataStreams
-from megatron_lite.train.log import Log
-from megatron_lite.train.run import run
+from megatron_lite.phases import Phase
 
 SIZE = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
@@ -30,26 +23,13 @@ SIZE = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    torch.cuda.init()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def trained(words: str, folder: Path) -> tuple[list[dict], list[dict]]:
     """(steps, intervals of the one rank) of a run in this process."""
-    line = read_command_line([*SIZE.split(), *words.split()])
-    world = World(gpus=torch.cuda.device_count())
-    check(line, world)
-    plan, timeline = resolve(line.args, world, 1023), Timeline()
-    folder.mkdir(parents=True, exist_ok=True)
-    with Instruments(build_instruments(plan, folder, timeline, print), print) as watching:
-        make_log = lambda metrics, progress: Log(plan, metrics, timeline, folder, progress)
-        run(plan, DataStreams(plan), 1023, watching, make_log)
-    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    return [line for line in lines if "ranks" not in line], [line["ranks"] for line in lines if "ranks" in line]
+    train([*SIZE.split(), *words.split()], folder, World(gpus=torch.cuda.device_count()))
+    return steps(folder), intervals(folder)
 
 
 def test_every_step_has_the_gpus_times_and_peak(tmp_path):
@@ -57,15 +37,7 @@ def test_every_step_has_the_gpus_times_and_peak(tmp_path):
     assert len(records) == 35
     for r in records:
         gpu = r["gpu_phases_ms"]
-        assert set(gpu) == {
-            "data_to_device",
-            "forward",
-            "backward",
-            "grad_sync",
-            "unscale",
-            "clip_grad",
-            "optimizer_step",
-        }
+        assert set(gpu) == {str(phase) for phase in Phase} - {"data", "log", "eval", "save"}
         assert sum(gpu.values()) <= r["gpu_ms"] + 0.05 and min(gpu["forward"], gpu["backward"]) > 0
         assert r["peak_memory_bytes"] > 2**20
     # steps follow each other on the GPU as they do on the host: in the long run both say the same

@@ -1,6 +1,7 @@
 """What only a GPU can show of torch.profiler's traces: kernels, under which ranges, and speed after the window."""
 
 import contextlib
+import io
 import json
 import re
 import statistics
@@ -9,21 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed as dist
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from megatron_lite.config.check import check
-from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.plan import resolve
+from launch import steps, train
+
 from megatron_lite.config.world import World
-from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.build_instruments import build_instruments
-from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.train.data_streams import DataStreams
-from megatron_lite.train.log import Log
-from megatron_lite.train.run import run
 
 SIZE = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -33,25 +26,14 @@ SIZE = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    torch.cuda.init()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def profiled(words: str, folder: Path) -> list[str]:
-    """Train in this process; returns what the instruments said."""
-    line = read_command_line([*SIZE.split(), *words.split()])
-    world = World(gpus=torch.cuda.device_count())
-    check(line, world)
-    plan, said, timeline = resolve(line.args, world, 127), [], Timeline()
-    folder.mkdir(parents=True, exist_ok=True)
-    with Instruments(build_instruments(plan, folder, timeline, said.append), said.append) as watching:
-        make_log = lambda metrics, progress: Log(plan, metrics, timeline, folder, progress)
-        run(plan, DataStreams(plan), 127, watching, make_log)
-    return said
+    """Train in this process; returns what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train([*SIZE.split(), *words.split()], folder, World(gpus=torch.cuda.device_count()))
+    return out.getvalue().splitlines()
 
 
 def events(folder: Path) -> list[dict]:
@@ -65,15 +47,9 @@ def test_every_profiled_step_has_its_kernels(tmp_path, first):
     said = profiled(f"--train-iters {first + 4} --profile-step-start {first} --profile-step-end {first + 3}", tmp_path)
     assert not any("trace of rank" in text for text in said), said
     found = events(tmp_path)
-    steps = sorted(
-        (
-            e
-            for e in found
-            if e.get("ph") == "X" and e.get("cat") == "user_annotation" and re.fullmatch(r"ProfilerStep#\d+", e["name"])
-        ),
-        key=lambda e: e["ts"],
-    )
-    assert [e["name"] for e in steps] == [f"ProfilerStep#{first + i}" for i in range(3)]
+    spans = [e for e in found if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
+    marks = sorted((e for e in spans if re.fullmatch(r"ProfilerStep#\d+", e["name"])), key=lambda e: e["ts"])
+    assert [e["name"] for e in marks] == [f"ProfilerStep#{first + i}" for i in range(3)]
     launches = {
         e["args"]["correlation"]: e["ts"]
         for e in found
@@ -82,8 +58,8 @@ def test_every_profiled_step_has_its_kernels(tmp_path, first):
     kernels = Counter()
     for kernel in (e for e in found if e.get("cat") == "kernel"):
         at = launches.get(kernel["args"]["correlation"])
-        kernels.update(s["name"] for s in steps if at is not None and s["ts"] <= at < s["ts"] + s["dur"])
-    counts = [kernels[step["name"]] for step in steps]
+        kernels.update(s["name"] for s in marks if at is not None and s["ts"] <= at < s["ts"] + s["dur"])
+    counts = [kernels[mark["name"]] for mark in marks]
     assert counts[0] >= 0.9 * max(counts[1:]) > 0, kernels  # no beginning is lost; a run's first step may have more
 
 
@@ -118,14 +94,7 @@ def test_losses_are_the_same_and_steps_after_the_window_as_fast_as_before(tmp_pa
     common = "--train-iters 60 --deterministic-mode --attention-backend unfused"
     profiled(f"{common} --profile-step-start 20 --profile-step-end 22 --profile-modules", tmp_path / "on")
     profiled(f"{common} --profile-step-start 61 --profile-step-end 62", tmp_path / "off")
-    on, off = (
-        [
-            json.loads(line)
-            for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()
-            if not line.startswith('{"ranks"')
-        ]
-        for name in ("on", "off")
-    )
+    on, off = (steps(tmp_path / name) for name in ("on", "off"))
     assert [s["loss"] for s in on] == [s["loss"] for s in off]
     clean = [s for s in on[5:] if not s.get("profiled") and not s.get("beside_profile")]
     before, after = (statistics.median(s["ms"] for s in clean if (s["step"] < 20) == early) for early in (True, False))

@@ -5,14 +5,12 @@ import math
 
 import pytest
 import torch
-from torch import distributed as dist
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from megatron_lite.config.check import check
-from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.plan import resolve
+from launch import plan_of
+
 from megatron_lite.config.world import World
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
@@ -30,41 +28,27 @@ EAGER, COMPILED = "--torch-compile none", "--torch-compile layers"
 WITHOUT_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
+
+
+STEADY = [
+    *("--fp16", "--fp16 --initial-loss-scale 4096", "--bf16", "", "--bf16 --optimizer sgd", "--log-num-zeros-in-grad"),
+    *("--fp16 --accumulate-allreduce-grads-in-fp32", "--bf16 --recompute-activations"),
+    *("--bf16 --attention-backend unfused", "--bf16 --reset-attention-mask --reset-position-ids --eod-mask-loss"),
+    "--bf16 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear",
+]
+STEADY_COMPILED = [
+    *(f"{words} {WITHOUT_DROPOUT}" for words in ("--fp16 --initial-loss-scale 4096", "--bf16", "")),
+    "--fp16 --initial-loss-scale 4096",
+]
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        *(
-            f"{words} {EAGER}"
-            for words in (
-                "--fp16",
-                "--fp16 --initial-loss-scale 4096",
-                "--bf16",
-                "",
-                "--bf16 --optimizer sgd",
-                "--fp16 --accumulate-allreduce-grads-in-fp32",
-                "--bf16 --recompute-activations",
-                "--log-num-zeros-in-grad",
-                "--bf16 --attention-backend unfused",
-                "--bf16 --reset-attention-mask --reset-position-ids --eod-mask-loss",
-                "--bf16 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear",
-            )
-        ),
-        *(f"{words} {COMPILED} {WITHOUT_DROPOUT}" for words in ("--fp16 --initial-loss-scale 4096", "--bf16", "")),
-        f"--fp16 --initial-loss-scale 4096 {COMPILED}",
-    ],
+    "words", [*(f"{words} {EAGER}" for words in STEADY), *(f"{words} {COMPILED}" for words in STEADY_COMPILED)]
 )
 def test_torch_finds_no_synchronisation_in_a_steady_step(words):
-    device, world = torch.device("cuda", 0), World(gpus=torch.cuda.device_count())
-    line = read_command_line([*SIZE.split(), *words.split()])
-    check(line, world)
-    plan = resolve(line.args, world, 128)
+    device = torch.device("cuda", 0)
+    plan = plan_of([*SIZE.split(), *words.split()], World(gpus=torch.cuda.device_count()))
     replica = DataParallel(plan, build_model(plan, device))
     optimizer = Optimizer(plan, replica.parameters, device)
     step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, device, 127))

@@ -88,7 +88,15 @@ def main(argv: list[str], description: str) -> int:
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ends the part that is going on
     found = look_at_torch()
-    if objection := object_to_machine(found, args.device):
+    objection = None
+    if found["torch"] is None:
+        objection = f"{sys.executable}: cannot import torch ({found['why']}); start this with the Python that has it"
+    elif args.device == "cuda" and found["device"] is None:
+        objection = (
+            f"torch {found['torch']} finds no CUDA device here; run this on a machine with a GPU, or rehearse it with "
+            "--device cpu"
+        )
+    if objection:
         print(f"error: {objection}", file=sys.stderr)
         return NO_DEVICE
     facts = {"command": sys.argv, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "torch": found, "machine": machine()}
@@ -149,24 +157,11 @@ def look_at_torch() -> dict:
         return {"torch": None, "why": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
 
 
-def object_to_machine(found: dict, device: str) -> str | None:
-    """Why nothing can be checked here, in one line."""
-    if found["torch"] is None:
-        return f"{sys.executable}: cannot import torch ({found['why']}); start this with the Python that has it"
-    if device == "cuda" and found["device"] is None:
-        return (
-            f"torch {found['torch']} finds no CUDA device here; run this on a machine with a GPU, or rehearse it with "
-            "--device cpu"
-        )
-    return None
-
-
 def find_lack(part: Part, device: str) -> str | None:
     """Why the part cannot run here at all; None if it can."""
     if device == "cpu" and not part.on_cpu:
         return "needs a GPU"
-    missing = [name for name in part.packages if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in part.packages if importlib.util.find_spec(name) is None]:
         return f"needs the package {' and '.join(missing)}"
     if part.program and shutil.which(part.program) is None:
         return f"needs {part.program} on the PATH"
@@ -222,14 +217,9 @@ def run_limited(command: list[str], environment: dict[str, str], limit_s: float,
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
-            cwd=REPO,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
-        )
+        )  # fmt: skip
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:

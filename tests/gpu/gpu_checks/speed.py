@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from benchmarks.training.bars import ON_GPU
 from benchmarks.training.contestants import OURS
 from gpu_checks.outcome import FAILED, OUT_OF_TIME, PASSED, Outcome
 from megatron_lite.cli.planned_run import planned_run
@@ -11,7 +12,6 @@ from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.units import count, size
 
 MFU_BARS = {"gate": 0.45, "goal": 0.52, "best hoped for": 0.56}  # full attention, of one H200
-RATIO_BARS = {"plain-compiled": 1.05, "plain": 1.4}  # tokens/s of ours over theirs, on one H200
 BARS_ARE_OF = "H200"
 
 
@@ -78,6 +78,6 @@ def describe_figures(figures: dict) -> list[str]:
         bars = [f"{name} {bar:.0%} {say(figures['mfu_full'] >= bar)}" for name, bar in MFU_BARS.items()]
         lines.append(f"{line}; {', '.join(bars)}" if with_bars else line)
     for other, ratio in figures["over"].items():
-        bar = RATIO_BARS.get(other) if with_bars else None
+        bar = ON_GPU.get(other) if with_bars else None
         lines.append(f"over {other}: {ratio:.2f} x" + (f"; bar {bar:g} {say(ratio >= bar)}" if bar else ""))
     return lines
