@@ -31,16 +31,8 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.analysis.trace.read import read_traces
 
 KERNEL_WAIT_NS = 30_000  # HTA's threshold: documented as 30 ns, compared with us
-ROWS = (
-    "window_us",
-    "compute_us",
-    "other_busy_us",
-    "idle_us",
-    "overlap_%",
-    "host_wait_us",
-    "kernel_wait_us",
-    "other_wait_us",
-)
+WAITS = ("host_wait_us", "kernel_wait_us", "other_wait_us")
+ROWS = ("window_us", "compute_us", "other_busy_us", "idle_us", "overlap_%", *WAITS)
 
 
 def main(folders: list[str]) -> None:
@@ -96,17 +88,9 @@ def by_hta(folder: Path) -> dict[int, dict]:
 
 
 def temporal(analysis):
+    names = {"window_us": "kernel", "compute_us": "compute", "other_busy_us": "non_compute", "idle_us": "idle"}
     for row in analysis.get_temporal_breakdown(visualize=False).to_dict("records"):
-        busy = row["non_compute_time(us)"]
-        yield (
-            row["rank"],
-            {
-                "window_us": row["kernel_time(us)"],
-                "compute_us": row["compute_time(us)"],
-                "other_busy_us": busy,
-                "idle_us": row["idle_time(us)"],
-            },
-        )
+        yield row["rank"], {ours: row[f"{theirs}_time(us)"] for ours, theirs in names.items()}
 
 
 def overlap(analysis):
@@ -146,14 +130,14 @@ def on_its_window(trace: Trace) -> dict:
 def waits(trace: Trace, rows: np.ndarray) -> dict:
     """HTA's rule, stream by stream: host wait if the launch call began after the work before it had ended."""
     events, launch = trace.events, trace.launch_of
-    totals = dict.fromkeys(("host_wait_us", "kernel_wait_us", "other_wait_us"), 0)
+    totals = dict.fromkeys(WAITS, 0)
     for stream in np.unique(events.stream[rows]):
         mine = rows[events.stream[rows] == stream]
         gap = events.start_ns[mine][1:] - events.end_ns[mine][:-1]
         called = launch[mine][1:]
         host = (called >= 0) & (events.start_ns[np.maximum(called, 0)] > events.end_ns[mine][:-1])
         quick = ~host & (gap < KERNEL_WAIT_NS)
-        for row, hit in (("host_wait_us", host), ("kernel_wait_us", quick), ("other_wait_us", ~host & ~quick)):
+        for row, hit in zip(WAITS, (host, quick, ~host & ~quick)):
             totals[row] += int(gap[hit].sum())
     return totals
 

@@ -40,10 +40,11 @@ def main():
                 seen[kind].append(_run([*options.flags, "--torch-compile", target], Path(cache)))
                 print(f"  {kind}: {seen[kind][-1][0]:.1f} s", flush=True)
     for kind, rows in seen.items():
-        first, compiling, ordinary = zip(*rows)
+        first = [row[0] for row in rows]
+        median, compiling, ordinary = map(statistics.median, zip(*rows))
         print(
-            f"{kind:<23} first step after {statistics.median(first):6.1f} s ({min(first):.1f} to {max(first):.1f}), compiling "
-            f"{statistics.median(compiling):5.1f} s, ordinary step {statistics.median(ordinary):6.1f} ms"
+            f"{kind:<23} first step after {median:6.1f} s ({min(first):.1f} to {max(first):.1f}), compiling "
+            f"{compiling:5.1f} s, ordinary step {ordinary:6.1f} ms"
         )
 
 

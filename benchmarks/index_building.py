@@ -10,15 +10,18 @@ else. The last rows are blends, and what the cache on disk costs and saves.
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.training.process import peak_bytes_of
 from megatron_lite.data.blend_order import mix
 from megatron_lite.data.gpt_indices import sample_recipe
 from megatron_lite.data.index_cache import IndexCache
@@ -37,7 +40,7 @@ def main() -> None:
         file, seq_length, epochs = args.memory_of
         lengths = np.load(file, mmap_mode="r")
         recipe_of(lengths, int(seq_length), float(epochs)).build(lengths)
-        print(peak_bytes())
+        print(peak_bytes_of(os.getpid()))  # not getrusage's: that also knows what the parent had before exec
         return
     helpers = megatron_helpers()
     print(f"{'what':<48}{'megatron_lite':>15}{'Megatron-core':>15}{'ratio':>8}{'peak memory':>14}")
@@ -56,12 +59,6 @@ def document_lengths(documents: int) -> np.ndarray:
     """int32 [documents]."""
     random = np.random.default_rng(SEED)
     return np.maximum(1, random.lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, documents)).astype(np.int32)
-
-
-def peak_bytes() -> int:
-    """The most memory that this process had. Not getrusage's: that also knows what the parent had before exec."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
 def recipe_of(lengths: np.ndarray, seq_length: int, epochs: float):
@@ -97,22 +94,21 @@ def megatron_build(modules, lengths: np.ndarray, recipe) -> tuple:
     return document_index, sample_index, gpt_dataset._build_shuffle_index(first, samples, random)
 
 
-def in_turn(ours, theirs, repeats: int) -> tuple[float, float | None]:
-    """Median seconds of each; RuntimeError if they do not give the same."""
-    seconds = {"ours": [], "theirs": []}
+def in_turn(ours, theirs, repeats: int) -> list[float]:
+    """Median seconds of each that is there; RuntimeError if they do not give the same."""
+    functions = [ours, theirs] if theirs else [ours]
+    seconds = np.empty((repeats, len(functions)))
     for repeat in range(repeats):
-        start = time.perf_counter()
-        mine = ours()
-        seconds["ours"].append(time.perf_counter() - start)
-        if theirs is None:
-            continue
-        start = time.perf_counter()
-        other = theirs()
-        seconds["theirs"].append(time.perf_counter() - start)
-        if repeat == 0 and not all(np.array_equal(a, b) for a, b in zip(mine, other, strict=True)):
+        found = []
+        for number, function in enumerate(functions):
+            start = time.perf_counter()
+            result = function()
+            seconds[repeat, number] = time.perf_counter() - start
+            found.append(result if repeat == 0 else None)
+            del result
+        if theirs and repeat == 0 and not all(np.array_equal(a, b) for a, b in zip(*found, strict=True)):
             raise RuntimeError("the two do not agree")
-        del other
-    return statistics.median(seconds["ours"]), statistics.median(seconds["theirs"]) if theirs else None
+    return np.median(seconds, axis=0).tolist()
 
 
 def indices_row(modules, lengths: np.ndarray, seq_length: int, epochs: float, repeats: int, file: str) -> None:

@@ -22,8 +22,7 @@ from statistics import median
 
 from benchmarks.overhead.figures import Figures, figures_of
 from benchmarks.training.contestants import REPO
-from benchmarks.training.machine import cores, load, machine
-from benchmarks.training.process import environment_of
+from benchmarks.training.process import cores, environment_of, load, machine
 
 STEP_US = 50_000
 FLAGS = (
@@ -37,7 +36,16 @@ PARTS_SHOWN = 8
 
 def main() -> int:
     """Returns the exit code: 1 if a run failed."""
-    args = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="[1 2]")
+    add("--log-intervals", type=int, nargs="+", default=[1, 100], metavar="N", help="[1 100]")
+    add("--rounds", type=int, default=3, help="runs of each kind [%(default)s]")
+    add("--steps", type=int, default=600, help="of an empty run [%(default)s]")
+    add("--real-steps", type=int, default=100, help="of a real one [%(default)s]")
+    add("--tensorboard", action="store_true", help="write its event file, too; off by default, as in the trainer")
+    add("--out", type=Path, metavar="FILE", help="everything as JSON")
+    args = parser.parse_args()
     print(
         f"{machine()['cpu']}, {cores()} cores, load {load()}; per step, medians of {args.rounds} rounds and the least "
         f"of them; shares are of a step of {STEP_US / 1000:g} ms",
@@ -54,44 +62,19 @@ def main() -> int:
                 if not all(all(many) for many in runs.values()):
                     return 1
                 print("\n".join(_lines(ranks, interval, runs)), flush=True)
-                found.append(
-                    {
-                        "ranks": ranks,
-                        "log_interval": interval,
-                        **{kind: [asdict(one) for one in many] for kind, many in runs.items()},
-                    }
-                )
+                figures = {kind: [asdict(one) for one in many] for kind, many in runs.items()}
+                found.append({"ranks": ranks, "log_interval": interval, **figures})
     if args.out:
         everything = {"command": sys.argv, "machine": machine(), "configurations": found}
         args.out.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="[1 2]")
-    add("--log-intervals", type=int, nargs="+", default=[1, 100], metavar="N", help="[1 100]")
-    add("--rounds", type=int, default=3, help="runs of each kind [%(default)s]")
-    add("--steps", type=int, default=600, help="of an empty run [%(default)s]")
-    add("--real-steps", type=int, default=100, help="of a real one [%(default)s]")
-    add("--tensorboard", action="store_true", help="write its event file, too; off by default, as in the trainer")
-    add("--out", type=Path, metavar="FILE", help="everything as JSON")
-    return parser.parse_args()
-
-
 def _run(kind: str, ranks: int, interval: int, args: argparse.Namespace, folder: Path) -> Figures | None:
     """None, with the run's last words on stderr, if it failed."""
     steps = args.real_steps if kind == "real" else args.steps
-    flags = [
-        *FLAGS.split(),
-        "--train-iters",
-        str(steps),
-        "--log-interval",
-        str(interval),
-        "--run-dir",
-        str(folder / "run"),
-    ]
+    lengths = f"--train-iters {steps} --log-interval {interval} --run-dir".split()
+    flags = [*FLAGS.split(), *lengths, str(folder / "run")]
     if args.tensorboard:
         flags += ["--tensorboard-dir", str(folder / "tensorboard")]
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

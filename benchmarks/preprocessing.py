@@ -16,10 +16,8 @@ import hashlib
 import itertools
 import json
 import multiprocessing
-import os
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +25,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.training.process import children_of, environment_of, peak_bytes_of
 from megatron_lite.cli.corpus import library_sources
 from megatron_lite.data.byte_pairs import train_bpe, write_bpe
 
@@ -37,24 +40,6 @@ LINES_AT_A_TIME = 32  # Megatron's
 
 
 def main() -> None:
-    args = _arguments()
-    if args.stand_in:
-        stand_in(*args.stand_in)
-        return
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        folder = Path(name)
-        documents = list(library_sources(Path(sysconfig.get_paths()["stdlib"]), 30 * MB))
-        if args.text:
-            documents += Path(args.text).read_text(encoding="utf-8").split("\n\n")
-        vocabulary = (args.vocab_file, args.merge_file) if args.vocab_file else own_vocabulary(folder, documents)
-        hugging_face = hugging_face_folder(folder, *vocabulary)
-        if args.repeats:
-            compare(args, folder, documents, vocabulary, hugging_face)
-        for number_of_workers in args.workers if args.memory_megabytes else ():
-            memory(args, folder, documents, vocabulary, number_of_workers)
-
-
-def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--megabytes", type=float, default=100, help="of the input")
@@ -65,7 +50,27 @@ def _arguments() -> argparse.Namespace:
     add("--megatron", help="a checkout of Megatron-LM")
     add("--folder", help="where temporary files go")
     add("--stand-in", nargs=4, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.stand_in:
+        stand_in(*args.stand_in)
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        documents = list(library_sources(Path(sysconfig.get_paths()["stdlib"]), 30 * MB))
+        if args.text:
+            documents += Path(args.text).read_text(encoding="utf-8").split("\n\n")
+        vocabulary = (args.vocab_file, args.merge_file)
+        if not args.vocab_file:
+            write_bpe(folder, *train_bpe(documents[:500], OWN_VOCABULARY))
+            vocabulary = (str(folder / "vocab.json"), str(folder / "merges.txt"))
+        import transformers
+
+        hugging_face = str(folder / "hugging_face")
+        transformers.GPT2TokenizerFast(*vocabulary).save_pretrained(hugging_face)
+        if args.repeats:
+            compare(args, folder, documents, vocabulary, hugging_face)
+        for number_of_workers in args.workers if args.memory_megabytes else ():
+            memory(args, folder, documents, vocabulary, number_of_workers)
 
 
 def write_jsonl(path: Path, documents: list[str], megabytes: float) -> None:
@@ -79,122 +84,82 @@ def write_jsonl(path: Path, documents: list[str], megabytes: float) -> None:
                 return
 
 
-def own_vocabulary(folder: Path, documents: list[str]) -> tuple[str, str]:
-    write_bpe(folder, *train_bpe(documents[:500], OWN_VOCABULARY))
-    return str(folder / "vocab.json"), str(folder / "merges.txt")
-
-
-def hugging_face_folder(folder: Path, vocab_file: str, merge_file: str) -> str:
-    import transformers
-
-    transformers.GPT2TokenizerFast(vocab_file, merge_file).save_pretrained(folder / "hugging_face")
-    return str(folder / "hugging_face")
-
-
 def compare(args, folder: Path, documents: list[str], vocabulary: tuple[str, str], hugging_face: str) -> None:
     whole, one = folder / "whole.jsonl", folder / "one.jsonl"
     write_jsonl(whole, documents, args.megabytes)
     write_jsonl(one, documents, 0)
+    megabytes = whole.stat().st_size / MB
     theirs = "its tools/preprocess_data.py" if args.megatron else "a stand-in of Megatron-core's parts"
-    print(f"input: {whole.stat().st_size / MB:.0f} MB; Megatron's: {theirs}; {args.repeats} runs each")
+    print(f"input: {megabytes:.0f} MB; Megatron's: {theirs}; {args.repeats} runs each")
     print(
         f"{'workers':>7} {'ours s':>8} {'start':>6} {'MB/s':>6} {'Megatron s':>11} {'start':>6} {'MB/s':>6} {'ratio':>6} "
         f"{'ratio of CPU s':>15}  same bytes"
     )
     for workers in args.workers:
-
-        def ours(path, workers=workers):
-            return our_command(path, folder / "ours", vocabulary, workers)
-
-        def megatrons(path, workers=workers):
-            return megatrons_command(args.megatron, path, folder / "theirs", hugging_face, workers)
-
-        starts = [[seconds(command(one)) for command in (ours, megatrons)] for _ in range(3)]
-        runs = [[seconds(command(whole)) for command in (ours, megatrons)] for _ in range(args.repeats)]
+        start, total = [], []  # [run, command, wall or CPU]
+        for path, repeats, into in ((one, 3, start), (whole, args.repeats, total)):
+            ours = our_command(path, folder / "ours", vocabulary, workers)
+            megatrons = megatrons_command(args.megatron, path, folder / "theirs", hugging_face, workers)
+            into += [[seconds(ours), seconds(megatrons)] for _ in range(repeats)]
+        start, total = np.median(start, axis=0), np.median(total, axis=0)
+        net = total - start
         same = digest(folder / "ours") == digest(folder / "theirs")
-        row(workers, whole.stat().st_size / MB, medians(starts), medians(runs), same)
-
-
-def medians(runs: list) -> list[list[float]]:
-    """[run][command][wall, CPU] -> [command][wall, CPU]."""
-    return [[statistics.median(run[command][kind] for run in runs) for kind in range(2)] for command in range(2)]
-
-
-def row(workers: int, megabytes: float, start, total, same: bool) -> None:
-    net = [[total[command][kind] - start[command][kind] for kind in range(2)] for command in range(2)]
-    cells = [f"{total[c][0]:{8 + 3 * c}.1f} {start[c][0]:6.1f} {megabytes / net[c][0]:6.1f}" for c in range(2)]
-    print(
-        f"{workers:>7} {cells[0]} {cells[1]} {net[1][0] / net[0][0]:6.2f} {net[1][1] / net[0][1]:15.2f}  {same}",
-        flush=True,
-    )
+        cells = [f"{total[c, 0]:{8 + 3 * c}.1f} {start[c, 0]:6.1f} {megabytes / net[c, 0]:6.1f}" for c in range(2)]
+        wall, cpu = net[1] / net[0]
+        print(f"{workers:>7} {cells[0]} {cells[1]} {wall:6.2f} {cpu:15.2f}  {same}", flush=True)
 
 
 def our_command(path: Path, prefix: Path, vocabulary: tuple[str, str], workers: int) -> list[str]:
-    return [
+    files = ["--input", path, "--output-prefix", prefix, "--vocab-file", vocabulary[0], "--merge-file", vocabulary[1]]
+    command = [
         sys.executable,
         "-m",
         "megatron_lite.cli.main",
         "preprocess",
-        "--input",
-        str(path),
-        "--output-prefix",
-        str(prefix),
-        "--vocab-file",
-        vocabulary[0],
-        "--merge-file",
-        vocabulary[1],
+        *files,
         "--append-eod",
         "--workers",
-        str(workers),
+        workers,
     ]
+    return list(map(str, command))
 
 
 def megatrons_command(checkout: str | None, path: Path, prefix: Path, hugging_face: str, workers: int) -> list[str]:
     if not checkout:
-        return [
-            sys.executable,
-            __file__,
-            "--stand-in",
-            str(path),
-            f"{prefix}_text_document",
-            hugging_face,
-            str(workers),
-        ]
-    return [
-        sys.executable,
-        f"{checkout}/tools/preprocess_data.py",
-        "--input",
-        str(path),
-        "--output-prefix",
-        str(prefix),
+        words = [sys.executable, __file__, "--stand-in", path, f"{prefix}_text_document", hugging_face, workers]
+        return list(map(str, words))
+    tokenizer = [
         "--tokenizer-type",
         "HuggingFaceTokenizer",
         "--tokenizer-model",
         hugging_face,
         "--tokenizer-hf-use-fast",
-        "--append-eod",
-        "--workers",
-        str(workers),
-        "--log-interval",
-        "1000000",
     ]
+    words = [
+        sys.executable,
+        f"{checkout}/tools/preprocess_data.py",
+        "--input",
+        path,
+        "--output-prefix",
+        prefix,
+        *tokenizer,
+    ]
+    return list(map(str, [*words, "--append-eod", "--workers", workers, "--log-interval", 1_000_000]))
 
 
 def seconds(command: list[str]) -> tuple[float, float]:
     """Wall and CPU, the latter of all processes."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(command, check=True, cwd=REPO, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    subprocess.run(
+        command,
+        check=True,
+        cwd=REPO,
+        env=environment_of("cpu", threads=1),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def environment() -> dict[str, str]:
-    paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
 
 def digest(prefix: Path) -> list[str]:
@@ -206,16 +171,12 @@ def memory(args, folder: Path, documents: list[str], vocabulary: tuple[str, str]
     for megabytes in args.memory_megabytes:
         path = folder / "memory.jsonl"
         write_jsonl(path, documents, megabytes)
-        process = subprocess.Popen(
-            our_command(path, folder / "ours", vocabulary, workers),
-            cwd=REPO,
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-        )
+        command = our_command(path, folder / "ours", vocabulary, workers)
+        process = subprocess.Popen(command, cwd=REPO, env=environment_of("cpu", threads=1), stdout=subprocess.DEVNULL)
         peaks: dict[int, int] = {}
         while process.poll() is None:
             for pid in family(process.pid):
-                peaks[pid] = peak_bytes(pid) or peaks.get(pid, 0)  # the last: before exec it is that of the parent
+                peaks[pid] = peak_bytes_of(pid) or peaks.get(pid, 0)  # the last: before exec it is that of the parent
             time.sleep(0.02)
         print(
             f"{workers} workers, {path.stat().st_size / MB:4.0f} MB: peak memory {sum(peaks.values()) / MB:.0f} MB in "
@@ -225,19 +186,7 @@ def memory(args, folder: Path, documents: list[str], vocabulary: tuple[str, str]
 
 
 def family(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    except OSError:
-        return []
-    return [pid, *(member for child in children for member in family(int(child)))]
-
-
-def peak_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+    return [pid, *(member for child in children_of(pid) for member in family(child))]
 
 
 class LineEncoder:

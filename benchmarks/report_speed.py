@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 OURS = """
@@ -50,7 +49,13 @@ IDS_OF_A_COPY = 10_000_000
 
 
 def main():
-    args = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE_OR_FOLDER")
+    parser.add_argument("--hta", metavar="PYTHON", help="a Python with HolisticTraceAnalysis")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--megabytes", type=int, nargs="*", default=[100, 1000], help="sizes of repeated traces")
+    parser.add_argument("--scratch", type=Path, help="where repeated traces are written for the time being")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         print(
             f"{'trace':32} {'MB':>6}  {'ours s':>7} {'(all)':>7} {'MB':>6}   {'HTA s':>7} {'(all)':>7} {'MB':>6}   "
@@ -58,16 +63,6 @@ def main():
         )
         for title, folder in _cases(args, Path(scratch)):
             _compare(title, folder, args)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE_OR_FOLDER")
-    parser.add_argument("--hta", metavar="PYTHON", help="a Python with HolisticTraceAnalysis")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--megabytes", type=int, nargs="*", default=[100, 1000], help="sizes of repeated traces")
-    parser.add_argument("--scratch", type=Path, help="where repeated traces are written for the time being")
-    return parser.parse_args()
 
 
 def _cases(args: argparse.Namespace, scratch: Path):
@@ -102,17 +97,13 @@ def _compare(title: str, folder: Path, args: argparse.Namespace):
         for name, rows in seen.items()
     }
     ours, hta = medians["ours"], medians.get("hta")
-    columns = [
-        f"{work:7.2f} {whole:7.2f} {peak / 1e6:6.0f}" if figures else f"{'failed':>22}"
-        for figures in (ours, hta)
-        for work, whole, peak in [figures or (0, 0, 0)]
-    ]
+    columns = ["{:7.2f} {:7.2f} {:6.0f}".format(*figures) if figures else f"{'failed':>22}" for figures in (ours, hta)]
     ratios = f"{hta[0] / ours[0]:14.1f} {hta[2] / ours[2]:7.1f}" if ours and hta else ""
     print(f"{title:32} {size:6.0f}  {columns[0]}   {columns[1]}   {ratios}", flush=True)
 
 
-def _timed(python: str, code: str, folder: Path) -> tuple[float, float, int] | None:
-    """(seconds of the work, of the whole process, most memory in bytes); None if it failed."""
+def _timed(python: str, code: str, folder: Path) -> tuple[float, float, float] | None:
+    """(seconds of the work, of the whole process, most memory in MB); None if it failed."""
     # without the switch HTA rounds nanoseconds inwards, and refuses traces for what comes of that
     environment = os.environ | {"HTA_DISABLE_NS_ROUNDING": "1"}
     started = time.perf_counter()
@@ -123,18 +114,15 @@ def _timed(python: str, code: str, folder: Path) -> tuple[float, float, int] | N
         print(done.stderr.strip().splitlines()[-1:], file=sys.stderr)
         return None
     work_s, peak = json.loads(done.stdout.strip().splitlines()[-1])
-    return work_s, whole_s, peak
+    return work_s, whole_s, peak / 1e6
 
 
 def repeat(source: Path, target: Path, num_bytes: int):
     """Write the events of `source` again and again, each time later and with ids and steps of their own."""
     text = gzip.decompress(source.read_bytes()) if source.suffix == ".gz" else source.read_bytes()
     begin = re.search(rb'"traceEvents"\s*:\s*\[', text).end()
-    end = begin + next(
-        end
-        for end in (found.start() + 1 for found in re.finditer(rb"\}\s*\]", text[begin:]))
-        if _is_json(b"[" + text[begin : begin + end] + b"]")
-    )
+    ends = (found.start() + 1 for found in re.finditer(rb"\}\s*\]", text[begin:]))
+    end = begin + next(end for end in ends if _is_json(b"[" + text[begin : begin + end] + b"]"))
     events = text[begin:end]
     times = [int(ts) for ts in re.findall(rb'"ts"\s*:\s*(\d+)', events)]
     steps = [int(step) for step in re.findall(rb"ProfilerStep#(\d+)", events)] or [0]
@@ -143,12 +131,14 @@ def repeat(source: Path, target: Path, num_bytes: int):
         file.write(text[:begin])
         for copy in range(max(1, round(num_bytes / len(events)))):
             shifts = {key: copy * shift for key, shift in shift_of.items()}
-            file.write(b"," * bool(copy) + SHIFTED.sub(partial(_shifted, shifts, copy * IDS_OF_A_COPY), events))
+            shifted = SHIFTED.sub(
+                lambda found, copy=copy, shifts=shifts: (
+                    found[1] + b"%d" % (int(found[2]) + shifts.get(found[1][:2], copy * IDS_OF_A_COPY))
+                ),
+                events,
+            )
+            file.write(b"," * bool(copy) + shifted)
         file.write(text[end:])
-
-
-def _shifted(shifts: dict[bytes, int], of_ids: int, found: re.Match) -> bytes:
-    return found[1] + b"%d" % (int(found[2]) + shifts.get(found[1][:2], of_ids))
 
 
 def _is_json(text: bytes) -> bool:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.train.checkpoint import Checkpoints
@@ -63,20 +63,17 @@ def _kinds(options) -> dict:
     words = [*FLAGS.split(), "--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
     ours = {}
     for name, extra in (("synchronous save", []), ("--async-save", ["--async-save"])):
-        plan = _plan([*words, "--save", str(options.folder / name), "--save-retain-interval", "1000", *extra])
+        argv = [*words, "--save", str(options.folder / name), "--save-retain-interval", "1000", *extra]
+        plan = resolve(read_command_line(argv).args, World(), 50257)
         model = build_model(plan, device)
         optimizer = Optimizer(plan, list(model.parameters()), device)
         ours[name] = (Checkpoints(plan, model, optimizer, device), model, optimizer)
     _, model, optimizer = ours["synchronous save"]
 
     def torch_save(number: int):
-        state = {
-            "model": model.state_dict(),
-            "masters": optimizer.weights.masters,
-            "engine": optimizer.engine.state_dict(),
-        }
-        torch.save(state, options.folder / "state.pt")
-        return _nothing
+        state = {"masters": optimizer.weights.masters, "engine": optimizer.engine.state_dict()}
+        torch.save(state | {"model": model.state_dict()}, options.folder / "state.pt")
+        return lambda: None
 
     def save_with(checkpoints: Checkpoints):
         def save(number: int):
@@ -87,14 +84,6 @@ def _kinds(options) -> dict:
 
     options.folder.mkdir(parents=True, exist_ok=True)
     return {"torch.save": torch_save, **{name: save_with(checkpoints) for name, (checkpoints, _, _) in ours.items()}}
-
-
-def _plan(words: list[str]) -> Plan:
-    return resolve(read_command_line(words).args, World(), 50257)
-
-
-def _nothing(*_):
-    pass
 
 
 if __name__ == "__main__":

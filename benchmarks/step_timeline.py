@@ -10,7 +10,6 @@ import argparse
 import random
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -39,22 +38,18 @@ FLAGS = (
 WARM_UP = 10
 
 
-@dataclass
 class Trainer:
     """What a run repeats in every step."""
 
-    plan: Plan
-
-    def __post_init__(self):
-        device = device_of(self.plan)
-        replica = DataParallel(self.plan, build_model(self.plan, device))
-        optimizer = Optimizer(self.plan, replica.parameters, device)
-        self.step = TrainingStep(self.plan, replica, optimizer, BatchMaker(self.plan, device, 127))
-        self.meter, self.progress = StepMetrics(self.plan, optimizer, device), Progress()
-        data = MockDataset(10**7, self.plan.shape.seq_length, self.plan.vocab_size, 1)
-        self.batches = (
-            torch.stack([torch.from_numpy(data[2 * i]), torch.from_numpy(data[2 * i + 1])]) for i in range(10**6)
-        )
+    def __init__(self, plan: Plan):
+        device = device_of(plan)
+        replica = DataParallel(plan, build_model(plan, device))
+        optimizer = Optimizer(plan, replica.parameters, device)
+        self.plan, self.step = plan, TrainingStep(plan, replica, optimizer, BatchMaker(plan, device, 127))
+        self.meter, self.progress = StepMetrics(plan, optimizer, device), Progress()
+        data = MockDataset(10**7, plan.shape.seq_length, plan.vocab_size, 1)
+        windows = (torch.from_numpy(data[i]) for i in range(2 * 10**6))
+        self.batches = (torch.stack(pair) for pair in zip(windows, windows))
 
     def __call__(self, instruments: Instruments) -> float:
         """One step; returns its seconds."""
@@ -78,16 +73,14 @@ def main():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     words = [*FLAGS.split(), "--global-batch-size", str(2 * options.micro_batches)]
     plan = resolve(read_command_line(words).args, World(gpus=torch.cuda.device_count()), 128)
-    kinds = {on: _instruments(plan, on) for on in (True, False)}
+    kinds = {}
+    for on in (True, False):
+        timeline = Timeline()
+        timeline.set_up(detailed=on, cuda=plan.device == "cuda")
+        kinds[on] = Instruments([timeline], print), timeline
     _compare(Trainer(plan), kinds, options.steps)
     _parts(plan, *kinds[True])
     dist.destroy_process_group()
-
-
-def _instruments(plan: Plan, on: bool) -> tuple[Instruments, Timeline]:
-    timeline = Timeline()
-    timeline.set_up(detailed=on, cuda=plan.device == "cuda")
-    return Instruments([timeline], print), timeline
 
 
 def _compare(trainer: Trainer, kinds: dict, steps: int):
@@ -110,7 +103,7 @@ def _compare(trainer: Trainer, kinds: dict, steps: int):
 
 
 def _parts(plan: Plan, instruments: Instruments, timeline: Timeline):
-    number, rounds = 20, 500
+    number, rounds, medians = 20, 500, []
     for phases in (number, 0):
         seconds = []
         for step in range(1, rounds):
@@ -120,10 +113,8 @@ def _parts(plan: Plan, instruments: Instruments, timeline: Timeline):
                     with instruments.phase(Phase.FORWARD):
                         pass
             seconds.append(time.perf_counter() - started)
-        if phases:
-            with_phases = statistics.median(seconds)
-        else:
-            alone = statistics.median(seconds)
+        medians.append(statistics.median(seconds))
+    with_phases, alone = medians
     print(f"a phase: {1e6 * (with_phases - alone) / number:.2f} us; a step without phases: {1e6 * alone:.1f} us")
     times, seconds = timeline.take(wait=True), []
     for _ in range(20):

@@ -20,16 +20,10 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.training import table
-from benchmarks.training.bars import bars_of
-from benchmarks.training.ceiling import ceiling_tflops
-from benchmarks.training.command_line import chosen, parser, work_of
-from benchmarks.training.contestants import Contestant, command
-from benchmarks.training.machine import clocks, cores, gpus, load, machine
-from benchmarks.training.process import environment_of, watch
-from benchmarks.training.result import Result, result_of
-from benchmarks.training.summary import Limits, line_of, loss_table, ratio_of
-from benchmarks.training.tokens import write_tokens
-from benchmarks.training.work import Work
+from benchmarks.training.contestants import Contestant, chosen, command, parser, work_of
+from benchmarks.training.process import ceiling_tflops, clocks, cores, environment_of, gpus, load, machine, watch
+from benchmarks.training.summary import Limits, bars_of, line_of, loss_table, ratio_of, result_of
+from benchmarks.training.work import Work, write_tokens
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.hardware import peak_tflops
 
@@ -61,11 +55,39 @@ def _compare(args: argparse.Namespace, work: Work, warm_up: int, contestants: li
     around["ceiling_tflops"].append(ceiling_tflops(work, threads))
     around["load_after"] = load()
     results = [record["result"] for record in records]
-    limits = _limits(work, around)
+    found, device = around["machine"], work.device
+    processor = found["gpus"][0]["name"] if device == "cuda" and found["gpus"] else found["cpu"]
+    peak = peak_tflops(processor, work.precision) if device == "cuda" else None
+    limits = Limits(peak, max((one for one in around["ceiling_tflops"] if one is not None), default=None))
     lines = [line_of(one.name, one.ranks, results, work, warm_up, limits) for one in contestants]
     bars = bars_of(contestants, results, work, warm_up) if args.bars else []
-    ratios = [ratio_of(one.name, other.name, results, warm_up) for one, other in _pairs(contestants, results)]
-    _print(work, args, around, threads, lines, ratios, bars, results)
+    finished = [one for one in contestants if any(r.contestant == one.name and not r.failure for r in results)]
+    # each of ours with every yardstick, and with the first of ours
+    ratios = [
+        ratio_of(ours.name, other.name, results, warm_up)
+        for ours in finished
+        if ours.is_ours
+        for other in finished
+        if not other.is_ours or (other is contestants[0] and other is not ours)
+    ]
+    print(
+        f"{work.words()}; --steps {work.steps} --rounds {args.rounds}\n{text}\n{processor}, {found['cores']} cores, torch "
+        f"{found['versions']['torch']}; load {around['load_before']} before, {around['load_after']} after"
+    )
+    columns = loss_table(results)
+    for part in (
+        table.speeds(lines, threads, device),
+        table.ceiling(around["ceiling_tflops"], device),
+        table.ratios(ratios),
+        table.bars(bars),
+        table.losses(columns),
+        table.remarks(lines, columns, around["load_before"], found["cores"]),
+    ):
+        if part:
+            print("\n" + "\n".join(part))
+    for result in results:
+        if result.failure:
+            print(f"failed: {result.contestant}, round {result.round}: {result.failure}")
     if args.out:
         everything = {
             "command": sys.argv,
@@ -80,24 +102,7 @@ def _compare(args: argparse.Namespace, work: Work, warm_up: int, contestants: li
             "limits": dataclasses.asdict(limits),
         }
         args.out.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
-    return 0 if _finished(results) == {one.name for one in contestants} else 1
-
-
-def _finished(results: list[Result]) -> set[str]:
-    """Contestants that have come to the end of a run."""
-    return {result.contestant for result in results if not result.failure}
-
-
-def _pairs(contestants: list[Contestant], results: list[Result]) -> list[tuple[Contestant, Contestant]]:
-    """Each of ours with every yardstick, and with the first of ours; of those who finished a run."""
-    here = [one for one in contestants if one.name in _finished(results)]
-    return [
-        (ours, other)
-        for ours in here
-        if ours.is_ours
-        for other in here
-        if not other.is_ours or (other is contestants[0] and other is not ours)
-    ]
+    return 0 if finished == contestants else 1
 
 
 def _run_all(
@@ -120,8 +125,12 @@ def _run_all(
                 _tell(f"interrupted in round {number} of {one.name}; what was measured before:")
                 return records
             records.append(record)
-            took[one.name] = record["result"].seconds
-            _tell(f"round {number} of {args.rounds}: {one.name}: {_words(record['result'], work, warm_up)}")
+            result = record["result"]
+            took[one.name], words = result.seconds, f"failed: {result.failure}"
+            if not result.failure:
+                rate = work.tokens_per_step / median(result.step_s[warm_up:])
+                words = f"{rate:,.0f} tokens/s, {result.seconds:.0f} s in all"
+            _tell(f"round {number} of {args.rounds}: {one.name}: {words}")
     return records
 
 
@@ -143,48 +152,6 @@ def _run(one: Contestant, number: int, work: Work, folder: Path, threads: int, l
         "result": result,
         "output": run.output[-LINES_KEPT:] if result.failure else [],
     }
-
-
-def _words(result: Result, work: Work, warm_up: int) -> str:
-    if result.failure:
-        return f"failed: {result.failure}"
-    rate = work.tokens_per_step / median(result.step_s[warm_up:])
-    return f"{rate:,.0f} tokens/s, {result.seconds:.0f} s in all"
-
-
-def _limits(work: Work, around: dict) -> Limits:
-    peak = peak_tflops(_processor(work, around), work.precision) if work.device == "cuda" else None
-    return Limits(peak, max((one for one in around["ceiling_tflops"] if one is not None), default=None))
-
-
-def _processor(work: Work, around: dict) -> str:
-    found = around["machine"]
-    return found["gpus"][0]["name"] if work.device == "cuda" and found["gpus"] else found["cpu"]
-
-
-def _print(
-    work: Work, args: argparse.Namespace, around: dict, threads: int, lines, ratios, bars, results: list[Result]
-):
-    found, where = around["machine"], _processor(work, around)
-    columns = loss_table(results)
-    print(
-        f"{work.words()}; --steps {work.steps} --rounds {args.rounds}\n{around['text']}\n{where}, "
-        f"{found['cores']} cores, torch {found['versions']['torch']}; load {around['load_before']} before, "
-        f"{around['load_after']} after"
-    )
-    for part in (
-        table.speeds(lines, threads, work.device),
-        table.ceiling(around["ceiling_tflops"], work.device),
-        table.ratios(ratios),
-        table.bars(bars),
-        table.losses(columns),
-        table.remarks(lines, columns, around["load_before"], found["cores"]),
-    ):
-        if part:
-            print("\n" + "\n".join(part))
-    for result in results:
-        if result.failure:
-            print(f"failed: {result.contestant}, round {result.round}: {result.failure}")
 
 
 def _tell(text: str):

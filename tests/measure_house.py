@@ -21,9 +21,8 @@ VERBS = """
     resolve restore round run save say scale scan search select send set share show shorten sort split start
     stop store sum take tell to train trim unpack update use validate wait walk warn watch write
 """
-OLD_LIMITS = re.compile(r"^_?(MOST|FEWEST|LEAST|WORTH)_")
-LIMITS = re.compile(r"^_?(MAX|MIN|LIMIT)_|_LIMIT")
 MAX_FUNCTION_LINES = 60
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -54,12 +53,8 @@ class House:
         return (names & set(self.paths)) - {module}
 
     def functions(self) -> list[tuple[str, ast.AST]]:
-        return [
-            (module, node)
-            for module, tree in self.trees.items()
-            for node in ast.walk(tree)
-            if isinstance(node, FUNCTIONS)
-        ]
+        nodes = ((module, node) for module, tree in self.trees.items() for node in ast.walk(tree))
+        return [(module, node) for module, node in nodes if isinstance(node, FUNCTIONS)]
 
     def find_reached(self, start: str) -> set[str]:
         """All modules that importing `start` leads to, but empty ones."""
@@ -90,12 +85,8 @@ class House:
     def count_distant_callers(self) -> tuple[int, int]:
         """Top-level functions that exactly one other file uses and their own does not; and all top-level functions."""
         used = {module: Counter(self._find_names(tree)) for module, tree in self.trees.items()}
-        top = [
-            (module, node.name)
-            for module, tree in self.trees.items()
-            for node in tree.body
-            if isinstance(node, FUNCTIONS)
-        ]
+        nodes = ((module, node) for module, tree in self.trees.items() for node in tree.body)
+        top = [(module, node.name) for module, node in nodes if isinstance(node, FUNCTIONS)]
         once = 0
         for module, name in top:
             others = [other for other in self.importers[module] if used[other][name]]
@@ -116,40 +107,17 @@ def count_code_and_comments(texts) -> tuple[int, int]:
     """Lines with code (docstrings count as text), and lines with nothing but a comment."""
     code, comments = 0, 0
     for text in texts:
-        documented = set()
-        for node in ast.walk(ast.parse(text)):
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ):
-                documented |= set(range(node.lineno, node.end_lineno + 1))
+        tree = ast.parse(text)
+        values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+        texts = [value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+        documented = {row for value in texts for row in range(value.lineno, value.end_lineno + 1)}
         rows = set()
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            alone = token.type == tokenize.COMMENT and token.line.lstrip().startswith("#")
-            comments += alone
-            if token.type not in (
-                tokenize.COMMENT,
-                tokenize.NL,
-                tokenize.NEWLINE,
-                tokenize.INDENT,
-                tokenize.DEDENT,
-                tokenize.ENDMARKER,
-            ):
+            comments += token.type == tokenize.COMMENT and token.line.lstrip().startswith("#")
+            if token.type not in NO_CODE:
                 rows |= set(range(token.start[0], token.end[0] + 1))
         code += len(rows - documented)
     return code, comments
-
-
-def count_limits(house: House, pattern: re.Pattern) -> int:
-    return sum(
-        bool(pattern.search(target.id))
-        for tree in house.trees.values()
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in ast.walk(ast.Tuple(node.targets, ast.Store()))
-        if isinstance(target, ast.Name)
-    )
 
 
 def measure(root: Path) -> dict[str, str]:
@@ -187,8 +155,6 @@ def measure(root: Path) -> dict[str, str]:
         ),
         "file names in two or more folders": f"{sum(count > 1 for count in stems.values())}",
         "functions that begin with a verb": f"{sum(name.partition('_')[0] in verbs for name in named) / len(named):.0%}",
-        "functions named *_of": f"{sum(name.endswith('_of') for name in named)}",
-        "limits MOST_/FEWEST_/LEAST_/WORTH_ : MAX_/MIN_": f"{count_limits(house, OLD_LIMITS)} : {count_limits(house, LIMITS)}",
         "comments on lines of their own": f"{comments:,} ({comments / lines:.1%})",
         "parameters that take the whole Plan": f"{plans}",
         "files that ruff format would change": re.search(r"(\d+) files? would|$", ruff.stdout)[1] or "0",

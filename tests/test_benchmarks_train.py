@@ -14,14 +14,19 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from benchmarks.training import table
-from benchmarks.training.bars import bars_of
-from benchmarks.training.ceiling import ceiling_tflops
-from benchmarks.training.command_line import chosen, parser, work_of
-from benchmarks.training.contestants import Contestant, command, contestants_of
-from benchmarks.training.process import environment_of, watch
-from benchmarks.training.result import Result, result_of
-from benchmarks.training.summary import Limits, line_of, loss_distance, loss_table, ratio_of
-from benchmarks.training.tokens import write_tokens
+from benchmarks.training.contestants import Contestant, chosen, command, contestants_of, parser, work_of
+from benchmarks.training.process import ceiling_tflops, environment_of, watch
+from benchmarks.training.summary import (
+    Limits,
+    Result,
+    bars_of,
+    line_of,
+    loss_distance,
+    loss_table,
+    ratio_of,
+    result_of,
+)
+from benchmarks.training.work import write_tokens
 from megatron_lite.errors import UserError
 
 TINY = [

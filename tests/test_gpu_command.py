@@ -18,8 +18,7 @@ from gpu_checks.outcome import Outcome
 from gpu_checks.pytest_side import DEVICE_VARIABLE, KEEP_VARIABLE, MAX_FILES, MAX_MESSAGE, OUTCOMES_VARIABLE
 from waiting import LIMIT_S, wait_until
 
-from benchmarks.training.command_line import chosen, parser, work_of
-from benchmarks.training.contestants import Contestant, command
+from benchmarks.training.contestants import Contestant, chosen, command, parser, work_of
 from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.estimate.hardware import processor_called
 from megatron_lite.estimate.memory import predict_memory

@@ -17,8 +17,8 @@ DROPPING = replace(PLAIN, attention_dropout=0.25)
 GROUPED = replace(PLAIN, num_query_groups=2)
 
 
-def choose(backend, shape=PLAIN, device="cpu", dtype=torch.float32, masked=False, explain=False):
-    return choose_attention(backend, shape, batch=2, device=device, dtype=dtype, masked=masked, explain=explain)
+def choose(backend, shape=PLAIN, device="cpu", dtype=torch.float32, masked=False, explain=False, **more):
+    return choose_attention(backend, shape, batch=2, device=device, dtype=dtype, masked=masked, explain=explain, **more)
 
 
 def heads(number, seed, length=12, width=8, dtype=torch.float32):
@@ -118,13 +118,12 @@ def test_the_name_is_what_runs(backend, shape, masked):
     assert chosen.name == ("sdpa flash" if ran_flash else "sdpa math")
 
 
-def test_explicit_kernels_say_so():
+def test_reasons_come_on_request():
     for backend in ("unfused", "local"):
         chosen = choose(backend, explain=True)
         assert chosen.name == "explicit" and f"--attention-backend {backend} " in chosen.why_not[0]
-
-
-def test_reasons_come_on_request():
+    preferred = choose("auto", dtype=torch.bfloat16, explain=True, prefer_explicit=True)
+    assert preferred.name == "explicit" and "slower for so few positions" in preferred.why_not[0]
     assert choose("auto", DROPPING).why_not == ()
     lines = choose("auto", DROPPING, explain=True).why_not
     assert [line.split(":")[0] for line in lines] == ["sdpa flash", "sdpa cudnn", "sdpa efficient"]
@@ -208,30 +207,16 @@ def test_kernels_on_a_gpu_equal_the_explicit_one(backend, masked):
     assert (chosen.function(q, k, v, mask, 0.0, 1).float() - expected).abs().max() < 0.03
 
 
-def test_auto_means_the_explicit_kernel_where_that_is_preferred():
-    chosen = choose_attention(
-        "auto", PLAIN, batch=2, device="cpu", dtype=torch.bfloat16, masked=False, prefer_explicit=True, explain=True
-    )
-    assert chosen.name == "explicit" and "slower for so few positions" in chosen.why_not[0]
+def test_the_explicit_kernel_is_preferred_for_short_sequences_in_bf16_on_a_cpu():
+    short, long = replace(PLAIN, seq_length=512), replace(PLAIN, seq_length=513)
+    assert explicit_is_faster(short, "bf16", "cpu", False)
+    for case in ((long, "bf16", "cpu", False), (short, "fp32", "cpu", False), (short, "bf16", "cuda", False)):
+        assert not explicit_is_faster(*case)
+    assert not explicit_is_faster(short, "bf16", "cpu", masked=True)
 
 
-@pytest.mark.parametrize(
-    ("precision", "device", "positions", "masked", "faster"),
-    [
-        ("bf16", "cpu", 512, False, True),
-        ("bf16", "cpu", 513, False, False),
-        ("fp32", "cpu", 64, False, False),
-        ("bf16", "cuda", 64, False, False),
-        ("bf16", "cpu", 64, True, False),
-    ],
-)
-def test_it_is_preferred_for_short_sequences_in_bf16_on_a_cpu(precision, device, positions, masked, faster):
-    assert explicit_is_faster(replace(PLAIN, seq_length=positions), precision, device, masked) == faster
-
-
-@pytest.mark.parametrize(("scaled", "numbers"), [(False, {1}), (True, None)])
-def test_layers_differ_by_their_number_only_where_it_counts(scaled, numbers):
+def test_layers_differ_by_their_number_only_where_it_counts():
     """What differs is compiled again for each layer."""
-    model = build(replace(PLAIN, query_key_layer_scaling=scaled))
-    found = [layer.self_attention.layer_number for layer in model.decoder.layers]
-    assert len(found) > 1 and (set(found) == numbers if numbers else found == list(range(1, len(found) + 1)))
+    for scaled, numbers in ((False, [1, 1]), (True, [1, 2])):
+        model = build(replace(PLAIN, query_key_layer_scaling=scaled))
+        assert [layer.self_attention.layer_number for layer in model.decoder.layers] == numbers

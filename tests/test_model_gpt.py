@@ -55,18 +55,12 @@ def test_no_gradient_crosses_a_document_boundary():
     assert gradients[:, :5].abs().sum() == 0 and (gradients[:, 5:9].abs().amax(dim=-1) > 0).all()
 
 
-def test_default_positions_count_from_zero():
-    for name in ("gelu_tanh", "rope"):
-        model, inputs = build(VARIANTS[name]), tokens(PLAIN)
-        positions = torch.arange(PLAIN.seq_length).expand_as(inputs)
-        assert torch.equal(model(inputs), model(inputs, positions_BT=positions))
-
-
-def test_only_learned_positions_are_reset():
+def test_positions_count_from_zero_and_only_learned_ones_are_reset():
     """As in Megatron, whose rotations count from the start of the sequence whatever --reset-position-ids does."""
     restarted = torch.arange(PLAIN.seq_length)[None] % 5
     for name, moves in [("rope", False), ("rope_partial_interleaved", False), ("gelu_tanh", True)]:
         model, inputs = build(VARIANTS[name]), tokens(PLAIN)
+        assert torch.equal(model(inputs), model(inputs, positions_BT=torch.arange(PLAIN.seq_length).expand_as(inputs)))
         assert ((model(inputs) - model(inputs, positions_BT=restarted)).abs().max() > 1e-3) == moves
 
 
@@ -114,15 +108,10 @@ def test_layernorm_1p_stores_the_weight_minus_one():
     torch.testing.assert_close(plain(tokens(PLAIN)), minus_one(tokens(PLAIN)), rtol=0, atol=1e-5)
 
 
-def test_losses_are_the_cross_entropy_of_the_logits():
+def test_losses_are_the_cross_entropy_of_the_logits_unless_another_loss_takes_its_place():
     model, inputs, labels = build(PLAIN), tokens(PLAIN), tokens(PLAIN, seed=2)
     expected = -model(inputs).double().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     torch.testing.assert_close(model(inputs, labels).double(), expected, rtol=0, atol=1e-5)
-
-
-def test_another_loss_can_take_its_place():
-    inputs, labels = tokens(PLAIN), tokens(PLAIN, seed=2)
-    model = build(PLAIN)
     doubled = GPT(PLAIN, model.decoder.layers[0].self_attention.attend, lambda *args: 2 * token_losses(*args))
     doubled.load_state_dict(model.state_dict())
     assert torch.equal(doubled(inputs, labels), 2 * model(inputs, labels))

@@ -24,11 +24,8 @@ def run(used_by_micro_batch, steps=1):
     return [gradient[0].item() for gradient in found]
 
 
-def test_sums_over_micro_batches_begin_anew_in_every_step():
+def test_sums_over_micro_batches_begin_anew_in_every_step_and_what_it_does_not_use_is_zero():
     assert run([(1, 1), (1, 1), (1, 1)], steps=3) == [9 + 1.75] * 2
-
-
-def test_what_a_step_does_not_use_is_zero():
     assert run([(1, 0)], steps=2) == [3.0, 0.0]
     assert run([(1, 0), (1, 1)], steps=2) == [5.5, 2.5]
 

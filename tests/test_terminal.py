@@ -1,7 +1,6 @@
 """What commands and trainer print, whoever reads it and wherever the text comes from."""
 
 import io
-import json
 import os
 import re
 import resource
@@ -17,6 +16,7 @@ from run_maker import folder as run_folder
 from snapshot_maker import MadeSnapshot
 from trace_maker import gpu_run
 from trace_maker import write as write_trace
+from waiting import LIMIT_S
 
 from megatron_lite.cli.main import COMMANDS, main
 from megatron_lite.errors import UserError
@@ -62,9 +62,8 @@ class Terminal(io.StringIO):
 
 
 def start(*words: str, **settings) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *words], cwd=REPO, stderr=subprocess.PIPE, text=True, check=False, timeout=300, **settings
-    )
+    settings = {"cwd": REPO, "stderr": subprocess.PIPE, "text": True, "timeout": LIMIT_S} | settings
+    return subprocess.run([sys.executable, *words], check=False, **settings)
 
 
 @pytest.mark.parametrize("words", [[str(TRAINER), "--help"], ["-m", "megatron_lite.cli.main", "explain"]])
@@ -248,11 +247,10 @@ def test_no_command_passes_on_what_a_terminal_obeys(command, hostile_words, monk
 
 
 def test_a_comparison_shows_both_sides_of_each_setting_escaped(hostile_words, monkeypatch):
-    lines = run_in_process(
-        ["compare", hostile_words["RUN"], hostile_words["OTHER_RUN"], "--all"], monkeypatch
-    ).splitlines()
+    words = ["compare", hostile_words["RUN"], hostile_words["OTHER_RUN"], "--all"]
+    shown = run_in_process(words, monkeypatch)
     for setting in ("--exit-signal", "precision", "device", "backend", "python"):
-        assert any(re.match(rf"  {setting} .*x1b.* .*x1b.*", line) for line in lines), setting
+        assert re.search(rf"^  {setting} .*x1b.* .*x1b.*", shown, re.MULTILINE), setting
 
 
 @pytest.mark.parametrize(
@@ -268,35 +266,35 @@ def test_no_file_holds_what_a_terminal_or_browser_obeys(command, hostile_words, 
     assert "evil" in written and not OBEYED.search(written)
 
 
-def leaves(value, way=()):
-    """The ways to all texts and numbers of JSON."""
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from leaves(item, (*way, key)) if isinstance(item, (dict, list)) and item else [(*way, key)]
+def vary(value):
+    """Copies of JSON in which one text or number after the other is hostile, each with the way to it."""
+    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        if isinstance(item, (dict, list)) and item:
+            for way, copy in vary(item):
+                yield (key, *way), replaced(value, key, copy)
+        else:
+            yield (key,), replaced(value, key, HOSTILE)
 
 
-def replaced(value, way: tuple, item):
-    copy = json.loads(json.dumps(value))
-    place = copy
-    for key in way[:-1]:
-        place = place[key]
-    place[way[-1]] = item
+def replaced(value, key, item):
+    copy = value.copy()
+    copy[key] = item
     return copy
 
 
 def test_no_single_field_of_a_runs_files_reaches_the_terminal_raw(tmp_path, monkeypatch):
     """Each in its turn: with all of them hostile most of a report is missing."""
-    record = RECORD | {
-        part: {"name": "x"} for part in ("versions", "environment", "process", "artefacts", "prediction")
-    }
+    parts = ("versions", "environment", "process", "artefacts", "prediction")
+    record = RECORD | {part: {"name": "x"} for part in parts}
     lines = [step(number) for number in range(1, 9)] + [{"kind": "ranks", **ranks(1, 8, [10.0, 12.0])}]
     plain = str(run_folder(tmp_path / "plain", lines, record))
-    changed = [(replaced(record, way, HOSTILE), lines) for way in leaves(record)]
-    changed += [(record, replaced(lines, way, HOSTILE)) for way in leaves(lines) if way[0] in (3, 8)]
+    changed = [(hostile, lines) for _, hostile in vary(record)]
+    changed += [(record, hostile) for way, hostile in vary(lines) if way[0] in (3, 8)]
     for hostile_record, hostile_lines in changed:
         hostile = str(run_folder(tmp_path / "hostile", hostile_lines, hostile_record))
-        for words in (
-            ["compare", plain, hostile, "--force", "--all"],
-            ["report", hostile, "--no-html", "--all"],
-            ["audit", hostile],
+        for command in (
+            f"compare {plain} {hostile} --force --all",
+            f"report {hostile} --no-html --all",
+            f"audit {hostile}",
         ):
-            assert not OBEYED.search(run_in_process(words, monkeypatch))
+            assert not OBEYED.search(run_in_process(command.split(), monkeypatch))

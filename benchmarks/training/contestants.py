@@ -1,12 +1,14 @@
-"""Who competes, and the command line of each."""
+"""Who competes, the command line of each, and the benchmark's own flags."""
 
+import argparse
 import importlib.util
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.training.work import Work
+from benchmarks.training.work import SIZES, VOCABULARIES, Work
 from megatron_lite.errors import UserError
 from megatron_lite.process_state import GROW_BY_BYTES, KEEP_BYTES
 
@@ -22,6 +24,9 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(KEEP_BYTES),
     "MALLOC_TOP_PAD_": str(GROW_BY_BYTES),
 }
+CONTESTANTS = {"cpu": ["ours", "ours@2", "plain", "plain@2", "hf"], "cuda": ["ours", "plain", "plain-compiled", "hf"]}
+WITH_BARS = {"cpu": ["ours", "ours@2", "plain", "plain-compiled", "hf"], "cuda": ["ours", "plain", "plain-compiled"]}
+STEPS = {"cpu": (12, 3), "cuda": (40, 10)}  # and how many of them warm up
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,16 @@ class Contestant:
 
 def contestants_of(words: list[str], variants: list[str]) -> list[Contestant]:
     """From --contestants (KIND or KIND@RANKS) and --ours ("NAME: FLAGS" or "NAME@RANKS: FLAGS"), ours first."""
-    kinds = [OURS, *YARDSTICKS]
-    found = []
+
+    def split_ranks(word: str, flag: str) -> tuple[str, int]:
+        name, at, ranks = word.partition("@")
+        if at and not (ranks.isdecimal() and int(ranks)):
+            raise UserError(f"{flag} {word}: @{ranks} is no number of ranks; such as {name}@2")
+        return name, int(ranks or 1)
+
+    kinds, found = [OURS, *YARDSTICKS], []
     for word in words:
-        kind, ranks = _name_and_ranks(word, "--contestants")
+        kind, ranks = split_ranks(word, "--contestants")
         if kind not in kinds:
             raise UserError(f"--contestants {word}: no such contestant; there are {', '.join(kinds)}, each with @RANKS")
         found.append(Contestant(kind, ranks, word))
@@ -76,7 +87,7 @@ def contestants_of(words: list[str], variants: list[str]) -> list[Contestant]:
         name, colon, flags = variant.partition(":")
         if not colon or not name.strip():
             raise UserError(f"--ours {variant!r}: needs a name before the flags, such as 'compiled: --torch-compile'")
-        _, ranks = _name_and_ranks(name.strip(), "--ours")
+        _, ranks = split_ranks(name.strip(), "--ours")
         found.append(Contestant(OURS, ranks, name.strip(), tuple(shlex.split(flags))))
     names = [one.name for one in found]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -84,37 +95,22 @@ def contestants_of(words: list[str], variants: list[str]) -> list[Contestant]:
     return sorted(found, key=lambda one: not one.is_ours)
 
 
-def missing_packages(contestant: Contestant) -> list[str]:
-    """Those that it needs and this Python has not."""
-    return [name for name in NEEDED.get(contestant.kind, ()) if importlib.util.find_spec(name) is None]
-
-
 def command(contestant: Contestant, work: Work, tokens: Path, folder: Path) -> list[str]:
     """What to start in the repository; it writes its figures into `folder`."""
+    ranks = contestant.ranks
+    # alone without torchrun, all alike: it would add seconds to the first step
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     if contestant.is_ours:
-        return [*_launcher(contestant.ranks), "pretrain_gpt.py", *_our_flags(work, tokens, folder), *contestant.flags]
-    yardstick = YARDSTICKS[contestant.kind]
-    task = _yardstick_flags(work, contestant.ranks, tokens, folder)
-    return [*_launcher(contestant.ranks), "-m", yardstick.module, *task, *yardstick.flags]
+        values, module = _our_flags(work, tokens, folder), ["pretrain_gpt.py"]
+        last = [*([] if work.precision == "fp32" else [f"--{work.precision}"]), *contestant.flags]
+    else:
+        yardstick = YARDSTICKS[contestant.kind]
+        values, module = _yardstick_flags(work, ranks, tokens, folder), ["-m", yardstick.module]
+        last = yardstick.flags
+    return [sys.executable, *torchrun, *module, *(str(word) for pair in values.items() for word in pair), *last]
 
 
-def _name_and_ranks(word: str, flag: str) -> tuple[str, int]:
-    name, at, ranks = word.partition("@")
-    if at and not (ranks.isdecimal() and int(ranks)):
-        raise UserError(f"{flag} {word}: @{ranks} is no number of ranks; such as {name}@2")
-    return name, int(ranks or 1)
-
-
-def _launcher(ranks: int) -> list[str]:
-    # Alone without torchrun, all alike: it would add seconds to the first step.
-    return (
-        [sys.executable]
-        if ranks == 1
-        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    )
-
-
-def _our_flags(work: Work, tokens: Path, folder: Path) -> list[str]:
+def _our_flags(work: Work, tokens: Path, folder: Path) -> dict[str, object]:
     """The task in Megatron's flags; all else stays at the trainer's defaults."""
     values = {
         "--num-layers": work.layers,
@@ -145,26 +141,96 @@ def _our_flags(work: Work, tokens: Path, folder: Path) -> list[str]:
     }
     if work.precision == "fp16":
         values["--initial-loss-scale"] = 2**16  # GradScaler's; Megatron's 2**32 would skip 16 steps
-    flags = [str(word) for pair in values.items() for word in pair]
-    return flags if work.precision == "fp32" else [*flags, f"--{work.precision}"]
+    return values
 
 
-def _yardstick_flags(work: Work, ranks: int, tokens: Path, folder: Path) -> list[str]:
-    values = {
-        "--layers": work.layers,
-        "--hidden": work.hidden,
-        "--heads": work.heads,
-        "--sequence": work.sequence,
-        "--vocabulary": work.vocabulary,
-        "--micro-batch": work.micro_batch,
+def _yardstick_flags(work: Work, ranks: int, tokens: Path, folder: Path) -> dict[str, object]:
+    alike = ("layers", "hidden", "heads", "sequence", "vocabulary", "micro_batch", "steps", "lr", "precision", "device")
+    return {f"--{name.replace('_', '-')}": getattr(work, name) for name in alike} | {
         "--accumulation": work.accumulation_of(ranks),
-        "--steps": work.steps,
-        "--lr": work.lr,
         "--lr-warm-up": LR_WARM_UP,
-        "--precision": work.precision,
         "--tokens": f"{tokens}.bin",
-        "--token-type": work.token_type,
+        "--token-type": "uint16" if work.vocabulary < 65_500 else "int32",  # of token files of this vocabulary
         "--step-file": folder / STEP_FILE,
-        "--device": work.device,
     }
-    return [str(word) for pair in values.items() for word in pair]
+
+
+# --- the benchmark's own flags
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """All flags; what is None depends on the device."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
+    add("--work", choices=sorted(VOCABULARIES), help="vocabulary of 256 bytes, or of 50,304 [byte; on a GPU bpe]")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="[bf16; on a GPU fp16]")
+    add("--device", choices=("cpu", "cuda"), help="[cuda where nvidia-smi shows a GPU]")
+    usual = f"{' '.join(CONTESTANTS['cpu'])}; on a GPU {' '.join(CONTESTANTS['cuda'])}"
+    add("--contestants", nargs="*", metavar="KIND[@RANKS]", help=f"of ours, {', '.join(YARDSTICKS)} [{usual}]")
+    more = "one more of ours, with these flags of the trainer; may be repeated"
+    add("--ours", action="append", default=[], metavar='"NAME[@RANKS]: FLAGS"', help=more)
+    goals = (
+        "also print ours over the faster of plain and plain-compiled, and over hf (on a GPU over each of plain and "
+        "plain-compiled), beside the project's goals; these are then the contestants by default"
+    )
+    add("--bars", action="store_true", help=goals)
+    add("--rounds", type=int, default=3, help="runs of each contestant [%(default)s]")
+    add("--steps", type=int, help="of each run [12; on a GPU 40]")
+    add("--warm-up", type=int, help="steps at a run's start that do not count [3; on a GPU 10]")
+    add("--minutes", type=float, default=30, help="start nothing that would end later [%(default)s]")
+    add("--threads", type=int, help="of all ranks of a contestant together [cores]")
+    add("--text", type=Path, metavar="FILE", help="what to train on [Python's own sources]")
+    add("--vocab-file", type=Path, metavar="FILE", help="GPT-2's vocab.json, for --work bpe")
+    add("--merge-file", type=Path, metavar="FILE", help="and its merges.txt")
+    add("--out", type=Path, metavar="FILE", help="everything as JSON")
+    add("--scratch", type=Path, metavar="FOLDER", help="where runs write for the time being")
+    for name, value in SIZES["cpu"].items():
+        usual = f"{value}; on a GPU {SIZES['cuda'][name]}"
+        add(f"--{name.replace('_', '-')}", type=type(value), help=f"of the model or batch [{usual}]")
+    add("--vocabulary", type=int, help="of the model or batch [of --work]")
+    return made
+
+
+def work_of(args: argparse.Namespace, device: str) -> tuple[Work, int]:
+    """(what to train, steps that warm up). UserError for flags that do not go together."""
+    kind = args.work or ("byte" if device == "cpu" else "bpe")
+    given = {name: getattr(args, name) for name in SIZES[device] if getattr(args, name) is not None}
+    steps = STEPS[device][0] if args.steps is None else args.steps
+    warm_up = STEPS[device][1] if args.warm_up is None else args.warm_up
+    work = Work(
+        device=device,
+        precision=args.precision or ("bf16" if device == "cpu" else "fp16"),
+        steps=steps,
+        vocabulary=args.vocabulary or VOCABULARIES[kind],
+        **{**SIZES[device], **given},
+    )
+    if bool(args.vocab_file) != bool(args.merge_file):
+        raise UserError("--vocab-file and --merge-file belong together; give both or none")
+    if args.vocab_file and kind == "byte":
+        raise UserError("--vocab-file goes with --work bpe; give that, or leave it out")
+    if args.rounds < 1:
+        raise UserError(f"--rounds {args.rounds}: must be at least 1")
+    if args.out and not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}; make it first")
+    if not 1 <= warm_up < steps:
+        raise UserError(f"--warm-up {warm_up}: must be at least 1 and below --steps {steps}")
+    return work, warm_up
+
+
+def chosen(args: argparse.Namespace, work: Work, say: Callable[[str], None]) -> list[Contestant]:
+    """Who competes. Without --contestants, one whose packages are missing is left out, with a word to `say`."""
+    usual = (WITH_BARS if args.bars else CONTESTANTS)[work.device]
+    found = []
+    for one in contestants_of(usual if args.contestants is None else args.contestants, args.ours):
+        work.accumulation_of(one.ranks)
+        missing = [name for name in NEEDED.get(one.kind, ()) if importlib.util.find_spec(name) is None]
+        text = f"{one.name} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        if missing and args.contestants is not None:
+            raise UserError(f"--contestants {text}, or leave it out")
+        if missing:
+            say(f"{text}; left out")
+        else:
+            found.append(one)
+    if not found:
+        raise UserError("--contestants: nobody is left to compete; name one, such as ours")
+    return found

@@ -11,24 +11,28 @@ def speeds(lines: list[Line], threads: int, device: str) -> list[str]:
     """A line per contestant. `threads`: of all ranks together."""
     memory = "GPU memory" if device == "cuda" else "ranks' memory"
     with_mfu = any(line.mfu_full is not None for line in lines)
-    head = ["", "ranks x threads", "tokens/s", "of 80% of steps", "step", "first step", memory]
-    rows = [[*head, *(["MFU full, causal"] if with_mfu else []), "of the ceiling"]]
+    mfu = ["MFU full, causal"] if with_mfu else []
+    rows = [
+        ["", "ranks x threads", "tokens/s", "of 80% of steps", "step", "first step", memory, *mfu, "of the ceiling"]
+    ]
     for line in lines:
         many = f"{line.ranks} x {max(threads // line.ranks, 1)}"
-        mfu = [_shares(line.mfu_full, line.mfu_causal)] if with_mfu else []
-        rows.append(
-            [
-                line.name,
-                many,
-                _count(line.tokens_s),
-                _span(line),
-                _milliseconds(line.step_s),
-                _seconds(line.first_step_s),
-                UNKNOWN if line.peak_bytes is None else size(line.peak_bytes),
-                *mfu,
-                _shares(line.ceiling_full, line.ceiling_causal),
+        row = [line.name, many, *[UNKNOWN] * (len(rows[0]) - 2)]
+        if line.tokens_s is not None:
+            row[2:5] = [
+                count(line.tokens_s),
+                f"{count(line.slow_tokens_s)} to {count(line.fast_tokens_s)}",
+                f"{1000 * line.step_s:,.0f} ms",
             ]
-        )
+        if line.first_step_s is not None:
+            row[5] = f"{line.first_step_s:.1f} s"
+        if line.peak_bytes is not None:
+            row[6] = size(line.peak_bytes)
+        if line.mfu_full is not None:
+            row[7] = f"{line.mfu_full:.1%}, {line.mfu_causal:.1%}"
+        if line.ceiling_full is not None:
+            row[-1] = f"{line.ceiling_full:.1%}, {line.ceiling_causal:.1%}"
+        rows.append(row)
     return _aligned(rows)
 
 
@@ -43,12 +47,10 @@ def ceiling(tflops: list[float | None], device: str) -> list[str]:
     return [words] if found else []
 
 
-def ratios(ratios: list[Ratio]) -> list[str]:
+def ratios(found: list[Ratio]) -> list[str]:
     """A line per pair."""
-    if not ratios:
-        return []
     rows = [["tokens/s of", "over those of", "median", "in each round"]]
-    for ratio in ratios:
+    for ratio in found:
         each = "  ".join(f"{value:.2f}" for value in ratio.rounds) or UNKNOWN
         rows.append([ratio.ours, ratio.other, UNKNOWN if ratio.median is None else f"{ratio.median:.2f}", each])
     return _aligned(rows, left=2)
@@ -56,38 +58,24 @@ def ratios(ratios: list[Ratio]) -> list[str]:
 
 def bars(found: list[tuple[Ratio, float | None]]) -> list[str]:
     """A line per pair and goal."""
-    if not found:
-        return []
     rows = [["goal: tokens/s of", "over those of", "median", "range", "goal", ""]]
     for ratio, goal in found:
-        known = ratio.median is not None
-        rows.append(
-            [
-                ratio.ours,
-                ratio.other,
-                f"{ratio.median:.2f}" if known else UNKNOWN,
-                f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f}" if known else UNKNOWN,
-                UNKNOWN if goal is None else f"{goal:g}",
-                "" if goal is None or not known else "reached" if ratio.median >= goal else "missed",
-            ]
-        )
+        row = [ratio.ours, ratio.other, UNKNOWN, UNKNOWN, UNKNOWN if goal is None else f"{goal:g}", ""]
+        if ratio.median is not None:
+            row[2:4] = f"{ratio.median:.2f}", f"{min(ratio.rounds):.2f} to {max(ratio.rounds):.2f}"
+        if ratio.median is not None and goal is not None:
+            row[-1] = "reached" if ratio.median >= goal else "missed"
+        rows.append(row)
     return _aligned(rows, left=2)
 
 
 def losses(columns: dict[str, list[float | None]]) -> list[str]:
     """A line per step, of at most STEPS_SHOWN steps; a column per contestant."""
     steps = len(next(iter(columns.values()), []))
-    if not steps:
-        return []
-    shown = sorted({round(1 + k * (steps - 1) / max(STEPS_SHOWN - 1, 1)) for k in range(STEPS_SHOWN)})
     rows = [["loss at step", *columns]]
-    rows += [
-        [
-            str(step),
-            *(UNKNOWN if column[step - 1] is None else f"{column[step - 1]:.3f}" for column in columns.values()),
-        ]
-        for step in shown
-    ]
+    for step in sorted({round(1 + k * (steps - 1) / max(STEPS_SHOWN - 1, 1)) for k in range(STEPS_SHOWN) if steps}):
+        values = [column[step - 1] for column in columns.values()]
+        rows.append([str(step), *(UNKNOWN if value is None else f"{value:.3f}" for value in values)])
     return _aligned(rows)
 
 
@@ -110,31 +98,14 @@ def remarks(lines: list[Line], columns: dict[str, list[float | None]], load_befo
 
 
 def _aligned(rows: list[list[str]], left: int = 1) -> list[str]:
-    """Columns as wide as needed, numbers to the right but the first `left` ones."""
+    """Columns as wide as needed, numbers to the right but the first `left` ones; nothing for a head without rows."""
+    if len(rows) == 1:
+        return []
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "   ".join(
+    lines = []
+    for row in rows:
+        cells = [
             cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _count(value: float | None) -> str:
-    return UNKNOWN if value is None else count(value)
-
-
-def _span(line: Line) -> str:
-    return UNKNOWN if line.slow_tokens_s is None else f"{count(line.slow_tokens_s)} to {count(line.fast_tokens_s)}"
-
-
-def _seconds(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.1f} s"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else f"{1000 * seconds:,.0f} ms"
-
-
-def _shares(full: float | None, causal: float | None) -> str:
-    return UNKNOWN if full is None else f"{full:.1%}, {causal:.1%}"
+        ]
+        lines.append("   ".join(cells).rstrip())
+    return lines

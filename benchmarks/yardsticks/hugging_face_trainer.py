@@ -3,7 +3,6 @@
 [torchrun --nproc-per-node N -m] python -m benchmarks.yardsticks.hugging_face_trainer --help
 """
 
-import argparse
 import os
 import tempfile
 
@@ -41,60 +40,40 @@ def main():
     task = read_task(__doc__.splitlines()[0])
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(task.seed)
+    sizes = {"n_positions": task.sequence, "n_embd": task.hidden, "n_layer": task.layers, "n_head": task.heads}
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    plain = {"activation_function": "gelu_new", "use_cache": False, "bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(vocab_size=task.vocabulary, **sizes, **no_dropout, **plain)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = WatchedTrainer(
-            model=GPT2LMHeadModel(model_config(task)),
-            args=training_arguments(task, folder),
-            data_collator=collate,
-            train_dataset=RandomWindows(task, rank),
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=task.steps,
+            per_device_train_batch_size=task.micro_batch,
+            gradient_accumulation_steps=task.accumulation,
+            learning_rate=task.lr,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=task.lr_warm_up,
+            optim="adamw_torch_fused",
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=CLIP,
+            bf16=task.precision == "bf16",
+            fp16=task.precision == "fp16",
+            use_cpu=task.device == "cpu",
+            torch_compile=task.compile,
+            seed=task.seed,
+            ddp_find_unused_parameters=False,
+            logging_strategy="no",
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=task.device == "cuda",
         )
+        model, windows = GPT2LMHeadModel(config), RandomWindows(task, rank)
+        trainer = WatchedTrainer(model=model, args=arguments, data_collator=collate, train_dataset=windows)
         trainer.add_callback(Watch(trainer, StepLog(task, ranks)))
         trainer.train()
-
-
-def model_config(task: argparse.Namespace) -> GPT2Config:
-    return GPT2Config(
-        vocab_size=task.vocabulary,
-        n_positions=task.sequence,
-        n_embd=task.hidden,
-        n_layer=task.layers,
-        n_head=task.heads,
-        activation_function="gelu_new",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
-def training_arguments(task: argparse.Namespace, folder: str) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=folder,
-        max_steps=task.steps,
-        per_device_train_batch_size=task.micro_batch,
-        gradient_accumulation_steps=task.accumulation,
-        learning_rate=task.lr,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=task.lr_warm_up,
-        optim="adamw_torch_fused",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        weight_decay=WEIGHT_DECAY,
-        max_grad_norm=CLIP,
-        bf16=task.precision == "bf16",
-        fp16=task.precision == "fp16",
-        use_cpu=task.device == "cpu",
-        torch_compile=task.compile,
-        seed=task.seed,
-        ddp_find_unused_parameters=False,
-        logging_strategy="no",
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=task.device == "cuda",
-    )
 
 
 def collate(windows: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.training.machine import machine
-from benchmarks.training.process import environment_of
+from benchmarks.training.process import environment_of, machine
 from gpu_checks.outcome import LEFT_OUT, NOT_STARTED, Outcome, format_table, judge_tests, write_files
 from gpu_checks.pytest_side import DEVICE_VARIABLE, KEEP_VARIABLE, OUTCOMES_VARIABLE
 from gpu_checks.speed import judge_speed

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from benchmarks.training.bars import ON_GPU
 from benchmarks.training.contestants import OURS
+from benchmarks.training.summary import ON_GPU
 from gpu_checks.outcome import FAILED, OUT_OF_TIME, PASSED, Outcome
 from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.estimate.hardware import peak_tflops, processor_of
