@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 from launch import intervals, steps, train
 
 from megatron_lite.config.world import World
+from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import GpuTimes, MemoryNow, Timeline
 from megatron_lite.phases import Phase
 
