@@ -60,7 +60,7 @@ def test_the_remedy_is_a_flag_that_fits():
         seen = forecast(plan(words, world), device, peak // 2)
         flags, _, needs = seen.way_out.rpartition(" would need ")
         changed = forecast(plan(f"{words} {flags}", world), device, peak // 2)
-        assert not changed.exceeds(0) and size(changed.memory.peak.num_bytes) == needs
+        assert not changed.excess_bytes(0) and size(changed.memory.peak.num_bytes) == needs
         assert list(lines_of(seen))[-1].endswith(f"; {seen.way_out}.")
 
 

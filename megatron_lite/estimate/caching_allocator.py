@@ -11,6 +11,7 @@ should_split, get_free_block, try_allocate_expandable_block)
 
 import bisect
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_lite.units import MIB
 
@@ -28,7 +29,7 @@ class Allocation:
 
     size: int
     tag: str
-    frames: list[dict]
+    frames: list[dict[str, Any]]
     stream: int = 0
 
 
@@ -39,7 +40,7 @@ class Segment:
     address: int
     size: int
     pool: str  # small | large
-    frames: list[dict]
+    frames: list[dict[str, Any]]
     starts: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     holders: list[Allocation | None] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Layout:
         self.reserved = 0  # bytes of all segments
         self._expandable = expandable
         # of a pool and stream: (size, address, number of the segment), sorted
-        self._free: dict[tuple[str, int], list] = {}
+        self._free: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
         self._arena: dict[tuple[str, int], int] = {}  # number of its segment, if expandable
         self._number_of: dict[Allocation, int] = {}
         self._next = FIRST_ADDRESS
@@ -120,7 +121,7 @@ class Layout:
         bisect.insort(free, (segment.sizes[index], segment.starts[index], number))
         return address
 
-    def give_back(self):
+    def give_back(self) -> None:
         """Return what is free to the device, as torch.cuda.empty_cache does: whole segments, or the last pages of growing
         ones (CUDA's allocator returns pages in the middle too)."""
         for (pool, _), free in self._free.items():
@@ -143,7 +144,7 @@ class Layout:
                     del segment.starts[-1], segment.sizes[-1], segment.holders[-1]
 
     @staticmethod
-    def _forget(free: list, segment: Segment, index: int, number: int):
+    def _forget(free: list[tuple[int, int, int]], segment: Segment, index: int, number: int) -> None:
         entry = (segment.sizes[index], segment.starts[index], number)
         at = bisect.bisect_left(free, entry)
         if at < len(free) and free[at] == entry:

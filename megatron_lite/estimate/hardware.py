@@ -40,7 +40,9 @@ FILE = Path(__file__).with_name("processors.tsv")
 def _read_processors() -> tuple[Processor, ...]:
     """The rows of processors.tsv; an empty field is None or Processor's default."""
     lines = [line.split("\t") for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    defaults = {field.name: None if field.default is MISSING else field.default for field in fields(Processor)}
+    defaults: dict[str, Any] = {
+        field.name: None if field.default is MISSING else field.default for field in fields(Processor)
+    }
     processors = []
     for line in lines[1:]:
         row: dict[str, Any] = {name: text for name, text in zip(lines[0], line) if text}

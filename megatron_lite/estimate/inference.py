@@ -57,15 +57,18 @@ def predict_inference(
     )
     cache_size = kv_cache_bytes(shape, batch, tokens, cache_bytes)
     token_rows = []
-    for bits in WEIGHT_BITS.values() if processor is not None and processor.memory_gb_s is not None else ():
+    gb_s = processor.memory_gb_s if processor is not None else None
+    for bits in WEIGHT_BITS.values():
+        if gb_s is None:
+            break
         # every weight that takes part is read once for the whole batch, the cache wholly; of tables a token reads one row
         # only, but a tied word embedding is the output matrix, too
         words = 0 if shape.tied_embeddings else shape.padded_vocab_size
         positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
         read = weight_bytes(number - (words + positions) * shape.hidden_size, bits)
         both = f"({read / 1e9:.2f} GB of weights + {cache_size / 1e9:.2f} GB of cache)"
-        ms = (read + cache_size) / processor.memory_gb_s / 1e6
-        rate = f"{both} at {processor.memory_gb_s:,.0f} GB/s"
+        ms = (read + cache_size) / gb_s / 1e6
+        rate = f"{both} at {gb_s:,.0f} GB/s"
         token_rows.append(TimeRow("next token of each sequence", ms, "memory", rate))
     one = kv_cache_bytes(shape, 1, tokens, cache_bytes)
     return InferencePrediction(

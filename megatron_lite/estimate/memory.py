@@ -6,7 +6,7 @@ Letters: N parameters, L layers, n tokens of a micro-batch, h hidden, V padded v
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_lite.config.plan import Plan
@@ -27,6 +27,8 @@ from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Momen
 from megatron_lite.model.kernel_choice import rows_at_once
 from megatron_lite.phases import Phase
 from megatron_lite.units import count
+
+Rows = Sequence[LedgerRow | tuple[LedgerRow, int]]  # a pair is a row and how often it stands there
 
 INT64 = 8
 LOGITS = "logits and loss"
@@ -136,7 +138,7 @@ def _forward_and_backward(plan: Plan, always: list[LedgerRow]) -> list[Moment]:
 
     def backward(number: int) -> Moment:
         below = _kept_by_layers(batch, number - 1, min(number - 1, recomputed))
-        outside = [*base, *below, *batch.dropout_masks(), *made]
+        outside: list[LedgerRow | tuple[LedgerRow, int]] = [*base, *below, *batch.dropout_masks(), *made]
         if stay:
             outside += _gradients(plan, (shape.num_layers - number) * layer_parameters)
         if number <= recomputed and batch.norms_copy_to_fp32:
@@ -148,7 +150,7 @@ def _forward_and_backward(plan: Plan, always: list[LedgerRow]) -> list[Moment]:
             moments.append(_moment(Phase.BACKWARD, where, [*outside, *held, *_gradients(plan, new)]))
         return max(moments, key=lambda moment: moment.num_bytes)
 
-    at_loss = [*base, *_kept_by_layers(batch, shape.num_layers, recomputed), *_kept_at_ends(batch)]
+    at_loss: Rows = [*base, *_kept_by_layers(batch, shape.num_layers, recomputed), *_kept_at_ends(batch)]
     hidden = batch.row(GRADIENTS, shape.hidden_size, category="workspace")
     losses = [Phase.FORWARD, *([Phase.BACKWARD] if batch.precision == "fp16" else [])]
     # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
@@ -182,7 +184,7 @@ def _logits(batch: MicroBatch) -> LedgerRow:
     return replace(row, formula=f"{row.formula} words")
 
 
-def _cross_entropy(batch: MicroBatch) -> list[LedgerRow | tuple[LedgerRow, int]]:
+def _cross_entropy(batch: MicroBatch) -> Rows:
     """The logits, kept for backward; in 16 bits an fp32 copy of some rows, which becomes softmax; in fp16 the copy and its softmax."""
     if batch.precision == "fp32":
         return [_logits(batch)]
@@ -204,11 +206,11 @@ def activation_bytes(batch: MicroBatch, recomputed: int = 0) -> int:
     (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its scores
     down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
     """
-    at_logits = [*_kept_by_layers(batch, batch.shape.num_layers, recomputed), *_kept_at_ends(batch)]
+    at_logits: Rows = [*_kept_by_layers(batch, batch.shape.num_layers, recomputed), *_kept_at_ends(batch)]
     if not recomputed:
         return _sum(at_logits)
     result = batch.shape.hidden_size if batch.shape.hidden_dropout else 0  # of the last dropout computed again
-    again = [*_kept_by_layers(batch, recomputed, recomputed), *kept_by_layer(batch), *batch.dropout_masks()]
+    again: Rows = [*_kept_by_layers(batch, recomputed, recomputed), *kept_by_layer(batch), *batch.dropout_masks()]
     return max(_sum(at_logits), _sum([*again, batch.row(GRADIENTS, result)]))
 
 
@@ -220,8 +222,8 @@ def logits_bytes(batch: MicroBatch) -> int:
     return forward if batch.precision == "fp16" else max(forward, backward)  # fp16's products are torch's own
 
 
-def _count(rows: Iterable[LedgerRow | tuple[LedgerRow, int]]) -> Counter[LedgerRow]:
-    """How often each row stands there; a pair is a row and its number."""
+def _count(rows: Rows) -> Counter[LedgerRow]:
+    """How often each row stands there."""
     counts: Counter[LedgerRow] = Counter()
     for item in rows:
         row, times = item if isinstance(item, tuple) else (item, 1)
@@ -229,11 +231,11 @@ def _count(rows: Iterable[LedgerRow | tuple[LedgerRow, int]]) -> Counter[LedgerR
     return counts
 
 
-def _sum(rows: Iterable[LedgerRow | tuple[LedgerRow, int]]) -> int:
+def _sum(rows: Rows) -> int:
     return sum(row.num_bytes * times for row, times in _count(rows).items())
 
 
-def _moment(phase: Phase, where: str, rows: Iterable[LedgerRow | tuple[LedgerRow, int]]) -> Moment:
+def _moment(phase: Phase, where: str, rows: Rows) -> Moment:
     """One row for each name, largest first."""
     merged: dict[tuple[str, str], LedgerRow] = {}
     for row, times in _count(rows).items():

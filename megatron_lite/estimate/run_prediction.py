@@ -2,8 +2,9 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.hardware import Processor, processor_of
@@ -31,11 +32,11 @@ class Forecast:
     failures: tuple[str, ...] = ()
     way_out: str = ""  # flags with which it would fit, where it does not
 
-    def exceeds(self, margin: float) -> bool:
-        """Do tensors take more than the room without this share of it? False where nothing is known."""
+    def excess_bytes(self, margin: float) -> float:
+        """What tensors take beyond the room without this share of it; 0 where nothing is known."""
         if self.memory is None or self.room_bytes is None:
-            return False
-        return self.sharing * self.memory.peak.num_bytes > (1 - margin) * self.room_bytes
+            return 0
+        return max(0, self.sharing * self.memory.peak.num_bytes - (1 - margin) * self.room_bytes)
 
 
 def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> Forecast:
@@ -46,7 +47,7 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
     processor = processor_of(device_name)
     failures: list[str] = []
 
-    def attempt(what: str, predict, *given):
+    def attempt(what: str, predict: Callable[..., Any], *given: object) -> Any:
         try:
             return predict(*given)
         except Exception as error:  # noqa: BLE001  a mistake in a formula must not cost anybody a training
@@ -56,13 +57,13 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
     memory = attempt("memory", predict_memory, plan, processor)
     time = attempt("time", predict_time, plan, processor) if processor else None
     seen = Forecast(memory, time, room_bytes, sharing)
-    way_out = attempt("way_out", _find_way_out, plan, processor, seen) if seen.exceeds(MARGIN) else ""
+    way_out = attempt("way_out", _find_way_out, plan, processor, seen) if seen.excess_bytes(MARGIN) else ""
     return dataclasses.replace(seen, way_out=way_out or "", failures=tuple(failures))
 
 
 def _find_way_out(plan: Plan, processor: Processor | None, seen: Forecast) -> str:
     """'--micro-batch-size 2 would need 12.30 GiB': what fits into the room that there is."""
-    gib = seen.room_bytes / seen.sharing / GIB
+    gib = (seen.room_bytes or 0) / seen.sharing / GIB
     fitting = fit(plan, dataclasses.replace(processor or ANY, memory_gib=gib))
     found = fitting.found or fitting.way_out
     return f"{found.words} would need {size(found.peak_bytes)}" if found else ""
@@ -72,7 +73,7 @@ def lines_of(seen: Forecast) -> Iterator[str]:
     """For the console: memory and speed; a line for each part of the prediction that failed, and for too little room."""
     each = f"{seen.sharing} x " if seen.sharing > 1 else ""
     if seen.memory is not None:
-        peak, held = seen.memory.peak, collections.Counter()
+        peak, held = seen.memory.peak, collections.Counter[str]()
         for row in peak.rows:
             held[row.category] += row.num_bytes
         largest = [(name, taken) for name, taken in held.most_common(NAMED) if taken >= SMALL * peak.num_bytes]
@@ -86,14 +87,14 @@ def lines_of(seen: Forecast) -> Iterator[str]:
         shown = f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f} ms per step"
         yield f"  predicted: at best {shown}, {count(seen.time.tokens_per_s)} tokens/s"
     yield from (f"  no prediction of the {failure}" for failure in seen.failures)
-    if seen.exceeds(MARGIN):
+    if seen.excess_bytes(MARGIN):
         leaves = f"leaves less than {MARGIN:.0%} of the memory for libraries and what the allocator loses"
-        if seen.exceeds(0):
-            leaves = f"is {size(seen.sharing * seen.memory.peak.num_bytes - seen.room_bytes)} more than there is"
+        if seen.excess_bytes(0):
+            leaves = f"is {size(seen.excess_bytes(0))} more than there is"
         yield f"  note: the predicted peak {leaves}; {seen.way_out or NO_WAY_OUT}."
 
 
-def as_record(seen: Forecast) -> dict:
+def as_record(seen: Forecast) -> dict[str, Any]:
     """For run.json, whose format run_folder.py describes."""
     return {
         "peak_bytes": seen.memory.peak.num_bytes if seen.memory else None,

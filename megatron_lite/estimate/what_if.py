@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import RULES_WITHOUT_FILES
@@ -19,7 +20,8 @@ RULES = [rule for rule in RULES_WITHOUT_FILES if rule is not data_rules]  # a pl
 FLAGS = {flag.field: flag for flag in list_flags(Args)}
 MARGIN = 0.08  # of a GPU's memory: CUDA's context, libraries' buffers, NCCL, what the caching allocator cannot reuse
 SHORTEST = 128  # sequence that anybody would want
-NO_RECOMPUTE = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+Changes = dict[str, Any]  # fields of Args
+NO_RECOMPUTE: Changes = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 SELECTIVE = NO_RECOMPUTE | {"recompute_granularity": "selective"}
 PRECISIONS = {  # switches that go with each; the sums' default follows the precision
     "fp32": {"fp16": False, "bf16": False}, "fp16": {"fp16": True, "bf16": False}, "bf16": {"fp16": False, "bf16": True},
@@ -53,7 +55,7 @@ class Variant:
         return f"without {dropped}" + (" (fp32)" if {"--fp16", "--bf16"} & set(self.drop) else "")
 
 
-def variant_of(plan: Plan, processor: Processor | None = None, **changes) -> Variant | None:
+def variant_of(plan: Plan, processor: Processor | None = None, **changes: Any) -> Variant | None:
     """`plan` with the fields of Args in `changes`; the global batch stays. None where the trainer would refuse that."""
     if plan.args.training.global_batch_size is None and changes.get("micro_batch_size"):
         changes = {"global_batch_size": plan.batch.final, **changes}
@@ -75,24 +77,29 @@ def variant_of(plan: Plan, processor: Processor | None = None, **changes) -> Var
     return Variant(changed, tuple(add), tuple(drop), predict_memory(changed, processor), time)
 
 
-def _is_left_out(flag: Flag, value) -> bool:
+def _unchanged(plan: Plan, processor: Processor | None) -> Variant:
+    time = predict_time(plan, processor) if processor else None
+    return Variant(plan, (), (), predict_memory(plan, processor), time)
+
+
+def _is_left_out(flag: Flag, value: object) -> bool:
     """Only switches and what is None when left out can be taken back by leaving the flag out."""
     return value == flag.default and (flag.is_switch or value is None)
 
 
-def full_recompute(layers: int, method: str) -> dict:
+def full_recompute(layers: int, method: str) -> Changes:
     """Fields of Args; block: the first `layers` layers; uniform: all of them, however long the chunks."""
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
 def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
     """Changes of one thing each, without those that change nothing or that the trainer refuses."""
-    now = variant_of(plan, processor)
+    now = _unchanged(plan, processor)
     found = [variant_of(plan, processor, **changes) for changes in _list_single_changes(plan)]
     return [one for one in found if one and one.words and (one.memory, one.time) != (now.memory, now.time)]
 
 
-def _list_single_changes(plan: Plan) -> Iterator[dict]:
+def _list_single_changes(plan: Plan) -> Iterator[Changes]:
     m, t = plan.args.model, plan.args.training
     yield NO_RECOMPUTE
     yield SELECTIVE
@@ -139,20 +146,20 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     The global batch stays, so a micro-batch must divide each rank's share of it. Where nothing fits, a change of training
     on top of what needs least; none of the model, which would be another one.
     """
-    budget, layers = int(processor.memory_gib * GIB * (1 - margin)), plan.shape.num_layers
+    budget, layers = int((processor.memory_gib or 0) * GIB * (1 - margin)), plan.shape.num_layers
     share = plan.batch.final // plan.world.size
     sizes = [size for size in range(share, 0, -1) if share % size == 0]
 
-    def change(micro_batch: int, changes: dict) -> Variant | None:
+    def change(micro_batch: int, changes: Changes) -> Variant | None:
         return variant_of(plan, processor, micro_batch_size=micro_batch, **changes)
 
-    def change_to_fit(micro_batch: int, changes: dict) -> Variant | None:
+    def change_to_fit(micro_batch: int, changes: Changes) -> Variant | None:
         one = change(micro_batch, changes)
         return one if one is not None and one.peak_bytes <= budget else None
 
     # from the least arithmetic to the most
     block = [full_recompute(layers - 1, "block")] if layers > 1 else []
-    modes = [NO_RECOMPUTE, SELECTIVE, *block, full_recompute(1, "uniform")]
+    modes: list[Changes] = [NO_RECOMPUTE, SELECTIVE, *block, full_recompute(1, "uniform")]
     mode = next((mode for mode in modes if change_to_fit(sizes[-1], mode)), None)
     if mode and mode.get("recompute_method") == "block":
         # each more recomputed layer keeps less: halving finds the fewest that are enough
@@ -162,7 +169,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
         )
         mode = full_recompute(numbers[fitting], "block")
     found = next(filter(None, (change_to_fit(size, mode) for size in sizes)), None) if mode is not None else None
-    result = Fit(processor, budget, margin, given=variant_of(plan, processor), found=found)
+    result = Fit(processor, budget, margin, given=_unchanged(plan, processor), found=found)
     if found:
         return result
     whole = (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
@@ -173,7 +180,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     return replace(result, least=least, way_out=next(filter(None, larger), None))
 
 
-def _list_larger_changes(plan: Plan, processor: Processor) -> Iterator[dict]:
+def _list_larger_changes(plan: Plan, processor: Processor) -> Iterator[Changes]:
     if plan.precision == "fp32":
         yield PRECISIONS["bf16" if processor.bf16 else "fp16"] | SUMS_AS_USUAL
     if plan.precision == "fp32" and processor.bf16:
