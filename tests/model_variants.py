@@ -6,8 +6,7 @@ import torch
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attention_choice import choose_attention
-from megatron_lite.model.gpt import GPT
-from megatron_lite.model.init import initialize
+from megatron_lite.model.gpt import GPT, initialize
 
 PLAIN = ModelShape(
     num_layers=2,

@@ -20,7 +20,7 @@ from launch import alone, flags, on_ranks
 from plain_gpt import Curve
 
 from megatron_lite.parallel import data_parallel
-from megatron_lite.parallel.fp32_gradients import Fp32Gradients
+from megatron_lite.parallel.data_parallel import Fp32Gradients
 from megatron_lite.train import choose_kernels
 
 pytestmark = pytest.mark.xdist_group("equal curves")  # they share runs

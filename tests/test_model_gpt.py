@@ -6,8 +6,7 @@ import pytest
 import torch
 from model_variants import PLAIN, VARIANTS, build, tokens
 
-from megatron_lite.model.gpt import GPT, rotary_tables, rotate
-from megatron_lite.model.init import initialize
+from megatron_lite.model.gpt import GPT, initialize, rotary_tables, rotate
 from megatron_lite.model.loss import token_losses
 
 BACKENDS = ["auto", "flash", "unfused", "local"]

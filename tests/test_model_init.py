@@ -8,8 +8,7 @@ import torch
 from model_variants import PLAIN, VARIANTS
 
 from megatron_lite.model.attention_choice import choose_attention
-from megatron_lite.model.gpt import GPT
-from megatron_lite.model.init import initialize
+from megatron_lite.model.gpt import GPT, initialize
 
 
 def started(shape, seed=0):

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from megatron_lite.model import loss
-from megatron_lite.model.fused_loss import Pieces, fused_token_losses
-from megatron_lite.model.loss import token_losses
+from megatron_lite.model.loss import Pieces, fused_token_losses, token_losses
 from megatron_lite.parallel.layers import LOSS_PIECES
 
 B, T, H, V = 2, 7, 16, 50

@@ -6,7 +6,7 @@ import pytest
 import torch
 from launch import flags, plan_of
 
-from megatron_lite.optim.loss_scale import DynamicLossScale, LossScale, make_loss_scale
+from megatron_lite.optim.optimizer import DynamicLossScale, LossScale, make_loss_scale
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.parallel.fp32_gradients import Fp32Gradients
+from megatron_lite.parallel.data_parallel import Fp32Gradients
 
 
 def run(used_by_micro_batch, steps=1):

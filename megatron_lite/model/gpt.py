@@ -4,6 +4,7 @@ Letters: B batch, T positions, H hidden, V padded vocabulary, N query heads, G q
 R rotated part of D, W normalised width, F width of fc1's output.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -247,3 +248,29 @@ class GPT(nn.Module):
     def output_weight(self) -> Tensor:
         """weight_VH of the output projection: the word embeddings' own when tied."""
         return self.embedding.word_embeddings.weight if self.output_layer is None else self.output_layer.weight
+
+
+# --- how parameters start: normal with Megatron's standard deviations
+
+# Their outputs are summed over 2L residual additions; the smaller start keeps that sum's variance independent of L
+# (Radford et al. 2019, section 2.3).
+RESIDUAL_OUTPUTS = ("linear_proj", "linear_fc2")
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, shape: ModelShape) -> None:
+    """Fills every parameter in place, in the order of named_parameters; torch.manual_seed decides the numbers.
+
+    Matrices normal(0, std), those that write into the residual stream std/sqrt(2L); biases 0; norm weights 1
+    (0 with layernorm_1p, which stores them minus 1).
+    """
+    for name, parameter in model.named_parameters():
+        owner, kind = name.split(".")[-2:]
+        if kind == "bias":
+            nn.init.zeros_(parameter)
+        elif owner.endswith("layernorm"):
+            nn.init.constant_(parameter, 0.0 if shape.layernorm_1p else 1.0)
+        elif owner in RESIDUAL_OUTPUTS:
+            nn.init.normal_(parameter, std=shape.init_method_std / math.sqrt(2 * shape.num_layers))
+        else:
+            nn.init.normal_(parameter, std=shape.init_method_std)

@@ -4,15 +4,17 @@ import contextlib
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.parallel.fp32_gradients import Fp32Gradients
+from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.units import MIB
 
 BUCKET_MIB = 25  # torch's default
+ALIGN = 32  # elements: a gradient that starts on 128 bytes is read in whole vectors
 
 
 class DataParallel:
@@ -73,3 +75,107 @@ def call_when_computed(loss: Tensor, action: Callable[[], None]):
     engine runs callbacks in the order of queueing, and this one is queued when backward begins.
     """
     loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(action))
+
+
+@mark_memory(GRADIENT_BUFFER)
+class Fp32Gradients:
+    """Gradients of a 16-bit model, added up over micro-batches and over ranks in fp32; one per parameter.
+
+    torch accumulates into a parameter's own precision. Here each micro-batch's 16-bit gradient is added to an fp32 one; in the
+    last micro-batch DistributedDataParallel's buckets carry the fp32 sums instead of its own. They lie side by side, so that
+    those of a communication bucket are one tensor.
+
+    DistributedDataParallel has one bucket of all parameters at first, and from the second step on buckets filled in the order in
+    which the first step's gradients came. Sums are laid out in that order between the two steps, when they hold nothing.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], ranks: int):
+        self.parameters, self.ranks = parameters, ranks
+        self.reducing = False  # the running backward is the one whose buckets are reduced
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._places: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the tensor that holds a sum, and where that starts
+        self._all = self._lay_out(parameters, _zeros(parameters))
+        self._came: list[nn.Parameter] | None = []  # of the first reduced backward, in their order; None: laid out so
+        self._begun: set[nn.Parameter] = set()  # those whose sum belongs to the running step
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._add)
+
+    def gradients(self) -> list[Tensor]:
+        """In the order of the parameters."""
+        self._zero_unused(self.parameters)
+        return [self._sums[p] for p in self.parameters]
+
+    def clear(self):
+        """Forget all sums. They are not zeroed: the next step's first gradients are written over them."""
+        self._begun.clear()
+        if self._came:
+            self._lay_out(list(dict.fromkeys((*self._came, *self.parameters))), self._all)
+            self._came = None
+
+    @torch.no_grad()
+    @mark_memory(GRADIENT_BUFFER)
+    def _add(self, parameter: nn.Parameter):
+        if self.reducing:  # reduce_bucket adds this one, when its whole bucket is there
+            if self._came is not None:
+                self._came.append(parameter)
+            return
+        self._take([parameter], [parameter.grad])
+        parameter.grad = None
+
+    def _take(self, parameters: list[nn.Parameter], gradients: list[Tensor]):
+        """Of a micro-batch: written for the first one of a step, added for the others."""
+        sums = [self._sums[p] for p in parameters]
+        if self._begun.isdisjoint(parameters):
+            torch._foreach_copy_(sums, gradients)
+        else:
+            self._zero_unused(parameters)
+            torch._foreach_add_(sums, gradients)
+        self._begun.update(parameters)
+
+    def _zero_unused(self, parameters: list[nn.Parameter]):
+        """Those that had no part in this step's losses so far hold an earlier step's sums."""
+        for parameter in parameters:
+            if parameter not in self._begun:
+                self._sums[parameter].zero_()
+
+    @torch.no_grad()
+    @mark_memory(GRADIENT_BUFFER)
+    def reduce_bucket(self, _state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DistributedDataParallel's communication hook: mean over ranks of the bucket's fp32 sums."""
+        parameters = bucket.parameters()
+        self._take(parameters, bucket.gradients())
+        flat = self._side_by_side(parameters)
+        flat.div_(self.ranks)
+        work = dist.all_reduce(flat, async_op=True)
+        return work.get_future().then(lambda _: bucket.buffer())
+
+    def _side_by_side(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The tensor whose parts are these parameters' sums."""
+        places = [self._places[p] for p in parameters]
+        flat, length = places[0][0], sum(map(_length, parameters))
+        first = min(start for _, start in places)
+        end = max(start + _length(p) for p, (_, start) in zip(parameters, places))
+        if end - first == length and all(other is flat for other, _ in places):
+            return flat[first:end]
+        # rank 0's order decides for all, and this rank's was another: a tensor of their own
+        old = [self._sums[p] for p in parameters]
+        flat = self._lay_out(parameters, _zeros(parameters))
+        torch._foreach_copy_([self._sums[p] for p in parameters], old)
+        return flat
+
+    def _lay_out(self, parameters: list[nn.Parameter], flat: Tensor) -> Tensor:
+        """Give each parameter a part of `flat`, in this order, whatever lies there. Returns `flat`."""
+        start = 0
+        for parameter in parameters:
+            self._places[parameter] = flat, start
+            self._sums[parameter] = flat[start : start + parameter.numel()].view_as(parameter)
+            start += _length(parameter)
+        return flat
+
+
+def _zeros(parameters: list[nn.Parameter]) -> Tensor:
+    return torch.zeros(sum(map(_length, parameters)), dtype=torch.float32, device=parameters[0].device)
+
+
+def _length(parameter: nn.Parameter) -> int:
+    return -(-parameter.numel() // ALIGN) * ALIGN

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.attention_choice import Probe, Race, choose_attention, fastest
-from megatron_lite.model.fused_loss import Pieces, fused_token_losses
 from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once
-from megatron_lite.model.loss import token_losses
+from megatron_lite.model.loss import Pieces, fused_token_losses, token_losses
 from megatron_lite.parallel.layers import compiled, recomputed
 from megatron_lite.units import significant
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import WEIGHTS, mark_memory
-from megatron_lite.model.gpt import GPT
-from megatron_lite.model.init import initialize
+from megatron_lite.model.gpt import GPT, initialize
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.layers import compile_layers, describe_compilation, recompute_layers

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DivergedError
-from megatron_lite.optim.loss_scale import DynamicLossScale
+from megatron_lite.optim.optimizer import DynamicLossScale
 from megatron_lite.train.async_readback import LAG, Readback
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import StepResult
