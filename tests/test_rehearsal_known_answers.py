@@ -19,8 +19,7 @@ from megatron_lite.analysis.memory.read import read_snapshot as analyse
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_summary import peak
-from megatron_lite.rehearsal.fake_ddp import without_other_ranks
-from megatron_lite.rehearsal.rehearse import prepare, rehearsal_of, walk
+from megatron_lite.rehearsal.rehearse import prepare, rehearsal_of, walk, without_other_ranks
 from megatron_lite.units import GIB
 
 TESTS = Path(__file__).parent
