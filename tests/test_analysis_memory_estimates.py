@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from memory_maker import MadeSnapshot
+from snapshot_maker import MadeSnapshot
 from trace_maker import MadeTrace, place
 
 from megatron_lite.analysis.memory.read import SnapshotReader, read_snapshot, replay_peak
@@ -101,19 +101,19 @@ def test_the_record_replayed_with_growing_segments(tmp_path):
     for piece in [made.alloc(30 * MIB) for _ in range(4)]:
         made.free(piece)
     made.alloc(120 * MIB)
-    found = read_snapshot(made.write(tmp_path / "s.pickle")).fragmentation
+    found = read_snapshot(made.write(tmp_path)).fragmentation
     assert (found.reserved_bytes, found.replay_as_it_was_bytes) == (240 * MIB, 240 * MIB)
     assert (found.replay_reserved_bytes, found.expandable) == (120 * MIB, False)
     made.reserved = 400 * MIB  # a replay that misses what was reserved says nothing
-    found = read_snapshot(made.write(tmp_path / "s.pickle"))
+    found = read_snapshot(made.write(tmp_path))
     assert found.fragmentation.replay_reserved_bytes is None
     assert any("reserves 60% of what was reserved" in note for note in found.notes)
 
 
 def test_a_replay_gives_back_where_the_record_does(tmp_path):
-    made = MadeSnapshot()
+    made = MadeSnapshot(2**30)
     made.free(made.alloc(40 * MIB))
-    made.events.append({"action": "segment_free", "addr": 1, "size": 40 * MIB, "stream": 0, "time_us": made.now()})
+    made.add("segment_free", addr=1, size=40 * MIB)
     made.alloc(60 * MIB)
     reader = SnapshotReader(build_record(made.data(), tmp_path))
     peaks = [replay_peak(reader.record, reader.lives, expandable) for expandable in (False, True)]

@@ -6,7 +6,7 @@ import random
 import struct
 
 import pytest
-from memory_maker import training, write
+from snapshot_maker import training, write
 
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.errors import UserError
@@ -122,8 +122,9 @@ def test_values_that_are_no_snapshot(tmp_path, what):
 
 def test_control_characters_and_markup_do_not_reach_the_terminal(tmp_path):
     made = training()
-    made.alloc(2**30, [{"filename": "/x/\x1b[31m.py", "line": 3, "name": "<script>\n\x07"}], "step 1/forward/\x1b]0;x")
-    found = read_snapshot(made.write(tmp_path / "s.pickle"))
+    stack = [{"filename": "/x/\x1b[31m.py", "line": 3, "name": "<script>\n\x07"}]
+    made.alloc(2**30, "step 1/forward/\x1b]0;x", stack)
+    found = read_snapshot(made.write(tmp_path))
     assert all(f"{site.site}{site.module}{site.phase}".isprintable() for site in found.sites)
 
 

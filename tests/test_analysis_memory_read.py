@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from memory_maker import BACKWARD, TRAIN, MadeSnapshot, forward_stack, frames, training, write
+from snapshot_maker import BACKWARD, INIT, TRAIN, MadeSnapshot, forward_stack, frames, training, write
 
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.estimate.memory_categories import CATEGORIES
@@ -13,8 +13,8 @@ SNAPSHOTS = Path(__file__).parents[2] / "shared" / "snapshots"
 needs_real = pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason="no ../shared/snapshots beside the repository")
 
 
-def read(made: MadeSnapshot, folder: Path, name: str = "snapshot.pickle"):
-    return check(read_snapshot(made.write(folder / name)))
+def read(made: MadeSnapshot, folder: Path, rank: int = 0):
+    return check(read_snapshot(made.write(folder, rank)))
 
 
 def check(found):
@@ -48,12 +48,12 @@ def test_the_peak_and_what_held_it_without_any_tag(tmp_path):
 
 
 def test_own_tags_name_phase_and_module(tmp_path):
-    made = MadeSnapshot(simulated="tensors of a CPU run")
-    made.there_before(MIB, frames("/home/me/model.py:1 __init__", TRAIN), "setup")
+    made = MadeSnapshot(2**30, simulated="tensors of a CPU run")
+    made.there_before(MIB, "setup", INIT)
     for number in range(2):
-        made.alloc(2 * MIB, forward_stack(5), f"step 3/forward/decoder.layers.{number}.mlp")
-    made.alloc(4 * MIB, forward_stack(6), "step 3/backward/decoder.layers.1")
-    found = read(made, tmp_path, "snapshot_rank3.pickle")
+        made.alloc(2 * MIB, f"step 3/forward/decoder.layers.{number}.mlp", forward_stack(5))
+    made.alloc(4 * MIB, "step 3/backward/decoder.layers.1", forward_stack(6))
+    found = read(made, tmp_path, rank=3)
     assert (found.rank, found.simulated, found.peak_phase) == (3, True, "backward")
     layers = [(layer.name, layer.num_bytes) for layer in found.layers]
     assert layers == [("decoder.layers.0", 2 * MIB), ("decoder.layers.1", 2 * MIB)]
@@ -62,13 +62,13 @@ def test_own_tags_name_phase_and_module(tmp_path):
 
 
 def test_annotations_tell_phases_and_steps(tmp_path):
-    made = MadeSnapshot()
+    made = MadeSnapshot(2**30)
     for number in (4, 5):
         made.mark("START", f"ProfilerStep#{number}")
         made.mark("START", "Optimizer.step#AdamW.step")
-        state = made.alloc(number * MIB, frames(TRAIN))
+        state = made.alloc(number * MIB, frames=frames(TRAIN))
         made.mark("END", "Optimizer.step#AdamW.step")
-        made.free(state, frames(TRAIN))
+        made.free(state, frames=frames(TRAIN))
         made.mark("END", f"ProfilerStep#{number}")
     found = read(made, tmp_path)
     assert found.peak_phase == "optimizer_step" and found.peak_bytes == 5 * MIB
@@ -99,9 +99,9 @@ def test_a_ring_that_dropped_the_beginning_keeps_the_curve(tmp_path):
 
 
 def test_what_nothing_is_known_of_is_said(tmp_path):
-    made = MadeSnapshot()
+    made = MadeSnapshot(2**30)
     made.there_before(512 * MIB)
-    made.alloc(MIB, forward_stack(3))
+    made.alloc(MIB, frames=forward_stack(3))
     found = read(made, tmp_path)
     assert held(found)["before the record"] == 512 * MIB and not found.complete
     assert any("512.0 MiB of the peak were there before" in note for note in found.notes)
@@ -120,7 +120,8 @@ def test_forms_of_older_torch(tmp_path):
     """Blocks with a history instead of frames and no address; events without times; a bare list of segments."""
     old = training().data()
     for event in old["device_traces"][0]:
-        del event["time_us"], event["user_metadata"]
+        event.pop("user_metadata", None)
+        del event["time_us"]
     del old["allocator_settings"], old["external_annotations"]
     found = check(read_snapshot(write(old, tmp_path / "old.pickle")))
     assert found.peak_bytes == 29 * MIB and "the file has no times: moments are counted in events" in found.notes
@@ -133,12 +134,12 @@ def test_forms_of_older_torch(tmp_path):
 
 
 def test_backward_that_did_not_end_holds_gradients_by_their_sizes(tmp_path):
-    made = MadeSnapshot()
+    made = MadeSnapshot(2**30)
     for _ in range(2):
-        made.there_before(MIB, frames("/home/me/model.py:1 __init__", TRAIN))
-    made.alloc(4 * MIB, forward_stack(5))
-    made.alloc(MIB, BACKWARD)
-    made.alloc(3 * MIB, BACKWARD)
+        made.there_before(MIB, frames=INIT)
+    made.alloc(4 * MIB, frames=forward_stack(5))
+    made.alloc(MIB, frames=BACKWARD)
+    made.alloc(3 * MIB, frames=BACKWARD)
     wanted = {"parameters": 2 * MIB, "activations": 4 * MIB, "gradients": MIB, "workspace": 3 * MIB}
     assert held(read(made, tmp_path)) == wanted
 
