@@ -121,18 +121,15 @@ def test_stacks_name_the_line_and_the_operation(tracker):
     assert kept is not None and not any("/instruments/memory_" in frame["filename"] for frame in event["frames"])
 
 
-def test_an_error_of_an_operation_stays_what_it_is(tracker):
-    with pytest.raises(RuntimeError, match="must match the size"):
-        torch.zeros(3) + torch.zeros(4)
-    assert tracker.live_bytes() == 0
-
-
-def test_an_allocation_that_fails_is_reported_while_it_fails(tracker):
+def test_errors_stay_what_they_are_and_shortages_are_reported_while_they_fail(tracker):
     asked = []
     tracker.out_of_memory = asked.append
+    with pytest.raises(RuntimeError, match="must match the size"):
+        torch.zeros(3) + torch.zeros(4)
+    assert tracker.live_bytes() == 0 and asked == []
     with pytest.raises(RuntimeError):
         torch.empty(2**60, dtype=torch.uint8)
-    [event] = trace(tracker.snapshot())
+    event = trace(tracker.snapshot())[-1]
     assert asked == [2**60] and (event["action"], event["size"], "addr" in event) == ("oom", 2**60, False)
 
 
@@ -235,26 +232,22 @@ def check(layout: Layout, held: list[Allocation]):
     assert sorted(free) == sorted(entry for blocks in layout._free.values() for entry in blocks)
 
 
-def test_segments_are_as_large_as_cudas():
+def put(layout: Layout, *sizes: int) -> list[Allocation]:
+    pieces = [Allocation(size, "", []) for size in sizes]
+    for piece in pieces:
+        layout.place(piece)
+    return pieces
+
+
+def test_segments_are_as_large_as_cudas_and_blocks_are_split_and_taken_again():
     sizes = {1: 2, MIB: 2, MIB + 1: 20, 10 * MIB - 512: 20, 10 * MIB: 10, 11 * MIB + 1: 12}
     for size, segment_mib in sizes.items():
         assert Layout().place(Allocation(size, "", [])).size == segment_mib * MIB
-
-
-def test_a_rest_of_at_most_1_mib_stays_with_a_large_block():
     layout, size = Layout(), 10 * MIB - 512
-    for allocation in (Allocation(size, "", []), Allocation(size, "", [])):
-        layout.place(allocation)
-    [segment] = layout.segments
-    assert segment.sizes == [size, 20 * MIB - size]
-
-
-def test_a_freed_block_is_taken_again_and_the_smallest_that_fits():
+    put(layout, size, size)
+    assert [segment.sizes for segment in layout.segments] == [[size, 20 * MIB - size]]  # a rest of at most 1 MiB stays
     layout = Layout()
-    a, b, c, d = (Allocation(size, "", []) for size in (4096, 512, 1024, 512))
-    for allocation in (a, b, c, d):
-        layout.place(allocation)
+    a, _, c, _ = put(layout, 4096, 512, 1024, 512)
     large, small = layout.release(a), layout.release(c)
-    e, f = Allocation(600, "", []), Allocation(2000, "", [])
-    assert layout.place(e) is None and layout.place(f) is None
-    assert (layout.address_of[e], layout.address_of[f]) == (small, large)
+    e, f = put(layout, 600, 2000)  # the smallest that fits
+    assert (layout.address_of[e], layout.address_of[f]) == (small, large) and len(layout.segments) == 1

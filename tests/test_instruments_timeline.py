@@ -185,103 +185,69 @@ def test_host_memory_is_the_process_own(tmp_path):
 # --- what is worth a line
 
 
+RANKS, NAN = 4, float("nan")
+
+
 def figures(**changes) -> RankFigures:
-    ranks = 4
-    usual = {
-        "first": 11,
-        "last": 20,
-        "steps": [10.0] * ranks,
-        "step_ms": [100.0] * ranks,
-        "gpu_step_ms": [float("nan")] * ranks,
-        "own_backward_ms": [float("nan")] * ranks,
-        "host_memory_bytes": [1e9] * ranks,
-        "peak_memory_bytes": [float("nan")] * ranks,
-        "mean_ms": {},
-        "gpu_ms": {},
-        "host_ms": {"data": [0.1] * ranks, "forward": [30.0] * ranks, "backward": [60.0] * ranks},
-    }
+    per_rank = {"steps": 10.0, "step_ms": 100.0, "gpu_step_ms": NAN, "own_backward_ms": NAN}
+    per_rank |= {"host_memory_bytes": 1e9, "peak_memory_bytes": NAN}
+    host_ms = {"data": [0.1] * RANKS, "forward": [30.0] * RANKS, "backward": [60.0] * RANKS}
+    usual = {name: [value] * RANKS for name, value in per_rank.items()}
+    usual |= {"first": 11, "last": 20, "mean_ms": {}, "gpu_ms": {}, "host_ms": host_ms}
     return RankFigures(**usual | changes)
 
 
-def said(f: RankFigures) -> list[str]:
-    """In as many intervals like this as it takes to say it."""
-    worth = AnomalyWarnings()
-    return [line for _ in range(MIN_INTERVALS) for line in worth.of(f)]
+def forward(*ms: float, **changes) -> RankFigures:
+    """Figures in which nothing but forward, and what changes, is told of the host."""
+    return figures(host_ms={"forward": list(ms)}, **changes)
 
 
-USUAL = [30.0] * 4
-CORES = {"core_wait_ms": [1.0, 2.0, 1.0, 30.0], "cpu_ms": [95.0] * 4, "involuntary_switches": [1.0] * 4}
+BUSY = {"core_wait_ms": [1.0, 2.0, 1.0, 30.0], "cpu_ms": [95.0] * 4, "involuntary_switches": [1.0] * 4}
+SLOW = "   rank 3 is 18% slower than the median rank in forward (35.4 against 30.0 ms per step, iterations 11-20); the others"
+NO_CORE = "   rank 3 is ready and has no core for 30.0 of 100.0 ms per step (iterations 11-20); other programs"
+STARVED = "   rank 2 waits 12.0 of 100.0 ms per step for data (iterations 11-20); more --num-workers"
+IN_BACKWARD = "   rank 3 is 41% slower than the median rank in backward (58.0 against 41.0 ms per step"
+GPU_MS = {"forward": [30.0, 50.0, 30.0, 30.0]}
+OWN_BACKWARD = {"host_ms": {"backward": [60.0] * 4}, "own_backward_ms": [40.0, 42.0, 41.0, 58.0]}
 
 
 @pytest.mark.parametrize(
     ("f", "line"),
     [
-        (
-            figures(host_ms={"forward": [30.0, 31.0, 29.0, 35.4]}),
-            (
-                "   rank 3 is 18% slower than the median rank in forward (35.4 against 30.0 ms per step, iterations 11-20); "
-                "the others wait for it in backward"
-            ),
-        ),
-        (figures(steps=[10.0] * 2, step_ms=[100.0] * 2, host_ms={"forward": [40.0, 20.0]}), "   rank 0 is 100% slower"),
-        # the GPU's own time counts where there is one
-        (
-            figures(host_ms={"forward": [10.0, 10.0, 10.0, 90.0]}, gpu_ms={"forward": [30.0, 50.0, 30.0, 30.0]}),
-            "   rank 1 is 67% slower",
-        ),
-        # all ranks' backward takes the same time, since the others wait in it
-        (
-            figures(host_ms={"backward": [60.0] * 4}, own_backward_ms=[40.0, 42.0, 41.0, 58.0]),
-            "   rank 3 is 41% slower than the median rank in backward (58.0 against 41.0 ms per step",
-        ),
-        (
-            figures(host_ms={"data": [0.1, 0.1, 12.0, 0.1]}),
-            "   rank 2 waits 12.0 of 100.0 ms per step for data (iterations 11-20); more --num-workers",
-        ),
-        # on a busy machine no rank is called slow
-        (
-            figures(host_ms={"forward": [30.0, 31.0, 29.0, 60.0]}, cores=CORES),
-            (
-                "   rank 3 is ready and has no core for 30.0 of 100.0 ms per step (iterations 11-20); other programs or too "
-                "many threads share the machine, and times tell of them too"
-            ),
-        ),
-        (
-            figures(host_ms={"forward": [30.0, 31.0, 29.0, 60.0]}, cores=CORES | {"core_wait_ms": [1.0] * 4}),
-            "   rank 3 is 100% slower",
-        ),
+        (forward(30.0, 31.0, 29.0, 35.4), SLOW),
+        (forward(40.0, 20.0, steps=[10.0] * 2, step_ms=[100.0] * 2), "   rank 0 is 100% slower"),
+        (forward(10.0, 10.0, 10.0, 90.0, gpu_ms=GPU_MS), "   rank 1 is 67% slower"),  # the GPU's own time counts
+        (figures(**OWN_BACKWARD), IN_BACKWARD),  # all ranks' backward takes the same time, since the others wait in it
+        (figures(host_ms={"data": [0.1, 0.1, 12.0, 0.1]}), STARVED),
+        (forward(30.0, 31.0, 29.0, 60.0, cores=BUSY), NO_CORE),  # on a busy machine no rank is called slow
+        (forward(30.0, 31.0, 29.0, 60.0, cores=BUSY | {"core_wait_ms": [1.0] * 4}), "   rank 3 is 100% slower"),
         (figures(), None),
-        (figures(host_ms={"forward": [30.0, 30.0, 30.0, 32.9]}), None),  # below 10%
-        (figures(host_ms={"forward": [1.0, 1.0, 1.0, 2.9]}), None),  # below 2% of the step
+        (forward(30.0, 30.0, 30.0, 32.9), None),  # below 10%
+        (forward(1.0, 1.0, 1.0, 2.9), None),  # below 2% of the step
         (figures(host_ms={"backward": [60.0, 60.0, 60.0, 90.0]}), None),  # whoever is fast waits there
-        (figures(steps=[10.0, 10.0, 10.0, 2.0], host_ms={"forward": [30.0, 30.0, 30.0, 60.0]}), None),
+        (forward(30.0, 30.0, 30.0, 60.0, steps=[10.0, 10.0, 10.0, 2.0]), None),
         (figures(steps=[5.0], step_ms=[100.0], host_ms={"forward": [60.0], "data": [9.0]}), None),
         (figures(step_ms=[5.0] * 4, host_ms={"data": [0.9] * 4}), None),
-        (figures(host_ms={"forward": USUAL}, gpu_ms={"forward": [30.0, float("nan"), 50.0, 30.0]}), None),
+        (forward(30.0, 30.0, 30.0, 30.0, gpu_ms={"forward": [30.0, NAN, 50.0, 30.0]}), None),
     ],
 )
 def test_what_is_worth_a_line(f, line):
-    found = said(f)
+    """In as many intervals like this as it takes to say it."""
+    worth = AnomalyWarnings()
+    found = [said for _ in range(MIN_INTERVALS) for said in worth.of(f)]
     assert len(found) == (line is not None) and (not found or found[0].startswith(line)), found
 
 
 def test_the_same_is_not_said_again_until_it_has_stopped():
-    slow = figures(host_ms={"forward": [30.0, 30.0, 30.0, 45.0]})
-    worth = AnomalyWarnings()
+    slow, worth = forward(30.0, 30.0, 30.0, 45.0), AnomalyWarnings()
     assert [len(list(worth.of(f))) for f in [slow] * 5 + [figures(), slow]] == [0, 0, 1, 0, 0, 0, 1]
-
-    # one that becomes slow after a long time is named soon
-    worth = AnomalyWarnings()
+    worth = AnomalyWarnings()  # one that becomes slow after a long time is named soon
     lines = [len(list(worth.of(f))) for f in [figures()] * 100 + [slow] * SLOW_INTERVALS]
     assert (sum(lines), lines.index(1)) == (1, 100 + 5)
-
-
-def test_a_rank_that_is_slow_now_and_then_is_no_slow_rank():
-    """On a busy machine now this rank is hit and now that one, each time by far."""
-    hit = [figures(host_ms={"forward": [30.0] * rank + [180.0] + [30.0] * (3 - rank)}) for rank in (0, 1)]
-    worth = AnomalyWarnings()
+    # on a busy machine now this rank is hit and now that one, each time by far: neither is slow
+    hit, worth = [forward(180.0, 30.0, 30.0, 30.0), forward(30.0, 180.0, 30.0, 30.0)], AnomalyWarnings()
     assert [line for _ in range(20) for f in (*hit, *reversed(hit)) for line in worth.of(f)] == []
-    assert list(worth.of(figures(steps=[float("nan")] * 4, step_ms=[float("nan")] * 4))) == []
+    assert list(worth.of(figures(steps=[NAN] * 4, step_ms=[NAN] * 4))) == []
 
 
 @pytest.mark.parametrize("which", ["host_memory_bytes", "peak_memory_bytes"])
@@ -292,9 +258,8 @@ def test_growing_memory_is_said_and_counted_anew(which):
         for i in range(2 * GROWING_INTERVALS + 2)
     ]
     assert [len(found) for found in lines] == [0, *([0] * (GROWING_INTERVALS - 1) + [1]) * 2, 0]
-    assert lines[GROWING_INTERVALS] == [
-        f"   {kind} of rank 1 grows steadily: by 3.2 MiB per step since iteration 10, to 1.31 GiB"
-    ]
+    told = f"   {kind} of rank 1 grows steadily: by 3.2 MiB per step since iteration 10, to 1.31 GiB"
+    assert lines[GROWING_INTERVALS] == [told]
 
 
 CREEP = [index / 100 for index in range(40)]
