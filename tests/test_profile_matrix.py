@@ -1,6 +1,5 @@
 """The table of profile_matrix.py: a way inside this process by default, cell by cell from a shell as slow tests."""
 
-import dataclasses
 import re
 import subprocess
 from pathlib import Path
@@ -49,21 +48,18 @@ def test_the_files_hold_the_window(tmp_path, way, case):
 
 @pytest.mark.parametrize("case", FROM_INSIDE, ids=lambda case: case.name)
 def test_without_a_shell_too(tmp_path, case):
-    argv = flags(write_flags(WAYS[TOGETHER], case, tmp_path))
+    argv, out = flags(write_flags(WAYS[TOGETHER], case, tmp_path)), case.says
     with alone():
         if case.before:
             quietly(flags(case.before.format(run=tmp_path), "--lr-decay-style constant"), tmp_path / "before")
         if case.code:
-            with pytest.raises(DivergedError):
+            with pytest.raises(DivergedError, match=case.says):
                 quietly(argv, tmp_path)
         else:
-            quietly(argv, tmp_path)
+            _, out = quietly(argv, tmp_path)
     found = {kind: read(tmp_path, case.rank) for kind, read in WAYS[TOGETHER].found.items()}
     assert set(found) == {"trace", "snapshot"}
-    whole = {
-        kind: held[: len(case.steps)] if case.code else held for kind, held in found.items()
-    }  # a broken step may be there
-    assert [*find_faults(dataclasses.replace(case, says="", code=0), WELL, whole, 0, False)] == []
+    assert [*find_faults(case, Ended(case.code, out, "", 1.0), found, 0, False)] == []
 
 
 @pytest.mark.parametrize(

@@ -58,20 +58,22 @@ def inspect_trace(path: Path) -> Found:
     return Found(tuple(sorted(steps)), kernels, bool(ENDING.search(kept)))
 
 
-def write_whole(path: Path, write, compress: bool | None = False) -> tuple[Path, Found]:
+def write_whole(path: Path, write, compress: bool | None = False, is_trace: bool = True) -> tuple[Path, Found | None]:
     """Let `write(name)` fill a hidden file, look into it, compress it (None: if it is large), give it its name.
 
-    Returns where it lies (with .gz if compressed) and what is in it. LostFile if the disk is full, or the like.
+    Returns where it lies (with .gz if compressed) and what is in a trace. LostFile if the disk is full, or the like.
     """
-    hidden = path.with_name(f".{path.name}.unfinished")
-    with _remove_if_lost(path, hidden):
+    hidden, found = path.with_name(f".{path.name}.unfinished"), None
+    unfinished = hidden.name
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(str(hidden))
         if not hidden.exists():  # torch writes to a name of its own first, and says nothing when that fails
             raise LostFile("nothing was written: no room on the disk?")
-        found = inspect_trace(hidden)
-        if not found.whole:
-            raise LostFile(f"the file broke off after {hidden.stat().st_size / MIB:.1f} MiB: no room on the disk?")
+        if is_trace:
+            found = inspect_trace(hidden)
+            if not found.whole:
+                raise LostFile(f"the file broke off after {hidden.stat().st_size / MIB:.1f} MiB: no room on the disk?")
         if compress or (compress is None and hidden.stat().st_size >= LARGE):
             packed = hidden.with_name(f"{hidden.name}.gz")
             # level 1 is nearly as small as level 9 on traces, and several times faster
@@ -81,23 +83,9 @@ def write_whole(path: Path, write, compress: bool | None = False) -> tuple[Path,
             hidden, path = packed, path.with_name(f"{path.name}.gz")
         os.replace(hidden, path)
         return path, found
-
-
-def write_text(path: Path, text: str):
-    """A small file, whole or not at all. LostFile likewise."""
-    hidden = path.with_name(f".{path.name}.unfinished")
-    with _remove_if_lost(path, hidden):
-        hidden.write_text(text, encoding="utf-8")
-        os.replace(hidden, path)
-
-
-@contextlib.contextmanager
-def _remove_if_lost(path: Path, hidden: Path):
-    try:
-        yield
     except (OSError, RuntimeError) as error:  # RuntimeError: how torch's C++ says that it cannot write
         with contextlib.suppress(OSError):
-            for left in [name for name in path.parent.iterdir() if name.name.startswith(hidden.name)]:
+            for left in [file for file in path.parent.iterdir() if file.name.startswith(unfinished)]:
                 left.unlink()  # also what torch itself names .tmp, and what was half compressed
         raise LostFile(f"{path}: {error}") from error
 
@@ -353,8 +341,9 @@ class TorchProfiler(Instrument):
         """Operators by the time that they spend themselves: on the device, where there is one."""
         rows = profiler.key_averages(group_by_input_shape=self.options.pytorch_profiler_collect_shapes)
         table = rows.table(CUDA if self.cuda else CPU, TABLE_ROWS, max_name_column_width=NAME_WIDTH)
+        text = f"{self.window.words(self._last)}, rank {self.rank}\n{table}\n"
         path = self.folder / f"{self._worker}.operators.txt"
-        write_text(path, f"{self.window.words(self._last)}, rank {self.rank}\n{table}\n")
+        write_whole(path, lambda hidden: Path(hidden).write_text(text, encoding="utf-8"), is_trace=False)
         return f"operators: {path}"
 
 
