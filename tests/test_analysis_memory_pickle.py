@@ -84,40 +84,37 @@ def test_damage_never_makes_a_traceback(tmp_path):
     assert refused > 50
 
 
-def change(data, what):
-    trace, segment = data["device_traces"][0], data["segments"][0]
-    changed = {
-        "event is text": {3: "alloc"},
-        "address is text": {3: trace[3] | {"addr": "0x7f"}},
-        "size is NaN": {3: trace[3] | {"size": float("nan")}},
-        "size is negative": {3: trace[3] | {"size": -1}},
-        "size is huge": {3: trace[3] | {"size": 2**70}},
-        "frames are numbers": {3: trace[3] | {"frames": [1, 2]}},
-        "tag is a list": {3: trace[3] | {"user_metadata": []}},
-    }
-    for number, event in changed.get(what, {}).items():
-        trace[number] = event
-    return {
-        "no dict": ["a", 1],
-        "nothing": {"segments": [], "device_traces": []},
-        "segments is text": data | {"segments": "none"},
-        "no segments": {"device_traces": [trace]},
-        "blocks are none": data | {"segments": [segment | {"blocks": None}]},
-        "device is text": data | {"segments": [segment | {"device": "gpu"}]},
-        "annotation lacks a time": data | {"external_annotations": [{"stage": "START", "name": "forward"}]},
-    }.get(what, data)
+def of_event(**fields):
+    """A snapshot with one event changed."""
+
+    def change(data):
+        data["device_traces"][0][3] |= fields
+        return data
+
+    return change
 
 
-WRONG = (
-    "no dict", "nothing", "segments is text", "no segments", "event is text", "address is text", "size is NaN",
-    "size is negative", "size is huge", "frames are numbers", "blocks are none", "device is text",
-    "annotation lacks a time", "tag is a list",
-)  # fmt: skip
+WRONG = {
+    "no dict": lambda data: ["a", 1],
+    "nothing": lambda data: {"segments": [], "device_traces": []},
+    "segments is text": lambda data: data | {"segments": "none"},
+    "no segments": lambda data: {"device_traces": data["device_traces"]},
+    "blocks are none": lambda data: data | {"segments": [data["segments"][0] | {"blocks": None}]},
+    "device is text": lambda data: data | {"segments": [data["segments"][0] | {"device": "gpu"}]},
+    "annotation lacks a time": lambda data: data | {"external_annotations": [{"stage": "START", "name": "forward"}]},
+    "event is text": lambda data: data | {"device_traces": [["alloc"]]},
+    "address is text": of_event(addr="0x7f"),
+    "size is NaN": of_event(size=float("nan")),
+    "size is negative": of_event(size=-1),
+    "size is huge": of_event(size=2**70),
+    "frames are numbers": of_event(frames=[1, 2]),
+    "tag is a list": of_event(user_metadata=[]),
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_values_that_are_no_snapshot(tmp_path, what):
-    assert "is no memory snapshot" in refusal(write(change(training().data(), what), tmp_path / "s.pickle"))
+    assert "is no memory snapshot" in refusal(write(WRONG[what](training().data()), tmp_path / "s.pickle"))
 
 
 def test_control_characters_and_markup_do_not_reach_the_terminal(tmp_path):

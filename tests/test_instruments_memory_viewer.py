@@ -72,28 +72,22 @@ def written(request, tmp_path_factory):
     return request.param, folder / "s.pickle"
 
 
-def drawn(site, snapshot: Path, view: str, picture: Path | None = None) -> str:
+def drawn(site, snapshot: Path, view: str, name: str) -> str:
     """The page's elements after the viewer has drawn."""
     folder, address = site
     urls = re.findall(r'^import .* from "(https:[^"]+)"', (folder / "MemoryViz.js").read_text(), re.MULTILINE)
     imports = json.dumps({"imports": dict.fromkeys(urls, "/d3.js")})
     data = base64.b64encode(snapshot.read_bytes()).decode()
     (folder / "page.html").write_text(PAGE.format(imports=imports, data=data, view=view))
-    browser = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--window-size=1100,500",
-        "--virtual-time-budget=30000",
-        f"--user-data-dir={folder / 'browser'}",
-    ]
-    if picture is not None:
-        subprocess.run([*browser, f"--screenshot={picture}", address], check=True, capture_output=True, timeout=LIMIT_S)
-    page = subprocess.run(
-        [*browser, "--dump-dom", address], check=True, capture_output=True, text=True, timeout=LIMIT_S
-    ).stdout
+    options = (
+        "--headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1100,500 --virtual-time-budget=30000"
+    )
+    browser, limits = [BROWSER, *options.split(), f"--user-data-dir={folder / 'browser'}"], {"timeout": LIMIT_S}
+    if pictures := os.environ.get("MEMORY_PICTURES"):
+        picture = f"--screenshot={Path(pictures) / f'memory_{name}.png'}"
+        subprocess.run([*browser, picture, address], check=True, capture_output=True, **limits)
+    dump = [*browser, "--dump-dom", address]
+    page = subprocess.run(dump, check=True, capture_output=True, text=True, **limits).stdout
     assert re.search("<title>(.*?)</title>", page)[1] == "drawn"
     return page
 
@@ -122,8 +116,7 @@ def summits(curve: list[float], by: float) -> int:
 
 def test_the_timeline_shows_every_allocation_and_the_story(site, written):
     name, path = written
-    pictures = os.environ.get("MEMORY_PICTURES")
-    page = drawn(site, path, "Active Memory Timeline", Path(pictures) / f"memory_{name}.png" if pictures else None)
+    page = drawn(site, path, "Active Memory Timeline", name)
     snapshot = read_snapshot(path)
     allocated = [event for event in trace(snapshot) if event["action"] == "alloc"]
     before = len(live_blocks(snapshot).keys() - {event["addr"] for event in allocated})
@@ -137,7 +130,7 @@ def test_the_timeline_shows_every_allocation_and_the_story(site, written):
 
 @pytest.mark.parametrize("view", ["Allocator State History", "Active Cached Segment Timeline", "Allocator Settings"])
 def test_the_other_views_draw_too(site, written, view):
-    page = drawn(site, written[1], view)
+    page = drawn(site, written[1], view, f"{written[0]} {view}")
     assert ("simulated" in page) if view == "Allocator Settings" else page.count("<rect") + page.count("<polygon") > 5
 
 
@@ -147,9 +140,7 @@ def test_a_run_that_never_ran_is_drawn_too(site, tmp_path):
 
     from megatron_lite.rehearsal.rehearse import rehearse, write_snapshot
 
-    pictures = os.environ.get("MEMORY_PICTURES")
     path = tmp_path / "predicted.pickle"
     write_snapshot(rehearse(plan_of(flags(EXAMPLE), GPU)), path)
-    page = drawn(site, path, "Active Memory Timeline", Path(pictures) / "memory_predicted.png" if pictures else None)
-    curve = heights(page)
+    curve = heights(drawn(site, path, "Active Memory Timeline", "predicted"))
     assert summits(curve, by=0.4 * max(curve)) == 4

@@ -40,6 +40,7 @@ from megatron_lite.phases import NOT_TRAINING, Phase
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
 STEP_PHASES = [phase.value for phase in Phase if phase not in NOT_TRAINING]
 FORWARD = [(bool(part), f"layers.{i}{part} forward") for i in (0, 1) for part in ("", ".self_attention", ".mlp")]
+UNDOING = r"(?!autograd::).*Backward0"
 BACKWARD = [(bool(part), f"layers.{i}{part} backward") for i in (1, 0) for part in ("", ".mlp", ".self_attention")]
 
 
@@ -174,17 +175,6 @@ def ranges_of(gpt: GPT, tmp_path: Path) -> tuple[list[tuple[int, str]], tuple]:
     return nested(spans(events(tmp_path / "trace.json"), r"layers\..*")), computed
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_module_ranges_nest_and_change_no_bit(tmp_path, dropout):
-    plain = pass_through(model(dropout=dropout))
-    gpt = model(dropout=dropout)
-    ranges, computed = ranges_of(gpt, tmp_path)
-    assert ranges == FORWARD + BACKWARD
-    assert same(list(plain), list(computed))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in gpt.modules())
-    assert same(list(plain), list(pass_through(gpt)))  # and afterwards
-
-
 # where a layer's own dropout is undone first, it calls for recomputing; else the MLP does, and what is computed ends in
 # the middle of the MLP, by an exception
 ATTENTION, MLP = ".self_attention", ".mlp"
@@ -201,17 +191,20 @@ AGAIN_FOR_MLP = [
 
 
 @pytest.mark.parametrize(("dropout", "again"), [(0.0, AGAIN_FOR_MLP), (0.1, AGAIN_FOR_DROPOUT)])
-def test_recomputed_layers_show_what_is_computed_twice(tmp_path, dropout, again):
+def test_module_ranges_nest_change_no_bit_and_show_what_is_computed_twice(tmp_path, dropout, again):
     plain = pass_through(model(dropout=dropout))
+    gpt = model(dropout=dropout)
+    ranges, computed = ranges_of(gpt, tmp_path)
+    assert ranges == FORWARD + BACKWARD
+    assert same(list(plain), list(computed))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in gpt.modules())
+    assert same(list(plain), list(pass_through(gpt)))  # and afterwards
     ranges, computed = ranges_of(model(recompute=True, dropout=dropout), tmp_path)
     assert same(list(plain), list(computed))
     assert ranges == FORWARD + [(depth, f"layers.{i}{name}") for i in (1, 0) for depth, name in again]
-    undone = [
-        event["ts"]
-        for event in events(tmp_path / "trace.json")
-        if event.get("cat") == "cpu_op" and re.fullmatch(r"(?!autograd::).*Backward0", event["name"])
-    ]
-    for span in spans(events(tmp_path / "trace.json"), r".* recompute"):  # over before what it recomputed is undone
+    found = events(tmp_path / "trace.json")
+    undone = [e["ts"] for e in found if e.get("cat") == "cpu_op" and re.fullmatch(UNDOING, e["name"])]
+    for span in spans(found, r".* recompute"):  # over before what it recomputed is undone
         assert not any(span["ts"] < at < span["ts"] + span["dur"] for at in undone)
 
 
