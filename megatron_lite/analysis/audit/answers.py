@@ -55,7 +55,8 @@ class Case:
         return tuple(one for one in self.findings if one.code in codes)
 
 
-def not_seen(record: str, *evidence: Evidence) -> Point:
+def not_seen(*evidence: Evidence, record: str = "") -> Point:
+    """record: what to record; "" for what the table of questions says."""
     return Point(0, "", Answer.NOT_SEEN, evidence, way_out=record)
 
 

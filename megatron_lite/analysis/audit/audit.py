@@ -65,10 +65,11 @@ def audit_run(facts: Facts, findings: Sequence[Finding], other: Facts | None = N
             answer = fail_by_findings(found) if found else examine(case)
         except Exception as error:  # noqa: BLE001  one point that a foreign file confuses must not silence the others
             seen = Evidence(f"could not be asked ({type(error).__name__}: {error})")
-            answer = not_seen("please report it: a mistake of this program", seen)
+            answer = not_seen(seen, record="please report it: a mistake of this program")
         if not isinstance(answer, Point):
-            answer = Point(0, "", Answer.PASS, tuple(answer)) if answer else not_seen(record)
+            answer = Point(0, "", Answer.PASS, tuple(answer)) if answer else not_seen()
         if answer.answer is not Answer.NOT_SEEN and doubts and not rests_on_run_only(answer.evidence):
-            answer = not_seen(f"record anew: {doubts[0]}", *answer.evidence)
-        points.append(replace(answer, number=number, question=question))
+            answer = not_seen(*answer.evidence, record=f"record anew: {doubts[0]}")
+        way_out = answer.way_out or ("" if answer.answer is Answer.PASS else record)
+        points.append(replace(answer, number=number, question=question, way_out=way_out))
     return tuple(points)

@@ -6,6 +6,7 @@ An examiner returns evidence, which is a pass; a Point; or nothing, where the fi
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +15,6 @@ from megatron_lite.analysis.audit.answers import (
     LONGER_RUN,
     RUN_FOLDER,
     SECOND_RUN,
-    SHAPES,
-    SNAPSHOT,
     Case,
     Point,
     fail_by_findings,
@@ -53,18 +52,10 @@ UNCAST = {
 # 0.03% to 2.0%, another seed 3.3%, twice the learning rate 21%.
 MAX_LOSS_DIFFERENCE = 0.03
 # What decides which samples a run sees.
-DATA_FLAGS = [
-    "seed",
-    "mock_data",
-    "data_path",
-    "train_data_path",
-    "data_args_path",
-    "per_split_data_args_path",
-    "split",
-    "dataloader_type",
-    "external_dataloader",
-    "data_sharding",
-]
+DATA_FLAGS = (
+    "seed mock_data data_path train_data_path data_args_path per_split_data_args_path split dataloader_type "
+    "external_dataloader data_sharding"
+)
 PACKED = Evidence(
     "every position holds a token: the data set cuts a stream of tokens, without padding (--dataloader-type)",
     "run.json",
@@ -84,16 +75,17 @@ def examine_sixteen_bits(case: Case) -> Point | list[Evidence]:
         seen.append(Evidence(f"left alone: {', '.join(uncast)}", where(one)))
     here, there = (_get_precision(run) if run else None for run in (facts, other))
     if other is None:
-        return not_seen(f"{SECOND_RUN}, the same work in {'fp32' if here in SIXTEEN_BITS else 'bf16 or fp16'}", *seen)
+        wanted = "fp32" if here in SIXTEEN_BITS else "bf16 or fp16"
+        return not_seen(*seen, record=f"{SECOND_RUN}, the same work in {wanted}")
     if None in (here, there) or (here in SIXTEEN_BITS) == (there in SIXTEEN_BITS):
         text = f"this run is in {here or 'an unknown format'}, the other in {there or 'an unknown format'}"
         record = "--against a run of the same work, one of the two in fp32 and one in 16 bits"
-        return not_seen(record, Evidence(text), *seen)
+        return not_seen(Evidence(text), *seen, record=record)
     if other_work := objections(facts, other):
-        return not_seen("--against a run of the same work", *map(Evidence, other_work), *seen)
+        return not_seen(*map(Evidence, other_work), *seen, record="--against a run of the same work")
     full, half, name = (other, facts, here) if here in SIXTEEN_BITS else (facts, other, there)
     told, changes = [], []
-    for what, pair, unit in (("step", _pair_steps(full, half), "ms"), ("peak memory", _pair_peaks(full, half), "MiB")):
+    for what, unit, pair in _pair_measurements(full, half):
         text, change = "not known of both", None
         if pair is not None and pair.ratio is not None and math.isfinite(pair.ratio):
             text = f"{pair.a:,.1f} {unit} in fp32, {pair.b:,.1f} {unit} in {name} ({pair.ratio - 1:+.0%})"
@@ -104,7 +96,7 @@ def examine_sixteen_bits(case: Case) -> Point | list[Evidence]:
         remedy = "see what the report names as the most costly causes in both runs; megatron-lite compare A B"
         return failed(remedy, *told, *seen)
     if None in changes:
-        return not_seen("longer runs, both with --record-memory-history", *told, *seen)
+        return not_seen(*told, *seen, record="longer runs, both with --record-memory-history")
     return [*told, *seen]
 
 
@@ -137,20 +129,17 @@ def _list_uncast(one: RankFacts) -> list[str]:
     return told
 
 
-def _pair_steps(a: Facts, b: Facts):
-    """Milliseconds of ordinary steps, else of the traces' steady ones; None where the two have not the same."""
+def _pair_measurements(*runs: Facts) -> Iterator[tuple[str, str, object]]:
+    """(what, unit, the two runs' values), None for these where no kind of measurement is known of both."""
     ordinary = [
-        [ms for ms, plain in zip(one.run.training_ms, one.run.ordinary) if plain] if one.run else [] for one in (a, b)
+        [ms for ms, plain in zip(one.run.training_ms, one.run.ordinary) if plain] if one.run else [] for one in runs
     ]
-    traced = [[step.ms for step in one.critical.time.steps if step.steady] if one.critical else [] for one in (a, b)]
-    return next((paired_samples(*samples) for samples in (ordinary, traced) if all(samples)), None)
-
-
-def _pair_peaks(a: Facts, b: Facts):
-    """MiB of tensors at the peak, by the allocator or by snapshots; None where the two have not the same."""
-    measured = [peak.num_bytes if peak else 0 for peak in map(measure_peak, (a, b))]
-    recorded = [most.peak_bytes if most else 0 for most in (a.highest_snapshot, b.highest_snapshot)]
-    return next((exact(*(most / MIB for most in pair)) for pair in (measured, recorded) if all(pair)), None)
+    traced = [[step.ms for step in one.critical.time.steady_steps] if one.critical else [] for one in runs]
+    yield "step", "ms", next((paired_samples(*samples) for samples in (ordinary, traced) if all(samples)), None)
+    allocator = [peak.num_bytes if peak else 0 for peak in map(measure_peak, runs)]
+    snapshots = [one.highest_snapshot.peak_bytes if one.snapshots else 0 for one in runs]
+    peaks = next((peaks for peaks in (allocator, snapshots) if all(peaks)), None)
+    yield "peak memory", "MiB", exact(*(num_bytes / MIB for num_bytes in peaks)) if peaks else None
 
 
 def examine_overflows(case: Case) -> Point | list[Evidence]:
@@ -163,7 +152,7 @@ def examine_overflows(case: Case) -> Point | list[Evidence]:
     settled = run.steps - (run.skipped.index(False) if False in run.skipped else run.steps)
     if any(run.skipped) and settled < MIN_SETTLED_STEPS:
         remedy = f"{LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning"
-        return not_seen(remedy, Evidence(f"{text}; {settled} steps since the first good one", STEPS_FILE))
+        return not_seen(Evidence(f"{text}; {settled} steps since the first good one", STEPS_FILE), record=remedy)
     why = f": {precision} has the range of fp32 and needs none" if precision not in (None, "", "fp16") else ""
     return [Evidence(text + why, STEPS_FILE)]
 
@@ -184,7 +173,7 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
         number = sum(plain and not math.isnan(value) for plain, value in zip(run.ordinary, values))
         if number >= MIN_STEPS_WITHOUT_GROWTH:
             steady.append(Evidence(f"memory of the {what} does not grow over {number} ordinary steps", STEPS_FILE))
-    return [*held, *steady] if held and steady else not_seen(SNAPSHOT, *held, *steady)
+    return [*held, *steady] if held and steady else not_seen(*held, *steady)
 
 
 def examine_batches(case: Case) -> Point | list[Evidence]:
@@ -195,16 +184,14 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
         none = Evidence(f"no update at all: {why}", STEPS_FILE)
         return failed("see why no step improves the weights", none, code=code)
     if one is not None:
-        traced, updates = (
-            per_step(one, backward_ranges(one)),
-            per_step(one, rows_named(one, IS_UPDATE, Kind.ANNOTATION)),
-        )
+        traced = per_step(one, backward_ranges(one))
+        updates = per_step(one, rows_named(one, IS_UPDATE, Kind.ANNOTATION))
         told = f"{counted(traced, 'backward range')}{f', {counted(updates, OPTIMIZER_STEP)}' if updates else ''}"
         seen = [Evidence(f"per step {told} in the trace", where(one))] if traced else []
     micro_batch, world = whole(argument(facts, "micro_batch_size")), run.world_size if run else None
     sizes = [number for number in run.batch_sizes if number > 0] if run else []
     if not micro_batch or not world or not sizes:
-        return not_seen(RUN_FOLDER, *seen)
+        return not_seen(*seen)
     wrong = _check_batches(run, sizes, micro_batch * world, traced)
     final = whole(part(facts, "batch", "final"))
     if final and not part(facts, "batch", "start") and set(sizes) != {final}:  # nothing ramps up
@@ -258,10 +245,10 @@ def examine_compilation(case: Case) -> Point | list[Evidence]:
     regions = one.kernels.compiled_regions if one is not None else 0.0
     if compiled is False and not regions:
         text = "nothing is compiled (--torch-compile none)"
-        return not_seen("a run with --torch-compile", Evidence(text, "run.json"))
+        return not_seen(Evidence(text, "run.json"), record="a run with --torch-compile")
     seen = [Evidence(f"{significant(regions)} compiled regions per step", where(one))] if regions else []
     if not run or not (compiled or regions) or not run.first_step_ms or not run.steady_step_ms:
-        return not_seen(RUN_FOLDER if run is None else "all steps of the run: start it with an empty --run-dir", *seen)
+        return not_seen(*seen, record="all steps of the run: start it with an empty --run-dir" if run else "")
     compiling = f" ({in_ms(run.compile_ms[0])} of it compiling)" if run.compile_ms and run.compile_ms[0] > 0 else ""
     late = [at for at, compiled_late in zip(run.iterations[1:], run.compiling[1:]) if compiled_late]
     listed = f" (iterations {', '.join(map(str, late[:MAX_ITERATIONS]))})" if late else ""
@@ -275,12 +262,17 @@ def examine_compilation(case: Case) -> Point | list[Evidence]:
 def examine_shapes(case: Case) -> Point | list[Evidence]:
     """The same shapes in every step (nothing to compile anew), and no position without a token."""
     facts, run, one = case.facts, case.facts.run, case.facts.critical
-    shapes, seen = _collect_shapes(one), []
-    if shapes:
+    shapes, seen = [], []  # of products in each steady step, and what they say
+    if one is not None and one.trace.with_shapes:
+        events, steps = one.trace.events, one.placing.step
+        rows = rows_named(one, PRODUCTS.__contains__, Kind.OP)
+        rows = rows[events.shapes[rows] >= 0]
+        shapes = [frozenset(events.shapes[rows[steps[rows] == step]].tolist()) for step in np.unique(steps[rows])]
+    if len(shapes) >= MIN_TRACED_STEPS:
         number, same = len(frozenset().union(*shapes)), "the same" if len(set(shapes)) == 1 else "not the same"
         seen.append(Evidence(f"{number} shapes of products, {same} in each of {len(shapes)} steady steps", where(one)))
-    if len(set(shapes)) > 1:
-        return not_seen(f"how much of it is padding and what it compiles: {RUN_FOLDER}", *seen)
+        if same == "not the same":
+            return not_seen(*seen, record=f"how much of it is padding and what it compiles: {RUN_FOLDER}")
     length = whole(part(facts, "shape", "seq_length"))
     if length and run.steps:
         late = sum(compiled and not evaluated for compiled, evaluated in zip(run.compiling[1:], run.evaluating[1:]))
@@ -288,21 +280,10 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
         seen.append(Evidence(text, "run.json"))
     if not seen:
         longer = "a window with two steady steps or more: --profile-step-end"
-        return not_seen(longer if one is not None and one.trace.with_shapes else SHAPES)
+        return not_seen(record=longer if one is not None and one.trace.with_shapes else "")
     if not _is_packed(facts):
-        return not_seen(f"how many positions are padding: {RUN_FOLDER}, with its own data set", *seen)
+        return not_seen(*seen, record=f"how many positions are padding: {RUN_FOLDER}, with its own data set")
     return [*seen, PACKED]
-
-
-def _collect_shapes(one: RankFacts | None) -> list[frozenset[int]]:
-    """Shapes of products in each steady step; [] for fewer than two steps."""
-    if one is None or not one.trace.with_shapes:
-        return []
-    events, steps = one.trace.events, one.placing.step
-    rows = rows_named(one, PRODUCTS.__contains__, Kind.OP)
-    rows = rows[events.shapes[rows] >= 0]
-    shapes = [frozenset(events.shapes[rows[steps[rows] == step]].tolist()) for step in np.unique(steps[rows])]
-    return shapes if len(shapes) >= MIN_TRACED_STEPS else []
 
 
 def _is_packed(facts: Facts) -> bool:
@@ -320,9 +301,11 @@ def examine_tokens(case: Case) -> Point | list[Evidence]:
     speed = f"{count(run.tokens_per_second)} tokens/s over {sum(run.ordinary)} ordinary steps, all ranks"
     seen = Evidence(f"{speed}; {sum(run.skipped)} of {run.steps} steps skipped", STEPS_FILE)
     if argument(case.facts, "eod_mask_loss"):
-        return not_seen("how many positions have a loss is not recorded: without --eod-mask-loss all have one", seen)
+        return not_seen(
+            seen, record="how many positions have a loss is not recorded: without --eod-mask-loss all have one"
+        )
     if not _is_packed(case.facts):
-        return not_seen("how many positions are padding is not recorded: a .bin/.idx data set has none", seen)
+        return not_seen(seen, record="how many positions are padding is not recorded: a .bin/.idx data set has none")
     return [seen, PACKED]
 
 
@@ -332,16 +315,17 @@ def examine_losses(case: Case) -> Point | list[Evidence]:
         return []
     run, base = case.facts.run, case.other.run
     if run is None or base is None:
-        return not_seen("a run folder for each of the two: traces hold no losses")
+        return not_seen(record="a run folder for each of the two: traces hold no losses")
     ours, theirs = run.args, base.args
     differences = [
         f"--{name.replace('_', '-')} {ours[name]} here, {theirs[name]} there"
-        for name in DATA_FLAGS
+        for name in DATA_FLAGS.split()
         if name in ours and name in theirs and ours[name] != theirs[name]
     ]
     differences += [] if ours and theirs else ["the flags of one of the two are unknown: no plan in run.json"]
     if differences := [*differences, *objections(case.facts, case.other)]:
-        return not_seen("--against a run with the same seed, data, model and batch", *map(Evidence, differences))
+        record = "--against a run with the same seed, data, model and batch"
+        return not_seen(*map(Evidence, differences), record=record)
     against = f"{STEPS_FILE}, against {base.folder}"
     undo = "undo changes one by one until the losses"
     if any(run.not_finite) and not any(base.not_finite):
@@ -353,7 +337,7 @@ def examine_losses(case: Case) -> Point | list[Evidence]:
     apart = {at: abs(mine[at] - others[at]) / max(abs(others[at]), 1e-12) for at in sorted(mine.keys() & others.keys())}
     if not apart:
         text = f"{len(mine)} iterations with a loss here, {len(others)} there, none in common"
-        return not_seen("two runs that share iterations", Evidence(text))
+        return not_seen(Evidence(text), record="two runs that share iterations")
     at, last = max(apart, key=apart.get), max(apart)
     text = (
         f"the losses of {len(apart)} common iterations differ by at most {apart[at]:.2%} "

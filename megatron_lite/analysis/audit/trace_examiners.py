@@ -5,17 +5,7 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.audit.answers import (
-    GPU_TRACE,
-    LONGER_RUN,
-    RUN_FOLDER,
-    SHAPES,
-    TRACE,
-    Case,
-    Point,
-    failed,
-    not_seen,
-)
+from megatron_lite.analysis.audit.answers import LONGER_RUN, RUN_FOLDER, SHAPES, TRACE, Case, Point, failed, not_seen
 from megatron_lite.analysis.findings.base import (
     MATTERS,
     MIN_SHARE_SHOWN,
@@ -26,7 +16,7 @@ from megatron_lite.analysis.findings.base import (
     share,
     where,
 )
-from megatron_lite.analysis.findings.host_rules import BETWEEN_STEPS, MAX_LATE_SHARE, find_waits
+from megatron_lite.analysis.findings.host_rules import BETWEEN_STEPS, find_waits
 from megatron_lite.analysis.findings.input_rules import ACROSS, MAX_SMALL_COPIES, SMALL_BYTES, is_batch_copy
 from megatron_lite.analysis.findings.kernel_rules import (
     MAX_COPY_SHARE,
@@ -47,6 +37,7 @@ from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.thresholds import MIN_BEFORE, MIN_STEPS
 from megatron_lite.units import significant, size
 
+MAX_UNEXPLAINED = 0.10  # of the step; the profiler alone makes a few percent
 MIN_TRACED_STEPS = 2  # a trace's window is short
 MAX_SITES, MAX_REASONS = 2, 3  # shown
 READS = ("aten::item", "aten::is_nonzero", "aten::equal", "aten::_local_scalar_dense")
@@ -66,32 +57,28 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
         text = f"median {in_ms(gpu_ms)} between CUDA events (gpu_ms) in {number} ordinary steps"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if one is not None and one.time.on_gpu:
-        return _examine_window(one)
+        # The profiler numbers steps from the process's first, 0; without numbers those in the trace count.
+        steady = [(at, step) for at, step in enumerate(one.time.steps) if step.steady]
+        if not steady or not one.time.step_ms > 0:
+            return []
+        at, first = steady[0]
+        before = at if first.number is None else first.number
+        ran = f"{before} steps ran before the first that counts, {first.name}"
+        text = f"times from the GPU's clock, {in_ms(one.time.step_ms)} a step; {ran}"
+        seen = [Evidence(text, where(one)), *_list_left_out(one)]
+        if before > 0:
+            return seen
+        if first.number is None:
+            return not_seen(*seen, record="a window that does not begin with the first step")
+        return failed("begin the window later: --profile-step-start 10", *seen, code="first-step")
     if run is None or not any(run.ordinary) or device not in ("cuda", "cpu"):
         what = "the trace holds no work of a GPU: a CPU's job, or one recorded without CUDA activities"
-        return not_seen(TRACE, *([Evidence(what, where(one))] if one is not None else []))
+        return not_seen(*([Evidence(what, where(one))] if one is not None else []))
     if device == "cuda":
         text = "only the host's times of a GPU run: how long handing work over took, not the work"
         return failed("leave out --no-step-timeline", Evidence(text, STEPS_FILE))
     text = "a CPU run: no operator outlives its call, so that the host's clock is right"
     return [Evidence(text, "run.json"), _count_steps(run)]
-
-
-def _examine_window(one: RankFacts) -> Point | list[Evidence]:
-    """The profiler numbers steps from the process's first, 0; without numbers those in the trace count."""
-    steady = [(at, step) for at, step in enumerate(one.time.steps) if step.steady]
-    if not steady or not one.time.step_ms > 0:
-        return []
-    at, first = steady[0]
-    before = at if first.number is None else first.number
-    ran = f"{before} steps ran before the first that counts, {first.name}"
-    text = f"times from the GPU's clock, {in_ms(one.time.step_ms)} a step; {ran}"
-    seen = [Evidence(text, where(one)), *_list_left_out(one)]
-    if before > 0:
-        return seen
-    if first.number is None:
-        return not_seen("a window that does not begin with the first step", *seen)
-    return failed("begin the window later: --profile-step-start 10", *seen, code="first-step")
 
 
 def _count_steps(run: Run) -> Evidence:
@@ -123,9 +110,7 @@ def examine_steady_state(case: Case) -> Point | list[Evidence]:
     steady = sum(step.steady for step in one.time.steps)
     text = f"mean {in_ms(one.time.step_ms)} of {counted(steady, 'steady step')} of {len(one.time.steps)} in the trace"
     seen = [Evidence(text, where(one)), *_list_left_out(one)]
-    if steady >= MIN_TRACED_STEPS:
-        return seen
-    return not_seen(f"{LONGER_RUN}, or a longer window: --profile-step-end", *seen)
+    return seen if steady >= MIN_TRACED_STEPS else not_seen(*seen)
 
 
 def examine_profile(case: Case) -> Point | list[Evidence]:
@@ -134,9 +119,9 @@ def examine_profile(case: Case) -> Point | list[Evidence]:
     if one is None or not one.time.step_ms > 0:
         return []
     unexplained = one.time.rows.get("unexplained", 0.0)
-    if share(unexplained, one) > MAX_LATE_SHARE:
+    if share(unexplained, one) > MAX_UNEXPLAINED:
         text = f"unexplained: {of_step(unexplained, one)}"
-        return not_seen(f"{TRACE}, with --pytorch-profiler-collect-callstack", Evidence(text, where(one)))
+        return not_seen(Evidence(text, where(one)), record=f"{TRACE}, with --pytorch-profiler-collect-callstack")
     costly = next((found for found in case.findings if found.cost_ms), None)
     if costly:
         text = f"where to begin: {costly.code}, {of_step(costly.cost_ms, one)}"
@@ -147,7 +132,7 @@ def examine_profile(case: Case) -> Point | list[Evidence]:
     seen = [Evidence(text, where(one)), *_list_left_out(one)]
     if run is None or run.profiler_slowdown is None:
         window = f"with --profile-step-start above {MIN_BEFORE + 2}"
-        return not_seen(f"how far the profiler slows the step down: {RUN_FOLDER}, {window}", *seen)
+        return not_seen(*seen, record=f"how far the profiler slows the step down: {RUN_FOLDER}, {window}")
     text = f"steps inside the window take{run.on_rank} {run.profiler_slowdown:.2f} x as long as those before it"
     return [*seen, Evidence(text, STEPS_FILE)]
 
@@ -177,14 +162,11 @@ def examine_synchronization(case: Case) -> list[Evidence]:
         f"{waits} in {counted(steady_steps(one), 'steady step')}; the device idles after them {idle}, "
         f"{MIN_SHARE_SHOWN:.0%} would be much"
     )
-    shown = (
-        Evidence(
-            f"{site.operator or site.call} in {site.phase or 'no phase'}: {significant(site.per_step)} per step",
-            site.frame,
-        )
-        for site in sites[:MAX_SITES]
-    )
-    return [Evidence(text, where(one)), *shown]
+    seen = [Evidence(text, where(one))]
+    for site in sites[:MAX_SITES]:
+        what = f"{site.operator or site.call} in {site.phase or 'no phase'}"
+        seen.append(Evidence(f"{what}: {significant(site.per_step)} per step", site.frame))
+    return seen
 
 
 def examine_loader(case: Case) -> list[Evidence]:
@@ -258,11 +240,11 @@ def _copies(one: RankFacts | None, pattern: re.Pattern) -> np.ndarray:
 def _miss_copies(one: RankFacts | None, unnamed: int = 0) -> Point:
     """Why the trace that there is says nothing about copies. `unnamed`: copies whose names do not tell the memory."""
     if one is None:
-        return not_seen(GPU_TRACE)
+        return not_seen()
     if not one.time.on_gpu:
-        return not_seen(GPU_TRACE, Evidence("no GPU, so that nothing is copied to one", where(one)))
+        return not_seen(Evidence("no GPU, so that nothing is copied to one", where(one)))
     what = f"{unnamed} copies that do not say from which memory" if unnamed else "no copy from the host"
-    return not_seen(GPU_TRACE, Evidence(f"{what} in {counted(steady_steps(one), 'steady step')}", where(one)))
+    return not_seen(Evidence(f"{what} in {counted(steady_steps(one), 'steady step')}", where(one)))
 
 
 # --- what the device computes
@@ -303,10 +285,10 @@ def examine_tensor_cores(case: Case) -> Point | list[Evidence]:
     if one is None:
         return []
     if one.time.on_gpu and WITHOUT_TENSOR_CORES.search(one.time.device or ""):
-        return not_seen("this GPU has no tensor cores; audit a run on one that has")
+        return not_seen(record="this GPU has no tensor cores; audit a run on one that has")
     kernels, shapes = one.kernels, _describe_shapes(one)
     if not one.time.on_gpu or not kernels.matrix_ms:
-        return shapes or not_seen(SHAPES)
+        return shapes or not_seen(record=SHAPES)
     text = (
         f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products and attention per "
         f"step; {in_ms(kernels.maybe_tensor_core_ms)} have names that do not say"
@@ -320,10 +302,10 @@ def examine_tensor_cores(case: Case) -> Point | list[Evidence]:
         why = [Evidence(f"{reason}: {of_step(ms, one)}") for reason, ms in reasons]
         return failed(remedy, seen, *why, *shapes, code=found[0].code if found else "no-tensor-cores")
     if 2 * slow_ms > kernels.matrix_ms:
-        return not_seen("a run whose products are in 16 bits, or a larger part of the step", seen, *shapes)
+        return not_seen(seen, *shapes, record="a run whose products are in 16 bits, or a larger part of the step")
     if kernels.tensor_core_ms >= kernels.maybe_tensor_core_ms or shapes:
         return [seen, *shapes]
-    return not_seen(SHAPES, seen)
+    return not_seen(seen, record=SHAPES)
 
 
 def _describe_shapes(one: RankFacts) -> list[Evidence]:
