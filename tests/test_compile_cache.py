@@ -29,12 +29,9 @@ def test_the_folder_is_below_the_users_cache(tmp_path):
     assert keep_compiled(relative) == keep_compiled({"HOME": str(tmp_path)})
 
 
-def test_a_named_folder_stays(tmp_path):
+def test_a_named_folder_stays_and_an_unwritable_home_leaves_torchs_own(tmp_path, monkeypatch):
     environ = {PLACE: "mine", "HOME": str(tmp_path)}
     assert keep_compiled(environ) is None and environ[PLACE] == "mine" and list(tmp_path.iterdir()) == []
-
-
-def test_an_unwritable_home_leaves_torchs_own_folder(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     environ = {"HOME": str(tmp_path / "file")}
     assert keep_compiled(environ) is None and PLACE not in environ
@@ -117,9 +114,8 @@ def test_graphs_seconds_and_hits_are_told_after_the_step(monkeypatch):
     monkeypatch.undo()
     watching.close(None)
     hits["autograd_cache_hit"] = before
-    assert (
-        said[1] == "   compiled 3 graphs in 1.0 s (from the cache: 0)"
-    )  # after the last step, such as for its evaluation
+    # after the last step, such as for its evaluation
+    assert said[1] == "   compiled 3 graphs in 1.0 s (from the cache: 0)"
     assert "compiled 4 graphs, where 2 were expected" in said[2]
 
 

@@ -26,24 +26,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"app", "cli"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
-WITHOUT_TORCH = {
-    "terminal",
-    "rank_errors",
-    "errors",
-    "marks",
-    "units",
-    "phases",
-    "thresholds",
-    "live_line",
-    "variables",
-    "process_state",
-    "config",
-    "run_folder",
-    "estimate",
-    "analysis",
-    "report",
-    "cli",
-}
+WITHOUT_TORCH = LEVELS[0] | LEVELS[1] | {"config", "run_folder", "rank_errors", "estimate", "analysis", "report", "cli"}
 READERS = {"analysis", "report", "cli"}  # they meet the trainer only in files
 TRAINERS = {"model", "parallel", "optim", "instruments", "train", "rehearsal", "observers", "app"}
 OUTSIDE_THE_CORE = {"instruments", "estimate", "rehearsal", "report", "analysis", "cli"}

@@ -24,10 +24,10 @@ ANSWER_SECONDS = 5.0  # ranks look at the store every second
 VERDICT_SECONDS = ANSWER_SECONDS + 5.0  # until the speaker has told the others
 SECONDS_BETWEEN_LOOKS = 0.1
 LINES = {  # what is said of ranks of a kind; whoever is of an earlier kind is to blame
-    "left": "{who} ended in {place}, with {left}{waited}. Mend what its own message names, then {AGAIN}",
+    "left": "{who} ended in {post.place}, with {post.left}{waited}. Mend what its own message names, then {AGAIN}",
     "dead": "{who} died ({process} is gone){seen}{waited}.{killed} The launcher's summary names the signal; {AGAIN}",
     "absent": (
-        "{who} of {size} never arrived{waited}; see that {were} started with the same MASTER_ADDR and MASTER_PORT, and can "
+        "{who} of {case.size} never arrived{waited}; see that {were} started with the same MASTER_ADDR and MASTER_PORT, and can "
         "reach them."
     ),
     "stopped": (
@@ -35,10 +35,10 @@ LINES = {  # what is said of ranks of a kind; whoever is of an earlier kind is t
     ),
     "silent": "{who} does not answer: {trouble} ({process}){seen}{waited}. Look there, then {AGAIN}",
     "behind": (
-        "{who} {unjoined}: since {lasted} in {place}, in {call}, after collective #{begun}. If that is only slow, raise "
-        "--distributed-timeout-minutes{see}; else mend it, and {AGAIN}"
+        "{who} {unjoined}: since {lasted} in {post.place}, in {call}, after collective #{post.begun}. If that is only slow, raise "
+        "--distributed-timeout-minutes{case.see}; else mend it, and {AGAIN}"
     ),
-    "signalled": "{who} ended in {place}, by {signal}{waited}. Find who sent it, a person or a batch system, then {AGAIN}",
+    "signalled": "{who} ended in {post.place}, by {signal}{waited}. Find who sent it, a person or a batch system, then {AGAIN}",
 }
 ENDED = ("left", "dead", "signalled")
 
@@ -135,34 +135,27 @@ def _describe(case: Case, kind: str, ranks: list[int]) -> str:
     if case.reason == TERMINATED and case.operation is None:
         waited = f"; rank {case.rank} was in {mine.place}"
     words = {
-        "AGAIN": AGAIN,
-        "size": case.size,
         "who": f"rank{'s' if len(ranks) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}",
         "were": "they were" if len(ranks) > 1 else "it was",
-        "waited": waited,
         "unjoined": f"did not join {case.waited_in} of rank {case.rank}{f' within {limit}' if late else ''}",
-        "killed": f" Meanwhile the kernel killed {case.memory_kills} for want of memory on this machine."
-        if case.memory_kills
-        else "",
-        "see": case.see,
+        "killed": "",
+        "trouble": "it died, is stopped, or its machine is cut off",
     }
+    if case.memory_kills:
+        words["killed"] = f" Meanwhile the kernel killed {case.memory_kills} for want of memory on this machine."
+    if case.states.get(ranks[0]) == "running":
+        words["trouble"] = "its process runs, but its Python does not"
     post = case.posts.get(ranks[0])
     if post is not None:
-        runs, ago = case.states.get(ranks[0]) == "running", duration(max(case.now - post.wall_time, 0))
+        ago = duration(max(case.now - post.wall_time, 0))
         words |= {
-            "left": post.left,
-            "place": post.place,
-            "begun": post.begun,
             "lasted": duration(post.phase_s),
             "call": where(post.stack),
             "process": f"process {post.pid} on {post.host}",
             "seen": f", last seen {ago} before in {post.place}, after collective #{post.begun}",
             "signal": "SIGTERM" if (post.left or "").startswith("SIGTERM") else "SIGINT",
-            "trouble": "its process runs, but its Python does not"
-            if runs
-            else "it died, is stopped, or its machine is cut off",
         }
-    return LINES[kind].format(**words)
+    return LINES[kind].format(case=case, post=post, waited=waited, AGAIN=AGAIN, **words)
 
 
 def where(stack: list[str]) -> str:
