@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.training.process import peak_bytes_of
 from megatron_lite.data.blend_order import mix
-from megatron_lite.data.gpt_indices import sample_recipe
+from megatron_lite.data.gpt_dataset import sample_recipe
 from megatron_lite.data.index_cache import IndexCache
 
 MEAN_TOKENS, SIGMA, SEED = 600, 1.0, 1234

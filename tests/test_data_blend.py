@@ -64,13 +64,13 @@ def short_lanes(monkeypatch):
 @pytest.fixture
 def redone(monkeypatch):
     """How many steps were gone through by the plain loop."""
-    plainly, steps = blend_order._plainly, []
+    plainly, steps = blend_order._mix_plainly, []
 
-    def counted(rule, begin, taken, chosen, earlier):
+    def counted(weights, limits, begin, taken, chosen, earlier):
         steps.append(len(chosen))
-        return plainly(rule, begin, taken, chosen, earlier)
+        return plainly(weights, limits, begin, taken, chosen, earlier)
 
-    monkeypatch.setattr(blend_order, "_plainly", counted)
+    monkeypatch.setattr(blend_order, "_mix_plainly", counted)
     return steps
 
 
@@ -100,7 +100,7 @@ def test_lanes_with_an_end_are_the_rule(short_lanes, monkeypatch, min_steps):
 
 def test_a_wrong_estimate_costs_time_only(short_lanes, redone, monkeypatch):
     estimate = blend_order._estimate
-    monkeypatch.setattr(blend_order, "_estimate", lambda rule, steps: np.roll(estimate(rule, steps), 1, axis=1))
+    monkeypatch.setattr(blend_order, "_estimate", lambda *known: np.roll(estimate(*known), 1, axis=1))
     assert_the_rule([0.7, 0.2, 0.1], 640, None)
     assert sum(redone) > 320
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_lite.data.gpt_dataset import ALPHABET, NO_TOKEN, GPTDataset, MockDataset, split_bounds
+from megatron_lite.data.gpt_dataset import MOCK_ALPHABET, NO_TOKEN, GPTDataset, MockDataset, split_bounds
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
@@ -200,11 +200,11 @@ def test_sample_depends_on_index_and_seed_only():
 def test_ids_stay_inside_the_vocabulary(vocab_size):
     dataset = MockDataset(50, 32, vocab_size, 1)
     tokens = np.stack([dataset[i] for i in range(50)])
-    assert tokens.min() >= 0 and tokens.max() < min(vocab_size, ALPHABET)
+    assert tokens.min() >= 0 and tokens.max() < min(vocab_size, MOCK_ALPHABET)
 
 
 def test_next_token_mostly_follows_from_the_last_two():
     """The learnable part: the step between neighbours repeats wherever there is no noise (0.9 ** 3 of the places)."""
     dataset = MockDataset(100, 128, 50_257, 1)
-    steps = np.diff(np.stack([dataset[i] for i in range(100)])) % ALPHABET
+    steps = np.diff(np.stack([dataset[i] for i in range(100)])) % MOCK_ALPHABET
     assert 0.65 < (steps[:, 1:] == steps[:, :-1]).mean() < 0.80

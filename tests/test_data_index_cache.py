@@ -17,8 +17,7 @@ from waiting import LIMIT_S
 
 from megatron_lite.data import index_cache
 from megatron_lite.data.blend_order import BlendedDataset
-from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.gpt_indices import sample_recipe
+from megatron_lite.data.gpt_dataset import GPTDataset, sample_recipe
 from megatron_lite.data.index_cache import IndexCache, IndexFiles
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedWriter
@@ -78,7 +77,7 @@ def test_second_time_is_mapped_not_built(indexed, cache, monkeypatch, heard, tmp
     stem = names[0].removesuffix("-description.txt")
     assert stem.endswith("-GPTDataset-train") and len(stem) == 32 + len("-GPTDataset-train")
     assert names == [f"{stem}-{name}" for name in ("description.txt", *(f"{name}.npy" for name in NAMES))]
-    monkeypatch.setattr("megatron_lite.data.gpt_indices.Recipe.build", must_not_build)
+    monkeypatch.setattr("megatron_lite.data.gpt_dataset.Recipe.build", must_not_build)
     second = dataset(indexed, cache)
     assert all(
         isinstance(index, np.memmap) and not index.flags.writeable
@@ -135,7 +134,7 @@ def test_other_tokens_of_the_same_lengths_share_the_indices(indexed, cache, monk
     with IndexedWriter(str(tmp_path / "elsewhere"), 1000) as writer:
         for length in LENGTHS:
             writer.add_document([7] * length)
-    monkeypatch.setattr("megatron_lite.data.gpt_indices.Recipe.build", must_not_build)
+    monkeypatch.setattr("megatron_lite.data.gpt_dataset.Recipe.build", must_not_build)
     assert set(dataset(IndexedDataset(str(tmp_path / "elsewhere")), cache)[0].tolist()) == {7}
 
 
@@ -385,7 +384,7 @@ def test_a_file_system_without_locks(indexed, cache, monkeypatch, tmp_path, erro
 
 
 def test_a_builder_that_hangs_is_not_waited_for_for_ever(indexed, cache, monkeypatch, tmp_path, heard):
-    monkeypatch.setattr(index_cache, "LONGEST_WAIT_S", 0.25)
+    monkeypatch.setattr(index_cache, "MAX_WAIT_S", 0.25)
     _, entry = recipe_of(indexed)
     (tmp_path / "kept").mkdir()
     with open(tmp_path / "kept" / f"{entry.name}.lock", "w") as other:
@@ -403,7 +402,7 @@ def test_who_comes_to_the_lock_as_another_finishes_does_not_build_again(indexed,
         return ask(path)
 
     monkeypatch.setattr(index_cache, "try_lock", ask_late)
-    monkeypatch.setattr("megatron_lite.data.gpt_indices.Recipe.build", must_not_build)
+    monkeypatch.setattr("megatron_lite.data.gpt_dataset.Recipe.build", must_not_build)
     assert isinstance(dataset(indexed, cache).sample_index, np.memmap)
 
 
@@ -448,6 +447,6 @@ def test_who_waits_takes_what_the_other_wrote(indexed, cache, tmp_path, monkeypa
 
     timer = threading.Timer(0.3, finish)
     timer.start()
-    monkeypatch.setattr("megatron_lite.data.gpt_indices.Recipe.build", must_not_build)
+    monkeypatch.setattr("megatron_lite.data.gpt_dataset.Recipe.build", must_not_build)
     assert isinstance(dataset(indexed, cache).sample_index, np.memmap)
     timer.join()

@@ -9,8 +9,7 @@ import pytest
 
 from megatron_lite.data.blend_order import BlendedDataset
 from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
-from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.gpt_indices import sample_recipe
+from megatron_lite.data.gpt_dataset import GPTDataset, sample_recipe
 from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedWriter
@@ -128,7 +127,7 @@ def assert_same_indices(ours, theirs):
 
 @pytest.mark.parametrize("block", [1, 7, 1 << 16])
 def test_indices(both, block, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.data.gpt_indices.BLOCK_SEQUENCES", block)
+    monkeypatch.setattr("megatron_lite.data.gpt_dataset.BLOCK_SEQUENCES", block)
     kinds = set()
     for seed in range(120):
         random = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""In which order a blend takes its data sets: the one that is furthest behind its share comes next.
+"""Several data sets mixed in fixed proportions: the one that is furthest behind its share comes next.
 
 Legend: D data sets, K lanes. Step s takes the data set with the largest share * max(s, 1) - taken, the first one on a
 tie, in double precision without fused multiply-add: bit for bit what Megatron's compiled helper gives on x86-64.
@@ -12,7 +12,6 @@ those that the lane before it ended with. A lane for which they do not is gone t
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,39 +23,44 @@ MIN_STEPS = 1 << 14  # below, the plain loop is as fast
 LANE_STEPS = 1 << 13
 APPROACH_STEPS = 1 << 11  # from the estimate to the lane's beginning
 LANES = 1 << 10  # at once: bounds the memory
-
-
-@dataclass(frozen=True)
-class Shares:
-    """weights: float64 [D], their sum is 1; limits: how many samples each data set has at most; None: no end."""
-
-    weights: np.ndarray
-    limits: np.ndarray | None = None
+SURPLUS = 0.005  # each data set is built a little larger than its share, as the greedy mixing may overdraw it
+MAX_DATASETS = 32_766  # the data set's number is an int16
+BLOCK = 1 << 20
 
 
 def mix(shares: list[float], size: int, limits: list[int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """int16 [size], the data set of each step; int64 [size], how often it was taken before."""
-    rule = Shares(np.array(shares), None if limits is None else np.array(limits, np.float64))
+    """int16 [size], the data set of each step; int64 [size], how often it was taken before.
+
+    shares sum to 1; limits: how many samples each data set has at most; None: no end.
+    """
+    weights, ends = np.array(shares), None if limits is None else np.array(limits, np.float64)
     chosen, earlier = np.empty(size, np.int16), np.empty(size, np.int64)
     taken = np.zeros(len(shares))
     for begin in range(0, size, LANES * LANE_STEPS):
-        end = min(size, begin + LANES * LANE_STEPS)
-        go = _plainly if end - begin < MIN_STEPS else _side_by_side
-        taken = go(rule, begin, taken, chosen[begin:end], earlier[begin:end])
+        part = slice(begin, min(size, begin + LANES * LANE_STEPS))
+        go = _mix_plainly if part.stop - begin < MIN_STEPS else _mix_in_lanes
+        taken = go(weights, ends, begin, taken, chosen[part], earlier[part])
     return chosen, earlier
 
 
-def _plainly(rule: Shares, begin: int, taken: np.ndarray, chosen: np.ndarray, earlier: np.ndarray) -> np.ndarray:
+def _mix_plainly(
+    weights: np.ndarray,
+    limits: np.ndarray | None,
+    begin: int,
+    taken: np.ndarray,
+    chosen: np.ndarray,
+    earlier: np.ndarray,
+) -> np.ndarray:
     """Fills in the steps from `begin` on, one after the other; the counts after them."""
-    weights, counts = rule.weights.tolist(), taken.tolist()
-    limits = [float("inf")] * len(counts) if rule.limits is None else rule.limits.tolist()
+    shares, counts = weights.tolist(), taken.tolist()
+    ends = [float("inf")] * len(counts) if limits is None else limits.tolist()
     sets, before = [], []
     for step in range(len(chosen)):
         steps = max(begin + step, 1)
         best, largest = -1, -float("inf")
         for number, drawn in enumerate(counts):
-            behind = weights[number] * steps - drawn
-            if behind > largest and drawn < limits[number]:
+            behind = shares[number] * steps - drawn
+            if behind > largest and drawn < ends[number]:
                 best, largest = number, behind
         sets.append(best)
         before.append(counts[best])
@@ -65,68 +69,51 @@ def _plainly(rule: Shares, begin: int, taken: np.ndarray, chosen: np.ndarray, ea
     return np.array(counts)
 
 
-def _side_by_side(rule: Shares, begin: int, taken: np.ndarray, chosen: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-    """The same in lanes."""
+def _mix_in_lanes(
+    weights: np.ndarray,
+    limits: np.ndarray | None,
+    begin: int,
+    taken: np.ndarray,
+    chosen: np.ndarray,
+    earlier: np.ndarray,
+) -> np.ndarray:
+    """The same, side by side in lanes of LANE_STEPS."""
     begins = np.arange(begin, begin + len(chosen), LANE_STEPS)
-    lanes = _Lanes(rule, begins - APPROACH_STEPS)
-    for _ in range(APPROACH_STEPS):
-        lanes.step()
-    lanes.taken[0] = taken
-    started = lanes.taken.copy()
+    steps_K1 = (begins - APPROACH_STEPS).astype(np.float64)[:, None]
+    taken_KD = _estimate(weights, limits, np.maximum(steps_K1, 0))
+    flat, rows, behind_KD = taken_KD.reshape(-1), np.arange(len(begins)) * len(weights), np.empty_like(taken_KD)
     sets, counts = np.empty((LANE_STEPS, len(begins)), np.int16), np.empty((LANE_STEPS, len(begins)))
-    for step in range(LANE_STEPS):
-        sets[step], counts[step] = lanes.step()
+    for step in range(-APPROACH_STEPS, LANE_STEPS):
+        if step == 0:
+            taken_KD[0] = taken
+            started_KD = taken_KD.copy()
+        np.multiply(weights, np.maximum(steps_K1, 1), out=behind_KD)
+        np.subtract(behind_KD, taken_KD, out=behind_KD)
+        if limits is not None:
+            behind_KD[taken_KD >= limits] = -np.inf
+        best = behind_KD.argmax(1)
+        before = flat[rows + best]
+        flat[rows + best] = before + 1
+        steps_K1 += 1
+        if step >= 0:
+            sets[step], counts[step] = best, before
     for lane, first in enumerate(range(0, len(chosen), LANE_STEPS)):
         part = slice(first, first + LANE_STEPS)
-        whole = len(chosen[part]) == LANE_STEPS
-        if whole and np.array_equal(started[lane], taken):
+        is_whole = len(chosen[part]) == LANE_STEPS
+        if is_whole and np.array_equal(started_KD[lane], taken):
             chosen[part], earlier[part] = sets[:, lane], counts[:, lane]
-            taken = lanes.taken[lane]
+            taken = taken_KD[lane]
         else:
-            taken = _plainly(rule, begin + first, taken, chosen[part], earlier[part])
+            taken = _mix_plainly(weights, limits, begin + first, taken, chosen[part], earlier[part])
     return taken
 
 
-class _Lanes:
-    """The rule at K steps at once. taken: float64 [K, D], exact up to 2^53."""
-
-    def __init__(self, rule: Shares, steps: np.ndarray):
-        self.rule = rule
-        self.taken = _estimate(rule, np.maximum(steps, 0))
-        self._flat = self.taken.reshape(-1)
-        self._first = np.arange(len(steps)) * len(rule.weights)
-        self._steps = steps.astype(np.float64)[:, None]
-        self._behind = np.empty_like(self.taken)
-
-    def step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The data set of each lane and how often it was taken before; goes on by one step."""
-        np.multiply(self.rule.weights, np.maximum(self._steps, 1), out=self._behind)
-        np.subtract(self._behind, self.taken, out=self._behind)
-        if self.rule.limits is not None:
-            self._behind[self.taken >= self.rule.limits] = -np.inf
-        best = self._behind.argmax(1)
-        at = self._first + best
-        counts = self._flat[at]
-        self._flat[at] = counts + 1
-        self._steps += 1
-        return best, counts
-
-
-def _estimate(rule: Shares, steps: np.ndarray) -> np.ndarray:
+def _estimate(weights: np.ndarray, limits: np.ndarray | None, steps_K1: np.ndarray) -> np.ndarray:
     """About how often each data set was taken before these steps: float64 [K, D], each row's sum is the step."""
-    exact = rule.weights * steps[:, None]
-    taken = np.floor(exact)
-    if rule.limits is not None:
-        taken = np.minimum(taken, rule.limits)
+    exact = weights * steps_K1
+    taken = np.floor(exact) if limits is None else np.minimum(np.floor(exact), limits)
     rank = np.argsort(np.argsort(taken - exact, axis=1, kind="stable"), axis=1)
-    return taken + (rank < (steps - taken.sum(1))[:, None])
-
-
-# --- several data sets mixed in fixed proportions
-
-SURPLUS = 0.005  # each data set is built a little larger than its share, as the greedy mixing may overdraw it
-MAX_DATASETS = 32_766  # the data set's number is an int16
-BLOCK = 1 << 20
+    return taken + (rank < steps_K1 - taken.sum(1, keepdims=True))
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
@@ -170,17 +157,14 @@ class BlendedDataset:
         self.datasets, shares = list(datasets), normalized(weights)
         limits = None if size is not None else list(weights)  # None: no data set comes to its end
         size = sum(weights) if size is None else size
+        shapes = {"dataset_index": ((size,), np.dtype(np.int16)), "dataset_sample_index": ((size,), np.dtype(np.int64))}
 
         def build() -> Arrays:
-            return dict(zip(("dataset_index", "dataset_sample_index"), mix(shares, size, limits)))
+            return dict(zip(shapes, mix(shares, size, limits)))
 
         folder = cache and cache.folder_for("BlendedDataset", None, size)
         if folder:
             key = {"shares": shares, "size": size, "limits": limits}
-            shapes = {
-                "dataset_index": ((size,), np.dtype(np.int16)),
-                "dataset_sample_index": ((size,), np.dtype(np.int64)),
-            }
             indices = cache.get(folder, Entry("BlendedDataset", split, key, shapes), build)
         else:
             indices = build()

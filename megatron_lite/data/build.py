@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from megatron_lite.config.data_paths import SPLIT, parse_blend
+from megatron_lite.config.data_paths import SPLIT, parse_blend, split_shares
 from megatron_lite.data.blend_order import BlendedDataset, normalized, sizes_for_blend
-from megatron_lite.data.gpt_dataset import GPTDataset, MockDataset, split_bounds, split_weights
+from megatron_lite.data.gpt_dataset import GPTDataset, MockDataset, split_bounds
 from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError
@@ -33,8 +34,7 @@ class DataSpec:
     cache_path: str | None = None  # folder for the indices; None: large ones beside their data
 
 
-@dataclass(frozen=True)
-class Datasets:
+class Datasets(NamedTuple):
     """None: not wanted, or no share of the data."""
 
     train: Dataset | None
@@ -49,95 +49,77 @@ def build_datasets(spec: DataSpec, say: Callable[[str], None] = lambda text: Non
     """
     if spec.mock:
         # Another seed for each split: with the same one, validation would repeat the training samples.
-        return Datasets(
-            *(
-                MockDataset(size, spec.seq_length, spec.vocab_size, spec.seed + part) if size else None
-                for part, size in enumerate(spec.sizes)
-            )
-        )
-    builder = _Builder(spec, say)
+        mocks = [
+            MockDataset(size, spec.seq_length, spec.vocab_size, spec.seed + part)
+            for part, size in enumerate(spec.sizes)
+        ]
+        return Datasets(*(mock if len(mock) else None for mock in mocks))
+    cache, opened = IndexCache(spec.cache_path, say), {}
     own_paths = (spec.train_data_path, spec.valid_data_path, spec.test_data_path)
-    if not any(own_paths):
-        return Datasets(*map(builder.build_share, range(3)))
-    return Datasets(*map(builder.build_own, range(3), own_paths))
+    if any(own_paths):
+        if spec.sizes[0] and not own_paths[0]:
+            raise DataError("--train-data-path: missing beside --valid-data-path or --test-data-path; give it too")
+        flags = [f"--{name}-data-path" for name in FILE_SPLITS]
+        return Datasets(*(_build_split(spec, part, flags[part], own_paths[part], cache, opened) for part in range(3)))
+    if not spec.data_path:
+        raise DataError("--data-path: missing; give the prefix of a .bin/.idx pair, or train on --mock-data")
+    return Datasets(*(_build_split(spec, part, "--data-path", spec.data_path, cache, opened) for part in range(3)))
 
 
-class _Builder:
-    """Opens each prefix once, however many splits use it."""
-
-    def __init__(self, spec: DataSpec, say: Callable[[str], None]):
-        self._spec, self._cache = spec, IndexCache(spec.cache_path, say)
-        self._opened: dict[str, IndexedDataset] = {}
-
-    def build_share(self, part: int) -> Dataset | None:
-        """The data set of a split that has a share of --data-path."""
-        spec = self._spec
-        if not spec.data_path:
-            raise DataError("--data-path: missing; give the prefix of a .bin/.idx pair, or train on --mock-data")
-        if not spec.sizes[part]:
-            return None
-        if split_weights(spec.split)[part] == 0:
-            if part == 0:
-                raise DataError(f"--split {spec.split}: no share is left for training; for example 969,30,1")
-            return None
-        prefixes, weights = parse_blend(spec.data_path, "--data-path")
-        is_single = len(prefixes) == 1 and weights is None
-        opened = []
-        for prefix in prefixes:
-            indexed = self._open(prefix, "--data-path")
-            mine = split_bounds(spec.split, len(indexed))[part]
-            if not mine and part and is_single:
-                return None  # as in Megatron: too few documents for a small share are no mistake
-            opened.append((indexed, mine))
-        for indexed, mine in opened:
-            if not mine:
-                raise DataError(
-                    f"--split {spec.split}: the {SPLITS[part]} share of {indexed.prefix} is none of its "
-                    f"{count(len(indexed))} sequences; give it a larger share, or 0 for none"
-                )
-        return self._build(part, opened, weights, is_single)
-
-    def build_own(self, part: int, words: tuple[str, ...]) -> Dataset | None:
-        """The data set of a split that has files of its own."""
-        if not words or not self._spec.sizes[part]:
-            if part == 0 and self._spec.sizes[0]:
-                raise DataError("--train-data-path: missing beside --valid-data-path or --test-data-path; give it too")
-            return None
-        flag = f"--{FILE_SPLITS[part]}-data-path"
-        prefixes, weights = parse_blend(words, flag)
-        opened = [self._open(prefix, flag) for prefix in prefixes]
-        whole = [(indexed, range(len(indexed))) for indexed in opened]
-        return self._build(part, whole, weights, is_single=len(whole) == 1)
-
-    def _open(self, prefix: str, flag: str) -> IndexedDataset:
-        if prefix not in self._opened:
-            indexed = IndexedDataset(prefix, flag)
-            smallest, largest = indexed.extreme_token_ids()
-            if smallest < 0 or largest >= self._spec.vocab_size:
-                raise DataError(
-                    f"{prefix}.bin: token id {smallest if smallest < 0 else largest} is outside the vocabulary of "
-                    f"{count(self._spec.vocab_size)}; use the tokenizer that the file was made with (--vocab-file, "
-                    "--merge-file, --tokenizer-model, --vocab-size)"
-                )
-            self._opened[prefix] = indexed
-        return self._opened[prefix]
-
-    def _build(
-        self, part: int, opened: list[tuple[IndexedDataset, range]], weights: list[float] | None, is_single: bool
-    ) -> Dataset:
-        spec, cache, split, size = self._spec, self._cache, FILE_SPLITS[part], self._spec.sizes[part]
-
-        def build(indexed: IndexedDataset, sequences: range, size: int | None) -> GPTDataset:
-            return GPTDataset(indexed, sequences, size, spec.seq_length, spec.seed, cache=cache, split=split)
-
-        if is_single:
-            return build(*opened[0], size)
-        if weights is None:
-            # Without weights each data set gives what one epoch of it holds, and counts by that.
-            datasets = [build(indexed, sequences, None) for indexed, sequences in opened]
-            lengths = [len(dataset) for dataset in datasets]
-            return BlendedDataset(datasets, lengths, min(size, sum(lengths)), cache, split)
+def _build_split(
+    spec: DataSpec, part: int, flag: str, words: tuple[str, ...], cache: IndexCache, opened: dict[str, IndexedDataset]
+) -> Dataset | None:
+    """The data set of one split, of a share of --data-path or of files of its own. opened: each prefix, once for all splits."""
+    size, shared = spec.sizes[part], flag == "--data-path"
+    if not words or not size:
+        return None
+    if shared and split_shares(spec.split)[part] == 0:
+        if part == 0:
+            raise DataError(f"--split {spec.split}: no share is left for training; for example 969,30,1")
+        return None
+    prefixes, weights = parse_blend(words, flag)
+    is_single = len(prefixes) == 1 and (weights is None or not shared)
+    sources = []
+    for prefix in prefixes:
+        if prefix not in opened:
+            opened[prefix] = _open(prefix, flag, spec.vocab_size)
+        indexed = opened[prefix]
+        mine = split_bounds(spec.split, len(indexed))[part] if shared else range(len(indexed))
+        if not mine and part and is_single:
+            return None  # as in Megatron: too few documents for a small share are no mistake
+        sources.append((indexed, mine))
+    for indexed, mine in sources:
+        if not mine:
+            raise DataError(
+                f"--split {spec.split}: the {SPLITS[part]} share of {indexed.prefix} is none of its "
+                f"{count(len(indexed))} sequences; give it a larger share, or 0 for none"
+            )
+    split, given = FILE_SPLITS[part], None
+    shares, wanted = None, [size if is_single else None] * len(sources)
+    if weights is not None and not is_single:
         shares = normalized(weights)
         given, wanted = sizes_for_blend(size, shares)
-        datasets = [build(indexed, sequences, size) for (indexed, sequences), size in zip(opened, wanted)]
-        return BlendedDataset(datasets, shares, sum(given), cache, split)
+    datasets = [
+        GPTDataset(indexed, mine, samples, spec.seq_length, spec.seed, cache=cache, split=split)
+        for (indexed, mine), samples in zip(sources, wanted)
+    ]
+    if is_single:
+        return datasets[0]
+    if shares is None:
+        # Without weights each data set gives what one epoch of it holds, and counts by that.
+        lengths = [len(dataset) for dataset in datasets]
+        return BlendedDataset(datasets, lengths, min(size, sum(lengths)), cache, split)
+    return BlendedDataset(datasets, shares, sum(given), cache, split)
+
+
+def _open(prefix: str, flag: str, vocab_size: int) -> IndexedDataset:
+    """The files of a prefix. DataError if among many of their tokens there is one outside the vocabulary."""
+    indexed = IndexedDataset(prefix, flag)
+    smallest, largest = indexed.extreme_token_ids()
+    if smallest < 0 or largest >= vocab_size:
+        raise DataError(
+            f"{prefix}.bin: token id {smallest if smallest < 0 else largest} is outside the vocabulary of "
+            f"{count(vocab_size)}; use the tokenizer that the file was made with (--vocab-file, "
+            "--merge-file, --tokenizer-model, --vocab-size)"
+        )
+    return indexed

@@ -61,9 +61,8 @@ class BytePairs:
 
 
 def _has_long_blank(text: str) -> bool:
-    if len(text) < BLANK_BLOCK:
-        return False
-    return any(text[i : i + BLANK_BLOCK].isspace() for i in range(0, len(text), BLANK_BLOCK))
+    starts = range(0, len(text), BLANK_BLOCK) if len(text) >= BLANK_BLOCK else ()
+    return any(text[start : start + BLANK_BLOCK].isspace() for start in starts)
 
 
 # --- GPT-2's vocab.json and merges.txt
@@ -143,11 +142,10 @@ VOCAB_SIZE = 1 << 17  # Megatron's, without --vocab-size
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 FORMAT = 'a list of {"rank", "token_bytes", "token_str"}, rank 0, 1, 2, ..., which starts with the 256 bytes'
 
-_V1_WORD = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 PATTERNS = {
-    "v1": _V1_WORD,
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     # as v1, but words are cut where lower case turns to upper, and more line ends stay together
     "v2": (
         rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
@@ -164,12 +162,7 @@ class TikTokenizer(BytePairs):
     """
 
     def __init__(
-        self,
-        model: str,
-        pattern: str = "v2",
-        vocab_size: int | None = None,
-        num_special_tokens: int = 1000,
-        special_tokens: Sequence[str] = (),
+        self, model: str, pattern: str, vocab_size: int | None, num_special_tokens: int, special_tokens: Sequence[str]
     ):
         self.vocab_size = vocab_size or VOCAB_SIZE
         names = _special_names(tuple(special_tokens) or SPECIAL_TOKENS, num_special_tokens, self.vocab_size)
@@ -199,9 +192,8 @@ def _special_names(given: tuple[str, ...], number: int, vocab_size: int) -> list
     flag = f"--tokenizer-special-tokens {' '.join(given)}"
     missing = [name for name in SPECIAL_TOKENS if name not in given]
     if missing:
-        raise UserError(
-            f"{flag}: {missing[0]} is missing; name all of {' '.join(SPECIAL_TOKENS)}, or leave the flag out"
-        )
+        everything = " ".join(SPECIAL_TOKENS)
+        raise UserError(f"{flag}: {missing[0]} is missing; name all of {everything}, or leave the flag out")
     names = [*given, *(f"<SPECIAL_{i}>" for i in range(len(given), number))]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -215,33 +207,31 @@ def _special_names(given: tuple[str, ...], number: int, vocab_size: int) -> list
 
 
 def _read_tokens(path: str) -> list[bytes]:
-    def refuse(why: str):
-        raise UserError(f"--tokenizer-model {path}: {why}; give {FORMAT}") from None
-
+    tokens, why = [], None
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(entries, list):
+            why = f"a {type(entries).__name__}"
+        for rank, entry in enumerate(entries if why is None else ()):
+            why = f"entry {rank} is not that rank's token"
+            if entry["rank"] != rank:
+                break
+            tokens.append(base64.b64decode(entry["token_bytes"], validate=True))
+            why = None
     except OSError as error:
         raise UserError(f"--tokenizer-model {path}: cannot be read ({error.strerror}); check the path") from None
-    except (ValueError, RecursionError):
-        refuse("not JSON")
-    if not isinstance(entries, list):
-        refuse(f"a {type(entries).__name__}")
-    tokens = []
-    for rank, entry in enumerate(entries):
-        try:
-            if entry["rank"] != rank:
-                raise ValueError
-            tokens.append(base64.b64decode(entry["token_bytes"], validate=True))
-        except (TypeError, KeyError, ValueError):
-            refuse(f"entry {rank} is not that rank's token")
-    if tokens[:256] != [bytes([byte]) for byte in range(256)] or len(set(tokens)) < len(tokens):
-        refuse("does not start with the 256 bytes, or repeats a token")
+    except (ValueError, RecursionError, TypeError, KeyError):
+        why = why or "not JSON"
+    if why is None and (tokens[:256] != [bytes([byte]) for byte in range(256)] or len(set(tokens)) < len(tokens)):
+        why = "does not start with the 256 bytes, or repeats a token"
+    if why:
+        raise UserError(f"--tokenizer-model {path}: {why}; give {FORMAT}")
     return tokens
 
 
 # --- Training
 
-SMALLEST_VOCABULARY = 257  # the bytes and the end-of-text token
+MIN_VOCABULARY = 257  # the bytes and the end-of-text token
 
 
 def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -252,8 +242,8 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> tuple[dict[str, 
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise DataError(f"--vocab-size {vocab_size}: 256 bytes and {END_OF_TEXT} need {SMALLEST_VOCABULARY} or more")
+    if vocab_size < MIN_VOCABULARY:
+        raise DataError(f"--vocab-size {vocab_size}: 256 bytes and {END_OF_TEXT} need {MIN_VOCABULARY} or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

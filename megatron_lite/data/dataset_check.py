@@ -59,11 +59,11 @@ def inspect(
     lengths = np.diff(bounds)
     full = np.flatnonzero(lengths)
     start, end = (int(bounds[full[0] + more]) for more in (0, 1))
-    last_ids = dataset.tokens_at(bounds[full + 1] - 1)
+    last_ids = dataset.all_tokens[bounds[full + 1] - 1]
     end_id = int(last_ids[0]) if eod is None else eod
-    smallest, largest, occurrences = _scan(dataset, vocab_size, end_id, report)
+    smallest, largest, occurrences = _scan_ids(dataset, vocab_size, end_id, report)
     ending_so = int((last_ids == end_id).sum())
-    duplicates, pair = _duplicates(dataset, bounds, full, report)
+    duplicates, pair = _find_duplicates(dataset, bounds, full, report)
     return Inspection(
         prefix=prefix,
         dtype=str(dataset.dtype),
@@ -83,38 +83,37 @@ def inspect(
         end_id=end_id,
         ending_so=ending_so,
         end_id_inside=occurrences - ending_so,
-        sample=tuple(dataset.tokens_at(slice(start, min(end, start + SAMPLE_TOKENS))).tolist()),
+        sample=tuple(dataset.all_tokens[start : min(end, start + SAMPLE_TOKENS)].tolist()),
     )
 
 
-def _scan(dataset: IndexedDataset, vocab_size: int | None, wanted: int, report) -> tuple[int, int, int]:
+def _scan_ids(dataset: IndexedDataset, vocab_size: int | None, wanted: int, report) -> tuple[int, int, int]:
     """The smallest and the largest id and how often `wanted` occurs; DataError for an id outside the vocabulary."""
-    smallest, largest, occurrences, done = None, None, 0, 0
-    for block in dataset.token_blocks(BLOCK_TOKENS):
-        low, high = int(block.min()), int(block.max())
-        if low < 0 or (vocab_size is not None and high >= vocab_size):
+    lows, highs, occurrences = [], [], 0
+    for start in range(0, dataset.num_tokens, BLOCK_TOKENS):
+        block = dataset.all_tokens[start : start + BLOCK_TOKENS]
+        lows.append(int(block.min()))
+        highs.append(int(block.max()))
+        if lows[-1] < 0 or (vocab_size is not None and highs[-1] >= vocab_size):
             wrong = block < 0 if vocab_size is None else (block < 0) | (block >= vocab_size)
             at = int(wrong.argmax())
-            document = int(np.searchsorted(dataset.document_bounds(), done + at, side="right")) - 1
-            what = f"token {count(done + at)} (document {count(document)}) is the id {block[at]}"
+            document = int(np.searchsorted(dataset.document_bounds(), start + at, side="right")) - 1
+            what = f"token {count(start + at)} (document {count(document)}) is the id {block[at]}"
             if block[at] < 0:
                 raise damaged(f"{dataset.prefix}.bin", what)
             raise DataError(
                 f"{dataset.prefix}.bin: {what}, outside the vocabulary of {count(vocab_size)}; "
                 "give the tokenizer that it was made with, or preprocess the text again"
             )
-        smallest = low if smallest is None else min(smallest, low)
-        largest = high if largest is None else max(largest, high)
         occurrences += int(np.count_nonzero(block == wanted))
-        done += len(block)
-        report("token ids", done / dataset.num_tokens)
-    return smallest, largest, occurrences
+        report("token ids", (start + len(block)) / dataset.num_tokens)
+    return min(lows), max(highs), occurrences
 
 
-def _duplicates(dataset: IndexedDataset, bounds: np.ndarray, full: np.ndarray, report) -> tuple[int, tuple | None]:
+def _find_duplicates(dataset: IndexedDataset, bounds: np.ndarray, full: np.ndarray, report) -> tuple[int, tuple | None]:
     """How many of the documents `full` equal an earlier one, by hashes of 64 bits, and one such pair."""
     hashes = np.empty(len(full), "<u8")
-    tokens = memoryview(dataset.tokens_at(slice(None))).cast("B")
+    tokens = memoryview(dataset.all_tokens).cast("B")
     for start in range(0, len(full), BLOCK_DOCUMENTS):
         block = full[start : start + BLOCK_DOCUMENTS]
         begins, ends = ((bounds[block + more] * dataset.dtype.itemsize).tolist() for more in (0, 1))

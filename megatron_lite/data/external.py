@@ -70,14 +70,13 @@ class ExternalStreams:
         answer = self._function(split, consumed=consumed, **self._request)
         if not (answer is None or isinstance(answer, Iterable)):
             raise self._wrong(split, f"gave a {type(answer).__name__}; return an iterable of micro-batches, or None")
-        batches = iter(()) if answer is None else iter(answer)
+        batches = iter(() if answer is None else answer)
         first = next(batches, None)
         if first is not None:
             return self._go_on(split, self._tensor(split, first, is_first=True), batches)
         if split == "train" or consumed:
-            raise self._wrong(
-                split, f"gave nothing from sample {count(consumed)} on; yield more, or train or evaluate less"
-            )
+            what = f"gave nothing from sample {count(consumed)} on; yield more, or train or evaluate less"
+            raise self._wrong(split, what)
         return None
 
     def _go_on(self, split: str, first: Tensor, others: Iterator) -> Iterator[Tensor]:
@@ -85,10 +84,8 @@ class ExternalStreams:
         number = 1
         for number, batch in enumerate(others, start=2):
             yield self._tensor(split, batch)
-        raise self._wrong(
-            split,
-            f"ended after {count(number)} micro-batches and more are wanted; yield more, or train or evaluate less",
-        )
+        what = f"ended after {count(number)} micro-batches and more are wanted; yield more, or train or evaluate less"
+        raise self._wrong(split, what)
 
     def _tensor(self, split: str, batch, is_first: bool = False) -> Tensor:
         is_integers = isinstance(batch, np.ndarray) and batch.dtype.kind in "iu"
@@ -114,35 +111,34 @@ class ExternalStreams:
 
 
 def _find(spelled: str) -> Callable:
+    """The function of FILE.py:FUNCTION or MODULE:FUNCTION. DataError if there is none that can be called as described."""
+
+    def refuse(why: str):
+        raise DataError(f"{FLAG} {spelled}: {why}") from None
+
     place, colon, name = spelled.rpartition(":")
     if not (place and colon and name):
-        raise DataError(f"{FLAG} {spelled}: names no function; give FILE.py:FUNCTION or MODULE:FUNCTION")
+        refuse("names no function; give FILE.py:FUNCTION or MODULE:FUNCTION")
     if place.endswith(".py"):
         if not os.path.isfile(place):
-            raise DataError(f"{FLAG} {spelled}: there is no file {place}; check the path")
+            refuse(f"there is no file {place}; check the path")
         # A name of its own, which worker processes of the user's loader can look up too.
         digest = hashlib.sha256(os.path.abspath(place).encode()).hexdigest()
         spec = importlib.util.spec_from_file_location(f"external_dataloader_{digest[:12]}", place)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     elif place.startswith("."):
-        raise DataError(
-            f"{FLAG} {spelled}: {place} is relative to no package; give the module's whole name, or FILE.py:FUNCTION"
-        )
+        refuse(f"{place} is relative to no package; give the module's whole name, or FILE.py:FUNCTION")
     else:
         try:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
-            raise DataError(
-                f"{FLAG} {spelled}: there is no module {error.name}; give FILE.py:FUNCTION, or set PYTHONPATH"
-            ) from None
+            refuse(f"there is no module {error.name}; give FILE.py:FUNCTION, or set PYTHONPATH")
     function = getattr(module, name, None)
     if not callable(function):
-        raise DataError(f"{FLAG} {spelled}: {place} has no function {name}; check its name")
+        refuse(f"{place} has no function {name}; check its name")
     try:
         inspect.signature(function).bind("train", **dict.fromkeys(KEYWORDS))
     except (TypeError, ValueError) as error:  # the second: a function in C that does not tell what it takes
-        raise DataError(
-            f"{FLAG} {spelled}: cannot be called ({error}); let it take split, and by name {', '.join(KEYWORDS)}"
-        ) from None
+        refuse(f"cannot be called ({error}); let it take split, and by name {', '.join(KEYWORDS)}")
     return function

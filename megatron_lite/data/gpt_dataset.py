@@ -5,33 +5,134 @@ the `seq_length + 1` tokens from stream position k * seq_length on: neighbours s
 one and the first input of the other. The samples are served in a shuffled order (the shuffle index).
 """
 
+import hashlib
 import itertools
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_lite.config.data_paths import split_shares
-from megatron_lite.data.gpt_indices import EXTRA, sample_recipe
-from megatron_lite.data.index_cache import IndexCache
+from megatron_lite.data.index_cache import Arrays, Entry, IndexCache
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
 NO_TOKEN = -1  # fills up a last sample that is cut short (drop_last=False)
-
-
-def split_weights(split: str) -> list[float]:
-    """'949,50,1' -> three shares that sum to 1; missing ones are 0. DataError if that is not what it says."""
-    shares = split_shares(split)
-    return (np.array(shares) / np.sum(shares)).tolist()
+EXTRA = 1  # a sample's labels reach one token further than its inputs
+LAST_EPOCH_SHARE = 0.80  # a last epoch that is used less than this is shuffled apart from the others
+BLOCK_SEQUENCES = 1 << 16  # as many as the processor's cache holds with what is computed from them
+RANDOM_STREAM = "numpy.random.RandomState"  # numpy promises never to change it
 
 
 def split_bounds(split: str, num_sequences: int) -> list[range]:
-    """The sequences of the training, validation and test split; an empty range where the share is 0."""
-    ends = [0.0]
-    for weight in split_weights(split):
-        ends.append(ends[-1] + weight)
+    """The sequences of the training, validation and test split, such as '949,50,1'; an empty range where the share is 0."""
+    shares = split_shares(split)
+    ends = itertools.accumulate((np.array(shares) / np.sum(shares)).tolist(), initial=0.0)
     marks = [round(end * float(num_sequences)) for end in ends]
     return [range(start, stop) for start, stop in itertools.pairwise(marks)]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that the three indices depend on, but for the lengths of the sequences."""
+
+    sequences: range
+    tokens: int  # of one epoch
+    epochs: int
+    samples_shuffled_first: int | None  # None: all together
+    samples: int
+    seq_length: int
+    seed: int
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """{name of the index: its shape and type}, known before it is built."""
+        positions = self.epochs * len(self.sequences)
+        place = np.int32 if positions <= np.iinfo(np.int32).max else np.int64
+        order = np.uint32 if self.samples < np.iinfo(np.uint32).max - 1 else np.int64
+        return {
+            "document_index": ((positions,), np.dtype(np.int32)),
+            "sample_index": ((self.samples + 1, 2), np.dtype(place)),
+            "shuffle_index": ((self.samples,), np.dtype(order)),
+        }
+
+    def entry(self, sequence_lengths: np.ndarray, split: str) -> Entry:
+        """What the cache knows these indices by. Of the data, only the lengths matter, not the tokens or the path."""
+        mine = np.ascontiguousarray(sequence_lengths[self.sequences.start : self.sequences.stop])
+        key = {
+            "random_stream": RANDOM_STREAM,
+            "seed": self.seed,
+            "first_sequence": self.sequences.start,
+            "num_sequences": len(self.sequences),
+            "sha256_of_their_lengths": hashlib.sha256(mine).hexdigest(),
+            "extra_token": EXTRA,
+            "seq_length": self.seq_length,
+            "epochs": self.epochs,
+            "samples": self.samples,
+            "samples_shuffled_first": self.samples_shuffled_first,
+        }
+        return Entry("GPTDataset", split, key, self.shapes())
+
+    def build(self, sequence_lengths: np.ndarray) -> Arrays:
+        """{name: index}, computed as Megatron does, in little memory; sequence_lengths: int32, of the whole file."""
+        random, first = np.random.RandomState(self.seed), self.samples_shuffled_first
+        index = np.empty((self.epochs, len(self.sequences)), np.int32)
+        index[:] = np.arange(self.sequences.start, self.sequences.stop, dtype=np.int32)
+        for part in [index] if first is None else [index[:-1], index[-1:]]:
+            random.shuffle(part.reshape(-1))  # a view: the rows are contiguous
+        document_index = index.reshape(-1)
+        order = np.arange(self.samples, dtype=self.shapes()["shuffle_index"][1])
+        random.shuffle(order[:first])
+        if first is not None:
+            random.shuffle(order[first:])
+        sample_index = self._build_sample_index(sequence_lengths, document_index)
+        return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": order}
+
+    def _build_sample_index(self, sequence_lengths: np.ndarray, document_index: np.ndarray) -> np.ndarray:
+        """Where each sample begins: int [samples + 1, 2] of (position in the document index, offset)."""
+
+        def count_begun(tokens):  # sample k begins at token k * seq_length of the stream
+            return (tokens - 1) // self.seq_length + 1
+
+        shape, dtype = self.shapes()["sample_index"]
+        index = np.empty(shape, dtype)
+        before, done = 0, 0  # tokens before the block, rows written
+        last = (0, 0)  # where the last token stands
+        for first in range(0, len(document_index), BLOCK_SEQUENCES):
+            lengths = sequence_lengths[document_index[first : first + BLOCK_SEQUENCES]]
+            ends = np.cumsum(lengths, dtype=np.int64)
+            rows = index[done : count_begun(before + int(ends[-1]))]
+            # Not searchsorted: counting what begins up to each end takes the same time however short the samples are.
+            begun = np.minimum(count_begun(before + ends) - done, len(rows))
+            within = np.repeat(np.arange(len(lengths)), np.diff(begun, prepend=0))
+            starts = np.arange(done, done + len(rows), dtype=np.int64) * self.seq_length - before
+            rows[:, 0] = first + within
+            rows[:, 1] = starts - (ends - lengths)[within]
+            if ends[-1]:
+                final = int(np.searchsorted(ends, ends[-1]))
+                last = (first + final, int(lengths[final]) - EXTRA)
+            before += int(ends[-1])
+            done += len(rows)
+        index[done:] = last  # what would begin after the end: the last sample's end, if it is cut short
+        index[0] = 0  # the stream begins with its first sequence even if that is empty
+        return index
+
+
+def sample_recipe(
+    sequences: range, tokens: int, num_samples: int | None, seq_length: int, seed: int, drop_last: bool
+) -> Recipe:
+    """The recipe for at least num_samples (None: one epoch's) samples of these sequences, which hold `tokens`."""
+    epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + EXTRA) // tokens))
+    shuffled_first = None
+    if epochs > 1:
+        before_last = ((epochs - 1) * tokens - EXTRA) // seq_length
+        per_epoch = (tokens - EXTRA) // seq_length
+        if num_samples - before_last < int(LAST_EPOCH_SHARE * per_epoch):
+            shuffled_first = before_last  # the last epoch is used too little to be mixed with the others
+    in_all = epochs * tokens - EXTRA
+    # A quotient in single precision, as in Megatron: above 2^24 tokens it can be a few samples off.
+    samples = in_all // seq_length if drop_last else math.ceil(float(np.float32(in_all) / np.float32(seq_length)))
+    return Recipe(sequences, tokens, epochs, shuffled_first, samples, seq_length, seed)
 
 
 class GPTDataset:
@@ -68,7 +169,7 @@ class GPTDataset:
             )
         recipe = sample_recipe(sequences, tokens, num_samples, seq_length, seed, drop_last)
         self._stream_tokens = recipe.epochs * tokens
-        entries = recipe.positions + recipe.samples
+        entries = recipe.epochs * len(sequences) + recipe.samples
         self._folder = cache and cache.folder_for("GPTDataset", indexed.prefix, entries)
         if self._folder:
             indices = cache.get(self._folder, recipe.entry(lengths, split), lambda: recipe.build(lengths))
@@ -83,36 +184,26 @@ class GPTDataset:
 
     def __getitem__(self, i: int) -> np.ndarray:
         sample = int(self.shuffle_index[i])
-        tokens = np.full(self.seq_length + EXTRA, NO_TOKEN, np.int64)
+        tokens, filled = np.full(self.seq_length + EXTRA, NO_TOKEN, np.int64), 0
+        left = self._stream_tokens - sample * self.seq_length
         try:
-            filled = self._fill(tokens, sample)
+            (position, offset), (last, last_offset) = self.sample_index[sample : sample + 2].tolist()
+            for place, sequence in enumerate(self.document_index[position : last + 1].tolist(), start=position):
+                piece = self.indexed.tokens(sequence, offset, last_offset + EXTRA - offset if place == last else None)
+                tokens[filled : filled + len(piece)] = piece
+                filled, offset = filled + len(piece), 0
         except (IndexError, ValueError):
             filled = None
         # The cache checks no more than a GiB of an entry at the start; what slipped through is met here.
-        left = self._stream_tokens - sample * self.seq_length
         if filled != min(max(left, EXTRA), len(tokens)):
             remedy = f"delete {self._folder}" if self._folder else "report this with the command line"
             raise DataError(f"{self.indexed.prefix}: the indices of sample {count(i)} do not fit the data; {remedy}")
         return tokens
 
-    def _fill(self, tokens: np.ndarray, sample: int) -> int:
-        """Writes the tokens of a sample and returns how many; IndexError or ValueError if it does not lie in the data."""
-        (position, offset), (last_position, last_offset) = self.sample_index[sample : sample + 2].tolist()
-        filled = 0
-        for sequence in self.document_index[position : last_position + 1].tolist():
-            at_end = position == last_position
-            piece = self.indexed.tokens(sequence, offset, last_offset + EXTRA - offset if at_end else None)
-            tokens[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            position, offset = position + 1, 0
-        return filled
 
-
-# --- made-up data
-
-ALPHABET = 512  # ids in use at most: with all of a large vocabulary, a short run would learn nothing
-LARGEST_STEP = 4
-NOISE = 0.1  # share of the tokens that are random
+MOCK_ALPHABET = 512  # ids in use at most: with all of a large vocabulary, a short run would learn nothing
+MOCK_MAX_STEP = 4
+MOCK_NOISE = 0.1  # share of the tokens that are random
 
 
 class MockDataset:
@@ -123,7 +214,7 @@ class MockDataset:
 
     def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int):
         self.num_samples, self.seq_length, self.seed = num_samples, seq_length, seed
-        self.alphabet = min(vocab_size, ALPHABET)
+        self.alphabet = min(vocab_size, MOCK_ALPHABET)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -133,7 +224,7 @@ class MockDataset:
             raise IndexError(f"sample {i} of {self.num_samples}")
         random = np.random.default_rng((self.seed, i))
         length = self.seq_length + 1
-        first, step = random.integers(self.alphabet), random.integers(1, LARGEST_STEP + 1)
+        first, step = random.integers(self.alphabet), random.integers(1, MOCK_MAX_STEP + 1)
         tokens = (first + step * np.arange(length, dtype=np.int64)) % self.alphabet
         noise = random.integers(self.alphabet, size=length)
-        return np.where(random.random(length) < NOISE, noise, tokens)
+        return np.where(random.random(length) < MOCK_NOISE, noise, tokens)

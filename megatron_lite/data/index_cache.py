@@ -1,6 +1,5 @@
 """Index arrays kept on disk: built once, mapped by every rank of every later run. docs/decisions/007-index-cache.md."""
 
-import contextlib
 import hashlib
 import json
 import mmap
@@ -10,7 +9,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +24,7 @@ MAX_DESCRIPTION_BYTES = 1 << 26  # checksums of 8 TiB
 MAX_BLOCKS = 1 << 10  # checked when an entry is opened: a GiB, so all of nearly every entry
 FLAG = "--data-cache-path"
 LARGE = 10_000_000  # entries of the indices: about a second of building and 100 MB on each rank
-LONGEST_WAIT_S = 1800  # for another process that builds the same entry
+MAX_WAIT_S = 1800  # for another process that builds the same entry
 POLL_S = 0.1
 
 Arrays = dict[str, np.ndarray]
@@ -34,10 +32,10 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Entry:
-    """Arrays that are a function of the key alone."""
+    """Arrays that are a function of the key alone. kind: GPTDataset, BlendedDataset; split: train, valid, test."""
 
-    kind: str  # GPTDataset, BlendedDataset
-    split: str  # train, valid, test
+    kind: str
+    split: str
     key: dict
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]]  # of the arrays, by name
 
@@ -47,21 +45,18 @@ class Entry:
         text = json.dumps({"format": FORMAT, "kind": self.kind, **self.key}, sort_keys=True)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{self.kind}-{self.split}"
 
-    def describe(self, files: dict) -> dict:
-        """What description.txt holds."""
-        return {"format": FORMAT, "kind": self.kind, "split": self.split, "made_of": self.key, "files": files}
-
 
 class Damaged(Exception):
     """An entry whose files do not fit each other or the key: what is wrong."""
 
 
 class IndexFiles:
-    """The files of one entry in one folder."""
+    """The files of one entry in one folder: an array each, and a description with their checksums."""
 
     def __init__(self, folder: str, entry: Entry):
         self.entry, self.folder = entry, Path(folder)
         self.description = self.folder / f"{entry.name}-description.txt"
+        self._paths = {name: self.folder / f"{entry.name}-{name}.npy" for name in entry.shapes}
 
     def open(self) -> Arrays | None:
         """The arrays, mapped read-only; None if there is no finished entry; Damaged if it cannot be trusted.
@@ -77,11 +72,11 @@ class IndexFiles:
         files = described.get("files") if isinstance(described, dict) else None
         if not isinstance(files, dict) or set(files) != set(self.entry.shapes):
             raise Damaged(f"{self.description.name} lists other files")
-        if described != json.loads(json.dumps(self.entry.describe(files))):
+        if described != json.loads(self._describe(files)):
             raise Damaged(f"{self.description.name} describes something else")
         arrays = {}
         for name, (shape, dtype) in self.entry.shapes.items():
-            path = self._path(name)
+            path = self._paths[name]
             try:
                 with os.fdopen(open_regular(path, os.O_RDONLY, follow_link=True), "rb") as file:
                     _check_bytes(path.name, file, files[name])
@@ -94,25 +89,35 @@ class IndexFiles:
 
     def write(self, arrays: Arrays) -> None:
         """All of the entry, or nothing that looks like one. OSError if the folder does not take it."""
-        with contextlib.ExitStack() as undo:
-            made, files = {}, {}
+        temporaries, files = {}, {}  # by their final paths; what the description says of each array
+        try:
+            for final in (*(self._paths[name] for name in arrays), self.description):
+                temporaries[final] = final.with_name(f".{final.name}.{secrets.token_hex(6)}.tmp")
             for name, array in arrays.items():
-                save = partial(np.save, arr=array, allow_pickle=False)
-                temporary = made[self._path(name)] = _write(self._path(name), save, undo)
-                with open(temporary, "rb") as file, _map(file) as data:
-                    sums = [f"{zlib.crc32(data[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(data), BLOCK_BYTES)]
-                    files[name] = {"bytes": len(data), "crc32_per_mib": "".join(sums)}
-            text = json.dumps(self.entry.describe(files), indent=1) + "\n"
-            # the description last: it is what makes an entry
-            made[self.description] = _write(self.description, lambda file: file.write(text.encode()), undo)
-            for final, temporary in made.items():
+                with open(temporaries[self._paths[name]], "x+b") as file:
+                    np.save(file, array, allow_pickle=False)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                        blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+                        sums = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
+                        files[name] = {"bytes": len(data), "crc32_per_mib": sums}
+            with open(temporaries[self.description], "xb") as file:
+                file.write(self._describe(files).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            for final, temporary in temporaries.items():  # the description last: it is what makes an entry
                 os.replace(temporary, final)
+        finally:
+            for temporary in temporaries.values():
+                temporary.unlink(missing_ok=True)
         sync_folder(self.folder)
 
-    def sweep(self) -> None:
-        """Remove what writers that were killed left. Only for who holds the entry's lock."""
-        for leftover in self.folder.glob(f".{self.entry.name}-*.tmp"):
-            leftover.unlink(missing_ok=True)
+    def _describe(self, files: dict) -> str:
+        """What description.txt holds."""
+        entry = self.entry
+        content = {"format": FORMAT, "kind": entry.kind, "split": entry.split, "made_of": entry.key, "files": files}
+        return json.dumps(content, indent=1) + "\n"
 
     def stamp(self) -> tuple[int, int] | None:
         """Changes when the entry is written anew; None: there is none."""
@@ -122,28 +127,10 @@ class IndexFiles:
             return None
         return status.st_ino, status.st_mtime_ns
 
-    def _path(self, array: str) -> Path:
-        return self.folder / f"{self.entry.name}-{array}.npy"
-
-
-def _write(final: Path, fill: Callable, undo: contextlib.ExitStack) -> Path:
-    """A file beside `final`, complete and on the disk; `undo` removes it unless it has been renamed."""
-    temporary = final.with_name(f".{final.name}.{secrets.token_hex(6)}.tmp")
-    undo.callback(temporary.unlink, missing_ok=True)
-    with open(temporary, "xb") as file:
-        fill(file)
-        file.flush()
-        os.fsync(file.fileno())
-    return temporary
-
-
-def _map(file) -> mmap.mmap:
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
 
 def _check_bytes(name: str, file, facts) -> None:
     """Damaged unless the size and the checksums of the blocks, or of MAX_BLOCKS spread over the file, are right."""
-    with _map(file) as data:
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         sums = facts.get("crc32_per_mib") if isinstance(facts, dict) else None
         num_blocks = -(-len(data) // BLOCK_BYTES)
         if not isinstance(sums, str) or facts.get("bytes") != len(data) or len(sums) != 8 * num_blocks:
@@ -180,7 +167,7 @@ class IndexCache:
         """
         files = IndexFiles(folder, entry)
         unsound = None  # the state of the files that were found damaged
-        deadline = time.monotonic() + LONGEST_WAIT_S
+        deadline = time.monotonic() + MAX_WAIT_S
         while True:
             stamp = files.stamp()
             if stamp != unsound:
@@ -208,8 +195,9 @@ class IndexCache:
             with try_lock(files.folder / f"{files.entry.name}.lock") as lock:
                 if lock is Lock.BUSY or files.stamp() != stamp:
                     return None
-                if lock is Lock.HELD:
-                    files.sweep()
+                if lock is Lock.HELD:  # what writers that were killed left
+                    for leftover in files.folder.glob(f".{files.entry.name}-*.tmp"):
+                        leftover.unlink(missing_ok=True)
                 arrays = build()
                 files.write(arrays)
                 return files.open() or arrays  # mapped: the pages are then shared with the other ranks

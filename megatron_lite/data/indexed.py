@@ -16,7 +16,6 @@
 import mmap
 import os
 import struct
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -39,24 +38,27 @@ class IndexedDataset:
     """A pair of files, opened by mmap and checked.
 
     sequence_lengths: int32 [sequences]; document_marks: int64 [documents + 1], marks[d] is the first sequence of
-    document d. Raises DataError for a file that is missing or damaged; `flag` is the option it blames.
+    document d; all_tokens: [num_tokens], of the whole file. Arrays are read-only views.
+    Raises DataError for a file that is missing or damaged; `flag` is the option it blames.
     """
 
     def __init__(self, prefix: str, flag: str = "--data-path"):
         self.prefix, self._flag = str(prefix), flag
         _require_files(self.prefix, flag)
-        path, index = self.prefix + ".idx", _map_file(self.prefix + ".idx")
+        path = self.prefix + ".idx"
+        index = _map_file(path)
         self.dtype, num_sequences, num_marks = _read_header(path, index)
         self.sequence_lengths = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
         self._pointers = np.frombuffer(index, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
         self.document_marks = np.frombuffer(index, "<i8", num_marks, HEADER.size + 12 * num_sequences)
         self.num_tokens = self._check_index(path)
-        num_bytes, expected = os.path.getsize(self.prefix + ".bin"), self.num_tokens * self.dtype.itemsize
+        path = self.prefix + ".bin"
+        num_bytes, expected = os.path.getsize(path), self.num_tokens * self.dtype.itemsize
         if num_bytes != expected:
-            raise damaged(self.prefix + ".bin", f"{count(num_bytes)} bytes, but its .idx needs {count(expected)}")
+            raise damaged(path, f"{count(num_bytes)} bytes, but its .idx needs {count(expected)}")
         if self.num_tokens == 0:
-            raise DataError(f"{self.prefix}.bin: holds no tokens; preprocess a text that has some")
-        self._tokens = np.frombuffer(_map_file(self.prefix + ".bin"), self.dtype)
+            raise DataError(f"{path}: holds no tokens; preprocess a text that has some")
+        self.all_tokens = np.frombuffer(_map_file(path), self.dtype)
 
     def _check_index(self, path: str) -> int:
         """The number of tokens. DataError unless marks rise from 0 to the end, and sequences follow on each other."""
@@ -88,22 +90,13 @@ class IndexedDataset:
         return IndexedDataset, (self.prefix, self._flag)
 
     def tokens(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """A read-only view of `length` tokens (default: all that are left) of a sequence, from `offset` on."""
+        """A view of `length` tokens (default: all that are left) of a sequence, from `offset` on."""
         available = int(self.sequence_lengths[sequence]) - offset
         length = available if length is None else length
         if offset < 0 or not 0 <= length <= available:
             raise IndexError(f"tokens {offset} to {offset + length} of a sequence of {available + offset}")
         start = int(self._pointers[sequence]) // self.dtype.itemsize + offset
-        return self._tokens[start : start + length]
-
-    def token_blocks(self, size: int) -> Iterator[np.ndarray]:
-        """All tokens as read-only views, `size` at a time and the rest."""
-        for start in range(0, self.num_tokens, size):
-            yield self._tokens[start : start + size]
-
-    def tokens_at(self, where) -> np.ndarray:
-        """The tokens at these positions, an array of them or a slice, counted through the whole file."""
-        return self._tokens[where]
+        return self.all_tokens[start : start + length]
 
     def document_bounds(self) -> np.ndarray:
         """int64 [documents + 1]: the number of tokens before each document, and of all."""
@@ -113,15 +106,15 @@ class IndexedDataset:
         return bounds
 
     def extreme_token_ids(self, sample: int = 1_000_000) -> tuple[int, int]:
-        """The smallest and the largest id among about `sample` tokens, taken as runs evenly spread over the file; of all if it is small.
+        """The smallest and the largest id among about `sample` tokens, in runs spread over the file; of all if it is small.
 
         Runs rather than single tokens: a run costs one disk access, a million scattered tokens a million.
         """
         if self.num_tokens <= sample:
-            return int(self._tokens.min()), int(self._tokens.max())
+            return int(self.all_tokens.min()), int(self.all_tokens.max())
         run = max(1, sample // 256)
         starts = np.linspace(0, self.num_tokens - run, num=max(2, sample // run)).astype(np.int64)
-        runs = [self._tokens[start : start + run] for start in starts]
+        runs = [self.all_tokens[start : start + run] for start in starts]
         return min(int(ids.min()) for ids in runs), max(int(ids.max()) for ids in runs)
 
 

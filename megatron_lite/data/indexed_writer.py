@@ -97,7 +97,8 @@ class PairWriter:
         """Bring all that was appended to the disk."""
         with self._writing():
             for file in self._files.values():
-                _flush(file)
+                file.flush()
+                os.fsync(file.fileno())
 
     def complete(self) -> None:
         """Write the .idx, still under another name. DataError if there is no token."""
@@ -105,9 +106,8 @@ class PairWriter:
             raise DataError(f"{self.prefix}: not a single token to write; check the input files and --json-keys")
         self.sync()
         code = next(code for code, known in DTYPES.items() if np.dtype(known) == self.dtype)
-        header = HEADER.pack(MAGIC, VERSION, code, self.written.sequences, self.written.documents + 1)
         with self._writing(), open(self._paths["idx"], "wb") as index:
-            index.write(header)
+            index.write(HEADER.pack(MAGIC, VERSION, code, self.written.sequences, self.written.documents + 1))
             with open(self._paths["lengths"], "rb") as lengths:
                 shutil.copyfileobj(lengths, index)
                 lengths.seek(0)
@@ -120,7 +120,8 @@ class PairWriter:
             index.write(bytes(8))  # the marks start with a 0
             with open(self._paths["marks"], "rb") as marks:
                 shutil.copyfileobj(marks, index)
-            _flush(index)
+            index.flush()
+            os.fsync(index.fileno())
 
     def place(self) -> None:
         """Put both files under their names."""
@@ -158,71 +159,59 @@ class PairWriter:
             ) from None
 
 
-def _flush(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+class NewPair(PairWriter):
+    """A context manager: the files take their names if the block ends without an error, and go if it fails."""
 
-
-@contextlib.contextmanager
-def open_new_pair(prefix: str, dtype: np.dtype):
-    """A PairWriter whose files take their names if the block ends without an error, and go if it fails."""
-    pair = PairWriter(prefix, dtype, f".tmp{os.getpid()}")
-    pair.open()
-    try:
-        pair.cut(Written())
-        yield pair
-        pair.complete()
-        pair.place()
-    finally:
-        pair.discard()
-
-
-class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx, byte for byte as Megatron does; a context manager.
-
-    The files appear under their names only when the `with` block ends without an error.
-    """
-
-    def __init__(self, prefix: str, vocab_size: int):
-        self.prefix, self.vocab_size, self.dtype = str(prefix), vocab_size, token_dtype(vocab_size)
-        self._opened = open_new_pair(self.prefix, self.dtype)
-
-    @property
-    def num_tokens(self) -> int:
-        return self._pair.written.tokens
+    def __init__(self, prefix: str, dtype: np.dtype):
+        super().__init__(prefix, dtype, f".tmp{os.getpid()}")
 
     def __enter__(self):
-        self._pair = self._opened.__enter__()
+        self.open()
+        self.cut(Written())
         return self
 
-    def __exit__(self, *error) -> None:
-        self._opened.__exit__(*error)
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                self.complete()
+                self.place()
+        finally:
+            self.discard()
+
+
+class IndexedWriter(NewPair):
+    """Writes PREFIX.bin and PREFIX.idx from documents, byte for byte as Megatron does."""
+
+    def __init__(self, prefix: str, vocab_size: int):
+        super().__init__(prefix, token_dtype(vocab_size))
+        self.vocab_size = vocab_size
 
     def add_document(self, token_ids) -> None:
         """Appends one document of one sequence; an empty document has no sequence. DataError for an id that is none."""
-        whose = f"document {count(self._pair.written.documents + 1)}"
-        ids = checked_ids(token_ids, self.vocab_size, self.prefix, whose)
+        try:
+            ids = checked_ids(token_ids, self.vocab_size, f"document {count(self.written.documents + 1)}")
+        except DataError as error:
+            raise DataError(f"{self.prefix}: {error}") from None
         lengths = np.array([ids.size] if ids.size else [], np.int32)
-        self._pair.append(ids.astype(self.dtype).tobytes(), lengths, np.array([lengths.size]))
+        self.append(ids.astype(self.dtype).tobytes(), lengths, np.array([lengths.size]))
 
 
-def checked_ids(token_ids, vocab_size: int, source: str, whose: str) -> np.ndarray:
-    """The ids as an array of integers; DataError, naming source and whose they are, for one outside the vocabulary."""
+def checked_ids(token_ids, vocab_size: int, whose: str) -> np.ndarray:
+    """The ids as an array of integers; DataError, naming whose they are, for one outside the vocabulary."""
     ids = np.asarray(token_ids)
     if ids.size == 0:
         return ids.astype(np.int64)
     if ids.size > MAX_SEQUENCE:
         raise DataError(
-            f"{source}: {whose} has {count(ids.size)} tokens, the format ends at {count(MAX_SEQUENCE)}; "
-            "cut it into several"
+            f"{whose} has {count(ids.size)} tokens, the format ends at {count(MAX_SEQUENCE)}; cut it into several"
         )
     if ids.dtype.kind not in "iu":
-        raise DataError(f"{source}: token ids of type {ids.dtype} are no integers; check the tokenizer")
+        raise DataError(f"token ids of type {ids.dtype} are no integers; check the tokenizer")
     # Anything below the vocabulary fits the type: uint16 is chosen below 65,500 ids only.
     for extreme in (int(ids.min()), int(ids.max())):
         if not 0 <= extreme < vocab_size:
             raise DataError(
-                f"{source}: token id {extreme} in {whose} is outside the vocabulary of {count(vocab_size)}; "
+                f"token id {extreme} in {whose} is outside the vocabulary of {count(vocab_size)}; "
                 "use the tokenizer's real --vocab-size"
             )
     return ids
@@ -252,14 +241,14 @@ def merge(
             )
         if os.path.realpath(f"{prefix}.bin") == os.path.realpath(f"{output_prefix}.bin"):
             raise DataError(f"--output-prefix {output_prefix}: is one of the data sets to merge; choose another name")
-    with open_new_pair(output_prefix, first.dtype) as pair:
+    with NewPair(output_prefix, first.dtype) as pair:
         for dataset in datasets:
             # Marks first: they are moved by the sequences that the pair holds when they come.
             for start in range(1, len(dataset.document_marks), MERGE_BLOCK):
                 pair.append(b"", NONE, dataset.document_marks[start : start + MERGE_BLOCK])
             for start in range(0, len(dataset), MERGE_BLOCK):
                 pair.append(b"", dataset.sequence_lengths[start : start + MERGE_BLOCK], NONE)
-            for block in dataset.token_blocks(MERGE_BLOCK):
-                pair.append(block.tobytes(), NONE, NONE)
+            for start in range(0, dataset.num_tokens, MERGE_BLOCK):
+                pair.append(dataset.all_tokens[start : start + MERGE_BLOCK].tobytes(), NONE, NONE)
                 report(pair.written.tokens)
     return pair.written

@@ -57,8 +57,7 @@ def _each(loaded: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    # Ctrl-C and a launcher's SIGTERM reach the whole process group. The trainer may want to save first; a worker that
-    # died of the signal would stop it with an error.
+    # They reach the whole process group. The trainer may want to save first; a worker that died would stop it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -82,8 +81,8 @@ def single_batches(
     """In order, one pass, from sample `consumed` on; ends when less than a block is left. DataError: too few samples."""
     require_block(num_samples, micro_batch_size, num_ranks)
     block = micro_batch_size * num_ranks
-    mine = range(rank * micro_batch_size, (rank + 1) * micro_batch_size)
-    return ([start + i for i in mine] for start in range(consumed, num_samples - block + 1, block))
+    starts = range(consumed + rank * micro_batch_size, num_samples - block + 1 + rank * micro_batch_size, block)
+    return (list(range(start, start + micro_batch_size)) for start in starts)
 
 
 def cyclic_batches(
@@ -103,13 +102,13 @@ def cyclic_batches(
             f"{micro_batch_size} x {num_ranks} data-parallel ranks; resume with the old sizes"
         )
     blocks_per_epoch = num_samples // block
+    bucket = blocks_per_epoch * micro_batch_size
 
     def draw() -> Iterator[list[int]]:
         epoch, first = divmod(consumed // block, blocks_per_epoch)
         while True:
             random = torch.Generator().manual_seed(epoch)
             if data_sharding:
-                bucket = blocks_per_epoch * micro_batch_size
                 indices = torch.randperm(bucket, generator=random) + rank * bucket
             else:
                 size = num_samples // micro_batch_size * micro_batch_size
@@ -117,8 +116,8 @@ def cyclic_batches(
             # The end is cut to whole blocks. Without sharding Megatron gives a batch more to the ranks for which the
             # deal leaves one, in place of their first of the next epoch; a run resumed there does not see it. Here
             # both agree.
-            for i in range(first, blocks_per_epoch):
-                yield indices[i * micro_batch_size : (i + 1) * micro_batch_size].tolist()
+            for start in range(first * micro_batch_size, bucket, micro_batch_size):
+                yield indices[start : start + micro_batch_size].tolist()
             epoch, first = epoch + 1, 0
 
     return draw()

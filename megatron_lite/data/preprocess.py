@@ -86,11 +86,11 @@ def preprocess(
                     if on_error == "stop":
                         raise DataError(mistake)
                     say(f"skipped {mistake}")
-                documents = unfinished.reached.documents
+                before = unfinished.reached
+                documents = before.documents
                 for pair, (tokens, lengths) in zip(pairs, result.columns):
                     pair.append(tokens, lengths, np.arange(1, len(lengths) + 1))
                     documents += len(lengths)
-                before = unfinished.reached
                 text_bytes, empty = before.text_bytes + result.text_bytes, before.empty + result.empty
                 skipped = before.skipped + len(result.mistakes)
                 unfinished.reach(Reached(chunk.end, documents, text_bytes, empty, skipped))
@@ -116,9 +116,6 @@ def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int,
             import_zstandard(str(path))
 
 
-# --- the work on one chunk, in the worker processes
-
-
 class Tokenized(NamedTuple):
     """What became of a chunk. columns: for each key the bytes of all tokens, and int32 [documents] lengths in tokens."""
 
@@ -133,22 +130,26 @@ def tokenize_chunk(tokenizer: Tokenizer, json_keys: tuple[str, ...], append_eod:
     dtype, vocab_size = token_dtype(tokenizer.vocab_size), tokenizer.vocab_size
     columns: list[list[np.ndarray]] = [[] for _ in json_keys]
     text_bytes, empty, mistakes = 0, 0, [chunk.mistake] if chunk.mistake else []
-    for where, raw in _documents(chunk):
+    if chunk.first_line is None:
+        places = [] if chunk.mistake else [(chunk.path, chunk.raw)]
+    else:
+        lines = enumerate(chunk.raw.split(b"\n"), start=chunk.first_line)
+        places = ((f"{chunk.path}:{number}", line) for number, line in lines if line.strip())
+    for where, raw in places:
         try:
-            texts = [raw.decode("utf-8")]
-            if chunk.first_line is not None:
-                texts = _read_texts(texts[0], json_keys, where)
+            text = raw.decode("utf-8")
+            texts = [text] if chunk.first_line is None else _read_texts(text, json_keys)
             documents = []
             for text in texts:
-                ids = _encode(tokenizer, text, where)
+                ids = tokenizer.encode(text)
                 ids = [*ids, tokenizer.eod] if append_eod and len(ids) else ids
-                documents.append(checked_ids(ids, vocab_size, where, "the text").astype(dtype))
+                documents.append(checked_ids(ids, vocab_size, "the text").astype(dtype))
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
             mistakes.append(f"{where}: byte {byte:#04x} is not UTF-8; convert the file (iconv -t UTF-8)")
             continue
         except DataError as error:
-            mistakes.append(str(error))
+            mistakes.append(f"{where}: {error}")
             continue
         text_bytes += sum(len(text.encode("utf-8", errors="replace")) for text in texts)
         for column, ids in zip(columns, documents):
@@ -162,42 +163,23 @@ def tokenize_chunk(tokenizer: Tokenizer, json_keys: tuple[str, ...], append_eod:
     return Tokenized(joined, text_bytes, empty, mistakes)
 
 
-def _documents(chunk: Chunk) -> Iterator[tuple[str, bytes]]:
-    """(where it stands, its bytes) of each line that is not blank, or of the one document."""
-    if chunk.mistake:
-        return
-    if chunk.first_line is None:
-        yield chunk.path, chunk.raw
-        return
-    for number, line in enumerate(chunk.raw.split(b"\n"), start=chunk.first_line):
-        if line.strip():
-            yield f"{chunk.path}:{number}", line
-
-
-def _read_texts(line: str, json_keys: Sequence[str], where: str) -> list[str]:
+def _read_texts(line: str, json_keys: Sequence[str]) -> list[str]:
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}); mend the line, or name a plain text file .txt") from None
+        raise DataError(f"not JSON ({error}); mend the line, or name a plain text file .txt") from None
     if not isinstance(document, dict):
-        raise DataError(f'{where}: a {type(document).__name__}, not an object; write {{"text": "..."}} on each line')
+        raise DataError(f'a {type(document).__name__}, not an object; write {{"text": "..."}} on each line')
     for key in json_keys:
         if not isinstance(document.get(key), str):
             # repr for what would break the line, or command the terminal.
             names = [name if name.isprintable() else repr(name) for name in list(document)[:NAMES_SHOWN]]
             known = ", ".join(names + ["..."] * (len(document) > NAMES_SHOWN)) or "nothing"
-            raise DataError(f"{where}: no text under '{key}'; it has {known} (--json-keys)")
+            raise DataError(f"no text under '{key}'; it has {known} (--json-keys)")
     return [document[key] for key in json_keys]
 
 
-def _encode(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
-    try:
-        return tokenizer.encode(text)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
-
-
-# --- work spread over processes: results in the order of the tasks, a bounded number of them at a time
+# --- work spread over processes
 
 
 class WorkerDied(UserError):
@@ -209,77 +191,64 @@ class WorkerDied(UserError):
 def in_order(function: Callable, tasks: Iterable, workers: int) -> Iterator[tuple]:
     """(task, function(task)) for each task, in their order; one worker is this process itself.
 
-    function and tasks are pickled. A worker is spawned: forking copies locks that other threads hold. To be closed
-    when it is not read to its end. WorkerDied if one is killed or fails.
+    function and tasks are pickled. To be closed when it is not read to its end. WorkerDied if one is killed or fails.
     """
     if workers == 1:
         for task in tasks:
             yield task, function(task)
         return
-    crew = [_Worker() for _ in range(workers)]
+    crew = {}  # connection: process
     numbered, next_number, exhausted = enumerate(tasks), 0, False
-    idle, busy, done = list(crew), {}, {}  # busy: connection -> worker, number, task; done: number -> task, result
+    busy, done = {}, {}  # connection: number and task; number: task and result
     try:
-        # All of them are starting up by now, and do so at the same time.
-        pickled = pickle.dumps(function)
-        for worker in crew:
-            worker.send(pickled)
+        for _ in range(workers):
+            context = multiprocessing.get_context("spawn")  # forking copies locks that other threads hold
+            connection, its_end = context.Pipe()
+            crew[connection] = context.Process(target=_serve, args=(its_end,), daemon=True)
+            crew[connection].start()
+            its_end.close()
+        idle, pickled = list(crew), pickle.dumps(function)
+        for connection, process in crew.items():  # all of them are starting up by now, and do so at the same time
+            with _alive(process):
+                connection.send_bytes(pickled)
         while busy or not exhausted:
             # Only an idle worker is sent anything: it is listening, so neither side can block the other.
             while idle and not exhausted and len(busy) + len(done) < AHEAD * workers:
                 number, task = next(numbered, (None, None))
                 exhausted = number is None
                 if not exhausted:
-                    worker = idle.pop()
-                    worker.send(pickle.dumps(task))
-                    busy[worker.connection] = (worker, number, task)
+                    connection = idle.pop()
+                    with _alive(crew[connection]):
+                        connection.send_bytes(pickle.dumps(task))
+                    busy[connection] = (number, task)
             for connection in wait(list(busy)) if busy else ():
-                worker, number, task = busy.pop(connection)
-                done[number] = (task, worker.receive())
-                idle.append(worker)
+                number, task = busy.pop(connection)
+                with _alive(crew[connection]):
+                    done[number] = (task, connection.recv())
+                idle.append(connection)
             while next_number in done:
                 yield done.pop(next_number)
                 next_number += 1
     finally:
-        for worker in crew:
-            worker.stop()
+        for connection, process in crew.items():
+            connection.close()
+            process.terminate()
+            process.join()
 
 
-class _Worker:
-    """A process and the connection to it, whose end is seen at both sides."""
-
-    def __init__(self):
-        context = multiprocessing.get_context("spawn")
-        self.connection, its_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(its_end,), daemon=True)
-        self._process.start()
-        its_end.close()
-
-    def send(self, pickled: bytes):
-        try:
-            self.connection.send_bytes(pickled)
-        except OSError:
-            raise self._died() from None
-
-    def receive(self):
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            raise self._died() from None
-
-    def stop(self):
-        self.connection.close()
-        self._process.terminate()
-        self._process.join()
-
-    def _died(self) -> WorkerDied:
-        self._process.join(10)
-        code = self._process.exitcode
+@contextlib.contextmanager
+def _alive(process):
+    """WorkerDied, with what its process came to, if the connection to it is cut."""
+    try:
+        yield
+    except (EOFError, OSError):
+        process.join(10)
+        code = process.exitcode
         if code is not None and code < 0:
             how, remedy = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
         else:
             how, remedy = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
-        return WorkerDied(f"--workers: a worker process died ({how}), {remedy}")
+        raise WorkerDied(f"--workers: a worker process died ({how}), {remedy}") from None
 
 
 def _serve(connection):

@@ -113,27 +113,22 @@ class Unfinished:
             state = json.loads(self._path.read_text(encoding="utf-8"))
             reached = Reached(**state["reached"] | {"place": Place(**state["reached"]["place"])})
             written = [Written(*numbers) for numbers in state["written"]]
-            objection = self._objection(state, reached, written)
+            before = state["settings"]
+            changed = [name for name, value in self._settings.items() if before.get(name) != value]
+            changed += ["--on-error"] * bool(reached.skipped and not self._may_skip)
+            if state["version"] != VERSION or before.keys() != self._settings.keys():
+                objection = "was written by another version"
+            elif changed:
+                objection = f"{', '.join(changed)} changed since that run was interrupted"
+            elif len(written) != len(self._pairs) or not all(map(PairWriter.holds, self._pairs, written)):
+                objection = "the files it tells of are gone or cut short"
+            else:
+                self.reached = reached
+                self._say(f"{self._prefix}: goes on after {count(reached.documents)} documents of an interrupted run")
+                return written
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             objection = "cannot be read"
-        if objection:
-            self._say(f"{self._path}: {objection}; starting anew")
-            # Before the pairs are cut: it must never describe other bytes than it was written for.
-            self._path.unlink()
-            return anew
-        self.reached = reached
-        self._say(f"{self._prefix}: goes on after {count(reached.documents)} documents of an interrupted run")
-        return written
-
-    def _objection(self, state: dict, reached: Reached, written: list[Written]) -> str | None:
-        before = state["settings"]
-        if state["version"] != VERSION or before.keys() != self._settings.keys():
-            return "was written by another version"
-        changed = [name for name in self._settings if before[name] != self._settings[name]]
-        if reached.skipped and not self._may_skip:
-            changed.append("--on-error")
-        if changed:
-            return f"{', '.join(changed)} changed since that run was interrupted"
-        if len(written) != len(self._pairs) or not all(map(PairWriter.holds, self._pairs, written)):
-            return "the files it tells of are gone or cut short"
-        return None
+        self._say(f"{self._path}: {objection}; starting anew")
+        # Before the pairs are cut: it must never describe other bytes than it was written for.
+        self._path.unlink()
+        return anew

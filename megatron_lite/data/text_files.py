@@ -134,8 +134,7 @@ class _ZstandardReader(io.RawIOBase):
 
     def __init__(self, path: str, packed):
         self._package, self._packed = import_zstandard(path), packed
-        self._frame = None
-        self._rest = b""  # what follows the frame that ended
+        self._frame, self._rest = None, b""  # what is being unpacked, and what follows the frame that ended
         self._ready = b""
 
     def readable(self) -> bool:
@@ -157,6 +156,5 @@ class _ZstandardReader(io.RawIOBase):
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None
         size = min(len(buffer), len(self._ready))
-        buffer[:size] = self._ready[:size]
-        self._ready = self._ready[size:]
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron_lite.config.data_paths import TIKTOKEN_PATTERN, TIKTOKEN_SPECIAL, TOKENIZER, TOKENIZERS
 from megatron_lite.data.text_files import END_OF_TEXT, replace_lone_surrogates
-from megatron_lite.errors import DataError, UserError
+from megatron_lite.errors import DataError, UserError, first_line
 
 SECONDS_TO_ANSWER = 10  # of Hugging Face's hub
 
@@ -114,11 +114,8 @@ class NullTokenizer:
         return " ".join(str(i) for i in ids)
 
 
-# --- packages that only some installations have
-
-
-def import_optional(name: str, extra: str, kind: str) -> ModuleType:
-    """The package. UserError, which names the --tokenizer-type `kind` and the extra that brings it, if it is missing."""
+def _import_optional(name: str, extra: str, kind: str) -> ModuleType:
+    """A package that only some installations have. UserError, with the extra that brings it, if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -134,7 +131,7 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, kind: str, model: str):
-        package = import_optional("sentencepiece", "sentencepiece", kind)
+        package = _import_optional("sentencepiece", "sentencepiece", kind)
         try:
             with open(model, "rb") as file:
                 serialized = file.read()
@@ -151,8 +148,7 @@ class SentencePieceTokenizer:
                 f"--tokenizer-model {model}: not a SentencePiece model; give the .model file, or another "
                 "--tokenizer-type"
             ) from None
-        self.vocab_size = self._processor.get_piece_size()
-        end = self._processor.eos_id()
+        self.vocab_size, end = self._processor.get_piece_size(), self._processor.eos_id()
         self.eod = end if end >= 0 else None
 
     def encode(self, text: str) -> list[int]:
@@ -171,35 +167,30 @@ class HuggingFaceTokenizer:
     UserError for a folder or name that gives no tokenizer.
     """
 
-    def __init__(self, model: str, include_special_tokens: bool = False, special_tokens: Sequence[str] = ()):
+    def __init__(self, model: str, include_special_tokens: bool, special_tokens: Sequence[str]):
         whole = _open_hugging_face(model)
         if special_tokens:
             whole.add_tokens(list(special_tokens), special_tokens=True)
         self.vocab_size = len(whole)
         self.eod = whole.eos_token_id if whole.eos_token_id is not None else whole.sep_token_id
-        self._include = include_special_tokens
-        self._fast = self._slow = None
-        if not whole.is_fast:
-            self._slow = whole
-            return
-        # The tokenizer in Rust, without transformers' wrapping, which takes longer than short texts themselves.
-        self._fast = whole.backend_tokenizer
-        self._fast.no_truncation()
-        self._fast.no_padding()
-        self._fast.encode_special_tokens = whole.split_special_tokens
+        self._include, self._is_fast, self._tokenizer = include_special_tokens, whole.is_fast, whole
+        if whole.is_fast:
+            # The tokenizer in Rust, without transformers' wrapping, which takes longer than short texts themselves.
+            self._tokenizer = whole.backend_tokenizer
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self._tokenizer.encode_special_tokens = whole.split_special_tokens
 
     def encode(self, text: str) -> list[int]:
-        text = replace_lone_surrogates(text)
-        if self._fast:
-            return self._fast.encode(text, add_special_tokens=self._include).ids
-        return self._slow.encode(text, add_special_tokens=self._include)
+        ids = self._tokenizer.encode(replace_lone_surrogates(text), add_special_tokens=self._include)
+        return ids.ids if self._is_fast else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        return (self._fast or self._slow).decode([int(i) for i in ids], skip_special_tokens=False)
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 def _open_hugging_face(model: str):
-    transformers = import_optional("transformers", "hf", "HuggingFaceTokenizer")
+    transformers = _import_optional("transformers", "hf", "HuggingFaceTokenizer")
     # What lies here first: a run on many ranks must not ask the hub on each of them.
     for here in (True, False):
         if not here and not _hub_answers():
@@ -215,7 +206,7 @@ def _open_hugging_face(model: str):
         except Exception as error:  # noqa: BLE001 - parsers and the Rust library raise errors of every kind
             if here and not os.path.exists(model):
                 continue
-            why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+            why = first_line(error).strip().rstrip(".")
             if "trust_remote_code" in str(error):
                 why = "it needs code of its own, which is not run here"
             raise UserError(
@@ -228,7 +219,7 @@ def _open_hugging_face(model: str):
 
 def _hub_answers() -> bool:
     """One question without the repetitions that the library makes for a minute where there is no network."""
-    hub = import_optional("huggingface_hub", "hf", "HuggingFaceTokenizer")
+    hub = _import_optional("huggingface_hub", "hf", "HuggingFaceTokenizer")
     if hub.constants.HF_HUB_OFFLINE:
         return False
     try:
