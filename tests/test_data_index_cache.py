@@ -70,14 +70,19 @@ def must_not_build(*args):
     raise AssertionError("built although it is in the cache")
 
 
-def test_second_time_is_mapped_not_built(indexed, cache, monkeypatch, heard, tmp_path):
+@pytest.fixture
+def no_building(monkeypatch):
+    return lambda: monkeypatch.setattr("megatron_lite.data.gpt_dataset.Recipe.build", must_not_build)
+
+
+def test_second_time_is_mapped_not_built(indexed, cache, heard, tmp_path, no_building):
     first = dataset(indexed, cache)
     assert_same(first, dataset(indexed))
     names = sorted(path.name for path in (tmp_path / "kept").iterdir())
     stem = names[0].removesuffix("-description.txt")
     assert stem.endswith("-GPTDataset-train") and len(stem) == 32 + len("-GPTDataset-train")
     assert names == [f"{stem}-{name}" for name in ("description.txt", *(f"{name}.npy" for name in NAMES))]
-    monkeypatch.setattr("megatron_lite.data.gpt_dataset.Recipe.build", must_not_build)
+    no_building()
     second = dataset(indexed, cache)
     assert all(
         isinstance(index, np.memmap) and not index.flags.writeable
@@ -121,54 +126,35 @@ def test_whatever_changes_an_index_changes_the_name():
     assert len(by_name) > 500
 
 
-def test_name_knows_format_kind_and_split(indexed, monkeypatch):
-    recipe = sample_recipe(range(8), 82, 10, 6, 3, True)
-    entry = recipe.entry(indexed.sequence_lengths, "train")
+def test_name_knows_format_kind_and_split_and_not_the_tokens(indexed, cache, monkeypatch, tmp_path, no_building):
+    entry = recipe_of(indexed)[1]
     names = {dataclasses.replace(entry, **change).name for change in ({}, {"kind": "Other"}, {"split": "test"})}
-    monkeypatch.setattr(index_cache, "FORMAT", "another")
-    assert len(names | {entry.name}) == 4
-
-
-def test_other_tokens_of_the_same_lengths_share_the_indices(indexed, cache, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(index_cache, "FORMAT", "another")
+        assert len(names | {entry.name}) == 4
     dataset(indexed, cache)
     with IndexedWriter(str(tmp_path / "elsewhere"), 1000) as writer:
         for length in LENGTHS:
             writer.add_document([7] * length)
-    monkeypatch.setattr("megatron_lite.data.gpt_dataset.Recipe.build", must_not_build)
+    no_building()
     assert set(dataset(IndexedDataset(str(tmp_path / "elsewhere")), cache)[0].tolist()) == {7}
 
 
 def test_small_indices_leave_no_file_beside_the_data_and_large_ones_do(indexed, monkeypatch, tmp_path, heard):
     before = content(tmp_path)
-    dataset(indexed, IndexCache(None, heard.append))
+    cache = IndexCache(None, heard.append)
+    dataset(indexed, cache)
     assert content(tmp_path) == before
     monkeypatch.setattr(index_cache, "LARGE", 20)
-    kept = dataset(indexed, IndexCache(None, heard.append))
+    (tmp_path / "corpus").write_text("in the way")  # no mistake: they stay in memory
+    assert_same(dataset(indexed, cache), dataset(indexed))
+    said = heard.pop()
+    assert said.startswith("  indices of ") and said.endswith("GPTDataset_indices cannot be written (Not a directory)")
+    (tmp_path / "corpus").unlink()
+    assert isinstance(dataset(indexed, cache).shuffle_index, np.memmap)
     assert len(list((tmp_path / "corpus" / "cache" / "GPTDataset_indices").iterdir())) == 4
-    assert isinstance(kept.shuffle_index, np.memmap)
-    assert IndexCache(None).folder_for("BlendedDataset", None, 10**12) is None
+    assert cache.folder_for("BlendedDataset", None, 10**12) is None
     assert heard == []
-
-
-def test_read_only_data_are_no_mistake(indexed, monkeypatch, tmp_path, heard):
-    monkeypatch.setattr(index_cache, "LARGE", 20)
-    (tmp_path / "corpus").write_text("in the way")
-    assert_same(dataset(indexed, IndexCache(None, heard.append)), dataset(indexed))
-    assert len(heard) == 1
-    assert heard[0].startswith("  indices of ") and heard[0].endswith(
-        "GPTDataset_indices cannot be written (Not a directory)"
-    )
-    assert sorted(content(tmp_path)) == ["corpus", "corpus.bin", "corpus.idx"]
-
-
-def test_a_flag_that_cannot_be_served_is_one_line(indexed, tmp_path):
-    (tmp_path / "file").write_text("")
-    before = content(tmp_path)
-    with pytest.raises(
-        DataError, match=r"^--data-cache-path \S+/file/x: cannot be written \(Not a directory\); give .*$"
-    ):
-        dataset(indexed, IndexCache(str(tmp_path / "file" / "x")))
-    assert content(tmp_path) == before
 
 
 def test_read_only_cache_that_has_everything_serves(indexed, cache, monkeypatch):
@@ -223,9 +209,10 @@ def described(change):
     return changed
 
 
+SIZE = "has .* bytes, which are not as many as were written"
 DAMAGE = {
-    "truncated": ("sample_index", lambda raw: raw[:-1], "has .* bytes, which are not as many as were written"),
-    "longer": ("shuffle_index", lambda raw: raw + b"\0", "has .* bytes, which are not"),
+    "truncated": ("sample_index", lambda raw: raw[:-1], SIZE),
+    "longer": ("shuffle_index", lambda raw: raw + b"\0", SIZE),
     "empty": ("document_index", lambda raw: b"", "cannot be read"),
     "missing": ("document_index", lambda raw: None, "cannot be read"),
     "foreign": ("sample_index", lambda raw: os.urandom(len(raw)), "has changed since it was written"),
@@ -233,7 +220,7 @@ DAMAGE = {
     "other seed": ("description", described(lambda d: d["made_of"].update(seed=4)), "describes something else"),
     "other files": ("description", described(lambda d: d["files"].pop("sample_index")), "lists other files"),
     "no files": ("description", lambda raw: b"[]", "lists other files"),
-    "no sizes": ("description", described(lambda d: d["files"].update(sample_index=3)), "has .* bytes, which are not"),
+    "no sizes": ("description", described(lambda d: d["files"].update(sample_index=3)), SIZE),
     "nested without end": ("description", lambda raw: b"[" * 200_000, "cannot be read"),
     "no JSON": ("description", lambda raw: raw[: len(raw) // 2], "cannot be read"),
     "no text": ("description", lambda raw: b"\xff" + raw, "cannot be read"),
@@ -294,51 +281,40 @@ def test_of_a_huge_entry_blocks_all_over_are_checked_and_reading_meets_most_of_t
     """What no one can meet then is a flip that turns an index into another one that is as good."""
     monkeypatch.setattr(index_cache, "BLOCK_BYTES", 16)
     monkeypatch.setattr(index_cache, "MAX_BLOCKS", 8)
-    files = entry_files(indexed, cache, tmp_path)
+    files, folder = entry_files(indexed, cache, tmp_path), tmp_path / "kept"
     met = {"at the start": 0, "while reading": 0, "another order": 0}
     for name in NAMES:
         sound = files[name].read_bytes()
         for place in range(128, len(sound), 5):
             rewrite(files[name], flipped(sound, place))
-            met[_how_it_is_met(indexed, tmp_path / "kept")] += 1
+            heard = []
+            damaged = dataset(indexed, IndexCache(str(folder), heard.append))
+            try:
+                assert heard or all(damaged[i].min() >= 0 for i in range(len(damaged)))
+                met["at the start" if heard else "another order"] += 1
+            except DataError as error:
+                assert str(error).endswith(f"do not fit the data; delete {folder}") and "\n" not in str(error)
+                met["while reading"] += 1
             rewrite(files[name], sound)
     assert met["at the start"] > 10 and met["while reading"] > 60 > met["another order"]
 
 
-def _how_it_is_met(indexed, folder):
-    heard = []
-    damaged = dataset(indexed, IndexCache(str(folder), heard.append))
-    if heard:
-        return "at the start"
-    try:
-        samples = [damaged[i].tolist() for i in range(len(damaged))]
-    except DataError as error:
-        assert str(error).endswith(f"do not fit the data; delete {folder}") and "\n" not in str(error)
-        return "while reading"
-    assert all(min(sample) >= 0 for sample in samples)
-    return "another order"
+def test_what_a_killed_writer_left_is_removed_and_half_an_entry_is_none(indexed, cache, tmp_path, monkeypatch, heard):
+    def die_while_writing():
+        monkeypatch.setattr("os.replace", lambda *args: os._exit(9))
+        dataset(indexed, cache)
 
-
-def test_half_written_entry_is_none(indexed, cache, tmp_path, heard):
-    files = entry_files(indexed, cache, tmp_path)
-    rewrite(files["description"], None)
-    assert_same(dataset(indexed, cache), dataset(indexed))
-    assert heard == [] and files["description"].exists()
-
-
-def test_what_a_killed_writer_left_is_removed(indexed, cache, tmp_path, monkeypatch):
-    child = multiprocessing.get_context("fork").Process(target=_die_while_writing, args=(indexed, cache, monkeypatch))
+    child = multiprocessing.get_context("fork").Process(target=die_while_writing)
     child.start()
     child.join(20)
     assert child.exitcode == 9
     assert any(name.endswith(".tmp") for name in content(tmp_path / "kept"))
     assert_same(dataset(indexed, cache), dataset(indexed))
+    files = entry_files(indexed, cache, tmp_path)
+    rewrite(files["description"], None)
+    assert_same(dataset(indexed, cache), dataset(indexed))
+    assert heard == [] and files["description"].exists()
     assert not any(name.startswith(".") or name.endswith(".lock") for name in content(tmp_path / "kept"))
-
-
-def _die_while_writing(indexed, cache, monkeypatch):
-    monkeypatch.setattr("os.replace", lambda *args: os._exit(9))
-    dataset(indexed, cache)
 
 
 def test_eight_ranks_at_once_build_once(indexed, cache, tmp_path):
@@ -393,7 +369,9 @@ def test_a_builder_that_hangs_is_not_waited_for_for_ever(indexed, cache, monkeyp
     assert len(heard) == 1 and heard[0].endswith("another process has been writing it for too long; built in memory")
 
 
-def test_who_comes_to_the_lock_as_another_finishes_does_not_build_again(indexed, cache, tmp_path, monkeypatch):
+def test_who_comes_to_the_lock_as_another_finishes_does_not_build_again(
+    indexed, cache, tmp_path, monkeypatch, no_building
+):
     recipe, entry = recipe_of(indexed)
     arrays, ask = recipe.build(indexed.sequence_lengths), index_cache.try_lock
 
@@ -402,7 +380,7 @@ def test_who_comes_to_the_lock_as_another_finishes_does_not_build_again(indexed,
         return ask(path)
 
     monkeypatch.setattr(index_cache, "try_lock", ask_late)
-    monkeypatch.setattr("megatron_lite.data.gpt_dataset.Recipe.build", must_not_build)
+    no_building()
     assert isinstance(dataset(indexed, cache).sample_index, np.memmap)
 
 
@@ -431,7 +409,7 @@ def test_a_lock_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch, t
     assert path.exists() == taken_again
 
 
-def test_who_waits_takes_what_the_other_wrote(indexed, cache, tmp_path, monkeypatch):
+def test_who_waits_takes_what_the_other_wrote(indexed, cache, tmp_path, no_building):
     """Also from a lock file that the other has removed meanwhile."""
     recipe, entry = recipe_of(indexed)
     (tmp_path / "kept").mkdir()
@@ -447,6 +425,6 @@ def test_who_waits_takes_what_the_other_wrote(indexed, cache, tmp_path, monkeypa
 
     timer = threading.Timer(0.3, finish)
     timer.start()
-    monkeypatch.setattr("megatron_lite.data.gpt_dataset.Recipe.build", must_not_build)
+    no_building()
     assert isinstance(dataset(indexed, cache).sample_index, np.memmap)
     timer.join()

@@ -122,7 +122,7 @@ def write_tokens(
     with IndexedWriter(str(prefix), vocabulary) as writer:
         for document in documents:
             writer.add_document(encode(document))
-    return f"{source}: {count(writer.num_tokens)} tokens, {kind}"
+    return f"{source}: {count(writer.written.tokens)} tokens, {kind}"
 
 
 def _bytes(document: str) -> np.ndarray:

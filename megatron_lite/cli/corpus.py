@@ -150,7 +150,7 @@ def _build(prefix: Path, wanted: dict, line: LiveLine) -> str:
             line.draw(f"{count(number)} documents, {size(text_bytes)}")
     summary = (
         f"{count(len(texts))} documents of Python {platform.python_version()}'s library, {size(text_bytes)}, "
-        f"{count(writer.num_tokens)} tokens of {count(tokenizer.vocab_size)}"
+        f"{count(writer.written.tokens)} tokens of {count(tokenizer.vocab_size)}"
     )
     sizes = {path.name: path.stat().st_size for path in _list_files(prefix, bpe)}
     _write_mark(prefix, {"wanted": wanted, "complete": True, "summary": summary, "sizes": sizes})

@@ -5,7 +5,14 @@ from dataclasses import replace
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import ConfigFile
-from megatron_lite.convert.mappings import FusedQKV, Link, NormWeight, Same, Transposed, Vocabulary, grouped_qkv
+from megatron_lite.convert.mappings import (
+    SAME,
+    TRANSPOSED,
+    Link,
+    lay_out_fused_qkv,
+    lay_out_norm,
+    lay_out_vocabulary,
+)
 
 ARCHITECTURE = "GPT2LMHeadModel"
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf"}  # theirs: ours
@@ -44,21 +51,20 @@ def notes(shape: ModelShape) -> Iterator[str]:
 
 def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
     """All parameters of a complete shape, in the model's order."""
-    rows, norm = Vocabulary(vocab_size, shape.padded_vocab_size), NormWeight(shape.layernorm_1p)
+    rows, norm, qkv = lay_out_vocabulary(shape, vocab_size), lay_out_norm(shape), lay_out_fused_qkv(shape)
     yield Link("embedding.word_embeddings.weight", (f"{PREFIX}wte.weight",), rows)
-    yield Link("embedding.position_embeddings.weight", (f"{PREFIX}wpe.weight",), Same())
+    yield Link("embedding.position_embeddings.weight", (f"{PREFIX}wpe.weight",), SAME)
     for layer in range(shape.num_layers):
         ours, theirs = f"decoder.layers.{layer}.", f"{PREFIX}h.{layer}."
         for name, their_name in NORMS.items():
             yield Link(f"{ours}{name}.weight", (f"{theirs}{their_name}.weight",), norm)
-            yield Link(f"{ours}{name}.bias", (f"{theirs}{their_name}.bias",), Same())
+            yield Link(f"{ours}{name}.bias", (f"{theirs}{their_name}.bias",), SAME)
         for kind in ("weight", "bias"):
-            qkv = FusedQKV(grouped_qkv(shape))
             yield Link(f"{ours}self_attention.linear_qkv.{kind}", (f"{theirs}attn.c_attn.{kind}",), qkv)
             for name, their_name in MATRICES.items():
-                yield Link(f"{ours}{name}.{kind}", (f"{theirs}{their_name}.{kind}",), Transposed())
+                yield Link(f"{ours}{name}.{kind}", (f"{theirs}{their_name}.{kind}",), TRANSPOSED)
     yield Link("decoder.final_layernorm.weight", (f"{PREFIX}ln_f.weight",), norm)
-    yield Link("decoder.final_layernorm.bias", (f"{PREFIX}ln_f.bias",), Same())
+    yield Link("decoder.final_layernorm.bias", (f"{PREFIX}ln_f.bias",), SAME)
     if not shape.tied_embeddings:
         yield Link("output_layer.weight", ("lm_head.weight",), rows)
 

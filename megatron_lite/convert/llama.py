@@ -8,15 +8,7 @@ from collections.abc import Iterator
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import ConfigFile
-from megatron_lite.convert.mappings import (
-    GatedHalves,
-    Link,
-    NormWeight,
-    RotatedNormWeight,
-    Same,
-    Vocabulary,
-    grouped_qkv,
-)
+from megatron_lite.convert.mappings import GATED_HALVES, SAME, Link, lay_out_norm, lay_out_qkv, lay_out_vocabulary
 
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 DEFAULTS = {  # transformers' own, where they differ: of keys that a config.json leaves out
@@ -56,7 +48,7 @@ def notes(shape: ModelShape) -> Iterator[str]:
 
 def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
     """All parameters, in the model's order."""
-    rows, norm = Vocabulary(vocab_size, shape.padded_vocab_size), NormWeight(shape.layernorm_1p)
+    rows, norm, qkv = lay_out_vocabulary(shape, vocab_size), lay_out_norm(shape), lay_out_qkv(shape)
     yield Link("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)
     for layer in range(shape.num_layers):
         ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
@@ -65,14 +57,14 @@ def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
         for kind in ("weight", "bias"):
             if kind == "weight" or shape.qkv_bias:
                 apart = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
-                yield Link(f"{ours}self_attention.linear_qkv.{kind}", apart, grouped_qkv(shape))
+                yield Link(f"{ours}self_attention.linear_qkv.{kind}", apart, qkv)
             if kind == "weight" or shape.linear_bias:
                 gated = tuple(f"{theirs}mlp.{part}_proj.{kind}" for part in ("gate", "up"))
-                yield Link(f"{ours}self_attention.linear_proj.{kind}", (f"{theirs}self_attn.o_proj.{kind}",), Same())
-                yield Link(f"{ours}mlp.linear_fc1.{kind}", gated, GatedHalves())
-                yield Link(f"{ours}mlp.linear_fc2.{kind}", (f"{theirs}mlp.down_proj.{kind}",), Same())
+                yield Link(f"{ours}self_attention.linear_proj.{kind}", (f"{theirs}self_attn.o_proj.{kind}",), SAME)
+                yield Link(f"{ours}mlp.linear_fc1.{kind}", gated, GATED_HALVES)
+                yield Link(f"{ours}mlp.linear_fc2.{kind}", (f"{theirs}mlp.down_proj.{kind}",), SAME)
         if shape.qk_layernorm:
-            rotated = RotatedNormWeight(shape.layernorm_1p, shape.rotary_interleaved)
+            rotated = lay_out_norm(shape, rotated=True)
             yield Link(f"{ours}self_attention.q_layernorm.weight", (f"{theirs}self_attn.q_norm.weight",), rotated)
             yield Link(f"{ours}self_attention.k_layernorm.weight", (f"{theirs}self_attn.k_norm.weight",), rotated)
     yield Link("decoder.final_layernorm.weight", ("model.norm.weight",), norm)
