@@ -46,20 +46,8 @@ def runs(tmp_path_factory):
 def test_there_and_back_training_goes_on_alike(name, runs, tmp_path, capsys):
     """With the flags that the command prints, from the rows that are no padding: no other has a gradient of weight."""
     assert main(["convert", "--load", str(runs[name]), "--save-hf", str(tmp_path / "hf")]) == 0
-    assert (
-        main(
-            [
-                "convert",
-                "--load-hf",
-                str(tmp_path / "hf"),
-                "--save",
-                str(tmp_path / "back"),
-                "--make-vocab-size-divisible-by",
-                "160",
-            ]
-        )
-        == 0
-    )
+    back = ["--save", str(tmp_path / "back"), "--make-vocab-size-divisible-by", "160"]
+    assert main(["convert", "--load-hf", str(tmp_path / "hf"), *back]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("  no tokenizer: --vocab-file and --merge-file, or --tokenizer-model, would put it")
     assert f"rows of padding are left out: the vocabulary has {128} ids" in said[1]

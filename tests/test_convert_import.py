@@ -168,21 +168,8 @@ def test_the_flags_build_the_shape(name):
     shape = {**VARIANTS, **EXACT, **FOLDED}[name]
     if not shape.linear_bias and shape.activation == "gelu_tanh":
         pytest.skip("no command line makes that: without biases GELU is the exact one")
-    words = [
-        *model_flags(shape),
-        "--micro-batch-size",
-        "1",
-        "--train-iters",
-        "1",
-        "--lr",
-        "1e-3",
-        "--mock-data",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "99",
-        *QUIET,
-    ]
+    usual = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 99"
+    words = [*model_flags(shape), *usual.split(), *QUIET]
     line = read_command_line(words)
     check(line, ALONE)
     assert resolve(line.args, ALONE, 100).shape == shape
@@ -197,70 +184,57 @@ def written(tmp_path, shape: ModelShape = LLAMA):
     return tmp_path
 
 
-def reconfigured(folder, **changes):
-    path = folder / "config.json"
-    values = {key: value for key, value in (json.loads(path.read_text()) | changes).items() if value is not ...}
-    path.write_text(json.dumps(values))
-    return folder
+LLAMAS = [  # what a config.json says instead: how the refusal begins
+    ({"architectures": ["MambaForCausalLM"]}, 'architectures is ["MambaForCausalLM"]: known here are GPT2LMHeadMo'),
+    ({"architectures": [["LlamaForCausalLM"]]}, 'architectures is [["LlamaForCausalLM"]]: known here are '),
+    ({"architectures": ...}, "architectures is null: known here are "),
+    ({"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4}: quantised weights cannot be train'),
+    ({"hidden_size": ...}, "hidden_size is missing; give the folder of a whole model."),
+    ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two": must be a whole number above 0'),
+    ({"vocab_size": 0}, "vocab_size is 0: must be a whole number above 0"),
+    ({"rms_norm_eps": "small"}, 'rms_norm_eps is "small": must be a number'),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1: must be true or false"),
+    ({"hidden_act": "gelu"}, 'hidden_act is "gelu": the gate is SiLU here'),
+    ({"use_sliding_window": True}, "use_sliding_window is true: attention always reaches back"),
+    ({"layer_types": 5}, "layer_types is 5: "),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, 'layer_types is ["full_attention", "sliding_attent'),
+    ({"mlp_bias": True}, "mlp_bias is true: attention and MLP both have biases here, or neither"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads is 3: must divide num_attention_heads, which is 4"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 'rope_scaling is {"rope_type": "llama3", "factor":'),
+    ({"rope_parameters": {"type": "yarn"}}, 'rope_parameters is {"type": "yarn"}: only linear'),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is "),
+    ({"rope_scaling": [2]}, "rope_scaling is [2]: all layers rotate alike here"),
+    ({"rope_theta": 1234.5}, "rope_theta is 1234.5: must be a whole number"),
+    ({"rope_scaling": {"type": "linear", "factor": 1.5}}, "factor is 1.5: must be a whole number"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5: heads of this architectu"),
+    ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias is true: attention and MLP"),
+]
+GPT2S = [
+    ({"activation_function": "relu"}, 'activation_function is "relu": only gelu_new, gelu_pytorch_tanh, gelu exis'),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true: "),
+    ({"add_cross_attention": True}, "add_cross_attention is true: "),
+    ({"scale_attn_weights": False}, "scale_attn_weights is false: "),
+    ({"n_head": 5}, "n_head is 5: must divide n_embd, which is 32"),
+]
+OTHER_TENSORS = [
+    ({"num_hidden_layers": 3}, ": lacks 9 tensors such as model.layers.2.input_layernorm.weight; "),
+    ({"num_hidden_layers": 1}, ": holds, beside what its config.json tells of, 9 tensors such as model.layers.1.i"),
+    ({"intermediate_size": 64}, ": model.layers.0.mlp.gate_proj.weight has the shape [96, 32], and its config.jso"),
+    ({"vocab_size": 121}, ": model.embed_tokens.weight has the shape [120, 32], and its config.json makes it [121"),
+]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"architectures": ["MambaForCausalLM"]}, 'architectures is ["MambaForCausalLM"]: known here are GPT2LMHeadMo'),
-        ({"architectures": [["LlamaForCausalLM"]]}, 'architectures is [["LlamaForCausalLM"]]: known here are '),
-        ({"architectures": ...}, "architectures is null: known here are "),
-        ({"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4}: quantised weights cannot be train'),
-        ({"hidden_size": ...}, "hidden_size is missing; give the folder of a whole model."),
-        ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two": must be a whole number above 0'),
-        ({"vocab_size": 0}, "vocab_size is 0: must be a whole number above 0"),
-        ({"rms_norm_eps": "small"}, 'rms_norm_eps is "small": must be a number'),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1: must be true or false"),
-        ({"hidden_act": "gelu"}, 'hidden_act is "gelu": the gate is SiLU here'),
-        ({"use_sliding_window": True}, "use_sliding_window is true: attention always reaches back"),
-        ({"layer_types": 5}, "layer_types is 5: "),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, 'layer_types is ["full_attention", "sliding_attent'),
-        ({"mlp_bias": True}, "mlp_bias is true: attention and MLP both have biases here, or neither"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads is 3: must divide num_attention_heads, which is 4"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 'rope_scaling is {"rope_type": "llama3", "factor":'),
-        ({"rope_parameters": {"type": "yarn"}}, 'rope_parameters is {"type": "yarn"}: only linear'),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is "),
-        ({"rope_scaling": [2]}, "rope_scaling is [2]: all layers rotate alike here"),
-        ({"rope_theta": 1234.5}, "rope_theta is 1234.5: must be a whole number"),
-        ({"rope_scaling": {"type": "linear", "factor": 1.5}}, "factor is 1.5: must be a whole number"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5: heads of this architectu"),
-        ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias is true: attention and MLP"),
-    ],
+    ("shape", "place", "table"),
+    [(LLAMA, "/config.json: ", LLAMAS), (PLAIN, "/config.json: ", GPT2S), (LLAMA, "", OTHER_TENSORS)],
+    ids=["llama", "gpt2", "tensors"],
 )
-def test_a_llama_that_does_not_exist_here_is_one_line(changes, said, tmp_path):
-    refused(reconfigured(written(tmp_path), **changes), f"--load-hf {tmp_path}/config.json: {said}")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"activation_function": "relu"}, 'activation_function is "relu": only gelu_new, gelu_pytorch_tanh, gelu exis'),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true: "),
-        ({"add_cross_attention": True}, "add_cross_attention is true: "),
-        ({"scale_attn_weights": False}, "scale_attn_weights is false: "),
-        ({"n_head": 5}, "n_head is 5: must divide n_embd, which is 32"),
-    ],
-)
-def test_a_gpt2_that_does_not_exist_here_is_one_line(changes, said, tmp_path):
-    refused(reconfigured(written(tmp_path, PLAIN), **changes), f"--load-hf {tmp_path}/config.json: {said}")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_hidden_layers": 3}, ": lacks 9 tensors such as model.layers.2.input_layernorm.weight; "),
-        ({"num_hidden_layers": 1}, ": holds, beside what its config.json tells of, 9 tensors such as model.layers.1.i"),
-        ({"intermediate_size": 64}, ": model.layers.0.mlp.gate_proj.weight has the shape [96, 32], and its config.jso"),
-        ({"vocab_size": 121}, ": model.embed_tokens.weight has the shape [120, 32], and its config.json makes it [121"),
-    ],
-)
-def test_tensors_that_are_not_those_of_the_config_are_one_line(changes, said, tmp_path):
-    refused(reconfigured(written(tmp_path), **changes), f"--load-hf {tmp_path}{said}")
+def test_what_does_not_exist_here_or_is_not_the_configs_is_one_line(shape, place, table, tmp_path):
+    path = written(tmp_path, shape) / "config.json"
+    config = json.loads(path.read_text())
+    for changes, said in table:
+        path.write_text(json.dumps({key: value for key, value in (config | changes).items() if value is not ...}))
+        refused(tmp_path, f"--load-hf {tmp_path}{place}{said}")
 
 
 def refused(folder, said: str):
@@ -269,13 +243,11 @@ def refused(folder, said: str):
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 
-def test_a_missing_or_damaged_config_is_one_line(tmp_path):
-    refused(tmp_path, f"--load-hf {tmp_path}/config.json: cannot be read (No such file or directory); give the folder ")
-    (tmp_path / "config.json").write_text("[1]")
-    refused(tmp_path, f"--load-hf {tmp_path}/config.json: is no JSON object; ")
-
-
-def test_missing_weights_are_one_line(tmp_path):
+def test_a_missing_or_damaged_config_and_missing_weights_are_one_line(tmp_path):
+    path = tmp_path / "config.json"
+    refused(tmp_path, f"--load-hf {path}: cannot be read (No such file or directory); give the folder ")
+    path.write_text("[1]")
+    refused(tmp_path, f"--load-hf {path}: is no JSON object; ")
     (written(tmp_path) / "model.safetensors").unlink()
     refused(tmp_path, f"--load-hf {tmp_path}: holds no model.safetensors, pytorch_model.bin, nor their index.json; ")
 

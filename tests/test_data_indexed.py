@@ -45,9 +45,21 @@ def prefix(tmp_path):
     return write(tmp_path / "corpus", DOCUMENTS)
 
 
-def test_bytes_are_the_format(prefix):
+def test_bytes_are_the_format_and_read_back_as_what_was_written(prefix):
     assert Path(prefix + ".bin").read_bytes() == GOLDEN_BIN
     assert Path(prefix + ".idx").read_bytes() == GOLDEN_IDX
+    indexed = IndexedDataset(prefix)
+    assert [indexed.tokens(i).tolist() for i in range(len(indexed))] == [d for d in DOCUMENTS if d]
+    assert indexed.document_marks.tolist() == [0, 1, 1, 2]
+    assert indexed.tokens(0, offset=1).tolist() == [2, 3]
+    assert indexed.tokens(0, offset=1, length=1).tolist() == [2]
+    assert not indexed.tokens(0).flags.writeable
+    for offset, length in ((0, 4), (2, 2), (-1, 1), (4, None)):  # never into the next sequence
+        with pytest.raises(IndexError):
+            indexed.tokens(0, offset, length)
+    with open(prefix + ".idx", "ab") as index:
+        index.write(b"\x00\x01")  # a multimodal file is read without its modes
+    assert len(IndexedDataset(prefix)) == 2
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_499, np.uint16), (65_500, np.int32)])
@@ -69,21 +81,6 @@ def test_same_bytes_as_megatron_for_tinyshakespeare(tmp_path):
     assert (len(indexed), indexed.num_tokens, indexed.extreme_token_ids()[1]) == (7222, 330_807, 50_256)
 
 
-def test_reads_back_what_was_written(prefix):
-    indexed = IndexedDataset(prefix)
-    assert [indexed.tokens(i).tolist() for i in range(len(indexed))] == [d for d in DOCUMENTS if d]
-    assert indexed.document_marks.tolist() == [0, 1, 1, 2]
-    assert indexed.tokens(0, offset=1).tolist() == [2, 3]
-    assert indexed.tokens(0, offset=1, length=1).tolist() == [2]
-    assert not indexed.tokens(0).flags.writeable
-
-
-@pytest.mark.parametrize(("offset", "length"), [(0, 4), (2, 2), (-1, 1), (4, None)])
-def test_tokens_never_reach_into_the_next_sequence(prefix, offset, length):
-    with pytest.raises(IndexError):
-        IndexedDataset(prefix).tokens(0, offset, length)
-
-
 def test_pickling_opens_the_files_again(tmp_path):
     pickled = pickle.dumps(IndexedDataset(write(tmp_path / "x", [np.arange(50_000)])))
     assert len(pickled) < 1000
@@ -99,26 +96,12 @@ def test_extreme_token_ids_see_all_of_a_small_file_and_every_region_of_a_large_o
     assert smallest == 0 and largest >= 8
 
 
-def test_multimodal_file_is_read_without_its_modes(prefix):
-    with open(prefix + ".idx", "ab") as index:
-        index.write(b"\x00\x01")
-    assert len(IndexedDataset(prefix)) == 2
-
-
 REFUSED = {
-    "70000-in-uint16": (
-        [1, 70_000],
-        50_257,
-        "token id 70000 in document 2 is outside the vocabulary of 50,257; .*--vocab-size",
-    ),
+    "uint16": ([1, 70_000], 50_257, "token id 70000 in document 2 is outside the vocabulary of 50,257; .*--vocab-size"),
     "negative": ([-1], 50_257, "token id -1 in document 2 .*"),
     "vocabulary": ([300], 300, "token id 300 .* of 300; .*"),
     "float": ([1.5], 300, "token ids of type float64 are no integers; .*"),
-    "too-long": (
-        np.broadcast_to(np.uint8(1), 2**31),
-        300,
-        "document 2 has 2,147,483,648 tokens, .*; cut it into several",
-    ),
+    "long": (np.broadcast_to(np.uint8(1), 2**31), 300, "document 2 has 2,147,483,648 tokens, .*; cut it into several"),
 }
 
 
@@ -132,29 +115,25 @@ def test_refused_document_leaves_no_file(tmp_path, kind):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failure_keeps_the_files_of_an_earlier_run(prefix):
+def test_failure_keeps_the_files_of_an_earlier_run(prefix, monkeypatch):
     with pytest.raises(ZeroDivisionError), IndexedWriter(prefix, 50_257) as writer:
         writer.add_document([7])
         writer.add_document([1 // 0])
     assert Path(prefix + ".bin").read_bytes() == GOLDEN_BIN
     assert len(list(Path(prefix).parent.iterdir())) == 2
+    with pytest.raises(DataError, match=r"^\S+: cannot be written \(.*\); .*$"):
+        write(prefix + ".bin/x", [[1]])
 
-
-def test_dying_between_the_renames_leaves_no_index_beside_a_foreign_bin(prefix, monkeypatch):
     def replace(source, target):
         if target.endswith(".idx"):
             raise OSError(5, "Input/output error")
         Path(source).rename(target)
 
+    # dying between the renames leaves no index beside a foreign .bin
     monkeypatch.setattr("os.replace", replace)
     with pytest.raises(DataError, match=r"^\S+: cannot be written \(Input/output error\); .*$"):
         write(prefix, [[7]])
     assert not Path(prefix + ".idx").exists()
-
-
-def test_output_below_a_file_is_refused(prefix):
-    with pytest.raises(DataError, match=r"^\S+: cannot be written \(.*\); .*$"):
-        write(prefix + ".bin/x", [[1]])
 
 
 @pytest.mark.parametrize("num_tokens", [100, 100_000], ids=["at-closing", "while-writing"])
@@ -235,12 +214,10 @@ def test_damaged_index(prefix, index, message):
 def test_checks_reach_over_block_borders(prefix, monkeypatch):
     monkeypatch.setattr("megatron_lite.data.indexed.BLOCK", 1)
     assert IndexedDataset(prefix).num_tokens == 5
-    Path(prefix + ".idx").write_bytes(patched(50, "<q", 4))
-    with pytest.raises(DataError, match="sequence 1 does not start"):
-        IndexedDataset(prefix)
-    Path(prefix + ".idx").write_bytes(patched(66, "<q", 2))
-    with pytest.raises(DataError, match="backwards"):
-        IndexedDataset(prefix)
+    for at, said in ((50, "sequence 1 does not start"), (66, "backwards")):
+        Path(prefix + ".idx").write_bytes(patched(at, "<q", 4 if at == 50 else 2))
+        with pytest.raises(DataError, match=said):
+            IndexedDataset(prefix)
 
 
 @pytest.mark.parametrize("tokens", [GOLDEN_BIN[:-2], GOLDEN_BIN + b"\0"])

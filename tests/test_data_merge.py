@@ -8,7 +8,6 @@ import pytest
 
 from megatron_lite.cli.main import main
 from megatron_lite.data import indexed_writer
-from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedWriter, merge
 from megatron_lite.errors import DataError
 
@@ -70,22 +69,15 @@ def test_same_bytes_as_megatrons_add_index(tmp_path, vocab_size):
     assert contents(f"{tmp_path}/ours") == contents(f"{tmp_path}/theirs")
 
 
-@pytest.mark.parametrize("command", [["merge", "--inputs"], ["preprocess", "--merge"]])
-def test_both_commands(parts, tmp_path, capsys, command):
-    assert main([*command, *parts, "--output-prefix", f"{tmp_path}/all"]) == 0
-    assert "8 documents of 3 data sets: 10 tokens in" in capsys.readouterr().out
-    assert IndexedDataset(f"{tmp_path}/all").num_tokens == 10
-
-
-def test_a_folder_as_megatrons_tool_takes_it(parts, tmp_path, capsys):
-    folder, whole = Path(parts[0]).parent, tmp_path / "all" / "whole"
-    assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".bin", ".idx"}
+def test_the_commands(parts, tmp_path, capsys):
+    """A folder is taken as Megatron's tool takes it."""
+    folder, out = Path(parts[0]).parent, tmp_path / "out"
     (folder / "README").write_text("not data")
-    assert main(["merge", "--input", str(folder), "--output-prefix", str(whole)]) == 0
-    assert "8 documents of 3 data sets: 10 tokens in" in capsys.readouterr().out
-    merge(sorted(parts), f"{tmp_path}/all/named")
-    for suffix in (".bin", ".idx"):
-        assert Path(f"{whole}{suffix}").read_bytes() == Path(f"{tmp_path}/all/named{suffix}").read_bytes()
+    commands = {"merge --inputs": parts, "preprocess --merge": parts, "merge --input": [str(folder)]}
+    for command, inputs in commands.items():
+        assert main([*command.split(), *inputs, "--output-prefix", f"{out}/{command}"]) == 0
+        assert "8 documents of 3 data sets: 10 tokens in" in capsys.readouterr().out
+    assert contents(out / "merge --inputs") == contents(out / "preprocess --merge") == contents(out / "merge --input")
 
 
 MISTAKES = [
@@ -115,34 +107,21 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, said, tmp_path, monkeypatc
 
 
 def refused(parts, output, message):
+    before = {path: path.is_file() and path.read_bytes() for path in Path(parts[0]).parent.iterdir()}
     with pytest.raises(DataError, match=rf"^{message}$"):
         merge(parts, str(output))
+    assert {path: path.is_file() and path.read_bytes() for path in Path(parts[0]).parent.iterdir()} == before
 
 
-def test_token_types_that_differ(parts, tmp_path):
-    parts.append(write(tmp_path / "wide", [[1]], 100_000))
-    before = sorted(tmp_path.iterdir())
-    refused(
-        parts, tmp_path / "all", r"--inputs \S+/wide: its tokens are int32, those of \S+/a uint16; preprocess both .*"
-    )
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_output_that_is_an_input(parts, tmp_path):
+def test_what_cannot_be_merged_is_one_line_and_changes_nothing(parts, tmp_path):
+    out, wide = tmp_path / "all", write(tmp_path / "wide", [[1]], 100_000)
+    refused([*parts, wide], out, r"--inputs \S+/wide: its tokens are int32, those of \S+/a uint16; preprocess both .*")
     (tmp_path / "link").symlink_to(tmp_path)
-    good = contents(parts[1])
-    refused(parts, tmp_path / "link" / "b", r"--output-prefix \S+/link/b: is one of the data sets to merge; choose .*")
-    assert contents(parts[1]) == good
-
-
-def test_missing_and_damaged_inputs(parts, tmp_path):
-    refused([*parts, f"{tmp_path}/none"], tmp_path / "all", r"--inputs \S+/none: no file \S+none\.bin and .*")
-    Path(parts[2] + ".bin").write_bytes(b"123")
-    refused(parts, tmp_path / "all", rf"{re.escape(parts[2])}\.bin: 3 bytes, but its \.idx needs 8; .*")
-    assert not list(tmp_path.glob("all*"))
-
-
-def test_modes_of_a_multimodal_data_set_are_not_dropped(parts, tmp_path):
+    linked = tmp_path / "link" / "b"
+    refused(parts, linked, r"--output-prefix \S+/link/b: is one of the data sets to merge; choose .*")
+    refused([*parts, f"{tmp_path}/none"], out, r"--inputs \S+/none: no file \S+none\.bin and .*")
     with open(parts[1] + ".idx", "ab") as index:
         index.write(b"\x01")
-    refused(parts, tmp_path / "all", r"--inputs \S+/b: a multimodal data set, whose modes would be lost; .*")
+    refused(parts, out, r"--inputs \S+/b: a multimodal data set, whose modes would be lost; .*")
+    Path(parts[2] + ".bin").write_bytes(b"123")
+    refused(parts, out, rf"{re.escape(parts[2])}\.bin: 3 bytes, but its \.idx needs 8; .*")
