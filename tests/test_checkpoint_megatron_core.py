@@ -12,16 +12,8 @@ import numpy as np
 import pytest
 import torch
 from launch import flags, on_ranks, plan_of, same
+from lazy_module import LazyModule
 from model_variants import VARIANTS, build, tokens
-
-pytest.importorskip("megatron.core", reason="the oracle is megatron-core")
-
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.enums import ModelType
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.enums import AttnBackend
 from test_model_megatron_parity import megatron_on_cpu, reference  # noqa: F401 - a fixture
 
 from megatron_lite.checkpoint.find import open_megatron
@@ -29,6 +21,12 @@ from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.optim.optimizer import Optimizer
 
+distributed, enums = LazyModule("megatron.core.distributed"), LazyModule("megatron.core.enums")
+megatron_optimizer, scheduling = (
+    LazyModule(f"megatron.core.{name}") for name in ("optimizer", "optimizer_param_scheduler")
+)
+parallel_state = LazyModule("megatron.core.parallel_state")
+transformer_enums = LazyModule("megatron.core.transformer.enums")
 CPU = torch.device("cpu")
 SAMPLES = 4  # of a step
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -79,16 +77,16 @@ class Theirs:
         self.model = reference(shape).to(DTYPES[plan.precision])
         if weights is not None:
             self.model.load_state_dict(weights, strict=False)
-        self.model.ddp_config = DistributedDataParallelConfig()
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
+        self.model.ddp_config = distributed.DistributedDataParallelConfig()
+        self.optimizer = megatron_optimizer.get_megatron_optimizer(
+            megatron_optimizer.OptimizerConfig(
                 **{name: getattr(o, name) for name in OPTIMIZER.split()},
                 **{name: getattr(p, name) for name in SCALE.split()},
                 params_dtype=DTYPES[plan.precision],
             ),
             [self.model],
         )
-        self.scheduler = OptimizerParamScheduler(
+        self.scheduler = scheduling.OptimizerParamScheduler(
             self.optimizer,
             schedule.init,
             schedule.peak,
@@ -183,8 +181,8 @@ class Theirs:
             params_dtype=DTYPES[self.plan.precision],
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
             pipeline_model_parallel_size=1,
-            model_type=ModelType.encoder_or_decoder,
-            attention_backend=AttnBackend.auto,
+            model_type=enums.ModelType.encoder_or_decoder,
+            attention_backend=transformer_enums.AttnBackend.auto,
             path=Path("somewhere"),
         )
 
@@ -215,9 +213,9 @@ class Distributed(Theirs):
         self.model = reference(shape).to(DTYPES[plan.precision])
         self.model.load_state_dict(weights, strict=False)
         self.model.config.bf16 = p.bf16
-        self.wrapped = DistributedDataParallel(
+        self.wrapped = distributed.DistributedDataParallel(
             self.model.config,
-            DistributedDataParallelConfig(
+            distributed.DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=True,
                 overlap_grad_reduce=bucket_size is not None,
@@ -225,8 +223,8 @@ class Distributed(Theirs):
             ),
             self.model,
         )
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
+        self.optimizer = megatron_optimizer.get_megatron_optimizer(
+            megatron_optimizer.OptimizerConfig(
                 optimizer="adam",
                 lr=o.lr,
                 min_lr=o.min_lr,
@@ -238,7 +236,7 @@ class Distributed(Theirs):
             ),
             [self.wrapped],
         )
-        self.scheduler = OptimizerParamScheduler(
+        self.scheduler = scheduling.OptimizerParamScheduler(
             self.optimizer, 0.0, o.lr, o.min_lr, 8, 80, "cosine", 0.1, 0.1, 80, "constant"
         )
 
@@ -467,7 +465,7 @@ def train_in_parts(world, variant: str, folder: str):
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.cuda, "current_device", lambda: "cpu")
     tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
-    patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    patch.setattr("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: tracker)
     pretend(patch)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world.size)
     torch.manual_seed(1)

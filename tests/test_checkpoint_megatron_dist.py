@@ -8,16 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from launch import flags, plan_of, quietly, same, steps
+from lazy_module import LazyModule
 from model_variants import VARIANTS, build
-
-pytest.importorskip("megatron.core", reason="the oracle is megatron-core")
-
-import megatron.core.dist_checkpointing.strategies.filesystem_async as megatron_writer
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer import DistributedOptimizer
-from megatron.core.safe_globals import SAFE_GLOBALS
 from test_checkpoint_megatron_core import (  # noqa: F401 - fixtures
     Distributed,
     Ours,
@@ -37,6 +29,9 @@ from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.cli.main import main
 from megatron_lite.config.shape import ModelShape
 
+dist_checkpointing = LazyModule("megatron.core.dist_checkpointing")
+mapping = LazyModule("megatron.core.dist_checkpointing.mapping")
+validation = LazyModule("megatron.core.dist_checkpointing.validation")
 RESHARDABLE, BUCKETS, APART = (
     {"distrib_optim_sharding_type": "fully_reshardable"},
     {"distrib_optim_sharding_type": "dp_reshardable"},
@@ -57,7 +52,7 @@ def ended_managers():
 def writer_on_cpu(optimizers_on_cpu, monkeypatch):  # noqa: F811
     """Megatron's writer waits for a GPU, and measures its memory with a package that is not needed."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: None)
-    monkeypatch.setattr(megatron_writer, "_process_memory", lambda: 0)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.filesystem_async._process_memory", lambda: 0)
 
 
 def template(run, metadata: dict, is_loading: bool = False) -> dict:
@@ -88,12 +83,14 @@ def save_theirs(run, folder: Path, iteration: int, metadata: dict, **others) -> 
 
 def load_theirs(run, folder: Path, random: bool = True):
     """As Megatron-LM's load_checkpoint: what to ask for is told by the folder."""
-    with torch.serialization.safe_globals(SAFE_GLOBALS):  # Megatron's own list
+    with torch.serialization.safe_globals(
+        pytest.importorskip("megatron.core.safe_globals").SAFE_GLOBALS
+    ):  # Megatron's own list
         common = dist_checkpointing.load_common_state_dict(str(folder))
         asked = template(run, dist_checkpointing.load_content_metadata(preloaded_state_dict=common), is_loading=True)
         if random:
-            asked["rng_state"] = ShardedObject("rng_state", [{}], (1, 1), (0, 0))
-        state, _, absent = dist_checkpointing.load(asked, str(folder), strict=StrictHandling.RETURN_ALL)
+            asked["rng_state"] = mapping.ShardedObject("rng_state", [{}], (1, 1), (0, 0))
+        state, _, absent = dist_checkpointing.load(asked, str(folder), strict=validation.StrictHandling.RETURN_ALL)
     assert not absent
     run.model.load_state_dict(state["model"], strict=True)
     run.optimizer.load_state_dict(state["optimizer"])
@@ -201,9 +198,10 @@ def test_megatrons_distributed_optimizer_loads_it_too(precision, tmp_path, monke
     # without Transformer Engine's Adam, its state must exist, and a step per parameter that it loaded before is missed
     theirs.step(gradients(shape, 9))
     theirs.scheduler.num_steps = 0
-    put = DistributedOptimizer._set_main_param_and_optimizer_states
+    optimizer = pytest.importorskip("megatron.core.optimizer").DistributedOptimizer
+    put = optimizer._set_main_param_and_optimizer_states
     monkeypatch.setattr(
-        DistributedOptimizer,
+        optimizer,
         "_set_main_param_and_optimizer_states",
         lambda self, parameter, tensors: put(
             self, parameter, tensors | {"step": self._get_main_param_and_optimizer_states(parameter)["step"]}
@@ -267,7 +265,8 @@ def test_states_of_transformer_engine_are_left_out_with_a_word(tmp_path, capsys)
         theirs.step(gradients(SMALL, step))
     module = "decoder.layers.self_attention.core_attention._extra_state"
     states = [
-        ShardedObject(module, state, (2,), (layer,)) for layer, state in enumerate([io.BytesIO(), io.BytesIO(b"fp8")])
+        mapping.ShardedObject(module, state, (2,), (layer,))
+        for layer, state in enumerate([io.BytesIO(), io.BytesIO(b"fp8")])
     ]
     save_theirs(theirs, tmp_path / "theirs" / "iter_0000003", 3, {}, attention=states)
     (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("3")

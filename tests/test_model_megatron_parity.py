@@ -6,15 +6,12 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from lazy_module import LazyModule
 from model_variants import VARIANTS, build, tokens
 
-pytest.importorskip("megatron.core", reason="parity needs megatron-core")
-
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
-
+parallel_state = LazyModule("megatron.core.parallel_state")
+gpt, layer_specs = LazyModule("megatron.core.models.gpt"), LazyModule("megatron.core.models.gpt.gpt_layer_specs")
+transformer = LazyModule("megatron.core.transformer")
 # megatron-core's torch norms refuse layernorm_1p.
 COMPARED = [name for name in VARIANTS if name != "layernorm_1p"]
 
@@ -25,7 +22,7 @@ def megatron_on_cpu():
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.cuda, "current_device", lambda: "cpu")
     tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
-    patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    patch.setattr(pytest.importorskip("megatron.core.tensor_parallel"), "get_cuda_rng_tracker", lambda: tracker)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield
@@ -45,7 +42,7 @@ def activation(shape):
 
 
 def reference(shape):
-    config = TransformerConfig(
+    config = transformer.TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
@@ -69,9 +66,9 @@ def reference(shape):
         apply_rope_fusion=False,
         **activation(shape),
     )
-    return GPTModel(
+    return gpt.GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization=shape.normalization),
+        layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization=shape.normalization),
         vocab_size=shape.padded_vocab_size,
         max_sequence_length=shape.max_position_embeddings,
         share_embeddings_and_output_weights=shape.tied_embeddings,

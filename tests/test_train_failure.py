@@ -102,9 +102,8 @@ def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named(tmp_path):
-    """The launcher takes 30 s to end a stopped process."""
-    ended = run_faulty("stopped", tmp_path / "run", limit_s=15)
-    told = r"rank 1 did not join .* within 15.0s: process \d+ on \S+ is stopped \(SIGSTOP\), last seen"
+    ended = run_faulty("stopped", tmp_path / "run", limit_s=5)
+    told = r"rank 1 did not join .* within 5.0s: process \d+ on \S+ is stopped \(SIGSTOP\), last seen"
     assert re.search(told, verdict_of(ended))
     assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 did not join"), "its own writer is stopped"
 
