@@ -48,10 +48,12 @@ def fail(how: str, batches):
     if how == "killed once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stopped":
-        # ends it when the launcher has asked for its end (SIGTERM is pending), which would take the launcher 30 s
-        asked = f"grep -q ShdPnd:.*4000$ /proc/{os.getpid()}/status"
-        subprocess.Popen(["sh", "-c", f"until {asked}; do sleep 0.2; done; kill -9 {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # kills it once the launcher has asked for its end (SIGTERM is pending): the launcher itself waits for 30 s
+        me = os.getpid()
+        asked = f"grep -q 'ShdPnd:.*4000$' /proc/{me}/status"
+        helper = f"while kill -0 {me}; do {asked} && kill -9 {me}; sleep 0.2; done 2>/dev/null"
+        subprocess.Popen(["sh", "-c", helper], start_new_session=True)
+        os.kill(me, signal.SIGSTOP)
     return Endless() if how == "loop" else batches
 
 

@@ -37,20 +37,17 @@ def chosen(source: Path, step: int | None, flag: str = "--load") -> CheckpointDi
             "choose another folder."
         ) from None
     inside = (METADATA_FILE, RECORD_FILE, "mp_rank_00", "mp_rank_00_000")
+    wrong = None
     if slot is None and any((source / name).exists() for name in inside):
-        raise CheckpointError(
-            f"{flag} {source}: is a checkpoint itself; give the folder around it, {source.parent}, with a "
-            f"{TRACKER_FILE} that names it."
+        wrong = (
+            f"is a checkpoint itself; give the folder around it, {source.parent}, with a {TRACKER_FILE} that names it"
         )
-    if slot is None and folder.complete(source):
-        raise CheckpointError(
-            f"{flag} {source}: holds checkpoints, but no {TRACKER_FILE}; give --ckpt-step, {_those_there_are(source)}."
-        )
-    if slot is not None and slot.folder is None:
-        raise CheckpointError(
-            f"{flag} {source}: {TRACKER_FILE} names {slot.name}, which is not there; give --ckpt-step, "
-            f"{_those_there_are(source)}."
-        )
+    elif slot is None and folder.complete(source):
+        wrong = f"holds checkpoints, but no {TRACKER_FILE}; give --ckpt-step, {_those_there_are(source)}"
+    elif slot is not None and slot.folder is None:
+        wrong = f"{TRACKER_FILE} names {slot.name}, which is not there; give --ckpt-step, {_those_there_are(source)}"
+    if wrong is not None:
+        raise CheckpointError(f"{flag} {source}: {wrong}.")
     return slot
 
 

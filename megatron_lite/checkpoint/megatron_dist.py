@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import re
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -315,6 +314,10 @@ def writer(arguments: dict) -> Callable:
 
     def write(folder: Path, record: Record, tensors: dict[str, Tensor], group):
         """Each rank writes its tensors; the first one, which has all scalars, the values too. Collective."""
+
+        def take(name: str) -> Tensor | None:
+            return tensors[name].detach().cpu() if name in tensors else None
+
         is_first = group is None or torch.distributed.get_rank(group) == 0
         namespace, layers = build_namespace(record, arguments, "torch_dist"), record.shape["num_layers"]
         # what Megatron asks for besides tensors, each in a list: modules' empty states, and a rank's random states
@@ -326,26 +329,21 @@ def writer(arguments: dict) -> Callable:
         stored = {name: tensor for name, tensor in tensors.items() if tensor.ndim > 0 or name.startswith("model.")}
         pieces = [_piece(name, tensor, layers) for name, tensor in stored.items()]
         dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)
-        if is_first:  # a failure before would leave the others waiting
-            _write_common(folder, record, tensors, namespace)
-            write_atomically(folder / BACKENDS_FILE, json.dumps(BACKENDS))
+        if not is_first:
+            return
+        # a failure before would leave the others waiting
+        values = write_values(record, namespace, take) | {"content_metadata": CONTENT}
+        if record.optimizer is not None:
+            step = max((tensor.item() for name, tensor in tensors.items() if name.endswith(".step")), default=None)
+            fused = namespace.transformer_impl == "transformer_engine"
+            values["optimizer"] = write_settings(step, take, group_settings(namespace, record), fused)
+        with open(folder / COMMON_FILE, "wb") as file:
+            torch.save(values, file)
+            file.flush()
+            os.fsync(file.fileno())
+        write_atomically(folder / BACKENDS_FILE, json.dumps(BACKENDS))
 
     return write
-
-
-def _write_common(folder: Path, record: Record, tensors: dict[str, Tensor], namespace: Namespace):
-    def take(name: str) -> Tensor | None:
-        return tensors[name].detach().cpu() if name in tensors else None
-
-    values = write_values(record, namespace, take) | {"content_metadata": CONTENT}
-    if record.optimizer is not None:
-        step = max((tensor.item() for name, tensor in tensors.items() if name.endswith(".step")), default=None)
-        fused = namespace.transformer_impl == "transformer_engine"
-        values["optimizer"] = write_settings(step, take, group_settings(namespace, record), fused)
-    with open(folder / COMMON_FILE, "wb") as file:
-        torch.save(values, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:

@@ -80,11 +80,24 @@ class Checkpoints:
 
         With --async-save it returns as soon as the state is copied; `failed` and `finish` tell of a failure.
         """
-        record, tensors = self._record(progress), self._my_share()
-        random = {}
-        if not self.plan.args.checkpoint.no_save_rng:
-            state, rank = get_random_state(self.device), self.plan.world.rank
-            random = {f"random.{rank}.{key}": value for key, value in state.items()}
+        plan, c = self.plan, self.plan.args.checkpoint
+        record = Record(
+            iteration=progress.iteration,
+            consumed=progress.consumed,
+            consumed_valid_samples=progress.consumed_valid,
+            shape=dataclasses.asdict(plan.shape),
+            precision=plan.precision,
+            vocab_size=plan.vocab_size,
+            schedule=dataclasses.asdict(self.optimizer.schedule),
+            optimizer=None if c.no_save_optim else plan.args.optimizer.optimizer,
+            ranks=0 if c.no_save_rng else plan.world.size,
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+            kernels=kernels_of(plan, self.model),
+        )
+        tensors, random = self._my_share(), {}
+        if not c.no_save_rng:
+            state = get_random_state(self.device)
+            random = {f"random.{plan.world.rank}.{key}": value for key, value in state.items()}
         if self._copies is None:
             return self._write(record, tensors | random)
         if self._background.busy:
@@ -124,22 +137,6 @@ class Checkpoints:
         if c.ckpt_format == "torch":  # one file, of the first rank
             return tensors if world.is_first else {}
         return assign_share(tensors, world.rank, world.size)
-
-    def _record(self, progress: Progress) -> Record:
-        plan, c = self.plan, self.plan.args.checkpoint
-        return Record(
-            iteration=progress.iteration,
-            consumed=progress.consumed,
-            consumed_valid_samples=progress.consumed_valid,
-            shape=dataclasses.asdict(plan.shape),
-            precision=plan.precision,
-            vocab_size=plan.vocab_size,
-            schedule=dataclasses.asdict(self.optimizer.schedule),
-            optimizer=None if c.no_save_optim else plan.args.optimizer.optimizer,
-            ranks=0 if c.no_save_rng else plan.world.size,
-            versions={"torch": torch.__version__, "python": platform.python_version()},
-            kernels=kernels_of(plan, self.model),
-        )
 
     def _write(self, record: Record, tensors: dict[str, torch.Tensor]):
         try:

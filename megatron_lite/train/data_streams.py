@@ -112,17 +112,17 @@ class _DatasetStreams:
         else:
             indices = single_batches(len(dataset), consumed, *place)
             if consumed + wanted > len(dataset):
-                self._run_out(split, len(dataset), consumed, wanted)
+                # after a resume with other flags: the data set is as long as today's flags take from its start
+                found = (
+                    f"{split} data: {count(len(dataset))} samples are fewer than the {count(consumed)} consumed so far "
+                    f"and {count(wanted)} to come"
+                )
+                if split == "train":
+                    raise DataError(
+                        f"{found}; resume with the --global-batch-size of the run that was saved, or add --finetune to "
+                        "begin with the first sample."
+                    )
+                logger.info(f"  {found}; after the last one evaluations begin with the first again")
                 again = (single_batches(len(dataset), 0, *place) for _ in itertools.count())
                 indices = itertools.chain(indices, itertools.chain.from_iterable(again))
         return batches(dataset, indices, num_workers=plan.loader_workers, pin=plan.device == "cuda")
-
-    def _run_out(self, split: str, size: int, consumed: int, wanted: int):
-        """After a resume with other flags: the data set is as long as today's flags take from its start."""
-        found = f"{split} data: {count(size)} samples are fewer than the {count(consumed)} consumed so far and {count(wanted)} to come"
-        if split == "train":
-            raise DataError(
-                f"{found}; resume with the --global-batch-size of the run that was saved, or add --finetune to "
-                "begin with the first sample."
-            )
-        logger.info(f"  {found}; after the last one evaluations begin with the first again")

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.train.async_readback import LAG, Readback
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
+from megatron_lite.train.step_metrics import LAG, Readback
 
 AGAIN_SECONDS = 5  # a signal to all processes comes twice, the second time from the launcher that passes it on
 STAY, TIME_OVER, SIGNALLED, SAVE_FAILED = 0.0, 1.0, 2.0, 3.0
