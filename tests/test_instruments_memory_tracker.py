@@ -25,6 +25,11 @@ def tracker():
     assert tracker.failure is None
 
 
+def live_bytes(tracker: StorageTracker) -> int:
+    """Of all storages that are known and alive."""
+    return sum(live_blocks(tracker.snapshot()).values())
+
+
 def alive(*tensors: torch.Tensor) -> int:
     """Bytes of their storages, shared ones once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -38,11 +43,11 @@ def test_views_and_in_place_operations_take_no_memory(tracker):
     b, c = a.view(10, 100), a[5:9]
     a.add_(1).mul_(2)
     parts = a.split(100)
-    assert tracker.live_bytes() == alive(a, b, c, *parts) == 4000
+    assert live_bytes(tracker) == alive(a, b, c, *parts) == 4000
     del a, b, c
-    assert tracker.live_bytes() == 4000  # the parts hold it still
+    assert live_bytes(tracker) == 4000  # the parts hold it still
     del parts
-    assert tracker.live_bytes() == 0
+    assert live_bytes(tracker) == 0
 
 
 def test_every_way_to_make_a_tensor_is_seen(tracker):
@@ -61,15 +66,13 @@ def test_every_way_to_make_a_tensor_is_seen(tracker):
         torch.randn(6).sort().values,
         torch.zeros(5).half(),
     ]
-    assert tracker.live_bytes() == alive(*made)
-    live = sum(live_blocks(tracker.snapshot()).values())
-    assert live == alive(*made)
+    assert live_bytes(tracker) == alive(*made)
 
 
 def test_a_storage_that_grows_is_freed_and_taken_anew(tracker):
     grown = torch.empty(100)
     grown.resize_(300)
-    assert tracker.live_bytes() == alive(grown) == 1200
+    assert live_bytes(tracker) == alive(grown) == 1200
     actions = [f"{event['action']} {event['size']}" for event in trace(tracker.snapshot())]
     assert actions == [
         f"segment_alloc {2 * MIB}",
@@ -85,10 +88,10 @@ def test_what_autograd_saves_is_held_until_backward_has_used_it(tracker):
     y = (x * 2).exp()  # saves its result
     z = (y * y).sum()
     del y
-    before = tracker.live_bytes()
+    before = live_bytes(tracker)
     assert before == 4000 + 4000 + 4
     z.backward()
-    assert tracker.live_bytes() == alive(x, x.grad, z) == 4000 + 4000 + 4
+    assert live_bytes(tracker) == alive(x, x.grad, z) == 4000 + 4000 + 4
 
 
 def test_other_threads_free_and_are_heard(tracker):
@@ -96,7 +99,7 @@ def test_other_threads_free_and_are_heard(tracker):
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    assert tracker.live_bytes() == 0 and len(list(live_at_each_moment(tracker.snapshot()))) == 4
+    assert live_bytes(tracker) == 0 and len(list(live_at_each_moment(tracker.snapshot()))) == 4
 
 
 def test_what_was_there_before_is_there_from_the_start():
@@ -126,7 +129,7 @@ def test_errors_stay_what_they_are_and_shortages_are_reported_while_they_fail(tr
     tracker.out_of_memory = asked.append
     with pytest.raises(RuntimeError, match="must match the size"):
         torch.zeros(3) + torch.zeros(4)
-    assert tracker.live_bytes() == 0 and asked == []
+    assert live_bytes(tracker) == 0 and asked == []
     with pytest.raises(RuntimeError):
         torch.empty(2**60, dtype=torch.uint8)
     event = trace(tracker.snapshot())[-1]

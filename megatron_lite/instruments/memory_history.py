@@ -14,30 +14,14 @@ from megatron_lite.units import count, size
 OUTSIDE = 100_000  # events kept before and after the window, for the story of an out-of-memory there
 
 
-class Recorder:
-    """What records, for MemoryHistory and OutOfMemory. Besides the methods here it has open, open_window, close_window, close;
-    snapshot(of_last_step) -> (of now or of the last step's end, whether events that belong to it were dropped);
-    measure_shortage(asked) -> how much memory there is now; watch_for_shortage(observe), which has `observe` called with a
-    Shortage at every allocation that fails, on whatever thread that is.
-    """
-
-    place: Place
-    number = 0  # of the device in the snapshot
-    failure: Exception | None = None  # why recording stopped, if it did
-
-    def begin_step(self, pause: bool):
-        """Before a step; `pause`: outside of the window."""
-
-    def end_step(self):
-        """After a step."""
-
-
-class CudaRecorder(Recorder):
+class CudaRecorder:
     """Records from before the first parameter to the end of the run. In the window the ring holds `most` events.
 
     The history is cleared when the window opens, so that the snapshot shows it and nothing else; blocks allocated before
     carry their stacks all the same. Allocations of the window are tagged with step, phase and module.
     """
+
+    failure: Exception | None = None  # why recording stopped, if it did
 
     def __init__(self, most: int):
         self._most = most
@@ -49,6 +33,12 @@ class CudaRecorder(Recorder):
 
     def open(self):
         self._record(min(OUTSIDE, self._most))
+
+    def begin_step(self, pause: bool):
+        """Before a step; `pause`: outside of the window."""
+
+    def end_step(self):
+        """After a step."""
 
     def open_window(self):
         self._record(self._most, stacks_of="all")
@@ -63,7 +53,7 @@ class CudaRecorder(Recorder):
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def snapshot(self, of_last_step: bool = False) -> tuple[dict, bool]:
-        """Always of now: what the run's end frees is recorded too."""
+        """(of now, whether events that belong to it were dropped). Always of now: what the run's end frees is recorded too."""
         taken = torch.cuda.memory._snapshot()
         device = torch.cuda.current_device()
         taken["external_annotations"] = [
@@ -73,6 +63,8 @@ class CudaRecorder(Recorder):
         return taken, len(taken["device_traces"][device]) >= self._full_at
 
     def watch_for_shortage(self, observe):
+        """Have `observe` called with a Shortage at every allocation that fails, on whatever thread that is."""
+
         def failed(device: int, asked: int, total: int, free: int):
             observe(Shortage(asked, free, total, torch.cuda.memory_reserved(device)))
 
@@ -85,6 +77,7 @@ class CudaRecorder(Recorder):
 
     @property
     def number(self) -> int:
+        """Of the device in the snapshot."""
         return torch.cuda.current_device()
 
     def _record(self, most: int, stacks_of: str = "alloc"):
@@ -96,11 +89,13 @@ class CudaRecorder(Recorder):
         self._full_at = most
 
 
-class CpuRecorder(Recorder):
+class CpuRecorder:
     """Records while the model is built and inside the window; between them steps run at their own speed.
 
     What appears in between and lives on is found when the window first touches it.
     """
+
+    number = 0
 
     def __init__(self, most: int):
         self.place = Place()
@@ -152,7 +147,7 @@ class CpuRecorder(Recorder):
 class MemoryHistory(Instrument):
     """Records from before the model is built; writes at the window's end, or what there is when the run ends."""
 
-    def __init__(self, window: Window, plan: Plan, recorder: Recorder, tell):
+    def __init__(self, window: Window, plan: Plan, recorder: CudaRecorder | CpuRecorder, tell):
         self.window, self._recorder, self._tell = window, recorder, tell
         self._path = name_snapshot(plan)
         self._inside = False

@@ -135,10 +135,6 @@ class StorageTracker(TorchDispatchMode):
         """Whether everything is seen at this moment."""
         return self._entered and self._recording
 
-    def live_bytes(self) -> int:
-        """Of all storages that are known and alive."""
-        return sum(watch.allocation.size for watch in list(self._live.values()))
-
     def remember(self):
         """This moment, for a snapshot of it later on."""
         self._bookmark = len(self._events)

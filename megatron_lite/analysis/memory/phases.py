@@ -45,7 +45,13 @@ class Phases:
 
 
 def find_memory_phases(record: Record) -> Phases:
-    of_tag, modules = _read_tags(record.tags)
+    of_tag, modules = np.full(len(record.tags), NOT_SAID), [""] * len(record.tags)
+    for number, tag in enumerate(record.tags):
+        if OWN_TAG.match(tag):  # 'step 10/forward/decoder.layers.0'; tags of others say nothing
+            start, _, rest = tag.partition("/")
+            phase, _, module = (SETUP, "", rest) if start == SETUP else rest.partition("/")
+            of_tag[number] = NUMBER.get(phase, NUMBER[UNKNOWN])
+            modules[number] = "".join(letter for letter in module[:200] if letter.isprintable())
     of_stack = _read_stacks(record)
     steps, of_time = _read_marks(record)
     found = of_tag[record.tag]
@@ -66,21 +72,7 @@ def find_memory_phases(record: Record) -> Phases:
         steps = tuple(
             StepSpan(f"step {number}", *ends_of_step) for number, ends_of_step in enumerate(zip(starts, ends), 1)
         )
-    return Phases(found, span, fine_span, steps, of_stack, of_tag, modules)
-
-
-def _read_tags(tags: tuple[str, ...]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Phases and modules of 'step 10/forward/decoder.layers.0'; tags of others say nothing."""
-    phases, modules = [], []
-    for tag in tags:
-        start, _, rest = tag.partition("/")
-        phase, _, module = rest.partition("/")
-        if start == SETUP:
-            phase, module = SETUP, rest
-        is_own = OWN_TAG.match(tag)
-        phases.append(NUMBER.get(phase, NUMBER[UNKNOWN]) if is_own else NOT_SAID)
-        modules.append("".join(letter for letter in module[:200] if letter.isprintable()) if is_own else "")
-    return np.array(phases, np.int64), tuple(modules)
+    return Phases(found, span, fine_span, steps, of_stack, of_tag, tuple(modules))
 
 
 def _read_stacks(record: Record) -> np.ndarray:

@@ -109,7 +109,11 @@ class SnapshotReader:
         self.record, self.phases = record, find_memory_phases(record)
         self.lives = find_lifetimes(record, self.phases)
         self.categories = assign_categories(self.lives, self.phases)
-        self.allocated, self.reserved = self.lives.sum_held(len(record)), measure_reserved(record)
+        self.allocated = self.lives.sum_held(len(record))
+        # bytes of segments before the first event, then after each; backwards from those at the end
+        grows = np.where(np.isin(record.action, (SEGMENT_ALLOC, SEGMENT_MAP)), record.size, 0)
+        change = grows - np.where(np.isin(record.action, (SEGMENT_FREE, SEGMENT_UNMAP)), record.size, 0)
+        self.reserved = np.maximum(record.reserved_bytes - np.append(np.cumsum(change[::-1])[::-1], 0), 0)
 
     def read(self, source: str) -> Snapshot:
         record, lives, allocated = self.record, self.lives, self.allocated
@@ -334,12 +338,3 @@ def replay_peak(record: Record, lives: Lives, expandable: bool) -> int:
         else:
             layout.give_back()
     return peak
-
-
-def measure_reserved(record: Record) -> np.ndarray:
-    """int64 [n + 1]: bytes of segments before the first event, then after each; backwards from those at the end."""
-    grows = np.isin(record.action, (SEGMENT_ALLOC, SEGMENT_MAP))
-    shrinks = np.isin(record.action, (SEGMENT_FREE, SEGMENT_UNMAP))
-    change = np.where(grows, record.size, 0) - np.where(shrinks, record.size, 0)
-    later = np.concatenate([np.cumsum(change[::-1])[::-1], [0]])
-    return np.maximum(record.reserved_bytes - later, 0)
