@@ -280,7 +280,11 @@ OF_WINDOWS = {"asks": OnDemand, "tells": Disturbance, "nsys": NsysRange, "torch"
         ("--profile", BOTH, "asks tells nsys time"),
         ("--profile", UNDER_NSYS, "asks tells nsys torch time"),  # the last but one on demand only
         ("", World(rank=1, size=2, local_rank=1, local_size=2, gpus=2, under_nsys=True), "time"),
-        ("--profile", GPU, "asks tells nsys torch time"),
+        ("--profile", GPU, "asks tells nsys torch time"),  # other tools wait for cudaProfilerStart too
+        ("--profile", World(), "asks tells torch time"),  # no tool sees a CPU run that is not under nsys
+        ("--nvtx-ranges", GPU, "asks tells nsys torch time"),
+        ("--profile --profile-ranks 1", World(0, 2, 0, 2, gpus=2), "time"),
+        ("--profile --profile-ranks 1", World(1, 2, 1, 2, gpus=2), "asks tells nsys torch time"),
         ("--profile --use-pytorch-profiler --no-profile-on-demand", GPU, "tells torch time"),
         ("--no-profile-on-demand", World(), "time"),
         ("", World(rank=1, size=3, local_rank=1, local_size=3), "time"),
@@ -333,6 +337,8 @@ def test_memory_on_demand_leaves_the_planned_file_its_name(tmp_path, eager):
     assert found == {"s.pickle": [8, 9], "s_steps5-5.pickle": [5]}
     assert captures(tmp_path / "run") == [[5]]  # and a trace, which nobody planned
     assert out.count("memory snapshot: ") == 2
+    quietly(flags("--train-iters 12"), tmp_path / "plain")
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
 
 @pytest.mark.parametrize(
