@@ -3,8 +3,6 @@ import os
 import sysconfig
 from pathlib import Path
 
-import pytest
-
 from megatron_lite.cli.corpus import LEFT_OUT, MARK, library_sources, pieces
 from megatron_lite.cli.main import main
 from megatron_lite.data.gpt_dataset import split_bounds
@@ -34,12 +32,6 @@ def test_the_usual_corpus_is_megabytes_of_text_with_something_for_each_split(tmp
     assert all(sum(data.sequence_lengths[i] for i in part) > 2049 for part in split_bounds("949,50,1", len(data)))
 
 
-def test_two_builds_are_equal(tmp_path):
-    for folder in ("one", "two"):
-        make(tmp_path / folder / "python", *SMALL)
-    assert contents(tmp_path / "one" / "python") == contents(tmp_path / "two" / "python")
-
-
 def test_its_own_bpe_reads_back_the_sources(tmp_path):
     make(tmp_path / "python", *SMALL, "--bpe", "400")
     tokenizer = make_tokenizer(
@@ -51,20 +43,15 @@ def test_its_own_bpe_reads_back_the_sources(tmp_path):
     assert tokenizer.decode(data.tokens(0)) == first + "<|endoftext|>"
 
 
-def test_a_complete_corpus_is_reused(tmp_path, capsys):
+def test_a_complete_corpus_is_reused_and_any_other_made_anew(tmp_path, capsys):
+    """Of other settings, never finished, cut short, or without its file; equal builds have equal bytes."""
     make(tmp_path / "python", *SMALL)
-    index = tmp_path / "python_text_document.idx"
+    good = contents(tmp_path / "python")
+    mark, data, index = tmp_path / MARK, tmp_path / "python_text_document.bin", tmp_path / "python_text_document.idx"
     os.utime(index, (1, 1))
     capsys.readouterr()
     assert make(tmp_path / "python", *SMALL) == 0
     assert index.stat().st_mtime == 1 and "is there already" in capsys.readouterr().out
-
-
-def test_any_other_is_made_anew(tmp_path):
-    """Of other settings, never finished, cut short, or without its file."""
-    make(tmp_path / "python", *SMALL)
-    good = contents(tmp_path / "python")
-    mark, data = tmp_path / MARK, tmp_path / "python_text_document.bin"
     make(tmp_path / "python", "--max-mb", "0.1")
     assert contents(tmp_path / "python") != good
 
@@ -89,28 +76,19 @@ def test_files_of_other_origin_are_left_alone_and_one_folder_holds_one_corpus(tm
     assert f"{tmp_path} holds another corpus; choose another folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--bpe", "100"], "--vocab-size 100: 256 bytes and <|endoftext|> need 257 or more"),
-        (["--max-mb", "0"], "--max-mb 0: must be above 0; 8 is usual"),
-        (["--max-mb", "0.000001"], "has no .py sources"),
-    ],
-)
-def test_impossible_sizes(argv, said, tmp_path, capsys):
-    assert make(tmp_path / "python", *argv) == 2
-    message = capsys.readouterr().err
-    last = message.splitlines()[-1]  # on a busy machine lines of progress stand before it
-    assert said in last
-
-
-def test_places_that_cannot_be_written_or_read(tmp_path, capsys):
+def test_what_cannot_be_made_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert make(tmp_path / "file" / "python", *SMALL) == 2
-    assert "cannot be written" in capsys.readouterr().err
-    (tmp_path / MARK).write_text("{")
-    assert make(tmp_path / "python", *SMALL) == 2
-    assert f"{tmp_path / MARK}: not readable as JSON" in capsys.readouterr().err
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / MARK).write_text("{")
+    for name, argv, said in (
+        ("python", ["--bpe", "100"], "--vocab-size 100: 256 bytes and <|endoftext|> need 257 or more"),
+        ("python", ["--max-mb", "0"], "--max-mb 0: must be above 0; 8 is usual"),
+        ("python", ["--max-mb", "0.000001"], "has no .py sources"),
+        ("file/python", SMALL, "cannot be written"),
+        ("odd/python", SMALL, f"{tmp_path / 'odd' / MARK}: not readable as JSON"),
+    ):
+        assert make(tmp_path / name, *argv) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]  # on a busy machine lines of progress stand before it
 
 
 def test_sources_keep_within_their_limit_and_leave_tables_and_tests_out(tmp_path):

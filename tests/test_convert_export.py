@@ -117,19 +117,16 @@ def test_whose_word_on_the_vocabulary_counts(stated, tokenizers, asked, kept_ids
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == kept_ids
 
 
-@pytest.mark.parametrize(
-    ("stated", "tokenizers", "asked", "said"),
-    [
+def test_a_vocabulary_that_the_model_does_not_have_is_refused(tmp_path):
+    for stated, tokenizers, asked, said in (
         (120, 121, None, "--vocab-file x: has 121 ids, and the model's vocabulary 120; give the files that it was"),
         (None, 129, None, "--vocab-file x: has 129 ids, and the model's vocabulary 128; "),
         (None, 0, 129, "--true-vocab-size 129: the model has 128 rows only; "),
-    ],
-)
-def test_a_vocabulary_that_the_model_does_not_have_is_refused(stated, tokenizers, asked, said, tmp_path):
-    tokenizer = replace(describe_no_tokenizer(), flag="--vocab-file x", vocab_size=tokenizers)
-    with pytest.raises(UserError) as caught:
-        export(kept(PLAIN, vocab_size=stated), tmp_path, tokenizer=tokenizer, true_vocab_size=asked)
-    assert str(caught.value).startswith(said)
+    ):
+        tokenizer = replace(describe_no_tokenizer(), flag="--vocab-file x", vocab_size=tokenizers)
+        with pytest.raises(UserError) as caught:
+            export(kept(PLAIN, vocab_size=stated), tmp_path, tokenizer=tokenizer, true_vocab_size=asked)
+        assert str(caught.value).startswith(said)
 
 
 def test_one_layer_at_a_time_is_read(tmp_path):
@@ -166,38 +163,33 @@ def test_old_and_new_spellings_of_the_rotation_are_read_alike(tmp_path):
     assert (shape["rotary_base"], shape["rotary_seq_len_interpolation_factor"]) == (10000.0, 4.0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "said"),
-    [
-        (replace(PLAIN, activation="squared_relu"), "--squared-relu: Hugging Face's GPT-2 have GELU; only"),
-        (replace(PLAIN, activation="swiglu"), "--swiglu: Hugging Face's GPT-2 have GELU"),
-        (replace(PLAIN, normalization="RMSNorm"), "--normalization RMSNorm: Hugging Face's GPT-2 have LayerNorm"),
-        (replace(PLAIN, position_embedding="none"), "--position-embedding-type none: "),
-        (replace(PLAIN, num_query_groups=2), "--num-query-groups 2: "),
-        (replace(PLAIN, kv_channels=16), "--kv-channels 16: "),
-        (replace(PLAIN, qk_layernorm=True), "--qk-layernorm: "),
-        (
-            replace(LLAMA, normalization="LayerNorm"),
-            "--normalization LayerNorm: Hugging Face's Llama, Qwen2 and Qwen3 have ",
-        ),
-        (replace(LLAMA, activation="squared_relu"), "--squared-relu: "),
-        (replace(LLAMA, activation="gelu_erf"), "GELU (no --swiglu): "),
-        (replace(LLAMA, rotary_percent=0.5), "--rotary-percent 0.5: "),
-        (replace(LLAMA, qk_layernorm=True, qkv_bias=True), "--qk-layernorm with biases: "),
-        (replace(LLAMA, num_attention_heads=6), "--num-attention-heads 6: "),
-    ],
-)
-def test_what_has_no_twin_is_named(shape, said, tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        export(kept(shape), tmp_path)
-    assert [line[: len(said)] for line in caught.value.lines] == [said]
+NO_TWIN = [
+    (replace(PLAIN, activation="squared_relu"), "--squared-relu: Hugging Face's GPT-2 have GELU; only"),
+    (replace(PLAIN, activation="swiglu"), "--swiglu: Hugging Face's GPT-2 have GELU"),
+    (replace(PLAIN, normalization="RMSNorm"), "--normalization RMSNorm: Hugging Face's GPT-2 have LayerNorm"),
+    (replace(PLAIN, position_embedding="none"), "--position-embedding-type none: "),
+    (replace(PLAIN, num_query_groups=2), "--num-query-groups 2: "),
+    (replace(PLAIN, kv_channels=16), "--kv-channels 16: "),
+    (replace(PLAIN, qk_layernorm=True), "--qk-layernorm: "),
+    (
+        replace(LLAMA, normalization="LayerNorm"),
+        "--normalization LayerNorm: Hugging Face's Llama, Qwen2 and Qwen3 have ",
+    ),
+    (replace(LLAMA, activation="squared_relu"), "--squared-relu: "),
+    (replace(LLAMA, activation="gelu_erf"), "GELU (no --swiglu): "),
+    (replace(LLAMA, rotary_percent=0.5), "--rotary-percent 0.5: "),
+    (replace(LLAMA, qk_layernorm=True, qkv_bias=True), "--qk-layernorm with biases: "),
+    (replace(LLAMA, num_attention_heads=6), "--num-attention-heads 6: "),
+]
+
+
+def test_all_that_has_no_twin_is_named(tmp_path):
+    several = replace(LLAMA, activation="gelu_tanh", normalization="LayerNorm", rotary_percent=0.5)
+    for shape, *said in (*NO_TWIN, (several, "--normalization", "GELU", "--rotary-percent")):
+        with pytest.raises(ConfigError) as caught:
+            export(kept(shape), tmp_path)
+        assert [line[: len(start)] for line, start in zip(caught.value.lines, said, strict=True)] == said
     assert list(tmp_path.iterdir()) == []
-
-
-def test_all_that_has_no_twin_is_named_at_once(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        export(kept(replace(LLAMA, activation="gelu_tanh", normalization="LayerNorm", rotary_percent=0.5)), tmp_path)
-    assert len(caught.value.lines) == 3
 
 
 def test_a_checkpoint_that_is_not_its_shape_is_refused(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megatron_lite.convert.weights_folder import SafetensorsFile, write_safetensors
 from megatron_lite.errors import CheckpointError
@@ -44,41 +44,33 @@ def test_the_writer_holds_its_caller_to_the_announcement(tmp_path):
             write_safetensors(tmp_path / "x", sizes, torch.float32, tensors)
 
 
-@pytest.mark.parametrize(
-    ("header", "said"),
-    [
-        (
-            {"x": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}},
-            "x has the type F8_E4M3, which is not supported",
-        ),
-        ({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, ""),
-        ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, ""),
-        ({"x": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, ""),
-        ({"x": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}, ""),
-        ({"x": 3}, ""),
-        ([], ""),
-    ],
-)
-def test_a_header_that_makes_no_sense_is_one_line(header, said, tmp_path):
-    text = json.dumps(header).encode()
-    damaged(tmp_path / "x", len(text).to_bytes(8, "little") + text + bytes(8), said)
+NONSENSE = [  # headers, and what is said of them
+    (
+        {"x": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}},
+        "x has the type F8_E4M3, which is not supported",
+    ),
+    ({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, ""),
+    ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, ""),
+    ({"x": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, ""),
+    ({"x": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}, ""),
+    ({"x": 3}, ""),
+    ([], ""),
+]
 
 
-@pytest.mark.parametrize("length", [2**27, 2**60, 2**64 - 1])
-def test_a_header_that_claims_to_be_huge_is_one_line(length, tmp_path):
-    damaged(tmp_path / "x", length.to_bytes(8, "little") + b"{" * 1000, "")
+def test_a_file_that_makes_no_sense_or_was_cut_short_is_one_line(tmp_path):
+    path = tmp_path / "x"
+    for header, said in NONSENSE:
+        text = json.dumps(header).encode()
+        damaged(path, len(text).to_bytes(8, "little") + text + bytes(8), said)
+    for length in (2**27, 2**60, 2**64 - 1):  # a header that claims to be huge
+        damaged(path, length.to_bytes(8, "little") + b"{" * 1000)
+    whole = write(tmp_path / "whole", some()).read_bytes()
+    for keep in (0, 4, 8, 100, -1):
+        damaged(path, whole[:keep])
 
 
-@pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
-def test_a_file_that_was_cut_short_is_one_line(keep, tmp_path):
-    save_file(
-        {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in some().items()},
-        tmp_path / "whole",
-    )
-    damaged(tmp_path / "x", (tmp_path / "whole").read_bytes()[:keep], "")
-
-
-def damaged(path, content: bytes, said: str):
+def damaged(path, content: bytes, said: str = ""):
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
         SafetensorsFile(path)

@@ -36,22 +36,17 @@ def origins(dataset):
     return np.bincount([dataset[i][0] for i in range(len(dataset))], minlength=4)[1:].tolist()
 
 
-def test_one_prefix_is_split(corpora):
+def test_one_prefix_is_split_and_what_is_not_wanted_or_has_no_share_is_none(corpora):
     built = build(data_path=(corpora[0],))
-    assert all(isinstance(dataset, GPTDataset) for dataset in (built.train, built.valid, built.test))
-    used = [set(dataset.document_index.tolist()) for dataset in (built.train, built.valid, built.test)]
+    assert all(isinstance(dataset, GPTDataset) for dataset in built)
+    used = [set(dataset.document_index.tolist()) for dataset in built]
     assert used == [set(range(32)), set(range(32, 36)), set(range(36, 40))]
     assert len(built.train) >= 30
     assert built.train.indexed is built.test.indexed  # opened, and checked, once
-
-
-def test_what_is_not_wanted_or_has_no_share_is_none(corpora):
-    built = build(data_path=(corpora[0],), sizes=(30, 0, 0))
-    assert built.train is not None and built.valid is None and built.test is None
-    built = build(data_path=(corpora[0],), split="9,1")
-    assert built.valid is not None and built.test is None
     # as in Megatron: too few sequences for a small share of a single data set are no mistake
-    assert build(data_path=(corpora[0],), split="999,1,0").valid is None
+    for changes, present in (({"sizes": (30, 0, 0)}, 1), ({"split": "9,1"}, 2), ({"split": "999,1,0"}, 1)):
+        built = build(data_path=(corpora[0],), **changes)
+        assert [dataset is not None for dataset in built] == [number < present for number in range(3)]
 
 
 def test_weights_give_proportions(corpora):
@@ -86,21 +81,15 @@ def test_mock_data_needs_no_files():
     assert not np.array_equal(built.train[0], built.valid[0])
 
 
-@pytest.mark.parametrize(
-    ("words", "prefixes", "weights"),
-    [
+def test_words_of_a_blend():
+    for words, prefixes, weights in (
         (["a"], ["a"], None),
         (["a", "b"], ["a", "b"], None),
         (["a", "b", "c"], ["a", "b", "c"], None),
         (["1", "b", "c"], ["1", "b", "c"], None),
         (["0.3", " a ", "7e-1", "b"], ["a", "b"], [0.3, 0.7]),
-    ],
-)
-def test_words_of_a_blend(words, prefixes, weights):
-    assert parse_blend(words, "--data-path") == (prefixes, weights)
-
-
-def test_mixture_of_weights_and_none():
+    ):
+        assert parse_blend(words, "--data-path") == (prefixes, weights)
     with pytest.raises(DataError, match=r"^--valid-data-path 1 a b c: 'b' should be a weight; .*$"):
         parse_blend(["1", "a", "b", "c"], "--valid-data-path")
 

@@ -79,30 +79,18 @@ def test_bad_line_is_named_and_nothing_is_written(tmp_path, line, message):
     assert list(tmp_path.iterdir()) == [path]
 
 
+TWICE = "--json-keys text text: one key is named twice; name it once"
+NO_KEYS = r"--json-keys q a: \S+ is plain text without keys; give one key only"
+TOO_LONG = r"\S+a\.txt: the document is longer than 1 MiB; .* --max-document-mb"
 REFUSED = {  # file, its contents (None: there is none), options: what is said
     "latin-1": ("a.txt", b"caf\xe9", {}, r"\S+a\.txt: byte 0xe9 is not UTF-8; convert the file .*"),
     "no file": ("none", None, {}, r"--input \S+none: does not exist; .*"),
     "a folder": ("", None, {}, r"--input \S+: is a folder; .*"),
-    "keys": (
-        "a.txt",
-        b"x",
-        {"json_keys": ("q", "a")},
-        r"--json-keys q a: \S+ is plain text without keys; give one key only",
-    ),
-    "twice": (
-        "a.jsonl",
-        b"{}",
-        {"json_keys": ("text", "text")},
-        "--json-keys text text: one key is named twice; name it once",
-    ),
+    "keys": ("a.txt", b"x", {"json_keys": ("q", "a")}, NO_KEYS),
+    "twice": ("a.jsonl", b"{}", {"json_keys": ("text", "text")}, TWICE),
     "no workers": ("a.txt", b"x", {"workers": 0}, "--workers 0: must be 1 or more; the number of cores is usual"),
     "no room": ("a.txt", b"x", {"max_document_mb": 0}, "--max-document-mb 0: must be 1 or more.*"),
-    "too long": (
-        "a.txt",
-        b"a" * ((1 << 20) + 1),
-        {"max_document_mb": 1},
-        r"\S+a\.txt: the document is longer than 1 MiB; .* --max-document-mb",
-    ),
+    "too long": ("a.txt", b"a" * ((1 << 20) + 1), {"max_document_mb": 1}, TOO_LONG),
 }
 
 

@@ -83,15 +83,14 @@ def test_cyclic_leaves_the_models_random_numbers_alone():
     assert torch.rand(1) == expected
 
 
-@pytest.mark.parametrize("make", [single_batches, *ENDLESS])
-def test_fewer_samples_than_a_block(make):
-    with pytest.raises(
-        DataError, match=r"^--micro-batch-size 4: 7 samples are too few .* of 2 data-parallel ranks; .*$"
+def test_fewer_samples_than_a_block_and_a_place_inside_one_are_refused():
+    few = r"^--micro-batch-size 4: 7 samples are too few .* of 2 data-parallel ranks; .*$"
+    inside = r"^--dataloader-type cyclic: 6 consumed samples are no multiple of micro-batch size 4 x 2 .*; .*$"
+    for make, sizes, message in (
+        (single_batches, (7, 0, 4, 0, 2), few),
+        (cyclic_batches, (7, 0, 4, 0, 2, True), few),
+        (cyclic_batches, (7, 0, 4, 0, 2, False), few),
+        (cyclic_batches, (100, 6, 4, 0, 2, True), inside),
     ):
-        make(7, 0, 4, 0, 2)
-
-
-def test_cyclic_refuses_to_resume_inside_a_block():
-    message = r"^--dataloader-type cyclic: 6 consumed samples are no multiple of micro-batch size 4 x 2 .*; .*$"
-    with pytest.raises(DataError, match=message):
-        cyclic_batches(100, 6, 4, 0, 2, True)
+        with pytest.raises(DataError, match=message):
+            make(*sizes)

@@ -95,17 +95,14 @@ def test_bytes_and_ids():
         tokenizer.encode("1 five")
 
 
-@pytest.mark.parametrize("vocab_size", [None, 0, -1])
-def test_null_tokenizer_without_a_size(vocab_size):
-    with pytest.raises(UserError, match=rf"^--vocab-size {vocab_size}: NullTokenizer needs .*; for example 32000$"):
-        make_tokenizer("NullTokenizer", vocab_size=vocab_size)
-
-
-@pytest.mark.parametrize("name", ["MultimodalTokenizer", "SFTTokenizer", "gpt2"])
-def test_other_types_get_a_remedy(name):
-    message = rf"^--tokenizer-type {name}: not available, only GPT2BPETokenizer, .*NullTokenizer --vocab-size N$"
-    with pytest.raises(UserError, match=message):
-        make_tokenizer(name)
+def test_types_that_do_not_exist_or_lack_a_size():
+    for vocab_size in (None, 0, -1):
+        with pytest.raises(UserError, match=rf"^--vocab-size {vocab_size}: NullTokenizer needs .*; for example 32000$"):
+            make_tokenizer("NullTokenizer", vocab_size=vocab_size)
+    for name in ("MultimodalTokenizer", "SFTTokenizer", "gpt2"):
+        message = rf"^--tokenizer-type {name}: not available, only GPT2BPETokenizer, .*NullTokenizer --vocab-size N$"
+        with pytest.raises(UserError, match=message):
+            make_tokenizer(name)
 
 
 def test_missing_files(tmp_path):
@@ -123,39 +120,32 @@ def test_missing_files(tmp_path):
             make_tokenizer("GPT2BPETokenizer", **files)
 
 
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
+def test_malformed_vocabulary(tmp_path):
+    bpe(tmp_path)
+    no_map = "not a map from tokens to the ids .*"
+    for raw, message in (
         (b"\xff\xfe", "not UTF-8; .*"),
         (b"[" * 100_000, "not JSON; .*"),
-        (b"[1, 2]", "not a map from tokens to the ids .*"),
-        (b'{"a": 1}', "not a map from tokens to the ids .*"),
-        (b'{"a": "0"}', "not a map from tokens to the ids .*"),
-        (b'{"a": [0]}', "not a map from tokens to the ids .*"),
+        (b"[1, 2]", no_map),
+        (b'{"a": 1}', no_map),
+        (b'{"a": "0"}', no_map),
+        (b'{"a": [0]}', no_map),
         (b'{"a": 0}', r"<\|endoftext\|> is missing; .*"),
         (json.dumps({t: i for i, t in enumerate([END_OF_TEXT, *BYTES[1:]])}).encode(), "! is missing; .*"),
-    ],
-    ids=["utf8", "deep", "list", "gap", "string-ids", "list-ids", "no-eod", "no-byte"],
-)
-def test_malformed_vocabulary(tmp_path, raw, message):
-    bpe(tmp_path)
-    (tmp_path / "vocab.json").write_bytes(raw)
-    with pytest.raises(UserError, match=rf"^--vocab-file \S+vocab.json: {message}$"):
-        bpe_from(tmp_path)
+    ):
+        (tmp_path / "vocab.json").write_bytes(raw)
+        with pytest.raises(UserError, match=rf"^--vocab-file \S+vocab.json: {message}$"):
+            bpe_from(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("vocab", "merges", "message"),
-    [
+def test_files_of_different_models(tmp_path):
+    for vocab, merges, message in (
         (None, [*MERGES, ("x", "y")], "merge 'x y' does not fit the vocabulary; .*"),
         (None, [MERGES[1], MERGES[0], MERGES[2]], "merge 'Ġ he' does not fit the vocabulary; .*"),
         (None, [*MERGES, MERGES[0]], "merge 'h e' does not fit the vocabulary; .*"),
         (None, [MERGES[0], MERGES[2], MERGES[1]], "the ids do not follow the order of the merges; .*"),
-        (None, MERGES[:1], "no merge makes 2 tokens such as Ġhe; is the merge file complete?"),
+        (None, MERGES[:1], "no merge makes 2 tokens such as Ġhe; is the merge file complete[?]"),
         (vocabulary("extra"), MERGES, "no merge makes 1 tokens such as extra; .*"),
-    ],
-    ids=["unknown", "order", "twice", "ids", "truncated", "unmade"],
-)
-def test_files_of_different_models(tmp_path, vocab, merges, message):
-    with pytest.raises(UserError, match=rf"^--vocab-file \S+ and --merge-file \S+: {message.replace('?', '[?]')}$"):
-        bpe(tmp_path, vocab, merges)
+    ):
+        with pytest.raises(UserError, match=rf"^--vocab-file \S+ and --merge-file \S+: {message}$"):
+            bpe(tmp_path, vocab, merges)

@@ -89,31 +89,32 @@ def _check(options: argparse.Namespace):
 
 
 def _to_hugging_face(options: argparse.Namespace) -> list[str]:
-    from megatron_lite.convert.folders import to_hugging_face
-    from megatron_lite.convert.tokenizer_files import (
-        describe_copied_tokenizer,
-        describe_gpt2_tokenizer,
-        describe_no_tokenizer,
-    )
+    from megatron_lite.checkpoint.find import open_newest
+    from megatron_lite.convert import tokenizer_files
+    from megatron_lite.convert.folders import Export, require_new, to_hugging_face
 
     if options.tokenizer_model:
-        tokenizer = describe_copied_tokenizer(options.tokenizer_model)
+        tokenizer = tokenizer_files.describe_copied_tokenizer(options.tokenizer_model)
     elif options.vocab_file or options.merge_file:
-        tokenizer = describe_gpt2_tokenizer(options.vocab_file, options.merge_file)
+        tokenizer = tokenizer_files.describe_gpt2_tokenizer(options.vocab_file, options.merge_file)
     else:
-        tokenizer = describe_no_tokenizer()
+        tokenizer = tokenizer_files.describe_no_tokenizer()
         say("  no tokenizer: --vocab-file and --merge-file, or --tokenizer-model, would put it into the folder")
-    line = LiveLine()
+    load, save_hf, line = Path(options.load), Path(options.save_hf), LiveLine()
+    require_new("--save-hf", save_hf)
+    stored = open_newest(load, options.ckpt_step, say)
+    precision = options.dtype or stored.record.precision
+
+    def show_progress(done: int, total: int):
+        line.draw(f"{done} of {total} tensors")
+
     try:
-        record = to_hugging_face(
-            Path(options.load), options.ckpt_step, Path(options.save_hf), options.dtype, tokenizer,
-            options.true_vocab_size, say, lambda done, total: line.draw(f"{done} of {total} tensors"),
-        )  # fmt: skip
+        export = Export(load, stored, precision, tokenizer, options.true_vocab_size, say, show_progress)
+        to_hugging_face(export, save_hf)
     finally:
         line.wipe()
-    precision = options.dtype or record.precision
-    held = f"{_parameters(record.shape)} in {precision}"
-    return [f"iteration {record.iteration} of {options.load}, {held}: {options.save_hf}"]
+    held = f"{_parameters(stored.record.shape)} in {precision}"
+    return [f"iteration {stored.record.iteration} of {options.load}, {held}: {options.save_hf}"]
 
 
 def _from_hugging_face(options: argparse.Namespace) -> list[str]:

@@ -60,18 +60,17 @@ def run(argv: list[str]):
 
 def _read_mark(prefix: Path) -> dict | None:
     """What corpus.json of an earlier call says. DataError for a vocabulary or data set of other origin."""
-    mark, file = None, prefix.parent / MARK
+    mark, file, other = None, prefix.parent / MARK, None
     try:
         mark = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        pass
+        foreign = [path for path in _list_files(prefix, 0) if path.exists()]
+        other = f"{foreign[0]} exists and is not make-corpus's" if foreign else None
     except (OSError, ValueError):
         raise DataError(f"{file}: not readable as JSON; delete it with its folder, or choose another") from None
     if mark is not None and mark.get("wanted", {}).get("name") != prefix.name:
-        raise DataError(f"--output-prefix {prefix}: {prefix.parent} holds another corpus; choose another folder")
-    foreign = [path for path in _list_files(prefix, 0) if mark is None and path.exists()]
-    if foreign:
-        other = f"{foreign[0]} exists and is not make-corpus's"
+        other = f"{prefix.parent} holds another corpus"
+    if other:
         raise DataError(f"--output-prefix {prefix}: {other}; choose another folder")
     return mark
 
@@ -133,10 +132,8 @@ def _build(prefix: Path, wanted: dict, line: LiveLine) -> str:
     if bpe is None:
         tokenizer = make_tokenizer("ByteTokenizer")
     else:
-        from megatron_lite.data.byte_pairs import (
-            train_bpe,
-            write_bpe,
-        )  # its packages take as long to import as the rest
+        # its packages take as long to import as the rest
+        from megatron_lite.data.byte_pairs import train_bpe, write_bpe
 
         line.draw(f"training a BPE of {count(bpe)} tokens")
         write_bpe(prefix.parent, *train_bpe(texts, bpe))

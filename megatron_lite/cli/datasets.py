@@ -35,7 +35,6 @@ PREPROCESS_REFUSED = {
     "--split-sentences": "a GPT reads documents whole; leave it out",
     "--find-optimal-num-workers": "leave it out, try a few values of --workers, and compare documents/s",
 }
-MERGE_REFUSED = {"--multimodal": "only data sets of text are merged; leave it out"}
 ONLY = {"--dataset-impl": "mmap"}  # flag: the value that it may have
 # of --tokenizer-type: those whose files are byte for byte the same with and without Megatron's --legacy-tokenizer
 SAME_AS_LEGACY = ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
@@ -57,11 +56,6 @@ class _Answer(argparse.Action):
             given = " ".join((option_string, *values))
             raise UserError(f"{parser.prog} {given}: {self._answer}; give {only}, or leave it out")
         print_lines([f"  note: {option_string} has no effect here: {self._answer}."], sys.stderr)
-
-
-def _add_answers(parser: Parser, accepted: dict[str, str], refused: dict[str, str]):
-    for flag, answer in {**accepted, **refused}.items():
-        parser.add_argument(flag, action=_Answer, answer=answer, stops=flag in refused)
 
 
 def _add_tokenizer_flags(parser: Parser, default_type: str | None, vocab_size_help: str):
@@ -160,7 +154,8 @@ def _preprocess_parser() -> Parser:
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize [%(default)s]")
     add("--on-error", choices=ON_ERROR, default="stop", help=errors)
     add("--max-document-mb", type=int, default=MAX_DOCUMENT_MB, metavar="N", help=largest)
-    _add_answers(parser, PREPROCESS_ACCEPTED, PREPROCESS_REFUSED)
+    for flag, answer in {**PREPROCESS_ACCEPTED, **PREPROCESS_REFUSED}.items():
+        parser.add_argument(flag, action=_Answer, answer=answer, stops=flag in PREPROCESS_REFUSED)
     return parser
 
 
@@ -174,7 +169,8 @@ def merge_datasets(argv: list[str]):
     inputs.add_argument("--inputs", nargs="+", metavar="PREFIX", help="data sets, without .bin or .idx")
     inputs.add_argument("--input", metavar="FOLDER", help="all data sets of a folder, in the order of their names")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    _add_answers(parser, {}, MERGE_REFUSED)
+    multimodal = "only data sets of text are merged; leave it out"
+    parser.add_argument("--multimodal", action=_Answer, answer=multimodal, stops=True)
     options = parser.parse_args(argv)
     if options.input is None:
         _merge(options.inputs, options.output_prefix, "--inputs")
@@ -183,9 +179,8 @@ def merge_datasets(argv: list[str]):
     try:
         names = [name for name in os.listdir(options.input) if name.endswith((".bin", ".idx"))]
     except OSError as error:
-        raise UserError(
-            f"{given}: cannot be read ({error.strerror}); give a folder, or name data sets by --inputs"
-        ) from None
+        why = f"cannot be read ({error.strerror}); give a folder, or name data sets by --inputs"
+        raise UserError(f"{given}: {why}") from None
     if not names:
         raise UserError(f"{given}: holds no .bin and .idx files; give another folder, or name data sets by --inputs")
     # sorted as Megatron's tool does; one without its other half is refused later

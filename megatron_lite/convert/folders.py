@@ -1,8 +1,8 @@
 """The three conversions, from folder to folder."""
 
-import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import re
 import shutil
@@ -21,7 +21,7 @@ from megatron_lite.convert.config_file import CONFIG_FILE, ConfigFile, read_json
 from megatron_lite.convert.families import family_of_config, family_of_shape
 from megatron_lite.convert.mappings import Link, parameter_sizes
 from megatron_lite.convert.tokenizer_files import TokenizerFiles
-from megatron_lite.convert.weights_folder import INDEX, WHOLE, count_bytes, open_weights, write_safetensors
+from megatron_lite.convert.weights_folder import INDEX, WHOLE, open_weights, write_safetensors
 from megatron_lite.errors import CheckpointError, UserError
 from megatron_lite.run_folder import RELEASE, sync_folder
 
@@ -72,7 +72,7 @@ class Export:
     tokenizer: TokenizerFiles
     true_vocab_size: int | None = None
     say: Callable[[str], None] = print
-    progress: Callable[[int, int], None] = lambda done, total: None  # tensors of theirs
+    progress: Callable[[int, int], None] = lambda done, total: None  # called for each tensor of theirs
     shard_bytes: int = SHARD_BYTES
 
     def write(self, folder: Path):
@@ -123,22 +123,22 @@ class Export:
     def _write_weights(self, folder: Path, links: list[Link], sizes: dict[str, tuple[int, ...]]):
         dtype = DTYPES[self.precision]
         theirs = {name: size for link in links for name, size in to_hf_sizes(link, sizes).items()}
+        num_bytes = {name: math.prod(size) * dtype.itemsize for name, size in theirs.items()}
         shards, filled = [{}], 0  # each below shard_bytes unless a single tensor is larger
         for name, size in theirs.items():
-            more = count_bytes(size, dtype)
-            if shards[-1] and filled + more > self.shard_bytes:
+            if shards[-1] and filled + num_bytes[name] > self.shard_bytes:
                 shards.append({})
                 filled = 0
             shards[-1][name] = size
-            filled += more
+            filled += num_bytes[name]
         count = len(shards)
         files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [WHOLE]
         tensors = self._tensors(links, sizes, len(theirs))
         for file, shard in zip(files, shards):
             write_safetensors(folder / file, shard, dtype, itertools.islice(tensors, len(shard)))
         if count > 1:
-            total = sum(count_bytes(size, dtype) for size in theirs.values())
             weight_map = {name: file for file, shard in zip(files, shards) for name in shard}
+            total = sum(num_bytes.values())
             write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def _tensors(self, links: list[Link], sizes: dict[str, tuple[int, ...]], total: int) -> Iterator[Tensor]:
@@ -206,29 +206,29 @@ def import_hf(folder: Path, divisible_by: int, precision: str | None = None) -> 
     return record, tensors
 
 
-# --- the commands
+# --- from folder to folder
 
 
-def to_hugging_face(
-    load: Path,
-    step: int | None,
-    save_hf: Path,
-    precision: str | None,
-    tokenizer: TokenizerFiles,
-    true_vocab_size: int | None,
-    say: Callable[[str], None],
-    progress: Callable[[int, int], None],
-) -> Record:
-    """The newest checkpoint of `load`, or that of iteration `step`, as the Hugging Face folder `save_hf`.
-
-    progress(done, total) is called for each tensor.
-    """
-    require_new("--save-hf", save_hf)
-    stored = open_newest(load, step, say)
-    with new_folder("--save-hf", Path(os.path.abspath(save_hf))) as unfinished:
-        export = Export(load, stored, precision or stored.record.precision, tokenizer, true_vocab_size, say, progress)
+def to_hugging_face(export: Export, save_hf: Path):
+    """Write `export` as the folder `save_hf`, which appears as a whole or not at all."""
+    folder = Path(os.path.abspath(save_hf))
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
         export.write(unfinished)
-    return stored.record
+        for path in unfinished.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(unfinished)
+        os.replace(unfinished, folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise UserError(
+            f"--save-hf {folder}: cannot be written ({error.strerror}); make room or choose another folder."
+        ) from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def from_hugging_face(load_hf: Path, save: Path, divisible_by: int, precision: str | None) -> Record:
@@ -261,25 +261,3 @@ def require_new(flag: str, folder: Path):
     """UserError unless `folder` is empty or does not exist."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{flag} {folder}: exists already, and nothing is overwritten; name a new folder.")
-
-
-@contextlib.contextmanager
-def new_folder(flag: str, folder: Path) -> Iterator[Path]:
-    """A hidden folder beside `folder` that takes its name when the block ends well, and goes when it fails."""
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        for path in unfinished.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(unfinished)
-        os.replace(unfinished, folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise UserError(
-            f"{flag} {folder}: cannot be written ({error.strerror}); make room or choose another folder."
-        ) from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

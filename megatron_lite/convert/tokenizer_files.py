@@ -37,9 +37,8 @@ class TokenizerFiles:
         """A warning that AutoTokenizer would give other ids, from transformers 5 on."""
         if model_type != "qwen2" or self.reader in ("", "Qwen2Tokenizer"):
             return None
-        return (
-            f"AutoTokenizer cuts text Qwen2's way for every such model; use {self.reader}.from_pretrained for this one"
-        )
+        cuts = "AutoTokenizer cuts text Qwen2's way for every such model"
+        return f"{cuts}; use {self.reader}.from_pretrained for this one"
 
 
 def describe_no_tokenizer() -> TokenizerFiles:

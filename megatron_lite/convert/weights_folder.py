@@ -118,10 +118,6 @@ class Pieces:
         return piece.tensor(name)
 
 
-def count_bytes(size: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(size) * dtype.itemsize
-
-
 def write_safetensors(path: Path, sizes: dict[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[Tensor]):
     """Write `tensors`, which come one by one in the order of `sizes`, {name: size}.
 
@@ -130,7 +126,7 @@ def write_safetensors(path: Path, sizes: dict[str, tuple[int, ...]], dtype: torc
     type_name = next(name for name, known in DTYPES.items() if known == dtype)
     header, first = {"__metadata__": {"format": "pt"}}, 0  # transformers wants the format
     for name, size in sizes.items():
-        end = first + count_bytes(size, dtype)
+        end = first + math.prod(size) * dtype.itemsize
         header[name] = {"dtype": type_name, "shape": list(size), "data_offsets": [first, end]}
         first = end
     text = json.dumps(header, separators=(",", ":")).encode()
