@@ -189,22 +189,21 @@ def test_transformer_engines_names_and_order():
 def test_transformer_engines_adam_counts_steps_per_group(tmp_path):
     """Its load_state_dict knows no per-parameter "step"; torch's knows nothing else."""
     for impl, per_parameter in (("transformer_engine", False), ("local", True)):
-        plan, record, tensors = trained("bf16", f"--transformer-impl {impl}")
-        state = torch.load(written(place(tmp_path), record, tensors, plan), weights_only=False)
+        state = torch.load(write_trained(tmp_path, "bf16", f"--transformer-impl {impl}")[0], weights_only=False)
         inner = state["optimizer"]["optimizer"]
         assert [group["step"] for group in inner["param_groups"]] == [3, 3]
         assert all(("step" in entry) == per_parameter for entry in inner["state"].values())
 
 
 def test_extra_states_and_buffers_are_no_weights(tmp_path):
-    plan, record, tensors = trained("fp32")
+    path, tensors = write_trained(tmp_path, "fp32")
     more = {
         "decoder.layers.0.mlp.linear_fc1._extra_state": torch.zeros(8, dtype=torch.uint8),
         "decoder.layers.0.mlp.linear_fc2._extra_state": io.BytesIO(b"fp8"),
         "decoder.layers.1.mlp.linear_fc2._extra_state": b"fp8",
         "rotary_pos_emb.inv_freq": torch.ones(4),
     }
-    path = rewrite(written(place(tmp_path), record, tensors, plan), lambda state: state["model"].update(more))
+    path = rewrite(path, lambda state: state["model"].update(more))
     assert same(read(MegatronFile(path)), tensors)
 
 
@@ -277,6 +276,8 @@ def test_random_states_are_pythons_and_numpys_own(tmp_path):
     """What Megatron would set, and what comes back, after a pass through a file."""
     flat = {name.removeprefix("random.1."): state for name, state in random_states(2, True).items() if ".1." in name}
     entry = to_megatron(flat, seed=5)
+    torch.save({"x": entry}, tmp_path / "x.pt")
+    assert same(from_megatron(load(tmp_path / "x.pt")["x"]), flat)
     python, numpy = random.Random(), np.random.RandomState()
     python.setstate(entry["random_rng_state"])
     numpy.set_state(entry["np_rng_state"])
@@ -346,13 +347,12 @@ def test_a_trap_does_not_snap(where, kind, tmp_path):
         "own": (foreign_class("somebody", "Model")(), "somebody.Model"),
     }
     trap, name = traps[kind]
-    plan, record, tensors = trained("fp32", steps=1)
 
     def set_trap(state):
         place_of = {"args": vars(state["args"]), "model": state["model"], "top": state}
         place_of[where]["trap"] = trap
 
-    path = rewrite(written(place(tmp_path), record, tensors, plan), set_trap, foreign=False)
+    path = rewrite(write_trained(tmp_path, "fp32", steps=1)[0], set_trap, foreign=False)
     with pytest.raises(CheckpointError) as caught:
         MegatronFile(path)
     assert not snapped.exists()
@@ -361,13 +361,13 @@ def test_a_trap_does_not_snap(where, kind, tmp_path):
 
 def test_members_of_enums_as_python_3_11_2_pickles_them(tmp_path):
     """As getattr(class, name), which is not called: no attribute of anything is looked up."""
-    plan, record, tensors = trained("fp32", steps=1)
+    path, tensors = write_trained(tmp_path, "fp32", steps=1)
     trap = Trap(getattr, foreign_class("megatron", "Backend"), "__name__")
 
     def set_trap(state):
         state["args"].attention_backend = trap
 
-    path = rewrite(written(place(tmp_path), record, tensors, plan), set_trap, foreign=False)
+    rewrite(path, set_trap, foreign=False)
     del sys.modules["megatron"].Backend
     assert isinstance(load(path)["args"].attention_backend, Inert)
     assert same(read(MegatronFile(path)), tensors)
@@ -405,8 +405,7 @@ def refusal(path: Path) -> str:
 
 
 def changed(folder: Path, change) -> Path:
-    plan, record, tensors = trained("bf16", steps=1)
-    return rewrite(written(place(folder), record, tensors, plan), change)
+    return rewrite(write_trained(folder, "bf16", steps=1)[0], change)
 
 
 def test_damaged_missing_and_other_files(tmp_path):
@@ -587,8 +586,7 @@ def flat_of(buffers: dict) -> dict:
 
 def test_groups_of_their_own_learning_rate_and_decaying_head_norms(tmp_path):
     """--decoupled-lr makes a third group; --apply-wd-to-qk-layernorm moves vectors into the decaying one."""
-    plan, record, tensors = trained("fp32", "--transformer-impl local", variant="qk_layernorm")
-    path = written(place(tmp_path), record, tensors, plan)
+    path, tensors = write_trained(tmp_path, "fp32", "--transformer-impl local", variant="qk_layernorm")
     state = torch.load(path, weights_only=False)
     del state["megatron_lite"]
     names = [name for name, tensor in state["model"].items() if tensor is not None]
@@ -616,8 +614,8 @@ def test_groups_of_their_own_learning_rate_and_decaying_head_norms(tmp_path):
 
 def test_megatrons_own_check_of_the_arguments(tmp_path):
     """What check_checkpoint_args compares, and what load_checkpoint takes on from the arguments."""
-    plan, record, tensors = trained("bf16", "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64")
-    state = torch.load(written(place(tmp_path), record, tensors, plan), weights_only=False)
+    path, _ = write_trained(tmp_path, "bf16", "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64")
+    state = torch.load(path, weights_only=False)
     args = vars(state["args"])
     expected = {
         "num_layers": 2,
@@ -651,9 +649,3 @@ def test_a_view_is_written_alone(tmp_path):
     path = written(place(tmp_path), record, tensors | {name: view}, plan)
     assert path.stat().st_size < plain + 1000
     assert same(read(MegatronFile(path)), tensors)
-
-
-def test_from_megatron_is_the_inverse(tmp_path):
-    flat = {name.removeprefix("random.0."): state for name, state in random_states(1, True).items()}
-    torch.save({"x": to_megatron(flat, 1)}, tmp_path / "x.pt")
-    assert same(from_megatron(load(tmp_path / "x.pt")["x"]), flat)

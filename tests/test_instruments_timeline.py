@@ -24,8 +24,15 @@ from megatron_lite.instruments.timeline import GpuTimes, MemoryNow, Timeline
 from megatron_lite.model.gpt import TransformerLayer
 from megatron_lite.phases import StepTime
 from megatron_lite.process_state import CoreTime
-from megatron_lite.train.anomaly_warnings import GROWING_INTERVALS, MIN_INTERVALS, SLOW_INTERVALS, AnomalyWarnings
-from megatron_lite.train.rank_stats import RankFigures, gather, ordinary
+from megatron_lite.train.rank_stats import (
+    GROWING_INTERVALS,
+    MIN_INTERVALS,
+    SLOW_INTERVALS,
+    AnomalyWarnings,
+    RankFigures,
+    gather,
+    ordinary,
+)
 from megatron_lite.train.step_metrics import Readback
 
 MIB = 2**20

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, quietly, steps, train
+from test_train_checkpoint_safety import flip, iterations
 
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.folder import CheckpointDir, missing, newest
@@ -54,17 +55,6 @@ def refusal(tmp_path, *words) -> str:
     [line] = caught.value.lines
     assert "\n" not in line
     return line
-
-
-def iterations(save: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in save.glob("iter_*"))
-
-
-def flip(path: Path):
-    """One bit in the middle."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
 
 
 NO_ITERATION = "holds no iteration"

@@ -26,7 +26,6 @@ from launch import (
     checkpoint,
     environment,
     flags,
-    losses,
     on_ranks,
     plan_of,
     pretrain,
@@ -61,12 +60,21 @@ def group():
         yield
 
 
+def save_until(folder: Path, words: str) -> Path:
+    quietly(flags(WHOLE, *DROPOUT, words, "--save", folder / "save"), folder / "run")
+    return folder / "save"
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     """The checkpoint of iteration 4 of an fp32 run of 8 iterations; not to be changed."""
-    folder = tmp_path_factory.mktemp("saved")
-    quietly(flags(WHOLE, *DROPOUT, "--exit-interval 4 --save", folder / "save"), folder / "run")
-    return folder / "save"
+    return save_until(tmp_path_factory.mktemp("saved"), "--exit-interval 4")
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory) -> Path:
+    """Those of iterations 2, 4 and 6."""
+    return save_until(tmp_path_factory.mktemp("two"), "--save-interval 2 --exit-interval 6")
 
 
 @pytest.fixture
@@ -74,9 +82,9 @@ def copy(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-def resumed(saved, tmp_path, *words) -> list[float]:
-    quietly(flags(WHOLE, *DROPOUT, *words, "--load", saved), tmp_path / "resumed")
-    return losses(tmp_path / "resumed")
+def resume(saved, folder, *words):
+    """Train to the end from a copy of `saved`; what was printed."""
+    return quietly(flags(WHOLE, *DROPOUT, *words, "--load", saved), folder)[1]
 
 
 # --- what is refused
@@ -84,7 +92,7 @@ def resumed(saved, tmp_path, *words) -> list[float]:
 
 def refusal(load, tmp_path, *words) -> str:
     with pytest.raises(CheckpointError) as caught:
-        quietly(flags(WHOLE, *DROPOUT, *words, "--load", load), tmp_path / "refused")
+        resume(load, tmp_path / "refused", *words)
     assert len(caught.value.lines) == 1 and "\n" not in caught.value.lines[0]
     assert str(load) in str(caught.value)
     return str(caught.value)
@@ -106,7 +114,7 @@ def test_another_shape(saved, tmp_path, words, fragments):
 def test_another_optimizer(saved, tmp_path):
     message = refusal(saved, tmp_path, "--optimizer sgd")
     assert "--optimizer is sgd, the checkpoint's adam" in message and "--no-load-optim" in message
-    resumed(saved, tmp_path, "--optimizer sgd --no-load-optim")
+    resume(saved, tmp_path / "resumed", "--optimizer sgd --no-load-optim")
 
 
 def test_another_schedule_needs_a_word(saved, tmp_path):
@@ -121,11 +129,11 @@ def test_another_schedule_needs_a_word(saved, tmp_path):
         assert fragment in message
     rates = {}
     for word in ("", "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
-        resumed(saved, tmp_path / (word or "same"), *([other, word] if word else []))
-        rates[word] = [record["next_lr"] for record in steps(tmp_path / (word or "same") / "resumed")]
+        resume(saved, tmp_path / (word or "same"), *([other, word] if word else []))
+        rates[word] = [record["next_lr"] for record in steps(tmp_path / (word or "same"))]
     assert rates["--use-checkpoint-opt-param-scheduler"] == rates[""] == [1e-2] * 4
     assert rates["--override-opt-param-scheduler"][0] == pytest.approx(5e-3 * 0.5 * 1.3090169943749475)
-    resumed(saved, tmp_path / "no optimizer", other, "--no-load-optim")
+    resume(saved, tmp_path / "no optimizer", other, "--no-load-optim")
 
 
 def test_megatrons_interpolation_factor_is_noted():
@@ -189,7 +197,7 @@ def test_a_lost_tracker(copy, tmp_path):
     (copy / TRACKER_FILE).unlink()
     message = refusal(copy, tmp_path)
     assert f"no {TRACKER_FILE}" in message and "--ckpt-step" in message and "iteration 4" in message
-    resumed(copy, tmp_path, "--ckpt-step 4")
+    resume(copy, tmp_path / "resumed", "--ckpt-step 4")
 
 
 def flip(path: Path):
@@ -224,38 +232,31 @@ def test_a_damaged_checkpoint_without_an_earlier_one(copy, tmp_path, kind):
     assert contents(copy) == before, "nothing is changed on disk"
 
 
-@pytest.fixture(scope="module")
-def two_saved(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("two")
-    quietly(flags(WHOLE, *DROPOUT, "--save-interval 2 --exit-interval 6 --save", folder / "save"), folder / "run")
-    return folder / "save"
-
-
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_with_a_word(two_saved, tmp_path, kind):
     copy = Path(shutil.copytree(two_saved, tmp_path / "copy"))
     act, words = DAMAGES[kind]
     act(copy / "iter_0000006")
-    _, out = quietly(flags(WHOLE, *DROPOUT, "--load", copy, "--save", copy), tmp_path / "run")
+    out = resume(copy, tmp_path / "run", "--save", copy)
     assert words in out and "iter_0000006 is damaged" in out and "going back to iter_0000004" in out
     assert [record["iteration"] for record in steps(tmp_path / "run")] == [5, 6, 7, 8]
     assert newest(copy).name == "iter_0000008" and wrong(copy / "iter_0000008") is None
 
 
 def test_two_damaged_checkpoints_are_passed_over_and_a_step_can_be_named(two_saved, tmp_path):
-    quietly(flags(WHOLE, *DROPOUT, "--ckpt-step 4 --load", two_saved), tmp_path / "named")
+    resume(two_saved, tmp_path / "named", "--ckpt-step 4")
     assert [record["iteration"] for record in steps(tmp_path / "named")] == list(range(5, 9))
     copy = Path(shutil.copytree(two_saved, tmp_path / "copy"))
     flip(file_of(copy, 6))
     flip(file_of(copy, 4))
-    _, out = quietly(flags(WHOLE, *DROPOUT, "--load", copy), tmp_path / "run")
+    out = resume(copy, tmp_path / "run")
     assert "going back to iter_0000004" in out and "going back to iter_0000002" in out and "loaded iteration 2" in out
 
 
 def test_without_our_own_files_it_is_a_folder_of_megatrons(copy, tmp_path):
     file_of(copy, 4, "training_state.json").unlink()
     file_of(copy, 4, "manifest.json").unlink()
-    _, out = quietly(flags(WHOLE, *DROPOUT, "--load", copy), tmp_path / "run")
+    out = resume(copy, tmp_path / "run")
     assert "loaded iteration 4" in out and "random states of Megatron-LM mean nothing here" in out
     file_of(copy, 4, "common.pt").write_bytes(b"")
     assert "common.pt: cannot be read" in refusal(copy, tmp_path)
@@ -301,17 +302,16 @@ def test_a_file_that_would_run_code(copy, tmp_path, name):
     assert trap.exists(), "the trap works where code is run"
 
 
-def test_metadata_that_points_elsewhere(copy, tmp_path):
-    metadata = pickle.loads(file_of(copy, 4, ".metadata").read_bytes())
+def test_files_that_point_elsewhere(saved, tmp_path):
+    folder = Path(shutil.copytree(saved, tmp_path / "metadata")) / "iter_0000004"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
         place.relative_path = f"../{place.relative_path}"
-    forge(copy / "iter_0000004", ".metadata", pickle.dumps(metadata))
-    assert "cannot be read" in refusal(copy, tmp_path)
-
-
-def test_a_manifest_that_points_elsewhere(copy, tmp_path):
-    forge(copy / "iter_0000004", "../secret", b"x")
-    assert "manifest.json is damaged" in refusal(copy, tmp_path)
+    forge(folder, ".metadata", pickle.dumps(metadata))
+    assert "cannot be read" in refusal(folder.parent, tmp_path)
+    folder = Path(shutil.copytree(saved, tmp_path / "manifest")) / "iter_0000004"
+    forge(folder, "../secret", b"x")
+    assert "manifest.json is damaged" in refusal(folder.parent, tmp_path)
 
 
 # --- saving that fails
@@ -330,46 +330,45 @@ def save_by(act):
 WAYS = ["", "--async-save", "--ckpt-format torch"]
 
 
+@pytest.fixture
+def limit():
+    """limit(SIZE): files of this process become no longer than so many bytes; limit(): as before."""
+    usual, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda num_bytes=usual: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (usual, hard))
+
+
 def full_disk(state, file):
     file.write(b"some of it")
     raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_full_disk(copy, tmp_path, way):
+def test_a_full_disk(copy, tmp_path, limit, way):
     before = contents(copy)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(CheckpointError) as caught:
-            quietly(flags(WHOLE, *DROPOUT, way, "--save", copy, "--load", copy), tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    limit(100_000)
+    with pytest.raises(CheckpointError) as caught:
+        resume(copy, tmp_path / "run", way, "--save", copy)
+    limit()
     [line] = caught.value.lines
     assert "\n" not in line and f"--save {copy}" in line and "iter_0000008" in line and "untouched" in line
     assert re.search(
         r"\((rank 0: )(File too large|a file could not be written to its end), [0-9.]+ [KMGT]iB free there\)", line
     )
     assert contents(copy) == before, "nothing half-written stays"
-    resumed(copy, tmp_path)
+    resume(copy, tmp_path / "resumed")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_full_disk_need_not_stop_the_run(copy, tmp_path, way):
+def test_a_full_disk_need_not_stop_the_run(copy, tmp_path, limit, way):
     """The checkpoint of iteration 6 cannot be written; that of 8 can."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     class Room(Instrument):
         def begin(self, step):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if step == 2 else limits[1], limits[1]))
+            limit(100_000) if step == 2 else limit()
 
-    try:
-        words = "--save-interval 2 --no-exit-on-save-failure"
-        if way == "--async-save":
-            words += " --log-interval 1"
-        _, out = quietly(flags(WHOLE, *DROPOUT, way, words, "--save", copy, "--load", copy), tmp_path / "run", [Room()])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    words = f"{way} --save-interval 2 --no-exit-on-save-failure --log-interval {1 if way == '--async-save' else 1000} --load"
+    _, out = quietly(flags(WHOLE, *DROPOUT, words, copy, "--save", copy), tmp_path / "run", [Room()])
     if way != "--async-save":  # whose thread may well write after the room is back
         assert "warning: --save" in out and "iter_0000006" in out and "Training goes on" in out
         assert not (copy / "iter_0000006").exists()
@@ -388,7 +387,7 @@ def test_a_save_that_fails_in_torch(copy, tmp_path, monkeypatch):
         monkeypatch.setattr(torch, "save", save_by(act))
         words = "--save-interval 1 --save-retain-interval 3"
         with pytest.raises(CheckpointError, match="could not be written") as caught:
-            quietly(flags(WHOLE, *DROPOUT, words, "--save", copy, "--load", copy), tmp_path / act.__name__)
+            resume(copy, tmp_path / act.__name__, words, "--save", copy)
         assert "\n" not in str(caught.value) and contents(copy) == before
         monkeypatch.undo()
 
@@ -446,7 +445,7 @@ def test_saving_the_same_iteration_again_never_leaves_a_gap(copy, tmp_path, monk
 def test_a_finished_run_that_is_started_again_keeps_its_checkpoint(copy, tmp_path):
     """With --no-load-optim it would else replace the moments by fresh ones."""
     before = file_of(copy, 4).stat()
-    quietly(flags(WHOLE, *DROPOUT, "--train-iters 4 --no-load-optim", "--save", copy, "--load", copy), tmp_path / "run")
+    resume(copy, tmp_path / "run", "--train-iters 4 --no-load-optim --save", copy)
     after = file_of(copy, 4).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
@@ -473,7 +472,7 @@ def test_ctrl_c_during_a_save_is_an_interruption(copy, tmp_path, monkeypatch, wa
     before, handler = contents(copy), signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(torch, "save", interrupt_in(copy, 8))
     with pytest.raises(KeyboardInterrupt):
-        quietly(flags(WHOLE, *DROPOUT, way, "--save", copy, "--load", copy), tmp_path / "run")
+        resume(copy, tmp_path / "run", way, "--save", copy)
     assert contents(copy) == before and signal.getsignal(signal.SIGINT) is handler
 
 
@@ -486,7 +485,7 @@ def test_ctrl_c_during_a_load_is_an_interruption(copy, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "load", load)
     with pytest.raises(KeyboardInterrupt):
-        quietly(flags(WHOLE, *DROPOUT, "--load", copy), tmp_path / "run")
+        resume(copy, tmp_path / "run")
 
 
 def interrupt_all(world, save: str):
@@ -678,8 +677,5 @@ def test_retention(tmp_path):
 
 
 def test_another_folder_keeps_what_was_loaded(saved, tmp_path):
-    quietly(
-        flags(WHOLE, *DROPOUT, "--save-interval 1 --save-retain-interval 3 --load", saved, "--save", tmp_path / "new"),
-        tmp_path / "run",
-    )
+    resume(saved, tmp_path / "run", "--save-interval 1 --save-retain-interval 3 --save", tmp_path / "new")
     assert iterations(saved) == [4] and iterations(tmp_path / "new") == [6, 8]

@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_lite.train import log
 from megatron_lite.train import step_hooks as evaluation
 from megatron_lite.train.console import compute_timers, evaluation_lines, timer_lines
+from megatron_lite.train.figure_files import StepsFile
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.steps_file import StepsFile
 
 NUMBER = r"\d+\.\d{6}E[+-]\d\d"
 ITERATION_LINE = re.compile(

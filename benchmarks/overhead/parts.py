@@ -7,13 +7,12 @@ from collections import Counter
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import MemoryNow
 from megatron_lite.train import log
-from megatron_lite.train.anomaly_warnings import AnomalyWarnings
 from megatron_lite.train.console import ProgressLine
 from megatron_lite.train.exit_conditions import ExitConditions
+from megatron_lite.train.figure_files import StepsFile, TensorBoard
+from megatron_lite.train.rank_stats import AnomalyWarnings
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_metrics import StepMetrics
-from megatron_lite.train.steps_file import StepsFile
-from megatron_lite.train.tensorboard import TensorBoard
 
 STEP = "step: its phases, and arithmetic on a model of one number"
 PARTS = (

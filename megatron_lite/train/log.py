@@ -8,7 +8,6 @@ from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan
 from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.phases import StepTime
-from megatron_lite.train.anomaly_warnings import AnomalyWarnings
 from megatron_lite.train.console import (
     ProgressLine,
     compute_timers,
@@ -18,12 +17,11 @@ from megatron_lite.train.console import (
     speed_line,
     timer_lines,
 )
+from megatron_lite.train.figure_files import StepsFile, TensorBoard
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.rank_stats import gather
+from megatron_lite.train.rank_stats import AnomalyWarnings, gather
 from megatron_lite.train.step import StepResult
 from megatron_lite.train.step_metrics import StepFigures, StepMetrics
-from megatron_lite.train.steps_file import StepsFile
-from megatron_lite.train.tensorboard import TensorBoard
 
 logger = logging.getLogger(__name__)
 TERA = 1e12

@@ -1,0 +1,191 @@
+"""The files that a run writes its figures to.
+
+steps.jsonl has one line per step, what it cost and what came out; and one per console line, of all ranks.
+
+Steps between two console lines can be written ahead, for whom the process is killed before the second: what of them only the
+console line brings, losses of all ranks, say, replaces them then.
+TensorBoard's event file has Megatron-LM's names.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.errors import UserError
+from megatron_lite.phases import StepTime
+from megatron_lite.run_folder import RANKS_KIND, STEP_KIND, STEPS_FILE
+from megatron_lite.shared_files import open_regular
+from megatron_lite.train.console import compute_timers, perplexity
+from megatron_lite.train.rank_stats import RankFigures
+from megatron_lite.train.step_metrics import StepFigures
+
+
+class StepsFile:
+    """Appends, so that a resumed run goes on in the same file."""
+
+    def __init__(self, run_dir: Path):
+        try:
+            self._file = open(run_dir / STEPS_FILE, "ab", opener=open_regular)
+        except OSError as error:
+            raise UserError(
+                f"{run_dir / STEPS_FILE}: cannot be written ({error.strerror}); move it away, or give another "
+                "--run-dir."
+            ) from None
+        self._kept: int | None = None  # bytes of the file before what was written ahead; None: nothing was
+
+    def write(self, figures: StepFigures, time: StepTime):
+        """One step, as run_folder says."""
+        self._take_back()
+        self._append(_record(figures, time))
+
+    def write_ahead(self, figures: StepFigures, time: StepTime):
+        """The same until something else is written."""
+        if self._kept is None:
+            self._kept = self._file.tell()
+        self._append(_record(figures, time))
+
+    def write_ranks(self, figures: RankFigures):
+        """One interval of all ranks, as run_folder says."""
+        self._take_back()
+        self._append({"kind": RANKS_KIND, "ranks": figures.record()})
+
+    def flush(self):
+        """Everything so far to the operating system, which keeps it when this process is killed."""
+        self._file.flush()
+
+    def close(self):
+        self._file.close()
+
+    def _take_back(self):
+        if self._kept is not None:
+            self._file.truncate(self._kept)
+            self._file.seek(0, os.SEEK_END)  # for the next tell
+            self._kept = None
+
+    def _append(self, record: dict):
+        self._file.write(json.dumps(record).encode() + b"\n")
+
+
+def _record(figures: StepFigures, time: StepTime) -> dict:
+    """The line of a step. What is not known of it is left out, but for its loss and its norm."""
+
+    def to_ms(seconds: float | None) -> float | None:
+        return None if seconds is None else round(1000 * seconds, 3)
+
+    def to_finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    on_gpu = time.gpu_seconds is not None
+    record = {
+        "kind": STEP_KIND,
+        "iteration": figures.iteration,
+        "step": time.step,
+        "consumed_samples": figures.consumed,
+        "batch_size": figures.batch_size,
+        "ms": to_ms(time.seconds),
+        "phases_ms": {name: to_ms(seconds) for name, seconds in time.phases.items()},
+        "loss": to_finite(figures.loss),
+        "grad_norm": None if figures.skipped else to_finite(figures.grad_norm),
+        "loss_scale": figures.loss_scale,
+        "skipped": figures.skipped,
+        "next_lr": figures.next_lr,
+    }
+    known = {
+        "gpu_ms": to_ms(time.gpu_seconds),
+        "gpu_phases_ms": {name: to_ms(seconds) for name, seconds in time.gpu_phases.items()} if on_gpu else None,
+        "reduce_wait_ms": to_ms(time.reduce_wait),
+        "gpu_reduce_wait_ms": to_ms(time.gpu_reduce_wait),
+        "cpu_ms": to_ms(time.cpu_seconds),
+        "core_wait_ms": to_ms(time.core_wait_seconds),
+        "involuntary_switches": time.involuntary_switches,
+        "host_memory_bytes": time.host_bytes,
+        "peak_memory_bytes": time.peak_bytes,
+        "compile_ms": to_ms(time.compile_seconds) if time.compiling else None,
+        "local": figures.local or None,
+        "profiled": time.profiled or None,
+        "beside_profile": time.beside_profile or None,
+        "compiling": time.compiling or None,
+    }
+    return record | {name: value for name, value in known.items() if value is not None}
+
+
+class TensorBoard:
+    """Written by the last rank only."""
+
+    def __init__(self, plan: Plan):
+        from torch.utils.tensorboard import SummaryWriter  # runs without --tensorboard-dir do without its packages
+
+        w = plan.args.watch
+        self.plan = plan
+        self._writer = SummaryWriter(log_dir=w.tensorboard_dir, max_queue=w.tensorboard_queue_size)
+        for group in dataclasses.asdict(plan.args).values():
+            for name, value in group.items():
+                self._writer.add_text(name, str(value))
+
+    def step(self, f: StepFigures, seconds: float | None):
+        """One step's scalars, over iterations and over samples. `seconds`: None for a profiled step."""
+        w = self.plan.args.watch
+        if f.iteration % w.tensorboard_log_interval:
+            return
+        scalars = {
+            "learning-rate": f.next_lr,
+            "batch-size": f.batch_size,
+            "lm loss": f.loss,
+            "loss-scale": f.next_loss_scale if w.log_loss_scale_to_tensorboard else None,
+            "grad-norm": None if f.skipped else f.grad_norm,
+            "num-zeros": f.zeros if w.log_num_zeros_in_grad else None,
+            "params-norm": f.params_norm if w.log_params_norm else None,
+            "world-size": self.plan.world.size if w.log_world_size_to_tensorboard else None,
+            "iteration-time": seconds if w.log_timers_to_tensorboard else None,
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, f.iteration)
+                self._writer.add_scalar(f"{name} vs samples", value, f.consumed)
+
+    def interval(self, iteration: int, scalars: dict[str, float]):
+        """Scalars of a whole interval: throughput, phase times."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def ranks(self, iteration: int, f: RankFigures):
+        """Times and memory of an interval. Megatron's NAME-time is the slowest rank's, in seconds per iteration."""
+        w, scalars = self.plan.args.watch, {}
+        if w.log_timers_to_tensorboard:
+            for name, times in compute_timers(f.mean_ms).items():
+                scalars |= {f"{name}-time": max(times) / 1000, f"{name}-time-min": min(filter(None, times)) / 1000}
+        if w.log_memory_to_tensorboard:
+            most = {"host-memory-bytes": f.host_memory_bytes, "mem-step-peak-bytes": f.peak_memory_bytes}
+            scalars |= {name: max(values) for name, values in most.items() if not any(map(math.isnan, values))}
+        self.interval(iteration, scalars)
+
+    def memory(self, iteration: int, stats: dict[str, int]):
+        """The allocator's counters, as of torch.cuda.memory_stats()."""
+        names = {
+            "mem-reserved-bytes": "reserved_bytes.all.current",
+            "mem-allocated-bytes": "allocated_bytes.all.current",
+            "mem-max-allocated-bytes": "allocated_bytes.all.peak",
+            "mem-allocated-count": "allocation.all.current",
+        }
+        self.interval(iteration, {name: stats[key] for name, key in names.items()})
+
+    def evaluation(self, which: str, loss: float, iteration: int, consumed: int):
+        """'validation' or 'test' loss, and its perplexity if asked for. Megatron has one name for both, ours beside it."""
+        scalars = {}
+        for kind in dict.fromkeys(("validation", which)):
+            scalars[f"lm loss {kind}"] = loss
+            if self.plan.args.watch.log_validation_ppl_to_tensorboard:
+                scalars[f"lm loss {kind} ppl"] = perplexity(loss)
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, iteration)
+            self._writer.add_scalar(f"{name} vs samples", value, consumed)
+
+    def flush(self):
+        """Everything so far to disk."""
+        self._writer.flush()
+
+    def close(self):
+        self._writer.close()
