@@ -25,8 +25,7 @@ TRIES = 3
 FLAGS = (
     "--num-layers 1 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 8 --train-iters 16 --lr 1e-4 "
-    "--bf16 "
-    "--tokenizer-type NullTokenizer --vocab-size 1023 --mock-data --num-workers 0 --eval-iters 0 --log-interval 2 "
+    "--bf16 --tokenizer-type NullTokenizer --vocab-size 1023 --mock-data --num-workers 0 --eval-iters 0 --log-interval 2 "
     "--profile --use-pytorch-profiler --profile-step-start 9 --profile-step-end 12 --profile-ranks -1 "
     "--pytorch-profiler-collect-shapes --no-report"
 )
@@ -35,32 +34,21 @@ NEED_BF16_PRODUCTS = {"fp32", "hidden 1000"}
 CLEAN = "clean"
 SLEEP_S = 0.04
 KEPT = []  # what the leak keeps
+VALUE = torch.ones(1)
 
 
-def after_forward(do: Callable):
-    """`do(loss)` after the forward of every micro-batch."""
+def after_forward(do: Callable[[], object]):
+    """`do()` after the forward of every micro-batch."""
     from megatron_lite.train import step
 
     inner = step.loss_and_tokens
 
     def doing(model, batch):
-        loss, tokens = inner(model, batch)
-        do(loss)
-        return loss, tokens
+        result = inner(model, batch)
+        do()
+        return result
 
     step.loss_and_tokens = doing
-
-
-def read_often():
-    after_forward(lambda loss: [loss.item() for _ in range(42)])
-
-
-def collect_garbage():
-    after_forward(lambda loss: gc.collect())
-
-
-def sleep_in_the_step():
-    after_forward(lambda loss: time.sleep(SLEEP_S))
 
 
 def log_heavily():
@@ -68,7 +56,7 @@ def log_heavily():
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
     logger.addHandler(logging.FileHandler(os.devnull))
-    after_forward(lambda loss: [logger.debug("value %d", index) for index in range(5000)])
+    after_forward(lambda: [logger.debug("value %d", index) for index in range(5000)])
 
 
 def sleeping_loader():
@@ -91,27 +79,18 @@ def reduce_every_micro_batch():
 
 
 def slow_rank():
-    from megatron_lite.train import step
+    square = torch.ones(384, 384)
 
-    inner, square = step.loss_and_tokens, torch.ones(384, 384)
+    def compute():
+        # Operators, as on a slow core: a sleep would be Python between operators.
+        until = time.monotonic() + SLEEP_S
+        while os.environ["RANK"] == "1" and time.monotonic() < until:
+            torch.mm(square, square)
 
-    def slow(model, batch):
-        if os.environ["RANK"] == "1":
-            # Operators, as on a slow core: a sleep would be Python between operators.
-            until = time.monotonic() + SLEEP_S
-            while time.monotonic() < until:
-                torch.mm(square, square)
-        return inner(model, batch)
-
-    step.loss_and_tokens = slow
-
-
-def leak():
-    after_forward(lambda loss: KEPT.append(torch.ones(2**20)))  # 4 MiB, as if outputs were kept for later
+    after_forward(compute)
 
 
 def unfused_optimizer():
-
     from megatron_lite.optim import optimizer
 
     class Loop(torch.optim.AdamW):
@@ -139,23 +118,19 @@ def recompiles():
     BatchMaker.__call__ = shorter
 
 
-def nothing():
-    pass
-
-
 @dataclass(frozen=True)
 class Cause:
     """How it is planted, and the code of the finding that must come first."""
 
     code: str
-    plant: Callable[[], None] = nothing
+    plant: Callable[[], None] = lambda: None
     flags: str = ""
     ranks: int = 1
 
 
 CAUSES = {
-    "gc.collect() in every step": Cause("gc-pauses", collect_garbage),
-    "a sleep in every step": Cause("host-gaps", sleep_in_the_step),
+    "gc.collect() in every step": Cause("gc-pauses", lambda: after_forward(gc.collect)),
+    "a sleep in every step": Cause("host-gaps", lambda: after_forward(lambda: time.sleep(SLEEP_S))),
     "heavy logging": Cause("host-gaps", log_heavily),
     "a sleeping loader": Cause("starved-loader", sleeping_loader),
     "hidden 1000": Cause(
@@ -170,7 +145,8 @@ CAUSES = {
         ranks=2,
     ),
     "a slow rank": Cause("straggler", slow_rank, "--profile-step-end 14", ranks=2),
-    "a leak": Cause("memory-growth", leak),
+    # 4 MiB per micro-batch, as if outputs were kept for later
+    "a leak": Cause("memory-growth", lambda: after_forward(lambda: KEPT.append(torch.ones(2**20)))),
     "an unfused optimizer": Cause(
         "unfused-optimizer",
         unfused_optimizer,
@@ -181,7 +157,7 @@ CAUSES = {
 PLANTED = {cause.code for cause in CAUSES.values()}
 CLEAN_RUNS = {  # sound runs of several kinds
     "as it is": Cause(CLEAN),
-    "values read on a CPU": Cause(CLEAN, read_often),
+    "values read on a CPU": Cause(CLEAN, lambda: after_forward(lambda: [VALUE.item() for _ in range(42)])),
     "one micro-batch": Cause(CLEAN, flags="--micro-batch-size 8"),
     "RMSNorm, SwiGLU, rope": Cause(CLEAN, flags="--normalization RMSNorm --swiglu --position-embedding-type rope"),
     "recomputation": Cause(
