@@ -66,11 +66,9 @@ def config(megatron, seq_length, seed, **blend):
 
 def assert_same_samples(ours, theirs):
     assert len(ours) == len(theirs)
-    for i in range(len(ours)):
-        sample = theirs[i]
-        raw = ours[i]
-        assert np.array_equal(raw[:-1], sample["tokens"].numpy())
-        assert np.array_equal(raw[1:], sample["labels"].numpy())
+    for i, raw in enumerate(ours[i] for i in range(len(ours))):
+        assert np.array_equal(raw[:-1], theirs[i]["tokens"].numpy())
+        assert np.array_equal(raw[1:], theirs[i]["labels"].numpy())
 
 
 def test_file_is_read_alike(megatron, corpora):

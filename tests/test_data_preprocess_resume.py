@@ -172,17 +172,15 @@ def test_what_could_not_be_continued_is_not_kept(inputs, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_up_costs_nothing_that_was_done(inputs, whole, tmp_path):
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old, said = resource.getrlimit(resource.RLIMIT_FSIZE), []
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, old[1]))
+    message = r"^\S+x_text_document: cannot be written \(File too large\); free some space .*$"
     try:
-        with pytest.raises(
-            DataError, match=r"^\S+x_text_document: cannot be written \(File too large\); free some space .*$"
-        ):
+        with pytest.raises(DataError, match=message):
             run(inputs, tmp_path / "parts" / "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert not [name for name in contents(tmp_path / "parts") if name.endswith((".bin", ".idx"))]
-    said = []
     run(inputs, tmp_path / "parts" / "x", said=said)
     assert "goes on after" in said[0] and contents(tmp_path / "parts") == whole[1]
 

@@ -67,31 +67,23 @@ def test_results_come_in_order_and_few_tasks_are_read_ahead():
     assert list(in_order(square, [], 2)) == []
 
 
-def test_a_bad_line_ends_the_workers_too(lines, tmp_path):
-    with open(lines, "a") as file:
-        file.write("{\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:501: not JSON"):
-        preprocess([lines], tmp_path / "out" / "x", BYTES, workers=2)
-    assert contents(tmp_path / "out") == {} and multiprocessing.active_children() == []
-
-
-def test_a_killed_worker_ends_the_run(lines, tmp_path):
+def test_whatever_ends_a_run_ends_its_workers_and_leaves_no_file(lines, tmp_path, capfd):
     def kill(*numbers):
         if multiprocessing.active_children():
             os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
-    with pytest.raises(
-        WorkerDied, match=r"^--workers: a worker process died \(SIGKILL\), mostly for lack of memory; .*$"
+    killed = r"^--workers: a worker process died \(SIGKILL\), mostly for lack of memory; .*$"
+    failed = r"^--workers: a worker process died \(exit code 1\), its own message .* processes$"
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(lines.read_text() + "{\n")
+    for path, tokenizer, report, kind, message in (
+        (bad, BYTES, lambda *numbers: None, DataError, r"bad\.jsonl:501: not JSON"),
+        (lines, BYTES, kill, WorkerDied, killed),
+        (lines, FailingTokenizer(), lambda *numbers: None, WorkerDied, failed),
     ):
-        preprocess([lines], tmp_path / "out" / "x", BYTES, workers=2, report=kill)
-    assert contents(tmp_path / "out") == {} and multiprocessing.active_children() == []
-
-
-def test_a_worker_that_fails_says_why(lines, tmp_path, capfd):
-    with pytest.raises(
-        WorkerDied, match=r"^--workers: a worker process died \(exit code 1\), its own message .* processes$"
-    ):
-        preprocess([lines], tmp_path / "out" / "x", FailingTokenizer(), workers=2)
+        with pytest.raises(kind, match=message):
+            preprocess([path], tmp_path / "out" / "x", tokenizer, workers=2, report=report)
+        assert contents(tmp_path / "out") == {} and multiprocessing.active_children() == []
     assert "ZeroDivisionError: a mistake in a tokenizer" in capfd.readouterr().err
 
 
