@@ -197,7 +197,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
 
 
 @pytest.mark.skipif(not PUBLIC_DATA.is_dir(), reason="no ../shared/data beside the repository")
-def test_same_bytes_as_megatrons_preprocess_data_for_tinyshakespeare(tmp_path):
+def test_same_bytes_as_megatrons_preprocess_data_for_tinyshakespeare(tmp_path, capsys):
     blocks = (PUBLIC_DATA / "tinyshakespeare.txt").read_text().split("\n\n")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": block}) + "\n" for block in blocks))
     gpt2 = ["--vocab-file", f"{PUBLIC_DATA}/gpt2/vocab.json", "--merge-file", f"{PUBLIC_DATA}/gpt2/merges.txt"]
@@ -206,3 +206,5 @@ def test_same_bytes_as_megatrons_preprocess_data_for_tinyshakespeare(tmp_path):
     files = [tmp_path / f"x_text_document{ending}" for ending in (".bin", ".idx")]
     assert [hashlib.sha256(path.read_bytes()).hexdigest()[:8] for path in files] == ["4bbfe2d7", "c0d001bf"]
     assert main(["inspect", f"{tmp_path}/x_text_document", *gpt2]) == 0
+    shown = capsys.readouterr().out
+    assert "7,222 sequences" in shown and "330,807 as uint16" in shown and "to 50256" in shown

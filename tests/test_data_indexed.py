@@ -3,7 +3,6 @@
 Patterns that run from ^ to $ without a line break also hold that a message is one line.
 """
 
-import hashlib
 import pickle
 import resource
 import struct
@@ -14,10 +13,8 @@ import pytest
 
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedWriter
-from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError
 
-PUBLIC_DATA = Path(__file__).parents[2] / "shared" / "data"
 DOCUMENTS = [[1, 2, 3], [], [40_000, 5]]
 
 # Written by hand from the table of the format: two sequences, three documents, the second one empty.
@@ -67,18 +64,6 @@ def test_token_type_follows_the_vocabulary(tmp_path, vocab_size, dtype):
     indexed = IndexedDataset(write(tmp_path / "x", [[vocab_size - 1]], vocab_size))
     assert indexed.dtype == dtype
     assert indexed.tokens(0).tolist() == [vocab_size - 1]
-
-
-@pytest.mark.skipif(not PUBLIC_DATA.is_dir(), reason="no ../shared/data beside the repository")
-def test_same_bytes_as_megatron_for_tinyshakespeare(tmp_path):
-    gpt2 = PUBLIC_DATA / "gpt2"
-    tokenizer = make_tokenizer("GPT2BPETokenizer", vocab_file=gpt2 / "vocab.json", merge_file=gpt2 / "merges.txt")
-    blocks = (PUBLIC_DATA / "tinyshakespeare.txt").read_text().split("\n\n")
-    prefix = write(tmp_path / "x", [[*tokenizer.encode(block), tokenizer.eod] for block in blocks])
-    digests = [hashlib.sha256(Path(prefix + ending).read_bytes()).hexdigest()[:8] for ending in (".bin", ".idx")]
-    assert digests == ["4bbfe2d7", "c0d001bf"]
-    indexed = IndexedDataset(prefix)
-    assert (len(indexed), indexed.num_tokens, indexed.extreme_token_ids()[1]) == (7222, 330_807, 50_256)
 
 
 def test_pickling_opens_the_files_again(tmp_path):
@@ -184,31 +169,30 @@ def patched(at, form, *values):
     return bytes(raw)
 
 
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        (b"", "0 bytes is too short"),
-        (GOLDEN_IDX[:20], "20 bytes is too short"),
-        (b"PK" + GOLDEN_IDX[2:], "starts with b'PKIDIDX.*not an indexed data set"),
-        (patched(9, "<Q", 2), "version 2 is unknown"),
-        (patched(17, "B", 9), "token type code 9 is unknown"),
-        (patched(17, "B", 7), "token type float32 holds no token ids"),
-        (patched(18, "<Q", 2**63), "bytes, but its 9,223,372,036,854,775,808 sequences"),
-        (GOLDEN_IDX[:-1], "89 bytes, but its 2 sequences and 4 document marks need 90"),
-        (GOLDEN_IDX + b"12345", "95 bytes, but"),
-        (GOLDEN_IDX[:18] + bytes(16), "document marks run from nothing"),
-        (patched(58, "<q", 1), "document marks run from 1 to 2, not from 0 to 2"),
-        (patched(82, "<q", 1), "document marks run from 0 to 1, not from 0 to 2"),
-        (patched(66, "<q", 2), "document marks go backwards"),
-        (patched(34, "<i", -3), "sequence 0 has a negative length"),
-        (patched(50, "<q", 4), "sequence 1 does not start where"),
-    ],
-    ids=lambda value: value[:24] if isinstance(value, str) else "",
-)
-def test_damaged_index(prefix, index, message):
-    Path(prefix + ".idx").write_bytes(index)
-    with pytest.raises(DataError, match=rf"^\S+\.idx: .*{message}.*; .*$|^\S+\.idx: .*{message}.*: preprocess.*$"):
-        IndexedDataset(prefix)
+DAMAGED = [  # .idx, and what is said of it
+    (b"", "0 bytes is too short"),
+    (GOLDEN_IDX[:20], "20 bytes is too short"),
+    (b"PK" + GOLDEN_IDX[2:], "starts with b'PKIDIDX.*not an indexed data set"),
+    (patched(9, "<Q", 2), "version 2 is unknown"),
+    (patched(17, "B", 9), "token type code 9 is unknown"),
+    (patched(17, "B", 7), "token type float32 holds no token ids"),
+    (patched(18, "<Q", 2**63), "bytes, but its 9,223,372,036,854,775,808 sequences"),
+    (GOLDEN_IDX[:-1], "89 bytes, but its 2 sequences and 4 document marks need 90"),
+    (GOLDEN_IDX + b"12345", "95 bytes, but"),
+    (GOLDEN_IDX[:18] + bytes(16), "document marks run from nothing"),
+    (patched(58, "<q", 1), "document marks run from 1 to 2, not from 0 to 2"),
+    (patched(82, "<q", 1), "document marks run from 0 to 1, not from 0 to 2"),
+    (patched(66, "<q", 2), "document marks go backwards"),
+    (patched(34, "<i", -3), "sequence 0 has a negative length"),
+    (patched(50, "<q", 4), "sequence 1 does not start where"),
+]
+
+
+def test_damaged_index(prefix):
+    for index, message in DAMAGED:
+        Path(prefix + ".idx").write_bytes(index)
+        with pytest.raises(DataError, match=rf"^\S+\.idx: .*{message}.*[;:] .*$"):
+            IndexedDataset(prefix)
 
 
 def test_checks_reach_over_block_borders(prefix, monkeypatch):

@@ -56,27 +56,26 @@ def test_progress_is_reported_and_ends_with_all(tmp_path, monkeypatch):
     assert seen[1][2] == 0.5 and seen[-1][2] == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"text": ', r":2: not JSON \(.*\); .*"),
-        (b"[" * 100_000, r":2: not JSON \(.*\); .*"),
-        (b'"text"', ":2: a str, not an object; .*"),
-        (b'{"body": "x", "n": 1}', r":2: no text under 'text'; it has body, n \(--json-keys\)"),
-        (b'{"a\\n\\u001b[2J": 1, "b": 2}', r":2: no text under 'text'; it has 'a\\n\\x1b\[2J', b \(--json-keys\)"),
-        (json.dumps({f"k{i}": i for i in range(11)}).encode(), r":2: .*; it has k0, .*, k9, \.\.\. \(--json-keys\)"),
-        (b"{}", r":2: no text under 'text'; it has nothing \(--json-keys\)"),
-        (b'{"text": 5}', ":2: no text under 'text'; .*"),
-        (b'{"text": "\xe9"}', ":2: byte 0xe9 is not UTF-8; .*"),
-    ],
-    ids=["cut", "deep", "string", "other-key", "odd-key", "many-keys", "empty", "number", "latin-1"],
-)
-def test_bad_line_is_named_and_nothing_is_written(tmp_path, line, message):
+BAD_LINES = [  # the second line, and what is said of it
+    (b'{"text": ', r"not JSON \(.*\); .*"),
+    (b"[" * 100_000, r"not JSON \(.*\); .*"),
+    (b'"text"', "a str, not an object; .*"),
+    (b'{"body": "x", "n": 1}', r"no text under 'text'; it has body, n \(--json-keys\)"),
+    (b'{"a\\n\\u001b[2J": 1, "b": 2}', r"no text under 'text'; it has 'a\\n\\x1b\[2J', b \(--json-keys\)"),
+    (json.dumps({f"k{i}": i for i in range(11)}).encode(), r".*; it has k0, .*, k9, \.\.\. \(--json-keys\)"),
+    (b"{}", r"no text under 'text'; it has nothing \(--json-keys\)"),
+    (b'{"text": 5}', "no text under 'text'; .*"),
+    (b'{"text": "\xe9"}', "byte 0xe9 is not UTF-8; .*"),
+]
+
+
+def test_bad_line_is_named_and_nothing_is_written(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=rf"^{re.escape(str(path))}{message}$"):
-        preprocess([path], tmp_path / "x", BYTES)
-    assert list(tmp_path.iterdir()) == [path]
+    for line, message in BAD_LINES:
+        path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+        with pytest.raises(DataError, match=rf"^{re.escape(str(path))}:2: {message}$"):
+            preprocess([path], tmp_path / "x", BYTES)
+        assert list(tmp_path.iterdir()) == [path]
 
 
 TWICE = "--json-keys text text: one key is named twice; name it once"
@@ -121,18 +120,15 @@ def test_a_line_that_is_bad_for_one_key_is_left_out_for_all(tmp_path):
     assert [documents(prefix) for prefix in summary.prefixes] == [["3"], ["4"]]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_line_of_ids_that_are_none(tmp_path):
+    for text, message in (
         ("7 x", r"--tokenizer-type NullTokenizer: 'x' in the text is no integer; .*"),
         ("7 33", r"token id 33 in the text is outside the vocabulary of 33; .*"),
         ("7 99999999999999999999", r"token ids of type object are no integers; .*"),
-    ],
-)
-def test_a_line_of_ids_that_are_none(tmp_path, text, message):
-    path = jsonl(tmp_path / "a.jsonl", {"text": "1 2"}, {"text": text})
-    with pytest.raises(DataError, match=rf"^{re.escape(str(path))}:2: {message}$"):
-        preprocess([path], tmp_path / "x", make_tokenizer("NullTokenizer", vocab_size=32))
+    ):
+        path = jsonl(tmp_path / "a.jsonl", {"text": "1 2"}, {"text": text})
+        with pytest.raises(DataError, match=rf"^{re.escape(str(path))}:2: {message}$"):
+            preprocess([path], tmp_path / "x", make_tokenizer("NullTokenizer", vocab_size=32))
 
 
 def packed_as(kind, raw: bytes) -> bytes:

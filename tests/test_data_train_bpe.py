@@ -35,18 +35,12 @@ def test_other_readers_of_the_files_agree(trained):
     assert reference(TEXT)["input_ids"] == tokenizer.encode(TEXT)
 
 
-def test_bytes_and_several_texts_are_the_same_as_text():
+def test_bytes_and_several_texts_are_the_same_as_text_and_it_stops_when_nothing_repeats():
     assert train_bpe([TEXT.encode()], 300) == train_bpe([TEXT], 300)
     assert train_bpe(["ab ab", "ab ab"], 258) == train_bpe(["ab ab\nab ab"], 258)
-
-
-def test_stops_when_nothing_repeats():
     vocab, merges = train_bpe(["abc abc"], 10_000)
     assert list(vocab) == [*byte_alphabet(), *(left + right for left, right in merges), END_OF_TEXT]
     assert merges == [("a", "b"), ("ab", "c")]
     assert vocab[END_OF_TEXT] == len(vocab) - 1 == 258
-
-
-def test_vocabulary_smaller_than_the_bytes():
     with pytest.raises(DataError, match=r"^--vocab-size 256: 256 bytes and .* need 257 or more$"):
         train_bpe(["x"], 256)
