@@ -1,6 +1,6 @@
 """What a finding is, what a rule is, and how rules word what they find."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from inspect import cleandoc
 from typing import Literal
@@ -68,6 +68,18 @@ def rule(
 ) -> Callable[[Callable[..., Finding | None]], Rule]:
     """Make a function a rule, whose docstring is its page."""
     return lambda function: Rule(code, title, needs, function)
+
+
+def build_time_finding(
+    cost_ms: float | None,
+    evidence: Iterable[Evidence],
+    advice: str,
+    flags: tuple[str, ...] = (),
+    certain: bool = True,
+    rank: int | None = None,
+) -> Finding:
+    """What costs `cost_ms` of each step, and gains that if it goes."""
+    return Finding("", "", cost_ms, None, tuple(evidence), advice, flags, cost_ms, None, certain, rank)
 
 
 def find_lost_time(

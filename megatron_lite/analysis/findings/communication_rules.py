@@ -7,6 +7,7 @@ from megatron_lite.analysis.findings.base import (
     MIN_SHARE_SHOWN,
     Evidence,
     Finding,
+    build_time_finding,
     counted,
     find_lost_time,
     in_ms,
@@ -217,15 +218,9 @@ def find_straggler(facts: Facts) -> Finding | None:
         phase = f", most of it in {found.phase}" if found.phase else ""
         reason = f"{found.cause} takes {in_ms(found.cause_ms)} longer than on the median of the others{phase}"
     advice = f"rank {found.rank}: {why}"
-    return Finding(
-        cost_ms=found.caused_wait_ms,
-        evidence=(Evidence(_describe_lateness(found, ranks), f"rank {found.rank}"), Evidence(reason)),
-        advice=advice,
-        flags=flags,
-        gain_ms=found.caused_wait_ms,
-        certain=bool(found.cause) and found.share_last is not None,
-        rank=found.rank,
-    )
+    seen = (Evidence(_describe_lateness(found, ranks), f"rank {found.rank}"), Evidence(reason))
+    certain = bool(found.cause) and found.share_last is not None
+    return build_time_finding(found.caused_wait_ms, seen, advice, flags, certain, found.rank)
 
 
 def _describe_lateness(found: Straggler, ranks: Ranks | None) -> str:

@@ -46,11 +46,8 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
     for site in sites[:MAX_SHOWN]:
         what = f"{site.operator} -> {site.call}" if site.operator else site.call
         times = f"host waits {in_ms(site.host_ms)}, device idles {in_ms(site.idle_ms)}"
-        shown.append(
-            Evidence(
-                f"{what} in {site.phase or 'no phase'}: {significant(site.per_step)} per step, {times}", site.frame
-            )
-        )
+        text = f"{what} in {site.phase or 'no phase'}: {significant(site.per_step)} per step, {times}"
+        shown.append(Evidence(text, site.frame))
     text = f"{counted(calls, 'wait')} per step, after which the device idles {of_step(cost, one)}"
     advice = "read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device"
     return find_lost_time(one, cost, text, advice, *shown, flags=("--log-interval 100",), cheap=True)
@@ -97,11 +94,9 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
     )
     sites = time.hosts[:MAX_LAUNCH_SITES]
     shown = (Evidence(f"{in_ms(site.idle_ms)} while the host is in {site.what}", site.phase) for site in sites)
-    advice = (
-        f"more work per launch: {larger[1]}"
-        if larger
-        else "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
-    )
+    advice = "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
+    if larger:
+        advice = f"more work per launch: {larger[1]}"
     flags = (*(larger[:1] if larger else ()), *(() if compiles(facts) else ("--torch-compile",)))
     return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=not one.trace.with_stack, at_least=0.0)
 
@@ -163,17 +158,8 @@ def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | None
     advice = remedy if one.trace.with_stack else f"{STACKS} names the function; {remedy}"
     flags = () if one.trace.with_stack else (STACKS,)
     text = f"Python runs for a millisecond or longer without an operator: {of_step(seen, one)}"
-    return find_lost_time(
-        one,
-        min(most, seen),
-        text,
-        advice,
-        *shown,
-        title=TITLE_ON_CPU,
-        flags=flags,
-        certain=False,
-        at_least=MAX_LATE_SHARE,
-    )
+    cost, title, least = min(most, seen), TITLE_ON_CPU, MAX_LATE_SHARE
+    return find_lost_time(one, cost, text, advice, *shown, title=title, flags=flags, certain=False, at_least=least)
 
 
 def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | None:
@@ -250,16 +236,7 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
     return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)
 
 
-ALLOCATOR_CALLS = (
-    "cudaMalloc",
-    "cudaFree",
-    "cudaHostAlloc",
-    "cudaMallocHost",
-    "cuMem",
-    "hipMalloc",
-    "hipFree",
-    "hipHostMalloc",
-)
+ALLOCATOR_CALLS = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMem", "hipMalloc", "hipFree", "hipHostMalloc")
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 

@@ -5,7 +5,16 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, in_ms, of_step, rule, where
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    build_time_finding,
+    find_lost_time,
+    in_ms,
+    of_step,
+    rule,
+    where,
+)
 from megatron_lite.analysis.findings.run_settings import (
     hardware,
     loader_workers,
@@ -47,17 +56,12 @@ def find_starved_loader(facts: Facts) -> Finding | None:
     advice = (
         f"load ahead with more workers: --num-workers {wanted}" if wanted else "load ahead with more worker processes"
     )
-    loading = wait.loading_ms is not None
-    text = f"the host stands {in_ms(wait.loading_ms)} per step in the loader, hidden or not" if loading else ""
-    flags = (f"--num-workers {wanted or 'N'}",)
-    return Finding(
-        cost_ms=wait.ms,
-        evidence=(Evidence(wait.text, wait.where), *([Evidence(text)] if text else [])),
-        advice=f"{advice} (now {workers})" if isinstance(workers, int) else advice,
-        flags=flags,
-        gain_ms=wait.ms,
-        rank=wait.rank,
-    )
+    if isinstance(workers, int):
+        advice += f" (now {workers})"
+    seen = [Evidence(wait.text, wait.where)]
+    if wait.loading_ms is not None:
+        seen.append(Evidence(f"the host stands {in_ms(wait.loading_ms)} per step in the loader, hidden or not"))
+    return build_time_finding(wait.ms, seen, advice, (f"--num-workers {wanted or 'N'}",), rank=wait.rank)
 
 
 @rule("too-many-workers", "more loader workers than cores")
@@ -78,17 +82,10 @@ def find_too_many_workers(facts: Facts) -> Finding | None:
         return None
     workers, ranks, cpus = _count(facts)
     fewer = max(1, cpus // (2 * ranks))
-    seen = Evidence(f"{workers} workers x {ranks} ranks of this machine on {cpus} cores", "run.json")
+    text = f"{workers} workers x {ranks} ranks of this machine on {cpus} cores"
+    seen = (Evidence(wait.text, wait.where), Evidence(text, "run.json"))
     advice = f"fewer workers than cores: --num-workers {fewer} (now {workers}), and less work per batch"
-    return Finding(
-        cost_ms=wait.ms,
-        evidence=(Evidence(wait.text, wait.where), seen),
-        advice=advice,
-        flags=(f"--num-workers {fewer}",),
-        gain_ms=wait.ms,
-        certain=False,
-        rank=wait.rank,
-    )
+    return build_time_finding(wait.ms, seen, advice, (f"--num-workers {fewer}",), certain=False, rank=wait.rank)
 
 
 def are_too_many(facts: Facts) -> bool:
@@ -196,13 +193,10 @@ def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | None:
     names = one.trace.events.name[rows]
     groups = [rows[names == name] for name in np.unique(names)]
     groups.sort(key=lambda group: -per_step_ms(one, group))
-    shown = (
-        Evidence(
-            f"{one.trace.name_of(group[0])}: {significant(per_step(one, group))} per step, {in_ms(per_step_ms(one, group))}",
-            where(one, group[0]),
-        )
-        for group in groups[:MAX_SHOWN]
-    )
+    shown = []
+    for group in groups[:MAX_SHOWN]:
+        times = f"{significant(per_step(one, group))} per step, {in_ms(per_step_ms(one, group))}"
+        shown.append(Evidence(f"{one.trace.name_of(group[0])}: {times}", where(one, group[0])))
     cost = exposed_ms(one, rows)
     text = f"nothing but copies runs {of_step(cost, one)}"
     advice = "copy from pinned memory on a stream of its own, ahead of the kernels that need it"

@@ -129,9 +129,8 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
     return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)
 
 
-MAX_ELEMENTWISE_SHARE = (
-    0.15  # of the step: below, compiling saves less than a run's noise against what it costs at the start
-)
+# Of the step: below, compiling saves less than a run's noise against what it costs at the start.
+MAX_ELEMENTWISE_SHARE = 0.15
 
 
 @rule("unfused-elementwise", "elementwise kernels one by one", needs="gpu")

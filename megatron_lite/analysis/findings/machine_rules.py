@@ -6,7 +6,17 @@ from statistics import median
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import MIN_SHARE_SHOWN, Evidence, Finding, in_ms, of_step, rule, share, where
+from megatron_lite.analysis.findings.base import (
+    MIN_SHARE_SHOWN,
+    Evidence,
+    Finding,
+    build_time_finding,
+    in_ms,
+    of_step,
+    rule,
+    share,
+    where,
+)
 from megatron_lite.analysis.findings.run_settings import (
     argument,
     compiles,
@@ -56,9 +66,7 @@ def find_recompilation(facts: Facts) -> Finding | None:
         return None
     cost, seen, rank = found
     advice = "start with TORCH_LOGS=recompiles to see which guard fails, and keep shapes and Python values constant"
-    return Finding(
-        cost_ms=cost, evidence=(seen,), advice=advice, flags=("TORCH_LOGS=recompiles",), gain_ms=cost, rank=rank
-    )
+    return build_time_finding(cost, [seen], advice, ("TORCH_LOGS=recompiles",), rank=rank)
 
 
 def _measure_run(run: Run) -> tuple[float, Evidence, None] | None:
@@ -72,9 +80,8 @@ def _measure_run(run: Run) -> tuple[float, Evidence, None] | None:
     cost = sum(max(0.0, run.training_ms[index] - steady_ms) for index in late) / run.steps
     if not cost >= MIN_SHARE_SHOWN * steady_ms:
         return None
-    shown = ", ".join(str(run.iterations[at]) for at in late[:MAX_STEPS_SHOWN]) + (
-        ", ..." if len(late) > MAX_STEPS_SHOWN else ""
-    )
+    shown = ", ".join(str(run.iterations[at]) for at in late[:MAX_STEPS_SHOWN])
+    shown += ", ..." if len(late) > MAX_STEPS_SHOWN else ""
     text = (
         f"{len(late)} of {run.steps} steps compiled something, after the first one (iterations {shown}); spread over "
         f"all steps {in_ms(cost)} each, beside {in_ms(steady_ms)} without compiling"
@@ -168,15 +175,7 @@ def find_first_step(facts: Facts) -> Finding | None:
             "compiling does not pay in so short a run: --torch-compile none, or keep its cache where the next run "
             "finds it (TORCHINDUCTOR_CACHE_DIR)"
         )
-    seen = Evidence(text, "steps.jsonl")
-    return Finding(
-        cost_ms=extra / run.steps,
-        evidence=(seen,),
-        advice=advice,
-        flags=flags,
-        gain_ms=extra / run.steps,
-        certain=bool(compiled),
-    )
+    return build_time_finding(extra / run.steps, [Evidence(text, "steps.jsonl")], advice, flags, certain=bool(compiled))
 
 
 MAX_SLOWDOWN = 1.25  # a quarter more: a cause of a tenth of the step can then be the profiler's own
@@ -300,21 +299,11 @@ def find_busy_machine(facts: Facts) -> Finding | None:
         got = f"rank {rank} gets {in_ms(ranks.cpu_ms[rank])} of CPU time in {step}"
         lost = ranks.involuntary_switches
         told.append(f"{got}, and loses a core {lost[rank]:,.0f} times" if lost else got)
-    advice, flags = (
-        "stop what else runs on these cores (top shows it), or give the run cores of its own, and measure again",
-        (),
-    )
+    advice = "stop what else runs on these cores (top shows it), or give the run cores of its own, and measure again"
+    flags = ()
     cpus, threads, local = whole(hardware(facts, "cpus")), whole(hardware(facts, "threads")), local_ranks(facts)
     if cpus and threads and local and local * threads > cpus:
         advice = f"start fewer threads ({THREADS}): {local} ranks x {threads} threads share {cpus} cores"
         flags = (THREADS,)
-    seen = tuple(Evidence(text, "steps.jsonl") for text in told)
-    return Finding(
-        cost_ms=ms,
-        evidence=seen,
-        advice=advice,
-        flags=flags,
-        gain_ms=ms,
-        certain=ms is not None and not on_gpu(facts),
-        rank=rank,
-    )
+    seen = (Evidence(text, "steps.jsonl") for text in told)
+    return build_time_finding(ms, seen, advice, flags, certain=ms is not None and not on_gpu(facts), rank=rank)

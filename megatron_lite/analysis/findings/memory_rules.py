@@ -2,7 +2,15 @@
 
 import math
 
-from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, find_lost_memory, in_ms, rule
+from megatron_lite.analysis.findings.base import (
+    MATTERS,
+    Evidence,
+    Finding,
+    build_time_finding,
+    find_lost_memory,
+    in_ms,
+    rule,
+)
 from megatron_lite.analysis.findings.run_settings import (
     TIGHT,
     argument,
@@ -52,13 +60,10 @@ def find_memory_growth(facts: Facts) -> Finding | None:
         leak, most = max(leaks, key=lambda pair: pair[0].bytes_per_step)
         total = int(leak.bytes_per_step * leak.steps)
         text = f"{size(leak.bytes_per_step)} more after each of {leak.steps} steps"
-        sites = (
-            Evidence(
-                f"{size(site.num_bytes)} per step of {site.category} made in {site.phase or 'an unknown phase'}",
-                site.site,
-            )
-            for site in leak.sites[:MAX_SHOWN]
-        )
+        sites = []
+        for site in leak.sites[:MAX_SHOWN]:
+            made = f"{site.category} made in {site.phase or 'an unknown phase'}"
+            sites.append(Evidence(f"{size(site.num_bytes)} per step of {made}", site.site))
         return find_lost_memory(most, total, total, text, GROWTH_ADVICE, *sites, flags=GROWTH_FLAGS)
     run = facts.run
     measured = [(one, "the GPU's peak") for one in run.gpu_growths] if run else []
@@ -99,12 +104,10 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     if failed is None:
         return None
     free = f"{size(max(failed.oom.device_free_bytes, 0))} were free on the device"
+    most_bytes = max(failed.peak_bytes, 1)
     held = [
-        Evidence(
-            f"{part.category}: {size(part.num_bytes)}, {part.num_bytes / max(failed.peak_bytes, 1):.0%} of "
-            "what tensors held"
-        )
-        for part in failed.held[:MAX_SHOWN]
+        Evidence(f"{one.category}: {size(one.num_bytes)}, {one.num_bytes / most_bytes:.0%} of what tensors held")
+        for one in failed.held[:MAX_SHOWN]
     ]
     most = failed.held[0].category if failed.held else ""
     advice = f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank"
@@ -115,10 +118,8 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     return Finding(cost_bytes=failed.peak_bytes, evidence=(asked, *held), advice=advice, flags=flags, rank=failed.rank)
 
 
-MAX_FRAGMENTED_SHARE, MIN_BYTES = (
-    0.10,
-    256 * MIB,
-)  # of what is reserved; segments of 20 MiB leave some of each free by design
+# Of what is reserved; segments of 20 MiB leave some of each free by design.
+MAX_FRAGMENTED_SHARE, MIN_BYTES = 0.10, 256 * MIB
 HELPS = 0.05  # of what is reserved, that the replay must save to be worth a word
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -159,16 +160,8 @@ def find_fragmentation(facts: Facts) -> Finding | None:
         if gain
         else "keep batch and sequence length constant, so that freed pieces fit again"
     )
-    return find_lost_memory(
-        worst,
-        unused,
-        gain,
-        text,
-        advice,
-        Evidence(told),
-        flags=(EXPANDABLE_SEGMENTS,) if gain else (),
-        certain=gain is not None,
-    )
+    flags, certain = (EXPANDABLE_SEGMENTS,) if gain else (), gain is not None
+    return find_lost_memory(worst, unused, gain, text, advice, Evidence(told), flags=flags, certain=certain)
 
 
 MAX_LOGITS_SHARE = 0.25  # of the peak: less than the layers' activations usually take
@@ -303,7 +296,7 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | None:
     cost = accumulation_ms(one) or None if one is not None else None
     peak = f"the peak is {size(held.num_bytes)} of {size(device_bytes(facts))}"
     seen = Evidence(f"{peak}, with {micro_batches(facts)} micro-batches per step", held.where)
-    return Finding(cost_ms=cost, evidence=(seen,), advice=larger[1], flags=larger[:1], gain_ms=cost, certain=False)
+    return build_time_finding(cost, [seen], larger[1], larger[:1], certain=False)
 
 
 FORWARD = Phase.FORWARD.value
@@ -352,16 +345,9 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     if cost < MATTERS * step_ms:
         return None
     without = f"without that a step would hold at most {size(needed)}, and there are {size(room)}"
-    advice = "leave out --recompute-granularity full"
-    flags = ("--recompute-granularity selective",)
-    return Finding(
-        cost_ms=cost,
-        evidence=(
-            Evidence(f"{recomputed} of {layers} layers are recomputed; {without}", "run.json"),
-            Evidence(f"forward takes {in_ms(forward)}, and is run twice", place),
-        ),
-        advice=advice,
-        flags=flags,
-        gain_ms=cost,
-        certain=False,
+    seen = (
+        Evidence(f"{recomputed} of {layers} layers are recomputed; {without}", "run.json"),
+        Evidence(f"forward takes {in_ms(forward)}, and is run twice", place),
     )
+    advice, flags = "leave out --recompute-granularity full", ("--recompute-granularity selective",)
+    return build_time_finding(cost, seen, advice, flags, certain=False)

@@ -2,11 +2,13 @@
 
 import math
 import re
+from dataclasses import replace
 
 from megatron_lite.analysis.findings.base import (
     MIN_SHARE_SHOWN,
     Evidence,
     Finding,
+    build_time_finding,
     find_lost_time,
     in_ms,
     of_step,
@@ -42,13 +44,10 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
     kernels = one.kernels
     rows = [row for row in kernels.rows if row.tensor_cores is TensorCores.NO and row.precision in SIXTEEN_BITS]
     cost = sum(row.ms for row in rows)
-    shown = (
-        Evidence(
-            f"{row.short}: {in_ms(row.ms)}, {significant(row.per_step)} per step, from {row.operator or 'no operator'}",
-            row.phase,
-        )
-        for row in rows[:MAX_SHOWN]
-    )
+    shown = []
+    for row in rows[:MAX_SHOWN]:
+        times = f"{in_ms(row.ms)}, {significant(row.per_step)} per step"
+        shown.append(Evidence(f"{row.short}: {times}, from {row.operator or 'no operator'}", row.phase))
     # The odd dimensions of these kernels' own operators, and what makes them; none without shapes.
     asked = {row.operator for row in rows}
     odd = [size for row in kernels.roofline if row.operator in asked for size in row.dims if is_off(size)]
@@ -106,14 +105,8 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
         Evidence(f"{row.short}: {row.ms:,.2f} ms, {significant(row.per_step)} per step", row.phase) for row in rows[:2]
     )
     advice = f"train in mixed precision: {flag}"
-    return Finding(
-        cost_ms=ms if gain is None else gain,
-        evidence=(seen, *shown),
-        advice=advice,
-        flags=(flag,),
-        gain_ms=gain,
-        rank=one.time.rank,
-    )
+    found = build_time_finding(ms if gain is None else gain, (seen, *shown), advice, (flag,), rank=one.time.rank)
+    return replace(found, gain_ms=gain)
 
 
 @rule("slow-16-bit-products", "16-bit products without units for them")
@@ -144,15 +137,8 @@ def find_slow_16_bit_products(facts: Facts) -> Finding | None:
         seen.append(Evidence(f"matrix products and attention take {of_step(cost, one)}", where(one)))
     flag = "--bf16" if hardware(facts, "bf16_products") is True else ""
     advice = f"use {flag} instead of --{precision}" if flag else f"try fp32: leave out --{precision}"
-    return Finding(
-        cost_ms=cost,
-        evidence=tuple(seen),
-        advice=advice,
-        flags=(flag,) if flag else (),
-        gain_ms=cost,
-        certain=False,
-        rank=one.time.rank if one is not None else None,
-    )
+    rank = one.time.rank if one is not None else None
+    return build_time_finding(cost, seen, advice, (flag,) if flag else (), certain=False, rank=rank)
 
 
 MAX_ODD_SHARE = 0.10  # of the step in products with odd dimensions, whose cost the tiles alone do not tell
@@ -184,13 +170,10 @@ def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | None:
     odd = sum(row.ms for row in rows if any(size > LOAD and size % LOAD for size in row.dims))
     sizes = dict.fromkeys(size for row in rows for size in row.dims if is_off(size))
     changes = list(dict.fromkeys(suggest_size(facts, size, enlarge(size)) for size in sizes))
-    shown = (
-        Evidence(
-            f"{name_layer(facts, row.dims)} {row.shape}: {in_ms(row.ms)}, {significant(row.per_step)} per step",
-            row.phase,
-        )
-        for row in rows[:MAX_SHAPES_SHOWN]
-    )
+    shown = []
+    for row in rows[:MAX_SHAPES_SHOWN]:
+        times = f"{in_ms(row.ms)}, {significant(row.per_step)} per step"
+        shown.append(Evidence(f"{name_layer(facts, row.dims)} {row.shape}: {times}", row.phase))
     text = f"products with such dimensions take {of_step(ms, one)}"
     advice = "; ".join(changes[:MAX_SHAPES_SHOWN])
     flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))

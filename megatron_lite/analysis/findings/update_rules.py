@@ -8,6 +8,7 @@ from megatron_lite.analysis.findings.base import (
     MIN_SHARE_SHOWN,
     Evidence,
     Finding,
+    build_time_finding,
     find_lost_time,
     in_ms,
     of_step,
@@ -122,7 +123,7 @@ def find_overflow_storm(facts: Facts) -> Finding | None:
         text += f": {in_ms(cost)} of every {in_ms(run.steady_step_ms)} are computed for nothing"
     seen = Evidence(text, "steps.jsonl")
     advice = "train in bf16 (--bf16), or lower --lr and lengthen --lr-warmup-iters"
-    return Finding(cost_ms=cost, evidence=(seen,), advice=advice, flags=("--bf16",), gain_ms=cost)
+    return build_time_finding(cost, [seen], advice, ("--bf16",))
 
 
 TOO_SMALL = 16.0  # gradients of a healthy run bear scales of thousands; fp16's smallest number is 6e-8
@@ -218,13 +219,8 @@ def find_log_stalls(facts: Facts) -> Finding | None:
     costly = [flag for name, flag in COSTLY.items() if argument(facts, name)]
     now = argument(facts, "log_interval")
     advice = f"a larger --log-interval{f' (now {now})' if now else ''}"
-    return Finding(
-        cost_ms=cost,
-        evidence=(seen,),
-        advice=f"{advice}, without {', '.join(costly)}" if costly else advice,
-        flags=("--log-interval 100",),
-        gain_ms=cost,
-    )
+    advice += f", without {', '.join(costly)}" if costly else ""
+    return build_time_finding(cost, [seen], advice, ("--log-interval 100",))
 
 
 MIN_STEPS, MIN_TIMES = 20, 3  # one of both: a short run's only checkpoint says nothing of how often
@@ -260,20 +256,14 @@ def find_save_and_eval(facts: Facts) -> Finding | None:
     if argument(facts, "async_save"):
         remedies[SAVE] = ("save less often (--save-interval)", "--save-interval")
     cost = sum(stalls.values()) / run.steps
-    seen = (
-        f"{name}: {times[name]} times, {in_ms(total / times[name])} each, {total / whole_ms:.0%} of the time of "
-        f"the run's {run.steps} steps"
-        for name, total in stalls.items()
-    )
+    seen = []
+    for name, total in stalls.items():
+        of_all = f"{total / whole_ms:.0%} of the time of the run's {run.steps} steps"
+        text = f"{name}: {times[name]} times, {in_ms(total / times[name])} each, {of_all}"
+        seen.append(Evidence(text, "steps.jsonl"))
     advice = f"stand still less: {' and '.join(remedies[name][0] for name in stalls)}"
     flags = tuple(remedies[name][1] for name in stalls)
-    return Finding(
-        cost_ms=cost,
-        evidence=tuple(Evidence(text, "steps.jsonl") for text in seen),
-        advice=advice,
-        flags=flags,
-        gain_ms=cost,
-    )
+    return build_time_finding(cost, seen, advice, flags)
 
 
 def _total(values) -> float:
