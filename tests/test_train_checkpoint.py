@@ -118,17 +118,15 @@ def changing_ranks(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("changing")
     common = flags(WHOLE, "--fp16 --initial-loss-scale 4096 --train-iters 9 --lr-decay-iters 9")
 
-    def two(name: str, *words: str):
-        (folder / "scenarios.json").write_text(json.dumps({name: [*common, "--save", str(folder / "save"), *words]}))
+    def two(**runs: list[str]):
+        scenarios = {name: [*common, *map(str, words)] for name, words in runs.items()}
+        (folder / "scenarios.json").write_text(json.dumps(scenarios))
         on_ranks("launch:train_all", folder, str(folder / "scenarios.json"))
 
-    two("whole", "--save", str(folder / "save whole"))
-    two("first", "--exit-interval", "3")
-    quietly(
-        [*common, "--exit-interval", "6", "--save", str(folder / "save"), "--load", str(folder / "save")],
-        folder / "second",
-    )
-    two("third", "--load", str(folder / "save"))
+    save, load = ["--save", folder / "save"], ["--load", folder / "save"]
+    two(whole=["--save", folder / "save whole"], first=[*save, "--exit-interval", "3"])
+    quietly([*common, *map(str, [*save, *load]), "--exit-interval", "6"], folder / "second")
+    two(third=[*save, *load])
     return folder
 
 

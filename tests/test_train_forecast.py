@@ -18,7 +18,7 @@ from megatron_lite.units import GIB, size
 
 ON_GPUS = World(size=2, local_size=2, gpus=2)
 H200 = "NVIDIA H200"
-MIDDLING = "--seq-length 128 --max-position-embeddings 128 --hidden-size 256 --vocab-size 4000"
+MIDDLING = "--seq-length 64 --max-position-embeddings 64 --hidden-size 192 --vocab-size 2000"
 
 
 def said(words: str, world: World, device: str | None, room: int | None) -> list[str]:

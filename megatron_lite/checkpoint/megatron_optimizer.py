@@ -64,20 +64,17 @@ def _members(groups: list[dict], state: dict, weights: dict[str, Tensor]) -> lis
             decay = group["wd_mult"] if "wd_mult" in group else group.get("pre_wd_mult", group.get("weight_decay"))
             selected = bool(decay), bool(group.get("is_decoupled_lr"))
             members.append([name for name, kind in kinds.items() if kind == selected])
-        if all(_fits(names, group, state, weights) for names, group in zip(members, groups)):
+        fits = all(len(names) == len(group["params"]) for names, group in zip(members, groups))
+        fits = fits and all(
+            value.shape == weights[name].shape
+            for names, group in zip(members, groups)
+            for name, number in zip(names, group["params"])
+            for key, value in state.get(number, {}).items()
+            if isinstance(value, Tensor) and key != "step"
+        )
+        if fits:
             return members
     raise Unmapped("numbers its parameters in an order that does not fit these weights")
-
-
-def _fits(names: list[str], group: dict, state: dict, weights: dict[str, Tensor]) -> bool:
-    if len(names) != len(group["params"]):
-        return False
-    return all(
-        value.shape == weights[name].shape
-        for name, number in zip(names, group["params"])
-        for key, value in state.get(number, {}).items()
-        if isinstance(value, Tensor) and key != "step"
-    )
 
 
 def read_loss_scale(optimizer: dict) -> dict[str, Tensor]:

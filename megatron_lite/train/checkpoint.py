@@ -192,7 +192,18 @@ class Checkpoints:
             schedule = require_schedule(path, record, self.plan)
             if schedule is not None:
                 self.optimizer.follow(LearningRatePlan(**schedule))
-            self._load_everything(stored)
+            # masters are read from masters or, of a run in fp32, from the weights; the weights are rounded from them
+            held, names = stored.names(), self._names()
+            targets = {
+                name: tensor
+                for name, tensor in self.optimizer.tensors(names).items()
+                if not name.endswith(".master") and (name in held or not name.startswith("loss_scale."))
+            }
+            for name, master in zip(names, self.optimizer.weights.masters, strict=True):
+                source = f"optimizer.{name}.master"
+                targets[source if source in held else f"model.{name}"] = master.detach()
+            stored.read_into(targets)
+            self.optimizer.resume()
         if note := rotary_note(path, record, self.plan):
             logger.info(note)
         if weights_only:
@@ -204,20 +215,6 @@ class Checkpoints:
         for text in other_kernels(record.kernels, kernels_of(self.plan, self.model)):
             logger.info(f"  note: --load {path}: {text}")
         logger.info(f"  loaded iteration {record.iteration}: {path}")
-
-    def _load_everything(self, stored: Stored):
-        """Masters are read from masters or, of a run in fp32, from the weights; the weights are rounded from them."""
-        held = stored.names()
-        targets = {
-            name: tensor
-            for name, tensor in self.optimizer.tensors(self._names()).items()
-            if not name.endswith(".master") and (name in held or not name.startswith("loss_scale."))
-        }
-        for name, master in zip(self._names(), self.optimizer.weights.masters, strict=True):
-            source = f"optimizer.{name}.master"
-            targets[source if source in held else f"model.{name}"] = master.detach()
-        stored.read_into(targets)
-        self.optimizer.resume()
 
     def _load_random_state(self, path: Path, stored: Stored):
         rank, record = self.plan.world.rank, stored.record
