@@ -5,7 +5,6 @@ Both are functions of an empty folder, into which they write traces, run.json an
 
 import dataclasses
 import json
-from functools import partial
 from pathlib import Path
 
 from command_lines import plan as resolved_plan
@@ -40,107 +39,77 @@ ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 THIN = [[2048, 4096], [4096, 16384]]  # 0.28 ms at the peak
 
 
-def on_gpu(**parts):
-    return partial(gpu, **parts)
+def prepared(write):
+    """A function of a folder (or a step) and more becomes one of the rest, which returns a function of the folder."""
+    return lambda *args, **parts: lambda target: write(target, *args, **parts)
 
 
-def on_cpu(**parts):
-    return partial(cpu, **parts)
+on_gpu, on_cpu, recorded = prepared(gpu), prepared(cpu), prepared(run)
 
 
-def recorded(**parts):
-    return partial(run, **parts)
-
-
-def remembered(**parts):
-    return partial(memory, **parts)
-
-
-def both(*parts):
+@prepared
+def both(folder: Path, *parts):
     """Several things of one run, into one folder."""
-
-    def write(folder: Path):
-        for part in parts:
-            part(folder)
-
-    return write
+    for part in parts:
+        part(folder)
 
 
-def waits(us: float, call="cudaStreamSynchronize", operator: str | None = "aten::item", per_step: int = 1):
+@prepared
+def waits(step: Step, us: float):
     """The host waits until the device has nothing left, and then takes `us` to go on."""
-
-    def change(step: Step):
-        for _ in range(per_step):
-            asked = step.host
-            began, _ = step.gap(us)
-            step.made.sync(asked, began + us / 2, call, operator=operator)
-
-    return change
+    asked = step.host
+    began, _ = step.gap(us)
+    step.made.sync(asked, began + us / 2, operator="aten::item")
 
 
 def waits_with_a_full_queue(step: Step):
     step.made.sync(step.host, step.host + 30, operator="aten::item")
 
 
-def host_does(name: str, us: float, category="python_function", thread=100):
+@prepared
+def host_does(step: Step, name: str, us: float, category="python_function", thread=100):
     """The device is idle for `us` while the host is in `name`."""
-
-    def change(step: Step):
-        start, end = step.gap(us)
-        step.made.add(category, name, start, end, thread)
-
-    return change
+    start, end = step.gap(us)
+    step.made.add(category, name, start, end, thread)
 
 
-def loads(us: float):
-    def change(step: Step):
-        start, end = step.gap(us)
-        step.made.annotation("data", start, end)
-
-    return change
+@prepared
+def loads(step: Step, us: float):
+    start, end = step.gap(us)
+    step.made.annotation("data", start, end)
 
 
-def small_kernels(number: int, us: float, every_us: float):
+@prepared
+def small_kernels(step: Step, number: int, us: float, every_us: float):
     """Launched one by one, each after the one before has ended."""
-
-    def change(step: Step):
-        for _ in range(number):
-            step.host = max(step.host, step.gpu) + every_us
-            step.kernel(ADD, us, "aten::add", late=True)
-
-    return change
+    for _ in range(number):
+        step.host = max(step.host, step.gpu) + every_us
+        step.kernel(ADD, us, "aten::add", late=True)
 
 
-def small_copies(number: int):
-    def change(step: Step):
-        for index in range(number):
-            start = step.gpu + 2 * index
-            step.made.copy("Memcpy HtoD (Pinned -> Device)", start, start + 1, step.host, 512, call_end=step.host + 6)
-            step.host += 8
-        step.gpu += 2 * number
-
-    return change
+@prepared
+def small_copies(step: Step, number: int):
+    for index in range(number):
+        start = step.gpu + 2 * index
+        step.made.copy("Memcpy HtoD (Pinned -> Device)", start, start + 1, step.host, 512, call_end=step.host + 6)
+        step.host += 8
+    step.gpu += 2 * number
 
 
-def waits_for_stream(us: float):
+@prepared
+def waits_for_stream(step: Step, us: float):
     """The next kernel is launched in time and waits for an event of another stream."""
-
-    def change(step: Step):
-        step.made.runtime("cudaStreamWaitEvent", step.host, step.host + 2)
-        step.host += 3
-        step.gpu += us
-
-    return change
+    step.made.runtime("cudaStreamWaitEvent", step.host, step.host + 2)
+    step.host += 3
+    step.gpu += us
 
 
-def zeroes(where: str):
-    def change(step: Step):
-        began = step.host
-        for _ in range(8):
-            step.kernel(FILL, 40, "aten::zero_")
-        step.made.annotation(where, began, step.host)
-
-    return change
+@prepared
+def zeroes(step: Step, where: str):
+    began = step.host
+    for _ in range(8):
+        step.kernel(FILL, 40, "aten::zero_")
+    step.made.annotation(where, began, step.host)
 
 
 def micro_batch_run(**more):
@@ -152,70 +121,56 @@ def cpu_reads(made, at):
         made.op("aten::item", at + 3000 + index / 2, at + 3000.4 + index / 2)
 
 
-def python_works(us: float, name: str | None = None, every: int = 1):
+@prepared
+def python_works(folder: Path, us: float, name: str | None = None, every: int = 1):
     """On a CPU: in forward no operator for so long, in every n-th step; operators take 6,000 us."""
-
-    def write(folder: Path):
-        made = MadeTrace(0, 1, device=None)
-        host = 0.0
-        for index in range(STEPS):
-            at, works = host, us if index % every == 0 else 0.0
-            made.op("aten::sum", host, host + 3_000)
-            if name and works:
-                made.frame(name, host + 3_000, host + 3_000 + works)
-            made.annotation("forward", host, host + 3_010 + works)
-            host += 3_020 + works
-            made.op("aten::mm", host, host + 3_000)
-            made.annotation("backward", host, host + 3_000)
-            host += 3_000
-            made.step(10 + index, at, host)
-        made.write(folder)
-
-    return write
+    made = MadeTrace(0, 1, device=None)
+    host = 0.0
+    for index in range(STEPS):
+        at, works = host, us if index % every == 0 else 0.0
+        made.op("aten::sum", host, host + 3_000)
+        if name and works:
+            made.frame(name, host + 3_000, host + 3_000 + works)
+        made.annotation("forward", host, host + 3_010 + works)
+        host += 3_020 + works
+        made.op("aten::mm", host, host + 3_000)
+        made.annotation("backward", host, host + 3_000)
+        host += 3_000
+        made.step(10 + index, at, host)
+    made.write(folder)
 
 
-def gloo_after_backward(number: int, elements: int | None = None):
+@prepared
+def gloo_after_backward(folder: Path, number: int, elements: int | None = None):
     """On a CPU: a rank of two whose backward ends with so many collectives of 100 us; operators take 6,000 us."""
-
-    def write(folder: Path):
-        made = MadeTrace(0, 2, device=None)
-        shapes = {"Input Dims": [[elements]], "Input type": ["float"]} if elements else {}
-        host = 0.0
-        for index in range(STEPS):
-            at = host
-            made.op("aten::mm", host, host + 3_000)
-            made.annotation("forward", host, host + 3_000)
-            made.op("aten::mm", host + 3_010, host + 6_010)
-            for one in range(number):
-                began = host + 6_010 + 100 * one
-                made.add("user_annotation", "gloo:all_reduce", began, began + 100, GLOO, **shapes)
-            made.annotation("backward", host + 3_005, host + 6_010 + 100 * number)
-            host += 6_020 + 100 * number
-            made.step(10 + index, at, host)
-        made.write(folder)
-
-    return write
+    made = MadeTrace(0, 2, device=None)
+    shapes = {"Input Dims": [[elements]], "Input type": ["float"]} if elements else {}
+    host = 0.0
+    for index in range(STEPS):
+        at = host
+        made.op("aten::mm", host, host + 3_000)
+        made.annotation("forward", host, host + 3_000)
+        made.op("aten::mm", host + 3_010, host + 6_010)
+        for one in range(number):
+            began = host + 6_010 + 100 * one
+            made.add("user_annotation", "gloo:all_reduce", began, began + 100, GLOO, **shapes)
+        made.annotation("backward", host + 3_005, host + 6_010 + 100 * number)
+        host += 6_020 + 100 * number
+        made.step(10 + index, at, host)
+    made.write(folder)
 
 
-def small_operators(busy_us: float):
+@prepared
+def small_operators(folder: Path, busy_us: float):
     """200 of them, every 25 us, in a step without anything else."""
-
-    def write(folder: Path):
-        made = MadeTrace(0, 1, device=None)
-        for index in range(STEPS):
-            at = index * 5_000.0
-            made.step(10 + index, at, at + 5_000)
-            made.annotation("forward", at, at + 5_000)
-            for one in range(200):
-                made.op("aten::add", at + 25 * one, at + 25 * one + busy_us)
-        made.write(folder)
-
-    return write
-
-
-def fused_optimizer_reads(made, at):
-    """Inside an operator, as a CPU's fused AdamW reads its learning rate."""
-    made.op("aten::item", at + 1000, at + 1005)
+    made = MadeTrace(0, 1, device=None)
+    for index in range(STEPS):
+        at = index * 5_000.0
+        made.step(10 + index, at, at + 5_000)
+        made.annotation("forward", at, at + 5_000)
+        for one in range(200):
+            made.op("aten::add", at + 25 * one, at + 25 * one + busy_us)
+    made.write(folder)
 
 
 def compiles(made, at):
@@ -248,15 +203,12 @@ def every(n: int, value, otherwise):
     return lambda index: value if index and index % n == 0 else otherwise
 
 
-def ranks_late(late_us: float, ranks: int = 3):
+@prepared
+def ranks_late(folder: Path, late_us: float, ranks: int = 3):
     """Rank 1 comes `late_us` later to its collectives; the others wait."""
-
-    def write(folder: Path):
-        for rank in range(ranks):
-            late = rank == 1
-            gpu(folder, rank, ranks, reduce="late", late_us=late_us if late else 0, wait_us=0 if late else late_us)
-
-    return write
+    for rank in range(ranks):
+        late = rank == 1
+        gpu(folder, rank, ranks, reduce="late", late_us=late_us if late else 0, wait_us=0 if late else late_us)
 
 
 def cores(wait_ms, switches, cpu_ms=(6.0, 9.5)):
@@ -305,37 +257,34 @@ def memory(folder: Path, steps=3, layers=8, layer_gib=1.0, logits_gib=1.0, kept_
     made.write(folder)
 
 
-def planned(**flags):
+remembered = prepared(memory)
+
+
+@prepared
+def planned(folder: Path, **flags):
     """Beside a trace the whole plan of 24 layers of 2048 on a GPU of 85 GB, as formulas need it."""
-
-    def write(folder: Path):
-        run(folder)
-        record = json.loads((folder / "run.json").read_text())
-        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
-        plan = resolved_plan(
-            "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 "
-            f"--max-position-embeddings 4096 --bf16 {words}",
-            World(gpus=1),
-            vocab_size=50257,
-        )
-        (folder / "run.json").write_text(json.dumps(record | {"plan": dataclasses.asdict(plan)}, default=str))
-
-    return write
+    run(folder)
+    record = json.loads((folder / "run.json").read_text())
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+    plan = resolved_plan(
+        "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 "
+        f"--max-position-embeddings 4096 --bf16 {words}",
+        World(gpus=1),
+        vocab_size=50257,
+    )
+    (folder / "run.json").write_text(json.dumps(record | {"plan": dataclasses.asdict(plan)}, default=str))
 
 
-def holes(freed: int):
+@prepared
+def holes(folder: Path, freed: int):
     """A segment of 8 pieces, `freed` of which lie free between live ones; a larger request does not fit there."""
-
-    def write(folder: Path):
-        made = MadeSnapshot()
-        made.step(1)
-        start = made.segment(8 * GIB)
-        pieces = [made.alloc(GIB, "step 1/forward", at=start + k * GIB) for k in range(8)]
-        made.free(*pieces[1::2][:freed])
-        made.alloc(2 * GIB, "step 1/forward")
-        made.write(folder)
-
-    return write
+    made = MadeSnapshot()
+    made.step(1)
+    start = made.segment(8 * GIB)
+    pieces = [made.alloc(GIB, "step 1/forward", at=start + k * GIB) for k in range(8)]
+    made.free(*pieces[1::2][:freed])
+    made.alloc(2 * GIB, "step 1/forward")
+    made.write(folder)
 
 
 def on_a_gpu_of(gib: int, **more):
