@@ -12,9 +12,9 @@ from training_maker import run as write_run
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.memory.memory_results import OutOfMemory
-from megatron_lite.analysis.predicted.predicted import compare_prediction, predicted_memory, predicted_time
-from megatron_lite.analysis.predicted.predicted_results import Compared
+from megatron_lite.analysis.predicted import compare_prediction, predicted_memory, predicted_time
 from megatron_lite.analysis.run.read import read_run
+from megatron_lite.analysis.run_facts import Compared
 
 
 def of(snapshot=None, device="cuda", **parts):

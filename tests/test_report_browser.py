@@ -12,7 +12,7 @@ import report_cases as cases
 from prediction_cases import facts, measured, memory, record, time
 from waiting import LIMIT_S
 
-from megatron_lite.analysis.predicted.predicted import compare_prediction
+from megatron_lite.analysis.predicted import compare_prediction
 from megatron_lite.report.charts import build_charts
 from megatron_lite.report.html import html_page
 

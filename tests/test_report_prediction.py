@@ -6,7 +6,7 @@ import pytest
 import report_cases as cases
 from prediction_cases import GIB, facts, held, measured, memory, record, time
 
-from megatron_lite.analysis.predicted.predicted import compare_prediction
+from megatron_lite.analysis.predicted import compare_prediction
 from megatron_lite.report.html import html_page
 from megatron_lite.report.json_file import as_json
 from megatron_lite.report.section import Lines, Table

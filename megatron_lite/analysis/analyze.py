@@ -212,7 +212,7 @@ def _with_prediction(facts: Facts, gaps: _Gaps) -> Facts:
     """What the run predicted of itself, beside what was measured."""
     if facts.run is None or not facts.run.record.get("prediction"):
         return facts
-    from megatron_lite.analysis.predicted.predicted import compare_prediction
+    from megatron_lite.analysis.predicted import compare_prediction
 
     return dataclasses.replace(facts, predicted=gaps.attempt("prediction", compare_prediction, facts))
 

@@ -5,9 +5,9 @@ import enum
 import json
 import math
 
-from megatron_lite.analysis.predicted.predicted_results import Compared
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Compared
 from megatron_lite.report.sections.all import build_limitations
 
 

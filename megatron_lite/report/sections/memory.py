@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Snapshot, TraceMemory
-from megatron_lite.analysis.predicted.predicted_results import Compared, ComparedMemory, ComparedTime
 from megatron_lite.analysis.report import Report
+from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime
 from megatron_lite.report.section import Lines, Section, Table, build_share_table, drop_empty_columns, limit_rows
 from megatron_lite.report.text import CATEGORY_COLORS, GREY, milliseconds, percent
 from megatron_lite.units import count, size
