@@ -15,7 +15,7 @@ from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import AUTO, Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import build_tokenizer
-from megatron_lite.errors import ConfigError, UserError, describe_memory_error
+from megatron_lite.errors import ConfigError, UserError, describe_memory_error, is_memory_error
 from megatron_lite.live_line import set_up_logging
 from megatron_lite.observers import Observers
 from megatron_lite.parallel.layers import keep_compiled, no_compiler
@@ -41,18 +41,18 @@ def main(argv: list[str]) -> int:
     world = read_world(torch.cuda.device_count(), torch.get_num_threads())
     set_up_logging(world.is_first)
     launcher = LauncherWatch(world)
-    launcher.start()
     try:
+        launcher.start()
         _run(argv, world, launcher)
     except UserError as error:
         end_with_error(error, world)
         return error.exit_code
     except KeyboardInterrupt:
         code = 130
-    except (MemoryError, RuntimeError) as error:
+    except Exception as error:
         if hasattr(error, "explained"):  # an observer has said on this rank why memory ran out
             write_error_file(ConfigError(error.explained))
-        elif isinstance(error, MemoryError):
+        elif is_memory_error(error):
             tell_error(UserError(describe_memory_error()), world)
         else:
             raise

@@ -3,7 +3,10 @@
 Every message is one line with three parts: the flag or file, the value, the remedy.
 """
 
+import errno
 import resource
+
+NO_ROOM = ("can't start new thread", "Resource temporarily unavailable", "bad_alloc")  # of a thread's stack, of C++
 
 
 def first_line(error: BaseException) -> str:
@@ -11,10 +14,22 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
+def is_memory_error(error: BaseException) -> bool:
+    """Whether memory ran out, also where C code turned that into another error, or a thread found no room for its stack."""
+    limited, seen = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY, error
+    while seen is not None:
+        if isinstance(seen, MemoryError) or isinstance(seen, OSError) and seen.errno == errno.ENOMEM:
+            return True
+        if limited and isinstance(seen, RuntimeError) and any(words in str(seen) for words in NO_ROOM):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
 def describe_memory_error() -> str:
-    """What to say of a MemoryError: the limit of this process, if it has one."""
+    """What to say where memory ran out: the limit of this process, if it has one."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit in (-1, resource.RLIM_INFINITY):
+    if limit == resource.RLIM_INFINITY:
         return "memory ran out; free some, or give it less to do."
     return f"memory ran out: this process may take {limit // 2**20} MiB (ulimit -v {limit // 2**10}); raise that limit."
 

@@ -19,7 +19,7 @@ from trace_maker import write as write_trace
 from waiting import LIMIT_S
 
 from megatron_lite.cli.main import COMMANDS, main
-from megatron_lite.errors import UserError
+from megatron_lite.errors import UserError, is_memory_error
 from megatron_lite.live_line import LiveLine, say
 from megatron_lite.terminal import CUT_OFF, escape, print_lines
 
@@ -121,6 +121,30 @@ def test_without_torch_the_trainer_says_so(tmp_path):
     assert done.stderr.startswith(
         "error: torch cannot be imported (libtorch.so: failed to map segment); pip install -e . "
     )
+
+
+def raised_by(error: Exception, cause: Exception | None) -> Exception:
+    try:
+        raise error from cause
+    except type(error) as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "limited", "unlimited"),
+    [
+        (MemoryError(), None, True, True),
+        (SystemError("returned a result with an exception set"), MemoryError(), True, True),
+        (OSError(12, "Cannot allocate memory"), None, True, True),
+        (RuntimeError("can't start new thread"), None, True, False),
+        (RuntimeError("Resource temporarily unavailable"), None, True, False),
+        (ValueError("another"), KeyError("mistake"), False, False),
+    ],
+)
+def test_memory_that_runs_out_has_many_names(error, cause, limited, unlimited, monkeypatch):
+    for limit, told in ((2**30, limited), (resource.RLIM_INFINITY, unlimited)):
+        monkeypatch.setattr("resource.getrlimit", lambda kind, limit=limit: (limit, limit))
+        assert is_memory_error(raised_by(error, cause)) is told
 
 
 @pytest.mark.skipif(

@@ -4,7 +4,7 @@ import difflib
 import importlib
 import sys
 
-from megatron_lite.errors import UserError, describe_memory_error
+from megatron_lite.errors import UserError, describe_memory_error, is_memory_error
 from megatron_lite.terminal import describe_version, end_quietly_without_reader, print_lines
 
 COMMANDS = {  # name: (module and function, which takes argv and may return an exit code; what it does)
@@ -31,12 +31,14 @@ def main(argv: list[str] | None = None) -> int:
 def _answer(words: list[str]) -> int:
     try:
         return _run(words)
-    except MemoryError:
-        error = UserError(describe_memory_error())
     except UserError as raised:
         error = raised
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as raised:
+        if not is_memory_error(raised):
+            raise
+        error = UserError(describe_memory_error())
     print_lines([f"error: {line}" for line in error.lines], sys.stderr)
     return error.exit_code
 
