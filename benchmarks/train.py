@@ -1,12 +1,12 @@
 """Our trainer beside what people would use instead: the same work, the same tokens, in turn, each in a fresh process.
 
-    python -m benchmarks.train --work byte --precision bf16                   # about 4 minutes on two idle cores
-    python -m benchmarks.train --contestants ours plain --ours "compiled: --torch-compile" --rounds 5 --out FILE.json
+    python -m benchmarks.train --nanogpt FOLDER --work byte --precision bf16        # about 6 minutes on two idle cores
+    python -m benchmarks.train --contestants ours hf --ours "compiled: --torch-compile" --rounds 5 --out FILE.json
 
-plain: a loop in plain PyTorch after nanoGPT; plain-compiled: under torch.compile; hf: transformers.Trainer. Ours runs with
-its own defaults, among which is that a CPU's C library keeps freed memory; plain-malloc and plain-compiled-malloc have that
-from variables of the environment. plain-erf has nanoGPT's own GELU, less work than the tanh form of GPT-2, Megatron and all
-others here. KIND@2 is on two ranks, which share out threads and micro-batches. To be run in the repository.
+nanogpt: the unchanged train.py of a clone of https://github.com/karpathy/nanoGPT; nanogpt-compiled: with its compile=True;
+nanogpt-malloc: with variables by which glibc keeps freed memory, as ours does by itself. hf: transformers.Trainer. nanoGPT has
+the exact GELU, less work on a CPU than the tanh form of GPT-2, Megatron and the others here, and its losses are those of a
+step's last micro-batch. KIND@2 is on two ranks, which share out threads and micro-batches. To be run in the repository.
 """
 
 import argparse
@@ -19,10 +19,16 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.training import table
-from benchmarks.training.contestants import Contestant, chosen, command, parser, work_of
+from benchmarks.training import summary
+from benchmarks.training.contestants import (
+    NANOGPT,
+    Contestant,
+    build_command,
+    build_parser,
+    choose_contestants,
+    choose_work,
+)
 from benchmarks.training.process import ceiling_tflops, clocks, cores, environment_of, gpus, load, machine, watch
-from benchmarks.training.summary import Limits, bars_of, line_of, loss_table, ratio_of, result_of
 from benchmarks.training.work import Work, write_tokens
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.hardware import peak_tflops
@@ -32,12 +38,12 @@ LINES_KEPT = 200  # of a failed run's output, in --out
 
 def main() -> int:
     """Returns the exit code: 2 for a mistake in the flags, 1 unless every contestant finished a run."""
-    args = parser(__doc__).parse_args()
+    args = build_parser(__doc__).parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ends the run that is going on
     try:
         device = args.device or ("cuda" if gpus() else "cpu")
-        work, warm_up = work_of(args, device)
-        contestants = chosen(args, work, _tell)
+        work, warm_up = choose_work(args, device)
+        contestants = choose_contestants(args, work, _tell)
         with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
             return _compare(args, work, warm_up, contestants, Path(folder))
     except UserError as error:
@@ -58,36 +64,36 @@ def _compare(args: argparse.Namespace, work: Work, warm_up: int, contestants: li
     found, device = around["machine"], work.device
     processor = found["gpus"][0]["name"] if device == "cuda" and found["gpus"] else found["cpu"]
     peak = peak_tflops(processor, work.precision) if device == "cuda" else None
-    limits = Limits(peak, max((one for one in around["ceiling_tflops"] if one is not None), default=None))
-    lines = [line_of(one.name, one.ranks, results, work, warm_up, limits) for one in contestants]
-    bars = bars_of(contestants, results, work, warm_up) if args.bars else []
+    limits = summary.Limits(peak, max((one for one in around["ceiling_tflops"] if one is not None), default=None))
+    lines = [summary.summarize_runs(one.name, one.ranks, results, work, warm_up, limits) for one in contestants]
     finished = [one for one in contestants if any(r.contestant == one.name and not r.failure for r in results)]
-    # each of ours with every yardstick, and with the first of ours
-    ratios = [
-        ratio_of(ours.name, other.name, results, warm_up)
-        for ours in finished
-        if ours.is_ours
-        for other in finished
-        if not other.is_ours or (other is contestants[0] and other is not ours)
-    ]
-    print(
-        f"{work.words()}; --steps {work.steps} --rounds {args.rounds}\n{text}\n{processor}, {found['cores']} cores, torch "
-        f"{found['versions']['torch']}; load {around['load_before']} before, {around['load_after']} after"
-    )
-    columns = loss_table(results)
+    ratios = summary.collect_ratios(finished, results, work, warm_up)
+    units = ", ".join(found["matrix_units"]) or "matrix units unknown"
+    print(f"{work.words()}; --steps {work.steps} --rounds {args.rounds}\n{text}")
+    print(f"{processor} ({units}), {found['cores']} cores, torch {found['versions']['torch']}")
+    print(f"load {around['load_before']} before, {around['load_after']} after")
+    columns = summary.loss_table(results)
     for part in (
-        table.speeds(lines, threads, device),
-        table.ceiling(around["ceiling_tflops"], device),
-        table.ratios(ratios),
-        table.bars(bars),
-        table.losses(columns),
-        table.remarks(lines, columns, around["load_before"], found["cores"]),
+        summary.describe_speeds(lines, threads, device),
+        summary.describe_ceiling(around["ceiling_tflops"], device),
+        summary.describe_ratios(ratios),
+        summary.describe_losses(columns),
+        summary.describe_doubts(lines, columns, around["load_before"], found["cores"]),
     ):
         if part:
             print("\n" + "\n".join(part))
     for result in results:
         if result.failure:
             print(f"failed: {result.contestant}, round {result.round}: {result.failure}")
+    if args.chart:
+        from plotly import graph_objects  # not on every GPU machine
+
+        figure = graph_objects.Figure(
+            layout={"xaxis_title": "step", "yaxis_title": "loss (nats)", "title": work.words()}
+        )
+        for name, column in columns.items():
+            figure.add_scatter(x=list(range(1, len(column) + 1)), y=column, name=name)
+        figure.write_html(args.chart)
     if args.out:
         everything = {
             "command": sys.argv,
@@ -98,7 +104,6 @@ def _compare(args: argparse.Namespace, work: Work, warm_up: int, contestants: li
             "runs": [{**record, "result": dataclasses.asdict(record["result"])} for record in records],
             "summary": [dataclasses.asdict(line) for line in lines],
             "ratios": [{**dataclasses.asdict(ratio), "median": ratio.median} for ratio in ratios],
-            "bars": [{**dataclasses.asdict(ratio), "median": ratio.median, "goal": goal} for ratio, goal in bars],
             "limits": dataclasses.asdict(limits),
         }
         args.out.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
@@ -120,7 +125,7 @@ def _run_all(
             if any(record["result"].contestant == one.name and record["result"].failure for record in records):
                 continue
             try:
-                record = _run(one, number, work, folder, threads, left_s)
+                record = _run(one, number, args, work, folder, threads, left_s)
             except KeyboardInterrupt:
                 _tell(f"interrupted in round {number} of {one.name}; what was measured before:")
                 return records
@@ -134,18 +139,21 @@ def _run_all(
     return records
 
 
-def _run(one: Contestant, number: int, work: Work, folder: Path, threads: int, limit_s: float) -> dict:
+def _run(
+    one: Contestant, number: int, args: argparse.Namespace, work: Work, folder: Path, threads: int, limit_s: float
+) -> dict:
     mine = folder / f"{number}-{one.name}".replace("/", "-").replace(" ", "-")
     mine.mkdir()
-    words = command(one, work, folder / "tokens", mine)
-    environment = environment_of(work.device, max(threads // one.ranks, 1)) | one.environment
+    words, cwd = build_command(one, work, folder / "tokens", mine, args.nanogpt and args.nanogpt.resolve())
+    variables = NANOGPT.get(one.kind, {})
+    environment = environment_of(work.device, max(threads // one.ranks, 1)) | variables
     before = load()
-    run = watch(words, environment, one.ranks, limit_s, clocks)
-    result = result_of(one, number, run, mine, work.steps)
+    run = watch(words, environment, one.ranks, limit_s, clocks, cwd)
+    result = summary.collect_result(one, number, run, mine, work.steps)
     return {
         "command": words,
         "omp_num_threads": environment["OMP_NUM_THREADS"],
-        "environment": one.environment,
+        "environment": variables,
         "load_before": before,
         "load_after": load(),
         "during": run.samples,

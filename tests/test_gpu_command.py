@@ -18,7 +18,7 @@ from gpu_checks.outcome import Outcome
 from gpu_checks.pytest_side import DEVICE_VARIABLE, KEEP_VARIABLE, MAX_FILES, MAX_MESSAGE, OUTCOMES_VARIABLE
 from waiting import LIMIT_S, wait_until
 
-from benchmarks.training.contestants import Contestant, chosen, command, parser, work_of
+from benchmarks.training.contestants import Contestant, build_command, build_parser, choose_contestants, choose_work
 from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.estimate.hardware import processor_called
 from megatron_lite.estimate.memory import predict_memory
@@ -152,11 +152,12 @@ def test_what_cannot_run_here_at_all_and_no_test_of_a_gpu_is_forgotten():
 
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
 def test_the_benchmark_understands_its_command(tmp_path, on):
-    words = main.build_command(SPEED, on, 200, tmp_path / "speed.json")
-    args = parser("").parse_args(words[words.index("benchmarks.train") + 1 :])
-    work, warm_up = work_of(args, args.device)
+    flags = main.read_flags(["--device", on], "")
+    words = main.build_command(SPEED, flags, 200, tmp_path / "speed.json")
+    args = build_parser("").parse_args(words[words.index("benchmarks.train") + 1 :])
+    work, warm_up = choose_work(args, args.device)
     assert args.minutes == 3 and args.out == tmp_path / "speed.json" and warm_up < work.steps
-    assert chosen(args, work, print)[0].name == "ours" and work.device == on
+    assert choose_contestants(args, work, print)[0].name == "ours" and work.device == on
     assert work.precision == ("fp16" if on == "cuda" else "fp32")
 
 
@@ -164,7 +165,7 @@ def judge(folder: Path, peak: int, tokens_s=200_000.0, gpu="NVIDIA H200", code: 
     """Of a benchmark's file with these figures."""
     failed = {"contestant": "hf", "round": 1, "failure": "exit code 1: Error"}
     line = {"name": "ours", "tokens_s": tokens_s, "first_step_s": 30.0, "tflops_full": 500.0, "tflops_causal": 450.0}
-    ratios = {"plain": 1.5, "plain-compiled": 1.01}
+    ratios = {"nanogpt": 1.5, "nanogpt-compiled": 1.01}
     content = {
         "machine": {"gpus": [{"name": gpu}]},
         "work": {"precision": "fp16"},
@@ -180,8 +181,8 @@ def judge(folder: Path, peak: int, tokens_s=200_000.0, gpu="NVIDIA H200", code: 
 
 
 def example_command() -> list[str]:
-    work, _ = work_of(parser("").parse_args(["--device", "cuda"]), "cuda")
-    return command(Contestant("ours", 1, "ours"), work, Path("tokens"), Path("run"))
+    work, _ = choose_work(build_parser("").parse_args(["--device", "cuda"]), "cuda")
+    return build_command(Contestant("ours", 1, "ours"), work, Path("tokens"), Path("run"), None)[0]
 
 
 def test_speed_is_held_against_the_bars_and_memory_against_the_plan(tmp_path):
@@ -194,15 +195,15 @@ def test_speed_is_held_against_the_bars_and_memory_against_the_plan(tmp_path):
     assert found.figures["mfu_full"] == pytest.approx(0.505, abs=0.001)
     assert {
         "MFU: 50.5% full, 45.5% causal; gate 45% reached, goal 52% MISSED, best hoped for 56% MISSED",
-        "over plain: 1.50 x; bar 1.4 reached",
-        "over plain-compiled: 1.01 x; bar 1.05 MISSED",
+        "over nanogpt: 1.50 x; bar 1.4 reached",
+        "over nanogpt-compiled: 1.01 x; bar 1.05 MISSED",
         "failed: hf, round 1: exit code 1: Error",
     } <= set(found.remarks)
     more = judge(tmp_path, planned + 1)
     assert more.result == "failed" and "failed: ours takes more memory than planned" in more.remarks
     # bars are those of one kind of GPU
     remarks = judge(tmp_path, 1, gpu="NVIDIA H100 80GB HBM3").remarks
-    assert "over plain: 1.50 x" in remarks and not any("bar" in remark for remark in remarks)
+    assert "over nanogpt: 1.50 x" in remarks and not any("bar" in remark for remark in remarks)
     unknown = judge(tmp_path, 1, gpu="Some GPU")
     assert unknown.figures["mfu_full"] is None and not any("MFU" in remark for remark in unknown.remarks)
 

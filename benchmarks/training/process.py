@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.training.contestants import REPO
 from benchmarks.training.work import Work
 
-STEP_LINE = re.compile(r"(?:^|\s)(?:iteration|step) +(\d+) */")  # of ours and of the yardsticks
+STEP_LINE = re.compile(r"(?:^|\s)(?:iteration|step) +(\d+) */|^iter (\d+): ")  # the last is nanoGPT's, from 0
 # ours and Python's; not torchrun's, which only says that a rank failed
 ERROR_LINE = re.compile(r"(\[?rank ?\d+\]?: ?)?(error:|(?!torch\.distributed\.elastic)[\w.]*(Error|Exception)\b)")
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -29,6 +29,7 @@ SECONDS_TO_END = 40  # torchrun gives its ranks 30
 CEILING_SECONDS = 2
 SECONDS_TO_START = 120
 PACKAGES = ("torch", "numpy", "transformers", "accelerate", "megatron_lite")
+MATRIX_UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # as Linux names them, those that torch has products for
 GPU_FIELDS = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
@@ -56,11 +57,12 @@ def watch(
     ranks: int,
     limit_s: float,
     sample: Callable[[], dict] | None = None,
+    cwd: Path = REPO,
 ) -> Watched:
     """Run it to its end, or for `limit_s` seconds; `sample()` describes the machine every few seconds meanwhile."""
     started = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     run, peaks = Watched(None, 0.0, []), {}
@@ -70,7 +72,7 @@ def watch(
             now = time.monotonic() - started
             run.output.append(line.rstrip("\n"))
             if found := STEP_LINE.search(line):
-                run.seen.setdefault(int(found[1]), now)
+                run.seen.setdefault(int(found[1]) if found[1] else int(found[2]) + 1, now)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -149,6 +151,7 @@ def machine() -> dict:
             versions[name] = version(name)
     return {
         "cpu": _cpu_field("model name") or platform.processor() or platform.machine(),
+        "matrix_units": [unit for unit in MATRIX_UNITS if unit in (_cpu_field("flags") or "").split()],
         "cores": cores(),
         **clocks(),
         "system": platform.platform(),

@@ -32,7 +32,7 @@ SECONDS_TO_END = 10  # after being asked to
 PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p", "gpu_checks.pytest_side")
 TINY = (
     "--device cpu --work byte --precision fp32 --layers 1 --hidden 16 --heads 2 --sequence 16 --micro-batch 2 "
-    "--steps 6 --warm-up 2 --rounds 1 --contestants ours plain"
+    "--steps 6 --warm-up 2 --rounds 1 --contestants ours"
 )
 # What torch sees of this machine, in a process of its own, so that nothing stays on the GPU.
 LOOK = """
@@ -68,7 +68,7 @@ class Part:
     on_cpu: bool = False
 
 
-SPEED = Part("speed", "tokens/s beside plain PyTorch and Hugging Face", 200, packages=(), on_cpu=True)
+SPEED = Part("speed", "tokens/s beside nanoGPT and Hugging Face", 200, packages=(), on_cpu=True)
 PARTS = (
     Part("equal", "losses of the GPU and the CPU, of fp16, bf16 and fp32", 55, ("test_gpu_equal.py",), on_cpu=True),
     Part("syncs", "no wait of the host in a step", 80, ("test_gpu_train.py", "test_gpu_prefetch.py")),
@@ -132,6 +132,7 @@ def read_flags(argv: list[str], description: str) -> argparse.Namespace:
     add("--minutes", type=float, default=9, help="for all of it [%(default)s]")
     files = "results.json, speed.json, log.txt and a trace, compressed"
     add("--out", type=Path, metavar="FOLDER", help=f"gets {files}: at most 8 files of 16 MiB; made if it is not there")
+    add("--nanogpt", type=Path, metavar="FOLDER", help="a clone of nanoGPT, to compare speeds with")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal at tiny sizes [%(default)s]")
     parts = "; ".join(f"{part.name} ({part.what})" for part in PARTS)
     add("--parts", nargs="+", metavar="PART", default=known, help=f"only these: {parts}")
@@ -191,21 +192,22 @@ def check_part(part: Part, later: Sequence[Part], args: argparse.Namespace, left
         KEEP_VARIABLE: str(args.out.resolve()) if args.out else "",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever else is installed there
     }
-    command = build_command(part, args.device, limit_s, found)
+    command = build_command(part, args, limit_s, found)
     code, seconds = run_limited(command, environment, limit_s, scratch / f"{part.name}.log")
     if part is SPEED:
         return judge_speed(part.name, found, args.device, code, seconds, limit_s)
     return judge_tests(part.name, found, code, seconds, limit_s)
 
 
-def build_command(part: Part, device: str, limit_s: float, found: Path) -> list[str]:
+def build_command(part: Part, args: argparse.Namespace, limit_s: float, found: Path) -> list[str]:
     """To be started in the repository; the benchmark writes `found` and may write beside it."""
     if part is not SPEED:
         return [sys.executable, *PYTEST, *(str(GPU_TESTS / file) for file in part.files)]
-    sizes = TINY.split() if device == "cpu" else ["--device", "cuda"]
+    sizes = TINY.split() if args.device == "cpu" else ["--device", "cuda"]
+    beside = ["--nanogpt", str(args.nanogpt.resolve())] if args.nanogpt else []
     minutes = max(limit_s - SECONDS_TO_WRITE, limit_s / 2) / 60
     files = ["--scratch", str(found.parent), "--out", str(found)]
-    return [sys.executable, "-m", "benchmarks.train", *sizes, "--minutes", f"{minutes:.2f}", *files]
+    return [sys.executable, "-m", "benchmarks.train", *sizes, "--minutes", f"{minutes:.2f}", *beside, *files]
 
 
 def run_limited(command: list[str], environment: dict[str, str], limit_s: float, log: Path) -> tuple[int | None, float]:
