@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -286,10 +287,13 @@ def test_collections_of_garbage_stand_in_the_trace_without_stacks(tmp_path):
 
     profile_steps(TorchProfiler, range(1, 5), 4, tmp_path, collect)
     assert gc.callbacks == before
-    assert len(spans(trace(tmp_path), "Python GC")) == 4
+    collections = spans(trace(tmp_path), "Python GC")
+    assert len(collections) == 4
     time = analyze([tmp_path]).facts.critical.time
     assert [phase.name for phase in time.phases] == ["forward"]  # a collection is no phase
-    assert time.rows["garbage_collector"] > 0.5 * time.step_ms
+    collected_ms = [span["dur"] / 1000 for span in collections]
+    # the first step is left out where it was much longer than the others
+    assert pytest.approx(time.rows["garbage_collector"]) in (fmean(collected_ms), fmean(collected_ms[1:]))
 
 
 class LikeOnAGpu(TorchProfiler):
