@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from math import isnan
-from statistics import median, median_low
+from statistics import median_low
+
+import numpy as np
 
 MIN_STEPS = 3  # ordinary ones of every rank; a median of fewer says little
 MIN_BEFORE = 3  # steps before a profiled window, the run's first left out, to say what the profiler costs
@@ -54,16 +56,14 @@ def is_mostly(rank: int, slowest: Sequence[int | None]) -> bool:
     return slowest.count(rank) >= MOSTLY * len(slowest)
 
 
-def steady_growth(rows: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """(bytes, bytes per step) by which memory has grown over all of `rows`; None where it has not.
+def steady_growth(iterations: Sequence[float], values: Sequence[float]) -> tuple[float, float] | None:
+    """(bytes, bytes per step) by which memory has grown over all of it; None where it has not.
 
     Args:
-        rows: (iteration, bytes) in order, at least GROWTH_PARTS of them.
+        iterations, values: in order, at least GROWTH_PARTS of both; values in bytes.
     """
-    bounds = [len(rows) * part // GROWTH_PARTS for part in range(GROWTH_PARTS + 1)]
-    parts = [rows[first:last] for first, last in pairwise(bounds)]
-    levels = [median(value for _, value in part) for part in parts]
-    centers = [median(at for at, _ in part) for part in parts]
+    inner = [len(values) * part // GROWTH_PARTS for part in range(1, GROWTH_PARTS)]
+    levels, centers = ([float(np.median(part)) for part in np.split(of, inner)] for of in (values, iterations))
     by, steps = levels[-1] - levels[0], centers[-1] - centers[0]
     grown = by > max(GROWN_SHARE * levels[0], GROWN_BYTES)
     steadily = all(later - earlier >= MIN_PART * by for earlier, later in pairwise(levels))

@@ -29,7 +29,7 @@ from megatron_lite.analysis.memory.memory_results import (
 )
 from megatron_lite.analysis.ranks.rank_results import CollectiveRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run.run_results import Run, Steps
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.time_results import HostSite, PhaseTime, Placing, RankTime, Span, Step, SyncSite
 from megatron_lite.analysis.trace.columns import Events, MemoryEvents, Trace
@@ -286,21 +286,17 @@ def traced_memory(name="aten::log_softmax", given=True) -> TraceMemory:
     )
 
 
-def run_of() -> Run:
+def run_of(steps=3) -> Run:
+    columns = {field.name: np.full(steps, np.nan) for field in dataclasses.fields(Steps)}
+    flags = ("ordinary", "undisturbed", "profiled", "compiling", "evaluating", "saving", "skipped", "not_finite")
+    columns |= {name: np.zeros(steps, bool) for name in flags} | {"phases_ms": {}, "gpu_phases_ms": {}}
+    columns |= {"iterations": np.arange(1, steps + 1), "ordinary": np.arange(steps) > 0}
     return Run(
+        **columns | {"step_ms": np.where(columns["ordinary"], 95.5, 900.0)},
         folder="run-1",
         plan={"shape": {"num_layers": 24, "hidden_size": 1024}, "world": {"size": 2}},
         record={"status": "finished"},
-        steps=3,
-        iterations=(1, 2, 3),
-        step_ms=(900.0, 95.0, 96.0),
-        ordinary=(False, True, True),
-        profiled=(False,) * 3,
-        phases_ms={},
-        loss_scale=(float("nan"),) * 3,
-        skipped=(False,) * 3,
-        host_memory_bytes=(float("nan"),) * 3,
-        peak_memory_bytes=(float("nan"),) * 3,
+        steps=steps,
         first_step_ms=900.0,
         steady_step_ms=95.5,
         profiled_step_ms=99.0,

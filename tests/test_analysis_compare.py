@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 
+import numpy as np
 import pytest
 from report_cases import HOSTILE, report, run_of, snapshot
 from run_maker import PLAN, RECORD, folder, step
@@ -158,13 +159,13 @@ def test_runs_without_traces(tmp_path):
         and totals["MFU, causal attention"].change is Change.MORE
     )
     slow = dataclasses.replace(
-        b, run=dataclasses.replace(b.run, phases_ms={"forward": (5.0,) * 29, "backward": (15.0,) * 29})
+        b, run=dataclasses.replace(b.run, phases_ms={"forward": np.full(29, 5.0), "backward": np.full(29, 15.0)})
     )
     assert (
         compare(b, slow).sentence.startswith("B's steps take as long") and "backward" not in compare(b, slow).sentence
     )
     quick = dataclasses.replace(
-        a, run=dataclasses.replace(a.run, phases_ms={"forward": (4.0,) * 29, "backward": (15.0,) * 29})
+        a, run=dataclasses.replace(a.run, phases_ms={"forward": np.full(29, 4.0), "backward": np.full(29, 15.0)})
     )
     assert (
         compare(quick, b).sentence == "B takes 50% less time per step (20.1 -> 10.1 ms)"
@@ -174,7 +175,7 @@ def test_runs_without_traces(tmp_path):
 
 def test_noisy_machines_and_short_windows_are_said(tmp_path):
     a, b = (with_run(tmp_path, name) for name in "ab")
-    wild = dataclasses.replace(b, run=dataclasses.replace(b.run, training_ms=tuple(noisy(12, 9, b.run.steps, 3))))
+    wild = dataclasses.replace(b, run=dataclasses.replace(b.run, training_ms=np.array(noisy(12, 9, b.run.steps, 3))))
     assert "may be the machine" in " ".join(compare(a, wild).notes) and compare(a, wild).sentence.startswith(
         "whether B's steps"
     )
@@ -190,7 +191,7 @@ def test_another_model_or_batch_is_refused_unless_told(tmp_path):
     [line] = raised.value.lines
     assert line == "--num-layers 2 against 4, --seq-length 16 against 32: another model; --force compares all the same."
     assert compare(a, b, force=True).forced == ("--num-layers 2 against 4, --seq-length 16 against 32: another model",)
-    larger = dataclasses.replace(a, run=dataclasses.replace(a.run, batch_sizes=(8.0,) * a.run.steps))
+    larger = dataclasses.replace(a, run=dataclasses.replace(a.run, batch_sizes=np.full(a.run.steps, 8.0)))
     with pytest.raises(ConfigError, match="--global-batch-size 4 against 8 samples per step: another batch; --force"):
         compare(a, larger)
 

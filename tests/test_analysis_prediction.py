@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import report_cases as cases
 from prediction_cases import GIB, facts, held, measured, memory, record, time
@@ -73,14 +74,14 @@ def test_memory_that_ran_out_never_reached_its_peak():
 
 
 def test_without_a_snapshot_the_gpus_own_counter_is_compared():
-    found = of(peak_memory_bytes=(math.nan, 30 * GIB, 33 * GIB))
+    found = of(peak_memory_bytes=np.array([math.nan, 30 * GIB, 33 * GIB]))
     assert found.memory.peak.measured == 33 * GIB and found.memory.categories == ()
     assert (found.memory.source, found.memory.rank) == ("steps.jsonl", 1)
     assert "no peak of GPU memory" in of().notes[0]
 
 
 def test_host_memory_is_not_what_tensors_hold():
-    found = of(device="cpu", host_memory_bytes=(9e9,) * 3, peak_memory_bytes=(9e9,) * 3)
+    found = of(device="cpu", peak_memory_bytes=np.full(3, 9e9))
     assert found.memory is None and "--record-memory-history" in found.notes[0]
     assert of(measured(), device="cpu").memory.peak.measured == 32 * GIB
 
@@ -123,5 +124,7 @@ def test_categories_that_only_one_side_knows_stand_beside_nothing():
 
 
 def test_a_damaged_plan_costs_the_rank_only():
-    run = replace(facts(record(memory())).run, plan={"device": "cuda", "world": 3}, peak_memory_bytes=(33 * GIB,))
+    run = replace(
+        facts(record(memory())).run, plan={"device": "cuda", "world": 3}, peak_memory_bytes=np.array([33.0 * GIB])
+    )
     assert compare_prediction(replace(facts(record(memory())), run=run)).memory.rank is None

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 
+import numpy as np
 import pytest
 import report_cases as cases
 from training_maker import gpu, ordinary_steps, run
@@ -220,7 +221,7 @@ BOUNDS = {
     "save": {"compute": 60.0, "save": 40.0},
 }
 CUT = "t.json: the JSON breaks off after byte 7; what stands before it was read"
-RUN = run_of(plan={"device": "cuda", "world": {"size": 2}}, profiled=(False, True, True))
+RUN = run_of(plan={"device": "cuda", "world": {"size": 2}}, profiled=np.array([False, True, True]))
 CONTRADICTIONS = {  # changes of the trace, changes of the run, what is said
     "a damaged file": ({"damage": (CUT,)}, {}, CUT),
     "a run on a CPU": ({}, {"plan": {"device": "cpu"}}, "the run was on a CPU, and the trace holds a GPU's work"),
@@ -249,7 +250,7 @@ def test_contradictory_evidence_lowers_the_confidence_of_every_verdict(bound, wh
     ("waits", "confidence"), [((0.1, 0.2, 0.2), "low"), ((0.1, 45.0, 50.0), "high"), ((0.0,) * 3, "low")]
 )
 def test_a_wait_for_data_that_the_host_s_clock_does_not_know_is_doubtful(waits, confidence):
-    verdict = verdict_of(dataclasses.replace(RUN, phases_ms={"data": waits}), rows=BOUNDS["data"])
+    verdict = verdict_of(dataclasses.replace(RUN, phases_ms={"data": np.array(waits)}), rows=BOUNDS["data"])
     assert (verdict.bound, verdict.confidence) == ("data", confidence)
     if waits[-1] == 0.0:
         assert "the trace has 50.0 ms per step of waiting for the loader, and steps.jsonl 0.0 ms" in verdict.why
@@ -257,7 +258,7 @@ def test_a_wait_for_data_that_the_host_s_clock_does_not_know_is_doubtful(waits, 
 
 @pytest.mark.parametrize(("peak_gib", "confidence"), [(40, "low"), (33, "high")])
 def test_a_snapshot_without_the_allocator_s_peak_is_doubtful(peak_gib, confidence):
-    run_ = run_of(peak_memory_bytes=(NAN, peak_gib * 2**30, peak_gib * 2**30))
+    run_ = run_of(peak_memory_bytes=np.array([NAN, peak_gib, peak_gib]) * 2**30)
     verdict = build_verdict(only(snapshots=(cases.snapshot(),), run=run_), ())
     assert (verdict.bound, verdict.confidence) == ("memory", confidence)
 

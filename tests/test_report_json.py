@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import report_cases as cases
+from run_maker import folder, ranks, step
 
 from megatron_lite.analysis.report import REPORT_SCHEMA
-from megatron_lite.report.json_file import as_json, json_text
+from megatron_lite.analysis.run.read import read_run
+from megatron_lite.report.json_file import as_json, json_text, plain, ranks_text
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "report_json.md").read_text(encoding="utf-8")
 EMPTY = cases.report(ranks_seen=(), snapshots=(), ranks=None, run=None)
@@ -52,6 +54,31 @@ def test_what_stands_in_other_files_is_not_repeated():
     read = as_json(cases.report())
     assert not {"plan", "iterations", "step_ms", "losses"} & set(read["run"])
     assert "events" not in read["ranks_seen"][0] and len(json_text(cases.report())) < 300_000
+
+
+def test_of_many_ranks_it_stays_small_and_a_file_beside_it_has_everything(tmp_path):
+    """Details of 512 ranks fill a hundred megabytes: only one rank's stand in report.json."""
+    names = [f"phase_{at}" for at in range(12)]
+    numbers = {"host_memory_bytes": [1.5] * 512, "phases_ms": {name: [2.25] * 512 for name in names}}
+    console = [ranks(at, at, [1.125] * 512, **numbers) for at in range(1, 41)]
+    run = read_run(folder(tmp_path, [*(step(at) for at in range(1, 41)), *console]))
+    seen, snapshot = cases.report().facts.ranks_seen[0], cases.snapshot()
+    wide = dataclasses.replace(seen.kernels, rows=seen.kernels.rows * 20)
+    traces = [
+        dataclasses.replace(seen, kernels=wide, time=dataclasses.replace(seen.time, rank=rank)) for rank in range(512)
+    ]
+    snapshots = [dataclasses.replace(snapshot, rank=rank) for rank in range(512)]
+    report = cases.report(ranks_seen=tuple(traces), snapshots=tuple(snapshots), run=run)
+    text = json_text(report)
+    read = json.loads(text)
+    assert len(text) < 10e6 / 2 and read["shortened"] == ["ranks_seen", "snapshots"]
+    with_rows = [one["time"]["rank"] for one in read["ranks_seen"] if "rows" in one["kernels"]]
+    assert with_rows == [read["critical_rank"]] and read["ranks_seen"][7]["time"]["rows"]["compute"] > 0
+    assert read["run"]["ranks"]["intervals"][-1]["last"] == 40
+    few = dataclasses.replace(report, facts=dataclasses.replace(report.facts, ranks_seen=tuple(traces[:17])))
+    lines = [json.loads(line) for line in ranks_text(few).splitlines()]
+    assert [one["of"] for one in lines] == ["ranks_seen"] * 17 + ["snapshots"] * 512
+    assert lines[3]["kernels"] == plain(wide) and ranks_text(cases.report()) == ""
 
 
 def test_absent_parts_are_null_or_empty():

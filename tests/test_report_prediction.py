@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import report_cases as cases
 from prediction_cases import GIB, facts, held, measured, memory, record, time
@@ -52,7 +53,7 @@ def test_small_categories_stand_together_unless_all_is_asked_for():
 
 
 def test_the_step_against_its_bound():
-    made = section(predicted(ranks_seen=cases.report().facts.ranks_seen[:1], peak_memory_bytes=(33 * GIB,) * 3))
+    made = section(predicted(ranks_seen=cases.report().facts.ranks_seen[:1], peak_memory_bytes=np.full(3, 33.0 * GIB)))
     times = made.blocks[2].rows
     assert times[0] == ["matrix products, attention", "30.00", "50.00", "1.67 x the bound"]
     assert times[-2:] == [

@@ -3,11 +3,9 @@
 Each is a sentence that lowers the confidence of all that is derived from the source in question.
 """
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from statistics import median
 
 import numpy as np
 
@@ -35,7 +33,7 @@ def find_contradictions(facts: Facts) -> list[str]:
         return [text for text in (*told, *_check_trace(one, run)) if text]
     if snapshot is not None:
         told += [] if snapshot.complete else ["the record dropped older events"]
-        most = max((peak for peak in run.peak_memory_bytes if not math.isnan(peak)), default=0) if run else 0
+        most = run.peak_memory_bytes.max(initial=0, where=run.peak_memory_bytes > 0) if run else 0
         if not snapshot.simulated and snapshot.peak_bytes < (1 - MAX_UNSEEN) * most:
             told.append(f"the run's allocator peaked at {size(int(most))}, which the snapshot does not show")
     return told
@@ -94,10 +92,11 @@ def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
     if traced > 0 and own > 0 and max(traced / own, own / traced) > MAX_APART:
         yield f"a step takes {traced:,.1f} ms in the trace and {own:,.1f} ms by the run's own clock ({STEPS_FILE})"
     # a wait that the host's clock does not know in the steps of the window; hidden waits contradict nothing
-    waits = [ms for ms, profiled in zip(run.phases_ms.get(Phase.DATA.value, ()), run.profiled) if profiled]
+    waits = run.phases_ms.get(Phase.DATA.value, run.step_ms[:0])
+    waits = waits[run.profiled] if len(waits) else waits
     waited = time.rows.get("data_wait", 0.0)
-    if waits and traced > 0 and waited - median(waits) > MAX_SHARE_APART * traced:
+    if len(waits) and traced > 0 and waited - np.median(waits) > MAX_SHARE_APART * traced:
         yield (
             f"the trace has {waited:,.1f} ms per step of waiting for the loader, and {STEPS_FILE} "
-            f"{median(waits):,.1f} ms in the same steps"
+            f"{np.median(waits):,.1f} ms in the same steps"
         )

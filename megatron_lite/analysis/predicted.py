@@ -1,7 +1,5 @@
 """What a run's record predicted, held against all that was measured of the run."""
 
-import math
-
 from megatron_lite.analysis.findings.run_settings import part
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.memory.memory_results import Snapshot
@@ -68,12 +66,12 @@ def _with_counter(facts: Facts, peak: Moment) -> tuple[ComparedMemory | None, li
         return None, [
             "predicted memory is that of tensors, which a run on CPUs measures with --record-memory-history only."
         ]
-    known = [value for value in run.peak_memory_bytes if math.isfinite(value) and value > 0]
-    if not known:
+    most = run.peak_memory_bytes.max(initial=0.0, where=run.peak_memory_bytes > 0)  # NaN is not
+    if not most:
         return None, [f"{STEPS_FILE} holds no peak of GPU memory: nothing to hold the prediction against."]
     rank = part(facts, "world", "rank")
     return ComparedMemory(
-        peak=Compared("peak of tensors", peak.num_bytes, max(known)),
+        peak=Compared("peak of tensors", peak.num_bytes, float(most)),
         categories=(),
         source=STEPS_FILE,
         rank=rank if isinstance(rank, int) else None,

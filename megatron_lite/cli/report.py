@@ -10,6 +10,7 @@ from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.terminal import print_lines
 
 HTML_FILE, JSON_FILE = "report.html", "report.json"
+RANKS_SUFFIX = ".ranks.jsonl"  # report.ranks.jsonl: details of many ranks, which report.json leaves out
 COMPARISON_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
 FAILED = 1  # exit code of audit --strict, as of any check
 
@@ -44,7 +45,7 @@ def run(argv: list[str]):
         raise UserError("--html and --no-html exclude each other; keep one.")
     [report] = _analyze(options.paths)
     from megatron_lite.report.html import html_page
-    from megatron_lite.report.json_file import json_text
+    from megatron_lite.report.json_file import json_text, ranks_text
     from megatron_lite.report.terminal import terminal_lines
     from megatron_lite.report.text import get_style
 
@@ -57,11 +58,13 @@ def run(argv: list[str]):
     for path, flag, asked, make in (
         (html, "--html", options.html, html_page),
         (json, "--json", options.json, json_text),
+        (json and json.with_suffix(RANKS_SUFFIX), "--json", options.json, ranks_text),
     ):
-        if path is None:
+        text = make(report) if path else ""
+        if not text:
             continue
         try:
-            write_text(flag, path, make(report))
+            write_text(flag, path, text)
             done.append(str(path))
         except UserError as error:
             if asked:  # only a file that the user asked for must not fail

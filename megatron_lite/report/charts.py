@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from megatron_lite.analysis.kernels.kernel_results import RooflineRow
 from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.analysis.report import Report
@@ -262,26 +264,29 @@ def run_steps(report: Report) -> Figure | None:
     if run is None or run.steps < MIN_STEPS:
         return None
     # of long runs every n-th step, and the longest of each stretch: those are what one looks for
-    every = max(run.steps // (MAX_POINTS // 2), 1)
-    stretches = [range(at, min(at + every, run.steps)) for at in range(0, run.steps, every)]
-    shown = sorted({at for one in stretches for at in (one[0], max(one, key=lambda row: run.step_ms[row]))})
-    rows: dict[str, list[int]] = {"ordinary": [], "profiled": [], OTHER_STEPS: []}
-    for at in shown:
-        rows["profiled" if run.profiled[at] else "ordinary" if run.ordinary[at] else OTHER_STEPS].append(at)
+    begins = range(0, run.steps, max(run.steps // (MAX_POINTS // 2), 1))
+    longest = [begin + int(run.step_ms[begin : begin + begins.step].argmax()) for begin in begins]
+    shown = np.array(sorted({*begins, *longest}))
+    profiled, ordinary = run.profiled[shown], run.ordinary[shown]
+    rows = {
+        "ordinary": shown[ordinary & ~profiled],
+        "profiled": shown[profiled],
+        OTHER_STEPS: shown[~ordinary & ~profiled],
+    }
     data = [
         {
             "type": "scatter",
             "mode": "markers",
             "name": kind,
-            "x": [run.iterations[at] for at in of_kind],
-            "y": [run.step_ms[at] for at in of_kind],
+            "x": run.iterations[of_kind].tolist(),
+            "y": run.step_ms[of_kind].tolist(),
             "marker": {"color": color, "size": 5},
             "hovertemplate": "iteration %{x}: %{y:.1f} ms<extra></extra>",
         }
         for (kind, of_kind), color in zip(rows.items(), (BLUE, PURPLE, GREY))
-        if of_kind
+        if len(of_kind)
     ]
-    y = axis("ms", type="log" if max(run.step_ms) > 10 * (run.steady_step_ms or max(run.step_ms)) else "linear")
+    y = axis("ms", type="log" if run.step_ms.max() > 10 * (run.steady_step_ms or run.step_ms.max()) else "linear")
     return Figure("How long every step of the run took", data, layout(240, axis("iteration"), y))
 
 

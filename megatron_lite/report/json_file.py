@@ -4,11 +4,20 @@ import dataclasses
 import enum
 import json
 import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
-from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import Compared
+from megatron_lite.analysis.run.run_results import RankLines, Run
+from megatron_lite.analysis.run_facts import Compared, RankFacts
 from megatron_lite.report.sections.all import build_limitations
+
+OF_RANKS = ("ranks_seen", "snapshots", "traced_memory")
+LISTS = (list, tuple, set, frozenset)
+MAX_IN_FULL = 16  # entries of one of these lists; of more only the one that the report shows is whole
+MAX_RANK_NUMBERS = 50_000  # from console lines; of more lines evenly chosen ones
 
 
 def json_text(report: Report) -> str:
@@ -16,16 +25,22 @@ def json_text(report: Report) -> str:
     return json.dumps(as_json(report), indent=1, allow_nan=False) + "\n"
 
 
-def as_json(report: Report) -> dict:
+def ranks_text(report: Report) -> str:
+    """A line of JSON for each whole entry of the lists that report.json shortens; '' where it has all."""
+    entries = ({"of": key, **entry} for key in find_shortened(report) for entry in _list_entries(report, key, False))
+    return "".join(json.dumps(entry, allow_nan=False) + "\n" for entry in entries)
+
+
+def find_shortened(report: Report) -> list[str]:
+    """The lists of so many ranks that report.json has their details only for one."""
+    return [key for key in OF_RANKS if len(getattr(report.facts, key)) > MAX_IN_FULL]
+
+
+def as_json(report: Report) -> dict[str, Any]:
     """The report as plain dicts, lists, numbers and strings."""
-    facts, critical = report.facts, report.facts.critical
-    ranks_seen = []
-    for one in facts.ranks_seen:
-        trace = {
-            name: getattr(one.trace, name) for name in ("source", "writer", "rank", "world_size", "devices", "facts")
-        }
-        time = plain(one.time) | {"idle_ms": plain(one.time.idle_ms)}
-        ranks_seen.append(plain(trace) | {"time": time, "kernels": plain(one.kernels)})
+    facts, critical, shortened = report.facts, report.facts.critical, find_shortened(report)
+    lists = {key: list(_list_entries(report, key, key in shortened)) for key in OF_RANKS}
+    run = _run_as_json(facts.run) if facts.run else None
     return {
         "schema": REPORT_SCHEMA,
         "title": report.title,
@@ -34,41 +49,85 @@ def as_json(report: Report) -> dict:
         "verdict": plain(report.verdict),
         "findings": plain(report.findings),
         "critical_rank": critical.time.rank if critical else None,
-        "ranks_seen": ranks_seen,
+        "ranks_seen": lists["ranks_seen"],
         "ranks": plain(facts.ranks),
-        "snapshots": plain(facts.snapshots),
+        "snapshots": lists["snapshots"],
         "ledger": [plain(row) | {"difference_bytes": row.difference_bytes} for row in facts.ledger],
-        "traced_memory": plain(facts.traced_memory),
+        "traced_memory": lists["traced_memory"],
         "predicted": plain(facts.predicted),
-        "run": _run_as_json(facts.run) if facts.run else None,
+        "run": run,
         "gaps": build_limitations(report),
+        "shortened": shortened,
     }
 
 
-def _run_as_json(run: Run) -> dict:
+def _list_entries(report: Report, key: str, short: bool) -> Iterator[dict[str, Any]]:
+    """What there is once per rank; `short`: without lists, but for the one that the report shows."""
+    shown = (report.facts.critical, report.facts.highest_snapshot)
+    for one in getattr(report.facts, key):
+        less = short and not any(one is other for other in shown)
+        if not isinstance(one, RankFacts):
+            yield plain(one, less)
+            continue
+        names = ("source", "writer", "rank", "world_size", "devices", "facts")
+        entry = plain({name: getattr(one.trace, name) for name in names}, less)
+        time = plain(one.time, less) | {"idle_ms": plain(one.time.idle_ms)}
+        yield entry | {"time": time, "kernels": plain(one.kernels, less)}
+
+
+def _run_as_json(run: Run) -> dict[str, Any]:
     """Without the columns that have an entry per step (they stand in steps.jsonl) and the plan (run.json)."""
-    found = {"status": run.status}
+    found: dict[str, Any] = {"status": run.status}
+    ranks, intervals = run.ranks, []
+    if ranks:
+        lines = ranks.intervals
+        tables = len(dataclasses.fields(lines)) + len(lines.phases_ms) + len(lines.gpu_phases_ms)
+        most = max(MAX_RANK_NUMBERS // (tables * len(ranks.step_ms)), 1)
+        chosen = lines.take(choose_evenly(len(lines.first), most))
+        intervals = [_line_as_json(chosen, at) for at in range(len(chosen.first))]
+        every = choose_evenly(len(ranks.host_memory_bytes), most)
+        memory = {name: getattr(ranks, name)[every] for name in ("host_memory_bytes", "peak_memory_bytes")}
+        ranks = dataclasses.replace(ranks, intervals=chosen, **memory)
     for field in dataclasses.fields(run):
-        value = getattr(run, field.name)
-        per_step = isinstance(value, tuple) and field.name not in ("notes", "growths", "gpu_growths")
-        if not per_step and field.name not in ("plan", "record", "phases_ms", "gpu_phases_ms"):
+        value = ranks if field.name == "ranks" else getattr(run, field.name)
+        if not isinstance(value, np.ndarray) and field.name not in ("plan", "record", "phases_ms", "gpu_phases_ms"):
             found[field.name] = plain(value)
+    if ranks:
+        found["ranks"]["intervals"] = intervals
     return found
 
 
-def plain(value):
-    """JSON's types only. NaN and infinity are null: they are numbers that nobody measured."""
+def choose_evenly(length: int, most: int) -> slice:
+    """Every n-th of `length` entries, the last one among them, so that about `most` are left."""
+    every = -(-length // most)
+    return slice((length - 1) % every if length else 0, None, every)
+
+
+def _line_as_json(lines: RankLines, at: int) -> dict[str, Any]:
+    """One console line; a phase that no rank had in it is not named."""
+    found: dict[str, Any] = {}
+    for name, value in vars(lines).items():
+        if isinstance(value, dict):
+            found[name] = {phase: plain(ms[at]) for phase, ms in value.items() if not np.isnan(ms[at]).all()}
+        else:
+            found[name] = plain(value[at])
+    return found
+
+
+def plain(value: Any, short: bool = False) -> Any:
+    """JSON's types only. NaN and infinity are null: they are numbers that nobody measured. `short`: without lists."""
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):
-        fields = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, short)
         return fields | {"difference": plain(value.difference)} if isinstance(value, Compared) else fields
     if isinstance(value, dict):
-        return {str(plain(key)): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [(key, item) for key, item in value.items() if not (short and isinstance(item, LISTS))]
+        return {str(plain(key)): plain(item, short) for key, item in items}
+    if isinstance(value, LISTS):
         return [plain(item) for item in value]
     if value is None or isinstance(value, (str, bool, int)):
         return value
-    if hasattr(value, "item"):
-        return plain(value.item())
+    if isinstance(value, (np.ndarray, np.generic)):
+        return plain(value.tolist())
     return (value if math.isfinite(value) else None) if isinstance(value, float) else str(value)

@@ -242,8 +242,9 @@ class Growth:
             return
         since, grown = self._history[0][0], []
         for rank, last in enumerate(by_rank):
-            rows = [(at, values[rank]) for at, values in self._history]
-            found = None if any(math.isnan(value) for _, value in rows) else steady_growth(rows)
+            values = [of_ranks[rank] for _, of_ranks in self._history]
+            known = not any(map(math.isnan, values))
+            found = steady_growth([at for at, _ in self._history], values) if known else None
             if found:
                 grown.append(
                     f"   {self._what} of rank {rank} grows steadily: by {size(found[1])} per step since iteration "

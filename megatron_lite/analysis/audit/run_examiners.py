@@ -7,7 +7,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from megatron_lite.analysis.findings.step_measurements import backward_ranges, p
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.read import MIN_STEPS as MIN_STEPS_WITHOUT_GROWTH
-from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run.run_results import Numbers, Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.run_folder import STEPS_FILE
@@ -131,11 +130,13 @@ def _list_uncast(one: RankFacts) -> list[str]:
 
 def _pair_measurements(*runs: Facts) -> Iterator[tuple[str, str, object]]:
     """(what, unit, the two runs' values), None for these where no kind of measurement is known of both."""
-    ordinary = [
-        [ms for ms, plain in zip(one.run.training_ms, one.run.ordinary) if plain] if one.run else [] for one in runs
-    ]
+    ordinary = [one.run.training_ms[one.run.ordinary] if one.run else [] for one in runs]
     traced = [[step.ms for step in one.critical.time.steady_steps] if one.critical else [] for one in runs]
-    yield "step", "ms", next((paired_samples(*samples) for samples in (ordinary, traced) if all(samples)), None)
+    yield (
+        "step",
+        "ms",
+        next((paired_samples(*samples) for samples in (ordinary, traced) if all(map(len, samples))), None),
+    )
     allocator = [peak.num_bytes if peak else 0 for peak in map(measure_peak, runs)]
     snapshots = [one.highest_snapshot.peak_bytes if one.snapshots else 0 for one in runs]
     peaks = next((peaks for peaks in (allocator, snapshots) if all(peaks)), None)
@@ -145,12 +146,14 @@ def _pair_measurements(*runs: Facts) -> Iterator[tuple[str, str, object]]:
 def examine_overflows(case: Case) -> Point | list[Evidence]:
     """Skipped steps and the loss scale."""
     run, precision = case.facts.run, case.facts.plan.get("precision")
-    scales = [scale for scale in run.loss_scale if scale > 0] if run else []
-    if not scales or not run.steps:
+    scales = run.loss_scale[run.loss_scale > 0] if run else ()
+    if not len(scales):
         return []
-    text = f"{sum(run.skipped)} of {run.steps} steps skipped, the loss scale is {significant(scales[-1], 6)} at the end"
-    settled = run.steps - (run.skipped.index(False) if False in run.skipped else run.steps)
-    if any(run.skipped) and settled < MIN_SETTLED_STEPS:
+    text = (
+        f"{run.skipped.sum()} of {run.steps} steps skipped, the loss scale is {significant(scales[-1], 6)} at the end"
+    )
+    settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
+    if run.skipped.any() and settled < MIN_SETTLED_STEPS:
         remedy = f"{LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning"
         return not_seen(Evidence(f"{text}; {settled} steps since the first good one", STEPS_FILE), record=remedy)
     why = f": {precision} has the range of fp32 and needs none" if precision not in (None, "", "fp16") else ""
@@ -170,7 +173,7 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
         if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None
     ]
     for what, values in (("GPU", run.peak_memory_bytes), ("process", run.host_memory_bytes)) if run else ():
-        number = sum(plain and not math.isnan(value) for plain, value in zip(run.ordinary, values))
+        number = (run.ordinary & ~np.isnan(values)).sum()
         if number >= MIN_STEPS_WITHOUT_GROWTH:
             steady.append(Evidence(f"memory of the {what} does not grow over {number} ordinary steps", STEPS_FILE))
     return [*held, *steady] if held and steady else not_seen(*held, *steady)
@@ -189,13 +192,13 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
         told = f"{counted(traced, 'backward range')}{f', {counted(updates, OPTIMIZER_STEP)}' if updates else ''}"
         seen = [Evidence(f"per step {told} in the trace", where(one))] if traced else []
     micro_batch, world = whole(argument(facts, "micro_batch_size")), run.world_size if run else None
-    sizes = [number for number in run.batch_sizes if number > 0] if run else []
-    if not micro_batch or not world or not sizes:
+    sizes = run.batch_sizes[run.batch_sizes > 0] if run else ()
+    if not micro_batch or not world or not len(sizes):
         return not_seen(*seen)
     wrong = _check_batches(run, sizes, micro_batch * world, traced)
     final = whole(part(facts, "batch", "final"))
-    if final and not part(facts, "batch", "start") and set(sizes) != {final}:  # nothing ramps up
-        wrong.append(f"the plan has {final} samples per step, the steps have {min(sizes):,.0f} to {max(sizes):,.0f}")
+    if final and not part(facts, "batch", "start") and (sizes != final).any():  # nothing ramps up
+        wrong.append(f"the plan has {final} samples per step, the steps have {sizes.min():,.0f} to {sizes.max():,.0f}")
     if updates > 1:
         wrong.append(f"{significant(updates)} {OPTIMIZER_STEP}s per iteration in the trace")
     if wrong:
@@ -203,38 +206,38 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
         return failed(remedy, *(Evidence(text, STEPS_FILE) for text in wrong), *seen)
     parts = f"{micro_batch} x {counted(world, 'rank')} x {sizes[-1] / (micro_batch * world):,.0f} of them"
     told = [f"{sizes[-1]:,.0f} samples per step = micro-batches of {parts}, in {len(sizes)} steps"]
-    rates = [rate for rate in run.next_lrs if not math.isnan(rate)]
-    if rates:
-        held = ", and held in skipped ones" if any(run.skipped) else ""
+    rates = run.next_lrs[~np.isnan(run.next_lrs)]
+    if len(rates):
+        held = ", and held in skipped ones" if run.skipped.any() else ""
         told.append(f"the learning rate is set once per step, {rates[0]:.3g} to {rates[-1]:.3g}{held}")
     return [*(Evidence(text, STEPS_FILE) for text in told), *seen]
 
 
-def _check_batches(run: Run, sizes: list[float], samples: int, traced: float) -> list[str]:
+def _check_batches(run: Run, sizes: Numbers, samples: int, traced: float) -> list[str]:
     """What is wrong with sizes, counts of samples and schedule, the first iteration of each kind.
 
     Args: samples: of one micro-batch of every rank; traced: micro-batches per step, 0 for unknown.
     """
-    odd = (
-        f"iteration {at} has {number:,.0f} samples, no multiple of {samples} (micro-batch x ranks)"
-        for at, number in zip(run.iterations, run.batch_sizes)
-        if number > 0 and number % samples
-    )
+    numbers, counted_samples, rates = run.batch_sizes, np.diff(run.consumed_samples), np.diff(run.next_lrs)
+    odd = (numbers > 0) & (numbers % samples > 0)
+    # a step's own entry is the one after the difference's; nothing unknown is wrong
+    miscounted = ~np.isnan(counted_samples + numbers[1:]) & (counted_samples != numbers[1:])
+    went_on = run.skipped[1:] & ~np.isnan(rates) & (rates != 0)
+    wrong = []
+    for at in np.flatnonzero(odd)[:1]:
+        of = f"no multiple of {samples} (micro-batch x ranks)"
+        wrong.append(f"iteration {run.iterations[at]} has {numbers[at]:,.0f} samples, {of}")
     planned = sizes[0] / samples
-    passes = f"{significant(traced)} backward passes per step in the trace, {planned:g} micro-batches by the plan"
-    counts = (
-        f"iteration {at} has {number:,.0f} samples and counts {after - before:,.0f}"
-        for at, (before, after), number in zip(run.iterations[1:], pairwise(run.consumed_samples), run.batch_sizes[1:])
-        if after - before != number and not math.isnan(after - before + number)
-    )
-    rates = (
-        f"the learning rate goes on from {before:.6g} to {after:.6g} in iteration {at}, which was skipped"
-        for at, (before, after), skipped in zip(run.iterations[1:], pairwise(run.next_lrs), run.skipped[1:])
-        if skipped and before != after and not math.isnan(after - before)
-    )
-    differ = traced and len(set(sizes)) == 1 and traced != planned
-    wrong = [next(odd, ""), passes if differ else "", next(counts, ""), next(rates, "")]
-    return [text for text in wrong if text]
+    if traced and (sizes == sizes[0]).all() and traced != planned:
+        passes = f"{significant(traced)} backward passes per step in the trace"
+        wrong.append(f"{passes}, {planned:g} micro-batches by the plan")
+    for at in np.flatnonzero(miscounted)[:1]:
+        told = f"{numbers[at + 1]:,.0f} samples and counts {counted_samples[at]:,.0f}"
+        wrong.append(f"iteration {run.iterations[at + 1]} has {told}")
+    for at in np.flatnonzero(went_on)[:1]:
+        told = f"from {run.next_lrs[at]:.6g} to {run.next_lrs[at + 1]:.6g} in iteration {run.iterations[at + 1]}"
+        wrong.append(f"the learning rate goes on {told}, which was skipped")
+    return wrong
 
 
 def examine_compilation(case: Case) -> Point | list[Evidence]:
@@ -249,9 +252,9 @@ def examine_compilation(case: Case) -> Point | list[Evidence]:
     seen = [Evidence(f"{significant(regions)} compiled regions per step", where(one))] if regions else []
     if not run or not (compiled or regions) or not run.first_step_ms or not run.steady_step_ms:
         return not_seen(*seen, record="all steps of the run: start it with an empty --run-dir" if run else "")
-    compiling = f" ({in_ms(run.compile_ms[0])} of it compiling)" if run.compile_ms and run.compile_ms[0] > 0 else ""
-    late = [at for at, compiled_late in zip(run.iterations[1:], run.compiling[1:]) if compiled_late]
-    listed = f" (iterations {', '.join(map(str, late[:MAX_ITERATIONS]))})" if late else ""
+    compiling = f" ({in_ms(run.compile_ms[0])} of it compiling)" if run.compile_ms[0] > 0 else ""
+    late = run.iterations[1:][run.compiling[1:]]
+    listed = f" (iterations {', '.join(map(str, late[:MAX_ITERATIONS]))})" if len(late) else ""
     text = (
         f"first step {in_ms(run.first_step_ms)}{compiling}, ordinary ones {in_ms(run.steady_step_ms)}; "
         f"{len(late)} later steps compiled something{listed} and are left out"
@@ -275,7 +278,7 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
             return not_seen(*seen, record=f"how much of it is padding and what it compiles: {RUN_FOLDER}")
     length = whole(part(facts, "shape", "seq_length"))
     if length and run.steps:
-        late = sum(compiled and not evaluated for compiled, evaluated in zip(run.compiling[1:], run.evaluating[1:]))
+        late = (run.compiling & ~run.evaluating)[1:].sum()
         text = f"every sequence has {length:,} positions; {late} of {run.steps} steps compiled after the first"
         seen.append(Evidence(text, "run.json"))
     if not seen:
@@ -296,10 +299,10 @@ def examine_tokens(case: Case) -> Point | list[Evidence]:
     run = case.facts.run
     if run is None or run.tokens_per_second is None:
         return []
-    if any(run.not_finite) and (found := case.found("no-learning")):
+    if run.not_finite.any() and (found := case.found("no-learning")):
         return fail_by_findings(found)
-    speed = f"{count(run.tokens_per_second)} tokens/s over {sum(run.ordinary)} ordinary steps, all ranks"
-    seen = Evidence(f"{speed}; {sum(run.skipped)} of {run.steps} steps skipped", STEPS_FILE)
+    speed = f"{count(run.tokens_per_second)} tokens/s over {run.ordinary.sum()} ordinary steps, all ranks"
+    seen = Evidence(f"{speed}; {run.skipped.sum()} of {run.steps} steps skipped", STEPS_FILE)
     if argument(case.facts, "eod_mask_loss"):
         return not_seen(
             seen, record="how many positions have a loss is not recorded: without --eod-mask-loss all have one"
@@ -328,11 +331,12 @@ def examine_losses(case: Case) -> Point | list[Evidence]:
         return not_seen(*map(Evidence, differences), record=record)
     against = f"{STEPS_FILE}, against {base.folder}"
     undo = "undo changes one by one until the losses"
-    if any(run.not_finite) and not any(base.not_finite):
+    if run.not_finite.any() and not base.not_finite.any():
         seen = Evidence(f"{measure_learning(run).losses}; the baseline's are all finite", against)
         return failed(f"{undo} are finite; megatron-lite compare A B", seen, code="no-learning")
     mine, others = (
-        {at: loss for at, loss in zip(one.iterations, one.losses) if not math.isnan(loss)} for one in (run, base)
+        {at: loss for at, loss in zip(one.iterations.tolist(), one.losses.tolist()) if not math.isnan(loss)}
+        for one in (run, base)
     )
     apart = {at: abs(mine[at] - others[at]) / max(abs(others[at]), 1e-12) for at in sorted(mine.keys() & others.keys())}
     if not apart:

@@ -1,6 +1,5 @@
 """What traces say about the questions of the audit that no finding answers."""
 
-import math
 import re
 
 import numpy as np
@@ -53,7 +52,7 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
     run, one, device = case.facts.run, case.facts.critical, case.facts.plan.get("device")
     gpu_ms = measure_ordinary(run, run.gpu_ms) if run else None
     if gpu_ms is not None:
-        number = sum(plain and not math.isnan(ms) for ms, plain in zip(run.gpu_ms, run.ordinary))
+        number = (run.ordinary & ~np.isnan(run.gpu_ms)).sum()
         text = f"median {in_ms(gpu_ms)} between CUDA events (gpu_ms) in {number} ordinary steps"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if one is not None and one.time.on_gpu:
@@ -71,7 +70,7 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
         if first.number is None:
             return not_seen(*seen, record="a window that does not begin with the first step")
         return failed("begin the window later: --profile-step-start 10", *seen, code="first-step")
-    if run is None or not any(run.ordinary) or device not in ("cuda", "cpu"):
+    if run is None or not run.ordinary.any() or device not in ("cuda", "cpu"):
         what = "the trace holds no work of a GPU: a CPU's job, or one recorded without CUDA activities"
         return not_seen(*([Evidence(what, where(one))] if one is not None else []))
     if device == "cuda":
@@ -83,9 +82,9 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
 
 def _count_steps(run: Run) -> Evidence:
     """How many steps count, and why the others do not."""
-    stalled = sum(map(any, zip(run.evaluating, run.saving)))
-    left_out = {"profiled": sum(run.profiled), "compiling": sum(run.compiling), "evaluating or saving": stalled}
-    text = f"{sum(run.ordinary)} of {run.steps} steps count; left out: the first, steps beside a profile"
+    stalled = (run.evaluating | run.saving).sum()
+    left_out = {"profiled": run.profiled.sum(), "compiling": run.compiling.sum(), "evaluating or saving": stalled}
+    text = f"{run.ordinary.sum()} of {run.steps} steps count; left out: the first, steps beside a profile"
     return Evidence(text + "".join(f", {number} {what}" for what, number in left_out.items() if number), STEPS_FILE)
 
 
@@ -98,7 +97,7 @@ def _list_left_out(one: RankFacts) -> list[Evidence]:
 def examine_steady_state(case: Case) -> Point | list[Evidence]:
     """The step's time without the first step and other disturbed ones."""
     run, one = case.facts.run, case.facts.critical
-    number = sum(run.ordinary) if run else 0
+    number = run.ordinary.sum() if run else 0
     if number >= MIN_STEPS:
         first = f"; the first step took {in_ms(run.first_step_ms)}" if run.first_step_ms else ""
         text = f"median {in_ms(run.steady_step_ms)} of {number} ordinary steps{first}"

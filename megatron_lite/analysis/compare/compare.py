@@ -20,7 +20,7 @@ from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.kernels.rank_kernels import own_ms
 from megatron_lite.analysis.kernels.roles import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.selection import Selection
-from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run.run_results import Numbers, Run
 from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
@@ -36,12 +36,12 @@ STEP, TRACED_STEP, PEAK = "step", "traced step", "peak memory"
 def pair_totals(a: Facts, b: Facts) -> list[Total]:
     """Step, tokens per second, MFU and peak memory, of each source that both have."""
     totals = []
-    ordinary = [of_ordinary(facts.run, facts.run.training_ms) if facts.run else [] for facts in (a, b)]
-    if all(ordinary):
+    ordinary = [facts.run.training_ms[facts.run.ordinary] if facts.run else [] for facts in (a, b)]
+    if all(map(len, ordinary)):
         of = f"steps.jsonl, {len(ordinary[0])} and {len(ordinary[1])} ordinary steps"
         totals.append(Total(STEP, "ms", of, paired_samples(*ordinary)))
         # rates are of all ordinary time, as a report has them; they vary as one over the step does
-        relative = compute_noise_band(*([fmean(ms) / one for one in ms] for ms in ordinary))
+        relative = compute_noise_band(*(ms.mean() / ms for ms in ordinary))
         for name, unit, field, factor in (
             ("tokens per second", "tokens/s", "tokens_per_second", 1),
             ("MFU, causal attention", "%", "mfu_causal", 100),
@@ -61,29 +61,31 @@ def pair_totals(a: Facts, b: Facts) -> list[Total]:
     # the most that tensors took: of snapshots, else as the GPU's allocator counted in each step
     peaks = {
         "memory snapshots": [[one.peak_bytes for one in facts.snapshots] for facts in (a, b)],
-        "steps.jsonl": [[at for at in facts.run.peak_memory_bytes if at > 0] if facts.run else [] for facts in (a, b)],
+        "steps.jsonl": [
+            facts.run.peak_memory_bytes[facts.run.peak_memory_bytes > 0] if facts.run else [] for facts in (a, b)
+        ],
     }
     for of, by_side in peaks.items():
-        if all(by_side):
-            return [*totals, Total(PEAK, "bytes", of, exact(*map(max, by_side)))]
+        if all(map(len, by_side)):
+            return [*totals, Total(PEAK, "bytes", of, exact(*(float(np.max(peaks)) for peaks in by_side)))]
     return totals
 
 
 def pair_phases_of_runs(a: Run, b: Run) -> tuple[PhasePair, ...]:
     """Medians over ordinary steps: of the host, and where there is a GPU as its stream passed through them."""
     found = []
-    for name in {**a.phases_ms, **b.phases_ms}:
-        host = paired_samples(*(of_ordinary(run, run.phases_ms.get(name, ())) for run in (a, b)))
+    for name in dict.fromkeys((*a.phases_ms, *b.phases_ms)):
+        host = paired_samples(*(_of_ordinary(run, run.phases_ms.get(name)) for run in (a, b)))
         device = None
         if a.gpu_phases_ms or b.gpu_phases_ms:
-            device = paired_samples(*(of_ordinary(run, run.gpu_phases_ms.get(name, ())) for run in (a, b)))
+            device = paired_samples(*(_of_ordinary(run, run.gpu_phases_ms.get(name)) for run in (a, b)))
         found.append(PhasePair(name, host, device))
     return tuple(found)
 
 
-def of_ordinary(run: Run, values: Sequence[float]) -> list[float]:
-    """A column's values in ordinary steps."""
-    return [value for value, plain in zip(values, run.ordinary) if plain]
+def _of_ordinary(run: Run, values: Numbers | None) -> Numbers:
+    """A column's values in ordinary steps; none of a phase that the run has not."""
+    return np.array([]) if values is None else values[run.ordinary]
 
 
 # --- the first line of a comparison

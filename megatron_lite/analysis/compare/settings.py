@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from math import sqrt
-from statistics import fmean, median, variance
+from statistics import fmean, variance
+
+import numpy as np
 
 from megatron_lite.analysis.compare.compare_results import Change, Flag, Pair
 from megatron_lite.analysis.run_facts import Facts
@@ -57,8 +59,8 @@ def objections(a: Facts, b: Facts) -> list[str]:
         ]
         found += [f"{', '.join(told)}: another model"] if told else []
     for run in (a.run, b.run):
-        seen = [size for size, plain in zip(run.batch_sizes, run.ordinary) if plain and size > 0] if run else []
-        sizes.append(median(seen) if seen else None)
+        seen = run.batch_sizes[run.ordinary & (run.batch_sizes > 0)] if run else ()
+        sizes.append(float(np.median(seen)) if len(seen) else None)
     if None not in sizes and sizes[0] != sizes[1]:
         found.append(f"--global-batch-size {sizes[0]:,.0f} against {sizes[1]:,.0f} samples per step: another batch")
     return found
@@ -87,9 +89,9 @@ def paired(a: float | None, b: float | None, band: float | None) -> Pair:
     return Pair(a, b, band, _find_change(a, b, band))
 
 
-def paired_samples(a: Sequence[float], b: Sequence[float], centre=median) -> Pair:
+def paired_samples(a: Sequence[float], b: Sequence[float], centre=np.median) -> Pair:
     """The centres of two runs' steps (fewer than MIN_STEPS of either: no band)."""
-    return paired(centre(a) if a else None, centre(b) if b else None, compute_noise_band(a, b))
+    return paired(*(float(centre(values)) if len(values) else None for values in (a, b)), compute_noise_band(a, b))
 
 
 def exact(a: float | None, b: float | None) -> Pair:
@@ -105,7 +107,7 @@ def compute_noise_band(*samples: Sequence[float]) -> float | None:
     for values in samples:
         number = min(MAX_BLOCKS, len(values))
         bounds = [len(values) * at // number for at in range(number + 1)]
-        blocks = [median(values[first:last]) for first, last in pairwise(bounds)]
+        blocks = [float(np.median(values[first:last])) for first, last in pairwise(bounds)]
         variances += variance(blocks) / number
         freedom += number
         means.append(fmean(blocks))

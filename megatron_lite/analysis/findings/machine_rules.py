@@ -2,7 +2,6 @@
 
 import math
 import re
-from statistics import median
 
 import numpy as np
 
@@ -71,13 +70,14 @@ def find_recompilation(facts: Facts) -> Finding | None:
 
 def _measure_run(run: Run) -> tuple[float, Evidence, None] | None:
     """(cost, evidence, no rank) of steps that compile after the first."""
-    late = [index for index in range(1, len(run.compiling)) if run.compiling[index] and not run.evaluating[index]]
+    late = np.flatnonzero(run.compiling & ~run.evaluating)
+    late = late[late > 0]
     if len(late) < MIN_COMPILING_STEPS:
         return None
     steady_ms = run.steady_step_ms
     if not steady_ms:  # all steps compile: what they take besides
-        steady_ms = median(run.training_ms[at] - run.compile_ms[at] for at in late) if run.compile_ms else math.nan
-    cost = sum(max(0.0, run.training_ms[index] - steady_ms) for index in late) / run.steps
+        steady_ms = float(np.median(run.training_ms[late] - run.compile_ms[late]))
+    cost = math.fsum(np.maximum(run.training_ms[late] - steady_ms, 0.0)) / run.steps
     if not cost >= MIN_SHARE_SHOWN * steady_ms:
         return None
     shown = ", ".join(str(run.iterations[at]) for at in late[:MAX_STEPS_SHOWN])
@@ -159,10 +159,10 @@ def find_first_step(facts: Facts) -> Finding | None:
     if run is None or not run.first_step_ms or not run.steady_step_ms or run.steps < MIN_RUN_STEPS:
         return None
     extra = run.first_step_ms - run.steady_step_ms
-    total = math.fsum(ms for ms in run.step_ms if not math.isnan(ms))
+    total = math.fsum(run.step_ms)
     if extra < max(MIN_MS, MAX_START_SHARE * total):
         return None
-    compiling_ms = run.compile_ms[0] if run.compile_ms else math.nan
+    compiling_ms = run.compile_ms[0]
     text = (
         f"the first step took {in_ms(run.first_step_ms)}, ordinary ones {in_ms(run.steady_step_ms)}: "
         f"{extra / total:.0%} of {run.steps} steps"

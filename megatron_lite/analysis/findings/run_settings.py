@@ -2,9 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+
+import numpy as np
 
 from megatron_lite.analysis.findings.base import MATTERS, in_ms, of_step, share, where
 from megatron_lite.analysis.memory.memory_results import Snapshot
@@ -88,10 +89,12 @@ def on_gpu(facts: Facts) -> bool | None:
     return device == "cuda" if device else None
 
 
-def measure_ordinary(run: Run | None, values: Iterable[float]) -> float | None:
+def measure_ordinary(run: Run | None, values: Sequence[float]) -> float | None:
     """Median over the ordinary steps that have a value."""
-    known = [value for value, plain in zip(values, run.ordinary) if plain and not math.isnan(value)] if run else []
-    return median(known) if known else None
+    if run is None or not len(values):
+        return None
+    known = values[run.ordinary & ~np.isnan(values)]
+    return float(np.median(known)) if len(known) else None
 
 
 # --- memory: how much is left, whether a larger micro-batch fits into it, and whether it is short at all
@@ -118,8 +121,8 @@ def measure_peak(facts: Facts) -> Peak | None:
         most = max(real, key=lambda one: one.peak_bytes)
         grows = sum(sum_category(most, category) for category in GROWS_WITH_BATCH)
         return Peak(most.peak_bytes, grows or most.peak_bytes, most.source)
-    values = facts.run.peak_memory_bytes if facts.run else ()
-    most = max((int(value) for value in values if not math.isnan(value)), default=0)
+    values = facts.run.peak_memory_bytes if facts.run else np.array([])
+    most = int(values.max(initial=0, where=values > 0))  # NaN is not
     return Peak(most, most, "steps.jsonl") if most > 0 else None
 
 

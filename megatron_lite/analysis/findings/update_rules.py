@@ -107,11 +107,11 @@ def find_overflow_storm(facts: Facts) -> Finding | None:
     False alarm: one skip per --loss-scale-window: that is the scale trying a larger size.
     """
     run = facts.run
-    if run is None:
+    if run is None or not run.steps:
         return None
-    never_good = all(run.skipped)
-    settled = run.skipped if never_good else run.skipped[run.skipped.index(False) :]
-    number = sum(settled)
+    never_good = bool(run.skipped.all())
+    settled = run.skipped[run.skipped.argmin() :]  # from the first good step on
+    number = int(settled.sum())
     if number < MIN_SKIPS or number < MAX_SKIPPED_SHARE * len(settled):
         return None
     wasted = number / len(settled)
@@ -146,12 +146,12 @@ def find_scale_collapse(facts: Facts) -> Finding | None:
     run = facts.run
     if run is None or facts.plan.get("precision") not in (None, "fp16") or argument(facts, "loss_scale"):
         return None
-    settled = run.loss_scale[run.skipped.index(False) :] if False in run.skipped else run.loss_scale
-    known = [scale for scale in settled if not math.isnan(scale) and scale > 0]
-    if len(known) < MIN_SCALED_STEPS or known[-1] > TOO_SMALL or max(known) < FALLEN * known[-1]:
+    settled = run.loss_scale[run.skipped.argmin() :] if run.steps else run.loss_scale
+    known = settled[settled > 0]  # NaN is not
+    if len(known) < MIN_SCALED_STEPS or known[-1] > TOO_SMALL or known.max() < FALLEN * known[-1]:
         return None
-    skipped = f"{sum(run.skipped)} of {run.steps} steps were skipped"
-    text = f"the loss scale fell from {max(known):,.0f} to {significant(known[-1], 6)} ({skipped})"
+    skipped = f"{run.skipped.sum()} of {run.steps} steps were skipped"
+    text = f"the loss scale fell from {known.max():,.0f} to {significant(known[-1], 6)} ({skipped})"
     seen = Evidence(text, "steps.jsonl")
     advice = "stop and find what overflows; --bf16 needs no loss scale"
     return Finding(evidence=(seen,), advice=advice, flags=("--bf16",))
@@ -243,10 +243,10 @@ def find_save_and_eval(facts: Facts) -> Finding | None:
     run = facts.run
     if run is None:
         return None
-    whole_ms = _total(run.step_ms)
-    times = {name: sum(value > 0 for value in run.phases_ms.get(name, ())) for name in (SAVE, EVAL)}
+    whole_ms = math.fsum(run.step_ms)
+    times = {SAVE: int(run.saving.sum()), EVAL: int(run.evaluating.sum())}
     known = [name for name, number in times.items() if run.steps >= MIN_STEPS or number >= MIN_TIMES]
-    stalls = {name: total for name in known if (total := _total(run.phases_ms.get(name, ())))}
+    stalls = {name: total for name in known if (total := math.fsum(run.phases_ms.get(name, ())))}
     if not whole_ms or sum(stalls.values()) < MATTERS * whole_ms:
         return None
     remedies = {
@@ -264,7 +264,3 @@ def find_save_and_eval(facts: Facts) -> Finding | None:
     advice = f"stand still less: {' and '.join(remedies[name][0] for name in stalls)}"
     flags = tuple(remedies[name][1] for name in stalls)
     return build_time_finding(cost, seen, advice, flags)
-
-
-def _total(values) -> float:
-    return math.fsum(value for value in values if not math.isnan(value))

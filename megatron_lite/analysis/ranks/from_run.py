@@ -4,6 +4,8 @@ import math
 from dataclasses import replace
 from statistics import median_low
 
+import numpy as np
+
 from megatron_lite.analysis.ranks.rank_results import RankRow, Ranks, Straggler
 from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.phases import Phase
@@ -51,7 +53,8 @@ def find_straggler_by_medians(ranks: RankMedians) -> Straggler | None:
     late = []
     for name in OWN:
         found = slowest_rank(ranks.own_ms(name), ranks.step_ms)
-        by_line = [slowest_rank(one.own_ms(name), one.step_ms) for one in ranks.intervals]
+        lines = zip(np.asarray(ranks.intervals.own_ms(name)).tolist(), ranks.intervals.step_ms.tolist())
+        by_line = [slowest_rank(own_ms, step_ms) for own_ms, step_ms in lines]
         if found and is_mostly(found[1], [one and one[1] for one in by_line]):
             late.append((*found, name))
     if not late:
@@ -90,5 +93,4 @@ def slower_in_ordinary_steps(ranks: RankMedians, rank: int) -> bool | None:
 
 
 def _has_enough_steps(ranks: RankMedians) -> bool:
-    steps = [interval.steps for interval in ranks.intervals]
-    return all(sum(of_rank) >= MIN_STEPS for of_rank in zip(*steps))  # never with NaN
+    return bool((ranks.intervals.steps.sum(axis=0) >= MIN_STEPS).all())  # never with NaN

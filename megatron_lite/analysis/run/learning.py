@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from statistics import fmean, median
+
+import numpy as np
 
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.units import significant
@@ -28,16 +29,13 @@ class Learning:
 
 def measure_learning(run: Run) -> Learning:
     """What the run's skipped steps, losses and gradient norms come to."""
-    updates = run.steps - sum(run.skipped)
-    not_finite = tuple(at for at, lost in zip(run.iterations, run.not_finite) if lost)
-    losses, norms = (
-        [value for value, skipped in zip(values, run.skipped) if not (skipped or math.isnan(value))]
-        for values in (run.losses, run.grad_norms)
-    )
+    updates = run.steps - int(run.skipped.sum())
+    not_finite = tuple(run.iterations[run.not_finite].tolist())
+    losses, norms = (values[~run.skipped & ~np.isnan(values)] for values in (run.losses, run.grad_norms))
     part = len(losses) // PART if len(losses) >= MIN_LOSSES else 0
     falls, told, nothing, clipped = None, "", "", None
     if part:
-        first, last = fmean(losses[:part]), fmean(losses[-part:])
+        first, last = math.fsum(losses[:part]) / part, math.fsum(losses[-part:]) / part
         falls = last < first
         went = "fell" if falls else "did not fall"
         told = f"the loss {went}: {significant(first, 4)} in the first {part:,} updates, {significant(last, 4)} in the last {part:,}"
@@ -49,6 +47,6 @@ def measure_learning(run: Run) -> Learning:
     elif updates and len(not_finite) == updates:
         nothing = f"the loss was not finite in all {updates:,} updates"
     limit = run.args.get("clip_grad")
-    if type(limit) in (int, float) and limit > 0 and len(norms) >= MIN_UPDATES and min(norms) > MIN_CLIPPED * limit:
-        clipped = median(norms) / limit
+    if type(limit) in (int, float) and limit > 0 and len(norms) >= MIN_UPDATES and norms.min() > MIN_CLIPPED * limit:
+        clipped = float(np.median(norms)) / limit
     return Learning(run.steps, updates, not_finite, falls, clipped, told, nothing)

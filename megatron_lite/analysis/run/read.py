@@ -3,15 +3,15 @@
 import dataclasses
 import json
 import math
-from bisect import bisect_left
-from collections.abc import Sequence
 from datetime import datetime
-from itertools import groupby
 from pathlib import Path
-from statistics import median, quantiles
+from typing import Any
 
-from megatron_lite.analysis.run.run_results import Growth, Interval, RankMedians, Run
-from megatron_lite.analysis.run.step_lines import CORES, StepLines, number, read_columns, read_step_lines
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.analysis.run.run_results import Growth, Numbers, RankLines, RankMedians, Run, Steps
+from megatron_lite.analysis.run.step_lines import CORES, StepLines, number, read_step_lines
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
@@ -27,7 +27,9 @@ def read_run(folder: Path) -> Run:
     record, notes = _read_record(folder)
     lines, more = _read_lines(folder)
     notes += more
-    if not record and not lines.steps:
+    steps, said = lines.read_steps(), lines.read_ranks()
+    number_of_steps = len(steps.iterations)
+    if not record and not number_of_steps:
         raise UserError(f"{folder}: no run of megatron_lite can be read here; {' '.join(notes)}")
     if record.get("status") == RUNNING:
         # a process that was killed cannot write how it ended
@@ -39,39 +41,39 @@ def read_run(folder: Path) -> Run:
     if record and not isinstance(plan, dict):
         notes.append(f"{RUN_FILE} holds no plan, so that the run's flags are unknown.")
     plan = plan if isinstance(plan, dict) else {}
-    if lines.steps and _is_older(folder / STEPS_FILE, record):
+    if number_of_steps and _is_older(folder / STEPS_FILE, record):
         notes.append(
             f"{STEPS_FILE} was last written before the start that {RUN_FILE} describes: that start has no steps yet."
         )
     starts = max(lines.starts, 1 + len(list(folder.glob("run-*.json"))))
-    if starts > 1 and lines.steps:
-        span = f"{lines.steps[0]['iteration']} to {lines.steps[-1]['iteration']}"
+    if starts > 1 and number_of_steps:
+        span = f"{steps.iterations[0]} to {steps.iterations[-1]}"
         notes.append(f"The run was started {starts} times; figures are of the last start, iterations {span}.")
-    columns = read_columns(lines.steps)
-    speed, missing = compute_speed(plan, record, columns, bool(lines.steps) and lines.steps[0]["step"] == 1)
-    ranks = rank_medians(lines.intervals, {at for at, is_plain in _pair(columns, "ordinary") if is_plain})
+    try:
+        # which rank died, hung or failed in the start that run.json describes, as the others found out
+        verdict = json.loads((folder / RANKS_FILE).read_bytes())["verdict"].strip()
+        verdict = "" if _is_older(folder / RANKS_FILE, record) else verdict
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        verdict = ""
+    speed, missing = compute_speed(plan, record, steps, lines.first_step == 1)
+    ranks = compute_rank_medians(said, steps.iterations[steps.ordinary]) if said else None
     return Run(
+        **vars(steps),
         folder=str(folder),
         plan=plan,
         record=record,
-        steps=len(lines.steps),
+        steps=number_of_steps,
         starts=starts,
         notes=(*notes, *missing),
-        verdict_on_ranks=_read_verdict_on_ranks(folder, record),
+        verdict_on_ranks=verdict,
         ranks=ranks,
-        growths=find_growths(columns, ranks, "host_memory_bytes"),
-        gpu_growths=find_growths(columns, ranks, "peak_memory_bytes"),
-        **columns,
+        growths=find_growths(steps, ranks, "host_memory_bytes"),
+        gpu_growths=find_growths(steps, ranks, "peak_memory_bytes"),
         **speed,
     )
 
 
-def _pair(columns: dict, name: str) -> list[tuple]:
-    """(iteration, the column's value) of each step."""
-    return list(zip(columns["iterations"], columns[name]))
-
-
-def _read_record(folder: Path) -> tuple[dict, list[str]]:
+def _read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """run.json and what is wrong with it."""
     try:
         record = json.loads((folder / RUN_FILE).read_bytes())
@@ -104,21 +106,12 @@ def _read_lines(folder: Path) -> tuple[StepLines, list[str]]:
         notes.append(f"{len(lines.unread)} lines of {STEPS_FILE} cannot be read and are left out (line {some}).")
     if lines.cut:
         notes.append(f"{STEPS_FILE} ends within a line: the run was killed, or is still writing.")
-    if not lines.steps:
+    if not lines.starts:
         notes.append(f"{STEPS_FILE} holds no step.")
     return lines, notes
 
 
-def _read_verdict_on_ranks(folder: Path, record: dict) -> str:
-    """Which rank died, hung or failed in the start that run.json describes, as the others found out; '' for none."""
-    try:
-        told = json.loads((folder / RANKS_FILE).read_bytes())["verdict"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return "" if _is_older(folder / RANKS_FILE, record) or not isinstance(told, str) else told.strip()
-
-
-def _is_older(path: Path, record: dict) -> bool:
+def _is_older(path: Path, record: dict[str, Any]) -> bool:
     """Was it written before the start that run.json describes? A copy may make files younger, never older."""
     try:
         started = datetime.strptime(str(record.get("started")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
@@ -133,27 +126,27 @@ MAX_COMPARED = 50  # steps before a window, as many as the trainer's own line ab
 MIN_FOR_SPREAD = 4
 
 
-def compute_speed(plan: dict, record: dict, columns: dict, starts_at_first: bool) -> tuple[dict, list[str]]:
+def compute_speed(
+    plan: dict[str, Any], record: dict[str, Any], steps: Steps, starts_at_first: bool
+) -> tuple[dict[str, Any], list[str]]:
     """(fields of Run, what is missing and why). starts_at_first: the columns begin with the start's very first step."""
-    training, notes = columns["training_ms"], []
-    ordinary = [row for row, plain in enumerate(columns["ordinary"]) if plain]
-    plain_ms = [training[row] for row in ordinary]
-    if training and not ordinary:
+    training, ordinary, sizes, notes = steps.training_ms, steps.ordinary, steps.batch_sizes, []
+    plain_ms = training[ordinary]
+    if len(training) and not len(plain_ms):
         notes.append(
             "No step is an ordinary one (each is the first, profiled, compiling, evaluating or saving): "
             "there is no steady step time."
         )
     # the profiled steps are compared with undisturbed ones before the first window and after the last
-    inside = [row for row, profiled in enumerate(columns["profiled"]) if profiled]
-    quiet = [row for row, plain in enumerate(columns["undisturbed"]) if plain] if inside else []
-    before = [training[row] for row in quiet if row < inside[0]][-MAX_COMPARED:]
-    after = [training[row] for row in quiet if row > inside[-1]][:MAX_COMPARED]
-    sizes = columns["batch_sizes"]
-    known = [row for row in ordinary if sizes[row] > 0]  # NaN is not
-    known_ms = sum(training[row] for row in known)
-    rate = sum(sizes[row] for row in known) / known_ms if known_ms > 0 else None  # samples per ms
+    inside = np.flatnonzero(steps.profiled)
+    quiet = np.flatnonzero(steps.undisturbed)
+    before = training[quiet[quiet < inside[0]]][-MAX_COMPARED:] if len(inside) else training[:0]
+    after = training[quiet[quiet > inside[-1]]][:MAX_COMPARED] if len(inside) else training[:0]
+    known = ordinary & (sizes > 0)  # NaN is not
+    known_ms = math.fsum(training[known])
+    rate = math.fsum(sizes[known]) / known_ms if known_ms > 0 else None  # samples per ms
     shape = read_shape(plan)
-    if training and shape is None:
+    if len(training) and shape is None:
         notes.append("The model's shape is unknown: no tokens per second, no model FLOPs.")
     world, hardware = (part if isinstance(part, dict) else {} for part in (plan.get("world"), record.get("hardware")))
     ranks, peak = number(world.get("size")), number(hardware.get("peak_tflops"))
@@ -162,15 +155,15 @@ def compute_speed(plan: dict, record: dict, columns: dict, starts_at_first: bool
         causal, full = (step_flops(shape, 1, convention) * rate * 1000 / 1e12 / ranks for convention in (True, False))
     spread = None
     if len(plain_ms) >= MIN_FOR_SPREAD:
-        first, _, third = quantiles(plain_ms, n=4)
+        first, third = np.quantile(plain_ms, (0.25, 0.75), method="weibull").tolist()
         spread = third - first
     return {
-        "first_step_ms": training[0] if training and starts_at_first else None,
-        "steady_step_ms": median(plain_ms) if plain_ms else None,
+        "first_step_ms": float(training[0]) if starts_at_first else None,
+        "steady_step_ms": float(np.median(plain_ms)) if len(plain_ms) else None,
         "step_spread_ms": spread,
-        "profiled_step_ms": median(training[row] for row in inside) if inside else None,
-        "before_profile_ms": median(before) if len(before) >= MIN_BEFORE else None,
-        "after_profile_ms": median(after) if len(after) >= MIN_BEFORE else None,
+        "profiled_step_ms": float(np.median(training[inside])) if len(inside) else None,
+        "before_profile_ms": float(np.median(before)) if len(before) >= MIN_BEFORE else None,
+        "after_profile_ms": float(np.median(after)) if len(after) >= MIN_BEFORE else None,
         "tokens_per_second": 1000 * rate * shape.seq_length if rate and shape else None,
         "model_tflops": causal,
         "model_tflops_full": full,
@@ -179,7 +172,7 @@ def compute_speed(plan: dict, record: dict, columns: dict, starts_at_first: bool
     }, notes
 
 
-def read_shape(plan: dict) -> ModelShape | None:
+def read_shape(plan: dict[str, Any]) -> ModelShape | None:
     """The model's shape from a plan; None where it is incomplete or no numbers."""
     given = plan.get("shape")
     if not isinstance(given, dict):
@@ -195,35 +188,31 @@ def read_shape(plan: dict) -> ModelShape | None:
 # --- every rank's usual step, from what the ranks said at each console line
 
 
-def rank_medians(intervals: list[Interval], ordinary: set[int]) -> RankMedians | None:
-    """Medians over the lines that have an ordinary iteration among theirs; over all lines if none has. None without lines."""
-    if not intervals:
-        return None
-    alike = [interval for interval in intervals if len(interval.step_ms) == len(intervals[-1].step_ms)]
-    good = [one for one in alike if any(at in ordinary for at in range(one.first, one.last + 1))] or alike
-    medians: dict = {
-        name: compute_medians([getattr(one, name) for one in good])
-        for name in ("step_ms", "gpu_ms", "own_backward_ms", *CORES)
+def compute_rank_medians(said: RankLines, ordinary: NDArray[np.int64]) -> RankMedians:
+    """Medians over the lines that have one of the `ordinary` iterations among theirs; over all lines if none has."""
+    good = np.searchsorted(ordinary, said.first) < np.searchsorted(ordinary, said.last, side="right")
+    lines = said.take(good) if good.any() else said
+    medians: dict[str, Any] = {
+        name: _compute_medians(getattr(lines, name)) for name in ("step_ms", "gpu_ms", "own_backward_ms", *CORES)
     }
     for name, values in medians.items():
         if name != "step_ms" and all(map(math.isnan, values)):
             medians[name] = ()
     for what in ("phases_ms", "gpu_phases_ms"):
-        parts = [getattr(one, what) for one in good]
-        names = dict.fromkeys(name for part in parts for name in part)
-        medians[what] = {name: compute_medians([part[name] for part in parts if name in part]) for name in names}
+        seen = {name: ms for name, ms in getattr(lines, what).items() if not np.isnan(ms).all()}
+        medians[what] = {name: _compute_medians(ms) for name, ms in seen.items()}
     return RankMedians(
         **medians,
-        host_memory_bytes=tuple(one.host_memory_bytes for one in alike),
-        peak_memory_bytes=tuple(one.peak_memory_bytes for one in alike),
-        intervals=tuple(good),
+        host_memory_bytes=said.host_memory_bytes,
+        peak_memory_bytes=said.peak_memory_bytes,
+        intervals=lines,
     )
 
 
-def compute_medians(lists: list[tuple[float, ...]]) -> tuple[float, ...]:
-    """By rank; NaN for a rank that has no number in any."""
-    known = [[value for value in values if not math.isnan(value)] for values in zip(*lists)]
-    return tuple(median(values) if values else math.nan for values in known)
+def _compute_medians(table: Numbers) -> tuple[float, ...]:
+    """By rank; NaN for a rank that has no number in any line."""
+    known = (values[~np.isnan(values)] for values in table.T)
+    return tuple(float(np.median(values)) if len(values) else math.nan for values in known)
 
 
 # --- does memory grow over a run? Steadily or not at all: warming up and a single jump are no growth
@@ -231,28 +220,33 @@ def compute_medians(lists: list[tuple[float, ...]]) -> tuple[float, ...]:
 MIN_STEPS = 3 * GROWTH_PARTS
 
 
-def find_growths(columns: dict, ranks: RankMedians | None, what: str) -> tuple[Growth, ...]:
+def find_growths(steps: Steps, ranks: RankMedians | None, what: str) -> tuple[Growth, ...]:
     """Of every rank, from a value per console line; else of the rank that writes, from a value per ordinary step.
 
     `what`: host_memory_bytes or peak_memory_bytes.
     """
-    profiled, found = [at for at, was in _pair(columns, "profiled") if was], []
-    for rank in range(len(ranks.step_ms) if ranks else 0):
-        values = [(interval.last, getattr(interval, what)[rank]) for interval in ranks.intervals]
-        rows = [(at, value) for at, value in values if value > 0]  # NaN is not
-        found.append(_find_growth(rank, rows[1:], profiled, GROWTH_PARTS))  # the first line's steps fill caches
+    profiled, found = steps.iterations[steps.profiled], []
+    # the first line's steps fill caches
+    for rank, values in enumerate(getattr(ranks.intervals, what).T if ranks else ()):
+        known = np.flatnonzero(values > 0)[1:]
+        found.append(_find_growth(rank, ranks.intervals.last[known], values[known], profiled, GROWTH_PARTS))
     if not any(found):
-        values = zip(_pair(columns, what), columns["ordinary"])
-        rows = [(at, value) for (at, value), plain in values if plain and value > 0]
-        found = [_find_growth(None, rows, profiled, MIN_STEPS)]
+        values = getattr(steps, what)
+        known = np.flatnonzero(steps.ordinary & (values > 0))
+        found = [_find_growth(None, steps.iterations[known], values[known], profiled, MIN_STEPS)]
     return tuple(growth for growth in found if growth)
 
 
-def _find_growth(rank: int | None, rows: list[tuple], profiled: Sequence[int], fewest: int) -> Growth | None:
-    """`rows`: (iteration, bytes); `fewest`: of them, at least GROWTH_PARTS. A profiled window divides them in two."""
-    stretches = [list(stretch) for _, stretch in groupby(rows, lambda row: bisect_left(profiled, row[0]))]
-    for part in (rows, max(stretches, key=len, default=[])):
-        found = steady_growth(part) if len(part) >= fewest else None
+def _find_growth(
+    rank: int | None, at: NDArray[np.int64], values: Numbers, profiled: NDArray[np.int64], fewest: int
+) -> Growth | None:
+    """Of `values` bytes at iterations `at`; `fewest`: of them, at least GROWTH_PARTS. A profiled window divides them in two."""
+    if len(at) < fewest:
+        return None
+    stretch = np.searchsorted(profiled, at)
+    longest = stretch == np.bincount(stretch).argmax()
+    for part in (np.ones_like(longest), longest):
+        found = steady_growth(at[part], values[part]) if part.sum() >= fewest else None
         if found:
-            return Growth(rank, round(found[0]), found[1], round(part[-1][1]))
+            return Growth(rank, round(found[0]), found[1], round(values[part][-1]))
     return None

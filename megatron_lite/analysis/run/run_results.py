@@ -1,46 +1,63 @@
 """What a run folder of this trainer says: run.json and steps.jsonl (formats: megatron_lite/run_folder.py).
 
-A number that the folder does not have is NaN inside a tuple and None elsewhere; never 0.
+A number that the folder does not have is NaN among others and None alone; never 0.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import rank_without_core
+
+Numbers = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 RECOVERED = 0.5  # of what the window's steps took more: a smaller rest may be noise
 
 
 class PhasesOfRanks:
-    """What has phases_ms, gpu_phases_ms and own_backward_ms: a number per rank for each phase."""
+    """What has numbers per rank, and for each phase."""
 
-    def phase_ms(self, name: str) -> tuple[float, ...]:
-        """The GPU's own time of a phase where it has one, else the host's; () for a phase that no rank has."""
-        return self.gpu_phases_ms.get(name) or self.phases_ms.get(name, ())
+    phases_ms: Mapping[str, Any]
+    gpu_phases_ms: Mapping[str, Any]
+    own_backward_ms: Any  # without waiting for other ranks
 
-    def own_ms(self, name: str) -> tuple[float, ...]:
-        """The same without waiting for other ranks, where the trainer could take that off: backward."""
-        return self.own_backward_ms if name == Phase.BACKWARD else self.phase_ms(name)
+    def own_ms(self, name: str) -> Any:
+        """A phase's time on the GPU where it has one, else on the host; of backward without waiting for other ranks, where
+        the trainer could take that off. () for a phase that no rank has."""
+        found = self.gpu_phases_ms if name in self.gpu_phases_ms else self.phases_ms
+        return self.own_backward_ms if name == Phase.BACKWARD else found.get(name, ())
 
 
 @dataclass(frozen=True)
-class Interval(PhasesOfRanks):
-    """What all ranks said of the ordinary steps between two console lines; lists have a number per rank."""
+class RankLines(PhasesOfRanks):
+    """What all ranks said of the ordinary steps between two console lines: arrays of [line, rank], NaN for the unknown."""
 
-    first: int  # iterations
-    last: int
-    steps: tuple[float, ...]  # how many were ordinary
-    step_ms: tuple[float, ...]  # medians, without evaluating and saving
-    gpu_ms: tuple[float, ...]
-    phases_ms: dict[str, tuple[float, ...]]
-    gpu_phases_ms: dict[str, tuple[float, ...]]
-    own_backward_ms: tuple[float, ...]  # without waiting for other ranks
-    host_memory_bytes: tuple[float, ...]
-    peak_memory_bytes: tuple[float, ...]
-    cpu_ms: tuple[float, ...] = ()
-    core_wait_ms: tuple[float, ...] = ()
-    involuntary_switches: tuple[float, ...] = ()
+    first: NDArray[np.int64]  # [line], iterations
+    last: NDArray[np.int64]
+    steps: Numbers  # how many were ordinary
+    step_ms: Numbers  # medians, without evaluating and saving
+    gpu_ms: Numbers
+    phases_ms: dict[str, Numbers]
+    gpu_phases_ms: dict[str, Numbers]
+    own_backward_ms: Numbers
+    host_memory_bytes: Numbers
+    peak_memory_bytes: Numbers
+    cpu_ms: Numbers
+    core_wait_ms: Numbers
+    involuntary_switches: Numbers
+
+    def take(self, lines: Flags | slice) -> "RankLines":
+        """Some of the lines."""
+        taken: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            taken[name] = {key: of[lines] for key, of in value.items()} if isinstance(value, dict) else value[lines]
+        return RankLines(**taken)
 
 
 @dataclass(frozen=True)
@@ -51,13 +68,13 @@ class RankMedians(PhasesOfRanks):
     gpu_ms: tuple[float, ...]
     phases_ms: dict[str, tuple[float, ...]]
     gpu_phases_ms: dict[str, tuple[float, ...]]
-    own_backward_ms: tuple[float, ...]  # without waiting for other ranks; () if no rank knows it
-    host_memory_bytes: tuple[tuple[float, ...], ...]  # [console line][rank], to see growth
-    peak_memory_bytes: tuple[tuple[float, ...], ...]
-    intervals: tuple[Interval, ...] = ()  # the console lines that the medians are of
-    cpu_ms: tuple[float, ...] = ()  # of all threads of the rank's process
-    core_wait_ms: tuple[float, ...] = ()  # its training thread was ready and had no core
-    involuntary_switches: tuple[float, ...] = ()
+    own_backward_ms: tuple[float, ...]  # () if no rank knows it
+    host_memory_bytes: Numbers  # [console line, rank], to see growth
+    peak_memory_bytes: Numbers
+    intervals: RankLines  # the console lines that the medians are of
+    cpu_ms: tuple[float, ...]  # of all threads of the rank's process
+    core_wait_ms: tuple[float, ...]  # its training thread was ready and had no core
+    involuntary_switches: tuple[float, ...]
 
     @cached_property
     def without_core(self) -> tuple[int, float | None] | None:
@@ -75,23 +92,59 @@ class Growth:
     at_end: int
 
 
+class Phases(Mapping[str, Numbers]):
+    """Milliseconds of each step by phase, kept as whole microseconds, as the trainer writes them: in half the room."""
+
+    def __init__(self, microseconds: Mapping[str, NDArray[np.uint32]]):
+        self._microseconds = microseconds
+
+    def __getitem__(self, name: str) -> Numbers:
+        return self._microseconds[name] / 1000
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._microseconds)
+
+    def __len__(self) -> int:
+        return len(self._microseconds)
+
+
 @dataclass(frozen=True)
-class Run:
-    """One run, as it described itself. Tuples without another word have an entry per step of the last start."""
+class Steps:
+    """The steps of the last start, an entry for each in every array."""
+
+    iterations: NDArray[np.int64]
+    step_ms: Numbers  # the whole step on the host, evaluating and saving included
+    training_ms: Numbers  # without them
+    gpu_ms: Numbers
+    phases_ms: Mapping[str, Numbers]  # 0 in a step that had none
+    gpu_phases_ms: Mapping[str, Numbers]
+    compile_ms: Numbers  # the part of step_ms in which torch.compile compiled
+    batch_sizes: Numbers  # samples, all ranks
+    consumed_samples: Numbers  # after the step, all ranks, skipped steps included
+    next_lrs: Numbers  # learning rate of the step after it
+    losses: Numbers
+    grad_norms: Numbers
+    loss_scale: Numbers
+    host_memory_bytes: Numbers
+    peak_memory_bytes: Numbers
+    ordinary: Flags  # neither the first nor profiled, beside a profile, compiling, evaluating nor saving
+    undisturbed: Flags  # neither the first nor profiled, beside a profile or compiling
+    profiled: Flags
+    compiling: Flags
+    evaluating: Flags
+    saving: Flags
+    skipped: Flags
+    not_finite: Flags  # an update whose loss was NaN or Inf
+
+
+@dataclass(frozen=True)
+class Run(Steps):
+    """One run, as it described itself."""
 
     folder: str
-    plan: dict  # run.json's plan; {} if it has none
-    record: dict  # the rest of run.json: versions, hardware, how it ended
+    plan: dict[str, Any]  # run.json's plan; {} if it has none
+    record: dict[str, Any]  # the rest of run.json: versions, hardware, how it ended
     steps: int
-    iterations: tuple[int, ...]
-    step_ms: tuple[float, ...]  # the whole step on the host, evaluating and saving included
-    ordinary: tuple[bool, ...]  # neither the first nor profiled, beside a profile, compiling, evaluating nor saving
-    profiled: tuple[bool, ...]
-    phases_ms: dict[str, tuple[float, ...]]  # 0 in a step that had none
-    loss_scale: tuple[float, ...]
-    skipped: tuple[bool, ...]
-    host_memory_bytes: tuple[float, ...]
-    peak_memory_bytes: tuple[float, ...]
     first_step_ms: float | None  # without evaluating and saving, as the three below
     steady_step_ms: float | None  # median of ordinary steps
     profiled_step_ms: float | None  # median inside the window
@@ -101,20 +154,6 @@ class Run:
     model_tflops: float | None  # per GPU, causal (Megatron-LM's count)
     ranks: RankMedians | None
     notes: tuple[str, ...]
-    training_ms: tuple[float, ...] = ()  # step_ms without evaluating and saving
-    evaluating: tuple[bool, ...] = ()
-    saving: tuple[bool, ...] = ()
-    compiling: tuple[bool, ...] = ()
-    compile_ms: tuple[float, ...] = ()  # the part of step_ms in which torch.compile compiled
-    undisturbed: tuple[bool, ...] = ()  # neither the first nor profiled, beside a profile or compiling
-    gpu_ms: tuple[float, ...] = ()
-    gpu_phases_ms: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    batch_sizes: tuple[float, ...] = ()  # samples, all ranks
-    consumed_samples: tuple[float, ...] = ()  # after the step, all ranks, skipped steps included
-    next_lrs: tuple[float, ...] = ()  # learning rate of the step after it
-    losses: tuple[float, ...] = ()
-    not_finite: tuple[bool, ...] = ()  # an update whose loss was NaN or Inf
-    grad_norms: tuple[float, ...] = ()
     step_spread_ms: float | None = None  # interquartile range of ordinary steps: the noise of steady_step_ms
     before_profile_ms: float | None = None  # median of the steps before the window; None of fewer than three
     after_profile_ms: float | None = None  # the same of those after it
@@ -125,7 +164,7 @@ class Run:
     starts: int = 1  # how often the folder's run was started; all else is of the last one
 
     @cached_property
-    def args(self) -> dict:
+    def args(self) -> dict[str, Any]:
         """All flags as resolved, by name (micro_batch_size)."""
         groups = self.plan.get("args")
         groups = groups.values() if isinstance(groups, dict) else ()
@@ -159,11 +198,10 @@ class Run:
     @property
     def recovered(self) -> bool | None:
         """Were steps after the window again as long as before it? None for unknown."""
-        if self.after_profile_ms is None or self.profiler_slowdown is None:
+        if self.after_profile_ms is None or self.profiled_step_ms is None or not self.before_profile_ms:
             return None
-        return self.after_profile_ms - self.before_profile_ms < RECOVERED * (
-            self.profiled_step_ms - self.before_profile_ms
-        )
+        longer = self.profiled_step_ms - self.before_profile_ms
+        return self.after_profile_ms - self.before_profile_ms < RECOVERED * longer
 
     @property
     def without_core(self) -> tuple[int, float | None] | None:

@@ -1,16 +1,29 @@
-"""steps.jsonl, line by line: what the trainer appended, what of it can be read, and the steps as columns."""
+"""steps.jsonl, line by line, into columns: what the trainer appended, and what of it can be read.
+
+A run may have a million steps: a line is gone as soon as its numbers stand in columns of eight bytes each.
+"""
 
 import json
 import math
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
-from megatron_lite.analysis.run.run_results import Interval
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.analysis.run.run_results import Flags, Numbers, Phases, RankLines, Steps
 from megatron_lite.phases import Phase
 
 CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")
 LISTS = ("steps", "step_ms", "gpu_ms", "own_backward_ms", "host_memory_bytes", "peak_memory_bytes", *CORES)  # by rank
-NUMBERS = {  # columns of Run: fields of a step's line
+PHASES = ("phases_ms", "gpu_phases_ms")
+NUMBERS = {  # columns of Steps: fields of a step's line
     "step_ms": "ms",
     "gpu_ms": "gpu_ms",
     "batch_sizes": "batch_size",
@@ -23,68 +36,236 @@ NUMBERS = {  # columns of Run: fields of a step's line
     "peak_memory_bytes": "peak_memory_bytes",
     "compile_ms": "compile_ms",
 }
-MAX_NUMBER = 1e18  # no count, time or size of a run is larger; beyond it a file is damaged
+FLAGS = ("skipped", "profiled", "beside_profile", "compiling")
+MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
+NOT_GIVEN = -1.0  # of a loss: null stands for one that is NaN or Inf
+BATCH = 500  # lines that are read before their numbers are moved into columns
+
+Count = Annotated[int, msgspec.Meta(gt=0, lt=MAX_NUMBER)]
+Number = Annotated[float, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
 
 
-@dataclass
+class RankLine(msgspec.Struct):
+    """What all ranks said at a console line: lists with a number per rank, or null."""
+
+    iterations: tuple[Count, Count]
+    step_ms: list[Number | None]
+    steps: list[Number | None] = []
+    gpu_ms: list[Number | None] = []
+    own_backward_ms: list[Number | None] = []
+    host_memory_bytes: list[Number | None] = []
+    peak_memory_bytes: list[Number | None] = []
+    cpu_ms: list[Number | None] = []
+    core_wait_ms: list[Number | None] = []
+    involuntary_switches: list[Number | None] = []
+    phases_ms: dict[str, list[Number | None]] = {}
+    gpu_phases_ms: dict[str, list[Number | None]] = {}
+
+
+class Line(msgspec.Struct):
+    """Any line: of a step, or with `ranks` of all of them."""
+
+    iteration: Count = 0
+    step: Count = 0
+    ms: Number = math.nan
+    gpu_ms: Number = math.nan
+    batch_size: Number = math.nan
+    consumed_samples: Number = math.nan
+    next_lr: Number = math.nan
+    loss: Number | None = NOT_GIVEN
+    grad_norm: Number | None = math.nan
+    loss_scale: Number = math.nan
+    host_memory_bytes: Number = math.nan
+    peak_memory_bytes: Number = math.nan
+    compile_ms: Number = math.nan
+    phases_ms: dict[str, Number] = {}
+    gpu_phases_ms: dict[str, Number] = {}
+    skipped: bool = False
+    profiled: bool = False
+    beside_profile: bool = False
+    compiling: bool = False
+    ranks: RankLine | None = None
+
+
+TYPES = get_type_hints(Line, include_extras=True)
+
+
+class Columns:
+    """Columns of numbers that grow together; `missing` is what a row lacks, or a column before it first occurs.
+
+    A column that has had one value only takes no room.
+    """
+
+    def __init__(self, missing: float, kind: str = "d"):
+        self._missing, self._kind, self._length = missing, kind, 0
+        self._constant: dict[str, float] = {}
+        self._varying: dict[str, array[float]] = {}
+
+    def append(self, rows: Mapping[str, NDArray[Any]], length: int) -> None:
+        """`length` numbers to every column."""
+        for name in dict.fromkeys((*self._constant, *rows)):
+            value = self._constant.setdefault(name, self._missing if self._length else rows[name].flat[0])
+            values = rows[name] if name in rows else np.full(length, self._missing)
+            if name not in self._varying and not np.array_equal(values, np.full(length, value), equal_nan=True):
+                self._varying[name] = array(self._kind, [value]) * self._length
+            if name in self._varying:
+                self._varying[name].frombytes(values.astype(self._kind).tobytes())
+        self._length += length
+
+    def read(self) -> dict[str, NDArray[Any]]:
+        """Without copying."""
+        varying = {name: np.frombuffer(column, self._kind) for name, column in self._varying.items()}
+        return {name: np.broadcast_to(value, self._length) for name, value in self._constant.items()} | varying
+
+
 class StepLines:
     """What the last start wrote."""
 
-    steps: list[dict] = field(default_factory=list)
-    intervals: list[Interval] = field(default_factory=list)
-    starts: int = 0  # that have steps
-    unread: list[int] = field(default_factory=list)  # numbers of lines that are no JSON, or not of this format
-    cut: bool = False  # the file ends within a line
+    def __init__(self) -> None:
+        self.starts = 0  # that have steps
+        self.unread: list[int] = []  # numbers of lines that are no JSON, or not of this format
+        self.cut = False  # the file ends within a line
+        self.begin(0)
+
+    def begin(self, first_step: int) -> None:
+        """Forget the start before."""
+        self.first_step = first_step
+        self._iterations = array("q")
+        self._numbers = Columns(math.nan)
+        self._phases = {name: Columns(0, "I") for name in PHASES}  # whole microseconds
+        self._flags = {name: bytearray() for name in FLAGS}
+        self._begin_ranks(0)
+
+    def _begin_ranks(self, width: int) -> None:
+        self._width = width  # ranks
+        self._bounds: list[tuple[int, int]] = []
+        self._ranks = {name: Columns(math.nan) for name in ("", *PHASES)}
+
+    def add_steps(self, lines: list[Line]) -> None:
+        """Lines of one start, in order."""
+        self._iterations.extend(map(attrgetter("iteration"), lines))
+        for line in lines:
+            line.loss = math.nan if line.loss is None else line.loss
+            line.grad_norm = math.nan if line.grad_norm is None else line.grad_norm
+        self._numbers.append(
+            _build_table(tuple(NUMBERS), map(attrgetter(*NUMBERS.values()), lines), len(lines)), len(lines)
+        )
+        for what, columns in self._phases.items():
+            for names, rows in groupby(map(attrgetter(what), lines), tuple):
+                alike = list(rows)  # with the same phases in the same order
+                table = _build_table(names, map(dict.values, alike), len(alike))
+                columns.append({name: np.rint(1000 * ms).astype("I") for name, ms in table.items()}, len(alike))
+        for name, flags in self._flags.items():
+            flags.extend(map(attrgetter(name), lines))
+
+    def add_ranks(self, lines: list[RankLine]) -> None:
+        """Console lines of as many ranks each. A list that has not a number per rank counts as unknown."""
+        width = len(lines[0].step_ms)
+        if width != self._width:  # lines of another number of ranks are no part of the same medians
+            self._begin_ranks(width)
+        self._bounds.extend(line.iterations for line in lines)
+        unknown = [None] * width
+        for what, columns in self._ranks.items():
+            given = [getattr(line, what) if what else {name: getattr(line, name) for name in LISTS} for line in lines]
+            rows = {}
+            for name in dict.fromkeys(chain.from_iterable(given)):
+                lists = [of_line.get(name, unknown) for of_line in given]
+                rows[name] = np.array([one if len(one) == width else unknown for one in lists], float).ravel()
+            columns.append(rows, len(lines) * width)
+
+    def read_steps(self) -> Steps:
+        """The steps' columns."""
+        flags: dict[str, Flags] = {name: np.frombuffer(flags, np.bool_) for name, flags in self._flags.items()}
+        undisturbed = ~(flags["profiled"] | flags.pop("beside_profile") | flags["compiling"])
+        if self.first_step == 1:
+            undisturbed[:1] = False
+        numbers: dict[str, Numbers] = dict.fromkeys(NUMBERS, np.array([])) | self._numbers.read()
+        not_finite = np.isnan(numbers["losses"]) & ~flags["skipped"]
+        if NOT_GIVEN in numbers["losses"]:
+            numbers["losses"] = np.where(numbers["losses"] == NOT_GIVEN, math.nan, numbers["losses"])
+        phases = {name: Phases(columns.read()) for name, columns in self._phases.items()}
+        none = np.zeros(len(not_finite))
+        evaluating_ms, saving_ms = (phases["phases_ms"].get(phase.value, none) for phase in (Phase.EVAL, Phase.SAVE))
+        evaluating, saving = evaluating_ms > 0, saving_ms > 0
+        return Steps(
+            iterations=np.frombuffer(self._iterations, np.int64),
+            training_ms=np.maximum(numbers["step_ms"] - evaluating_ms - saving_ms, 0.0),
+            not_finite=not_finite,
+            evaluating=evaluating,
+            saving=saving,
+            undisturbed=undisturbed,
+            ordinary=undisturbed & ~evaluating & ~saving,
+            **flags,
+            **numbers,
+            **phases,
+        )
+
+    def read_ranks(self) -> RankLines | None:
+        """The console lines' tables; None without any."""
+        if not self._bounds:
+            return None
+        shape = (len(self._bounds), self._width)
+        lists, *phases = (
+            {name: values.reshape(shape) for name, values in columns.read().items()} for columns in self._ranks.values()
+        )
+        first, last = np.array(self._bounds).astype(np.int64).T
+        lists = {name: lists.get(name, np.full(shape, math.nan)) for name in LISTS}
+        return RankLines(first=first, last=last, phases_ms=phases[0], gpu_phases_ms=phases[1], **lists)
 
 
 def read_step_lines(path: Path) -> StepLines:
-    """The last start's steps and intervals; a line that cannot be read is counted and left out. OSError as open raises it."""
-    found, last_step = StepLines(), math.inf
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line, text in enumerate(file, 1):
-            if not text.strip():
-                continue
+    """The last start's lines; one that cannot be read is counted and left out. OSError as open raises it."""
+    found, decode, last_step = StepLines(), msgspec.json.Decoder(Line).decode, math.inf
+    steps: list[Line] = []
+    ranks: list[RankLine] = []
+    with open(path, "rb") as file:
+        for number, text in enumerate(file, 1):
             try:
-                record = json.loads(text)
-            except (ValueError, RecursionError):
-                record = None
-            record = record if isinstance(record, dict) else {}
-            counts = (record.get("iteration"), record.get("step"))
-            if all(type(value) is int and 0 < value < MAX_NUMBER for value in counts) and number(record.get("ms")) > 0:
-                if record["step"] <= last_step:  # a start counts its own steps from 1
-                    found.starts, found.steps, found.intervals = found.starts + 1, [], []
-                last_step = record["step"]
-                found.steps.append(record)
-            elif interval := read_interval(record.get("ranks")):
-                found.intervals.append(interval)
-            elif text.endswith("\n"):
-                found.unread.append(line)
-            else:
+                line = decode(text)
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                line = _read_damaged(text)
+            if line.step and line.iteration and line.ms > 0:
+                if line.step <= last_step:  # a start counts its own steps from 1
+                    found.begin(line.step)
+                    found.starts, steps, ranks = found.starts + 1, [], []
+                last_step = line.step
+                steps.append(line)
+                if len(steps) >= BATCH:
+                    found.add_steps(steps)
+                    steps = []
+            elif line.ranks and line.ranks.step_ms:
+                if ranks and (
+                    len(ranks) >= BATCH // len(ranks[0].step_ms) or len(ranks[0].step_ms) != len(line.ranks.step_ms)
+                ):
+                    found.add_ranks(ranks)
+                    ranks = []
+                ranks.append(line.ranks)
+            elif text.endswith(b"\n") and text.strip():
+                found.unread.append(number)
+            elif text.strip():
                 found.cut = True
+    if steps:
+        found.add_steps(steps)
+    if ranks:
+        found.add_ranks(ranks)
     return found
 
 
-def read_interval(record: object) -> Interval | None:
-    """A line of ranks; None for what is not one. A list that has not a number per rank counts as unknown."""
-    if not isinstance(record, dict):
-        return None
-    bounds, ranks = read_numbers(record.get("iterations")), len(read_numbers(record.get("step_ms")))
-    if len(bounds) != 2 or any(map(math.isnan, bounds)) or not ranks:
-        return None
-    lists, phases = {}, {}
-    for name in LISTS:
-        values = read_numbers(record.get(name))
-        lists[name] = values if len(values) == ranks else (math.nan,) * ranks
-    for name in ("phases_ms", "gpu_phases_ms"):
-        given = record.get(name)
-        read = {phase: read_numbers(ms) for phase, ms in given.items()} if isinstance(given, dict) else {}
-        phases[name] = {phase: values for phase, values in read.items() if len(values) == ranks}
-    return Interval(int(bounds[0]), int(bounds[1]), **lists, **phases)
+def _build_table(names: tuple[str, ...], rows: Iterable[Iterable[float]], length: int) -> dict[str, Numbers]:
+    """A column for each name, of `length` rows of as many numbers."""
+    table = np.fromiter(chain.from_iterable(rows), float, length * len(names)).reshape(length, len(names))
+    return dict(zip(names, table.T))
 
 
-def read_numbers(values: object) -> tuple[float, ...]:
-    """() for what is no list."""
-    return tuple(map(number, values)) if isinstance(values, list) else ()
+def _read_damaged(text: bytes) -> Line:
+    """What of a line has the right type; nothing of what is no JSON."""
+    line = Line()
+    with suppress(ValueError, RecursionError):
+        record = json.loads(text)
+        for name in TYPES.keys() & record.keys() if isinstance(record, dict) else ():
+            with suppress(msgspec.ValidationError, OverflowError):
+                setattr(line, name, msgspec.convert(record[name], TYPES[name]))
+    return line
 
 
 def number(value: object) -> float:
@@ -92,41 +273,3 @@ def number(value: object) -> float:
     if type(value) not in (int, float) or not 0 <= value < MAX_NUMBER:  # NaN fails the comparison
         return math.nan
     return float(value)
-
-
-def read_columns(steps: list[dict]) -> dict:
-    """The fields of Run that have an entry per step, of lines as read_step_lines keeps them."""
-    columns: dict = {name: tuple(number(step.get(key)) for step in steps) for name, key in NUMBERS.items()}
-    for name in ("phases_ms", "gpu_phases_ms"):
-        columns[name] = _read_phases(steps, name)
-    for name in ("skipped", "profiled", "beside_profile", "compiling"):
-        columns[name] = tuple(step.get(name) is True for step in steps)
-    disturbed = zip(columns["profiled"], columns.pop("beside_profile"), columns["compiling"])
-    undisturbed = tuple(step["step"] > 1 and not any(odd) for step, odd in zip(steps, disturbed))
-    none = (0.0,) * len(steps)
-    evaluating_ms, saving_ms = (columns["phases_ms"].get(phase.value, none) for phase in (Phase.EVAL, Phase.SAVE))
-    beside = [evaluating + saving for evaluating, saving in zip(evaluating_ms, saving_ms)]
-    return columns | {
-        "iterations": tuple(step["iteration"] for step in steps),
-        "training_ms": tuple(max(ms - other, 0.0) for ms, other in zip(columns["step_ms"], beside)),
-        # an update whose loss was NaN or Inf, for which JSON has null
-        "not_finite": tuple(
-            "loss" in step and not skipped and not number(step["loss"]) >= 0
-            for step, skipped in zip(steps, columns["skipped"])
-        ),
-        "evaluating": tuple(ms > 0 for ms in evaluating_ms),
-        "saving": tuple(ms > 0 for ms in saving_ms),
-        "undisturbed": undisturbed,
-        "ordinary": tuple(quiet and not other for quiet, other in zip(undisturbed, beside)),
-    }
-
-
-def _read_phases(steps: list[dict], name: str) -> dict[str, tuple[float, ...]]:
-    """Milliseconds per step by phase, in the order in which phases first occur; 0 where a step has none."""
-    rows = []
-    for step in steps:
-        given = step.get(name)
-        read = {phase: number(ms) for phase, ms in given.items()} if isinstance(given, dict) else {}
-        rows.append({phase: ms for phase, ms in read.items() if ms >= 0})
-    phases = dict.fromkeys(phase for row in rows for phase in row)
-    return {phase: tuple(row.get(phase, 0.0) for row in rows) for phase in phases}
