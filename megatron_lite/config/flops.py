@@ -33,8 +33,3 @@ def attention_flops(shape: ModelShape, sequences: int, causal: bool) -> int:
 def output_flops(shape: ModelShape, sequences: int) -> int:
     """Forward of the product that makes the logits."""
     return 2 * sequences * shape.seq_length * shape.hidden_size * shape.padded_vocab_size
-
-
-def fc2_flops(shape: ModelShape, sequences: int) -> int:
-    """Forward of one layer's last linear map, a part of linear_flops."""
-    return 2 * sequences * shape.seq_length * shape.ffn_hidden_size * shape.hidden_size

@@ -40,18 +40,18 @@ FILE = Path(__file__).with_name("processors.tsv")
 def _read_processors() -> tuple[Processor, ...]:
     """The rows of processors.tsv; an empty field is None or Processor's default."""
     lines = [line.split("\t") for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    defaults: dict[str, Any] = {
+    row: dict[str, Any] = {
         field.name: None if field.default is MISSING else field.default for field in fields(Processor)
     }
     processors = []
     for line in lines[1:]:
-        row: dict[str, Any] = {name: text for name, text in zip(lines[0], line) if text}
-        for name, text in row.items():
+        given: dict[str, Any] = {name: text for name, text in zip(lines[0], line) if text}
+        for name, text in given.items():
             if text in ("yes", "no"):
-                row[name] = text == "yes"
+                given[name] = text == "yes"
             elif name not in ("name", "pattern", "source"):
-                row[name] = float(text) if "." in text else int(text)
-        processors.append(Processor(**defaults | row))
+                given[name] = float(text) if "." in text else int(text)
+        processors.append(Processor(**row | given))
     return tuple(processors)
 
 

@@ -46,36 +46,31 @@ def predict_inference(
 ) -> InferencePrediction:
     """`tokens` per sequence: seq_length when left out. cache_bytes: of one element of the cache."""
     tokens, number = shape.seq_length if tokens is None else tokens, parameter_count(shape)
-    of_all = f"bytes x {count(number)} parameters"
-    weights = tuple(
-        LedgerRow("parameters", f"weights in {name}", weight_bytes(number, bits), f"{bits / 8:g} {of_all}")
-        for name, bits in WEIGHT_BITS.items()
-    )
+    weights = []
+    for name, bits in WEIGHT_BITS.items():
+        formula = f"{bits / 8:g} bytes x {count(number)} parameters"
+        weights.append(LedgerRow("parameters", f"weights in {name}", weight_bytes(number, bits), formula))
     formula = (
         f"2 x {shape.num_layers} layers x {shape.num_query_groups} heads x {shape.kv_channels} x "
         f"{count(tokens)} tokens x {count(batch)} sequences x {cache_bytes} bytes"
     )
     cache_size = kv_cache_bytes(shape, batch, tokens, cache_bytes)
-    token_rows = []
-    gb_s = processor.memory_gb_s if processor is not None else None
-    for bits in WEIGHT_BITS.values():
-        if gb_s is None:
-            break
-        # every weight that takes part is read once for the whole batch, the cache wholly; of tables a token reads one row
-        # only, but a tied word embedding is the output matrix, too
-        words = 0 if shape.tied_embeddings else shape.padded_vocab_size
-        positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
+    # every weight that takes part is read once for the whole batch, the cache wholly; of tables a token reads one row only,
+    # but a tied word embedding is the output matrix, too
+    words = 0 if shape.tied_embeddings else shape.padded_vocab_size
+    positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
+    token_rows, gb_s = [], (processor.memory_gb_s if processor else None) or 0.0
+    for bits in WEIGHT_BITS.values() if gb_s else ():
         read = weight_bytes(number - (words + positions) * shape.hidden_size, bits)
-        both = f"({read / 1e9:.2f} GB of weights + {cache_size / 1e9:.2f} GB of cache)"
+        rate = f"({read / 1e9:.2f} GB of weights + {cache_size / 1e9:.2f} GB of cache) at {gb_s:,.0f} GB/s"
         ms = (read + cache_size) / gb_s / 1e6
-        rate = f"{both} at {gb_s:,.0f} GB/s"
         token_rows.append(TimeRow("next token of each sequence", ms, "memory", rate))
     one = kv_cache_bytes(shape, 1, tokens, cache_bytes)
     return InferencePrediction(
         parameters=number,
         tokens=tokens,
         batch=batch,
-        weights=weights,
+        weights=tuple(weights),
         cache=LedgerRow("other", "cache of keys and values", cache_size, formula),
         batches_beyond_weights=tuple(row.num_bytes // one + 1 for row in weights),
         token_rows=tuple(token_rows),

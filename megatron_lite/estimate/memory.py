@@ -1,75 +1,50 @@
 """Memory of a training step in closed form: an estimate within 3% of what the real step takes, and without torch.
 
-The exact answer is megatron_lite/rehearsal, which walks the real model and step without data; tests hold the two side by side.
-
-Letters: N parameters, L layers, n tokens of a micro-batch, h hidden, V padded vocabulary, e bytes of one activation.
+Sums of the few tensors that decide, by flag. The exact answer is megatron_lite/rehearsal, which walks the real model and step
+without data; tests hold the two side by side.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
+from megatron_lite.config.args import ModelArgs
 from megatron_lite.config.plan import Plan
-from megatron_lite.config.shape import recomputed_layers
-from megatron_lite.estimate.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes
-from megatron_lite.estimate.layer_memory import (
-    FP32,
-    GRADIENTS,
-    RECOMPUTED,
-    MicroBatch,
-    element_bytes,
-    kept_by_layer,
-    layer_backward,
-    plan_micro_batch,
-)
+from megatron_lite.config.shape import ModelShape, recomputed_layers
+from megatron_lite.estimate.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes, padded
 from megatron_lite.estimate.params import parameter_count, parameter_parts
 from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
-from megatron_lite.model.kernel_choice import rows_at_once
+from megatron_lite.model.kernel_choice import (
+    FLASH_HEAD_STEP,
+    FUSED,
+    MATH,
+    UNFUSED,
+    predict_attention_kernel,
+    rows_at_once,
+)
 from megatron_lite.phases import Phase
 from megatron_lite.units import count
 
-Rows = Sequence[LedgerRow | tuple[LedgerRow, int]]  # a pair is a row and how often it stands there
-
-INT64 = 8
+FP32, INT64 = 4, 8
+# rows of a ledger; gradients are workspace, the others activations
+NORMS, LINEAR_INPUTS, QKV = "inputs and statistics of norms", "inputs of linear layers", "queries, keys and values"
+ATTENTION, SCORES, ROTARY = "results and statistics of attention", "attention scores", "tables and copies of rotation"
+MLP, MASKS, RECOMPUTED = "MLP's activation function", "dropout masks", "inputs of recomputed layers"
+GRADIENTS = "gradients of activations"
 LOGITS = "logits and loss"
 
-
-def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPrediction:
-    """What tensors of one rank hold at the moments of a step at which that can be most.
-
-    As torch's allocator counts them on the plan's device; without what lies outside of it (the CUDA context, NCCL),
-    without fragmentation, and for layers that are not compiled.
-    processor: the GPU, whose cuBLAS takes more on newer ones; None: an older one.
-    """
-    number, optimizer = parameter_count(plan.shape), plan.args.optimizer
-    always = _states(plan)
-    if plan.device == "cuda":  # from the first step on
-        each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
-        formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
-        always.append(LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula))
-    # the optimizer finds gradients unless they lie in fp32 sums or buckets, and copies those of 16 bits to fp32
-    updating = list(always)
-    if not plan.fp32_gradients and plan.world.size == 1:
-        updating += _gradients(plan, number)
-    if not plan.fp32_gradients and plan.precision != "fp32":
-        updating.append(_per_parameter("gradients", "fp32 copies of gradients", FP32, number))
-    decayed = []
-    if optimizer.optimizer == "sgd" and plan.learning_rate.weight_decay_style != "constant":
-        # SGD's weight decay that changes is added to gradients by hand: weights times decay (optim/optimizer.py)
-        decayed.append(_per_parameter("workspace", "decayed weights", FP32, number))
-    return MemoryPrediction(
-        (
-            *_forward_and_backward(plan, always),
-            _moment(Phase.CLIP_GRAD, "gradient norm", updating),
-            _moment(Phase.OPTIMIZER_STEP, "update of the weights", [*updating, *decayed]),
-        )
-    )
+Held = Counter[str]  # bytes for each token, by row
 
 
-def count_recomputed_layers(plan: Plan) -> int:
+def element_bytes(precision: str) -> int:
+    """Size of one weight or activation in fp32, fp16 or bf16."""
+    return FP32 if precision == "fp32" else 2
+
+
+def count_recomputed_layers(model: ModelArgs) -> int:
     """The first so many layers forget their activations."""
-    m = plan.args.model
-    return recomputed_layers(m.recompute_granularity, m.recompute_method, m.recompute_num_layers, plan.shape.num_layers)
+    flags = model.recompute_granularity, model.recompute_method, model.recompute_num_layers
+    return recomputed_layers(*flags, model.num_layers)
 
 
 # --- what lives from step to step
@@ -91,108 +66,313 @@ def state_bytes(
     }
 
 
-def _states(plan: Plan) -> list[LedgerRow]:
-    """With the buffers of gradients, and the batch."""
-    number, optimizer, data = parameter_count(plan.shape), plan.args.optimizer, plan.args.data
-    found = state_bytes(number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0)
-    names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
-    rows = [_per_parameter(category, name, found[category] // number, number) for category, name in names.items()]
-    if plan.fp32_gradients:
-        rows.append(_per_parameter("gradients", "fp32 sums of gradients", FP32, number))
-    if plan.world.size > 1:
-        name, each = "DistributedDataParallel's buckets", element_bytes(plan.precision)
-        rows.append(_per_parameter("gradients", name, each, number))
-    tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
-    tensors = 2 + data.reset_position_ids + data.reset_attention_mask
-    formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
-    return [*rows, LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)]
-
-
-def _gradients(plan: Plan, number: int) -> list[LedgerRow]:
-    """As backward computes them."""
-    return [_per_parameter("gradients", "gradients", element_bytes(plan.precision), number)]
-
-
 def _per_parameter(category: str, name: str, each: int, number: int) -> LedgerRow:
     return LedgerRow(category, name, each * number, f"{each} bytes x {count(number)} parameters")
 
 
-# --- forward and backward of the last micro-batch, which finds the gradients of those before it
+def _states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
+    """With the buffers of gradients, the batch, and from the first step on what cuBLAS works in."""
+    number, optimizer, data = parameter_count(plan.shape), plan.args.optimizer, plan.args.data
+    states = state_bytes(number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0)
+    names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
+    for category, name in names.items():
+        yield _per_parameter(category, name, states[category] // number, number)
+    if plan.fp32_gradients:
+        yield _per_parameter("gradients", "fp32 sums of gradients", FP32, number)
+    if plan.world.size > 1:
+        yield _per_parameter("gradients", "DistributedDataParallel's buckets", element_bytes(plan.precision), number)
+    tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
+    tensors = 2 + data.reset_position_ids + data.reset_attention_mask
+    formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
+    yield LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)
+    if plan.device == "cuda":
+        each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
+        formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
+        yield LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula)
 
 
-def _forward_and_backward(plan: Plan, always: list[LedgerRow]) -> list[Moment]:
-    shape, a = plan.shape, plan.args
+# --- what one micro-batch keeps from forward to backward
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the sizes of activations depend on."""
+
+    shape: ModelShape
+    size: int  # sequences
+    precision: str = "bf16"
+    on_cpu: bool = False
+    attention: str = FUSED
+    is_flash: bool = True  # which fused kernel: flash, or the memory-efficient one
+    masked: bool = False  # attention stays within documents
+    recomputes_attention: bool = False  # core attention alone
+    threads: int = 1  # of a CPU, for one rank
+
+    @property
+    def tokens(self) -> int:
+        return self.size * self.shape.seq_length
+
+    @property
+    def element_bytes(self) -> int:
+        return element_bytes(self.precision)
+
+    @property
+    def input_bytes(self) -> int:
+        """Of a layer, for each token: all that a recomputed one keeps."""
+        return self.element_bytes * self.shape.hidden_size
+
+    @property
+    def mask_bytes(self) -> int:
+        """Of one dropout, for each token: a byte for each element, on CPUs a number of the activations' type."""
+        width = self.shape.hidden_size if self.shape.hidden_dropout else 0
+        return width * (self.element_bytes if self.on_cpu else 1)
+
+    @property
+    def copies_of_norms(self) -> tuple[bool, bool]:
+        """(whether norms keep an fp32 copy instead of their 16-bit input, whether they keep the normalized input too).
+
+        The second is RMSNorm on a CPU, which torch 2.13 takes apart, but not where 16-bit weights are stored minus one.
+        """
+        in_16_bits, one_less = self.element_bytes < FP32, self.shape.layernorm_1p
+        apart = self.on_cpu and self.shape.normalization == "RMSNorm" and not (one_less and in_16_bits)
+        return in_16_bits and (one_less or apart), apart
+
+    def norm_bytes(self, width: int, rows: int = 1) -> int:
+        """What a norm keeps for each token: its input or copies, and fp32 statistics of each row."""
+        statistics = rows * (1 if self.shape.normalization == "RMSNorm" else 2)
+        own = 0 if self.copies_of_norms[0] else self.element_bytes * width
+        return own + FP32 * (sum(self.copies_of_norms) * width + statistics)
+
+
+def plan_micro_batch(
+    shape: ModelShape,
+    size: int,
+    precision: str,
+    device: str,
+    backend: str,
+    masked: bool,
+    recompute: str | None,
+    threads: int,
+) -> MicroBatch:
+    """From --attention-backend, --reset-attention-mask, --recompute-granularity and the threads of a rank."""
+    kernel, flash = predict_attention_kernel(shape, precision, device, backend, masked)
+    selective = kernel == UNFUSED and recompute == "selective"
+    return MicroBatch(shape, size, precision, device == "cpu", kernel, flash, masked, selective, threads)
+
+
+def _keep_until_scores(batch: MicroBatch) -> Held:
+    """One layer's first norm, its projection, and what attention takes and gives but scores that are written down."""
+    shape, each, wide = batch.shape, batch.element_bytes, batch.shape.attention_width
+    keys, heads = shape.num_query_groups * shape.kv_channels, shape.num_attention_heads
+    rotates, fused = shape.position_embedding == "rope", batch.attention == FUSED
+    reordered = rotates or shape.qk_layernorm  # queries and keys are results of their own
+    held = Held({NORMS: batch.norm_bytes(shape.hidden_size), LINEAR_INPUTS: batch.input_bytes})
+    held[ATTENTION] += each * wide + FP32 * heads * fused
+    # which of q, k, v the kernel copies: what is shared by heads, and, where a product takes sequences and heads as one
+    # dimension, what has tokens between them
+    grouped, between = shape.num_query_groups < heads, batch.size > 1 and heads > 1
+    copied, copy_bytes = {"q": False, "k": False, "v": False}, each * wide
+    if fused and batch.is_flash and not batch.on_cpu and shape.kv_channels % FLASH_HEAD_STEP:
+        wider = padded(shape.kv_channels, FLASH_HEAD_STEP)
+        held.update({QKV: each * wider * (heads + 2 * shape.num_query_groups), ATTENTION: each * wider * heads})
+        copied, copy_bytes = {"q": True, "k": True, "v": True}, 0
+    elif fused:
+        copied["k"] = copied["v"] = grouped and not batch.is_flash
+        # a mask as numbers; flash's result, whose heads lie outside, is turned for the projection
+        held.update({SCORES: each * shape.seq_length * batch.masked})
+        held.update({ATTENTION: each * wide * (batch.is_flash and reordered)})
+    elif batch.attention == MATH:  # all in fp32, queries and keys scaled each
+        copied, copy_bytes = {"q": True, "k": True, "v": each < FP32 or grouped or between}, FP32 * wide
+    elif not batch.recomputes_attention:
+        moved = between and not reordered
+        copied = {"q": moved, "k": grouped or moved, "v": grouped or between}
+    held[QKV] += copy_bytes * sum(copied.values())
+    if reordered:
+        held[ROTARY if rotates else QKV] += each * (wide * (not copied["q"]) + keys * (not copied["k"]))
+    if rotates and each < FP32:  # cosines and sines, for queries and for keys, which sequences share
+        held[ROTARY] += 4 * each * int(shape.kv_channels * shape.rotary_percent) // batch.size
+    views = shape.qk_layernorm and not batch.copies_of_norms[0]  # norms keep queries and keys where they lie
+    if shape.qk_layernorm:
+        own = each * (wide + keys) if views else 0
+        held[NORMS] += batch.norm_bytes(wide + keys, heads + shape.num_query_groups) - own
+    # the projection's whole result lives while one of them lies in it; queries of several groups are copied out of it
+    q_lies, k_lies = (views or not (reordered or copied[name]) for name in ("q", "k"))
+    several = grouped and shape.num_query_groups > 1
+    held[QKV] += each * wide * (several and q_lies)
+    if not copied["v"] or k_lies or q_lies and not several:
+        held[QKV] += each * shape.qkv_width
+    return held
+
+
+def _size_scores(batch: MicroBatch) -> tuple[int, list[int]]:
+    """(bytes of the probabilities, of what is kept where scores are written down, softmax first), for each token."""
+    if batch.attention == FUSED:
+        return 0, []
+    shape, is_math = batch.shape, batch.attention == MATH
+    positions = shape.num_attention_heads * shape.seq_length
+    each = FP32 if is_math else batch.element_bytes
+    wide = FP32 if shape.softmax_in_fp32 or shape.query_key_layer_scaling else each
+    kept = [wide * positions]
+    if shape.attention_dropout:
+        kept += [each * positions, (each if batch.on_cpu else 1) * positions]
+    elif wide > each:
+        kept.append(each * positions)
+    if batch.masked and not is_math:
+        kept.append(shape.seq_length)
+    return each * positions, kept
+
+
+def _keep_layer(batch: MicroBatch) -> Held:
+    """One layer's forward; the layer's input belongs to it, its result does not.
+
+    A squared relu keeps relu's result instead of its input; swiglu both halves, silu's result and the product.
+    """
+    shape, held = batch.shape, _keep_until_scores(batch)
+    inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn_hidden_size
+    held[SCORES] += 0 if batch.recomputes_attention else sum(_size_scores(batch)[1])
+    held.update({NORMS: batch.norm_bytes(shape.hidden_size), LINEAR_INPUTS: batch.input_bytes})
+    held.update({MLP: batch.element_bytes * inner, MASKS: 2 * batch.mask_bytes})
+    return held
+
+
+def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> Held:
+    """`number` layers, of which `recomputed` keep their input only."""
+    held = Held({name: (number - recomputed) * each for name, each in _keep_layer(batch).items()})
+    return held + Held({RECOMPUTED: recomputed * batch.input_bytes})
+
+
+def _keep_ends(batch: MicroBatch) -> Held:
+    """The embedding's dropout, and the last norm up to the output layer's input."""
+    norm = batch.norm_bytes(batch.shape.hidden_size)
+    return Held({MASKS: batch.mask_bytes, NORMS: norm, LINEAR_INPUTS: batch.input_bytes})
+
+
+def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
+    """(operation, what the layer holds there): the points of its backward at which that can be most.
+
+    Backward lets go of what each operation kept: the MLP's share is gone when attention's turn comes.
+    """
+    shape, each, kept = batch.shape, batch.element_bytes, _keep_layer(batch)
+    hidden, inner, wide = shape.hidden_size, shape.ffn_hidden_size, shape.attention_width
+    widths = {"linear_fc2": hidden * (1 + bool(shape.hidden_dropout)) + inner}
+    if shape.activation in ("swiglu", "squared_relu"):  # more inner tensors than gone are: forward's result is
+        widths[shape.activation] = hidden + (2 if shape.activation == "swiglu" else 3) * inner
+    for operation, width in widths.items():
+        yield operation, kept + Held({GRADIENTS: each * width})
+    kept = _keep_until_scores(replace(batch, recomputes_attention=False))
+    probabilities, scores = _size_scores(batch)
+    if not scores:
+        keys = shape.num_query_groups * shape.kv_channels
+        yield "core_attention", kept + Held({GRADIENTS: each * (hidden + 2 * wide + 2 * keys)})
+        return
+    vectors = each * (hidden + 2 * wide)
+    # the weighted sum's backward, then the softmax's
+    yield "core_attention", kept + Held({SCORES: sum(scores), GRADIENTS: vectors + probabilities})
+    yield "core_attention", kept + Held({SCORES: scores[0], GRADIENTS: vectors + 2 * scores[0]})
+
+
+def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
+    """The logits, kept for backward; in 16 bits an fp32 copy of some rows, which becomes softmax; in fp16 copy and softmax."""
+    words, each = batch.shape.padded_vocab_size, batch.element_bytes
+    formula = f"{each} bytes x {count(batch.tokens)} tokens x {count(words)} words"
+    logits = LedgerRow(LOGITS, "logits, later their gradients", each * batch.tokens * words, formula)
+    if batch.precision == "fp32":
+        return [logits]
+    number = min(batch.tokens, rows_at_once(words, batch.threads if batch.on_cpu else 0))
+    each = FP32 * (2 if batch.precision == "fp16" else 1)
+    formula = f"{each} bytes x {count(number)} tokens at a time x {count(words)} words"
+    return [logits, LedgerRow(LOGITS, "rows of logits in fp32", each * number * words, formula)]
+
+
+# --- the moments of a step
+
+
+def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPrediction:
+    """What tensors of one rank hold at the moments of a step at which that can be most.
+
+    As torch's allocator counts them on the plan's device; without what lies outside of it (the CUDA context, NCCL),
+    without fragmentation, and for layers that are not compiled.
+    processor: the GPU, whose cuBLAS takes more on newer ones; None: an older one.
+    """
+    number, always = parameter_count(plan.shape), list(_states(plan, processor))
+    # the optimizer finds gradients unless they lie in fp32 sums or buckets, and copies those of 16 bits to fp32
+    updating, decayed = list(always), []
+    if not plan.fp32_gradients and plan.world.size == 1:
+        updating.append(_per_parameter("gradients", "gradients", element_bytes(plan.precision), number))
+    if not plan.fp32_gradients and plan.precision != "fp32":
+        updating.append(_per_parameter("gradients", "fp32 copies of gradients", FP32, number))
+    if plan.args.optimizer.optimizer == "sgd" and plan.learning_rate.weight_decay_style != "constant":
+        # SGD's weight decay that changes is added to gradients by hand: weights times decay (optim/optimizer.py)
+        decayed.append(_per_parameter("workspace", "decayed weights", FP32, number))
+    return MemoryPrediction(
+        (
+            *_list_micro_batch_moments(plan, always),
+            _sum_moment(Phase.CLIP_GRAD, "gradient norm", updating),
+            _sum_moment(Phase.OPTIMIZER_STEP, "update of the weights", [*updating, *decayed]),
+        )
+    )
+
+
+def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Moment]:
+    """Forward and backward of the last micro-batch, which finds the gradients of those before it."""
+    shape, a, layers = plan.shape, plan.args, plan.shape.num_layers
     batch = plan_micro_batch(
         shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
         a.data.reset_attention_mask, a.model.recompute_granularity, plan.world.threads,
     )  # fmt: skip
-    recomputed, parts = count_recomputed_layers(plan), parameter_parts(shape)
+    recomputed, parts, number = count_recomputed_layers(a.model), parameter_parts(shape), parameter_count(shape)
     accumulates = plan.micro_batches(plan.train_samples) > 1
+
+    def make_gradients(parameters: int) -> LedgerRow:
+        return _per_parameter("gradients", "gradients", batch.element_bytes, parameters)
+
+    def list_rows(held: Held) -> Iterator[LedgerRow]:
+        for name, each in held.items():
+            formula = f"{count(batch.tokens)} tokens x {count(each)} bytes"
+            category = "workspace" if name == GRADIENTS else "activations"
+            yield LedgerRow(category, name, batch.tokens * each, formula)
+
     # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
     stay = not (plan.fp32_gradients or accumulates or plan.world.size > 1)
-    earlier = _gradients(plan, parameter_count(shape)) if accumulates and not plan.fp32_gradients else []
-    base = [*always, *earlier]
-    matrix = _gradients(plan, shape.padded_vocab_size * shape.hidden_size)  # of the output layer
-    made = matrix if stay or shape.tied_embeddings else []  # a tied one waits for the embedding's
-    layer_parameters = (parts["attention"] + parts["MLP"] + parts["norms"]) // shape.num_layers
-
-    def backward(number: int) -> Moment:
-        below = _kept_by_layers(batch, number - 1, min(number - 1, recomputed))
-        outside: list[LedgerRow | tuple[LedgerRow, int]] = [*base, *below, *batch.dropout_masks(), *made]
-        if stay:
-            outside += _gradients(plan, (shape.num_layers - number) * layer_parameters)
-        if number <= recomputed and batch.norms_copy_to_fp32:
-            outside.append(batch.row(RECOMPUTED, shape.hidden_size))
-        moments = []
-        for operation, weights, held in layer_backward(batch):
-            new = shape.hidden_size * shape.ffn_hidden_size if weights or stay else 0
-            where = f"layer {number}, {operation}"
-            moments.append(_moment(Phase.BACKWARD, where, [*outside, *held, *_gradients(plan, new)]))
-        return max(moments, key=lambda moment: moment.num_bytes)
-
-    at_loss: Rows = [*base, *_kept_by_layers(batch, shape.num_layers, recomputed), *_kept_at_ends(batch)]
-    hidden = batch.row(GRADIENTS, shape.hidden_size, category="workspace")
-    losses = [Phase.FORWARD, *([Phase.BACKWARD] if batch.precision == "fp16" else [])]
+    base = [*always, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
+    matrix = shape.padded_vocab_size * shape.hidden_size  # the output layer's
+    made = matrix if stay or shape.tied_embeddings else 0  # a tied one waits for the embedding's
+    at_loss = [*base, *list_rows(_keep_layers(batch, layers, recomputed) + _keep_ends(batch))]
+    loss, hidden = _list_loss(batch), Held({GRADIENTS: batch.input_bytes})
+    yield _sum_moment(Phase.FORWARD, "cross entropy", [*at_loss, *loss])
+    if batch.precision == "fp16":
+        yield _sum_moment(Phase.BACKWARD, "cross entropy", [*at_loss, *loss])
+    yield _sum_moment(Phase.BACKWARD, "output layer", [*at_loss, loss[0], *list_rows(hidden), make_gradients(matrix)])
     # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
-    turns = sorted({shape.num_layers, recomputed + 1, recomputed, 1} - {0, shape.num_layers + 1}, reverse=True)
-    whole = [*_gradients(plan, parameter_count(shape)), *(matrix if shape.tied_embeddings else [])]
+    for layer in sorted({layers, recomputed + 1, recomputed, 1} - {0, layers + 1}, reverse=True):
+        outside = _keep_layers(batch, layer - 1, min(layer - 1, recomputed)) + Held({MASKS: batch.mask_bytes})
+        if layer <= recomputed and batch.copies_of_norms[0]:
+            outside[RECOMPUTED] += batch.input_bytes
+        above = (parts["attention"] + parts["MLP"] + parts["norms"]) // layers * (layers - layer) if stay else 0
+        moments = []
+        for operation, held in _list_layer_backward(batch):
+            new = shape.hidden_size * shape.ffn_hidden_size if stay or operation == "linear_fc2" else 0
+            rows = [*base, *list_rows(outside + held), make_gradients(made + above + new)]
+            moments.append(_sum_moment(Phase.BACKWARD, f"layer {layer}, {operation}", rows))
+        yield max(moments, key=lambda moment: moment.num_bytes)
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
     is_third = shape.tied_embeddings and (batch.on_cpu or batch.precision == "fp16")
-    last = max([hidden, *(matrix if is_third else [])], key=lambda row: row.num_bytes)
-    return [
-        *(_moment(phase, "cross entropy", [*at_loss, *_cross_entropy(batch)]) for phase in losses),
-        _moment(Phase.BACKWARD, "output layer", [*at_loss, _logits(batch), hidden, *matrix]),
-        *map(backward, turns),
-        _moment(Phase.BACKWARD, "embedding", [*base, *(whole if stay else [*made, *matrix]), last]),
-    ]
+    added = number + (matrix if shape.tied_embeddings else 0) if stay else made + matrix
+    last = max([*list_rows(hidden), make_gradients(matrix if is_third else 0)], key=lambda row: row.num_bytes)
+    yield _sum_moment(Phase.BACKWARD, "embedding", [*base, make_gradients(added), last])
 
 
-def _kept_by_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[LedgerRow, int]]:
-    """`number` layers, of which `recomputed` keep their input only."""
-    whole = [(row, number - recomputed) for row in kept_by_layer(batch)]
-    return [*whole, (batch.row(RECOMPUTED, batch.shape.hidden_size), recomputed)]
-
-
-def _kept_at_ends(batch: MicroBatch) -> list[LedgerRow]:
-    """The embedding's dropout, and the last norm up to the output layer's input."""
-    hidden = batch.shape.hidden_size
-    return [*batch.dropout_masks(), *batch.kept_by_norm(hidden), batch.row("inputs of linear layers", hidden)]
-
-
-def _logits(batch: MicroBatch) -> LedgerRow:
-    row = batch.row("logits, later their gradients", batch.shape.padded_vocab_size, category=LOGITS)
-    return replace(row, formula=f"{row.formula} words")
-
-
-def _cross_entropy(batch: MicroBatch) -> Rows:
-    """The logits, kept for backward; in 16 bits an fp32 copy of some rows, which becomes softmax; in fp16 the copy and its softmax."""
-    if batch.precision == "fp32":
-        return [_logits(batch)]
-    words = batch.shape.padded_vocab_size
-    number = min(batch.tokens, rows_at_once(words, batch.threads if batch.on_cpu else 0))
-    formula = f"{FP32} bytes x {count(number)} tokens at a time x {count(words)} words"
-    rows = LedgerRow(LOGITS, "rows of logits in fp32", FP32 * number * words, formula)
-    return [_logits(batch), (rows, 2 if batch.precision == "fp16" else 1)]
+def _sum_moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:
+    """One row for each name, largest first."""
+    merged: dict[str, LedgerRow] = {}
+    for row in rows:
+        before = merged.get(row.name)
+        if before and row.num_bytes:
+            formula = f"{before.formula} + {row.formula}"
+            merged[row.name] = replace(row, num_bytes=before.num_bytes + row.num_bytes, formula=formula)
+        elif row.num_bytes:
+            merged[row.name] = row
+    return Moment(phase.value, where, tuple(sorted(merged.values(), key=lambda row: -row.num_bytes)))
 
 
 # --- sums that stand beside a measured snapshot
@@ -206,44 +386,18 @@ def activation_bytes(batch: MicroBatch, recomputed: int = 0) -> int:
     (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its scores
     down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
     """
-    at_logits: Rows = [*_kept_by_layers(batch, batch.shape.num_layers, recomputed), *_kept_at_ends(batch)]
-    if not recomputed:
-        return _sum(at_logits)
-    result = batch.shape.hidden_size if batch.shape.hidden_dropout else 0  # of the last dropout computed again
-    again: Rows = [*_kept_by_layers(batch, recomputed, recomputed), *kept_by_layer(batch), *batch.dropout_masks()]
-    return max(_sum(at_logits), _sum([*again, batch.row(GRADIENTS, result)]))
+    at_logits = _keep_layers(batch, batch.shape.num_layers, recomputed) + _keep_ends(batch)
+    again = _keep_layers(batch, recomputed, recomputed) + _keep_layer(batch) if recomputed else Held()
+    # of the last dropout computed again: its mask and its result
+    dropped = batch.mask_bytes + batch.input_bytes if batch.shape.hidden_dropout else 0
+    return batch.tokens * max(at_logits.total(), again.total() + dropped)
 
 
 def logits_bytes(batch: MicroBatch) -> int:
-    """The loss at its highest: all logits in the model's precision, e*s*b*V, and either some rows of them in fp32, or what its
-    backward works with: as much as its input, e*s*b*h."""
-    forward = _sum(_cross_entropy(batch))
-    backward = _sum([_logits(batch), batch.row(GRADIENTS, batch.shape.hidden_size)])
-    return forward if batch.precision == "fp16" else max(forward, backward)  # fp16's products are torch's own
-
-
-def _count(rows: Rows) -> Counter[LedgerRow]:
-    """How often each row stands there."""
-    counts: Counter[LedgerRow] = Counter()
-    for item in rows:
-        row, times = item if isinstance(item, tuple) else (item, 1)
-        counts[row] += times
-    return counts
-
-
-def _sum(rows: Rows) -> int:
-    return sum(row.num_bytes * times for row, times in _count(rows).items())
-
-
-def _moment(phase: Phase, where: str, rows: Rows) -> Moment:
-    """One row for each name, largest first."""
-    merged: dict[tuple[str, str], LedgerRow] = {}
-    for row, times in _count(rows).items():
-        if not row.num_bytes * times:
-            continue
-        formula = row.formula if times == 1 else f"{count(times)} x {row.formula}"
-        known = merged.get((row.category, row.name), LedgerRow(row.category, row.name, 0, ""))
-        formula = f"{known.formula} + {formula}" if known.formula else formula
-        num_bytes = known.num_bytes + row.num_bytes * times
-        merged[row.category, row.name] = replace(known, num_bytes=num_bytes, formula=formula)
-    return Moment(phase.value, where, tuple(sorted(merged.values(), key=lambda row: -row.num_bytes)))
+    """The loss at its highest: all logits, and either some rows of them in fp32, or what its backward works with: as much as
+    its input."""
+    logits, *rows = _list_loss(batch)
+    copies = sum(row.num_bytes for row in rows)
+    # fp16's products are torch's own
+    backward = 0 if batch.precision == "fp16" else batch.tokens * batch.input_bytes
+    return logits.num_bytes + max(copies, backward)

@@ -57,16 +57,14 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
     memory = attempt("memory", predict_memory, plan, processor)
     time = attempt("time", predict_time, plan, processor) if processor else None
     seen = Forecast(memory, time, room_bytes, sharing)
-    way_out = attempt("way_out", _find_way_out, plan, processor, seen) if seen.excess_bytes(MARGIN) else ""
-    return dataclasses.replace(seen, way_out=way_out or "", failures=tuple(failures))
-
-
-def _find_way_out(plan: Plan, processor: Processor | None, seen: Forecast) -> str:
-    """'--micro-batch-size 2 would need 12.30 GiB': what fits into the room that there is."""
-    gib = (seen.room_bytes or 0) / seen.sharing / GIB
-    fitting = fit(plan, dataclasses.replace(processor or ANY, memory_gib=gib))
-    found = fitting.found or fitting.way_out
-    return f"{found.words} would need {size(found.peak_bytes)}" if found else ""
+    way_out = ""
+    if seen.excess_bytes(MARGIN):
+        # what fits into the room that there is: '--micro-batch-size 2 would need 12.30 GiB'
+        room = dataclasses.replace(processor or ANY, memory_gib=(room_bytes or 0) / sharing / GIB)
+        fitting = attempt("way_out", fit, plan, room)
+        found = fitting and (fitting.found or fitting.way_out)
+        way_out = f"{found.words} would need {size(found.peak_bytes)}" if found else ""
+    return dataclasses.replace(seen, way_out=way_out, failures=tuple(failures))
 
 
 def lines_of(seen: Forecast) -> Iterator[str]:

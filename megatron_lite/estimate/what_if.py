@@ -1,8 +1,7 @@
 """The same run with other flags: what it would need, how fast it could be, and the flags with which it fits into a GPU."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config.args import Args
@@ -66,25 +65,20 @@ def variant_of(plan: Plan, processor: Processor | None = None, **changes: Any) -
         return None
     changed = resolve(args, plan.world, plan.vocab_size)
     add, drop = [], []
+
+    def is_left_out(flag: Flag, value: object) -> bool:
+        # only switches and what is None when left out can be taken back by leaving the flag out
+        return value == flag.default and (flag.is_switch or value is None)
+
     for name, value in changes.items():
         flag = FLAGS[name]
-        if not _is_left_out(flag, value):
+        if not is_left_out(flag, value):
             shown = f"{value:g}" if isinstance(value, float) else value
             add.append(flag.spelling if flag.is_switch else f"{flag.spelling} {shown}")
-        elif not _is_left_out(flag, before[name]):
+        elif not is_left_out(flag, before[name]):
             drop.append(flag.spelling)
     time = predict_time(changed, processor) if processor else None
     return Variant(changed, tuple(add), tuple(drop), predict_memory(changed, processor), time)
-
-
-def _unchanged(plan: Plan, processor: Processor | None) -> Variant:
-    time = predict_time(plan, processor) if processor else None
-    return Variant(plan, (), (), predict_memory(plan, processor), time)
-
-
-def _is_left_out(flag: Flag, value: object) -> bool:
-    """Only switches and what is None when left out can be taken back by leaving the flag out."""
-    return value == flag.default and (flag.is_switch or value is None)
 
 
 def full_recompute(layers: int, method: str) -> Changes:
@@ -94,29 +88,22 @@ def full_recompute(layers: int, method: str) -> Changes:
 
 def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
     """Changes of one thing each, without those that change nothing or that the trainer refuses."""
-    now = _unchanged(plan, processor)
-    found = [variant_of(plan, processor, **changes) for changes in _list_single_changes(plan)]
-    return [one for one in found if one and one.words and (one.memory, one.time) != (now.memory, now.time)]
-
-
-def _list_single_changes(plan: Plan) -> Iterator[Changes]:
-    m, t = plan.args.model, plan.args.training
-    yield NO_RECOMPUTE
-    yield SELECTIVE
-    yield full_recompute(1, "uniform")
-    if t.micro_batch_size > 1:
-        yield {"micro_batch_size": t.micro_batch_size // 2}
-    yield {"micro_batch_size": t.micro_batch_size * 2}
-    yield from (PRECISIONS[name] | SUMS_AS_USUAL for name in PRECISIONS if name != plan.precision)
+    m, micro_batch = plan.args.model, plan.args.training.micro_batch_size
+    sizes = ([micro_batch // 2] if micro_batch > 1 else []) + [micro_batch * 2]
+    tried: list[Changes] = [NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform")]
+    tried += [{"micro_batch_size": size} for size in sizes]
+    tried += [PRECISIONS[name] | SUMS_AS_USUAL for name in PRECISIONS if name != plan.precision]
     if plan.precision == "fp16":
-        yield {"accumulate_allreduce_grads_in_fp32": not plan.fp32_gradients}
+        tried.append({"accumulate_allreduce_grads_in_fp32": not plan.fp32_gradients})
     if plan.precision == "bf16":
-        yield SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.fp32_gradients}
-    yield {"optimizer": "sgd" if plan.args.optimizer.optimizer == "adam" else "adam"}
-    if m.hidden_dropout or m.attention_dropout:
-        yield {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+        tried.append(SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.fp32_gradients})
+    tried.append({"optimizer": "sgd" if plan.args.optimizer.optimizer == "adam" else "adam"})
+    tried.append({"hidden_dropout": 0.0, "attention_dropout": 0.0})
     if m.attention_backend in ("unfused", "local"):
-        yield {"attention_backend": "auto"}
+        tried.append({"attention_backend": "auto"})
+    memory, time = predict_memory(plan, processor), predict_time(plan, processor) if processor else None
+    found = [variant_of(plan, processor, **changes) for changes in tried]
+    return [one for one in found if one and one.words and (one.memory, one.time) != (memory, time)]
 
 
 # --- which flags make a run fit into a GPU
@@ -147,14 +134,12 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     on top of what needs least; none of the model, which would be another one.
     """
     budget, layers = int((processor.memory_gib or 0) * GIB * (1 - margin)), plan.shape.num_layers
+    given = Variant(plan, (), (), predict_memory(plan, processor), predict_time(plan, processor))
     share = plan.batch.final // plan.world.size
     sizes = [size for size in range(share, 0, -1) if share % size == 0]
 
-    def change(micro_batch: int, changes: Changes) -> Variant | None:
-        return variant_of(plan, processor, micro_batch_size=micro_batch, **changes)
-
     def change_to_fit(micro_batch: int, changes: Changes) -> Variant | None:
-        one = change(micro_batch, changes)
+        one = variant_of(plan, processor, micro_batch_size=micro_batch, **changes)
         return one if one is not None and one.peak_bytes <= budget else None
 
     # from the least arithmetic to the most
@@ -169,25 +154,22 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
         )
         mode = full_recompute(numbers[fitting], "block")
     found = next(filter(None, (change_to_fit(size, mode) for size in sizes)), None) if mode is not None else None
-    result = Fit(processor, budget, margin, given=_unchanged(plan, processor), found=found)
     if found:
-        return result
+        return Fit(processor, budget, margin, given, found)
     whole = (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
-    least = min(filter(None, (change(sizes[-1], mode) for mode in whole)), key=lambda one: one.peak_bytes)
+    variants = (variant_of(plan, processor, micro_batch_size=sizes[-1], **mode) for mode in whole)
+    least = min(filter(None, variants), key=lambda one: one.peak_bytes)
     base = {name: getattr(least.plan.args.model, name) for name in NO_RECOMPUTE}
-    micro_batch = least.plan.args.training.micro_batch_size
-    larger = (change_to_fit(micro_batch, base | changes) for changes in _list_larger_changes(plan, processor))
-    return replace(result, least=least, way_out=next(filter(None, larger), None))
-
-
-def _list_larger_changes(plan: Plan, processor: Processor) -> Iterator[Changes]:
+    larger: list[Changes] = []
     if plan.precision == "fp32":
-        yield PRECISIONS["bf16" if processor.bf16 else "fp16"] | SUMS_AS_USUAL
+        larger.append(PRECISIONS["bf16" if processor.bf16 else "fp16"] | SUMS_AS_USUAL)
     if plan.precision == "fp32" and processor.bf16:
-        yield PRECISIONS["bf16"] | SUMS_AS_USUAL | {"grad_reduce_in_bf16": True}
+        larger.append(PRECISIONS["bf16"] | SUMS_AS_USUAL | {"grad_reduce_in_bf16": True})
     elif plan.fp32_gradients:
-        yield SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.precision == "bf16"}
+        larger.append(SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.precision == "bf16"})
     length = plan.shape.seq_length // 2
     while length >= SHORTEST:
-        yield {"seq_length": length}
+        larger.append({"seq_length": length})
         length //= 2
+    ways_out = (change_to_fit(sizes[-1], base | changes) for changes in larger)
+    return Fit(processor, budget, margin, given, None, least, next(filter(None, ways_out), None))

@@ -10,6 +10,7 @@ FUSED, UNFUSED, MATH = "fused", "unfused", "math"
 EXPLICIT = ("unfused", "local")  # values of --attention-backend
 MAX_EXPLICIT_POSITIONS = 512
 MAX_FLASH_HEAD = 256  # channels
+FLASH_HEAD_STEP = 8  # channels: flash pads heads of another width
 EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple of it
 
 

@@ -15,9 +15,8 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dens
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.estimate.layer_memory import FLASH_HEAD_STEP
 from megatron_lite.instruments.memory_tracker import RECORDERS
-from megatron_lite.model.kernel_choice import EFFICIENT_HEAD_BYTES, MAX_FLASH_HEAD
+from megatron_lite.model.kernel_choice import EFFICIENT_HEAD_BYTES, FLASH_HEAD_STEP, MAX_FLASH_HEAD
 
 HALF = (torch.float16, torch.bfloat16)
 MASK_STEP = 16  # elements: rows of a mask are padded to it
