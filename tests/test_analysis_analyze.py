@@ -1,7 +1,6 @@
 """From files to a report: what can be read answers, what cannot is named."""
 
 import json
-import types
 from pathlib import Path
 
 import pytest
@@ -103,15 +102,6 @@ def test_too_little_memory_is_a_gap(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "readers", lambda paths, say: [too_large for _ in paths])
     with pytest.raises(UserError, match="not enough memory to read it"):
         analyze([gpu_run().write(tmp_path)])
-
-
-def test_a_second_run_s_folder_is_left_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "megatron_lite.analysis.run.read.read_run", lambda folder: types.SimpleNamespace(folder=str(folder))
-    )
-    gaps = module._Gaps()
-    assert module._run([tmp_path / "new", tmp_path / "old"], gaps).folder == str(tmp_path / "new")
-    assert len(gaps.found) == 1 and "old: an older run's folder" in gaps.found[0]
 
 
 @pytest.mark.parametrize("made", [gpu_run, cpu_run])

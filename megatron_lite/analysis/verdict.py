@@ -7,6 +7,7 @@ from statistics import fmean, pstdev
 from megatron_lite.analysis.contradictions import find_contradictions, missing_gpu_work
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.report import Verdict
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
@@ -40,11 +41,26 @@ LOSSES = {  # row of RankTime: (what bounds the run, verb, of what)
 
 def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     """What limits this run, as far as the facts carry; before it what makes its speed a minor matter."""
+    run, most, first = facts.run, facts.highest_snapshot, []
     if facts.critical is not None:
         verdict = _judge_time(facts, facts.critical, findings)
+    elif most is not None:
+        said = f"Memory peaks at {size(most.peak_bytes)}" + (f" in {most.peak_phase}" if most.peak_phase else "")
+        if most.peak_bytes and most.held:
+            held = (f"{part.category} {part.num_bytes / most.peak_bytes:.0%}" for part in most.held[:3])
+            said += f": {', '.join(held)}"
+        why = [f"{count(most.events)} events", *find_contradictions(facts)]
+        verdict = Verdict(said, "memory", "low" if why[1:] else "high", "; ".join(why))
     else:
-        verdict = _judge_memory(facts) if facts.snapshots else _judge_speed(facts)
-    run, first = facts.run, []
+        without = f"no trace: without one the run says how fast it was, not why; {HOW_TO_TRACE}"
+        said = ""
+        if run is not None and run.steady_step_ms is not None:
+            parts = [f"{run.steady_step_ms:,.1f} ms per step"]
+            parts += [f"{count(run.tokens_per_second)} tokens/s"] if run.tokens_per_second else []
+            parts += [f"{run.mfu_causal:.0%} of peak"] if run.mfu_causal else []
+            late = _describe_straggler(facts, run.steady_step_ms)
+            said = f"{', '.join(parts)}{f'; {late}' if late else ''}. "
+        verdict = Verdict(f"{said}INCONCLUSIVE: {without}", "inconclusive", "low", without)
     if run is None:
         return verdict
     if nothing := measure_learning(run).nothing:
@@ -58,7 +74,7 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
             first.append(f"Rank {rank} was not given its cores: other threads take them again and again")
         else:
             first.append(f"Rank {rank} is ready and has no core for {ms / run.ranks.step_ms[rank]:.0%} of each step")
-    return replace(verdict, sentence="".join(f"{one}. " for one in first) + verdict.sentence)
+    return replace(verdict, sentence=" ".join([*(f"{one}." for one in first), verdict.sentence]))
 
 
 def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> Verdict:
@@ -129,20 +145,20 @@ def _find_bound(time: RankTime) -> str:
 
 def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> str:
     """'31% of peak; 20% of each step waits for communication, 10% waits for the host; ...'."""
-    time, mfu = rank.time, rank.kernels.mfu
+    time, mfu, roles = rank.time, rank.kernels.mfu, rank.kernels.roles
     if mfu is not None:
         parts = [f"{mfu:.0%} of peak" if mfu >= 0.005 else "under 1% of peak"]
-    elif time.on_gpu:
-        parts = [f"the GPU computes {_share(time, 'compute'):.0%} of each step"]
     else:
-        parts = [f"operators take {_share(time, 'compute'):.0%} of each step"]
+        who = "the GPU computes" if time.on_gpu else "operators take"
+        parts = [f"{who} {_share(time, 'compute'):.0%} of each step"]
     rows = [row for row in LOSSES if _share(time, row) >= MIN_SHARE_SAID]
     losses = []
     for row in sorted(rows, key=lambda row: -time.rows[row])[:MAX_LOSSES]:
         _, verb, what = LOSSES[row]
         if row == "exposed_communication" and facts.ranks and facts.ranks.collectives:
             first = facts.ranks.collectives[0]
-            what = first.name + (f" in {first.phase}" if first.phase else "")
+            what = "a collective of unknown kind" if first.name == OTHER else first.name
+            what += f" in {first.phase}" if first.phase else ""
         elif row == "sync" and time.syncs:
             what = f"{what} ({time.syncs[0].operator or time.syncs[0].call})"
         elif row == "host" and not time.on_gpu:
@@ -150,7 +166,14 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
         losses.append(f"{_share(time, row):.0%}{'' if losses else ' of each step'} {verb} {what}")
     parts += [", ".join(losses), _describe_straggler(facts, time.step_ms)]
     if _find_bound(time) == "compute":
-        parts.append(_describe_compute(rank, findings))
+        # the most costly cause, else what it computes
+        costly = next((one for one in findings if one.cost_ms), None)
+        role = max(roles, key=lambda role: roles[role], default=Role.OTHER)
+        if costly and (costly.cost_ms or 0.0) >= MIN_SHARE_SAID * time.step_ms:
+            parts.append(f"most costly cause: {costly.title} ({significant(costly.cost_ms or 0.0)} ms)")
+        elif role is not Role.OTHER and sum(roles.values()):
+            of = "device" if time.on_gpu else "operator"
+            parts.append(f"{roles[role] / sum(roles.values()):.0%} of {of} time is {role}")
     return "; ".join(part for part in parts if part)
 
 
@@ -159,36 +182,3 @@ def _describe_straggler(facts: Facts, step_ms: float) -> str:
     if late is None or late.caused_wait_ms < MIN_SHARE_SAID * step_ms:
         return ""
     return f"the other ranks wait {significant(late.caused_wait_ms)} ms per step for rank {late.rank}"
-
-
-def _describe_compute(rank: RankFacts, findings: Sequence[Finding]) -> str:
-    """The most costly cause in a run that mostly computes, else what it computes."""
-    costly = next((one for one in findings if one.cost_ms), None)
-    if costly and costly.cost_ms >= MIN_SHARE_SAID * rank.time.step_ms:
-        return f"most costly cause: {costly.title} ({significant(costly.cost_ms)} ms)"
-    total = sum(rank.kernels.roles.values())
-    role, ms = max(rank.kernels.roles.items(), key=lambda pair: pair[1], default=(Role.OTHER, 0.0))
-    if role is Role.OTHER or not total:
-        return ""
-    return f"{ms / total:.0%} of {'device' if rank.time.on_gpu else 'operator'} time is {role}"
-
-
-def _judge_memory(facts: Facts) -> Verdict:
-    most = facts.highest_snapshot
-    sentence = f"Memory peaks at {size(most.peak_bytes)}" + (f" in {most.peak_phase}" if most.peak_phase else "")
-    if most.peak_bytes and most.held:
-        held = (f"{part.category} {part.num_bytes / most.peak_bytes:.0%}" for part in most.held[:3])
-        sentence += f": {', '.join(held)}"
-    why = [f"{count(most.events)} events", *find_contradictions(facts)]
-    return Verdict(sentence, "memory", "low" if why[1:] else "high", "; ".join(why))
-
-
-def _judge_speed(facts: Facts) -> Verdict:
-    run, why = facts.run, f"no trace: without one the run says how fast it was, not why; {HOW_TO_TRACE}"
-    if run is None or run.steady_step_ms is None:
-        return Verdict(f"INCONCLUSIVE: {why}", "inconclusive", "low", why)
-    speed = f", {count(run.tokens_per_second)} tokens/s" if run.tokens_per_second else ""
-    mfu = f", {run.mfu_causal:.0%} of peak" if run.mfu_causal else ""
-    late = _describe_straggler(facts, run.steady_step_ms)
-    said = f"{run.steady_step_ms:,.1f} ms per step{speed}{mfu}{f'; {late}' if late else ''}"
-    return Verdict(f"{said}. INCONCLUSIVE: {why}", "inconclusive", "low", why)

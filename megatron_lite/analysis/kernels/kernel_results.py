@@ -88,24 +88,26 @@ class RooflineRow:
 
 @dataclass(frozen=True)
 class RankKernels:
-    """Kernels, operators and speed of light of one rank."""
+    """Kernels, operators and speed of light of one rank; the defaults are of one whose kernels cannot be analysed."""
 
     rank: int | None
-    rows: tuple[KernelRow, ...]  # most time first
-    operators: tuple[OperatorRow, ...]  # most time first
-    roles: dict[Role, float]  # ms per step; sums to device_ms
-    device_ms: float  # sum over device events (parallel streams count twice)
-    matrix_ms: float  # GEMM + attention + convolution
-    tensor_core_ms: float
-    maybe_tensor_core_ms: float  # names that do not say
-    roofline: tuple[RooflineRow, ...]  # largest loss against the bound first; () without shapes
-    model_flops: float | None  # per step, from shapes: products and attention (all scores), recomputation left out
-    achieved_tflops: float | None  # model_flops / step time
-    peak_tflops: float | None  # of the device for the dtype that most FLOPs have
-    peak_dtype: str
-    mfu: float | None
-    compiled_regions: float  # calls per step
-    notes: tuple[str, ...]
+    rows: tuple[KernelRow, ...] = ()  # most time first
+    operators: tuple[OperatorRow, ...] = ()  # most time first
+    roles: dict[Role, float] = field(default_factory=dict)  # ms per step; sums to device_ms
+    device_ms: float = 0.0  # sum over device events (parallel streams count twice)
+    matrix_ms: float = 0.0  # GEMM + attention + convolution
+    tensor_core_ms: float = 0.0
+    maybe_tensor_core_ms: float = 0.0  # names that do not say
+    roofline: tuple[RooflineRow, ...] = ()  # largest loss against the bound first; () without shapes
+    model_flops: float | None = (
+        None  # per step, from shapes: products and attention (all scores), recomputation left out
+    )
+    achieved_tflops: float | None = None  # model_flops / step time
+    peak_tflops: float | None = None  # of the device for the dtype that most FLOPs have
+    peak_dtype: str = ""
+    mfu: float | None = None
+    compiled_regions: float = 0.0  # calls per step
+    notes: tuple[str, ...] = ()
     without_tensor_cores: dict[str, float] = field(default_factory=dict)  # reason -> ms of matrix_ms
     attention_flops: float | None = None  # part of model_flops: all scores; a causal model needs half of them
     recomputed_flops: float = 0.0  # per step, in recomputed activations; not part of model_flops

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import NOTHING, Cover, Nesting, union
 from megatron_lite.analysis.kernels.roles import is_communication
+from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes, Trace
 
@@ -29,7 +30,6 @@ _KINDS = (
     ("scatter", r"scatter"),
     ("reduce", r"reduce"),
 )
-OTHER = "other"
 POINT_TO_POINT = ("send_recv", "send", "recv")
 # all ranks leave them at the same moment, since each needs something of every other
 END_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+OTHER = "other"  # the kind of a collective whose names no pattern knows
+
 
 @dataclass(frozen=True)
 class CollectiveRow:
