@@ -98,7 +98,7 @@ def test_the_exact_peak_is_the_verdicts():
     )
     made = report(processor_called("H200"), exact=walked)
     assert "peak 10.0 of 139.7 GiB (7%), in backward" in verdicts(made)[0]
-    table, lines = build_exact_section(made).blocks
+    table, lines = build_exact_section(made, made.exact).blocks
     assert ["activations", "10.00 GiB", "6.00 GiB", "-40.0%"] in map(list, table.rows)
     assert ["moments", "0 B", "3.00 GiB", "not there"] in map(list, table.rows)
     assert lines.texts[-1] == "a note"

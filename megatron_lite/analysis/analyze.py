@@ -38,8 +38,9 @@ def describe_run(paths: Sequence[Path | str], facts: Facts) -> str:
     name = first.name or first.resolve().name or str(first)
     name += f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     seen, run, one = len(facts.ranks_seen), facts.run, facts.critical
-    sizes = (facts.ranks and facts.ranks.world_size, *(rank.trace.world_size for rank in facts.ranks_seen))
-    world = next(filter(None, (*sizes, run and run.world_size)), None)
+    sizes = [facts.ranks.world_size if facts.ranks else None, *(rank.trace.world_size for rank in facts.ranks_seen)]
+    sizes.append(run.world_size if run else None)
+    world = next(filter(None, sizes), None)
     number, what, plural = world or seen, "rank", "s"
     if not world and all(rank.time.rank is None for rank in facts.ranks_seen):
         number, what, plural = (seen, "process", "es") if seen else (len(facts.snapshots), "snapshot", "s")

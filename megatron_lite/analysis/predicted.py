@@ -76,7 +76,8 @@ def compare_time(facts: Facts, predicted: TimePrediction) -> ComparedTime | None
 
     A step of the trace by what bounds its parts; what neither computes nor sends is lost altogether.
     """
-    run, one, parts = facts.run, facts.critical, ()
+    run, one = facts.run, facts.critical
+    parts: tuple[Compared, ...] = ()
     if run is None or run.steady_step_ms is None:
         return None
     if one is not None and one.time.on_gpu and one.time.step_ms:

@@ -1,6 +1,7 @@
 """All that was found out about one run, for the rules and the renderers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
@@ -93,6 +94,6 @@ class Facts:
         return max(self.snapshots, key=lambda one: one.peak_bytes, default=None)
 
     @property
-    def plan(self) -> dict:
+    def plan(self) -> dict[str, Any]:
         """The run's plan (flags as resolved); {} for foreign runs."""
         return self.run.plan if self.run else {}

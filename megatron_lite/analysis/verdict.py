@@ -68,7 +68,7 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     how = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
     if how:
         first.append(f"The run {how} after {run.steps:,} steps")
-    if run.without_core:
+    if run.ranks and run.without_core:
         rank, ms = run.without_core
         if ms is None:
             first.append(f"Rank {rank} was not given its cores: other threads take them again and again")
@@ -139,7 +139,7 @@ def _find_bound(time: RankTime) -> str:
     shares: dict[str, float] = {}
     for row, (bound, _, _) in LOSSES.items():
         shares[bound] = shares.get(bound, 0.0) + _share(time, row)
-    bound = max(shares, key=shares.get)
+    bound = max(shares, key=lambda bound: shares[bound])
     return bound if shares[bound] >= min(DECIDES, max(_share(time, "compute"), 0.01)) else "compute"
 
 
@@ -152,7 +152,7 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
         who = "the GPU computes" if time.on_gpu else "operators take"
         parts = [f"{who} {_share(time, 'compute'):.0%} of each step"]
     rows = [row for row in LOSSES if _share(time, row) >= MIN_SHARE_SAID]
-    losses = []
+    losses: list[str] = []
     for row in sorted(rows, key=lambda row: -time.rows[row])[:MAX_LOSSES]:
         _, verb, what = LOSSES[row]
         if row == "exposed_communication" and facts.ranks and facts.ranks.collectives:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_lite.cli.launcher import begins_command, split_at_trainer
-from megatron_lite.cli.parser import Parser, write_text
+from megatron_lite.cli.parser import Parser, write_json
 from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run
 from megatron_lite.config.environment import hints
 from megatron_lite.config.flops import step_flops
@@ -40,9 +40,9 @@ def run(argv: list[str]):
     else:
         report, more = _report(options, words, found), []
     if options.json:
-        from megatron_lite.report.plan_json import plan_json
+        from megatron_lite.report.plan_json import as_json
 
-        more = [*more, "", write_text("--json", options.json, plan_json(report))]
+        more = [*more, *write_json(options.json, as_json(report))]
     print_lines([*plan_lines(report, style, options.why), *more])
     if not (options.exact or options.inference):
         # the answer stands: where somebody looks on, the walk of the real step follows, if it takes seconds

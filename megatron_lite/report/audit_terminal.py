@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_lite.analysis.audit.answers import Answer, Point
-from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.report.text import WIDTH, Style, fit, wrapped
 
 ANSWER_WIDTH = max(map(len, Answer))
@@ -22,36 +21,18 @@ def audit_lines(points: Sequence[Point], titles: Sequence[str], style: Style, ev
         for line in wrapped(f"{words} {title}", "", "  ")
     ]
     lines = [*map(style.bold, heads), "", style.warm(told) if number[Answer.FAIL] else told, ""]
+    paints = {Answer.PASS: style.accent, Answer.FAIL: style.warm}
     for point in points:
-        lines += _point(point, style, everything)
+        answer = f"{str(point.answer).upper() if point.answer is Answer.FAIL else point.answer:<{ANSWER_WIDTH}}"
+        question = style.bold(fit(point.question, WIDTH - len(INDENT)))
+        lines.append(f"  {paints.get(point.answer, style.dim)(answer)}  {point.number:>2} {question}")
+        shown = point.evidence if everything else point.evidence[:EVIDENCE_SHOWN]
+        for one in shown:
+            lines += wrapped(f"{one.text} ({one.where})" if one.where else one.text, INDENT, INDENT + "  ")
+        if len(point.evidence) > len(shown):
+            lines.append(style.dim(f"{INDENT}and {len(point.evidence) - len(shown)} more with --all"))
+        if point.answer is not Answer.PASS:
+            verb = "try" if point.answer is Answer.FAIL else "to see it"
+            lines += wrapped(f"{verb}: {point.way_out}", INDENT, INDENT + "  ")
+            lines += [f"{INDENT}megatron-lite explain {point.code}"] if point.code else []
     return lines
-
-
-def _point(point: Point, style: Style, everything: bool) -> list[str]:
-    question = fit(point.question, WIDTH - len(INDENT))
-    answer = f"{str(point.answer).upper() if point.answer is Answer.FAIL else point.answer:<{ANSWER_WIDTH}}"
-    shown = point.evidence if everything else point.evidence[:EVIDENCE_SHOWN]
-    lines = [f"  {_painted(answer, point.answer, style)}  {point.number:>2} {style.bold(question)}"]
-    for one in shown:
-        lines += wrapped(_evidence(one), INDENT, INDENT + "  ")
-    if len(point.evidence) > len(shown):
-        lines.append(style.dim(f"{INDENT}and {len(point.evidence) - len(shown)} more with --all"))
-    return lines + _way_out(point)
-
-
-def _painted(text: str, answer: Answer, style: Style) -> str:
-    if answer is Answer.PASS:
-        return style.accent(text)
-    return style.warm(text) if answer is Answer.FAIL else style.dim(text)
-
-
-def _evidence(one: Evidence) -> str:
-    return f"{one.text} ({one.where})" if one.where else one.text
-
-
-def _way_out(point: Point) -> list[str]:
-    if point.answer is Answer.PASS:
-        return []
-    verb = "try" if point.answer is Answer.FAIL else "to see it"
-    lines = wrapped(f"{verb}: {point.way_out}", INDENT, INDENT + "  ")
-    return [*lines, *([f"{INDENT}megatron-lite explain {point.code}"] if point.code else [])]

@@ -4,6 +4,7 @@ import html
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -47,8 +48,8 @@ class Figure:
     """One chart: what it shows in a sentence (for readers who cannot see it), and Plotly's data and layout."""
 
     says: str
-    data: list[dict]
-    layout: dict
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
 
     @property
     def legend(self) -> list[tuple[str, str]]:
@@ -66,21 +67,15 @@ def escape_name(text: str, width: int = NAME_WIDTH) -> str:
     return html.escape(fit(text, width), quote=False)
 
 
-def axis(title: str = "", **more) -> dict:
+def axis(title: str = "", **more: Any) -> dict[str, Any]:
     """A quiet axis: light grid, no box."""
-    look = {
-        "gridcolor": LINE,
-        "zeroline": False,
-        "automargin": True,
-        "fixedrange": True,
-        "ticks": "outside",
-        "ticklen": 6,
-        "tickcolor": "rgba(0,0,0,0)",
-    }
-    return {**look, **({"title": {"text": title, "standoff": 8, "font": {"size": 13}}} if title else {}), **more}
+    look = {"gridcolor": LINE, "zeroline": False, "automargin": True, "fixedrange": True}
+    ticks = {"ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)"}
+    named = {"title": {"text": title, "standoff": 8, "font": {"size": 13}}} if title else {}
+    return {**look, **ticks, **named, **more}
 
 
-def log_axis(title: str, lowest: float, highest: float, **more) -> dict:
+def log_axis(title: str, lowest: float, highest: float, **more: Any) -> dict[str, Any]:
     """A logarithmic axis with ticks at round numbers, the more in each decade the fewer decades there are."""
     decades = range(math.floor(math.log10(lowest)) - 1, math.ceil(math.log10(highest)) + 1)
     digits = next(digits for most, digits in TICKS if math.log10(highest / lowest) < most)
@@ -88,7 +83,7 @@ def log_axis(title: str, lowest: float, highest: float, **more) -> dict:
     return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:,.10g}" for tick in ticks], **more)
 
 
-def layout(height: int, x: dict, y: dict, **more) -> dict:
+def layout(height: int, x: dict[str, Any], y: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The look of every chart."""
     return {
         "height": height,
@@ -186,9 +181,15 @@ def roofline(report: Report) -> Figure | None:
     rows = sorted(rows, key=lambda row: -row.ms)[:MAX_SHAPES]
     if len(rows) < 2 or not any(row.bound_ms for row in rows):
         return None
-    data = []
+    data: list[dict[str, Any]] = []
     for role in dict.fromkeys(row.role for row in rows):
         own = [row for row in rows if row.role == role]
+        texts = []
+        for row in own:
+            text = f"{escape_name(row.operator)} {escape_name(row.shape, 80)}<br>"
+            text += f"{row.ms:.3f} ms per step in {escape_name(row.phase or 'no phase')}"
+            reached = f"<br>{row.efficiency:.0%} of what {row.bound_by} allows" if row.efficiency is not None else ""
+            texts.append(text + reached)
         data.append({
             "type": "scatter",
             "mode": "markers",
@@ -201,7 +202,7 @@ def roofline(report: Report) -> Figure | None:
                 "line": {"color": CARD, "width": 1},
                 "size": [max(MAX_PX * (row.ms / rows[0].ms) ** 0.5, MIN_PX) for row in own],
             },
-            "text": [_describe_shape(row) for row in own],
+            "text": texts,
             "hovertemplate": "%{text}<br>%{y:.3r} TFLOP/s at %{x:.3r} FLOP per byte<extra></extra>",
         })  # fmt: skip
     intensities = [row.flops / row.num_bytes for row in rows]
@@ -212,13 +213,7 @@ def roofline(report: Report) -> Figure | None:
     return Figure("How fast operators are against what memory and arithmetic units allow", data, layout(400, x, y))
 
 
-def _describe_shape(row: RooflineRow) -> str:
-    text = f"{escape_name(row.operator)} {escape_name(row.shape, 80)}<br>"
-    text += f"{row.ms:.3f} ms per step in {escape_name(row.phase or 'no phase')}"
-    return text + (f"<br>{row.efficiency:.0%} of what {row.bound_by} allows" if row.efficiency is not None else "")
-
-
-def _build_ceilings(rows: tuple[RooflineRow, ...], lowest: float, highest: float) -> list[dict]:
+def _build_ceilings(rows: tuple[RooflineRow, ...], lowest: float, highest: float) -> list[dict[str, Any]]:
     """The limits that the rows' bounds were made of: arithmetic per number format, and memory."""
     peaks = {row.dtype: row.flops / row.bound_ms / 1e9 for row in rows if row.bound_by == "compute" and row.bound_ms}
     bandwidths = [row.num_bytes / row.bound_ms / 1e9 for row in rows if row.bound_by == "memory" and row.bound_ms]

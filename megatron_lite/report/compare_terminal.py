@@ -1,11 +1,11 @@
 """A Comparison as lines for a terminal: the sentence, flags that differ, steps, phases, kernels, memory."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair
 from megatron_lite.analysis.time.time_results import ROW_TITLES
-from megatron_lite.report.section import Lines, Section, Table, drop_empty_columns, limit_rows, section_lines
+from megatron_lite.report.section import Block, Lines, Section, Table, drop_empty_columns, limit_rows, section_lines
 from megatron_lite.report.text import Style, calls, heading, milliseconds, wrapped
 from megatron_lite.units import count, size
 
@@ -27,59 +27,59 @@ def comparison_lines(found: Comparison, style: Style, everything: bool = False) 
 
 def _build_sections(found: Comparison, everything: bool) -> Iterator[Section]:
     if found.flags:
-        shown, hidden = limit_rows(found.flags, MAX_FLAGS, everything)
-        table = Table([[flag.name, flag.a, flag.b] for flag in shown], "lll", ["", "A", "B"], hidden=hidden)
+        shown_flags, hidden = limit_rows(found.flags, MAX_FLAGS, everything)
+        table = Table([[flag.name, flag.a, flag.b] for flag in shown_flags], "lll", ["", "A", "B"], hidden=hidden)
         yield Section("flags", "What differs in how they were started", "", [table])
-    yield _build_totals_section(found)
-    if found.rows:
-        rows = {ROW_TITLES[name]: pair for name, pair in found.rows.items()}
-        table = drop_empty_columns(_build_table("", rows, rows.values()))
-        yield Section("rows", "Where a step goes", "ms per step; rows sum to the traced step", [table])
-    if found.phases:
-        yield _build_phases_section(found)
-    if found.roles:
-        seen = {name: pair for name, pair in found.roles.items() if _is_seen(pair, found.step_ms)}
-        table = drop_empty_columns(_build_table("", seen, found.roles.values()))
-        yield Section("roles", "By kind of work", "ms per step, added up", [table])
-    pairs = [pair for pair in found.kernels if everything or _matters(pair, found.step_ms)]
-    shown, hidden = limit_rows(pairs, MAX_KERNELS, everything)
-    if shown:
-        write = _choose_ms(pair.ms for pair in shown)
-        body = [[pair.operator, pair.phase, *_build_cells(pair.ms, write)] for pair in shown]
-        table = drop_empty_columns(Table(body, "ll" + ALIGN, ["operator", "phase", *HEAD], hidden=hidden))
-        names = [text for pair in shown if (text := _describe_kernels(pair))]
-        title = "What changed most, by operator and phase"
-        yield Section("kernels", title, "ms per step", [table, Lines(names, quiet=True)])
-    if found.memory:
-        body = [[name, *_build_cells(pair, size)] for name, pair in found.memory.items()]
-        table = drop_empty_columns(Table(body, "l" + ALIGN, ["", *HEAD]))
-        yield Section("memory", "At the peak of memory", "by what holds it", [table])
-
-
-def _build_totals_section(found: Comparison) -> Section:
-    body, sources = [], {}
+    body: list[list[str]] = []
+    sources: dict[str, list[str]] = {}
     for total in found.totals:
         writers = {"bytes": size, "tokens/s": count, "ms": _choose_ms([total.pair]), "%": "{:.1f}".format}
         name = f"{total.name}, {total.unit}" if total.unit in ("ms", "%") else total.name
         body.append([name, *_build_cells(total.pair, writers[total.unit])])
         sources.setdefault(total.of, []).append(total.name)
     told = "; ".join(f"{', '.join(names)}: {source}" for source, names in sources.items())
-    table = drop_empty_columns(Table(body, "l" + ALIGN, ["", *HEAD]))
-    return Section("totals", "Speed and memory", "", [table, Lines([told], quiet=True)])
+    yield Section("totals", "Speed and memory", "", [_build_table("", body), Lines([told], quiet=True)])
+    if found.rows:
+        write = _choose_ms(found.rows.values())
+        body = [[ROW_TITLES[name], *_build_cells(pair, write)] for name, pair in found.rows.items()]
+        yield Section("rows", "Where a step goes", "ms per step; rows sum to the traced step", [_build_table("", body)])
+    if found.phases:
+        yield _build_phases_section(found)
+    if found.roles:
+        write = _choose_ms(found.roles.values())
+        seen = {name: pair for name, pair in found.roles.items() if _is_seen(pair, found.step_ms)}
+        body = [[name, *_build_cells(pair, write)] for name, pair in seen.items()]
+        yield Section("roles", "By kind of work", "ms per step, added up", [_build_table("", body)])
+    kernels = []
+    for pair in found.kernels:
+        changed = pair.ms.change not in (Change.SAME, Change.UNCLEAR)
+        by = abs((pair.ms.b or 0.0) - (pair.ms.a or 0.0))
+        kernels += [pair] if everything or (changed and by >= MIN_SHARE * found.step_ms) else []
+    shown, hidden = limit_rows(kernels, MAX_KERNELS, everything)
+    if shown:
+        write = _choose_ms(pair.ms for pair in shown)
+        body = [[pair.operator, pair.phase, *_build_cells(pair.ms, write)] for pair in shown]
+        table = drop_empty_columns(Table(body, "ll" + ALIGN, ["operator", "phase", *HEAD], hidden=hidden))
+        names = Lines([_describe_kernels(pair) for pair in shown if set(pair.names_a) != set(pair.names_b)], quiet=True)
+        yield Section("kernels", "What changed most, by operator and phase", "ms per step", [table, names])
+    if found.memory:
+        body = [[name, *_build_cells(pair, size)] for name, pair in found.memory.items()]
+        yield Section("memory", "At the peak of memory", "by what holds it", [_build_table("", body)])
 
 
 def _build_phases_section(found: Comparison) -> Section:
     """The host's labels beside the device's own time where there is a GPU: the two tell different stories."""
-    host, device = {}, {}
-    for phase in found.phases:
-        if any(_is_seen(pair, found.step_ms) for pair in (phase.host, phase.device) if pair):
-            host[phase.name] = phase.host
-            if phase.device:
-                device[phase.name] = phase.device
-    named = {"on the device": device, "by labels on the host": host}
-    blocks: list = [
-        drop_empty_columns(_build_table(title, pairs, pairs.values())) for title, pairs in named.items() if pairs
+    blocks: list[Block] = []
+    seen = [
+        phase
+        for phase in found.phases
+        if any(_is_seen(pair, found.step_ms) for pair in (phase.host, phase.device) if pair)
     ]
+    device = [(phase.name, phase.device) for phase in seen if phase.device]
+    host = [(phase.name, phase.host) for phase in seen]
+    for title, pairs in (("on the device", device), ("by labels on the host", host)):
+        write = _choose_ms(pair for _, pair in pairs)
+        blocks += [_build_table(title, [[name, *_build_cells(pair, write)] for name, pair in pairs])] if pairs else []
     if device:
         told = "labels on the host show when work was handed over, and waits; the device's time is what it takes"
         blocks.append(Lines([told], quiet=True))
@@ -90,15 +90,8 @@ def _is_seen(pair: Pair, step_ms: float) -> bool:
     return max(pair.a or 0.0, pair.b or 0.0) >= MIN_SHARE * step_ms
 
 
-def _matters(pair: KernelPair, step_ms: float) -> bool:
-    changed = pair.ms.change not in (Change.SAME, Change.UNCLEAR)
-    return changed and abs((pair.ms.b or 0.0) - (pair.ms.a or 0.0)) >= MIN_SHARE * step_ms
-
-
 def _describe_kernels(pair: KernelPair) -> str:
-    """'aten::addmm, forward: ampere_sgemm_128x64_tn (24) -> ampere_fp16_s1688gemm_... (24)'; '' where the names are the same."""
-    if set(pair.names_a) == set(pair.names_b):
-        return ""
+    """'aten::addmm, forward: ampere_sgemm_128x64_tn (24) -> ampere_fp16_s1688gemm_... (24)'."""
     sides = []
     for names, number in ((pair.names_a, pair.per_step.a), (pair.names_b, pair.per_step.b)):
         sides.append(", ".join(names[:MAX_NAMES]) + (f" ({calls(number)})" if number else "") or "nothing")
@@ -111,10 +104,9 @@ HEAD = ["A", "B", "B - A", "", "noise", ""]
 ALIGN = "rrrrrl"
 
 
-def _build_table(title: str, pairs: Mapping[str, Pair], scale: Iterable[Pair]) -> Table:
-    """Milliseconds, with as many decimals as make sense beside the largest of `scale`."""
-    write = _choose_ms(scale)
-    return Table([[name, *_build_cells(pair, write)] for name, pair in pairs.items()], "l" + ALIGN, [title, *HEAD])
+def _build_table(title: str, body: list[list[str]]) -> Table:
+    """A name and cells of a pair in each row."""
+    return drop_empty_columns(Table(body, "l" + ALIGN, [title, *HEAD]))
 
 
 def _build_cells(pair: Pair, write: Callable[[float], str]) -> list[str]:

@@ -44,7 +44,7 @@ def build_tiles(report: Report) -> list[tuple[str, str]]:
             least, most = percent(min(by_rank)), percent(max(by_rank))
             tiles.append((least, name) if least == most else (f"{least} to {most}", f"{name}, by rank"))
         if rank.kernels.mfu is not None:
-            peak = f"of {significant(rank.kernels.peak_tflops, 4)} TFLOP/s {rank.kernels.peak_dtype}"
+            peak = f"of {significant(rank.kernels.peak_tflops or 0.0, 4)} TFLOP/s {rank.kernels.peak_dtype}"
             tiles.append((percent(rank.kernels.mfu), peak))
     if run and run.steady_step_ms:
         tiles.append((f"{milliseconds(run.steady_step_ms)} ms", "a step without the profiler"))

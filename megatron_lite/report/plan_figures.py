@@ -28,7 +28,7 @@ class Outlook:
     @property
     def room_bytes(self) -> int:
         """Of one GPU."""
-        return int(self.processor.memory_gib * GIB)
+        return int((self.processor.memory_gib or 0.0) * GIB)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What `megatron-lite plan` says, for programs: docs/planning.md describes it."""
 
-import json
+from typing import Any
 
 from megatron_lite.estimate.what_if import Fit, Variant
 from megatron_lite.report.json_file import plain
@@ -8,13 +8,8 @@ from megatron_lite.report.plan_figures import PLAN_SCHEMA, PlanReport
 from megatron_lite.report.plan_terminal import verdicts
 
 
-def plan_json(report: PlanReport) -> str:
-    """ASCII; null for what is not known."""
-    return json.dumps(as_json(report), indent=1, allow_nan=False) + "\n"
-
-
-def as_json(report: PlanReport) -> dict:
-    """Plain dicts, lists, numbers and strings."""
+def as_json(report: PlanReport) -> dict[str, Any]:
+    """Plain dicts, lists, numbers and strings; None for what is not known."""
     memory, gpus = report.memory, []
     for one in report.outlooks:
         time, length = one.time, one.duration
@@ -49,14 +44,14 @@ def as_json(report: PlanReport) -> dict:
     }  # fmt: skip
 
 
-def _variant_as_json(one: Variant | None) -> dict | None:
+def _variant_as_json(one: Variant | None) -> dict[str, Any] | None:
     if one is None:
         return None
     step_ms = one.time.step_ms if one.time and one.time.peak_tflops else None
     return {"add": list(one.add), "drop": list(one.drop), "peak_bytes": one.peak_bytes, "step_ms": step_ms}
 
 
-def _fit_as_json(found: Fit | None) -> dict | None:
+def _fit_as_json(found: Fit | None) -> dict[str, Any] | None:
     if found is None:
         return None
     variants = {name: _variant_as_json(getattr(found, name)) for name in ("given", "found", "least", "way_out")}

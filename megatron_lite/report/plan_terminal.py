@@ -1,12 +1,14 @@
 """A plan as lines for a terminal: the verdict first, then what it is made of, at last what was assumed."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from megatron_lite.estimate.hardware import PROCESSORS
+from megatron_lite.estimate.inference import InferencePrediction
 from megatron_lite.estimate.step_time import Duration
 from megatron_lite.estimate.what_if import Fit
-from megatron_lite.report.plan_figures import Outlook, PlanReport
-from megatron_lite.report.section import Lines, Section, Table, build_share_table, section_lines
+from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
+from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, section_lines
 from megatron_lite.report.text import Style, flops, heading, milliseconds, percent, share, wrapped
 from megatron_lite.units import GIB, count, duration, short_count, size
 
@@ -27,28 +29,28 @@ def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]
 
 def verdicts(report: PlanReport) -> list[str]:
     """A sentence for each GPU that was named; without any the peak, and how to learn more."""
-    if report.inference:
-        return _judge_inference(report)
+    found, exact, peak = report.inference, report.exact, report.memory.peak
+    if found:
+        at = 0 if report.plan.precision == "fp32" else 1  # WEIGHT_BITS: weights of the training's precision
+        weights = found.weights[at]
+        held = f"with {weights.name} and a cache for {count(found.batch)} x {count(found.tokens)} tokens"
+        if report.outlooks:
+            return [_judge_generating(outlook, at, held, report.margin) for outlook in report.outlooks]
+        takes = f"generating takes {size(found.num_bytes(weights))} of tensors {held}"
+        return [f"{takes}; --gpu NAME shows whether it fits and how fast it can be"]
+    where = f"at {peak.where} ({peak.phase}){'' if exact else ', estimated'}"
+    where = f"in {exact.phase}" if exact and exact.phase != peak.phase else where
     if report.outlooks:
-        return [_judge_training(report, outlook) for outlook in report.outlooks]
-    exact = report.exact
-    peak = f"{size(exact.allocated_peak_bytes if exact else report.memory.peak.num_bytes)} of tensors on each GPU"
-    return [f"peak {peak}, {_describe_peak(report)}; --gpu NAME shows whether it fits and how fast it can be"]
+        return [_judge_training(report, outlook, where) for outlook in report.outlooks]
+    held = f"{size(exact.allocated_peak_bytes if exact else peak.num_bytes)} of tensors on each GPU"
+    return [f"peak {held}, {where}; --gpu NAME shows whether it fits and how fast it can be"]
 
 
-def _describe_peak(report: PlanReport) -> str:
-    """'at cross entropy (backward), estimated'."""
-    peak, exact = report.memory.peak, report.exact
-    if exact is not None and exact.phase != peak.phase:
-        return f"in {exact.phase}"
-    return f"at {peak.where} ({peak.phase}){'' if exact else ', estimated'}"
-
-
-def _judge_training(report: PlanReport, outlook: Outlook) -> str:
+def _judge_training(report: PlanReport, outlook: Outlook, where: str) -> str:
     """The exact peak if it was asked for, else that on the outlook's GPU, against its room."""
     exact, room, name = report.exact, outlook.room_bytes, outlook.processor.name
     peak = exact.allocated_peak_bytes if exact else outlook.memory.peak.num_bytes
-    of_room = f"peak {peak / GIB:.1f} of {room / GIB:.1f} GiB ({percent(peak / room)}), {_describe_peak(report)}"
+    of_room = f"peak {peak / GIB:.1f} of {room / GIB:.1f} GiB ({percent(peak / room)}), {where}"
     remedy = f"; {describe_fit(outlook.fit)}" if outlook.fit else ""
     if peak > room:
         return f"does not fit in one {name}: {of_room}{remedy}"
@@ -68,34 +70,25 @@ def describe_fit(fit: Fit) -> str:
     if fit.found:
         words = fit.found.words or "no change at all, by formula"
         return f"it fits with {words} ({size(fit.found.peak_bytes)})"
+    assert fit.least is not None  # where nothing was found
     needed = fit.least.peak_bytes
     too_much = f"{size(needed - fit.budget_bytes)} more than there is with {percent(fit.margin)} left free"
     least = f"no micro-batch and no recomputation makes it fit: at least {size(needed)}, {too_much}"
     if fit.way_out is not None:
         return f"{least}; smallest change that fits: {fit.way_out.words} ({size(fit.way_out.peak_bytes)})"
     gib = needed / (1 - fit.margin) / GIB
-    large = [one for one in PROCESSORS if (one.memory_gib or 0.0) >= gib]
+    large = [(one.memory_gib, one.name) for one in PROCESSORS if (one.memory_gib or 0.0) >= gib]
     other = ", no GPU of the table is large enough"
     if large:
-        smallest = min(large, key=lambda one: one.memory_gib)
-        other = f" or a GPU of {gib:.1f} GiB, such as {smallest.name} ({smallest.memory_gib:g} GiB)"
+        memory, name = min(large, key=lambda one: one[0] or 0.0)
+        other = f" or a GPU of {gib:.1f} GiB, such as {name} ({memory:g} GiB)"
     return f"{least}; nor does a shorter sequence: it needs a smaller model{other}"
-
-
-def _judge_inference(report: PlanReport) -> list[str]:
-    """For each GPU with weights of the training's precision."""
-    found = report.inference
-    at = 0 if report.plan.precision == "fp32" else 1  # WEIGHT_BITS
-    weights = found.weights[at]
-    held = f"with {weights.name} and a cache for {count(found.batch)} x {count(found.tokens)} tokens"
-    if not report.outlooks:
-        takes = f"generating takes {size(found.num_bytes(weights))} of tensors {held}"
-        return [f"{takes}; --gpu NAME shows whether it fits and how fast it can be"]
-    return [_judge_generating(outlook, at, held, report.margin) for outlook in report.outlooks]
 
 
 def _judge_generating(outlook: Outlook, at: int, held: str, margin: float) -> str:
     found, room, name = outlook.inference, outlook.room_bytes, outlook.processor.name
+    if found is None:
+        return ""
     weights, budget = found.weights[at], room * (1 - margin)
     needed = found.num_bytes(weights)
     of_room = f"{needed / GIB:.1f} of {room / GIB:.1f} GiB ({percent(needed / room)}) {held}"
@@ -130,22 +123,27 @@ SMALL = 0.005  # of the peak: rows of less stand together
 
 def build_plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     """In the order of a reader's questions: of training or of inference. `why`: the formula of every line."""
-    training = not report.inference
     if report.inference:
-        yield build_inference_section(report, why)
-    if training:
+        yield build_inference_section(report, report.inference, why)
+    else:
         yield from _build_memory_sections(report, why)
     if report.exact:
-        yield build_exact_section(report)
-    if training and report.outlooks:
+        yield build_exact_section(report, report.exact)
+    if report.outlooks and not report.inference:
         yield build_time_section(report, why)
-    if training:
-        yield _build_work_section(report)
+    if not report.inference:
+        tokens = report.plan.batch.final * report.plan.shape.seq_length
+        conventions = {
+            "half of attention counted (Megatron-LM)": report.flops_causal,
+            "all of attention counted (nanoGPT, PaLM)": report.flops_full,
+        }
+        rows = [(name, flops(each * tokens), f"{flops(each)} per token") for name, each in conventions.items()]
+        yield Section("work", "Work of a step", f"{count(tokens)} tokens, all GPUs", [Table(rows, "lrr")])
     whole = sum(report.parts.values())
     parts = [(name, number) for name, number in report.parts.items() if number]
     table = build_share_table(parts, whole, count)
     yield Section("parameters", "Parameters", f"{count(whole)} ({short_count(whole)})", [table])
-    if training and report.variants:
+    if report.variants and not report.inference:
         yield _build_what_if_section(report)
     if report.fit:
         yield _build_fit_section(report.fit)
@@ -162,7 +160,7 @@ def _build_memory_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     table = build_share_table([(row.name, row.num_bytes) for row in shown], peak.num_bytes, size)
     more = [("smaller ones", size(rest), percent(share(rest, peak.num_bytes)))] if rest else []
     more.append(("peak", size(peak.num_bytes), ""))
-    blocks = [Table([*table.rows, *more], "lrr", shares=[*table.shares, *(None for _ in more)])]
+    blocks: list[Block] = [Table([*table.rows, *more], "lrr", shares=[*table.shares, *(None for _ in more)])]
     if why:
         blocks.append(Lines([f"{row.name} = {row.formula}" for row in shown if row.formula], quiet=True))
     yield Section("memory", "Memory at the peak", f"estimate for one GPU, {peak.where} ({peak.phase})", blocks)
@@ -172,11 +170,11 @@ def _build_memory_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     yield Section("moments", "Memory through a step", "estimate for one GPU", [Table(rows, "llr", shares=shares)])
 
 
-def build_exact_section(report: PlanReport) -> Section:
+def build_exact_section(report: PlanReport, found: Exact) -> Section:
     """Category by category beside the formula."""
-    found, by_formula = report.exact, {}
+    by_formula = Counter[str]()
     for row in report.memory.peak.rows:
-        by_formula[row.category] = by_formula.get(row.category, 0) + row.num_bytes
+        by_formula[row.category] += row.num_bytes
     pairs = [
         (name, found.categories.get(name, 0), by_formula.get(name, 0)) for name in {**found.categories, **by_formula}
     ]
@@ -209,8 +207,16 @@ def build_time_section(report: PlanReport, why: bool) -> Section:
         rows.append([name, *cells, *([bound] if only else [])])
     lengths = [outlook.duration.tokens for outlook in outlooks if outlook.duration]
     length = f"{short_count(lengths[0])} tokens" if lengths else "whole training"
-    sums = zip(("step", "tokens/s", "of peak at best", length, "GPU hours"), *map(_sum_up, outlooks))
-    rows += [[*row, *([""] if only else [])] for row in sums]
+    sums = []
+    for outlook in outlooks:
+        # the share of the peak with half of attention counted, Megatron-LM's convention
+        time, lasts, texts = outlook.time, outlook.duration, ["not known", "", ""]
+        if time.peak_tflops:
+            of_peak = time.flops_causal / (time.step_ms / 1000) / (time.peak_tflops * 1e12)
+            texts = [f"{milliseconds(time.step_ms)} ms", count(time.tokens_per_s), percent(of_peak)]
+        sums.append([*texts, *([_describe_span(lasts), f"{lasts.gpu_hours:,.1f}"] if lasts else ["", ""])])
+    for row in zip(("step", "tokens/s", "of peak at best", length, "GPU hours"), *sums):
+        rows.append([*row, *([""] if only else [])])
     if only:
         shares = [share(row.ms, only.time.step_ms) for row in only.time.rows]
         table, of = Table(rows, "lrl", shares=shares), f"{only.processor.name}, a lower bound"
@@ -220,29 +226,8 @@ def build_time_section(report: PlanReport, why: bool) -> Section:
     formulas = [f"{row.name} = {row.formula}" for outlook in outlooks for row in outlook.time.rows]
     notes = dict.fromkeys(note for outlook in outlooks for note in outlook.time.notes)
     caveat = "real steps take longer: kernels miss the peak, and launches and the host take time"
-    blocks = [table, *([Lines(formulas, quiet=True)] if why else []), Lines([caveat, *notes], quiet=True)]
+    blocks: list[Block] = [table, *([Lines(formulas, quiet=True)] if why else []), Lines([caveat, *notes], quiet=True)]
     return Section("time", "Time of a step at best", of, blocks)
-
-
-def _sum_up(outlook: Outlook) -> list[str]:
-    """Step, tokens/s, share of the peak (half of attention counted, Megatron-LM's convention), length, GPU hours."""
-    time, length = outlook.time, outlook.duration
-    texts = ["not known", "", ""]
-    if time.peak_tflops:
-        of_peak = time.flops_causal / (time.step_ms / 1000) / (time.peak_tflops * 1e12)
-        texts = [f"{milliseconds(time.step_ms)} ms", count(time.tokens_per_s), percent(of_peak)]
-    return [*texts, *([_describe_span(length), f"{length.gpu_hours:,.1f}"] if length else ["", ""])]
-
-
-def _build_work_section(report: PlanReport) -> Section:
-    """FLOPs of all GPUs in both conventions."""
-    tokens = report.plan.batch.final * report.plan.shape.seq_length
-    conventions = {
-        "half of attention counted (Megatron-LM)": report.flops_causal,
-        "all of attention counted (nanoGPT, PaLM)": report.flops_full,
-    }
-    rows = [(name, flops(each * tokens), f"{flops(each)} per token") for name, each in conventions.items()]
-    return Section("work", "Work of a step", f"{count(tokens)} tokens, all GPUs", [Table(rows, "lrr")])
 
 
 def _build_what_if_section(report: PlanReport) -> Section:
@@ -255,9 +240,8 @@ def _build_what_if_section(report: PlanReport) -> Section:
         words = one.words.replace(ALL_LAYERS, "--recompute-granularity full (all layers)")
         row = [words, size(one.peak_bytes), f"{(one.peak_bytes - now) / GIB:+.2f} GiB"]
         if outlook:
-            known = one.time is not None and one.time.peak_tflops
             row.append("yes" if one.peak_bytes <= outlook.room_bytes * (1 - report.margin) else "no")
-            row.append(f"{milliseconds(one.time.step_ms)} ms" if known else "not known")
+            row.append(f"{milliseconds(one.time.step_ms)} ms" if one.time and one.time.peak_tflops else "not known")
         rows.append(row)
     head = ["", "peak", "against now", *(["fits", "at best"] if outlook else [])]
     of = outlook.processor.name if outlook else "one change each"
@@ -273,8 +257,9 @@ def _build_fit_section(found: Fit) -> Section:
         lines.append(f"fits as it is: {size(found.given.peak_bytes)}, {size(spare)} to spare")
     if found.found and found.found.words:
         one = found.found
-        known = one.time and one.time.peak_tflops
-        best = f", at best {milliseconds(one.time.step_ms)} ms per step" if known else ""
+        best = ""
+        if one.time and one.time.peak_tflops:
+            best = f", at best {milliseconds(one.time.step_ms)} ms per step"
         lines.append(f"{'fastest that fits' if found.fits else 'fits with'}: {one.words}")
         lines.append(f"peak {size(one.peak_bytes)}{best}")
     if found.found is None:
@@ -283,10 +268,9 @@ def _build_fit_section(found: Fit) -> Section:
     return Section("fit", f"Fit into one {found.processor.name}", budget, [Lines(lines)])
 
 
-def build_inference_section(report: PlanReport, why: bool) -> Section:
+def build_inference_section(report: PlanReport, found: InferencePrediction, why: bool) -> Section:
     """Weights by number format, the cache, both; tokens/s for each GPU."""
-    found = report.inference
-    timed = [outlook for outlook in report.outlooks if outlook.inference and outlook.inference.token_rows]
+    timed = [(one, one.inference) for one in report.outlooks if one.inference and one.inference.token_rows]
     formats = [row.name.removeprefix("weights in ") for row in found.weights]
     rows = [
         [name, size(row.num_bytes), size(found.num_bytes(row)), count(batch)]
@@ -294,21 +278,16 @@ def build_inference_section(report: PlanReport, why: bool) -> Section:
     ]
     blocks = [Table(rows, "lrrr", ["", "weights", "with cache", "cache is larger from batch"])]
     if timed:
-        columns = [formats, *map(_compute_token_rates, timed)]
-        head = ["tokens/s at best", *(one.processor.name for one in timed)]
+        columns = [formats]
+        for outlook, on_gpu in timed:
+            rates = [count(on_gpu.tokens_per_s(row)) for row in on_gpu.token_rows]
+            fit = [on_gpu.num_bytes(weights) <= outlook.room_bytes for weights in on_gpu.weights]
+            columns.append([rate if fits else "does not fit" for rate, fits in zip(rates, fit)])
+        head = ["tokens/s at best", *(one.processor.name for one, _ in timed)]
         blocks.append(Table(list(zip(*columns)), "l" + "r" * len(timed), head))
     lines = [f"cache of keys and values: {size(found.cache.num_bytes)} = {found.cache.formula}"]
     if why:
-        parts = [*found.weights, *(row for one in timed for row in one.inference.token_rows)]
-        lines += [f"{row.name} = {row.formula}" for row in parts]
+        lines += [f"{row.name} = {row.formula}" for row in found.weights]
+        lines += [f"{row.name} = {row.formula}" for _, one in timed for row in one.token_rows]
     of = f"batch {found.batch}, {count(found.tokens)} tokens each; tensors only"
     return Section("inference", "Inference", of, [*blocks, Lines(lines)])
-
-
-def _compute_token_rates(outlook: Outlook) -> list[str]:
-    """Of each number format."""
-    found, texts = outlook.inference, []
-    for weights, row in zip(found.weights, found.token_rows):
-        fits = found.num_bytes(weights) <= outlook.room_bytes
-        texts.append(count(found.tokens_per_s(row)) if fits else "does not fit")
-    return texts

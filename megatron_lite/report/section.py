@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from megatron_lite.report.text import BAR_WIDTH, WIDTH, Style, fit, heading, percent, share, wrapped
 from megatron_lite.terminal import escape
 
 MIN_COLUMN = 6
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Card:
     in_full: bool
 
 
+Block = Table | Lines | Card | Hint
+
+
 @dataclass(frozen=True)
 class Section:
     """A title, at its right what its numbers are of, and what stands below."""
@@ -56,10 +61,10 @@ class Section:
     key: str  # also the place of its chart
     title: str
     of: str
-    blocks: Sequence[Table | Lines | Card | Hint]
+    blocks: Sequence[Block]
 
 
-def limit_rows(rows: Sequence, most: int, everything: bool) -> tuple[Sequence, int]:
+def limit_rows(rows: Sequence[Row], most: int, everything: bool) -> tuple[Sequence[Row], int]:
     """(the rows to show, how many are hidden). One row is not hidden: the line that says so would take its place."""
     if everything or len(rows) <= most + 1:
         return rows, 0
@@ -96,7 +101,12 @@ def section_lines(section: Section, style: Style) -> list[str]:
         if isinstance(block, Table):
             lines += table_lines(block, style) if block.rows else []
         elif isinstance(block, Card):
-            lines += _card_lines(block, style)
+            cost = escape(block.cost)
+            text = fit(f"{block.number:>2}. {block.code}: {block.title}", WIDTH - len(cost) - 4)
+            gap = " " * (WIDTH - 2 - len(text) - len(cost))
+            lines.append(f"  {style.bold(text)}{gap}{style.warm(cost)}".rstrip())
+            for said in (*block.evidence, f"try: {block.advice}") if block.in_full else ():
+                lines += wrapped(said, "      ", "        ")
         else:
             texts, quiet = ([block.text], True) if isinstance(block, Hint) else (block.texts, block.quiet)
             drawn = [line for text in texts for line in wrapped(text, hanging="    ")]
@@ -122,13 +132,3 @@ def table_lines(table: Table, style: Style) -> list[str]:
         drawn[at] += "" if part is None else "  " + style.accent(style.bar(part))
     more = [style.dim(f"  and {table.hidden} more with --all")] if table.hidden else []
     return [*(line.rstrip() for line in drawn), *more]
-
-
-def _card_lines(card: Card, style: Style) -> list[str]:
-    cost = escape(card.cost)
-    text = fit(f"{card.number:>2}. {card.code}: {card.title}", WIDTH - len(cost) - 4)
-    lines = [f"  {style.bold(text)}{' ' * (WIDTH - 2 - len(text) - len(cost))}{style.warm(cost)}".rstrip()]
-    if card.in_full:
-        for said in (*card.evidence, f"try: {card.advice}"):
-            lines += wrapped(said, "      ", "        ")
-    return lines

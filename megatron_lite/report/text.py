@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import dataclass
+from typing import TextIO
 
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.estimate.memory_categories import CATEGORIES
@@ -125,7 +126,7 @@ class Style:
         return f"\033[{code}m{text}\033[0m" if self.colour and text else text
 
 
-def get_style(stream) -> Style:
+def get_style(stream: TextIO) -> Style:
     """What `stream` can show: colour on a terminal only (and not with NO_COLOR), blocks where it takes UTF-8."""
     encoding = (getattr(stream, "encoding", None) or "ascii").lower().replace("-", "")
     colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

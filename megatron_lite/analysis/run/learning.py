@@ -47,6 +47,6 @@ def measure_learning(run: Run) -> Learning:
     elif updates and len(not_finite) == updates:
         nothing = f"the loss was not finite in all {updates:,} updates"
     limit = run.args.get("clip_grad")
-    if type(limit) in (int, float) and limit > 0 and len(norms) >= MIN_UPDATES and norms.min() > MIN_CLIPPED * limit:
+    if isinstance(limit, int | float) and limit > 0 and len(norms) >= MIN_UPDATES and norms.min() > MIN_CLIPPED * limit:
         clipped = float(np.median(norms)) / limit
     return Learning(run.steps, updates, not_finite, falls, clipped, told, nothing)

@@ -227,9 +227,10 @@ def find_growths(steps: Steps, ranks: RankMedians | None, what: str) -> tuple[Gr
     """
     profiled, found = steps.iterations[steps.profiled], []
     # the first line's steps fill caches
-    for rank, values in enumerate(getattr(ranks.intervals, what).T if ranks else ()):
-        known = np.flatnonzero(values > 0)[1:]
-        found.append(_find_growth(rank, ranks.intervals.last[known], values[known], profiled, GROWTH_PARTS))
+    if ranks:
+        for rank, values in enumerate(getattr(ranks.intervals, what).T):
+            known = np.flatnonzero(values > 0)[1:]
+            found.append(_find_growth(rank, ranks.intervals.last[known], values[known], profiled, GROWTH_PARTS))
     if not any(found):
         values = getattr(steps, what)
         known = np.flatnonzero(steps.ordinary & (values > 0))

@@ -187,6 +187,7 @@ class StepLines:
         none = np.zeros(len(not_finite))
         evaluating_ms, saving_ms = (phases["phases_ms"].get(phase.value, none) for phase in (Phase.EVAL, Phase.SAVE))
         evaluating, saving = evaluating_ms > 0, saving_ms > 0
+        columns: dict[str, Any] = {**flags, **numbers, **phases}
         return Steps(
             iterations=np.frombuffer(self._iterations, np.int64),
             training_ms=np.maximum(numbers["step_ms"] - evaluating_ms - saving_ms, 0.0),
@@ -195,9 +196,7 @@ class StepLines:
             saving=saving,
             undisturbed=undisturbed,
             ordinary=undisturbed & ~evaluating & ~saving,
-            **flags,
-            **numbers,
-            **phases,
+            **columns,
         )
 
     def read_ranks(self) -> RankLines | None:
@@ -270,6 +269,6 @@ def _read_damaged(text: bytes) -> Line:
 
 def number(value: object) -> float:
     """A number that a run can have said; NaN for everything else."""
-    if type(value) not in (int, float) or not 0 <= value < MAX_NUMBER:  # NaN fails the comparison
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value)
+    return float(value) if 0 <= value < MAX_NUMBER else math.nan  # NaN is not

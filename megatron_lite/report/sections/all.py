@@ -7,7 +7,7 @@ from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
-from megatron_lite.report.section import Card, Hint, Lines, Section, Table, drop_empty_columns, limit_rows
+from megatron_lite.report.section import Block, Card, Hint, Lines, Section, Table, drop_empty_columns, limit_rows
 from megatron_lite.report.sections.memory import memory_section, prediction_section
 from megatron_lite.report.sections.step import (
     kernels_section,
@@ -31,7 +31,7 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     if not report.findings:
         return Section("findings", "Findings", "", [Lines(["none: no rule found a cause worth naming"])])
     shown, hidden = limit_rows(report.findings, MAX_NAMED, everything)
-    blocks: list = [_build_card(finding, number, everything) for number, finding in enumerate(shown, 1)]
+    blocks: list[Block] = [_build_card(finding, number, everything) for number, finding in enumerate(shown, 1)]
     more = f"and {hidden} more with --all; " if hidden else ""
     blocks.append(Hint(f"{more}megatron-lite explain CODE: what a finding means, its false alarms"))
     # a job without a run folder is mostly another program's

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime
-from megatron_lite.report.section import Lines, Section, Table, build_share_table, drop_empty_columns, limit_rows
+from megatron_lite.analysis.run_facts import Compared
+from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, drop_empty_columns, limit_rows
 from megatron_lite.report.text import CATEGORY_COLORS, GREY, milliseconds, percent
 from megatron_lite.units import count, size
 
@@ -37,9 +37,9 @@ def memory_section(report: Report, everything: bool) -> Section | None:
     ]
     when = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
     ledger, agreement = _build_ledger(report.facts.ledger, everything)
-    texts = [*agreement, *_describe_layers(snapshot, everything), *_describe_allocator(snapshot)]
+    texts = [*agreement, *_describe_snapshot(snapshot, everything)]
     texts += [f"peaks of others: {', '.join(others[:MAX_OTHERS])}"] if others else []
-    blocks = [
+    blocks: list[Block] = [
         Lines([f"peak {size(peak)} allocated{when}, held by"]),
         build_share_table(held, peak, size, colors),
         drop_empty_columns(Table(sites, "llllrr", head, hidden=hidden)),
@@ -89,21 +89,18 @@ def _build_traced_section(seen: Sequence[TraceMemory]) -> Section | None:
     return Section("memory", "Memory", "by the trace's memory events", [table, Lines(told, quiet=True)])
 
 
-def _describe_layers(snapshot: Snapshot, everything: bool) -> list[str]:
-    if not snapshot.layers:
-        return []
-    layers = [layer for layer in snapshot.layers if layer.name != OUTSIDE]
-    outside = sum(layer.num_bytes for layer in snapshot.layers if layer.name == OUTSIDE)
-    shown = layers if everything else sorted(layers, key=lambda layer: -layer.num_bytes)[:MAX_LAYERS]
-    named = ", ".join(f"{layer.name} {size(layer.num_bytes)}" for layer in shown)
-    most = f"; {'' if everything else 'most in '}{named}" if named else ""
-    rest = f", {OUTSIDE} {size(outside)}" if outside else ""
-    return [f"activations of {len(layers)} layers: {size(sum(layer.num_bytes for layer in layers))}{rest}{most}"]
-
-
-def _describe_allocator(snapshot: Snapshot) -> list[str]:
-    """Growth, fragmentation, and where memory ran out."""
+def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
+    """Activations by layer, growth, fragmentation, and where memory ran out."""
     texts, growth, found = [], snapshot.growth, snapshot.fragmentation
+    if snapshot.layers:
+        layers = [layer for layer in snapshot.layers if layer.name != OUTSIDE]
+        outside = sum(layer.num_bytes for layer in snapshot.layers if layer.name == OUTSIDE)
+        shown = layers if everything else sorted(layers, key=lambda layer: -layer.num_bytes)[:MAX_LAYERS]
+        named = ", ".join(f"{layer.name} {size(layer.num_bytes)}" for layer in shown)
+        most = f"; {'' if everything else 'most in '}{named}" if named else ""
+        rest = f", {OUTSIDE} {size(outside)}" if outside else ""
+        whole = size(sum(layer.num_bytes for layer in layers))
+        texts.append(f"activations of {len(layers)} layers: {whole}{rest}{most}")
     if growth is not None:
         where = "; ".join(f"{size(site.num_bytes)} by {site.site}" for site in growth.sites[:MAX_GROWING])
         grown = f"grows by {size(growth.bytes_per_step)} per step over {growth.steps} steps"
@@ -136,34 +133,41 @@ def prediction_section(report: Report, everything: bool) -> Section | None:
     found = report.facts.predicted
     if found is None:
         return None
-    blocks, of = [], []
-    if found.memory:
-        rank = "" if found.memory.rank is None else f"rank {found.memory.rank}, "
-        of.append(f"{rank}{found.memory.source}")
-        blocks += _compare_memory(found.memory, everything)
-    if found.time:
-        of.append(found.time.gpu)
-        blocks += _compare_time(found.time)
+    blocks: list[Block] = []
+    of = []
+    if memory := found.memory:
+        of.append(f"{'' if memory.rank is None else f'rank {memory.rank}, '}{memory.source}")
+        # small categories as one row; all of them on demand
+        least = 0 if everything else SMALL * memory.peak.measured
+        large = [row for row in memory.categories if max(row.predicted, row.measured) >= least]
+        small = [row for row in memory.categories if row not in large]
+        rows = [[row.name, size(row.predicted), size(row.measured), _describe_difference(row)] for row in large]
+        if small:
+            rest = [sum(row.predicted for row in small), sum(row.measured for row in small)]
+            rows.append([OTHERS, *map(size, rest), ""])
+        peak = memory.peak
+        rows.append([peak.name, size(peak.predicted), size(peak.measured), _describe_difference(peak)])
+        blocks.append(Table(rows, "lrrr", ["tensors at the peak", "predicted", "measured", "measured is"]))
+        measured = f", measured in {memory.measured_in}" if memory.measured_in else ""
+        blocks.append(Lines([f"the peak was predicted at {memory.predicted_at}{measured}"], quiet=True))
+    if time := found.time:
+        of.append(time.gpu)
+        rows = []
+        for row in (*time.parts, time.step):
+            times = f"{row.measured / row.predicted:.2f} x the bound" if row.predicted else ""
+            both = (milliseconds(value, time.step.measured) for value in (row.predicted, row.measured))
+            rows.append([row.name, *both, times])
+        if time.tokens:
+            reached = f"{percent(time.tokens.measured / time.tokens.predicted)} of the bound"
+            rows.append([time.tokens.name, count(time.tokens.predicted), count(time.tokens.measured), reached])
+        blocks.append(Table(rows, "lrrr", ["ms per step", "at best", "measured", "measured is"]))
+        best = "at best: each part at the hardware's peak, nothing in between; real steps take longer"
+        told = [*([best] if time.parts else []), *(f"not in the bound: {text}" for text in time.not_predicted)]
+        blocks.append(Lines(told, quiet=True))
     if found.notes:
         blocks.append(Lines(found.notes, quiet=True))
     named = ", ".join(one for one in of if one)
     return Section("prediction", "Predicted against measured", named, blocks) if blocks else None
-
-
-def _compare_memory(memory: ComparedMemory, everything: bool) -> list:
-    """Small categories as one row; all of them on demand."""
-    least = 0 if everything else SMALL * memory.peak.measured
-    large = [row for row in memory.categories if max(row.predicted, row.measured) >= least]
-    small = [row for row in memory.categories if row not in large]
-    rows = [[row.name, size(row.predicted), size(row.measured), _describe_difference(row)] for row in large]
-    if small:
-        rest = [sum(row.predicted for row in small), sum(row.measured for row in small)]
-        rows.append([OTHERS, *map(size, rest), ""])
-    peak = memory.peak
-    rows.append([peak.name, size(peak.predicted), size(peak.measured), _describe_difference(peak)])
-    table = Table(rows, "lrrr", ["tensors at the peak", "predicted", "measured", "measured is"])
-    measured = f", measured in {memory.measured_in}" if memory.measured_in else ""
-    return [table, Lines([f"the peak was predicted at {memory.predicted_at}{measured}"], quiet=True)]
 
 
 def _describe_difference(row: Compared) -> str:
@@ -176,18 +180,3 @@ def _describe_difference(row: Compared) -> str:
         return f"{1 + row.difference:,.1f} x as much"
     share = f"{abs(row.difference):.1%}" if abs(row.difference) < 0.0995 else percent(abs(row.difference))
     return f"{share} {'more' if row.difference > 0 else 'less'}"
-
-
-def _compare_time(time: ComparedTime) -> list:
-    rows = []
-    for row in (*time.parts, time.step):
-        times = f"{row.measured / row.predicted:.2f} x the bound" if row.predicted else ""
-        both = (milliseconds(value, time.step.measured) for value in (row.predicted, row.measured))
-        rows.append([row.name, *both, times])
-    if time.tokens:
-        reached = f"{percent(time.tokens.measured / time.tokens.predicted)} of the bound"
-        rows.append([time.tokens.name, count(time.tokens.predicted), count(time.tokens.measured), reached])
-    table = Table(rows, "lrrr", ["ms per step", "at best", "measured", "measured is"])
-    best = "at best: each part at the hardware's peak, nothing in between; real steps take longer"
-    told = [*([best] if time.parts else []), *(f"not in the bound: {text}" for text in time.not_predicted)]
-    return [table, Lines(told, quiet=True)]

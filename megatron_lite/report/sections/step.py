@@ -52,25 +52,21 @@ def step_section(report: Report, everything: bool) -> Section | None:
     which = ""
     if len(facts.ranks_seen) > 1:
         which = f"{rank.trace.source}, " if time.rank is None else "the one that waits least, "
-    steady = len(time.steady_steps)
+    steady, details = len(time.steady_steps), []
     mean = f", mean of {steady} steady of {len(time.steps)}" if steady else ""
-    details = Lines([*_describe_device(time), *_describe_sites(time, everything)], quiet=True)
-    return Section("step", "Where a step goes", f"{name_rank(time.rank)}{which}ms per step{mean}", [table, details])
-
-
-def _describe_device(time: RankTime) -> list[str]:
-    lines = []
     if time.overlap is not None:
-        took = milliseconds(time.communication_ms, time.step_ms)
-        lines.append(f"communication: {took} ms, {percent(time.overlap)} of it hidden by compute")
+        took = write(time.communication_ms)
+        details.append(f"communication: {took} ms, {percent(time.overlap)} of it hidden by compute")
     if time.on_gpu and time.launches:
         bound = ": the host is slow" if time.launch_bound else ""
-        lines.append(
+        details.append(
             f"kernels: {time.launches:,.0f} per step; medians: {time.median_kernel_us:,.1f} us each, "
             f"a launch every {time.median_launch_interval_us:,.1f} us, "
             f"{time.median_queue_us:,.1f} us in the queue{bound}"
         )
-    return lines
+    details += _describe_sites(time, everything)
+    of = f"{name_rank(time.rank)}{which}ms per step{mean}"
+    return Section("step", "Where a step goes", of, [table, Lines(details, quiet=True)])
 
 
 def _describe_sites(time: RankTime, everything: bool) -> list[str]:
@@ -85,10 +81,10 @@ def _describe_sites(time: RankTime, everything: bool) -> list[str]:
             where = (f" by {by}" if by else "") + (f" in {site.phase}" if site.phase else "")
             cost = f"{milliseconds(ms, time.step_ms)} ms {'device idle' if time.on_gpu else 'on the host'}"
             syncs.append(f"{site.call}{where}: {significant(site.per_step)} per step, {cost}")
-    for site in time.hosts if time.on_gpu else ():
-        if site.idle_ms > least:
-            where = f"{site.what or 'Python'}{f' in {site.phase}' if site.phase else ''}"
-            idle = milliseconds(site.idle_ms, time.step_ms)
+    for host in time.hosts if time.on_gpu else ():
+        if host.idle_ms > least:
+            where = f"{host.what or 'Python'}{f' in {host.phase}' if host.phase else ''}"
+            idle = milliseconds(host.idle_ms, time.step_ms)
             hosts.append(f"device idle {idle} ms while the host was busy with {where}")
     return [*syncs[:most], *hosts[:most]]
 
@@ -201,7 +197,20 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
     rank = report.facts.critical
     if rank is None:
         return None
-    told = _describe_arithmetic(rank.kernels, rank.time.on_gpu)
+    kernels, of, told = rank.kernels, "of products, attention and convolution", []
+    if kernels.achieved_tflops:
+        work = f"{flops(kernels.model_flops)} {of} per step: " if kernels.model_flops else ""
+        named = f"{kernels.peak_dtype} peak" if kernels.peak_dtype else "peak"
+        peak = f"; the {named} of this device is not known"
+        if kernels.mfu is not None and kernels.peak_tflops:
+            tflops = f"{significant(kernels.peak_tflops, 4)} TFLOP/s in {kernels.peak_dtype}"
+            peak = f", {percent(kernels.mfu)} of the device's {tflops}"
+        told.append(f"{work}{flops(kernels.achieved_tflops * 1e12)}/s{peak}")
+    if rank.time.on_gpu and kernels.matrix_ms:
+        maybe = kernels.maybe_tensor_core_ms / kernels.matrix_ms
+        unsaid = f"; names of {percent(maybe)} do not say" if maybe > 0.005 else ""
+        used = percent(kernels.tensor_core_ms / kernels.matrix_ms)
+        told.append(f"tensor cores: {used} of the {milliseconds(kernels.matrix_ms)} ms {of}{unsaid}")
     least = 0.0 if everything else MIN_SHARE_OF_SHAPE * rank.time.step_ms
     rows = [row for row in rank.kernels.roofline if everything or row.ms >= least and row.bound_ms is not None]
     if not told and not rows:
@@ -229,21 +238,3 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
     ]
     table = drop_empty_columns(Table(body, "lllrrlrrr", head, hidden=hidden))
     return Section("roofline", "Speed of light", name_rank(rank.time.rank) + of, [Lines(told), table])
-
-
-def _describe_arithmetic(kernels: RankKernels, on_gpu: bool) -> list[str]:
-    of, lines = "of products, attention and convolution", []
-    if kernels.achieved_tflops:
-        work = f"{flops(kernels.model_flops)} {of} per step: " if kernels.model_flops else ""
-        if kernels.mfu is None or not kernels.peak_tflops:
-            named = f"{kernels.peak_dtype} peak" if kernels.peak_dtype else "peak"
-            peak = f"; the {named} of this device is not known"
-        else:
-            peak = f", {percent(kernels.mfu)} of the device's {significant(kernels.peak_tflops, 4)} TFLOP/s in {kernels.peak_dtype}"
-        lines.append(f"{work}{flops(kernels.achieved_tflops * 1e12)}/s{peak}")
-    if on_gpu and kernels.matrix_ms:
-        maybe = kernels.maybe_tensor_core_ms / kernels.matrix_ms
-        unsaid = f"; names of {percent(maybe)} do not say" if maybe > 0.005 else ""
-        used = percent(kernels.tensor_core_ms / kernels.matrix_ms)
-        lines.append(f"tensor cores: {used} of the {milliseconds(kernels.matrix_ms)} ms {of}{unsaid}")
-    return lines
