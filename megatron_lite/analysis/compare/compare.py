@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -36,8 +37,9 @@ STEP, TRACED_STEP, PEAK = "step", "traced step", "peak memory"
 def pair_totals(a: Facts, b: Facts) -> list[Total]:
     """Step, tokens per second, MFU and peak memory, of each source that both have."""
     totals = []
-    ordinary = [facts.run.training_ms[facts.run.ordinary] if facts.run else [] for facts in (a, b)]
-    if all(map(len, ordinary)):
+    runs = [facts.run for facts in (a, b) if facts.run]
+    ordinary = [run.training_ms[run.ordinary] for run in runs]
+    if len(runs) == 2 and all(map(len, ordinary)):
         of = f"steps.jsonl, {len(ordinary[0])} and {len(ordinary[1])} ordinary steps"
         totals.append(Total(STEP, "ms", of, paired_samples(*ordinary)))
         # rates are of all ordinary time, as a report has them; they vary as one over the step does
@@ -46,7 +48,7 @@ def pair_totals(a: Facts, b: Facts) -> list[Total]:
             ("tokens per second", "tokens/s", "tokens_per_second", 1),
             ("MFU, causal attention", "%", "mfu_causal", 100),
         ):
-            rates = [getattr(facts.run, field) for facts in (a, b)]
+            rates = [getattr(run, field) for run in runs]
             if None not in rates:
                 mine, theirs = (factor * rate for rate in rates)
                 band = None if relative is None else relative * max(mine, theirs)
@@ -59,15 +61,11 @@ def pair_totals(a: Facts, b: Facts) -> list[Total]:
         pair = paired(times[0].step_ms, times[1].step_ms, compute_noise_band(*samples))
         totals.append(Total(TRACED_STEP, "ms", of, pair))
     # the most that tensors took: of snapshots, else as the GPU's allocator counted in each step
-    peaks = {
-        "memory snapshots": [[one.peak_bytes for one in facts.snapshots] for facts in (a, b)],
-        "steps.jsonl": [
-            facts.run.peak_memory_bytes[facts.run.peak_memory_bytes > 0] if facts.run else [] for facts in (a, b)
-        ],
-    }
-    for of, by_side in peaks.items():
-        if all(map(len, by_side)):
-            return [*totals, Total(PEAK, "bytes", of, exact(*(float(np.max(peaks)) for peaks in by_side)))]
+    snapshots = [facts.highest_snapshot.peak_bytes for facts in (a, b) if facts.highest_snapshot]
+    counted = [float(run.peak_memory_bytes.max(initial=0.0, where=run.peak_memory_bytes > 0)) for run in runs]
+    for of, peaks in (("memory snapshots", snapshots), ("steps.jsonl", counted)):
+        if len(peaks) == 2 and all(peaks):
+            return [*totals, Total(PEAK, "bytes", of, exact(*peaks))]
     return totals
 
 
@@ -110,39 +108,39 @@ def build_sentence(totals: Sequence[Total], rows: dict[str, Pair], phases: Seque
         elif step.change is Change.UNCLEAR:
             parts.append(f"whether B's steps take longer cannot be told ({numbers}, {noise})")
         else:
-            said = f"B takes {abs(step.ratio - 1):.0%} {step.change} time per step ({numbers})"
-            parts.append(said + _describe_reasons(step, rows, phases))
+            said = f"B takes {abs((step.ratio or 0.0) - 1):.0%} {step.change} time per step ({numbers})"
+            parts.append(said + _describe_reasons(step.change, step.difference or 0.0, rows, phases))
     if peak and peak.change is Change.SAME:
-        parts.append(f"peak memory is the same ({size(peak.b)})")
+        parts.append(f"peak memory is the same ({size(peak.b or 0.0)})")
     elif peak:
-        by = f"{abs(peak.ratio - 1):.0%} {peak.change}"
-        parts.append(f"peak memory is {by} ({size(peak.a)} -> {size(peak.b)})")
+        by = f"{abs((peak.ratio or 0.0) - 1):.0%} {peak.change}"
+        parts.append(f"peak memory is {by} ({size(peak.a or 0.0)} -> {size(peak.b or 0.0)})")
     return "; ".join(parts)
 
 
-def _describe_reasons(step: Pair, rows: dict[str, Pair], phases: Sequence[PhasePair]) -> str:
+def _describe_reasons(change: Change, whole_ms: float, rows: dict[str, Pair], phases: Sequence[PhasePair]) -> str:
     """Phases where computing changed; else the rows, which name the other reasons."""
     compute = rows.get("compute")
-    computing = compute is not None and (compute.difference or 0.0) / step.difference >= MOSTLY_COMPUTE
+    computing = compute is not None and (compute.difference or 0.0) / whole_ms >= MOSTLY_COMPUTE
     if rows and not computing:
         parts = {ROW_TITLES[name]: pair for name, pair in rows.items()}
     else:
-        on_device = (phase.device if phase.device and phase.device.difference is not None else None for phase in phases)
-        parts = {phase.name: device or phase.host for phase, device in zip(phases, on_device)}
+        parts = {}
+        for phase in phases:
+            on_device = phase.device and phase.device.difference is not None
+            parts[phase.name] = phase.device if phase.device and on_device else phase.host
     # a phase that takes longer explains no shorter step
-    least = MIN_SHARE * abs(step.difference)
-    told = {
-        name: pair.difference
-        for name, pair in parts.items()
-        if pair.change is step.change and abs(pair.difference) >= least
-    }
-    largest = sorted(told, key=lambda name: -abs(told[name]))[:MAX_NAMED]
-    named = [f"{name} {'+' if told[name] > 0 else '-'}{_format_ms(abs(told[name]))} ms" for name in largest]
+    told = {name: pair.difference for name, pair in parts.items() if pair.change is change and pair.difference}
+    large = [(abs(ms), ms, name) for name, ms in told.items() if abs(ms) >= MIN_SHARE * abs(whole_ms)]
+    named = [
+        f"{name} {'+' if ms > 0 else '-'}{_format_ms(by)} ms"
+        for by, ms, name in sorted(large, key=lambda one: -one[0])[:MAX_NAMED]
+    ]
     return f": {', '.join(named)}" if named else ""
 
 
-def _format_ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else significant(value)
+def _format_ms(value: float | None) -> str:
+    return f"{value:,.0f}" if value and value >= 100 else significant(value or 0.0)
 
 
 # --- one run's critical rank: what it spends on each purpose, step by step
@@ -157,7 +155,7 @@ class Work:
 
     role: str
     ms: list[float]  # of each steady step
-    per_step: float
+    per_step: float | None  # None for work that this run does not do
     names: tuple[str, ...]  # kernels, most time first; () on a CPU, where the operator is all
 
 
@@ -228,12 +226,15 @@ def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], Work], dict[str
 # --- two traces beside each other: rows, phases, roles and kernels, each with the noise that it has itself
 
 
-def pair_traces(a: Side, b: Side) -> dict:
+def pair_traces(a: Side, b: Side) -> dict[str, Any]:
     """The fields of Comparison that come from traces, in the order of a report; kernels by their difference."""
 
     def pair(figure: Callable[[RankTime], float | None]) -> Pair:
         samples = [[figure(time) or 0.0 for time in side.steps] for side in (a, b)]
         return paired(figure(a.time), figure(b.time), compute_noise_band(*samples))
+
+    def pair_row(name: str) -> Pair:
+        return pair(lambda time: time.rows.get(name, 0.0))
 
     def pair_phase(name: str, what: str) -> Pair:
         return pair(lambda time: next((getattr(one, what) for one in time.phases if one.name == name), None))
@@ -247,13 +248,12 @@ def pair_traces(a: Side, b: Side) -> dict:
             band = compute_noise_band(*(side.role_steps.get(name, ()) for side in (a, b)))
             roles[name] = paired(a.roles.get(name), b.roles.get(name), band)
         for key in {**a.work, **b.work}:
-            one, other = a.work.get(key), b.work.get(key)
-            calls = paired(one and one.per_step, other and other.per_step, 0.0)
-            ms = paired_samples(one.ms if one else [], other.ms if other else [], centre=fmean)
-            names = [work.names if work else () for work in (one, other)]
-            kernels.append(KernelPair((one or other).role, *key, *names, calls, ms))
+            mine, theirs = (side.work.get(key, Work("", [], None, ())) for side in (a, b))
+            calls = paired(mine.per_step, theirs.per_step, 0.0)
+            ms = paired_samples(mine.ms, theirs.ms, centre=fmean)
+            kernels.append(KernelPair(mine.role or theirs.role, *key, mine.names, theirs.names, calls, ms))
     return {
-        "rows": {name: pair(lambda time, name=name: time.rows.get(name, 0.0)) for name in row_names},
+        "rows": {name: pair_row(name) for name in row_names},
         "phases": tuple(
             PhasePair(name, pair_phase(name, "host_ms"), pair_phase(name, "device_ms") if on_gpu else None)
             for name in phase_names
@@ -287,31 +287,28 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
     named = {total.name for total in totals}
     phases = pair_phases_of_runs(a.run, b.run) if a.run and b.run else ()
     of = "steps.jsonl, ordinary steps" if phases else ""
-    parts = {"rows": {}, "phases": phases, "phases_of": of, "roles": {}, "kernels": ()}
-    if TRACED_STEP in named:
+    parts: dict[str, Any] = {"rows": {}, "phases": phases, "phases_of": of, "roles": {}, "kernels": ()}
+    if a.critical and b.critical and TRACED_STEP in named:
         parts = pair_traces(build_side(a.critical), build_side(b.critical))
     # a profiler slows its steps down: differences of its phases are no parts of an ordinary step's difference
-    reasons_of = ({}, phases) if STEP in named else (parts["rows"], parts["phases"])
+    rows, phases = ({}, phases) if STEP in named else (parts["rows"], parts["phases"])
+    # bytes by category at the highest peak of either, in the order of a report; none without two snapshots
+    memory, snapshots = {}, [facts.highest_snapshot for facts in (a, b) if facts.highest_snapshot]
+    if len(snapshots) == 2:
+        mine, theirs = ({held.category: held.num_bytes for held in one.held} for one in snapshots)
+        held = [name for name in CATEGORIES if mine.get(name) or theirs.get(name)]
+        memory = {name: exact(mine.get(name, 0), theirs.get(name, 0)) for name in held}
     return Comparison(
         title_a=titles[0],
         title_b=titles[1],
-        sentence=build_sentence(totals, *reasons_of),
+        sentence=build_sentence(totals, rows, phases),
         flags=flags_that_differ(a, b),
         totals=totals,
-        memory=_pair_memory(a, b),
+        memory=memory,
         notes=tuple(_collect_notes(a, b, totals)),
         forced=tuple(reasons),
         **parts,
     )
-
-
-def _pair_memory(a: Facts, b: Facts) -> dict[str, Pair]:
-    """Bytes by category at the highest peak of either, in the order of a report; {} without two snapshots."""
-    if not a.snapshots or not b.snapshots:
-        return {}
-    mine, theirs = ({held.category: held.num_bytes for held in facts.highest_snapshot.held} for facts in (a, b))
-    held = [name for name in CATEGORIES if mine.get(name) or theirs.get(name)]
-    return {name: exact(mine.get(name, 0), theirs.get(name, 0)) for name in held}
 
 
 def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:

@@ -1,15 +1,18 @@
 """What differs in how two runs were started, whether they are comparable, and when a difference is more than noise."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import sqrt
 from statistics import fmean, variance
+from typing import Any
 
 import numpy as np
 
 from megatron_lite.analysis.compare.compare_results import Change, Flag, Pair
+from megatron_lite.analysis.run.run_results import Numbers
 from megatron_lite.analysis.run_facts import Facts
 
+Samples = Sequence[float] | Numbers
 # where things are written to: no setting of the run
 PLACES = ("run_dir", "save", "load", "tensorboard_dir", "memory_snapshot_path", "master_port", "nsys_output")
 MODEL_FLAGS = {  # of the plan's shape: the flags that decide it
@@ -32,13 +35,13 @@ def flags_that_differ(a: Facts, b: Facts) -> tuple[Flag, ...]:
     """Settings of runs of this trainer, as typed or filled in; then precision, versions, hardware and variables."""
     if a.run is None or b.run is None:
         return ()
-    sides: list[list[dict]] = []
-    for facts in (a, b):
-        flags = {f"--{name.replace('_', '-')}": value for name, value in facts.run.args.items() if name not in PLACES}
-        plain = {key: facts.plan.get(key) for key in ("precision", "device", "backend")}
-        records = (facts.run.record.get(part) for part in ("versions", "hardware", "environment"))
+    sides: list[list[dict[str, Any]]] = []
+    for run in (a.run, b.run):
+        flags = {f"--{name.replace('_', '-')}": value for name, value in run.args.items() if name not in PLACES}
+        plain = {key: run.plan.get(key) for key in ("precision", "device", "backend")}
+        records = (run.record.get(part) for part in ("versions", "hardware", "environment"))
         known = (record if isinstance(record, dict) else {} for record in records)
-        sides.append([flags, plain | {"ranks": facts.run.world_size}, *known])
+        sides.append([flags, plain | {"ranks": run.world_size}, *known])
     return tuple(
         Flag(name, _describe_value(mine.get(name)), _describe_value(theirs.get(name)))
         for mine, theirs in zip(*sides)
@@ -66,7 +69,7 @@ def objections(a: Facts, b: Facts) -> list[str]:
     return found
 
 
-def _describe_value(value) -> str:
+def _describe_value(value: object) -> str:
     if value is None or value == []:
         return "not given"
     if isinstance(value, bool):
@@ -89,9 +92,10 @@ def paired(a: float | None, b: float | None, band: float | None) -> Pair:
     return Pair(a, b, band, _find_change(a, b, band))
 
 
-def paired_samples(a: Sequence[float], b: Sequence[float], centre=np.median) -> Pair:
+def paired_samples(a: Samples, b: Samples, *, centre: Callable[[Any], Any] = np.median) -> Pair:
     """The centres of two runs' steps (fewer than MIN_STEPS of either: no band)."""
-    return paired(*(float(centre(values)) if len(values) else None for values in (a, b)), compute_noise_band(a, b))
+    mine, theirs = (float(centre(values)) if len(values) else None for values in (a, b))
+    return paired(mine, theirs, compute_noise_band(a, b))
 
 
 def exact(a: float | None, b: float | None) -> Pair:
@@ -99,7 +103,7 @@ def exact(a: float | None, b: float | None) -> Pair:
     return Pair(a, b, 0.0, _find_change(a, b, FLOOR * max(a or 0.0, b or 0.0)))
 
 
-def compute_noise_band(*samples: Sequence[float]) -> float | None:
+def compute_noise_band(*samples: Samples) -> float | None:
     """Half the 99% confidence interval of B - A, from medians of blocks of steps; None for too few steps."""
     if min(map(len, samples)) < MIN_STEPS:
         return None

@@ -91,8 +91,8 @@ def message_bytes(
             if kind == "all_gather":
                 elements = elements * ranks if ranks else None
     width = dtype_bytes(dtype)
-    known = elements is not None and width and 0 <= elements * width < MAX_BYTES
-    return (elements * width if known else None), dtype
+    num_bytes = elements * width if elements is not None and width else -1
+    return (num_bytes if 0 <= num_bytes < MAX_BYTES else None), dtype
 
 
 def bus_bytes(kind: str, num_bytes: int, ranks: int) -> float:
@@ -141,7 +141,8 @@ class Calls:
     @cached_property
     def exposed_ns(self) -> np.ndarray:
         """int64 [c]: of each, what no compute runs beside."""
-        return self.end_ns - self.start_ns - self.compute.within(self.start_ns, self.end_ns)
+        exposed: np.ndarray = self.end_ns - self.start_ns - self.compute.within(self.start_ns, self.end_ns)
+        return exposed
 
 
 def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Calls:
@@ -192,7 +193,7 @@ def _find_descriptions(trace: Trace, rows: np.ndarray) -> tuple[np.ndarray, np.n
 
     def find_around(spans: np.ndarray) -> np.ndarray:
         nesting = Nesting(spans, events.start_ns[spans], events.end_ns[spans], events.thread[spans])
-        return nesting.row_at(events.start_ns[at], events.thread[at])
+        return np.asarray(nesting.row_at(events.start_ns[at], events.thread[at]))
 
     annotations = trace.rows[Kind.ANNOTATION]
     around = find_around(annotations[trace.matching(SPAN.match)[annotations]])

@@ -14,23 +14,20 @@ from megatron_lite.units import significant
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
-UNKNOWN = (  # without a trace
-    "compute_ms", "communication_ms", "exposed_communication_ms", "wait_ms", "host_idle_ms", "last_in", "caused_wait_ms"
-)  # fmt: skip
 BUSY = "who is late is not said: ranks were not given their cores (busy-machine), and wait for each other by chance"
 NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
 
 
 def compare_ranks_of_run(run: Run) -> Ranks | None:
     """Rows and a straggler from the run's own figures; no collectives, no waits. None for a run without ranks' figures."""
-    ranks, rows = run.ranks, []
+    ranks = run.ranks
     if ranks is None:
         return None
-    for rank, step_ms in enumerate(ranks.step_ms):
-        data_ms = (ranks.phases_ms.get(Phase.DATA.value) or ranks.step_ms)[rank]
-        known = Phase.DATA.value in ranks.phases_ms and not math.isnan(data_ms)
-        unknown = dict.fromkeys(UNKNOWN)
-        rows.append(RankRow(rank=rank, host="", step_ms=step_ms, data_wait_ms=data_ms if known else None, **unknown))
+    waits = ranks.phases_ms.get(Phase.DATA.value) or (math.nan,) * len(ranks.step_ms)
+    rows = [
+        RankRow(rank=rank, host="", step_ms=step_ms, data_wait_ms=None if math.isnan(waits[rank]) else waits[rank])
+        for rank, step_ms in enumerate(ranks.step_ms)
+    ]
     straggler = find_straggler_by_medians(ranks)
     slowest = max(rows, key=lambda row: 0.0 if math.isnan(row.step_ms) else row.step_ms).rank
     return Ranks(
@@ -89,7 +86,7 @@ def slower_in_ordinary_steps(ranks: RankMedians, rank: int) -> bool | None:
     if any(map(math.isnan, own_ms)):
         return None
     lag = own_ms[rank] - median_low(own_ms[:rank] + own_ms[rank + 1 :])
-    return lag > SHARE_OF_STEP * median_low(ranks.step_ms)
+    return bool(lag > SHARE_OF_STEP * median_low(ranks.step_ms))
 
 
 def _has_enough_steps(ranks: RankMedians) -> bool:

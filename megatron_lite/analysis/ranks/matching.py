@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def _match_by_order(
 ) -> np.ndarray | None:
     """[K, G]: every rank's order laid over the longest one's; None if one does not fit anywhere."""
     longest = max(members, key=lambda at: len(members[at]))
-    codes: dict = {}
+    codes: dict[Any, int] = {}
     orders = {}
     for at, rows in members.items():
         whats = [ranks[at].whats[i] for i in rows]
@@ -100,7 +101,7 @@ def _match_by_order(
     return call[(call >= 0).all(axis=1)]
 
 
-def _find_shift(one: tuple, other: tuple) -> int | None:
+def _find_shift(one: tuple[Any, ...], other: tuple[Any, ...]) -> int | None:
     """Position in `one` at which `other` begins, so that kinds and sizes agree; of equally good ones that where the
     steps agree best, then that where ends lie closest. None if no position fits.
 
@@ -144,8 +145,9 @@ def align_clocks(
     ranks: Sequence[Calls], groups: list[Group], base_ns: Sequence[int | None], hosts: Sequence[str]
 ) -> Clocks:
     """`base_ns`: each trace's own first moment on the clock that its file names; `hosts`: "" where unknown."""
-    named = all(base is not None for base in base_ns)
-    start = tuple(base - min(base_ns) if named else 0 for base in base_ns)
+    bases = [base for base in base_ns if base is not None]
+    named = len(bases) == len(base_ns)
+    start = tuple(base - min(bases) for base in bases) if named else (0,) * len(base_ns)
     if len(ranks) < 2 or not any(len(group.call) for group in groups):
         return Clocks(start, None)
     if named and hosts[0] and len(set(hosts)) == 1:
@@ -168,7 +170,7 @@ def align_clocks(
         return Clocks(start, aligned, () if aligned else (doubt,))
     note = "the traces name no common clock: they are laid over each other by the ends of collectives"
     if named:
-        corrected = {hosts[at] or f"rank {at}": off[at] for at in np.flatnonzero(wrong)}
+        corrected = {hosts[at] or f"rank {at}": off[at] for at in np.flatnonzero(wrong).tolist()}
         told = ", ".join(f"{name} by {by / 1e6:+.3g} ms" for name, by in list(corrected.items())[:MAX_NAMED])
         more = f" and {len(corrected) - MAX_NAMED} more" if len(corrected) > MAX_NAMED else ""
         note = f"clocks differ, and were set right by the ends of collectives: {told}{more}"

@@ -30,16 +30,15 @@ class RankRow:
     rank: int
     host: str
     step_ms: float
-    compute_ms: float | None  # this and the next two: None without a trace
-    communication_ms: float | None
-    exposed_communication_ms: float | None
-    wait_ms: float | None  # for others inside collectives
-    data_wait_ms: float | None  # None: not seen
-    host_idle_ms: float | None  # device idle because of the host; None without a trace
-    last_in: float | None  # share of collectives in which it came last
-    caused_wait_ms: (
-        float | None
-    )  # wait of others for it: sum over collectives of (its start - median of the others') where it was last
+    compute_ms: float | None = None  # this and the next two: None without a trace
+    communication_ms: float | None = None
+    exposed_communication_ms: float | None = None
+    wait_ms: float | None = None  # for others inside collectives
+    data_wait_ms: float | None = None  # None: not seen
+    host_idle_ms: float | None = None  # device idle because of the host; None without a trace
+    last_in: float | None = None  # share of collectives in which it came last
+    # wait of others for it: sum over collectives of (its start - median of the others') where it was last
+    caused_wait_ms: float | None = None
     exposed_wait_ms: float | None = None  # of exposed_communication_ms what is waiting for others; the rest is transfer
 
 

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,37 +38,45 @@ def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]]) -> Ranks | No
     clocks = align_clocks(calls, groups, base_ns, hosts)
     waits = compute_waits(calls, groups, clocks, slots, steps)
     everyone = len(one_each) == world_size and len(groups) == 1 and len(groups[0].members) == world_size
-    transfers = zip(calls, slots, waits.transfer_ns)
-    rows = []
+    rows: list[RankRow] = []
     for at, one in enumerate(one_each):
         if one.time.rank is None:
             continue
-        row = _build_rank_row(one.time, hosts[at])
-        number = waits.matched[at].sum()
+        exposed_ms, number = one.time.rows.get("exposed_communication", 0.0), waits.matched[at].sum()
+        row = RankRow(
+            rank=one.time.rank,
+            host=hosts[at],
+            step_ms=one.time.step_ms,
+            compute_ms=one.time.rows.get("compute", 0.0),
+            communication_ms=one.time.communication_ms,
+            exposed_communication_ms=exposed_ms,
+            data_wait_ms=one.time.rows.get("data_wait", 0.0),
+            host_idle_ms=one.time.rows.get("host", 0.0) + one.time.rows.get("sync", 0.0),
+        )
         if number and clocks.aligned is not None:
             row = replace(
                 row,
                 wait_ms=float(waits.wait_ms[at].mean()),
                 last_in=float(waits.last[at].sum() / number),
                 caused_wait_ms=float(waits.caused_ms[at].mean()),
-                exposed_wait_ms=min(float(waits.exposed_wait_ms[at].mean()), row.exposed_communication_ms),
+                exposed_wait_ms=min(float(waits.exposed_wait_ms[at].mean()), exposed_ms),
             )
         rows.append(row)
-    critical = None
-    if rows and any(row.wait_ms is None for row in rows):
-        critical = max(rows, key=lambda row: row.step_ms).rank
-    elif rows:
-        critical = min(rows, key=lambda row: row.wait_ms).rank  # its own work is what the run takes
+    # the rank that waits least: its own work is what the run takes
+    known = all(row.wait_ms is not None for row in rows)
+    slowest_first = sorted(rows, key=lambda row: (row.wait_ms or 0.0) if known else -row.step_ms)
     present = tuple(row.rank for row in rows)
     return Ranks(
         world_size=world_size,
         present=present,
         missing=tuple(sorted(set(range(world_size or 0)) - set(present))) if present else (),
         rows=tuple(rows),
-        collectives=build_collective_rows(list(transfers), steps, world_size if everyone else None),
+        collectives=build_collective_rows(
+            list(zip(calls, slots, waits.transfer_ns)), steps, world_size if everyone else None
+        ),
         straggler=find_straggler(rows, [one.time for one in one_each], waits.caused_ms - waits.wait_ms),
         clocks_aligned=clocks.aligned,
-        critical_rank=critical,
+        critical_rank=slowest_first[0].rank if rows else None,
         notes=(*notes, *unmatched, *clocks.notes),
     )
 
@@ -87,7 +95,7 @@ def _choose_traces(seen: list[Seen]) -> tuple[list[Seen], list[str]]:
     latest = {one.time.rank: one for one in sorted(known, key=lambda one: one.trace.base_ns or 0)}
     if len(latest) < len(known):
         notes.append("a rank has several traces: its last one is compared with the others")
-    return [latest[rank] for rank in sorted(latest)], notes
+    return sorted(latest.values(), key=lambda one: one.time.rank or 0), notes
 
 
 def find_shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tuple[list[np.ndarray], int]:
@@ -97,9 +105,9 @@ def find_shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tu
     all ranks have some in common, else the k-th steady one is the same everywhere.
     """
     numbers = [{step.number for step in placing.steps if step.steady} for placing in placings]
-    common = sorted(set.intersection(*numbers) - {None})
+    common = sorted(number for number in set.intersection(*numbers) if number is not None)
     fewest = min(sum(step.steady for step in placing.steps) for placing in placings)
-    slot_of_number = {number: at for at, number in enumerate(common)}
+    slot_of_number: dict[int | None, int] = {number: at for at, number in enumerate(common)}
     slots = []
     for placing, calls in zip(placings, ranks):
         steady = np.array([step.steady for step in placing.steps] + [False], bool)  # the last entry is for step -1
@@ -110,22 +118,6 @@ def find_shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tu
             slot[slot >= fewest] = -1
         slots.append(np.where(steady, slot, -1)[calls.step])
     return slots, max(1, len(common) or fewest)
-
-
-def _build_rank_row(time: RankTime, host: str) -> RankRow:
-    return RankRow(
-        rank=time.rank,
-        host=host,
-        step_ms=time.step_ms,
-        compute_ms=time.rows.get("compute", 0.0),
-        communication_ms=time.communication_ms,
-        exposed_communication_ms=time.rows.get("exposed_communication", 0.0),
-        wait_ms=None,
-        data_wait_ms=time.rows.get("data_wait", 0.0),
-        host_idle_ms=time.rows.get("host", 0.0) + time.rows.get("sync", 0.0),
-        last_in=None,
-        caused_wait_ms=None,
-    )
 
 
 # --- who waits for whom inside collectives: of each, when every rank came and what the transfer itself takes
@@ -147,8 +139,9 @@ def compute_waits(
     ranks: Sequence[Calls], groups: list[Group], clocks: Clocks, slots: Sequence[np.ndarray], steps: int
 ) -> Waits:
     """slots: by rank, int [c], the shared step of each call, -1 for what does not count."""
-    tables = [np.zeros((len(ranks), steps)) for _ in range(5)]
-    found = Waits(*tables, tuple(np.full(len(calls), -1, np.int64) for calls in ranks))
+    tables = wait_ms, exposed_wait_ms, caused_wait_ms, last, matched = np.zeros((5, len(ranks), steps))
+    transfer_ns = tuple(np.full(len(calls), -1, np.int64) for calls in ranks)
+    found = Waits(wait_ms, exposed_wait_ms, caused_wait_ms, last, matched, transfer_ns)
     for group in groups:
         columns = list(zip(group.members.tolist(), group.call.T))
         start = np.stack([ranks[at].start_ns[calls] + clocks.start_ns[at] for at, calls in columns], axis=1)
@@ -214,9 +207,10 @@ def build_collective_rows(
     return tuple(sorted(rows, key=lambda row: (-row.exposed_ms, -row.kernel_ms)))
 
 
-def _sum_by_kind(calls: Calls, keep: np.ndarray, transfer: np.ndarray, group_size: int | None) -> dict:
+def _sum_by_kind(calls: Calls, keep: np.ndarray, transfer: np.ndarray, group_size: int | None) -> dict[Any, Any]:
     """(number, ns, exposed ns, transfer ns, not matched, bus bytes, bytes), added up by what rows tell apart."""
-    kept, kinds = np.flatnonzero(keep), {}
+    kept = np.flatnonzero(keep)
+    kinds: dict[Any, int] = {}
     kind = np.array([kinds.setdefault((calls.whats[i], calls.phase[i]), len(kinds)) for i in kept.tolist()], np.int64)
     lengths, exposed = calls.end_ns - calls.start_ns, calls.exposed_ns
     columns = (
@@ -224,7 +218,7 @@ def _sum_by_kind(calls: Calls, keep: np.ndarray, transfer: np.ndarray, group_siz
     )  # fmt: skip
     table = np.stack([np.bincount(kind, column, len(kinds)) for column in columns], axis=1)
     sizes = Counter((what.kind, phase) for what, phase in kinds)
-    sums = defaultdict(lambda: np.zeros(len(columns) + 2))
+    sums: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros(len(columns) + 2))
     for (what, phase), values in zip(kinds, table):
         ranks, num_bytes = what.group_size or group_size, what.num_bytes
         several = num_bytes is not None and sizes[what.kind, phase] > MAX_SIZES
@@ -257,10 +251,11 @@ def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: n
 
     None where no rank stands out, or where it does by one odd step only.
     """
-    if len(rows) < 2 or any(row.caused_wait_ms is None for row in rows):
+    caused_ms = [row.caused_wait_ms for row in rows if row.caused_wait_ms is not None]
+    if len(rows) < 2 or len(caused_ms) < len(rows):
         return None
-    late = max(range(len(rows)), key=lambda at: rows[at].caused_wait_ms)
-    lag, whole = rows[late].caused_wait_ms, sum(row.caused_wait_ms for row in rows)
+    lag, whole = max(caused_ms), sum(caused_ms)
+    late = caused_ms.index(lag)
     least = SHARE_OF_STEP * median(row.step_ms for row in rows)
     share = min(max(0.5, BEYOND_CHANCE / len(rows)), 0.9)
     if lag < least or lag < share * whole:
@@ -274,14 +269,14 @@ def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: n
     phases = []
     for time in times:
         # a phase's own time: compute, and where no rank waits for another the host's if that is longer
-        own = {}
+        own: dict[str, float] = {}
         for phase in time.phases:
             on_host = phase.name in INDEPENDENT and not time.on_gpu
             own.setdefault(phase.name, max(phase.compute_ms, phase.host_ms) if on_host else phase.compute_ms)
         phases.append(own)
     cause, by = _find_excess(causes, late, lag)
-    phase, _ = _find_excess(phases, late, lag)
-    return Straggler(rows[late].rank, lag, rows[late].last_in, cause, by, phase)
+    where, _ = _find_excess(phases, late, lag)
+    return Straggler(rows[late].rank, lag, rows[late].last_in, cause, by, where)
 
 
 def _find_excess(quantities: list[dict[str, float]], late: int, lag: float) -> tuple[str, float]:
@@ -290,5 +285,5 @@ def _find_excess(quantities: list[dict[str, float]], late: int, lag: float) -> t
     for name in dict.fromkeys(name for of_rank in quantities for name in of_rank):
         others = [of_rank.get(name, 0.0) for at, of_rank in enumerate(quantities) if at != late]
         found[name] = quantities[late].get(name, 0.0) - median(others)
-    name = max(found, key=found.get, default="")
+    name = max(found, key=lambda name: found[name], default="")
     return (name, found[name]) if name and found[name] >= EXPLAINED * lag else ("", 0.0)
