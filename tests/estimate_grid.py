@@ -22,12 +22,13 @@ ALWAYS = (
     "--vocab-size 50256 "
 )
 SEED = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 4 --fp16 "
-MEDIUM = "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 4 "
+FEWER = SEED + "--num-layers 6 "  # layers are alike: what one takes is seen
+MEDIUM = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 4 "
 SHORT = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 "  # states decide
 )
 LARGE = (
-    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
+    "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
     "--hidden-dropout 0 --attention-dropout 0 "
 )
 BYTES = "--vocab-size 256 --padded-vocab-size 512 "  # logits are small: layers decide
@@ -42,12 +43,12 @@ UNFUSED = "--attention-backend unfused "
 
 GRID = {  # name: (flags, ranks)
     "857m script, 1 rank": (SEED, 1),
-    "857m script, 4 ranks": (SEED, 4),
-    "857m script, 4 ranks, 4 micro-batches": (SEED + "--global-batch-size 64", 4),
-    "857m script, recompute": (SEED + FULL, 1),
-    "857m script, recompute a block": (SEED + BLOCK + "6", 1),
-    "857m script, unfused": (SEED + UNFUSED, 1),
-    "857m script, unfused, selective": (SEED + UNFUSED + "--recompute-activations", 1),
+    "857m script, 4 ranks": (FEWER, 4),
+    "857m script, 4 ranks, 4 micro-batches": (FEWER + "--global-batch-size 64", 4),
+    "857m script, recompute": (FEWER + FULL, 1),
+    "857m script, recompute a block": (FEWER + BLOCK + "2", 1),
+    "857m script, unfused": (FEWER + UNFUSED, 1),
+    "857m script, unfused, selective": (FEWER + UNFUSED + "--recompute-activations", 1),
     "1.3B, fp16, recompute": (LARGE + "--fp16 " + FULL, 1),
     "1.3B, llama, short": (LARGE + LLAMA + "--bf16 --seq-length 256 --global-batch-size 2", 1),
     "medium, fp32": (MEDIUM, 1),
@@ -60,7 +61,7 @@ GRID = {  # name: (flags, ranks)
     "medium, llama": (MEDIUM + LLAMA + GROUPED + "--bf16", 1),
     "medium, no positions, per token": (MEDIUM + "--no-position-embedding --bf16 --calculate-per-token-loss", 1),
     "bytes, bf16, recompute": (MEDIUM + BYTES + "--bf16 " + FULL, 1),
-    "bytes, bf16, recompute a block": (MEDIUM + BYTES + "--bf16 " + BLOCK + "4", 1),
+    "bytes, bf16, recompute a block": (MEDIUM + BYTES + "--bf16 " + BLOCK + "2", 1),
     "bytes, fp32, no dropout": (MEDIUM + BYTES + "--hidden-dropout 0 --attention-dropout 0", 1),
     "bytes, fp32, grouped": (MEDIUM + BYTES + "--group-query-attention --num-query-groups 4", 1),
     "bytes, squared relu": (MEDIUM + BYTES + "--bf16 --squared-relu --hidden-dropout 0", 1),
@@ -72,7 +73,10 @@ GRID = {  # name: (flags, ranks)
     "bytes, wide heads, exact gelu": (MEDIUM + BYTES + "--bf16 --kv-channels 128 --no-bias-gelu-fusion", 1),
     "bytes, heads of 100 channels": (MEDIUM + BYTES + "--bf16 --kv-channels 100", 1),
     "bytes, documents apart": (MEDIUM + BYTES + "--bf16 --reset-attention-mask", 1),
-    "bytes, unfused, softmax in fp32": (MEDIUM + BYTES + UNFUSED + "--bf16 --attention-softmax-in-fp32", 1),
+    "bytes, unfused, softmax in fp32": (
+        MEDIUM + "--num-layers 6 " + BYTES + UNFUSED + "--bf16 --attention-softmax-in-fp32",
+        1,
+    ),
     "bytes, unfused, scaled by layer": (
         MEDIUM + BYTES + "--attention-backend local --fp16 --apply-query-key-layer-scaling --attention-dropout 0",
         1,

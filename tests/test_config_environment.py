@@ -7,7 +7,7 @@ import pytest
 from command_lines import plan, read_table
 
 from megatron_lite.config.environment import TELLING_VARIABLES, hints
-from megatron_lite.config.machine import Machine, _limits, _own_groups, read_machine
+from megatron_lite.config.machine import Machine, read_limits, read_machine
 from megatron_lite.config.world import World
 from megatron_lite.units import GIB, MIB
 
@@ -157,7 +157,7 @@ def test_what_control_groups_grant(files, limits, tmp_path):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    assert _limits(root, _own_groups(membership)) == limits
+    assert read_limits(root, membership) == limits
 
 
 def test_every_variable_that_is_judged_is_written_into_the_record():

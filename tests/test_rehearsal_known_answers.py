@@ -1,19 +1,14 @@
 """Rehearsals against what others measured: snapshots of a real GPU, and the figures of the example that GPU users start with."""
 
-import json
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from launch import flags, plan_of
 from medium_lm import prepare as prepare_medium
-from rehearsal_cases import EXAMPLE, FULL
+from rehearsal_cases import EXAMPLE
 from snapshots import read_snapshot
 from torch import Tensor
-from waiting import LIMIT_S
 
 from megatron_lite.analysis.memory.read import read_snapshot as analyse
 from megatron_lite.config.world import World
@@ -98,24 +93,6 @@ def test_the_example_with_this_trainers_loss():
     assert (found.phase, "_log_softmax" in found.where) == ("forward", True)
     assert found.allocated_peak_bytes / GIB == pytest.approx(12.64, rel=0.002)
     assert found.categories["logits and loss"] == (2 * 4 * 2048 + 8 * (2**24 // 50304)) * 50304 + 4 * 4 * 2048
-    alone = example("--global-batch-size 4", ONE)
-    gradients = found.allocated_peak_bytes - alone.allocated_peak_bytes
-    assert gradients == pytest.approx(2 * 355_919_872, rel=0.001)  # the buckets' of 16 bits
-    assert example(FULL, ONE).allocated_peak_bytes / GIB == pytest.approx(6.65, rel=0.003)
-
-
-@pytest.mark.slow
-def test_the_example_takes_seconds():
-    """The whole process, torch's import included."""
-    code = (
-        "import json, sys; sys.path.insert(0, sys.argv[1]); from launch import flags, plan_of; from rehearsal_cases import "
-        "EXAMPLE, GPU; from megatron_lite.rehearsal.rehearse import rehearse; "
-        "print(json.dumps(rehearse(plan_of(flags(EXAMPLE), GPU)).categories))"
-    )
-    began = resource.getrusage(resource.RUSAGE_CHILDREN)
-    said = subprocess.run(
-        [sys.executable, "-c", code, str(TESTS)], check=True, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime < 20
-    assert sum(json.loads(said.stdout).values()) > 13 * 10**9 and said.stderr == ""
+    four, alone = example("--num-layers 2"), example("--num-layers 2 --global-batch-size 4", ONE)
+    gradients = four.allocated_peak_bytes - alone.allocated_peak_bytes
+    assert gradients == pytest.approx(2 * (355_919_872 - 22 * 12_596_224), rel=0.001)  # the buckets' of 16 bits

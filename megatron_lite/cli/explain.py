@@ -18,27 +18,21 @@ def run(argv: list[str]):
     # A name without quotes may hold "->": only what begins with a dash is an option.
     named = bool(argv) and not argv[0].startswith("-")
     words = " ".join(argv if named else parser.parse_args(argv).what).strip()
-    print_lines(_overview() if not words else _explanation(words))
+    from megatron_lite.analysis.findings.rules import RULES, get_page  # every rule: not for --help
 
-
-def _explanation(words: str) -> list[str]:
-    from megatron_lite.analysis.findings.rules import RULES, get_page  # every rule: only where they are asked for
-
-    if words in RULES:
-        return [f"{words}: {RULES[words].title}", "", *get_page(words).split("\n")]
     near = difflib.get_close_matches(words, RULES, n=1)
+    if not words:
+        lines = [
+            "megatron-lite explain CODE says what a finding means; with a kernel's name, what that says. Codes:",
+            "",
+        ]
+        width = max(map(len, RULES), default=0)
+        lines += [f"  {code:<{width}}  {rule.title}" for code, rule in sorted(RULES.items())]
+    elif words in RULES:
+        lines = [f"{words}: {RULES[words].title}", "", *get_page(words).split("\n")]
     # Kernels have no hyphens in their names, and codes nothing else.
-    if near and (re.fullmatch("[a-z0-9]+(-[a-z0-9]+)+", words) or get_kernel_role(words) is Role.OTHER):
+    elif near and (re.fullmatch("[a-z0-9]+(-[a-z0-9]+)+", words) or get_kernel_role(words) is Role.OTHER):
         raise UserError(f"megatron-lite explain {words}: no such code; did you mean {near[0]}?")
-    return in_words(words)
-
-
-def _overview() -> list[str]:
-    from megatron_lite.analysis.findings.rules import RULES
-
-    width = max(map(len, RULES), default=0)
-    return [
-        "megatron-lite explain CODE says what a finding means; with a kernel's name, what that says. Codes:",
-        "",
-        *(f"  {code:<{width}}  {rule.title}" for code, rule in sorted(RULES.items())),
-    ]
+    else:
+        lines = in_words(words)
+    print_lines(lines)

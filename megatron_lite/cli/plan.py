@@ -11,7 +11,6 @@ from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run
 from megatron_lite.config.environment import hints
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.machine import read_machine
-from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.hardware import Processor, processor_called
 from megatron_lite.estimate.inference import InferencePrediction, predict_inference
@@ -33,12 +32,27 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def run(argv: list[str]):
     """Print what the launch command behind plan's options would need. UserError for mistakes."""
     options, words = plan_options(argv)
-    found = planned_run(words, options.gpus)
-    style = get_style(sys.stdout)
+    found, style, more = planned_run(words, options.gpus), get_style(sys.stdout), []
     if options.exact:
-        report, more = _report_exactly(options, words, found, style)
+        from megatron_lite.cli.exact_plan import exact, snapshot_lines
+
+        if options.snapshot:  # before seconds are spent
+            path = Path(options.snapshot)
+            existed = path.exists()
+            try:
+                path.open("ab").close()
+            except OSError as error:
+                why = f"cannot be written ({error.strerror}); name another file."
+                raise UserError(f"--snapshot {path}: {why}") from None
+            if not existed:
+                path.unlink()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(options.snapshot or Path(folder) / "predicted.pickle")
+            processors = _list_processors(options)
+            report = _report(options, words, found, exact(found, path, processors[0] if processors else None))
+            more = snapshot_lines(path, style, options.all) + (["", f"written: {path}"] if options.snapshot else [])
     else:
-        report, more = _report(options, words, found), []
+        report = _report(options, words, found)
     if options.json:
         from megatron_lite.report.plan_json import as_json
 
@@ -66,17 +80,16 @@ def plan_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             break
         at += 1
         many = 0 if equals or actions[name].nargs == 0 else len(argv) if actions[name].nargs == "+" else 1
-        while many and at < len(argv) and not _begins_launch(argv[at]):
+        while many and at < len(argv):
+            word = argv[at]
+            if word.startswith("--") or is_script(word) or word in SHELLS or begins_command(word):
+                break
             at, many = at + 1, many - 1
     rest = argv[at + 1 :] if argv[at : at + 1] == [END] else argv[at:]
     rest = rest[1:] if rest[:1] and rest[0] in SHELLS else rest
     options = parser.parse_args(argv[:at])
     _check(options, rest, set(actions) - {"-h", "--help"})
     return options, rest
-
-
-def _begins_launch(word: str) -> bool:
-    return word.startswith("--") or is_script(word) or word in SHELLS or begins_command(word)
 
 
 def _parser() -> Parser:
@@ -132,88 +145,48 @@ def _check(options: argparse.Namespace, rest: list[str], ours: set[str]):
 # --- what is found out
 
 
-def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, exact: Exact | None = None) -> PlanReport:
-    plan, shape = found.plan, found.plan.shape
-    processors = _list_processors(options)
-    first = processors[0] if processors else None
-    margin = MARGIN if options.margin is None else options.margin
-    # of this machine only if it may be the one that trains
-    machine = read_machine() if DRIVER.exists() else None
-    return PlanReport(
-        title=Path(words[0]).name if is_script(words[0]) else "plan",
-        facts=_describe_run(plan, options.inference),
-        plan=plan,
-        parts=parameter_parts(shape),
-        flops_causal=step_flops(shape, 1, causal=True) // shape.seq_length,
-        flops_full=step_flops(shape, 1, causal=False) // shape.seq_length,
-        memory=predict_memory(plan, first),
-        margin=margin,
-        outlooks=[_predict(options, plan, processor, exact, margin) for processor in processors],
-        variants=what_if(plan, first),
-        fit=fit(plan, processor_called(options.fit), margin) if options.fit else None,
-        inference=_infer(options, plan),
-        exact=exact,
-        hints=hints(plan, found.environment, machine) if options.env else None,
-        notes=found.notes,
-    )
-
-
 def _list_processors(options: argparse.Namespace) -> list[Processor]:
     """Those named; the one to fit into counts as named."""
     names = [*(options.gpu or []), *([options.fit] if options.fit else [])]
     return list({one.name: one for one in map(processor_called, names)}.values())
 
 
-def _predict(
-    options: argparse.Namespace, plan: Plan, processor: Processor, exact: Exact | None, margin: float
-) -> Outlook:
-    time, memory = predict_time(plan, processor), predict_memory(plan, processor)
+def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, exact: Exact | None = None) -> PlanReport:
+    plan, shape, size = found.plan, found.plan.shape, found.plan.world.size
+    processors, margin = _list_processors(options), MARGIN if options.margin is None else options.margin
     tokens = None if options.tokens is None else int(options.tokens)
-    peak_bytes = exact.allocated_peak_bytes if exact else memory.peak.num_bytes
-    fits = peak_bytes <= processor.memory_gib * GIB * (1 - margin)
-    return Outlook(
-        processor=processor,
-        memory=memory,
-        time=time,
-        duration=duration_of(plan, time.tokens_per_s, tokens) if time.peak_tflops else None,
-        fit=None if fits else fit(plan, processor, margin),
-        inference=_infer(options, plan, processor),
+
+    def infer(processor: Processor | None = None) -> InferencePrediction | None:
+        return predict_inference(shape, options.batch or 1, options.context, processor) if options.inference else None
+
+    outlooks = []
+    for one in processors:
+        time, memory = predict_time(plan, one), predict_memory(plan, one)
+        duration = duration_of(plan, time.tokens_per_s, tokens) if time.peak_tflops else None
+        peak_bytes = exact.allocated_peak_bytes if exact else memory.peak.num_bytes
+        fits = peak_bytes <= one.memory_gib * GIB * (1 - margin)
+        outlooks.append(Outlook(one, memory, time, duration, None if fits else fit(plan, one, margin), infer(one)))
+    first = processors[0] if processors else None
+    facts = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}"
+    if not options.inference:
+        batch, passes = plan.batch.final, plan.batch.final // plan.samples_per_pass
+        facts += f", {size} GPU{'s' if size > 1 else ''}, batch {batch} = {batch // size // passes} x {size} x {passes}"
+    # of this machine only if it may be the one that trains
+    machine = read_machine() if DRIVER.exists() else None
+    return PlanReport(
+        title=Path(words[0]).name if is_script(words[0]) else "plan",
+        facts=facts,
+        plan=plan,
+        parts=parameter_parts(shape),
+        flops_causal=step_flops(shape, 1, causal=True) // shape.seq_length,
+        flops_full=step_flops(shape, 1, causal=False) // shape.seq_length,
+        memory=predict_memory(plan, first),
+        margin=margin,
+        outlooks=outlooks,
+        variants=what_if(plan, first),
+        fit=fit(plan, processor_called(options.fit), margin) if options.fit else None,
+        inference=infer(),
+        exact=exact,
+        hints=hints(plan, found.environment, machine) if options.env else None,
+        notes=found.notes,
     )
-
-
-def _infer(options: argparse.Namespace, plan: Plan, processor: Processor | None = None) -> InferencePrediction | None:
-    return predict_inference(plan.shape, options.batch or 1, options.context, processor) if options.inference else None
-
-
-def _describe_run(plan: Plan, inference: bool) -> str:
-    shape, world = plan.shape, plan.world
-    model = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}"
-    if inference:
-        return model
-    gpus = f"{world.size} GPU{'s' if world.size > 1 else ''}"
-    passes = plan.batch.final // plan.samples_per_pass
-    batch = f"batch {plan.batch.final} = {plan.args.training.micro_batch_size} x {world.size} x {passes}"
-    return f"{model}, {gpus}, {batch}"
-
-
-def _report_exactly(
-    options: argparse.Namespace, words: list[str], found: PlannedRun, style
-) -> tuple[PlanReport, list[str]]:
-    """(the report, the snapshot's own section)."""
-    from megatron_lite.cli.exact_plan import exact, snapshot_lines
-
-    if options.snapshot:  # before seconds are spent
-        path = Path(options.snapshot)
-        existed = path.exists()
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise UserError(f"--snapshot {path}: cannot be written ({error.strerror}); name another file.") from None
-        if not existed:
-            path.unlink()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(options.snapshot or Path(folder) / "predicted.pickle")
-        processor = next(iter(_list_processors(options)), None)
-        report = _report(options, words, found, exact(found, path, processor))
-        kept = ["", f"written: {path}"] if options.snapshot else []
-        return report, [*snapshot_lines(path, style, options.all), *kept]

@@ -58,23 +58,20 @@ def planned_run(words: list[str], gpus: int | None) -> PlannedRun:
         per_node = GPUS_PER_NODE
     world = World(size=size, local_size=per_node, gpus=per_node, under_nsys=launch.under_nsys)  # each with its own GPU
     line = read_command_line(list(launch.flags))
-    check(replace(line, args=replace(line.args, data=_assume_files(line.args.data))), world, RULES_WITHOUT_FILES)
+    # data and files of words that are not here, or not named yet, decide neither memory nor speed: as if all were there
+    data = line.args.data
+    lists = ("data_args_path", "per_split_data_args_path")
+    here = replace(data, **{name: None for name in lists if not Path(getattr(data, name) or "").exists()})
+    sources = ("data_path", *lists, "train_data_path", "valid_data_path", "test_data_path", "external_dataloader")
+    files = {name: getattr(data, name) or "to be named" for name in ("vocab_file", "merge_file")}
+    mock = data.mock_data or not any(getattr(here, name) for name in sources)
+    assumed_line = replace(line, args=replace(line.args, data=replace(here, mock_data=mock, **files)))
+    check(assumed_line, world, RULES_WITHOUT_FILES)
     vocab_size, assumed = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)
     notes = [*line.notes, *assumed]
     if size == 1 and not gpus and is_script(words[0]):
         notes.append("1 GPU: so the script says where its own commands are not run; --gpus N for more.")
     return PlannedRun(resolve(line.args, world, vocab_size), launch.flags, launch.environment, tuple(notes))
-
-
-def _assume_files(data: DataArgs) -> DataArgs:
-    """Data and files of words that are not here, or not named yet, decide neither memory nor speed: as if all were there."""
-    lists = ("data_args_path", "per_split_data_args_path")
-    absent = [name for name in lists if getattr(data, name) is not None and not Path(getattr(data, name)).exists()]
-    here = replace(data, **dict.fromkeys(absent))
-    named = (here.data_path or here.data_args_path or here.train_data_path or here.valid_data_path or here.test_data_path
-             or here.per_split_data_args_path or here.external_dataloader)  # fmt: skip
-    files = {name: getattr(data, name) or "to be named" for name in ("vocab_file", "merge_file")}
-    return replace(here, mock_data=data.mock_data or not named, **files)
 
 
 def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[str]]:

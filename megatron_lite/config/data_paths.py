@@ -50,7 +50,21 @@ def with_files_read(d: DataArgs) -> DataArgs:
             raise DataError(f"--data-args-path {d.data_args_path}: is empty; write what --data-path takes into it")
         return replace(d, data_path=words)
     if d.per_split_data_args_path is not None:
-        train, valid, test = _read_splits(d.per_split_data_args_path)
+        flag = f"--per-split-data-args-path {d.per_split_data_args_path}"
+        try:
+            splits = json.loads(_read("--per-split-data-args-path", d.per_split_data_args_path))
+        except (ValueError, RecursionError):
+            splits = None
+        if not isinstance(splits, dict) or set(splits) - {"train", "valid", "test"}:
+            raise DataError(
+                f'{flag}: not JSON of the form {{"train": [...], "valid": [...], "test": [...]}}; write it so, or give '
+                "--train-data-path and its kin"
+            )
+        given = {name: words for name, words in splits.items() if words is not None}
+        for name, words in given.items():
+            if not (isinstance(words, list) and all(isinstance(word, (str, int, float)) for word in words)):
+                raise DataError(f'{flag}: "{name}" is no list of words; write what --{name}-data-path takes')
+        train, valid, test = (tuple(map(str, given.get(name, ()))) for name in ("train", "valid", "test"))
         return replace(d, train_data_path=train, valid_data_path=valid, test_data_path=test)
     return d
 
@@ -62,24 +76,6 @@ def _read(flag: str, path: str) -> str:
         raise DataError(f"{flag} {path}: cannot be read ({error.strerror}); check the path") from None
     except UnicodeDecodeError:
         raise DataError(f"{flag} {path}: not UTF-8; give a text file") from None
-
-
-def _read_splits(path: str) -> tuple[tuple[str, ...], ...]:
-    flag, names = "--per-split-data-args-path", ("train", "valid", "test")
-    try:
-        splits = json.loads(_read(flag, path))
-    except (ValueError, RecursionError):
-        splits = None
-    if not isinstance(splits, dict) or set(splits) - set(names):
-        raise DataError(
-            f'{flag} {path}: not JSON of the form {{"train": [...], "valid": [...], "test": [...]}}; write '
-            "it so, or give --train-data-path and its kin"
-        )
-    for name in names:
-        words = splits.get(name)
-        if words is not None and not (isinstance(words, list) and all(isinstance(w, (str, int, float)) for w in words)):
-            raise DataError(f'{flag} {path}: "{name}" is no list of words; write what --{name}-data-path takes')
-    return tuple(tuple(str(word) for word in splits.get(name) or ()) for name in names)
 
 
 def split_shares(split: str) -> list[float]:

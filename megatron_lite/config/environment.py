@@ -1,7 +1,7 @@
 """What in the environment of a run can cost its user something: variables, limits of the machine, missing tools."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 
 from megatron_lite.config.data_paths import BATCHES_AHEAD, parse_blend, with_files_read
@@ -24,9 +24,7 @@ from megatron_lite.variables import (
 # --- PYTORCH_ALLOC_CONF: options of torch's allocator for GPU memory
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first one that is set counts
-NATIVE_BACKEND, ASYNC_BACKEND = "native", "cudaMallocAsync"
-SPLITTING = ("max_split_size_mb", "max_non_split_rounding_mb")
-MIN_SPLITTING_MIB = 20
+ASYNC_BACKEND = "cudaMallocAsync"
 ON_OR_OFF = (
     "expandable_segments", "pinned_use_background_threads", "pinned_use_cuda_host_register",
     "release_lock_on_cudamalloc", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
@@ -35,23 +33,25 @@ UNCHECKED = (
     "roundup_power2_divisions", "pinned_num_register_threads", "pinned_reserve_segment_size_mb", "large_segment_size_mb",
     "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb", "per_process_memory_fraction",
 )  # fmt: skip
-KNOWN_OPTIONS = (*ON_OR_OFF, *SPLITTING, "backend", "garbage_collection_threshold", *UNCHECKED)
-
-
-def judge_option(option: str, value: str) -> str | None:
-    """What to write instead, where torch does not take the value of an option of its allocator."""
-    if option in ON_OR_OFF:
-        return None if value in ("True", "False") else "write True or False, with a capital"
-    if option in SPLITTING:
-        large_enough = value.isdigit() and int(value) >= MIN_SPLITTING_MIB
-        return None if large_enough else f"give a whole number of at least {MIN_SPLITTING_MIB}"
-    if option == "backend":
-        known = value in (NATIVE_BACKEND, ASYNC_BACKEND)
-        return None if known else f"there are {NATIVE_BACKEND} and {ASYNC_BACKEND}"
-    if option == "garbage_collection_threshold":
-        is_share = is_number(value) and 0 < float(value) < 1
-        return None if is_share else "give a part of the memory between 0 and 1, such as 0.8"
-    return None
+# Option: (whether torch takes a value, what to write instead).
+JUDGED: dict[str, tuple[Callable[[str], bool], str]] = {
+    **dict.fromkeys(ON_OR_OFF, (lambda value: value in ("True", "False"), "write True or False, with a capital")),
+    **dict.fromkeys(
+        ("max_split_size_mb", "max_non_split_rounding_mb"),
+        (lambda value: value.isdigit() and int(value) >= 20, "give a whole number of at least 20"),
+    ),
+    "backend": (lambda value: value in ("native", ASYNC_BACKEND), f"there are native and {ASYNC_BACKEND}"),
+    "garbage_collection_threshold": (
+        lambda value: is_number(value) and 0 < float(value) < 1, "give a part of the memory between 0 and 1, such as 0.8"
+    ),
+}  # fmt: skip
+KNOWN_OPTIONS = (*JUDGED, *UNCHECKED)
+IGNORED_BY_ASYNC = (
+    "expandable_segments",
+    "garbage_collection_threshold",
+    "max_non_split_rounding_mb",
+    "max_split_size_mb",
+)
 
 
 def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
@@ -75,14 +75,14 @@ def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
             near = get_close_matches(option, KNOWN_OPTIONS, 1)
             hint = f"did you mean {near[0]}?" if near else "check its name."
             yield f"{setting}: torch may refuse this option; {hint}"
-        elif remedy := judge_option(option, value):
-            yield f"{setting}: is refused by torch; {remedy}."
+        elif option in JUDGED and not JUDGED[option][0](value):
+            yield f"{setting}: is refused by torch; {JUDGED[option][1]}."
     if settings.get("expandable_segments") == "True" and "max_split_size_mb" in settings:
         yield (
             f"{name}: max_split_size_mb:{settings['max_split_size_mb']} does nothing with expandable_segments:True, whose "
             "blocks are always split; drop it."
         )
-    native = sorted({"expandable_segments", "garbage_collection_threshold", *SPLITTING} & set(settings))
+    native = [option for option in IGNORED_BY_ASYNC if option in settings]
     if settings.get("backend") == ASYNC_BACKEND and native:
         yield f"{name}: backend:{ASYNC_BACKEND} ignores {', '.join(native)}; drop one or the other."
 

@@ -1,6 +1,7 @@
 """What this machine lends to a process: cores, memory, shared memory, open files."""
 
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -39,7 +40,7 @@ def read_machine() -> Machine:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         memory = None
-    quota, limit = _limits(CONTROL_GROUPS, _own_groups(MEMBERSHIP))
+    quota, limit = read_limits(CONTROL_GROUPS, MEMBERSHIP)
     return Machine(
         cores=max(1, min(visible, round(quota))) if quota else visible,
         visible_cores=visible,
@@ -79,35 +80,22 @@ def missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
     )
 
 
-def _own_groups(membership: Path) -> list[str]:
-    """Folders of this process's group below the root of version 2 and those that enclose it, the root last."""
-    lines = (_text(membership) or "").splitlines()
-    path = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    return ["/".join(parts[:number]) for number in range(len(parts), -1, -1)]
+def read_limits(root: Path, membership: Path) -> tuple[float | None, int | None]:
+    """(cores, bytes) that control groups grant, the least of this process's group and all around it; None for no limit."""
+    of_version_2 = re.search(r"^0::(.*)$", _read(membership), re.MULTILINE)
+    parts = [part for part in (of_version_2[1] if of_version_2 else "").split("/") if part not in ("", "..")]
+    groups = [root / "/".join(parts[:number]) for number in range(len(parts) + 1)]
+    quotas = [_read(group / "cpu.max") for group in groups]  # '200000 100000', 'max 100000'
+    quotas.append(f"{_read(root / 'cpu/cpu.cfs_quota_us')} {_read(root / 'cpu/cpu.cfs_period_us')}")
+    pairs = [[int(word) for word in quota.split() if word.isdigit()] for quota in quotas]
+    memory = [_read(group / "memory.max") for group in groups] + [_read(root / "memory/memory.limit_in_bytes")]
+    granted = [int(limit) for limit in memory if limit.strip().isdigit()]
+    cores = (pair[0] / pair[1] for pair in pairs if len(pair) == 2 and all(pair))
+    return min(cores, default=None), min((limit for limit in granted if 0 < limit < UNLIMITED), default=None)
 
 
-def _limits(root: Path, groups: list[str]) -> tuple[float | None, int | None]:
-    """(cores, bytes) that control groups grant, the least of a group and all around it; None for no limit."""
-    cores = [_quotient(_text(root / group / "cpu.max")) for group in groups]
-    cores.append(_quotient(f"{_text(root / 'cpu/cpu.cfs_quota_us')} {_text(root / 'cpu/cpu.cfs_period_us')}"))
-    memory = [_number(_text(root / group / "memory.max")) for group in groups]
-    memory.append(_number(_text(root / "memory/memory.limit_in_bytes")))
-    return min(filter(None, cores), default=None), min((m for m in memory if m and m < UNLIMITED), default=None)
-
-
-def _quotient(text: str | None) -> float | None:
-    """'200000 100000' -> 2.0; None for 'max 100000', '-1 100000' and what is no pair of numbers."""
-    numbers = [number for word in (text or "").split() if (number := _number(word))]
-    return numbers[0] / numbers[1] if len(numbers) == 2 else None
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.strip().isdigit() else None
-
-
-def _text(path: Path) -> str | None:
+def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
-        return None
+        return ""

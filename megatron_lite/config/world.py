@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 INJECTIONS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD")
+NSYS_LIBRARIES = ("nsight-systems", "libToolsInjection")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class World:
 
 def read_world(gpus: int, threads: int, environment: Mapping[str, str] = os.environ) -> World:
     """The launcher's variables (torchrun's names); `gpus` and `threads` are what torch counts here."""
+    # `nsys profile` and `nsys launch` name their session, and bring their library into the process by a variable of CUDA, of
+    # NVTX, or of the loader; a launcher between nsys and us may have dropped some of these
+    libraries = " ".join(environment.get(name, "") for name in INJECTIONS)
     return World(
         rank=int(environment.get("RANK", 0)),
         size=int(environment.get("WORLD_SIZE", 1)),
@@ -47,14 +51,5 @@ def read_world(gpus: int, threads: int, environment: Mapping[str, str] = os.envi
         local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
         gpus=gpus,
         threads=threads,
-        under_nsys=_is_under_nsys(environment),
+        under_nsys="NSYS_PROFILING_SESSION_ID" in environment or any(name in libraries for name in NSYS_LIBRARIES),
     )
-
-
-def _is_under_nsys(environment: Mapping[str, str]) -> bool:
-    """`nsys profile` and `nsys launch` name their session, and bring their library into the process by a variable of
-    CUDA, of NVTX, or of the loader; a launcher between nsys and us may have dropped some of these."""
-    if "NSYS_PROFILING_SESSION_ID" in environment:
-        return True
-    libraries = " ".join(environment.get(name, "") for name in INJECTIONS)
-    return "nsight-systems" in libraries or "libToolsInjection" in libraries

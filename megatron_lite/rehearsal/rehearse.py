@@ -29,7 +29,6 @@ from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_summary import describe_place, operation, site
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
-from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.instruments.snapshot_format import write_snapshot as write_file
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.model.gelu import gelu_tanh, room_for
@@ -39,7 +38,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import data_parallel
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.layers import recompute_layers
-from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
+from megatron_lite.rehearsal.kernels import InPlaceGradients, RehearsalTracker, kernels_of
 from megatron_lite.train.choose_kernels import DTYPES, choose_eager_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.units import MIB
@@ -208,7 +207,7 @@ def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: in
     parts. Both must take "cpu" for the device. workspace: bytes of each cuBLAS workspace, on cuda.
     """
     place = Place()
-    tracker, hooks = StorageTracker(place, MAX_EVENTS), ModuleHooks(place, in_backward=False)
+    tracker, hooks = RehearsalTracker(place, MAX_EVENTS), ModuleHooks(place, in_backward=False)
     # operations that torch has no rule for fail; it would run them on real memory of the same size
     without_data = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     with kernels_of(device), without_data, InPlaceGradients(device):
