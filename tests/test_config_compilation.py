@@ -25,12 +25,7 @@ CHOICES = [
     ("", GPU, "layers", "automatic on a GPU; --torch-compile none trains without"),
     ("", NO_GCC, "none", "there is no C compiler (gcc or clang) on the PATH; install one; layers would be faster"),
     ("--torch-compile-backend aot_eager", NO_GCC, "layers", "automatic on a GPU"),
-    (
-        "--deterministic-mode",
-        GPU,
-        "none",
-        "--deterministic-mode is given, and compiled kernels may be picked by timing",
-    ),
+    ("--deterministic-mode", GPU, "none", "--deterministic-mode is given, and compiled kernels may be picked"),
     ("--torch-compile none", GPU, "none", ""),
     ("--torch-compile-backend aot_eager --torch-compile", GPU, "layers", ""),
     ("--torch-compile layers", CPU, "layers", ""),
@@ -66,11 +61,8 @@ def test_what_may_be_typed_and_what_is_told(tmp_path):
 def test_what_a_gpu_lacks(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     assert missing_compiler(True, {}) == "Triton is not installed, which compiles kernels for GPUs; pip install triton"
-    said = (
-        "--torch-compile: Triton is not installed, which compiles kernels for GPUs; pip install triton, or take "
-        "--torch-compile none."
-    )
-    assert mistakes("--torch-compile", GPU) == [said]
+    [told] = mistakes("--torch-compile", GPU)
+    assert told == f"--torch-compile: {missing_compiler(True, {})}, or take --torch-compile none."
     assert mistakes("", GPU) == []
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr(machine.shutil, "which", {"clang": "/bin/clang"}.get)

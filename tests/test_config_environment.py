@@ -79,15 +79,19 @@ def test_what_costs_nothing_there_is_not_said(world, environ):
     assert said(WORLDS[world], **dict(setting.split("=", 1) for setting in environ.split(" ; "))) == []
 
 
-def test_a_container_with_the_time_of_two_cores_is_not_given_the_threads_of_all_that_it_sees():
-    told = said(ON_CPU, machine=replace(MACHINE, cores=2), OMP_NUM_THREADS="")
-    assert told == [
+def test_threads_are_judged_by_the_cores_that_are_granted():
+    two = replace(MACHINE, cores=2)  # of more that are seen
+    assert said(ON_CPU, machine=two, OMP_NUM_THREADS="") == [
         "OMP_NUM_THREADS is not set: 1 rank x 16 threads wait for each other on 2 cores; set OMP_NUM_THREADS=2."
     ]
-
-
-def test_as_few_threads_as_there_can_be_are_not_too_many():
-    assert said(World(size=4, local_size=4), machine=replace(MACHINE, cores=2), OMP_NUM_THREADS="1") == []
+    assert said(World(size=4, local_size=4), machine=two, OMP_NUM_THREADS="1") == [], "as few as there can be"
+    # the limits of another machine are not judged
+    assert said(GPUS, "--num-workers 8 --micro-batch-size 4096 --global-batch-size 8192", None) == []
+    assert said(TWO_ON_CPU, "", None, OMP_NUM_THREADS="64") == []
+    this = read_machine()
+    assert 1 <= this.cores <= this.visible_cores
+    assert this.memory_bytes is None or this.memory_bytes > 2**28
+    assert said(ON_CPU, machine=this, OMP_NUM_THREADS=str(this.cores)) == []
 
 
 def test_a_profile_for_a_tool_that_does_not_watch():
@@ -123,18 +127,6 @@ def test_a_limit_of_the_machine_that_the_run_exceeds(changes, machine, line, tmp
     assert len(told) == 1 and told[0].startswith(line), told
 
 
-def test_the_limits_of_another_machine_are_not_judged():
-    assert said(GPUS, "--num-workers 8 --micro-batch-size 4096 --global-batch-size 8192", None) == []
-    assert said(TWO_ON_CPU, "", None, OMP_NUM_THREADS="64") == []
-
-
-def test_this_machine_is_read():
-    machine = read_machine()
-    assert 1 <= machine.cores <= machine.visible_cores
-    assert machine.memory_bytes is None or machine.memory_bytes > 2**28
-    assert said(ON_CPU, machine=machine, OMP_NUM_THREADS=str(machine.cores)) == []
-
-
 V1 = {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000", "memory/memory.limit_in_bytes": "8192"}
 
 
@@ -161,10 +153,7 @@ def test_what_control_groups_grant(files, limits, tmp_path):
 
 
 def test_every_variable_that_is_judged_is_written_into_the_record():
-    judged = {match for line in _all_lines() for match in re.findall(r"\b[A-Z][A-Z0-9_]{5,}(?==| is not set|:)", line)}
-    assert judged and judged <= set(TELLING_VARIABLES)
-
-
-def _all_lines() -> list[str]:
     loud = {name: "1" for name in TELLING_VARIABLES}
-    return said(NODES, "", replace(MACHINE, shm_bytes=0), **loud) + said(TWO_ON_CPU, "", **loud)
+    lines = said(NODES, "", replace(MACHINE, shm_bytes=0), **loud) + said(TWO_ON_CPU, "", **loud)
+    judged = {match for line in lines for match in re.findall(r"\b[A-Z][A-Z0-9_]{5,}(?==| is not set|:)", line)}
+    assert judged and judged <= set(TELLING_VARIABLES)

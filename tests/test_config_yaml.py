@@ -164,30 +164,17 @@ def test_files_that_cannot_be_read(tmp_path, make, reason):
     assert caught.value.lines == [told, "--sede is not a flag; did you mean --seed?"]  # and nothing is called missing
 
 
-SWITCHED_OFF = read_table("""
-bias_swiglu_fusion | --no-bias-swiglu-fusion
-masked_softmax_fusion | --no-masked-softmax-fusion
-gradient_accumulation_fusion | --no-gradient-accumulation-fusion
-bias_dropout_fusion | --no-bias-dropout-fusion
-apply_rope_fusion | --no-rope-fusion
-manual_gc_eval | --no-manual-gc-eval
-persist_layer_norm | --no-persist-layer-norm
-fp8_wgrad | --no-fp8-wgrad
-tp_comm_split_ag | --disable-tp-comm-split-ag
-async_tensor_model_parallel_allreduce | --no-async-tensor-model-parallel-allreduce
-clone_scatter_output_in_embedding | --no-clone-scatter-output-in-embedding
-perform_initialization | --no-initialization
-bert_binary_head | --bert-no-binary-head
-scatter_gather_tensors_in_pipeline | --no-scatter-gather-tensors-in-pipeline
-overlap_p2p_comm | --no-overlap-p2p-communication
-barrier_with_L1_time | --no-barrier-with-level-1-timing
-mmap_bin_files | --no-mmap-bin-files
-use_mamba_mem_eff_path | --disable-mamba-mem-eff-path
-""")
+SWITCHED_OFF = {
+    **{key: f"--no-{key.replace('_', '-')}" for key in ["bias_swiglu_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion", "bias_dropout_fusion", "manual_gc_eval", "persist_layer_norm", "fp8_wgrad", "async_tensor_model_parallel_allreduce", "clone_scatter_output_in_embedding", "scatter_gather_tensors_in_pipeline", "mmap_bin_files"]},
+    "apply_rope_fusion": "--no-rope-fusion", "tp_comm_split_ag": "--disable-tp-comm-split-ag",
+    "perform_initialization": "--no-initialization", "bert_binary_head": "--bert-no-binary-head",
+    "overlap_p2p_comm": "--no-overlap-p2p-communication", "barrier_with_L1_time":
+    "--no-barrier-with-level-1-timing", "use_mamba_mem_eff_path": "--disable-mamba-mem-eff-path",
+}  # fmt: skip
 
 
 def test_what_a_flag_switches_off_is_a_switch_in_a_file(file):
-    for key, flag in SWITCHED_OFF:
+    for key, flag in SWITCHED_OFF.items():
         line = read_command_line(["--yaml-cfg", file(f"{key}: True")])
         assert (line.mistakes, line.notes, line.values) == ([], [], {})
         line = read_command_line(["--yaml-cfg", file(f"{key}: False")])

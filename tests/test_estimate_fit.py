@@ -70,16 +70,16 @@ def test_what_if_shows_the_usual_changes():
     assert "--recompute-granularity selective" in [one.words for one in stored]
 
 
-def test_what_the_trainer_would_refuse_is_not_offered():
+def test_what_the_trainer_would_refuse_is_not_offered_and_the_batch_stays():
     assert "--micro-batch-size 8" not in [one.words for one in what_if(plan("--global-batch-size 4"))]
     assert variant_of(plan(), None, micro_batch_size=3) is None
     assert variant_of(plan("--attention-backend flash --bf16"), None, fp16=False, bf16=False) is None
-
-
-def test_the_batch_stays_when_it_was_not_given():
+    # also where it was not given
     words = argv(f"{MEDIUM} !--global-batch-size".replace("--global-batch-size 16", ""))
     one = variant_of(plan_of(words), None, micro_batch_size=2)
     assert one.plan.batch.final == 4 and set(one.add) == {"--global-batch-size 4", "--micro-batch-size 2"}
+    four = World(size=4, local_size=4, gpus=4)  # ranks share it
+    assert fit(plan("--fp16", four), processor_of(1000.0)).found.plan.args.training.micro_batch_size == 4
 
 
 @pytest.mark.parametrize("changes", ["--fp16", "--bf16", "", "--bf16 --attention-backend unfused"])
@@ -104,11 +104,6 @@ def test_the_largest_micro_batch_that_divides_the_batch():
     assert found.plan.args.model.recompute_granularity is None
 
 
-def test_ranks_share_the_batch():
-    four = World(size=4, local_size=4, gpus=4)
-    assert fit(plan("--fp16", four), processor_of(1000.0)).found.plan.args.training.micro_batch_size == 4
-
-
 def test_recomputation_is_as_little_as_possible():
     """A layer less would not fit."""
     changes = "--fp16 --seq-length 16384 --max-position-embeddings 16384"
@@ -118,11 +113,8 @@ def test_recomputation_is_as_little_as_possible():
     assert 1 < model.recompute_num_layers < 24
     fewer = variant_of(found.plan, None, recompute_num_layers=model.recompute_num_layers - 1)
     assert fewer.peak_bytes > 14.0 * GIB * 0.92
-
-
-def test_recomputation_that_is_not_needed_is_dropped():
-    changes = "--fp16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    found = fit(plan(changes), H200)
+    unneeded = "--fp16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    found = fit(plan(unneeded), H200)
     assert found.fits and "--recompute-granularity" in found.found.drop
     assert all(getattr(found.found.plan.args.model, name) is None for name in NO_RECOMPUTE)
 
@@ -148,7 +140,6 @@ def test_where_the_model_is_too_large_no_other_model_is_proposed(changes, gib):
     found = fit(plan(changes), processor_of(gib))
     assert (found.found, found.way_out) == (None, None) and found.least.peak_bytes > found.budget_bytes
 
-
-def test_a_gpu_without_bf16_is_offered_fp16():
+    # a GPU without bf16 is offered fp16
     found = fit(plan(LONG), processor_of(14.0, processor_called("V100")))
     assert "--fp16" in found.way_out.add

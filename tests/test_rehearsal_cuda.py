@@ -90,18 +90,23 @@ def test_cublas_takes_two_workspaces():
     assert older.categories["workspace"] >= 2 * 8_519_680
 
 
+def make_step(weight: nn.Parameter, compute):
+    """A training step whose loss is the sum of what is computed from the weight."""
+
+    def step(phase):
+        weight.grad = None
+        with phase(Phase.FORWARD):
+            loss = compute(weight).sum()
+        with phase(Phase.BACKWARD):
+            loss.backward()
+
+    return step
+
+
 def test_any_model_and_step_can_be_walked():
     def prepare():
         layer = nn.Linear(100, 1000, bias=False)
-
-        def step(phase):
-            layer.weight.grad = None
-            with phase(Phase.FORWARD):
-                loss = layer(torch.empty(10, 100)).exp().sum()
-            with phase(Phase.BACKWARD):
-                loss.backward()
-
-        return step
+        return make_step(layer.weight, lambda _: layer(torch.empty(10, 100)).exp())
 
     found = peak(walk(prepare, 3, "cpu"))
     # the weight and its gradient, input, gradient of the product, loss and its own gradient; the result of exp is gone
@@ -115,41 +120,20 @@ def test_any_model_and_step_can_be_walked():
 )
 def test_gradients_of_what_was_chosen_are_scattered_in_place(choose):
     """As of tensors with data; autograd takes another way for those without, which holds one tensor more."""
-
-    def prepare():
-        weight = nn.Parameter(torch.empty(1000, 100))
-
-        def step(phase):
-            weight.grad = None
-            with phase(Phase.FORWARD):
-                loss = choose(weight).sum()
-            with phase(Phase.BACKWARD):
-                loss.backward()
-
-        return step
-
-    size = peak(walk(prepare, 2, "cpu")).size
+    size = peak(walk(lambda: make_step(nn.Parameter(torch.empty(1000, 100)), choose), 2, "cpu")).size
     assert 2 * 400_000 <= size < 2 * 400_000 + 30_000  # the weight and its gradient; results and indices
 
 
 def test_gradients_of_two_paths_are_added_in_place():
     """As a GPU's own record has it (339 of 387 sums of a 24-layer model in fp32), where nobody else holds the first one."""
 
-    def prepare():
-        weight = nn.Parameter(torch.empty(1000, 100))
-
-        def step(phase):
-            weight.grad = None
-            with phase(Phase.FORWARD):
-                y = weight * 2
-                loss = (torch.sin(y) * torch.exp(y)).sum()
-            with phase(Phase.BACKWARD):
-                loss.backward()
-
-        return step
+    def follow_two_paths(weight: nn.Parameter):
+        y = weight * 2
+        return torch.sin(y) * torch.exp(y)
 
     def count_sums(device: str) -> int:
-        events = walk(prepare, 1, device)["device_traces"][0]
+        step = lambda: make_step(nn.Parameter(torch.empty(1000, 100)), follow_two_paths)
+        events = walk(step, 1, device)["device_traces"][0]
         made = (event for event in events if event["action"] == "alloc" and event["user_metadata"].startswith(BACKWARD))
         return sum(event["frames"][0]["name"] == "aten.add.Tensor" for event in made)
 

@@ -48,10 +48,7 @@ def test_rows_of_the_ledger_add_up_to_the_peak():
     ]  # fmt: skip
     assert not any("6 x 1 GiB" in line for line in lines)
     assert "  activations of the layers = 6 x 1 GiB" in plan_lines(report(), Style(), why=True)
-
-
-def test_parts_that_the_model_lacks_are_left_out():
-    lines = plan_lines(report(), Style())
+    # parts that the model lacks are left out
     assert not any(line.strip().startswith("output") for line in lines)
     assert any(line.split()[:3] == ["MLP", "30", "75%"] for line in lines)
 
@@ -86,16 +83,8 @@ def test_of_peak_is_the_share_of_arithmetic_in_the_bound():
 
 
 def test_the_exact_peak_is_the_verdicts():
-    walked = Exact(
-        10 * GIB,
-        11 * GIB,
-        11 * GIB,
-        "backward",
-        "backward of step 2 in GPT",
-        {"activations": 10 * GIB},
-        ["a note"],
-        3.0,
-    )
+    where, held = "backward of step 2 in GPT", {"activations": 10 * GIB}
+    walked = Exact(10 * GIB, 11 * GIB, 11 * GIB, "backward", where, held, ["a note"], 3.0)
     made = report(processor_called("H200"), exact=walked)
     assert "peak 10.0 of 139.7 GiB (7%), in backward" in verdicts(made)[0]
     table, lines = build_exact_section(made, made.exact).blocks
@@ -104,25 +93,10 @@ def test_the_exact_peak_is_the_verdicts():
     assert lines.texts[-1] == "a note"
 
 
-def test_the_page_names_every_key_of_the_json():
+def test_the_page_names_every_key_of_the_json_and_every_option():
     page = (Path(__file__).parent.parent / "docs/planning.md").read_text(encoding="utf-8")
     found = as_json(report(processor_called("H200")))
-    keys = {
-        *found,
-        *found["gpus"][0],
-        *found["memory"],
-        *found["memory"]["moments"][0],
-        *found["memory"]["moments"][0]["rows"][0],
-    }
-    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
-
-
-def test_the_page_names_every_option():
-    page = (Path(__file__).parent.parent / "docs/planning.md").read_text(encoding="utf-8")
-    options = [
-        name
-        for action in _parser()._actions
-        for name in action.option_strings
-        if name not in ("-h", "--help", "--version")
-    ]
-    assert [name for name in options if f"`{name}" not in page] == []
+    moment = found["memory"]["moments"][0]
+    names = {*found, *found["gpus"][0], *found["memory"], *moment, *moment["rows"][0]}
+    names |= {name for action in _parser()._actions for name in action.option_strings} - {"-h", "--help", "--version"}
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []

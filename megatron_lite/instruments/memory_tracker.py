@@ -33,6 +33,7 @@ FRESH = ("aten::lift_fresh", "aten::resize_")  # their result is an argument, an
 # what records, or calls what records: no part of the stack that is recorded
 RECORDERS = (
     "megatron_lite/instruments/",
+    "megatron_lite/rehearsal/tracker.py",
     "/torch/utils/_python_dispatch.py",
     "/torch/_compile.py",
     "/torch/_dynamo/eval_frame.py",

@@ -15,7 +15,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dens
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.instruments.memory_tracker import RECORDERS, StorageTracker
+from megatron_lite.instruments.memory_tracker import RECORDERS
 from megatron_lite.model.kernel_choice import EFFICIENT_HEAD_BYTES, FLASH_HEAD_STEP, MAX_FLASH_HEAD
 
 HALF = (torch.float16, torch.bfloat16)
@@ -161,7 +161,7 @@ IN_PLACE = {
 ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 # of a tensor that autograd alone holds, seen from a mode: its own, those of two calls of modes and of this function
 MAX_HOLDERS, MAX_STORAGE_HOLDERS = 5, 2
-OF_MODES = (*RECORDERS, "/rehearsal/kernels.py", "/torch/_ops.py")  # frames between autograd and a mode
+OF_MODES = (*RECORDERS, "/torch/_ops.py")  # frames between autograd and a mode
 
 
 class InPlaceGradients(TorchDispatchMode):
@@ -185,16 +185,6 @@ class InPlaceGradients(TorchDispatchMode):
         elif func is ADD and self._adds and _autograd_adds(*args):
             func = ADD_IN_PLACE
         return func(*args, **(kwargs or {}))
-
-
-class RehearsalTracker(StorageTracker):
-    """A recorder that answers by itself on which device a tensor without data is: three of four of autograd's questions,
-    which would go through all modes."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _autograd_adds(first: Tensor, second) -> bool:

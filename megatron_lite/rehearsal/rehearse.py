@@ -38,7 +38,8 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import data_parallel
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.layers import recompute_layers
-from megatron_lite.rehearsal.kernels import InPlaceGradients, RehearsalTracker, kernels_of
+from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
+from megatron_lite.rehearsal.tracker import RehearsalTracker
 from megatron_lite.train.choose_kernels import DTYPES, choose_eager_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.units import MIB
