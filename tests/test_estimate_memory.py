@@ -122,7 +122,7 @@ def test_rows_say_what_they_are_made_of(device):
         (SEED + "--global-batch-size 8", SEED),
         (MEDIUM, MEDIUM + "--bf16"),
         (MEDIUM, MEDIUM + "--optimizer sgd"),
-        (MEDIUM + "--swiglu", MEDIUM + "--num-layers 5"),
+        (MEDIUM + "--swiglu", MEDIUM + "--num-layers 3"),
     ],
 )
 def test_what_takes_more(more, less):
