@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_lite.errors import first_line
+from megatron_lite.errors import describe_memory_error, first_line, is_memory_error
 from megatron_lite.terminal import describe_version, end_quietly_without_reader, print_lines
 
 ROOT = Path(__file__).parent
@@ -29,17 +29,21 @@ def train(flags: list[str]) -> int:
     """Import torch, which takes seconds, and train."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; keeps the profiler's noise away
     os.environ.setdefault("TEARDOWN_CUPTI", "1")  # else the GPU stays slowed down after a profiled window
+    package = "torch"
     try:
         from torch.distributed.elastic.multiprocessing.errors import record
-    except (ImportError, OSError, MemoryError) as error:  # not installed, or more than a memory limit allows
-        print_lines(
-            [f"error: torch cannot be imported ({first_line(error)}); pip install -e . in {ROOT} installs it."],
-            sys.stderr,
-        )
+
+        package = "what training needs"
+        from megatron_lite.app import main as run
+    except Exception as error:
+        if is_memory_error(error):
+            line = describe_memory_error()
+        elif isinstance(error, (ImportError, OSError)):  # not installed, or more than a memory limit allows
+            line = f"{package} cannot be imported ({first_line(error)}); pip install -e . in {ROOT} installs it."
+        else:
+            raise
+        print_lines([f"error: {line}"], sys.stderr)
         return 1
-
-    from megatron_lite.app import main as run
-
     return record(run)(flags)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from waiting import LIMIT_S
 
+from megatron_lite.config.args import DataArgs
 from megatron_lite.data.blend_order import BlendedDataset
 from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
 from megatron_lite.data.gpt_dataset import GPTDataset, MockDataset
@@ -26,9 +27,8 @@ def corpora(tmp_path):
     return prefixes
 
 
-def build(**changes):
-    spec = {"sizes": (30, 5, 5), "seq_length": 8, "seed": 1, "vocab_size": 10, "split": "8,1,1"}
-    return build_datasets(DataSpec(**{**spec, **changes}))
+def build(sizes=(30, 5, 5), vocab_size=10, split="8,1,1", **paths):
+    return build_datasets(DataSpec(DataArgs(split=split, **paths), sizes, 8, 1, vocab_size))
 
 
 def origins(dataset):
@@ -75,7 +75,7 @@ def test_own_paths_for_each_split(corpora):
 
 
 def test_mock_data_needs_no_files():
-    built = build(mock=True, sizes=(3, 2, 0))
+    built = build(mock_data=True, sizes=(3, 2, 0))
     assert isinstance(built.train, MockDataset) and (len(built.train), len(built.valid)) == (3, 2)
     assert built.test is None
     assert not np.array_equal(built.train[0], built.valid[0])

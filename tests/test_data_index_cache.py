@@ -37,13 +37,16 @@ def indexed(tmp_path):
 
 
 @pytest.fixture
-def heard():
-    return []
+def heard(monkeypatch):
+    """What is logged."""
+    lines = []
+    monkeypatch.setattr(index_cache.logger, "info", lines.append)
+    return lines
 
 
 @pytest.fixture
 def cache(tmp_path, heard):
-    return IndexCache(str(tmp_path / "kept"), heard.append)
+    return IndexCache(str(tmp_path / "kept"))
 
 
 def dataset(indexed, cache=None, num_samples=50, split="train"):
@@ -142,7 +145,7 @@ def test_name_knows_format_kind_and_split_and_not_the_tokens(indexed, cache, mon
 
 def test_small_indices_leave_no_file_beside_the_data_and_large_ones_do(indexed, monkeypatch, tmp_path, heard):
     before = content(tmp_path)
-    cache = IndexCache(None, heard.append)
+    cache = IndexCache(None)
     dataset(indexed, cache)
     assert content(tmp_path) == before
     monkeypatch.setattr(index_cache, "LARGE", 20)
@@ -176,7 +179,7 @@ def test_full_disk_leaves_nothing_behind(indexed, cache, tmp_path, heard, monkey
         with pytest.raises(DataError, match=r"^--data-cache-path \S+: cannot be written \(File too large\); .*$"):
             dataset(indexed, cache)
         monkeypatch.setattr(index_cache, "LARGE", 20)
-        assert_same(dataset(indexed, IndexCache(None, heard.append)), dataset(indexed))
+        assert_same(dataset(indexed, IndexCache(None)), dataset(indexed))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert len(heard) == 1 and content(tmp_path / "kept") == {}
@@ -276,7 +279,7 @@ def test_no_flipped_bit_gets_through(indexed, cache, tmp_path):
 
 
 def test_of_a_huge_entry_blocks_all_over_are_checked_and_reading_meets_most_of_the_rest(
-    indexed, cache, tmp_path, monkeypatch
+    indexed, cache, tmp_path, monkeypatch, heard
 ):
     """What no one can meet then is a flip that turns an index into another one that is as good."""
     monkeypatch.setattr(index_cache, "BLOCK_BYTES", 16)
@@ -287,8 +290,8 @@ def test_of_a_huge_entry_blocks_all_over_are_checked_and_reading_meets_most_of_t
         sound = files[name].read_bytes()
         for place in range(128, len(sound), 5):
             rewrite(files[name], flipped(sound, place))
-            heard = []
-            damaged = dataset(indexed, IndexCache(str(folder), heard.append))
+            heard.clear()
+            damaged = dataset(indexed, IndexCache(str(folder)))
             try:
                 assert heard or all(damaged[i].min() >= 0 for i in range(len(damaged)))
                 met["at the start" if heard else "another order"] += 1

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_lite.config.args import DataArgs
 from megatron_lite.data.blend_order import BlendedDataset
 from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
 from megatron_lite.data.gpt_dataset import GPTDataset, sample_recipe
@@ -211,9 +212,7 @@ def test_own_data_for_each_split(megatron, corpora):
 
 def assert_build_alike(megatron, our_paths, their_paths):
     sizes, seq_length, seed = (70, 12, 9), 16, 1234
-    ours = build_datasets(
-        DataSpec(sizes=sizes, seq_length=seq_length, seed=seed, vocab_size=VOCAB, split="80,15,5", **our_paths)
-    )
+    ours = build_datasets(DataSpec(DataArgs(split="80,15,5", **our_paths), sizes, seq_length, seed, VOCAB))
     builder = megatron.builder.BlendedMegatronDatasetBuilder(
         megatron.gpt.GPTDataset, sizes, lambda: True, config(megatron, seq_length, seed, **their_paths)
     )

@@ -123,6 +123,14 @@ def test_without_torch_the_trainer_says_so(tmp_path):
     )
 
 
+def test_memory_that_runs_out_while_packages_are_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "raise SystemError('returned a result with an exception set') from MemoryError()"
+    )
+    done = start(str(TRAINER), *SMALL, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1 and done.stderr.startswith("error: memory ran out") and done.stderr.count("\n") == 1
+
+
 def raised_by(error: Exception, cause: Exception | None) -> Exception:
     try:
         raise error from cause

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -267,14 +268,8 @@ class MegatronsEvaluations:
         self.next = 0 if t.skip_train else consumed_valid_samples
         self.per_evaluation = w.eval_iters * batch
         eval_iters = w.eval_iters if t.skip_train else (t.train_iters // w.eval_interval + 1) * w.eval_iters
-        spec = DataSpec(
-            sizes=(0, eval_iters * batch, 0),
-            seq_length=16,
-            seed=t.seed,
-            vocab_size=VOCABULARY + 1,
-            split="100,100,0",
-            data_path=self.plan.args.data.data_path,
-        )
+        data = replace(self.plan.args.data, split="100,100,0")
+        spec = DataSpec(data, (0, eval_iters * batch, 0), 16, t.seed, VOCABULARY + 1)
         self.samples = build_datasets(spec).valid
 
     def loss(self, saved: dict) -> float:

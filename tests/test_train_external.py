@@ -96,7 +96,7 @@ def first_tokens(stream, number: int) -> list[list[int]]:
 
 def test_streams_begin_where_earlier_ones_ended(file):
     feed = DataStreams(plan_of(argv(file, "numbers", "--eval-iters 2 --eval-interval 3 --micro-batch-size 2 --seed 5")))
-    assert feed.has_validation and feed.has_test
+    assert feed.has("valid") and feed.has("test")
     assert first_tokens(feed.training(Progress(4, 16)), 2) == [[16, 17], [18, 19]]
     assert first_tokens(feed.validation(Progress(0, 0)), 2) == [[0, 1], [2, 3]]
     # two evaluations of 2 global batches of 4 samples lie before iteration 7

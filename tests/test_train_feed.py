@@ -67,7 +67,7 @@ def test_words_of_the_data_flags_may_stand_in_files(tmp_path):
         feeds = [opened([*BASE, *words, "--eval-iters", "1"]) for words in (in_file, on_line)]
         streams = [feed.training(Progress(0, 0)) for feed in feeds]
         assert [next(streams[0]).tolist() for _ in range(20)] == [next(streams[1]).tolist() for _ in range(20)]
-        assert [feed.has_test for feed in feeds] == [on_line is typed] * 2
+        assert [feed.has("test") for feed in feeds] == [on_line is typed] * 2
 
 
 def test_resuming_with_other_flags_may_need_more_than_there_is(tmp_path):

@@ -1,9 +1,9 @@
 """From the data flags to the three data sets."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_lite.config.args import DataArgs
 from megatron_lite.config.data_paths import SPLIT, parse_blend, split_shares
 from megatron_lite.data.blend_order import BlendedDataset, normalized, sizes_for_blend
 from megatron_lite.data.gpt_dataset import GPTDataset, MockDataset, split_bounds
@@ -19,19 +19,13 @@ FILE_SPLITS = ("train", "valid", "test")  # Megatron's names, in those of cached
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What to build. The paths are the words of the flag: one prefix, several, or weight prefix weight prefix ..."""
+    """What to build of `data`, where no files of words are left to read."""
 
+    data: DataArgs
     sizes: tuple[int, int, int]  # samples for training, validation, test; 0: not wanted
     seq_length: int
     seed: int
     vocab_size: int  # the tokenizer's, before padding
-    split: str = SPLIT  # shares of --data-path
-    mock: bool = False
-    data_path: tuple[str, ...] = ()
-    train_data_path: tuple[str, ...] = ()
-    valid_data_path: tuple[str, ...] = ()
-    test_data_path: tuple[str, ...] = ()
-    cache_path: str | None = None  # folder for the indices; None: large ones beside their data
 
 
 class Datasets(NamedTuple):
@@ -42,40 +36,38 @@ class Datasets(NamedTuple):
     test: Dataset | None
 
 
-def build_datasets(spec: DataSpec, say: Callable[[str], None] = lambda text: None) -> Datasets:
-    """Opens the files, checks their token ids, finds or builds the indices; `say` hears of a cache that fails.
-
-    DataError for all that cannot be trained on.
-    """
-    if spec.mock:
+def build_datasets(spec: DataSpec) -> Datasets:
+    """Opens the files, checks their token ids, finds or builds the indices. DataError for all that cannot be trained on."""
+    d = spec.data
+    if d.mock_data:
         # Another seed for each split: with the same one, validation would repeat the training samples.
         mocks = [
             MockDataset(size, spec.seq_length, spec.vocab_size, spec.seed + part)
             for part, size in enumerate(spec.sizes)
         ]
         return Datasets(*(mock if len(mock) else None for mock in mocks))
-    cache, opened = IndexCache(spec.cache_path, say), {}
-    own_paths = (spec.train_data_path, spec.valid_data_path, spec.test_data_path)
+    cache, opened = IndexCache(d.data_cache_path), {}
+    own_paths = (d.train_data_path, d.valid_data_path, d.test_data_path)
     if any(own_paths):
         if spec.sizes[0] and not own_paths[0]:
             raise DataError("--train-data-path: missing beside --valid-data-path or --test-data-path; give it too")
         flags = [f"--{name}-data-path" for name in FILE_SPLITS]
         return Datasets(*(_build_split(spec, part, flags[part], own_paths[part], cache, opened) for part in range(3)))
-    if not spec.data_path:
+    if not d.data_path:
         raise DataError("--data-path: missing; give the prefix of a .bin/.idx pair, or train on --mock-data")
-    return Datasets(*(_build_split(spec, part, "--data-path", spec.data_path, cache, opened) for part in range(3)))
+    return Datasets(*(_build_split(spec, part, "--data-path", d.data_path, cache, opened) for part in range(3)))
 
 
 def _build_split(
     spec: DataSpec, part: int, flag: str, words: tuple[str, ...], cache: IndexCache, opened: dict[str, IndexedDataset]
 ) -> Dataset | None:
     """The data set of one split, of a share of --data-path or of files of its own. opened: each prefix, once for all splits."""
-    size, shared = spec.sizes[part], flag == "--data-path"
+    size, shared, shares_given = spec.sizes[part], flag == "--data-path", spec.data.split or SPLIT
     if not words or not size:
         return None
-    if shared and split_shares(spec.split)[part] == 0:
+    if shared and split_shares(shares_given)[part] == 0:
         if part == 0:
-            raise DataError(f"--split {spec.split}: no share is left for training; for example 969,30,1")
+            raise DataError(f"--split {shares_given}: no share is left for training; for example 969,30,1")
         return None
     prefixes, weights = parse_blend(words, flag)
     is_single = len(prefixes) == 1 and (weights is None or not shared)
@@ -84,14 +76,14 @@ def _build_split(
         if prefix not in opened:
             opened[prefix] = _open(prefix, flag, spec.vocab_size)
         indexed = opened[prefix]
-        mine = split_bounds(spec.split, len(indexed))[part] if shared else range(len(indexed))
+        mine = split_bounds(shares_given, len(indexed))[part] if shared else range(len(indexed))
         if not mine and part and is_single:
             return None  # as in Megatron: too few documents for a small share are no mistake
         sources.append((indexed, mine))
     for indexed, mine in sources:
         if not mine:
             raise DataError(
-                f"--split {spec.split}: the {SPLITS[part]} share of {indexed.prefix} is none of its "
+                f"--split {shares_given}: the {SPLITS[part]} share of {indexed.prefix} is none of its "
                 f"{count(len(indexed))} sequences; give it a larger share, or 0 for none"
             )
     split, given = FILE_SPLITS[part], None

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import mmap
 import os
 import secrets
@@ -27,6 +28,7 @@ LARGE = 10_000_000  # entries of the indices: about a second of building and 100
 MAX_WAIT_S = 1800  # for another process that builds the same entry
 POLL_S = 0.1
 
+logger = logging.getLogger(__name__)
 Arrays = dict[str, np.ndarray]
 
 
@@ -144,12 +146,11 @@ def _check_bytes(name: str, file, facts) -> None:
 class IndexCache:
     """folder: --data-cache-path, where everything is kept; None: large indices are, beside their data.
 
-    `say` gets a line when an entry was damaged, when large indices cannot be kept, and when another process is waited for
-    in vain.
+    Logged are a damaged entry, large indices that cannot be kept, and another process that is waited for in vain.
     """
 
-    def __init__(self, folder: str | None = None, say: Callable[[str], None] = lambda text: None):
-        self._folder, self._say = folder, say
+    def __init__(self, folder: str | None = None):
+        self._folder = folder
 
     def folder_for(self, kind: str, prefix: str | None, num_entries: int) -> str | None:
         """Where indices of so many entries are kept; None: nowhere. prefix: of the data, None for a blend's."""
@@ -174,7 +175,7 @@ class IndexCache:
                 try:
                     arrays = files.open()
                 except Damaged as damage:
-                    self._say(f"  index cache {folder}: {damage}; built again")
+                    logger.info(f"  index cache {folder}: {damage}; built again")
                     unsound = stamp
                 else:
                     if arrays is not None:
@@ -183,7 +184,9 @@ class IndexCache:
             if built is not None:
                 return built
             if time.monotonic() > deadline:
-                self._say(f"  index cache {folder}: another process has been writing it for too long; built in memory")
+                logger.info(
+                    f"  index cache {folder}: another process has been writing it for too long; built in memory"
+                )
                 return build()
             time.sleep(POLL_S)
 
@@ -209,5 +212,5 @@ class IndexCache:
                 "leave the flag out"
             )
         entries = sum(shape[0] for shape, _ in files.entry.shapes.values())
-        self._say(f"  indices of {count(entries)} entries are not kept: {files.folder} cannot be written ({reason})")
+        logger.info(f"  indices of {count(entries)} entries are not kept: {files.folder} cannot be written ({reason})")
         return build() if arrays is None else arrays

@@ -26,13 +26,9 @@ class DataStreams:
         external = plan.args.data.dataloader_type == "external"
         self._streams = ExternalStreams(plan) if external else _DatasetStreams(plan)
 
-    @property
-    def has_validation(self) -> bool:
-        return self._streams.has("valid")
-
-    @property
-    def has_test(self) -> bool:
-        return self._streams.has("test")
+    def has(self, split: str) -> bool:
+        """Whether there is anything to evaluate on: "valid" or "test"."""
+        return self._streams.has(split)
 
     def training(self, progress: Progress) -> Iterator[Tensor]:
         """From the first sample that has not been trained on."""
@@ -68,22 +64,8 @@ class _DatasetStreams:
         training = not plan.args.training.skip_train
         evaluations = training * (plan.train_iters // w.eval_interval) + 1
         sizes = (training * plan.train_samples, evaluations * evaluated, evaluated)
-        self._sets = build_datasets(
-            DataSpec(
-                sizes=sizes,
-                seq_length=plan.shape.seq_length,
-                seed=plan.args.training.seed,
-                vocab_size=plan.vocab_size,
-                split=d.split or SPLIT,
-                mock=d.mock_data,
-                data_path=d.data_path,
-                train_data_path=d.train_data_path,
-                valid_data_path=d.valid_data_path,
-                test_data_path=d.test_data_path,
-                cache_path=d.data_cache_path,
-            ),
-            logger.info,
-        )
+        spec = DataSpec(d, sizes, plan.shape.seq_length, plan.args.training.seed, plan.vocab_size)
+        self._sets = build_datasets(spec)
         for name, size in zip(("train", "valid", "test"), sizes):
             samples = getattr(self._sets, name)
             why = f" (--split {d.split or SPLIT} leaves it no document)" if size and d.data_path else ""

@@ -39,7 +39,17 @@ class ExitConditions:
 
         CheckpointError on every rank after a save in the background failed.
         """
-        agreed = self._agreed() if self._must_agree else STAY
+        agreed = STAY
+        if self._must_agree:
+            over = self._minutes is not None and time.monotonic() - self._started >= 60 * self._minutes
+            wish = SIGNALLED if self._signalled_at is not None else TIME_OVER if over else STAY
+            wish = SAVE_FAILED if self._checkpoints.failed else wish
+            vote = torch.full((), wish, device=self._device)  # a fill does not make the host wait, a copy would
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+            self._votes.push(None, (vote,))
+            # all ranks read the same step's vote: on GPUs one that has arrived, on CPUs there is none to wait for
+            lag = LAG if self._device.type == "cuda" else 0
+            agreed = max((values[0] for _, values in self._votes.pop(lag)), default=STAY)
         if agreed == SAVE_FAILED:
             self._checkpoints.finish()
         if agreed == SIGNALLED:
@@ -57,17 +67,6 @@ class ExitConditions:
         """
         if self._signalled_at is not None:
             signal.signal(getattr(signal, self._signal), signal.SIG_IGN)
-
-    def _agreed(self) -> float:
-        over = self._minutes is not None and time.monotonic() - self._started >= 60 * self._minutes
-        wish = SIGNALLED if self._signalled_at is not None else TIME_OVER if over else STAY
-        wish = SAVE_FAILED if self._checkpoints.failed else wish
-        vote = torch.full((), wish, device=self._device)  # a fill does not make the host wait, a copy would
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-        self._votes.push(None, (vote,))
-        # all ranks read the same step's vote: on GPUs one that has arrived, on CPUs there is none to wait for
-        lag = LAG if self._device.type == "cuda" else 0
-        return max((values[0] for _, values in self._votes.pop(lag)), default=STAY)
 
     def _note(self, number, frame):
         now = time.monotonic()

@@ -167,10 +167,23 @@ class Log:
         self._write_steps(times)  # first: what follows may fail
         if self._speaks:
             self._say_interval(self._interval)
-        if self._timeline.detailed and self._progress.step > 1:  # else no step is over, on no rank
-            self._compare_ranks(times)
+        w, progress = self.plan.args.watch, self._progress
+        if self._timeline.detailed and progress.step > 1:  # else no step is over, on no rank
+            ranks = gather(times, progress.started_at, self.metrics.device, self.plan.world.size)
+            if self._speaks:
+                self._steps_file.write_ranks(ranks)
+                for line in self._anomalies.of(ranks, disturbed=all(one.disturbed for one in times)):
+                    self.say(line)
+                if w.timing_log_level:
+                    self.say(timer_lines(w.timing_log_option, compute_timers(ranks.mean_ms, w.timing_log_level)))
+                if self._tensorboard:
+                    self._tensorboard.ranks(progress.iteration, ranks)
         if self.plan.device == "cuda":
-            self._say_memory()
+            due = progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0)
+            if due and self.plan.world.is_first:
+                logger.info(memory_line(self.plan.world.rank, progress.iteration, self._timeline.memory.stats()))
+            if self._tensorboard and w.log_memory_to_tensorboard:
+                self._tensorboard.memory(progress.iteration, self._timeline.memory.stats())
 
     def _say_interval(self, steps: list[StepFigures]):
         w, shape, seconds = self.plan.args.watch, self.plan.shape, self._time.seconds
@@ -209,24 +222,3 @@ class Log:
                 self._ahead = figures.iteration
         self._steps_file.flush()
         self._written_at = time.monotonic()
-
-    def _compare_ranks(self, times: list[StepTime]):
-        w, world = self.plan.args.watch, self.plan.world
-        figures = gather(times, self._progress.started_at, self.metrics.device, world.size)
-        if not self._speaks:
-            return
-        self._steps_file.write_ranks(figures)
-        for line in self._anomalies.of(figures, disturbed=all(one.disturbed for one in times)):
-            self.say(line)
-        if w.timing_log_level:
-            self.say(timer_lines(w.timing_log_option, compute_timers(figures.mean_ms, w.timing_log_level)))
-        if self._tensorboard:
-            self._tensorboard.ranks(self._progress.iteration, figures)
-
-    def _say_memory(self):
-        w, progress = self.plan.args.watch, self._progress
-        due = progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0)
-        if due and self.plan.world.is_first:
-            logger.info(memory_line(self.plan.world.rank, progress.iteration, self._timeline.memory.stats()))
-        if self._tensorboard and w.log_memory_to_tensorboard:
-            self._tensorboard.memory(progress.iteration, self._timeline.memory.stats())

@@ -56,9 +56,9 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     make = BatchMaker(plan, device, eod)
     log = make_log(StepMetrics(plan, optimizer, device), progress)
     with log, checkpoints:
-        validation = (
-            Evaluation(plan, model, streams.validation(progress), make, log) if streams.has_validation else None
-        )
+        validation = None
+        if streams.has("valid"):
+            validation = Evaluation(plan, model, streams.validation(progress), make, log)
         saving = SaveHook(plan, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
@@ -73,7 +73,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
             exits.over()
         if reason is None and validation is not None:
             validation.report_at_the_end(progress)
-        if reason is None and streams.has_test:
+        if reason is None and streams.has("test"):
             test = Evaluation(plan, model, streams.test(), make, log)
             test.report(progress, f"iteration {progress.iteration} on test set", "test")
     return reason
