@@ -38,15 +38,8 @@ from megatron_lite.estimate.memory_categories import CATEGORIES
 
 PYTHON = sys.executable
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202e&\"'\ud800"
-ROWS = {
-    "compute": 60.0,
-    "exposed_communication": 20.0,
-    "host": 10.0,
-    "sync": 6.0,
-    "data_wait": 1.5,
-    "launch": 1.5,
-    "unexplained": 1.0,
-}
+ROWS = {"compute": 60.0, "exposed_communication": 20.0, "host": 10.0, "sync": 6.0, "data_wait": 1.5}
+ROWS |= {"launch": 1.5, "unexplained": 1.0}
 
 
 def trace(
@@ -80,20 +73,14 @@ def placing() -> Placing:
 
 
 def steps(number: int, ms: float = 100.0, steady: int | None = None) -> tuple[Step, ...]:
-    steady = number if steady is None else steady
-    return tuple(
-        Step(
-            f"ProfilerStep#{at}",
-            at,
-            int(at * ms * 1e6),
-            int((at + 1) * ms * 1e6),
-            int(at * ms * 1e6),
-            int((at + 1) * ms * 1e6),
-            at >= number - steady,
-            "" if at >= number - steady else "first of the window",
+    made = []
+    for at in range(number):
+        times, counts = (
+            (int(at * ms * 1e6), int((at + 1) * ms * 1e6)),
+            at >= number - (number if steady is None else steady),
         )
-        for at in range(number)
-    )
+        made.append(Step(f"ProfilerStep#{at}", at, *times, *times, counts, "" if counts else "first of the window"))
+    return tuple(made)
 
 
 def rank_time(
@@ -147,78 +134,35 @@ def rank_kernels(rank: int | None = 0, name="ampere_bf16_s16816gemm", on_gpu=Tru
     kernels = tuple(
         dataclasses.replace(gemm, short=f"{name}_{at}", ms=40.0 / (at + 1), share=0.6 / (at + 1)) for at in range(12)
     )
-    roofline = tuple(
-        RooflineRow(
-            "aten::addmm",
-            "forward",
-            f"[{8192 >> at}, 1024] x [1024, 4096] bf16",
-            (8192 >> at, 4096, 1024),
-            Role.GEMM,
-            "bf16",
-            24.0,
-            8.0 / (at + 1),
-            1.6e12 / (at + 1),
-            2e9,
-            200.0 + at,
-            250.0,
-            3.0 / (at + 1),
-            "compute",
-            0.375,
+    gemm_row = RooflineRow(
+        "aten::addmm", "forward", "", (), Role.GEMM, "bf16", 24.0, 8.0, 1.6e12, 2e9, 200.0, 250.0, 3.0, "compute", 0.375
+    )
+    roofline = [
+        dataclasses.replace(
+            gemm_row,
+            shape=f"[{8192 >> at}, 1024] x [1024, 4096] bf16",
+            dims=(8192 >> at, 4096, 1024),
+            ms=8.0 / (at + 1),
+            flops=1.6e12 / (at + 1),
+            achieved_tflops=200.0 + at,
+            bound_ms=3.0 / (at + 1),
         )
         for at in range(6)
-    ) + (
-        RooflineRow(
-            "aten::add",
-            "forward",
-            "[8192, 4096] bf16",
-            (),
-            Role.ELEMENTWISE,
-            "bf16",
-            48.0,
-            3.0,
-            0.0,
-            6e9,
-            0.0,
-            2000.0,
-            2.0,
-            "memory",
-            0.66,
-        ),
-    )
-    roles = {
-        Role.GEMM: 40.0,
-        Role.ATTENTION: 10.0,
-        Role.COMMUNICATION: 35.0,
-        Role.ELEMENTWISE: 8.0,
-        Role.OPTIMIZER: 5.0,
-        Role.NORM: 2.0,
-    }
+    ]
+    add = ("aten::add", "forward", "[8192, 4096] bf16", (), Role.ELEMENTWISE, "bf16")
+    roofline.append(RooflineRow(*add, 48.0, 3.0, 0.0, 6e9, 0.0, 2000.0, 2.0, "memory", 0.66))
+    roles = {Role.GEMM: 40.0, Role.ATTENTION: 10.0, Role.COMMUNICATION: 35.0, Role.ELEMENTWISE: 8.0}
+    roles |= {Role.OPTIMIZER: 5.0, Role.NORM: 2.0}
     operators = (
         OperatorRow("aten::addmm", Role.GEMM, 96.0, 31.0, 40.0, "forward"),
         OperatorRow(name, Role.OTHER, 3.0, 2.0, 0.0, "backward"),
     )
     if not on_gpu:
-        return RankKernels(
-            rank,
-            (),
-            operators,
-            {Role.GEMM: 31.0, Role.OTHER: 2.0},
-            0.0,
-            31.0,
-            0.0,
-            0.0,
-            (),
-            1e9,
-            0.02,
-            None,
-            "fp32",
-            None,
-            0.0,
-            ("no peak known for this processor",),
-        )
-    return RankKernels(
-        rank, kernels, operators, roles, 100.0, 50.0, 45.0, 3.0, roofline, 3.1e13, 310.0, 989.0, "bf16", 0.31, 0.0, ()
-    )
+        told = {"achieved_tflops": 0.02, "peak_dtype": "fp32", "notes": ("no peak known for this processor",)}
+        roles = {Role.GEMM: 31.0, Role.OTHER: 2.0}
+        return RankKernels(rank, operators=operators, roles=roles, matrix_ms=31.0, model_flops=1e9, **told)
+    sums = (100.0, 50.0, 45.0, 3.0, tuple(roofline), 3.1e13, 310.0, 989.0, "bf16", 0.31)
+    return RankKernels(rank, kernels, operators, roles, *sums)
 
 
 def ranks_of(name="all_reduce") -> Ranks:
@@ -234,11 +178,8 @@ def ranks_of(name="all_reduce") -> Ranks:
 
 def snapshot(name="gpt.py:81 forward") -> Snapshot:
     sizes = dict(zip(CATEGORIES, (2, 2, 4, 8, 12, 3, 1, 0, 0, 0)))
-    held = tuple(
-        Held(category, number * 2**30, 10)
-        for category, number in sorted(sizes.items(), key=lambda pair: -pair[1])
-        if number
-    )
+    largest = sorted(sizes.items(), key=lambda pair: -pair[1])
+    held = tuple(Held(category, number * 2**30, 10) for category, number in largest if number)
     curve = tuple(
         Moment(
             at * 1000,
@@ -312,30 +253,15 @@ def run_of(steps=3) -> Run:
 
 
 def findings(name="sync-in-step") -> tuple[Finding, ...]:
-    first = Finding(
-        name,
-        "the host waits for the device inside the step",
-        6.0,
-        None,
-        (Evidence(".item() 4 times per step in forward, 7.5 ms each", "train.py(12): forward"),),
-        "read the loss every 100 steps",
-        ("--log-interval 100",),
-        6.0,
-        None,
-        rank=0,
-    )
+    title, seen = "the host waits for the device inside the step", ".item() 4 times per step in forward, 7.5 ms each"
+    evidence, flags = (Evidence(seen, "train.py(12): forward"),), ("--log-interval 100",)
+    first = Finding(name, title, 6.0, None, evidence, "read the loss every 100 steps", flags, 6.0, None, rank=0)
+    evidence, flags = (Evidence("[4, 1024, 50304] in fp32, three times"),), ("--micro-batch-size 2",)
+    costs = {"cost_ms": None, "cost_bytes": 3 * 2**30, "gain_ms": None, "gain_bytes": 2 * 2**30}
     memory = Finding(
-        "logits-peak",
-        "the logits are the peak",
-        None,
-        3 * 2**30,
-        (Evidence("[4, 1024, 50304] in fp32, three times"),),
-        "a smaller micro-batch",
-        ("--micro-batch-size 2",),
-        None,
-        2 * 2**30,
-        certain=False,
-    )
+        "logits-peak", "the logits are the peak", evidence=evidence, advice="a smaller micro-batch", flags=flags,
+        certain=False, **costs,
+    )  # fmt: skip
     return (first, *(dataclasses.replace(first, code=f"cause-{at}", cost_ms=5.0 / (at + 1)) for at in range(6)), memory)
 
 

