@@ -95,7 +95,7 @@ class Growth:
 class Phases(Mapping[str, Numbers]):
     """Milliseconds of each step by phase, kept as whole microseconds, as the trainer writes them: in half the room."""
 
-    def __init__(self, microseconds: Mapping[str, NDArray[np.uint32]]):
+    def __init__(self, microseconds: Mapping[str, NDArray[Any]]):
         self._microseconds = microseconds
 
     def __getitem__(self, name: str) -> Numbers:

@@ -107,14 +107,18 @@ class Columns:
             value = self._constant.setdefault(name, self._missing if self._length else rows[name].flat[0])
             values = rows[name] if name in rows else np.full(length, self._missing)
             if name not in self._varying and not np.array_equal(values, np.full(length, value), equal_nan=True):
-                self._varying[name] = array(self._kind, [value]) * self._length
+                kind = "d" if value >= 2**32 else self._kind
+                self._varying[name] = array(kind, np.full(self._length, value, kind).tobytes())
             if name in self._varying:
-                self._varying[name].frombytes(values.astype(self._kind).tobytes())
+                column = self._varying[name]
+                if column.typecode == "I" and values.max() >= 2**32:
+                    column = self._varying[name] = array("d", column)
+                column.frombytes(values.astype(column.typecode).tobytes())
         self._length += length
 
     def read(self) -> dict[str, NDArray[Any]]:
         """Without copying."""
-        varying = {name: np.frombuffer(column, self._kind) for name, column in self._varying.items()}
+        varying = {name: np.frombuffer(column, column.typecode) for name, column in self._varying.items()}
         return {name: np.broadcast_to(value, self._length) for name, value in self._constant.items()} | varying
 
 
@@ -154,7 +158,7 @@ class StepLines:
             for names, rows in groupby(map(attrgetter(what), lines), tuple):
                 alike = list(rows)  # with the same phases in the same order
                 table = _build_table(names, map(dict.values, alike), len(alike))
-                columns.append({name: np.rint(1000 * ms).astype("I") for name, ms in table.items()}, len(alike))
+                columns.append({name: np.rint(1000 * ms) for name, ms in table.items()}, len(alike))
         for name, flags in self._flags.items():
             flags.extend(map(attrgetter(name), lines))
 

@@ -3,8 +3,6 @@
 import math
 from functools import partial
 
-from megatron_lite.analysis.findings.base import Finding
-from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.report.section import Block, Card, Hint, Lines, Section, Table, drop_empty_columns, limit_rows
@@ -31,7 +29,23 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     if not report.findings:
         return Section("findings", "Findings", "", [Lines(["none: no rule found a cause worth naming"])])
     shown, hidden = limit_rows(report.findings, MAX_NAMED, everything)
-    blocks: list[Block] = [_build_card(finding, number, everything) for number, finding in enumerate(shown, 1)]
+    blocks: list[Block] = []
+    for number, finding in enumerate(shown, 1):
+        rank = "" if finding.rank is None else f" (rank {finding.rank})"
+        evidence = [one.text + (f" ({one.where})" if one.where else "") for one in finding.evidence]
+        flags = [flag for flag in finding.flags if flag not in finding.advice]
+        advice = finding.advice + (f": {', '.join(flags)}" if flags else "")
+        gain = _format_cost(finding.gain_ms, finding.gain_bytes)
+        card = Card(
+            number=number,
+            code=finding.code,
+            title=("" if finding.certain else "likely: ") + finding.title + rank,
+            cost=_format_cost(finding.cost_ms, finding.cost_bytes),
+            evidence=evidence if everything else evidence[: MAX_EVIDENCE if number == 1 else 1],
+            advice=advice + (f" (saves at most {gain})" if gain else ""),
+            in_full=everything or number <= MAX_IN_FULL,
+        )
+        blocks.append(card)
     more = f"and {hidden} more with --all; " if hidden else ""
     blocks.append(Hint(f"{more}megatron-lite explain CODE: what a finding means, its false alarms"))
     # a job without a run folder is mostly another program's
@@ -39,23 +53,6 @@ def findings_section(report: Report, everything: bool) -> Section | None:
         blocks.append(Lines(["the flags are megatron_lite's"], quiet=True))
     of = "cost per step or at the memory peak; gains are upper bounds and do not add up"
     return Section("findings", "Findings", of, blocks)
-
-
-def _build_card(finding: Finding, number: int, everything: bool) -> Card:
-    rank = "" if finding.rank is None else f" (rank {finding.rank})"
-    evidence = [one.text + (f" ({one.where})" if one.where else "") for one in finding.evidence]
-    flags = [flag for flag in finding.flags if flag not in finding.advice]
-    advice = finding.advice + (f": {', '.join(flags)}" if flags else "")
-    gain = _format_cost(finding.gain_ms, finding.gain_bytes)
-    return Card(
-        number=number,
-        code=finding.code,
-        title=("" if finding.certain else "likely: ") + finding.title + rank,
-        cost=_format_cost(finding.cost_ms, finding.cost_bytes),
-        evidence=evidence if everything else evidence[: MAX_EVIDENCE if number == 1 else 1],
-        advice=advice + (f" (saves at most {gain})" if gain else ""),
-        in_full=everything or number <= MAX_IN_FULL,
-    )
 
 
 def _format_cost(cost_ms: float | None, cost_bytes: int | None) -> str:
@@ -103,11 +100,6 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
     ]
     table = drop_empty_columns(Table(body, "rl" + "r" * 9, head, hidden=len(ranks.rows) - len(rows)))
     of = "ms per step; waits: in collectives for others; awaited: by others"
-    return Section("ranks", "Ranks", of, [Lines(_describe_ranks(ranks)), table])
-
-
-def _describe_ranks(ranks: Ranks) -> list[str]:
-    """The straggler, and the ranks without a trace."""
     texts, late = [], ranks.straggler
     if late is not None:
         why = "no single quantity explains why"
@@ -122,7 +114,7 @@ def _describe_ranks(ranks: Ranks) -> list[str]:
         named = ", ".join(map(str, ranks.missing[:MAX_MISSING]))
         more = f" and {len(ranks.missing) - MAX_MISSING} more" if len(ranks.missing) > MAX_MISSING else ""
         texts.append(f"no trace of rank{'s' if len(ranks.missing) > 1 else ''} {named}{more}")
-    return texts
+    return Section("ranks", "Ranks", of, [Lines(texts), table])
 
 
 def collectives_section(report: Report, everything: bool) -> Section | None:
