@@ -141,6 +141,6 @@ def test_a_run_that_never_ran_is_drawn_too(site, tmp_path):
     from megatron_lite.rehearsal.rehearse import rehearse, write_snapshot
 
     path = tmp_path / "predicted.pickle"
-    write_snapshot(rehearse(plan_of(flags(EXAMPLE), GPU)), path)
+    write_snapshot(path, rehearse(plan_of(flags(EXAMPLE), GPU)).snapshot)
     curve = heights(drawn(site, path, "Active Memory Timeline", "predicted"))
     assert summits(curve, by=0.4 * max(curve)) == 4

@@ -12,8 +12,9 @@ from megatron_lite.cli.main import main
 from megatron_lite.config.world import World
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.instruments.memory_summary import peak
+from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.rehearsal.kernels import cpu_choice
-from megatron_lite.rehearsal.rehearse import Rehearsal, rehearsal_of, rehearse, write_snapshot
+from megatron_lite.rehearsal.rehearse import Rehearsal, rehearsal_of, rehearse
 from megatron_lite.units import size
 
 LLAMA = (
@@ -113,7 +114,7 @@ def test_categories_add_up_to_the_peak(rehearsed):
 
 def test_the_snapshot_is_read_as_one_of_a_gpu(rehearsed, tmp_path, capsys):
     path = tmp_path / "folder" / "rehearsed.pickle"
-    write_snapshot(rehearsed, path)
+    write_snapshot(path, rehearsed.snapshot)
     read = read_snapshot(path)
     assert protocol(path) == 4
     assert types_in(rehearsed.snapshot) <= {dict, list, tuple, str, int, float, bool, type(None)}

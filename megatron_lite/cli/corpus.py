@@ -75,7 +75,7 @@ def _read_mark(prefix: Path) -> dict | None:
     return mark
 
 
-def _write_mark(prefix: Path, mark: dict):
+def _write_mark(prefix: Path, **mark: object):
     try:
         write_atomically(prefix.parent / MARK, json.dumps(mark, indent=1) + "\n")
     except OSError as error:
@@ -128,7 +128,7 @@ def _build(prefix: Path, wanted: dict, line: LiveLine) -> str:
     texts = list(library_sources(stdlib, wanted["max_mb"] * MIB))
     if not texts:
         raise DataError(f"{stdlib}: this Python has no .py sources; use another one, or megatron-lite preprocess")
-    _write_mark(prefix, {"wanted": wanted, "complete": False})
+    _write_mark(prefix, wanted=wanted, complete=False)
     if bpe is None:
         tokenizer = make_tokenizer("ByteTokenizer")
     else:
@@ -150,5 +150,5 @@ def _build(prefix: Path, wanted: dict, line: LiveLine) -> str:
         f"{count(writer.written.tokens)} tokens of {count(tokenizer.vocab_size)}"
     )
     sizes = {path.name: path.stat().st_size for path in _list_files(prefix, bpe)}
-    _write_mark(prefix, {"wanted": wanted, "complete": True, "summary": summary, "sizes": sizes})
+    _write_mark(prefix, wanted=wanted, complete=True, summary=summary, sizes=sizes)
     return summary

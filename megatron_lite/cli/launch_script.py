@@ -8,8 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -109,13 +108,17 @@ def _find_inner(before: list[str], words: list[str], environment: dict[str, str]
 def _walk(bash: str, script: _Script) -> tuple[bytes, str, int | None]:
     """(the record of the commands, the end of what the script printed, its exit code; None: it still waits for something)."""
     environment = {name: value for name, value in script.environment.items() if name not in NOT_HANDED_ON}
+    alive, held_low = os.pipe()
     with (
         tempfile.TemporaryFile() as record,
         open(os.devnull, "wb") as nothing,
+        open(alive, "rb", buffering=0),
+        open(held_low, "wb") as low,
         _open_high(record) as out,
         _open_high(nothing) as null,
-        _open_pipe() as (alive, held),
+        _open_high(low) as held,
     ):
+        low.close()
         limits = f"__max_commands={MAX_COMMANDS} __max_memory={MAX_MEMORY_KIB} __max_record={MAX_RECORD_KIB}"
         text = f"__record={out.fileno()} __nothing={null.fileno()} {limits}\n{PROLOGUE.read_text(encoding='utf-8')}"
         options = ["--restricted", "--noprofile", "--norc", "-c", text]
@@ -136,15 +139,6 @@ def _walk(bash: str, script: _Script) -> tuple[bytes, str, int | None]:
                 _end_session(shell)
         record.seek(0)
         return record.read(), said.decode("utf-8", "replace"), None if waits else shell.wait()
-
-
-@contextmanager
-def _open_pipe() -> Iterator[tuple[int, IO[bytes]]]:
-    """(its end to read from, its end to write to, under a number as of _open_high)."""
-    read, write = os.pipe()
-    with open(read, "rb", buffering=0), open(write, "wb") as low, _open_high(low) as high:
-        low.close()
-        yield read, high
 
 
 def _open_high(file: IO[bytes]) -> IO[bytes]:

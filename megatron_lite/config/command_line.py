@@ -5,17 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_lite.config import flags
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import (
-    RESPELLED,
-    STOPPING,
-    Flag,
-    build,
-    describe_flag,
-    find_texts,
-    list_flags,
-    read_flags,
-)
+from megatron_lite.config.flags import RESPELLED, STOPPING, Flag, find_texts, list_flags, read_flags
 from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 from megatron_lite.units import is_number
 
@@ -42,31 +34,26 @@ def read_command_line(argv: list[str]) -> CommandLine:
     line = CommandLine()
     known = {spelling: flag for flag in list_flags(Args) for spelling in flag.spellings}
     words = _split(argv, line)
-    for name, values in words:
-        if name == YAML_FLAG:
-            _take_file(values, known, line)
+    for _, values in (word for word in words if word[0] == YAML_FLAG):
+        if len(values) != 1:
+            line.mistakes.append(f"{YAML_FLAG} takes one file, got {len(values)}.")
+            line.unread = True
+            continue
+        line.spelled.clear()
+        names = {*known, YAML_FLAG, *read_flags()}
+        of_file, mistakes = read_yaml(values[0], {flag.field: flag for flag in known.values()}, names)
+        line.mistakes += mistakes
+        line.unread = line.unread or of_file is None
+        before = len(line.mistakes)
+        for name, settings in of_file or []:
+            _take(name, settings, known, line)
+        line.mistakes[before:] = [f"{values[0]}: {mistake}" for mistake in line.mistakes[before:]]
     line.spelled.clear()  # only two spellings in one place contradict each other
     for name, values in words:
         if name != YAML_FLAG:
             _take(name, values, known, line)
-    line.args = build(Args, line.values)
+    line.args = flags.build(Args, line.values)
     return line
-
-
-def _take_file(values: list[str], known: dict[str, Flag], line: CommandLine) -> None:
-    if len(values) != 1:
-        line.mistakes.append(f"{YAML_FLAG} takes one file, got {len(values)}.")
-        line.unread = True
-        return
-    line.spelled.clear()
-    names = {*known, YAML_FLAG, *read_flags()}
-    words, mistakes = read_yaml(values[0], {flag.field: flag for flag in known.values()}, names)
-    line.mistakes += mistakes
-    line.unread = line.unread or words is None
-    before = len(line.mistakes)
-    for name, of_name in words or []:
-        _take(name, of_name, known, line)
-    line.mistakes[before:] = [f"{values[0]}: {mistake}" for mistake in line.mistakes[before:]]
 
 
 def _split(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
@@ -101,7 +88,7 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
         for new_name, new_values in _split([*theirs.text.split(), *values], line):
             _take(new_name, new_values, known, line)
     elif theirs:
-        text, is_mistake = describe_flag(theirs, values)
+        text, is_mistake = flags.describe_flag(theirs, values)
         (line.mistakes if is_mistake else line.notes).append(text)
     elif name == YAML_FLAG:
         line.mistakes.append(f"{YAML_FLAG} stands in a file of settings; give all files on the command line.")

@@ -152,16 +152,21 @@ class Layout:
 
     def _room(self, size: int, pool: str, allocation: Allocation) -> Segment | None:
         """Make a free block of at least `size`; returns a segment that is new."""
-        if not self._expandable:
-            total = SMALL_SEGMENT if pool == "small" else LARGE_SEGMENT
-            if size >= MIN_OWN_SEGMENT:
-                total = -(-size // LARGE_STEP) * LARGE_STEP
-            return self._new_segment(total, pool, allocation)
-        number, page = self._arena.get((pool, allocation.stream)), _page(pool)
+        free, page = self._free[pool, allocation.stream], _page(pool)
+        number = self._arena.get((pool, allocation.stream))
         if number is None or not self.segments[number].starts:
-            self._arena[pool, allocation.stream] = len(self.segments)
-            return self._new_segment(-(-size // page) * page, pool, allocation)
-        segment, free = self.segments[number], self._free[pool, allocation.stream]
+            total = -(-size // page) * page
+            if self._expandable:
+                self._arena[pool, allocation.stream] = len(self.segments)
+            elif size >= MIN_OWN_SEGMENT:
+                total = -(-size // LARGE_STEP) * LARGE_STEP
+            segment = Segment(self._next, total, pool, allocation.frames, [self._next], [total], [None])
+            bisect.insort(free, (total, self._next, len(self.segments)))
+            self.segments.append(segment)
+            self.reserved += total
+            self._next += ARENA_DISTANCE if self._expandable else total + LARGE_STEP  # neighbours never touch
+            return segment
+        segment = self.segments[number]
         has_tail = segment.holders[-1] is None
         more = -(-(size - (segment.sizes[-1] if has_tail else 0)) // page) * page
         if has_tail:
@@ -175,14 +180,6 @@ class Layout:
         self.reserved += more
         bisect.insort(free, (segment.sizes[-1], segment.starts[-1], number))
         return None
-
-    def _new_segment(self, total: int, pool: str, allocation: Allocation) -> Segment:
-        segment = Segment(self._next, total, pool, allocation.frames, [self._next], [total], [None])
-        bisect.insort(self._free[pool, allocation.stream], (total, self._next, len(self.segments)))
-        self.segments.append(segment)
-        self.reserved += total
-        self._next += ARENA_DISTANCE if self._expandable else total + LARGE_STEP  # neighbours never touch
-        return segment
 
 
 def _page(pool: str) -> int:

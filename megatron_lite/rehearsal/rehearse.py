@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -29,7 +30,7 @@ from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_summary import describe_place, operation, site
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
-from megatron_lite.instruments.snapshot_format import write_snapshot as write_file
+from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.model.gelu import gelu_tanh, room_for
 from megatron_lite.model.gpt import GPT
@@ -135,24 +136,14 @@ class BucketedReplica:
             self._hook(None, bucket)
 
 
-class _Reduced:
-    """The work of a reduction, done."""
-
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor
-
-    def get_future(self) -> torch.futures.Future:
-        future = torch.futures.Future()
-        future.set_result([self._tensor])
-        return future
-
-
 @contextlib.contextmanager
 def without_other_ranks():
     """While this lasts, the stand-in wraps models, a reduction over ranks is over at once, and no process group is needed."""
 
     def answer(tensor: Tensor, *arguments, async_op: bool = False, **options):
-        return _Reduced(tensor) if async_op else None
+        future = torch.futures.Future()
+        future.set_result([tensor])
+        return SimpleNamespace(get_future=lambda: future) if async_op else None
 
     with (
         patch.object(dist, "all_reduce", answer),
@@ -310,11 +301,6 @@ def rehearsal_of(snapshot: dict, notes: tuple[str, ...] = ()) -> Rehearsal:
     )
 
 
-def write_snapshot(rehearsal: Rehearsal, path: Path):
-    """For pytorch.org/memory_viz and `megatron-lite report PATH`. Raises OSError."""
-    write_file(Path(path), rehearsal.snapshot)
-
-
 def main() -> int:
     """Rehearse what standard input asks for; returns the exit code."""
     request = json.load(sys.stdin)
@@ -324,7 +310,7 @@ def main() -> int:
     except UserError as error:
         print("\n".join(error.lines), file=sys.stderr)
         return error.exit_code
-    write_snapshot(found, Path(request["snapshot"]))
+    write_snapshot(Path(request["snapshot"]), found.snapshot)
     print(json.dumps({field.name: getattr(found, field.name) for field in fields(found) if field.name != "snapshot"}))
     return 0
 

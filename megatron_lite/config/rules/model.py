@@ -11,10 +11,24 @@ MAX_ELEMENTS = 2**58  # of one tensor; its bytes must have 63 bits
 def model_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among the model's flags."""
     yield from _tensors(args)
-    yield from _heads(args)
+    m, p, heads = args.model, args.precision, args.model.num_attention_heads
+    if m.hidden_size and heads and heads > 0:
+        given = f"--num-attention-heads {heads}"
+        if m.kv_channels is None and m.hidden_size % heads:
+            yield f"--hidden-size {m.hidden_size} is not divisible by {given}; change one, or give --kv-channels."
+        if m.group_query_attention and (m.num_query_groups < 1 or heads % m.num_query_groups):
+            yield f"--num-query-groups {m.num_query_groups} does not divide {given}; choose a divisor."
     yield from _positions(args)
-    yield from _attention(args, bool(world.gpus))
-    m = args.model
+    # what torch's kernels cannot do whatever the sizes; the rest shows when torch is asked
+    kind, backend, gpu = m.attention_backend, f"--attention-backend {m.attention_backend}", bool(world.gpus)
+    if kind == "fused" and not gpu:
+        yield f"{backend} is cuDNN's, which needs a GPU and this machine shows none; use --attention-backend auto."
+    elif kind in ("flash", "fused") and gpu and not (p.fp16 or p.bf16):
+        yield f"{backend} needs --bf16 or --fp16 on a GPU; add one, or use --attention-backend auto."
+    elif kind == "flash" and gpu and args.data.reset_attention_mask:
+        yield f"{backend} has no masks on a GPU, which --reset-attention-mask needs; use --attention-backend auto."
+    elif kind == "flash" and not gpu and m.attention_dropout:
+        yield f"{backend} has no dropout on a CPU; add --attention-dropout 0, or use --attention-backend auto."
     if m.swiglu and m.squared_relu:
         yield "--swiglu and --squared-relu exclude each other; keep one."
     if m.swiglu and m.ffn_hidden_size is None and 0 < (m.hidden_size or 0) < 24:
@@ -57,17 +71,6 @@ def _tensors(args: Args) -> Iterator[str]:
                 return
 
 
-def _heads(args: Args) -> Iterator[str]:
-    m, heads = args.model, args.model.num_attention_heads
-    if not m.hidden_size or not heads or heads < 1:
-        return
-    given = f"--num-attention-heads {heads}"
-    if m.kv_channels is None and m.hidden_size % heads:
-        yield f"--hidden-size {m.hidden_size} is not divisible by {given}; change one, or give --kv-channels."
-    if m.group_query_attention and (m.num_query_groups < 1 or heads % m.num_query_groups):
-        yield f"--num-query-groups {m.num_query_groups} does not divide {given}; choose a divisor."
-
-
 def _positions(args: Args) -> Iterator[str]:
     m, positions = args.model, args.model.max_position_embeddings
     learned = m.position_embedding_type == "learned_absolute" and m.add_position_embedding
@@ -84,17 +87,3 @@ def _positions(args: Args) -> Iterator[str]:
             f"--rotary-percent {m.rotary_percent:g} rotates {rotated} of a head's {width} channels, but they rotate "
             "in pairs; change it, or --kv-channels."
         )
-
-
-def _attention(args: Args, gpu: bool) -> Iterator[str]:
-    """What torch's kernels cannot do whatever the sizes; the rest shows when torch is asked."""
-    m, p = args.model, args.precision
-    name = f"--attention-backend {m.attention_backend}"
-    if m.attention_backend == "fused" and not gpu:
-        yield f"{name} is cuDNN's, which needs a GPU and this machine shows none; use --attention-backend auto."
-    elif m.attention_backend in ("flash", "fused") and gpu and not (p.fp16 or p.bf16):
-        yield f"{name} needs --bf16 or --fp16 on a GPU; add one, or use --attention-backend auto."
-    elif m.attention_backend == "flash" and gpu and args.data.reset_attention_mask:
-        yield f"{name} has no masks on a GPU, which --reset-attention-mask needs; use --attention-backend auto."
-    elif m.attention_backend == "flash" and not gpu and m.attention_dropout:
-        yield f"{name} has no dropout on a CPU; add --attention-dropout 0, or use --attention-backend auto."

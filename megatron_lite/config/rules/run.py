@@ -8,6 +8,11 @@ from megatron_lite.config.flags import dashed
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
+SOURCES = (
+    "data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path",
+    "mock_data", "external_dataloader",
+)  # fmt: skip
+OF_SPLITS = [dashed(name) for name in SOURCES[2:6]]
 PARALLEL_SIZES = ("tensor_model", "pipeline_model", "context", "expert_model")
 
 
@@ -30,8 +35,19 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
 def data_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among data sources and tokenizers (whether files exist is asked elsewhere)."""
     d, skip_train = args.data, args.training.skip_train
-    of_splits = _given(d, "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
-    yield from _sources(d, of_splits)
+    named = [dashed(name) for name in SOURCES if getattr(d, name)]  # data comes from one place
+    of_splits = [flag for flag in named if flag in OF_SPLITS]
+    given = [flag for flag in named if flag not in of_splits[1:]]
+    if len(of_splits) > 1 and d.per_split_data_args_path:
+        yield f"{of_splits[0]} and {of_splits[-1]} exclude each other; keep one."
+    if d.dataloader_type == "external" and d.external_dataloader is None:
+        yield "--external-dataloader is missing; --dataloader-type external takes FILE.py:FUNCTION from it."
+    elif d.external_dataloader is not None and d.dataloader_type != "external":
+        yield f"--external-dataloader {d.external_dataloader}: needs --dataloader-type external; add it, or drop this."
+    elif not given:
+        yield "--data-path is missing; give the prefix of a .bin/.idx pair, or --mock-data."
+    if len(given) > 1:
+        yield f"{' and '.join(given)} exclude each other; keep one."
     if of_splits and d.split is not None:
         yield f"--split {d.split} does not go with {of_splits[0]}; drop one."
     try:
@@ -52,26 +68,6 @@ def data_rules(args: Args, world: World) -> Iterator[str]:
         except DataError as error:
             yield f"{error}."
     yield from _tokenizer(d)
-
-
-def _given(d: DataArgs, *fields: str) -> list[str]:
-    return [dashed(name) for name in fields if getattr(d, name)]
-
-
-def _sources(d: DataArgs, of_splits: list[str]) -> Iterator[str]:
-    """Data comes from one place."""
-    if len(of_splits) > 1 and d.per_split_data_args_path:
-        yield f"{of_splits[0]} and {of_splits[-1]} exclude each other; keep one."
-    whole, others = _given(d, "data_path", "data_args_path"), _given(d, "mock_data", "external_dataloader")
-    given = [*whole, *of_splits[:1], *others]
-    if d.dataloader_type == "external" and d.external_dataloader is None:
-        yield "--external-dataloader is missing; --dataloader-type external takes FILE.py:FUNCTION from it."
-    elif d.external_dataloader is not None and d.dataloader_type != "external":
-        yield f"--external-dataloader {d.external_dataloader}: needs --dataloader-type external; add it, or drop this."
-    elif not given:
-        yield "--data-path is missing; give the prefix of a .bin/.idx pair, or --mock-data."
-    if len(given) > 1:
-        yield f"{' and '.join(given)} exclude each other; keep one."
 
 
 def _tokenizer(d: DataArgs) -> Iterator[str]:
