@@ -20,12 +20,9 @@ def said(argv: list[str], capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_alone_it_lists_every_code(capsys):
+def test_alone_it_lists_every_code_whose_page_it_shows(capsys):
     text = said([], capsys)
     assert all(f"  {code} " in text and rule.title in text for code, rule in RULES.items())
-
-
-def test_a_code_shows_its_page(capsys):
     rule = next(iter(RULES.values()))
     text = said([rule.code], capsys)
     assert text.startswith(f"{rule.code}: {rule.title}\n")
@@ -50,12 +47,10 @@ def test_a_kernel_is_taken_apart(argv, line, capsys):
 
 def test_mistakes_are_one_line(capsys):
     code, mistake = next(iter(RULES)), "error: megatron-lite explain"
+    like_a_kernel = f"{mistake} matmul-shape: no such code; did you mean matmul-shapes?\n"
     for word, said in (
         (f"{code}x", f"{mistake} {code}x: no such code; did you mean {code}?\n"),
-        (
-            "matmul-shape",
-            f"{mistake} matmul-shape: no such code; did you mean matmul-shapes?\n",
-        ),  # like a kernel's name
+        ("matmul-shape", like_a_kernel),
         ("--all", f"{mistake}: unrecognized arguments: --all; --help shows its options\n"),
     ):
         assert main(["explain", word]) == 2

@@ -146,15 +146,12 @@ def test_growing_batches_against_counting_them_out(ramp, samples):
     assert p.batch.samples(5) == sum(p.batch.size(p.batch.samples(i)) for i in range(5))
 
 
-def test_batches_grow_by_equal_steps_over_the_ramp():
+def test_growing_and_constant_batches():
     batch = BatchSchedule(8, 2, 2, 90)
     assert [batch.size(n) for n in (0, 29, 30, 59, 60, 89, 90, 91, 10**9)] == [2, 2, 4, 4, 6, 6, 8, 8, 8]
-
-
-def test_constant_batches():
-    batch = BatchSchedule(16)
-    assert {batch.size(n) for n in range(0, 500, 7)} == {16}
-    assert (batch.iterations(100), batch.samples(6), batch.iterations(15)) == (6, 96, 0)
+    constant = BatchSchedule(16)
+    assert {constant.size(n) for n in range(0, 500, 7)} == {16}
+    assert (constant.iterations(100), constant.samples(6), constant.iterations(15)) == (6, 96, 0)
 
 
 def test_a_plan_can_be_written_down():

@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from command_lines import GOOD, REPO, argv, mistakes, plan, yields_missed
+from command_lines import GOOD, REPO, argv, mistakes, yields_missed
 from rule_cases import BROKEN, BY_WORLD, FINE, FOUR_RANKS, ONE_GPU, SAID_OF_ANOTHER, TWO_LINES
 
 from megatron_lite.config.args import Args
@@ -56,10 +56,8 @@ def test_a_number_out_of_its_range_is_one_line(flag):
 def test_the_ranges_are_those_of_megatron():
     ranges = {flag.spelling: flag.must_be.partition(";")[0] for flag in RANGED}
     assert len(RANGED) == 57
-    assert (
-        ranges["--num-layers"] == "at least 1 and at most 100000"
-        and ranges["--seed"] == "at least 0 and below 4294967296"
-    )
+    assert ranges["--num-layers"] == "at least 1 and at most 100000"
+    assert ranges["--seed"] == "at least 0 and below 4294967296"
     assert ranges["--lr"] == ranges["--clip-grad"] == ranges["--weight-decay"] == ranges["--eval-iters"] == "at least 0"
     assert ranges["--hidden-dropout"] == ranges["--adam-beta1"] == "at least 0 and below 1"
     assert ranges["--adam-eps"] == ranges["--norm-epsilon"] == ranges["--min-loss-scale"] == "above 0"
@@ -77,13 +75,8 @@ def test_rules_about_ranks_and_gpus(changes, world, answer):
 
 
 def test_what_is_allowed_passes():
-    assert mistakes() == []
-    for changes in FINE:
-        assert mistakes(changes) == [], changes
-
-
-def test_what_this_world_allows_passes():
     for changes, world in (
+        *((changes, World()) for changes in ("", *FINE)),
         ("--attention-backend flash --bf16", ONE_GPU),
         ("--attention-backend fused --fp16 --reset-attention-mask", ONE_GPU),
         ("--distributed-backend nccl", ONE_GPU),
@@ -121,11 +114,8 @@ def test_no_combination_of_extremes_escapes_with_another_error():
     rng, knobs = random.Random(5), list(list_flags(Args))
     passed = 0
     for _ in range(500):
-        words = [
-            word
-            for flag in rng.sample(knobs, rng.randint(1, 4))
-            for word in (flag.spelling, *rng.choice(extremes(flag)))
-        ]
+        chosen = rng.sample(knobs, rng.randint(1, 4))
+        words = [word for flag in chosen for word in (flag.spelling, *rng.choice(extremes(flag)))]
         world = rng.choice([World(), FOUR_RANKS, ONE_GPU])
         line = read_command_line(argv(words))
         try:
@@ -135,15 +125,6 @@ def test_no_combination_of_extremes_escapes_with_another_error():
         except ConfigError as error:
             assert error.lines and all(text.strip() for text in error.lines)
     assert 25 < passed < 475
-
-
-def test_rules_that_need_the_vocabulary():
-    with pytest.raises(
-        ConfigError, match="^--padded-vocab-size 99 is smaller than the vocabulary of 100; raise or drop it"
-    ):
-        plan("--padded-vocab-size 99")
-    with pytest.raises(ConfigError, match="^--train-samples 7 is less than one global batch of 8; raise it"):
-        plan("!--train-iters --train-samples 7")
 
 
 def test_good_needs_all_its_flags():
@@ -161,11 +142,8 @@ def numbers_of(value) -> list:
     if dataclasses.is_dataclass(value):
         return [number for field in dataclasses.fields(value) for number in numbers_of(getattr(value, field.name))]
     if isinstance(value, (tuple, frozenset, range)):
-        return [
-            number
-            for one in (value if not isinstance(value, range) else (value.start, value.stop))
-            for number in numbers_of(one)
-        ]
+        parts = (value.start, value.stop) if isinstance(value, range) else value
+        return [number for one in parts for number in numbers_of(one)]
     return [value] if isinstance(value, (int, float)) else []
 
 
@@ -174,9 +152,8 @@ def test_the_extremes_of_every_numeric_flag_are_one_line_or_fit(flag):
     """One line that names the flag; or what follows from it has 63 bits, is finite in fp32, and makes no tensor beyond memory's bounds."""
     passed = []
     for value in WHOLE if flag.kind is int else REAL:
-        line = read_command_line(
-            argv([flag.spelling, *[f"{value!r}"] * (3 if flag.field == "rampup_batch_size" else 1)])
-        )
+        words = [repr(value)] * (3 if flag.field == "rampup_batch_size" else 1)
+        line = read_command_line(argv([flag.spelling, *words]))
         try:
             check(line, World(), RULES_WITHOUT_FILES)
             found = resolve(line.args, World(), line.args.data.vocab_size + 1)
@@ -188,6 +165,5 @@ def test_the_extremes_of_every_numeric_flag_are_one_line_or_fit(flag):
         for number in numbers_of(dataclasses.replace(found, args=None)):
             assert abs(number) < (2**63 if isinstance(number, int) else 3.5e38), (value, number)
         assert found.shape.padded_vocab_size * found.shape.hidden_size < 2**59
-    assert not [
-        value for value in passed if abs(value) > (2**53 if flag.kind is int else 3.5e38) or 0 < abs(value) < 1e-38
-    ]
+    most = 2**53 if flag.kind is int else 3.5e38
+    assert all(not value or 1e-38 <= abs(value) <= most for value in passed)

@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from command_lines import ALONE, argv, mistakes, read_table
+from command_lines import ALONE, GOOD, argv, mistakes, read_table
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import check
@@ -230,11 +230,5 @@ def test_a_file_in_megatrons_form(file):
 
 
 def test_a_whole_run_from_a_file(file):
-    words = argv()
-    pairs = [
-        (name, words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else "true")
-        for i, name in enumerate(words)
-        if name.startswith("--")
-    ]
-    path = file("\n".join(f"{name[2:].replace('-', '_')}: {value}" for name, value in pairs))
-    assert read_command_line(["--yaml-cfg", path]).args == read_command_line(words).args
+    path = file("\n".join(f"{name[2:].replace('-', '_')}: {value or 'true'}" for name, value in GOOD.items()))
+    assert read_command_line(["--yaml-cfg", path]).args == read_command_line(argv()).args

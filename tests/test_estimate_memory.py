@@ -26,11 +26,8 @@ def named(moment: Moment) -> dict[str, int]:
 
 
 def at(words: str, where: str, ranks: int = 1) -> Moment:
-    [found] = [
-        moment
-        for moment in predict_memory(plan_for(words, ranks)).moments
-        if moment.where == where and moment.phase != Phase.FORWARD
-    ]
+    moments = predict_memory(plan_for(words, ranks)).moments
+    [found] = [moment for moment in moments if moment.where == where and moment.phase != Phase.FORWARD]
     return found
 
 

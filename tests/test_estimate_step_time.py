@@ -183,8 +183,6 @@ def test_selective_recomputation_repeats_stored_scores():
 
 
 BY_MEMORY = ("norms, activations, dropout", "loss", "gradients' norm, optimizer")
-
-
 PRODUCTS, REDUCED = "matrix products, attention", "all-reduce that nothing hides"
 MEMORY = ", ".join(BY_MEMORY)
 UNKNOWN = [  # flags, GPU, nodes, ranks of each, rows that are missing, the note
@@ -222,10 +220,7 @@ def test_a_rank_that_knows_no_computation_hides_everything_but_the_last_gradient
 
 def test_a_fallback_that_stores_scores_is_seen():
     """No fused kernel takes heads that are not a multiple of 16 bytes and, masked, cannot be flash's."""
-    flags = (
-        "--num-layers 2 --hidden-size 72 --num-attention-heads 6 --seq-length 64 --max-position-embeddings 64 --fp16 "
-        "--reset-attention-mask"
-    )
+    flags = "--hidden-size 72 --num-attention-heads 6 --fp16 --reset-attention-mask"
     assert "attention's scores" in names(predict(flags))
     assert "attention's scores" not in names(predict(flags.replace("72", "96")))
 

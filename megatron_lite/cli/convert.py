@@ -37,7 +37,12 @@ def run(argv: list[str]):
     elif options.load_hf:
         lines = _from_hugging_face(options)
     else:
-        lines = _to_own_format(options)
+        from megatron_lite.convert.folders import to_own_format
+
+        record, folder = to_own_format(Path(options.load), options.ckpt_step, Path(options.save), say)
+        held = f"with the state of {record.optimizer}" if record.optimizer else "without an optimizer (--no-load-optim)"
+        weights = f"{_parameters(record.shape)} in {record.precision}"
+        lines = [f"iteration {record.iteration} of {options.load}, {weights}, {held}: {folder}"]
     lines[0] += f" in {duration(time.monotonic() - started)}"
     print_lines(lines)
 
@@ -133,15 +138,6 @@ def _from_hugging_face(options: argparse.Namespace) -> list[str]:
         "to train on: fresh moments (--finetune), and --seq-length may be smaller",
         shlex.join(words),
     ]
-
-
-def _to_own_format(options: argparse.Namespace) -> list[str]:
-    from megatron_lite.convert.folders import to_own_format
-
-    record, folder = to_own_format(Path(options.load), options.ckpt_step, Path(options.save), say)
-    held = f"with the state of {record.optimizer}" if record.optimizer else "without an optimizer (--no-load-optim)"
-    weights = f"{_parameters(record.shape)} in {record.precision}"
-    return [f"iteration {record.iteration} of {options.load}, {weights}, {held}: {folder}"]
 
 
 def _parameters(shape: dict) -> str:

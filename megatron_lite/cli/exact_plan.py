@@ -71,13 +71,3 @@ def check_lines(run: PlannedRun, report: PlanReport) -> list[str]:
     peak = f"exact peak {size(found.allocated_peak_bytes)} in {found.phase}, the estimate is {off:+.1%} off"
     how = f"the real model and step, walked without data in {found.seconds:.1f} s; --exact shows it"
     return ["", f"  {peak}", f"    ({how})", *(f"  {line}" for line in changed)]
-
-
-def snapshot_lines(snapshot: Path, style, everything: bool) -> list[str]:
-    """The memory section of the report on it: modules, source lines, layers, fragmentation."""
-    from megatron_lite.analysis.analyze import analyze
-    from megatron_lite.report.section import section_lines
-    from megatron_lite.report.sections.memory import memory_section
-
-    section = memory_section(analyze([snapshot]), everything)
-    return ["", *section_lines(section, style)] if section else []

@@ -34,7 +34,10 @@ def run(argv: list[str]):
     options, words = plan_options(argv)
     found, style, more = planned_run(words, options.gpus), get_style(sys.stdout), []
     if options.exact:
-        from megatron_lite.cli.exact_plan import exact, snapshot_lines
+        from megatron_lite.analysis.analyze import analyze
+        from megatron_lite.cli.exact_plan import exact
+        from megatron_lite.report.section import section_lines
+        from megatron_lite.report.sections.memory import memory_section
 
         if options.snapshot:  # before seconds are spent
             path = Path(options.snapshot)
@@ -50,7 +53,10 @@ def run(argv: list[str]):
             path = Path(options.snapshot or Path(folder) / "predicted.pickle")
             processors = _list_processors(options)
             report = _report(options, words, found, exact(found, path, processors[0] if processors else None))
-            more = snapshot_lines(path, style, options.all) + (["", f"written: {path}"] if options.snapshot else [])
+            # the memory section of the report on it: modules, source lines, layers, fragmentation
+            section = memory_section(analyze([path]), options.all)
+            more = ["", *section_lines(section, style)] if section else []
+            more += ["", f"written: {path}"] if options.snapshot else []
     else:
         report = _report(options, words, found)
     if options.json:

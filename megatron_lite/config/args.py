@@ -19,9 +19,7 @@ class ModelArgs:
     num_layers: int = flag(None, "Transformer layers. Required.", "at least 1 and at most 100000")
     hidden_size: int = flag(None, "Width of the residual stream. Required.", SIZE)
     num_attention_heads: int = flag(None, "Attention heads per layer. Required.", SIZE)
-    seq_length: int = flag(
-        None, "Tokens per training sample. Required.", aliases=("--encoder-seq-length",), must_be=SIZE
-    )
+    seq_length: int = flag(None, "Tokens per training sample. Required.", SIZE, aliases=("--encoder-seq-length",))
     max_position_embeddings: int | None = flag(None, "Rows of the learned position table; at least seq-length.", SIZE)
     ffn_hidden_size: int | None = flag(None, "Width of the MLP; 4 x hidden, with --swiglu 8/3 x in steps of 64.", SIZE)
     kv_channels: int | None = flag(None, "Width of one head; hidden / heads when left out.", SIZE)
@@ -86,7 +84,7 @@ class TrainingArgs:
     global_batch_size: int | None = flag(
         None,
         "Samples per optimizer step over all ranks; micro-batch x ranks when left out.",
-        must_be="at most 2147483647",
+        "at most 2147483647",
     )
     rampup_batch_size: tuple[int, ...] = flag(
         (), "Grow the global batch over the first samples; with --train-samples.", value="START INCREMENT SAMPLES"
@@ -255,7 +253,7 @@ class DataArgs:
     vocab_size: int | None = flag(
         None,
         "Vocabulary before padding, for NullTokenizer (without its EOD) and TikTokenizer.",
-        must_be="at least 1 and at most 2147483646",
+        "at least 1 and at most 2147483646",
     )
     dataloader_type: str = flag(
         "single",
@@ -266,7 +264,7 @@ class DataArgs:
     num_workers: int | None = flag(
         None,
         "Loader processes per rank [2; 0 on a CPU, whose cores they would take].",
-        must_be="at least 0 and at most 1024",
+        "at least 0 and at most 1024",
     )
     reset_position_ids: bool = flag(False, "Positions restart after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
@@ -325,12 +323,12 @@ class CheckpointArgs:
         None, "Folder to read the latest checkpoint from; fresh start if it holds none.", value="FOLDER"
     )
     save_interval: int | None = flag(
-        None, "Iterations between checkpoints.", aliases=("--persistent-save-interval",), must_be="at least 1"
+        None, "Iterations between checkpoints.", "at least 1", aliases=("--persistent-save-interval",)
     )
     save_retain_interval: int | None = flag(
         None,
         "Keep checkpoints of multiples of this; others are deleted once a newer one is complete.",
-        must_be="at least 1",
+        "at least 1",
     )
     ckpt_format: str = flag(
         "torch_dist",

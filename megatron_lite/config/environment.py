@@ -7,7 +7,6 @@ from difflib import get_close_matches
 from megatron_lite.config.data_paths import BATCHES_AHEAD, parse_blend, with_files_read
 from megatron_lite.config.machine import Machine
 from megatron_lite.config.plan import Plan
-from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 from megatron_lite.units import MIB, count, is_number, size
 from megatron_lite.variables import (
@@ -111,7 +110,18 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
     switches = switches_on(environ, Place(plan.device == "cuda", world.size, world.local_size))
     found += [f"{setting}: {cost}; unset it where speed matters." for setting, cost in switches.items()]
     if plan.device == "cpu" and machine is not None:
-        found += _judge_threads(world, environ, machine)
+        ranks, typed = world.local_size, environ.get(THREADS, "")
+        # unset: torchrun gives each of several ranks 1, and torch takes as many as it sees cores
+        unset = 1 if ranks > 1 and "LOCAL_RANK" not in environ else machine.visible_cores
+        asked = int(typed) if typed.isdigit() and int(typed) else unset
+        threads = min(asked, machine.visible_cores)  # torch with MKL takes no more (seen with 2.13)
+        given = f"{THREADS}={typed}" if typed else f"{THREADS} is not set"
+        together = f"{ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
+        fewer, share = fitting_threads(threads, ranks, machine.cores), max(1, machine.cores // ranks)
+        if fewer:
+            found.append(f"{given}: {together} wait for each other on {machine.cores} cores; set {THREADS}={fewer}.")
+        elif 2 * threads * ranks < machine.cores:
+            found.append(f"{given}: {together} leave most of {machine.cores} cores idle; set {THREADS}={share}.")
     p = plan.args.profile
     if p.profile and not p.use_pytorch_profiler and not world.under_nsys:
         absent = ", which is not on the PATH" if machine is not None and not machine.has_nsys else ""
@@ -120,22 +130,6 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
             f"will be recorded; start it with nsys profile{absent}, or add --use-pytorch-profiler."
         )
     return found if machine is None else [*found, *_judge_room(plan, machine)]
-
-
-def _judge_threads(world: World, environ: Mapping[str, str], machine: Machine) -> Iterator[str]:
-    ranks, typed = world.local_size, environ.get(THREADS, "")
-    to_be_launched = ranks > 1 and "LOCAL_RANK" not in environ
-    # unset: torchrun gives each of several ranks 1, and torch takes as many as it sees cores
-    unset = 1 if to_be_launched else machine.visible_cores
-    asked = int(typed) if typed.isdigit() and int(typed) else unset
-    threads = min(asked, machine.visible_cores)  # torch with MKL takes no more (seen with 2.13)
-    given = f"{THREADS}={typed}" if typed else f"{THREADS} is not set"
-    together = f"{ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
-    fewer, share = fitting_threads(threads, ranks, machine.cores), max(1, machine.cores // ranks)
-    if fewer:
-        yield f"{given}: {together} wait for each other on {machine.cores} cores; set {THREADS}={fewer}."
-    elif 2 * threads * ranks < machine.cores:
-        yield f"{given}: {together} leave most of {machine.cores} cores idle; set {THREADS}={share}."
 
 
 def _judge_room(plan: Plan, machine: Machine) -> Iterator[str]:

@@ -30,19 +30,15 @@ def choose_compilation(args: Args, world: World) -> Compilation:
     asked = args.training.torch_compile
     if asked != AUTO:
         return Compilation(asked == LAYERS, loss=asked == LAYERS and world.gpus > 0)
+    why = ""
     if not world.gpus:
-        return Compilation(
-            False, "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"
-        )
-    if args.training.deterministic_mode:
-        return Compilation(
-            False,
-            "--deterministic-mode is given, and compiled kernels may be picked by timing them; "
-            "--torch-compile layers compiles all the same",
-        )
-    if world.no_compiler and args.training.torch_compile_backend == "inductor":
-        return Compilation(False, f"{world.no_compiler}; layers would be faster compiled")
-    return Compilation(True, "automatic on a GPU; --torch-compile none trains without", loss=True)
+        why = "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"
+    elif args.training.deterministic_mode:
+        picked = "--deterministic-mode is given, and compiled kernels may be picked by timing them"
+        why = f"{picked}; --torch-compile layers compiles all the same"
+    elif world.no_compiler and args.training.torch_compile_backend == "inductor":
+        why = f"{world.no_compiler}; layers would be faster compiled"
+    return Compilation(not why, why or "automatic on a GPU; --torch-compile none trains without", loss=not why)
 
 
 @dataclass(frozen=True)
