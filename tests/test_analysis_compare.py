@@ -58,12 +58,8 @@ def test_a_drift_within_a_run_widens_its_band():
 def test_equal_runs_seldom_differ():
     pairs = [paired_samples(noisy(100, 5, 30, seed), noisy(100, 5, 30, -seed - 1)) for seed in range(400)]
     assert sum(pair.change in CLEAR for pair in pairs) < 0.08 * len(pairs)
-    assert (
-        exact(1000, 1005).change is Change.SAME
-        and exact(1000, 900).change is Change.LESS
-        and exact(0, 5).change is Change.MORE
-    )
-    assert paired(None, None, 1.0).change is Change.UNCLEAR
+    told = [pair.change for pair in (exact(1000, 1005), exact(1000, 900), exact(0, 5), paired(None, None, 1.0))]
+    assert told == [Change.SAME, Change.LESS, Change.MORE, Change.UNCLEAR]
 
 
 def traced(folder, name="a", rename=(), **more) -> Facts:
@@ -102,26 +98,22 @@ def test_kernels_are_matched_by_operator_and_phase_not_by_name(tmp_path):
     half = [("ampere_sgemm_128x64_tn", "ampere_fp16_s1688gemm_fp16_128x128_ldg8_relu_f2f_stages_32x1_tn")]
     found = compare(traced(tmp_path), traced(tmp_path, "b", rename=half))
     [product] = [one for one in found.kernels if (one.operator, one.phase) == ("aten::mm", "forward")]
-    assert (
-        product.names_a == ("ampere_sgemm_128x64_tn",)
-        and product.names_b[0].startswith("ampere_fp16")
-        and product.role == "matrix products"
-    )
-    assert (product.ms.a, product.ms.b) == (
-        pytest.approx(0.2),
-        pytest.approx(0.2),
-    ) and product.per_step.change is Change.SAME
+    assert (product.names_a, product.role) == (("ampere_sgemm_128x64_tn",), "matrix products")
+    assert product.names_b[0].startswith("ampere_fp16") and product.per_step.change is Change.SAME
     [forward] = [one for one in found.phases if one.name == "forward"]
-    assert (forward.host.a, forward.device.a) == (
-        pytest.approx(0.04),
-        pytest.approx(0.2),
-    )  # the label's time and the truth
+    # of a phase the label's time and the truth
+    times = [product.ms.a, product.ms.b, forward.host.a, forward.device.a]
+    assert times == pytest.approx([0.2, 0.2, 0.04, 0.2])
 
 
 def with_run(tmp_path, name, ms=10.0, plan=None, **more) -> Facts:
     record = RECORD | {"plan": plan or PLAN} | more
     run = read_run(folder(tmp_path / name, [step(n, ms + n % 3 / 10) for n in range(1, 30)], record))
     return Facts(ranks_seen=(), ranks=None, snapshots=(), run=run, gaps=())
+
+
+def changed(facts: Facts, **columns) -> Facts:
+    return dataclasses.replace(facts, run=dataclasses.replace(facts.run, **columns))
 
 
 def test_flags_that_differ(tmp_path):
@@ -132,12 +124,8 @@ def test_flags_that_differ(tmp_path):
         "watch": {"save": "/b", "data_path": ["x", "y"]},
     }
     a = with_run(tmp_path, "a", plan=PLAN | {"args": args, "precision": "bf16"}, versions={"torch": "2.13"})
-    b = with_run(
-        tmp_path,
-        "b",
-        plan=PLAN | {"args": other, "precision": "fp32", "world": {"size": 4}},
-        versions={"torch": "2.14"},
-    )
+    plan = PLAN | {"args": other, "precision": "fp32", "world": {"size": 4}}
+    b = with_run(tmp_path, "b", plan=plan, versions={"torch": "2.14"})
     assert {(flag.name, flag.a, flag.b) for flag in compare(a, b).flags} == {
         ("--micro-batch-size", "2", "4"),
         ("--bf16", "on", "off"),
@@ -154,31 +142,21 @@ def test_runs_without_traces(tmp_path):
     found = compare(a, b)
     totals = {total.name: total.pair for total in found.totals}
     assert totals["step"].change is Change.LESS and totals["tokens per second"].change is Change.MORE and not found.rows
-    assert (
-        totals["tokens per second"].ratio == pytest.approx(2, rel=0.02)
-        and totals["MFU, causal attention"].change is Change.MORE
-    )
-    slow = dataclasses.replace(
-        b, run=dataclasses.replace(b.run, phases_ms={"forward": np.full(29, 5.0), "backward": np.full(29, 15.0)})
-    )
-    assert (
-        compare(b, slow).sentence.startswith("B's steps take as long") and "backward" not in compare(b, slow).sentence
-    )
-    quick = dataclasses.replace(
-        a, run=dataclasses.replace(a.run, phases_ms={"forward": np.full(29, 4.0), "backward": np.full(29, 15.0)})
-    )
-    assert (
-        compare(quick, b).sentence == "B takes 50% less time per step (20.1 -> 10.1 ms)"
-    )  # forward takes longer: no reason
+    assert totals["tokens per second"].ratio == pytest.approx(2, rel=0.02)
+    assert totals["MFU, causal attention"].change is Change.MORE
+    slow = changed(b, phases_ms={"forward": np.full(29, 5.0), "backward": np.full(29, 15.0)})
+    said = compare(b, slow).sentence
+    assert said.startswith("B's steps take as long") and "backward" not in said
+    quick = changed(a, phases_ms={"forward": np.full(29, 4.0), "backward": np.full(29, 15.0)})
+    # forward takes longer: no reason
+    assert compare(quick, b).sentence == "B takes 50% less time per step (20.1 -> 10.1 ms)"
     assert [phase.name for phase in found.phases] == ["forward"] and found.phases_of.startswith("steps.jsonl")
 
 
 def test_noisy_machines_and_short_windows_are_said(tmp_path):
     a, b = (with_run(tmp_path, name) for name in "ab")
-    wild = dataclasses.replace(b, run=dataclasses.replace(b.run, training_ms=np.array(noisy(12, 9, b.run.steps, 3))))
-    assert "may be the machine" in " ".join(compare(a, wild).notes) and compare(a, wild).sentence.startswith(
-        "whether B's steps"
-    )
+    wild = compare(a, changed(b, training_ms=np.array(noisy(12, 9, b.run.steps, 3))))
+    assert "may be the machine" in " ".join(wild.notes) and wild.sentence.startswith("whether B's steps")
     few = compare(traced(tmp_path, "c", steps=2), traced(tmp_path, "d", steps=2))
     assert "few steps were seen" in " ".join(few.notes) and "too few steps" in few.sentence
 
@@ -191,7 +169,7 @@ def test_another_model_or_batch_is_refused_unless_told(tmp_path):
     [line] = raised.value.lines
     assert line == "--num-layers 2 against 4, --seq-length 16 against 32: another model; --force compares all the same."
     assert compare(a, b, force=True).forced == ("--num-layers 2 against 4, --seq-length 16 against 32: another model",)
-    larger = dataclasses.replace(a, run=dataclasses.replace(a.run, batch_sizes=np.full(a.run.steps, 8.0)))
+    larger = changed(a, batch_sizes=np.full(a.run.steps, 8.0))
     with pytest.raises(ConfigError, match="--global-batch-size 4 against 8 samples per step: another batch; --force"):
         compare(a, larger)
 
@@ -203,9 +181,8 @@ def test_nothing_in_common_is_one_line(tmp_path):
 
 
 def test_memory_by_category():
-    less = dataclasses.replace(
-        snapshot(), peak_bytes=24 * 2**30, held=(Held("moments", 8 * 2**30, 1), Held("activations", 4 * 2**30, 1))
-    )
+    held = (Held("moments", 8 * 2**30, 1), Held("activations", 4 * 2**30, 1))
+    less = dataclasses.replace(snapshot(), peak_bytes=24 * 2**30, held=held)
     a, b = (Facts(ranks_seen=(), ranks=None, snapshots=(one,), run=None, gaps=()) for one in (snapshot(), less))
     found = compare(a, b)
     assert found.memory["activations"].difference == -8 * 2**30 and found.memory["moments"].change is Change.SAME
@@ -214,10 +191,8 @@ def test_memory_by_category():
 
 
 def test_lines_are_narrow_and_harmless(tmp_path):
-    a, b = report(name=HOSTILE).facts, report(name="forward").facts
-    b = dataclasses.replace(
-        b, run=dataclasses.replace(run_of(), plan={"args": {"x": {"tokenizer_model": HOSTILE}}, "shape": PLAN["shape"]})
-    )
+    a, plan = report(name=HOSTILE).facts, {"args": {"x": {"tokenizer_model": HOSTILE}}, "shape": PLAN["shape"]}
+    b = dataclasses.replace(report(name="forward").facts, run=dataclasses.replace(run_of(), plan=plan))
     lines = comparison_lines(compare(a, b, True, (HOSTILE, "B")), Style(), everything=True)
     assert max(map(len, lines)) <= 100 and all(line.isprintable() for line in lines) and len(lines) > 20
     json.dumps(plain(compare(a, b, True)), allow_nan=False)
@@ -231,11 +206,12 @@ def test_the_command(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "B takes 50% less time per step" in out and "written:" in out and "To keep in mind" in out
     assert json.loads((tmp_path / "c.json").read_text())["totals"][0]["pair"]["change"] == "less"
-    for argv, said in (
-        ([paths[0], str(tmp_path / "none")], "none"),
-        ([paths[0]], "--help"),
-        ([*paths, "--json", str(tmp_path)], "--json"),
-    ):
+    wrong = {
+        "none": [paths[0], str(tmp_path / "none")],
+        "--help": paths[:1],
+        "--json": [*paths, "--json", str(tmp_path)],
+    }
+    for said, argv in wrong.items():
         assert main(["compare", *argv]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and said in error
