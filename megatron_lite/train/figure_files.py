@@ -141,15 +141,15 @@ class TensorBoard:
             "world-size": self.plan.world.size if w.log_world_size_to_tensorboard else None,
             "iteration-time": seconds if w.log_timers_to_tensorboard else None,
         }
+        self.add(f.iteration, scalars, f.consumed)
+
+    def add(self, iteration: int, scalars: dict[str, float | None], consumed: int | None = None):
+        """Those that are known: over iterations, and over samples where `consumed` says how many."""
         for name, value in scalars.items():
             if value is not None:
-                self._writer.add_scalar(name, value, f.iteration)
-                self._writer.add_scalar(f"{name} vs samples", value, f.consumed)
-
-    def interval(self, iteration: int, scalars: dict[str, float]):
-        """Scalars of a whole interval: throughput, phase times."""
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, iteration)
+                self._writer.add_scalar(name, value, iteration)
+                if consumed is not None:
+                    self._writer.add_scalar(f"{name} vs samples", value, consumed)
 
     def ranks(self, iteration: int, f: RankFigures):
         """Times and memory of an interval. Megatron's NAME-time is the slowest rank's, in seconds per iteration."""
@@ -160,7 +160,7 @@ class TensorBoard:
         if w.log_memory_to_tensorboard:
             most = {"host-memory-bytes": f.host_memory_bytes, "mem-step-peak-bytes": f.peak_memory_bytes}
             scalars |= {name: max(values) for name, values in most.items() if not any(map(math.isnan, values))}
-        self.interval(iteration, scalars)
+        self.add(iteration, scalars)
 
     def memory(self, iteration: int, stats: dict[str, int]):
         """The allocator's counters, as of torch.cuda.memory_stats()."""
@@ -170,18 +170,13 @@ class TensorBoard:
             "mem-max-allocated-bytes": "allocated_bytes.all.peak",
             "mem-allocated-count": "allocation.all.current",
         }
-        self.interval(iteration, {name: stats[key] for name, key in names.items()})
+        self.add(iteration, {name: stats[key] for name, key in names.items()})
 
     def evaluation(self, which: str, loss: float, iteration: int, consumed: int):
         """'validation' or 'test' loss, and its perplexity if asked for. Megatron has one name for both, ours beside it."""
-        scalars = {}
+        ppl = perplexity(loss) if self.plan.args.watch.log_validation_ppl_to_tensorboard else None
         for kind in dict.fromkeys(("validation", which)):
-            scalars[f"lm loss {kind}"] = loss
-            if self.plan.args.watch.log_validation_ppl_to_tensorboard:
-                scalars[f"lm loss {kind} ppl"] = perplexity(loss)
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, iteration)
-            self._writer.add_scalar(f"{name} vs samples", value, consumed)
+            self.add(iteration, {f"lm loss {kind}": loss, f"lm loss {kind} ppl": ppl}, consumed)
 
     def flush(self):
         """Everything so far to disk."""

@@ -197,7 +197,7 @@ class Log:
         if self._time.left_out:
             self.say(self._time.words())
         if self._tensorboard and (w.log_timers_to_tensorboard or w.log_throughput) and not self._time.nothing_clean:
-            self._tensorboard.interval(steps[-1].iteration, {"throughput": causal})
+            self._tensorboard.add(steps[-1].iteration, {"throughput": causal})
 
     def _write_steps(self, times: list[StepTime]):
         """The steps that are over; the one that is being logged is written with the next ones."""
