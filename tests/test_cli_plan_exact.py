@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from command_lines import argv, plan
 
-from megatron_lite.cli import exact_plan
+from megatron_lite.cli import plan as command
 from megatron_lite.cli.main import main
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +25,7 @@ def in_process(monkeypatch, tmp_path):
     from megatron_lite.rehearsal.rehearse import main as walk
 
     def run(rehearse, input, **_):
-        assert rehearse[1:] == ["-m", exact_plan.MODULE]
+        assert rehearse[1:] == ["-m", command.MODULE]
         out, err = io.StringIO(), io.StringIO()
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stdin", io.StringIO(input))
@@ -34,7 +34,7 @@ def in_process(monkeypatch, tmp_path):
             code = walk()
         return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
-    monkeypatch.setattr(exact_plan.subprocess, "run", run)
+    monkeypatch.setattr(command.subprocess, "run", run)
 
 
 def test_formula_and_walk_stand_beside_each_other(in_process, capsys):
@@ -66,7 +66,7 @@ def test_a_mistake_that_only_the_walk_sees_is_the_trainers_line(in_process, caps
 
 
 def test_a_machine_without_torch_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(exact_plan, "MODULE", "megatron_lite.no_such_module")
+    monkeypatch.setattr(command, "MODULE", "megatron_lite.no_such_module")
     assert main(["plan", "--exact", *argv()]) == 2
     shown = capsys.readouterr().err
     assert (
@@ -87,7 +87,7 @@ def test_the_whole_of_it_as_processes(tmp_path):
 @pytest.fixture
 def on_terminal(monkeypatch):
     """Somebody looks on."""
-    monkeypatch.setattr(exact_plan, "can_walk_unasked", lambda stream: True)
+    monkeypatch.setattr(command, "can_walk_unasked", lambda stream: True)
 
 
 def test_an_estimate_on_a_terminal_is_checked_by_the_walk(in_process, on_terminal, capsys):
@@ -110,7 +110,7 @@ def test_a_walk_that_takes_too_long_is_left(on_terminal, capsys, monkeypatch):
     def wait(command, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(exact_plan.subprocess, "run", wait)
+    monkeypatch.setattr(command.subprocess, "run", wait)
     assert main(["plan", *argv()]) == 0
     assert capsys.readouterr().out.endswith(
         "\n  not checked: the walk of the real step takes more than 10 s; --exact waits for it.\n"
@@ -119,6 +119,6 @@ def test_a_walk_that_takes_too_long_is_left(on_terminal, capsys, monkeypatch):
 
 def test_nothing_is_walked_unasked_without_torch_or_a_terminal(monkeypatch):
     piped, shown = SimpleNamespace(isatty=lambda: False), SimpleNamespace(isatty=lambda: True)
-    assert not exact_plan.can_walk_unasked(piped) and exact_plan.can_walk_unasked(shown)
-    monkeypatch.setattr(exact_plan.importlib.util, "find_spec", lambda name: None)
-    assert not exact_plan.can_walk_unasked(shown)
+    assert not command.can_walk_unasked(piped) and command.can_walk_unasked(shown)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert not command.can_walk_unasked(shown)

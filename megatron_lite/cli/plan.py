@@ -1,8 +1,13 @@
 """megatron-lite plan: will it fit, how fast can it be, what to change; from the launch command alone."""
 
 import argparse
+import dataclasses
+import importlib.util
+import json
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from megatron_lite.cli.launcher import begins_command, split_at_trainer
@@ -11,19 +16,22 @@ from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run
 from megatron_lite.config.environment import hints
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.machine import read_machine
-from megatron_lite.errors import UserError
-from megatron_lite.estimate.hardware import Processor, processor_called
+from megatron_lite.errors import ConfigError, UserError
+from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, processor_called
 from megatron_lite.estimate.inference import InferencePrediction, predict_inference
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.params import parameter_parts
 from megatron_lite.estimate.step_time import duration_of, predict_time
 from megatron_lite.estimate.what_if import MARGIN, fit, what_if
+from megatron_lite.live_line import LiveLine
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
-from megatron_lite.report.plan_terminal import plan_lines
+from megatron_lite.report.plan_terminal import plan_lines, verdicts
 from megatron_lite.report.text import get_style
 from megatron_lite.terminal import print_lines
-from megatron_lite.units import GIB
+from megatron_lite.units import GIB, size
 
+MODULE = "megatron_lite.rehearsal.rehearse"
+MAX_UNASKED_S = 10  # of a walk that nobody asked for
 END = "--"
 SHELLS = ("bash", "sh")  # may stand before a script
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -35,7 +43,6 @@ def run(argv: list[str]):
     found, style, more = planned_run(words, options.gpus), get_style(sys.stdout), []
     if options.exact:
         from megatron_lite.analysis.analyze import analyze
-        from megatron_lite.cli.exact_plan import exact
         from megatron_lite.report.section import section_lines
         from megatron_lite.report.sections.memory import memory_section
 
@@ -52,7 +59,7 @@ def run(argv: list[str]):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(options.snapshot or Path(folder) / "predicted.pickle")
             processors = _list_processors(options)
-            report = _report(options, words, found, exact(found, path, processors[0] if processors else None))
+            report = _report(options, words, found, walk_step(found, path, processors[0] if processors else None))
             # the memory section of the report on it: modules, source lines, layers, fragmentation
             section = memory_section(analyze([path]), options.all)
             more = ["", *section_lines(section, style)] if section else []
@@ -64,12 +71,9 @@ def run(argv: list[str]):
 
         more = [*more, *write_json(options.json, as_json(report))]
     print_lines([*plan_lines(report, style, options.why), *more])
-    if not (options.exact or options.inference):
+    if not (options.exact or options.inference) and can_walk_unasked(sys.stdout):
         # the answer stands: where somebody looks on, the walk of the real step follows, if it takes seconds
-        from megatron_lite.cli.exact_plan import can_walk_unasked, check_lines
-
-        if can_walk_unasked(sys.stdout):
-            print_lines(check_lines(found, report))
+        print_lines(check_lines(found, report))
 
 
 # --- its options, which stand before the trainer's flags or the launch script
@@ -158,7 +162,7 @@ def _list_processors(options: argparse.Namespace) -> list[Processor]:
 
 
 def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, exact: Exact | None = None) -> PlanReport:
-    plan, shape, size = found.plan, found.plan.shape, found.plan.world.size
+    plan, shape, ranks = found.plan, found.plan.shape, found.plan.world.size
     processors, margin = _list_processors(options), MARGIN if options.margin is None else options.margin
     tokens = None if options.tokens is None else int(options.tokens)
 
@@ -167,16 +171,18 @@ def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, ex
 
     outlooks = []
     for one in processors:
-        time, memory = predict_time(plan, one), predict_memory(plan, one)
-        duration = duration_of(plan, time.tokens_per_s, tokens) if time.peak_tflops else None
+        seen, memory = predict_time(plan, one), predict_memory(plan, one)
+        duration = duration_of(plan, seen.tokens_per_s, tokens) if seen.peak_tflops else None
         peak_bytes = exact.allocated_peak_bytes if exact else memory.peak.num_bytes
         fits = peak_bytes <= one.memory_gib * GIB * (1 - margin)
-        outlooks.append(Outlook(one, memory, time, duration, None if fits else fit(plan, one, margin), infer(one)))
+        outlooks.append(Outlook(one, memory, seen, duration, None if fits else fit(plan, one, margin), infer(one)))
     first = processors[0] if processors else None
     facts = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}"
     if not options.inference:
         batch, passes = plan.batch.final, plan.batch.final // plan.samples_per_pass
-        facts += f", {size} GPU{'s' if size > 1 else ''}, batch {batch} = {batch // size // passes} x {size} x {passes}"
+        facts += (
+            f", {ranks} GPU{'s' if ranks > 1 else ''}, batch {batch} = {batch // ranks // passes} x {ranks} x {passes}"
+        )
     # of this machine only if it may be the one that trains
     machine = read_machine() if DRIVER.exists() else None
     return PlanReport(
@@ -196,3 +202,60 @@ def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, ex
         hints=hints(plan, found.environment, machine) if options.env else None,
         notes=found.notes,
     )
+
+
+# --- --exact, and the check of an estimate: a process that has torch walks the real model and step without data
+
+
+def walk_step(
+    run: PlannedRun, snapshot: Path, processor: Processor | None = None, limit_s: float | None = None
+) -> Exact:
+    """Figures of the walk, whose snapshot is then at `snapshot`.
+
+    Raises UserError where torch is missing, the flags do not work, or the walk takes longer than `limit_s`.
+    """
+    deterministic = run.plan.args.training.deterministic_mode
+    request = {
+        "flags": list(run.flags), "world": dataclasses.asdict(run.plan.world), "vocab_size": run.plan.vocab_size,
+        "snapshot": str(snapshot), "workspace": cublas_workspace_bytes(processor, deterministic),
+    }  # fmt: skip
+    started, line, command = time.monotonic(), LiveLine(), [sys.executable, "-m", MODULE]
+    line.draw("walking the real model and step, without data")
+    try:
+        asked = json.dumps(request)
+        walk = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"the walk of the real step takes more than {limit_s:g} s; --exact waits for it.") from None
+    finally:
+        line.wipe()
+    lines = walk.stderr.strip().splitlines()
+    if walk.returncode == UserError.exit_code and lines:
+        raise ConfigError(lines)
+    if walk.returncode:
+        why = lines[-1] if lines else f"exit code {walk.returncode}"
+        raise UserError(f"--exact: the walk failed ({why}); leave it out.")
+    figures = json.loads(walk.stdout.splitlines()[-1])
+    known = {field.name: figures[field.name] for field in dataclasses.fields(Exact) if field.name in figures}
+    return Exact(seconds=time.monotonic() - started, **known)
+
+
+def can_walk_unasked(stream) -> bool:
+    """Whether somebody looks on, and torch is installed. Nothing is imported."""
+    return stream.isatty() and importlib.util.find_spec("torch") is not None
+
+
+def check_lines(run: PlannedRun, report: PlanReport) -> list[str]:
+    """What the walk of the real step says of an estimate that was printed already: its peak, and verdicts that change with it."""
+    processor = report.outlooks[0].processor if report.outlooks else None
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = walk_step(run, Path(folder) / "predicted.pickle", processor, MAX_UNASKED_S)
+        except UserError as error:
+            return ["", *(f"  not checked: {line}" for line in error.lines)]
+    off = report.memory.peak.num_bytes / found.allocated_peak_bytes - 1
+    walked = dataclasses.replace(report, exact=found)
+    pairs = zip(verdicts(report), verdicts(walked))
+    changed = [new for old, new in pairs if old.partition(":")[0] != new.partition(":")[0]]  # 'fits in one H200'
+    peak = f"exact peak {size(found.allocated_peak_bytes)} in {found.phase}, the estimate is {off:+.1%} off"
+    how = f"the real model and step, walked without data in {found.seconds:.1f} s; --exact shows it"
+    return ["", f"  {peak}", f"    ({how})", *(f"  {line}" for line in changed)]

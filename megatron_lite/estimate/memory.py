@@ -235,10 +235,9 @@ def _keep_layer(batch: MicroBatch) -> Held:
     return held
 
 
-def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> Held:
-    """`number` layers, of which `recomputed` keep their input only."""
-    held = Held({name: (number - recomputed) * each for name, each in _keep_layer(batch).items()})
-    return held + Held({RECOMPUTED: recomputed * batch.input_bytes})
+def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[Held, int]]:
+    """What is held and how often: `number` layers, of which `recomputed` keep their input only."""
+    return [(_keep_layer(batch), number - recomputed), (Held({RECOMPUTED: batch.input_bytes}), recomputed)]
 
 
 def _keep_ends(batch: MicroBatch) -> Held:
@@ -326,18 +325,22 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     def make_gradients(parameters: int) -> LedgerRow:
         return _per_parameter("gradients", "gradients", batch.element_bytes, parameters)
 
-    def list_rows(held: Held) -> Iterator[LedgerRow]:
+    def list_rows(held: Held, times: int = 1) -> Iterator[LedgerRow]:
         for name, each in held.items():
-            formula = f"{count(batch.tokens)} tokens x {count(each)} bytes"
+            formula = f"{f'{times} layers x ' if times > 1 else ''}{count(batch.tokens)} tokens x {count(each)} bytes"
             category = "workspace" if name == GRADIENTS else "activations"
-            yield LedgerRow(category, name, batch.tokens * each, formula)
+            yield LedgerRow(category, name, times * batch.tokens * each, formula)
+
+    def list_kept(number: int, recomputed: int) -> Iterator[LedgerRow]:
+        for held, times in _keep_layers(batch, number, recomputed):
+            yield from list_rows(held, times)
 
     # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
     stay = not (plan.fp32_gradients or accumulates or plan.world.size > 1)
     base = [*always, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
     matrix = shape.padded_vocab_size * shape.hidden_size  # the output layer's
     made = matrix if stay or shape.tied_embeddings else 0  # a tied one waits for the embedding's
-    at_loss = [*base, *list_rows(_keep_layers(batch, layers, recomputed) + _keep_ends(batch))]
+    at_loss = [*base, *list_kept(layers, recomputed), *list_rows(_keep_ends(batch))]
     loss, hidden = _list_loss(batch), Held({GRADIENTS: batch.input_bytes})
     yield _sum_moment(Phase.FORWARD, "cross entropy", [*at_loss, *loss])
     if batch.precision == "fp16":
@@ -345,14 +348,15 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     yield _sum_moment(Phase.BACKWARD, "output layer", [*at_loss, loss[0], *list_rows(hidden), make_gradients(matrix)])
     # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
     for layer in sorted({layers, recomputed + 1, recomputed, 1} - {0, layers + 1}, reverse=True):
-        outside = _keep_layers(batch, layer - 1, min(layer - 1, recomputed)) + Held({MASKS: batch.mask_bytes})
+        own = Held({MASKS: batch.mask_bytes})
         if layer <= recomputed and batch.copies_of_norms[0]:
-            outside[RECOMPUTED] += batch.input_bytes
+            own[RECOMPUTED] += batch.input_bytes
+        outside = [*base, *list_kept(layer - 1, min(layer - 1, recomputed))]
         above = (parts["attention"] + parts["MLP"] + parts["norms"]) // layers * (layers - layer) if stay else 0
         moments = []
         for operation, held in _list_layer_backward(batch):
             new = shape.hidden_size * shape.ffn_hidden_size if stay or operation == "linear_fc2" else 0
-            rows = [*base, *list_rows(outside + held), make_gradients(made + above + new)]
+            rows = [*outside, *list_rows(own + held), make_gradients(made + above + new)]
             moments.append(_sum_moment(Phase.BACKWARD, f"layer {layer}, {operation}", rows))
         yield max(moments, key=lambda moment: moment.num_bytes)
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
@@ -386,11 +390,13 @@ def activation_bytes(batch: MicroBatch, recomputed: int = 0) -> int:
     (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its scores
     down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
     """
-    at_logits = _keep_layers(batch, batch.shape.num_layers, recomputed) + _keep_ends(batch)
-    again = _keep_layers(batch, recomputed, recomputed) + _keep_layer(batch) if recomputed else Held()
+    kept = sum(times * held.total() for held, times in _keep_layers(batch, batch.shape.num_layers, recomputed))
+    if not recomputed:
+        return batch.tokens * (kept + _keep_ends(batch).total())
     # of the last dropout computed again: its mask and its result
     dropped = batch.mask_bytes + batch.input_bytes if batch.shape.hidden_dropout else 0
-    return batch.tokens * max(at_logits.total(), again.total() + dropped)
+    again = recomputed * batch.input_bytes + _keep_layer(batch).total() + dropped
+    return batch.tokens * max(kept + _keep_ends(batch).total(), again)
 
 
 def logits_bytes(batch: MicroBatch) -> int:

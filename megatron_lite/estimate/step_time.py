@@ -225,7 +225,7 @@ class Duration:
     @property
     def days(self) -> float:
         """Wall time."""
-        return self.seconds / 86400
+        return self.seconds / 3600 / 24
 
     @property
     def gpu_hours(self) -> float:
