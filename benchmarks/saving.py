@@ -1,4 +1,4 @@
-"""How long a checkpoint keeps training waiting: torch.save, a synchronous save and --async-save, alternating.
+"""How long a checkpoint keeps training waiting: torch.save with fsync, a synchronous save and --async-save, alternating.
 
     python benchmarks/saving.py FOLDER [--layers 12] [--hidden 768] [--rounds 7]
 
@@ -9,6 +9,7 @@ be on the disk that checkpoints go to; it is filled with some copies of the stat
 import argparse
 import contextlib
 import io
+import os
 import shutil
 import statistics
 import time
@@ -72,7 +73,10 @@ def _kinds(options) -> dict:
 
     def torch_save(number: int):
         state = {"masters": optimizer.weights.masters, "engine": optimizer.engine.state_dict()}
-        torch.save(state | {"model": model.state_dict()}, options.folder / "state.pt")
+        with open(options.folder / "state.pt", "wb") as file:
+            torch.save(state | {"model": model.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
         return lambda: None
 
     def save_with(checkpoints: Checkpoints):

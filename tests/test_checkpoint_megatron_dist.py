@@ -42,8 +42,9 @@ RESHARDABLE, BUCKETS, APART = (
 @pytest.fixture(scope="module", autouse=True)
 def ended_managers():
     """Megatron-Core's writer starts a manager's process and leaves it."""
+    before = multiprocessing.active_children()
     yield
-    for child in multiprocessing.active_children():
+    for child in set(multiprocessing.active_children()) - set(before):
         child.terminate()
         child.join()
 

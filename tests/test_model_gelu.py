@@ -1,13 +1,19 @@
-"""A CPU's own tanh GELU in 16 bits against torch's, which is exact in fp64."""
+"""A CPU's own tanh GELU against torch's, which is exact in fp64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.model import gelu
+from megatron_lite.model import gelu, kernel_choice
 from megatron_lite.model.gelu import gelu_tanh
 
-BITS = {torch.bfloat16: 8, torch.float16: 11}
+BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+
+
+@pytest.fixture(autouse=True)
+def without_avx512(monkeypatch):
+    """In fp32 too it works in pieces."""
+    monkeypatch.setattr(kernel_choice, "has_avx512", lambda: False)
 
 
 def torchs(x):
@@ -48,13 +54,21 @@ def test_the_limits():
     assert gelu_tanh(transposed[:0]).shape == (0, 5)
 
 
-def test_in_fp32_it_is_torchs():
+def test_in_fp32_it_is_torchs_where_that_is_fast(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel_choice, "PROCESSORS", tmp_path / "cpuinfo")
+    for text, fast in (("flags\t: fpu avx2 avx512f\n", True), ("flags\t: fpu avx2\n", False), ("model name: A", True)):
+        (tmp_path / "cpuinfo").write_text(text)
+        kernel_choice.has_avx512.cache_clear()
+        assert kernel_choice.has_avx512() is fast
     x = values(torch.float32)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(with_slope(gelu_tanh, x), with_slope(torchs, x)))
+    kernel_choice.has_avx512.cache_clear()
 
 
-def test_neither_pieces_nor_threads_show(monkeypatch):
-    x = torch.randn(3, 1001, generator=torch.Generator().manual_seed(1)).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_neither_pieces_nor_threads_show(monkeypatch, dtype):
+    x = torch.randn(3, 1001, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = with_slope(gelu_tanh, x)
     monkeypatch.setattr(gelu, "PIECE", 64)
     assert all(torch.equal(one, other) for one, other in zip(whole, with_slope(gelu_tanh, x)))

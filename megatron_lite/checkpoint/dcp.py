@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,10 +16,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_lite.checkpoint.folder import HashedFile
 from megatron_lite.checkpoint.metadata_pickle import read_metadata
 from megatron_lite.errors import CheckpointError, first_line
 from megatron_lite.process_state import limit_memory
@@ -47,20 +49,24 @@ class Piece:
     tensor: Tensor
 
 
-def write(folder: Path, pieces: list[Piece], objects: dict[str, object], find_aliases: Callable, group):
+def write(
+    folder: Path, pieces: list[Piece], objects: dict[str, object], find_aliases: Callable, group
+) -> dict[str, dict]:
     """Write the pieces and objects of all ranks of `group`, each given by one rank, to `folder`; None: by this process alone.
 
     find_aliases(metadata): {further key: stored key}, for what is to be found under several keys and stored once.
-    Collective. CheckpointException on every rank if one fails.
+    Collective. CheckpointException on every rank if one fails. Returns the manifest's entries of this rank's files.
     """
+    writer = _Writer(folder, find_aliases)
     with _quiet():
         dcp.save(
             {},
-            storage_writer=_Writer(folder, find_aliases),
+            storage_writer=writer,
             planner=_SavePlanner(pieces, objects),
             process_group=group,
             no_dist=group is None,
         )
+    return {path.name: entry for path, entry in writer.fs.entries.items()}
 
 
 class Reader(FileSystemReader):
@@ -119,9 +125,27 @@ class _SavePlanner(DefaultSavePlanner):
         return self._tensors[index.fqn, tuple(index.offset)]
 
 
+class _HashedFiles(FileSystem):
+    """With what the manifest says of each file that was written."""
+
+    def __init__(self):
+        self.entries: dict[Path, dict] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Path, mode: str) -> Iterator[HashedFile]:
+        with super().create_stream(path, mode) as file, HashedFile(file) as hashed:
+            yield hashed
+        self.entries[path] = hashed.entry
+
+    def rename(self, path: Path, new_path: Path):
+        super().rename(path, new_path)
+        self.entries[new_path] = self.entries.pop(path)
+
+
 class _Writer(FileSystemWriter):
     def __init__(self, folder: Path, find_aliases: Callable):
-        super().__init__(folder)
+        super().__init__(folder, sync_files=False)  # the files do
+        self.fs = _HashedFiles()
         self.transforms = _NoTransforms()
         self._find_aliases = find_aliases
 

@@ -12,10 +12,13 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
+from typing import BinaryIO
 
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import (
@@ -34,6 +37,7 @@ from megatron_lite.shared_files import Lock, read_bounded, try_lock
 UNFINISHED, PREVIOUS, RETIRED = ".unfinished", ".previous", ".retired"  # endings of hidden folders
 REMAINS = {UNFINISHED, RETIRED}
 PIECE = 2**22  # bytes read at once for a checksum
+MAX_PIECES = 8  # that wait to be hashed
 LOCK_FILE = ".lock"  # of the run that saves here: HOST, process PID, since TIME
 MAX_HOLDER_BYTES, MAX_LINE_BYTES = 200, 1000  # read of a file that holds a line
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -140,6 +144,57 @@ def prepare(slot: CheckpointDir):
 def discard(slot: CheckpointDir):
     """Remove what was written of it so far: on a full disk the room is needed."""
     shutil.rmtree(slot.unfinished, ignore_errors=True)
+
+
+class HashedFile:
+    """A file that is written from its beginning to its end. A thread hashes what is written meanwhile."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._digest, self._size, self._pending = file, hashlib.sha256(), 0, bytearray()
+        self._pieces: Queue = Queue(MAX_PIECES)
+        self._thread = threading.Thread(target=self._hash, daemon=True)
+        self._thread.start()
+        self.flush, self.fileno, self.tell = file.flush, file.fileno, file.tell
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self.close()
+        self._pieces.put(None)
+
+    def write(self, data) -> int:
+        with memoryview(data).cast("B") as view:
+            self._size += len(view)
+            for start in range(0, len(view), PIECE):
+                piece = view[start : start + PIECE]
+                self._pending += piece  # a copy: `data` is the caller's again before it is hashed
+                if len(self._pending) >= PIECE:
+                    self._pieces.put(self._pending)
+                    self._pending = bytearray()
+                self._file.write(piece)
+            return len(view)
+
+    def close(self):
+        """What was written outlives a power cut."""
+        if self._file.closed:
+            return
+        self._pieces.put(self._pending)
+        self._pieces.put(None)
+        self.flush()
+        os.fsync(self.fileno())
+        self._file.close()
+        self._thread.join()
+
+    @property
+    def entry(self) -> dict:
+        """In the manifest, as of `checksum`."""
+        return {"bytes": self._size, "sha256": self._digest.hexdigest()}
+
+    def _hash(self):
+        while (piece := self._pieces.get()) is not None:
+            self._digest.update(piece)
 
 
 def checksum(path: Path) -> dict:

@@ -312,7 +312,7 @@ def _cut(place: Place, target: Tensor) -> list[tuple[Region, Tensor]]:
 def writer(arguments: dict) -> Callable:
     """A write_tensors for checkpoint.write.Writer. arguments: flags by name, for common.pt."""
 
-    def write(folder: Path, record: Record, tensors: dict[str, Tensor], group):
+    def write(folder: Path, record: Record, tensors: dict[str, Tensor], group) -> dict[str, dict]:
         """Each rank writes its tensors; the first one, which has all scalars, the values too. Collective."""
 
         def take(name: str) -> Tensor | None:
@@ -328,9 +328,9 @@ def writer(arguments: dict) -> Callable:
         # the optimizer's scalars stand in common.pt
         stored = {name: tensor for name, tensor in tensors.items() if tensor.ndim > 0 or name.startswith("model.")}
         pieces = [_piece(name, tensor, layers) for name, tensor in stored.items()]
-        dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)
+        entries = dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)
         if not is_first:
-            return
+            return entries
         # a failure before would leave the others waiting
         values = write_values(record, namespace, take) | {"content_metadata": CONTENT}
         if record.optimizer is not None:
@@ -342,6 +342,7 @@ def writer(arguments: dict) -> Callable:
             file.flush()
             os.fsync(file.fileno())
         write_atomically(folder / BACKENDS_FILE, json.dumps(BACKENDS))
+        return entries
 
     return write
 

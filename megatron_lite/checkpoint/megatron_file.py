@@ -7,7 +7,6 @@ Source: generate_state_dict and load_checkpoint in Megatron-LM's megatron/traini
 
 import argparse
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.checkpoint import megatron_names, megatron_unpickle
+from megatron_lite.checkpoint.folder import HashedFile
 from megatron_lite.checkpoint.megatron_args import (
     DTYPES,
     MegatronArgs,
@@ -307,19 +307,18 @@ def write_megatron_file(file: BinaryIO, record: Record, tensors: dict[str, Tenso
 def writer(args: Args) -> Callable:
     """A write_tensors for checkpoint.write.Writer."""
 
-    def write(folder: Path, record: Record, tensors: dict[str, Tensor], group):
+    def write(folder: Path, record: Record, tensors: dict[str, Tensor], group) -> dict[str, dict]:
         """The first rank writes; the others send it what they alone have, their random states."""
         parts: list = [{}] * dist.get_world_size(group)
         random = {name: value for name, value in tensors.items() if name.startswith("random.")}
         dist.all_gather_object(parts, random, group)
         if dist.get_rank(group) != 0:
-            return
+            return {}
         everything = tensors | {name: value for part in parts for name, value in part.items()}
         path = folder / TORCH_FILE
         path.parent.mkdir()
-        with open(path, "wb") as file:
-            write_megatron_file(file, record, everything, args)
-            file.flush()
-            os.fsync(file.fileno())
+        with open(path, "wb") as file, HashedFile(file) as hashed:
+            write_megatron_file(hashed, record, everything, args)
+        return {str(TORCH_FILE): hashed.entry}
 
     return write

@@ -33,7 +33,7 @@ from megatron_lite.units import size
 class Writer:
     """Writes checkpoints into `save`. Its methods are collective over `group`; None: this process alone.
 
-    write_tensors(folder, record, tensors, group): a format's own part.
+    write_tensors(folder, record, tensors, group): a format's own part; returns the manifest's entries of files that it knows.
     retain_interval: checkpoints of other iterations are deleted once a newer one is complete; None: never.
     """
 
@@ -69,14 +69,13 @@ class Writer:
         raised = next((error for error in self._exchange(failure) if error is not None), None)
         if raised is not None:
             raise raised
-        self.write_tensors(slot.unfinished, record, tensors, self.group)
-        written = {}
+        known, written = self.write_tensors(slot.unfinished, record, tensors, self.group), {}
         for path in sorted(slot.unfinished.rglob("*")):
             name = str(path.relative_to(slot.unfinished))
             # torch.distributed.checkpoint names files __RANK_NUMBER.distcp; all others are the first rank's
             owner = name.split("_")[2] if name.startswith("__") else "0"
             if owner == str(self._rank) and path.is_file() and path.name != MANIFEST_FILE:
-                written[name] = folder.checksum(path)
+                written[name] = known.get(name) or folder.checksum(path)
         return written
 
     def _commit(self, slot: CheckpointDir, files: list[dict[str, dict]]):

@@ -15,10 +15,13 @@ from megatron_lite.estimate.hardware import CUBLAS_THREADS, Processor, cublas_wo
 from megatron_lite.estimate.params import parameter_count, parameter_parts
 from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
 from megatron_lite.model.kernel_choice import (
+    CAUSAL,
     FLASH_HEAD_STEP,
     FUSED,
     MATH,
+    QUERIES_AT_ONCE,
     UNFUSED,
+    count_scores,
     predict_attention_kernel,
     rows_at_once,
 )
@@ -156,7 +159,7 @@ def plan_micro_batch(
 ) -> MicroBatch:
     """From --attention-backend, --reset-attention-mask, --recompute-granularity and the threads of a rank."""
     kernel, flash = predict_attention_kernel(shape, precision, device, backend, masked)
-    selective = kernel == UNFUSED and recompute == "selective"
+    selective = kernel in (UNFUSED, CAUSAL) and recompute == "selective"
     return MicroBatch(shape, size, precision, device == "cpu", kernel, flash, masked, selective, threads)
 
 
@@ -209,7 +212,8 @@ def _size_scores(batch: MicroBatch) -> tuple[int, list[int]]:
     if batch.attention == FUSED:
         return 0, []
     shape, is_math = batch.shape, batch.attention == MATH
-    positions = shape.num_attention_heads * shape.seq_length
+    length = shape.seq_length
+    positions = shape.num_attention_heads * (count_scores(length) // length if batch.attention == CAUSAL else length)
     each = FP32 if is_math else batch.element_bytes
     wide = FP32 if shape.softmax_in_fp32 or shape.query_key_layer_scaling else each
     kept = [wide * positions]
@@ -263,6 +267,11 @@ def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     if not scores:
         keys = shape.num_query_groups * shape.kv_channels
         yield "core_attention", kept + Held({GRADIENTS: each * (hidden + 2 * wide + 2 * keys)})
+        return
+    if batch.attention == CAUSAL:  # by blocks of queries, of which the last one comes first and is the largest
+        block = each * shape.num_attention_heads * min(QUERIES_AT_ONCE, shape.seq_length)
+        held = Held({SCORES: sum(scores), GRADIENTS: each * (hidden + 4 * wide) + block})
+        yield "core_attention", kept + held
         return
     vectors = each * (hidden + 2 * wide)
     # the weighted sum's backward, then the softmax's

@@ -1,38 +1,61 @@
 """Choices between kernels that depend on the plan alone. The estimators ask here too, so that nothing imports torch."""
 
+from functools import cache
+from pathlib import Path
+
 from megatron_lite.config.shape import ModelShape
+
+PROCESSORS = Path("/proc/cpuinfo")
 
 # --- attention
 
-# How attention is computed: scores stay in registers; are written down; are written down in fp32, with fp32 copies of
-# queries, keys and values, as torch's fallback does (aten::_scaled_dot_product_attention_math).
-FUSED, UNFUSED, MATH = "fused", "unfused", "math"
+# How attention is computed: scores stay in registers; are written down; are written down, but for most of the future ones; are
+# written down in fp32, with fp32 copies of queries, keys and values, as torch's fallback does
+# (aten::_scaled_dot_product_attention_math).
+FUSED, UNFUSED, CAUSAL, MATH = "fused", "unfused", "causal", "math"
 EXPLICIT = ("unfused", "local")  # values of --attention-backend
 MAX_EXPLICIT_POSITIONS = 512
 MAX_FLASH_HEAD = 256  # channels
 FLASH_HEAD_STEP = 8  # channels: flash pads heads of another width
 EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple of it
+QUERIES_AT_ONCE = 128  # of the explicit kernel where it skips future scores
+
+
+def skips_future_scores(shape: ModelShape, precision: str, device: str, masked: bool) -> bool:
+    """Whether the explicit kernel goes by blocks of queries, which only meet the keys up to their end."""
+    plain = not (masked or shape.attention_dropout or shape.query_key_layer_scaling)
+    return device == "cpu" and precision == "fp32" and plain
+
+
+def count_scores(length: int) -> int:
+    """Numbers that one head then holds for a sequence."""
+    ends = (min(start + QUERIES_AT_ONCE, length) for start in range(0, length, QUERIES_AT_ONCE))
+    return sum(
+        min(QUERIES_AT_ONCE, length - start) * end for start, end in zip(range(0, length, QUERIES_AT_ONCE), ends)
+    )
 
 
 def explicit_is_faster(shape: ModelShape, precision: str, device: str, masked: bool) -> bool:
-    """Whether the explicit kernel beats torch's fused one, whose backward is slow on a CPU in bf16.
+    """Whether the explicit kernel beats torch's fused one, whose backward is slow on a CPU (docs/benchmarks.md).
 
-    Twice up to 256 positions, 1.4 to 1.7 times at 512, alike at 1,024; in fp32 never (docs/benchmarks.md).
+    In bf16 twice up to 256 positions, 1.4 to 1.7 times at 512, alike at 1,024; in fp32, without future scores, 1.2 to 1.5 times.
     """
-    return device == "cpu" and precision == "bf16" and shape.seq_length <= MAX_EXPLICIT_POSITIONS and not masked
+    if device != "cpu" or masked or shape.seq_length > MAX_EXPLICIT_POSITIONS:
+        return False
+    return precision == "bf16" or skips_future_scores(shape, precision, device, masked)
 
 
 def predict_attention_kernel(
     shape: ModelShape, precision: str, device: str, backend: str, masked: bool
 ) -> tuple[str, bool]:
-    """(FUSED, UNFUSED or MATH; whether a fused kernel is flash) for --attention-backend on a device.
+    """(FUSED, UNFUSED, CAUSAL or MATH; whether a fused kernel is flash) for --attention-backend on a device.
 
     The trainer's rule, then torch's own choice on a GPU since Ampere and on a CPU (sdp_utils.cpp, sdp_utils_cpp.cpp of
     torch 2.13). cuDNN's kernel keeps what flash keeps. On a GPU flash knows no mask and no fp32, the memory-efficient
     one no groups; a CPU's flash knows no dropout.
     """
     if backend in EXPLICIT or backend == "auto" and explicit_is_faster(shape, precision, device, masked):
-        return UNFUSED, False
+        return (CAUSAL if skips_future_scores(shape, precision, device, masked) else UNFUSED), False
     width = 4 if precision == "fp32" else 2
     if device == "cpu":
         return (MATH, False) if shape.attention_dropout else (FUSED, True)
@@ -44,13 +67,26 @@ def predict_attention_kernel(
 # --- GELU and the loss in pieces that stay in a processor's cache
 
 PIECE = 2**16  # elements of GELU per thread: their copies, 1 MB, fit a core's second-level cache
-COPIES = 4  # of a piece of GELU, in fp32
 
 
 def works_in_pieces(on_cpu: bool, element_bytes: int) -> bool:
-    """Whether GELU and the logits' product are computed in pieces: on a CPU in 16 bits, where torch's own ways of doing them whole
-    are slower. In fp32 they are not (docs/benchmarks.md)."""
+    """Whether the logits' product is computed in pieces: on a CPU in 16 bits, where it is slower whole (docs/benchmarks.md)."""
     return on_cpu and element_bytes == 2
+
+
+def gelu_works_in_pieces(on_cpu: bool, element_bytes: int) -> bool:
+    """The same of GELU; in fp32 only without AVX-512, where torch's tanh is slow."""
+    return on_cpu and (element_bytes == 2 or not has_avx512())
+
+
+@cache
+def has_avx512() -> bool:
+    """Whether this machine's processor has AVX-512, as Linux tells; True where nothing tells."""
+    try:
+        flags = next(line for line in PROCESSORS.read_text(encoding="utf-8").splitlines() if line.startswith("flags"))
+    except (OSError, ValueError, StopIteration):
+        return True
+    return "avx512f" in flags.split()
 
 
 def rows_at_once(vocabulary: int, threads: int) -> int:

@@ -34,7 +34,7 @@ from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.model.gelu import gelu_tanh, room_for
 from megatron_lite.model.gpt import GPT
-from megatron_lite.model.kernel_choice import works_in_pieces
+from megatron_lite.model.kernel_choice import gelu_works_in_pieces
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import data_parallel
 from megatron_lite.parallel.data_parallel import DataParallel
@@ -254,7 +254,7 @@ def _build_model(plan: Plan, losses) -> nn.Module:
         model = GPT(plan.shape, choose_plan_attention(with_attention, HOST), losses)
     finally:
         torch.set_default_dtype(before)
-    in_pieces = works_in_pieces(plan.device == "cpu", dtype.itemsize)
+    in_pieces = gelu_works_in_pieces(plan.device == "cpu", dtype.itemsize)
     for layer in model.decoder.layers:
         if layer.mlp.activation is gelu_tanh:
             layer.mlp.activation = GeluInPieces.apply if in_pieces else partial(F.gelu, approximate="tanh")
@@ -263,7 +263,7 @@ def _build_model(plan: Plan, losses) -> nn.Module:
 
 
 class GeluInPieces(torch.autograd.Function):
-    """On a CPU in 16 bits the tensors of model/gelu.py's pieces, without the loop over them, which takes minutes to walk."""
+    """The tensors of model/gelu.py's pieces, without the loop over them, which takes minutes to walk."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.attention_choice import Probe, Race, choose_attention, fastest
-from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once
+from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once, skips_future_scores
 from megatron_lite.model.loss import Pieces, fused_token_losses, token_losses
 from megatron_lite.parallel.layers import compiled, recomputed
 from megatron_lite.units import significant
@@ -31,6 +31,7 @@ def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., 
         masked=masked,
         explain=m.explain_attention,
         prefer_explicit=explicit_is_faster(plan.shape, plan.precision, plan.device, masked),
+        skip_future=skips_future_scores(plan.shape, plan.precision, plan.device, masked),
         pick=pick,
     )
     if attend.name == "explicit" and m.recompute_granularity == "selective":
