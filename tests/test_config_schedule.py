@@ -1,6 +1,7 @@
 """Learning rate and weight decay against numbers measured from Megatron-LM and against slow formulas."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -62,30 +63,20 @@ def settings(changes):
     warmup = int(given.get("--lr-warmup-iters", 0)) * 8
     if "--lr-warmup-fraction" in given:
         warmup = float(given["--lr-warmup-fraction"]) * decay
-    return p.learning_rate, {
-        "style": given.get("--lr-decay-style", "linear"),
-        "peak": 1e-3,
-        "floor": 1e-4,
-        "decay": decay,
-        "warmup": warmup,
-        "init": float(given.get("--lr-warmup-init", 0)),
-        "last": int(given.get("--lr-wsd-decay-iters", 0)) * 8,
-        "shape": given.get("--lr-wsd-decay-style", "exponential"),
-    }
+    style, shape = given.get("--lr-decay-style", "linear"), given.get("--lr-wsd-decay-style", "exponential")
+    init, last = float(given.get("--lr-warmup-init", 0)), int(given.get("--lr-wsd-decay-iters", 0)) * 8
+    amounts = {"peak": 1e-3, "floor": 1e-4, "decay": decay, "warmup": warmup, "init": init, "last": last}
+    return p.learning_rate, {"style": style, "shape": shape, **amounts}
 
 
 WARMUPS = ["", "--lr-warmup-iters 7", "--lr-warmup-fraction 0.013", "--lr-warmup-iters 10 --lr-warmup-init 5e-4"]
 CASES = [
     f"--lr-decay-style {style} {warmup} {decay}".strip()
-    for style in STYLES[:-1]
-    for warmup in WARMUPS
-    for decay in ("", "--lr-decay-iters 60")
+    for style, warmup, decay in product(STYLES[:-1], WARMUPS, ("", "--lr-decay-iters 60"))
 ]
 CASES += [
     f"--lr-decay-style WSD --lr-wsd-decay-iters {last} --lr-wsd-decay-style {shape} {warmup}".strip()
-    for shape in ("linear", "cosine", "exponential", "minus_sqrt")
-    for last in (0, 30, 100)
-    for warmup in WARMUPS[:2]
+    for shape, last, warmup in product(("linear", "cosine", "exponential", "minus_sqrt"), (0, 30, 100), WARMUPS[:2])
 ]
 
 
