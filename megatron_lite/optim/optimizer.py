@@ -1,8 +1,7 @@
 """One optimizer step without the host waiting for the device.
 
 The loss scale, the clipping coefficient and whether to skip are tensors; the fused kernels divide by `grad_scale`
-and leave early at `found_inf`, so that unscaling, clipping and updating are one pass over the weights. 16-bit gradients
-are divided where they become fp32.
+and leave early at `found_inf`, so that unscaling, clipping and updating are one pass over the weights.
 """
 
 from dataclasses import dataclass
@@ -53,29 +52,13 @@ class MasterWeights:
         self._pairs = [(p, m) for p, m in zip(parameters, self.masters) if p is not m]
 
     @torch.no_grad()
-    def attach(self, gradients: list[Tensor], divisor: Tensor) -> Tensor | None:
-        """Make `gradients`, in the order of the parameters, the masters' gradients, in fp32.
-
-        Returns: what they are still to be divided by. 16-bit ones are divided where they become fp32, and None is returned: the
-        fused kernels write gradients that they divide back to memory.
-        """
-        if gradients[0].dtype == torch.float32:
-            for master, gradient in zip(self.masters, gradients):
-                master.grad = gradient
-            return divisor
-        divisor_1 = divisor.reshape(1)  # of one dimension, so that it decides the precision
-        vectors = []
+    def attach(self, gradients: list[Tensor]):
+        """Make `gradients`, in the order of the parameters, the masters' gradients, in fp32."""
+        if gradients[0].dtype != torch.float32:  # all at once: a launch takes longer than a GPU needs for a bias
+            short, gradients = gradients, [torch.empty_like(g, dtype=torch.float32) for g in gradients]
+            torch._foreach_copy_(gradients, short)
         for master, gradient in zip(self.masters, gradients):
-            if master.ndim > 1:
-                master.grad = gradient / divisor_1
-            else:  # all at once: a launch takes longer than a GPU needs for a bias
-                master.grad = torch.empty_like(master)
-                vectors.append((master.grad, gradient))
-        if vectors:
-            wide, short = map(list, zip(*vectors))
-            torch._foreach_copy_(wide, short)
-            torch._foreach_div_(wide, divisor)
-        return None
+            master.grad = gradient
 
     @torch.no_grad()
     def write_back(self):
@@ -145,9 +128,10 @@ class Optimizer:
         with phase(Phase.UNSCALE):
             scale = self.loss_scale.clone()
             divide_by = scale if divisor is None else scale * divisor
+            self.weights.attach(gradients)
         with phase(Phase.CLIP_GRAD):
-            norms = torch._foreach_norm([g for g in gradients if g is not None], 2.0, dtype=torch.float32)
-            norm = torch.linalg.vector_norm(torch.stack(norms)) / divide_by
+            known = [w.grad for w in self.weights.masters if w.grad is not None]
+            norm = torch.nn.utils.get_total_norm(known) / divide_by
             if self.scaler is not None:
                 skipped = ~torch.isfinite(norm)
             else:
@@ -157,12 +141,11 @@ class Optimizer:
             if self.plan.args.optimizer.clip_grad:
                 coefficient = (self.plan.args.optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
                 divide_by = divide_by / coefficient
-            divide_by = self.weights.attach(gradients, torch.where(skipped, self._one, divide_by))
         with phase(Phase.OPTIMIZER_STEP):
             if self._decay_changes:
-                self._decay(skipped, self._one if divide_by is None else divide_by)
+                self._decay(skipped, divide_by)
             # the attributes through which torch's own GradScaler speaks to fused optimizers
-            self.engine.grad_scale = divide_by
+            self.engine.grad_scale = torch.where(skipped, self._one, divide_by)
             self.engine.found_inf = skipped.float()
             self.engine.step()
             del self.engine.grad_scale, self.engine.found_inf
