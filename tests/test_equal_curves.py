@@ -119,8 +119,8 @@ def test_16_bits_are_plain_pytorch(data, train, ours, words, tolerance):
     "words, tolerance", [("", IN_FP32), (FP16, IN_FP16), ("--bf16", IN_BF16)], ids=["fp32", "fp16", "bf16"]
 )
 def test_kernels_of_attention_agree(train, words, tolerance):
-    """On a CPU auto is torch's kernel in fp32 and fp16, and the explicit one in bf16."""
-    chosen, other = ("unfused", "flash") if words == "--bf16" else ("flash", "unfused")
+    """On a CPU auto is torch's kernel in fp16, and the explicit one in fp32 and bf16."""
+    chosen, other = ("flash", "unfused") if words == FP16 else ("unfused", "flash")
     auto = train(words)
     few = train(f"{words} --attention-backend {chosen} --exit-interval {FEW}")
     assert few.losses == auto.losses[:FEW], "it is the chosen one"
