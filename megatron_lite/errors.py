@@ -20,6 +20,8 @@ def is_memory_error(error: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, MemoryError) or isinstance(seen, OSError) and seen.errno == errno.ENOMEM:
             return True
+        if limited and isinstance(seen, SystemError):  # C code that forgot to say why it failed
+            return True
         if limited and isinstance(seen, RuntimeError) and any(words in str(seen) for words in NO_ROOM):
             return True
         seen = seen.__cause__ or seen.__context__

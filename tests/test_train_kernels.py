@@ -36,10 +36,10 @@ def test_a_resumed_run_says_what_computes_differently(tmp_path):
     more = flags("--train-iters 3 --load", tmp_path / "save")
     with alone():
         quietly(argv, tmp_path / "one")
-        assert checkpoint(tmp_path / "save", 2)["record"].kernels == SAVED
+        assert checkpoint(tmp_path / "save", 2)["record"].kernels == SAVED | {"attention": "explicit"}
         _, same = quietly(more, tmp_path / "two")
-        _, other = quietly([*more, "--attention-backend", "unfused"], tmp_path / "three")
+        _, other = quietly([*more, "--attention-backend", "flash"], tmp_path / "three")
     assert "note: --load" not in same
     assert re.search(
-        r"note: --load \S+: attention was sdpa flash and is explicit: .*; --attention-backend flash goes on", other
+        r"note: --load \S+: attention was explicit and is sdpa flash: .*; --attention-backend unfused goes on", other
     )

@@ -22,6 +22,9 @@ def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., 
     """The kernel that the plan's flags and tensors lead to on the device, recomputed in backward if they say so. pick: as of
     choose_attention."""
     m, masked = plan.args.model, plan.args.data.reset_attention_mask
+    given = plan.shape, plan.precision, plan.device, masked
+    # torch.compile keeps no layer in its cache that computes a gradient in Python
+    skip_future = skips_future_scores(*given) and not plan.compiles_layers
     attend = choose_attention(
         m.attention_backend,
         plan.shape,
@@ -30,8 +33,8 @@ def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., 
         dtype=DTYPES[plan.precision],
         masked=masked,
         explain=m.explain_attention,
-        prefer_explicit=explicit_is_faster(plan.shape, plan.precision, plan.device, masked),
-        skip_future=skips_future_scores(plan.shape, plan.precision, plan.device, masked),
+        prefer_explicit=explicit_is_faster(*given) and (skip_future or plan.precision == "bf16"),
+        skip_future=skip_future,
         pick=pick,
     )
     if attend.name == "explicit" and m.recompute_granularity == "selective":
