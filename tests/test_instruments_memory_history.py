@@ -110,7 +110,9 @@ def test_activations_climb_to_the_loss_and_fall(plain):
     live = [(event["user_metadata"], at) for event, at in live_at_each_moment(snapshot) if event["action"] == "alloc"]
     highest, found = peak(snapshot), tags(snapshot)
     assert highest.size == max(total for _, total in live)
-    assert re.fullmatch(r"step [34]/(forward|backward)/GPT", highest.tag) and "of step" in line
+    # where GELU works in pieces, so small a model's last MLP may hold more than the loss
+    where = r"step [34]/(forward|backward)/(GPT|decoder\.layers\.3\.mlp)"
+    assert re.fullmatch(where, highest.tag) and "of step" in line
     for phase in ("forward", "backward"):  # up through the layers, down through them backwards
         starts = [f"step 3/{phase}/decoder.layers.{n}." for n in range(4)]
         layers = [max(total for tag, total in live if tag.startswith(start)) for start in starts]

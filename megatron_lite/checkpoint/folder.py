@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Queue
+from queue import SimpleQueue
 from typing import BinaryIO
 
 from megatron_lite.errors import CheckpointError
@@ -38,6 +38,7 @@ UNFINISHED, PREVIOUS, RETIRED = ".unfinished", ".previous", ".retired"  # ending
 REMAINS = {UNFINISHED, RETIRED}
 PIECE = 2**22  # bytes read at once for a checksum
 MAX_PIECES = 8  # that wait to be hashed
+SECONDS_TO_HASH = 0.002  # about one of them
 LOCK_FILE = ".lock"  # of the run that saves here: HOST, process PID, since TIME
 MAX_HOLDER_BYTES, MAX_LINE_BYTES = 200, 1000  # read of a file that holds a line
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -151,7 +152,7 @@ class HashedFile:
 
     def __init__(self, file: BinaryIO):
         self._file, self._digest, self._size, self._pending = file, hashlib.sha256(), 0, bytearray()
-        self._pieces: Queue = Queue(MAX_PIECES)
+        self._pieces: SimpleQueue = SimpleQueue()  # another one's lock may stay taken when Ctrl-C interrupts `put`
         self._thread = threading.Thread(target=self._hash, daemon=True)
         self._thread.start()
         self.flush, self.fileno, self.tell = file.flush, file.fileno, file.tell
@@ -171,6 +172,8 @@ class HashedFile:
                 piece = view[start : start + PIECE]
                 self._pending += piece  # a copy: `data` is the caller's again before it is hashed
                 if len(self._pending) >= PIECE:
+                    while self._pieces.qsize() >= MAX_PIECES:
+                        time.sleep(SECONDS_TO_HASH)
                     self._pieces.put(self._pending)
                     self._pending = bytearray()
                 self._file.write(piece)
