@@ -153,6 +153,7 @@ class HashedFile:
     def __init__(self, file: BinaryIO):
         self._file, self._digest, self._size, self._pending = file, hashlib.sha256(), 0, bytearray()
         self._pieces: SimpleQueue = SimpleQueue()  # another one's lock may stay taken when Ctrl-C interrupts `put`
+        self._failure: Exception | None = None  # of the thread
         self._thread = threading.Thread(target=self._hash, daemon=True)
         self._thread.start()
         self.flush, self.fileno, self.tell = file.flush, file.fileno, file.tell
@@ -189,6 +190,8 @@ class HashedFile:
         os.fsync(self.fileno())
         self._file.close()
         self._thread.join()
+        if self._failure is not None:
+            raise self._failure
 
     @property
     def entry(self) -> dict:
@@ -196,8 +199,11 @@ class HashedFile:
         return {"bytes": self._size, "sha256": self._digest.hexdigest()}
 
     def _hash(self):
-        while (piece := self._pieces.get()) is not None:
-            self._digest.update(piece)
+        while (piece := self._pieces.get()) is not None:  # to the end, or `write` would wait for room
+            try:
+                self._digest.update(piece)
+            except Exception as error:  # noqa: BLE001 - raised by `close`
+                self._failure = error
 
 
 def checksum(path: Path) -> dict:
