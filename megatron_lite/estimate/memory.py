@@ -345,8 +345,12 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
             yield from list_rows(held, times)
 
     # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
-    stay = not (plan.fp32_gradients or accumulates or plan.world.size > 1)
+    # (on a GPU 16-bit ones wait to be added at once, see parallel/data_parallel.py)
+    waits = plan.device == "cuda" and plan.precision != "fp32"
+    stay = not (plan.fp32_gradients or plan.world.size > 1 or accumulates and not waits)
     base = [*always, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
+    # to be added to fp32 sums a bundle at a time, of which about half waits; data_parallel.BUNDLES is 8
+    waiting = number // 16 if waits and plan.fp32_gradients else 0
     matrix = shape.padded_vocab_size * shape.hidden_size  # the output layer's
     made = matrix if stay or shape.tied_embeddings else 0  # a tied one waits for the embedding's
     at_loss = [*base, *list_kept(layers, recomputed), *list_rows(_keep_ends(batch))]
@@ -365,12 +369,12 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
         moments = []
         for operation, held in _list_layer_backward(batch):
             new = shape.hidden_size * shape.ffn_hidden_size if stay or operation == "linear_fc2" else 0
-            rows = [*outside, *list_rows(own + held), make_gradients(made + above + new)]
+            rows = [*outside, *list_rows(own + held), make_gradients(made + above + new + waiting)]
             moments.append(_sum_moment(Phase.BACKWARD, f"layer {layer}, {operation}", rows))
         yield max(moments, key=lambda moment: moment.num_bytes)
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
     is_third = shape.tied_embeddings and (batch.on_cpu or batch.precision == "fp16")
-    added = number + (matrix if shape.tied_embeddings else 0) if stay else made + matrix
+    added = number + (matrix if shape.tied_embeddings else 0) if stay else made + matrix + waiting
     last = max([*list_rows(hidden), make_gradients(matrix if is_third else 0)], key=lambda row: row.num_bytes)
     yield _sum_moment(Phase.BACKWARD, "embedding", [*base, make_gradients(added), last])
 

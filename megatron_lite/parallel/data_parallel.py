@@ -15,6 +15,7 @@ from megatron_lite.units import MIB
 
 BUCKET_MIB = 25  # torch's default
 ALIGN = 32  # elements: a gradient that starts on 128 bytes is read in whole vectors
+BUNDLES = 8  # of gradients that a GPU adds at once: few launches, and little memory for gradients that wait
 
 
 class DataParallel:
@@ -23,7 +24,12 @@ class DataParallel:
     def __init__(self, plan: Plan, model: nn.Module):
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.fp32 = Fp32Gradients(self.parameters, plan.world.size) if plan.fp32_gradients else None
+        on_gpu = plan.device == "cuda"  # a launch takes longer than adding a bias; a CPU adds what is in its cache
+        self.fp32 = None
+        if plan.fp32_gradients:
+            self.fp32 = Fp32Gradients(self.parameters, plan.world.size, BUNDLES if on_gpu else None)
+        # fp32 gradients waiting beside their sums would be memory that no other moment of the step takes
+        self._adds_at_once = on_gpu and self.fp32 is None and self.parameters[0].dtype != torch.float32
         self.replica = model
         if plan.world.size > 1:
             elements = plan.args.parallel.ddp_bucket_size
@@ -39,13 +45,23 @@ class DataParallel:
     @contextlib.contextmanager
     def micro_batch(self, last: bool):
         """Around forward and backward of one micro-batch: only the last one's backward talks to other ranks."""
+        alone = self.replica is self.model
         if self.fp32 is not None:
-            self.fp32.reducing = last and self.replica is not self.model
-        if last or self.replica is self.model:
+            self.fp32.reducing = last and not alone
+        sums = []
+        if self._adds_at_once and (alone or not last):  # autograd would add each gradient by a kernel of its own
+            sums = [(p, p.grad) for p in self.parameters if p.grad is not None]
+            for parameter, _ in sums:
+                parameter.grad = None
+        with contextlib.nullcontext() if alone or last else self.replica.no_sync():
             yield
-        else:
-            with self.replica.no_sync():
-                yield
+        added = [(total, p.grad) for p, total in sums if p.grad is not None]
+        if added:
+            torch._foreach_add_(*map(list, zip(*added)))
+        for parameter, total in sums:
+            parameter.grad = total
+        if self.fp32 is not None:
+            self.fp32.add_waiting()
 
     def gradients(self) -> list[Tensor]:
         """One per parameter, averaged over ranks, after the last micro-batch's backward."""
@@ -89,8 +105,11 @@ class Fp32Gradients:
     which the first step's gradients came. Sums are laid out in that order between the two steps, when they hold nothing.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], ranks: int):
+    def __init__(self, parameters: list[nn.Parameter], ranks: int, bundles: int | None = None):
+        """bundles: how many additions a micro-batch's gradients take, about; one per gradient if None."""
         self.parameters, self.ranks = parameters, ranks
+        self._bundle = sum(p.numel() for p in parameters) // bundles if bundles else 0
+        self._waiting: list[nn.Parameter] = []  # whose gradients are still to be added
         self.reducing = False  # the running backward is the one whose buckets are reduced
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the tensor that holds a sum, and where that starts
@@ -119,8 +138,18 @@ class Fp32Gradients:
             if self._came is not None:
                 self._came.append(parameter)
             return
-        self._take([parameter], [parameter.grad])
-        parameter.grad = None
+        self._waiting.append(parameter)
+        if sum(p.numel() for p in self._waiting) >= self._bundle:
+            self.add_waiting()
+
+    @torch.no_grad()
+    def add_waiting(self):
+        """Add the gradients that wait for more to come."""
+        if self._waiting:
+            self._take(self._waiting, [p.grad for p in self._waiting])
+        for parameter in self._waiting:
+            parameter.grad = None
+        self._waiting = []
 
     def _take(self, parameters: list[nn.Parameter], gradients: list[Tensor]):
         """Of a micro-batch: written for the first one of a step, added for the others."""
