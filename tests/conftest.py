@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Where tests are dealt out to processes: the slow ones first, each by itself; the others by file, to share their runs."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

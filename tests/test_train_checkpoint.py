@@ -1,5 +1,6 @@
 """Checkpoints: a resumed run is the uninterrupted one, but for what the flags leave out."""
 
+import functools
 import itertools
 import json
 import re
@@ -27,6 +28,7 @@ from launch import (
 
 from megatron_lite.data.build import DataSpec, build_datasets
 from megatron_lite.errors import CheckpointError
+from megatron_lite.run_folder import TRACKER_FILE
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, loss_and_tokens
 
@@ -38,10 +40,8 @@ WHOLE = (
 PRECISIONS = {
     "fp32": "",
     "fp16": "--fp16 --initial-loss-scale 4194304 --loss-scale-window 2 --hysteresis 1",
-    "bf16": "--bf16",
-    "sgd": "--optimizer sgd",
-    "cyclic": "--dataloader-type cyclic",
-    "async": "--async-save --bf16 --save-interval 1",
+    "sgd": "--optimizer sgd --dataloader-type cyclic",
+    "async": "--async-save --bf16",
     "torch": "--ckpt-format torch --bf16",
 }
 
@@ -69,14 +69,14 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Whole runs on two ranks, and the same in two parts."""
+    """Whole runs on two ranks, which save at iteration 5 too, and the same from there."""
     folder = tmp_path_factory.mktemp("two")
     scenarios = {}
     for name, words in PRECISIONS.items():
         common = flags(WHOLE, *DROPOUT, words)
-        scenarios[f"{name} whole"] = [*common, "--save", f"{name} save whole"]
-        scenarios[f"{name} first"] = [*common, "--save", f"{name} save", "--exit-interval", "5"]
-        scenarios[f"{name} second"] = [*common, "--save", f"{name} save", "--load", f"{name} save"]
+        whole, save = f"{name} save whole", f"{name} save"
+        scenarios[f"{name} whole"] = [*common, "--save", whole, "--save-interval", "5"]
+        scenarios[f"{name} rest"] = [*common, "--save", save, "--load", whole, "--ckpt-step", "5"]
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
     on_ranks("launch:train_all", folder, str(folder / "scenarios.json"))
     return folder
@@ -89,11 +89,11 @@ def test_resuming_is_not_interrupting(two_ranks, name):
     assert whole.keys() == parts.keys()
     for key in whole:
         assert same(whole[key], parts[key]), key
-    records = [steps(two_ranks / f"{name} {run}") for run in ("whole", "first", "second")]
+    records = [steps(two_ranks / f"{name} {run}") for run in ("whole", "rest")]
     for record in itertools.chain(*records):
         for key in MEASURED & record.keys():
             del record[key]
-    assert records[0] == records[1] + records[2] and len(records[0]) == 8
+    assert len(records[0]) == 8 and records[0][5:] == records[1]
 
 
 def test_formats_hold_the_same(two_ranks):
@@ -107,7 +107,7 @@ def test_formats_hold_the_same(two_ranks):
 
 
 def test_ranks_write_about_as_much_each_and_random_states_of_their_own(two_ranks):
-    sizes = [(two_ranks / "bf16 save" / "iter_0000008" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    sizes = [(two_ranks / "async save" / "iter_0000008" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
     assert max(sizes) < 1.2 * min(sizes)
     saved = checkpoint(two_ranks / "fp32 save", 8)
     assert saved["record"].ranks == 2 and not same(saved["random.0.torch"], saved["random.1.torch"])
@@ -148,13 +148,6 @@ def test_the_loss_scale_moved_on_both_sides_of_the_interruption(two_ranks):
     assert len(set(scales[:5])) > 1 and len(set(scales[5:])) > 1, scales
 
 
-def test_what_is_trained_on_is_left_out_after_resuming(saved, tmp_path):
-    quietly(flags(WHOLE, *DROPOUT, "--load", saved), tmp_path / "rest")
-    records = steps(tmp_path / "rest")
-    assert [record["iteration"] for record in records] == [5, 6, 7, 8]
-    assert [record["consumed_samples"] for record in records] == [20, 24, 28, 32]
-
-
 # --- what is left out on request
 
 
@@ -169,6 +162,8 @@ def test_flags_that_leave_something_out(saved, tmp_path):
     no_random = resumed(saved, tmp_path / "rng", "--no-load-rng")
     assert no_optimizer[0] == everything[0] and no_optimizer[1:] != everything[1:]
     assert no_random[0] != everything[0] and no_random[0] == pytest.approx(everything[0], abs=0.2)
+    records = steps(tmp_path / "all" / "resumed")  # what was trained on before is left out
+    assert [(r["iteration"], r["consumed_samples"]) for r in records] == [(5, 20), (6, 24), (7, 28), (8, 32)]
 
 
 def test_finetune_takes_weights_only(saved, tmp_path):
@@ -179,67 +174,60 @@ def test_finetune_takes_weights_only(saved, tmp_path):
     assert finetuned[0] != losses(tmp_path / "fresh")[0]
     quietly(flags(WHOLE, *DROPOUT, "--pretrained-checkpoint", saved), tmp_path / "pretrained")
     assert finetuned == losses(tmp_path / "pretrained")
-    quietly(
-        flags(WHOLE, *DROPOUT, "--pretrained-checkpoint", saved, "--load", tmp_path / "none yet"), tmp_path / "both"
-    )
+    not_yet = ("--pretrained-checkpoint", saved, "--load", tmp_path / "none yet")
+    quietly(flags(WHOLE, *DROPOUT, *not_yet), tmp_path / "both")
     assert finetuned == losses(tmp_path / "both")
 
 
 def test_no_save_optim_and_no_save_rng(tmp_path):
-    quietly(flags(WHOLE, "--exit-interval 4 --no-save-optim --no-save-rng --save", tmp_path / "save"), tmp_path / "a")
+    decaying = (WHOLE, "--lr-decay-style linear")
+    leaving_out = "--exit-interval 4 --no-save-optim --no-save-rng --save"
+    quietly(flags(*decaying, leaving_out, tmp_path / "save"), tmp_path / "a")
     state = checkpoint(tmp_path / "save", 4)
     assert state["record"].optimizer is None and state["record"].ranks == 0
     assert {name.partition(".")[0] for name in state} == {"record", "model"}
-    load = (WHOLE, "--load", tmp_path / "save")
+    load = (*decaying, "--load", tmp_path / "save")
     with pytest.raises(CheckpointError, match="its optimizer was not saved .--no-save-optim.*; add --no-load-optim"):
         quietly(flags(*load), tmp_path / "refused")
     with pytest.raises(CheckpointError, match="--no-save-rng and holds no random states; add --no-load-rng"):
         quietly(flags(*load, "--no-load-optim"), tmp_path / "refused")
     quietly(flags(*load, "--no-load-optim --no-load-rng"), tmp_path / "b")
     assert [record["iteration"] for record in steps(tmp_path / "b")] == [5, 6, 7, 8]
-
-
-def test_without_the_optimizer_the_schedule_starts_over(tmp_path):
-    decaying = (WHOLE, "--lr-decay-style linear")
-    quietly(flags(*decaying, "--exit-interval 4 --save", tmp_path / "save"), tmp_path / "a")
-    quietly(flags(*decaying, "--no-load-optim --load", tmp_path / "save"), tmp_path / "b")
     rates = [[record["next_lr"] for record in steps(tmp_path / run)] for run in "ab"]
-    assert rates[0] == rates[1] and rates[0][0] < rates[0][-1]
+    assert rates[0] == rates[1] and rates[0][0] < rates[0][-1]  # without the optimizer the schedule starts over
+
+
+FP16 = "--fp16 --initial-loss-scale 4096"
+
+
+@pytest.fixture(scope="module")
+def saved_in(tmp_path_factory):
+    """The checkpoint of iteration 4 of a run in a precision, and the losses of its going on; made once."""
+
+    @functools.cache
+    def make(precision: str) -> tuple[Path, list[float]]:
+        folder = tmp_path_factory.mktemp("saved_in")
+        quietly(flags(WHOLE, precision, "--save-interval 4 --save", folder / "save"), folder / "run")
+        (folder / "save" / TRACKER_FILE).write_text("4")
+        return folder / "save", losses(folder / "run")[4:]
+
+    return make
 
 
 @pytest.mark.parametrize(
-    "before, after",
-    [
-        ("", "--bf16"),
-        ("", "--fp16 --initial-loss-scale 4096"),
-        ("--bf16", ""),
-        ("--fp16 --initial-loss-scale 4096", "--bf16"),
-        ("--fp16 --initial-loss-scale 4096", "--fp16 --loss-scale 512"),
-    ],
+    ("before", "after"),
+    [("", "--bf16"), ("", FP16), ("--bf16", ""), ("--bf16", FP16), (FP16, "--bf16"), (FP16, "--fp16 --loss-scale 512")],
 )
-def test_precision_may_change(tmp_path, before, after):
-    quietly(flags(WHOLE, before, "--exit-interval 4 --save", tmp_path / "save"), tmp_path / "a")
-    quietly(flags(WHOLE, before, "--load", tmp_path / "save"), tmp_path / "same")
-    quietly(flags(WHOLE, after, "--load", tmp_path / "save"), tmp_path / "other")
-    assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "same"), abs=5e-3)
+def test_precision_may_change(saved_in, tmp_path, before, after):
+    """Masters and moments pass whole; the losses are about those of before."""
+    save, expected = saved_in(before)
+    words = "--use-checkpoint-opt-param-scheduler --load"
+    quietly(flags(WHOLE, after, words, save), tmp_path / "other")
+    assert losses(tmp_path / "other") == pytest.approx(expected, abs=5e-3)
     if "--loss-scale" in after:
         assert {record["loss_scale"] for record in steps(tmp_path / "other")} == {512.0}
-
-
-def saved_again(save: Path, tmp_path: Path, words: str) -> dict:
-    """The checkpoint of iteration 4 as a run with other flags has it after loading, before its first step."""
-    again = tmp_path / "again"
-    fixed = "--train-iters 4 --use-checkpoint-opt-param-scheduler"
-    quietly(flags(WHOLE, fixed, words, "--load", save, "--save", again), tmp_path / "b")
-    return checkpoint(again, 4)
-
-
-@pytest.mark.parametrize(
-    "before, after", [("", "--bf16"), ("--bf16", ""), ("--bf16", "--fp16 --initial-loss-scale 64")]
-)
-def test_masters_pass_from_one_precision_to_another_whole(tmp_path, before, after):
-    quietly(flags(WHOLE, before, "--exit-interval 4 --save", tmp_path / "save"), tmp_path / "a")
-    one, other = checkpoint(tmp_path / "save", 4), saved_again(tmp_path / "save", tmp_path, after)
+    quietly(flags(WHOLE, after, "--train-iters 4", words, save, "--save", tmp_path / "again"), tmp_path / "b")
+    one, other = checkpoint(save, 4), checkpoint(tmp_path / "again", 4)
     names = list(part(one, "model."))
     exact, moments = [], []
     for saved in (one, other):

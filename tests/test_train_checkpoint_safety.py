@@ -98,60 +98,52 @@ def refusal(load, tmp_path, *words) -> str:
     return str(caught.value)
 
 
+OTHER_SCHEDULE = "--lr 5e-3 --lr-decay-style cosine"
+
+
 @pytest.mark.parametrize(
-    "words, fragments",
+    ("words", "said"),
     [
-        ("--hidden-size 64 --num-layers 3", ["--hidden-size is 64, the checkpoint's 32", "--num-layers is 3, the"]),
-        ("--untie-embeddings-and-output-weights", ["--untie-embeddings-and-output-weights", "False", "True"]),
-        ("--swiglu --vocab-size 200", ["--swiglu", "gelu_tanh", "--vocab-size", "256", "128"]),
+        ("--hidden-size 64 --num-layers 3", "--hidden-size is 64, the checkpoint's 32|--num-layers is 3, the"),
+        ("--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights|False|True"),
+        ("--swiglu --vocab-size 200", "--swiglu|gelu_tanh|--vocab-size|256|128"),
+        ("--optimizer sgd", "--optimizer is sgd, the checkpoint's adam|--no-load-optim"),
+        (OTHER_SCHEDULE, "--lr is 0.005, the checkpoint's 0.01|--lr-decay-style is cosine, the checkpoint's constant"),
+        (OTHER_SCHEDULE, "--override-opt-param-scheduler|--use-checkpoint-opt-param-scheduler"),
     ],
 )
-def test_another_shape(saved, tmp_path, words, fragments):
+def test_what_differs_is_refused(saved, tmp_path, words, said):
     message = refusal(saved, tmp_path, words)
-    assert all(fragment in message for fragment in fragments), message
+    assert all(fragment in message for fragment in said.split("|")), message
 
 
-def test_another_optimizer(saved, tmp_path):
-    message = refusal(saved, tmp_path, "--optimizer sgd")
-    assert "--optimizer is sgd, the checkpoint's adam" in message and "--no-load-optim" in message
-    resume(saved, tmp_path / "resumed", "--optimizer sgd --no-load-optim")
-
-
-def test_another_schedule_needs_a_word(saved, tmp_path):
-    other = "--lr 5e-3 --lr-decay-style cosine"
-    message = refusal(saved, tmp_path, other)
-    for fragment in (
-        "--lr is 0.005, the checkpoint's 0.01",
-        "--lr-decay-style is cosine, the checkpoint's constant",
-        "--override-opt-param-scheduler",
-        "--use-checkpoint-opt-param-scheduler",
-    ):
-        assert fragment in message
+def test_what_differs_needs_a_word(saved, tmp_path):
+    resume(saved, tmp_path / "sgd", "--optimizer sgd --no-load-optim")
+    resume(saved, tmp_path / "no optimizer", OTHER_SCHEDULE, "--no-load-optim")
     rates = {}
     for word in ("", "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
-        resume(saved, tmp_path / (word or "same"), *([other, word] if word else []))
+        resume(saved, tmp_path / (word or "same"), *([OTHER_SCHEDULE, word] if word else []))
         rates[word] = [record["next_lr"] for record in steps(tmp_path / (word or "same"))]
     assert rates["--use-checkpoint-opt-param-scheduler"] == rates[""] == [1e-2] * 4
     assert rates["--override-opt-param-scheduler"][0] == pytest.approx(5e-3 * 0.5 * 1.3090169943749475)
-    resume(saved, tmp_path / "no optimizer", other, "--no-load-optim")
 
 
 def test_megatrons_interpolation_factor_is_noted():
     """Megatron-LM 0.16.1 keeps the flag in its arguments and trains without it."""
-    with_factor = plan_of(flags("--position-embedding-type rope --rotary-seq-len-interpolation-factor 4"))
-    without = plan_of(flags("--position-embedding-type rope"))
-    for trainer in ("Megatron-LM", "megatron_lite"):
-        record = Record(0, 0, dataclasses.asdict(with_factor.shape), "fp32", trainer=trainer)
-        require_shape(Path("X"), record, with_factor)
-        note = rotary_note(Path("X"), record, with_factor)
-        assert rotary_note(Path("X"), record, without) is None
-        if trainer == "Megatron-LM":
-            assert "leave the flag out if that version trained these weights" in note
-            require_shape(Path("X"), record, without)
-            continue
-        assert note is None
-        with pytest.raises(CheckpointError, match="--rotary-seq-len-interpolation-factor"):
-            require_shape(Path("X"), record, without)
+    rope = "--position-embedding-type rope"
+    without, factor = (plan_of(flags(rope, more)) for more in ("", "--rotary-seq-len-interpolation-factor 4"))
+    theirs, ours = (
+        Record(0, 0, dataclasses.asdict(factor.shape), "fp32", trainer=trainer)
+        for trainer in ("Megatron-LM", "megatron_lite")
+    )
+    for record, plan in ((theirs, factor), (ours, factor), (theirs, without)):
+        require_shape(Path("X"), record, plan)
+    with pytest.raises(CheckpointError, match="--rotary-seq-len-interpolation-factor"):
+        require_shape(Path("X"), ours, without)
+    assert "leave the flag out if that version trained these weights" in rotary_note(Path("X"), theirs, factor)
+    assert [rotary_note(Path("X"), *case) for case in ((theirs, without), (ours, without), (ours, factor))] == [
+        None
+    ] * 3
 
 
 def test_the_checkpoints_schedule_brings_its_weight_decay(saved):
@@ -232,6 +224,15 @@ def test_a_damaged_checkpoint_without_an_earlier_one(copy, tmp_path, kind):
     assert contents(copy) == before, "nothing is changed on disk"
 
 
+def test_two_damaged_checkpoints_are_passed_over_and_a_step_can_be_named(two_saved, tmp_path):
+    copy = Path(shutil.copytree(two_saved, tmp_path / "copy"))
+    flip(file_of(copy, 6))
+    assert "loaded iteration 4" in resume(copy, tmp_path / "named", "--ckpt-step 4")
+    flip(file_of(copy, 4))
+    out = resume(copy, tmp_path / "run")
+    assert "going back to iter_0000004" in out and "going back to iter_0000002" in out and "loaded iteration 2" in out
+
+
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_with_a_word(two_saved, tmp_path, kind):
     copy = Path(shutil.copytree(two_saved, tmp_path / "copy"))
@@ -241,16 +242,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(two_saved, tmp_path, ki
     assert words in out and "iter_0000006 is damaged" in out and "going back to iter_0000004" in out
     assert [record["iteration"] for record in steps(tmp_path / "run")] == [5, 6, 7, 8]
     assert newest(copy).name == "iter_0000008" and wrong(copy / "iter_0000008") is None
-
-
-def test_two_damaged_checkpoints_are_passed_over_and_a_step_can_be_named(two_saved, tmp_path):
-    resume(two_saved, tmp_path / "named", "--ckpt-step 4")
-    assert [record["iteration"] for record in steps(tmp_path / "named")] == list(range(5, 9))
-    copy = Path(shutil.copytree(two_saved, tmp_path / "copy"))
-    flip(file_of(copy, 6))
-    flip(file_of(copy, 4))
-    out = resume(copy, tmp_path / "run")
-    assert "going back to iter_0000004" in out and "going back to iter_0000002" in out and "loaded iteration 2" in out
 
 
 def test_without_our_own_files_it_is_a_folder_of_megatrons(copy, tmp_path):
@@ -392,40 +383,21 @@ def test_a_save_that_fails_in_torch(copy, tmp_path, monkeypatch):
         monkeypatch.undo()
 
 
-def test_a_save_in_the_background_that_failed_stops_the_run(tmp_path, monkeypatch):
-    """Soon, not at the next save; and the state was that of the step when it began."""
-    monkeypatch.setattr(torch, "save", save_by(full_disk))
-    words = "--train-iters 200 --async-save --save-interval 100 --save"
-    with pytest.raises(CheckpointError, match="No space left"):
-        quietly(flags(words, tmp_path / "save"), tmp_path / "run", [Slow()])
-    assert 100 < len(steps(tmp_path / "run")) < 190
-
-
 class Slow(Instrument):
     """Time for a thread."""
 
     def begin(self, step):
-        if step > 100:
+        if step > 20:
             time.sleep(0.02)
 
 
-def fail_to_save(world, save, failing, words):
-    """For on_ranks: one rank cannot write; every rank must hear of it."""
-    if world.rank == int(failing):
-        torch.save = save_by(full_disk)
-    try:
-        train(flags(WHOLE, words, "--save", Path(save)), Path(f"rank {world.rank}"), world)
-    except CheckpointError as error:
-        print(f"refused: {error}")
-
-
-@pytest.mark.parametrize("failing, words", [("0", ""), ("1", ""), ("1", "--async-save"), ("0", "--ckpt-format torch")])
-def test_all_ranks_hear_of_a_failed_save(tmp_path, failing, words):
-    save = str(tmp_path / "save")
-    for output in on_ranks("test_train_checkpoint_safety:fail_to_save", tmp_path, save, failing, words):
-        assert output.count("refused: --save") == 1 and "No space left on device" in output
-        assert f"rank {failing}" in output
-    assert list((tmp_path / "save").iterdir()) == []
+def test_a_save_in_the_background_that_failed_stops_the_run(tmp_path, monkeypatch):
+    """Soon, not at the next save; and the state was that of the step when it began."""
+    monkeypatch.setattr(torch, "save", save_by(full_disk))
+    words = "--train-iters 120 --async-save --save-interval 20 --save"
+    with pytest.raises(CheckpointError, match="No space left"):
+        quietly(flags(words, tmp_path / "save"), tmp_path / "run", [Slow()])
+    assert 20 < len(steps(tmp_path / "run")) < 110
 
 
 def test_saving_the_same_iteration_again_never_leaves_a_gap(copy, tmp_path, monkeypatch):
@@ -477,13 +449,7 @@ def test_ctrl_c_during_a_save_is_an_interruption(copy, tmp_path, monkeypatch, wa
 
 
 def test_ctrl_c_during_a_load_is_an_interruption(copy, tmp_path, monkeypatch):
-    inner = torch.load
-
-    def load(*arguments, **named):
-        os.kill(os.getpid(), signal.SIGINT)
-        return inner(*arguments, **named)
-
-    monkeypatch.setattr(torch, "load", load)
+    monkeypatch.setattr(torch, "load", lambda *_, **named: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         resume(copy, tmp_path / "run")
 
@@ -587,19 +553,38 @@ def test_the_lock_ends_with_its_holder(tmp_path, holder):
     assert list((tmp_path / "save").iterdir()) == []
 
 
-def be_refused(world, save: str):
+CANNOT_SAVE = {  # the rank that cannot write, if it is not the folder
+    "first": (0, ""),
+    "second": (1, ""),
+    "background": (1, "--async-save"),
+    "one file": (0, "--ckpt-format torch"),
+    "save": (None, ""),
+}
+
+
+def fail_to_save(world, folder: str):
     """For on_ranks."""
     checkpoint_checks.MAX_WAIT_S = 0.5
-    try:
-        train(flags(WHOLE, "--save", Path(save)), Path(f"rank {world.rank}"), world)
-    except CheckpointError as error:
-        print(f"refused: {error}")
+    for name, (failing, words) in CANNOT_SAVE.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == failing:
+                patch.setattr(torch, "save", save_by(full_disk))
+            try:
+                train(flags(WHOLE, words, "--save", Path(folder, name)), Path(f"{name} of {world.rank}"), world)
+            except CheckpointError as error:
+                print(f"{name} refused: {error}")
 
 
-def test_all_ranks_are_refused(tmp_path, holder):
-    for output in on_ranks("test_train_checkpoint_safety:be_refused", tmp_path, str(tmp_path / "save")):
-        assert f"process {holder.pid}, since " in output
-        assert "still after 0 s; end that run, or choose another folder.\n" in output
+def test_all_ranks_hear_of_a_failed_save_and_of_another_run(tmp_path, holder):
+    for output in on_ranks("test_train_checkpoint_safety:fail_to_save", tmp_path, str(tmp_path)):
+        for name, (failing, _) in CANNOT_SAVE.items():
+            [said] = re.findall(f"^{name} refused: --save (.*)", output, re.MULTILINE)
+            if failing is None:
+                assert f"process {holder.pid}, since " in said
+                assert said.endswith("still after 0 s; end that run, or choose another folder.")
+            else:
+                assert "No space left on device" in said and f"rank {failing}" in said
+                assert list((tmp_path / name).iterdir()) == []
     assert list((tmp_path / "save").iterdir()) == [tmp_path / "save" / ".lock"]
 
 
@@ -627,20 +612,16 @@ def test_what_saves_nothing_needs_no_lock(tmp_path, monkeypatch, holder, words):
     assert "another run" not in out
 
 
-def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "Function not implemented")))
-    said = []
-    with reserved(tmp_path / "save", 0, said.append):
-        assert len(said) == 1 and "has no locks; a second run on this folder would not be noticed" in said[0]
-
-
-def test_a_lock_that_a_run_of_another_machine_left(tmp_path):
-    """It may have been killed, or be beyond the reach of the file system's locks."""
+def test_locks_that_do_not_reach_are_told_of(tmp_path, monkeypatch):
+    """Of a run on another machine, which may have been killed; and on a file system without them."""
     (tmp_path / ".lock").write_text("elsewhere, process 7, since long ago\x1b[2J")
     said = []
     with reserved(tmp_path, 0, said.append):
         who = "(elsewhere, process 7, since long ago[2J)"
         assert len(said) == 1 and f"a run on another machine {who} was ended or is cut off" in said[0]
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "Function not implemented")))
+    with reserved(tmp_path / "save", 0, said.append):
+        assert len(said) == 2 and "has no locks; a second run on this folder would not be noticed" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -667,15 +648,11 @@ def iterations(save: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in save.glob("iter_*"))
 
 
-def test_retention(tmp_path):
-    save = tmp_path / "save"
-    words = "--save-interval 1 --save-retain-interval 3"
+def test_retention(saved, tmp_path):
+    save, words = tmp_path / "save", "--save-interval 1 --save-retain-interval 3"
     quietly(flags(WHOLE, words, "--exit-interval 5 --save", save), tmp_path / "a")
     assert iterations(save) == [3, 5]
     quietly(flags(WHOLE, words, "--save", save, "--load", save), tmp_path / "b")
-    assert iterations(save) == [3, 6, 8] and [path.name for path in save.iterdir() if path.name.startswith(".")] == []
-
-
-def test_another_folder_keeps_what_was_loaded(saved, tmp_path):
-    resume(saved, tmp_path / "run", "--save-interval 1 --save-retain-interval 3 --save", tmp_path / "new")
+    assert iterations(save) == [3, 6, 8] and list(save.glob(".*")) == []
+    resume(saved, tmp_path / "run", words, "--save", tmp_path / "new")  # another folder keeps what was loaded
     assert iterations(saved) == [4] and iterations(tmp_path / "new") == [6, 8]
