@@ -131,7 +131,7 @@ WAYS = {
 }
 
 
-DEFAULT = ("many words", "many words, bf16", "fp16, dropout", "recompute")
+DEFAULT = ("many words, bf16", "fp16, dropout", "recompute")
 
 
 @pytest.fixture(

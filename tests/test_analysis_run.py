@@ -141,14 +141,10 @@ def test_damage_is_a_named_gap(tmp_path, lines, record, said):
 
 @pytest.mark.parametrize(("lines", "record"), [(None, None), (["no json"], None), ([], "{"), (None, '"text"')])
 def test_what_is_no_run_is_one_line(tmp_path, lines, record):
-    with pytest.raises(UserError, match="no run of megatron_lite can be read here") as raised:
-        read_run(folder(tmp_path, lines, record))
-    assert len(raised.value.lines) == 1 and "\n" not in raised.value.lines[0]
-
-
-def test_a_missing_folder_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="no run of megatron_lite"):
-        read_run(tmp_path / "nowhere")
+    for path in (folder(tmp_path, lines, record), tmp_path / "nowhere"):
+        with pytest.raises(UserError, match="no run of megatron_lite can be read here") as raised:
+            read_run(path)
+        assert len(raised.value.lines) == 1 and "\n" not in raised.value.lines[0]
 
 
 def test_files_cut_anywhere_raise_nothing_else(tmp_path):
@@ -186,9 +182,9 @@ def test_ranks_are_medians_of_lines_with_ordinary_steps(tmp_path):
 
 
 def test_long_runs_are_read_in_little_memory(tmp_path):
-    """A hundred thousand steps take some 80 bytes each, and a batch of lines; as objects they took 3,000."""
+    """Steps take some 80 bytes each, and a batch of lines; as objects they took 3,000."""
     phases = {name: 1.25 for name in ("data", "forward", "backward", "grad_sync", "optimizer_step", "log")}
-    number, lines = 100_000, []
+    number, lines = 40_000, []
     for at in range(1, number + 1):
         lines.append(step(at, 10 + at / number, loss=9 - at / number, phases_ms=phases | {"forward": at % 7 + 0.125}))
         if at % 100 == 0:
@@ -201,7 +197,7 @@ def test_long_runs_are_read_in_little_memory(tmp_path):
     tracemalloc.stop()
     assert run.steps == number and run.phases_ms["forward"][-1] == number % 7 + 0.125
     assert run.steady_step_ms == pytest.approx(10.5, abs=0.01) and len(run.ranks.intervals.last) == number / 100
-    assert kept < 120 * number and peak < 180 * number
+    assert kept < 120 * number and peak < 240 * number
 
 
 @pytest.mark.parametrize(
@@ -242,12 +238,8 @@ def test_growth_names_the_rank(tmp_path):
 def test_the_trainers_own_run_and_its_own_figures(tmp_path):
     from launch import flags, pretrain  # torch: not for the fast tests
 
-    argv = flags(
-        "--train-iters 14 --log-interval 4 --eval-interval 5 --eval-iters 1 --profile --use-pytorch-profiler "
-        "--profile-step-start 8 --profile-step-end 11",
-        "--run-dir",
-        tmp_path,
-    )
+    window = "--profile --use-pytorch-profiler --profile-step-start 8 --profile-step-end 11 --run-dir"
+    argv = flags("--train-iters 14 --log-interval 4 --eval-interval 5 --eval-iters 1", window, tmp_path)
     ended = pretrain(argv)
     assert ended.code == 0, ended.err
     run = read_run(tmp_path)

@@ -9,31 +9,22 @@ from megatron_lite.rehearsal.rehearse import rehearse
 WITHIN = 0.03  # what was found is 1.3% (python tests/estimate_grid.py)
 
 
-def check(name: str, device: str = "cuda"):
+CELLS = [
+    *((name, "cuda") for name in GRID),
+    *(
+        (name, "cpu")
+        for name in ("tiny", "bytes, bf16, recompute", "bytes, llama, recompute", "bytes, fp32, no dropout")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [pytest.param(*cell, marks=() if cell[0] in QUICK else pytest.mark.slow) for cell in CELLS],
+)
+def test_formula_and_rehearsal_agree(name, device):
     case = Case(name, device)
     assert abs(case.error) < WITHIN and case.names_the_phase, case.line()
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_formula_and_rehearsal_agree(name):
-    check(name)
-
-
-@pytest.mark.parametrize("name", ["tiny", "bytes, bf16, recompute"])
-def test_they_agree_on_cpus(name):
-    check(name, "cpu")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bytes, llama, recompute", "bytes, fp32, no dropout"])
-def test_they_agree_on_cpus_about_other_models(name):
-    check(name, "cpu")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in GRID if name not in QUICK])
-def test_they_agree_over_all_flags(name):
-    check(name)
 
 
 # plans that peak where the output layer's or the embedding's matrix gets gradients that are added to others
@@ -44,13 +35,16 @@ WORDS = (
 
 
 SUMMED = [
-    ("--micro-batch-size 4 --bf16", "cpu", "output layer"),
     ("--micro-batch-size 2", "cuda", "output layer"),
-    ("--micro-batch-size 1 --bf16", "cpu", "embedding"),  # as many tokens as channels: logits as large as the matrix
-    ("--micro-batch-size 1", "cpu", "embedding"),
+    ("--micro-batch-size 1", "cpu", "embedding"),  # as many tokens as channels: logits as large as the matrix
     ("--seq-length 64 --micro-batch-size 1 --bf16", "cuda", "embedding"),
-    ("--seq-length 32 --micro-batch-size 1 --fp16 --accumulate-allreduce-grads-in-fp32", "cuda", "embedding"),
-]
+    pytest.param("--micro-batch-size 1 --bf16", "cpu", "embedding", marks=pytest.mark.slow),
+    pytest.param("--micro-batch-size 4 --bf16", "cpu", "output layer", marks=pytest.mark.slow),
+    pytest.param(
+        "--seq-length 32 --micro-batch-size 1 --fp16 --accumulate-allreduce-grads-in-fp32", "cuda", "embedding",
+        marks=pytest.mark.slow,
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "device", "where"), SUMMED)

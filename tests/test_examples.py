@@ -42,7 +42,7 @@ def start(script: Path, *arguments, cwd: Path = ROOT, **environment: str) -> sub
 def places(tmp_path_factory) -> list[Path]:
     """CKPT TB VOCAB MERGES DATA, in a folder with a space in its name."""
     folder = tmp_path_factory.mktemp("a place")
-    assert main(["make-corpus", "--output-prefix", f"{folder}/in put/python", "--bpe", "300"]) == 0
+    assert main(["make-corpus", "--output-prefix", f"{folder}/in put/python", "--bpe", "300", "--max-mb", "1"]) == 0
     outputs, inputs = ("check points", "tensor board"), ("vocab.json", "merges.txt", "python_text_document")
     return [*(folder / name for name in outputs), *(folder / "in put" / name for name in inputs)]
 

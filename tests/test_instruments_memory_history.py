@@ -145,12 +145,12 @@ def test_recomputing_lowers_the_peak_and_shows_itself(tmp_path, plain):
 
 
 @pytest.mark.parametrize(
-    "words", ["", RECOMPUTE, pytest.param("--bf16", marks=pytest.mark.slow), "--num-workers 1 --profile-step-start 1"]
+    "words", ["", RECOMPUTE, *(pytest.param(words, marks=pytest.mark.slow) for words in ("--bf16", "--num-workers 1"))]
 )
 def test_recording_changes_no_bit(tmp_path, words):
     argv = flags(SHAPE, *DROPOUT, "--eval-interval 2 --eval-iters 1", words)
     quietly([*argv, "--save", str(tmp_path / "off")], tmp_path / "off")
-    window = "--record-memory-history" if "start 1" in words else RECORD
+    window = "--record-memory-history --profile-step-start 1" if "workers" in words else RECORD
     recording = [*window.split(), "--memory-snapshot-path", str(tmp_path / "s"), "--save", str(tmp_path / "on")]
     quietly([*argv, *recording], tmp_path / "on")
     assert losses(tmp_path / "off") == losses(tmp_path / "on") and (tmp_path / "s").exists()

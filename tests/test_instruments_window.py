@@ -166,12 +166,7 @@ def test_a_live_run_is_profiled_on_demand(tmp_path, eager):
 @pytest.mark.parametrize(
     ("requests", "words", "said", "left"),
     [
-        (
-            {"at2": "many"},
-            "",
-            "holds no number of steps from 1 to 1000, so nothing is profiled; make it an empty",
-            False,
-        ),
+        ({"at2": "many"}, "", "holds no number of steps from 1 to 1000, so nothing is profiled; make it an", False),
         ({"at2": "0"}, "", "holds no number of steps", False),
         ({"at7": ""}, "", "the run ends before step 10, so nothing is profiled.", False),
         ({"at8": ""}, "", "came too late for this run and stays", True),
@@ -210,9 +205,8 @@ def watcher_of(tmp_path, eager):
 
     def make(world: World, *words: str) -> tuple[OnDemand, list[str]]:
         said = []
-        members = build_instruments(
-            plan_of(flags("--train-iters 99", *words), world), tmp_path, Timeline(), said.append
-        )
+        plan = plan_of(flags("--train-iters 99", *words), world)
+        members = build_instruments(plan, tmp_path, Timeline(), said.append)
         [watcher] = [member for member in members if isinstance(member, OnDemand)]
         return watcher, said
 
@@ -341,17 +335,12 @@ def test_memory_on_demand_leaves_the_planned_file_its_name(tmp_path, eager):
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
 
-@pytest.mark.parametrize(
-    ("request_at", "profiled"),
-    [({"at2": "3"}, [[5, 6, 7], [11, 12]]), ({"at14": "1"}, [[11, 12], [17]]), ({"at8": ""}, [[11, 12]])],
-)
-def test_a_request_leaves_the_planned_window_where_it_was(tmp_path, eager, request_at, profiled):
+def test_requests_leave_the_planned_window_where_it_was(tmp_path, eager):
     argv = flags("--train-iters 18 --profile --use-pytorch-profiler --profile-step-start 11 --profile-step-end 13")
-    _, out = quietly(argv, tmp_path, [Asks(tmp_path, **request_at)])
+    _, out = quietly(argv, tmp_path, [Asks(tmp_path, at2="3", at8="", at14="1")])
     assert "never reached" not in out
-    refused = out.count("profile.now: steps 11-12 are about to be profiled anyway; ask again after them.")
-    assert refused == ("at8" in request_at)
-    assert captures(tmp_path) == profiled
+    assert out.count("profile.now: steps 11-12 are about to be profiled anyway; ask again after them.") == 1
+    assert captures(tmp_path) == [[5, 6, 7], [11, 12], [17]]
 
 
 def train_all_and_on_request(world, words):
@@ -366,12 +355,11 @@ def train_all_and_on_request(world, words):
 
 def test_each_profiled_rank_has_its_own_trace_of_the_same_steps(tmp_path):
     window = "--train-iters 5 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
-    argvs = [flags(window, f"--profile-ranks {ranks}") for ranks in ("-1", "1", "0")]
+    argvs = [flags(window, f"--profile-ranks {ranks}") for ranks in ("-1", "1")]
     argvs.append(flags("--train-iters 14 --profile-ranks -1 --log-interval 7"))
     on_ranks("test_instruments_window:train_all_and_on_request", tmp_path, json.dumps(argvs))
     assert steps_of(tmp_path / "run0", 0) == steps_of(tmp_path / "run0", 1) == [3, 4]
-    for run, rank in (("run1", 1), ("run2", 0)):
-        assert len(list((tmp_path / run).glob("*.trace.json"))) == 1 and steps_of(tmp_path / run, rank) == [3, 4]
+    assert len(list((tmp_path / "run1").glob("*.trace.json"))) == 1 and steps_of(tmp_path / "run1", 1) == [3, 4]
     [first], [second] = captures(tmp_path / "live", 0), captures(tmp_path / "live", 1)
     assert len(first) == 2 and first == second
     records = steps(tmp_path / "live")  # of the last rank

@@ -83,13 +83,8 @@ def test_of_many_ranks_it_stays_small_and_a_file_beside_it_has_everything(tmp_pa
 
 def test_absent_parts_are_null_or_empty():
     read = as_json(EMPTY)
-    assert (read["ranks"], read["run"], read["snapshots"], read["ranks_seen"], read["critical_rank"]) == (
-        None,
-        None,
-        [],
-        [],
-        None,
-    )
+    assert read["ranks"] is read["run"] is read["critical_rank"] is None
+    assert read["snapshots"] == read["ranks_seen"] == []
 
 
 def test_every_key_is_documented():

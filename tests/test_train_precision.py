@@ -84,12 +84,9 @@ def test_a_fixed_loss_scale_stays_and_gives_the_same_curve(trained):
 
 @pytest.mark.parametrize("precision", ["", "--bf16", "--fp16 --initial-loss-scale 4096"])
 def test_a_seed_repeats_bit_for_bit(trained, tmp_path, precision):
-    for name in "ab":
-        trained(SHORT, precision, *DROPOUT, "--save", tmp_path / name)
-    _, other = trained(SHORT, precision, *DROPOUT, "--seed 7")
-    a, b = (checkpoint(tmp_path / name, 8) for name in "ab")
-    assert same(a, b)
-    assert other != trained(SHORT, precision, *DROPOUT)[1]
+    curves = [trained(SHORT, precision, *DROPOUT, "--save", tmp_path / name)[1] for name in "ab"]
+    assert same(*(checkpoint(tmp_path / name, 8) for name in "ab"))
+    assert curves[0] == curves[1] != trained(SHORT, precision, *DROPOUT, "--seed 7")[1]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -104,7 +101,7 @@ def test_evaluation_does_not_disturb_training(trained, data, workers):
 def test_recomputation_changes_no_bit(trained, tmp_path, precision):
     common = ("--train-iters 5 --lr-decay-style constant", *DROPOUT, precision)
     _, plain = trained(*common, "--save", tmp_path / "plain")
-    for method, layers in itertools.product(("uniform", "block"), (1, 2)):
+    for method, layers in itertools.product(("uniform", "block"), (1,) if precision else (1, 2)):
         save = tmp_path / f"{method}{layers}"
         words = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {layers}"
         assert trained(*common, words, "--save", save)[1] == plain
