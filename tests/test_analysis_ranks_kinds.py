@@ -44,15 +44,9 @@ def test_kinds_and_algorithms(name, kind, algorithm):
 
 
 def test_widths():
-    assert [dtype_bytes(name) for name in ("Float", "BFloat16", "c10::Half", "long int", "Double", "int")] == [
-        4,
-        2,
-        2,
-        8,
-        8,
-        4,
-    ]
-    assert [dtype_bytes(name) for name in ("Float8_e4m3fn", "Bool", "", "Quantum")] == [1, 1, None, None]
+    widths = {"Float": 4, "BFloat16": 2, "c10::Half": 2, "long int": 8, "Double": 8, "int": 4}
+    widths |= {"Float8_e4m3fn": 1, "Bool": 1, "": None, "Quantum": None}
+    assert {name: dtype_bytes(name) for name in widths} == widths
 
 
 @pytest.mark.parametrize(

@@ -58,68 +58,54 @@ def complaint(*paths: Path) -> str:
     return str(caught.value)
 
 
-def test_single_files(tmp_path):
-    plain, zipped, memory = trace(tmp_path), trace(tmp_path, 1, ending=".json.gz"), snapshot(tmp_path / "m.pickle")
-    assert discover_sources([plain]).traces == (plain,)
-    assert discover_sources([zipped, memory]) == discover_sources([memory, zipped])
-    assert (discover_sources([zipped, memory]).traces, discover_sources([zipped, memory]).snapshots) == (
-        (zipped,),
-        (memory,),
-    )
-
-
-def test_files_are_known_by_content(tmp_path):
-    odd = trace(tmp_path).rename(tmp_path / "anything.json")
-    memory = snapshot(tmp_path / "memory.pkl")
-    bare = tmp_path / "bare.json"
+def test_files_that_are_named(tmp_path):
+    """Known by their content, wherever they lie."""
+    plain, zipped, memory = trace(tmp_path), trace(tmp_path, 1, ending=".json.gz"), snapshot(tmp_path / "memory.pkl")
+    odd, bare = trace(tmp_path / "odd", 1).rename(tmp_path / "anything.json"), tmp_path / "bare.json"
     bare.write_text('[\n{"name": "x", "ph": "X", "ts": 1}]')
-    assert discover_sources([odd, memory]).traces == (odd,)
-    assert discover_sources([bare]).traces == (bare,)
+    for paths, traces in (
+        ((plain,), (plain,)),
+        ((zipped, memory), (zipped,)),
+        ((plain, odd), (plain, odd)),
+        ((bare,), (bare,)),
+    ):
+        found = discover_sources(paths)
+        assert (found.traces, found.snapshots) == (traces, (memory,) if memory in paths else ())
+        assert discover_sources(paths[::-1]) == found
 
 
-def test_ranks_of_a_folder_by_rank(tmp_path):
-    paths = [trace(tmp_path, rank, 1_700_000_000 * SECOND + (7 - rank) * SECOND, 8) for rank in range(8)]
+LATER, OLDER = 600, "an older window of {}; {} is the newest"
+OTHER_SIZE = "of another run (8 ranks; the newest trace, {1}, is of 2 ranks); name it alone to read it"
+WINDOWS = {  # folder, rank, seconds and more of each trace; the ones that are read; why others are not, by their names
+    "ranks by rank": ([("", rank, 7 - rank, 8) for rank in range(8)], range(8), {}),
+    "folders of their own": ([("node0", 0, 0), ("node1", 1, 0)], range(2), {}),
+    "the newest of each rank": (
+        [("", 0, 0), ("", 1, 1), ("", 0, LATER), ("", 1, LATER + 1)],
+        (2, 3),
+        {0: OLDER.format("rank 0", "{2}"), 1: OLDER.format("rank 1", "{3}")},
+    ),
+    "one that only one rank has": (
+        [("", 0, 0), ("", 1, 1), ("", 0, LATER)],
+        (2,),
+        {0: OLDER.format("rank 0", "{2}"), 1: "an older window; rank 1 has none of the newest one"},
+    ),
+    "the same twice": ([("", 0, 0), ("", 0, 0, 2, ".json.gz")], (0,), {1: "the same window of rank 0 as {0}"}),
+    "another size": ([("", 0, 0, 8), ("", 0, LATER, 2)], (1,), {0: OTHER_SIZE}),
+    "no rank": ([("", None, 0), ("", None, LATER)], (1,), {0: OLDER.format("the same process", "{1}")}),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_of_several_windows(tmp_path, kind):
+    made, read, why = WINDOWS[kind]
+    paths = [
+        trace(tmp_path / folder, rank, (1_700_000_000 + seconds) * SECOND, *more)
+        for folder, rank, seconds, *more in made
+    ]
     found = discover_sources([tmp_path])
-    assert (found.traces, found.ignored) == (tuple(paths), ())
-
-
-def test_ranks_in_folders_of_their_own(tmp_path):
-    paths = tuple(trace(tmp_path / f"node{rank}", rank) for rank in range(2))
-    assert discover_sources([tmp_path]).traces == paths
-
-
-def test_the_newest_window_of_each_rank(tmp_path):
-    old = [trace(tmp_path, rank, (1_700_000_000 + rank) * SECOND) for rank in range(2)]
-    new = [trace(tmp_path, rank, (1_700_000_600 + rank) * SECOND) for rank in range(2)]
-    found = discover_sources([tmp_path])
-    assert found.traces == tuple(new)
-    assert reasons(found) == {
-        old[rank].name: f"an older window of rank {rank}; {new[rank].name} is the newest" for rank in range(2)
-    }
-
-
-def test_a_window_that_only_one_rank_has(tmp_path):
-    both = [trace(tmp_path, rank, (1_700_000_000 + rank) * SECOND) for rank in range(2)]
-    alone = trace(tmp_path, 0, 1_700_000_600 * SECOND)
-    found = discover_sources([tmp_path])
-    assert found.traces == (alone,)
-    assert reasons(found)[both[1].name] == "an older window; rank 1 has none of the newest one"
-
-
-def test_the_same_window_twice(tmp_path):
-    plain, zipped = trace(tmp_path), trace(tmp_path, ending=".json.gz")
-    found = discover_sources([tmp_path])
-    assert found.traces == (plain,)
-    assert reasons(found) == {zipped.name: f"the same window of rank 0 as {plain.name}"}
-
-
-def test_runs_of_different_size(tmp_path):
-    old, new = trace(tmp_path, 0, 1_700_000_000 * SECOND, 8), trace(tmp_path, 0, 1_700_000_600 * SECOND, 2)
-    found = discover_sources([tmp_path])
-    assert found.traces == (new,)
-    assert reasons(found) == {
-        old.name: f"of another run (8 ranks; the newest trace, {new.name}, is of 2 ranks); name it alone to read it"
-    }
+    names = [path.name for path in paths]
+    assert found.traces == tuple(paths[at] for at in read)
+    assert reasons(found) == {names[at]: text.format(*names) for at, text in why.items()}
 
 
 def test_runs_in_different_folders(tmp_path):
@@ -127,11 +113,6 @@ def test_runs_in_different_folders(tmp_path):
     found = discover_sources([tmp_path])
     assert found.traces == (new,)
     assert found.ignored == ((old, f"of another run, older than {new}; name it alone to read it"),)
-
-
-def test_files_that_are_named_may_lie_anywhere(tmp_path):
-    paths = (trace(tmp_path / "a", 0), trace(tmp_path / "b", 1))
-    assert discover_sources(paths).traces == paths
 
 
 def report(path: Path, time_s: int) -> Path:
@@ -156,13 +137,6 @@ def test_reports_of_nsys(tmp_path):
     assert found.traces == (mine,) and reasons(found)[nodes[0].name].startswith(
         "a report of Nsight Systems beside traces"
     )
-
-
-def test_processes_without_a_rank(tmp_path):
-    old, new = trace(tmp_path, None, 1_700_000_000 * SECOND), trace(tmp_path, None, 1_700_000_600 * SECOND)
-    found = discover_sources([tmp_path])
-    assert found.traces == (new,)
-    assert reasons(found) == {old.name: f"an older window of the same process; {new.name} is the newest"}
 
 
 def test_a_run_folder(tmp_path):

@@ -81,7 +81,7 @@ def test_what_cannot_be_made_is_one_line(tmp_path, capsys):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / MARK).write_text("{")
     for name, argv, said in (
-        ("python", ["--bpe", "100"], "--vocab-size 100: 256 bytes and <|endoftext|> need 257 or more"),
+        ("python", [*SMALL, "--bpe", "100"], "--vocab-size 100: 256 bytes and <|endoftext|> need 257 or more"),
         ("python", ["--max-mb", "0"], "--max-mb 0: must be above 0; 8 is usual"),
         ("python", ["--max-mb", "0.000001"], "has no .py sources"),
         ("file/python", SMALL, "cannot be written"),

@@ -56,14 +56,3 @@ def test_a_weights_gradient_is_a_gradient_in_both_also_where_it_is_added_to_anot
         expected = sum(row.num_bytes for row in peak.rows if row.category == category)
         # some numbers per token; the matrix has 12 or 24 MiB
         assert abs(held.get(category, 0) - expected) < 2**19, category
-
-
-def test_the_grid_turns_every_flag_that_memory_depends_on():
-    flags = " ".join(flags for flags, _ in GRID.values())
-    wanted = """--fp16 --bf16 --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --recompute-activations --squared-relu
-        --recompute-method.uniform --recompute-method.block --normalization.RMSNorm --swiglu --position-embedding-type.rope
-        --group-query-attention --kv-channels --untie-embeddings-and-output-weights --disable-bias-linear --qk-layernorm
-        --hidden-dropout.0 --attention-backend.unfused --optimizer.sgd --global-batch-size --reset-attention-mask"""
-    assert len(GRID) == 40
-    assert [flag for flag in wanted.split() if flag.replace(".", " ") not in flags] == []
-    assert {ranks for _, ranks in GRID.values()} == {1, 2, 4}

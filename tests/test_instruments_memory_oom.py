@@ -58,9 +58,8 @@ def run_out(tmp_path, *words) -> list[str]:
     """What a run that may take 1000 MiB says at its end."""
     argv = flags(TOO_MUCH, *words, "--run-dir", tmp_path / "run")
     command = [sys.executable, "-c", LIMITED, str(REPO), str(1000 * 2**20), *argv]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, env=environment(), cwd=tmp_path, check=False
-    )
+    captured = {"capture_output": True, "text": True, "timeout": LIMIT_S}
+    ended = subprocess.run(command, env=environment(), cwd=tmp_path, check=False, **captured)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
     return ended.stdout[ended.stdout.index("error: ") :].splitlines()
 

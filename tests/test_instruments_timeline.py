@@ -285,11 +285,8 @@ def test_memory_of_which_the_audit_says_that_it_does_not_grow_is_not_called_grow
     for at, value in enumerate(megabytes):
         assert list(worth.of(figures(last=at, host_memory_bytes=[value * MIB] * 4), at in disturbed)) == []
     usual = {"steps": [1], "step_ms": [10.0], "phases_ms": {"forward": [9.0]}}
-    ranks = [
-        usual | {"iterations": [at, at], "host_memory_bytes": [value * MIB]}
-        for at, value in enumerate(megabytes)
-        if at not in disturbed
-    ]
+    told = [(at, value) for at, value in enumerate(megabytes) if at not in disturbed]
+    ranks = [usual | {"iterations": [at, at], "host_memory_bytes": [value * MIB]} for at, value in told]
     run(tmp_path, ranks=ranks, steps=ordinary_steps(len(megabytes)), world=1)
     assert read_run(tmp_path).growths == ()
 
@@ -342,10 +339,13 @@ class SlowBackward(Instrument):
 
 def one_of_two_is_slow(world, folder):
     argv = flags("--train-iters 13 --log-interval 4")
-    board = (
-        f"--timing-log-level 1 --log-timers-to-tensorboard --log-memory-to-tensorboard --tensorboard-dir {folder}/tb"
+    board = "--timing-log-level 1 --log-timers-to-tensorboard --log-memory-to-tensorboard --tensorboard-dir"
+    train(
+        [*argv, *board.split(), f"{folder}/tb"],
+        Path(folder, "forward"),
+        world,
+        [SlowForward()] if world.rank == 0 else [],
     )
-    train([*argv, *board.split()], Path(folder, "forward"), world, [SlowForward()] if world.rank == 0 else [])
     train(argv, Path(folder, "backward"), world, [SlowBackward()] if world.rank == 1 else [])
 
 
@@ -409,19 +409,6 @@ def test_figures_that_a_failed_gpu_still_owes_are_not_waited_for():
         with raises:
             found += readback.arrived()
             assert found == [("first", [1.0])]
-
-
-def test_a_phase_and_a_step_cost_microseconds():
-    """The limit is more than ten times what it takes (44 us), so that neither a busy machine nor a tracer fails it."""
-    watching, best = Instruments([Timeline()], refuse), float("inf")
-    for number in range(1, 200):
-        started = time.perf_counter()
-        with watching.step(number):
-            for _ in range(25):
-                with watching.phase("forward"):
-                    pass
-        best = min(best, time.perf_counter() - started)
-    assert best < 600e-6
 
 
 def test_disturbed_steps_are_left_out_of_figures():

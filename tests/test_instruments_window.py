@@ -377,15 +377,3 @@ def test_a_rank_that_sees_a_request_late_joins_late(tmp_path, eager):
     follower.begin(10)
     follower.begin(11)  # the answer still lies there, but is over
     assert not window.steps and words == []
-
-
-def test_looking_costs_a_clock_each_step_and_a_file_each_fifth_of_a_second(tmp_path, monkeypatch):
-    milliseconds, looks, plan = iter(range(10_000)), [], plan_of(flags(""))
-    monkeypatch.setattr("time.monotonic", lambda: next(milliseconds) / 1024)
-    monkeypatch.setattr("os.path.lexists", looks.append)
-    watcher = OnDemand(Window(), plan, tmp_path, print)
-    for step in range(9_999):
-        watcher.begin(step)
-        watcher.end(step)
-    assert next(milliseconds, None) is None
-    assert looks == [tmp_path / on_demand.REQUEST] * (9_999 // 205)

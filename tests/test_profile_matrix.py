@@ -1,7 +1,6 @@
 """The table of profile_matrix.py: a way inside this process by default, cell by cell from a shell as slow tests."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,9 @@ from launch import Ended, alone, flags, quietly
 from nsys_report import ANY_STRING, OPTIONS
 from profile_matrix import (
     CASES,
-    SNAPSHOT,
     WAYS,
-    Cell,
     fill_cell,
     find_faults,
-    main,
-    steps_of_snapshot,
-    steps_of_trace,
     write_flags,
 )
 
@@ -80,27 +74,6 @@ def test_without_a_shell_too(tmp_path, case):
 def test_a_wrong_window_is_a_complaint(case, found, ended, complaint):
     said = [*find_faults(case, ended, {"trace": found}, last=9 * case.signalled, under_tool=False)]
     assert said == ([complaint] if complaint else [])
-
-
-def test_the_table_says_what_is_missing_hangs_or_is_wrong(monkeypatch, capsys, tmp_path):
-    assert steps_of_trace(tmp_path, 0) == steps_of_snapshot(tmp_path, 0) == []
-    (tmp_path / "host_rank1.1.pt.trace.json").write_text('{"traceEvents": []}')  # of another rank
-    for name in (SNAPSHOT, "other.pickle"):
-        (tmp_path / name).touch()
-    assert steps_of_trace(tmp_path, 0) == steps_of_snapshot(tmp_path, 0) == []
-
-    def hangs(*_, **__):
-        raise subprocess.TimeoutExpired("python", 100)
-
-    monkeypatch.setattr("profile_matrix.pretrain", hangs)
-    assert main(["--way", "torch profiler", "--case", "1 rank"]) == 1
-    row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith(
-        "| torch profiler | 1 rank |  WRONG: did not end within 100 s |  | `python pretrain_gpt.py ... "
-    )
-    monkeypatch.setattr("profile_matrix.fill_cell", lambda way, case, run: Cell(way, case, skipped="no nsys here"))
-    assert main(["--way", "nsys", "--case", "1 rank"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "| nsys | 1 rank | no nsys here |  | `` |"
 
 
 def test_nsys_is_started_as_the_docs_say():

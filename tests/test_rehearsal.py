@@ -48,7 +48,10 @@ def holds_as_much(words: str, world: World = ALONE) -> Rehearsal:
         "--fp16",
         f"--bf16 {DROPOUT} {FULL}",
         f"{LLAMA} --fp16 --accumulate-allreduce-grads-in-fp32",
-        f"{LLAMA} --bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        pytest.param(
+            f"{LLAMA} --bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            marks=pytest.mark.slow,
+        ),
         "--bf16 --attention-backend unfused --recompute-activations --optimizer sgd " + DROPOUT,
         "--reset-attention-mask --reset-position-ids --eod-mask-loss --apply-layernorm-1p --squared-relu",
         "--calculate-per-token-loss --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 --bf16",
@@ -63,7 +66,7 @@ def test_the_stand_in_takes_what_distributed_data_parallel_takes(words):
     holds_as_much(f"{words} --global-batch-size 8", TWO)
 
 
-@pytest.mark.parametrize(("words", "world"), [("--fp16", ALONE), (FULL, TWO)])
+@pytest.mark.parametrize(("words", "world"), [("--fp16", ALONE), pytest.param(FULL, TWO, marks=pytest.mark.slow)])
 def test_more_micro_batches_take_no_more(words, world):
     """A real step of five, of which the rehearsal walks two or three: the second finds the gradients of the first."""
     holds_as_much(f"{words} --global-batch-size {10 * world.size}", world)

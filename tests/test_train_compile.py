@@ -54,8 +54,11 @@ def as_on_a_gpu(args, world) -> Compilation:
 
 @pytest.mark.parametrize(
     ("words", "with_loss"),
-    [*((words, True) for words in VARIANTS.values()), ("--bf16", False)],
-    ids=[*VARIANTS, "bf16, as on a CPU"],
+    [
+        pytest.param(words, True, id=name, marks=pytest.mark.slow if "16" in name else ())
+        for name, words in VARIANTS.items()
+    ]
+    + [pytest.param("--bf16", False, id="bf16, as on a CPU")],
 )
 def test_nothing_changes_but_the_speed(tmp_path, monkeypatch, words, with_loss):
     if with_loss:

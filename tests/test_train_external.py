@@ -167,26 +167,14 @@ def test_each_rank_gets_its_own(file):
         ("floats", "for train it yields a Tensor of torch.float32; yield tensors or arrays of integers"),
         ("halves", "for train it yields a ndarray of float16; yield tensors or arrays of integers"),
         ("short", "for train it yields the shape [1, 16]; yield [micro-batch size, seq-length + 1] = [1, 17]"),
-        (
-            "large",
-            "for train it yields the id 128, outside the vocabulary of 128; give the tokenizer that made its ids",
-        ),
+        ("large", "for train it yields the id 128, outside the vocabulary of 128; give the tokenizer that made its"),
         ("negative", "for train it yields the id -1, outside the vocabulary of 128; give the tokenizer that made its"),
         ("later_large", "for train it yields the id 128, outside the vocabulary of 128; give the tokenizer that made"),
-        (
-            "three",
-            "for train it ended after 3 micro-batches and more are wanted; yield more, or train or evaluate less",
-        ),
+        ("three", "for train it ended after 3 micro-batches and more are wanted; yield more, or train or evaluate"),
         ("number", "FILE has no function number; check its name"),
         ("no_such", "FILE has no function no_such; check its name"),
-        (
-            "few_arguments",
-            "cannot be called (got an unexpected keyword argument 'micro_batch_size'); let it take split",
-        ),
-        (
-            "positional",
-            "cannot be called (missing a required argument: 'more'); let it take split, and by name consumed",
-        ),
+        ("few_arguments", "cannot be called (got an unexpected keyword argument 'micro_batch_size'); let it take"),
+        ("positional", "cannot be called (missing a required argument: 'more'); let it take split, and by name"),
     ],
 )
 def test_what_is_wrong_is_one_line(file, tmp_path, function, message):
@@ -197,6 +185,9 @@ def test_what_is_wrong_is_one_line(file, tmp_path, function, message):
     assert "\n" not in said
 
 
+TAKE = "let it take split, and by name consumed, micro_batch_size, seq_length, rank, num_ranks, seed"
+
+
 @pytest.mark.parametrize(
     ("spelled", "message"),
     [
@@ -204,13 +195,7 @@ def test_what_is_wrong_is_one_line(file, tmp_path, function, message):
         ("none.py:f", "there is no file none.py; check the path"),
         ("no_such_module:f", "there is no module no_such_module; give FILE.py:FUNCTION, or set PYTHONPATH"),
         (".own:f", ".own is relative to no package; give the module's whole name, or FILE.py:FUNCTION"),
-        (
-            "builtins:max",
-            (
-                "cannot be called (no signature found for builtin <built-in function max>); let it take split, and by "
-                "name consumed, micro_batch_size, seq_length, rank, num_ranks, seed"
-            ),
-        ),
+        ("builtins:max", f"cannot be called (no signature found for builtin {max}); {TAKE}"),
     ],
 )
 def test_functions_that_are_not_found(spelled, message):

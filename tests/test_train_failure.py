@@ -216,8 +216,7 @@ def test_the_launcher_is_found_above_wrappers_and_nowhere_else(variables, wrappe
     for environ in (environment(), environment() | VARIABLES | {"TORCHELASTIC_ERROR_FILE": "/tmp/outer"}):
         if environ.get("LOCAL_RANK") and not variables.get("TORCHELASTIC_RUN_ID"):
             continue  # inherited from an outer torchrun: its rank in all but name
-        ended = subprocess.run(
-            [sys.executable, "-c", agent], env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+        command = [sys.executable, "-c", agent]
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         pid, answer = ended.stdout.splitlines()
         assert answer == (f"({pid}, True)" if found else "None"), ended
