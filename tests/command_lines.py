@@ -12,20 +12,11 @@ from megatron_lite.errors import ConfigError
 
 ALONE = World()
 REPO = Path(__file__).parent.parent
-GOOD = {
-    "--num-layers": "2",
-    "--hidden-size": "64",
-    "--num-attention-heads": "4",
-    "--seq-length": "32",
-    "--max-position-embeddings": "32",
-    "--micro-batch-size": "2",
-    "--global-batch-size": "8",
-    "--train-iters": "100",
-    "--lr": "1e-3",
-    "--tokenizer-type": "NullTokenizer",
-    "--vocab-size": "99",
-    "--mock-data": "",
-}
+_WORDS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 100 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 99"
+)
+GOOD = dict(zip(_WORDS.split()[::2], _WORDS.split()[1::2])) | {"--mock-data": ""}
 
 
 def argv(changes: str | list[str] = "") -> list[str]:

@@ -49,15 +49,9 @@ def train_plainly(first_weights: dict[str, Tensor], raws_BT1: Iterator[Tensor], 
     """`first_weights` by Megatron's names; `raws_BT1` yields micro-batches of T + 1 tokens."""
     weights = {name: nn.Parameter(weight.detach().float().clone()) for name, weight in first_weights.items()}
     matrices, vectors = ([w for w in weights.values() if (w.ndim > 1) == wanted] for wanted in (True, False))
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": recipe.decay},
-            {"params": vectors, "weight_decay": recipe.decay if recipe.decay_all else 0.0},
-        ],
-        lr=recipe.lr,
-        betas=recipe.betas,
-        eps=recipe.eps,
-    )
+    decays = ((matrices, recipe.decay), (vectors, recipe.decay if recipe.decay_all else 0.0))
+    groups = [{"params": parameters, "weight_decay": decay} for parameters, decay in decays]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
     scaler = torch.amp.GradScaler(
         "cpu", init_scale=recipe.first_scale, growth_interval=recipe.growth_interval, enabled=recipe.precision == "fp16"
     )

@@ -72,13 +72,5 @@ def attention_arguments(dtype: torch.dtype, width: int, groups: int, masked: boo
         for heads in (4, groups)
     )
     mask = torch.empty(2, 1, 64, 64, dtype=torch.bool, device=device) if masked else None
-    return {
-        "query": queries,
-        "key": keys,
-        "value": keys,
-        "attn_mask": mask,
-        "dropout_p": 0.0,
-        "is_causal": not masked,
-        "scale": None,
-        "enable_gqa": groups != 4,
-    }
+    arguments = {"query": queries, "key": keys, "value": keys, "attn_mask": mask, "dropout_p": 0.0}
+    return arguments | {"is_causal": not masked, "scale": None, "enable_gqa": groups != 4}

@@ -83,13 +83,9 @@ def test_differences_of_rows_sum_to_the_steps(tmp_path):
 
 def test_a_run_differs_from_itself_in_nothing(tmp_path):
     found = compare(traced(tmp_path, all_reduce_us=300.0), traced(tmp_path, "b", all_reduce_us=300.0))
-    pairs = [
-        *(total.pair for total in found.totals),
-        *found.rows.values(),
-        *found.roles.values(),
-        *(one.ms for one in found.kernels),
-        *(pair for phase in found.phases for pair in (phase.host, phase.device)),
-    ]
+    pairs = [total.pair for total in found.totals] + [one.ms for one in found.kernels]
+    pairs += [*found.rows.values(), *found.roles.values()]
+    pairs += [pair for phase in found.phases for pair in (phase.host, phase.device)]
     assert len(pairs) > 20 and {pair.change for pair in pairs} == {Change.SAME}
     assert found.sentence.startswith("B's steps take as long as A's")
 
@@ -118,11 +114,8 @@ def changed(facts: Facts, **columns) -> Facts:
 
 def test_flags_that_differ(tmp_path):
     args = {"training": {"micro_batch_size": 2, "bf16": True, "seed": 1}, "model": {"recompute_granularity": "full"}}
-    other = {
-        "training": {"micro_batch_size": 4, "bf16": False, "seed": 1},
-        "model": {"recompute_granularity": None},
-        "watch": {"save": "/b", "data_path": ["x", "y"]},
-    }
+    other = {"training": {"micro_batch_size": 4, "bf16": False, "seed": 1}, "model": {"recompute_granularity": None}}
+    other |= {"watch": {"save": "/b", "data_path": ["x", "y"]}}
     a = with_run(tmp_path, "a", plan=PLAN | {"args": args, "precision": "bf16"}, versions={"torch": "2.13"})
     plan = PLAN | {"args": other, "precision": "fp32", "world": {"size": 4}}
     b = with_run(tmp_path, "b", plan=plan, versions={"torch": "2.14"})
@@ -206,11 +199,7 @@ def test_the_command(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "B takes 50% less time per step" in out and "written:" in out and "To keep in mind" in out
     assert json.loads((tmp_path / "c.json").read_text())["totals"][0]["pair"]["change"] == "less"
-    wrong = {
-        "none": [paths[0], str(tmp_path / "none")],
-        "--help": paths[:1],
-        "--json": [*paths, "--json", str(tmp_path)],
-    }
+    wrong = {"none": [paths[0], f"{tmp_path}/none"], "--help": paths[:1], "--json": [*paths, "--json", str(tmp_path)]}
     for said, argv in wrong.items():
         assert main(["compare", *argv]) == 2
         error = capsys.readouterr().err

@@ -239,12 +239,10 @@ def test_hostile_numbers_are_unknown_not_wrong(tmp_path, said):
 def test_a_real_slow_rank_is_named_by_traces_and_without(tmp_path):
     from launch import REPO, flags, pretrain  # torch: not for the fast tests
 
-    argv = flags(
-        "--micro-batch-size 2 --train-iters 11 --log-interval 4 --profile --use-pytorch-profiler --profile-step-start 6 "
-        "--profile-step-end 10 --profile-ranks -1",
-        "--run-dir",
-        tmp_path,
+    window = (
+        "--profile --use-pytorch-profiler --profile-step-start 6 --profile-step-end 10 --profile-ranks -1 --run-dir"
     )
+    argv = flags("--micro-batch-size 2 --train-iters 11 --log-interval 4", window, tmp_path)
     ended = pretrain(["400", *argv], ranks=2, script=REPO / "tests" / "slow_rank.py")
     assert ended.code == 0, ended.err
     traces = [read_traces(path)[0] for path in sorted(tmp_path.glob("*.pt.trace.json*"))]

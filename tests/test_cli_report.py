@@ -32,11 +32,8 @@ def written(folder: Path) -> set[str]:
 def test_foreign_files_are_reported_where_the_user_stands(trace, capsys):
     assert main(["report", str(trace)]) == 0
     shown = capsys.readouterr()
-    assert (
-        shown.out.startswith(trace.name)
-        and shown.out.endswith("written: report.html, report.json\n")
-        and shown.err == ""
-    )
+    assert shown.out.startswith(trace.name) and shown.err == ""
+    assert shown.out.endswith("written: report.html, report.json\n")
     assert written(Path()) == {"report.html", "report.json"} and written(trace.parent) == {trace.name}
 
 
@@ -64,10 +61,7 @@ def test_files_are_named_by_flags(trace, capsys):
     ("words", "said"),
     [
         (["--html", "a.html", "--no-html"], "--html and --no-html exclude each other; keep one."),
-        (
-            ["--html", "no/such/folder/a.html"],
-            "--html no/such/folder/a.html: cannot be written (No such file or directory)",
-        ),
+        (["--html", "no/such/a.html"], "--html no/such/a.html: cannot be written (No such file or directory)"),
         (["--json", "no/such/b.json"], "--json no/such/b.json: cannot be written (No such file or directory)"),
         (["--htm", "a.html"], "unrecognized arguments: --htm"),
     ],

@@ -1,6 +1,7 @@
 """Tokenizers that read --tokenizer-model: the ids of Megatron's own, and one line for each model that does not fit."""
 
 import base64
+import functools
 import io
 import json
 import pickle
@@ -102,15 +103,10 @@ def test_tiktoken_ids_are_megatrons(json_file, pattern, names):
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("names", [(), ("<new>", "<|endoftext|>", "<more>")], ids=["plain", "more"])
 def test_hugging_face_ids_are_megatrons(hf_folder, include, names):
-    mine = make_tokenizer(
-        "HuggingFaceTokenizer",
-        tokenizer_model=hf_folder,
-        tokenizer_special_tokens=names,
-        tokenizer_hf_include_special_tokens=include,
-    )
-    theirs = megatrons(
-        hf_folder, "huggingface", use_fast=True, include_special_tokens=include, additional_special_tokens=list(names)
-    )
+    ours = {"tokenizer_special_tokens": names, "tokenizer_hf_include_special_tokens": include}
+    mine = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=hf_folder, **ours)
+    options = {"include_special_tokens": include, "additional_special_tokens": list(names)}
+    theirs = megatrons(hf_folder, "huggingface", use_fast=True, **options)
     assert_same(mine, theirs, "the<|endoftext|> cat<new> <more>")
     assert mine.decode(mine.encode("thé<|endoftext|> cat")) == "thé<|endoftext|> cat"
 
@@ -133,16 +129,12 @@ def test_hugging_face_keeps_what_stands_around_a_text_only_if_told_to(hf_folder,
     stored["padding"] = padding | {"pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
     (tmp_path / "x/tokenizer.json").write_text(json.dumps(stored))
     config = json.loads((tmp_path / "x/tokenizer_config.json").read_text())
-    (tmp_path / "x/tokenizer_config.json").write_text(
-        json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
-    plain, around = (
-        make_tokenizer(
-            "HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "x"), tokenizer_hf_include_special_tokens=include
-        )
-        for include in (False, True)
-    )
-    whole = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=hf_folder)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "x/tokenizer_config.json").write_text(json.dumps(config))
+    make = functools.partial(make_tokenizer, "HuggingFaceTokenizer")
+    plain = make(tokenizer_model=str(tmp_path / "x"))
+    around = make(tokenizer_model=str(tmp_path / "x"), tokenizer_hf_include_special_tokens=True)
+    whole = make(tokenizer_model=hf_folder)
     for text in ("the old cat sat on the mat, 77", "a"):
         assert plain.encode(text) == whole.encode(text) and around.encode(text) == [end, *whole.encode(text)]
 

@@ -340,12 +340,8 @@ class SlowBackward(Instrument):
 def one_of_two_is_slow(world, folder):
     argv = flags("--train-iters 13 --log-interval 4")
     board = "--timing-log-level 1 --log-timers-to-tensorboard --log-memory-to-tensorboard --tensorboard-dir"
-    train(
-        [*argv, *board.split(), f"{folder}/tb"],
-        Path(folder, "forward"),
-        world,
-        [SlowForward()] if world.rank == 0 else [],
-    )
+    with_board = [*argv, *board.split(), f"{folder}/tb"]
+    train(with_board, Path(folder, "forward"), world, [SlowForward()] if world.rank == 0 else [])
     train(argv, Path(folder, "backward"), world, [SlowBackward()] if world.rank == 1 else [])
 
 

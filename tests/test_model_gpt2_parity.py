@@ -19,20 +19,11 @@ NORMS_AND_OUTPUTS = {
 
 
 def gpt2(shape):
-    config = transformers.GPT2Config(
-        vocab_size=shape.padded_vocab_size,
-        n_positions=shape.max_position_embeddings,
-        n_embd=shape.hidden_size,
-        n_layer=shape.num_layers,
-        n_head=shape.num_attention_heads,
-        n_inner=shape.ffn_hidden_size,
-        activation_function="gelu_new",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        attn_implementation="eager",
-    )
-    return transformers.GPT2LMHeadModel(config)
+    sizes = {"n_embd": shape.hidden_size, "n_layer": shape.num_layers, "n_head": shape.num_attention_heads}
+    sizes |= {"vocab_size": shape.padded_vocab_size, "n_positions": shape.max_position_embeddings}
+    kinds = {"activation_function": "gelu_new", "attn_implementation": "eager", "n_inner": shape.ffn_hidden_size}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **kinds, **no_dropout))
 
 
 def as_gpt2(named, shape):

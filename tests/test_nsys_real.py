@@ -65,14 +65,8 @@ class Place:
         env = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "NSYS": NSYS}
         env |= {"SLURM_JOB_ID": str(self.last), "PYTHONPATH": paths, "GPUS_PER_NODE": str(ranks)}
         env |= {"A_SECRET": "correct horse battery staple"} | environment
-        run = subprocess.run(
-            [*map(str, argv), *usual.split(), *words],
-            env=env,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        argv = [*map(str, argv), *usual.split(), *words]
+        run = subprocess.run(argv, env=env, check=False, capture_output=True, text=True, timeout=LIMIT_S)
         assert run.returncode == code, run.stdout + run.stderr
         report = self.folder / "nsight_profile" / f"gpt3_857m_job{self.last}_node0.nsys-rep"
         return run.stdout + run.stderr, Report(report) if report.exists() else None

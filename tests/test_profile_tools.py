@@ -40,14 +40,8 @@ print(json.dumps({"workers": run.workers, "views": sorted(views), "operators": m
 
 
 def ask(script: str, folder) -> dict:
-    ended = subprocess.run(
-        [PYTHON, "-c", script, str(folder)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=os.environ | {"HTA_DISABLE_NS_ROUNDING": "1"},
-    )
+    command, environ = [PYTHON, "-c", script, str(folder)], os.environ | {"HTA_DISABLE_NS_ROUNDING": "1"}
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S, env=environ)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return json.loads(ended.stdout.splitlines()[-1])
 

@@ -73,12 +73,8 @@ def test_all_three_renderers_show_it():
     )
     assert '<section id="prediction">' in html_page(shown)
     read = as_json(shown)["predicted"]
-    assert read["memory"]["peak"] == {
-        "name": "peak of tensors",
-        "predicted": 31 * GIB,
-        "measured": 32 * GIB,
-        "difference": pytest.approx(1 / 31),
-    }
+    peak = {"name": "peak of tensors", "predicted": 31 * GIB, "measured": 32 * GIB}
+    assert read["memory"]["peak"] == peak | {"difference": pytest.approx(1 / 31)}
     assert read["time"]["step"]["difference"] == pytest.approx(0.91) and read["time"]["parts"] == []
 
 

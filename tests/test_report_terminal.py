@@ -178,11 +178,8 @@ def test_which_rank_died_is_told_once():
 
 
 def test_a_file_without_ranks_is_called_by_its_name():
-    seen = tuple(
-        dataclasses.replace(
-            one, trace=cases.trace(None, source=f"job.sqlite (process {at})"), time=cases.rank_time(None)
-        )
-        for at, one in enumerate(cases.report().facts.ranks_seen)
-    )
+    traces = [cases.trace(None, source=f"job.sqlite (process {at})") for at in (0, 1)]
+    seen = [dataclasses.replace(one, time=cases.rank_time(None)) for one in cases.report().facts.ranks_seen]
+    seen = tuple(dataclasses.replace(one, trace=trace) for one, trace in zip(seen, traces))
     shown = text(cases.report(ranks_seen=seen, ranks=None))
     assert "job.sqlite (process 0), ms per step" in shown and "the one that waits least" not in shown

@@ -27,29 +27,10 @@ TRAINER = REPO / "pretrain_gpt.py"
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202eevil\u2028\ud800\x7f\nforged line"
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]|^ *forged", re.MULTILINE)
 
-SMALL = [
-    "--mock-data",
-    "--vocab-size",
-    "256",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "64",
-    "--max-position-embeddings",
-    "64",
-    "--micro-batch-size",
-    "4",
-    "--train-iters",
-    "2",
-    "--lr",
-    "1e-3",
-]
+SMALL = (
+    "--mock-data --vocab-size 256 --tokenizer-type NullTokenizer --num-layers 2 --hidden-size 64 --num-attention-heads 2 "
+    "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --train-iters 2 --lr 1e-3"
+)
 
 
 class Terminal(io.StringIO):
@@ -126,7 +107,7 @@ def test_the_trainer_answers_without_importing_torch(flag, code):
 )
 def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path, raised, said):
     (tmp_path / "torch.py").write_text(f"raise {raised}")
-    done = start(str(TRAINER), *SMALL, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    done = start(str(TRAINER), *SMALL.split(), stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
 
 
@@ -161,7 +142,7 @@ def test_memory_that_runs_out_is_one_line():
     """Enough to import torch, too little for the allocator's first blocks."""
     limit = 700_000 * 1024
     done = start(
-        str(TRAINER), *SMALL, stdout=subprocess.PIPE,
+        str(TRAINER), *SMALL.split(), stdout=subprocess.PIPE,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )  # fmt: skip
     assert done.returncode == 1
@@ -199,15 +180,11 @@ def write_hostile_files(folder: Path, text: str) -> dict[str, str]:
     name = text.encode(errors="ignore").decode()
     folder = folder / name
     folder.mkdir()
-    plan = (
-        PLAN
-        | {"args": {"training": {"micro_batch_size": 2, "exit_signal": text}, text: {text: text}}}
-        | dict.fromkeys(("precision", "device", "backend"), text)
-    )
+    plan = PLAN | {"args": {"training": {"micro_batch_size": 2, "exit_signal": text}, text: {text: text}}}
+    plan |= dict.fromkeys(("precision", "device", "backend"), text)
     record = RECORD | {"plan": plan, "status": text, "started": text, "hardware": {"device": text, text: text}}
-    record |= {
-        part: {"python": text, text: text} for part in ("versions", "environment", "process", "artefacts", "git")
-    }
+    parts = ("versions", "environment", "process", "artefacts", "git")
+    record |= {part: {"python": text, text: text} for part in parts}
     run_folder(folder / "run", [step(number, phases_ms={text: 5.0}) for number in range(1, 9)], record)
     trace = gpu_run()
     trace.device, trace.header = text, {"hostName": text, "deviceProperties": [{"id": 0, "name": text}]}
@@ -228,12 +205,7 @@ def hostile_words(tmp_path_factory) -> dict[str, str]:
     """What the words of HOSTILE_COMMANDS stand for; the files of the OTHER differ in each of the hostile texts."""
     folder = tmp_path_factory.mktemp("hostile")
     other = write_hostile_files(folder, f"{HOSTILE} other")
-    typed = {
-        "HOSTILE": HOSTILE,
-        "--HOSTILE": f"--{HOSTILE}",
-        "FLAGS": f"--lr={HOSTILE}",
-        "FILE": str(folder / "written"),
-    }
+    typed = {"HOSTILE": HOSTILE, "--HOSTILE": f"--{HOSTILE}", "FLAGS": f"--lr={HOSTILE}", "FILE": f"{folder}/written"}
     return write_hostile_files(folder, HOSTILE) | {f"OTHER_{word}": path for word, path in other.items()} | typed
 
 

@@ -521,13 +521,8 @@ with reserved(Path(sys.argv[1]), 0, print):
 @pytest.fixture
 def holder(tmp_path):
     """A process that has reserved tmp_path/save, in a group of its own, together with a child."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "save")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    ) as process:
+    command, pipe = [sys.executable, "-c", HOLDER, str(tmp_path / "save")], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, text=True, env=environment(), start_new_session=True) as process:
         assert process.stdout.readline() == "held\n"
         yield process
         os.killpg(process.pid, signal.SIGKILL)

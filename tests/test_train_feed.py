@@ -25,14 +25,13 @@ def test_data_sets_without_weights_are_not_repeated(corpora):
     argv = flags("--eval-iters 0 --train-iters 5000", data=corpora[0])
     place = argv.index(str(corpora[0]))
     both = [*argv[:place], *map(str, corpora), *argv[place + 1 :]]
+    several = "several data sets without weights are read once, and their train share of"
     with pytest.raises(
-        DataError,
-        match=r"^--data-path: several data sets without weights are read once, and their train "
-        r"share of [\d,]+ samples is less than the 20,000 that the run takes; give each",
+        DataError, match=rf"^--data-path: {several} [\d,]+ samples is less than the 20,000 that the run"
     ):
         opened(both)
     split = [*argv[: place - 1], "--train-data-path", *map(str, corpora), *argv[place + 1 :]]
-    with pytest.raises(DataError, match="^--train-data-path: several data sets without weights"):
+    with pytest.raises(DataError, match=f"^--train-data-path: {several}"):
         opened(split)
     opened([*argv[:place], "1", str(corpora[0]), "1", str(corpora[1]), *argv[place + 1 :]])
     opened([*both, "--train-iters", "5"])
@@ -76,17 +75,10 @@ def test_resuming_with_other_flags_may_need_more_than_there_is(tmp_path):
         quietly(flags(words, "--eval-interval 2 --exit-interval 4 --save", tmp_path / "save"), tmp_path / "run")
         resume = [words, "--load", tmp_path / "save"]
         _, out = quietly(flags(*resume, "--eval-interval 8"), tmp_path / "sparse")
-        assert (
-            "valid data: 8 samples are fewer than the 8 consumed so far and 8 to come; after the last one evaluations begin "
-            "with the first again"
-        ) in out
+        few = "valid data: 8 samples are fewer than the 8 consumed so far and 8 to come"
+        assert f"{few}; after the last one evaluations begin with the first again" in out
         assert out.count("validation loss at iteration 8") == 3, "at the interval, at the end, and on the test set"
-        with pytest.raises(
-            DataError,
-            match="^train data: 8 samples are fewer than the 16 consumed so far and 4 to come; resume "
-            "with the --global-batch-size of the run that was saved, or add --finetune",
-        ):
-            quietly(
-                flags(*resume, "--eval-interval 8 --global-batch-size 1 --override-opt-param-scheduler"),
-                tmp_path / "small",
-            )
+        few = "^train data: 8 samples are fewer than the 16 consumed so far and 4 to come; resume with the"
+        smaller = "--eval-interval 8 --global-batch-size 1 --override-opt-param-scheduler"
+        with pytest.raises(DataError, match=f"{few} --global-batch-size of the run that was saved, or add --finetune"):
+            quietly(flags(*resume, smaller), tmp_path / "small")

@@ -11,14 +11,8 @@ from waiting import LIMIT_S
 
 def killed(tmp_path, *words: str):
     script = Path(__file__).parent / "killed_saves.py"
-    ended = subprocess.run(
-        [sys.executable, script, tmp_path / "runs", *words],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    command = [sys.executable, script, tmp_path / "runs", *words]
+    ended = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
