@@ -48,23 +48,10 @@ def trace(
     """A trace without events: renderers must not need them."""
     none = {field.name: np.zeros(0, np.int64) for field in dataclasses.fields(Events)}
     memory = {field.name: np.zeros(0, np.int64) for field in dataclasses.fields(MemoryEvents)}
-    return Trace(
-        source=source,
-        writer="pytorch",
-        rank=rank,
-        world_size=2,
-        devices=(device,) if device else (),
-        base_ns=0,
-        with_stack=True,
-        with_shapes=True,
-        names=(),
-        threads=(),
-        shapes=(),
-        collectives=(),
-        events=Events(**none),
-        memory=MemoryEvents(**memory),
-        notes=tuple(notes),
-    )
+    told = {"source": source, "writer": "pytorch", "rank": rank, "world_size": 2, "notes": tuple(notes)}
+    told |= {"devices": (device,) if device else (), "base_ns": 0, "with_stack": True, "with_shapes": True}
+    nothing = dict.fromkeys(("names", "threads", "shapes", "collectives"), ())
+    return Trace(**told, **nothing, events=Events(**none), memory=MemoryEvents(**memory))
 
 
 def placing() -> Placing:
@@ -73,12 +60,9 @@ def placing() -> Placing:
 
 
 def steps(number: int, ms: float = 100.0, steady: int | None = None) -> tuple[Step, ...]:
-    made = []
+    first_steady, made = number - (number if steady is None else steady), []
     for at in range(number):
-        times, counts = (
-            (int(at * ms * 1e6), int((at + 1) * ms * 1e6)),
-            at >= number - (number if steady is None else steady),
-        )
+        times, counts = (int(at * ms * 1e6), int((at + 1) * ms * 1e6)), at >= first_steady
         made.append(Step(f"ProfilerStep#{at}", at, *times, *times, counts, "" if counts else "first of the window"))
     return tuple(made)
 
@@ -93,40 +77,19 @@ def rank_time(
     step_ms=100.0,
 ) -> RankTime:
     rows = ROWS if rows is None else rows
-    on_gpu = device is not None
     phases = tuple(
         PhaseTime(phase, host, device_ms, device_ms, device_ms + 2, 1.0, device_ms - 1, 1.0, 0.0, 300.0)
         for phase, host, device_ms in (("data_to_device", 28.0, 0.03), (name, 7.0, 26.0), ("backward", 11.0, 47.0))
     )
-    return RankTime(
-        rank=rank,
-        device=device,
-        on_gpu=on_gpu,
-        steps=steps(number, step_ms, steady),
-        step_ms=step_ms,
-        rows=rows,
-        busy_ms=82.0,
-        communication_ms=35.0,
-        copy_ms=0.2,
-        overlap=0.43,
-        phases=phases,
-        syncs=(SyncSite("cudaStreamSynchronize", "aten::item", f"train.py(12): {name}", "forward", 4.0, 30.0, 6.0),),
-        hosts=(HostSite("aten::addmm", "forward", 8.0),),
-        loader_host_ms=3.0,
-        launches=900.0,
-        median_kernel_us=9.0,
-        median_launch_interval_us=7.0,
-        median_queue_us=40.0,
-        launch_bound=False,
-        spilled_ms=0.0,
-        timeline=(
-            Span("forward", 0, 30_000_000),
-            Span("backward", 30_000_000, 90_000_000),
-            Span(name, 90_000_000, 99_000_000),
-        ),
-        timeline_step=1,
-        notes=(),
-    )
+    sync = SyncSite("cudaStreamSynchronize", "aten::item", f"train.py(12): {name}", "forward", 4.0, 30.0, 6.0)
+    ends = (("forward", 0, 30), ("backward", 30, 90), (name, 90, 99))
+    spans = tuple(Span(phase, start * 1_000_000, end * 1_000_000) for phase, start, end in ends)
+    times = {"step_ms": step_ms, "busy_ms": 82.0, "communication_ms": 35.0, "copy_ms": 0.2, "overlap": 0.43}
+    times |= {"loader_host_ms": 3.0, "spilled_ms": 0.0, "median_kernel_us": 9.0, "median_queue_us": 40.0}
+    times |= {"launches": 900.0, "median_launch_interval_us": 7.0, "launch_bound": False}
+    seen = {"phases": phases, "syncs": (sync,), "hosts": (HostSite("aten::addmm", "forward", 8.0),), "notes": ()}
+    seen |= {"timeline": spans, "timeline_step": 1, "steps": steps(number, step_ms, steady)}
+    return RankTime(rank=rank, device=device, on_gpu=device is not None, rows=rows, **times, **seen)
 
 
 def rank_kernels(rank: int | None = 0, name="ampere_bf16_s16816gemm", on_gpu=True) -> RankKernels:
@@ -137,18 +100,16 @@ def rank_kernels(rank: int | None = 0, name="ampere_bf16_s16816gemm", on_gpu=Tru
     gemm_row = RooflineRow(
         "aten::addmm", "forward", "", (), Role.GEMM, "bf16", 24.0, 8.0, 1.6e12, 2e9, 200.0, 250.0, 3.0, "compute", 0.375
     )
-    roofline = [
-        dataclasses.replace(
-            gemm_row,
-            shape=f"[{8192 >> at}, 1024] x [1024, 4096] bf16",
-            dims=(8192 >> at, 4096, 1024),
-            ms=8.0 / (at + 1),
-            flops=1.6e12 / (at + 1),
-            achieved_tflops=200.0 + at,
-            bound_ms=3.0 / (at + 1),
-        )
-        for at in range(6)
-    ]
+    roofline = []
+    for at in range(6):
+        sizes = {"shape": f"[{8192 >> at}, 1024] x [1024, 4096] bf16", "dims": (8192 >> at, 4096, 1024)}
+        times = {
+            "ms": 8.0 / (at + 1),
+            "flops": 1.6e12 / (at + 1),
+            "achieved_tflops": 200.0 + at,
+            "bound_ms": 3.0 / (at + 1),
+        }
+        roofline.append(dataclasses.replace(gemm_row, **sizes, **times))
     add = ("aten::add", "forward", "[8192, 4096] bf16", (), Role.ELEMENTWISE, "bf16")
     roofline.append(RooflineRow(*add, 48.0, 3.0, 0.0, 6e9, 0.0, 2000.0, 2.0, "memory", 0.66))
     roles = {Role.GEMM: 40.0, Role.ATTENTION: 10.0, Role.COMMUNICATION: 35.0, Role.ELEMENTWISE: 8.0}
@@ -180,36 +141,25 @@ def snapshot(name="gpt.py:81 forward") -> Snapshot:
     sizes = dict(zip(CATEGORIES, (2, 2, 4, 8, 12, 3, 1, 0, 0, 0)))
     largest = sorted(sizes.items(), key=lambda pair: -pair[1])
     held = tuple(Held(category, number * 2**30, 10) for category, number in largest if number)
+    halves = [tuple(number * unit for number in sizes.values()) for unit in (2**29, 2**30)]
     curve = tuple(
-        Moment(
-            at * 1000,
-            (20 + at % 12) * 2**30,
-            34 * 2**30,
-            tuple(number * 2**30 if at % 12 or at == 0 else number * 2**29 for number in sizes.values()),
-        )
-        for at in range(200)
+        Moment(at * 1000, (20 + at % 12) * 2**30, 34 * 2**30, halves[at % 12 > 0 or at == 0]) for at in range(200)
     )
-    return Snapshot(
-        source="snapshot.pickle",
-        rank=0,
-        simulated=False,
-        peak_bytes=32 * 2**30,
-        peak_time_us=11000,
-        peak_phase="backward",
-        held=held,
-        sites=(SiteBytes(name, "activations", "forward", "layers.3.mlp", 2**30, 24),) * 6,
-        layers=(Layer(OUTSIDE, 2**28), *(Layer(f"layers.{at}", 2**29) for at in range(24))),
-        curve=curve,
-        steps=tuple(
-            StepMemory(f"step {at}", at * 50_000, (at + 1) * 50_000, 16 * 2**30, 32 * 2**30) for at in range(4)
-        ),
-        growth=Growth(12 * 2**20, 4, (SiteBytes("train.py:9 log", "other", "log", "", 12 * 2**20, 1),)),
-        fragmentation=Fragmentation(36 * 2**30, 32 * 2**30, 2**29, False, 33 * 2**30),
-        oom=None,
-        events=120_000,
-        complete=True,
-        notes=(),
-    )
+    ends = [(f"step {at}", at * 50_000, (at + 1) * 50_000) for at in range(4)]
+    growth = Growth(12 * 2**20, 4, (SiteBytes("train.py:9 log", "other", "log", "", 12 * 2**20, 1),))
+    told = {
+        "source": "snapshot.pickle",
+        "rank": 0,
+        "simulated": False,
+        "events": 120_000,
+        "complete": True,
+        "notes": (),
+    }
+    told |= {"peak_bytes": 32 * 2**30, "peak_time_us": 11000, "peak_phase": "backward", "held": held, "curve": curve}
+    told |= {"sites": (SiteBytes(name, "activations", "forward", "layers.3.mlp", 2**30, 24),) * 6, "oom": None}
+    told |= {"layers": (Layer(OUTSIDE, 2**28), *(Layer(f"layers.{at}", 2**29) for at in range(24))), "growth": growth}
+    told |= {"steps": tuple(StepMemory(*end, 16 * 2**30, 32 * 2**30) for end in ends)}
+    return Snapshot(**told, fragmentation=Fragmentation(36 * 2**30, 32 * 2**30, 2**29, False, 33 * 2**30))
 
 
 def ledger() -> tuple[LedgerRow, ...]:
@@ -232,24 +182,12 @@ def run_of(steps=3) -> Run:
     flags = ("ordinary", "undisturbed", "profiled", "compiling", "evaluating", "saving", "skipped", "not_finite")
     columns |= {name: np.zeros(steps, bool) for name in flags} | {"phases_ms": {}, "gpu_phases_ms": {}}
     columns |= {"iterations": np.arange(1, steps + 1), "ordinary": np.arange(steps) > 0}
-    return Run(
-        **columns | {"step_ms": np.where(columns["ordinary"], 95.5, 900.0)},
-        folder="run-1",
-        plan={"shape": {"num_layers": 24, "hidden_size": 1024}, "world": {"size": 2}},
-        record={"status": "finished"},
-        steps=steps,
-        first_step_ms=900.0,
-        steady_step_ms=95.5,
-        profiled_step_ms=99.0,
-        tokens_per_second=171_000.0,
-        mfu_causal=0.33,
-        mfu_full=0.35,
-        model_tflops=326.0,
-        ranks=None,
-        notes=(),
-        before_profile_ms=95.0,
-        step_spread_ms=0.7,
-    )
+    columns |= {"step_ms": np.where(columns["ordinary"], 95.5, 900.0), "steps": steps, "folder": "run-1", "ranks": None}
+    plan = {"shape": {"num_layers": 24, "hidden_size": 1024}, "world": {"size": 2}}
+    columns |= {"plan": plan, "record": {"status": "finished"}, "notes": ()}
+    times = {"first_step_ms": 900.0, "steady_step_ms": 95.5, "profiled_step_ms": 99.0, "before_profile_ms": 95.0}
+    speeds = {"tokens_per_second": 171_000.0, "mfu_causal": 0.33, "mfu_full": 0.35, "model_tflops": 326.0}
+    return Run(**columns, **times, **speeds, step_spread_ms=0.7)
 
 
 def findings(name="sync-in-step") -> tuple[Finding, ...]:
@@ -269,33 +207,18 @@ def report(device: str | None = "NVIDIA H100 80GB HBM3", name: str | None = None
     """Every part filled in; `name` stands wherever a foreign string can; `facts` replaces parts of Facts."""
     on_gpu = device is not None
     foreign = {} if name is None else {"name": name}
+    notes = (name,) if name else ()
     seen = tuple(
         RankFacts(
-            trace=trace(rank, device, (name,) if name else ()),
+            trace=trace(rank, device, notes),
             placing=placing(),
             time=rank_time(rank, device, **foreign),
             kernels=rank_kernels(rank, on_gpu=on_gpu, **foreign),
         )
         for rank in (0, 1)
     )
-    whole = Facts(
-        **{
-            "ranks_seen": seen,
-            "ranks": ranks_of(**foreign),
-            "snapshots": (snapshot(**foreign),),
-            "run": run_of(),
-            "gaps": (name,) if name else (),
-            "ledger": ledger(),
-            "traced_memory": (),
-            **facts,
-        }
-    )
+    parts = {"ranks_seen": seen, "ranks": ranks_of(**foreign), "snapshots": (snapshot(**foreign),), "run": run_of()}
+    whole = Facts(**parts | {"gaps": notes, "ledger": ledger(), "traced_memory": ()} | facts)
     found = findings(**foreign) if whole.ranks_seen else ()
-    return Report(
-        ("run-1",),
-        name or "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024",
-        build_verdict(whole, found),
-        found,
-        whole,
-        0.42,
-    )
+    title = name or "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"
+    return Report(("run-1",), title, build_verdict(whole, found), found, whole, 0.42)

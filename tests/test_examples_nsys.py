@@ -158,6 +158,9 @@ def test_what_could_record_nothing_is_refused(desk, known, environment, said):
     desk.nsys(known)
     assert_refused(desk.start(**environment), said)
     assert not desk.reports.exists()
+
+
+def test_reports_that_could_not_be_written_are_refused(desk):
     desk.nsys()
     desk.reports.touch()
     assert_refused(desk.start(), "nsight_profile: Nsight Systems' report could not be written there; make")
@@ -219,7 +222,7 @@ def test_secrets_stay_out_of_the_environment_that_reports_hold(desk):
 def test_nodes_without_a_profiled_rank_train_without_nsys(desk):
     desk.nsys(writes=COPIES)
     nodes = {"NUM_NODES": "2", "MASTER_ADDR": "there", "REPORT": str(desk.report("step 110"))}
-    for ranks, profiled in (([], "0"), (["0", "3"], "01"), (["-1"], "01"), (["2"], "1")):
+    for ranks, profiled in (([], "0"), (["-1"], "01"), (["2"], "1")):
         for node in "01":
             run = desk.start("--", *(["--profile-ranks", *ranks] if ranks else []), **nodes, NODE_RANK=node)
             assert run.returncode == 0 and (got(run) != []) == (node in profiled)

@@ -284,7 +284,7 @@ NO_SUMS = "no --accumulate-allreduce-grads-in-fp32"
             f"--fp16 {FULL_RECOMPUTE} --recompute-method block",
             {ACTIVATIONS: 9},
             0,
-            ["--recompute-num-layers 2 instead of 1"],
+            ["--recompute-num-layers 2 instead"],
         ),
         ("--fp16", {ACTIVATIONS: 9}, 100, [EXPANDABLE, FULL_RECOMPUTE]),
     ],
