@@ -99,11 +99,8 @@ def digest(save: Path, iteration: int) -> str:
     """Of every tensor and plain value of a checkpoint."""
     total = hashlib.sha256()
     for name, value in sorted(checkpoint(save, iteration).items()):
-        data = (
-            value.flatten().view(torch.uint8).numpy().tobytes()
-            if isinstance(value, torch.Tensor)
-            else value.to_json().encode()
-        )
+        is_tensor = isinstance(value, torch.Tensor)
+        data = value.flatten().view(torch.uint8).numpy().tobytes() if is_tensor else value.to_json().encode()
         total.update(name.encode() + data)
     return total.hexdigest()
 
@@ -164,11 +161,8 @@ class Trials:
         second = wait(start(self.folder, f"resumed_{number}", self.ranks, words))
         run = self.folder / f"resumed_{number}" / f"run_{self.ranks - 1}"  # the last rank logs
         done = [record["iteration"] for record in steps(run)] if second == well and newest < LAST else []
-        good = (
-            second == well
-            and done == list(range(newest + 1, LAST + 1))
-            and digest(save, LAST) == digest(self.whole, LAST)
-        )
+        good = second == well and done == list(range(newest + 1, LAST + 1))
+        good = good and digest(save, LAST) == digest(self.whole, LAST)
         good = good and not (done and left_over(save))  # a run that saved nothing cleared nothing away
         print(
             f"{number}: killed {codes}, newest complete {newest}, left {rubbish or '-'}; resumed {second} with "

@@ -198,10 +198,8 @@ def start(
     """
     words = [str(script), *argv]
     if ranks:
-        options = (
-            f"--nproc_per_node {ranks} --max-restarts {restarts} --master_addr localhost --master_port {free_port()}"
-        )
-        words = ["-m", LAUNCHER, *options.split(), *words]
+        options = f"--nproc_per_node {ranks} --max-restarts {restarts} --master_addr localhost --master_port"
+        words = ["-m", LAUNCHER, *options.split(), str(free_port()), *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd or REPO}
     if under:
         return subprocess.Popen([*under, sys.executable, *words], env=environment(), start_new_session=True, **pipes)
@@ -241,10 +239,8 @@ def on_ranks(function: str, folder: Path, *arguments: str, ranks: int = 2) -> li
     processes = []
     for rank, path in enumerate(paths):
         with open(path, "w") as out:
-            words = [function, name, str(rank), str(ranks), *arguments]
-            processes.append(
-                Fork([__file__, *words], env=environment(), cwd=folder, stdout=out, stderr=subprocess.STDOUT)
-            )
+            words = [__file__, function, name, str(rank), str(ranks), *arguments]
+            processes.append(Fork(words, env=environment(), cwd=folder, stdout=out, stderr=subprocess.STDOUT))
     try:
         codes = [process.wait(timeout=LIMIT_S) for process in processes]
     except subprocess.TimeoutExpired:
@@ -252,9 +248,7 @@ def on_ranks(function: str, folder: Path, *arguments: str, ranks: int = 2) -> li
         for process in processes:
             os.killpg(process.pid, signal.SIGKILL)
     outputs = [path.read_text(errors="replace") for path in paths]
-    assert codes == [0] * ranks, "\n".join(
-        f"rank {rank}: {code}: {out}" for rank, (code, out) in enumerate(zip(codes, outputs))
-    )
+    assert codes == [0] * ranks, "\n".join(f"exit code {code}: {out}" for code, out in zip(codes, outputs))
     return outputs
 
 

@@ -15,9 +15,7 @@ STATES = {"parameters": 2, "gradients": 2, "master weights": 4, "moments": 8}
 
 def moment(phase: str, where: str, **gib: float) -> Moment:
     held = STATES | {name.replace("_", " "): value for name, value in gib.items()}
-    rows = [
-        LedgerRow(category, f"{category} of the model", int(value * GIB), "by hand") for category, value in held.items()
-    ]
+    rows = (LedgerRow(name, f"{name} of the model", int(value * GIB), "by hand") for name, value in held.items())
     return Moment(phase, where, tuple(rows))
 
 
@@ -40,9 +38,8 @@ def time() -> TimePrediction:
         TimeRow("loss", 10.0, "memory", "by hand"),
         TimeRow("all-reduce that nothing hides", 10.0, "link", "by hand"),
     )
-    return TimePrediction(
-        "H100 SXM 80 GB", rows, 16384, 10**12, 2 * 10**12, 989.5, ("2 nodes: the network is not known",)
-    )
+    notes = ("2 nodes: the network is not known",)
+    return TimePrediction("H100 SXM 80 GB", rows, 16384, 10**12, 2 * 10**12, 989.5, notes)
 
 
 def record(memory: MemoryPrediction | None = None, time: TimePrediction | None = None) -> dict:
@@ -58,10 +55,8 @@ def measured(snapshot: Snapshot | None = None) -> Snapshot:
 
 
 def facts(predicted: dict, device: str = "cuda", snapshots=(), ranks_seen=(), **of_run) -> Facts:
-    run = cases.run_of()
-    run = dataclasses.replace(
-        run, plan=run.plan | {"device": device, "world": {"rank": 1, "size": 2}}, record=predicted, **of_run
-    )
+    plan = cases.run_of().plan | {"device": device, "world": {"rank": 1, "size": 2}}
+    run = dataclasses.replace(cases.run_of(), plan=plan, record=predicted, **of_run)
     return Facts(ranks_seen=ranks_seen, ranks=None, snapshots=snapshots, run=run, gaps=())
 
 

@@ -71,9 +71,8 @@ def traced(folder, name="a", rename=(), **more) -> Facts:
 
 
 def test_differences_of_rows_sum_to_the_steps(tmp_path):
-    found = compare(
-        traced(tmp_path, steps=6), traced(tmp_path, "b", steps=6, step_us=1300.0, all_reduce_us=350.0, item=True)
-    )
+    slow = traced(tmp_path, "b", steps=6, step_us=1300.0, all_reduce_us=350.0, item=True)
+    found = compare(traced(tmp_path, steps=6), slow)
     [step] = [total.pair for total in found.totals]
     assert step.difference == pytest.approx(0.3) and step.change is Change.MORE
     assert sum(pair.difference for pair in found.rows.values()) == pytest.approx(step.difference)

@@ -68,13 +68,8 @@ def sized(size: int, stream: int = 0) -> Allocation:
 
 def test_growing_segments_grow_by_pages_and_keep_streams_apart():
     layout = Layout(expandable=True)
-    for size, stream, reserved in (
-        (21 * MIB, 0, 40),
-        (18 * MIB, 0, 40),
-        (2 * MIB, 0, 60),
-        (4096, 0, 60 + 2),
-        (2 * MIB, 7, 60 + 2 + 20),
-    ):
+    pieces = ((21 * MIB, 0, 40), (18 * MIB, 0, 40), (2 * MIB, 0, 60), (4096, 0, 60 + 2), (2 * MIB, 7, 60 + 2 + 20))
+    for size, stream, reserved in pieces:
         layout.place(sized(size, stream))
         assert layout.reserved == reserved * MIB
 

@@ -67,10 +67,8 @@ def test_a_record_that_began_late_tells_the_peak_only():
 def test_memory_that_ran_out_never_reached_its_peak():
     found = of(replace(measured(), oom=OutOfMemory(GIB, 0, "loss.py:3")))
     assert found.memory is None
-    assert (
-        found.notes[0]
-        == "memory ran out before its peak, which was predicted as 31.00 GiB at cross entropy (backward)."
-    )
+    predicted = "which was predicted as 31.00 GiB at cross entropy (backward)."
+    assert found.notes[0] == f"memory ran out before its peak, {predicted}"
 
 
 def test_without_a_snapshot_the_gpus_own_counter_is_compared():
@@ -124,7 +122,6 @@ def test_categories_that_only_one_side_knows_stand_beside_nothing():
 
 
 def test_a_damaged_plan_costs_the_rank_only():
-    run = replace(
-        facts(record(memory())).run, plan={"device": "cuda", "world": 3}, peak_memory_bytes=np.array([33.0 * GIB])
-    )
-    assert compare_prediction(replace(facts(record(memory())), run=run)).memory.rank is None
+    seen, plan = facts(record(memory())), {"device": "cuda", "world": 3}
+    run = replace(seen.run, plan=plan, peak_memory_bytes=np.array([33.0 * GIB]))
+    assert compare_prediction(replace(seen, run=run)).memory.rank is None

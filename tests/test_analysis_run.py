@@ -33,9 +33,8 @@ def test_ordinary_steps_are_apart_from_all_others(tmp_path):
     run = read_run(folder(tmp_path, lines))
     assert [at for at, plain in zip(run.iterations, run.ordinary) if plain] == [2, 3, 10]
     assert (run.first_step_ms, run.steady_step_ms, run.profiled_step_ms) == (100, 11, 21)
-    assert (
-        run.before_profile_ms == 10.5
-    )  # of 10, 12, 10 without evaluating and 60 - 49, as the trainer's own line has it
+    # of 10, 12, 10 without evaluating and 60 - 49, as the trainer's own line has it
+    assert run.before_profile_ms == 10.5
     assert run.profiler_slowdown == 21 / 10.5
     assert [*run.training_ms[3:5], *run.step_ms[3:5]] == [10, 11, 5e6 + 10, 60]
     flags = [np.flatnonzero(which).tolist() for which in (run.evaluating, run.saving, run.compiling, run.profiled)]
@@ -244,9 +243,8 @@ def test_the_trainers_own_run_and_its_own_figures(tmp_path):
     assert ended.code == 0, ended.err
     run = read_run(tmp_path)
     assert [*run.iterations] == [*range(1, 15)] and run.status == "finished" and run.notes == ()
-    slower, during, before = map(
-        float, re.search(r"took ([\d.]+) x .*median ([\d.]+) ms.* against ([\d.]+) ms", ended.out).groups()
-    )
+    told = re.search(r"took ([\d.]+) x .*median ([\d.]+) ms.* against ([\d.]+) ms", ended.out)
+    slower, during, before = map(float, told.groups())
     assert [run.profiled_step_ms, run.before_profile_ms] == pytest.approx([during, before], abs=0.06)
     assert run.profiler_slowdown == pytest.approx(slower, abs=0.02)
     assert run.args["micro_batch_size"] == 1 and run.world_size == 1 and run.mfu_causal is None

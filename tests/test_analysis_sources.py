@@ -35,13 +35,9 @@ def snapshot(path: Path) -> Path:
 
 def run(folder: Path, started="2024-01-01T00:00:00+0000", **flags) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    args = {
-        "watch": {"tensorboard_dir": flags.get("tensorboard_dir")},
-        "profile": {
-            "memory_snapshot_path": flags.get("snapshot", "snapshot.pickle"),
-            "record_memory_history": "snapshot" in flags,
-        },
-    }
+    snapshot = flags.get("snapshot", "snapshot.pickle")
+    profile = {"memory_snapshot_path": snapshot, "record_memory_history": "snapshot" in flags}
+    args = {"watch": {"tensorboard_dir": flags.get("tensorboard_dir")}, "profile": profile}
     (folder / RUN_FILE).write_text(json.dumps({"schema": 1, "started": started, "plan": {"args": args}}))
     (folder / STEPS_FILE).write_text("{}\n")
     return folder
@@ -63,14 +59,10 @@ def test_files_that_are_named(tmp_path):
     plain, zipped, memory = trace(tmp_path), trace(tmp_path, 1, ending=".json.gz"), snapshot(tmp_path / "memory.pkl")
     odd, bare = trace(tmp_path / "odd", 1).rename(tmp_path / "anything.json"), tmp_path / "bare.json"
     bare.write_text('[\n{"name": "x", "ph": "X", "ts": 1}]')
-    for paths, traces in (
-        ((plain,), (plain,)),
-        ((zipped, memory), (zipped,)),
-        ((plain, odd), (plain, odd)),
-        ((bare,), (bare,)),
-    ):
+    for paths in ((plain,), (zipped, memory), (plain, odd), (bare,)):
         found = discover_sources(paths)
-        assert (found.traces, found.snapshots) == (traces, (memory,) if memory in paths else ())
+        assert found.traces == tuple(path for path in paths if path != memory)
+        assert found.snapshots == ((memory,) if memory in paths else ())
         assert discover_sources(paths[::-1]) == found
 
 
@@ -126,10 +118,8 @@ def test_reports_of_nsys(tmp_path):
     nodes = tuple(report(tmp_path / f"gpt_2_node{number}.sqlite", 2000 + number) for number in range(2))
     old = report(tmp_path / "gpt_1_node0.sqlite", 1000)
     found = discover_sources([tmp_path])
-    assert (found.traces, reasons(found)) == (
-        nodes,
-        {old.name: "older than gpt_2_node1.sqlite; name it alone to read it"},
-    )
+    older = "older than gpt_2_node1.sqlite; name it alone to read it"
+    assert (found.traces, reasons(found)) == (nodes, {old.name: older})
     (tmp_path / "gpt_2_node0.nsys-rep").write_bytes(b"x")
     assert discover_sources([tmp_path]) == found, "what is exported needs no advice"
     mine = trace(tmp_path)

@@ -61,10 +61,7 @@ COMPUTES = {"compute": 97.0, "host": 3.0}
         ({"ranks": UNKNOWN_KIND}, "20% of each step waits for a collective of unknown kind in backward"),
         ({"mfu": 0.31}, "31% of peak; 20% of each step waits for communication, 10% waits for the host"),
         ({}, "The GPU computes 60% of each step; 20%"),
-        (
-            {"device": None, "rows": {"compute": 30.0, "host": 50.0}},
-            "50% of each step goes to Python between operators",
-        ),
+        ({"device": None, "rows": {"compute": 30.0, "host": 50.0}}, "50% of each step goes to Python between"),
         ({"rows": COMPUTES, "findings": (COSTLY,)}, "most costly cause: matrix products in fp32 (44 ms)"),
         ({"rows": COMPUTES}, "40% of device time is matrix products"),
         ({"ranks": LATE}, "the other ranks wait 15 ms per step for rank 1"),

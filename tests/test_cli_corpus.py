@@ -26,17 +26,15 @@ def test_the_usual_corpus_is_megabytes_of_text_with_something_for_each_split(tmp
     data = IndexedDataset(str(tmp_path / "a b" / "python_text_document"))
     assert 3e6 < data.num_tokens < 9e6
     text = ByteTokenizer().decode(data.tokens(0))
-    assert "import" in "".join(ByteTokenizer().decode(data.tokens(i)) for i in range(20)) and text.endswith(
-        "<|endoftext|>"
-    )
+    assert "import" in "".join(ByteTokenizer().decode(data.tokens(i)) for i in range(20))
+    assert text.endswith("<|endoftext|>")
     assert all(sum(data.sequence_lengths[i] for i in part) > 2049 for part in split_bounds("949,50,1", len(data)))
 
 
 def test_its_own_bpe_reads_back_the_sources(tmp_path):
     make(tmp_path / "python", *SMALL, "--bpe", "400")
-    tokenizer = make_tokenizer(
-        "GPT2BPETokenizer", vocab_file=f"{tmp_path}/vocab.json", merge_file=f"{tmp_path}/merges.txt"
-    )
+    files = {"vocab_file": f"{tmp_path}/vocab.json", "merge_file": f"{tmp_path}/merges.txt"}
+    tokenizer = make_tokenizer("GPT2BPETokenizer", **files)
     data = IndexedDataset(f"{tmp_path}/python_text_document")
     first = next(library_sources(Path(sysconfig.get_paths()["stdlib"]), 1e6))
     assert tokenizer.vocab_size == 400

@@ -282,9 +282,8 @@ def test_mistakes_are_one_line(words, line, capsys):
 
 def test_a_script_that_does_not_say_its_gpus_is_asked(capsys):
     Path("launch.sh").write_text(f"torchrun --nproc_per_node gpu pretrain_gpt.py {' '.join(argv())}\n")
-    assert refused(capsys, "launch.sh") == [
-        "error: launch.sh: does not say how many GPUs it uses; give --gpus N before it."
-    ]
+    said = "error: launch.sh: does not say how many GPUs it uses; give --gpus N before it."
+    assert refused(capsys, "launch.sh") == [said]
     assert "2 GPUs, batch 8 = 2 x 2 x 2" in printed(capsys, "--gpus", "2", "launch.sh")
 
 

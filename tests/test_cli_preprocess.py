@@ -26,9 +26,8 @@ def test_a_text_file_becomes_one_document(tmp_path, capsys):
     text.write_text("To be, or not.")
     assert main(["preprocess", "--input", str(text), "--output-prefix", f"{tmp_path}/out", *BYTES, "--append-eod"]) == 0
     output = capsys.readouterr()
-    assert (
-        "1 documents (14 B): 15 tokens in" in output.out and f"--data-path {tmp_path}/out_text_document" in output.out
-    )
+    assert "1 documents (14 B): 15 tokens in" in output.out
+    assert f"--data-path {tmp_path}/out_text_document" in output.out
     assert output.err == ""  # progress is for terminals
     assert IndexedDataset(f"{tmp_path}/out_text_document").tokens(0).tolist() == [*b"To be, or not.", 256]
 
@@ -84,12 +83,10 @@ LOST = {
 }
 MISTAKES = [
     (None, "", BYTES, "does not exist"),
-    ("a.txt", "", BYTES, "not a single token to write; check the input files"),
     ("a.jsonl", "{\n", BYTES, "a.jsonl:1: not JSON"),
     ("a.txt", "x", [], "--vocab-file: missing, GPT2BPETokenizer needs it"),
     ("a.txt", "x", ["--tokenizer-type", "NullTokenizer"], "--vocab-size None: NullTokenizer needs the number of ids"),
     ("a.txt", "x", ["--tokenizer-type", "SFTTokenizer"], "--tokenizer-type SFTTokenizer: not available"),
-    ("a.txt", "x", [*BYTES, "--workers", "0"], "--workers 0: must be 1 or more"),
     ("a.txt", "x", [*BYTES, "--on-error", "ignore"], "argument --on-error: invalid choice: 'ignore'"),
 ]
 

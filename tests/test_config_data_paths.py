@@ -20,10 +20,10 @@ from megatron_lite.errors import DataError
     ],
 )
 def test_words_are_what_white_space_separates(tmp_path, text, words):
-    (tmp_path / "words").write_text(text)
-    assert with_files_read(DataArgs(data_args_path=str(tmp_path / "words"))) == DataArgs(
-        data_args_path=str(tmp_path / "words"), data_path=words
-    )
+    path = tmp_path / "words"
+    path.write_text(text)
+    read = with_files_read(DataArgs(data_args_path=str(path)))
+    assert read == DataArgs(data_args_path=str(path), data_path=words)
 
 
 def test_words_of_each_split(tmp_path):
@@ -72,9 +72,6 @@ def test_a_split_file_obeys_the_rules_of_the_flags(tmp_path):
     path.write_text(json.dumps({"train": [str(prefix)]}))
     assert mistakes(words) == []
     assert mistakes(f"{words} --split 9,1") == ["--split 9,1 does not go with --per-split-data-args-path; drop one."]
-    assert mistakes(f"{words} --data-path {path}")[0] == (
-        "--data-path and --per-split-data-args-path exclude each other; keep one."
-    )
-    assert mistakes(f"{words} --test-data-path {path}")[0] == (
-        "--test-data-path and --per-split-data-args-path exclude each other; keep one."
-    )
+    for flag in ("--data-path", "--test-data-path"):
+        told = f"{flag} and --per-split-data-args-path exclude each other; keep one."
+        assert mistakes(f"{words} {flag} {path}")[0] == told

@@ -11,9 +11,8 @@ from megatron_lite.config.machine import Machine, read_limits, read_machine
 from megatron_lite.config.world import World
 from megatron_lite.units import GIB, MIB
 
-MACHINE = Machine(
-    cores=16, visible_cores=16, memory_bytes=64 * GIB, shm_bytes=32 * GIB, open_files=65536, has_nsys=True
-)
+SIZES = {"memory_bytes": 64 * GIB, "shm_bytes": 32 * GIB, "open_files": 65536}
+MACHINE = Machine(cores=16, visible_cores=16, **SIZES, has_nsys=True)
 ONE_GPU, GPUS, NODES = World(gpus=1), World(size=2, local_size=2, gpus=2), World(size=4, local_size=2, gpus=2)
 ON_CPU, TWO_ON_CPU = World(), World(size=2, local_size=2)
 WORLDS = {

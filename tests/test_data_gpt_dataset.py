@@ -143,9 +143,8 @@ def test_indices_that_do_not_fit_the_data_are_met(tmp_path):
     ):
         dataset = GPTDataset(indexed, range(3), 5, 5, 0)
         getattr(dataset, index)[place] = value
-        with pytest.raises(
-            DataError, match=r"^\S+corpus: the indices of sample \d do not fit the data; report this .*$"
-        ):
+        message = r"^\S+corpus: the indices of sample \d do not fit the data; report this .*$"
+        with pytest.raises(DataError, match=message):
             [dataset[i] for i in range(5)]
     with pytest.raises(IndexError):
         GPTDataset(indexed, range(3), 5, 5, 0)[99]

@@ -87,10 +87,8 @@ def test_second_time_is_mapped_not_built(indexed, cache, heard, tmp_path, no_bui
     assert names == [f"{stem}-{name}" for name in ("description.txt", *(f"{name}.npy" for name in NAMES))]
     no_building()
     second = dataset(indexed, cache)
-    assert all(
-        isinstance(index, np.memmap) and not index.flags.writeable
-        for index in [getattr(second, name) for name in NAMES]
-    )
+    mapped = [getattr(second, name) for name in NAMES]
+    assert all(isinstance(index, np.memmap) and not index.flags.writeable for index in mapped)
     assert_same(first, second)
     assert [second[i].tolist() for i in range(len(second))] == [first[i].tolist() for i in range(len(first))]
     assert heard == []
@@ -346,9 +344,8 @@ def _one_rank(indexed, cache, barrier, results, folder):
 
     barrier.wait(LIMIT_S)
     arrays = cache.get(str(folder / "kept"), recipe.entry(indexed.sequence_lengths, "train"), build)
-    results.put(
-        (all(isinstance(array, np.memmap) for array in arrays.values()), *(a.tobytes() for a in arrays.values()))
-    )
+    mapped = all(isinstance(array, np.memmap) for array in arrays.values())
+    results.put((mapped, *(array.tobytes() for array in arrays.values())))
 
 
 @pytest.mark.parametrize("error", [OSError(37, "No locks available"), OSError(95, "Operation not supported")])

@@ -158,9 +158,8 @@ def test_damaged_compressed_file(tmp_path, kind, spoil):
     path = tmp_path / f"a.jsonl.{kind}"
     whole = packed_as(kind, b'{"text": "some words"}\n' * 1000)
     path.write_bytes(whole[:-7] if spoil == "cut" else b"not compressed" * 9)
-    with pytest.raises(
-        DataError, match=rf"^--input {re.escape(str(path))}: cannot be read \(.+\); .*copy the file again$"
-    ):
+    message = rf"^--input {re.escape(str(path))}: cannot be read \(.+\); .*copy the file again$"
+    with pytest.raises(DataError, match=message):
         preprocess([path], tmp_path / "x", BYTES, on_error="skip")
     assert list(tmp_path.iterdir()) == [path]
 
@@ -169,9 +168,8 @@ def test_missing_package_for_zst(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"x")
-    with pytest.raises(
-        UserError, match=r"^--input \S+a\.jsonl\.zst: the package .* is missing; pip install zstandard$"
-    ):
+    message = r"^--input \S+a\.jsonl\.zst: the package .* is missing; pip install zstandard$"
+    with pytest.raises(UserError, match=message):
         preprocess([path], tmp_path / "x", BYTES)
 
 
@@ -185,9 +183,8 @@ def test_input_that_may_not_be_read(tmp_path, monkeypatch):
         return builtin(name, *args, **kwargs)
 
     monkeypatch.setattr("builtins.open", refuse)
-    with pytest.raises(
-        DataError, match=r"^--input \S+: cannot be read \(Permission denied\); check its permissions, .*$"
-    ):
+    message = r"^--input \S+: cannot be read \(Permission denied\); check its permissions, .*$"
+    with pytest.raises(DataError, match=message):
         preprocess([path], tmp_path / "x", BYTES)
 
 

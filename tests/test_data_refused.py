@@ -19,6 +19,7 @@ def tree(folder):
     return {str(path): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
+TWICE = "--data-path {prefix} {prefix} --split 1,29,0"
 REFUSED = {  # ending of the file that is changed, and how; flags; what is said
     "short .idx": (".idx", lambda raw: raw[:-8], "", r"\S+\.idx: \S+ bytes, but its .*"),
     "an id outside": (
@@ -27,30 +28,20 @@ REFUSED = {  # ending of the file that is changed, and how; flags; what is said
         "",
         r"\S+\.bin: token id \d+ is outside the vocabulary of 128; .*",
     ),
-    "no documents for training": (
-        None,
-        None,
-        "--split 1,999,0",
-        r"--split 1,999,0: the training share of \S+ is none of its 30 .*",
-    ),
-    "an unwritable cache": (
+    "no documents": (None, None, "--split 1,999,0", r"--split 1,999,0: the training share of \S+ is none of its 30 .*"),
+    "no cache": (
         None,
         None,
         "--data-cache-path {prefix}.bin/x",
-        r"--data-cache-path \S+: cannot be written \(Not a .*\); .*",
+        r"--data-cache-path \S+: cannot be written \(Not a .*",
     ),
     "fewer samples than a batch": (
         None,
         None,
-        "--data-path {prefix} {prefix} --split 1,29,0 --dataloader-type cyclic --micro-batch-size 8 --global-batch-size 8",
+        f"{TWICE} --dataloader-type cyclic --micro-batch-size 8 --global-batch-size 8",
         "--micro-batch-size 8: 4 samples are too few for one micro-batch on each of 1 data-parallel ranks; .*",
     ),
-    "fewer samples than the run takes": (
-        None,
-        None,
-        "--data-path {prefix} {prefix} --split 1,29,0",
-        r"--data-path: .* their train share of 4 samples is less than the .*",
-    ),
+    "fewer than the run": (None, None, TWICE, r"--data-path: .* their train share of 4 samples is less than the .*"),
 }
 
 

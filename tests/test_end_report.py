@@ -61,9 +61,8 @@ def test_a_report_that_takes_too_long_is_given_up_with_all_that_it_started(inste
         f"pathlib.Path({str(started)!r}).write_text(str(child.pid)); time.sleep(600)"
     )
     for seconds in (1, 4, 16, 64):  # long enough for a busy machine to start the report
-        assert said_of(tmp_path, seconds) == [
-            f"  no report within {seconds} s; megatron-lite report {tmp_path} makes it"
-        ]
+        given_up = f"  no report within {seconds} s; megatron-lite report {tmp_path} makes it"
+        assert said_of(tmp_path, seconds) == [given_up]
         if started.exists():
             break
     wait_until(lambda: process_state(int(started.read_text())) == "dead")

@@ -140,9 +140,8 @@ def test_compiled_layers_agree_with_eager_ones(train, words, tolerance):
 @pytest.mark.slow
 def test_two_ranks_agree_with_one(data, tmp_path, train, ours):
     scenarios = tmp_path / "scenarios.json"
-    scenarios.write_text(
-        json.dumps({name: flags(WORDS, words, data=data) for name, words in (("fp32", ""), ("bf16", "--bf16"))})
-    )
+    words = {"fp32": "", "bf16": "--bf16"}
+    scenarios.write_text(json.dumps({name: flags(WORDS, words[name], data=data) for name in words}))
     on_ranks("launch:train_all", tmp_path, str(scenarios))
     assert IN_FP32.holds(read_curve(tmp_path / "fp32"), ours)
     assert IN_BF16.holds(read_curve(tmp_path / "bf16"), train("--bf16"))

@@ -18,9 +18,8 @@ LLAMA_7B = ModelShape(
     position_embedding="rope", normalization="RMSNorm", activation="swiglu", linear_bias=False, qkv_bias=False,
     tied_embeddings=False,
 )  # fmt: skip
-LLAMA_13B = replace(
-    LLAMA_7B, num_layers=40, hidden_size=5120, num_attention_heads=40, num_query_groups=40, ffn_hidden_size=13824
-)
+LARGER = {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 40, "num_query_groups": 40}
+LLAMA_13B = replace(LLAMA_7B, **LARGER, ffn_hidden_size=13824)
 
 
 def gb(row: LedgerRow) -> float:

@@ -32,10 +32,8 @@ def start(script: Path, *arguments, cwd: Path = ROOT, **environment: str) -> sub
     """The script under bash, without GPUs and with this interpreter."""
     kept = {name: value for name, value in os.environ.items() if name not in OURS}
     env = kept | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
-    return subprocess.run(
-        ["bash", str(script), *map(str, arguments)], check=False, cwd=cwd, env=env, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=LIMIT_S,
-    )  # fmt: skip
+    captured = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": LIMIT_S}
+    return subprocess.run(["bash", str(script), *map(str, arguments)], check=False, cwd=cwd, env=env, **captured)
 
 
 @pytest.fixture(scope="module")
@@ -211,10 +209,7 @@ exec "{sys.executable}" "$@"
 @pytest.mark.parametrize(
     ("fails_at", "said"),
     [
-        (
-            "version_info\\ \\<",
-            "no Python of 3.10 or newer here; install one, or name it: PYTHON=/path/to/python3 bash",
-        ),
+        ("version_info\\ \\<", "no Python of 3.10 or newer here; install one, or name it: PYTHON=/path/to/python3"),
         ("ensurepip", f"on Debian and Ubuntu: apt-get install python3.{sys.version_info[1]}-venv"),
     ],
 )

@@ -51,21 +51,10 @@ def test_views_and_in_place_operations_take_no_memory(tracker):
 
 
 def test_every_way_to_make_a_tensor_is_seen(tracker):
-    made = [
-        torch.empty(7),
-        torch.tensor([1.0, 2.0]),
-        torch.arange(9),
-        torch.ones(3, 4).t().contiguous(),
-        torch.zeros(5).bool(),
-        torch.ones(4) + 1,
-        torch.eye(3).clone(),
-        torch.cat([torch.ones(2), torch.ones(3)]),
-        torch.empty(0).resize_(11),
-        torch.nn.Parameter(torch.zeros(6)),
-        *torch.ones(4, 4).svd(),
-        torch.randn(6).sort().values,
-        torch.zeros(5).half(),
-    ]
+    made = [torch.empty(7), torch.tensor([1.0, 2.0]), torch.arange(9), torch.ones(3, 4).t().contiguous()]
+    made += [torch.zeros(5).bool(), torch.ones(4) + 1, torch.eye(3).clone(), torch.cat([torch.ones(2), torch.ones(3)])]
+    made += [torch.empty(0).resize_(11), torch.nn.Parameter(torch.zeros(6)), *torch.ones(4, 4).svd()]
+    made += [torch.randn(6).sort().values, torch.zeros(5).half()]
     assert live_bytes(tracker) == alive(*made)
 
 
@@ -168,9 +157,8 @@ def test_backward_is_named_by_the_module_that_it_belongs_to(tracker):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), Counts(), torch.nn.Linear(8, 8))
     step_of(place, ModuleHooks(place, in_backward=False), model, 1)
     made = [e for e in trace(tracker.snapshot()) if e["action"] == "alloc"]
-    assert {f"step 1/{phase}/{n}" for phase in ("forward", "backward") for n in "012"} <= {
-        e["user_metadata"] for e in made
-    }
+    tags = {e["user_metadata"] for e in made}
+    assert {f"step 1/{phase}/{n}" for phase in ("forward", "backward") for n in "012"} <= tags
     in_no_module, of_backward = (
         [e["frames"][0]["name"] for e in made if e["user_metadata"] == f"step 1/{place}"]
         for place in ("forward", "backward/0")

@@ -184,10 +184,8 @@ def test_groups_are_expanded_where_only_that_allows_a_fused_kernel(monkeypatch):
     monkeypatch.setattr(torch, "_fused_sdp_choice", knows_no_groups)
     chosen = choose("auto", GROUPED)
     assert chosen.name == "sdpa efficient"
-    seen = []
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **rest: seen.append((k, rest))
-    )
+    seen, functional = [], torch.nn.functional
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, **rest: seen.append((k, rest)))
     chosen.function(heads(4, 1), heads(2, 2), heads(2, 3), None, 0.0, 1)
     assert seen[0][0].shape[1] == 4 and seen[0][1]["enable_gqa"] is False
 
@@ -213,9 +211,8 @@ def test_the_explicit_kernel_is_preferred_for_short_sequences_on_a_cpu():
     scaled, dropped = replace(short, query_key_layer_scaling=True), replace(short, attention_dropout=0.1)
     for case in ((long, "fp32", "cpu"), (short, "fp16", "cpu"), (short, "fp32", "cuda"), (scaled, "fp32", "cpu")):
         assert not explicit_is_faster(*case, False)
-    assert not explicit_is_faster(short, "bf16", "cpu", masked=True) and not explicit_is_faster(
-        dropped, "fp32", "cpu", False
-    )
+    assert not explicit_is_faster(short, "bf16", "cpu", masked=True)
+    assert not explicit_is_faster(dropped, "fp32", "cpu", False)
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 129, 300, 384])
@@ -223,9 +220,8 @@ def test_the_explicit_kernel_is_preferred_for_short_sequences_on_a_cpu():
 def test_skipping_future_scores_changes_nothing_but_the_last_digits(length, groups):
     """Against fp64, as exactly as the whole square; the result lies as the projection wants it."""
     shape = replace(PLAIN, seq_length=length, num_query_groups=groups)
-    assert count_scores(length) == sum(
-        len(x) * x.stop for x in (range(s, min(s + 128, length)) for s in range(0, length, 128))
-    )
+    blocks = [range(start, min(start + 128, length)) for start in range(0, length, 128)]
+    assert count_scores(length) == sum(len(block) * block.stop for block in blocks)
     arguments = [heads(2, n, length, 16, torch.float32).requires_grad_() for n in (4, groups, groups)]
     gradient = heads(2, 4, length, 16, torch.float32)
     exact_arguments = [x.detach().double().requires_grad_() for x in arguments]

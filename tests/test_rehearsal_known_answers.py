@@ -77,9 +77,8 @@ def in_place_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor) ->
 def test_the_example_peaks_in_cross_entropy():
     """The chart that comes with this example, of Megatron-LM on four GPUs, shows about 15 GB, at cross entropy."""
     found = example(losses=in_place_losses)
-    assert found.where.startswith(
-        "forward of step 1 in GPT: aten.sub"
-    )  # of the labels' logits, with the fp32 copy there
+    # of the labels' logits, with the fp32 copy there
+    assert found.where.startswith("forward of step 1 in GPT: aten.sub")
     assert found.allocated_peak_bytes == pytest.approx(15.07e9 + 2 * CUBLAS_WORKSPACE, rel=0.001)
 
 

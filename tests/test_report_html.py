@@ -84,26 +84,20 @@ def test_step_bars_hold_every_rank_and_sum_to_its_step():
 
 
 def test_the_roofline_s_lines_are_the_bounds_of_its_rows():
-    lines = [
-        trace for trace in build_charts(cases.report())["roofline"].data if trace.get("mode", "").startswith("lines")
-    ]
+    drawn = build_charts(cases.report())["roofline"].data
+    lines = [trace for trace in drawn if trace.get("mode", "").startswith("lines")]
     assert [line["name"] for line in lines] == ["533 TFLOP/s in bf16", "memory, 3,000 GB/s"]
-    unknown = tuple(
-        dataclasses.replace(row, bound_ms=None, bound_by="", efficiency=None) for row in cases.rank_kernels(0).roofline
-    )
-    seen = tuple(
-        dataclasses.replace(rank, kernels=dataclasses.replace(rank.kernels, roofline=unknown))
-        for rank in cases.report().facts.ranks_seen
-    )
+    kernels, change = cases.rank_kernels(0), dataclasses.replace
+    unknown = tuple(change(row, bound_ms=None, bound_by="", efficiency=None) for row in kernels.roofline)
+    seen = tuple(change(rank, kernels=change(kernels, roofline=unknown)) for rank in cases.report().facts.ranks_seen)
     assert "roofline" not in build_charts(cases.report(ranks_seen=seen)), "points without limits say nothing"
 
 
 def test_tiles_say_what_holds_for_all_ranks():
     """The rank that waits least is the run's, but not the one whose waiting a reader looks for."""
     first, second = cases.report().facts.ranks_seen
-    waits = dataclasses.replace(
-        second.time, rows=second.time.rows | {"compute": 41.0, "exposed_communication": 39.0}, busy_ms=82.2
-    )
+    rows = second.time.rows | {"compute": 41.0, "exposed_communication": 39.0}
+    waits = dataclasses.replace(second.time, rows=rows, busy_ms=82.2)
     seen = (first, dataclasses.replace(second, time=waits))
     shown = {name: value for value, name in build_tiles(cases.report(ranks_seen=seen))}
     assert shown["communication not hidden, by rank"] == "20% to 39%"

@@ -31,10 +31,8 @@ class Seen:
 
     def __init__(self, words: str, folder):
         torch._dynamo.reset()
-        window = "--train-iters 3 --profile-step-start 2 --profile-step-end 3"
-        _, out = quietly(
-            flags(SIZE, words, WATCH, window, "--memory-snapshot-path", folder / "snapshot.pickle"), folder
-        )
+        window = "--train-iters 3 --profile-step-start 2 --profile-step-end 3 --memory-snapshot-path"
+        _, out = quietly(flags(SIZE, words, WATCH, window, folder / "snapshot.pickle"), folder)
         self.steps = steps(folder)
         peak, unit = re.search(r"memory snapshot: .* peak ([\d.]+) (\w+),", out).groups()
         self.peak_mib = float(peak) * UNITS[unit] / UNITS["MiB"]

@@ -88,7 +88,7 @@ except SystemExit as end:
 """
 
 
-@pytest.mark.parametrize(("flag", "code"), [("--version", 0), ("--help", 0), ("--num-layer", 2)])
+@pytest.mark.parametrize(("flag", "code"), [("--version", 0), ("--num-layer", 2)])
 def test_the_trainer_answers_without_importing_torch(flag, code):
     done = start("-c", ASKS_WITHOUT_TORCH, flag, stdout=subprocess.PIPE)
     assert done.stdout.splitlines()[-1] == f"{code} False"
@@ -135,9 +135,7 @@ def test_memory_that_runs_out_has_many_names(error, cause, limited, unlimited, m
         assert is_memory_error(raised_by(error, cause)) is told
 
 
-@pytest.mark.skipif(
-    torch.version.cuda is not None, reason="importing a CUDA build takes more address space than is left here"
-)
+@pytest.mark.skipif(torch.version.cuda is not None, reason="importing a CUDA build takes more address space")
 def test_memory_that_runs_out_is_one_line():
     """Enough to import torch, too little for the allocator's first blocks."""
     limit = 700_000 * 1024

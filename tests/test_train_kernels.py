@@ -40,6 +40,5 @@ def test_a_resumed_run_says_what_computes_differently(tmp_path):
         _, same = quietly(more, tmp_path / "two")
         _, other = quietly([*more, "--attention-backend", "flash"], tmp_path / "three")
     assert "note: --load" not in same
-    assert re.search(
-        r"note: --load \S+: attention was explicit and is sdpa flash: .*; --attention-backend unfused goes on", other
-    )
+    told = r"note: --load \S+: attention was explicit and is sdpa flash: .*; --attention-backend unfused goes on"
+    assert re.search(told, other)

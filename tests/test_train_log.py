@@ -135,9 +135,8 @@ def test_timer_lines_are_megatron_cores(option, level):
         expected |= {"batch-generator": [1.5, 2.5], "forward-compute": [4.5, 6.5], "backward-compute": [6.0, 5.0]}
     assert {name: pytest.approx(times) for name, times in expected.items()} == found
     timers = pytest.importorskip("megatron.core.timers").Timers(level, option)
-    timers._get_elapsed_time_all_ranks = lambda names, reset, barrier: (
-        torch.tensor([expected[name] for name in names]).T / 1000
-    )
+    elapsed_s = lambda names, reset, barrier: torch.tensor([expected[name] for name in names]).T / 1000
+    timers._get_elapsed_time_all_ranks = elapsed_s
     with patch("torch.distributed.get_world_size", lambda: 2):
         assert timer_lines(option, found) == timers.get_all_timers_string(list(expected))
 
