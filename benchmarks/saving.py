@@ -22,6 +22,7 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
@@ -67,8 +68,9 @@ def _kinds(options) -> dict:
         argv = [*words, "--save", str(options.folder / name), "--save-retain-interval", "1000", *extra]
         plan = resolve(read_command_line(argv).args, World(), 50257)
         model = build_model(plan, device)
-        optimizer = Optimizer(plan, list(model.parameters()), device)
-        ours[name] = (Checkpoints(plan, model, optimizer, device), model, optimizer)
+        replica = DataParallel(plan, model)
+        optimizer = Optimizer(plan, replica.parameters, device)
+        ours[name] = (Checkpoints(plan, replica, optimizer, device), model, optimizer)
     _, model, optimizer = ours["synchronous save"]
 
     def torch_save(number: int):

@@ -68,6 +68,16 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
     ("--attention-backend fused", ONE_GPU, "--attention-backend fused needs --bf16 or --fp16 on a GPU"),
     ("--attention-backend flash --bf16 --reset-attention-mask", ONE_GPU, "--attention-backend flash has no masks"),
     ("--global-batch-size 12", FOUR_RANKS, "--global-batch-size 12 is not divisible by --micro-batch-size 2 times"),
+    (
+        "--use-distributed-optimizer --use-torch-fsdp2",
+        FOUR_RANKS,
+        "--use-distributed-optimizer and --use-torch-fsdp2 exclude",
+    ),
+    (
+        "--use-torch-fsdp2 --num-distributed-optimizer-instances 3",
+        FOUR_RANKS,
+        "instances 3: must divide the number of ranks, 4",
+    ),
     ("--profile --profile-ranks 4", FOUR_RANKS, "--profile-ranks 4: there are ranks 0 to 3; -1 means all."),
     ("", World(size=4, local_size=4, gpus=2), "torchrun --nproc_per_node 4: more ranks than GPUs here, which are 2"),
     ("--use-pytorch-profiler", World(gpus=1, under_nsys=True), "--use-pytorch-profiler does not work under nsys"),

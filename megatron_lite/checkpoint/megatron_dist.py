@@ -16,12 +16,14 @@ in Megatron-LM's megatron/training/checkpointing.py.
 
 import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -51,6 +53,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     write_settings,
 )
 from megatron_lite.checkpoint.training_state import Record, Stored
+from megatron_lite.config.layout import Rows
 from megatron_lite.run_folder import RECORD_FILE, write_atomically
 
 COMMON_FILE, BACKENDS_FILE = "common.pt", "metadata.json"
@@ -136,13 +139,13 @@ class DistFile(Stored):
         return (self._values[name] if name in self._values else self._places[name]).dtype
 
     @torch.no_grad()
-    def _copy(self, targets: dict[str, Tensor]):
+    def _copy(self, targets: dict[str, Tensor], rows: Mapping[str, Rows]):
         wanted = []
         for name, target in targets.items():
             if name in self._values:
                 target.copy_(self._values[name])
             else:
-                wanted += _cut(self._places[name], target.detach())
+                wanted += _cut(self._places[name], target.detach(), rows[name].start if name in rows else 0)
         if wanted:
             with dcp.readable(self.path):
                 self._reader.read(wanted)
@@ -303,14 +306,36 @@ def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, Place]:
     return places
 
 
-def _cut(place: Place, target: Tensor) -> list[tuple[Region, Tensor]]:
-    """The parts of `target`, and where each is stored."""
-    parts = target.chunk(len(place.regions)) if len(place.regions) > 1 else [target]
-    return [(region, part.view(region.sizes)) for region, part in zip(place.regions, parts, strict=True)]
+def _cut(place: Place, target: Tensor, start: int = 0) -> Iterator[tuple[Region, Tensor]]:
+    """The parts of `target`, which has the rows from `start` on, and where each is stored."""
+    if target.ndim == 0:
+        yield place.regions[0], target
+        return
+    each, width = place.shape[0] // len(place.regions), math.prod(place.shape[1:])
+    for number, region in enumerate(place.regions):
+        first, end = max(start, number * each), min(start + target.shape[0], (number + 1) * each)
+        if first < end:
+            stored = _narrow(region, first - number * each, end - first, len(place.shape), width)
+            yield stored, target[first - start : end - start].view(stored.sizes)
 
 
-def writer(arguments: dict) -> Callable:
-    """A write_tensors for checkpoint.write.Writer. arguments: flags by name, for common.pt."""
+def _narrow(region: Region, start: int, rows: int, dimensions: int, width: int) -> Region:
+    """Some rows of a tensor of so many dimensions, and of `width` elements each, of which all are in `region`."""
+    flat = len(region.sizes) < dimensions  # in a bucket
+    at, unit = max(len(region.sizes) - dimensions, 0), width if flat else 1
+    offsets, sizes = list(region.offsets), list(region.sizes)
+    offsets[at] += start * unit
+    sizes[at] = rows * unit
+    return Region(region.key, tuple(offsets), tuple(sizes))
+
+
+def writer(arguments: dict, rows: Mapping[str, Rows] = MappingProxyType({})) -> Callable:
+    """A write_tensors for checkpoint.write.Writer.
+
+    Args:
+        arguments: Flags by name, for common.pt.
+        rows: By flat name, which of them a rank gives, where these are not all.
+    """
 
     def write(folder: Path, record: Record, tensors: dict[str, Tensor], group) -> dict[str, dict]:
         """Each rank writes its tensors; the first one, which has all scalars, the values too. Collective."""
@@ -327,7 +352,7 @@ def writer(arguments: dict) -> Callable:
             objects["rng_state/shard_0.0_1.1"] = [write_rng_state([0], tensors.get, namespace.seed, kinds)]
         # the optimizer's scalars stand in common.pt
         stored = {name: tensor for name, tensor in tensors.items() if tensor.ndim > 0 or name.startswith("model.")}
-        pieces = [_piece(name, tensor, layers) for name, tensor in stored.items()]
+        pieces = [_piece(name, tensor, layers, rows.get(name)) for name, tensor in stored.items() if tensor.numel()]
         entries = dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)
         if not is_first:
             return entries
@@ -367,11 +392,14 @@ def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
     return aliases
 
 
-def _piece(name: str, tensor: Tensor, layers: int) -> Piece:
-    """A tensor of a flat name in its place."""
-    shape, zeros = tuple(tensor.shape), (0,) * tensor.ndim
+def _piece(name: str, tensor: Tensor, layers: int, rows: Rows | None) -> Piece:
+    """A tensor of a flat name, or these rows of it, in its place."""
+    shape = tuple(tensor.shape)
+    offsets, whole = (0,) * len(shape), shape
+    if rows is not None:
+        offsets, whole = (rows.start, *offsets[1:]), rows.whole
     if name.startswith(RANDOM):
-        return Piece(Region(name, zeros, shape), shape, tensor)
+        return Piece(Region(name, offsets, shape), whole, tensor)
     kind, _, weight = name.partition(".")
     state = ""
     if kind == "optimizer":
@@ -380,5 +408,5 @@ def _piece(name: str, tensor: Tensor, layers: int) -> Piece:
     if kind == "optimizer":
         key = f"optimizer.state.{MASTERS[0] if state == 'master' else state}.{key}"
     if layer is None:
-        return Piece(Region(key, zeros, shape), shape, tensor)
-    return Piece(Region(key, (layer, *zeros), (1, *shape)), (layers, *shape), tensor)
+        return Piece(Region(key, offsets, shape), whole, tensor)
+    return Piece(Region(key, (layer, *offsets), (1, *shape)), (layers, *whole), tensor)

@@ -8,7 +8,7 @@ Source: generate_state_dict and load_checkpoint in Megatron-LM's megatron/traini
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,6 +39,7 @@ from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.args import Args
 from megatron_lite.config.flops import step_flops
+from megatron_lite.config.layout import Rows
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
 
@@ -123,9 +124,10 @@ class MegatronFile(Stored):
         return self._tensors[name]
 
     @torch.no_grad()
-    def _copy(self, targets: dict[str, Tensor]):
+    def _copy(self, targets: dict[str, Tensor], rows: Mapping[str, Rows]):
         for name, target in targets.items():
-            target.copy_(self.tensor(name))
+            whole = self.tensor(name)
+            target.copy_(whole[rows[name].start : rows[name].end] if name in rows else whole)
 
 
 # --- A model that Megatron spread over files, one per tensor-parallel rank and pipeline stage, read as one

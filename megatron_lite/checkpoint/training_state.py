@@ -11,9 +11,12 @@ random.RANK.python|numpy|torch|...  every rank's generators
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
+from megatron_lite.config.layout import Rows
 from megatron_lite.errors import CheckpointError
 
 FORMAT = 2
@@ -75,8 +78,11 @@ class Stored:
         """Its torch.dtype."""
         raise NotImplementedError
 
-    def read_into(self, targets: dict):
-        """Copy the tensor of each name into the one given for it, casting. CheckpointError unless shapes agree."""
+    def read_into(self, targets: dict, rows: Mapping[str, Rows] = MappingProxyType({})):
+        """Copy the tensor of each name into the one given for it, casting. CheckpointError unless shapes agree.
+
+        rows: by name, which of them a target holds, where these are not all.
+        """
         absent = sorted(set(targets) - self.names())
         if absent:
             raise CheckpointError(
@@ -84,12 +90,13 @@ class Stored:
                 f"{absent[0]}; give the flags that the checkpoint was trained with."
             )
         for name, target in targets.items():
-            if tuple(target.shape) != self.size_of(name):
+            shape = rows[name].whole if name in rows else tuple(target.shape)
+            if shape != self.size_of(name):
                 raise CheckpointError(
                     f"--load {self.path}: {name} has the shape {list(self.size_of(name))}, and the run's is "
-                    f"{list(target.shape)}; give the flags that the checkpoint was trained with."
+                    f"{list(shape)}; give the flags that the checkpoint was trained with."
                 )
-        self._copy(targets)
+        self._copy(targets, rows)
 
-    def _copy(self, targets: dict):
+    def _copy(self, targets: dict, rows: Mapping[str, Rows]):
         raise NotImplementedError

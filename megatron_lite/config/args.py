@@ -189,6 +189,20 @@ class ParallelArgs:
     ddp_bucket_size: int | None = flag(
         None, "Parameters per gradient bucket; 25 MiB of them when left out.", "at least 1"
     )
+    use_distributed_optimizer: bool = flag(
+        False, "Each rank keeps its share of the fp32 weights and moments (ZeRO-1), not all of them."
+    )
+    use_torch_fsdp2: bool = flag(
+        False, "Each rank also keeps only its share of the model; layers are gathered where they are used."
+    )
+    torch_fsdp2_reshard_after_forward: bool = flag(
+        True,
+        "With --use-torch-fsdp2: layers stay gathered from forward to backward.",
+        off="--torch-fsdp2-no-reshard-after-forward",
+    )
+    num_distributed_optimizer_instances: int = flag(
+        1, "Groups of ranks that each hold all shares, such as one per node.", "at least 1"
+    )
     tensor_model_parallel_size: int = flag(1, "Ranks that split a layer; only 1 for now.")
     pipeline_model_parallel_size: int = flag(1, "Ranks that split the layers; only 1 for now.")
     context_parallel_size: int = flag(1, "Ranks that split a sequence; only 1 for now.")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_lite.config.args import Args
+from megatron_lite.config.layout import Sharding, plan_sharding
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
@@ -112,6 +113,7 @@ class Plan:
     profile_window: range  # iterations of this run, from 1; empty without --profile
     profile_ranks: frozenset[int]
     compilation: Compilation
+    sharding: Sharding | None  # None: every rank keeps everything
     loader_workers: int  # processes per rank
 
     @property
@@ -156,6 +158,7 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if p.is_on else range(0),
         profile_ranks=frozenset(range(world.size) if -1 in p.profile_ranks else p.profile_ranks),
         compilation=choose_compilation(args, world),
+        sharding=plan_sharding(args.parallel, world),
         # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
         loader_workers=(2 if world.gpus else 0) if workers is None else workers,
     )

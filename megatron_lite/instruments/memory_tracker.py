@@ -12,7 +12,7 @@ from types import CodeType
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.instruments.memory_oom import read_asked_bytes
@@ -38,6 +38,7 @@ RECORDERS = (
     "/torch/_compile.py",
     "/torch/_dynamo/eval_frame.py",
 )
+COMMUNICATION = "/torch/distributed/distributed_c10d.py"
 MAX_DEPTH = 100
 
 
@@ -81,6 +82,8 @@ class Stacks:
 class StorageTracker(TorchDispatchMode):
     """Keeps at least the newest `most` allocations and frees, and all that is alive."""
 
+    STORAGES = "cpu"  # the device of those that are watched
+
     def __init__(self, place: Place, most: int):
         super().__init__()
         self.failure: Exception | None = None
@@ -105,6 +108,7 @@ class StorageTracker(TorchDispatchMode):
         if not self._entered and self.failure is None:
             super().__enter__()
             self._entered = self._recording = True
+            torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, size)
             weak = weakref.ref(self)
 
             def stop():  # in a forked child, such as a loader's worker: nobody will read what it records
@@ -117,6 +121,7 @@ class StorageTracker(TorchDispatchMode):
         """Operations are theirs alone again; frees of what is known are still noticed."""
         if self._entered:
             self._entered = False
+            del torch.UntypedStorage.resize_
             super().__exit__(None, None, None)
 
     def forget_history(self):
@@ -172,23 +177,36 @@ class StorageTracker(TorchDispatchMode):
         for result in results if type(results) in (tuple, list) else (results,):
             if not isinstance(result, Tensor) or result.device.type != "cpu" or result.layout is not torch.strided:
                 continue
-            storage = result.untyped_storage()
-            watch, size = self._live.get(id(storage)), storage.nbytes()
-            if watch is not None:
-                if watch.allocation.size == size:
-                    continue
-                self._lose(watch)
-            if not size:
+            if is_traceable_wrapper_subclass(result):  # such as a DTensor, whose own storage holds nothing
                 continue
-            allocation = Allocation(size, self._tag(), self._stacks.capture(str(func)))
-            self._live[id(storage)] = _Watch(storage, self._lose, allocation)
             if func not in self._aliases:
                 is_alias = any(value.alias_info is not None for value in func._schema.returns)
                 self._aliases[func] = is_alias and func._schema.name not in FRESH
-            if self._aliases[func]:
-                self._layout.place(allocation)  # it was there before it was first seen
-            else:
-                self._add(ALLOC, allocation)
+            self._look_at_storage(result.untyped_storage(), str(func), self._aliases[func])
+
+    def _look_at_storage(self, storage: torch.UntypedStorage, operation: str, was_there: bool = False):
+        watch, size = self._live.get(id(storage)), storage.nbytes()
+        if watch is not None:
+            if watch.allocation.size == size:
+                return
+            self._lose(watch)
+        if not size or was_there and _is_communicating():
+            return
+        allocation = Allocation(size, self._tag(), self._stacks.capture(operation))
+        self._live[id(storage)] = _Watch(storage, self._lose, allocation)
+        if was_there:
+            self._layout.place(allocation)  # before it was first seen
+        else:
+            self._add(ALLOC, allocation)
+
+    def _resize(self, storage: torch.UntypedStorage, size: int):
+        """torch.UntypedStorage.resize_, by which fully_shard frees and takes memory past the dispatcher."""
+        torch._C.StorageBase.resize_(storage, size)
+        try:
+            if self._recording and storage.device.type == self.STORAGES:
+                self._look_at_storage(storage, "storage.resize_")
+        except Exception as error:  # noqa: BLE001 - as above
+            self.failure, self._recording = error, False
 
     def _lose(self, watch: "_Watch"):
         try:
@@ -220,6 +238,14 @@ class StorageTracker(TorchDispatchMode):
         # its own it does not, but modules run.
         again = node is not None and (torch.is_grad_enabled() or place.phase_name == RECOMPUTE)
         return place.tag_of(RECOMPUTE if again else BACKWARD, module)
+
+
+def _is_communicating() -> bool:
+    """Whether torch.distributed calls. What gloo takes and gives back within itself stays unseen, as a kernel's memory does."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(COMMUNICATION):
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Watch(weakref.ref):

@@ -4,6 +4,7 @@ The loss scale, the clipping coefficient and whether to skip are tensors; the fu
 and leave early at `found_inf`, so that unscaling, clipping and updating are one pass over the weights.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,8 +89,15 @@ class Update:
 class Optimizer:
     """Loss scale, clipping, AdamW or SGD, schedule. Takes gradients, updates the model's parameters."""
 
-    def __init__(self, plan: Plan, parameters: list[nn.Parameter], device: torch.device):
-        self.plan = plan
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: list[nn.Parameter],
+        device: torch.device,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ):
+        """sum_over_ranks: where each rank has its rows of the parameters only, a number's sum over all that have the others."""
+        self.plan, self._sum_over_ranks = plan, sum_over_ranks
         self.weights = MasterWeights(parameters)
         self.scaler = make_loss_scale(plan, device)
         self.lr = torch.tensor(0.0, dtype=torch.float32, device=device)
@@ -130,8 +138,7 @@ class Optimizer:
             divide_by = scale if divisor is None else scale * divisor
             self.weights.attach(gradients)
         with phase(Phase.CLIP_GRAD):
-            known = [w.grad for w in self.weights.masters if w.grad is not None]
-            norm = torch.nn.utils.get_total_norm(known) / divide_by
+            norm = self.measure_norm([g for g in gradients if g is not None]) / divide_by
             if self.scaler is not None:
                 skipped = ~torch.isfinite(norm)
             else:
@@ -157,6 +164,12 @@ class Optimizer:
             self.good_samples += (~skipped).long() * samples
             return Update(norm, skipped, scale, self.loss_scale.clone(), self._set_rates())
 
+    @torch.no_grad()
+    def measure_norm(self, tensors: list[Tensor]) -> Tensor:
+        """L2 norm of gradients or parameters, over all ranks that share them out; an fp32 scalar on the device."""
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, torch.float32)))
+        return norm if self._sum_over_ranks is None else self._sum_over_ranks(norm.square()).sqrt()
+
     def _set_rates(self) -> Tensor:
         """Of the step that starts after the good samples so far, whatever batches they came in. Returns the learning rate."""
         rate = learning_rates(self.schedule, self.good_samples)
@@ -180,7 +193,7 @@ class Optimizer:
         """
         found = {"optimizer.good_samples": self.good_samples}
         for name, parameter, master in zip(names, self.weights.model, self.weights.masters, strict=True):
-            if master is not parameter:
+            if self.plan.precision != "fp32":
                 found[f"optimizer.{name}.master"] = master.detach()
             found |= {f"optimizer.{name}.{key}": value for key, value in self.engine.state[master].items()}
         if self.scaler is not None:

@@ -1,7 +1,8 @@
 """Replicas of the model that agree on their gradients, wrapped around a model that does not know."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_lite.config.layout import Rows
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.units import MIB
@@ -21,9 +23,14 @@ BUNDLES = 8  # of gradients that a GPU adds at once: few launches, and little me
 class DataParallel:
     """The model as one rank calls it, and the gradients that all ranks share afterwards."""
 
+    rows: Mapping[str, Rows] = MappingProxyType({})  # by name, of parameters of which this rank has some only
+    is_first_copy = False
+    sum_over_ranks = None
+
     def __init__(self, plan: Plan, model: nn.Module):
         self.model = model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names, self.parameters = map(list, zip(*named))
         on_gpu = plan.device == "cuda"  # a launch takes longer than adding a bias; a CPU adds what is in its cache
         self.fp32 = None
         if plan.fp32_gradients:
@@ -75,13 +82,6 @@ class DataParallel:
             parameter.grad = None
         if self.fp32 is not None:
             self.fp32.clear()
-
-
-@torch.no_grad()
-def parameters_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """L2 norm of all parameters, a scalar on the device."""
-    norms = [torch.linalg.vector_norm(p, dtype=torch.float32) for p in parameters]
-    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def call_when_computed(loss: Tensor, action: Callable[[], None]):

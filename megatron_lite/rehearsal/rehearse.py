@@ -7,7 +7,7 @@ as JSON, without the snapshot. Exit code 2 and one line for each mistake of the 
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_lite.analysis.memory.read import analyze_snapshot
 from megatron_lite.config.command_line import read_command_line
@@ -37,8 +39,8 @@ from megatron_lite.model.gpt import GPT
 from megatron_lite.model.kernel_choice import gelu_works_in_pieces
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import data_parallel
-from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.layers import recompute_layers
+from megatron_lite.parallel.sharded_data_parallel import make_mesh, replicate
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 from megatron_lite.rehearsal.tracker import RehearsalTracker
 from megatron_lite.train.choose_kernels import DTYPES, choose_eager_losses, choose_plan_attention
@@ -137,8 +139,18 @@ class BucketedReplica:
 
 
 @contextlib.contextmanager
-def without_other_ranks():
-    """While this lasts, the stand-in wraps models, a reduction over ranks is over at once, and no process group is needed."""
+def without_other_ranks(plan: Plan) -> Iterator[DeviceMesh | None]:
+    """While this lasts, what ranks exchange is there at once. Gives the mesh of ranks that share out the model.
+
+    fully_shard runs as it is, over torch's fake process group; without it a stand-in wraps models, and no group is needed.
+    """
+    if plan.sharding is not None:
+        dist.init_process_group("fake", store=FakeStore(), rank=plan.world.rank, world_size=plan.world.size)
+        try:
+            yield make_mesh(plan, HOST)
+        finally:
+            dist.destroy_process_group()
+        return
 
     def answer(tensor: Tensor, *arguments, async_op: bool = False, **options):
         future = torch.futures.Future()
@@ -149,7 +161,7 @@ def without_other_ranks():
         patch.object(dist, "all_reduce", answer),
         patch.object(data_parallel, "DistributedDataParallel", BucketedReplica),
     ):
-        yield
+        yield None
 
 
 # --- A plan's training steps, walked without data and without a GPU: exactly which memory they take, and when
@@ -188,8 +200,8 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
         notes.append(f"{outside}, outside of torch's allocator, is not counted, {inside}")
     if plan.compiles_layers:
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
-    with without_other_ranks():
-        return rehearsal_of(walk(lambda: prepare(plan), steps, plan.device, workspace), tuple(notes))
+    with without_other_ranks(plan) as mesh:
+        return rehearsal_of(walk(lambda: prepare(plan, mesh=mesh), steps, plan.device, workspace), tuple(notes))
 
 
 def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: int = CUBLAS_WORKSPACE) -> dict:
@@ -224,10 +236,10 @@ def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: in
     return snapshot
 
 
-def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None) -> Callable:
+def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None, mesh: DeviceMesh | None = None) -> Callable:
     """Everything of a run that holds device memory, made; returns its step(phase). losses: as of model.gpt.GPT, else the plan's."""
-    replica = DataParallel(plan, _build_model(plan, losses or choose_eager_losses(plan)))
-    optimizer = Optimizer(plan, replica.parameters, HOST)
+    replica = replicate(plan, _build_model(plan, losses or choose_eager_losses(plan)), mesh)
+    optimizer = Optimizer(plan, replica.parameters, HOST, replica.sum_over_ranks)
     # The first micro-batch finds no gradients, those after it do; among several ranks the last lets go of its own copies
     # while it reduces. All between are alike.
     different = min(plan.micro_batches(plan.train_samples), 2 if plan.world.size == 1 else 3)

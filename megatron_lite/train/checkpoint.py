@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatron_lite.checkpoint import folder, megatron_dist, megatron_file
 from megatron_lite.checkpoint.find import find_latest_valid, open_checkpoint
@@ -30,24 +29,32 @@ from megatron_lite.train.checkpoint_checks import (
     require_shape,
     rotary_note,
 )
+from megatron_lite.train.choose_kernels import DTYPES
 from megatron_lite.train.loop import Progress
 
 logger = logging.getLogger(__name__)
 
+STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of a parameter, in its shape
 SECONDS_TO_FINISH = 60  # for a save in the background of a run that fails
 
 
 class Checkpoints:
     """Saves and loads everything that training depends on. A context: a save in the background ends with it."""
 
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, device: torch.device):
-        self.plan, self.model, self.optimizer, self.device = plan, model, optimizer, device
+    def __init__(self, plan: Plan, replica, optimizer: Optimizer, device: torch.device):
+        """replica: DataParallel or ShardedDataParallel."""
+        self.plan, self.replica, self.optimizer, self.device = plan, replica, optimizer, device
+        self._rows = {  # by flat name, of the tensors that this rank holds some rows of
+            flat: rows
+            for name, rows in replica.rows.items()
+            for flat in (f"model.{name}", *(f"optimizer.{name}.{kind}" for kind in STATES))
+        }
         c = plan.args.checkpoint
         # of its own: saving must not mix with training's operations, and needs no GPU to speak
         used, limit = c.save or c.load or c.pretrained_checkpoint, time_limit(plan)
         self._group = dist.new_group(backend="gloo", timeout=limit) if used else None
         self._background = Background()
-        dist_writer = megatron_dist.writer(plain_arguments(plan.args))
+        dist_writer = megatron_dist.writer(plain_arguments(plan.args), self._rows)
         write_tensors = megatron_file.writer(plan.args) if c.ckpt_format == "torch" else dist_writer
         self._writer = Writer(Path(c.save), write_tensors, self._group, c.save_retain_interval) if c.save else None
         self._copies = HostCopies(self._my_share()) if c.save and c.async_save else None
@@ -92,7 +99,7 @@ class Checkpoints:
             optimizer=None if c.no_save_optim else plan.args.optimizer.optimizer,
             ranks=0 if c.no_save_rng else plan.world.size,
             versions={"torch": torch.__version__, "python": platform.python_version()},
-            kernels=kernels_of(plan, self.model),
+            kernels=kernels_of(plan, self.replica.model),
         )
         tensors, random = self._my_share(), {}
         if not c.no_save_rng:
@@ -129,14 +136,25 @@ class Checkpoints:
             logger.info(f"  --load {c.load}: no checkpoint yet, starting from random weights")
 
     def _my_share(self) -> dict[str, torch.Tensor]:
-        """What this rank writes of the state that all ranks have, live."""
-        c, world = self.plan.args.checkpoint, self.plan.world
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        """What this rank writes of the state, live. Where ranks share out the model, the first ones that hold all of it write."""
+        c, world, dtype = self.plan.args.checkpoint, self.plan.world, DTYPES[self.plan.precision]
+        named = zip(self.replica.names, self.replica.parameters)
+        tensors = {f"model.{name}": parameter.detach().to(dtype) for name, parameter in named}
         if not c.no_save_optim:
-            tensors |= self.optimizer.tensors(self._names())
+            tensors |= self.optimizer.tensors(self.replica.names)
         if c.ckpt_format == "torch":  # one file, of the first rank
+            tensors = {name: self._gather(name, tensor) for name, tensor in tensors.items()}
             return tensors if world.is_first else {}
-        return assign_share(tensors, world.rank, world.size)
+        own = {name: tensors.pop(name) for name in self._rows if name in tensors}
+        everyones = assign_share(tensors, world.rank, world.size)
+        return everyones | own if self.replica.is_first_copy else everyones
+
+    def _gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """All rows of a tensor, for the first rank, which keeps them on the host. Collective where ranks share it out."""
+        if name not in self._rows:
+            return tensor
+        whole = self.replica.gather_rows(tensor, self._rows[name])
+        return whole.cpu() if self.plan.world.is_first else whole[:0]
 
     def _write(self, record: Record, tensors: dict[str, torch.Tensor]):
         try:
@@ -185,7 +203,8 @@ class Checkpoints:
             logger.info(f"  note: --load {path}: {text}")
         if weights_only or c.no_load_optim:
             # without an optimizer the masters begin as the rounded weights; as in Megatron, the schedule starts over
-            stored.read_into({f"model.{name}": value.detach() for name, value in self.model.named_parameters()})
+            named = zip(self.replica.names, self.replica.parameters)
+            stored.read_into({f"model.{name}": value.detach() for name, value in named}, self._rows)
             self.optimizer.weights.reload()
         else:
             require_optimizer(path, stored, self.plan)
@@ -193,7 +212,7 @@ class Checkpoints:
             if schedule is not None:
                 self.optimizer.follow(LearningRatePlan(**schedule))
             # masters are read from masters or, of a run in fp32, from the weights; the weights are rounded from them
-            held, names = stored.names(), self._names()
+            held, names = stored.names(), self.replica.names
             targets = {
                 name: tensor
                 for name, tensor in self.optimizer.tensors(names).items()
@@ -202,7 +221,7 @@ class Checkpoints:
             for name, master in zip(names, self.optimizer.weights.masters, strict=True):
                 source = f"optimizer.{name}.master"
                 targets[source if source in held else f"model.{name}"] = master.detach()
-            stored.read_into(targets)
+            stored.read_into(targets, self._rows)
             self.optimizer.resume()
         if note := rotary_note(path, record, self.plan):
             logger.info(note)
@@ -212,7 +231,7 @@ class Checkpoints:
         progress.consumed, progress.consumed_valid = record.consumed, record.consumed_valid_samples
         if not c.no_load_rng:
             self._load_random_state(path, stored)
-        for text in other_kernels(record.kernels, kernels_of(self.plan, self.model)):
+        for text in other_kernels(record.kernels, kernels_of(self.plan, self.replica.model)):
             logger.info(f"  note: --load {path}: {text}")
         logger.info(f"  loaded iteration {record.iteration}: {path}")
 
@@ -234,6 +253,3 @@ class Checkpoints:
         if state:
             stored.read_into(state)
             set_random_state({name.removeprefix(prefix): value for name, value in state.items()}, self.device)
-
-    def _names(self) -> list[str]:
-        return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]

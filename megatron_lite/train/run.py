@@ -12,9 +12,9 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.marks import WEIGHTS, mark_memory
 from megatron_lite.model.gpt import GPT, initialize
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.layers import compile_layers, describe_compilation, recompute_layers
 from megatron_lite.parallel.process_group import device_of
+from megatron_lite.parallel.sharded_data_parallel import describe_sharding, make_mesh, replicate
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import (
     DTYPES,
@@ -46,11 +46,12 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     """
     device = device_of(plan)
     model = build_model(plan, device)
-    replica = DataParallel(plan, model)
-    optimizer = Optimizer(plan, replica.parameters, device)
+    logger.info(f"  {describe_sharding(plan)}")
+    replica = replicate(plan, model, make_mesh(plan, device))
+    optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks)
     logger.info(f"  {plan.args.optimizer.optimizer}: fused, {describe_precision(plan)}")
     _seed(plan.args.training.seed + 1 + plan.world.rank)  # from here on each rank draws its own dropout
-    progress, checkpoints = Progress(), Checkpoints(plan, model, optimizer, device)
+    progress, checkpoints = Progress(), Checkpoints(plan, replica, optimizer, device)
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
     make = BatchMaker(plan, device, eod)

@@ -11,7 +11,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.data.batch import Batch, ToDevice, make_batch
 from megatron_lite.marks import STEP, mark_memory
 from megatron_lite.optim.optimizer import Optimizer, Update
-from megatron_lite.parallel.data_parallel import DataParallel, call_when_computed, parameters_norm
+from megatron_lite.parallel.data_parallel import DataParallel, call_when_computed
 from megatron_lite.phases import Phase
 
 
@@ -104,7 +104,9 @@ class TrainingStep:
         zeros = nothing
         if watch.log_num_zeros_in_grad:
             zeros = torch.stack([(g == 0).sum() for g in gradients]).sum().float()
+            if self.replica.sum_over_ranks is not None:
+                zeros = self.replica.sum_over_ranks(zeros)
         update = self.optimizer.step(gradients, samples, phase, divisor)
         self.replica.clear()
-        params_norm = parameters_norm(self.replica.parameters) if watch.log_params_norm else nothing
+        params_norm = self.optimizer.measure_norm(self.replica.parameters) if watch.log_params_norm else nothing
         return StepResult(samples, sums[0], sums[1], update, zeros, params_norm)

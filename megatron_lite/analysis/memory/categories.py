@@ -144,6 +144,7 @@ def assign_categories(lives: Lives, phases: Phases) -> np.ndarray:
     unknown = ~known & (lives.begin < 0)
     decide("workspace", unknown & (requested == CUBLAS_WORKSPACE))  # Hopper's has a size that weights have too
     decide("workspace", known & has(Code.WORKSPACE))
+    decide("parameters", known & has(Code.GATHERED))
     decide("communication", known & has(Code.COMMUNICATION) & ~has(Code.GRADIENT_BUFFER))
     setup, stepping = known & within(SETUP), known & within("optimizer_step")
     decide("gradients", setup & has(Code.GRADIENT_BUFFER))

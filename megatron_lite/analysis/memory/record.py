@@ -44,6 +44,7 @@ class Code(enum.IntFlag):
     COMMUNICATION = enum.auto()
     WORKSPACE = enum.auto()
     WEIGHT_GRADIENT = enum.auto()
+    GATHERED = enum.auto()  # weights that ranks share out, whole for a while
     MAIN = enum.auto()  # where a thread of Python's begins; backward's threads have no such frame
 
 
@@ -75,6 +76,8 @@ PYTHON_CODE = [
         (Code.SETUP, r"", r"^(__init__|_apply|to|to_empty|cuda|from_pretrained|load_state_dict|reset_parameters)$"),
         (Code.GRADIENT_BUFFER, r"param_and_grad_buffer", r""),
         (Code.GRADIENT_BUFFER, r"/torch/nn/parallel/distributed\.py$", r"^(__init__|_ddp_init_helper)$"),
+        (Code.GATHERED, r"/fsdp/.*param\.py$", r"all_gather_outputs|unsharded"),
+        (Code.COMMUNICATION, r"/fsdp/", r"^foreach_all_gather$"),
         (Code.MAIN, r"", r"^(<module>|_bootstrap)$"),
         (Code.COMMUNICATION, r"/torch/distributed/(distributed_c10d|_functional_collectives)\.py$", r""),
     )

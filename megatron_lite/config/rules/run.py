@@ -23,6 +23,14 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
         value = getattr(p, f"{name}_parallel_size")
         if value != 1:
             yield f"{dashed(name)}-parallel-size {value} is refused: ranks are data parallel only; give 1."
+    instances = p.num_distributed_optimizer_instances
+    if instances > 0 and world.size % instances:
+        yield (
+            f"--num-distributed-optimizer-instances {instances}: must divide the number of ranks, {world.size}; "
+            "a group per node is usual."
+        )
+    if p.use_distributed_optimizer and p.use_torch_fsdp2:
+        yield "--use-distributed-optimizer and --use-torch-fsdp2 exclude each other; keep the latter to share out weights too."
     if p.distributed_backend == "nccl" and not world.gpus:
         yield "--distributed-backend nccl needs a GPU and this machine shows none; drop it, or give gloo for CPUs."
     elif world.gpus and world.local_size > world.gpus:

@@ -1,0 +1,125 @@
+"""Replicas that share out fp32 weights, gradients and moments, by torch's fully_shard around a model that does not know.
+
+With --use-distributed-optimizer (ZeRO-1) a layer's weights are gathered in forward and stay until backward; with
+--use-torch-fsdp2 (ZeRO-3) they are given back after forward and gathered again. Either way a rank updates its own rows of
+each parameter, in fp32, and what is gathered is rounded to the run's precision.
+"""
+
+import contextlib
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron_lite.config.layout import Rows
+from megatron_lite.config.plan import Plan
+from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
+from megatron_lite.parallel.data_parallel import DataParallel
+
+COPIES, ROWS = (
+    "copies",
+    "rows",
+)  # dimensions of a mesh: ranks that hold the same rows, and those that share out the model
+
+
+class ShardedDataParallel:
+    """Called as DataParallel is. `parameters` are this rank's rows of each of the model's, in fp32."""
+
+    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh):
+        """mesh: of `make_mesh`."""
+        self.model, self._gathers_twice = model, plan.sharding.gathers_twice
+        ranks = plan.sharding.ranks
+        # ranks that hold the same rows are as far apart as ranks that share out the model are many
+        self.is_first_copy, index = plan.world.rank < ranks, plan.world.rank % ranks
+        self._group = mesh[ROWS].get_group()
+        _shard(plan, model, mesh)
+        self.names, self._sharded = map(list, zip(*model.named_parameters()))
+        self.parameters = [nn.Parameter(p.to_local()) for p in self._sharded]
+        self.rows = {n: plan.sharding.find_rows(tuple(p.shape), index) for n, p in zip(self.names, self._sharded)}
+
+    def __call__(self, *inputs) -> Tensor:
+        """The model's forward."""
+        return self.model(*inputs)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool):
+        """Around forward and backward of one micro-batch.
+
+        ZeRO-1 adds up whole gradients, and reduces those of the last one; ZeRO-3 keeps none whole.
+        """
+        if not self._gathers_twice:
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_reshard_after_backward(last)
+        self.model.set_is_last_backward(last)
+        yield
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's rows, one per parameter, averaged over ranks, after the last micro-batch's backward."""
+        return [p.grad.to_local() for p in self._sharded]
+
+    def clear(self):
+        """Forget all gradients."""
+        for parameter in self._sharded:
+            parameter.grad = None
+
+    def gather_rows(self, tensor: Tensor, rows: Rows) -> Tensor:
+        """All rows of a parameter or its state, of which `tensor` holds this rank's. Collective."""
+        each = -(-rows.whole[0] // dist.get_world_size(self._group))
+        own = tensor.new_zeros(each, *rows.whole[1:])
+        own[: tensor.shape[0]] = tensor
+        everyones = own.new_empty(each * dist.get_world_size(self._group), *rows.whole[1:])
+        dist.all_gather_into_tensor(everyones, own, group=self._group)
+        return everyones[: rows.whole[0]]
+
+    @torch.no_grad()
+    def sum_over_ranks(self, number: Tensor) -> Tensor:
+        """Of what each rank counted over its rows of parameters or gradients."""
+        total = number.clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+
+@mark_memory(MASTER_WEIGHTS)
+def _shard(plan: Plan, model: nn.Module, mesh: DeviceMesh):
+    """Each layer is gathered by itself, and the rest together: the loss uses a tied embedding, too."""
+    dtype = next(model.parameters()).dtype
+    reduce_in = torch.float32 if plan.fp32_gradients else dtype
+    # rotary tables are rounded by the model; all other inputs have the layers' precision
+    warnings.filterwarnings(
+        "ignore", message="FSDP2-wrapped module .* returned a view"
+    )  # nobody changes losses in place
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_in, cast_forward_inputs=False)
+    for part in (*model.decoder.layers, model):
+        for module in part.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if not isinstance(parameter, DTensor):
+                    setattr(module, name, nn.Parameter(parameter.detach().float()))
+        stays = part is model or not plan.sharding.gathers_twice
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays)
+
+
+def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """The ranks by what they hold, or None where each holds everything. Collective."""
+    if plan.sharding is None:
+        return None
+    copies = plan.world.size // plan.sharding.ranks
+    if copies == 1:
+        return init_device_mesh(device.type, (plan.world.size,), mesh_dim_names=(ROWS,))
+    return init_device_mesh(device.type, (copies, plan.sharding.ranks), mesh_dim_names=(COPIES, ROWS))
+
+
+def replicate(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DataParallel | ShardedDataParallel:
+    """The model as the plan's ranks train it together."""
+    return DataParallel(plan, model) if mesh is None else ShardedDataParallel(plan, model, mesh)
+
+
+def describe_sharding(plan: Plan) -> str:
+    """A line on what each rank keeps."""
+    if plan.sharding is None:
+        return "each rank keeps all weights and moments"
+    when = "for forward and again for backward" if plan.sharding.gathers_twice else "once per step"
+    return f"each rank keeps 1/{plan.sharding.ranks} of fp32 weights and moments; layers are gathered {when}"

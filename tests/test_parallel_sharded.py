@@ -1,0 +1,286 @@
+"""Ranks that share out the model are one rank: the same losses, the same checkpoints, less memory, no more bytes than needed."""
+
+import contextlib
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from launch import alone, checkpoint, flags, losses, on_ranks, plan_of, same, steps, train
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_lite.analysis.memory.read import read_snapshot
+from megatron_lite.config.layout import Rows, Sharding
+from megatron_lite.config.world import World
+from megatron_lite.model.gpt import GPT
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.sharded_data_parallel import make_mesh, replicate
+from megatron_lite.rehearsal.rehearse import rehearse
+from megatron_lite.train.checkpoint import Checkpoints
+from megatron_lite.train.loop import Progress
+from megatron_lite.train.run import build_model
+from megatron_lite.train.step import BatchMaker, TrainingStep
+
+CPU = torch.device("cpu")
+ITERATIONS = 6
+TRAIN = f"--train-iters {ITERATIONS} --global-batch-size 8 --log-interval 1 --log-params-norm --log-num-zeros-in-grad"
+ZERO1, ZERO3 = "--use-distributed-optimizer", "--use-torch-fsdp2"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 "
+)
+SCALE = "--initial-loss-scale 4096"
+MODELS = {  # name: (flags, largest difference of a loss to one rank)
+    "fp32": ("", 2e-6),
+    "fp32, llama": (LLAMA, 2e-6),
+    "fp32, sgd": ("--optimizer sgd", 2e-6),
+    "fp32, decay that grows": (
+        "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.2", 2e-6
+    ),
+    "fp32, recomputed": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2e-6),
+    "fp32, per token": ("--calculate-per-token-loss", 2e-6),
+    # a rank's own 16-bit gradients round otherwise than one rank's, as under DistributedDataParallel
+    "bf16": ("--bf16", 5e-4),
+    "bf16, llama": (LLAMA + "--bf16", 5e-4),
+    "fp16": (f"--fp16 {SCALE}", 5e-3),
+    "fp16, sums in fp32": (f"--fp16 {SCALE} --accumulate-allreduce-grads-in-fp32", 5e-4),
+}  # fmt: skip
+LAYOUTS = {  # name: (flags, ranks)
+    "ddp, 2": ("", 2),
+    "zero1, 2": (ZERO1, 2),
+    "zero3, 2": (ZERO3, 2),
+    "zero3, kept, 2": (f"{ZERO3} --torch-fsdp2-no-reshard-after-forward", 2),
+    "zero1, 4": (ZERO1, 4),
+    "zero3, 2 x 2": (f"{ZERO3} --num-distributed-optimizer-instances 2", 4),
+}
+# each goes on from the one before; the last one's end is an uninterrupted run's
+RING = ["zero1, 2", "ddp, 2", "zero3, 2 x 2", "zero1, 4", "alone", "zero3, 2"]
+
+
+QUICK = [  # in the default tests
+    *[(model, layout) for model in ("fp32, llama", "bf16", "fp16") for layout in ("zero1, 2", "zero3, 2")],
+    ("fp32, per token", "zero1, 2"), ("fp16, sums in fp32", "zero3, 2"),
+]  # fmt: skip
+
+
+def run_cases(folder: Path, cases: list[tuple[str, str]]) -> Path:
+    """Models on one rank, in folder alone, and in their layouts on several, in folders 2 and 4."""
+    (folder / "alone").mkdir()
+    with alone(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.chdir(folder / "alone")
+        for name in {model for model, _ in cases}:
+            train(flags(TRAIN, MODELS[name][0]), Path(name))
+    for ranks in {LAYOUTS[layout][1] for _, layout in cases}:
+        argvs = {
+            f"{model}; {layout}": flags(TRAIN, MODELS[model][0], LAYOUTS[layout][0], "--eval-interval 3 --eval-iters 1")
+            for model, layout in cases
+            if LAYOUTS[layout][1] == ranks
+        }
+        (folder / f"{ranks}.json").write_text(json.dumps(argvs))
+        on_ranks("launch:train_all", folder / str(ranks), str(folder / f"{ranks}.json"), ranks=ranks)
+    return folder
+
+
+def check_case(folder: Path, model: str, layout: str):
+    one, many = steps(folder / "alone" / model), steps(folder / str(LAYOUTS[layout][1]) / f"{model}; {layout}")
+    within = MODELS[model][1]
+    assert len(many) == ITERATIONS
+    assert [step["loss"] for step in many] == pytest.approx([step["loss"] for step in one], rel=0, abs=within)
+    assert many[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=max(within, 1e-5))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return run_cases(tmp_path_factory.mktemp("sharded"), QUICK)
+
+
+@pytest.mark.xdist_group("sharded")
+@pytest.mark.parametrize(("model", "layout"), QUICK)
+def test_all_ranks_are_one(runs, model, layout):
+    check_case(runs, model, layout)
+
+
+@pytest.mark.slow
+def test_all_models_on_all_layouts_are_one_rank(tmp_path):
+    cases = [(model, layout) for model in MODELS for layout in LAYOUTS]
+    run_cases(tmp_path, cases)
+    for model, layout in cases:
+        check_case(tmp_path, model, layout)
+
+
+# --- checkpoints know no layout
+
+
+def hand_on(folder: Path, words: str, ring: list[str]):
+    """One iteration on each layout of `ring`, each going on from the one before."""
+    (folder / "alone").mkdir(parents=True)
+    for layout in ring:
+        layout_words, ranks = LAYOUTS.get(layout, ("", 1))
+        argv = flags(
+            TRAIN,
+            words,
+            layout_words,
+            "--exit-interval 1 --save-interval 1 --load",
+            folder / "kept",
+            "--save",
+            folder / "kept",
+        )
+        if ranks == 1:
+            with alone(), contextlib.redirect_stdout(io.StringIO()):
+                train(argv, folder / "run")
+        else:
+            (folder / "argv.json").write_text(json.dumps({"run": argv}))
+            on_ranks("launch:train_all", folder, str(folder / "argv.json"), ranks=ranks)
+
+
+@pytest.mark.parametrize("words", ["", f"--fp16 {SCALE}"], ids=["fp32", "fp16"])
+def test_each_layout_goes_on_from_another(tmp_path, words):
+    ring = ["zero1, 2", "alone", "zero3, 2", "ddp, 2"]
+    hand_on(tmp_path, words, ring)
+    check_ring(tmp_path, words, len(ring))
+
+
+@pytest.mark.slow
+def test_a_ring_of_layouts(tmp_path):
+    ring = ["zero1, 2", "zero1, 4", "ddp, 2", "zero3, 2 x 2", "alone", "zero3, 2"]
+    hand_on(tmp_path, "", ring)
+    check_ring(tmp_path, "", len(ring))
+
+
+def check_ring(folder: Path, words: str, length: int):
+    with alone(), contextlib.redirect_stdout(io.StringIO()):
+        train(
+            flags(TRAIN, words, "--save", folder / "whole", f"--exit-interval {length} --save-interval {length}"),
+            folder / "alone",
+        )
+    whole, handed_on = checkpoint(folder / "whole", length), checkpoint(folder / "kept", length)
+    within = 5e-4 if words else 2e-6
+    assert losses(folder / "run") == pytest.approx(losses(folder / "alone"), rel=0, abs=within)
+    names = [name for name in whole if name != "record" and not name.startswith("random.")]
+    assert not [n for n in names if not torch.allclose(whole[n].float(), handed_on[n].float(), atol=0.02)]
+
+
+def load_and_save(world, argv: str):
+    """For on_ranks: what is loaded from --load is saved again, before any step."""
+    plan = plan_of(json.loads(argv), world)
+    replica = replicate(plan, build_model(plan, CPU), make_mesh(plan, CPU))
+    checkpoints = Checkpoints(plan, replica, Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks), CPU)
+    progress = Progress()
+    with checkpoints:
+        checkpoints.load(progress)
+        checkpoints.save(progress)
+
+
+@pytest.mark.xdist_group("saved by one rank")
+@pytest.mark.parametrize("words", ["", "--async-save", "--ckpt-format torch"])
+@pytest.mark.parametrize("layout", [ZERO1, ZERO3])
+def test_what_is_loaded_and_saved_again_is_the_same(saved, tmp_path, words, layout):
+    argv = flags(TRAIN, f"{LLAMA} --bf16", words, layout, "--load", saved, "--save", tmp_path / "again")
+    on_ranks("test_parallel_sharded:load_and_save", tmp_path, json.dumps(argv))
+    first, again = checkpoint(saved, 2), checkpoint(tmp_path / "again", 2)
+    names = [name for name in first if name != "record" and not name.startswith("random.")]
+    assert len(names) > 50 and all(same(first[name], again[name]) for name in names)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two steps of one rank."""
+    folder = tmp_path_factory.mktemp("saved")
+    with alone(), contextlib.redirect_stdout(io.StringIO()):
+        train(flags(TRAIN, f"{LLAMA} --bf16 --exit-interval 2", "--save", folder / "kept"), folder)
+    return folder / "kept"
+
+
+# --- what travels, and what is held
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes of each kind of collective as this rank hands them in, or, of a gathering, gets them."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+            self.bytes[function.overloadpacket.__name__] += max(tensor.nbytes for tensor in tensors)
+        return function(*arguments, **(named or {}))
+
+
+def measure(world, argv: str):
+    """For on_ranks: prints the bytes that a second step sends, and those of the optimizer's tensors."""
+    plan = plan_of(json.loads(argv), world)
+    model = build_model(plan, CPU)
+    layer, number = (sum(p.numel() for p in part.parameters()) for part in (model.decoder.layers[0], model))
+    replica = replicate(plan, model, make_mesh(plan, CPU))
+    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks)
+    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, None))
+    batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
+    for traffic in (Traffic(), Traffic()):
+        with traffic:
+            step(batches, 0, lambda phase: contextlib.nullcontext())
+    states = sum(v.nbytes for state in optimizer.engine.state.values() for v in state.values() if v.ndim)
+    weights = sum(p.nbytes for p in replica.parameters)
+    print(json.dumps([layer, number, weights, states, traffic.bytes]))
+
+
+@pytest.mark.parametrize("layout", [ZERO1, ZERO3])
+def test_bytes(tmp_path, layout):
+    """Two micro-batches of two layers. ZeRO-1: 4 bytes per parameter reduce-scattered, 2 gathered. ZeRO-3: 4 per micro-batch,
+    and in each a layer is gathered twice."""
+    argv = flags(f"--fp16 --accumulate-allreduce-grads-in-fp32 {layout}")
+    for output in on_ranks("test_parallel_sharded:measure", tmp_path, json.dumps(argv)):
+        layer, number, weights, states, sent = json.loads(output.splitlines()[-1])
+        assert weights == 4 * number / 2 and states == 2 * weights
+        again = 1 if layout == ZERO1 else 2
+        gathered = 2 * number if layout == ZERO1 else 2 * (2 * number + 2 * 2 * layer)
+        assert sent == {"_reduce_scatter_base_": 4 * number * again, "_allgather_base_": gathered, "allreduce_": 4}
+
+
+@pytest.mark.parametrize("words", [f"{ZERO1} --bf16", pytest.param(ZERO3, marks=pytest.mark.slow), f"{ZERO3} --fp16"])
+def test_the_rehearsed_peak_is_the_recorded_one(tmp_path, words):
+    argv = flags(
+        words, "--train-iters 3 --num-layers 4 --hidden-size 64 --global-batch-size 8 --record-memory-history --no-report",
+        "--profile-step-start 0 --profile-step-end 3 --memory-snapshot-path", tmp_path / "memory.pickle",
+    )  # fmt: skip
+    (tmp_path / "argv.json").write_text(json.dumps({"run": argv}))
+    on_ranks("launch:train_all", tmp_path, str(tmp_path / "argv.json"))
+    recorded, expected = read_snapshot(tmp_path / "memory.pickle"), rehearse(plan_of(argv, World(0, 2, 0, 2)))
+    # the loop's own scalars, which the rehearsal has none of, and what gloo's threads have not let go of yet
+    assert 0 <= recorded.peak_bytes - expected.allocated_peak_bytes <= 0.05 * recorded.peak_bytes
+    found = {held.category: held.num_bytes for held in recorded.held}
+    for kind in ("moments", "master weights"):
+        assert abs(found[kind] - expected.categories[kind]) <= 1024
+
+
+# --- an overflow anywhere, and mistakes
+
+
+def overflow(world):
+    """For on_ranks: an Inf in one rank's loss."""
+    plan = plan_of(flags(f"--fp16 {SCALE} {ZERO1}"), world)
+    replica = replicate(plan, build_model(plan, CPU), make_mesh(plan, CPU))
+    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks)
+    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, None))
+    batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
+    forward, skipped = GPT.forward, []
+    for number in range(3):
+        scale = float("inf") if number == 1 and world.rank == 1 else 1.0
+        GPT.forward = lambda *inputs, scale=scale: forward(*inputs) * scale
+        skipped.append(bool(step(batches, 0, lambda phase: contextlib.nullcontext()).update.skipped))
+    print(json.dumps(skipped))
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path):
+    outputs = on_ranks("test_parallel_sharded:overflow", tmp_path)
+    assert [json.loads(output.splitlines()[-1]) for output in outputs] == [[False, True, False]] * 2
+
+
+def test_rows():
+    of_each = [Sharding(4, False).find_rows((10, 3), index) for index in range(4)]
+    assert of_each == [Rows(a, b, (10, 3)) for a, b in ((0, 3), (3, 6), (6, 9), (9, 10))]
+    assert [Sharding(4, False).find_rows((2,), index).shape for index in range(4)] == [(1,), (1,), (0,), (0,)]
