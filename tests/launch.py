@@ -28,7 +28,7 @@ from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
-from megatron_lite.instruments.base import Instruments
+from megatron_lite.instruments.base import Instrument, Instruments
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import set_up_logging
@@ -106,6 +106,17 @@ def quietly(argv: list[str], run_dir: Path, watchers=()) -> tuple[str | None, st
     with contextlib.redirect_stdout(io.StringIO()) as out:
         reason = train(argv, run_dir, watchers=watchers)
     return reason, out.getvalue()
+
+
+class Interrupts(Instrument):
+    """Ctrl-C before a step: from the training itself, as far as other instruments can tell."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def begin(self, step):
+        if step == self.step:
+            raise KeyboardInterrupt
 
 
 def steps(run_dir: Path) -> list[dict]:

@@ -1,5 +1,4 @@
 import hashlib
-import io
 import json
 import os
 import signal
@@ -10,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import Terminal
 
 from megatron_lite.cli.datasets import PreprocessLine
 from megatron_lite.cli.main import main
@@ -106,11 +106,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(name, content, argv, said, tmp_pa
     assert main(["preprocess", "--input", str(path), "--output-prefix", f"{tmp_path}/out", *argv]) == 2
     message = capsys.readouterr().err
     assert said in message and message.count("\n") == 1
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def test_progress_on_a_terminal_is_wiped_before_the_summary(tmp_path, monkeypatch, capsys):

@@ -2,21 +2,14 @@
 
 import numpy as np
 import pytest
+from data_maker import write_data
 
 from megatron_lite.data.dataset_check import inspect
 from megatron_lite.data.indexed import HEADER, IndexedDataset
-from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
 
 DOCUMENTS = [[1, 2, 3], [], [4, 5], [9], [], [6, 7, 8, 0]]
 VOCABULARIES = [10, 100_000]  # uint16, int32
-
-
-def write(tmp_path, vocab_size):
-    with IndexedWriter(str(tmp_path / "x"), vocab_size) as writer:
-        for document in DOCUMENTS:
-            writer.add_document(document)
-    return str(tmp_path / "x")
 
 
 def flips(path):
@@ -49,7 +42,7 @@ def test_index(tmp_path, vocab_size):
     Lengths and pointers say the same twice, and their sum is the size of .bin. The marks of documents are said once: one
     that stays between its neighbours is as good as another, and only the inspector counts documents.
     """
-    prefix = write(tmp_path, vocab_size)
+    prefix = write_data(tmp_path / "x", DOCUMENTS, vocab_size)
     sound = IndexedDataset(prefix)
     marks_at, passed = HEADER.size + 12 * len(sound), 0
     for bit in flips(tmp_path / "x.idx"):
@@ -68,7 +61,7 @@ def test_index(tmp_path, vocab_size):
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_tokens(tmp_path, vocab_size):
     """An id outside the vocabulary is found; one inside is as good as what stood there."""
-    prefix = write(tmp_path, vocab_size)
+    prefix = write_data(tmp_path / "x", DOCUMENTS, vocab_size)
     sound = np.fromfile(prefix + ".bin", IndexedDataset(prefix).dtype)
     for _ in flips(tmp_path / "x.bin"):
         tokens = np.fromfile(prefix + ".bin", sound.dtype)
@@ -85,7 +78,7 @@ def test_tokens(tmp_path, vocab_size):
 
 @pytest.mark.parametrize("ending", [".idx", ".bin"])
 def test_every_length_but_the_right_one_is_refused(tmp_path, ending):
-    prefix = write(tmp_path, 10)
+    prefix = write_data(tmp_path / "x", DOCUMENTS, 10)
     path = tmp_path / f"x{ending}"
     raw = path.read_bytes()
     with_modes = len(raw) + len(IndexedDataset(prefix)) if ending == ".idx" else None

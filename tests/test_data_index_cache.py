@@ -6,21 +6,19 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import LIMIT_S
+from data_maker import contents, write_data
+from waiting import LIMIT_S, full_disk
 
 from megatron_lite.data import index_cache
 from megatron_lite.data.blend_order import BlendedDataset
 from megatron_lite.data.gpt_dataset import GPTDataset, sample_recipe
 from megatron_lite.data.index_cache import IndexCache, IndexFiles
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
 from megatron_lite.shared_files import Lock, try_lock
 
@@ -30,10 +28,7 @@ LENGTHS = [7, 1, 20, 2, 2, 9, 30, 11]
 
 @pytest.fixture
 def indexed(tmp_path):
-    with IndexedWriter(str(tmp_path / "corpus"), 1000) as writer:
-        for length in LENGTHS:
-            writer.add_document(range(length))
-    return IndexedDataset(str(tmp_path / "corpus"))
+    return IndexedDataset(write_data(tmp_path / "corpus", map(range, LENGTHS), 1000))
 
 
 @pytest.fixture
@@ -63,10 +58,6 @@ def assert_same(mine, other):
     for name in NAMES:
         a, b = getattr(mine, name), getattr(other, name)
         assert a.dtype == b.dtype and np.array_equal(a, b), name
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()} if Path(folder).exists() else {}
 
 
 def must_not_build(*args):
@@ -134,18 +125,16 @@ def test_name_knows_format_kind_and_split_and_not_the_tokens(indexed, cache, mon
         patch.setattr(index_cache, "FORMAT", "another")
         assert len(names | {entry.name}) == 4
     dataset(indexed, cache)
-    with IndexedWriter(str(tmp_path / "elsewhere"), 1000) as writer:
-        for length in LENGTHS:
-            writer.add_document([7] * length)
+    elsewhere = write_data(tmp_path / "elsewhere", ([7] * length for length in LENGTHS), 1000)
     no_building()
-    assert set(dataset(IndexedDataset(str(tmp_path / "elsewhere")), cache)[0].tolist()) == {7}
+    assert set(dataset(IndexedDataset(elsewhere), cache)[0].tolist()) == {7}
 
 
 def test_small_indices_leave_no_file_beside_the_data_and_large_ones_do(indexed, monkeypatch, tmp_path, heard):
-    before = content(tmp_path)
+    before = contents(tmp_path)
     cache = IndexCache(None)
     dataset(indexed, cache)
-    assert content(tmp_path) == before
+    assert contents(tmp_path) == before
     monkeypatch.setattr(index_cache, "LARGE", 20)
     (tmp_path / "corpus").write_text("in the way")  # no mistake: they stay in memory
     assert_same(dataset(indexed, cache), dataset(indexed))
@@ -171,17 +160,13 @@ def test_read_only_cache_that_has_everything_serves(indexed, cache, monkeypatch)
 
 
 def test_full_disk_leaves_nothing_behind(indexed, cache, tmp_path, heard, monkeypatch):
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, old[1]))
-    try:
+    with full_disk(200):
         with pytest.raises(DataError, match=r"^--data-cache-path \S+: cannot be written \(File too large\); .*$"):
             dataset(indexed, cache)
         monkeypatch.setattr(index_cache, "LARGE", 20)
         assert_same(dataset(indexed, IndexCache(None)), dataset(indexed))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    assert len(heard) == 1 and content(tmp_path / "kept") == {}
-    assert content(tmp_path / "corpus/cache/GPTDataset_indices") == {}
+    assert len(heard) == 1 and contents(tmp_path / "kept") == {}
+    assert contents(tmp_path / "corpus/cache/GPTDataset_indices") == {}
 
 
 def entry_files(indexed, cache, tmp_path):
@@ -232,12 +217,12 @@ DAMAGE = {
 def test_damage_is_said_and_mended(indexed, cache, tmp_path, heard, kind):
     which, change, message = DAMAGE[kind]
     files = entry_files(indexed, cache, tmp_path)
-    sound = content(tmp_path / "kept")
+    sound = contents(tmp_path / "kept")
     rewrite(files[which], change(files[which].read_bytes()))
     assert_same(dataset(indexed, cache), dataset(indexed))
     assert len(heard) == 1
     assert re.search(rf"^  index cache \S+: \S+ {message}.*; built again$", heard[0])
-    assert content(tmp_path / "kept") == sound
+    assert contents(tmp_path / "kept") == sound
 
 
 def test_arrays_of_another_shape_are_refused_though_their_checksums_are_right(indexed, cache, tmp_path, heard):
@@ -309,13 +294,13 @@ def test_what_a_killed_writer_left_is_removed_and_half_an_entry_is_none(indexed,
     child.start()
     child.join(20)
     assert child.exitcode == 9
-    assert any(name.endswith(".tmp") for name in content(tmp_path / "kept"))
+    assert any(name.endswith(".tmp") for name in contents(tmp_path / "kept"))
     assert_same(dataset(indexed, cache), dataset(indexed))
     files = entry_files(indexed, cache, tmp_path)
     rewrite(files["description"], None)
     assert_same(dataset(indexed, cache), dataset(indexed))
     assert heard == [] and files["description"].exists()
-    assert not any(name.startswith(".") or name.endswith(".lock") for name in content(tmp_path / "kept"))
+    assert not any(name.startswith(".") or name.endswith(".lock") for name in contents(tmp_path / "kept"))
 
 
 def test_eight_ranks_at_once_build_once(indexed, cache, tmp_path):
@@ -330,7 +315,7 @@ def test_eight_ranks_at_once_build_once(indexed, cache, tmp_path):
     assert [rank.exitcode for rank in ranks] == [0] * 8
     assert len(set(answers)) == 1
     assert (tmp_path / "built").read_text() == "x"
-    assert not any(name.endswith(".lock") for name in content(tmp_path / "kept"))
+    assert not any(name.endswith(".lock") for name in contents(tmp_path / "kept"))
 
 
 def _one_rank(indexed, cache, barrier, results, folder):
@@ -356,7 +341,7 @@ def test_a_file_system_without_locks(indexed, cache, monkeypatch, tmp_path, erro
     monkeypatch.setattr("fcntl.flock", refuse)
     assert isinstance(dataset(indexed, cache).sample_index, np.memmap)
     assert_same(dataset(indexed, cache), dataset(indexed))
-    assert len(content(tmp_path / "kept")) == 4
+    assert len(contents(tmp_path / "kept")) == 4
 
 
 def test_a_builder_that_hangs_is_not_waited_for_for_ever(indexed, cache, monkeypatch, tmp_path, heard):

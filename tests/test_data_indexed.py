@@ -4,12 +4,13 @@ Patterns that run from ^ to $ without a line break also hold that a message is o
 """
 
 import pickle
-import resource
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from data_maker import write_data
+from waiting import full_disk
 
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedWriter
@@ -30,16 +31,9 @@ GOLDEN_IDX = b"".join(
 )
 
 
-def write(prefix, documents, vocab_size=50_257):
-    with IndexedWriter(str(prefix), vocab_size) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return str(prefix)
-
-
 @pytest.fixture
 def prefix(tmp_path):
-    return write(tmp_path / "corpus", DOCUMENTS)
+    return write_data(tmp_path / "corpus", DOCUMENTS)
 
 
 def test_bytes_are_the_format_and_read_back_as_what_was_written(prefix):
@@ -61,13 +55,13 @@ def test_bytes_are_the_format_and_read_back_as_what_was_written(prefix):
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_499, np.uint16), (65_500, np.int32)])
 def test_token_type_follows_the_vocabulary(tmp_path, vocab_size, dtype):
-    indexed = IndexedDataset(write(tmp_path / "x", [[vocab_size - 1]], vocab_size))
+    indexed = IndexedDataset(write_data(tmp_path / "x", [[vocab_size - 1]], vocab_size))
     assert indexed.dtype == dtype
     assert indexed.tokens(0).tolist() == [vocab_size - 1]
 
 
 def test_pickling_opens_the_files_again(tmp_path):
-    pickled = pickle.dumps(IndexedDataset(write(tmp_path / "x", [np.arange(50_000)])))
+    pickled = pickle.dumps(IndexedDataset(write_data(tmp_path / "x", [np.arange(50_000)])))
     assert len(pickled) < 1000
     assert pickle.loads(pickled).tokens(0, 49_999).tolist() == [49_999]
 
@@ -75,9 +69,9 @@ def test_pickling_opens_the_files_again(tmp_path):
 def test_extreme_token_ids_see_all_of_a_small_file_and_every_region_of_a_large_one(tmp_path):
     ids = np.zeros(100_000, np.int64)
     ids[77_777] = 9
-    assert IndexedDataset(write(tmp_path / "small", [ids])).extreme_token_ids() == (0, 9)
+    assert IndexedDataset(write_data(tmp_path / "small", [ids])).extreme_token_ids() == (0, 9)
     ids[60_000:70_000] = 8
-    smallest, largest = IndexedDataset(write(tmp_path / "large", [ids])).extreme_token_ids(sample=10_000)
+    smallest, largest = IndexedDataset(write_data(tmp_path / "large", [ids])).extreme_token_ids(sample=10_000)
     assert smallest == 0 and largest >= 8
 
 
@@ -94,9 +88,9 @@ REFUSED = {
 def test_refused_document_leaves_no_file(tmp_path, kind):
     document, vocab_size, message = REFUSED[kind]
     with pytest.raises(DataError, match=rf"^\S+: {message}$"):
-        write(tmp_path / "x", [[1], document], vocab_size)
+        write_data(tmp_path / "x", [[1], document], vocab_size)
     with pytest.raises(DataError, match=r"^\S+: not a single token to write; .*$"):
-        write(tmp_path / "x", [[]])
+        write_data(tmp_path / "x", [[]])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,7 +101,7 @@ def test_failure_keeps_the_files_of_an_earlier_run(prefix, monkeypatch):
     assert Path(prefix + ".bin").read_bytes() == GOLDEN_BIN
     assert len(list(Path(prefix).parent.iterdir())) == 2
     with pytest.raises(DataError, match=r"^\S+: cannot be written \(.*\); .*$"):
-        write(prefix + ".bin/x", [[1]])
+        write_data(prefix + ".bin/x", [[1]])
 
     def replace(source, target):
         if target.endswith(".idx"):
@@ -117,19 +111,15 @@ def test_failure_keeps_the_files_of_an_earlier_run(prefix, monkeypatch):
     # dying between the renames leaves no index beside a foreign .bin
     monkeypatch.setattr("os.replace", replace)
     with pytest.raises(DataError, match=r"^\S+: cannot be written \(Input/output error\); .*$"):
-        write(prefix, [[7]])
+        write_data(prefix, [[7]])
     assert not Path(prefix + ".idx").exists()
 
 
 @pytest.mark.parametrize("num_tokens", [100, 100_000], ids=["at-closing", "while-writing"])
 def test_full_disk_is_one_line_and_leaves_no_file(tmp_path, num_tokens):
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, old[1]))
-    try:
-        with pytest.raises(DataError, match=r"^\S+: cannot be written \(File too large\); free some space .*$"):
-            write(tmp_path / "x", [np.ones(num_tokens, int)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    message = r"^\S+: cannot be written \(File too large\); free some space .*$"
+    with full_disk(64), pytest.raises(DataError, match=message):
+        write_data(tmp_path / "x", [np.ones(num_tokens, int)])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -145,7 +135,7 @@ MISSING = {  # what is opened, which file is removed before: what is said
 @pytest.mark.parametrize("kind", MISSING)
 def test_missing_files_are_named_with_the_flag(prefix, tmp_path, kind):
     name, removed, message = MISSING[kind]
-    write(tmp_path / "text_text_document", DOCUMENTS)
+    write_data(tmp_path / "text_text_document", DOCUMENTS)
     if removed:
         (tmp_path / removed).unlink()
     for flag in ("--data-path", "--valid-data-path"):

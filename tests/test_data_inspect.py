@@ -7,28 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_maker import write_data
 
 from megatron_lite.cli.main import main
 from megatron_lite.data import dataset_check as module
 from megatron_lite.data.dataset_check import inspect
 from megatron_lite.data.indexed import HEADER, MAGIC
-from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
 
 EOD = 9
 DOCUMENTS = [[1, 2, EOD], [], [4, EOD], [1, 2, EOD], [5, EOD, 6, 7, EOD], [4, EOD], [1, 2, EOD], [8], [4, 0]]
 
 
-def write(prefix, documents, vocab_size=10):
-    with IndexedWriter(str(prefix), vocab_size) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return str(prefix)
-
-
 @pytest.fixture
 def prefix(tmp_path):
-    return write(tmp_path / "x", DOCUMENTS)
+    return write_data(tmp_path / "x", DOCUMENTS, 10)
 
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 20])
@@ -60,7 +53,7 @@ def index_of(path, lengths, marks):
 def test_other_ends_several_sequences_and_no_duplicates(prefix, tmp_path):
     found = inspect(prefix, eod=2)
     assert (found.end_id, found.ending_so, found.end_id_inside) == (2, 0, 3)
-    found = inspect(write(tmp_path / "y", [[1, 2], [1], [2], [2, 1], [], []]))
+    found = inspect(write_data(tmp_path / "y", [[1, 2], [1], [2], [2, 1], [], []], 10))
     assert (found.duplicates, found.duplicate_pair) == (0, None)
     index_of(prefix + ".idx", [3, 2, 3, 5, 2, 3, 1, 2], [2, 2, 8])  # documents are measured as a whole
     found = inspect(prefix)
@@ -85,7 +78,7 @@ def test_an_id_outside_the_vocabulary_is_found_wherever_it_stands(prefix, monkey
 
 @pytest.mark.parametrize("vocab_size", [None, 100_000])
 def test_a_negative_id_is_damage_with_or_without_a_vocabulary(tmp_path, vocab_size):
-    prefix = write(tmp_path / "wide", [[1, 2, 3]], 100_000)
+    prefix = write_data(tmp_path / "wide", [[1, 2, 3]], 100_000)
     Path(prefix + ".bin").write_bytes(np.array([1, -2, 3], "<i4").tobytes())
     with pytest.raises(DataError, match=r"^\S+wide\.bin: token 1 \(document 0\) is the id -2; copy the file again .*$"):
         inspect(prefix, vocab_size)
@@ -119,7 +112,7 @@ def test_the_command_shows_what_it_found(prefix, capsys):
 
 
 def test_a_sample_cannot_command_the_terminal(tmp_path, capsys):
-    prefix = write(tmp_path / "y", [[*b"\x1b[2Jred\n", 256]], 257)
+    prefix = write_data(tmp_path / "y", [[*b"\x1b[2Jred\n", 256]], 257)
     assert main(["inspect", prefix, "--tokenizer-type", "ByteTokenizer"]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and r"'\x1b[2Jred\n<|endoftext|>'" in shown
@@ -128,7 +121,7 @@ def test_a_sample_cannot_command_the_terminal(tmp_path, capsys):
 
 
 def test_damaged_ones_are_named_and_the_others_shown(prefix, tmp_path, capsys):
-    cut, turned = write(tmp_path / "cut", DOCUMENTS), write(tmp_path / "turned", DOCUMENTS)
+    cut, turned = (write_data(tmp_path / name, DOCUMENTS, 10) for name in ("cut", "turned"))
     Path(cut + ".bin").write_bytes(b"odd")
     with open(turned + ".idx", "r+b") as index:
         index.seek(HEADER.size + 12 * 8 + 8)

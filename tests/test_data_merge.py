@@ -5,18 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_maker import write_data
 
 from megatron_lite.cli.main import main
 from megatron_lite.data import indexed_writer
-from megatron_lite.data.indexed_writer import IndexedWriter, merge
+from megatron_lite.data.indexed_writer import merge
 from megatron_lite.errors import DataError
-
-
-def write(prefix, documents, vocab_size=50_257):
-    with IndexedWriter(str(prefix), vocab_size) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return str(prefix)
 
 
 def contents(prefix):
@@ -27,9 +21,9 @@ def contents(prefix):
 def parts(tmp_path):
     """Three data sets; documents that are empty stand at their beginnings and ends, where marks could get lost."""
     return [
-        write(tmp_path / "a", [[1, 2, 3], [4], []]),
-        write(tmp_path / "b", [[], [5, 6]]),
-        write(tmp_path / "c", [[7], [], [8, 9, 10]]),
+        write_data(tmp_path / "a", [[1, 2, 3], [4], []]),
+        write_data(tmp_path / "b", [[], [5, 6]]),
+        write_data(tmp_path / "c", [[7], [], [8, 9, 10]]),
     ]
 
 
@@ -39,7 +33,7 @@ def test_it_is_as_if_all_had_been_written_to_one(parts, tmp_path, monkeypatch, b
     monkeypatch.setattr(indexed_writer, "INDEX_BLOCK", block)
     seen = []
     written = merge(parts, str(tmp_path / "new" / "all"), report=seen.append)
-    write(tmp_path / "one", [[1, 2, 3], [4], [], [], [5, 6], [7], [], [8, 9, 10]])
+    write_data(tmp_path / "one", [[1, 2, 3], [4], [], [], [5, 6], [7], [], [8, 9, 10]])
     assert contents(tmp_path / "new" / "all") == contents(tmp_path / "one")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["all.bin", "all.idx"]
     assert tuple(written) == (10, 5, 8) and seen[-1] == 10
@@ -52,7 +46,7 @@ def test_same_bytes_as_megatrons_add_index(tmp_path, vocab_size):
     parts = []
     for number in range(3):
         documents = [random.randint(0, vocab_size, random.randint(0, 30)) for _ in range(200)]
-        parts.append(write(tmp_path / f"part{number}", documents, vocab_size))
+        parts.append(write_data(tmp_path / f"part{number}", documents, vocab_size))
     # Documents of several sequences: ours are read from them, though preprocessing never makes them.
     dtype = megatron.DType.optimal_dtype(vocab_size)
     builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/several.bin", dtype=dtype)
@@ -114,7 +108,7 @@ def refused(parts, output, message):
 
 
 def test_what_cannot_be_merged_is_one_line_and_changes_nothing(parts, tmp_path):
-    out, wide = tmp_path / "all", write(tmp_path / "wide", [[1]], 100_000)
+    out, wide = tmp_path / "all", write_data(tmp_path / "wide", [[1]], 100_000)
     refused([*parts, wide], out, r"--inputs \S+/wide: its tokens are int32, those of \S+/a uint16; preprocess both .*")
     (tmp_path / "link").symlink_to(tmp_path)
     linked = tmp_path / "link" / "b"

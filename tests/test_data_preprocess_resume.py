@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -11,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT_S, wait_until
+from data_maker import contents
+from waiting import LIMIT_S, full_disk, wait_until
 
 from megatron_lite.data import resume_state, text_files
 from megatron_lite.data.preprocess import preprocess
@@ -52,10 +52,6 @@ def run(inputs, prefix, stop_after=None, said=None, **options):
 
     arguments = {"json_keys": ("text", "title"), "on_error": "skip", "report": report} | options
     return preprocess(inputs, prefix, BYTES, say=[].append if said is None else said.append, **arguments)
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 @pytest.fixture
@@ -172,14 +168,9 @@ def test_what_could_not_be_continued_is_not_kept(inputs, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_up_costs_nothing_that_was_done(inputs, whole, tmp_path):
-    old, said = resource.getrlimit(resource.RLIMIT_FSIZE), []
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, old[1]))
-    message = r"^\S+x_text_document: cannot be written \(File too large\); free some space .*$"
-    try:
-        with pytest.raises(DataError, match=message):
-            run(inputs, tmp_path / "parts" / "x")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    message, said = r"^\S+x_text_document: cannot be written \(File too large\); free some space .*$", []
+    with full_disk(3000), pytest.raises(DataError, match=message):
+        run(inputs, tmp_path / "parts" / "x")
     assert not [name for name in contents(tmp_path / "parts") if name.endswith((".bin", ".idx"))]
     run(inputs, tmp_path / "parts" / "x", said=said)
     assert "goes on after" in said[0] and contents(tmp_path / "parts") == whole[1]

@@ -7,9 +7,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
+from data_maker import contents
 
 from megatron_lite.cli.main import main
 from megatron_lite.data import resume_state, text_files
@@ -37,10 +37,6 @@ def lines(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"number {i} " * (i % 9)}) + "\n" for i in range(500)))
     return path
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def test_the_same_bytes_for_any_number_of_workers(lines, tmp_path):

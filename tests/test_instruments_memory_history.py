@@ -2,13 +2,13 @@
 
 import json
 import re
-import resource
 
 import pytest
 import torch
 from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, plan_of, quietly, same
 from snapshots import PLAIN, live_at_each_moment, live_blocks, protocol, read_snapshot, trace, types_in
 from torch.cuda import _memory_viz
+from waiting import full_disk
 
 from megatron_lite.errors import UserError
 from megatron_lite.instruments.base import Instrument, Instruments, Window
@@ -246,13 +246,9 @@ def test_a_small_ring_keeps_the_newest_events_and_all_stacks_of_weights(tmp_path
 
 
 def test_a_full_disk_costs_the_file_only(tmp_path, plain):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
+    with full_disk(20_000):
         argv = flags(SHAPE, RECORD, *DROPOUT, "--memory-snapshot-path", tmp_path / "s.pickle")
         _, out = quietly(argv, tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     lines = [line for line in out.splitlines() if "memory" in line]
     lost = f"--memory-snapshot-path: {tmp_path / 's.pickle'} could not be written (File too large) and is lost; "
     assert lines == [lost + "training goes on."]

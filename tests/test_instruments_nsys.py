@@ -11,12 +11,12 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from launch import DROPOUT, alone, flags, losses, plan_of, quietly
+from launch import DROPOUT, Interrupts, alone, flags, losses, plan_of, quietly
 from waiting import LIMIT_S
 
 from megatron_lite.config.world import World, read_world
 from megatron_lite.instruments import nsys_range
-from megatron_lite.instruments.base import Instrument, Instruments, Window
+from megatron_lite.instruments.base import Instruments, Window
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange, PackageNvtx, TorchNvtx, choose_nvtx
 from megatron_lite.instruments.timeline import Timeline
@@ -100,12 +100,6 @@ def test_the_window_holds_its_steps_and_their_phases_and_changes_nothing(notes, 
     assert losses(tmp_path / "on") == losses(tmp_path / "off")
 
 
-class Fails(Instrument):
-    def begin(self, step):
-        if step == 4:
-            raise KeyboardInterrupt  # from the training itself, as far as the others can tell
-
-
 def test_runs_that_resume_or_end_or_fail_inside_the_window_leave_no_range_open(notes, tmp_path):
     said, window = [], Window(range(3, 5))
     window.started_at = 4
@@ -118,7 +112,7 @@ def test_runs_that_resume_or_end_or_fail_inside_the_window_leave_no_range_open(n
         assert notes.step_names() == steps and notes.stack == [] and bool(notes.said) == bool(told)
         assert said == [f"marked for Nsight Systems: {line}" for line in told]
     with pytest.raises(KeyboardInterrupt):
-        profiled(flags("--train-iters 9", WINDOW), tmp_path / "failed", Fails())
+        profiled(flags("--train-iters 9", WINDOW), tmp_path / "failed", Interrupts(4))
     assert notes.step_names() == ["step 3", "step 4"]
     assert notes.stack == [] and notes.said[-1] == f"end of {CAPTURE}"
 

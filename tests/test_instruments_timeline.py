@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launch import alone, flags, intervals, on_ranks, quietly, steps, train
+from launch import Interrupts, alone, flags, intervals, on_ranks, quietly, steps, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.modules.module import register_module_full_backward_hook
 from training_maker import ordinary_steps, run
@@ -377,14 +377,8 @@ def test_two_ranks_are_compared(tmp_path):
 
 def test_a_failed_run_writes_its_steps_without_the_ranks(tmp_path):
     """Nothing is gathered on the way out, since others may be gone."""
-
-    class Fails(Instrument):
-        def begin(self, step):
-            if step == 6:
-                raise KeyboardInterrupt
-
     with alone(), pytest.raises(KeyboardInterrupt):
-        quietly(flags("--train-iters 9"), tmp_path, [Fails()])
+        quietly(flags("--train-iters 9"), tmp_path, [Interrupts(6)])
     records = steps(tmp_path)
     assert [r["iteration"] for r in records] == [1, 2, 3, 4, 5] and intervals(tmp_path) == []
     assert all(r["loss"] > 0 and r["ms"] > 0 for r in records)  # also of the last two, which were still on their way

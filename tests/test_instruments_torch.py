@@ -7,20 +7,20 @@ import io
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launch import ALONE, REPO, alone, flags, losses, plan_of, quietly, same, train
+from launch import ALONE, REPO, Interrupts, alone, flags, losses, plan_of, quietly, same, train
 from traces import events, nested, spans, steps_of, trace, trace_files
+from waiting import full_disk
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.world import World
 from megatron_lite.instruments import torch_profiler
-from megatron_lite.instruments.base import Instrument, Instruments, Window
+from megatron_lite.instruments.base import Instruments, Window
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.module_ranges import ModuleRanges, find_modules
 from megatron_lite.instruments.timeline import Timeline
@@ -75,14 +75,9 @@ def test_the_trace_holds_the_window_and_its_phases(tmp_path):
 
 
 def test_a_run_that_fails_inside_the_window_writes_what_it_has(tmp_path):
-    class Fails(Instrument):
-        def begin(self, step):
-            if step == 5:
-                raise KeyboardInterrupt  # from the training itself, as far as the others can tell
-
     said = io.StringIO()
     with pytest.raises(KeyboardInterrupt), contextlib.redirect_stdout(said):
-        train(flags("--train-iters 9", PROFILE, "--profile-step-end 8"), tmp_path, watchers=[Fails()])
+        train(flags("--train-iters 9", PROFILE, "--profile-step-end 8"), tmp_path, watchers=[Interrupts(5)])
     assert steps_of(tmp_path) == [3, 4, 5]
     assert "profiled steps 3-5 of this run (the last one broken off), rank 0: " in said.getvalue()
     assert not torch.autograd._profiler_enabled()
@@ -240,12 +235,8 @@ def test_a_model_compiled_as_a_whole_shows_no_layers():
 
 
 def test_a_full_disk_costs_the_trace_and_one_line(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
+    with full_disk(100_000):
         _, out = quietly(flags("--train-iters 6", PROFILE, "--pytorch-profiler-collect-chakra"), tmp_path / "full")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     quietly(flags("--train-iters 6"), tmp_path / "plain")
     assert losses(tmp_path / "full") == losses(tmp_path / "plain") and len(losses(tmp_path / "full")) == 6
     said = re.findall(r"^profile of steps 3-4 of this run, rank 0, is lost; training goes on: .*$", out, re.MULTILINE)

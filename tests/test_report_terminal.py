@@ -6,6 +6,7 @@ import re
 
 import pytest
 import report_cases as cases
+from waiting import Terminal
 
 from megatron_lite.report.section import Table, table_lines
 from megatron_lite.report.sections.all import build_limitations, build_sections
@@ -89,12 +90,6 @@ def test_gaps_are_said_once_and_last():
 
 
 def test_colour_is_for_terminals_only(monkeypatch):
-    class Terminal(io.StringIO):
-        encoding = "UTF-8"
-
-        def isatty(self):
-            return True
-
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert get_style(Terminal()) == Style(colour=True, unicode=True)

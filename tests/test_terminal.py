@@ -1,6 +1,5 @@
 """What commands and trainer print, whoever reads it and wherever the text comes from."""
 
-import io
 import os
 import re
 import resource
@@ -16,7 +15,7 @@ from run_maker import folder as run_folder
 from snapshot_maker import MadeSnapshot
 from trace_maker import gpu_run
 from trace_maker import write as write_trace
-from waiting import LIMIT_S
+from waiting import LIMIT_S, Terminal
 
 from megatron_lite.cli.main import COMMANDS, main
 from megatron_lite.errors import UserError, is_memory_error
@@ -31,15 +30,6 @@ SMALL = (
     "--mock-data --vocab-size 256 --tokenizer-type NullTokenizer --num-layers 2 --hidden-size 64 --num-attention-heads 2 "
     "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --train-iters 2 --lr 1e-3"
 )
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
 
 
 def start(*words: str, **settings) -> subprocess.CompletedProcess:

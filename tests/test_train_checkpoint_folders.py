@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, quietly, steps, train
+from launch import DROPOUT, Interrupts, alone, checkpoint, flags, losses, on_ranks, quietly, steps, train
 from test_train_checkpoint_safety import flip, iterations
 
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.folder import CheckpointDir, missing, newest
 from megatron_lite.checkpoint.write import Background
 from megatron_lite.errors import CheckpointError
-from megatron_lite.instruments.base import Instrument
 from megatron_lite.run_folder import TRACKER_FILE, write_atomically
 from megatron_lite.train import checkpoint as train_checkpoint
 
@@ -201,15 +200,10 @@ def test_a_save_in_the_background_that_is_given_up_is_told(tmp_path, monkeypatch
     monkeypatch.setattr(train_checkpoint, "SECONDS_TO_FINISH", 0.1)
     monkeypatch.setattr(Background, "_run", lambda self, work: time.sleep(20))
 
-    class Fail(Instrument):
-        def begin(self, step):
-            if step == 4:
-                raise KeyboardInterrupt
-
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(KeyboardInterrupt):
         argv = flags(WHOLE, "--async-save --save-interval 3 --save", tmp_path / "save")
-        train(argv, tmp_path / "run", watchers=[Fail()])
+        train(argv, tmp_path / "run", watchers=[Interrupts(4)])
     assert "the checkpoint in the background is given up after 0.1 s" in out.getvalue()
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_maker import contents
 from launch import (
     DROPOUT,
     alone,
@@ -161,10 +162,6 @@ def test_no_checkpoint_yet(tmp_path):
     (tmp_path / "nothing").mkdir(exist_ok=True)
     message = refusal(tmp_path / "nothing", tmp_path, "--exit-on-missing-checkpoint")
     assert "--exit-on-missing-checkpoint" in message
-
-
-def contents(folder: Path) -> dict:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.mark.parametrize(
