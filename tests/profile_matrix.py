@@ -240,9 +240,8 @@ def main(argv: list[str]) -> int:
         print(f"{said} ({time.monotonic() - began:.1f} s)", flush=True)
         held = "; ".join(f"{kind} {_list_numbers(found)}" for kind, found in cell.found.items())
         wrong = "".join(f" WRONG: {text}" for text in cell.complaints)
-        rows.append(
-            f"| {way} | {case.name} | {cell.skipped or held + wrong} | {', '.join(cell.files)} | `{cell.command}` |"
-        )
+        found = cell.skipped or held + wrong
+        rows.append(f"| {way} | {case.name} | {found} | {', '.join(cell.files)} | `{cell.command}` |")
         code = code or int(bool(cell.complaints))
     print("\n| way | run | iterations in the files | files | command |\n| --- | --- | --- | --- | --- |")
     print(*rows, sep="\n")

@@ -94,21 +94,16 @@ def rank_time(
 
 def rank_kernels(rank: int | None = 0, name="ampere_bf16_s16816gemm", on_gpu=True) -> RankKernels:
     gemm = KernelRow(name, name, Role.GEMM, "forward", "aten::addmm", 96.0, 40.0, 0.6, TensorCores.YES, "bf16")
-    kernels = tuple(
-        dataclasses.replace(gemm, short=f"{name}_{at}", ms=40.0 / (at + 1), share=0.6 / (at + 1)) for at in range(12)
-    )
+    shares = {at: {"ms": 40.0 / (at + 1), "share": 0.6 / (at + 1)} for at in range(12)}
+    kernels = tuple(dataclasses.replace(gemm, short=f"{name}_{at}", **shares[at]) for at in shares)
     gemm_row = RooflineRow(
         "aten::addmm", "forward", "", (), Role.GEMM, "bf16", 24.0, 8.0, 1.6e12, 2e9, 200.0, 250.0, 3.0, "compute", 0.375
     )
     roofline = []
     for at in range(6):
         sizes = {"shape": f"[{8192 >> at}, 1024] x [1024, 4096] bf16", "dims": (8192 >> at, 4096, 1024)}
-        times = {
-            "ms": 8.0 / (at + 1),
-            "flops": 1.6e12 / (at + 1),
-            "achieved_tflops": 200.0 + at,
-            "bound_ms": 3.0 / (at + 1),
-        }
+        times = {"ms": 8.0 / (at + 1), "flops": 1.6e12 / (at + 1), "bound_ms": 3.0 / (at + 1)}
+        times |= {"achieved_tflops": 200.0 + at}
         roofline.append(dataclasses.replace(gemm_row, **sizes, **times))
     add = ("aten::add", "forward", "[8192, 4096] bf16", (), Role.ELEMENTWISE, "bf16")
     roofline.append(RooflineRow(*add, 48.0, 3.0, 0.0, 6e9, 0.0, 2000.0, 2.0, "memory", 0.66))
@@ -147,14 +142,8 @@ def snapshot(name="gpt.py:81 forward") -> Snapshot:
     )
     ends = [(f"step {at}", at * 50_000, (at + 1) * 50_000) for at in range(4)]
     growth = Growth(12 * 2**20, 4, (SiteBytes("train.py:9 log", "other", "log", "", 12 * 2**20, 1),))
-    told = {
-        "source": "snapshot.pickle",
-        "rank": 0,
-        "simulated": False,
-        "events": 120_000,
-        "complete": True,
-        "notes": (),
-    }
+    told = {"source": "snapshot.pickle", "rank": 0, "simulated": False, "events": 120_000, "notes": ()}
+    told |= {"complete": True}
     told |= {"peak_bytes": 32 * 2**30, "peak_time_us": 11000, "peak_phase": "backward", "held": held, "curve": curve}
     told |= {"sites": (SiteBytes(name, "activations", "forward", "layers.3.mlp", 2**30, 24),) * 6, "oom": None}
     told |= {"layers": (Layer(OUTSIDE, 2**28), *(Layer(f"layers.{at}", 2**29) for at in range(24))), "growth": growth}

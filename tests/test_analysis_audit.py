@@ -81,14 +81,12 @@ def steps_of(ms: float, memory: bool):
 
 def rates(held: bool):
     """A schedule that falls with every update; the 8th step is skipped."""
-    return ordinary_steps(
-        skipped=lambda index: index == 7, next_lr=lambda index: 1e-4 - 1e-6 * (index - (held and index >= 7))
-    )
+    falls = lambda index: 1e-4 - 1e-6 * (index - (held and index >= 7))
+    return ordinary_steps(skipped=lambda index: index == 7, next_lr=falls)
 
 
-compiled = recorded(
-    compiled=True, steps=ordinary_steps(ms=lambda index: 10.0 if index else 900.0, compiling=every(1, False, True))
-)
+slow_first = ordinary_steps(ms=lambda index: 10.0 if index else 900.0, compiling=every(1, False, True))
+compiled = recorded(compiled=True, steps=slow_first)
 
 
 def cpu_only(folder):

@@ -87,9 +87,8 @@ def test_the_innermost_range_is_found_on_each_thread(random):
     moments = np.arange(-1, 63)
     for where in range(4):
         for moment, found in zip(moments, nest.row_at(moments, np.full(len(moments), where)), strict=True):
-            around = [
-                (start[k], -end[k]) for k in range(len(ranges)) if thread[k] == where and start[k] <= moment < end[k]
-            ]
+            there = np.flatnonzero((thread == where) & (start <= moment) & (moment < end))
+            around = [(start[k], -end[k]) for k in there]
             assert (found >= 0) == bool(around)
             assert not around or (start[found], -end[found]) == max(around)
 

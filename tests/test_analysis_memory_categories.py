@@ -112,9 +112,6 @@ def test_a_foreign_loop_without_tags_to_the_byte(tmp_path, from_the_start):
     assert 2 * logits <= highest["logits and loss"] <= 3 * logits + 4096
 
 
-# --- our own snapshots: tags are the truth
-
-
 # a schedule so long that a table of its rates would be larger than the moments
 RECORD = (
     "--record-memory-history --profile-step-start 2 --profile-step-end 5 --train-iters 5000000 --exit-interval 5 "

@@ -188,9 +188,8 @@ def test_gloo_spans_belong_where_they_were_called(tmp_path):
 
 
 def test_traces_without_rank_or_of_several_windows(tmp_path):
-    nameless = [
-        (replace(trace, rank=None), placing, replace(time, rank=None)) for trace, placing, time in four(tmp_path)
-    ]
+    made = four(tmp_path)
+    nameless = [(replace(trace, rank=None), placing, replace(time, rank=None)) for trace, placing, time in made]
     found = compare_ranks(nameless)
     assert found.rows == () and found.critical_rank is None and "only" in found.notes[0] and found.collectives
     assert "left out" in compare_ranks([*four(tmp_path), nameless[0]]).notes[0]
@@ -205,9 +204,8 @@ def test_the_dlrm_ranks():
     found = compare_ranks(placed(traces))
     assert (found.straggler.rank, found.straggler.share_last, found.critical_rank) == (7, 5 / 8, 7)
     assert found.clocks_aligned and found.missing == () and found.notes == () and len(found.rows) == 8
-    [first] = [
-        row for row in found.collectives if (row.name, row.num_bytes, row.phase) == ("all_to_all", 24576, "forward")
-    ]
+    wanted = ("all_to_all", 24576, "forward")
+    [first] = [row for row in found.collectives if (row.name, row.num_bytes, row.phase) == wanted]
     assert first.transfer_ms == pytest.approx(0.010) and first.wait_ms > 3 and first.group_size == 8
     assert sum(row.per_step for row in found.collectives) == 8
     for row in found.collectives:

@@ -44,9 +44,8 @@ def renamed(tmp_path_factory) -> Path:
 
 
 def train(root: Path, run: Path):
-    argv = flags(
-        WATCHED, *DROPOUT, "--run-dir", run, "--tensorboard-dir", run, "--memory-snapshot-path", run / "s.pickle"
-    )
+    folders = ("--run-dir", run, "--tensorboard-dir", run, "--memory-snapshot-path", run / "s.pickle")
+    argv = flags(WATCHED, *DROPOUT, *folders)
     if root == REPO:
         assert pretrain(argv).code == 0
         return

@@ -135,9 +135,8 @@ def test_skipped_lines_are_named_and_counted(tmp_path, capsys):
     assert main([*argv, "--on-error", "skip"]) == 0
     output = capsys.readouterr()
     assert output.out.startswith("1 documents (2 B), 2 bad lines skipped: 2 tokens in")
-    assert [line.split(": ")[0] for line in output.err.splitlines()] == [
-        f"skipped {tmp_path}/a.jsonl:{n}" for n in (2, 3)
-    ]
+    skipped = [f"skipped {tmp_path}/a.jsonl:{n}" for n in (2, 3)]
+    assert [line.split(": ")[0] for line in output.err.splitlines()] == skipped
     assert main([*argv, "--on-error", "stop"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/a.jsonl:2: not JSON")
 

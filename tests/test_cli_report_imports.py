@@ -53,9 +53,8 @@ def test_help_needs_nothing_but_the_parser():
 
 def test_a_traces_report_loads_no_heavy_package_and_nothing_for_other_sources(tmp_path):
     path = write(gpu_run(steps=6).data(), tmp_path / "rank0.pt.trace.json")
-    modules = printed(
-        f"{COMMAND}assert main(sys.argv[1:]) == 0{LOADED}", "report", str(path), "--html", f"{tmp_path}/page.html"
-    )
+    words = ["report", str(path), "--html", f"{tmp_path}/page.html"]
+    modules = printed(f"{COMMAND}assert main(sys.argv[1:]) == 0{LOADED}", *words)
     assert "megatron_lite.report.html" in modules and (tmp_path / "page.html").exists()
     light = ("megatron_lite.config", "megatron_lite.config.machine")  # asked how much memory there is
     assert [module for module in loaded_of(modules, (*HEAVY, *OF_OTHER_SOURCES)) if module not in light] == []

@@ -104,9 +104,8 @@ def test_no_guess_is_itself_refused():
 
 
 def test_words_before_flags_and_empty_values_of_shell_variables():
-    assert read_command_line(["train", "--seed", "1"]).mistakes == [
-        "'train' stands before any flag; put a flag in front of it, or drop it."
-    ]
+    stands = "'train' stands before any flag; put a flag in front of it, or drop it."
+    assert read_command_line(["train", "--seed", "1"]).mistakes == [stands]
     assert mistakes(["--save", "", "--tensorboard-dir", " "]) == [
         "--save '': is no usable value; give one, or drop the flag.",
         "--tensorboard-dir ' ': is no usable value; give one, or drop the flag.",
@@ -193,9 +192,8 @@ def test_what_cannot_matter_is_said():
         for flag in (flags[name] for name in fields.split()):
             value = [] if flag.is_switch else [flag.choices[-1] if flag.choices else VALUES.get(flag.field, "3")]
             external = ["!--mock-data", "--dataloader-type", "external", "--external-dataloader", "a.py:f"]
-            context = (
-                ["--no-step-timeline"] if "timeline" in needed else external if flag.field == "num_workers" else []
-            )
+            context = external if flag.field == "num_workers" else []
+            context = ["--no-step-timeline"] if "timeline" in needed else context
             told = remarks(read([*context, flag.spelling, *value]), ALONE)
             assert f"{flag.spelling} has no effect without {needed}." in told and len(told) <= 2, told
 

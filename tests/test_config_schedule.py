@@ -101,10 +101,8 @@ def test_in_samples_and_in_iterations_is_the_same(style):
 
 def test_left_out_decay_lasts_the_whole_training():
     assert plan().learning_rate.decay_samples == 800
-    by_samples = plan(
-        "!--train-iters --train-samples 803 --weight-decay-incr-style linear --start-weight-decay 0 "
-        "--end-weight-decay 1"
-    )
+    growing = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1"
+    by_samples = plan(f"!--train-iters --train-samples 803 {growing}")
     assert by_samples.learning_rate.decay_samples == by_samples.learning_rate.weight_decay_samples == 803
     assert by_samples.train_samples == 800
 

@@ -84,11 +84,8 @@ def test_every_knob_can_stand_in_a_file(file):
 def test_of_two_places_the_later_wins(file):
     """The command line wherever it stands, the last of two files; another spelling is no contradiction."""
     path = file("lr: 1\nmin_lr: 2\nprofile_ranks: [1, 2]")
-    for line in (
-        ["--lr", "3", "--yaml-cfg", path, "--profile-ranks", "0"],
-        [f"--yaml-cfg={path}", "--profile-ranks", "0", "--lr=3"],
-    ):
-        assert read_command_line(line).values == {"lr": 3.0, "min_lr": 2.0, "profile_ranks": (0,)}
+    for line in (f"--lr 3 --yaml-cfg {path} --profile-ranks 0", f"--yaml-cfg={path} --profile-ranks 0 --lr=3"):
+        assert read_command_line(line.split()).values == {"lr": 3.0, "min_lr": 2.0, "profile_ranks": (0,)}
     first, second = file("lr: 1\nseed: 1", "first"), file("lr: 2", "second")
     assert read_command_line(["--yaml-cfg", first, "--yaml-cfg", second]).values == {"lr": 2.0, "seed": 1}
     assert values(file("seq_length: 64"), "--encoder-seq-length 32") == {"seq_length": 32}
@@ -139,9 +136,8 @@ def test_mistakes_name_the_file(file, row):
     text, *answers = row
     path = file(text.replace("EMPTY", "").replace(" / ", "\n"))
     said = [line for line in mistakes(["--yaml-cfg", path]) if "max-position" not in line]
-    assert [line.removeprefix(f"{path}: ") for line in said] == [
-        a.removeprefix("{path}: ").format(path=path) for a in answers
-    ]
+    expected = [answer.removeprefix("{path}: ").format(path=path) for answer in answers]
+    assert [line.removeprefix(f"{path}: ") for line in said] == expected
     assert all(path in line for line, answer in zip(said, answers) if "{path}" in answer)
 
 

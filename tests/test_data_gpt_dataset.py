@@ -178,9 +178,6 @@ def test_splits_are_a_partition_or_refused():
             split_bounds(split, 10)
 
 
-# --- made-up data
-
-
 def test_sample_depends_on_index_and_seed_only():
     dataset = MockDataset(10, 64, 1000, 1)
     assert np.array_equal(dataset[3], MockDataset(99, 64, 1000, 1)[3])

@@ -110,9 +110,8 @@ def test_whatever_changes_an_index_changes_the_name():
         wanted = [None, *random.integers(1, 12, size=6).tolist()][random.integers(7)]
         if wanted is None and tokens < 4:
             continue
-        recipe = sample_recipe(
-            sequences, tokens, wanted, int(random.integers(1, 4)), int(random.integers(3)), bool(random.integers(2))
-        )
+        seq_length, seed, drop_last = int(random.integers(1, 4)), int(random.integers(3)), bool(random.integers(2))
+        recipe = sample_recipe(sequences, tokens, wanted, seq_length, seed, drop_last)
         made = {name: index.tolist() for name, index in recipe.build(lengths).items()}
         assert by_name.setdefault(recipe.entry(lengths, "train").name, made) == made
     assert len(by_name) > 500

@@ -96,10 +96,8 @@ def both(megatron, corpora, tmp_path):
         numbers = np.arange(sequences.start, sequences.stop, dtype=np.int32)
         split = megatron.utils.Split.valid  # the one that looks at drop_last
         theirs = megatron.gpt.GPTDataset(low, corpora[0], numbers, num_samples, split, settings)
-        ours = GPTDataset(
-            IndexedDataset(corpora[0]), sequences, num_samples, seq_length, seed, drop_last, cache, split="valid"
-        )
-        return ours, theirs
+        given = (sequences, num_samples, seq_length, seed, drop_last, cache)
+        return GPTDataset(IndexedDataset(corpora[0]), *given, split="valid"), theirs
 
     return build
 

@@ -214,10 +214,7 @@ def test_a_line_just_within_the_limit_is_good_and_one_byte_more_is_not(tmp_path)
 
     for num_bytes, skipped in ((1 << 20, 0), ((1 << 20) + 1, 1)):
         path = tmp_path / "a.jsonl"
-        for text in (
-            line(100) + line(num_bytes),
-            line(num_bytes) + line(100),
-            line(100) + line(num_bytes)[:-1] + b" " * skipped,
-        ):
+        cut = line(100) + line(num_bytes)[:-1] + b" " * skipped
+        for text in (line(100) + line(num_bytes), line(num_bytes) + line(100), cut):
             path.write_bytes(text)
             assert preprocess([path], tmp_path / "x", BYTES, max_document_mb=1, on_error="skip").skipped == skipped

@@ -41,10 +41,8 @@ def test_single_gives_each_rank_a_slice_resumes_at_any_sample_and_ends_with_the_
 def test_cyclic_epoch_reads_each_sample_at_most_once_over_all_ranks(make, samples, micro, ranks):
     blocks = samples // (micro * ranks)
     for epoch in range(3):
-        by_rank = [
-            list(islice(make(samples, epoch * blocks * micro * ranks, micro, rank, ranks), blocks))
-            for rank in range(ranks)
-        ]
+        begin = epoch * blocks * micro * ranks
+        by_rank = [list(islice(make(samples, begin, micro, rank, ranks), blocks)) for rank in range(ranks)]
         assert {len(batch) for batches in by_rank for batch in batches} == {micro}
         read = [i for batches in by_rank for batch in batches for i in batch]
         assert len(set(read)) == len(read) == blocks * micro * ranks

@@ -17,6 +17,7 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import UserError
 
+ALL_BYTES = [bytes([i]) for i in range(256)]
 SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
 
@@ -51,9 +52,7 @@ def model_file(folder):
 
 @pytest.fixture(scope="module")
 def json_file(folder):
-    return tik(
-        folder / "tik.json", [*(bytes([i]) for i in range(256)), b"th", b"the", b" t", b" the", b"  ", "é".encode()]
-    )
+    return tik(folder / "tik.json", [*ALL_BYTES, b"th", b"the", b" t", b" the", b"  ", "é".encode()])
 
 
 def tik(path, tokens: list[bytes]) -> str:
@@ -207,7 +206,6 @@ def test_files_that_are_no_sentence_piece_model(tmp_path, model_file):
         assert str(caught.value) == f"--tokenizer-model {tmp_path / name}: {message}"
 
 
-ALL_BYTES = [bytes([i]) for i in range(256)]
 NO_TOKEN = "entry 0 is not that rank's token; give"
 NO_BYTES = "does not start with the 256 bytes, or repeats a token; give"
 NO_TIKTOKEN = {

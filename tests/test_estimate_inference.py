@@ -80,9 +80,8 @@ def test_time_of_a_token():
 
 def test_tables_of_which_a_token_reads_a_row_take_no_time_and_an_unknown_bandwidth_tells_none():
     tied, learned = replace(LLAMA_7B, tied_embeddings=True), replace(LLAMA_7B, position_embedding="learned_absolute")
-    plain, *others = (
-        predict_inference(shape, processor=processor_called("H200")) for shape in (LLAMA_7B, tied, learned)
-    )
+    h200 = processor_called("H200")
+    plain, *others = (predict_inference(shape, processor=h200) for shape in (LLAMA_7B, tied, learned))
     assert all(other.token_rows == plain.token_rows for other in others)
     assert others[1].parameters == 6_738_415_616 + 4096**2
     assert predict_inference(LLAMA_7B).token_rows == ()

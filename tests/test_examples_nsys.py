@@ -145,11 +145,7 @@ def test_without_nsys_it_says_how_to_get_it_and_does_nothing(desk):
 @pytest.mark.parametrize(
     ("known", "environment", "said"),
     [
-        (
-            ["--capture-range-end="],
-            {},
-            "nsys has no --capture-range, without which the whole run would be recorded; get",
-        ),
+        (["--capture-range-end="], {}, "nsys has no --capture-range, without which the whole run would be recorded"),
         (NSYS_2022, {"NSYS_PROFILING_SESSION_ID": "1"}, "--nsys: this shell runs under nsys already"),
         (NSYS_2022, {"LACKS_NVTX": "1"}, "python lacks the package nvtx, and without a GPU there is nothing else to"),
     ],

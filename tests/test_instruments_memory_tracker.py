@@ -35,9 +35,6 @@ def alive(*tensors: torch.Tensor) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-# --- what is seen
-
-
 def test_views_and_in_place_operations_take_no_memory(tracker):
     a = torch.zeros(1000)
     b, c = a.view(10, 100), a[5:9]
@@ -176,9 +173,6 @@ def test_gradients_that_arrive_on_other_threads_bring_their_module():
     step_of(place, ModuleHooks(place, in_backward=True), model, 7, told.clear)
     # the whole model's result is that of its last layer
     assert told == ["step 7/backward", "step 7/backward/1", "step 7/backward/Sequential", "step 7/backward/0", "step 7"]
-
-
-# --- the address space
 
 
 @pytest.mark.parametrize(("seed", "expandable"), [(0, False), (1, False), (2, False), (3, True), (4, True)])

@@ -54,9 +54,8 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     for name in ("MemoryViz.js", "d3.min.js"):
         shutil.copy(VIZ / name, folder)
-    (folder / "d3.js").write_text(
-        "".join(f"export const {name} = globalThis.d3.{name};" for name in D3) + "export const event = null;"
-    )
+    names = "".join(f"export const {name} = globalThis.d3.{name};" for name in D3)
+    (folder / "d3.js").write_text(f"{names}export const event = null;")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield folder, f"http://127.0.0.1:{server.server_port}/page.html"
@@ -79,9 +78,8 @@ def drawn(site, snapshot: Path, view: str, name: str) -> str:
     imports = json.dumps({"imports": dict.fromkeys(urls, "/d3.js")})
     data = base64.b64encode(snapshot.read_bytes()).decode()
     (folder / "page.html").write_text(PAGE.format(imports=imports, data=data, view=view))
-    options = (
-        "--headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1100,500 --virtual-time-budget=30000"
-    )
+    options = "--headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1100,500"
+    options += " --virtual-time-budget=30000"
     browser, limits = [BROWSER, *options.split(), f"--user-data-dir={folder / 'browser'}"], {"timeout": LIMIT_S}
     if pictures := os.environ.get("MEMORY_PICTURES"):
         picture = f"--screenshot={Path(pictures) / f'memory_{name}.png'}"

@@ -133,11 +133,8 @@ def test_waiting_for_other_ranks_is_told_apart_from_a_ranks_own_backward(timelin
 def test_own_backward_is_of_the_gpu_or_of_the_host_and_never_mixed():
     host = {"phases": {"backward": 0.5}, "reduce_wait": 0.1}
     arrived = StepTime(1, gpu_phases={"backward": 0.016}, gpu_reduce_wait=0.002, **host)
-    for times, own_ms in (
-        ([arrived, StepTime(2, **host)], 14.0),
-        ([StepTime(2, **host)], 400.0),
-        ([StepTime(3)], None),
-    ):
+    late = StepTime(2, **host)
+    for times, own_ms in (([arrived, late], 14.0), ([late], 400.0), ([StepTime(3)], None)):
         record = gather(times, 0, torch.device("cpu"), ranks=1).record()
         assert record.get("own_backward_ms") == (own_ms and [own_ms])
 

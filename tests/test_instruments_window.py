@@ -40,9 +40,6 @@ def group():
         yield
 
 
-# --- counts and averages
-
-
 def test_a_window_is_half_open_and_counted_from_1():
     window, nothing = Window(range(10, 12)), Window()
     for ask, inside in (("opens", [10]), ("closes", [11]), ("disturbs", [10, 11])):
@@ -125,9 +122,6 @@ def test_profiled_steps_are_compared_with_three_before_and_with_those_after(firs
         timeline.current = StepTime(step, 0.1 if step < first else 0.2 if step < first + 2 else after)
         watcher.end(step)
     assert told == said
-
-
-# --- on demand
 
 
 class Asks(Instrument):

@@ -88,10 +88,8 @@ def test_one_rank(place):
     assert "note: A_SECRET" in said and not any("correct horse" in text for text in report.strings)
     told = ""
     for name in ("nvtx_sum", "nvtxsum"):  # the report of that name differs by version
-        command, empty = (
-            [NSYS, "stats", "--report", name, report.path],
-            report.path.with_name(f"{report.path.stem}.empty"),
-        )
+        command = [NSYS, "stats", "--report", name, report.path]
+        empty = report.path.with_name(f"{report.path.stem}.empty")
         told += subprocess.run(command, check=False, cwd=empty, capture_output=True, text=True).stdout
     assert len(re.findall(r"PushPop +:?step 4", told)) == 1
 

@@ -125,10 +125,9 @@ def test_the_snapshot_is_read_as_one_of_a_gpu(rehearsed, tmp_path, capsys):
     assert [step.name for step in read.steps] == ["step 1", "step 2"]
     assert max(total for _, total in live_at_each_moment(rehearsed.snapshot)) == peak(rehearsed.snapshot).size
     tags = {event["user_metadata"] for event in rehearsed.snapshot["device_traces"][0]}
-    phases = {
-        f"step 2/{phase}/decoder.layers.{n}.mlp.linear_fc1" for n in range(2) for phase in ("forward", "backward")
-    }
-    assert {"step 1/optimizer_step", "setup", *phases} <= tags
+    for phase in ("forward", "backward"):
+        assert {f"step 2/{phase}/decoder.layers.{n}.mlp.linear_fc1" for n in range(2)} <= tags
+    assert {"step 1/optimizer_step", "setup"} <= tags
     assert main(["report", str(path), "--no-html"]) == 0
     assert size(rehearsed.allocated_peak_bytes) in capsys.readouterr().out
 

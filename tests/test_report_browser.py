@@ -88,9 +88,8 @@ function look() {
 }
 setTimeout(look, 3000);
 </script>"""
-COMPLAINTS = (
-    "<script>window.complaints = []; addEventListener('error', event => complaints.push(event.message))</script>"
-)
+COMPLAIN = "addEventListener('error', event => complaints.push(event.message))"
+COMPLAINTS = f"<script>window.complaints = []; {COMPLAIN}</script>"
 
 
 def browsed(page: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -40,9 +40,8 @@ class Seen:
         events = json.loads(trace.read_text())["traceEvents"]
         self.operators = Counter(e["name"] for e in events if e.get("cat") == "cpu_op")
         # whoever follows memory on a CPU sees every operator through a mode of dispatch, which torch records once more
-        self.norms, self.softmaxes = (
-            self.operators[f"aten::{name}"] // 2 for name in ("native_layer_norm", "_softmax")
-        )
+        names = ("aten::native_layer_norm", "aten::_softmax")
+        self.norms, self.softmaxes = (self.operators[name] // 2 for name in names)
         self.types = Counter(kind for e in events for kind in e.get("args", {}).get("Input type", ()))
 
 

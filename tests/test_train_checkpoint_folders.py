@@ -125,9 +125,6 @@ def test_a_folder_copied_and_moved_still_resumes(saved, tmp_path, monkeypatch):
     assert (tmp_path / "link" / TRACKER_FILE).read_text() == "8"
 
 
-# --- what killed runs and other programs leave in a folder
-
-
 def leave_committing(save: Path, newer: int, tracked: int):
     """As a run leaves it that is killed after it renamed `newer`, before it named it in the tracker."""
     shutil.copytree(save / f"iter_{newer:07d}", save / f".iter_{newer:07d}.unfinished")

@@ -38,6 +38,7 @@ def nothing_compiled_before():
     torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp = limit, optimize
 
 
+SLOW = pytest.mark.slow
 VARIANTS = {
     "fp32, recomputing a layer": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     "fp16, recomputing attention": f"--fp16 --initial-loss-scale 4096 --recompute-activations {UNFUSED}",
@@ -55,10 +56,9 @@ def as_on_a_gpu(args, world) -> Compilation:
 @pytest.mark.parametrize(
     ("words", "with_loss"),
     [
-        pytest.param(words, True, id=name, marks=pytest.mark.slow if "16" in name else ())
-        for name, words in VARIANTS.items()
-    ]
-    + [pytest.param("--bf16", False, id="bf16, as on a CPU")],
+        pytest.param("--bf16", False, id="bf16, as on a CPU"),
+        *(pytest.param(words, True, id=name, marks=SLOW if "16" in name else ()) for name, words in VARIANTS.items()),
+    ],
 )
 def test_nothing_changes_but_the_speed(tmp_path, monkeypatch, words, with_loss):
     if with_loss:
