@@ -3,6 +3,8 @@ import os
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 from megatron_lite.cli.corpus import LEFT_OUT, MARK, library_sources, pieces
 from megatron_lite.cli.main import main
 from megatron_lite.data.gpt_dataset import split_bounds
@@ -20,6 +22,7 @@ def contents(prefix) -> list[bytes]:
     return [Path(f"{prefix}_text_document{ending}").read_bytes() for ending in (".bin", ".idx")]
 
 
+@pytest.mark.slow
 def test_the_usual_corpus_is_megabytes_of_text_with_something_for_each_split(tmp_path, capsys):
     assert make(tmp_path / "a b" / "python") == 0
     assert f"{tmp_path}/a b/python_text_document made in" in capsys.readouterr().out

@@ -18,9 +18,12 @@ CELLS = [
 ]
 
 
+DEFAULT = [*((name, "cuda") for name in QUICK), ("tiny", "cpu")]
+
+
 @pytest.mark.parametrize(
     ("name", "device"),
-    [pytest.param(*cell, marks=() if cell[0] in QUICK else pytest.mark.slow) for cell in CELLS],
+    [pytest.param(*cell, marks=() if cell in DEFAULT else pytest.mark.slow) for cell in CELLS],
 )
 def test_formula_and_rehearsal_agree(name, device):
     case = Case(name, device)

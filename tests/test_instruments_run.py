@@ -9,7 +9,7 @@ from megatron_lite.instruments.base import Instrument, Instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.phases import NOT_TRAINING, Phase
 
-PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
+PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 4"
 DETAILS = [f"--pytorch-profiler-collect-{what}" for what in ("shapes", "callstack", "memory", "chakra", "flops")]
 STEP_PHASES = {phase.value for phase in Phase if phase not in NOT_TRAINING}
 MOMENTS = ("open", "begin", "begin_phase", "end_phase", "end", "close")

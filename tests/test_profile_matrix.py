@@ -40,7 +40,10 @@ def test_the_files_hold_the_window(tmp_path, way, case):
     assert cell.complaints == [], cell.found
 
 
-@pytest.mark.parametrize("case", FROM_INSIDE, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.code else pytest.mark.slow) for case in FROM_INSIDE],
+)
 def test_without_a_shell_too(tmp_path, case):
     argv, out = flags(write_flags(WAYS[TOGETHER], case, tmp_path)), case.says
     with alone():
