@@ -58,11 +58,18 @@ def test_lengths_and_moments_are_what_counting_says(random):
         assert (cover.covered_until(cover.time_at(amounts)) == amounts).all()
 
 
-def test_touching_intervals_are_one():
+def test_intervals_that_touch_and_ranges_that_nest_stick_out_or_are_empty():
     assert len(union([0, 5, 20], [5, 9, 20])) == 1
     nothing = union([4], [4])
     assert (len(nothing), nothing.length) == (0, 0)
     assert len(intersection(nothing, union([0], [9]))) == 0
+    nest = Nesting(np.array([10, 11, 12, 13]), [0, 0, 5, 0], [9, 4, 9, 3], [0, 0, 0, 1])
+    assert nest.rows.tolist() == [10, 11, 12, 13]
+    assert nest.row_of(nest.parent).tolist() == [-1, 10, 10, -1]
+    assert (nest.depth == 0).tolist() == [True, False, False, True]
+    nest = Nesting(np.arange(3), [0, 5, 12], [10, 15, 14], [0, 0, 0])
+    assert nest.row_at([3, 6, 9, 11, 13], [0] * 5).tolist() == [0, 1, 1, -1, 2]
+    assert Nesting(np.arange(2), [3, 5], [3, 5], [0, 0]).row_at([3, 5], [0, 0]).tolist() == [-1, -1]
 
 
 def nested_ranges(random, low, high, depth=0):
@@ -91,19 +98,3 @@ def test_the_innermost_range_is_found_on_each_thread(random):
             around = [(start[k], -end[k]) for k in there]
             assert (found >= 0) == bool(around)
             assert not around or (start[found], -end[found]) == max(around)
-
-
-def test_parents_and_depths():
-    nest = Nesting(np.array([10, 11, 12, 13]), [0, 0, 5, 0], [9, 4, 9, 3], [0, 0, 0, 1])
-    assert nest.rows.tolist() == [10, 11, 12, 13]
-    assert nest.row_of(nest.parent).tolist() == [-1, 10, 10, -1]
-    assert (nest.depth == 0).tolist() == [True, False, False, True]
-
-
-def test_a_range_that_sticks_out_ends_with_the_one_it_began_in():
-    nest = Nesting(np.arange(3), [0, 5, 12], [10, 15, 14], [0, 0, 0])
-    assert nest.row_at([3, 6, 9, 11, 13], [0] * 5).tolist() == [0, 1, 1, -1, 2]
-
-
-def test_empty_ranges_hold_nothing():
-    assert Nesting(np.arange(2), [3, 5], [3, 5], [0, 0]).row_at([3, 5], [0, 0]).tolist() == [-1, -1]

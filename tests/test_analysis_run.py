@@ -71,13 +71,10 @@ def test_what_the_folder_does_not_say_is_none_and_told(tmp_path):
     assert run.status == "unknown" and run.args == {} and "shape is unknown" in run.notes[0]
 
 
-def test_scale_and_skipped_steps(tmp_path):
+def test_scale_and_skipped_steps_and_a_resumed_run_s_last_start(tmp_path):
     lines = [step(1, loss_scale=8.0), step(2, loss_scale=4.0, skipped=True, loss=None), step(3, loss_scale=2.0)]
     run = read_run(folder(tmp_path, lines))
     assert [*run.loss_scale, *run.skipped] == [8, 4, 2, False, True, False]
-
-
-def test_a_resumed_run_is_its_last_start(tmp_path):
     lines = [step(1, 50), step(2, 50), ranks(1, 2, [50, 50]), step(1, 99, 3), step(2, 10, 4), ranks(3, 4, [10, 11])]
     run = read_run(folder(tmp_path, lines))
     assert (*run.iterations, run.first_step_ms, run.starts, *run.ranks.intervals.last) == (3, 4, 99, 2, 4)

@@ -66,12 +66,6 @@ def test_a_script_gets_its_verdict_first(capsys):
     assert "Environment" not in shown and "Inference" not in shown and "Exact" not in shown
 
 
-def test_without_a_gpu_it_says_how_to_learn_more(capsys):
-    shown = printed(capsys, *argv())
-    assert shown.startswith("plan ") and "--gpu NAME shows whether it fits and how fast it can be" in flat(shown)
-    assert "Time of a step" not in shown and "at best" not in shown
-
-
 VOCABULARIES = [
     ("--vocab-size 99", "", 128),  # of the NullTokenizer that command_lines.GOOD names
     ("--tokenizer-type ByteTokenizer", "", 384),
@@ -143,10 +137,13 @@ def test_a_launch_command_can_be_pasted(before, gpus, capsys):
     ]
 
 
-def test_bash_may_stand_before_a_script_and_dashes_before_flags(capsys):
+def test_words_before_a_script_change_nothing_and_without_a_gpu_it_says_how_to_learn_more(capsys):
     shown = printed(capsys, "--gpu", "H200", OUR_SCRIPT, *FILES)
     assert printed(capsys, "--gpu", "H200", "bash", OUR_SCRIPT, *FILES) == shown
     assert printed(capsys, *argv()) == printed(capsys, "--", *argv())
+    shown = printed(capsys, *argv())
+    assert shown.startswith("plan ") and "--gpu NAME shows whether it fits and how fast it can be" in flat(shown)
+    assert "Time of a step" not in shown and "at best" not in shown
 
 
 def test_several_gpus_are_columns_and_tokens_set_the_length(capsys):

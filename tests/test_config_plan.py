@@ -111,10 +111,15 @@ def test_precision_device_and_window():
         assert plan(f"--profile --profile-ranks {ranks}", World(size=4)).profile_ranks == expected
 
 
-def test_default_global_batch_is_one_pass():
+def test_batches_that_grow_and_stay():
     p = plan("!--global-batch-size --micro-batch-size 3", World(size=4))
     assert (p.batch.final, p.samples_per_pass, p.micro_batches(0)) == (12, 12, 1)
     assert plan("--global-batch-size 24", World(size=4)).micro_batches(0) == 3
+    batch = BatchSchedule(8, 2, 2, 90)
+    assert [batch.size(n) for n in (0, 29, 30, 59, 60, 89, 90, 91, 10**9)] == [2, 2, 4, 4, 6, 6, 8, 8, 8]
+    constant = BatchSchedule(16)
+    assert {constant.size(n) for n in range(0, 500, 7)} == {16}
+    assert (constant.iterations(100), constant.samples(6), constant.iterations(15)) == (6, 96, 0)
 
 
 def slow_sizes(start, increment, ramp_samples, final, samples):
@@ -144,14 +149,6 @@ def test_growing_batches_against_counting_them_out(ramp, samples):
     assert [p.micro_batches(samples) for samples in consumed] == [size // 2 for size in sizes]
     assert p.train_iters == len(sizes) and p.train_samples == sum(sizes) <= samples
     assert p.batch.samples(5) == sum(p.batch.size(p.batch.samples(i)) for i in range(5))
-
-
-def test_growing_and_constant_batches():
-    batch = BatchSchedule(8, 2, 2, 90)
-    assert [batch.size(n) for n in (0, 29, 30, 59, 60, 89, 90, 91, 10**9)] == [2, 2, 4, 4, 6, 6, 8, 8, 8]
-    constant = BatchSchedule(16)
-    assert {constant.size(n) for n in range(0, 500, 7)} == {16}
-    assert (constant.iterations(100), constant.samples(6), constant.iterations(15)) == (6, 96, 0)
 
 
 def test_a_plan_can_be_written_down():

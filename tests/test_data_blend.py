@@ -113,7 +113,7 @@ def test_usual_blends_hardly_use_the_plain_loop(redone):
         assert sum(redone) < blend_order.LANE_STEPS
 
 
-def test_samples_of_each_data_set_come_in_their_order():
+def test_samples_come_in_their_order_and_without_a_size_all_of_them():
     mixed = BlendedDataset(numbered(50, 50), [3, 1], 40)
     drawn = [mixed[i] for i in range(len(mixed))]
     for number in (0, 1):
@@ -121,9 +121,6 @@ def test_samples_of_each_data_set_come_in_their_order():
         assert own == list(range(len(own)))
     assert (mixed.dataset_index.dtype, mixed.dataset_sample_index.dtype) == (np.int16, np.int64)
     assert BlendedDataset(numbered(9, 9), [1, 1], 4).dataset_index.tolist() == [0, 1, 0, 1]
-
-
-def test_without_a_size_each_data_set_is_used_up_exactly():
     lengths = [5, 17, 1]
     mixed = BlendedDataset(numbered(*lengths), lengths, None)
     assert sorted(mixed[i] for i in range(len(mixed))) == [(n, i) for n in range(3) for i in range(lengths[n])]

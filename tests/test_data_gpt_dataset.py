@@ -150,25 +150,19 @@ def test_indices_that_do_not_fit_the_data_are_met(tmp_path):
         GPTDataset(indexed, range(3), 5, 5, 0)[99]
 
 
-def test_short_split_is_repeated_until_it_fills_the_samples(tmp_path):
+def test_a_short_split_is_repeated_and_too_few_tokens_are_refused(tmp_path):
     dataset = GPTDataset(corpus(tmp_path, [3]), range(1), 4, 16, 0)
     assert dataset[0].tolist() == [0, 1, 2] * 5 + [0, 1]
-
-
-def test_too_few_tokens():
     for lengths, num_samples, tokens in (([0, 0], 10, 0), ([3, 4], None, 7)):
         message = rf"^memory: sequences 0 to 2 hold {tokens} tokens, too few for a sample of 9; .*--split.*$"
         with pytest.raises(DataError, match=message):
             GPTDataset(InMemory(lengths), range(2), num_samples, 8, 0)
 
 
-def test_splits_round_halves_to_even():
+def test_splits_round_halves_to_even_and_are_a_partition_or_refused():
     assert [len(part) for part in split_bounds("949,50,1", 7222)] == [6854, 361, 7]
     assert split_bounds("1,1", 5) == [range(2), range(2, 5), range(5, 5)]
     assert split_bounds("1,1", 7) == [range(4), range(4, 7), range(7, 7)]
-
-
-def test_splits_are_a_partition_or_refused():
     for split in ("969,30,1", "100,0,0", "0.8,0.1,0.1", "7", "0,1,1", "1,2", "98/2/0", "1 1 1"):
         for num_sequences in (*range(30), 7222):
             parts = split_bounds(split, num_sequences)
@@ -178,7 +172,7 @@ def test_splits_are_a_partition_or_refused():
             split_bounds(split, 10)
 
 
-def test_sample_depends_on_index_and_seed_only():
+def test_mock_samples_depend_on_index_and_seed_and_stay_inside_the_vocabulary():
     dataset = MockDataset(10, 64, 1000, 1)
     assert np.array_equal(dataset[3], MockDataset(99, 64, 1000, 1)[3])
     assert not np.array_equal(dataset[3], dataset[4])
@@ -187,9 +181,6 @@ def test_sample_depends_on_index_and_seed_only():
     for outside in (-1, 10):
         with pytest.raises(IndexError):
             dataset[outside]
-
-
-def test_ids_stay_inside_the_vocabulary():
     for vocab_size in (2, 7, 50_257):
         dataset = MockDataset(50, 32, vocab_size, 1)
         tokens = np.stack([dataset[i] for i in range(50)])

@@ -70,13 +70,10 @@ def test_text_survives(tmp_path, text):
         assert tokenizer.decode(tokenizer.encode("a\ud800b")) in ("a\ufffdb", "a?b")  # half a surrogate pair
 
 
-def test_merges_apply_in_their_order(tmp_path):
+def test_merges_apply_in_their_order_and_special_tokens_may_stand_anywhere(tmp_path):
     tokenizer = bpe(tmp_path)
     vocab = vocabulary()
     assert tokenizer.encode("hell hell") == [vocab[t] for t in ("he", "ll", "Ġhe", "ll")]
-
-
-def test_end_of_text_may_come_first_and_other_special_tokens_may_follow(tmp_path):
     tokens = [END_OF_TEXT, *BYTES, *(a + b for a, b in MERGES), "<|pad|>"]
     tokenizer = bpe(tmp_path, {token: i for i, token in enumerate(tokens)})
     assert (tokenizer.eod, tokenizer.vocab_size) == (0, len(tokens))

@@ -39,21 +39,18 @@ def test_it_holds_what_the_report_holds():
     assert read["run"]["steady_step_ms"] == 95.5 and read["run"]["status"] == "finished"
 
 
-def test_it_is_the_same_text_each_time_and_ascii():
+def test_it_is_ascii_without_nan_and_repeats_nothing():
     texts = {json_text(cases.report(name=cases.HOSTILE)) for _ in range(2)}
     assert len(texts) == 1 and texts.pop().isascii()
-
-
-def test_numbers_that_nobody_measured_are_null():
     odd = dataclasses.replace(cases.run_of(), steady_step_ms=math.nan, tokens_per_second=math.inf)
     read = json.loads(json_text(cases.report(run=odd)), parse_constant=lambda word: pytest.fail(word))
     assert read["run"]["steady_step_ms"] is None and read["run"]["tokens_per_second"] is None
-
-
-def test_what_stands_in_other_files_is_not_repeated():
     read = as_json(cases.report())
     assert not {"plan", "iterations", "step_ms", "losses"} & set(read["run"])
     assert "events" not in read["ranks_seen"][0] and len(json_text(cases.report())) < 300_000
+    read = as_json(EMPTY)
+    assert read["ranks"] is read["run"] is read["critical_rank"] is None
+    assert read["snapshots"] == read["ranks_seen"] == []
 
 
 def test_of_many_ranks_it_stays_small_and_a_file_beside_it_has_everything(tmp_path):
@@ -80,17 +77,8 @@ def test_of_many_ranks_it_stays_small_and_a_file_beside_it_has_everything(tmp_pa
     assert lines[3]["kernels"] == plain(wide) and ranks_text(cases.report()) == ""
 
 
-def test_absent_parts_are_null_or_empty():
-    read = as_json(EMPTY)
-    assert read["ranks"] is read["run"] is read["critical_rank"] is None
-    assert read["snapshots"] == read["ranks_seen"] == []
-
-
-def test_every_key_is_documented():
+def test_every_key_and_the_schema_are_documented():
     roles = set(as_json(cases.report())["ranks_seen"][0]["kernels"]["roles"]) | set(cases.ROWS)
     documented = set(re.findall(r"`([\w ]+)`", DOCUMENT))
     assert keys_of(as_json(cases.report(traced_memory=(cases.traced_memory(),)))) - roles - documented == set()
-
-
-def test_the_document_names_the_schema():
     assert f"`schema` is {REPORT_SCHEMA}" in DOCUMENT

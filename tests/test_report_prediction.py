@@ -54,11 +54,8 @@ def test_the_step_against_its_bound():
     assert made.blocks[3].texts[-1] == "not in the bound: 2 nodes: the network is not known"
 
 
-def test_without_a_prediction_there_is_no_section():
+def test_what_is_not_predicted_or_not_comparable_is_left_out_or_said():
     assert section(None) is None and as_json(cases.report())["predicted"] is None
-
-
-def test_what_cannot_be_compared_is_said():
     found = compare_prediction(facts(record(memory()), device="cpu"))
     blocks = section(found).blocks
     assert len(blocks) == 1 and isinstance(blocks[0], Lines) and "--record-memory-history" in blocks[0].texts[0]

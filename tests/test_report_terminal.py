@@ -101,25 +101,16 @@ def test_colour_is_for_terminals_only(monkeypatch):
     assert get_style(io.StringIO()) == Style(colour=False, unicode=False)
 
 
-def test_bars_are_ascii_where_blocks_are_not_shown():
+def test_bars_tables_names_and_numbers_fit():
     assert PLAIN.bar(0.5, 10) == "#####" and Style(unicode=True).bar(0.5, 10) == "█████"
     assert PLAIN.bar(0.001, 10) == "#" and PLAIN.bar(0.0, 10) == "" and PLAIN.bar(7.0, 10) == "#" * 10
     assert text().isascii() and not text(style=Style(unicode=True)).isascii()
-
-
-def test_tables_give_way_where_the_widest_column_is():
     lines = table_lines(Table([["k" * 300, "forward", "1"]], "llr", ["kernel", "phase", "ms"]), PLAIN)
     assert len(lines[1]) == WIDTH and lines[1].endswith("kkk  forward   1") and ".." in lines[1]
     assert all(len(line) <= WIDTH + 60 for line in table_lines(Table([["x"] * 40], "l" * 40), PLAIN))
-
-
-def test_long_names_keep_both_ends_and_sentences_wrap_under_their_beginning():
     assert [fit("abcdefghijkl", 8), fit("abc", 8), fit("abcdef", 1)] == ["abcd..kl", "abc", "."]
     lines = wrapped("word " * 40, "  - ", "    ")
     assert lines[0].startswith("  - word") and all(line.startswith("    word") for line in lines[1:]) and len(lines) > 1
-
-
-def test_numbers():
     shown = [milliseconds(value) for value in (1234.5, 12.345, 0.12345, None, float("nan"))]
     assert shown == ["1,234.5", "12.35", "0.123", "", ""] and milliseconds(0.5, of=200) == "0.5"
     assert [percent(share) for share in (0.0, 0.001, 0.126, None)] == ["0%", "<1%", "13%", ""]
