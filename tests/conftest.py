@@ -15,13 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Where tests are dealt out to processes: the slow ones first, each by itself; the others by file, to share their runs."""
+    """Files with slow tests first: where files are dealt out to processes, the long ones come early."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    for item in items:
-        if not item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="module", autouse=True)

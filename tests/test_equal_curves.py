@@ -23,8 +23,6 @@ from megatron_lite.parallel import data_parallel
 from megatron_lite.parallel.data_parallel import Fp32Gradients
 from megatron_lite.train import choose_kernels
 
-pytestmark = pytest.mark.xdist_group("equal curves")  # they share runs
-
 FEW = 20  # iterations, at which a run exits: the order of data depends on --train-iters
 FP16 = "--fp16 --initial-loss-scale 4096 --loss-scale-window 25"  # doubles four times
 
