@@ -37,6 +37,7 @@ LLAMA = (
     "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
 )
 GROUPED = "--group-query-attention --num-query-groups 2 "
+ZERO1, ZERO3 = "--use-distributed-optimizer ", "--use-torch-fsdp2 "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers "
 UNFUSED = "--attention-backend unfused "
@@ -97,6 +98,12 @@ GRID = {  # name: (flags, ranks)
         "--start-weight-decay 0 --end-weight-decay 0.1",
         1,
     ),
+    "857m script, zero1, 4 ranks": (FEWER + ZERO1, 4),
+    "857m script, zero3, 4 ranks, 4 micro-batches": (FEWER + ZERO3 + "--global-batch-size 64", 4),
+    "1.3B, llama, short, zero3": (LARGE + LLAMA + ZERO3 + "--bf16 --seq-length 256 --global-batch-size 8", 4),
+    "bytes, recompute, zero1": (MEDIUM + BYTES + ZERO1 + "--bf16 " + FULL, 4),
+    "short, fp16, zero1": (SHORT + ZERO1 + "--fp16", 2),
+    "short, bf16, zero3": (SHORT + BYTES + ZERO3 + "--bf16", 4),
     "tiny": (
         "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 " + BYTES,
         1,
@@ -107,6 +114,7 @@ QUICK = (
     "short, fp16",
     "short, bf16, 2 ranks",
     "bytes, llama, recompute",
+    "short, bf16, zero3",
     "bytes, unfused, grouped, 1 sequence",
 )
 

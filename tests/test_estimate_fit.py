@@ -143,3 +143,21 @@ def test_where_the_model_is_too_large_no_other_model_is_proposed(changes, gib):
     # a GPU without bf16 is offered fp16
     found = fit(plan(LONG), processor_of(14.0, processor_called("V100")))
     assert "--fp16" in found.way_out.add
+
+
+@pytest.mark.parametrize(("gib", "added"), [
+    (14, ()), (13, ("--use-distributed-optimizer",)), (6, ("--use-torch-fsdp2",)),
+    (4, ("--recompute-granularity full", "--use-torch-fsdp2")),
+])  # fmt: skip
+def test_ranks_share_out_the_model_before_anything_is_computed_twice(gib, added):
+    world = World(size=4, local_size=4, gpus=4)
+    now = plan("--num-layers 24 --hidden-size 1280 --num-attention-heads 20 --bf16 --micro-batch-size 1", world)
+    found = fit(now, processor_of(gib)).found
+    assert (
+        found.peak_bytes <= gib * GIB
+        and pasted("--hidden-size 1280 --num-attention-heads 20 --bf16 --micro-batch-size 1", found, world)
+        == found.plan
+    )
+    assert set(added) <= set(found.add) and ("--recompute-granularity full" in found.add) == (len(added) == 2), (
+        found.add
+    )

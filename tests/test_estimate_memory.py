@@ -39,6 +39,8 @@ def value(formula: str) -> int:
         for factor in term.split(" x "):
             number, power = re.match(r"(\d+)(\^2)?", factor).groups()
             product *= int(number) ** (2 if power else 1)
+        ranks = re.search(r" / (\d+) ranks", term)
+        product //= int(ranks[1]) if ranks else 1
         products.append(product)
     return sum(products)
 

@@ -54,7 +54,9 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     rates = {COMPUTE: (peak or 0.0) * 1e12, MEMORY: (processor.memory_gb_s or 0.0) * 1e9}
     gradient_bytes = FP32 if plan.fp32_gradients else element_bytes(plan.precision)  # as it is reduced over ranks
     parts = [part for part in _list_parts(plan, sequences) if part.amount]
-    parts.append(_update_weights(parameter_count(plan.shape), plan.precision, gradient_bytes, plan.args.optimizer))
+    ranks = plan.sharding.ranks if plan.sharding else 1
+    updated = -(-parameter_count(plan.shape) // ranks)
+    parts.append(_update_weights(updated, plan.precision, gradient_bytes, plan.args.optimizer))
     rows, backward_ms = [], 0.0
     for part in parts:
         rate = rates[part.bound]
@@ -67,7 +69,7 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     route = _find_route(plan.world.local_size, processor)
     if route:
         last_ms = backward_ms * plan.samples_per_pass / plan.batch.final  # of the last micro-batch's backward
-        rows.append(_reduce_gradients(plan.shape, gradient_bytes, route, last_ms))
+        rows.append(_reduce_gradients(plan.shape, gradient_bytes, route, last_ms, is_shared=ranks > 1))
     instead = " (--fp16 has one)" if plan.precision == "bf16" and not processor.bf16 else ""
     notes = [
         f"{processor.name}: no known {unknown}; not in the bound: {', '.join(names)}"
@@ -186,12 +188,18 @@ def _find_route(ranks: int, processor: Processor) -> Route | None:
     return processor.pcie_gb_s, 2 * (groups - 1) / groups / joined, words
 
 
-def _reduce_gradients(shape: ModelShape, gradient_bytes: int, route: Route, backward_ms: float) -> TimeRow:
+def _reduce_gradients(
+    shape: ModelShape, gradient_bytes: int, route: Route, backward_ms: float, is_shared: bool
+) -> TimeRow:
     """What the last micro-batch's backward, `backward_ms` long at best, cannot hide of the all-reduce.
 
+    is_shared: each rank gets the sums of its share only, half of an all-reduce; forward hides the gathering at best.
     The word embedding's gradient is complete only when backward ends (tied or not): nothing is left to hide its reduction.
     """
     gb_s, share, way = route
+    name = "reduce-scatter" if is_shared else "all-reduce"
+    if is_shared:
+        share, way = share / 2, f"half of {way}"
     num_bytes = gradient_bytes * parameter_count(shape)
     last_bytes = gradient_bytes * shape.padded_vocab_size * shape.hidden_size
     whole, last = (some * share / gb_s / 1e6 for some in (num_bytes, last_bytes))
@@ -200,7 +208,7 @@ def _reduce_gradients(shape: ModelShape, gradient_bytes: int, route: Route, back
         why = f"the word embedding's {last_bytes / 1e6:,.0f} MB are complete only when backward ends"
     else:
         why = f"backward of one micro-batch takes {backward_ms:.2f} ms at best"
-    return TimeRow("all-reduce that nothing hides", max(last, whole - backward_ms), LINK, f"{in_all}; {why}")
+    return TimeRow(f"{name} that nothing hides", max(last, whole - backward_ms), LINK, f"{in_all}; {why}")
 
 
 # --- how long training to a number of tokens takes, and how much arithmetic that is

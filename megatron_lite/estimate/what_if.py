@@ -25,6 +25,9 @@ SELECTIVE = NO_RECOMPUTE | {"recompute_granularity": "selective"}
 PRECISIONS = {  # switches that go with each; the sums' default follows the precision
     "fp32": {"fp16": False, "bf16": False}, "fp16": {"fp16": True, "bf16": False}, "bf16": {"fp16": False, "bf16": True},
 }  # fmt: skip
+# what ranks share out costs no arithmetic: state no traffic either, weights a second gathering
+SHARE_STATE: Changes = {"use_distributed_optimizer": True, "use_torch_fsdp2": False}
+SHARE_WEIGHTS: Changes = {"use_distributed_optimizer": False, "use_torch_fsdp2": True}
 SUMS_AS_USUAL = {"accumulate_allreduce_grads_in_fp32": False, "grad_reduce_in_bf16": False}
 
 
@@ -99,6 +102,7 @@ def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
         tried.append(SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.fp32_gradients})
     tried.append({"optimizer": "sgd" if plan.args.optimizer.optimizer == "adam" else "adam"})
     tried.append({"hidden_dropout": 0.0, "attention_dropout": 0.0})
+    tried += [SHARE_STATE, SHARE_WEIGHTS]
     if m.attention_backend in ("unfused", "local"):
         tried.append({"attention_backend": "auto"})
     memory, time = predict_memory(plan, processor), predict_time(plan, processor) if processor else None
@@ -145,21 +149,25 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     # from the least arithmetic to the most
     block = [full_recompute(layers - 1, "block")] if layers > 1 else []
     modes: list[Changes] = [NO_RECOMPUTE, SELECTIVE, *block, full_recompute(1, "uniform")]
+    shared: Changes = {}
+    if plan.sharding is None and plan.world.size > 1 and not change_to_fit(sizes[-1], NO_RECOMPUTE):
+        shared = SHARE_STATE if change_to_fit(sizes[-1], NO_RECOMPUTE | SHARE_STATE) else SHARE_WEIGHTS
+    modes = [mode | shared for mode in modes]
     mode = next((mode for mode in modes if change_to_fit(sizes[-1], mode)), None)
     if mode and mode.get("recompute_method") == "block":
         # each more recomputed layer keeps less: halving finds the fewest that are enough
         numbers = range(1, layers)
         fitting = bisect_left(
-            numbers, True, key=lambda number: change_to_fit(sizes[-1], full_recompute(number, "block")) is not None
+            numbers, True, key=lambda n: change_to_fit(sizes[-1], full_recompute(n, "block") | shared) is not None
         )
-        mode = full_recompute(numbers[fitting], "block")
+        mode = full_recompute(numbers[fitting], "block") | shared
     found = next(filter(None, (change_to_fit(size, mode) for size in sizes)), None) if mode is not None else None
     if found:
         return Fit(processor, budget, margin, given, found)
     whole = (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
-    variants = (variant_of(plan, processor, micro_batch_size=sizes[-1], **mode) for mode in whole)
+    variants = (variant_of(plan, processor, micro_batch_size=sizes[-1], **mode | shared) for mode in whole)
     least = min(filter(None, variants), key=lambda one: one.peak_bytes)
-    base = {name: getattr(least.plan.args.model, name) for name in NO_RECOMPUTE}
+    base = {name: getattr(least.plan.args.model, name) for name in NO_RECOMPUTE} | shared
     larger: list[Changes] = []
     if plan.precision == "fp32":
         larger.append(PRECISIONS["bf16" if processor.bf16 else "fp16"] | SUMS_AS_USUAL)

@@ -54,7 +54,6 @@ class ShardedDataParallel:
         if not self._gathers_twice:
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
-        self.model.set_is_last_backward(last)
         yield
 
     def gradients(self) -> list[Tensor]:

@@ -44,12 +44,14 @@ def _compute_formulas(plan: dict) -> dict[str, tuple[str, int]]:
     model, optimizer, batch = args["model"], args["optimizer"], args["training"]["micro_batch_size"]
     shape = ModelShape(**{field.name: plan["shape"][field.name] for field in fields(ModelShape)})
     parameters, momentum = parameter_count(shape), optimizer["sgd_momentum"] > 0
-    state = state_bytes(parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], momentum)
-    if precision != "fp32" and not plan["fp32_gradients"]:
+    ranks = (plan.get("sharding") or {"ranks": 1})["ranks"]
+    state = state_bytes(parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], momentum, ranks)
+    if precision != "fp32" and not plan["fp32_gradients"] and ranks == 1:
         state["gradients"] += FP32 * parameters  # the optimizer's copies, during its step
     found = {}
     for category, num_bytes in state.items():
-        words = f"{num_bytes // parameters} bytes x {count(parameters)} parameters"
+        among = f" / {ranks} ranks" if ranks > 1 else ""
+        words = f"{num_bytes * ranks // parameters} bytes x {count(parameters)} parameters{among}"
         # as Snapshot.highest counts them
         found[category] = (f"kept ones: {words}" if category == "gradients" else words), num_bytes
     recompute = (model[f"recompute_{name}"] for name in ("granularity", "method", "num_layers"))
