@@ -11,7 +11,8 @@ from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
-from megatron_lite.estimate.memory import MicroBatch, activation_bytes, logits_bytes, state_bytes
+from megatron_lite.estimate.memory import MicroBatch, activation_bytes, logits_bytes
+from megatron_lite.estimate.state_memory import state_bytes
 from megatron_lite.model.kernel_choice import MATH, UNFUSED
 from megatron_lite.units import MIB
 

@@ -11,9 +11,17 @@ from dataclasses import dataclass, replace
 from megatron_lite.config.args import ModelArgs
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape, recomputed_layers
-from megatron_lite.estimate.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes, padded
-from megatron_lite.estimate.params import parameter_count, parameter_parts
+from megatron_lite.estimate.hardware import Processor, padded
+from megatron_lite.estimate.params import layer_parameters, parameter_count
 from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
+from megatron_lite.estimate.state_memory import (
+    FP32,
+    element_bytes,
+    list_gathered,
+    list_reduced,
+    list_states,
+    per_parameter,
+)
 from megatron_lite.model.kernel_choice import (
     CAUSAL,
     FLASH_HEAD_STEP,
@@ -28,7 +36,6 @@ from megatron_lite.model.kernel_choice import (
 from megatron_lite.phases import Phase
 from megatron_lite.units import count
 
-FP32, INT64 = 4, 8
 # rows of a ledger; gradients are workspace, the others activations
 NORMS, LINEAR_INPUTS, QKV = "inputs and statistics of norms", "inputs of linear layers", "queries, keys and values"
 ATTENTION, SCORES, ROTARY = "results and statistics of attention", "attention scores", "tables and copies of rotation"
@@ -39,70 +46,10 @@ LOGITS = "logits and loss"
 Held = Counter[str]  # bytes for each token, by row
 
 
-def element_bytes(precision: str) -> int:
-    """Size of one weight or activation in fp32, fp16 or bf16."""
-    return FP32 if precision == "fp32" else 2
-
-
 def count_recomputed_layers(model: ModelArgs) -> int:
     """The first so many layers forget their activations."""
     flags = model.recompute_granularity, model.recompute_method, model.recompute_num_layers
     return recomputed_layers(*flags, model.num_layers)
-
-
-# --- what lives from step to step
-
-
-def state_bytes(
-    parameters: int, precision: str, fp32_gradients: bool, optimizer: str, momentum: bool = True, ranks: int = 1
-) -> dict[str, int]:
-    """Bytes that live from step to step on every rank: weights, gradients, fp32 masters of 16-bit weights, Adam's two
-    moments or SGD's one. 16 bytes per parameter for fp16 with Adam: 2 + 2 + 4 + 4 + 4 (Rajbhandari et al. 2020, ZeRO,
-    section 3.1); 18 with gradients in fp32; 16 in fp32: 4 + 4 + 8.
-
-    ranks: that share out the model; then only fp32 weights, gradients and moments stay, a share of each.
-    """
-    width = element_bytes(precision)
-    if ranks > 1:
-        kinds = {"parameters": 0, "gradients": FP32, "master weights": FP32}
-        kinds["moments"] = FP32 * (2 if optimizer == "adam" else int(momentum))
-        return {kind: parameters * each // ranks for kind, each in kinds.items()}
-    return {
-        "parameters": parameters * width,
-        "gradients": parameters * (FP32 if fp32_gradients else width),
-        "master weights": parameters * FP32 if precision != "fp32" else 0,
-        "moments": parameters * FP32 * (2 if optimizer == "adam" else int(momentum)),
-    }
-
-
-def _per_parameter(category: str, name: str, each: int, number: int, ranks: int = 1) -> LedgerRow:
-    """ranks: that share it out."""
-    among = f" / {ranks} ranks" if ranks > 1 else ""
-    return LedgerRow(category, name, each * number // ranks, f"{each} bytes x {count(number)} parameters{among}")
-
-
-def _states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
-    """With the buffers of gradients, the batch, and from the first step on what cuBLAS works in."""
-    number, optimizer, data = parameter_count(plan.shape), plan.args.optimizer, plan.args.data
-    ranks = plan.sharding.ranks if plan.sharding else 1
-    states = state_bytes(
-        number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0, ranks
-    )
-    names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
-    for category, name in names.items():
-        yield _per_parameter(category, name, states[category] * ranks // number, number, ranks)
-    if plan.fp32_gradients and ranks == 1:
-        yield _per_parameter("gradients", "fp32 sums of gradients", FP32, number)
-    if plan.world.size > 1 and ranks == 1:
-        yield _per_parameter("gradients", "DistributedDataParallel's buckets", element_bytes(plan.precision), number)
-    tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
-    tensors = 2 + data.reset_position_ids + data.reset_attention_mask
-    formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
-    yield LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)
-    if plan.device == "cuda":
-        each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
-        formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
-        yield LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula)
 
 
 # --- what one micro-batch keeps from forward to backward
@@ -261,6 +208,19 @@ def _keep_ends(batch: MicroBatch) -> Held:
     return Held({MASKS: batch.mask_bytes, NORMS: norm, LINEAR_INPUTS: batch.input_bytes})
 
 
+def _list_rows(batch: MicroBatch, held: Held, times: int = 1) -> Iterator[LedgerRow]:
+    for name, each in held.items():
+        formula = f"{f'{times} layers x ' if times > 1 else ''}{count(batch.tokens)} tokens x {count(each)} bytes"
+        category = "workspace" if name == GRADIENTS else "activations"
+        yield LedgerRow(category, name, times * batch.tokens * each, formula)
+
+
+def _list_kept(batch: MicroBatch, number: int, recomputed: int) -> Iterator[LedgerRow]:
+    """Of `number` layers, of which `recomputed` keep their input only."""
+    for held, times in _keep_layers(batch, number, recomputed):
+        yield from _list_rows(batch, held, times)
+
+
 def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     """(operation, what the layer holds there): the points of its backward at which that can be most.
 
@@ -315,19 +275,19 @@ def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPred
     without fragmentation, and for layers that are not compiled.
     processor: the GPU, whose cuBLAS takes more on newer ones; None: an older one.
     """
-    number, always = parameter_count(plan.shape), list(_states(plan, processor))
+    number, always = parameter_count(plan.shape), list(list_states(plan, processor))
     # the optimizer finds gradients unless they lie in fp32 sums or buckets, and copies those of 16 bits to fp32
     updating, decayed = list(always), []
     if plan.sharding:
-        updating.append(_per_parameter("gradients", "gradients", FP32, number, plan.sharding.ranks))
+        updating.append(per_parameter("gradients", "gradients", FP32, number, plan.sharding.ranks))
     elif not plan.fp32_gradients and plan.world.size == 1:
-        updating.append(_per_parameter("gradients", "gradients", element_bytes(plan.precision), number))
+        updating.append(per_parameter("gradients", "gradients", element_bytes(plan.precision), number))
     if not plan.fp32_gradients and plan.precision != "fp32" and not plan.sharding:
-        updating.append(_per_parameter("gradients", "fp32 copies of gradients", FP32, number))
+        updating.append(per_parameter("gradients", "fp32 copies of gradients", FP32, number))
     if plan.args.optimizer.optimizer == "sgd" and plan.learning_rate.weight_decay_style != "constant":
         # SGD's weight decay that changes is added to gradients by hand: weights times decay (optim/optimizer.py)
         ranks = plan.sharding.ranks if plan.sharding else 1
-        decayed.append(_per_parameter("workspace", "decayed weights", FP32, number, ranks))
+        decayed.append(per_parameter("workspace", "decayed weights", FP32, number, ranks))
     return MemoryPrediction(
         (
             *_list_micro_batch_moments(plan, always),
@@ -344,84 +304,59 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
         shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
         a.data.reset_attention_mask, a.model.recompute_granularity, plan.world.threads,
     )  # fmt: skip
-    recomputed, parts, number = count_recomputed_layers(a.model), parameter_parts(shape), parameter_count(shape)
+    recomputed, number = count_recomputed_layers(a.model), parameter_count(shape)
     accumulates = plan.micro_batches(plan.train_samples) > 1
 
     def make_gradients(parameters: int) -> LedgerRow:
-        return _per_parameter("gradients", "gradients", batch.element_bytes, parameters)
+        return per_parameter("gradients", "gradients", batch.element_bytes, parameters)
 
-    def list_rows(held: Held, times: int = 1) -> Iterator[LedgerRow]:
-        for name, each in held.items():
-            formula = f"{f'{times} layers x ' if times > 1 else ''}{count(batch.tokens)} tokens x {count(each)} bytes"
-            category = "workspace" if name == GRADIENTS else "activations"
-            yield LedgerRow(category, name, times * batch.tokens * each, formula)
-
-    def list_kept(number: int, recomputed: int) -> Iterator[LedgerRow]:
-        for held, times in _keep_layers(batch, number, recomputed):
-            yield from list_rows(held, times)
-
-    shared, reduced = plan.sharding, FP32 if plan.fp32_gradients else batch.element_bytes
-    of_layer = (parts["attention"] + parts["MLP"] + parts["norms"]) // layers
-    ends = number - layers * of_layer  # embeddings, last norm and output: gathered together
-
-    def hold_shared(layer: int) -> Iterator[LedgerRow]:
-        """Where ranks share out the model: what is whole while `layer` computes; layers + 1 are the output and the loss."""
-        if shared is None:
-            yield make_gradients(number if accumulates and not plan.fp32_gradients else 0)
-            return
-        is_inside, below = layer <= layers, min(layer, layers)
-        gathered = ends + of_layer * (is_inside and layer > 0 if shared.gathers_twice else below)
-        yield _per_parameter("parameters", "gathered weights", batch.element_bytes, gathered)
-        if accumulates and shared.gathers_twice:
-            yield _per_parameter("gradients", "sums of gradients", FP32, number, shared.ranks)
-        elif accumulates:
-            yield _per_parameter("gradients", "sums of gradients", reduced, ends + of_layer * below)
-        if layer < layers:
-            yield _per_parameter("communication", "gradients to be reduced", reduced, of_layer)
-            done = (layers - max(layer, 1)) * of_layer * (not (accumulates and shared.gathers_twice))
-            yield _per_parameter("gradients", "reduced gradients", FP32, done, shared.ranks)
-        if not is_inside or shared.gathers_twice and layer > 1:
-            yield _per_parameter("communication", "gathered weights of a layer", batch.element_bytes, of_layer)
+    def hold(layer: int) -> list[LedgerRow]:
+        """What layers of the micro-batch and the others have no part in, while `layer` computes."""
+        if plan.sharding is not None:
+            return [*always, *list_gathered(plan, layer, accumulates)]
+        return [*always, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
 
     # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
     # (on a GPU 16-bit ones wait to be added at once, see parallel/data_parallel.py)
     waits = plan.device == "cuda" and plan.precision != "fp32"
-    stay = bool(shared) or not (plan.fp32_gradients or plan.world.size > 1 or accumulates and not waits)
+    shared, of_layer = plan.sharding is not None, layer_parameters(shape)
+    stay = shared or not (plan.fp32_gradients or plan.world.size > 1 or accumulates and not waits)
     # to be added to fp32 sums a bundle at a time, of which about half waits; data_parallel.BUNDLES is 8
     waiting = number // 16 if waits and plan.fp32_gradients and not shared else 0
     matrix = shape.padded_vocab_size * shape.hidden_size  # the output layer's
     made = matrix if stay or shape.tied_embeddings else 0  # a tied one waits for the embedding's
-    at_loss = [*always, *hold_shared(layers + 1), *list_kept(layers, recomputed), *list_rows(_keep_ends(batch))]
+    at_loss = [*hold(layers + 1), *_list_kept(batch, layers, recomputed), *_list_rows(batch, _keep_ends(batch))]
     loss, hidden = _list_loss(batch), Held({GRADIENTS: batch.input_bytes})
     yield _sum_moment(Phase.FORWARD, "cross entropy", [*at_loss, *loss])
     if batch.precision == "fp16":
         yield _sum_moment(Phase.BACKWARD, "cross entropy", [*at_loss, *loss])
-    yield _sum_moment(Phase.BACKWARD, "output layer", [*at_loss, loss[0], *list_rows(hidden), make_gradients(matrix)])
+    yield _sum_moment(
+        Phase.BACKWARD, "output layer", [*at_loss, loss[0], *_list_rows(batch, hidden), make_gradients(matrix)]
+    )
     # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
     neighbors = {layers - 1, 2} if shared else set()  # while gradients of one are reduced, or weights of one gathered
     for layer in sorted({layers, recomputed + 1, recomputed, 1, *neighbors} & {*range(1, layers + 1)}, reverse=True):
         own = Held({MASKS: batch.mask_bytes})
         if layer <= recomputed and batch.copies_of_norms[0]:
             own[RECOMPUTED] += batch.input_bytes
-        outside = [*always, *hold_shared(layer), *list_kept(layer - 1, min(layer - 1, recomputed))]
+        outside = [*hold(layer), *_list_kept(batch, layer - 1, min(layer - 1, recomputed))]
         above = of_layer * (layers - layer) if stay and not shared else 0
         moments = []
         for operation, held in _list_layer_backward(batch):
             new = shape.hidden_size * shape.ffn_hidden_size if stay or operation == "linear_fc2" else 0
             new = of_layer if operation == "linear_qkv" else new
-            rows = [*outside, *list_rows(own + held), make_gradients(made + above + new + waiting)]
+            rows = [*outside, *_list_rows(batch, own + held), make_gradients(made + above + new + waiting)]
             moments.append(_sum_moment(Phase.BACKWARD, f"layer {layer}, {operation}", rows))
         yield max(moments, key=lambda moment: moment.num_bytes)
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
     is_third = shape.tied_embeddings and (batch.on_cpu or batch.precision == "fp16")
     added = number + (matrix if shape.tied_embeddings else 0) if stay else made + matrix + waiting
     if shared:
-        added = ends + (matrix if shape.tied_embeddings else 0)
-        rows = [_per_parameter("communication", "gradients to be reduced", reduced, ends), make_gradients(matrix)]
-        rows.append(_per_parameter("gradients", "reduced gradients", FP32, number, shared.ranks))
-        yield _sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", [*always, *rows])
-    last = max([*list_rows(hidden), make_gradients(matrix if is_third else 0)], key=lambda row: row.num_bytes)
-    yield _sum_moment(Phase.BACKWARD, "embedding", [*always, *hold_shared(0), make_gradients(added), last])
+        added = number - layers * of_layer + (matrix if shape.tied_embeddings else 0)
+        rows = [*always, *list_reduced(plan), make_gradients(matrix)]
+        yield _sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
+    last = max([*_list_rows(batch, hidden), make_gradients(matrix if is_third else 0)], key=lambda row: row.num_bytes)
+    yield _sum_moment(Phase.BACKWARD, "embedding", [*hold(0), make_gradients(added), last])
 
 
 def _sum_moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:

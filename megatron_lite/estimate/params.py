@@ -28,3 +28,9 @@ def parameter_parts(shape: ModelShape) -> dict[str, int]:
         "norms": (2 * layers + 1) * of_norm * hidden,
         "output": 0 if shape.tied_embeddings else vocabulary * hidden,
     }
+
+
+def layer_parameters(shape: ModelShape) -> int:
+    """Of one layer. The final norm counts as a part of each."""
+    parts = parameter_parts(shape)
+    return (parts["attention"] + parts["MLP"] + parts["norms"]) // shape.num_layers

@@ -21,9 +21,10 @@ from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor, peak_tflops_of
-from megatron_lite.estimate.memory import FP32, count_recomputed_layers, element_bytes
+from megatron_lite.estimate.memory import count_recomputed_layers
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.prediction import TimePrediction, TimeRow
+from megatron_lite.estimate.state_memory import FP32, element_bytes
 from megatron_lite.model.kernel_choice import FUSED, predict_attention_kernel
 from megatron_lite.units import count
 

@@ -5,14 +5,12 @@ from dataclasses import fields
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
 from megatron_lite.config.shape import ModelShape, recomputed_layers
 from megatron_lite.estimate.memory import (
-    FP32,
     activation_bytes,
-    element_bytes,
     logits_bytes,
     plan_micro_batch,
-    state_bytes,
 )
 from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.state_memory import FP32, element_bytes, state_bytes
 from megatron_lite.units import count
 
 NOT_OURS = (KeyError, TypeError, AttributeError, ValueError)  # what a plan of another program raises

@@ -1,0 +1,105 @@
+"""Memory of weights, gradients and moments in closed form: what lives from step to step, and what ranks that share out the model
+gather and reduce."""
+
+from collections.abc import Iterator
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes
+from megatron_lite.estimate.params import layer_parameters, parameter_count
+from megatron_lite.estimate.prediction import LedgerRow
+from megatron_lite.units import count
+
+FP32, INT64 = 4, 8
+
+
+def element_bytes(precision: str) -> int:
+    """Size of one weight or activation in fp32, fp16 or bf16."""
+    return FP32 if precision == "fp32" else 2
+
+
+def state_bytes(
+    parameters: int, precision: str, fp32_gradients: bool, optimizer: str, momentum: bool = True, ranks: int = 1
+) -> dict[str, int]:
+    """Bytes that live from step to step on every rank: weights, gradients, fp32 masters of 16-bit weights, Adam's two
+    moments or SGD's one. 16 bytes per parameter for fp16 with Adam: 2 + 2 + 4 + 4 + 4 (Rajbhandari et al. 2020, ZeRO,
+    section 3.1); 18 with gradients in fp32; 16 in fp32: 4 + 4 + 8.
+
+    ranks: that share out the model; then only fp32 weights, gradients and moments stay, a share of each.
+    """
+    width = element_bytes(precision)
+    if ranks > 1:
+        kinds = {"parameters": 0, "gradients": FP32, "master weights": FP32}
+        kinds["moments"] = FP32 * (2 if optimizer == "adam" else int(momentum))
+        return {kind: parameters * each // ranks for kind, each in kinds.items()}
+    return {
+        "parameters": parameters * width,
+        "gradients": parameters * (FP32 if fp32_gradients else width),
+        "master weights": parameters * FP32 if precision != "fp32" else 0,
+        "moments": parameters * FP32 * (2 if optimizer == "adam" else int(momentum)),
+    }
+
+
+def per_parameter(category: str, name: str, each: int, number: int, ranks: int = 1) -> LedgerRow:
+    """ranks: that share it out."""
+    among = f" / {ranks} ranks" if ranks > 1 else ""
+    return LedgerRow(category, name, each * number // ranks, f"{each} bytes x {count(number)} parameters{among}")
+
+
+def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
+    """With the buffers of gradients, the batch, and from the first step on what cuBLAS works in."""
+    number, optimizer, data = parameter_count(plan.shape), plan.args.optimizer, plan.args.data
+    ranks = plan.sharding.ranks if plan.sharding else 1
+    states = state_bytes(
+        number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0, ranks
+    )
+    names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
+    for category, name in names.items():
+        yield per_parameter(category, name, states[category] * ranks // number, number, ranks)
+    if plan.fp32_gradients and ranks == 1:
+        yield per_parameter("gradients", "fp32 sums of gradients", FP32, number)
+    if plan.world.size > 1 and ranks == 1:
+        yield per_parameter("gradients", "DistributedDataParallel's buckets", element_bytes(plan.precision), number)
+    tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
+    tensors = 2 + data.reset_position_ids + data.reset_attention_mask
+    formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
+    yield LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)
+    if plan.device == "cuda":
+        each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
+        formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
+        yield LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula)
+
+
+# --- where ranks share out the model (torch's fully_shard): each layer is gathered by itself, and the rest together
+
+
+def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerRow]:
+    """What is whole while backward computes `layer`; layers + 1: output and loss, where forward ends; 0: the embedding.
+
+    accumulates: this is not the step's first micro-batch.
+    """
+    shared, layers, each = plan.sharding, plan.shape.num_layers, element_bytes(plan.precision)
+    assert shared is not None
+    of_layer, reduced = layer_parameters(plan.shape), FP32 if plan.fp32_gradients else each
+    ends, below = parameter_count(plan.shape) - layers * of_layer, min(layer, layers)
+    whole = ends + of_layer * (0 < layer <= layers if shared.gathers_twice else below)
+    yield per_parameter("parameters", "gathered weights", each, whole)
+    if accumulates and shared.gathers_twice:
+        yield per_parameter("gradients", "sums of gradients", FP32, parameter_count(plan.shape), shared.ranks)
+    elif accumulates:
+        yield per_parameter("gradients", "sums of gradients", reduced, ends + of_layer * below)
+    if layer < layers:
+        yield per_parameter("communication", "gradients to be reduced", reduced, of_layer)
+        done = (layers - max(layer, 1)) * of_layer * (not (accumulates and shared.gathers_twice))
+        yield per_parameter("gradients", "reduced gradients", FP32, done, shared.ranks)
+    if layer > layers or shared.gathers_twice and layer > 1:
+        yield per_parameter("communication", "gathered weights of a layer", each, of_layer)
+
+
+def list_reduced(plan: Plan) -> Iterator[LedgerRow]:
+    """What is held when the last gradients, all but those of layers, are reduced."""
+    assert plan.sharding is not None
+    number = parameter_count(plan.shape)
+    ends = number - plan.shape.num_layers * layer_parameters(plan.shape)
+    each = FP32 if plan.fp32_gradients else element_bytes(plan.precision)
+    yield per_parameter("communication", "gradients to be reduced", each, ends)
+    yield per_parameter("gradients", "reduced gradients", FP32, number, plan.sharding.ranks)
