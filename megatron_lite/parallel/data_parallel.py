@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lite.config.layout import Rows
@@ -16,6 +17,10 @@ from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.units import MIB
 
 BUCKET_MIB = 25  # torch's default
+COPIES, ROWS = (
+    "copies",
+    "rows",
+)  # dimensions of a mesh: ranks that hold the same rows, and those that share out the model
 ALIGN = 32  # elements: a gradient that starts on 128 bytes is read in whole vectors
 BUNDLES = 8  # of gradients that a GPU adds at once: few launches, and little memory for gradients that wait
 
@@ -208,3 +213,33 @@ def _zeros(parameters: list[nn.Parameter]) -> Tensor:
 
 def _length(parameter: nn.Parameter) -> int:
     return -(-parameter.numel() // ALIGN) * ALIGN
+
+
+# --- ranks that share out the model
+
+
+def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """The ranks by what they hold, or None where each holds everything. Collective."""
+    if plan.sharding is None:
+        return None
+    copies = plan.world.size // plan.sharding.ranks
+    if copies == 1:
+        return init_device_mesh(device.type, (plan.world.size,), mesh_dim_names=(ROWS,))
+    return init_device_mesh(device.type, (copies, plan.sharding.ranks), mesh_dim_names=(COPIES, ROWS))
+
+
+def replicate(plan: Plan, model: nn.Module, mesh: DeviceMesh | None):
+    """The model as the plan's ranks train it together: a DataParallel or, over a mesh, a ShardedDataParallel."""
+    if mesh is None:
+        return DataParallel(plan, model)
+    from megatron_lite.parallel.sharded_data_parallel import ShardedDataParallel  # fully_shard takes a second to import
+
+    return ShardedDataParallel(plan, model, mesh)
+
+
+def describe_sharding(plan: Plan) -> str:
+    """A line on what each rank keeps."""
+    if plan.sharding is None:
+        return "each rank keeps all weights and moments"
+    when = "for forward and again for backward" if plan.sharding.gathers_twice else "once per step"
+    return f"each rank keeps 1/{plan.sharding.ranks} of fp32 weights and moments; layers are gathered {when}"

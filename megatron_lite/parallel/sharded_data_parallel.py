@@ -11,19 +11,14 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.config.layout import Rows
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
-from megatron_lite.parallel.data_parallel import DataParallel
-
-COPIES, ROWS = (
-    "copies",
-    "rows",
-)  # dimensions of a mesh: ranks that hold the same rows, and those that share out the model
+from megatron_lite.parallel.data_parallel import ROWS
 
 
 class ShardedDataParallel:
@@ -99,26 +94,3 @@ def _shard(plan: Plan, model: nn.Module, mesh: DeviceMesh):
                     setattr(module, name, nn.Parameter(parameter.detach().float()))
         stays = part is model or not plan.sharding.gathers_twice
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays)
-
-
-def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
-    """The ranks by what they hold, or None where each holds everything. Collective."""
-    if plan.sharding is None:
-        return None
-    copies = plan.world.size // plan.sharding.ranks
-    if copies == 1:
-        return init_device_mesh(device.type, (plan.world.size,), mesh_dim_names=(ROWS,))
-    return init_device_mesh(device.type, (copies, plan.sharding.ranks), mesh_dim_names=(COPIES, ROWS))
-
-
-def replicate(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> DataParallel | ShardedDataParallel:
-    """The model as the plan's ranks train it together."""
-    return DataParallel(plan, model) if mesh is None else ShardedDataParallel(plan, model, mesh)
-
-
-def describe_sharding(plan: Plan) -> str:
-    """A line on what each rank keeps."""
-    if plan.sharding is None:
-        return "each rank keeps all weights and moments"
-    when = "for forward and again for backward" if plan.sharding.gathers_twice else "once per step"
-    return f"each rank keeps 1/{plan.sharding.ranks} of fp32 weights and moments; layers are gathered {when}"

@@ -19,8 +19,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_lite.analysis.memory.read import analyze_snapshot
 from megatron_lite.config.command_line import read_command_line
@@ -39,8 +37,8 @@ from megatron_lite.model.gpt import GPT
 from megatron_lite.model.kernel_choice import gelu_works_in_pieces
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import data_parallel
+from megatron_lite.parallel.data_parallel import make_mesh, replicate
 from megatron_lite.parallel.layers import recompute_layers
-from megatron_lite.parallel.sharded_data_parallel import make_mesh, replicate
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 from megatron_lite.rehearsal.tracker import RehearsalTracker
 from megatron_lite.train.choose_kernels import DTYPES, choose_eager_losses, choose_plan_attention
@@ -139,12 +137,14 @@ class BucketedReplica:
 
 
 @contextlib.contextmanager
-def without_other_ranks(plan: Plan) -> Iterator[DeviceMesh | None]:
-    """While this lasts, what ranks exchange is there at once. Gives the mesh of ranks that share out the model.
+def without_other_ranks(plan: Plan) -> Iterator:
+    """While this lasts, what ranks exchange is there at once. Gives the mesh of ranks that share out the model, or None.
 
     fully_shard runs as it is, over torch's fake process group; without it a stand-in wraps models, and no group is needed.
     """
     if plan.sharding is not None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
         dist.init_process_group("fake", store=FakeStore(), rank=plan.world.rank, world_size=plan.world.size)
         try:
             yield make_mesh(plan, HOST)
@@ -236,7 +236,7 @@ def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: in
     return snapshot
 
 
-def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None, mesh: DeviceMesh | None = None) -> Callable:
+def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None, mesh=None) -> Callable:
     """Everything of a run that holds device memory, made; returns its step(phase). losses: as of model.gpt.GPT, else the plan's."""
     replica = replicate(plan, _build_model(plan, losses or choose_eager_losses(plan)), mesh)
     optimizer = Optimizer(plan, replica.parameters, HOST, replica.sum_over_ranks)

@@ -12,9 +12,9 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.marks import WEIGHTS, mark_memory
 from megatron_lite.model.gpt import GPT, initialize
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.data_parallel import describe_sharding, make_mesh, replicate
 from megatron_lite.parallel.layers import compile_layers, describe_compilation, recompute_layers
 from megatron_lite.parallel.process_group import device_of
-from megatron_lite.parallel.sharded_data_parallel import describe_sharding, make_mesh, replicate
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import (
     DTYPES,
