@@ -6,9 +6,8 @@ import pytest
 from estimate_grid import FULL, GRID, LARGE, MEDIUM, SEED, SHORT, UNFUSED, plan_for
 
 from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.memory_categories import CATEGORIES
 from megatron_lite.estimate.params import parameter_count
-from megatron_lite.estimate.prediction import Moment
+from megatron_lite.estimate.prediction import CATEGORIES, Moment
 from megatron_lite.model.kernel_choice import MATH, predict_attention_kernel
 from megatron_lite.phases import Phase
 from megatron_lite.units import GIB

@@ -5,8 +5,7 @@ from typing import Any
 from megatron_lite.analysis.findings.run_settings import part
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime, Facts, Predicted
-from megatron_lite.estimate.memory_categories import CATEGORIES
-from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
+from megatron_lite.estimate.prediction import CATEGORIES, LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
 from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.units import size
 

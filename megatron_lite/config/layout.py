@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.world import World
 
+COPIES, ROWS = (
+    "copies",
+    "rows",
+)  # dimensions of a mesh: ranks that hold the same rows, and those that share out the model
+
 
 @dataclass(frozen=True)
 class Sharding:

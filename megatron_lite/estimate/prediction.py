@@ -2,12 +2,29 @@
 
 from dataclasses import dataclass
 
+# What memory is called, predicted or measured, in the order of a report.
+# A weight's gradient is a gradient from where it is computed, also one that is added to another and
+# ends there. Workspace is all else that does not outlive its phase: temporaries of forward, backward and the
+# optimizer, and the buffers of libraries such as cublas.
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "master weights",
+    "moments",
+    "activations",
+    "logits and loss",
+    "workspace",
+    "communication",
+    "other",
+    "before the record",
+)
+
 
 @dataclass(frozen=True)
 class LedgerRow:
     """Bytes of one kind of tensors on one GPU at one moment."""
 
-    category: str  # of memory_categories, as in the report of a measured run
+    category: str  # of CATEGORIES, as in the report of a measured run
     name: str  # "layers' activations", "fp32 masters"
     num_bytes: int
     formula: str  # with the numbers put in: "4 bytes x 355,919,872 parameters"

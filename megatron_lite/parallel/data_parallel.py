@@ -11,16 +11,12 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_lite.config.layout import Rows
+from megatron_lite.config.layout import COPIES, ROWS, Rows
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.units import MIB
 
 BUCKET_MIB = 25  # torch's default
-COPIES, ROWS = (
-    "copies",
-    "rows",
-)  # dimensions of a mesh: ranks that hold the same rows, and those that share out the model
 ALIGN = 32  # elements: a gradient that starts on 128 bytes is read in whole vectors
 BUNDLES = 8  # of gradients that a GPU adds at once: few launches, and little memory for gradients that wait
 

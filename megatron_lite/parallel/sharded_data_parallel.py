@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.config.layout import Rows
+from megatron_lite.config.layout import ROWS, Rows
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
-from megatron_lite.parallel.data_parallel import ROWS
 
 
 class ShardedDataParallel:

@@ -181,7 +181,7 @@ class Rehearsal:
     expandable_reserved_bytes: int  # with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     phase: str  # of the peak, a Phase's value, or recompute
     where: str  # "forward of step 1 in decoder.layers.3.mlp: aten.gelu.default from gelu_tanh (model/gpt.py:10)"
-    categories: dict[str, int]  # at the peak, by memory_categories.CATEGORIES, largest first; adds up to the peak
+    categories: dict[str, int]  # at the peak, by prediction.CATEGORIES, largest first; adds up to the peak
     notes: tuple[str, ...]  # what is not in it, in words
     snapshot: dict = field(repr=False)  # in the form of torch.cuda.memory._snapshot()
 

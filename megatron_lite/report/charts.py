@@ -12,7 +12,7 @@ from megatron_lite.analysis.kernels.kernel_results import RooflineRow
 from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.time.time_results import ROW_TITLES
-from megatron_lite.estimate.memory_categories import CATEGORIES
+from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.report.sections.step import NOTHING, row_title
 from megatron_lite.report.text import (
     BLUE,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from megatron_lite.analysis.kernels.kernel_results import Role
-from megatron_lite.estimate.memory_categories import CATEGORIES
+from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.terminal import escape
 from megatron_lite.units import significant
 

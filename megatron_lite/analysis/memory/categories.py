@@ -15,7 +15,7 @@ from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SE
 from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, Code, Record
 from megatron_lite.estimate.caching_allocator import MIN_BLOCK
 from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
-from megatron_lite.estimate.memory_categories import CATEGORIES
+from megatron_lite.estimate.prediction import CATEGORIES
 
 INDEX = {name: number for number, name in enumerate(CATEGORIES)}
 UNDECIDED = -1

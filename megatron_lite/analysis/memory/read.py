@@ -35,7 +35,7 @@ from megatron_lite.analysis.memory.record import (
 )
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
-from megatron_lite.estimate.memory_categories import CATEGORIES
+from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.process_state import limit_memory
 from megatron_lite.units import size
 
