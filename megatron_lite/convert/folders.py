@@ -23,9 +23,9 @@ from megatron_lite.convert.mappings import Link, parameter_sizes
 from megatron_lite.convert.tokenizer_files import TokenizerFiles
 from megatron_lite.convert.weights_folder import INDEX, WHOLE, open_weights, write_safetensors
 from megatron_lite.errors import CheckpointError, UserError
+from megatron_lite.model.gpt import DTYPES
 from megatron_lite.run_folder import RELEASE, sync_folder
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHARD_BYTES = 5 * 10**9  # of a file, as transformers has it
 GENERATION_FILE = "generation_config.json"
 OURS = "megatron_lite"

@@ -16,6 +16,8 @@ from megatron_lite.model.attention import Attend, document_mask
 from megatron_lite.model.gelu import gelu_tanh
 from megatron_lite.model.loss import token_losses
 
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
 # --- rotary position embedding (Su et al. 2021, arXiv 2104.09864)
 
 
@@ -265,12 +267,18 @@ def initialize(model: nn.Module, shape: ModelShape) -> None:
     (0 with layernorm_1p, which stores them minus 1).
     """
     for name, parameter in model.named_parameters():
-        owner, kind = name.split(".")[-2:]
-        if kind == "bias":
-            nn.init.zeros_(parameter)
-        elif owner.endswith("layernorm"):
-            nn.init.constant_(parameter, 0.0 if shape.layernorm_1p else 1.0)
-        elif owner in RESIDUAL_OUTPUTS:
-            nn.init.normal_(parameter, std=shape.init_method_std / math.sqrt(2 * shape.num_layers))
-        else:
-            nn.init.normal_(parameter, std=shape.init_method_std)
+        initialize_parameter(name, parameter, shape)
+
+
+@torch.no_grad()
+def initialize_parameter(name: str, parameter: Tensor, shape: ModelShape) -> None:
+    """Fills one of them, of this name in the model."""
+    owner, kind = name.split(".")[-2:]
+    if kind == "bias":
+        nn.init.zeros_(parameter)
+    elif owner.endswith("layernorm"):
+        nn.init.constant_(parameter, 0.0 if shape.layernorm_1p else 1.0)
+    elif owner in RESIDUAL_OUTPUTS:
+        nn.init.normal_(parameter, std=shape.init_method_std / math.sqrt(2 * shape.num_layers))
+    else:
+        nn.init.normal_(parameter, std=shape.init_method_std)

@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from megatron_lite.config.layout import ROWS, Rows
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
+from megatron_lite.model.gpt import DTYPES, initialize_parameter
 
 
 class ShardedDataParallel:
     """Called as DataParallel is. `parameters` are this rank's rows of each of the model's, in fp32."""
 
     def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh):
-        """mesh: of `make_mesh`."""
+        """model: without memory, on the meta device. mesh: of `make_mesh`."""
         self.model, self._gathers_twice = model, plan.sharding.gathers_twice
         ranks = plan.sharding.ranks
         # ranks that hold the same rows are as far apart as ranks that share out the model are many
@@ -34,6 +34,16 @@ class ShardedDataParallel:
         self.names, self._sharded = map(list, zip(*model.named_parameters()))
         self.parameters = [nn.Parameter(p.to_local()) for p in self._sharded]
         self.rows = {n: plan.sharding.find_rows(tuple(p.shape), index) for n, p in zip(self.names, self._sharded)}
+        self._initialize(plan)
+
+    @torch.no_grad()
+    def _initialize(self, plan: Plan):
+        """As one rank's: each parameter is drawn whole, rounded, and cut."""
+        device = "cpu" if plan.args.parallel.use_cpu_initialization else self.parameters[0].device
+        for parameter, (name, rows) in zip(self.parameters, self.rows.items(), strict=True):
+            whole = torch.empty(rows.whole, dtype=torch.float32, device=device)
+            initialize_parameter(name, whole, plan.shape)
+            parameter.copy_(whole[rows.start : rows.end].to(DTYPES[plan.precision]))
 
     def __call__(self, *inputs) -> Tensor:
         """The model's forward."""
@@ -79,17 +89,13 @@ class ShardedDataParallel:
 @mark_memory(MASTER_WEIGHTS)
 def _shard(plan: Plan, model: nn.Module, mesh: DeviceMesh):
     """Each layer is gathered by itself, and the rest together: the loss uses a tied embedding, too."""
-    dtype = next(model.parameters()).dtype
+    dtype = DTYPES[plan.precision]
     reduce_in = torch.float32 if plan.fp32_gradients else dtype
     # rotary tables are rounded by the model; all other inputs have the layers' precision
-    warnings.filterwarnings(
-        "ignore", message="FSDP2-wrapped module .* returned a view"
-    )  # nobody changes losses in place
+    # nobody changes losses in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_in, cast_forward_inputs=False)
     for part in (*model.decoder.layers, model):
-        for module in part.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if not isinstance(parameter, DTensor):
-                    setattr(module, name, nn.Parameter(parameter.detach().float()))
         stays = part is model or not plan.sharding.gathers_twice
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays)
+    model.to_empty(device=mesh.device_type)

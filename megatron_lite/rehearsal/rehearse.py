@@ -33,7 +33,7 @@ from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.model.gelu import gelu_tanh, room_for
-from megatron_lite.model.gpt import GPT
+from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.model.kernel_choice import gelu_works_in_pieces
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import data_parallel
@@ -41,7 +41,7 @@ from megatron_lite.parallel.data_parallel import make_mesh, replicate
 from megatron_lite.parallel.layers import recompute_layers
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 from megatron_lite.rehearsal.tracker import RehearsalTracker
-from megatron_lite.train.choose_kernels import DTYPES, choose_eager_losses, choose_plan_attention
+from megatron_lite.train.choose_kernels import choose_eager_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.units import MIB
 
@@ -254,16 +254,18 @@ def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None, mesh=None) 
 
 
 def _build_model(plan: Plan, losses) -> nn.Module:
-    """Made in the plan's precision at once: a fake parameter cannot be cast in place."""
+    """Made in the plan's precision at once: a fake parameter cannot be cast in place. Where ranks share it out, on no device."""
     a, dtype = plan.args, DTYPES[plan.precision]
     with_attention = plan
     if a.model.attention_backend == "fused" and plan.device == "cuda":
         # torch refuses cuDNN's attention without a GPU; what torch takes otherwise keeps the same tensors
         with_attention = replace(plan, args=replace(a, model=replace(a.model, attention_backend="auto")))
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    attend = choose_plan_attention(with_attention, HOST)
+    torch.set_default_dtype(dtype if plan.sharding is None else before)
     try:
-        model = GPT(plan.shape, choose_plan_attention(with_attention, HOST), losses)
+        with HOST if plan.sharding is None else torch.device("meta"):
+            model = GPT(plan.shape, attend, losses)
     finally:
         torch.set_default_dtype(before)
     in_pieces = gelu_works_in_pieces(plan.device == "cpu", dtype.itemsize)

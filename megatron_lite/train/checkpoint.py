@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.checkpoint.write import Background, HostCopies, Writer, assign_share
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.errors import CheckpointError
+from megatron_lite.model.gpt import DTYPES
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.process_group import time_limit
 from megatron_lite.run_folder import RELEASE
@@ -29,7 +30,6 @@ from megatron_lite.train.checkpoint_checks import (
     require_shape,
     rotary_note,
 )
-from megatron_lite.train.choose_kernels import DTYPES
 from megatron_lite.train.loop import Progress
 
 logger = logging.getLogger(__name__)

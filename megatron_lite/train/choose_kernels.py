@@ -10,12 +10,11 @@ import torch.distributed as dist
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.attention_choice import Probe, Race, choose_attention, fastest
+from megatron_lite.model.gpt import DTYPES
 from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once, skips_future_scores
 from megatron_lite.model.loss import Pieces, fused_token_losses, token_losses
 from megatron_lite.parallel.layers import compiled, recomputed
 from megatron_lite.units import significant
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., Race] | None = None) -> Attend:

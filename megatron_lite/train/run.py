@@ -10,14 +10,13 @@ from torch import nn
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import WEIGHTS, mark_memory
-from megatron_lite.model.gpt import GPT, initialize
+from megatron_lite.model.gpt import DTYPES, GPT, initialize
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import describe_sharding, make_mesh, replicate
 from megatron_lite.parallel.layers import compile_layers, describe_compilation, recompute_layers
 from megatron_lite.parallel.process_group import device_of
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import (
-    DTYPES,
     choose_losses,
     choose_plan_attention,
     describe_precision,
@@ -82,15 +81,20 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
 
 @mark_memory(WEIGHTS)
 def build_model(plan: Plan, device: torch.device) -> nn.Module:
-    """The initialised model on the device, in the plan's precision, with recomputation as the flags say."""
+    """The initialised model on the device, in the plan's precision, with recomputation as the flags say.
+
+    Where ranks share it out it has no memory yet: no rank may have room for the whole, and ShardedDataParallel fills its rows.
+    """
     shape, attend = plan.shape, choose_plan_attention(plan, device, make_race(plan, device))
     timed = f" ({attend.timed})" if attend.timed else ""
     logger.info("\n    not ".join((f"  attention: {attend.name}{timed}", *attend.why_not)))
-    _seed(plan.args.training.seed)
-    with torch.device("cpu" if plan.args.parallel.use_cpu_initialization else device):
+    first = torch.device("cpu") if plan.args.parallel.use_cpu_initialization else device
+    with first if plan.sharding is None else torch.device("meta"):
         model = GPT(shape, attend, choose_losses(plan))
+    _seed(plan.args.training.seed)  # here: torch's own layers draw where they have memory
+    if plan.sharding is None:
         initialize(model, shape)
-    model.to(device=device, dtype=DTYPES[plan.precision])
+        model.to(device=device, dtype=DTYPES[plan.precision])
     number = sum(parameter.numel() for parameter in model.parameters())
     logger.info(f"  number of parameters: {count(number)} ({short_count(number)})")
     logger.info(f"  {describe_compilation(plan)}")
