@@ -41,30 +41,32 @@ def main(argv: list[str]) -> int:
     world = read_world(torch.cuda.device_count(), torch.get_num_threads())
     set_up_logging(world.is_first)
     launcher = LauncherWatch(world)
+    # what ended the run, kept until its process ends: with other ranks there may be a reduction on its way in the middle of a step, and
+    # taking apart what the error's frames hold, DistributedDataParallel, waits for gloo's threads, which may in turn wait for the
+    # interpreter's lock, for ever
+    ended_by: BaseException | None = None
     try:
         launcher.start()
         _run(argv, world, launcher)
+        return 0
     except UserError as error:
+        ended_by, code = error, error.exit_code
         end_with_error(error, world)
-        return error.exit_code
-    except KeyboardInterrupt:
-        code = 130
+    except KeyboardInterrupt as error:
+        ended_by, code = error, 130
     except Exception as error:
+        ended_by, code = error, 1
         if hasattr(error, "explained"):  # an observer has said on this rank why memory ran out
             write_error_file(ConfigError(error.explained))
         elif is_memory_error(error):
             tell_error(UserError(describe_memory_error()), world)
         else:
             raise
-        code = 1
-    else:
-        return 0
-    # With other ranks, end here: in the middle of a step there may be a reduction on its way, and taking
-    # DistributedDataParallel apart waits for gloo's threads, which may in turn wait for the interpreter's lock, for ever.
     if world.size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    del ended_by
     return code
 
 
@@ -114,7 +116,7 @@ def _log_choices(plan: Plan, observers: Observers, keeps_memory: bool):
     passes = plan.micro_batches(plan.train_samples)
     logger.info(
         f"  {ranks} on {where} ({plan.backend}) | global batch {plan.batch.final} = micro-batch "
-        f"{plan.args.training.micro_batch_size} x {plan.world.size} x {passes} | {plan.train_iters} iterations\n"
+        f"{plan.args.training.micro_batch_size} x {plan.layout.data} x {passes} | {plan.train_iters} iterations\n"
         f"  {observers.peak_words}"
     )
     d = plan.args.data

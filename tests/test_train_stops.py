@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ from launch import (
 )
 from waiting import LIMIT_S
 
-from megatron_lite.errors import DivergedError
+from megatron_lite import app
+from megatron_lite.config.world import World
+from megatron_lite.errors import DivergedError, UserError
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.train import choose_kernels, exit_conditions
 
@@ -190,6 +193,32 @@ def test_ctrl_c_ends_two_ranks_at_once_and_says_where_to_go_on(tmp_path, times):
         latest = int((save / "latest_checkpointed_iteration.txt").read_text())
         assert f"interrupted; --load {save} goes on from iter_{latest:07d}\n" in head + out
         assert json.loads((save / "run.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError, MemoryError])
+def test_a_rank_ends_before_what_its_error_holds_is_taken_apart(monkeypatch, error):
+    """That waits for gloo's threads, which may wait for Python, for ever."""
+    happened = []
+
+    class Replica:
+        def __del__(self):
+            happened.append("taken apart")
+
+    def fail(*_):
+        replica = Replica()  # noqa: F841
+        raise error("a reason")
+
+    def leave(code):
+        happened.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(app, "_run", fail)
+    monkeypatch.setattr(app, "read_world", lambda *_: World(0, 2))
+    monkeypatch.setattr(app, "LauncherWatch", lambda _: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        app.main([])
+    assert happened[0] in (130, 2, 1)
 
 
 # none, and of a checkpoint that is gone
