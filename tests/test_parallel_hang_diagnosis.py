@@ -108,6 +108,36 @@ def test_the_cause_stands_before_its_consequences():
     assert find_cause(case([WAITING, READING])) is None, "a lost connection says nothing of who is behind"
 
 
+def test_who_waits_in_a_group_waits_for_its_members():
+    """Ranks 0 and 1 split layers, 2 and 3 too; 1 and 3 average gradients."""
+    operation = Operation(7, "all_gather", 100, "Half", "tensor", (0, 1))
+    behind = replace(READING, begun=1234, groups={"tensor": 6, "copies": 3})
+    other = replace(WAITING, groups={"tensor of others": 9})
+    found = find_cause(case([behind, other, other], reason=LATE, operation=operation))
+    assert found.ranks == [1]
+    assert "rank 1 did not join all_gather #7 (200 B float16) of ranks 0, 1 of rank 0 within 10m00s" in found.line
+    through = replace(behind, waiting=("copies", 4, [1, 3]))
+    last = replace(READING, groups={"tensor of others": 9, "copies": 3})
+    found = find_cause(
+        case([replace(through, groups={"tensor": 6, "copies": 4}), other, last], reason=LATE, operation=operation)
+    )
+    assert found.ranks == [3]
+    assert (
+        "rank 3 keeps others waiting, and through them all_gather #7 (200 B float16) of ranks 0, 1 of rank 0"
+        in found.line
+    )
+    begun = replace(WAITING, groups={"tensor": 7})
+    found = find_cause(case([begun, other, last], reason=LATE, operation=operation))
+    assert found.ranks == [] and "although all ranks had begun it" in found.line
+
+
+def test_ranks_that_wait_in_a_circle_are_told_as_behind():
+    first = Operation(7, "all_gather", 0, "", "a", (0, 1))
+    second = replace(READING, groups={"a": 6, "b": 2}, waiting=("b", 2, [1, 2]))
+    third = replace(READING, groups={"b": 1, "a": 0}, waiting=("a", 7, [0, 1]))
+    assert find_cause(case([second, third], reason=LATE, operation=first)).ranks == [1]
+
+
 def test_silence_counts_only_after_the_time_for_answers():
     """But whoever has ended is known at once."""
     for post in (MUTE, READING, None):

@@ -42,7 +42,7 @@ class Recorder:
         self.numbers = begun, finished
 
     def counts(self):
-        return self.numbers
+        return {"0": self.numbers}
 
     def unfinished(self):
         return Operation(self.numbers[0], "barrier") if self.numbers[0] > self.numbers[1] else None
@@ -52,7 +52,7 @@ class Recorder:
 
 
 def post(**more) -> RankStatus:
-    return dataclasses.replace(describe_rank(RunPosition(), (5, 5)), **more)
+    return dataclasses.replace(describe_rank(RunPosition(), {"0": (5, 5)}), **more)
 
 
 @pytest.fixture
@@ -95,6 +95,8 @@ def test_the_first_to_ask_speaks_for_all():
     assert str(said) == str(repeated)
     assert str(said).startswith("rank 2 ended in the start, before the first step, with ValueError: no")
     assert (said.told, repeated.told, said.exit_code) == (False, True, 1)
+    mine = boards[1].get_statuses([1])[1]
+    assert mine.answers, "who waits for the verdict is not taken for silent"
 
 
 def test_the_record_of_a_terminated_writer_is_ended_for_it(tmp_path):
@@ -142,16 +144,16 @@ def test_a_process_is_known_again_and_its_ids_next_owner_is_not_it(monkeypatch):
 def record_on_two_ranks(world):
     """For on_ranks: rank 0 begins what rank 1 joins only after rank 0 has looked."""
     recorder, store = FlightRecorder("gloo"), dist.distributed_c10d._get_default_store()
-    before = recorder.counts()
+    before = recorder.counts().get("0", (0, 0))
     dist.all_reduce(torch.ones(3, dtype=torch.float64))
     wait_until(lambda: recorder.unfinished() is None)  # noted a moment after the collective
     if world.rank == 1:
         store.wait(["looked"])
     works = [dist.all_reduce(torch.ones(1000), async_op=True), dist.broadcast(torch.ones(8).bool(), 0, async_op=True)]
     if world.rank == 0:
-        begun, finished = recorder.counts()
+        begun, finished = recorder.counts()["0"]
         print("counts", begun - before[0], finished - before[1])
-        print("oldest", recorder.unfinished(), "|", recorder.newest(), "|", recorder.counts()[0] - begun)
+        print("oldest", recorder.unfinished(), "|", recorder.newest(), "|", recorder.counts()["0"][0] - begun)
         store.set("looked", "")
     for work in works:
         work.wait()
@@ -309,7 +311,7 @@ from megatron_lite.parallel.watchdog import Watchdog
 from test_parallel_watchdog import Recorder
 
 store, pid = dist.HashStore(), int(sys.argv[1])
-RankStore(store, 1, 2).set_status(dataclasses.replace(describe_rank(RunPosition(), (5, 5)), pid=pid))
+RankStore(store, 1, 2).set_status(dataclasses.replace(describe_rank(RunPosition(), {"0": (5, 5)}), pid=pid))
 ranks = Watchdog(World(0, 2, 0, 2), store, Recorder(6, 5), 60.0, backstop=False)
 ranks.start()
 print("ready", flush=True)

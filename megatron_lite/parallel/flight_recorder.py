@@ -7,7 +7,9 @@ import json
 import math
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from megatron_lite.units import size
 
@@ -24,37 +26,54 @@ DTYPES = {  # torch's name and bytes of an element
 }
 
 
+DEFAULT = "0"  # the group of all ranks
+
+
 @dataclass(frozen=True)
 class Operation:
-    """One collective. `number` counts from 1 and is the same on all ranks."""
+    """One collective. `number` counts from 1 in its group, and is the same on all of the group's ranks."""
 
     number: int
     name: str  # all_reduce, broadcast, ...
     elements: int = 0
     dtype: str = ""
+    group: str = DEFAULT
+    ranks: tuple[int, ...] = ()  # of a group that is not of all
+
+    @property
+    def awaited(self) -> tuple[str, int, tuple[int, ...]]:
+        """What tells it from others, and whom it waits for."""
+        return self.group, self.number, self.ranks
 
     def __str__(self) -> str:
+        among = f" of ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
         if self.dtype not in DTYPES or not self.elements:
-            return f"{self.name} #{self.number}"
+            return f"{self.name} #{self.number}{among}"
         dtype, width = DTYPES[self.dtype]
-        return f"{self.name} #{self.number} ({size(self.elements * width)} {dtype})"
+        return f"{self.name} #{self.number} ({size(self.elements * width)} {dtype}){among}"
 
 
 class FlightRecorder:
-    """The recorder of the default group."""
+    """The recorder of all groups of this process."""
 
     def __init__(self, backend: str):
         # private, but what torch's own debug server uses; NCCL's is missing from builds without NCCL
         self._dump = getattr(c10d, "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json", None)
+        self._names = {0: DEFAULT}  # by the recorder's own number of a group
 
-    def counts(self) -> tuple[int, int]:
-        """Numbers of the collective begun last and of the one finished last; (0, 0) if nothing is recorded.
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """By group, numbers of the collective begun last and of the one finished last; none if nothing is recorded.
 
         Microseconds. Gloo may finish a later one first: its two numbers need not meet.
         """
-        status = self._read(False).get("pg_status", {}).get("0", {})
-        # NCCL says -1 before the first one
-        return tuple(max(int(status.get(f"last_{what}_collective", 0)), 0) for what in ("enqueued", "completed"))
+        found = {}
+        for group, status in self._read(False).get("pg_status", {}).items():
+            if int(group) not in self._names:
+                self._operations()  # they tell its name
+            # NCCL says -1 before the first one
+            numbers = tuple(max(int(status.get(f"last_{what}_collective", 0)), 0) for what in ("enqueued", "completed"))
+            found[self._names.get(int(group), f"unknown {group}")] = numbers
+        return found
 
     def unfinished(self) -> Operation | None:
         """The oldest collective that is not finished. Tens of milliseconds: for a run that stands still."""
@@ -69,10 +88,11 @@ class FlightRecorder:
         """Every recorded collective, oldest first, and whether it is finished."""
         found = []
         for entry in self._read(True).get("entries", []):
-            if entry["pg_id"] == 0 and not entry["is_p2p"]:
+            group = self._names[entry["pg_id"]] = entry["process_group"][0]
+            if not entry["is_p2p"]:
                 elements = sum(math.prod(shape) for shape in entry["input_sizes"])
-                name = entry["profiling_name"].rpartition(":")[2]
-                operation = Operation(entry["collective_seq_id"], name, elements, (entry["input_dtypes"] or [""])[0])
+                name, dtype = entry["profiling_name"].rpartition(":")[2], (entry["input_dtypes"] or [""])[0]
+                operation = Operation(entry["collective_seq_id"], name, elements, dtype, group, find_ranks(group))
                 found.append((operation, entry["retired"] or entry["state"] == "completed"))
         return found
 
@@ -81,3 +101,12 @@ class FlightRecorder:
             return json.loads(self._dump(entries, False)) if self._dump is not None else {}
         except (RuntimeError, ValueError):  # a report must not fail for want of a detail
             return {}
+
+
+def find_ranks(group: str) -> tuple[int, ...]:
+    """Of a group that is not of all ranks; () where it is, or is not known."""
+    try:
+        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(group)))
+        return ranks if len(ranks) < dist.get_world_size() else ()
+    except (RuntimeError, ValueError, LookupError):
+        return ()

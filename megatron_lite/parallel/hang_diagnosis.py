@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
-from megatron_lite.parallel.flight_recorder import Operation
+from megatron_lite.parallel.flight_recorder import DEFAULT, Operation
 from megatron_lite.parallel.rank_store import RankStatus, RankStore
 from megatron_lite.process_state import memory_kills, process_state
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, write_atomically
@@ -64,6 +66,28 @@ class Case:
         if self.operation is None:
             return "a collective" if self.posts[self.rank].begun else "the first meeting of all ranks"
         return str(self.operation)
+
+    @cached_property
+    def awaited(self) -> list[int]:
+        """Those for whom the asking rank waits in the end: a rank that has not begun what it waits in may wait itself, for
+        others in another group."""
+        first = self.operation.awaited if self.operation else (DEFAULT, self.posts[self.rank].begun, ())
+        late, seen = self._find_late(*first), set()
+        while not seen.intersection(late):
+            seen.update(late)
+            waiting = [self.posts[rank].waiting for rank in late]
+            idle = [rank for rank, one in zip(late, waiting) if one is None]
+            further = {other for one in waiting if one for other in self._find_late(*one)}
+            if idle or not further:
+                return idle or late
+            late = sorted(further)
+        return late
+
+    def _find_late(self, group: str, number: int, ranks: Sequence[int]) -> list[int]:
+        """Of the group's other ranks, all if none are named, those that have not begun its collective of this number."""
+        others = {rank: post for rank, post in self.posts.items() if rank != self.rank and (not ranks or rank in ranks)}
+        begun = {rank: post.begun if group == DEFAULT else post.groups.get(group, 0) for rank, post in others.items()}
+        return sorted(rank for rank in others if begun[rank] < number)
 
     @property
     def see(self) -> str:
@@ -123,8 +147,7 @@ def classify_rank(case: Case, rank: int) -> str | None:
         return state
     if not post.answers:
         return "silent"
-    awaited = case.operation.number if case.operation else case.posts[case.rank].begun
-    return "behind" if case.reason == LATE and post.begun < awaited else None
+    return "behind" if case.reason == LATE and rank in case.awaited else None
 
 
 def _describe(case: Case, kind: str, ranks: list[int]) -> str:
@@ -134,10 +157,12 @@ def _describe(case: Case, kind: str, ranks: list[int]) -> str:
     waited = f"; rank {case.rank} waited for it{f' {limit}' if late else ''} in {case.waited_in}, {mine.place}"
     if case.reason == TERMINATED and case.operation is None:
         waited = f"; rank {case.rank} was in {mine.place}"
+    members = case.operation.ranks if case.operation else ()
+    missed = "keeps others waiting, and through them" if members and ranks[0] not in members else "did not join"
     words = {
         "who": f"rank{'s' if len(ranks) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}",
         "were": "they were" if len(ranks) > 1 else "it was",
-        "unjoined": f"did not join {case.waited_in} of rank {case.rank}{f' within {limit}' if late else ''}",
+        "unjoined": f"{missed} {case.waited_in} of rank {case.rank}{f' within {limit}' if late else ''}",
         "killed": "",
         "trouble": "it died, is stopped, or its machine is cut off",
     }
@@ -185,7 +210,9 @@ class HangDiagnosis:
         self, reason: str, mine: RankStatus, operation: Operation | None, detail: str | None = None
     ) -> RanksError | None:
         """The error to raise on this rank; None if no rank is to blame. Takes seconds. `detail`: of a lost connection."""
-        if not self.store.claim_speaker():
+        if not self.store.claim_speaker():  # this thread has no time to answer while it waits
+            waiting = operation and operation.awaited
+            self.store.set_status(dataclasses.replace(mine, answers=True, waiting=waiting))
             line = self.store.wait_for_cause(VERDICT_SECONDS)
             return RanksError(line, told=True) if line else None
         everyone, end = range(self.world.size), time.monotonic() + ANSWER_SECONDS

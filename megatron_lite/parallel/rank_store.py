@@ -10,11 +10,13 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from megatron_lite.marks import split_mark
+from megatron_lite.parallel.flight_recorder import DEFAULT
 from megatron_lite.process_state import pid_space
 
 MAX_FRAMES = 40
@@ -48,8 +50,13 @@ class RankStatus:
     started_at: int | None = None
     phase: str | None = None
     phase_s: float = 0.0  # time in this phase so far
-    begun: int = 0  # number of the collective it joined last
+    begun: int = 0  # number of the collective of all ranks that it joined last
     finished: int = 0  # and of the one it finished last
+    groups: dict[str, int] = field(
+        default_factory=dict
+    )  # by name of a group of some ranks, of the one it joined last there
+    # when asked: group, number and ranks of the oldest one that is not finished
+    waiting: tuple[str, int, Sequence[int]] | None = None
     answers: bool = False  # written when asked, not of its own accord
     left: str | None = None  # how it ended, if it could still say so
     blameless: bool = False  # it left because another rank had, because it was told to, or at the end
@@ -66,11 +73,13 @@ class RankStatus:
         return f"{done}, phase {self.phase}" if self.phase else done
 
 
-def describe_rank(where: RunPosition, counts: tuple[int, int], **more) -> RankStatus:
+def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]], **more) -> RankStatus:
     """This process's status; counts: of its flight recorder."""
     since = time.monotonic() - where.since
     place = (socket.gethostname(), pid_space(), os.getpid(), time.time())
-    return RankStatus(*place, where.step, where.started_at, where.phase, since, *counts, **more)
+    groups = {group: begun for group, (begun, _) in counts.items() if group != DEFAULT}
+    of_all = counts.get(DEFAULT, (0, 0))
+    return RankStatus(*place, where.step, where.started_at, where.phase, since, *of_all, groups, **more)
 
 
 def read_stack(thread: int) -> list[str]:

@@ -92,7 +92,7 @@ class Watchdog:
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._stuck: tuple[int, float] | None = None  # (collective finished last, since when no further one)
+        self._stuck: tuple[int, float] | None = None  # (collectives finished, since when no further one)
         self._waiting: Operation | None = None  # the one that does not finish
         self._failed_since: float | None = None
         self._speaks = self._over = False
@@ -186,7 +186,8 @@ class Watchdog:
                 ready.set()
 
     def _beat(self):
-        now, (begun, finished) = time.monotonic(), self._recorder.counts()
+        now, counts = time.monotonic(), self._recorder.counts().values()
+        begun, finished = (sum(numbers) for numbers in zip(*counts)) if counts else (0, 0)
         if begun <= finished:
             self._stuck = self._waiting = None
         elif self._stuck is None or self._stuck[0] != finished:
@@ -213,8 +214,10 @@ class Watchdog:
         return True
 
     def _post(self, answers: bool = False, **more) -> RankStatus:
-        stack = read_stack(self._main) if answers else []
-        return describe_rank(self.where, self._recorder.counts(), answers=answers, stack=stack, **more)
+        if answers:
+            operation = self._recorder.unfinished()
+            more |= {"stack": read_stack(self._main), "waiting": operation and operation.awaited}
+        return describe_rank(self.where, self._recorder.counts(), answers=answers, **more)
 
     def _terminated(self):
         """SIGTERM. A launcher sends it when a rank has died: the last moment to say which."""
