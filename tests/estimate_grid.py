@@ -38,6 +38,7 @@ LLAMA = (
 )
 GROUPED = "--group-query-attention --num-query-groups 2 "
 ZERO1, ZERO3 = "--use-distributed-optimizer ", "--use-torch-fsdp2 "
+TP, SP, CP = "--tensor-model-parallel-size ", "--sequence-parallel ", "--context-parallel-size "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers "
 UNFUSED = "--attention-backend unfused "
@@ -104,6 +105,17 @@ GRID = {  # name: (flags, ranks)
     "bytes, recompute, zero1": (MEDIUM + BYTES + ZERO1 + "--bf16 " + FULL, 4),
     "short, fp16, zero1": (SHORT + ZERO1 + "--fp16", 2),
     "short, bf16, zero3": (SHORT + BYTES + ZERO3 + "--bf16", 4),
+    "857m script, tp4, sequence parallel, 8 ranks": (FEWER + TP + "4 " + SP, 8),
+    "medium, fp32, tp2": (MEDIUM + TP + "2", 2),
+    "medium, bf16, tp2, 3 micro-batches": (MEDIUM + TP + "2 --bf16 --global-batch-size 96", 4),
+    "medium, llama, tp2, sequence parallel, zero3": (MEDIUM + LLAMA + GROUPED + TP + "2 " + SP + ZERO3 + "--bf16", 4),
+    "bytes, recompute, tp2, sequence parallel": (MEDIUM + BYTES + "--bf16 " + FULL + TP + "2 " + SP, 2),
+    "857m script, cp4": (FEWER + CP + "4", 4),
+    "857m script, tp2, cp2, zero1": (FEWER + TP + "2 " + SP + CP + "2 " + ZERO1, 4),
+    "medium, fp32, cp2": (MEDIUM + CP + "2", 2),
+    "bytes, llama, cp2": (MEDIUM + BYTES + LLAMA + "--bf16 " + CP + "2", 2),
+    "bytes, unfused, cp2": (MEDIUM + BYTES + UNFUSED + "--bf16 " + CP + "2", 2),
+    "short, fp16, tp2": (SHORT + "--fp16 " + TP + "2", 2),
     "tiny": (
         "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 " + BYTES,
         1,
@@ -115,6 +127,7 @@ QUICK = (
     "short, bf16, 2 ranks",
     "bytes, llama, recompute",
     "short, bf16, zero3",
+    "short, fp16, tp2",
     "bytes, unfused, grouped, 1 sequence",
 )
 

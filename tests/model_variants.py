@@ -50,7 +50,7 @@ def build(shape: ModelShape, backend: str = "unfused", masked: bool = False, see
     attend = choose_attention(backend, shape, batch=2, device="cpu", dtype=torch.float32, masked=masked)
     model = GPT(shape, attend)
     torch.manual_seed(seed)
-    initialize(model, replace(shape, init_method_std=0.2))
+    initialize(dict(model.named_parameters()), replace(shape, init_method_std=0.2))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

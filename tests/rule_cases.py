@@ -64,6 +64,33 @@ TWO_LINES = {
     ],
 }
 BY_WORLD = [  # changes, world, the flag with which the answer begins
+    ("--context-parallel-size 3", FOUR_RANKS, "does not divide the number of ranks, 4; start a multiple of 3"),
+    ("--context-parallel-size 4 --seq-length 20", FOUR_RANKS, "--seq-length 20 is not divisible by 8, its pieces"),
+    (
+        "--context-parallel-size 2 --reset-attention-mask --global-batch-size 8",
+        FOUR_RANKS,
+        "does not go with --reset-attention-mask",
+    ),
+    (
+        "--tensor-model-parallel-size 3",
+        FOUR_RANKS,
+        "size 3: does not divide the number of ranks, 4; start a multiple of 3",
+    ),
+    (
+        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2 --global-batch-size 8",
+        FOUR_RANKS,
+        "size 4: does not divide --num-query-groups 2; change",
+    ),
+    (
+        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 6 --global-batch-size 8",
+        FOUR_RANKS,
+        "size 4: does not divide --seq-length 6; change one",
+    ),
+    (
+        "--tensor-model-parallel-size 2 --use-torch-fsdp2 --num-distributed-optimizer-instances 4 --global-batch-size 8",
+        FOUR_RANKS,
+        "instances 4: must divide the number of data and context parallel ranks, 2",
+    ),
     ("--attention-backend flash", ONE_GPU, "--attention-backend flash needs --bf16 or --fp16 on a GPU"),
     ("--attention-backend fused", ONE_GPU, "--attention-backend fused needs --bf16 or --fp16 on a GPU"),
     ("--attention-backend flash --bf16 --reset-attention-mask", ONE_GPU, "--attention-backend flash has no masks"),
@@ -76,7 +103,7 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
     (
         "--use-torch-fsdp2 --num-distributed-optimizer-instances 3",
         FOUR_RANKS,
-        "instances 3: must divide the number of ranks, 4",
+        "instances 3: must divide the number of data and context parallel ranks, 4",
     ),
     ("--profile --profile-ranks 4", FOUR_RANKS, "--profile-ranks 4: there are ranks 0 to 3; -1 means all."),
     ("", World(size=4, local_size=4, gpus=2), "torchrun --nproc_per_node 4: more ranks than GPUs here, which are 2"),

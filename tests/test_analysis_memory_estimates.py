@@ -56,7 +56,7 @@ def test_states_and_logits():
     assert state_bytes(100, "fp32", False, "sgd", momentum=False)["moments"] == 0
     rows = 2**24 // 50304  # whose logits are in fp32, beside their softmax
     tokens = 4 * 2048
-    assert logits_bytes(MicroBatch(SHAPE, 4, "fp16")) == (2 * tokens + 8 * rows) * 50304
+    assert logits_bytes(MicroBatch(SHAPE, 4, "fp16")) == (2 * tokens + 4 * rows) * 50304
     assert logits_bytes(MicroBatch(SHAPE, 4, "bf16")) == (2 * tokens + 4 * rows) * 50304
     assert logits_bytes(MicroBatch(SHAPE, 4, "fp32")) == 4 * tokens * (50304 + 1024)
     assert logits_bytes(MicroBatch(replace(SHAPE, padded_vocab_size=256), 1, "bf16")) == 2 * 2048 * (256 + 1024)

@@ -251,6 +251,16 @@ ENGINE = "autograd::engine::evaluate_function: "
             [("op", "c10d::allreduce_", 400, 700), ("gloo", 410, 700)],
             {"compute": 210, "exposed_communication": 290, "host": 500},
         ),
+        # so does whatever calls one that waits
+        (
+            [
+                ("op", "_SumOverRanks", 400, 700),
+                ("op", "_c10d_functional::wait_tensor", 450, 680),
+                ("op", "PythonDispatchMode", 460, 670),
+                ("gloo", 410, 650),
+            ],
+            {"compute": 300, "exposed_communication": 200, "host": 500},
+        ),
         # operators of autograd's thread and compiled code compute; a loader's thread is not the step's
         (
             [

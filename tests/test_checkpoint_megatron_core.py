@@ -20,6 +20,11 @@ from megatron_lite.checkpoint.find import open_megatron
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.data_parallel import replicate
+from megatron_lite.parallel.replica import make_mesh
+from megatron_lite.train.checkpoint import Checkpoints
+from megatron_lite.train.loop import Progress
+from megatron_lite.train.run import build_model
 
 distributed, enums = LazyModule("megatron.core.distributed"), LazyModule("megatron.core.enums")
 megatron_optimizer, scheduling = (
@@ -461,7 +466,7 @@ def test_the_distributed_optimizers_buffers_are_read(precision, bucket_size, tmp
 
 
 def train_in_parts(world, variant: str, folder: str):
-    """For on_ranks: Megatron trains in tensor parallel, saves after 3 steps, and writes the losses of 2 more."""
+    """For on_ranks: Megatron trains in tensor parallel, saves after 3 steps, and writes the losses of 7 more."""
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.cuda, "current_device", lambda: "cpu")
     tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
@@ -471,7 +476,7 @@ def train_in_parts(world, variant: str, folder: str):
     torch.manual_seed(1)
     shape = VARIANTS[variant]
     theirs = Theirs(plan_for("fp32"), shape)
-    fed = batches(shape, 5)
+    fed = batches(shape, 10)
     for batch in fed[:3]:
         theirs.train(batch)
     theirs.save(Path(folder) / f"mp_rank_{world.rank:02d}" / "model_optim_rng.pt", 3)
@@ -480,12 +485,47 @@ def train_in_parts(world, variant: str, folder: str):
         (Path(folder) / "losses.json").write_text(json.dumps(losses))
 
 
+def go_on_in_parts(world, variant: str, folder: str, words: str):
+    """For on_ranks: the same here, from what it saved; prints the losses."""
+    shape, model_words = VARIANTS[variant], MODEL_WORDS[variant]
+    plan = plan_of(flags(TRAINING, model_words, TENSOR, words), world)
+    assert dataclasses.replace(plan.shape, init_method_std=shape.init_method_std) == shape
+    mesh = make_mesh(plan, CPU)
+    replica = replicate(plan, build_model(plan, CPU, mesh), mesh)
+    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
+    checkpoints = Checkpoints(plan, replica, optimizer, CPU)
+    checkpoints._restore(Path(folder), False, Progress())
+    losses = []
+    for batch in batches(shape, 10)[3:]:
+        loss = replica(*batch).mean()
+        loss.backward()
+        optimizer.step(replica.gradients(), SAMPLES, lambda _: contextlib.nullcontext())
+        replica.clear()
+        losses.append(loss.item())
+    print(json.dumps(losses))
+
+
+TENSOR = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64 --attention-backend unfused"
+MODEL_WORDS = {
+    "untied": "--hidden-size 32 --ffn-hidden-size 96 --seq-length 12 --untie-embeddings-and-output-weights",
+    "gqa_swiglu_rmsnorm": (
+        "--hidden-size 32 --ffn-hidden-size 96 --seq-length 12 --swiglu --normalization RMSNorm "
+        "--group-query-attention --num-query-groups 2"
+    ),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["untied", "gqa_swiglu_rmsnorm"])
-def test_a_tensor_parallel_run_goes_on_as_one(variant, tmp_path):
+@pytest.mark.parametrize("variant", MODEL_WORDS)
+def test_a_tensor_parallel_run_goes_on_as_one_and_in_parts(variant, tmp_path):
     on_ranks("test_checkpoint_megatron_core:train_in_parts", tmp_path, variant, str(tmp_path))
+    theirs = json.loads((tmp_path / "losses.json").read_text())
     plan, shape = plan_for("fp32"), VARIANTS[variant]
     ours = Ours(plan, shape)
     ours.load(open_megatron(tmp_path))
-    losses = [ours.train(batch) for batch in batches(shape, 5)[3:]]
-    assert losses == pytest.approx(json.loads((tmp_path / "losses.json").read_text()), abs=2e-6)
+    losses = [ours.train(batch) for batch in batches(shape, 10)[3:]]
+    assert losses == pytest.approx(theirs, abs=2e-6)
+    for words in ("", "--sequence-parallel"):
+        outputs = on_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, variant, str(tmp_path), words)
+        for output in outputs:
+            assert json.loads(output.splitlines()[-1]) == pytest.approx(theirs, abs=2e-6)

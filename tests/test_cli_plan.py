@@ -56,7 +56,7 @@ def test_a_script_gets_its_verdict_first(capsys):
     shown = printed(capsys, "--gpu", "H200", OUR_SCRIPT, *FILES)
     title, _, *rest = shown.splitlines()
     assert title.startswith("train_gpt3_857m_distributed.sh") and title.endswith("fp16, 1 GPU, batch 16 = 4 x 1 x 4")
-    assert rest[0].startswith("  fits in one H200: peak 1") and " GiB (" in rest[0] and "cross entropy" in rest[0]
+    assert rest[0].startswith("  fits in one H200: peak 1") and " GiB (" in rest[0] and "output layer" in rest[0]
     assert "355,919,872 (356M)" in shown
     assert "79.4 TFLOP  2.42 GFLOP per token" in shown and "89.3 TFLOP  2.72 GFLOP per token" in shown
     assert "--vocab-file no/VOCAB is not here: GPT-2's vocabulary of 50,257 is assumed." in shown
@@ -164,7 +164,7 @@ def test_what_does_not_fit_gets_the_flags_that_do(capsys):
     assert "no micro-batch and no recomputation makes it fit: at least" in wide
     assert "it needs a smaller model or a GPU of 102.2 GiB, such as H200" in wide
     assert "--num-layers" not in wide, "another model is no advice"
-    assert "more GPUs do not help: each holds the whole model" in wide
+    assert "more GPUs help only if they split layers too" in wide
     hopeless = flat(printed(capsys, "--gpu", "T4", *SEED, "--hidden-size", "16384"))
     assert "nor does a shorter sequence: it needs a smaller model, no GPU of the table is large enough" in hopeless
 

@@ -158,14 +158,14 @@ def notes(changes, world=ALONE):
 
 
 NOTES = read_table("""
---sequence-parallel | --sequence-parallel has no effect here: as in Megatron, it matters only with tensor
+--sequence-parallel | --sequence-parallel has no effect without --tensor-model-parallel-size above 1.
 --data-impl mmap | --data-impl was retired by Megatron-LM and has no effect: all data is memory-mapped
 --use-flash-attn | --use-flash-attn is an old spelling of --attention-backend auto.
 --cpu-offloading-num-layers 0 | --cpu-offloading-num-layers 0 has no effect here: it is so anyway.
 --recompute-granularity selective --recompute-modules core_attn | --recompute-modules core_attn has no effect here: it is so anyway.
 --te-rng-tracker | --te-rng-tracker has no effect here: random numbers are torch's own.
 --no-one-logger | --no-one-logger has no effect here: there is no such logger here
---use-tp-pp-dp-mapping | --use-tp-pp-dp-mapping has no effect here: it matters only with tensor
+--use-tp-pp-dp-mapping | --use-tp-pp-dp-mapping has no effect here: it matters only with --pipeline
 --sharp-enabled-group dp | --sharp-enabled-group has no effect here: it changes how ranks are connected
 --bf16 --initial-loss-scale 8 | --initial-loss-scale has no effect without --fp16.
 --no-step-timeline --timing-log-level 2 | --timing-log-level has no effect without the step timeline (drop --no-step-timeline).

@@ -222,6 +222,7 @@ def test_a_file_in_megatrons_form(file):
     assert values(path) == {
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "norm_epsilon": 1e-5, "apply_layernorm_1p": True,
         "add_bias_linear": False, "add_position_embedding": False, "swiglu": True,
+        "sequence_parallel": True,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Memory in closed form against the rehearsal of the real step, over 46 plans."""
+"""Memory in closed form against the rehearsal of the real step, over 57 plans."""
 
 import pytest
 from estimate_grid import GRID, QUICK, Case, plan_for
@@ -6,7 +6,7 @@ from estimate_grid import GRID, QUICK, Case, plan_for
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.rehearsal.rehearse import rehearse
 
-WITHIN = 0.03  # what was found is 1.3% (python tests/estimate_grid.py)
+WITHIN = 0.03  # what was found is 2.7%, and 1.9% but for one plan (python tests/estimate_grid.py)
 
 
 CELLS = [

@@ -20,7 +20,7 @@ SCRIPT = ROOT / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
 QUICKSTART = ROOT / "examples" / "gpt3" / "quickstart.sh"
 SOURCED = [ROOT / "examples" / "environment.sh", ROOT / "examples" / "nsight.sh"]
 SCRIPTS = [SCRIPT, QUICKSTART, *SOURCED, ROOT / "tests" / "run", ROOT / ".ci" / "run"]
-OURS = ("GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "STEPS", "OMP_NUM_THREADS")
+OURS = ("TP", "CP", "GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "STEPS", "OMP_NUM_THREADS")
 TINY = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32",
     "--max-position-embeddings", "32", "--num-workers", "0",
@@ -73,6 +73,7 @@ REFUSED = [  # arguments that replace the last of CKPT TB VOCAB MERGES DATA, or 
     ((5, "more"), {}, "'more' is one argument too many"),
     ((5,), {"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE=two: needs a whole number, at least 1"),
     ((5,), {"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0: needs a whole number, at least 1"),
+    ((5,), {"TP": "two"}, "TP=two: needs a whole number, at least 1"),
     ((5,), {"NODE_RANK": "-1"}, "NODE_RANK=-1: needs a whole number, at least 0"),
     ((5,), {"MASTER_PORT": "http"}, "MASTER_PORT=http: needs a whole number"),
     ((5,), {"NUM_NODES": "2"}, "NUM_NODES=2 needs MASTER_ADDR"),
@@ -120,10 +121,11 @@ def test_bf16_behind_the_dashes_replaces_fp16(places, tmp_path):
     (tmp_path / "torchrun").chmod(0o755)
     (tmp_path / "python").write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    run = start(SCRIPT, *places, "--", "--bf16", "--lr", "1", PYTHON=f"{tmp_path}/python", GPUS_PER_NODE="2")
+    run = start(SCRIPT, *places, "--", "--bf16", "--lr", "1", PYTHON=f"{tmp_path}/python", GPUS_PER_NODE="2", TP="2")
     words = run.stdout.splitlines()
     assert run.returncode == 7  # what the launcher says is passed on
     assert "--fp16" not in words and words[-3:] == ["--bf16", "--lr", "1"]
+    assert words[words.index("--tensor-model-parallel-size") + 1] == "2" and "--sequence-parallel" in words
     assert words[words.index("--nproc_per_node") + 1] == "2" and words[words.index("--data-path") + 1] == str(places[4])
 
 

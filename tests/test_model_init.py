@@ -15,7 +15,7 @@ def started(shape, seed=0):
     attend = choose_attention("unfused", shape, batch=1, device="cpu", dtype=torch.float32, masked=False)
     model = GPT(shape, attend)
     torch.manual_seed(seed)
-    initialize(model, shape)
+    initialize(dict(model.named_parameters()), shape)
     return model
 
 
@@ -44,5 +44,5 @@ def test_depth_does_not_depend_on_a_stage_of_the_model():
     """Initialising a part uses the whole model's depth, as a pipeline stage needs."""
     shape = replace(PLAIN, num_layers=8, hidden_size=256)
     layer = started(shape).decoder.layers[3]
-    initialize(layer, shape)
+    initialize(dict(layer.named_parameters()), shape)
     assert layer.mlp.linear_fc2.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)

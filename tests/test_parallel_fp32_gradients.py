@@ -60,7 +60,7 @@ def test_buckets_are_parts_of_one_tensor(order):
     parameters = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (3, 40, 5)]
     sums, reduced = Fp32Gradients(parameters, ranks=2), []
 
-    def all_reduce(tensor, async_op):
+    def all_reduce(tensor, group, async_op):
         reduced.append(tensor)
         return SimpleNamespace(get_future=torch.futures.Future)
 

@@ -14,7 +14,7 @@
 #
 # TRAINER FLAGS are appended to those below, and the last one of a name wins: -- --train-iters 500 --lr 1e-4
 # From the environment: GPUS_PER_NODE (counted), NUM_NODES (1), NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (a
-# free one), PYTHON, OMP_NUM_THREADS, NSYS (nsys, where it is not on the PATH); NSYS_BACKTRACES=1 adds stacks of CUDA
+# free one), TP (1: ranks that split each layer), CP (1: ranks that share out each sequence), PYTHON, OMP_NUM_THREADS, NSYS (nsys, where it is not on the PATH); NSYS_BACKTRACES=1 adds stacks of CUDA
 # calls to --nsys, which slows training.
 # Exits with the trainer's code; 2 for a mistake in the arguments; 3 if training went well but left no report of --nsys.
 
@@ -170,7 +170,11 @@ fi
 GPUS_PER_NODE=${GPUS_PER_NODE:-$((GPUS ? GPUS : 1))} # one rank on the CPU
 NUM_NODES=${NUM_NODES:-1}
 NODE_RANK=${NODE_RANK:-0}
+TP=${TP:-1}
+CP=${CP:-1}
 require_number GPUS_PER_NODE 1
+require_number TP 1
+require_number CP 1
 require_number NUM_NODES 1
 require_number NODE_RANK 0
 choose_address
@@ -218,9 +222,13 @@ if [[ " ${trainer_flags[*]-} " != *" --bf16 "* ]]; then
     TRAINING_ARGS+=(--fp16) # the two exclude each other, and what the user adds wins
 fi
 MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size 1
+    --tensor-model-parallel-size "$TP"
+    --context-parallel-size "$CP"
     --pipeline-model-parallel-size 1
 )
+if ((TP > 1)); then
+    MODEL_PARALLEL_ARGS+=(--sequence-parallel)
+fi
 # shellcheck disable=SC2054 # the commas of --split separate shares
 DATA_ARGS=(
     --data-path "${given[4]}"

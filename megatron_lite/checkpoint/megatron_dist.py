@@ -53,7 +53,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     write_settings,
 )
 from megatron_lite.checkpoint.training_state import Record, Stored
-from megatron_lite.config.layout import Rows
+from megatron_lite.config.layout import Block, Part, take_part, whole_part
 from megatron_lite.run_folder import RECORD_FILE, write_atomically
 
 COMMON_FILE, BACKENDS_FILE = "common.pt", "metadata.json"
@@ -104,6 +104,11 @@ class Place:
     dtype: torch.dtype
     regions: list[Region]
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether it lies in a bucket, as numbers one after another."""
+        return len(self.regions[0].sizes) < len(self.shape)
+
 
 class DistFile(Stored):
     """An opened folder. Tensors are read from the disk where they are asked for."""
@@ -139,16 +144,23 @@ class DistFile(Stored):
         return (self._values[name] if name in self._values else self._places[name]).dtype
 
     @torch.no_grad()
-    def _copy(self, targets: dict[str, Tensor], rows: Mapping[str, Rows]):
-        wanted = []
+    def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]):
+        wanted, read_whole = [], []
         for name, target in targets.items():
+            target, part = target.detach(), parts.get(name)
             if name in self._values:
                 target.copy_(self._values[name])
-            else:
-                wanted += _cut(self._places[name], target.detach(), rows[name].start if name in rows else 0)
+                continue
+            place = self._places[name]
+            if part is not None and part.shape[1:] != part.whole[1:] and place.is_flat:  # its columns lie apart
+                read_whole.append((target, torch.empty(part.whole, dtype=target.dtype), part))
+                target, part = read_whole[-1][1], None
+            wanted += _cut(place, target, part or whole_part(tuple(target.shape)))
         if wanted:
             with dcp.readable(self.path):
                 self._reader.read(wanted)
+        for target, whole, part in read_whole:
+            take_part(target, whole, part)
 
     def _understand(self, common: dict, own: Record | None):
         args = read_arguments(common)
@@ -262,7 +274,7 @@ class DistFile(Stored):
             places = masters[f"optimizer.{name}.master"], weights[name]
             held.append([torch.empty(place.shape, dtype=place.dtype) for place in places])
             for place, tensor in zip(places, held[-1]):
-                wanted += _cut(place, tensor)
+                wanted += _cut(place, tensor, whole_part(tuple(place.shape)))
         with dcp.readable(self.path):
             self._reader.read(wanted)
         return all(torch.equal(master.to(weight.dtype), weight) for master, weight in held)
@@ -306,35 +318,40 @@ def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, Place]:
     return places
 
 
-def _cut(place: Place, target: Tensor, start: int = 0) -> Iterator[tuple[Region, Tensor]]:
-    """The parts of `target`, which has the rows from `start` on, and where each is stored."""
+def _cut(place: Place, target: Tensor, part: Part) -> Iterator[tuple[Region, Tensor]]:
+    """The pieces of `target`, which holds this part, and where each is stored."""
     if target.ndim == 0:
         yield place.regions[0], target
         return
-    each, width = place.shape[0] // len(place.regions), math.prod(place.shape[1:])
-    for number, region in enumerate(place.regions):
-        first, end = max(start, number * each), min(start + target.shape[0], (number + 1) * each)
-        if first < end:
-            stored = _narrow(region, first - number * each, end - first, len(place.shape), width)
-            yield stored, target[first - start : end - start].view(stored.sizes)
+    each, row = place.shape[0] // len(place.regions), 0
+    for block in part.blocks:
+        for number, region in enumerate(place.regions):
+            first = max(block.offsets[0], number * each)
+            end = min(block.offsets[0] + block.sizes[0], (number + 1) * each)
+            if first < end:
+                inside = Block((first - number * each, *block.offsets[1:]), (end - first, *block.sizes[1:]))
+                stored = _narrow(place, region, inside)
+                start = row + first - block.offsets[0]
+                yield stored, target[start : start + end - first].view(stored.sizes)
+        row += block.sizes[0]
 
 
-def _narrow(region: Region, start: int, rows: int, dimensions: int, width: int) -> Region:
-    """Some rows of a tensor of so many dimensions, and of `width` elements each, of which all are in `region`."""
-    flat = len(region.sizes) < dimensions  # in a bucket
-    at, unit = max(len(region.sizes) - dimensions, 0), width if flat else 1
-    offsets, sizes = list(region.offsets), list(region.sizes)
-    offsets[at] += start * unit
-    sizes[at] = rows * unit
-    return Region(region.key, tuple(offsets), tuple(sizes))
+def _narrow(place: Place, region: Region, block: Block) -> Region:
+    """A block of what is stored in `region`; of a flat one whole rows."""
+    if place.is_flat:
+        width = math.prod(place.shape[1:])
+        return Region(region.key, (region.offsets[0] + block.offsets[0] * width,), (block.sizes[0] * width,))
+    above = len(region.sizes) - len(place.shape)  # the dimension of layers
+    offsets = tuple(start + more for start, more in zip(region.offsets[above:], block.offsets))
+    return Region(region.key, (*region.offsets[:above], *offsets), (*region.sizes[:above], *block.sizes))
 
 
-def writer(arguments: dict, rows: Mapping[str, Rows] = MappingProxyType({})) -> Callable:
+def writer(arguments: dict, parts: Mapping[str, Part] = MappingProxyType({})) -> Callable:
     """A write_tensors for checkpoint.write.Writer.
 
     Args:
         arguments: Flags by name, for common.pt.
-        rows: By flat name, which of them a rank gives, where these are not all.
+        parts: By flat name, what a rank gives, where that is not all.
     """
 
     def write(folder: Path, record: Record, tensors: dict[str, Tensor], group) -> dict[str, dict]:
@@ -352,7 +369,7 @@ def writer(arguments: dict, rows: Mapping[str, Rows] = MappingProxyType({})) -> 
             objects["rng_state/shard_0.0_1.1"] = [write_rng_state([0], tensors.get, namespace.seed, kinds)]
         # the optimizer's scalars stand in common.pt
         stored = {name: tensor for name, tensor in tensors.items() if tensor.ndim > 0 or name.startswith("model.")}
-        pieces = [_piece(name, tensor, layers, rows.get(name)) for name, tensor in stored.items() if tensor.numel()]
+        pieces = [piece for name, tensor in stored.items() for piece in _pieces(name, tensor, layers, parts.get(name))]
         entries = dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)
         if not is_first:
             return entries
@@ -392,21 +409,24 @@ def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
     return aliases
 
 
-def _piece(name: str, tensor: Tensor, layers: int, rows: Rows | None) -> Piece:
-    """A tensor of a flat name, or these rows of it, in its place."""
-    shape = tuple(tensor.shape)
-    offsets, whole = (0,) * len(shape), shape
-    if rows is not None:
-        offsets, whole = (rows.start, *offsets[1:]), rows.whole
-    if name.startswith(RANDOM):
-        return Piece(Region(name, offsets, shape), whole, tensor)
+def _pieces(name: str, tensor: Tensor, layers: int, part: Part | None) -> Iterator[Piece]:
+    """A tensor of a flat name, or a part of one, in its place."""
+    part = part or whole_part(tuple(tensor.shape))
     kind, _, weight = name.partition(".")
-    state = ""
+    state, layer, key = "", None, name
     if kind == "optimizer":
         weight, _, state = weight.rpartition(".")
-    key, layer = megatron_names.stacked_name(weight)
+    if not name.startswith(RANDOM):
+        key, layer = megatron_names.stacked_name(weight)
     if kind == "optimizer":
         key = f"optimizer.state.{MASTERS[0] if state == 'master' else state}.{key}"
-    if layer is None:
-        return Piece(Region(key, offsets, shape), whole, tensor)
-    return Piece(Region(key, (layer, *offsets), (1, *shape)), (layers, *whole), tensor)
+    start = 0
+    for block in part.blocks:
+        rows = tensor if tensor.ndim == 0 else tensor[start : start + block.sizes[0]]
+        start += rows.shape[0] if tensor.ndim else 0
+        if layer is None:
+            region, whole = Region(key, block.offsets, block.sizes), part.whole
+        else:
+            region, whole = Region(key, (layer, *block.offsets), (1, *block.sizes)), (layers, *part.whole)
+        if rows.numel():
+            yield Piece(region, whole, rows)

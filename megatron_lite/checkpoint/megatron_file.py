@@ -39,7 +39,7 @@ from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.args import Args
 from megatron_lite.config.flops import step_flops
-from megatron_lite.config.layout import Rows
+from megatron_lite.config.layout import Part, take_part
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
 
@@ -124,10 +124,10 @@ class MegatronFile(Stored):
         return self._tensors[name]
 
     @torch.no_grad()
-    def _copy(self, targets: dict[str, Tensor], rows: Mapping[str, Rows]):
+    def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]):
         for name, target in targets.items():
             whole = self.tensor(name)
-            target.copy_(whole[rows[name].start : rows[name].end] if name in rows else whole)
+            take_part(target, whole, parts[name]) if name in parts else target.copy_(whole)
 
 
 # --- A model that Megatron spread over files, one per tensor-parallel rank and pipeline stage, read as one

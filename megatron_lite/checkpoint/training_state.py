@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_lite.config.layout import Rows
+from megatron_lite.config.layout import Part
 from megatron_lite.errors import CheckpointError
 
 FORMAT = 2
@@ -78,10 +78,10 @@ class Stored:
         """Its torch.dtype."""
         raise NotImplementedError
 
-    def read_into(self, targets: dict, rows: Mapping[str, Rows] = MappingProxyType({})):
+    def read_into(self, targets: dict, parts: Mapping[str, Part] = MappingProxyType({})):
         """Copy the tensor of each name into the one given for it, casting. CheckpointError unless shapes agree.
 
-        rows: by name, which of them a target holds, where these are not all.
+        parts: by name, what a target holds, where that is not all.
         """
         absent = sorted(set(targets) - self.names())
         if absent:
@@ -90,13 +90,13 @@ class Stored:
                 f"{absent[0]}; give the flags that the checkpoint was trained with."
             )
         for name, target in targets.items():
-            shape = rows[name].whole if name in rows else tuple(target.shape)
+            shape = parts[name].whole if name in parts else tuple(target.shape)
             if shape != self.size_of(name):
                 raise CheckpointError(
                     f"--load {self.path}: {name} has the shape {list(self.size_of(name))}, and the run's is "
                     f"{list(shape)}; give the flags that the checkpoint was trained with."
                 )
-        self._copy(targets, rows)
+        self._copy(targets, parts)
 
-    def _copy(self, targets: dict, rows: Mapping[str, Rows]):
+    def _copy(self, targets: dict, parts: Mapping[str, Part]):
         raise NotImplementedError

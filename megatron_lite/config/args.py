@@ -203,9 +203,12 @@ class ParallelArgs:
     num_distributed_optimizer_instances: int = flag(
         1, "Groups of ranks that each hold all shares, such as one per node.", "at least 1"
     )
-    tensor_model_parallel_size: int = flag(1, "Ranks that split a layer; only 1 for now.")
+    tensor_model_parallel_size: int = flag(1, "Ranks that split each layer: heads, MLP and vocabulary.", "at least 1")
+    sequence_parallel: bool = flag(
+        False, "With tensor parallel ranks: between attention and MLP each keeps its share of the tokens only."
+    )
     pipeline_model_parallel_size: int = flag(1, "Ranks that split the layers; only 1 for now.")
-    context_parallel_size: int = flag(1, "Ranks that split a sequence; only 1 for now.")
+    context_parallel_size: int = flag(1, "Ranks that share out the positions of each sequence.", "at least 1")
     expert_model_parallel_size: int = flag(1, "Ranks that split the experts; only 1.")
     use_cpu_initialization: bool = flag(False, "Initialise weights on the CPU.")
 

@@ -99,8 +99,8 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
 
     `machine` is the one that trains; None where it is not this one, and then only variables and flags are judged.
     """
-    found, world = [], plan.world
-    if plan.device == "cuda" and has_needless_order(environ.get(QUEUES), world.size):
+    found, world, layout = [], plan.world, plan.layout
+    if plan.device == "cuda" and has_needless_order(environ.get(QUEUES), world.size, layout.tensor, layout.context):
         found.append(
             f"{QUEUES}=1: communication may wait for kernels that were launched before it; without tensor parallelism "
             f"unset it, or set {MORE_QUEUES}, and compare."

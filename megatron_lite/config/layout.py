@@ -1,48 +1,188 @@
-"""Which rank holds what of the model's state. Pure numbers."""
+"""How ranks divide the work, and which of them holds what of the model's state. Pure numbers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.world import World
 
-COPIES, ROWS = (
-    "copies",
-    "rows",
-)  # dimensions of a mesh: ranks that hold the same rows, and those that share out the model
+# Dimensions of the mesh of ranks: those that hold the same and average their gradients, those that share out weights, gradients
+# and moments by rows, those that split each layer
+COPIES, ROWS, TENSOR = "copies", "rows", "tensor"
+# of parameters that are split over tensor parallel ranks, the dimension
+SPLIT = {
+    "linear_qkv.weight": 0,  # whole groups: [queries, key, value] of one after the other
+    "linear_qkv.bias": 0,
+    "linear_proj.weight": 1,
+    "linear_fc1.weight": 0,
+    "linear_fc1.bias": 0,
+    "linear_fc2.weight": 1,
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the dimensions in which ranks divide the work, and this rank's place in each.
+
+    As in Megatron-LM, tensor parallel ranks are neighbors: rank = tensor_rank + tensor * (context_rank + context * data_rank).
+    """
+
+    tensor: int = 1  # ranks that split each layer
+    context: int = 1  # ranks that share out the positions of each sequence
+    data: int = 1  # ranks that share out each batch
+    tensor_rank: int = 0
+    context_rank: int = 0
+    data_rank: int = 0
+    sequence_parallel: bool = False  # between attention and MLP, tensor parallel ranks share out the tokens
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same part of the model, and average their gradients."""
+        return self.data * self.context
+
+    @property
+    def replica(self) -> int:
+        """This rank's place among them."""
+        return self.context_rank + self.context * self.data_rank
+
+    def find_chunks(self, length: int) -> tuple[range, ...]:
+        """Positions of a sequence of this length that this rank has: two of 2 * context equal chunks, one from either end, so that
+        attention to all earlier positions is the same work for all ranks."""
+        if self.context == 1:
+            return (range(length),)
+        size = length // (2 * self.context)
+        return tuple(
+            range(n * size, (n + 1) * size) for n in (self.context_rank, 2 * self.context - 1 - self.context_rank)
+        )
+
+
+def plan_layout(parallel: ParallelArgs, world: World) -> Layout:
+    """Of ranks that the sizes divide."""
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    replica, tensor_rank = divmod(world.rank, tensor)
+    data_rank, context_rank = divmod(replica, context)
+    shares_tokens = parallel.sequence_parallel and tensor > 1
+    data = count_data_ranks(parallel, world)
+    return Layout(tensor, context, data, tensor_rank, context_rank, data_rank, shares_tokens)
+
+
+def count_data_ranks(parallel: ParallelArgs, world: World) -> int:
+    """Data parallel ranks, also where sizes do not fit: at least 1."""
+    others = max(parallel.tensor_model_parallel_size, 1) * max(parallel.context_parallel_size, 1)
+    return max(world.size // others, 1)
+
+
+# --- which part of a tensor a rank holds
+
+
+@dataclass(frozen=True)
+class Block:
+    """A contiguous part of a tensor: `sizes` elements along each dimension, from `offsets` on."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a tensor: blocks of it, one below the other along the first dimension."""
+
+    whole: tuple[int, ...]  # the tensor's shape
+    blocks: tuple[Block, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(block.sizes[0] for block in self.blocks), *self.blocks[0].sizes[1:])
+
+    def cut(self, start: int, end: int) -> "Part":
+        """Those of its own rows."""
+        blocks, first = [], 0
+        for block in self.blocks:
+            low, high = max(start - first, 0), min(end - first, block.sizes[0])
+            if low < high:
+                offsets = (block.offsets[0] + low, *block.offsets[1:])
+                blocks.append(Block(offsets, (high - low, *block.sizes[1:])))
+            first += block.sizes[0]
+        nothing = Block(self.blocks[0].offsets, (0, *self.blocks[0].sizes[1:]))
+        return Part(self.whole, tuple(blocks) or (nothing,))
+
+
+def whole_part(shape: tuple[int, ...]) -> Part:
+    """All of a tensor."""
+    return Part(shape, (Block((0,) * len(shape), shape),))
+
+
+def take_part(tensor: Any, whole: Any, part: Part) -> None:
+    """Copy a part of `whole` into `tensor`, which holds it."""
+    for rows, region in _pair(tensor, whole, part):
+        rows.copy_(region)
+
+
+def put_part(whole: Any, tensor: Any, part: Part) -> None:
+    """The inverse."""
+    for rows, region in _pair(tensor, whole, part):
+        region.copy_(rows)
+
+
+def _pair(tensor: Any, whole: Any, part: Part) -> Iterator[tuple[Any, Any]]:
+    """For each block, views of its rows in `tensor` and of its place in `whole`."""
+    start = 0
+    for block in part.blocks:
+        end = start + block.sizes[0]
+        yield tensor[start:end], whole[tuple(slice(at, at + size) for at, size in zip(block.offsets, block.sizes))]
+        start = end
+
+
+def is_split(name: str) -> bool:
+    """Whether tensor parallel ranks have a part each of the model's parameter of this name, or all of it."""
+    return ".".join(name.split(".")[-2:]) in SPLIT
+
+
+def find_part(name: str, shape: tuple[int, ...], layout: Layout, gated: bool) -> Part:
+    """What a tensor parallel rank holds of the parameter of this name, whose shape on the rank is `shape`.
+
+    gated: fc1's rows are all gates, then all values; a rank has the same ones of both.
+    """
+    whole, kind = list(shape), ".".join(name.split(".")[-2:])
+    if layout.tensor == 1 or kind not in SPLIT:
+        return whole_part(shape)
+    dimension = SPLIT[kind]
+    whole[dimension] *= layout.tensor
+    halves = 2 if gated and kind.startswith("linear_fc1") else 1
+    sizes, blocks = list(shape), []
+    sizes[dimension] //= halves
+    for half in range(halves):
+        offsets = [0] * len(shape)
+        offsets[dimension] = sizes[dimension] * (half * layout.tensor + layout.tensor_rank)
+        blocks.append(Block(tuple(offsets), tuple(sizes)))
+    return Part(tuple(whole), tuple(blocks))
+
+
+# --- ranks that share out the model's state by rows
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How ranks share out fp32 weights, gradients and moments: each parameter by rows, in equal parts but for the last ones."""
+    """How replicas share out fp32 weights, gradients and moments: each parameter by rows, in equal parts but for the last ones."""
 
     ranks: int  # that together hold the whole
-    gathers_twice: (
-        bool  # layers give back after forward what they gathered (ZeRO-3), or keep it until backward (ZeRO-1)
-    )
+    index: int  # this rank's among them
+    # layers give back after forward what they gathered (ZeRO-3), or keep it until backward (ZeRO-1)
+    gathers_twice: bool
 
-    def find_rows(self, shape: tuple[int, ...], index: int) -> "Rows":
-        """Those of the `index`-th of these ranks, of a parameter of `shape`."""
-        each = -(-shape[0] // self.ranks)
-        start = min(each * index, shape[0])
-        return Rows(start, min(start + each, shape[0]), shape)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A part of a tensor along its first dimension."""
-
-    start: int
-    end: int
-    whole: tuple[int, ...]  # the tensor's shape
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.end - self.start, *self.whole[1:])
+    def find_rows(self, part: Part) -> Part:
+        """This rank's of what it would hold if nothing were shared out."""
+        each = -(-part.shape[0] // self.ranks)
+        return part.cut(each * self.index, each * (self.index + 1))
 
 
-def plan_sharding(parallel: ParallelArgs, world: World) -> Sharding | None:
+def plan_sharding(parallel: ParallelArgs, layout: Layout) -> Sharding | None:
     """None where every rank keeps everything."""
-    ranks = world.size // parallel.num_distributed_optimizer_instances
+    ranks = layout.replicas // parallel.num_distributed_optimizer_instances
     if ranks == 1 or not (parallel.use_distributed_optimizer or parallel.use_torch_fsdp2):
         return None
-    return Sharding(ranks, gathers_twice=parallel.use_torch_fsdp2 and parallel.torch_fsdp2_reshard_after_forward)
+    twice = parallel.use_torch_fsdp2 and parallel.torch_fsdp2_reshard_after_forward
+    return Sharding(ranks, layout.replica % ranks, twice)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.layout import Sharding, plan_sharding
+from megatron_lite.config.layout import Layout, Sharding, plan_layout, plan_sharding
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
@@ -100,6 +100,7 @@ class Plan:
 
     args: Args
     world: World
+    layout: Layout
     shape: ModelShape
     vocab_size: int  # before padding
     device: str  # cuda | cpu
@@ -124,7 +125,12 @@ class Plan:
     @property
     def samples_per_pass(self) -> int:
         """Samples of one micro-batch over all ranks."""
-        return self.args.training.micro_batch_size * self.world.size
+        return self.args.training.micro_batch_size * self.layout.data
+
+    @property
+    def rank_shape(self) -> ModelShape:
+        """What this rank computes of `shape`."""
+        return self.shape.split(self.layout.tensor, self.layout.context)
 
     def micro_batches(self, consumed: int) -> int:
         """Micro-batches per rank in the step that starts after `consumed` samples."""
@@ -134,7 +140,8 @@ class Plan:
 def resolve(args: Args, world: World, vocab_size: int) -> Plan:
     """The plan of checked `args`. Raises ConfigError where the tokenizer's vocabulary does not fit."""
     t, p, precision = args.training, args.profile, args.precision
-    batch = BatchSchedule(t.global_batch_size or t.micro_batch_size * world.size, *t.rampup_batch_size)
+    layout = plan_layout(args.parallel, world)
+    batch = BatchSchedule(t.global_batch_size or t.micro_batch_size * layout.data, *t.rampup_batch_size)
     iterations = batch.iterations(t.train_samples or 0) if t.train_iters is None else t.train_iters
     if not iterations:
         less = f"--train-samples {t.train_samples} is less than one global batch of {batch.size(0)}"
@@ -144,6 +151,7 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
     return Plan(
         args=args,
         world=world,
+        layout=layout,
         shape=_build_shape(args, vocab_size),
         vocab_size=vocab_size,
         device="cuda" if world.gpus else "cpu",
@@ -158,7 +166,7 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if p.is_on else range(0),
         profile_ranks=frozenset(range(world.size) if -1 in p.profile_ranks else p.profile_ranks),
         compilation=choose_compilation(args, world),
-        sharding=plan_sharding(args.parallel, world),
+        sharding=plan_sharding(args.parallel, layout),
         # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
         loader_workers=(2 if world.gpus else 0) if workers is None else workers,
     )
@@ -173,7 +181,8 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
     ffn = int(4 * m.hidden_size * 2 / 3) // 64 * 64 if m.swiglu else 4 * m.hidden_size
     # the fused bias-GELU kernel is the only place where Megatron uses the tanh formula
     gelu = "gelu_tanh" if m.bias_gelu_fusion and m.add_bias_linear else "gelu_erf"
-    padded = m.padded_vocab_size or -(-vocab_size // m.make_vocab_size_divisible_by) * m.make_vocab_size_divisible_by
+    multiple = m.make_vocab_size_divisible_by * args.parallel.tensor_model_parallel_size
+    padded = m.padded_vocab_size or -(-vocab_size // multiple) * multiple
     if padded < vocab_size:
         smaller = f"--padded-vocab-size {padded} is smaller than the vocabulary of {vocab_size}"
         raise ConfigError([f"{smaller}; raise or drop it."])

@@ -1,6 +1,6 @@
 """What the model is, after every default has been filled in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,18 @@ class ModelShape:
     query_key_layer_scaling: bool = False
     softmax_in_fp32: bool = False
     init_method_std: float = 0.02
+
+    def split(self, ranks: int, context: int = 1) -> "ModelShape":
+        """What one of so many tensor parallel ranks computes, its heads, its part of the MLP and of the vocabulary, of the positions that one
+        of so many context parallel ranks has."""
+        return replace(
+            self,
+            num_attention_heads=self.num_attention_heads // ranks,
+            num_query_groups=self.num_query_groups // ranks,
+            ffn_hidden_size=self.ffn_hidden_size // ranks,
+            padded_vocab_size=self.padded_vocab_size // ranks,
+            seq_length=self.seq_length // context,
+        )
 
     @property
     def qkv_width(self) -> int:

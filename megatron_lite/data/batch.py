@@ -21,6 +21,19 @@ class Batch:
     loss_mask_BT: Tensor | None  # float32, 0 where the loss does not count; --eod-mask-loss
     positions_BT: Tensor | None  # int64, counted from the start of the document; --reset-position-ids
     documents_BT: Tensor | None  # int64, attention stays inside equal numbers; --reset-attention-mask
+    # of the tokens whose loss counts, those of one context parallel rank on average; None: this batch's own number
+    mean_tokens: Tensor | None = None
+
+    def cut(self, chunks: tuple[range, ...]) -> "Batch":
+        """The positions of one context parallel rank."""
+
+        def take(x_BT: Tensor | None) -> Tensor | None:
+            return None if x_BT is None else torch.cat([x_BT[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
+
+        mean, mask_BT = None, self.loss_mask_BT
+        if mask_BT is not None:
+            mean = mask_BT.sum() * (sum(map(len, chunks)) / mask_BT.shape[1])
+        return Batch(take(self.tokens_BT), take(self.labels_BT), take(mask_BT), take(self.positions_BT), None, mean)
 
 
 def make_batch(

@@ -44,8 +44,8 @@ class ExternalStreams:
         self._request = {
             "micro_batch_size": t.micro_batch_size,
             "seq_length": plan.shape.seq_length,
-            "rank": plan.world.rank,
-            "num_ranks": plan.world.size,
+            "rank": plan.layout.data_rank,
+            "num_ranks": plan.layout.data,
             "seed": t.seed,
         }
         self._vocab_size, self._pin = plan.vocab_size, plan.device == "cuda"

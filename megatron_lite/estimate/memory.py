@@ -52,6 +52,11 @@ def count_recomputed_layers(model: ModelArgs) -> int:
     return recomputed_layers(*flags, model.num_layers)
 
 
+def count_keys(length: int, context: int) -> int:
+    """Those that a query meets on average where scores are written down, of a context parallel rank that has so many positions."""
+    return length if context == 1 else (2 * context + 1) * length // 4
+
+
 # --- what one micro-batch keeps from forward to backward
 
 
@@ -59,7 +64,7 @@ def count_recomputed_layers(model: ModelArgs) -> int:
 class MicroBatch:
     """What the sizes of activations depend on."""
 
-    shape: ModelShape
+    shape: ModelShape  # what one rank computes
     size: int  # sequences
     precision: str = "bf16"
     on_cpu: bool = False
@@ -68,6 +73,9 @@ class MicroBatch:
     masked: bool = False  # attention stays within documents
     recomputes_attention: bool = False  # core attention alone
     threads: int = 1  # of a CPU, for one rank
+    split: bool = False  # ranks have a part of the vocabulary each
+    shares: int = 1  # ranks that share out the tokens between attention and MLP
+    context: int = 1  # ranks that share out the positions of each sequence
 
     @property
     def tokens(self) -> int:
@@ -79,13 +87,18 @@ class MicroBatch:
 
     @property
     def input_bytes(self) -> int:
-        """Of a layer, for each token: all that a recomputed one keeps."""
+        """Hidden states of a rank, for each token: all that a recomputed layer keeps."""
+        return self.whole_input_bytes // self.shares
+
+    @property
+    def whole_input_bytes(self) -> int:
+        """Of a linear layer, for each token, gathered where ranks share out the tokens."""
         return self.element_bytes * self.shape.hidden_size
 
     @property
     def mask_bytes(self) -> int:
         """Of one dropout, for each token: a byte for each element, on CPUs a number of the activations' type."""
-        width = self.shape.hidden_size if self.shape.hidden_dropout else 0
+        width = self.shape.hidden_size // self.shares if self.shape.hidden_dropout else 0
         return width * (self.element_bytes if self.on_cpu else 1)
 
     @property
@@ -97,6 +110,11 @@ class MicroBatch:
         in_16_bits, one_less = self.element_bytes < FP32, self.shape.layernorm_1p
         apart = self.on_cpu and self.shape.normalization == "RMSNorm" and not (one_less and in_16_bits)
         return in_16_bits and (one_less or apart), apart
+
+    @property
+    def hidden_norm_bytes(self) -> int:
+        """What a norm of hidden states keeps for each token."""
+        return self.norm_bytes(self.shape.hidden_size) // self.shares
 
     def norm_bytes(self, width: int, rows: int = 1) -> int:
         """What a norm keeps for each token: its input or copies, and fp32 statistics of each row."""
@@ -114,11 +132,18 @@ def plan_micro_batch(
     masked: bool,
     recompute: str | None,
     threads: int,
+    ranks: int = 1,
+    sequence_parallel: bool = False,
+    context: int = 1,
 ) -> MicroBatch:
-    """From --attention-backend, --reset-attention-mask, --recompute-granularity and the threads of a rank."""
+    """From --attention-backend, --reset-attention-mask, --recompute-granularity, the threads of a rank, tensor and context parallel ranks."""
+    shape, shares = shape.split(ranks, context), ranks if sequence_parallel else 1
     kernel, flash = predict_attention_kernel(shape, precision, device, backend, masked)
     selective = kernel in (UNFUSED, CAUSAL) and recompute == "selective"
-    return MicroBatch(shape, size, precision, device == "cpu", kernel, flash, masked, selective, threads)
+    on_cpu = device == "cpu"
+    return MicroBatch(
+        shape, size, precision, on_cpu, kernel, flash, masked, selective, threads, ranks > 1, shares, context
+    )
 
 
 def _keep_until_scores(batch: MicroBatch) -> Held:
@@ -127,7 +152,7 @@ def _keep_until_scores(batch: MicroBatch) -> Held:
     keys, heads = shape.num_query_groups * shape.kv_channels, shape.num_attention_heads
     rotates, fused = shape.position_embedding == "rope", batch.attention == FUSED
     reordered = rotates or shape.qk_layernorm  # queries and keys are results of their own
-    held = Held({NORMS: batch.norm_bytes(shape.hidden_size), LINEAR_INPUTS: batch.input_bytes})
+    held = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.whole_input_bytes})
     held[ATTENTION] += each * wide + FP32 * heads * fused
     # which of q, k, v the kernel copies: what is shared by heads, and, where a product takes sequences and heads as one
     # dimension, what has tokens between them
@@ -139,14 +164,17 @@ def _keep_until_scores(batch: MicroBatch) -> Held:
         copied, copy_bytes = {"q": True, "k": True, "v": True}, 0
     elif fused:
         copied["k"] = copied["v"] = grouped and not batch.is_flash
-        # a mask as numbers; flash's result, whose heads lie outside, is turned for the projection
+        # a mask as numbers; flash's result, whose heads lie outside, is turned for the projection, or two chunks' put together
         held.update({SCORES: each * shape.seq_length * batch.masked})
-        held.update({ATTENTION: each * wide * (batch.is_flash and reordered)})
+        held.update({ATTENTION: each * wide * (batch.is_flash and (reordered or batch.context > 1))})
     elif batch.attention == MATH:  # all in fp32, queries and keys scaled each
         copied, copy_bytes = {"q": True, "k": True, "v": each < FP32 or grouped or between}, FP32 * wide
     elif not batch.recomputes_attention:
         moved = between and not reordered
         copied = {"q": moved, "k": grouped or moved, "v": grouped or between}
+    if batch.context > 1:  # keys and values of whole sequences take the place of this rank's
+        copied, copy_bytes = {"q": False, "k": True, "v": True}, 0
+        held[QKV] += 2 * each * keys * batch.context
     held[QKV] += copy_bytes * sum(copied.values())
     if reordered:
         held[ROTARY if rotates else QKV] += each * (wide * (not copied["q"]) + keys * (not copied["k"]))
@@ -171,7 +199,9 @@ def _size_scores(batch: MicroBatch) -> tuple[int, list[int]]:
         return 0, []
     shape, is_math = batch.shape, batch.attention == MATH
     length = shape.seq_length
-    positions = shape.num_attention_heads * (count_scores(length) // length if batch.attention == CAUSAL else length)
+    positions = shape.num_attention_heads * (
+        count_scores(length) // length if batch.attention == CAUSAL else count_keys(length, batch.context)
+    )
     each = FP32 if is_math else batch.element_bytes
     wide = FP32 if shape.softmax_in_fp32 or shape.query_key_layer_scaling else each
     kept = [wide * positions]
@@ -192,7 +222,7 @@ def _keep_layer(batch: MicroBatch) -> Held:
     shape, held = batch.shape, _keep_until_scores(batch)
     inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn_hidden_size
     held[SCORES] += 0 if batch.recomputes_attention else sum(_size_scores(batch)[1])
-    held.update({NORMS: batch.norm_bytes(shape.hidden_size), LINEAR_INPUTS: batch.input_bytes})
+    held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.whole_input_bytes})
     held.update({MLP: batch.element_bytes * inner, MASKS: 2 * batch.mask_bytes})
     return held
 
@@ -204,8 +234,7 @@ def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[
 
 def _keep_ends(batch: MicroBatch) -> Held:
     """The embedding's dropout, and the last norm up to the output layer's input."""
-    norm = batch.norm_bytes(batch.shape.hidden_size)
-    return Held({MASKS: batch.mask_bytes, NORMS: norm, LINEAR_INPUTS: batch.input_bytes})
+    return Held({MASKS: batch.mask_bytes, NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.whole_input_bytes})
 
 
 def _list_rows(batch: MicroBatch, held: Held, times: int = 1) -> Iterator[LedgerRow]:
@@ -228,41 +257,44 @@ def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     """
     shape, each, kept = batch.shape, batch.element_bytes, _keep_layer(batch)
     hidden, inner, wide = shape.hidden_size, shape.ffn_hidden_size, shape.attention_width
-    widths = {"linear_fc2": hidden * (1 + bool(shape.hidden_dropout)) + inner}
+    stream = (
+        hidden // batch.shares
+    )  # the gradient of hidden states; linear_fc2's is gathered where ranks share them out
+    gathered = hidden if batch.shares > 1 else 0
+    widths = {"linear_fc2": stream * (1 + bool(shape.hidden_dropout)) + gathered + inner}
     if shape.activation in ("swiglu", "squared_relu"):  # more inner tensors than gone are: forward's result is
-        widths[shape.activation] = hidden + (2 if shape.activation == "swiglu" else 3) * inner
+        widths[shape.activation] = stream + (2 if shape.activation == "swiglu" else 3) * inner
     for operation, width in widths.items():
         yield operation, kept + Held({GRADIENTS: each * width})
-    kept = Held({NORMS: batch.norm_bytes(hidden), LINEAR_INPUTS: batch.input_bytes})
-    yield "linear_qkv", kept + Held({GRADIENTS: each * (2 * hidden + shape.qkv_width)})
+    kept = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.whole_input_bytes})
+    yield "linear_qkv", kept + Held({GRADIENTS: each * (hidden + stream + gathered // batch.shares + shape.qkv_width)})
     kept = _keep_until_scores(replace(batch, recomputes_attention=False))
     probabilities, scores = _size_scores(batch)
     if not scores:
         keys = shape.num_query_groups * shape.kv_channels
-        yield "core_attention", kept + Held({GRADIENTS: each * (hidden + 2 * wide + 2 * keys)})
+        yield "core_attention", kept + Held({GRADIENTS: each * (stream + 2 * wide + 2 * keys)})
         return
     if batch.attention == CAUSAL:  # by blocks of queries, of which the last one comes first and is the largest
         block = each * shape.num_attention_heads * min(QUERIES_AT_ONCE, shape.seq_length)
-        held = Held({SCORES: sum(scores), GRADIENTS: each * (hidden + 4 * wide) + block})
+        held = Held({SCORES: sum(scores), GRADIENTS: each * (stream + 4 * wide) + block})
         yield "core_attention", kept + held
         return
-    vectors = each * (hidden + 2 * wide)
+    vectors = each * (stream + 2 * wide)
     # the weighted sum's backward, then the softmax's
     yield "core_attention", kept + Held({SCORES: sum(scores), GRADIENTS: vectors + probabilities})
     yield "core_attention", kept + Held({SCORES: scores[0], GRADIENTS: vectors + 2 * scores[0]})
 
 
 def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
-    """The logits, kept for backward; in 16 bits an fp32 copy of some rows, which becomes softmax; in fp16 copy and softmax."""
+    """The logits, kept for backward; in 16 bits, and where ranks split them, an fp32 copy of some rows, which becomes softmax."""
     words, each = batch.shape.padded_vocab_size, batch.element_bytes
     formula = f"{each} bytes x {count(batch.tokens)} tokens x {count(words)} words"
     logits = LedgerRow(LOGITS, "logits, later their gradients", each * batch.tokens * words, formula)
-    if batch.precision == "fp32":
+    if batch.precision == "fp32" and not batch.split:
         return [logits]
     number = min(batch.tokens, rows_at_once(words, batch.threads if batch.on_cpu else 0))
-    each = FP32 * (2 if batch.precision == "fp16" else 1)
-    formula = f"{each} bytes x {count(number)} tokens at a time x {count(words)} words"
-    return [logits, LedgerRow(LOGITS, "rows of logits in fp32", each * number * words, formula)]
+    formula = f"{FP32} bytes x {count(number)} tokens at a time x {count(words)} words"
+    return [logits, LedgerRow(LOGITS, "rows of logits in fp32", FP32 * number * words, formula)]
 
 
 # --- the moments of a step
@@ -275,12 +307,12 @@ def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPred
     without fragmentation, and for layers that are not compiled.
     processor: the GPU, whose cuBLAS takes more on newer ones; None: an older one.
     """
-    number, always = parameter_count(plan.shape), list(list_states(plan, processor))
+    number, always = parameter_count(plan.rank_shape), list(list_states(plan, processor))
     # the optimizer finds gradients unless they lie in fp32 sums or buckets, and copies those of 16 bits to fp32
     updating, decayed = list(always), []
     if plan.sharding:
         updating.append(per_parameter("gradients", "gradients", FP32, number, plan.sharding.ranks))
-    elif not plan.fp32_gradients and plan.world.size == 1:
+    elif not plan.fp32_gradients and plan.layout.replicas == 1:
         updating.append(per_parameter("gradients", "gradients", element_bytes(plan.precision), number))
     if not plan.fp32_gradients and plan.precision != "fp32" and not plan.sharding:
         updating.append(per_parameter("gradients", "fp32 copies of gradients", FP32, number))
@@ -297,13 +329,19 @@ def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPred
     )
 
 
+def _plan_batch(plan: Plan) -> MicroBatch:
+    a, layout = plan.args, plan.layout
+    return plan_micro_batch(
+        plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
+        a.data.reset_attention_mask, a.model.recompute_granularity, plan.world.threads, layout.tensor,
+        layout.sequence_parallel, layout.context,
+    )  # fmt: skip
+
+
 def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Moment]:
     """Forward and backward of the last micro-batch, which finds the gradients of those before it."""
-    shape, a, layers = plan.shape, plan.args, plan.shape.num_layers
-    batch = plan_micro_batch(
-        shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
-        a.data.reset_attention_mask, a.model.recompute_granularity, plan.world.threads,
-    )  # fmt: skip
+    shape, a, layers = plan.rank_shape, plan.args, plan.shape.num_layers
+    batch = _plan_batch(plan)
     recomputed, number = count_recomputed_layers(a.model), parameter_count(shape)
     accumulates = plan.micro_batches(plan.train_samples) > 1
 
@@ -320,15 +358,15 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     # (on a GPU 16-bit ones wait to be added at once, see parallel/data_parallel.py)
     waits = plan.device == "cuda" and plan.precision != "fp32"
     shared, of_layer = plan.sharding is not None, layer_parameters(shape)
-    stay = shared or not (plan.fp32_gradients or plan.world.size > 1 or accumulates and not waits)
+    stay = shared or not (plan.fp32_gradients or plan.layout.replicas > 1 or accumulates and not waits)
     # to be added to fp32 sums a bundle at a time, of which about half waits; data_parallel.BUNDLES is 8
     waiting = number // 16 if waits and plan.fp32_gradients and not shared else 0
     matrix = shape.padded_vocab_size * shape.hidden_size  # the output layer's
     made = matrix if stay or shape.tied_embeddings else 0  # a tied one waits for the embedding's
     at_loss = [*hold(layers + 1), *_list_kept(batch, layers, recomputed), *_list_rows(batch, _keep_ends(batch))]
-    loss, hidden = _list_loss(batch), Held({GRADIENTS: batch.input_bytes})
+    loss, hidden = _list_loss(batch), Held({GRADIENTS: batch.whole_input_bytes})
     yield _sum_moment(Phase.FORWARD, "cross entropy", [*at_loss, *loss])
-    if batch.precision == "fp16":
+    if batch.precision == "fp16" or batch.split:
         yield _sum_moment(Phase.BACKWARD, "cross entropy", [*at_loss, *loss])
     yield _sum_moment(
         Phase.BACKWARD, "output layer", [*at_loss, loss[0], *_list_rows(batch, hidden), make_gradients(matrix)]

@@ -47,7 +47,7 @@ def per_parameter(category: str, name: str, each: int, number: int, ranks: int =
 
 def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     """With the buffers of gradients, the batch, and from the first step on what cuBLAS works in."""
-    number, optimizer, data = parameter_count(plan.shape), plan.args.optimizer, plan.args.data
+    number, optimizer, data = parameter_count(plan.rank_shape), plan.args.optimizer, plan.args.data
     ranks = plan.sharding.ranks if plan.sharding else 1
     states = state_bytes(
         number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0, ranks
@@ -57,9 +57,9 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
         yield per_parameter(category, name, states[category] * ranks // number, number, ranks)
     if plan.fp32_gradients and ranks == 1:
         yield per_parameter("gradients", "fp32 sums of gradients", FP32, number)
-    if plan.world.size > 1 and ranks == 1:
+    if plan.layout.replicas > 1 and ranks == 1:
         yield per_parameter("gradients", "DistributedDataParallel's buckets", element_bytes(plan.precision), number)
-    tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
+    tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
     tensors = 2 + data.reset_position_ids + data.reset_attention_mask
     formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
     yield LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)
@@ -79,12 +79,12 @@ def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerR
     """
     shared, layers, each = plan.sharding, plan.shape.num_layers, element_bytes(plan.precision)
     assert shared is not None
-    of_layer, reduced = layer_parameters(plan.shape), FP32 if plan.fp32_gradients else each
-    ends, below = parameter_count(plan.shape) - layers * of_layer, min(layer, layers)
+    of_layer, reduced = layer_parameters(plan.rank_shape), FP32 if plan.fp32_gradients else each
+    ends, below = parameter_count(plan.rank_shape) - layers * of_layer, min(layer, layers)
     whole = ends + of_layer * (0 < layer <= layers if shared.gathers_twice else below)
     yield per_parameter("parameters", "gathered weights", each, whole)
     if accumulates and shared.gathers_twice:
-        yield per_parameter("gradients", "sums of gradients", FP32, parameter_count(plan.shape), shared.ranks)
+        yield per_parameter("gradients", "sums of gradients", FP32, parameter_count(plan.rank_shape), shared.ranks)
     elif accumulates:
         yield per_parameter("gradients", "sums of gradients", reduced, ends + of_layer * below)
     if layer < layers:
@@ -98,8 +98,8 @@ def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerR
 def list_reduced(plan: Plan) -> Iterator[LedgerRow]:
     """What is held when the last gradients, all but those of layers, are reduced."""
     assert plan.sharding is not None
-    number = parameter_count(plan.shape)
-    ends = number - plan.shape.num_layers * layer_parameters(plan.shape)
+    number = parameter_count(plan.rank_shape)
+    ends = number - plan.shape.num_layers * layer_parameters(plan.rank_shape)
     each = FP32 if plan.fp32_gradients else element_bytes(plan.precision)
     yield per_parameter("communication", "gradients to be reduced", each, ends)
     yield per_parameter("gradients", "reduced gradients", FP32, number, plan.sharding.ranks)

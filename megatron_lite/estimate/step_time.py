@@ -21,7 +21,7 @@ from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor, peak_tflops_of
-from megatron_lite.estimate.memory import count_recomputed_layers
+from megatron_lite.estimate.memory import count_keys, count_recomputed_layers
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.prediction import TimePrediction, TimeRow
 from megatron_lite.estimate.state_memory import FP32, element_bytes
@@ -51,12 +51,12 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     A row whose limit the table of processors does not hold is missing, and a note says so; peak_tflops is then 0.
     """
     plan = replace(plan, device="cuda")  # whatever the machine that plans
-    peak, sequences = peak_tflops_of(processor, plan.precision), plan.batch.final // plan.world.size
+    peak, sequences = peak_tflops_of(processor, plan.precision), plan.batch.final // plan.layout.data
     rates = {COMPUTE: (peak or 0.0) * 1e12, MEMORY: (processor.memory_gb_s or 0.0) * 1e9}
     gradient_bytes = FP32 if plan.fp32_gradients else element_bytes(plan.precision)  # as it is reduced over ranks
     parts = [part for part in _list_parts(plan, sequences) if part.amount]
     ranks = plan.sharding.ranks if plan.sharding else 1
-    updated = -(-parameter_count(plan.shape) // ranks)
+    updated = -(-parameter_count(plan.rank_shape) // ranks)
     parts.append(_update_weights(updated, plan.precision, gradient_bytes, plan.args.optimizer))
     rows, backward_ms = [], 0.0
     for part in parts:
@@ -67,17 +67,20 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
         limit = f"{rate / 1e12:g} TFLOP/s" if part.bound == COMPUTE else f"{rate / 1e9:,.0f} GB/s"
         rows.append(TimeRow(part.name, 1000 * part.amount / rate, part.bound, f"{part.formula} at {limit}"))
         backward_ms += 1000 * part.amount * part.in_backward / rate
-    route = _find_route(plan.world.local_size, processor)
+    near = min(plan.world.local_size // plan.layout.tensor, plan.layout.replicas)  # data parallel ranks of a node
+    route = _find_route(near, processor)
     if route:
         last_ms = backward_ms * plan.samples_per_pass / plan.batch.final  # of the last micro-batch's backward
-        rows.append(_reduce_gradients(plan.shape, gradient_bytes, route, last_ms, is_shared=ranks > 1))
+        rows.append(_reduce_gradients(plan.rank_shape, gradient_bytes, route, last_ms, is_shared=ranks > 1))
     instead = " (--fp16 has one)" if plan.precision == "bf16" and not processor.bf16 else ""
     notes = [
         f"{processor.name}: no known {unknown}; not in the bound: {', '.join(names)}"
         for bound, unknown in ((COMPUTE, f"peak in {plan.precision}{instead}"), (MEMORY, "memory bandwidth"))
         if not rates[bound] and (names := [part.name for part in parts if part.bound == bound])
     ]
-    if plan.world.local_size > 1 and route is None:
+    if plan.layout.tensor * plan.layout.context > 1:
+        notes.append("not in the bound: what tensor and context parallel ranks exchange within each layer")
+    if near > 1 and route is None:
         notes.append(f"{processor.name}: no known speed between GPUs; not in the bound: the gradients' all-reduce")
     if plan.world.size > plan.world.local_size:
         nodes = f"{plan.world.size // plan.world.local_size} nodes: the network between them is not known"
@@ -88,8 +91,8 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
         gpu=processor.name,
         rows=tuple(rows),
         tokens=plan.batch.final * plan.shape.seq_length,
-        flops_causal=step_flops(plan.shape, sequences, causal=True),
-        flops_full=step_flops(plan.shape, sequences, causal=False),
+        flops_causal=step_flops(plan.shape, sequences, causal=True) // (plan.layout.tensor * plan.layout.context),
+        flops_full=step_flops(plan.shape, sequences, causal=False) // (plan.layout.tensor * plan.layout.context),
         peak_tflops=peak or 0.0,
         notes=tuple(notes),
     )
@@ -100,23 +103,29 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
 
 def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
     """Forward and backward of layers and loss, in the order of a step, and what is computed again."""
-    shape, layers, each, model = plan.shape, plan.shape.num_layers, element_bytes(plan.precision), plan.args.model
+    shape, layers, each, model = plan.rank_shape, plan.shape.num_layers, element_bytes(plan.precision), plan.args.model
     tokens, hidden = sequences * shape.seq_length, shape.hidden_size
+    stream = hidden // (
+        plan.layout.tensor if plan.layout.sequence_parallel else 1
+    )  # of a token, what this rank has between
     # does attention write its scores down, because it was told to or because no fused kernel fits?
     masked = plan.args.data.reset_attention_mask
     kernel, _ = predict_attention_kernel(shape, plan.precision, plan.device, model.attention_backend, masked)
     stored = kernel != FUSED
     linear, attention = flops.linear_flops(shape, sequences), flops.attention_flops(shape, sequences, causal=not stored)
+    # a context parallel rank's queries meet the keys of whole sequences
+    attention *= plan.layout.context
     # the two products of a layer's forward pass; a fused kernel leaves out the half that the mask hides
     half = "" if stored else "/2"
-    scores = f"{count(sequences)} sequences x 4 x {count(shape.seq_length)}^2{half} x {count(shape.attention_width)}"
+    ranks = f" / {plan.layout.context} ranks" if plan.layout.context > 1 else ""
+    scores = f"{count(sequences)} sequences x 4 x {count(plan.shape.seq_length)}^2{half} x {count(shape.attention_width)}{ranks}"
     # per token of one layer's forward, if scores are written down: the softmax reads them and writes probabilities
-    score_bytes = 2 * each * shape.num_attention_heads * shape.seq_length
+    score_bytes = 2 * each * shape.num_attention_heads * count_keys(shape.seq_length, plan.layout.context)
     # two dropouts: a byte for each element; torch.compile draws them again instead
-    mask_bytes = 0 if plan.compilation.layers or not shape.hidden_dropout else 2 * hidden
+    mask_bytes = 0 if plan.compilation.layers or not shape.hidden_dropout else 2 * stream
     # the residual sum with its norm writes the sum and the norm's result and reads the sum before, 3*h*e, twice; the
     # activation function writes its result; masks are written
-    forward = each * (2 * 3 * hidden + shape.ffn_hidden_size) + mask_bytes
+    forward = each * (2 * 3 * stream + shape.ffn_hidden_size) + mask_bytes
 
     def move(name: str, elements: int, num_bytes: int, of_what: str, in_backward: float) -> Part:
         return Part(name, MEMORY, elements * num_bytes, f"{of_what} x {count(num_bytes)} bytes", in_backward)
@@ -131,7 +140,7 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
         yield move("attention's scores", layers * tokens, score_bytes * 5 // 2, of_tokens, 3 / 5)
     # backward reads the saved sum and its gradient, and writes the new gradient, twice; reads the activation function's
     # saved input and writes its gradient; and reads the masks
-    per_token = forward + each * (2 * 3 * hidden + 2 * shape.fc1_width) + mask_bytes
+    per_token = forward + each * (2 * 3 * stream + 2 * shape.fc1_width) + mask_bytes
     yield move("norms, activations, dropout", layers * tokens, per_token, of_tokens, 1 - forward / per_token)
     # forward reads the logits that the product has written; backward reads them again and writes their gradients
     yield move("loss", tokens, 3 * each * shape.padded_vocab_size, f"{count(tokens)} tokens", 2 / 3)

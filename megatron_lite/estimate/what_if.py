@@ -139,7 +139,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     """
     budget, layers = int((processor.memory_gib or 0) * GIB * (1 - margin)), plan.shape.num_layers
     given = Variant(plan, (), (), predict_memory(plan, processor), predict_time(plan, processor))
-    share = plan.batch.final // plan.world.size
+    share = plan.batch.final // plan.layout.data
     sizes = [size for size in range(share, 0, -1) if share % size == 0]
 
     def change_to_fit(micro_batch: int, changes: Changes) -> Variant | None:
@@ -150,7 +150,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     block = [full_recompute(layers - 1, "block")] if layers > 1 else []
     modes: list[Changes] = [NO_RECOMPUTE, SELECTIVE, *block, full_recompute(1, "uniform")]
     shared: Changes = {}
-    if plan.sharding is None and plan.world.size > 1 and not change_to_fit(sizes[-1], NO_RECOMPUTE):
+    if plan.sharding is None and plan.layout.replicas > 1 and not change_to_fit(sizes[-1], NO_RECOMPUTE):
         shared = SHARE_STATE if change_to_fit(sizes[-1], NO_RECOMPUTE | SHARE_STATE) else SHARE_WEIGHTS
     modes = [mode | shared for mode in modes]
     mode = next((mode for mode in modes if change_to_fit(sizes[-1], mode)), None)

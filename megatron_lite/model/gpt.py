@@ -5,12 +5,14 @@ R rotated part of D, W normalised width, F width of fc1's output.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lite.config.layout import Part, take_part
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attention import Attend, document_mask
 from megatron_lite.model.gelu import gelu_tanh
@@ -229,22 +231,25 @@ class GPT(nn.Module):
     ) -> Tensor:
         """logits_BTV without labels, else the fp32 loss of each token, losses_BT (nats).
 
-        positions_BT: of learned positions, 0..T-1 if None. documents_BT: a token attends only within its own document number (and causally);
+        positions_BT: of learned positions, those of the sequence if None. documents_BT: a token attends only within its own document number (and causally);
         plain causal attention if None.
         """
-        if positions_BT is None:
-            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        # rotations count from the start of the sequence, as in Megatron: only learned positions can be reset
+        sequence_1T = self.number_positions(tokens_BT.shape[1], tokens_BT.device)[None]
+        positions_BT = sequence_1T if positions_BT is None else positions_BT
         mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
         cos_B1TR = sin_B1TR = None
         if self.shape.position_embedding == "rope":
-            # rotations count from the start of the sequence, as in Megatron: only learned positions can be reset
-            sequence = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-            cos_B1TR, sin_B1TR = rotary_tables(sequence, self.shape)
+            cos_B1TR, sin_B1TR = rotary_tables(sequence_1T, self.shape)
         hidden_BTH = self.embedding(tokens_BT, positions_BT)
         hidden_BTH = self.decoder(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR)
         if labels_BT is None:
             return F.linear(hidden_BTH, self.output_weight)
         return self.losses(hidden_BTH, self.output_weight, labels_BT)
+
+    def number_positions(self, length: int, device: torch.device) -> Tensor:
+        """The place of each token in its sequence; others where ranks have a part of each."""
+        return torch.arange(length, device=device)
 
     @property
     def output_weight(self) -> Tensor:
@@ -260,19 +265,31 @@ RESIDUAL_OUTPUTS = ("linear_proj", "linear_fc2")
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, shape: ModelShape) -> None:
-    """Fills every parameter in place, in the order of named_parameters; torch.manual_seed decides the numbers.
+def initialize(
+    parameters: Mapping[str, Tensor],
+    shape: ModelShape,
+    parts: Mapping[str, Part] = MappingProxyType({}),
+    dtype: torch.dtype = torch.float32,
+    device: str | None = None,
+) -> None:
+    """Fill parameters in place, in this order; torch.manual_seed decides the numbers.
 
-    Matrices normal(0, std), those that write into the residual stream std/sqrt(2L); biases 0; norm weights 1
-    (0 with layernorm_1p, which stores them minus 1).
+    Those of which this rank has a part are drawn whole, on `device` if given, cut and rounded to `dtype`, so that all ranks
+    together begin as one would.
     """
-    for name, parameter in model.named_parameters():
-        initialize_parameter(name, parameter, shape)
+    for name, parameter in parameters.items():
+        if name not in parts:
+            _draw(name, parameter, shape)
+            continue
+        whole = torch.empty(parts[name].whole, dtype=torch.float32, device=device or parameter.device)
+        _draw(name, whole, shape)
+        take_part(parameter, whole, parts[name])
+        parameter.copy_(parameter.to(dtype))
 
 
-@torch.no_grad()
-def initialize_parameter(name: str, parameter: Tensor, shape: ModelShape) -> None:
-    """Fills one of them, of this name in the model."""
+def _draw(name: str, parameter: Tensor, shape: ModelShape) -> None:
+    """Matrices normal(0, std), those that write into the residual stream std/sqrt(2L); biases 0; norm weights 1
+    (0 with layernorm_1p, which stores them minus 1)."""
     owner, kind = name.split(".")[-2:]
     if kind == "bias":
         nn.init.zeros_(parameter)

@@ -3,6 +3,7 @@ of it.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,11 +23,10 @@ def token_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, rows_
     Logits are held once, in the model's precision, and become their own gradient; of 16-bit ones `rows_at_once` rows are held in
     fp32 at any time.
     """
+    if hidden_BTH.dtype == torch.float16:  # it cannot hold softmax itself, of which most is too small
+        return fused_token_losses(hidden_BTH, weight_VH, labels_BT, take_rows_apart(rows_at_once))
     hidden_MH, labels_M = hidden_BTH.flatten(0, 1), labels_BT.flatten()
-    if hidden_BTH.dtype == torch.float16:
-        losses_M = _ScaledLosses.apply(F.linear(hidden_MH, weight_VH), labels_M, rows_at_once)
-    else:
-        losses_M = _Losses.apply(hidden_MH, weight_VH, labels_M, rows_at_once, torch.is_grad_enabled())
+    losses_M = _Losses.apply(hidden_MH, weight_VH, labels_M, rows_at_once, torch.is_grad_enabled())
     return losses_M.view(labels_BT.shape)
 
 
@@ -92,54 +92,23 @@ def _softmax(logits_MV: Tensor, rows_at_once: int, learns: bool) -> tuple[Tensor
     return highest_M1, sums_M1
 
 
-class _ScaledLosses(torch.autograd.Function):
-    """The same of logits_MV, which are overwritten: nobody else may hold them. fp16 cannot hold softmax itself, of which most is too
-    small; multiplied by a gradient into which the loss scale went, it can."""
-
-    @staticmethod
-    def forward(ctx, logits_MV: Tensor, labels_M: Tensor, rows_at_once: int) -> Tensor:
-        losses_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
-        for losses_R, logits_RV, labels_R in _split_rows(rows_at_once, losses_M, logits_MV, labels_M):
-            losses_R.copy_(_row_losses(logits_RV, labels_R[:, None]))
-        ctx.save_for_backward(logits_MV, labels_M)
-        ctx.rows_at_once = rows_at_once
-        return losses_M
-
-    @staticmethod
-    @once_differentiable
-    @mark_memory(LOSS)
-    def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, None, None]:
-        """To be called once; torch notices a second time."""
-        logits_MV, labels_M = ctx.saved_tensors
-        for logits_RV, labels_R, gradient_R in _split_rows(ctx.rows_at_once, logits_MV, labels_M, gradient_M):
-            logits_RV.copy_(_row_gradients(logits_RV, labels_R[:, None], gradient_R[:, None]))
-        return logits_MV, None, None
-
-
-def _row_losses(logits_RV: Tensor, labels_R1: Tensor) -> Tensor:
-    """losses_R in fp32. A function of its own, like the next, so that no rows in fp32 outlive their turn."""
-    return -logits_RV.log_softmax(-1, dtype=torch.float32).gather(1, labels_R1).squeeze(1)
-
-
-def _row_gradients(logits_RV: Tensor, labels_R1: Tensor, gradient_R1: Tensor) -> Tensor:
-    """Of the losses with respect to the logits, in fp32: (softmax - one-hot) * gradient."""
-    softmax_RV = logits_RV.softmax(-1, dtype=torch.float32)
-    minus_one = softmax_RV.new_full((), -1.0)
-    return softmax_RV.scatter_add_(1, labels_R1, minus_one.expand_as(labels_R1)).mul_(gradient_R1)
-
-
 def _split_rows(rows_at_once: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(rows_at_once) for tensor in tensors))
 
 
-# --- in two pieces for torch.compile, of which each becomes one kernel over all rows: it holds its fp32 numbers in registers, so
-# that no rows have to be taken apart for memory's sake
+# --- in two pieces around what ranks may have to tell each other. With torch.compile each becomes one kernel over all rows, which
+# holds its fp32 numbers in registers, so that no rows have to be taken apart for memory's sake
 
 
-def losses_and_normalizers(logits_MV: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
-    """losses_M and log(sum(exp(logits)))_M, which tells backward all about a row; fp32."""
-    normalizers_M = logits_MV.float().logsumexp(-1)
-    return normalizers_M - logits_MV.gather(1, labels_M[:, None]).squeeze(1).float(), normalizers_M
+def measure_logits(logits_MV: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+    """own_M, the labels' logits, and log(sum(exp(logits)))_M, which tells backward all about a row; fp32."""
+    return _own_logits(logits_MV, labels_M), logits_MV.float().logsumexp(-1)
+
+
+def _own_logits(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
+    """own_M in fp32. A label may be none of these words, but another rank's, and its logit then counts as 0."""
+    own_M1 = logits_MV.gather(1, labels_M.clamp(0, logits_MV.shape[1] - 1)[:, None])
+    return own_M1.squeeze(1).float().where((labels_M >= 0) & (labels_M < logits_MV.shape[1]), 0.0)
 
 
 def write_gradients(logits_MV: Tensor, labels_M: Tensor, normalizers_M: Tensor, gradient_M: Tensor):
@@ -153,34 +122,84 @@ def write_gradients(logits_MV: Tensor, labels_M: Tensor, normalizers_M: Tensor, 
 
 
 class Pieces(NamedTuple):
-    """The two functions above, compiled or not."""
+    """The two functions above, compiled or not, or what does the same."""
 
-    losses_and_normalizers: Callable[..., tuple[Tensor, Tensor]] = losses_and_normalizers
+    measure_logits: Callable[..., tuple[Tensor, Tensor]] = measure_logits
     write_gradients: Callable[..., None] = write_gradients
 
 
-def fused_token_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, pieces: Pieces) -> Tensor:
+def take_rows_apart(rows_at_once: int) -> Pieces:
+    """Pieces that hold so many rows in fp32 at a time."""
+    return Pieces(partial(_measure_rows, rows_at_once), partial(_write_row_gradients, rows_at_once))
+
+
+def _measure_rows(rows_at_once: int, logits_MV: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+    normalizers = [_normalize_rows(logits_RV) for logits_RV in logits_MV.split(rows_at_once)]
+    return _own_logits(logits_MV, labels_M), torch.cat(normalizers)
+
+
+def _normalize_rows(logits_RV: Tensor) -> Tensor:
+    """log(sum(exp(logits)))_R in fp32. A function of its own, like the next, so that no rows in fp32 outlive their turn."""
+    wide_RV = logits_RV.to(torch.float32, copy=True)
+    highest_R1 = wide_RV.amax(-1, keepdim=True)
+    return (wide_RV.sub_(highest_R1).exp_().sum(-1, keepdim=True).log_() + highest_R1).squeeze(1)
+
+
+def _write_row_gradients(
+    rows_at_once: int, logits_MV: Tensor, labels_M: Tensor, normalizers_M: Tensor, gradient_M: Tensor
+):
+    for rows in _split_rows(rows_at_once, logits_MV, labels_M, normalizers_M, gradient_M):
+        rows[0].copy_(_row_gradients(*rows))
+
+
+def _row_gradients(logits_RV: Tensor, labels_R: Tensor, normalizers_R: Tensor, gradient_R: Tensor) -> Tensor:
+    """Of the losses with respect to the logits, in fp32."""
+    softmax_RV = logits_RV.to(torch.float32, copy=True).sub_(normalizers_R[:, None]).exp_()
+    is_here_R1 = ((labels_R >= 0) & (labels_R < logits_RV.shape[1]))[:, None]
+    labels_R1 = labels_R.clamp(0, logits_RV.shape[1] - 1)[:, None]
+    return softmax_RV.scatter_add_(1, labels_R1, -is_here_R1.float()).mul_(gradient_R[:, None])
+
+
+def fused_token_losses(
+    hidden_BTH: Tensor,
+    weight_VH: Tensor,
+    labels_BT: Tensor,
+    pieces: Pieces,
+    *,
+    project: Callable[..., Tensor] = F.linear,
+    first_word: int = 0,
+    combine: Callable[..., tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
     """As token_losses. Logits are held once, in the model's precision, and become their own gradient; torch refuses
-    a second backward, since it notices that."""
-    logits_MV = F.linear(hidden_BTH.flatten(0, 1), weight_VH)
-    return _FusedLosses.apply(logits_MV, labels_BT.flatten(), pieces).view(labels_BT.shape)
+    a second backward, since it notices that.
+
+    Where ranks have a part of the vocabulary each, from `first_word` on, `project` makes this rank's logits from hidden_BTH, of which it
+    may have some tokens only, and `combine` makes what pieces.measure_logits gives on each rank that of all words.
+    """
+    logits_MV = project(hidden_BTH, weight_VH).flatten(0, 1)
+    labels_M = labels_BT.flatten()
+    labels_M = labels_M - first_word if first_word else labels_M
+    return _FusedLosses.apply(logits_MV, labels_M, pieces, combine).view(labels_BT.shape)
 
 
 class _FusedLosses(torch.autograd.Function):
-    """losses_M of logits_MV, which are overwritten: nobody else may hold them."""
+    """losses_M of logits_MV, which are overwritten: nobody else may hold them. They hold no softmax, of which fp16 would lose most;
+    multiplied by a gradient into which the loss scale went, it can hold it."""
 
     @staticmethod
-    def forward(ctx, logits_MV: Tensor, labels_M: Tensor, pieces: Pieces) -> Tensor:
+    def forward(ctx, logits_MV: Tensor, labels_M: Tensor, pieces: Pieces, combine: Callable | None) -> Tensor:
         # detached, so that training and evaluating are alike to the compiler
-        losses_M, normalizers_M = pieces.losses_and_normalizers(logits_MV.detach(), labels_M)
+        own_M, normalizers_M = pieces.measure_logits(logits_MV.detach(), labels_M)
+        if combine is not None:
+            own_M, normalizers_M = combine(own_M, normalizers_M)
         ctx.save_for_backward(logits_MV, labels_M, normalizers_M)
         ctx.pieces = pieces
-        return losses_M
+        return normalizers_M - own_M
 
     @staticmethod
     @once_differentiable
     @mark_memory(LOSS)
-    def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, None, None, None]:
         logits_MV, labels_M, normalizers_M = ctx.saved_tensors
         ctx.pieces.write_gradients(logits_MV, labels_M, normalizers_M, gradient_M)
-        return logits_MV, None, None
+        return logits_MV, None, None, None

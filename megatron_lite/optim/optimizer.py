@@ -95,9 +95,12 @@ class Optimizer:
         parameters: list[nn.Parameter],
         device: torch.device,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        counted: list[bool] | None = None,
     ):
-        """sum_over_ranks: where each rank has its rows of the parameters only, a number's sum over all that have the others."""
+        """sum_over_ranks: where each rank has parts of the parameters only, a number's sum over all that have the others.
+        counted: of which parameters that sum takes this rank's, as others hold them too; of all if None."""
         self.plan, self._sum_over_ranks = plan, sum_over_ranks
+        self._counted = counted or [True] * len(parameters)
         self.weights = MasterWeights(parameters)
         self.scaler = make_loss_scale(plan, device)
         self.lr = torch.tensor(0.0, dtype=torch.float32, device=device)
@@ -138,7 +141,7 @@ class Optimizer:
             divide_by = scale if divisor is None else scale * divisor
             self.weights.attach(gradients)
         with phase(Phase.CLIP_GRAD):
-            norm = self.measure_norm([g for g in gradients if g is not None]) / divide_by
+            norm = self.measure_norm(gradients) / divide_by
             if self.scaler is not None:
                 skipped = ~torch.isfinite(norm)
             else:
@@ -166,9 +169,19 @@ class Optimizer:
 
     @torch.no_grad()
     def measure_norm(self, tensors: list[Tensor]) -> Tensor:
-        """L2 norm of gradients or parameters, over all ranks that share them out; an fp32 scalar on the device."""
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, torch.float32)))
+        """L2 norm of gradients or parameters, over all ranks that have parts of them; an fp32 scalar on the device."""
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._select(tensors), 2, torch.float32)))
         return norm if self._sum_over_ranks is None else self._sum_over_ranks(norm.square()).sqrt()
+
+    @torch.no_grad()
+    def count_zeros(self, gradients: list[Tensor]) -> Tensor:
+        """Elements that are 0, over all ranks; an fp32 scalar on the device."""
+        zeros = torch.stack([(g == 0).sum() for g in self._select(gradients)]).sum().float()
+        return zeros if self._sum_over_ranks is None else self._sum_over_ranks(zeros)
+
+    def _select(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Those that this rank counts, of one per parameter; a parameter that had no part in the losses has no gradient."""
+        return [t for t, counts in zip(tensors, self._counted, strict=True) if counts and t is not None]
 
     def _set_rates(self) -> Tensor:
         """Of the step that starts after the good samples so far, whatever batches they came in. Returns the learning rate."""

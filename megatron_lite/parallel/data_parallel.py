@@ -1,19 +1,19 @@
 """Replicas of the model that agree on their gradients, wrapped around a model that does not know."""
 
 import contextlib
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_lite.config.layout import COPIES, ROWS, Rows
+from megatron_lite.config.layout import COPIES
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
+from megatron_lite.parallel.replica import Replica, find_group
 from megatron_lite.units import MIB
 
 BUCKET_MIB = 25  # torch's default
@@ -21,28 +21,26 @@ ALIGN = 32  # elements: a gradient that starts on 128 bytes is read in whole vec
 BUNDLES = 8  # of gradients that a GPU adds at once: few launches, and little memory for gradients that wait
 
 
-class DataParallel:
+class DataParallel(Replica):
     """The model as one rank calls it, and the gradients that all ranks share afterwards."""
 
-    rows: Mapping[str, Rows] = MappingProxyType({})  # by name, of parameters of which this rank has some only
-    is_first_copy = False
-    sum_over_ranks = None
-
-    def __init__(self, plan: Plan, model: nn.Module):
-        self.model = model
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.names, self.parameters = map(list, zip(*named))
+    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh | None = None):
+        super().__init__(plan, model, mesh)
+        averaging = find_group(mesh, COPIES)  # None: all ranks
         on_gpu = plan.device == "cuda"  # a launch takes longer than adding a bias; a CPU adds what is in its cache
         self.fp32 = None
         if plan.fp32_gradients:
-            self.fp32 = Fp32Gradients(self.parameters, plan.world.size, BUNDLES if on_gpu else None)
+            bundles = BUNDLES if on_gpu else None
+            self.fp32 = Fp32Gradients(self.parameters, plan.layout.replicas, averaging, bundles)
         # fp32 gradients waiting beside their sums would be memory that no other moment of the step takes
         self._adds_at_once = on_gpu and self.fp32 is None and self.parameters[0].dtype != torch.float32
         self.replica = model
-        if plan.world.size > 1:
+        if plan.layout.replicas > 1:
             elements = plan.args.parallel.ddp_bucket_size
             bucket_mib = BUCKET_MIB if elements is None else elements * self.parameters[0].element_size() / MIB
-            self.replica = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
+            self.replica = DistributedDataParallel(
+                model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib, process_group=averaging
+            )
             if self.fp32 is not None:
                 self.replica.register_comm_hook(None, self.fp32.reduce_bucket)
 
@@ -73,9 +71,7 @@ class DataParallel:
 
     def gradients(self) -> list[Tensor]:
         """One per parameter, averaged over ranks, after the last micro-batch's backward."""
-        if self.fp32 is not None:
-            return self.fp32.gradients()
-        return [p.grad for p in self.parameters]
+        return self._add_partial(self.fp32.gradients() if self.fp32 is not None else [p.grad for p in self.parameters])
 
     def clear(self):
         """Forget all gradients."""
@@ -106,9 +102,9 @@ class Fp32Gradients:
     which the first step's gradients came. Sums are laid out in that order between the two steps, when they hold nothing.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], ranks: int, bundles: int | None = None):
-        """bundles: how many additions a micro-batch's gradients take, about; one per gradient if None."""
-        self.parameters, self.ranks = parameters, ranks
+    def __init__(self, parameters: list[nn.Parameter], ranks: int, group=None, bundles: int | None = None):
+        """group: of so many ranks. bundles: how many additions a micro-batch's gradients take, about; one per gradient if None."""
+        self.parameters, self.ranks, self._group = parameters, ranks, group
         self._bundle = sum(p.numel() for p in parameters) // bundles if bundles else 0
         self._waiting: list[nn.Parameter] = []  # whose gradients are still to be added
         self.reducing = False  # the running backward is the one whose buckets are reduced
@@ -176,7 +172,7 @@ class Fp32Gradients:
         self._take(parameters, bucket.gradients())
         flat = self._side_by_side(parameters)
         flat.div_(self.ranks)
-        work = dist.all_reduce(flat, async_op=True)
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
         return work.get_future().then(lambda _: bucket.buffer())
 
     def _side_by_side(self, parameters: list[nn.Parameter]) -> Tensor:
@@ -211,31 +207,10 @@ def _length(parameter: nn.Parameter) -> int:
     return -(-parameter.numel() // ALIGN) * ALIGN
 
 
-# --- ranks that share out the model
-
-
-def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
-    """The ranks by what they hold, or None where each holds everything. Collective."""
+def replicate(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> Replica:
+    """The model as the plan's ranks train it together: a DataParallel or, where ranks share it out, a ShardedDataParallel."""
     if plan.sharding is None:
-        return None
-    copies = plan.world.size // plan.sharding.ranks
-    if copies == 1:
-        return init_device_mesh(device.type, (plan.world.size,), mesh_dim_names=(ROWS,))
-    return init_device_mesh(device.type, (copies, plan.sharding.ranks), mesh_dim_names=(COPIES, ROWS))
-
-
-def replicate(plan: Plan, model: nn.Module, mesh: DeviceMesh | None):
-    """The model as the plan's ranks train it together: a DataParallel or, over a mesh, a ShardedDataParallel."""
-    if mesh is None:
-        return DataParallel(plan, model)
+        return DataParallel(plan, model, mesh)
     from megatron_lite.parallel.sharded_data_parallel import ShardedDataParallel  # fully_shard takes a second to import
 
     return ShardedDataParallel(plan, model, mesh)
-
-
-def describe_sharding(plan: Plan) -> str:
-    """A line on what each rank keeps."""
-    if plan.sharding is None:
-        return "each rank keeps all weights and moments"
-    when = "for forward and again for backward" if plan.sharding.gathers_twice else "once per step"
-    return f"each rank keeps 1/{plan.sharding.ranks} of fp32 weights and moments; layers are gathered {when}"

@@ -29,6 +29,11 @@ def time_limit(plan: Plan) -> timedelta:
     return timedelta(minutes=plan.args.parallel.distributed_timeout_minutes)
 
 
+def operation_limit(plan: Plan) -> timedelta:
+    """After which torch ends a collective by itself."""
+    return time_limit(plan) + (NCCL_MARGIN if plan.backend == "nccl" else timedelta(0))
+
+
 @contextlib.contextmanager
 def process_group(plan: Plan):
     """All ranks of the plan, as torch.distributed's default group; gives this rank's watchdog among them.
@@ -52,7 +57,7 @@ def process_group(plan: Plan):
                 store=store,
                 rank=plan.world.rank,
                 world_size=plan.world.size,
-                timeout=limit + NCCL_MARGIN if nccl else limit,
+                timeout=operation_limit(plan),
                 device_id=device_of(plan) if nccl else None,
             )
         try:

@@ -37,8 +37,11 @@ from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.model.kernel_choice import gelu_works_in_pieces
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import data_parallel
-from megatron_lite.parallel.data_parallel import make_mesh, replicate
+from megatron_lite.parallel.context_parallel import attend_across, make_context_group, share_out_positions
+from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.layers import recompute_layers
+from megatron_lite.parallel.replica import make_mesh
+from megatron_lite.parallel.tensor_parallel import TensorGroup, find_tensor_group, split_layers
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 from megatron_lite.rehearsal.tracker import RehearsalTracker
 from megatron_lite.train.choose_kernels import choose_eager_losses, choose_plan_attention
@@ -77,7 +80,7 @@ class Bucket:
 class BucketedReplica:
     """Called as DistributedDataParallel is."""
 
-    def __init__(self, model: nn.Module, gradient_as_bucket_view: bool, bucket_cap_mb: float):
+    def __init__(self, model: nn.Module, gradient_as_bucket_view: bool, bucket_cap_mb: float, process_group=None):
         assert gradient_as_bucket_view, "other gradients are not rehearsed"
         self._model, self._cap = model, int(bucket_cap_mb * MIB)
         self._reducing, self._rebuilt = True, False
@@ -138,19 +141,11 @@ class BucketedReplica:
 
 @contextlib.contextmanager
 def without_other_ranks(plan: Plan) -> Iterator:
-    """While this lasts, what ranks exchange is there at once. Gives the mesh of ranks that share out the model, or None.
+    """While this lasts, what ranks exchange is there at once. Gives the mesh of ranks by what they hold, or None.
 
-    fully_shard runs as it is, over torch's fake process group; without it a stand-in wraps models, and no group is needed.
+    fully_shard and split layers run as they are, over torch's fake process group; for DistributedDataParallel there is a stand-in,
+    which needs none.
     """
-    if plan.sharding is not None:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=plan.world.rank, world_size=plan.world.size)
-        try:
-            yield make_mesh(plan, HOST)
-        finally:
-            dist.destroy_process_group()
-        return
 
     def answer(tensor: Tensor, *arguments, async_op: bool = False, **options):
         future = torch.futures.Future()
@@ -161,7 +156,16 @@ def without_other_ranks(plan: Plan) -> Iterator:
         patch.object(dist, "all_reduce", answer),
         patch.object(data_parallel, "DistributedDataParallel", BucketedReplica),
     ):
-        yield None
+        if plan.sharding is None and plan.layout.replicas == plan.layout.data == plan.world.size:
+            yield None
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=plan.world.rank, world_size=plan.world.size)
+        try:
+            yield make_mesh(plan, HOST)
+        finally:
+            dist.destroy_process_group()
 
 
 # --- A plan's training steps, walked without data and without a GPU: exactly which memory they take, and when
@@ -238,8 +242,9 @@ def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: in
 
 def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None, mesh=None) -> Callable:
     """Everything of a run that holds device memory, made; returns its step(phase). losses: as of model.gpt.GPT, else the plan's."""
-    replica = replicate(plan, _build_model(plan, losses or choose_eager_losses(plan)), mesh)
-    optimizer = Optimizer(plan, replica.parameters, HOST, replica.sum_over_ranks)
+    context = make_context_group(plan)
+    replica = replicate(plan, _build_model(plan, losses, find_tensor_group(plan.layout, mesh), context), mesh)
+    optimizer = Optimizer(plan, replica.parameters, HOST, replica.sum_over_ranks, replica.counted)
     # The first micro-batch finds no gradients, those after it do; among several ranks the last lets go of its own copies
     # while it reduces. All between are alike.
     different = min(plan.micro_batches(plan.train_samples), 2 if plan.world.size == 1 else 3)
@@ -253,7 +258,7 @@ def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None, mesh=None) 
     return lambda phase: step(make_batches(), 0, phase)
 
 
-def _build_model(plan: Plan, losses) -> nn.Module:
+def _build_model(plan: Plan, losses, among: TensorGroup | None, context) -> nn.Module:
     """Made in the plan's precision at once: a fake parameter cannot be cast in place. Where ranks share it out, on no device."""
     a, dtype = plan.args, DTYPES[plan.precision]
     with_attention = plan
@@ -262,16 +267,22 @@ def _build_model(plan: Plan, losses) -> nn.Module:
         with_attention = replace(plan, args=replace(a, model=replace(a.model, attention_backend="auto")))
     before = torch.get_default_dtype()
     attend = choose_plan_attention(with_attention, HOST)
+    if context is not None:
+        attend = attend_across(attend, plan.layout, context, plan.device)
     torch.set_default_dtype(dtype if plan.sharding is None else before)
     try:
         with HOST if plan.sharding is None else torch.device("meta"):
-            model = GPT(plan.shape, attend, losses)
+            model = GPT(plan.rank_shape, attend, losses or choose_eager_losses(plan, among))
     finally:
         torch.set_default_dtype(before)
     in_pieces = gelu_works_in_pieces(plan.device == "cpu", dtype.itemsize)
     for layer in model.decoder.layers:
         if layer.mlp.activation is gelu_tanh:
             layer.mlp.activation = GeluInPieces.apply if in_pieces else partial(F.gelu, approximate="tanh")
+    if among is not None:
+        split_layers(model, among)
+    if context is not None:
+        share_out_positions(model, plan.layout, plan.shape.seq_length)
     recompute_layers(a.model, model.decoder.layers)
     return model
 

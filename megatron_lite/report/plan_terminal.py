@@ -263,7 +263,10 @@ def _build_fit_section(found: Fit) -> Section:
         lines.append(f"{'fastest that fits' if found.fits else 'fits with'}: {one.words}")
         lines.append(f"peak {size(one.peak_bytes)}{best}")
     if found.found is None:
-        lines += [describe_fit(found), "more GPUs do not help: each holds the whole model"]
+        lines += [
+            describe_fit(found),
+            "more GPUs help only if they split layers too: --tensor-model-parallel-size 2 or more",
+        ]
     budget = f"{size(found.budget_bytes)} of {found.processor.memory_gib:g} GiB, {percent(found.margin)} left free"
     return Section("fit", f"Fit into one {found.processor.name}", budget, [Lines(lines)])
 

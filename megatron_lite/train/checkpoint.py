@@ -15,11 +15,13 @@ from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import get_random_state, set_random_state
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.checkpoint.write import Background, HostCopies, Writer, assign_share
+from megatron_lite.config.layout import put_part
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.process_group import time_limit
+from megatron_lite.parallel.replica import Replica
 from megatron_lite.run_folder import RELEASE
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.checkpoint_checks import (
@@ -41,12 +43,11 @@ SECONDS_TO_FINISH = 60  # for a save in the background of a run that fails
 class Checkpoints:
     """Saves and loads everything that training depends on. A context: a save in the background ends with it."""
 
-    def __init__(self, plan: Plan, replica, optimizer: Optimizer, device: torch.device):
-        """replica: DataParallel or ShardedDataParallel."""
+    def __init__(self, plan: Plan, replica: Replica, optimizer: Optimizer, device: torch.device):
         self.plan, self.replica, self.optimizer, self.device = plan, replica, optimizer, device
-        self._rows = {  # by flat name, of the tensors that this rank holds some rows of
-            flat: rows
-            for name, rows in replica.rows.items()
+        self._parts = {  # by flat name, of the tensors that this rank holds a part of
+            flat: part
+            for name, part in replica.parts.items()
             for flat in (f"model.{name}", *(f"optimizer.{name}.{kind}" for kind in STATES))
         }
         c = plan.args.checkpoint
@@ -54,7 +55,7 @@ class Checkpoints:
         used, limit = c.save or c.load or c.pretrained_checkpoint, time_limit(plan)
         self._group = dist.new_group(backend="gloo", timeout=limit) if used else None
         self._background = Background()
-        dist_writer = megatron_dist.writer(plain_arguments(plan.args), self._rows)
+        dist_writer = megatron_dist.writer(plain_arguments(plan.args), self._parts)
         write_tensors = megatron_file.writer(plan.args) if c.ckpt_format == "torch" else dist_writer
         self._writer = Writer(Path(c.save), write_tensors, self._group, c.save_retain_interval) if c.save else None
         self._copies = HostCopies(self._my_share()) if c.save and c.async_save else None
@@ -136,7 +137,7 @@ class Checkpoints:
             logger.info(f"  --load {c.load}: no checkpoint yet, starting from random weights")
 
     def _my_share(self) -> dict[str, torch.Tensor]:
-        """What this rank writes of the state, live. Where ranks share out the model, the first ones that hold all of it write."""
+        """What this rank writes of the state, live. Ranks that hold the same share out the writing of it."""
         c, world, dtype = self.plan.args.checkpoint, self.plan.world, DTYPES[self.plan.precision]
         named = zip(self.replica.names, self.replica.parameters)
         tensors = {f"model.{name}": parameter.detach().to(dtype) for name, parameter in named}
@@ -145,16 +146,20 @@ class Checkpoints:
         if c.ckpt_format == "torch":  # one file, of the first rank
             tensors = {name: self._gather(name, tensor) for name, tensor in tensors.items()}
             return tensors if world.is_first else {}
-        own = {name: tensors.pop(name) for name in self._rows if name in tensors}
+        parts = {name: tensors.pop(name) for name in self._parts if name in tensors}
         everyones = assign_share(tensors, world.rank, world.size)
-        return everyones | own if self.replica.is_first_copy else everyones
+        return everyones | assign_share(parts, self.replica.copy, self.replica.copies)
 
     def _gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """All rows of a tensor, for the first rank, which keeps them on the host. Collective where ranks share it out."""
-        if name not in self._rows:
+        """All of a tensor, for the first rank, which keeps it on the host. Collective where ranks hold parts of it."""
+        if name not in self._parts:
             return tensor
-        whole = self.replica.gather_rows(tensor, self._rows[name])
-        return whole.cpu() if self.plan.world.is_first else whole[:0]
+        part = self._parts[name]
+        whole = torch.zeros(part.whole, dtype=tensor.dtype)
+        if self.replica.copy == 0:
+            put_part(whole, tensor, part)
+        dist.reduce(whole, 0, group=self._group)
+        return whole if self.plan.world.is_first else whole[:0]
 
     def _write(self, record: Record, tensors: dict[str, torch.Tensor]):
         try:
@@ -204,7 +209,7 @@ class Checkpoints:
         if weights_only or c.no_load_optim:
             # without an optimizer the masters begin as the rounded weights; as in Megatron, the schedule starts over
             named = zip(self.replica.names, self.replica.parameters)
-            stored.read_into({f"model.{name}": value.detach() for name, value in named}, self._rows)
+            stored.read_into({f"model.{name}": value.detach() for name, value in named}, self._parts)
             self.optimizer.weights.reload()
         else:
             require_optimizer(path, stored, self.plan)
@@ -221,7 +226,7 @@ class Checkpoints:
             for name, master in zip(names, self.optimizer.weights.masters, strict=True):
                 source = f"optimizer.{name}.master"
                 targets[source if source in held else f"model.{name}"] = master.detach()
-            stored.read_into(targets, self._rows)
+            stored.read_into(targets, self._parts)
             self.optimizer.resume()
         if note := rotary_note(path, record, self.plan):
             logger.info(note)

@@ -12,8 +12,9 @@ from megatron_lite.model.attention import Attend
 from megatron_lite.model.attention_choice import Probe, Race, choose_attention, fastest
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once, skips_future_scores
-from megatron_lite.model.loss import Pieces, fused_token_losses, token_losses
+from megatron_lite.model.loss import Pieces, fused_token_losses, take_rows_apart, token_losses
 from megatron_lite.parallel.layers import compiled, recomputed
+from megatron_lite.parallel.tensor_parallel import TensorGroup, make_losses
 from megatron_lite.units import significant
 
 
@@ -21,12 +22,14 @@ def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., 
     """The kernel that the plan's flags and tensors lead to on the device, recomputed in backward if they say so. pick: as of
     choose_attention."""
     m, masked = plan.args.model, plan.args.data.reset_attention_mask
-    given = plan.shape, plan.precision, plan.device, masked
+    shape = plan.rank_shape
+    # context parallel ranks' attention asks explicit kernels by masks
+    given = shape, plan.precision, plan.device, masked or plan.layout.context > 1
     # torch.compile keeps no layer in its cache that computes a gradient in Python
     skip_future = skips_future_scores(*given) and not plan.compiles_layers
     attend = choose_attention(
         m.attention_backend,
-        plan.shape,
+        shape,
         batch=plan.args.training.micro_batch_size,
         device=device,
         dtype=DTYPES[plan.precision],
@@ -54,17 +57,26 @@ def make_race(plan: Plan, device: torch.device) -> Callable[..., Race] | None:
     return pick
 
 
-def choose_eager_losses(plan: Plan) -> Callable[..., torch.Tensor]:
-    """The model's loss as it runs eagerly, with as many logits in fp32 at a time as suit the plan's device."""
-    threads = plan.world.threads if plan.device == "cpu" else 0
-    return partial(token_losses, rows_at_once=rows_at_once(plan.shape.padded_vocab_size, threads))
+def choose_eager_losses(plan: Plan, among: TensorGroup | None = None) -> Callable[..., torch.Tensor]:
+    """The model's loss as it runs eagerly, with as many logits in fp32 at a time as suit the plan's device.
+
+    among: the ranks that have a part of the vocabulary each.
+    """
+    words = plan.rank_shape.padded_vocab_size
+    rows = rows_at_once(words, plan.world.threads if plan.device == "cpu" else 0)
+    if among is None:
+        return partial(token_losses, rows_at_once=rows)
+    return make_losses(among, words, take_rows_apart(rows))
 
 
-def choose_losses(plan: Plan) -> Callable[..., torch.Tensor]:
-    """The model's loss, compiled where the plan says so."""
+def choose_losses(plan: Plan, among: TensorGroup | None = None) -> Callable[..., torch.Tensor]:
+    """The same, compiled where the plan says so."""
     if not plan.compilation.loss:
-        return choose_eager_losses(plan)
-    return partial(fused_token_losses, pieces=Pieces(*(compiled(plan, piece) for piece in Pieces())))
+        return choose_eager_losses(plan, among)
+    pieces = Pieces(*(compiled(plan, piece) for piece in Pieces()))
+    if among is None:
+        return partial(fused_token_losses, pieces=pieces)
+    return make_losses(among, plan.rank_shape.padded_vocab_size, pieces)
 
 
 def describe_precision(plan: Plan) -> str:

@@ -80,7 +80,7 @@ class _DatasetStreams:
                     "each a weight, which repeats them, or train or evaluate less."
                 )
             if samples is not None:
-                require_block(len(samples), plan.args.training.micro_batch_size, plan.world.size)
+                require_block(len(samples), plan.args.training.micro_batch_size, plan.layout.data)
 
     def has(self, split: str) -> bool:
         return getattr(self._sets, split) is not None
@@ -88,7 +88,7 @@ class _DatasetStreams:
     def stream(self, split: str, consumed: int, wanted: int) -> Iterator[Tensor]:
         """From sample `consumed` on, as long as `wanted` more samples last. DataError: there are fewer to train on."""
         plan, d, dataset = self.plan, self.plan.args.data, getattr(self._sets, split)
-        place = (plan.args.training.micro_batch_size, plan.world.rank, plan.world.size)
+        place = (plan.args.training.micro_batch_size, plan.layout.data_rank, plan.layout.data)
         if d.dataloader_type == "cyclic":
             indices = cyclic_batches(len(dataset), consumed, *place, data_sharding=d.data_sharding)
         else:

@@ -2,19 +2,24 @@
 
 import gc
 import logging
+import math
 import random
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import WEIGHTS, mark_memory
 from megatron_lite.model.gpt import DTYPES, GPT, initialize
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import describe_sharding, make_mesh, replicate
+from megatron_lite.parallel.context_parallel import attend_across, make_context_group, share_out_positions
+from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.layers import compile_layers, describe_compilation, recompute_layers
 from megatron_lite.parallel.process_group import device_of
+from megatron_lite.parallel.replica import describe_layout, find_parts, make_mesh
+from megatron_lite.parallel.tensor_parallel import drop_own_heads, find_tensor_group, split_layers
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import (
     choose_losses,
@@ -44,12 +49,15 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
         Why training ended before its last iteration, or None.
     """
     device = device_of(plan)
-    model = build_model(plan, device)
-    logger.info(f"  {describe_sharding(plan)}")
-    replica = replicate(plan, model, make_mesh(plan, device))
-    optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks)
+    mesh, context = make_mesh(plan, device), make_context_group(plan)
+    model = build_model(plan, device, mesh, context)
+    logger.info(f"  {describe_layout(plan)}")
+    replica = replicate(plan, model, mesh)
+    optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted)
     logger.info(f"  {plan.args.optimizer.optimizer}: fused, {describe_precision(plan)}")
-    _seed(plan.args.training.seed + 1 + plan.world.rank)  # from here on each rank draws its own dropout
+    # from here on each rank draws its own dropout, but for hidden states that tensor parallel ranks all have
+    alike = plan.layout.tensor > 1 and not plan.layout.sequence_parallel
+    _seed(plan.args.training.seed + 1 + (plan.layout.replica if alike else plan.world.rank))
     progress, checkpoints = Progress(), Checkpoints(plan, replica, optimizer, device)
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
@@ -80,22 +88,34 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
 
 
 @mark_memory(WEIGHTS)
-def build_model(plan: Plan, device: torch.device) -> nn.Module:
+def build_model(plan: Plan, device: torch.device, mesh: DeviceMesh | None = None, context=None) -> nn.Module:
     """The initialised model on the device, in the plan's precision, with recomputation as the flags say.
 
-    Where ranks share it out it has no memory yet: no rank may have room for the whole, and ShardedDataParallel fills its rows.
+    mesh, context: of `make_mesh` and `make_context_group`. Where ranks share the model out it has no memory yet: no rank may have room for the whole, and ShardedDataParallel fills its rows.
     """
-    shape, attend = plan.shape, choose_plan_attention(plan, device, make_race(plan, device))
+    shape, attend = plan.rank_shape, choose_plan_attention(plan, device, make_race(plan, device))
     timed = f" ({attend.timed})" if attend.timed else ""
     logger.info("\n    not ".join((f"  attention: {attend.name}{timed}", *attend.why_not)))
+    among = find_tensor_group(plan.layout, mesh)
+    if among is not None and not among.shares_tokens:
+        attend = drop_own_heads(attend, among.rank)
+    if context is not None:
+        attend = attend_across(attend, plan.layout, context, plan.device)
     first = torch.device("cpu") if plan.args.parallel.use_cpu_initialization else device
     with first if plan.sharding is None else torch.device("meta"):
-        model = GPT(shape, attend, choose_losses(plan))
+        model = GPT(shape, attend, choose_losses(plan, among))
+    parts = find_parts(plan, model)
     _seed(plan.args.training.seed)  # here: torch's own layers draw where they have memory
     if plan.sharding is None:
-        initialize(model, shape)
-        model.to(device=device, dtype=DTYPES[plan.precision])
-    number = sum(parameter.numel() for parameter in model.parameters())
+        dtype = DTYPES[plan.precision]
+        initialize(dict(model.named_parameters()), plan.shape, parts, dtype)
+        model.to(device=device, dtype=dtype)
+    if among is not None:
+        split_layers(model, among)
+    if context is not None:
+        share_out_positions(model, plan.layout, plan.shape.seq_length)
+    wholes = [parts[name].whole if name in parts else p.shape for name, p in model.named_parameters()]
+    number = sum(map(math.prod, wholes))
     logger.info(f"  number of parameters: {count(number)} ({short_count(number)})")
     logger.info(f"  {describe_compilation(plan)}")
     if plan.compiles_layers:

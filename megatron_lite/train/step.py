@@ -32,7 +32,7 @@ class BatchMaker:
 
     def __init__(self, plan: Plan, device: torch.device, eod: int | None):
         d = plan.args.data
-        self.device = device
+        self.device, self._layout = device, plan.layout
         self._to_device = ToDevice(device)
         self._options = {
             "eod": eod,
@@ -42,7 +42,10 @@ class BatchMaker:
         }
 
     def __call__(self, raw_BT1: Tensor) -> Batch:
-        return make_batch(self._to_device(raw_BT1), **self._options)
+        batch = make_batch(self._to_device(raw_BT1), **self._options)
+        if self._layout.context == 1:
+            return batch
+        return batch.cut(self._layout.find_chunks(batch.tokens_BT.shape[1]))
 
 
 @mark_memory(STEP)
@@ -82,7 +85,8 @@ class TrainingStep:
         with phase(Phase.FORWARD):
             loss_sum, tokens = loss_and_tokens(self.replica, batch)
             # gradients: the mean over micro-batches of each one's mean over tokens, as in Megatron
-            objective = loss_sum if self._per_token else loss_sum / tokens.clamp(min=1) / micro_batches
+            divisor = tokens if batch.mean_tokens is None else batch.mean_tokens
+            objective = loss_sum if self._per_token else loss_sum / divisor.clamp(min=1) / micro_batches
         with phase(Phase.BACKWARD):
             scaled = objective * self.optimizer.loss_scale
             if self._computed is not None and last:  # other micro-batches wait for nobody
@@ -103,9 +107,7 @@ class TrainingStep:
                 divisor = (total / self.plan.world.size).clamp(min=1)
         zeros = nothing
         if watch.log_num_zeros_in_grad:
-            zeros = torch.stack([(g == 0).sum() for g in gradients]).sum().float()
-            if self.replica.sum_over_ranks is not None:
-                zeros = self.replica.sum_over_ranks(zeros)
+            zeros = self.optimizer.count_zeros(gradients)
         update = self.optimizer.step(gradients, samples, phase, divisor)
         self.replica.clear()
         params_norm = self.optimizer.measure_norm(self.replica.parameters) if watch.log_params_norm else nothing

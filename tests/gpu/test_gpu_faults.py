@@ -28,11 +28,11 @@ for _ in range(3):
     dist.all_reduce(torch.ones(1000, device=device))
 torch.cuda.synchronize()
 time.sleep(1)  # the watchdog notes what is finished
-print("finished", recorder.counts(), recorder.newest(), recorder.unfinished())
+print("finished", recorder.counts()["0"], recorder.newest(), recorder.unfinished())
 torch.cuda._sleep(10**10)  # seconds: the next collective cannot start
 dist.all_reduce(torch.ones(1000, device=device))
 time.sleep(0.5)
-print("waiting", recorder.counts(), recorder.unfinished())
+print("waiting", recorder.counts()["0"], recorder.unfinished())
 torch.cuda.synchronize()
 dist.destroy_process_group()
 """

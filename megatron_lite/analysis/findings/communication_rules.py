@@ -47,7 +47,7 @@ def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --ddp-bucket-size N (parameters); --grad-reduce-in-bf16 with --bf16; a larger --global-batch-size.
     False alarm: a trace of one rank only: whether it waits for others or for the network cannot be told from it.
     """
-    seen = measure_reduction(one)
+    seen = measure_reduction(facts, one)
     if seen is None or seen.early_share < NEVER_EARLY:
         return None
     text = (
@@ -82,7 +82,7 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --ddp-bucket-size N (parameters, 25 MiB of them when left out); in Megatron-LM --overlap-grad-reduce.
     False alarm: models so small that one bucket is all there is.
     """
-    seen, number = measure_reduction(one), parameters(facts)
+    seen, number = measure_reduction(facts, one), parameters(facts)
     if seen is None or seen.early_share >= NEVER_EARLY:
         return None
     flag = f"--ddp-bucket-size {number // BUCKETS}" if number else "--ddp-bucket-size"
@@ -112,12 +112,16 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     Cost: that exposed time; larger buckets pay fewer latencies.
     Do: larger buckets; fewer, larger tensors in collectives of your own.
     Flags: --ddp-bucket-size N (parameters): several millions.
-    False alarm: small collectives of tensor or expert parallelism, which are not gradients.
+    False alarm: small collectives of tensor or expert parallelism in other trainers' traces, which are not gradients.
     """
+    if (
+        whole(part(facts, "layout", "tensor")) or 1
+    ) > 1:  # those of split layers are as large as a micro-batch makes them
+        return None
     rows, number = communication_rows(one), parameters(facts)
     sizes = collective_bytes(one.trace, rows, whole(part(facts, "world", "size")))  # NaN for unknown
     if np.isnan(sizes).all() and number:
-        rows = reduction_rows(one)
+        rows = reduction_rows(facts, one)
         sizes = np.full(len(rows), FP32_BYTES * number * steady_steps(one) / max(1, len(rows)))
     small = rows[sizes <= SMALL_BYTES]
     if per_step(one, small) < MAX_SMALL_REDUCTIONS:
@@ -147,7 +151,7 @@ def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Non
     False alarm: collectives in backward that are no gradients (tensor, context or expert parallelism).
     """
     starts, steps = one.trace.events.start_ns, one.placing.step
-    ranges, rows = backward_ranges(one), reduction_rows(one)
+    ranges, rows = backward_ranges(one), reduction_rows(facts, one)
     if not len(rows) or len(ranges) < 2:
         return None
     launches = one.trace.launch_of[rows]

@@ -73,13 +73,14 @@ def device_bytes(facts: Facts) -> int | None:
 def micro_batches(facts: Facts) -> int | None:
     """Per rank and step, after a ramp-up."""
     size, batch = whole(argument(facts, "micro_batch_size")), whole(part(facts, "batch", "final"))
-    world = whole(part(facts, "world", "size"))
-    return batch // (size * world) if size and batch and world else None
+    ranks = whole(part(facts, "layout", "data")) or whole(part(facts, "world", "size"))
+    return batch // (size * ranks) if size and batch and ranks else None
 
 
 def micro_batch_tokens(facts: Facts) -> int | None:
+    """Of a rank."""
     size, length = whole(argument(facts, "micro_batch_size")), whole(part(facts, "shape", "seq_length"))
-    return size * length if size and length else None
+    return size * length // (whole(part(facts, "layout", "context")) or 1) if size and length else None
 
 
 def on_gpu(facts: Facts) -> bool | None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_lite.analysis.findings.run_settings import part, whole
 from megatron_lite.analysis.intervals import Cover, difference, union
 from megatron_lite.analysis.kernels.roles import is_communication
-from megatron_lite.analysis.run_facts import RankFacts
+from megatron_lite.analysis.run_facts import Facts, RankFacts
 from megatron_lite.analysis.time.find_phases import known_phase
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
@@ -87,8 +88,13 @@ def compute_rows(one: RankFacts) -> np.ndarray:
     return rows_named(one, lambda name: not (WRAPPERS.match(name) or is_communication(name)), kind)
 
 
-def reduction_rows(one: RankFacts) -> np.ndarray:
-    """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients."""
+def reduction_rows(facts: Facts, one: RankFacts) -> np.ndarray:
+    """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients.
+
+    None where ranks split layers: what they exchange within those is not told from gradients.
+    """
+    if (whole(part(facts, "layout", "tensor")) or 1) > 1:
+        return np.empty(0, np.int64)
     return in_phases(one, communication_rows(one), BACKWARD, GRAD_SYNC)
 
 
@@ -102,9 +108,9 @@ class Reduction:
     early_share: float  # of the communication: begun before that
 
 
-def measure_reduction(one: RankFacts) -> Reduction | None:
+def measure_reduction(facts: Facts, one: RankFacts) -> Reduction | None:
     """None without collectives of gradients, or where the trace does not say what backward is."""
-    rows, steps = reduction_rows(one), one.placing.step
+    rows, steps = reduction_rows(facts, one), one.placing.step
     backward = in_phases(one, compute_rows(one), BACKWARD)
     if not len(rows) or not len(backward):
         return None

@@ -33,6 +33,11 @@ def is_communication(name: str) -> bool:
     return not _COMPILED.search(lowered) and bool(_COMMUNICATION.search(lowered))
 
 
+def is_wait(name: str) -> bool:
+    """Is it an operator in which the host does nothing until a collective is through?"""
+    return name in ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
+
+
 def get_kernel_role(name: str) -> Role:
     """The role of device work (kernel, memcpy, memset) by its name as the profiler wrote it."""
     lowered = name[:LONGEST].lower()

@@ -41,7 +41,9 @@ def _compute_formulas(plan: dict) -> dict[str, tuple[str, int]]:
     args, precision = plan["args"], plan["precision"]
     model, optimizer, batch = args["model"], args["optimizer"], args["training"]["micro_batch_size"]
     shape = ModelShape(**{field.name: plan["shape"][field.name] for field in fields(ModelShape)})
-    parameters, momentum = parameter_count(shape), optimizer["sgd_momentum"] > 0
+    layout = {"tensor": 1, "context": 1, "sequence_parallel": False} | (plan.get("layout") or {})
+    ours = shape.split(layout["tensor"], layout["context"])
+    parameters, momentum = parameter_count(ours), optimizer["sgd_momentum"] > 0
     ranks = (plan.get("sharding") or {"ranks": 1})["ranks"]
     state = state_bytes(parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], momentum, ranks)
     if precision != "fp32" and not plan["fp32_gradients"] and ranks == 1:
@@ -63,15 +65,18 @@ def _compute_formulas(plan: dict) -> dict[str, tuple[str, int]]:
         args["data"]["reset_attention_mask"],
         model["recompute_granularity"],
         plan["world"].get("threads", 1),
+        layout["tensor"],
+        layout["sequence_parallel"],
+        layout["context"],
     )
     kept = f"{shape.num_layers - recomputed} layers"
     if recomputed:
         kept += f" and the inputs of {recomputed}, of which one is there again"
     element = element_bytes(precision)
     activations = (
-        f"{kept}, {sizes.attention} attention, micro-batch {batch} x {shape.seq_length} tokens, {element} bytes each"
+        f"{kept}, {sizes.attention} attention, micro-batch {batch} x {ours.seq_length} tokens, {element} bytes each"
     )
-    words = f"{count(sizes.tokens)} tokens x {count(shape.padded_vocab_size)} words"
+    words = f"{count(sizes.tokens)} tokens x {count(ours.padded_vocab_size)} words"
     return found | {
         "activations": (activations, activation_bytes(sizes, recomputed)),
         "logits and loss": (f"{element} bytes x {words}, and what the loss works with", logits_bytes(sizes)),

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import NOTHING, Cover, Nesting, union
-from megatron_lite.analysis.kernels.roles import is_communication
+from megatron_lite.analysis.intervals import NOTHING, Cover, Nesting, difference, union
+from megatron_lite.analysis.kernels.roles import is_communication, is_wait
 from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes, Trace
@@ -164,6 +164,9 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
     if not on_gpu:
         waits = trace.matching(lambda name: name.startswith(("c10d::", "record_param_comms")))
         others = others[~waits[others] & ~np.isin(events.thread[others], events.thread[rows])]
+    compute = union(events.start_ns[others], events.end_ns[others]) if len(rows) else NOTHING
+    if not on_gpu:  # whatever called what waits does nothing meanwhile
+        compute = difference(compute, trace.cover(trace.rows[Kind.OP][trace.matching(is_wait)[trace.rows[Kind.OP]]]))
     around, records = _find_descriptions(trace, called)
     # the last entry is for -1, what has no record
     given = [-1 if one.sequence is None else one.sequence for one in trace.collectives] + [-1]
@@ -175,7 +178,7 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
         step=placing.step[called],
         phase=tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called]),
         sequence=sequences[records],
-        compute=union(events.start_ns[others], events.end_ns[others]) if len(rows) else NOTHING,
+        compute=compute,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, difference, intersection, joined, union
+from megatron_lite.analysis.kernels.roles import is_wait
 from megatron_lite.analysis.time.find_phases import AUTOGRAD
 from megatron_lite.analysis.time.idle_gaps import (
     HostActivity,
@@ -193,12 +194,14 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
 
 def _find_working_operators(trace: Trace, activity: HostActivity, communication: Cover) -> Cover:
     """autograd's wrappers count as operators only while nothing is communicated: DistributedDataParallel waits for gloo
-    inside them."""
+    inside them. Nor does an operator that calls `wait_tensor` work meanwhile."""
     events = trace.events
     compiled = trace.matching(COMPILED.match) & (events.kind == Kind.ANNOTATION)
     mine = ((events.kind == Kind.OP) | compiled) & np.isin(events.thread, activity.threads)
     may_wait = trace.matching(lambda name: bool(AUTOGRAD.match(name) or MAY_WAIT.match(name)))
-    return joined(trace.cover(mine & ~may_wait), difference(trace.cover(mine & may_wait), communication))
+    waits = intersection(trace.cover(mine & trace.matching(is_wait)), communication)
+    working = difference(trace.cover(mine & ~may_wait), waits)
+    return joined(working, difference(trace.cover(mine & may_wait), communication))
 
 
 # --- phases: what their label on the host says, and what the device really did for them

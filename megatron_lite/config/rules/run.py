@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megatron_lite.config.args import Args, DataArgs
 from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, split_shares, with_files_read
 from megatron_lite.config.flags import dashed
+from megatron_lite.config.layout import count_data_ranks
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
@@ -13,20 +14,25 @@ SOURCES = (
     "mock_data", "external_dataloader",
 )  # fmt: skip
 OF_SPLITS = [dashed(name) for name in SOURCES[2:6]]
-PARALLEL_SIZES = ("tensor_model", "pipeline_model", "context", "expert_model")
+NOT_BUILT = ("pipeline_model", "expert_model")
 
 
 def rank_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among parallel sizes and the backend."""
     p = args.parallel
-    for name in PARALLEL_SIZES:
+    for name in NOT_BUILT:
         value = getattr(p, f"{name}_parallel_size")
         if value != 1:
-            yield f"{dashed(name)}-parallel-size {value} is refused: ranks are data parallel only; give 1."
-    instances = p.num_distributed_optimizer_instances
-    if instances > 0 and world.size % instances:
+            yield f"{dashed(name)}-parallel-size {value} is refused: ranks are data, tensor and context parallel only; give 1."
+    tensor, instances = p.tensor_model_parallel_size, p.num_distributed_optimizer_instances
+    if tensor > 1:
+        yield from _tensor_parallel(args, world)
+    if p.context_parallel_size > 1:
+        yield from _context_parallel(args, world)
+    replicas = count_data_ranks(p, world) * max(p.context_parallel_size, 1)
+    if instances > 0 and replicas % instances:
         yield (
-            f"--num-distributed-optimizer-instances {instances}: must divide the number of ranks, {world.size}; "
+            f"--num-distributed-optimizer-instances {instances}: must divide the number of data and context parallel ranks, {replicas}; "
             "a group per node is usual."
         )
     if p.use_distributed_optimizer and p.use_torch_fsdp2:
@@ -38,6 +44,45 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
             f"torchrun --nproc_per_node {world.local_size}: more ranks than GPUs here, which are {world.gpus}; "
             f"give {world.gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
+
+
+def _tensor_parallel(args: Args, world: World) -> Iterator[str]:
+    """Mistakes among what tensor parallel ranks are to split."""
+    m, size = args.model, args.parallel.tensor_model_parallel_size
+    name = f"--tensor-model-parallel-size {size}"
+    if world.size % size:
+        yield f"{name}: does not divide the number of ranks, {world.size}; start a multiple of {size}, or change it."
+        return
+    groups = m.num_query_groups if m.group_query_attention else m.num_attention_heads
+    given = "num-query-groups" if m.group_query_attention else "num-attention-heads"
+    split = {
+        given: groups,
+        "ffn-hidden-size" if m.ffn_hidden_size else "hidden-size": m.ffn_hidden_size or m.hidden_size,
+    }
+    if args.parallel.sequence_parallel:
+        split["seq-length"] = m.seq_length
+    for flag, value in (split | {"padded-vocab-size": m.padded_vocab_size}).items():
+        if value and value % size:
+            yield f"{name}: does not divide --{flag} {value}; change one of them."
+
+
+def _context_parallel(args: Args, world: World) -> Iterator[str]:
+    """Mistakes among what context parallel ranks are to share out."""
+    size, length, tensor = (
+        args.parallel.context_parallel_size,
+        args.model.seq_length,
+        args.parallel.tensor_model_parallel_size,
+    )
+    name = f"--context-parallel-size {size}"
+    if world.size % (size * max(tensor, 1)):
+        ranks = f"times --tensor-model-parallel-size {tensor}: does not divide the number of ranks, {world.size}"
+        yield f"{name} {ranks}; start a multiple of {size * tensor}, or change one."
+        return
+    pieces = 2 * size * (tensor if args.parallel.sequence_parallel else 1)
+    if length and length % pieces:
+        yield f"{name}: --seq-length {length} is not divisible by {pieces}, its pieces on all ranks; change one of them."
+    if args.data.reset_attention_mask:
+        yield f"{name} does not go with --reset-attention-mask, whose documents may lie on several ranks; drop one of them."
 
 
 def data_rules(args: Args, world: World) -> Iterator[str]:

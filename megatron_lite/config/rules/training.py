@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args
+from megatron_lite.config.layout import count_data_ranks
 from megatron_lite.config.world import World
 from megatron_lite.units import significant
 
@@ -18,14 +19,15 @@ def training_rules(args: Args, world: World) -> Iterator[str]:
     if t.train_iters is None and t.train_samples is None:
         yield "--train-iters is missing; say how long to train, or give --train-samples."
     micro_batch = max(t.micro_batch_size or 1, 1)
-    per_pass = micro_batch * world.size
+    data_ranks = count_data_ranks(args.parallel, world)
+    per_pass = micro_batch * data_ranks
     batch = max(t.global_batch_size or per_pass, 1)
     evaluations = (t.train_iters or 0) // max(w.eval_interval, 1) + 1
     for name, value, times in (("--train-iters", t.train_iters or 0, 1), ("--eval-iters", w.eval_iters, evaluations)):
         if value * times * batch > MAX_SAMPLES:
             at_most = f"at most 2^53 = {MAX_SAMPLES} can be counted"
             yield f"{name} {value}: makes {value * times * batch} samples in all; {at_most}, lower it."
-    parts = f"--micro-batch-size {t.micro_batch_size} times data parallel size {world.size} = {per_pass}"
+    parts = f"--micro-batch-size {t.micro_batch_size} times data parallel size {data_ranks} = {per_pass}"
     if t.global_batch_size is not None and (t.global_batch_size < 1 or t.global_batch_size % per_pass):
         divisible = f"--global-batch-size {t.global_batch_size} is not divisible by {parts}"
         yield f"{divisible}; try {max(1, t.global_batch_size // per_pass) * per_pass}."

@@ -1,8 +1,9 @@
-"""Ranks that share out the model are one rank: the same losses, the same checkpoints, less memory, no more bytes than needed."""
+"""Ranks that share out or split the model are one rank: the same losses, the same checkpoints, less memory, no more bytes than needed."""
 
 import contextlib
 import io
 import json
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -12,12 +13,16 @@ from launch import alone, checkpoint, flags, losses, on_ranks, plan_of, same, st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.analysis.memory.read import read_snapshot
-from megatron_lite.config.layout import Rows, Sharding
+from megatron_lite.analysis.memory.read import analyze_snapshot, read_snapshot
+from megatron_lite.config.layout import Sharding, whole_part
 from megatron_lite.config.world import World
+from megatron_lite.instruments.memory_tags import Place
+from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.model.gpt import GPT
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import make_mesh, replicate
+from megatron_lite.parallel.context_parallel import make_context_group
+from megatron_lite.parallel.data_parallel import replicate
+from megatron_lite.parallel.replica import make_mesh
 from megatron_lite.rehearsal.rehearse import rehearse
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
@@ -26,8 +31,13 @@ from megatron_lite.train.step import BatchMaker, TrainingStep
 
 CPU = torch.device("cpu")
 ITERATIONS = 6
-TRAIN = f"--train-iters {ITERATIONS} --global-batch-size 8 --log-interval 1 --log-params-norm --log-num-zeros-in-grad"
+TRAIN = (
+    f"--train-iters {ITERATIONS} --global-batch-size 8 --log-interval 1 --log-params-norm --log-num-zeros-in-grad "
+    "--make-vocab-size-divisible-by 32"
+)
 ZERO1, ZERO3 = "--use-distributed-optimizer", "--use-torch-fsdp2"
+CP2 = "--context-parallel-size 2"
+TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 "
@@ -42,6 +52,9 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     ),
     "fp32, recomputed": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2e-6),
     "fp32, per token": ("--calculate-per-token-loss", 2e-6),
+    "fp32, masked ends": ("--eod-mask-loss --reset-position-ids", 2e-6),
+    "fp32, compiled": ("--torch-compile layers --torch-compile-backend aot_eager", 2e-6),
+    "fp32, explicit attention": ("--attention-backend local --attention-softmax-in-fp32", 2e-6),
     # a rank's own 16-bit gradients round otherwise than one rank's, as under DistributedDataParallel
     "bf16": ("--bf16", 5e-4),
     "bf16, llama": (LLAMA + "--bf16", 5e-4),
@@ -55,14 +68,25 @@ LAYOUTS = {  # name: (flags, ranks)
     "zero3, kept, 2": (f"{ZERO3} --torch-fsdp2-no-reshard-after-forward", 2),
     "zero1, 4": (ZERO1, 4),
     "zero3, 2 x 2": (f"{ZERO3} --num-distributed-optimizer-instances 2", 4),
+    "tp2": (TP2, 2),
+    "tp2, sp": (f"{TP2} {SP}", 2),
+    "tp2, sp, ddp": (f"{TP2} {SP}", 4),
+    "tp2, zero1": (f"{TP2} {ZERO1}", 4),
+    "tp2, sp, zero3": (f"{TP2} {SP} {ZERO3}", 4),
+    "cp2": (CP2, 2),
+    "cp4": ("--context-parallel-size 4", 4),
+    "cp2, ddp": (CP2, 4),
+    "cp2, zero3": (f"{CP2} {ZERO3}", 4),
+    "tp2, sp, cp2": (f"{TP2} {SP} {CP2}", 4),
+    "tp4, sp": (f"--tensor-model-parallel-size 4 {SP}", 4),
 }
 # each goes on from the one before; the last one's end is an uninterrupted run's
-RING = ["zero1, 2", "ddp, 2", "zero3, 2 x 2", "zero1, 4", "alone", "zero3, 2"]
-
-
+RING = ["zero1, 2", "tp2, sp, zero3", "cp2", "tp4, sp", "zero3, 2 x 2", "tp2, sp, cp2", "alone", "cp2, zero3"]
 QUICK = [  # in the default tests
     ("fp32, per token", "zero1, 2"), ("fp32, llama", "zero3, 2"), ("bf16", "zero3, 2"), ("fp16", "zero1, 2"),
-    ("fp16, sums in fp32", "zero3, 2"),
+    ("fp16, sums in fp32", "zero3, 2"), ("fp32", "tp2"), ("fp32, llama", "tp2, sp"), ("bf16", "tp2, sp"),
+    ("fp16, sums in fp32", "tp2"), ("fp32, recomputed", "tp2, sp"),
+    ("fp32, masked ends", "cp2"), ("fp32, llama", "cp2"), ("fp32, explicit attention", "cp2"), ("bf16", "cp2"),
 ]  # fmt: skip
 
 
@@ -87,6 +111,8 @@ def run_cases(folder: Path, cases: list[tuple[str, str]]) -> Path:
 def check_case(folder: Path, model: str, layout: str):
     one, many = steps(folder / "alone" / model), steps(folder / str(LAYOUTS[layout][1]) / f"{model}; {layout}")
     within = MODELS[model][1]
+    if ("tp" in layout or "cp" in layout) and "fp32" not in model.split(",")[0]:
+        within = max(within, 5e-3)  # what each rank computes of a sum is rounded to 16 bits
     assert len(many) == ITERATIONS
     assert [step["loss"] for step in many] == pytest.approx([step["loss"] for step in one], rel=0, abs=within)
     assert many[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=max(within, 1e-5))
@@ -104,8 +130,13 @@ def test_all_ranks_are_one(runs, model, layout):
 
 @pytest.mark.slow
 def test_all_models_on_all_layouts_are_one_rank(tmp_path):
-    on_four = ("fp32, llama", "bf16", "fp16")
-    cases = [(m, n) for n, (_, ranks) in LAYOUTS.items() for m in MODELS if ranks == 2 or m in on_four]
+    on_four = ("fp32", "fp32, llama", "bf16", "fp16")
+    cases = [
+        (m, n)
+        for n, (_, ranks) in LAYOUTS.items()
+        for m in MODELS
+        if (ranks == 2 or m in on_four) and not (n == "tp4, sp" and "llama" in m)  # 2 groups
+    ]
     run_cases(tmp_path, cases)
     for model, layout in cases:
         check_case(tmp_path, model, layout)
@@ -123,7 +154,7 @@ def hand_on(folder: Path, words: str, ring: list[str]):
             TRAIN,
             words,
             layout_words,
-            "--exit-interval 1 --save-interval 1 --load",
+            "--train-iters 8 --exit-interval 1 --save-interval 1 --load",
             folder / "kept",
             "--save",
             folder / "kept",
@@ -138,22 +169,27 @@ def hand_on(folder: Path, words: str, ring: list[str]):
 
 @pytest.mark.parametrize("words", [pytest.param("", marks=pytest.mark.slow), f"--fp16 {SCALE}"], ids=["fp32", "fp16"])
 def test_each_layout_goes_on_from_another(tmp_path, words):
-    ring = ["zero1, 2", "alone", "zero3, 2", "ddp, 2"]
+    ring = ["zero1, 2", "tp2, sp", "alone", "zero3, 2"]
     hand_on(tmp_path, words, ring)
     check_ring(tmp_path, words, len(ring))
 
 
 @pytest.mark.slow
 def test_a_ring_of_layouts(tmp_path):
-    ring = ["zero1, 2", "zero1, 4", "ddp, 2", "zero3, 2 x 2", "alone", "zero3, 2"]
-    hand_on(tmp_path, "", ring)
-    check_ring(tmp_path, "", len(ring))
+    hand_on(tmp_path, "", RING)
+    check_ring(tmp_path, "", len(RING))
 
 
 def check_ring(folder: Path, words: str, length: int):
     with alone(), contextlib.redirect_stdout(io.StringIO()):
         train(
-            flags(TRAIN, words, "--save", folder / "whole", f"--exit-interval {length} --save-interval {length}"),
+            flags(
+                TRAIN,
+                words,
+                "--save",
+                folder / "whole",
+                f"--train-iters 8 --exit-interval {length} --save-interval {length}",
+            ),
             folder / "alone",
         )
     whole, handed_on = checkpoint(folder / "whole", length), checkpoint(folder / "kept", length)
@@ -166,18 +202,30 @@ def check_ring(folder: Path, words: str, length: int):
 def load_and_save(world, argv: str):
     """For on_ranks: what is loaded from --load is saved again, before any step."""
     plan = plan_of(json.loads(argv), world)
-    replica = replicate(plan, build_model(plan, CPU), make_mesh(plan, CPU))
-    checkpoints = Checkpoints(plan, replica, Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks), CPU)
+    mesh = make_mesh(plan, CPU)
+    replica = replicate(plan, build_model(plan, CPU, mesh), mesh)
+    checkpoints = Checkpoints(
+        plan, replica, Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted), CPU
+    )
     progress = Progress()
     with checkpoints:
         checkpoints.load(progress)
         checkpoints.save(progress)
 
 
-@pytest.mark.parametrize(("words", "layout"), [("", ZERO1), ("--async-save", ZERO3), ("--ckpt-format torch", ZERO1)])
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        ("", ZERO1),
+        ("--async-save", ZERO3),
+        ("--ckpt-format torch", ZERO1),
+        ("", f"{TP2} {SP}"),
+        ("--ckpt-format torch", TP2),
+    ],
+)
 def test_what_is_loaded_and_saved_again_is_the_same(saved, tmp_path, words, layout):
     argv = flags(TRAIN, f"{LLAMA} --bf16", words, layout, "--load", saved, "--save", tmp_path / "again")
-    on_ranks("test_parallel_sharded:load_and_save", tmp_path, json.dumps(argv))
+    on_ranks("test_parallel_layouts:load_and_save", tmp_path, json.dumps(argv))
     first, again = checkpoint(saved, 2), checkpoint(tmp_path / "again", 2)
     names = [name for name in first if name != "record" and not name.startswith("random.")]
     assert len(names) > 50 and all(same(first[name], again[name]) for name in names)
@@ -200,22 +248,31 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.bytes = Counter()
+        self.bytes, self.calls = Counter(), Counter()
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        if function.namespace == "c10d":
-            tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        if function.namespace in ("c10d", "_c10d_functional") and "wait" not in function.name():
+            result = function(*arguments, **(named or {}))
+            tensors = [leaf for leaf in tree_leaves((arguments, result)) if isinstance(leaf, torch.Tensor)]
             self.bytes[function.overloadpacket.__name__] += max(tensor.nbytes for tensor in tensors)
+            self.calls[function.overloadpacket.__name__] += 1
+            return result
         return function(*arguments, **(named or {}))
 
 
 def measure(world, argv: str):
-    """For on_ranks: prints the bytes that a second step sends, and those of the optimizer's tensors."""
-    plan = plan_of(json.loads(argv), world)
-    model = build_model(plan, CPU)
-    layer, number = (sum(p.numel() for p in part.parameters()) for part in (model.decoder.layers[0], model))
-    replica = replicate(plan, model, make_mesh(plan, CPU))
-    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks)
+    """For on_ranks: prints the most bytes held while the model is built, those of the optimizer's tensors, and what a second
+    step sends."""
+    plan, tracker = plan_of(json.loads(argv), world), StorageTracker(Place(), 1_000_000)
+    mesh = make_mesh(plan, CPU)
+    tracker.start()
+    model = build_model(plan, CPU, mesh)
+    sizes = [p.numel() for p in model.parameters()]
+    layer = sum(p.numel() for p in model.decoder.layers[0].parameters())
+    replica = replicate(plan, model, mesh)
+    tracker.stop()
+    built = analyze_snapshot(tracker.snapshot(), Path("build")).peak_bytes
+    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
     step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, None))
     batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
     for traffic in (Traffic(), Traffic()):
@@ -223,28 +280,85 @@ def measure(world, argv: str):
             step(batches, 0, lambda phase: contextlib.nullcontext())
     states = sum(v.nbytes for state in optimizer.engine.state.values() for v in state.values() if v.ndim)
     weights = sum(p.nbytes for p in replica.parameters)
-    print(json.dumps([layer, number, weights, states, traffic.bytes]))
+    print(json.dumps([layer, sum(sizes), max(sizes), built, weights, states, traffic.bytes, traffic.calls]))
 
 
 @pytest.mark.parametrize("layout", [ZERO1, ZERO3])
 def test_bytes(tmp_path, layout):
     """Two micro-batches of two layers. ZeRO-1: 4 bytes per parameter reduce-scattered, 2 gathered. ZeRO-3: 4 per micro-batch,
     and in each a layer is gathered twice."""
-    argv = flags(f"--fp16 --accumulate-allreduce-grads-in-fp32 {layout}")
-    for output in on_ranks("test_parallel_sharded:measure", tmp_path, json.dumps(argv)):
-        layer, number, weights, states, sent = json.loads(output.splitlines()[-1])
+    argv = flags(f"--hidden-size 128 --fp16 --accumulate-allreduce-grads-in-fp32 {layout}")
+    for output in on_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(argv)):
+        layer, number, largest, built, weights, states, sent, _ = json.loads(output.splitlines()[-1])
+        # a rank's rows, and one parameter at a time whole, its rows rounded
+        assert built <= 4 * number / 2 + 4 * largest + 2 * largest / 2 + 512 * 100
         assert weights == 4 * number / 2 and states == 2 * weights
         again = 1 if layout == ZERO1 else 2
         gathered = 2 * number if layout == ZERO1 else 2 * (2 * number + 2 * 2 * layer)
         assert sent == {"_reduce_scatter_base_": 4 * number * again, "_allgather_base_": gathered, "allreduce_": 4}
 
 
+@pytest.mark.parametrize("sequence_parallel", [SP, pytest.param("", marks=pytest.mark.slow)])
+def test_what_split_layers_exchange(tmp_path, sequence_parallel):
+    """In fp16, of two micro-batches: hidden states, forward and backward, twice per layer and once each by embedding and loss; of
+    each token three numbers for the loss; per step the gradients of what all ranks hold, and the norm."""
+    argv = flags(f"--hidden-size 64 --fp16 {TP2} {sequence_parallel} --make-vocab-size-divisible-by 32")
+    for output in on_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(argv)):
+        *_, sent, calls = json.loads(output.splitlines()[-1])
+        hidden, layers, micro_batches = 2 * 16 * 64, 2, 4
+        loss, norm, partial = 12 * 16 * micro_batches, 4, 0
+        if sequence_parallel:
+            each = (4 * layers + 2) * micro_batches
+            kinds = {"all_gather_into_tensor": each, "reduce_scatter_tensor": each}
+            partial = 2 * (layers * 6 + 2 + 16) * 64  # norms, biases after a sum, positions
+        else:  # the embedding's and the loss's in one direction only
+            kinds = {"all_reduce_": (4 * layers + 2) * micro_batches}
+        assert {kind: calls[kind] for kind in kinds} == kinds
+        assert sent == {kind: times * hidden for kind, times in kinds.items()} | {"allreduce_": loss + norm + partial}
+
+
+def draw(world, argv: str):
+    """For on_ranks: prints what dropout left of the embedding's hidden states and of attention."""
+    plan = plan_of(json.loads(argv), world)
+    model = build_model(plan, CPU, make_mesh(plan, CPU))
+    torch.manual_seed(7 + (world.rank if plan.layout.sequence_parallel else 0))
+    ids = torch.arange(plan.shape.seq_length)[None]
+    hidden = model.embedding(ids, ids)
+    attend = model.decoder.layers[0].self_attention.attend.function
+    of_layers = []
+    for _ in range(2):
+        q = torch.zeros(1, 2, 16, 8)
+        of_layers.append(zlib.crc32(attend(q, q, torch.ones_like(q), None, 0.5, 1).numpy().tobytes()))
+    print(json.dumps([zlib.crc32((hidden == 0).numpy().tobytes()), *of_layers]))
+
+
+@pytest.mark.parametrize("sequence_parallel", [SP, ""])
+def test_ranks_drop_alike_what_all_hold_and_their_own_apart(tmp_path, sequence_parallel):
+    argv = json.dumps(flags(f"{TP2} {sequence_parallel} --hidden-dropout 0.5 --attention-dropout 0.5"))
+    runs = [
+        [json.loads(output.splitlines()[-1]) for output in on_ranks("test_parallel_layouts:draw", tmp_path, argv)]
+        for _ in range(2)
+    ]
+    (hidden, *heads), (others_hidden, *others_heads) = runs[0]
+    assert runs[0] == runs[1]
+    assert (hidden == others_hidden) == (not sequence_parallel)
+    assert len({*heads, *others_heads}) == 4  # of two ranks and two layers
+
+
 @pytest.mark.parametrize(
-    "words", [f"{ZERO1} --bf16", *(pytest.param(w, marks=pytest.mark.slow) for w in (ZERO3, f"{ZERO3} --fp16"))]
+    "words",
+    [
+        f"{ZERO1} --bf16",
+        f"{TP2} {SP}",
+        *(
+            pytest.param(w, marks=pytest.mark.slow)
+            for w in (ZERO3, f"{ZERO3} --fp16", TP2, f"{TP2} --fp16", f"{TP2} {SP} --bf16")
+        ),
+    ],
 )
 def test_the_rehearsed_peak_is_the_recorded_one(tmp_path, words):
     argv = flags(
-        words, "--train-iters 3 --num-layers 4 --hidden-size 64 --global-batch-size 8 --record-memory-history --no-report",
+        words, "--make-vocab-size-divisible-by 32 --train-iters 3 --num-layers 4 --hidden-size 64 --global-batch-size 8 --record-memory-history --no-report",
         "--profile-step-start 0 --profile-step-end 3 --memory-snapshot-path", tmp_path / "memory.pickle",
     )  # fmt: skip
     (tmp_path / "argv.json").write_text(json.dumps({"run": argv}))
@@ -254,7 +368,7 @@ def test_the_rehearsed_peak_is_the_recorded_one(tmp_path, words):
     assert 0 <= recorded.peak_bytes - expected.allocated_peak_bytes <= 0.05 * recorded.peak_bytes
     found = {held.category: held.num_bytes for held in recorded.held}
     for kind in ("moments", "master weights"):
-        assert abs(found[kind] - expected.categories[kind]) <= 1024
+        assert abs(found.get(kind, 0) - expected.categories.get(kind, 0)) <= 1024
 
 
 # --- an overflow anywhere, and mistakes
@@ -263,8 +377,9 @@ def test_the_rehearsed_peak_is_the_recorded_one(tmp_path, words):
 def overflow(world):
     """For on_ranks: an Inf in one rank's loss."""
     plan = plan_of(flags(f"--fp16 {SCALE} {ZERO1}"), world)
-    replica = replicate(plan, build_model(plan, CPU), make_mesh(plan, CPU))
-    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks)
+    mesh = make_mesh(plan, CPU)
+    replica = replicate(plan, build_model(plan, CPU, mesh), mesh)
+    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
     step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, None))
     batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
     forward, skipped = GPT.forward, []
@@ -276,11 +391,28 @@ def overflow(world):
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path):
-    outputs = on_ranks("test_parallel_sharded:overflow", tmp_path)
+    outputs = on_ranks("test_parallel_layouts:overflow", tmp_path)
     assert [json.loads(output.splitlines()[-1]) for output in outputs] == [[False, True, False]] * 2
 
 
+def limits(world, argv: str):
+    """For on_ranks: prints the time limits of all groups' operations, in seconds."""
+    plan = plan_of(json.loads(argv), world)
+    mesh, context = make_mesh(plan, CPU), make_context_group(plan)
+    groups = [mesh[name].get_group() for name in mesh.mesh_dim_names] + [context]
+    print(json.dumps([group._get_backend(CPU).options._timeout.total_seconds() for group in groups]))
+
+
+def test_every_groups_operations_have_the_flags_limit(tmp_path):
+    argv = json.dumps(flags(f"{TP2} {CP2} --distributed-timeout-minutes 3"))
+    outputs = on_ranks("test_parallel_layouts:limits", tmp_path, argv, ranks=4)
+    assert [json.loads(output.splitlines()[-1]) for output in outputs] == [[180.0] * 3] * 4
+
+
 def test_rows():
-    of_each = [Sharding(4, False).find_rows((10, 3), index) for index in range(4)]
-    assert of_each == [Rows(a, b, (10, 3)) for a, b in ((0, 3), (3, 6), (6, 9), (9, 10))]
-    assert [Sharding(4, False).find_rows((2,), index).shape for index in range(4)] == [(1,), (1,), (0,), (0,)]
+    def rows(index: int, shape: tuple[int, ...]):
+        return Sharding(4, index, False).find_rows(whole_part(shape))
+
+    assert [rows(index, (10, 3)).blocks[0].offsets[0] for index in range(4)] == [0, 3, 6, 9]
+    assert [rows(index, (10, 3)).shape for index in range(4)] == [(3, 3), (3, 3), (3, 3), (1, 3)]
+    assert [rows(index, (2,)).shape for index in range(4)] == [(1,), (1,), (0,), (0,)]

@@ -1,0 +1,103 @@
+"""What the ways of training data parallel have in common: ranks by what they hold, this rank's parts, and sums over those that hold others."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from megatron_lite.config.layout import COPIES, ROWS, TENSOR, Part, find_part, is_split
+from megatron_lite.config.plan import Plan
+from megatron_lite.parallel.process_group import operation_limit
+
+
+def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """The ranks by what they hold, or None where each holds everything. Collective."""
+    layout, rows = plan.layout, plan.sharding.ranks if plan.sharding else 1
+    sizes = {COPIES: layout.replicas // rows, ROWS: rows, TENSOR: layout.tensor}
+    if sizes[COPIES] == plan.world.size:
+        return None
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes if dist.get_backend() != "fake" else ():
+        _set_pg_timeout(operation_limit(plan), mesh[name].get_group())  # it would be torch's own, half an hour
+    return mesh
+
+
+def find_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
+    """This rank's group along a dimension of the mesh; None where that has one rank."""
+    return mesh[name].get_group() if mesh is not None and name in mesh.mesh_dim_names else None
+
+
+def describe_layout(plan: Plan) -> str:
+    """A line on what each rank computes and keeps."""
+    layout, words = plan.layout, []
+    if layout.tensor > 1:
+        tokens = " and of the tokens between them" if layout.sequence_parallel else ""
+        words.append(f"each rank computes 1/{layout.tensor} of every layer{tokens}")
+    if layout.context > 1:
+        words.append(f"each rank has 1/{layout.context} of every sequence")
+    if plan.sharding is None:
+        whole = "its weights and moments" if layout.tensor > 1 else "all weights and moments"
+        words.append(f"each rank keeps {whole}")
+    else:
+        when = "for forward and again for backward" if plan.sharding.gathers_twice else "once per step"
+        kept = f"1/{plan.sharding.ranks * layout.tensor} of fp32 weights and moments"
+        words.append(f"each rank keeps {kept}; layers are gathered {when}")
+    return "; ".join(words)
+
+
+class Replica:
+    """A rank's model among others. `names` and `parameters` are this rank's, `parts` says of which it has not all."""
+
+    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh | None):
+        self.model, layout = model, plan.layout
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names, self.parameters = list(named), list(named.values())
+        self.parts = find_parts(plan, model)
+        # ranks that hold the same parts, of which each writes some to a checkpoint
+        ranks = plan.sharding.ranks if plan.sharding else 1
+        self.copy, self.copies = layout.replica // ranks, layout.replicas // ranks
+        self._tensor_group = find_group(mesh, TENSOR)
+        # a sum over all parameters counts what tensor parallel ranks hold alike once
+        self.counted = [layout.tensor_rank == 0 or is_split(name) for name in self.names]
+        self.sum_over_ranks = None if mesh is None else self._sum_over_ranks
+        # each of these ranks has the gradient from its own tokens, or heads, only
+        of_heads = ("q_layernorm", "k_layernorm")
+        self._partial = [
+            index
+            for index, name in enumerate(self.names)
+            if self._tensor_group is not None
+            and not is_split(name)
+            and (layout.sequence_parallel or name.split(".")[-2] in of_heads)
+        ]
+
+    @torch.no_grad()
+    def _sum_over_ranks(self, number: Tensor) -> Tensor:
+        """Of what each rank found in its parts."""
+        total = number.clone()
+        dist.all_reduce(total)
+        return total / self.copies
+
+    @torch.no_grad()
+    def _add_partial(self, gradients: list[Tensor]) -> list[Tensor]:
+        """With those that tensor parallel ranks have a part of the sum of added up among them."""
+        if self._partial:
+            parts = [gradients[index] for index in self._partial]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            dist.all_reduce(flat, group=self._tensor_group)
+            sums = [one.view_as(part) for one, part in zip(flat.split([part.numel() for part in parts]), parts)]
+            torch._foreach_copy_(parts, sums)
+        return gradients
+
+
+def find_parts(plan: Plan, model: nn.Module) -> dict[str, Part]:
+    """By name, this rank's parts of parameters of which it has not all. model: not yet shared out by rows."""
+    parts, gated = {}, plan.shape.activation == "swiglu"
+    for name, parameter in model.named_parameters():
+        part = find_part(name, tuple(parameter.shape), plan.layout, gated)
+        if plan.sharding is not None:
+            parts[name] = plan.sharding.find_rows(part)
+        elif part.whole != part.shape:
+            parts[name] = part
+    return parts

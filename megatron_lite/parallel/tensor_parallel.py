@@ -1,0 +1,199 @@
+"""Layers of which each rank computes a part, put on from outside a model that was built with this rank's sizes.
+
+A rank has some of the heads, of the MLP's columns and of the vocabulary. linear_qkv and linear_fc1 take whole hidden states and give
+this rank's columns; linear_proj and linear_fc2 give this rank's share of a sum. With sequence parallelism a rank holds its share
+of the tokens between the two: hidden states are gathered before, and sums are scattered after. Tokens are shared out in the order
+in which they lie in memory, whatever sequence they belong to, so that no copy puts them in order; their hidden states keep three
+dimensions, (B, T / ranks, H).
+
+Letters: B sequences, T positions, M = B * T, H hidden, W columns of this rank, V words of this rank.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_lite.config.layout import TENSOR, Layout
+from megatron_lite.model.attention import Attend
+from megatron_lite.model.loss import Pieces, fused_token_losses
+from megatron_lite.parallel.replica import find_group
+
+# the operations below torch.distributed's functions: they return at once, torch.compile knows them, and `wait_tensor` waits
+collectives = torch.ops._c10d_functional
+SEEDS_APART = 2**32  # far from those of other replicas
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that split each layer, and this one among them."""
+
+    group: dist.ProcessGroup
+    ranks: int
+    rank: int
+    shares_tokens: bool  # sequence parallelism
+
+    def gather(self, x_BTH: Tensor) -> Tensor:
+        """All tokens, of which each rank has its share."""
+        batch, length, width = x_BTH.shape
+        x_MH = collectives.all_gather_into_tensor(x_BTH.contiguous().flatten(0, 1), self.ranks, self.group.group_name)
+        return collectives.wait_tensor(x_MH).view(batch, length * self.ranks, width)
+
+    def begin_sum(self, x_BTH: Tensor) -> Tensor:
+        """The sum over ranks, of this rank's share of the tokens if they are shared out. Not there before `wait`; x_BTH may become it."""
+        name = self.group.group_name
+        if not self.shares_tokens:
+            # in place, but in a compiled graph, which has its own ways to spare memory
+            reduce = collectives.all_reduce if torch.compiler.is_compiling() else collectives.all_reduce_
+            return reduce(x_BTH.contiguous(), "sum", name)
+        return collectives.reduce_scatter_tensor(x_BTH.contiguous().flatten(0, 1), "sum", self.ranks, name)
+
+    def wait(self, begun: Tensor, like: Tensor) -> Tensor:
+        """What begin_sum began, in the form of `like`, which was summed."""
+        batch, length, width = like.shape
+        return collectives.wait_tensor(begun).view(batch, length // self.ranks if self.shares_tokens else length, width)
+
+    def sum(self, x_BTH: Tensor) -> Tensor:
+        return self.wait(self.begin_sum(x_BTH), x_BTH)
+
+
+def find_tensor_group(layout: Layout, mesh: DeviceMesh | None) -> TensorGroup | None:
+    """None where each rank computes whole layers."""
+    group = find_group(mesh, TENSOR)
+    if group is None:
+        return None
+    return TensorGroup(group, layout.tensor, layout.tensor_rank, layout.sequence_parallel)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """This rank's columns of a product, (B, T, W), of all tokens. The gradient of the weight is computed while that of the input is summed."""
+
+    @staticmethod
+    def forward(ctx, x_BTH: Tensor, weight_WH: Tensor, bias_W: Tensor | None, among: TensorGroup) -> Tensor:
+        whole_BTH = among.gather(x_BTH) if among.shares_tokens else x_BTH
+        ctx.save_for_backward(whole_BTH, weight_WH)
+        ctx.among, ctx.has_bias = among, bias_W is not None
+        return F.linear(whole_BTH, weight_WH, bias_W)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient_BTW: Tensor):
+        whole_BTH, weight_WH = ctx.saved_tensors
+        of_input_BTH = gradient_BTW @ weight_WH
+        begun = ctx.among.begin_sum(of_input_BTH)
+        gradient_MW = gradient_BTW.flatten(0, 1)
+        of_weight = gradient_MW.t() @ whole_BTH.flatten(0, 1)
+        of_bias = gradient_MW.sum(0) if ctx.has_bias else None
+        return ctx.among.wait(begun, of_input_BTH), of_weight, of_bias, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of what ranks have, (B, T, H), of this rank's share of the tokens if they are shared out."""
+
+    @staticmethod
+    def forward(ctx, x_BTH: Tensor, among: TensorGroup) -> Tensor:
+        ctx.among = among
+        return among.sum(x_BTH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient_BTH: Tensor):
+        return ctx.among.gather(gradient_BTH) if ctx.among.shares_tokens else gradient_BTH, None
+
+
+def split_layers(model: nn.Module, among: TensorGroup):
+    """Have each linear layer and the embedding exchange with other ranks what they lack."""
+    for layer in model.decoder.layers:
+        for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
+            linear.forward = partial(_apply_columns, linear, among)
+        for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+            linear.forward = partial(_apply_rows, linear, among)
+    model.embedding.forward = partial(_embed, model.embedding, among)
+
+
+def _apply_columns(linear: nn.Linear, among: TensorGroup, x_BTH: Tensor) -> Tensor:
+    return _ColumnLinear.apply(x_BTH, linear.weight, linear.bias, among)
+
+
+def _apply_rows(linear: nn.Linear, among: TensorGroup, x_BTW: Tensor) -> Tensor:
+    """The bias is added to the sum, once."""
+    sum_BTH = _SumOverRanks.apply(F.linear(x_BTW, linear.weight), among)
+    return sum_BTH if linear.bias is None else sum_BTH + linear.bias
+
+
+def _embed(embedding: nn.Module, among: TensorGroup, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    """Each rank looks its own words up; all others' are zeros there."""
+    words = embedding.word_embeddings.weight
+    own_BT = tokens_BT - among.rank * len(words)
+    is_elsewhere_BT = (own_BT < 0) | (own_BT >= len(words))
+    vectors_BTH = F.embedding(own_BT.masked_fill(is_elsewhere_BT, 0), words)
+    hidden_BTH = _SumOverRanks.apply(vectors_BTH.masked_fill(is_elsewhere_BT[..., None], 0.0), among)
+    if embedding.position_embeddings is not None:
+        if among.shares_tokens:
+            mine = positions_BT.expand_as(tokens_BT).flatten().chunk(among.ranks)[among.rank]
+            positions_BT = mine.view(hidden_BTH.shape[:2])
+        hidden_BTH = hidden_BTH + embedding.position_embeddings(positions_BT)
+    return embedding.dropout(hidden_BTH)
+
+
+# --- the loss: no rank ever has the logits of all words
+
+
+def make_losses(among: TensorGroup, words: int, pieces: Pieces) -> Callable[..., Tensor]:
+    """The model's loss over a vocabulary of which each rank has so many words."""
+    return partial(
+        fused_token_losses,
+        pieces=pieces,
+        project=lambda hidden_BTH, weight_VH: _ColumnLinear.apply(hidden_BTH, weight_VH, None, among),
+        first_word=among.rank * words,
+        combine=partial(_combine, among.group),
+    )
+
+
+def _combine(group: dist.ProcessGroup, own_M: Tensor, normalizers_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The labels' logits and log(sum(exp(logits))) of all words, from those of each rank's."""
+    highest_M = normalizers_M.clone()
+    dist.all_reduce(highest_M, dist.ReduceOp.MAX, group)
+    sums = torch.stack((own_M, (normalizers_M - highest_M).exp()))
+    dist.all_reduce(sums, group=group)
+    return sums[0], sums[1].log_().add_(highest_M)
+
+
+# --- dropout: ranks must draw alike for hidden states that all of them have, and otherwise for what is their own
+
+
+def drop_own_heads(attend: Attend, rank: int) -> Attend:
+    """Attention whose dropout differs between tensor parallel ranks, which all draw alike elsewhere."""
+    return replace(attend, function=partial(_attend_drawing_otherwise, attend.function, rank))
+
+
+def _attend_drawing_otherwise(function: Callable[..., Tensor], rank: int, q_BNTD: Tensor, *others) -> Tensor:
+    """What is drawn follows from the common state and the rank, so that recomputing draws the same again."""
+    dropout = others[3]
+    if not dropout:
+        return function(q_BNTD, *others)
+    if q_BNTD.device.type == "cpu":
+        torch.rand(())  # so that the next layer finds another state, whatever is drawn between
+        state = torch.get_rng_state()
+        seed = zlib.crc32(state.numpy()) + rank
+        torch.default_generator.manual_seed(seed)
+        out_BNTD = function(q_BNTD, *others)
+        torch.set_rng_state(state)
+        return out_BNTD
+    # a seed and an offset, on the host: all ranks advance the offset alike
+    state = torch.cuda.get_rng_state(q_BNTD.device)
+    own = state.clone()
+    own.view(torch.int64)[0] += SEEDS_APART * (1 + rank)
+    torch.cuda.set_rng_state(own, q_BNTD.device)
+    out_BNTD = function(q_BNTD, *others)
+    after = torch.cuda.get_rng_state(q_BNTD.device)
+    after.view(torch.int64)[0] = state.view(torch.int64)[0]
+    torch.cuda.set_rng_state(after, q_BNTD.device)
+    return out_BNTD
