@@ -63,6 +63,10 @@ def hang_in_a_worker(samples):
         time.sleep(0.1)
 
 
+def tell_group():
+    print(f"rank {os.environ['RANK']} has a group: {dist.is_initialized()}", flush=True)
+
+
 def main() -> int:
     how, limit, inner = sys.argv[1], float(sys.argv[2]), TrainingStep.__call__
     log.SECONDS_AHEAD = 0  # every step is written at once
@@ -73,13 +77,19 @@ def main() -> int:
             batches = fail(how, batches)
         return inner(self, batches, consumed, phase)
 
-    TrainingStep.__call__ = step
+    end_with_error = app.end_with_error  # after it the process ends at once
+
+    def tell_and_end(error, world):
+        tell_group()
+        end_with_error(error, world)
+
+    TrainingStep.__call__, app.end_with_error = step, tell_and_end
     if how == "data loader" and os.environ["RANK"] == CULPRIT:
         loader._stack = hang_in_a_worker
     try:
         return record(app.main)(sys.argv[3:])
     finally:
-        print(f"rank {os.environ['RANK']} has a group: {dist.is_initialized()}", flush=True)
+        tell_group()
 
 
 if __name__ == "__main__":

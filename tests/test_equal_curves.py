@@ -148,8 +148,8 @@ def test_two_ranks_agree_with_one(data, tmp_path, train, ours):
 class Sums(Fp32Gradients):
     """In another precision."""
 
-    def __init__(self, parameters, ranks, bundles, dtype):
-        super().__init__(parameters, ranks, bundles)
+    def __init__(self, parameters, *args, dtype):
+        super().__init__(parameters, *args)
         self._sums = {p: torch.zeros_like(p, dtype=dtype) for p in parameters}
 
     def gradients(self):

@@ -84,11 +84,11 @@ def test_the_example_peaks_in_cross_entropy():
 
 @pytest.mark.slow
 def test_the_example_with_this_trainers_loss():
-    """The logits once in fp16, and some rows of them in fp32: 2.1 GiB less."""
+    """The logits once in fp16, 2.1 GiB less: most is held where the output's weight gets its gradient beside them."""
     found = example()
-    assert (found.phase, "_log_softmax" in found.where) == ("forward", True)
-    assert found.allocated_peak_bytes / GIB == pytest.approx(12.64, rel=0.002)
-    assert found.categories["logits and loss"] == (2 * 4 * 2048 + 8 * (2**24 // 50304)) * 50304 + 4 * 4 * 2048
+    assert found.where.startswith("backward of step 1 in GPT: aten.mm")
+    assert found.allocated_peak_bytes / GIB == pytest.approx(12.626, rel=0.0005)
+    assert found.categories["logits and loss"] == 2 * 4 * 2048 * 50304
     four, alone = example("--num-layers 2"), example("--num-layers 2 --global-batch-size 4", ONE)
     gradients = four.allocated_peak_bytes - alone.allocated_peak_bytes
     assert gradients == pytest.approx(2 * (355_919_872 - 22 * 12_596_224), rel=0.001)  # the buckets' of 16 bits

@@ -62,7 +62,10 @@ def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
         "killed": r"died \(process \d+ on \S+ is gone\), last seen ",
     }[how]
     assert re.match(f"error: rank 1 {said}", verdict_of(ended)), verdict_of(ended)
-    assert re.search(f"waited for it in {OPERATION}, iteration 3, phase backward", verdict_of(ended))
+    met = f"waited for it in {OPERATION}, iteration 3, phase backward"
+    if how == "killed":  # the launcher may end rank 0 before it comes to the collective
+        met = f"{met}|rank 0 was in iteration 3, phase "
+    assert re.search(met, verdict_of(ended)), verdict_of(ended)
     assert "RuntimeError" not in ended.err, "no second traceback"
     assert len(steps(tmp_path / "run")) >= 1 and status(tmp_path / "run").startswith("failed: ")
     if how == "user":
