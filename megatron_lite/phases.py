@@ -11,6 +11,7 @@ class Phase(str, enum.Enum):
 
     DATA = "data"
     DATA_TO_DEVICE = "data_to_device"
+    PIPELINE_WAIT = "pipeline_wait"
     FORWARD = "forward"
     BACKWARD = "backward"
     GRAD_SYNC = "grad_sync"

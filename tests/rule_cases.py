@@ -105,6 +105,31 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
         FOUR_RANKS,
         "instances 3: must divide the number of data and context parallel ranks, 4",
     ),
+    (
+        "--pipeline-model-parallel-size 3 --global-batch-size 8",
+        FOUR_RANKS,
+        "size 3: does not divide the number of ranks, 4; start a multiple of 3",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 4 --global-batch-size 8",
+        FOUR_RANKS,
+        "size 2: times tensor and context parallel sizes: does not divide the number of ranks, 4; start a multiple of 8",
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --num-layers 6 --global-batch-size 8",
+        FOUR_RANKS,
+        "size 4: --num-layers 6 cannot be shared out evenly; change",
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --num-layers 6 --global-batch-size 8 --decoder-first-pipeline-num-layers 1",
+        FOUR_RANKS,
+        "size 4: --num-layers 6 without the 1 of --decoder-first-pipeline-num-layers cannot be shared out evenly; change",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --use-torch-fsdp2 --global-batch-size 8",
+        FOUR_RANKS,
+        "size 2 and --use-torch-fsdp2 exclude each other",
+    ),
     ("--profile --profile-ranks 4", FOUR_RANKS, "--profile-ranks 4: there are ranks 0 to 3; -1 means all."),
     ("", World(size=4, local_size=4, gpus=2), "torchrun --nproc_per_node 4: more ranks than GPUs here, which are 2"),
     ("--use-pytorch-profiler", World(gpus=1, under_nsys=True), "--use-pytorch-profiler does not work under nsys"),

@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import replicate
-from megatron_lite.parallel.replica import make_mesh
+from megatron_lite.parallel.groups import make_groups
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
@@ -490,8 +490,8 @@ def go_on_in_parts(world, variant: str, folder: str, words: str):
     shape, model_words = VARIANTS[variant], MODEL_WORDS[variant]
     plan = plan_of(flags(TRAINING, model_words, TENSOR, words), world)
     assert dataclasses.replace(plan.shape, init_method_std=shape.init_method_std) == shape
-    mesh = make_mesh(plan, CPU)
-    replica = replicate(plan, build_model(plan, CPU, mesh), mesh)
+    groups = make_groups(plan, CPU)
+    replica = replicate(plan, build_model(plan, CPU, groups), groups)
     optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
     checkpoints = Checkpoints(plan, replica, optimizer, CPU)
     checkpoints._restore(Path(folder), False, Progress())

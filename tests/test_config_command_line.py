@@ -165,7 +165,9 @@ NOTES = read_table("""
 --recompute-granularity selective --recompute-modules core_attn | --recompute-modules core_attn has no effect here: it is so anyway.
 --te-rng-tracker | --te-rng-tracker has no effect here: random numbers are torch's own.
 --no-one-logger | --no-one-logger has no effect here: there is no such logger here
---use-tp-pp-dp-mapping | --use-tp-pp-dp-mapping has no effect here: it matters only with --pipeline
+--use-tp-pp-dp-mapping | --use-tp-pp-dp-mapping has no effect without --pipeline-model-parallel-size above 1.
+--decoder-first-pipeline-num-layers 1 | --decoder-first-pipeline-num-layers has no effect without --pipeline-model-parallel-size above 1.
+--batch-p2p-comm | --batch-p2p-comm has no effect here: stages of a pipeline always exchange
 --sharp-enabled-group dp | --sharp-enabled-group has no effect here: it changes how ranks are connected
 --bf16 --initial-loss-scale 8 | --initial-loss-scale has no effect without --fp16.
 --no-step-timeline --timing-log-level 2 | --timing-log-level has no effect without the step timeline (drop --no-step-timeline).

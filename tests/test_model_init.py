@@ -44,5 +44,5 @@ def test_depth_does_not_depend_on_a_stage_of_the_model():
     """Initialising a part uses the whole model's depth, as a pipeline stage needs."""
     shape = replace(PLAIN, num_layers=8, hidden_size=256)
     layer = started(shape).decoder.layers[3]
-    initialize(dict(layer.named_parameters()), shape)
+    initialize({f"decoder.layers.3.{name}": p for name, p in layer.named_parameters()}, shape)
     assert layer.mlp.linear_fc2.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)

@@ -20,9 +20,8 @@ from megatron_lite.instruments.memory_tags import Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.model.gpt import GPT
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.context_parallel import make_context_group
 from megatron_lite.parallel.data_parallel import replicate
-from megatron_lite.parallel.replica import make_mesh
+from megatron_lite.parallel.groups import make_groups
 from megatron_lite.rehearsal.rehearse import rehearse
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
@@ -33,10 +32,11 @@ CPU = torch.device("cpu")
 ITERATIONS = 6
 TRAIN = (
     f"--train-iters {ITERATIONS} --global-batch-size 8 --log-interval 1 --log-params-norm --log-num-zeros-in-grad "
-    "--make-vocab-size-divisible-by 32"
+    "--make-vocab-size-divisible-by 32 --num-layers 4"
 )
 ZERO1, ZERO3 = "--use-distributed-optimizer", "--use-torch-fsdp2"
 CP2 = "--context-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
@@ -78,10 +78,29 @@ LAYOUTS = {  # name: (flags, ranks)
     "cp2, ddp": (CP2, 4),
     "cp2, zero3": (f"{CP2} {ZERO3}", 4),
     "tp2, sp, cp2": (f"{TP2} {SP} {CP2}", 4),
+    "pp2": (PP2, 2),
+    "pp2, zero1": (f"{PP2} {ZERO1}", 4),
+    "pp2, ddp": (PP2, 4),
+    "pp2, ddp, neighbors": (f"{PP2} --use-tp-pp-dp-mapping", 4),
+    "tp2, sp, pp2": (f"{TP2} {SP} {PP2}", 4),
+    "tp2, pp2": (f"{TP2} {PP2}", 4),
+    "cp2, pp2": (f"{CP2} {PP2}", 4),
+    "pp4": ("--pipeline-model-parallel-size 4", 4),
     "tp4, sp": (f"--tensor-model-parallel-size 4 {SP}", 4),
 }
 # each goes on from the one before; the last one's end is an uninterrupted run's
-RING = ["zero1, 2", "tp2, sp, zero3", "cp2", "tp4, sp", "zero3, 2 x 2", "tp2, sp, cp2", "alone", "cp2, zero3"]
+RING = [
+    "zero1, 2",
+    "tp2, sp, pp2",
+    "cp2",
+    "tp4, sp",
+    "pp4",
+    "zero3, 2 x 2",
+    "pp2, zero1",
+    "tp2, sp, zero3",
+    "alone",
+    "cp2, pp2",
+]
 QUICK = [  # in the default tests
     ("fp32, per token", "zero1, 2"), ("fp32, llama", "zero3, 2"), ("bf16", "zero3, 2"), ("fp16", "zero1, 2"),
     ("fp16, sums in fp32", "zero3, 2"), ("fp32", "tp2"), ("fp32, llama", "tp2, sp"), ("bf16", "tp2, sp"),
@@ -154,7 +173,7 @@ def hand_on(folder: Path, words: str, ring: list[str]):
             TRAIN,
             words,
             layout_words,
-            "--train-iters 8 --exit-interval 1 --save-interval 1 --load",
+            "--train-iters 10 --exit-interval 1 --save-interval 1 --load",
             folder / "kept",
             "--save",
             folder / "kept",
@@ -167,7 +186,9 @@ def hand_on(folder: Path, words: str, ring: list[str]):
             on_ranks("launch:train_all", folder, str(folder / "argv.json"), ranks=ranks)
 
 
-@pytest.mark.parametrize("words", [pytest.param("", marks=pytest.mark.slow), f"--fp16 {SCALE}"], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "words", [pytest.param("", marks=pytest.mark.slow), f"--fp16 {SCALE} --num-layers 2"], ids=["fp32", "fp16"]
+)
 def test_each_layout_goes_on_from_another(tmp_path, words):
     ring = ["zero1, 2", "tp2, sp", "alone", "zero3, 2"]
     hand_on(tmp_path, words, ring)
@@ -188,7 +209,7 @@ def check_ring(folder: Path, words: str, length: int):
                 words,
                 "--save",
                 folder / "whole",
-                f"--train-iters 8 --exit-interval {length} --save-interval {length}",
+                f"--train-iters 10 --exit-interval {length} --save-interval {length}",
             ),
             folder / "alone",
         )
@@ -202,8 +223,8 @@ def check_ring(folder: Path, words: str, length: int):
 def load_and_save(world, argv: str):
     """For on_ranks: what is loaded from --load is saved again, before any step."""
     plan = plan_of(json.loads(argv), world)
-    mesh = make_mesh(plan, CPU)
-    replica = replicate(plan, build_model(plan, CPU, mesh), mesh)
+    groups = make_groups(plan, CPU)
+    replica = replicate(plan, build_model(plan, CPU, groups), groups)
     checkpoints = Checkpoints(
         plan, replica, Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted), CPU
     )
@@ -221,11 +242,18 @@ def load_and_save(world, argv: str):
         ("--ckpt-format torch", ZERO1),
         ("", f"{TP2} {SP}"),
         ("--ckpt-format torch", TP2),
+        ("", PP2),
+        *(
+            pytest.param(words, layout, marks=pytest.mark.slow)
+            for words in ("", "--ckpt-format torch")
+            for layout in (PP2, f"{TP2} {ZERO1}", f"{PP2} {TP2} {SP}", f"{PP2} {ZERO1}")
+        ),
     ],
 )
 def test_what_is_loaded_and_saved_again_is_the_same(saved, tmp_path, words, layout):
     argv = flags(TRAIN, f"{LLAMA} --bf16", words, layout, "--load", saved, "--save", tmp_path / "again")
-    on_ranks("test_parallel_layouts:load_and_save", tmp_path, json.dumps(argv))
+    ranks = 4 if len([word for word in layout.split() if word.startswith("--") and word != SP]) > 1 else 2
+    on_ranks("test_parallel_layouts:load_and_save", tmp_path, json.dumps(argv), ranks=ranks)
     first, again = checkpoint(saved, 2), checkpoint(tmp_path / "again", 2)
     names = [name for name in first if name != "record" and not name.startswith("random.")]
     assert len(names) > 50 and all(same(first[name], again[name]) for name in names)
@@ -264,12 +292,12 @@ def measure(world, argv: str):
     """For on_ranks: prints the most bytes held while the model is built, those of the optimizer's tensors, and what a second
     step sends."""
     plan, tracker = plan_of(json.loads(argv), world), StorageTracker(Place(), 1_000_000)
-    mesh = make_mesh(plan, CPU)
+    groups = make_groups(plan, CPU)
     tracker.start()
-    model = build_model(plan, CPU, mesh)
+    model = build_model(plan, CPU, groups)
     sizes = [p.numel() for p in model.parameters()]
     layer = sum(p.numel() for p in model.decoder.layers[0].parameters())
-    replica = replicate(plan, model, mesh)
+    replica = replicate(plan, model, groups)
     tracker.stop()
     built = analyze_snapshot(tracker.snapshot(), Path("build")).peak_bytes
     optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
@@ -320,7 +348,7 @@ def test_what_split_layers_exchange(tmp_path, sequence_parallel):
 def draw(world, argv: str):
     """For on_ranks: prints what dropout left of the embedding's hidden states and of attention."""
     plan = plan_of(json.loads(argv), world)
-    model = build_model(plan, CPU, make_mesh(plan, CPU))
+    model = build_model(plan, CPU, make_groups(plan, CPU))
     torch.manual_seed(7 + (world.rank if plan.layout.sequence_parallel else 0))
     ids = torch.arange(plan.shape.seq_length)[None]
     hidden = model.embedding(ids, ids)
@@ -377,8 +405,8 @@ def test_the_rehearsed_peak_is_the_recorded_one(tmp_path, words):
 def overflow(world):
     """For on_ranks: an Inf in one rank's loss."""
     plan = plan_of(flags(f"--fp16 {SCALE} {ZERO1}"), world)
-    mesh = make_mesh(plan, CPU)
-    replica = replicate(plan, build_model(plan, CPU, mesh), mesh)
+    groups = make_groups(plan, CPU)
+    replica = replicate(plan, build_model(plan, CPU, groups), groups)
     optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
     step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, None))
     batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
@@ -398,8 +426,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path):
 def limits(world, argv: str):
     """For on_ranks: prints the time limits of all groups' operations, in seconds."""
     plan = plan_of(json.loads(argv), world)
-    mesh, context = make_mesh(plan, CPU), make_context_group(plan)
-    groups = [mesh[name].get_group() for name in mesh.mesh_dim_names] + [context]
+    made = make_groups(plan, CPU)
+    groups = [made.mesh[name].get_group() for name in made.mesh.mesh_dim_names] + [made.context]
     print(json.dumps([group._get_backend(CPU).options._timeout.total_seconds() for group in groups]))
 
 

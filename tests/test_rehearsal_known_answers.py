@@ -42,8 +42,8 @@ def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
 
 def example(words: str = "", world: World = FOUR, losses=None):
     plan = plan_of(flags(EXAMPLE, words), world)
-    with without_other_ranks(plan):
-        return rehearsal_of(walk(lambda: prepare(plan, losses) if losses else prepare(plan), 2, plan.device))
+    with without_other_ranks(plan) as groups:
+        return rehearsal_of(walk(lambda: prepare(plan, groups, losses), 2, plan.device))
 
 
 class InPlaceLoss(torch.autograd.Function):

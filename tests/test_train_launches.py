@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.parallel.groups import Groups
+from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.phases import Phase
 from megatron_lite.rehearsal.kernels import kernels_of
 from megatron_lite.rehearsal.rehearse import prepare
@@ -81,7 +83,7 @@ def count_launches(plan) -> tuple[Launches, int]:
     """Of the second step, and the number of parameters."""
     counted = Launches()
     with kernels_of("cuda"), FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
-        step = prepare(plan)
+        step = prepare(plan, Groups(None, None, None, Pipeline(plan.stage)))
         step(lambda phase: contextlib.nullcontext())
         with counted:
             step(counted.phase)

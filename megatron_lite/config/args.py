@@ -207,7 +207,18 @@ class ParallelArgs:
     sequence_parallel: bool = flag(
         False, "With tensor parallel ranks: between attention and MLP each keeps its share of the tokens only."
     )
-    pipeline_model_parallel_size: int = flag(1, "Ranks that split the layers; only 1 for now.")
+    pipeline_model_parallel_size: int = flag(
+        1, "Ranks that have some of the layers each, and hand hidden states on (1F1B).", "at least 1"
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "Layers of the first of them, if not as many as others.", "at least 1"
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "Layers of the last of them, if not as many as others.", "at least 1"
+    )
+    use_tp_pp_dp_mapping: bool = flag(
+        False, "Ranks of a pipeline are neighbors of each other, rather than those of data parallel ones."
+    )
     context_parallel_size: int = flag(1, "Ranks that share out the positions of each sequence.", "at least 1")
     expert_model_parallel_size: int = flag(1, "Ranks that split the experts; only 1.")
     use_cpu_initialization: bool = flag(False, "Initialise weights on the CPU.")

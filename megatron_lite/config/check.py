@@ -60,6 +60,10 @@ def check(line: CommandLine, world: World, rules: Sequence[Rule] = RULES) -> Non
 # Flags that cannot matter where another one that they depend on was not given: {what is needed: (fields, whether it holds)}
 DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     "--tensor-model-parallel-size above 1": ("sequence_parallel", lambda a: a.parallel.tensor_model_parallel_size > 1),
+    "--pipeline-model-parallel-size above 1": (
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers use_tp_pp_dp_mapping",
+        lambda a: a.parallel.pipeline_model_parallel_size > 1,
+    ),
     "--fp16 or --bf16": (
         "loss_scale accumulate_allreduce_grads_in_fp32", lambda a: a.precision.fp16 or a.precision.bf16
     ),

@@ -1,15 +1,17 @@
 """How ranks divide the work, and which of them holds what of the model's state. Pure numbers."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.world import World
 
 # Dimensions of the mesh of ranks: those that hold the same and average their gradients, those that share out weights, gradients
 # and moments by rows, those that split each layer
-COPIES, ROWS, TENSOR = "copies", "rows", "tensor"
+# and those that have some of the layers each
+COPIES, ROWS, TENSOR, PIPELINE = "copies", "rows", "tensor", "pipeline"
 # of parameters that are split over tensor parallel ranks, the dimension
 SPLIT = {
     "linear_qkv.weight": 0,  # whole groups: [queries, key, value] of one after the other
@@ -27,15 +29,19 @@ SPLIT = {
 class Layout:
     """Sizes of the dimensions in which ranks divide the work, and this rank's place in each.
 
-    As in Megatron-LM, tensor parallel ranks are neighbors: rank = tensor_rank + tensor * (context_rank + context * data_rank).
+    As in Megatron-LM, tensor parallel ranks are neighbors, and those of a pipeline are farthest apart, unless --use-tp-pp-dp-mapping
+    is given (`find_rank`).
     """
 
     tensor: int = 1  # ranks that split each layer
     context: int = 1  # ranks that share out the positions of each sequence
     data: int = 1  # ranks that share out each batch
+    pipeline: int = 1  # ranks that have some of the layers each, and hand hidden states on
     tensor_rank: int = 0
     context_rank: int = 0
     data_rank: int = 0
+    pipeline_rank: int = 0
+    data_is_outermost: bool = False  # --use-tp-pp-dp-mapping
     sequence_parallel: bool = False  # between attention and MLP, tensor parallel ranks share out the tokens
 
     @property
@@ -47,6 +53,23 @@ class Layout:
     def replica(self) -> int:
         """This rank's place among them."""
         return self.context_rank + self.context * self.data_rank
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks that have the same layers, or parts of them."""
+        return self.tensor * self.context * self.data
+
+    @property
+    def stage_rank(self) -> int:
+        """This rank's place among them."""
+        return self.tensor_rank + self.tensor * self.replica
+
+    def find_rank(self, tensor_rank: int, context_rank: int, data_rank: int, pipeline_rank: int) -> int:
+        """The rank at this place."""
+        outer = data_rank + self.data * pipeline_rank
+        if self.data_is_outermost:
+            outer = pipeline_rank + self.pipeline * data_rank
+        return tensor_rank + self.tensor * (context_rank + self.context * outer)
 
     def find_chunks(self, length: int) -> tuple[range, ...]:
         """Positions of a sequence of this length that this rank has: two of 2 * context equal chunks, one from either end, so that
@@ -62,17 +85,94 @@ class Layout:
 def plan_layout(parallel: ParallelArgs, world: World) -> Layout:
     """Of ranks that the sizes divide."""
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    replica, tensor_rank = divmod(world.rank, tensor)
-    data_rank, context_rank = divmod(replica, context)
-    shares_tokens = parallel.sequence_parallel and tensor > 1
     data = count_data_ranks(parallel, world)
-    return Layout(tensor, context, data, tensor_rank, context_rank, data_rank, shares_tokens)
+    above, tensor_rank = divmod(world.rank, tensor)
+    above, context_rank = divmod(above, context)
+    pipeline_rank, data_rank = divmod(above, data)
+    if parallel.use_tp_pp_dp_mapping:
+        data_rank, pipeline_rank = divmod(above, parallel.pipeline_model_parallel_size)
+    return Layout(
+        tensor,
+        context,
+        data,
+        parallel.pipeline_model_parallel_size,
+        tensor_rank,
+        context_rank,
+        data_rank,
+        pipeline_rank,
+        data_is_outermost=parallel.use_tp_pp_dp_mapping,
+        sequence_parallel=parallel.sequence_parallel and tensor > 1,
+    )
 
 
 def count_data_ranks(parallel: ParallelArgs, world: World) -> int:
     """Data parallel ranks, also where sizes do not fit: at least 1."""
-    others = max(parallel.tensor_model_parallel_size, 1) * max(parallel.context_parallel_size, 1)
-    return max(world.size // others, 1)
+    p = parallel
+    sizes = p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
+    return max(world.size // math.prod(max(size, 1) for size in sizes), 1)
+
+
+# --- a pipeline: which layers a rank has, and in which order it computes
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank of a pipeline has of the model: some layers; the embedding if it is first, final norm and loss if it is last."""
+
+    number: int
+    stages: int
+    layers: range
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.stages - 1
+
+    def count_waiting(self, micro_batches: int) -> int:
+        """Micro-batches whose activations it holds at most, between their forward and their backward."""
+        return min(self.stages - self.number, micro_batches)
+
+
+def count_stage_layers(parallel: ParallelArgs, num_layers: int) -> list[int]:
+    """Of each stage, in order; they add up to num_layers only if the flags fit each other."""
+    p, stages = parallel, max(parallel.pipeline_model_parallel_size, 1)
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    if stages == 1:
+        return [num_layers]
+    given = (first is not None) + (last is not None)
+    each = (num_layers - (first or 0) - (last or 0)) // max(stages - given, 1)
+    between = [each] * (stages - 2)
+    return [each if first is None else first, *between, each if last is None else last]
+
+
+def plan_stage(parallel: ParallelArgs, layout: Layout, num_layers: int) -> Stage:
+    """Of the flags' numbers of layers, or equal ones."""
+    counts, number = count_stage_layers(parallel, num_layers), layout.pipeline_rank
+    before = sum(counts[:number])
+    return Stage(number, layout.pipeline, range(before, before + counts[number]))
+
+
+class Turn(NamedTuple):
+    """Forward or backward of one micro-batch."""
+
+    is_forward: bool
+    micro_batch: int
+
+
+def order_turns(stage: Stage, micro_batches: int) -> list[Turn]:
+    """In which order a stage computes: 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+    As many forwards as there are stages behind it, then one of either, then the remaining backwards: it holds the activations of few
+    micro-batches. A single stage goes forward and backward by turns.
+    """
+    ahead = min(stage.stages - 1 - stage.number, micro_batches)
+    turns = [Turn(True, number) for number in range(ahead)]
+    for number in range(ahead, micro_batches):
+        turns += [Turn(True, number), Turn(False, number - ahead)]
+    return turns + [Turn(False, number) for number in range(micro_batches - ahead, micro_batches)]
 
 
 # --- which part of a tensor a rank holds
@@ -129,6 +229,9 @@ def put_part(whole: Any, tensor: Any, part: Part) -> None:
 
 def _pair(tensor: Any, whole: Any, part: Part) -> Iterator[tuple[Any, Any]]:
     """For each block, views of its rows in `tensor` and of its place in `whole`."""
+    if not part.whole:
+        yield tensor, whole
+        return
     start = 0
     for block in part.blocks:
         end = start + block.sizes[0]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.layout import Layout, Sharding, plan_layout, plan_sharding
+from megatron_lite.config.layout import Layout, Sharding, Stage, plan_layout, plan_sharding, plan_stage
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
@@ -101,6 +101,7 @@ class Plan:
     args: Args
     world: World
     layout: Layout
+    stage: Stage  # of the pipeline: this rank's layers
     shape: ModelShape
     vocab_size: int  # before padding
     device: str  # cuda | cpu
@@ -152,6 +153,7 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         args=args,
         world=world,
         layout=layout,
+        stage=plan_stage(args.parallel, layout, args.model.num_layers),
         shape=_build_shape(args, vocab_size),
         vocab_size=vocab_size,
         device="cuda" if world.gpus else "cpu",

@@ -241,8 +241,15 @@ class GPT(nn.Module):
         cos_B1TR = sin_B1TR = None
         if self.shape.position_embedding == "rope":
             cos_B1TR, sin_B1TR = rotary_tables(sequence_1T, self.shape)
-        hidden_BTH = self.embedding(tokens_BT, positions_BT)
-        hidden_BTH = self.decoder(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR)
+        hidden_BTH = self.embed(tokens_BT, positions_BT)
+        return self.finish(self.decoder(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR), labels_BT)
+
+    def embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """hidden_BTH that the first layer takes."""
+        return self.embedding(tokens_BT, positions_BT)
+
+    def finish(self, hidden_BTH: Tensor, labels_BT: Tensor | None) -> Tensor:
+        """Logits or losses, of what the last layer gives."""
         if labels_BT is None:
             return F.linear(hidden_BTH, self.output_weight)
         return self.losses(hidden_BTH, self.output_weight, labels_BT)
@@ -272,19 +279,27 @@ def initialize(
     dtype: torch.dtype = torch.float32,
     device: str | None = None,
 ) -> None:
-    """Fill parameters in place, in this order; torch.manual_seed decides the numbers.
+    """Fill parameters in place; torch.manual_seed decides the numbers.
 
-    Those of which this rank has a part are drawn whole, on `device` if given, cut and rounded to `dtype`, so that all ranks
-    together begin as one would.
+    All of the model's are drawn in its order. Those of which this rank has a part, or nothing, are drawn whole, on `device` if given,
+    and cut and rounded to `dtype`, so that all ranks together begin as one would.
     """
-    for name, parameter in parameters.items():
-        if name not in parts:
-            _draw(name, parameter, shape)
+    first = next(iter(parameters.values()))
+    for name, sizes in list_parameters(shape).items():
+        if name in parameters and name not in parts:
+            _draw(name, parameters[name], shape)
             continue
-        whole = torch.empty(parts[name].whole, dtype=torch.float32, device=device or parameter.device)
+        whole = torch.empty(sizes, dtype=torch.float32, device=device or first.device)
         _draw(name, whole, shape)
-        take_part(parameter, whole, parts[name])
-        parameter.copy_(parameter.to(dtype))
+        if name in parameters:
+            take_part(parameters[name], whole, parts[name])
+            parameters[name].copy_(parameters[name].to(dtype))
+
+
+def list_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a whole model's parameters, in their order."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in GPT(shape, None).named_parameters()}
 
 
 def _draw(name: str, parameter: Tensor, shape: ModelShape) -> None:

@@ -28,7 +28,8 @@ def make_context_group(plan: Plan) -> dist.ProcessGroup | None:
     if layout.context == 1:
         return None
     groups = [
-        [tensor + layout.tensor * (context + layout.context * data) for context in range(layout.context)]
+        [layout.find_rank(tensor, context, data, stage) for context in range(layout.context)]
+        for stage in range(layout.pipeline)
         for data in range(layout.data)
         for tensor in range(layout.tensor)
     ]

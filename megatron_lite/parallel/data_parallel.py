@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_lite.config.layout import COPIES
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
+from megatron_lite.parallel.groups import Groups
+from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.parallel.replica import Replica, find_group
 from megatron_lite.units import MIB
 
@@ -24,8 +26,8 @@ BUNDLES = 8  # of gradients that a GPU adds at once: few launches, and little me
 class DataParallel(Replica):
     """The model as one rank calls it, and the gradients that all ranks share afterwards."""
 
-    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh | None = None):
-        super().__init__(plan, model, mesh)
+    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh | None = None, pipeline: Pipeline | None = None):
+        super().__init__(plan, model, mesh, pipeline)
         averaging = find_group(mesh, COPIES)  # None: all ranks
         on_gpu = plan.device == "cuda"  # a launch takes longer than adding a bias; a CPU adds what is in its cache
         self.fp32 = None
@@ -45,13 +47,16 @@ class DataParallel(Replica):
                 self.replica.register_comm_hook(None, self.fp32.reduce_bucket)
 
     def __call__(self, *inputs) -> Tensor:
-        """The model's forward."""
-        return self.replica(*inputs)
+        """The model's forward. Which backward reduces gradients is told when it begins."""
+        with contextlib.nullcontext() if self.replica is self.model else self.replica.no_sync():
+            return self.replica(*inputs)
 
     @contextlib.contextmanager
-    def micro_batch(self, last: bool):
-        """Around forward and backward of one micro-batch: only the last one's backward talks to other ranks."""
+    def backward(self, last: bool):
+        """Around the backward of one micro-batch: only the last one's talks to other ranks."""
         alone = self.replica is self.model
+        if last and not alone:  # what forward does otherwise; torch's own pipelines do the same
+            self.replica.reducer.prepare_for_backward([])
         if self.fp32 is not None:
             self.fp32.reducing = last and not alone
         sums = []
@@ -59,8 +64,7 @@ class DataParallel(Replica):
             sums = [(p, p.grad) for p in self.parameters if p.grad is not None]
             for parameter, _ in sums:
                 parameter.grad = None
-        with contextlib.nullcontext() if alone or last else self.replica.no_sync():
-            yield
+        yield
         added = [(total, p.grad) for p, total in sums if p.grad is not None]
         if added:
             torch._foreach_add_(*map(list, zip(*added)))
@@ -207,10 +211,10 @@ def _length(parameter: nn.Parameter) -> int:
     return -(-parameter.numel() // ALIGN) * ALIGN
 
 
-def replicate(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> Replica:
+def replicate(plan: Plan, model: nn.Module, groups: Groups) -> Replica:
     """The model as the plan's ranks train it together: a DataParallel or, where ranks share it out, a ShardedDataParallel."""
     if plan.sharding is None:
-        return DataParallel(plan, model, mesh)
+        return DataParallel(plan, model, groups.mesh, groups.pipeline)
     from megatron_lite.parallel.sharded_data_parallel import ShardedDataParallel  # fully_shard takes a second to import
 
-    return ShardedDataParallel(plan, model, mesh)
+    return ShardedDataParallel(plan, model, groups.mesh, groups.pipeline)

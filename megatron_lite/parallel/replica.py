@@ -1,24 +1,29 @@
 """What the ways of training data parallel have in common: ranks by what they hold, this rank's parts, and sums over those that hold others."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron_lite.config.layout import COPIES, ROWS, TENSOR, Part, find_part, is_split
+from megatron_lite.config.layout import COPIES, PIPELINE, ROWS, TENSOR, Part, count_stage_layers, find_part, is_split
 from megatron_lite.config.plan import Plan
+from megatron_lite.parallel.pipeline import Pipeline, add_ends, is_copy
 from megatron_lite.parallel.process_group import operation_limit
 
 
 def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """The ranks by what they hold, or None where each holds everything. Collective."""
     layout, rows = plan.layout, plan.sharding.ranks if plan.sharding else 1
-    sizes = {COPIES: layout.replicas // rows, ROWS: rows, TENSOR: layout.tensor}
+    sizes = {PIPELINE: layout.pipeline, COPIES: layout.replicas // rows, ROWS: rows, TENSOR: layout.tensor}
     if sizes[COPIES] == plan.world.size:
         return None
+    places = itertools.product(*map(range, (layout.pipeline, layout.data, layout.context, layout.tensor)))
+    ranks = torch.tensor([layout.find_rank(tensor, context, data, stage) for stage, data, context, tensor in places])
     sizes = {name: size for name, size in sizes.items() if size > 1}
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = DeviceMesh(device.type, ranks.view(*sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes if dist.get_backend() != "fake" else ():
         _set_pg_timeout(operation_limit(plan), mesh[name].get_group())  # it would be torch's own, half an hour
     return mesh
@@ -37,12 +42,15 @@ def describe_layout(plan: Plan) -> str:
         words.append(f"each rank computes 1/{layout.tensor} of every layer{tokens}")
     if layout.context > 1:
         words.append(f"each rank has 1/{layout.context} of every sequence")
+    if layout.pipeline > 1:
+        numbers = ", ".join(map(str, count_stage_layers(plan.args.parallel, plan.shape.num_layers)))
+        words.append(f"{layout.pipeline} stages have {numbers} layers")
     if plan.sharding is None:
-        whole = "its weights and moments" if layout.tensor > 1 else "all weights and moments"
+        whole = "its weights and moments" if layout.tensor * layout.pipeline > 1 else "all weights and moments"
         words.append(f"each rank keeps {whole}")
     else:
         when = "for forward and again for backward" if plan.sharding.gathers_twice else "once per step"
-        kept = f"1/{plan.sharding.ranks * layout.tensor} of fp32 weights and moments"
+        kept = f"1/{plan.sharding.ranks * layout.tensor} of {'its ' if layout.pipeline > 1 else ''}fp32 weights and moments"
         words.append(f"each rank keeps {kept}; layers are gathered {when}")
     return "; ".join(words)
 
@@ -50,8 +58,9 @@ def describe_layout(plan: Plan) -> str:
 class Replica:
     """A rank's model among others. `names` and `parameters` are this rank's, `parts` says of which it has not all."""
 
-    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh | None):
-        self.model, layout = model, plan.layout
+    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh | None, pipeline: Pipeline | None):
+        self.model, layout, stage = model, plan.layout, plan.stage
+        self.pipeline = pipeline or Pipeline(stage)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(named), list(named.values())
         self.parts = find_parts(plan, model)
@@ -59,8 +68,8 @@ class Replica:
         ranks = plan.sharding.ranks if plan.sharding else 1
         self.copy, self.copies = layout.replica // ranks, layout.replicas // ranks
         self._tensor_group = find_group(mesh, TENSOR)
-        # a sum over all parameters counts what tensor parallel ranks hold alike once
-        self.counted = [layout.tensor_rank == 0 or is_split(name) for name in self.names]
+        # a sum over all parameters counts once what tensor parallel ranks hold alike, and a tied embedding on both ends
+        self.counted = [(layout.tensor_rank == 0 or is_split(name)) and not is_copy(stage, name) for name in self.names]
         self.sum_over_ranks = None if mesh is None else self._sum_over_ranks
         # each of these ranks has the gradient from its own tokens, or heads, only
         of_heads = ("q_layernorm", "k_layernorm")
@@ -81,7 +90,8 @@ class Replica:
 
     @torch.no_grad()
     def _add_partial(self, gradients: list[Tensor]) -> list[Tensor]:
-        """With those that tensor parallel ranks have a part of the sum of added up among them."""
+        """With those that tensor parallel ranks, or both ends of a pipeline, have a part of the sum of added up among them."""
+        add_ends(self.pipeline, self.names, gradients)
         if self._partial:
             parts = [gradients[index] for index in self._partial]
             flat = torch.cat([part.reshape(-1) for part in parts])

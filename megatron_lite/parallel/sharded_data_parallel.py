@@ -17,15 +17,16 @@ from megatron_lite.config.layout import COPIES, ROWS
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
 from megatron_lite.model.gpt import DTYPES, initialize
+from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.parallel.replica import Replica
 
 
 class ShardedDataParallel(Replica):
     """Called as DataParallel is. `parameters` are this rank's rows of each of the model's, in fp32."""
 
-    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh):
+    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline | None = None):
         """model: without memory, on the meta device. mesh: of `make_mesh`."""
-        super().__init__(plan, model, mesh)
+        super().__init__(plan, model, mesh, pipeline)
         self._gathers_twice = plan.sharding.gathers_twice
         _shard(plan, model, mesh)
         self._sharded = list(model.parameters())
@@ -39,14 +40,15 @@ class ShardedDataParallel(Replica):
         return self.model(*inputs)
 
     @contextlib.contextmanager
-    def micro_batch(self, last: bool):
-        """Around forward and backward of one micro-batch.
+    def backward(self, last: bool):
+        """Around the backward of one micro-batch.
 
         ZeRO-1 adds up whole gradients, and reduces those of the last one; ZeRO-3 keeps none whole.
         """
         if not self._gathers_twice:
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
+            self.model.set_is_last_backward(last)  # else the forwards that a pipeline has done ahead are forgotten
         yield
 
     def gradients(self) -> list[Tensor]:

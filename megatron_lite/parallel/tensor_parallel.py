@@ -115,7 +115,8 @@ def split_layers(model: nn.Module, among: TensorGroup):
             linear.forward = partial(_apply_columns, linear, among)
         for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
             linear.forward = partial(_apply_rows, linear, among)
-    model.embedding.forward = partial(_embed, model.embedding, among)
+    if model.embedding is not None:
+        model.embedding.forward = partial(_embed, model.embedding, among)
 
 
 def _apply_columns(linear: nn.Linear, among: TensorGroup, x_BTH: Tensor) -> Tensor:

@@ -37,11 +37,12 @@ from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.model.kernel_choice import gelu_works_in_pieces
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import data_parallel
-from megatron_lite.parallel.context_parallel import attend_across, make_context_group, share_out_positions
+from megatron_lite.parallel.context_parallel import attend_across, share_out_positions
 from megatron_lite.parallel.data_parallel import replicate
+from megatron_lite.parallel.groups import Groups, make_groups
 from megatron_lite.parallel.layers import recompute_layers
-from megatron_lite.parallel.replica import make_mesh
-from megatron_lite.parallel.tensor_parallel import TensorGroup, find_tensor_group, split_layers
+from megatron_lite.parallel.pipeline import Pipeline, cut_model
+from megatron_lite.parallel.tensor_parallel import split_layers
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 from megatron_lite.rehearsal.tracker import RehearsalTracker
 from megatron_lite.train.choose_kernels import choose_eager_losses, choose_plan_attention
@@ -78,12 +79,12 @@ class Bucket:
 
 
 class BucketedReplica:
-    """Called as DistributedDataParallel is."""
+    """Called as DistributedDataParallel is. It stands in for its reducer, too."""
 
     def __init__(self, model: nn.Module, gradient_as_bucket_view: bool, bucket_cap_mb: float, process_group=None):
         assert gradient_as_bucket_view, "other gradients are not rehearsed"
         self._model, self._cap = model, int(bucket_cap_mb * MIB)
-        self._reducing, self._rebuilt = True, False
+        self.reducer, self._reducing, self._rebuilt = self, False, False
         self._hook: Callable[[object, Bucket], object] = lambda _, bucket: dist.all_reduce(bucket.buffer())
         self._arrived: list[nn.Parameter] = []
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -95,14 +96,13 @@ class BucketedReplica:
         """`hook` reduces a bucket from now on."""
         self._hook = hook
 
-    @contextlib.contextmanager
     def no_sync(self):
-        """Gradients only add up."""
-        self._reducing = False
-        try:
-            yield
-        finally:
-            self._reducing = True
+        """Gradients only add up, until the reducer is told otherwise."""
+        return contextlib.nullcontext()
+
+    def prepare_for_backward(self, _outputs):
+        """The next backward's gradients are reduced."""
+        self._reducing, self._unreduced = True, len({bucket for bucket, _ in self._bucket_of.values()})
 
     def __call__(self, *inputs) -> Tensor:
         if self._arrived and not self._rebuilt:
@@ -137,13 +137,15 @@ class BucketedReplica:
         if not bucket.missing:
             bucket.missing = len(bucket.parameters())
             self._hook(None, bucket)
+            self._unreduced -= 1
+            self._reducing = self._unreduced > 0
 
 
 @contextlib.contextmanager
 def without_other_ranks(plan: Plan) -> Iterator:
-    """While this lasts, what ranks exchange is there at once. Gives the mesh of ranks by what they hold, or None.
+    """While this lasts, what ranks exchange is there at once. Gives the groups of ranks.
 
-    fully_shard and split layers run as they are, over torch's fake process group; for DistributedDataParallel there is a stand-in,
+    fully_shard, split layers and stages of a pipeline run as they are, over torch's fake process group; for DistributedDataParallel there is a stand-in,
     which needs none.
     """
 
@@ -156,14 +158,14 @@ def without_other_ranks(plan: Plan) -> Iterator:
         patch.object(dist, "all_reduce", answer),
         patch.object(data_parallel, "DistributedDataParallel", BucketedReplica),
     ):
-        if plan.sharding is None and plan.layout.replicas == plan.layout.data == plan.world.size:
-            yield None
+        if plan.sharding is None and plan.layout.data == plan.world.size:
+            yield Groups(None, None, None, Pipeline(plan.stage))
             return
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=plan.world.rank, world_size=plan.world.size)
         try:
-            yield make_mesh(plan, HOST)
+            yield make_groups(plan, HOST)
         finally:
             dist.destroy_process_group()
 
@@ -204,8 +206,8 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
         notes.append(f"{outside}, outside of torch's allocator, is not counted, {inside}")
     if plan.compiles_layers:
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
-    with without_other_ranks(plan) as mesh:
-        return rehearsal_of(walk(lambda: prepare(plan, mesh=mesh), steps, plan.device, workspace), tuple(notes))
+    with without_other_ranks(plan) as groups:
+        return rehearsal_of(walk(lambda: prepare(plan, groups), steps, plan.device, workspace), tuple(notes))
 
 
 def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: int = CUBLAS_WORKSPACE) -> dict:
@@ -240,14 +242,13 @@ def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: in
     return snapshot
 
 
-def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None, mesh=None) -> Callable:
+def prepare(plan: Plan, groups: Groups, losses: Callable[..., Tensor] | None = None) -> Callable:
     """Everything of a run that holds device memory, made; returns its step(phase). losses: as of model.gpt.GPT, else the plan's."""
-    context = make_context_group(plan)
-    replica = replicate(plan, _build_model(plan, losses, find_tensor_group(plan.layout, mesh), context), mesh)
+    replica = replicate(plan, _build_model(plan, groups, losses), groups)
     optimizer = Optimizer(plan, replica.parameters, HOST, replica.sum_over_ranks, replica.counted)
     # The first micro-batch finds no gradients, those after it do; among several ranks the last lets go of its own copies
     # while it reduces. All between are alike.
-    different = min(plan.micro_batches(plan.train_samples), 2 if plan.world.size == 1 else 3)
+    different = min(plan.micro_batches(plan.train_samples), (2 if plan.world.size == 1 else 3) + plan.stage.stages - 1)
     shortened = replace(plan, batch=BatchSchedule(plan.samples_per_pass * different))
     step = TrainingStep(shortened, replica, optimizer, BatchMaker(plan, HOST, END_OF_DOCUMENT))
 
@@ -258,7 +259,7 @@ def prepare(plan: Plan, losses: Callable[..., Tensor] | None = None, mesh=None) 
     return lambda phase: step(make_batches(), 0, phase)
 
 
-def _build_model(plan: Plan, losses, among: TensorGroup | None, context) -> nn.Module:
+def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
     """Made in the plan's precision at once: a fake parameter cannot be cast in place. Where ranks share it out, on no device."""
     a, dtype = plan.args, DTYPES[plan.precision]
     with_attention = plan
@@ -267,12 +268,17 @@ def _build_model(plan: Plan, losses, among: TensorGroup | None, context) -> nn.M
         with_attention = replace(plan, args=replace(a, model=replace(a.model, attention_backend="auto")))
     before = torch.get_default_dtype()
     attend = choose_plan_attention(with_attention, HOST)
-    if context is not None:
-        attend = attend_across(attend, plan.layout, context, plan.device)
+    among = groups.tensor
+    if groups.context is not None:
+        attend = attend_across(attend, plan.layout, groups.context, plan.device)
     torch.set_default_dtype(dtype if plan.sharding is None else before)
     try:
-        with HOST if plan.sharding is None else torch.device("meta"):
+        in_parts = plan.sharding is not None or plan.stage.stages > 1
+        with torch.device("meta") if in_parts else HOST:
             model = GPT(plan.rank_shape, attend, losses or choose_eager_losses(plan, among))
+        cut_model(model, groups.pipeline)
+        if in_parts and plan.sharding is None:
+            model.to_empty(device=HOST)
     finally:
         torch.set_default_dtype(before)
     in_pieces = gelu_works_in_pieces(plan.device == "cpu", dtype.itemsize)
@@ -281,7 +287,7 @@ def _build_model(plan: Plan, losses, among: TensorGroup | None, context) -> nn.M
             layer.mlp.activation = GeluInPieces.apply if in_pieces else partial(F.gelu, approximate="tanh")
     if among is not None:
         split_layers(model, among)
-    if context is not None:
+    if groups.context is not None:
         share_out_positions(model, plan.layout, plan.shape.seq_length)
     recompute_layers(a.model, model.decoder.layers)
     return model

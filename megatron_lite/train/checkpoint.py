@@ -15,11 +15,12 @@ from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import get_random_state, set_random_state
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.checkpoint.write import Background, HostCopies, Writer, assign_share
-from megatron_lite.config.layout import put_part
+from megatron_lite.config.layout import put_part, whole_part
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.pipeline import is_copy
 from megatron_lite.parallel.process_group import time_limit
 from megatron_lite.parallel.replica import Replica
 from megatron_lite.run_folder import RELEASE
@@ -45,11 +46,13 @@ class Checkpoints:
 
     def __init__(self, plan: Plan, replica: Replica, optimizer: Optimizer, device: torch.device):
         self.plan, self.replica, self.optimizer, self.device = plan, replica, optimizer, device
-        self._parts = {  # by flat name, of the tensors that this rank holds a part of
-            flat: part
-            for name, part in replica.parts.items()
-            for flat in (f"model.{name}", *(f"optimizer.{name}.{kind}" for kind in STATES))
-        }
+        # by flat name, of the tensors that this rank holds a part of
+        self._parts = {flat: part for name, part in replica.parts.items() for flat in _flat_names(name)}
+        # those that others write: of what tensor parallel ranks hold alike one has them, of a tied embedding the first stage
+        uncounted = [name for name, counts in zip(replica.names, replica.counted, strict=True) if not counts]
+        copies = [name for name in replica.names if is_copy(plan.stage, name)]
+        self._others = {flat for name in uncounted for flat in _flat_names(name)} & set(self._parts)
+        self._others |= {flat for name in copies for flat in (*_flat_names(name), f"optimizer.{name}.step")}
         c = plan.args.checkpoint
         # of its own: saving must not mix with training's operations, and needs no GPU to speak
         used, limit = c.save or c.load or c.pretrained_checkpoint, time_limit(plan)
@@ -138,28 +141,33 @@ class Checkpoints:
 
     def _my_share(self) -> dict[str, torch.Tensor]:
         """What this rank writes of the state, live. Ranks that hold the same share out the writing of it."""
-        c, world, dtype = self.plan.args.checkpoint, self.plan.world, DTYPES[self.plan.precision]
+        c, layout, dtype = self.plan.args.checkpoint, self.plan.layout, DTYPES[self.plan.precision]
         named = zip(self.replica.names, self.replica.parameters)
         tensors = {f"model.{name}": parameter.detach().to(dtype) for name, parameter in named}
         if not c.no_save_optim:
             tensors |= self.optimizer.tensors(self.replica.names)
-        if c.ckpt_format == "torch":  # one file, of the first rank
-            tensors = {name: self._gather(name, tensor) for name, tensor in tensors.items()}
-            return tensors if world.is_first else {}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in self._others}
         parts = {name: tensors.pop(name) for name in self._parts if name in tensors}
-        everyones = assign_share(tensors, world.rank, world.size)
-        return everyones | assign_share(parts, self.replica.copy, self.replica.copies)
+        one_file = c.ckpt_format == "torch"  # of the first rank
+        whole = assign_share(tensors, layout.stage_rank, 1 if one_file else layout.stage_size)
+        parts = assign_share(parts, self.replica.copy, 1 if one_file else self.replica.copies)
+        return self._gather(whole | parts) if one_file else whole | parts
 
-    def _gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """All of a tensor, for the first rank, which keeps it on the host. Collective where ranks hold parts of it."""
-        if name not in self._parts:
-            return tensor
-        part = self._parts[name]
-        whole = torch.zeros(part.whole, dtype=tensor.dtype)
-        if self.replica.copy == 0:
-            put_part(whole, tensor, part)
-        dist.reduce(whole, 0, group=self._group)
-        return whole if self.plan.world.is_first else whole[:0]
+    def _gather(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All that ranks have, for the first one, on the host where it had not all itself. Collective."""
+        parts = {name: self._parts.get(name) or whole_part(tuple(tensor.shape)) for name, tensor in tensors.items()}
+        mine = {name: (part, tensors[name].dtype) for name, part in parts.items()}
+        everyones: list = [None] * self.plan.world.size
+        dist.all_gather_object(everyones, mine, group=self._group)
+        for name, (part, dtype) in {name: form for forms in everyones for name, form in forms.items()}.items():
+            if name in everyones[0] and everyones[0][name][0] == whole_part(part.whole):
+                continue  # the first rank has all of it
+            whole = torch.zeros(part.whole, dtype=dtype)
+            if name in tensors:
+                put_part(whole, tensors[name], parts[name])
+            dist.reduce(whole, 0, group=self._group)
+            tensors[name] = whole
+        return tensors if self.plan.world.is_first else {}
 
     def _write(self, record: Record, tensors: dict[str, torch.Tensor]):
         try:
@@ -258,3 +266,8 @@ class Checkpoints:
         if state:
             stored.read_into(state)
             set_random_state({name.removeprefix(prefix): value for name, value in state.items()}, self.device)
+
+
+def _flat_names(name: str) -> list[str]:
+    """Of a parameter and what the optimizer holds in its shape."""
+    return [f"model.{name}", *(f"optimizer.{name}.{kind}" for kind in STATES)]

@@ -155,7 +155,8 @@ ATTENTION_FLAGS = {"sdpa flash": "flash", "sdpa cudnn": "fused", "explicit": "un
 
 def kernels_of(plan: Plan, model: nn.Module) -> dict[str, str]:
     """{"attention": "sdpa flash", "torch_compile": "layers"}."""
-    return {"attention": model.decoder.layers[0].self_attention.attend.name, "torch_compile": plan.compilation.target}
+    layer = next(iter(model.decoder.layers))
+    return {"attention": layer.self_attention.attend.name, "torch_compile": plan.compilation.target}
 
 
 def other_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:

@@ -8,18 +8,19 @@ import random
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import WEIGHTS, mark_memory
-from megatron_lite.model.gpt import DTYPES, GPT, initialize
+from megatron_lite.model.gpt import DTYPES, GPT, initialize, list_parameters
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.context_parallel import attend_across, make_context_group, share_out_positions
+from megatron_lite.parallel.context_parallel import attend_across, share_out_positions
 from megatron_lite.parallel.data_parallel import replicate
+from megatron_lite.parallel.groups import Groups, make_groups
 from megatron_lite.parallel.layers import compile_layers, describe_compilation, recompute_layers
+from megatron_lite.parallel.pipeline import cut_model
 from megatron_lite.parallel.process_group import device_of
-from megatron_lite.parallel.replica import describe_layout, find_parts, make_mesh
-from megatron_lite.parallel.tensor_parallel import drop_own_heads, find_tensor_group, split_layers
+from megatron_lite.parallel.replica import describe_layout, find_parts
+from megatron_lite.parallel.tensor_parallel import drop_own_heads, split_layers
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import (
     choose_losses,
@@ -49,15 +50,16 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
         Why training ended before its last iteration, or None.
     """
     device = device_of(plan)
-    mesh, context = make_mesh(plan, device), make_context_group(plan)
-    model = build_model(plan, device, mesh, context)
+    groups = make_groups(plan, device)
+    model = build_model(plan, device, groups)
     logger.info(f"  {describe_layout(plan)}")
-    replica = replicate(plan, model, mesh)
+    replica = replicate(plan, model, groups)
     optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted)
     logger.info(f"  {plan.args.optimizer.optimizer}: fused, {describe_precision(plan)}")
     # from here on each rank draws its own dropout, but for hidden states that tensor parallel ranks all have
     alike = plan.layout.tensor > 1 and not plan.layout.sequence_parallel
-    _seed(plan.args.training.seed + 1 + (plan.layout.replica if alike else plan.world.rank))
+    own = plan.layout.replica + plan.layout.replicas * plan.layout.pipeline_rank if alike else plan.world.rank
+    _seed(plan.args.training.seed + 1 + own)
     progress, checkpoints = Progress(), Checkpoints(plan, replica, optimizer, device)
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
@@ -66,7 +68,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     with log, checkpoints:
         validation = None
         if streams.has("valid"):
-            validation = Evaluation(plan, model, streams.validation(progress), make, log)
+            validation = Evaluation(plan, replica, streams.validation(progress), make, log)
         saving = SaveHook(plan, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
@@ -82,28 +84,34 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
         if reason is None and validation is not None:
             validation.report_at_the_end(progress)
         if reason is None and streams.has("test"):
-            test = Evaluation(plan, model, streams.test(), make, log)
+            test = Evaluation(plan, replica, streams.test(), make, log)
             test.report(progress, f"iteration {progress.iteration} on test set", "test")
     return reason
 
 
 @mark_memory(WEIGHTS)
-def build_model(plan: Plan, device: torch.device, mesh: DeviceMesh | None = None, context=None) -> nn.Module:
-    """The initialised model on the device, in the plan's precision, with recomputation as the flags say.
+def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) -> nn.Module:
+    """What this rank has of the initialised model, on the device, in the plan's precision, with recomputation as the flags say.
 
-    mesh, context: of `make_mesh` and `make_context_group`. Where ranks share the model out it has no memory yet: no rank may have room for the whole, and ShardedDataParallel fills its rows.
+    groups: of `make_groups`; None for a model that no ranks share out. Where they share it out by rows it has no memory yet: no rank may
+    have room for the whole, and ShardedDataParallel fills its own.
     """
     shape, attend = plan.rank_shape, choose_plan_attention(plan, device, make_race(plan, device))
     timed = f" ({attend.timed})" if attend.timed else ""
     logger.info("\n    not ".join((f"  attention: {attend.name}{timed}", *attend.why_not)))
-    among = find_tensor_group(plan.layout, mesh)
+    among, context = (groups.tensor, groups.context) if groups else (None, None)
     if among is not None and not among.shares_tokens:
         attend = drop_own_heads(attend, among.rank)
     if context is not None:
         attend = attend_across(attend, plan.layout, context, plan.device)
     first = torch.device("cpu") if plan.args.parallel.use_cpu_initialization else device
-    with first if plan.sharding is None else torch.device("meta"):
+    in_parts = plan.sharding is not None or plan.stage.stages > 1
+    with torch.device("meta") if in_parts else first:
         model = GPT(shape, attend, choose_losses(plan, among))
+    if groups:
+        cut_model(model, groups.pipeline)
+    if in_parts and plan.sharding is None:
+        model.to_empty(device=first)
     parts = find_parts(plan, model)
     _seed(plan.args.training.seed)  # here: torch's own layers draw where they have memory
     if plan.sharding is None:
@@ -114,15 +122,14 @@ def build_model(plan: Plan, device: torch.device, mesh: DeviceMesh | None = None
         split_layers(model, among)
     if context is not None:
         share_out_positions(model, plan.layout, plan.shape.seq_length)
-    wholes = [parts[name].whole if name in parts else p.shape for name, p in model.named_parameters()]
-    number = sum(map(math.prod, wholes))
+    number = sum(map(math.prod, list_parameters(plan.shape).values()))
     logger.info(f"  number of parameters: {count(number)} ({short_count(number)})")
     logger.info(f"  {describe_compilation(plan)}")
     if plan.compiles_layers:
         compile_layers(plan, model.decoder.layers)
     recomputing = recompute_layers(plan.args.model, model.decoder.layers)
     if recomputing:
-        logger.info(f"  recomputing the activations of {recomputing} of {shape.num_layers} layers")
+        logger.info(f"  recomputing the activations of {recomputing} of {len(model.decoder.layers)} layers")
     gc.collect()
     return model
 

@@ -52,6 +52,8 @@ class BatchMaker:
 def loss_and_tokens(model, batch: Batch) -> tuple[Tensor, Tensor]:
     """(sum of the unmasked tokens' losses in nats, their number), scalars on the device."""
     losses_BT = model(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    if not losses_BT.ndim:  # a pipeline's stage without the loss
+        return losses_BT, torch.zeros_like(losses_BT)
     if batch.loss_mask_BT is None:
         return losses_BT.sum(), torch.full((), losses_BT.numel(), dtype=torch.float32, device=losses_BT.device)
     return (losses_BT * batch.loss_mask_BT).sum(), batch.loss_mask_BT.sum()
@@ -69,32 +71,36 @@ class TrainingStep:
         """The step that starts after `consumed` samples. `phase` marks its parts."""
         number = self.plan.micro_batches(consumed)
         sums = torch.zeros(2, dtype=torch.float32, device=self.make.device)
-        for index in range(number):
-            with phase(Phase.DATA):
-                raw_BT1 = next(batches)
-            with phase(Phase.DATA_TO_DEVICE):
-                batch = self.make(raw_BT1)
-                del raw_BT1  # a loader's shared memory is unmapped here, not somewhere in the loop
-            last = index == number - 1
-            with self.replica.micro_batch(last):
-                sums += self._forward_backward(batch, number, last, phase)
+        objectives: list[Tensor] = []  # of micro-batches that are still to go backward
+        for turn in self.replica.pipeline.take_turns(number, phase):
+            if turn.is_forward:
+                sums += self._forward(batches, number, objectives, phase)
+            else:
+                self._backward(objectives, turn.micro_batch == number - 1, phase)
         return self._update(sums, self.plan.batch.size(consumed), phase)
 
-    def _forward_backward(self, batch: Batch, micro_batches: int, last: bool, phase) -> Tensor:
-        """Of one micro-batch: its losses' sum and its tokens, two numbers on the device."""
+    def _forward(self, batches: Iterator[Tensor], micro_batches: int, objectives: list[Tensor], phase) -> Tensor:
+        """Of the next micro-batch: its losses' sum and its tokens, two numbers on the device."""
+        with phase(Phase.DATA):
+            raw_BT1 = next(batches)
+        with phase(Phase.DATA_TO_DEVICE):
+            batch = self.make(raw_BT1)
+            del raw_BT1  # a loader's shared memory is unmapped here, not somewhere in the loop
         with phase(Phase.FORWARD):
             loss_sum, tokens = loss_and_tokens(self.replica, batch)
             # gradients: the mean over micro-batches of each one's mean over tokens, as in Megatron
             divisor = tokens if batch.mean_tokens is None else batch.mean_tokens
-            objective = loss_sum if self._per_token else loss_sum / divisor.clamp(min=1) / micro_batches
-        with phase(Phase.BACKWARD):
-            scaled = objective * self.optimizer.loss_scale
+            objectives.append(loss_sum if self._per_token else loss_sum / divisor.clamp(min=1) / micro_batches)
+            return torch.stack((loss_sum.detach(), tokens))
+
+    def _backward(self, objectives: list[Tensor], last: bool, phase):
+        """Of the oldest of the micro-batches that wait for it."""
+        with self.replica.backward(last), phase(Phase.BACKWARD):
+            scaled = objectives.pop(0) * self.optimizer.loss_scale
             if self._computed is not None and last:  # other micro-batches wait for nobody
                 call_when_computed(scaled, self._computed)
             scaled.backward()
-            loss_sum = loss_sum.detach()
-            del objective, scaled  # autograd's graph goes here, not somewhere in the loop
-        return torch.stack((loss_sum, tokens))
+            del scaled  # autograd's graph goes here, not somewhere in the loop
 
     def _update(self, sums: Tensor, samples: int, phase) -> StepResult:
         watch, nothing = self.plan.args.watch, torch.zeros((), device=self.make.device)
@@ -104,7 +110,7 @@ class TrainingStep:
                 total = sums[1].clone()
                 with torch.no_grad():
                     dist.all_reduce(total)
-                divisor = (total / self.plan.world.size).clamp(min=1)
+                divisor = (total / self.plan.layout.stage_size).clamp(min=1)  # one stage has the tokens
         zeros = nothing
         if watch.log_num_zeros_in_grad:
             zeros = self.optimizer.count_zeros(gradients)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import EVALUATION, mark_memory
+from megatron_lite.parallel.replica import Replica
 from megatron_lite.phases import Phase
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.console import evaluation_lines
@@ -19,11 +20,12 @@ from megatron_lite.train.step import BatchMaker, loss_and_tokens
 
 @torch.no_grad()
 @mark_memory(EVALUATION)
-def evaluate(plan: Plan, model, batches: Iterator[Tensor], make: BatchMaker) -> float:
+def evaluate(plan: Plan, replica: Replica, batches: Iterator[Tensor], make: BatchMaker) -> float:
     """Mean loss per token in nats over --eval-iters global batches and all ranks. Collective."""
+    model = replica.model
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=make.device)
-    for _ in range(plan.args.watch.eval_iters * plan.batch.final // plan.samples_per_pass):
+    for _ in replica.pipeline.take_forwards(plan.args.watch.eval_iters * plan.batch.final // plan.samples_per_pass):
         loss_sum, tokens = loss_and_tokens(model, make(next(batches)))
         sums += torch.stack((loss_sum, tokens)).double()
     model.train()
@@ -37,8 +39,8 @@ class Evaluation:
 
     phase = Phase.EVAL
 
-    def __init__(self, plan: Plan, model, batches: Iterator[Tensor], make: BatchMaker, log):
-        self.plan, self.model, self.batches, self.make, self.log = plan, model, batches, make, log
+    def __init__(self, plan: Plan, replica: Replica, batches: Iterator[Tensor], make: BatchMaker, log):
+        self.plan, self.replica, self.batches, self.make, self.log = plan, replica, batches, make, log
         self.latest: tuple[int, float] | None = None  # (iteration, loss) of the last evaluation at an interval
 
     def due(self, progress: Progress) -> bool:
@@ -51,7 +53,7 @@ class Evaluation:
     def report(self, progress: Progress, title: str, which: str) -> float:
         """Evaluate on the batches that come next, and say so; returns the loss."""
         progress.consumed_valid += self.plan.args.watch.eval_iters * self.plan.batch.final
-        loss = evaluate(self.plan, self.model, self.batches, self.make)
+        loss = evaluate(self.plan, self.replica, self.batches, self.make)
         self.log.evaluation(title, which, loss)
         return loss
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_lite.config.args import Args, DataArgs
 from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, split_shares, with_files_read
 from megatron_lite.config.flags import dashed
-from megatron_lite.config.layout import count_data_ranks
+from megatron_lite.config.layout import count_data_ranks, count_stage_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
@@ -14,21 +14,19 @@ SOURCES = (
     "mock_data", "external_dataloader",
 )  # fmt: skip
 OF_SPLITS = [dashed(name) for name in SOURCES[2:6]]
-NOT_BUILT = ("pipeline_model", "expert_model")
 
 
 def rank_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among parallel sizes and the backend."""
     p = args.parallel
-    for name in NOT_BUILT:
-        value = getattr(p, f"{name}_parallel_size")
-        if value != 1:
-            yield f"{dashed(name)}-parallel-size {value} is refused: ranks are data, tensor and context parallel only; give 1."
+    if p.expert_model_parallel_size != 1:
+        yield f"--expert-model-parallel-size {p.expert_model_parallel_size} is refused: there are no experts; give 1."
     tensor, instances = p.tensor_model_parallel_size, p.num_distributed_optimizer_instances
     if tensor > 1:
         yield from _tensor_parallel(args, world)
     if p.context_parallel_size > 1:
         yield from _context_parallel(args, world)
+    yield from _pipeline_parallel(args, world)
     replicas = count_data_ranks(p, world) * max(p.context_parallel_size, 1)
     if instances > 0 and replicas % instances:
         yield (
@@ -83,6 +81,30 @@ def _context_parallel(args: Args, world: World) -> Iterator[str]:
         yield f"{name}: --seq-length {length} is not divisible by {pieces}, its pieces on all ranks; change one of them."
     if args.data.reset_attention_mask:
         yield f"{name} does not go with --reset-attention-mask, whose documents may lie on several ranks; drop one of them."
+
+
+def _pipeline_parallel(args: Args, world: World) -> Iterator[str]:
+    """Mistakes among stages, and the layers that they are to share out."""
+    p, layers = args.parallel, args.model.num_layers
+    stages, name = p.pipeline_model_parallel_size, f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}"
+    ends = (("first", p.decoder_first_pipeline_num_layers), ("last", p.decoder_last_pipeline_num_layers))
+    given = {f"--decoder-{end}-pipeline-num-layers": number for end, number in ends if number is not None}
+    if stages <= 1:
+        return
+    within = max(p.tensor_model_parallel_size, 1) * max(p.context_parallel_size, 1)
+    if world.size % (stages * within):
+        sizes = "times tensor and context parallel sizes: does" if within > 1 else "does"
+        yield f"{name}: {sizes} not divide the number of ranks, {world.size}; start a multiple of {stages * within}, or change it."
+        return
+    counts = count_stage_layers(p, layers)
+    if sum(counts) != layers or min(counts) < 1:
+        left = f" without the {sum(given.values())} of {' and '.join(given)}" if given else ""
+        yield f"{name}: --num-layers {layers}{left} cannot be shared out evenly; change one of them."
+    if p.use_torch_fsdp2:
+        yield (
+            f"{name} and --use-torch-fsdp2 exclude each other, as in Megatron-LM: each micro-batch would gather the weights of a stage "
+            "again; give --use-distributed-optimizer instead."
+        )
 
 
 def data_rules(args: Args, world: World) -> Iterator[str]:

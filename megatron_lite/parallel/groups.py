@@ -1,0 +1,29 @@
+"""The groups of ranks that a layout has, and this rank's place among them."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.parallel.context_parallel import make_context_group
+from megatron_lite.parallel.pipeline import Pipeline, make_pipeline
+from megatron_lite.parallel.replica import make_mesh
+from megatron_lite.parallel.tensor_parallel import TensorGroup, find_tensor_group
+
+
+@dataclass(frozen=True)
+class Groups:
+    """None: each rank has all of what its group would share out."""
+
+    mesh: DeviceMesh | None  # ranks by what they hold
+    tensor: TensorGroup | None
+    context: dist.ProcessGroup | None
+    pipeline: Pipeline
+
+
+def make_groups(plan: Plan, device: torch.device) -> Groups:
+    """This rank's. Collective where there are others."""
+    mesh = make_mesh(plan, device)
+    return Groups(mesh, find_tensor_group(plan.layout, mesh), make_context_group(plan), make_pipeline(plan, device))

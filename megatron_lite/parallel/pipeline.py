@@ -1,0 +1,201 @@
+"""A pipeline of ranks with some of the layers each, put on from outside a model that does not know.
+
+A stage's model takes the same batch as a whole one. Where there is no embedding, hidden states come from the stage before; where
+there is no loss, they go to the next one, and a zero takes the losses' place. Its backward asks for the gradient of what was sent: both
+directions are autograd functions, so that a stage trains as a whole model does, in the order of `order_turns`.
+
+What a turn takes from another rank is asked for while the turn before computes. Letters: B sequences, T positions of this rank, H hidden.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_lite.config.layout import Stage, Turn, order_turns
+from megatron_lite.config.plan import Plan
+from megatron_lite.model.gpt import DTYPES
+from megatron_lite.parallel.process_group import operation_limit
+from megatron_lite.phases import Phase
+
+
+class Link:
+    """One direction between two stages: tensors of one form, in the order of micro-batches."""
+
+    def __init__(self, group: dist.ProcessGroup, source: int | None, target: int | None, make):
+        """source, target: ranks to receive from and to send to; None at an end of the pipeline. make(): room for a tensor."""
+        self.group, self.source, self.target, self._make = group, source, target, make
+        self._coming: list[tuple[Tensor, dist.Work]] = []
+        self._leaving: tuple[Tensor, dist.Work] | None = None
+
+    def ask(self):
+        """Begin to receive the next one; returns at once."""
+        if self.source is not None:
+            tensor = self._make()
+            self._coming.append((tensor, dist.irecv(tensor, self.source, self.group)))
+
+    def take(self) -> Tensor:
+        """What was asked for first."""
+        tensor, work = self._coming.pop(0)
+        work.wait()
+        return tensor
+
+    def send(self, tensor: Tensor):
+        """Returns when the tensor before has been received, or at once: two are never on their way."""
+        if self._leaving is not None:
+            self._leaving[1].wait()
+        tensor = tensor.contiguous()
+        self._leaving = tensor, dist.isend(tensor, self.target, self.group)
+
+
+class Pipeline:
+    """This rank's stage, and what it exchanges with those before and after it."""
+
+    def __init__(self, stage: Stage, onward: Link | None = None, back: Link | None = None, ends=None):
+        """onward, back: of hidden states and of their gradients; None for a single stage. ends: the group of the first and the last
+        stage, where both have a copy of the embedding."""
+        self.stage, self._onward, self._back, self.ends = stage, onward, back, ends
+        self._arrived: list[Tensor] = []  # what the running turn takes
+
+    def take_turns(self, micro_batches: int, phase) -> Iterator[Turn]:
+        """The turns of a training step, each when what it takes from another rank is there."""
+        return self._attend_to(order_turns(self.stage, micro_batches), phase)
+
+    def take_forwards(self, micro_batches: int) -> Iterator[Turn]:
+        """The same of an evaluation."""
+        return self._attend_to([Turn(True, number) for number in range(micro_batches)], lambda phase: nullcontext())
+
+    def _attend_to(self, turns: list[Turn], phase) -> Iterator[Turn]:
+        for turn, after in zip(turns, [*turns[1:], None]):
+            if turn is turns[0]:
+                self._ask(turn)
+            if self._takes(turn):
+                with phase(Phase.PIPELINE_WAIT):
+                    self._arrived.append((self._onward if turn.is_forward else self._back).take())
+            if after is not None:
+                self._ask(after)
+            yield turn
+
+    def _takes(self, turn: Turn) -> bool:
+        return not (self.stage.is_first if turn.is_forward else self.stage.is_last)
+
+    def _ask(self, turn: Turn):
+        if self._takes(turn):
+            (self._onward if turn.is_forward else self._back).ask()
+
+    def receive(self, *_) -> Tensor:
+        """hidden_BTH of the running turn, instead of an embedding's."""
+        hidden_BTH = self._arrived.pop()
+        return _Receive.apply(hidden_BTH.requires_grad_(), self) if torch.is_grad_enabled() else hidden_BTH
+
+    def send(self, hidden_BTH: Tensor, _labels_BT) -> Tensor:
+        """Hand hidden states on; returns a zero, whose backward is theirs."""
+        return _Send.apply(hidden_BTH, self)
+
+
+class _Receive(torch.autograd.Function):
+    """Its backward sends the gradient to the stage that the hidden states came from."""
+
+    @staticmethod
+    def forward(ctx, hidden_BTH: Tensor, pipeline: Pipeline) -> Tensor:
+        ctx.pipeline = pipeline
+        return hidden_BTH.view_as(hidden_BTH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient_BTH: Tensor) -> tuple[None, None]:
+        ctx.pipeline._back.send(gradient_BTH)
+        return None, None
+
+
+class _Send(torch.autograd.Function):
+    """Its backward takes the gradient that came back. Hidden states are not kept: no gradient needs them."""
+
+    @staticmethod
+    def forward(ctx, hidden_BTH: Tensor, pipeline: Pipeline) -> Tensor:
+        ctx.pipeline = pipeline
+        pipeline._onward.send(hidden_BTH.detach())
+        return torch.zeros((), dtype=torch.float32, device=hidden_BTH.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _zero: Tensor) -> tuple[Tensor, None]:
+        return ctx.pipeline._arrived.pop(), None
+
+
+def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
+    """This rank's. Collective where there are several stages."""
+    layout, stage = plan.layout, plan.stage
+    if stage.stages == 1:
+        return Pipeline(stage)
+    lines = [
+        [layout.find_rank(tensor, context, data, number) for number in range(layout.pipeline)]
+        for data in range(layout.data)
+        for context in range(layout.context)
+        for tensor in range(layout.tensor)
+    ]
+    [mine] = [line for line in lines if plan.world.rank in line]
+    before = None if stage.is_first else mine[stage.number - 1]
+    after = None if stage.is_last else mine[stage.number + 1]
+
+    def make_groups(lines: list[list[int]], name: str):
+        return dist.new_subgroups_by_enumeration(lines, timeout=operation_limit(plan), group_desc=name)[0]
+
+    make = partial(torch.empty, _measure_hidden(plan), dtype=DTYPES[plan.precision], device=device)
+    # a group each: what two ranks send each other in one group has to be sent and received in one order
+    onward = Link(make_groups(lines, "pipeline"), before, after, make)
+    back = Link(make_groups(lines, "pipeline gradients"), after, before, make)
+    ends = make_groups([[line[0], line[-1]] for line in lines], "ends") if plan.shape.tied_embeddings else None
+    # the first use of a connection may wait for the other side: here in an order that all come to
+    for link in (onward, back):
+        link.ask()
+        if link.source is not None:
+            link.take()
+        if link.target is not None:
+            link.send(make())
+    return Pipeline(stage, onward, back, ends)
+
+
+def _measure_hidden(plan: Plan) -> tuple[int, int, int]:
+    """(B, T, H) of what stages hand on."""
+    shares = plan.layout.tensor if plan.layout.sequence_parallel else 1
+    return plan.args.training.micro_batch_size, plan.rank_shape.seq_length // shares, plan.shape.hidden_size
+
+
+def cut_model(model: nn.Module, pipeline: Pipeline):
+    """Leave a stage's parts of a whole model, which has no memory yet. Layers keep their numbers in the names of parameters.
+
+    A tied embedding is the first's, and the last one's for the loss.
+    """
+    stage = pipeline.stage
+    if stage.stages == 1:
+        return
+    layers = nn.ModuleList()
+    for number in stage.layers:
+        layers.add_module(str(number), model.decoder.layers[number])
+    model.decoder.layers = layers
+    if not stage.is_first:
+        model.embed = pipeline.receive
+        if stage.is_last and model.output_layer is None:
+            model.embedding.position_embeddings = None
+        else:
+            model.embedding = None
+    if not stage.is_last:
+        model.finish = pipeline.send
+        model.decoder.final_layernorm = nn.Identity()
+        model.output_layer = None
+
+
+def is_copy(stage: Stage, name: str) -> bool:
+    """Whether the last stage's parameter of this name is the first's, too."""
+    return stage.is_last and not stage.is_first and name.startswith("embedding.")
+
+
+def add_ends(pipeline: Pipeline, names: list[str], gradients: list[Tensor]):
+    """Have the copies of a tied embedding on both ends get the sum of their gradients. Collective among the two."""
+    if pipeline.ends is not None and (pipeline.stage.is_first or pipeline.stage.is_last):
+        dist.all_reduce(gradients[names.index("embedding.word_embeddings.weight")], group=pipeline.ends)
