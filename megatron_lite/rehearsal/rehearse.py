@@ -278,7 +278,9 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
             model = GPT(plan.rank_shape, attend, losses or choose_eager_losses(plan, among))
         cut_model(model, groups.pipeline)
         if in_parts and plan.sharding is None:
-            model.to_empty(device=HOST)
+            for module in model.modules():  # to_empty swaps parameters, which fake ones do not let it
+                for name, parameter in module.named_parameters(recurse=False):
+                    setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=HOST)))
     finally:
         torch.set_default_dtype(before)
     in_pieces = gelu_works_in_pieces(plan.device == "cpu", dtype.itemsize)
