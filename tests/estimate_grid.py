@@ -39,11 +39,12 @@ LLAMA = (
 GROUPED = "--group-query-attention --num-query-groups 2 "
 ZERO1, ZERO3 = "--use-distributed-optimizer ", "--use-torch-fsdp2 "
 TP, SP, CP = "--tensor-model-parallel-size ", "--sequence-parallel ", "--context-parallel-size "
+PP = "--pipeline-model-parallel-size "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers "
 UNFUSED = "--attention-backend unfused "
 
-GRID = {  # name: (flags, ranks)
+GRID = {  # name: (flags, ranks), and which of them if not the first
     "857m script, 1 rank": (SEED, 1),
     "857m script, 4 ranks": (FEWER, 4),
     "857m script, 4 ranks, 4 micro-batches": (FEWER + "--global-batch-size 64", 4),
@@ -116,6 +117,14 @@ GRID = {  # name: (flags, ranks)
     "bytes, llama, cp2": (MEDIUM + BYTES + LLAMA + "--bf16 " + CP + "2", 2),
     "bytes, unfused, cp2": (MEDIUM + BYTES + UNFUSED + "--bf16 " + CP + "2", 2),
     "short, fp16, tp2": (SHORT + "--fp16 " + TP + "2", 2),
+    "857m script, pp2": (FEWER + PP + "2 --global-batch-size 32", 2),
+    "857m script, pp2, last stage": (FEWER + PP + "2 --global-batch-size 32", 2, 1),
+    "medium, bf16, pp4": (MEDIUM + PP + "4 --bf16 --global-batch-size 32", 4),
+    "medium, bf16, pp4, second stage": (MEDIUM + PP + "4 --bf16 --global-batch-size 32", 4, 1),
+    "medium, llama, tp2, pp2": (MEDIUM + LLAMA + GROUPED + TP + "2 " + SP + PP + "2 --bf16 --global-batch-size 32", 4),
+    "bytes, recompute, pp2": (MEDIUM + BYTES + "--bf16 " + FULL + PP + "2 --global-batch-size 32", 2),
+    "bytes, pp2, zero1, last stage": (MEDIUM + BYTES + "--bf16 " + ZERO1 + PP + "2 --global-batch-size 64", 4, 2),
+    "short, fp16, pp2": (SHORT + "--fp16 " + PP + "2 --global-batch-size 8", 2),
     "tiny": (
         "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 " + BYTES,
         1,
@@ -128,13 +137,15 @@ QUICK = (
     "bytes, llama, recompute",
     "short, bf16, zero3",
     "short, fp16, tp2",
+    "short, fp16, pp2",
     "bytes, unfused, grouped, 1 sequence",
 )
 
 
-def plan_for(words: str, ranks: int = 1, device: str = "cuda") -> Plan:
+def plan_for(words: str, ranks: int = 1, device: str = "cuda", rank: int = 0) -> Plan:
     """Of the trainer's flags, as it checks and resolves them; the last one of a name wins."""
-    world = World(size=ranks, local_size=ranks, gpus=ranks if device == "cuda" else 0, threads=torch.get_num_threads())
+    gpus, threads = ranks if device == "cuda" else 0, torch.get_num_threads()
+    world = World(rank=rank, size=ranks, local_rank=rank, local_size=ranks, gpus=gpus, threads=threads)
     return plan_of([*ALWAYS.split(), *words.split()], world)
 
 
@@ -147,7 +158,8 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
-        return plan_for(*GRID[self.name], self.device)
+        words, ranks, *rank = GRID[self.name]
+        return plan_for(words, ranks, self.device, *rank)
 
     @cached_property
     def formula(self) -> MemoryPrediction:

@@ -9,6 +9,7 @@ from trace_maker import MadeTrace, place
 from megatron_lite.analysis.memory.read import SnapshotReader, read_snapshot, replay_peak
 from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
+from megatron_lite.config.layout import Stage
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.estimate.memory import MicroBatch, activation_bytes, logits_bytes
@@ -20,11 +21,12 @@ SHAPE = ModelShape(
     num_layers=24, hidden_size=1024, num_attention_heads=16, num_query_groups=16, kv_channels=64, ffn_hidden_size=4096,
     seq_length=2048, max_position_embeddings=2048, padded_vocab_size=50304,
 )  # fmt: skip
+WHOLE = Stage(0, 1, range(SHAPE.num_layers))
 SBH = 2048 * 4 * 1024
 
 
 def kept(precision: str, recomputed: int = 0, **kind) -> int:
-    return activation_bytes(MicroBatch(SHAPE, 4, precision, **kind), recomputed)
+    return activation_bytes(MicroBatch(SHAPE, 4, precision, **kind), WHOLE, 1, recomputed)
 
 
 def statistics(layers: int, heads: int = 16) -> int:

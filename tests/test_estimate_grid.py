@@ -1,4 +1,4 @@
-"""Memory in closed form against the rehearsal of the real step, over 57 plans."""
+"""Memory in closed form against the rehearsal of the real step, over 65 plans."""
 
 import pytest
 from estimate_grid import GRID, QUICK, Case, plan_for

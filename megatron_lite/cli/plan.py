@@ -180,9 +180,7 @@ def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, ex
     facts = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}"
     if not options.inference:
         batch, passes = plan.batch.final, plan.batch.final // plan.samples_per_pass
-        facts += (
-            f", {ranks} GPU{'s' if ranks > 1 else ''}, batch {batch} = {batch // ranks // passes} x {ranks} x {passes}"
-        )
+        facts += f", {ranks} GPU{'s' if ranks > 1 else ''}, batch {batch} = {plan.args.training.micro_batch_size} x {plan.layout.data} x {passes}"
     # of this machine only if it may be the one that trains
     machine = read_machine() if DRIVER.exists() else None
     return PlanReport(

@@ -15,6 +15,7 @@ from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import UserError
+from megatron_lite.estimate.memory import find_heaviest_stage
 
 GPT2_WORDS = 50_257  # Radford et al. 2019: 256 bytes, 50,000 merges, end of text
 ENDINGS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -71,7 +72,14 @@ def planned_run(words: list[str], gpus: int | None) -> PlannedRun:
     notes = [*line.notes, *assumed]
     if size == 1 and not gpus and is_script(words[0]):
         notes.append("1 GPU: so the script says where its own commands are not run; --gpus N for more.")
-    return PlannedRun(resolve(line.args, world, vocab_size), launch.flags, launch.environment, tuple(notes))
+    plan = resolve(line.args, world, vocab_size)
+    if plan.layout.pipeline > 1:
+        plan = find_heaviest_stage(plan)
+        layers = f"layers {plan.stage.layers.start + 1} to {plan.stage.layers.stop}"
+        notes.append(
+            f"memory is that of stage {plan.stage.number + 1} of {plan.stage.stages}, {layers}, which holds most."
+        )
+    return PlannedRun(plan, launch.flags, launch.environment, tuple(notes))
 
 
 def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[str]]:

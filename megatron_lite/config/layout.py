@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.args import ParallelArgs
@@ -64,12 +64,31 @@ class Layout:
         """This rank's place among them."""
         return self.tensor_rank + self.tensor * self.replica
 
+    def locate(self, rank: int) -> "Layout":
+        """The same, of the place of this rank."""
+        above, tensor_rank = divmod(rank, self.tensor)
+        above, context_rank = divmod(above, self.context)
+        pipeline_rank, data_rank = divmod(above, self.data)
+        if self.data_is_outermost:
+            data_rank, pipeline_rank = divmod(above, self.pipeline)
+        return replace(
+            self,
+            tensor_rank=tensor_rank,
+            context_rank=context_rank,
+            data_rank=data_rank,
+            pipeline_rank=pipeline_rank,
+        )
+
     def find_rank(self, tensor_rank: int, context_rank: int, data_rank: int, pipeline_rank: int) -> int:
         """The rank at this place."""
         outer = data_rank + self.data * pipeline_rank
         if self.data_is_outermost:
             outer = pipeline_rank + self.pipeline * data_rank
         return tensor_rank + self.tensor * (context_rank + self.context * outer)
+
+    def list_stages(self) -> list[int]:
+        """A rank of each stage."""
+        return [self.find_rank(0, 0, 0, number) for number in range(self.pipeline)]
 
     def find_chunks(self, length: int) -> tuple[range, ...]:
         """Positions of a sequence of this length that this rank has: two of 2 * context equal chunks, one from either end, so that
@@ -84,25 +103,16 @@ class Layout:
 
 def plan_layout(parallel: ParallelArgs, world: World) -> Layout:
     """Of ranks that the sizes divide."""
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    data = count_data_ranks(parallel, world)
-    above, tensor_rank = divmod(world.rank, tensor)
-    above, context_rank = divmod(above, context)
-    pipeline_rank, data_rank = divmod(above, data)
-    if parallel.use_tp_pp_dp_mapping:
-        data_rank, pipeline_rank = divmod(above, parallel.pipeline_model_parallel_size)
-    return Layout(
+    tensor = parallel.tensor_model_parallel_size
+    sizes = Layout(
         tensor,
-        context,
-        data,
+        parallel.context_parallel_size,
+        count_data_ranks(parallel, world),
         parallel.pipeline_model_parallel_size,
-        tensor_rank,
-        context_rank,
-        data_rank,
-        pipeline_rank,
         data_is_outermost=parallel.use_tp_pp_dp_mapping,
         sequence_parallel=parallel.sequence_parallel and tensor > 1,
     )
+    return sizes.locate(world.rank)
 
 
 def count_data_ranks(parallel: ParallelArgs, world: World) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_lite.config.args import ModelArgs
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.layout import Stage
+from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.shape import ModelShape, recomputed_layers
 from megatron_lite.estimate.hardware import Processor, padded
 from megatron_lite.estimate.params import layer_parameters, parameter_count
@@ -42,14 +43,15 @@ ATTENTION, SCORES, ROTARY = "results and statistics of attention", "attention sc
 MLP, MASKS, RECOMPUTED = "MLP's activation function", "dropout masks", "inputs of recomputed layers"
 GRADIENTS = "gradients of activations"
 LOGITS = "logits and loss"
+SENT = "hidden states on their way between stages"
 
 Held = Counter[str]  # bytes for each token, by row
 
 
-def count_recomputed_layers(model: ModelArgs) -> int:
-    """The first so many layers forget their activations."""
+def count_recomputed_layers(model: ModelArgs, layers: int) -> int:
+    """The first so many of a stage's layers forget their activations."""
     flags = model.recompute_granularity, model.recompute_method, model.recompute_num_layers
-    return recomputed_layers(*flags, model.num_layers)
+    return recomputed_layers(*flags, layers)
 
 
 def count_keys(length: int, context: int) -> int:
@@ -232,9 +234,22 @@ def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[
     return [(_keep_layer(batch), number - recomputed), (Held({RECOMPUTED: batch.input_bytes}), recomputed)]
 
 
-def _keep_ends(batch: MicroBatch) -> Held:
+def _keep_ends(batch: MicroBatch, stage: Stage) -> Held:
     """The embedding's dropout, and the last norm up to the output layer's input."""
-    return Held({MASKS: batch.mask_bytes, NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.whole_input_bytes})
+    held = Held({MASKS: batch.mask_bytes if stage.is_first else 0})
+    if stage.is_last:
+        held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.whole_input_bytes})
+    return held
+
+
+def _list_waiting(batch: MicroBatch, stage: Stage, micro_batches: int, recomputed: int) -> Iterator[LedgerRow]:
+    """What a stage holds of micro-batches besides the running one, and of what it sends and receives meanwhile."""
+    if stage.stages == 1:
+        return
+    for _ in range(stage.count_waiting(micro_batches) - 1):
+        yield from _list_kept(batch, len(stage.layers), recomputed)
+        yield from _list_rows(batch, _keep_ends(batch, stage))
+    yield from _list_rows(batch, Held({SENT: 2 * batch.input_bytes}))  # the latest sent, the next asked for
 
 
 def _list_rows(batch: MicroBatch, held: Held, times: int = 1) -> Iterator[LedgerRow]:
@@ -307,7 +322,7 @@ def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPred
     without fragmentation, and for layers that are not compiled.
     processor: the GPU, whose cuBLAS takes more on newer ones; None: an older one.
     """
-    number, always = parameter_count(plan.rank_shape), list(list_states(plan, processor))
+    number, always = parameter_count(plan.rank_shape, plan.stage), list(list_states(plan, processor))
     # the optimizer finds gradients unless they lie in fp32 sums or buckets, and copies those of 16 bits to fp32
     updating, decayed = list(always), []
     if plan.sharding:
@@ -340,10 +355,11 @@ def _plan_batch(plan: Plan) -> MicroBatch:
 
 def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Moment]:
     """Forward and backward of the last micro-batch, which finds the gradients of those before it."""
-    shape, a, layers = plan.rank_shape, plan.args, plan.shape.num_layers
-    batch = _plan_batch(plan)
-    recomputed, number = count_recomputed_layers(a.model), parameter_count(shape)
-    accumulates = plan.micro_batches(plan.train_samples) > 1
+    shape, a, stage, layers = plan.rank_shape, plan.args, plan.stage, len(plan.stage.layers)
+    batch, micro_batches = _plan_batch(plan), plan.micro_batches(plan.train_samples)
+    recomputed, number = count_recomputed_layers(a.model, layers), parameter_count(shape, stage)
+    accumulates = micro_batches > 1
+    others = list(_list_waiting(batch, stage, micro_batches, recomputed))
 
     def make_gradients(parameters: int) -> LedgerRow:
         return per_parameter("gradients", "gradients", batch.element_bytes, parameters)
@@ -351,8 +367,8 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     def hold(layer: int) -> list[LedgerRow]:
         """What layers of the micro-batch and the others have no part in, while `layer` computes."""
         if plan.sharding is not None:
-            return [*always, *list_gathered(plan, layer, accumulates)]
-        return [*always, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
+            return [*always, *others, *list_gathered(plan, layer, accumulates)]
+        return [*always, *others, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
 
     # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
     # (on a GPU 16-bit ones wait to be added at once, see parallel/data_parallel.py)
@@ -362,15 +378,16 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     # to be added to fp32 sums a bundle at a time, of which about half waits; data_parallel.BUNDLES is 8
     waiting = number // 16 if waits and plan.fp32_gradients and not shared else 0
     matrix = shape.padded_vocab_size * shape.hidden_size  # the output layer's
-    made = matrix if stay or shape.tied_embeddings else 0  # a tied one waits for the embedding's
-    at_loss = [*hold(layers + 1), *_list_kept(batch, layers, recomputed), *_list_rows(batch, _keep_ends(batch))]
-    loss, hidden = _list_loss(batch), Held({GRADIENTS: batch.whole_input_bytes})
-    yield _sum_moment(Phase.FORWARD, "cross entropy", [*at_loss, *loss])
-    if batch.precision == "fp16" or batch.split:
-        yield _sum_moment(Phase.BACKWARD, "cross entropy", [*at_loss, *loss])
-    yield _sum_moment(
-        Phase.BACKWARD, "output layer", [*at_loss, loss[0], *_list_rows(batch, hidden), make_gradients(matrix)]
-    )
+    tied = shape.tied_embeddings and stage.stages == 1
+    made = matrix if stage.is_last and (stay or tied) else 0  # a tied one waits for the embedding's
+    at_end = [*hold(layers + 1), *_list_kept(batch, layers, recomputed), *_list_rows(batch, _keep_ends(batch, stage))]
+    loss, hidden = _list_loss(batch) if stage.is_last else [], Held({GRADIENTS: batch.whole_input_bytes})
+    yield _sum_moment(Phase.FORWARD, "cross entropy" if stage.is_last else "last layer", [*at_end, *loss])
+    if stage.is_last and (batch.precision == "fp16" or batch.split):
+        yield _sum_moment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
+    if stage.is_last:
+        rows = [*at_end, loss[0], *_list_rows(batch, hidden), make_gradients(matrix)]
+        yield _sum_moment(Phase.BACKWARD, "output layer", rows)
     # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
     neighbors = {layers - 1, 2} if shared else set()  # while gradients of one are reduced, or weights of one gathered
     for layer in sorted({layers, recomputed + 1, recomputed, 1, *neighbors} & {*range(1, layers + 1)}, reverse=True):
@@ -386,15 +403,23 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
             rows = [*outside, *_list_rows(batch, own + held), make_gradients(made + above + new + waiting)]
             moments.append(_sum_moment(Phase.BACKWARD, f"layer {layer}, {operation}", rows))
         yield max(moments, key=lambda moment: moment.num_bytes)
+    if not stage.is_first:
+        return
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
-    is_third = shape.tied_embeddings and (batch.on_cpu or batch.precision == "fp16")
-    added = number + (matrix if shape.tied_embeddings else 0) if stay else made + matrix + waiting
+    is_third = tied and (batch.on_cpu or batch.precision == "fp16")
+    added = number + (matrix if tied else 0) if stay else made + matrix + waiting
     if shared:
-        added = number - layers * of_layer + (matrix if shape.tied_embeddings else 0)
+        added = number - layers * of_layer + (matrix if tied else 0)
         rows = [*always, *list_reduced(plan), make_gradients(matrix)]
         yield _sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
     last = max([*_list_rows(batch, hidden), make_gradients(matrix if is_third else 0)], key=lambda row: row.num_bytes)
     yield _sum_moment(Phase.BACKWARD, "embedding", [*hold(0), make_gradients(added), last])
+
+
+def find_heaviest_stage(plan: Plan, processor: Processor | None = None) -> Plan:
+    """The plan of a rank that holds as much as any."""
+    plans = [resolve(plan.args, replace(plan.world, rank=rank), plan.vocab_size) for rank in plan.layout.list_stages()]
+    return max(plans, key=lambda one: predict_memory(one, processor).peak.num_bytes)
 
 
 def _sum_moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:
@@ -413,7 +438,7 @@ def _sum_moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:
 # --- sums that stand beside a measured snapshot
 
 
-def activation_bytes(batch: MicroBatch, recomputed: int = 0) -> int:
+def activation_bytes(batch: MicroBatch, stage: Stage, micro_batches: int, recomputed: int = 0) -> int:
     """Most bytes that forward keeps for backward: when it reaches the logits, or when backward has computed the last
     recomputed layer again.
 
@@ -421,13 +446,17 @@ def activation_bytes(batch: MicroBatch, recomputed: int = 0) -> int:
     (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its scores
     down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
     """
-    kept = sum(times * held.total() for held, times in _keep_layers(batch, batch.shape.num_layers, recomputed))
+    kept = sum(times * held.total() for held, times in _keep_layers(batch, len(stage.layers), recomputed))
+    others, ends = (
+        sum(row.num_bytes for row in _list_waiting(batch, stage, micro_batches, recomputed)),
+        _keep_ends(batch, stage),
+    )
     if not recomputed:
-        return batch.tokens * (kept + _keep_ends(batch).total())
+        return others + batch.tokens * (kept + ends.total())
     # of the last dropout computed again: its mask and its result
     dropped = batch.mask_bytes + batch.input_bytes if batch.shape.hidden_dropout else 0
     again = recomputed * batch.input_bytes + _keep_layer(batch).total() + dropped
-    return batch.tokens * max(kept + _keep_ends(batch).total(), again)
+    return others + batch.tokens * max(kept + ends.total(), again)
 
 
 def logits_bytes(batch: MicroBatch) -> int:

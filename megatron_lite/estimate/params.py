@@ -1,19 +1,23 @@
 """How many parameters a shape has."""
 
+from megatron_lite.config.layout import Stage
 from megatron_lite.config.shape import ModelShape
 
 
-def parameter_count(shape: ModelShape) -> int:
-    """Parameters of the whole model, every one counted once (tied embeddings too).
+def parameter_count(shape: ModelShape, stage: Stage | None = None) -> int:
+    """Parameters of the whole model, every one counted once (tied embeddings too), or of a pipeline's stage.
 
     For the plain GPT this is v*h + s*h + L*(12h^2 + 13h) + 2h.
     """
-    return sum(parameter_parts(shape).values())
+    return sum(parameter_parts(shape, stage).values())
 
 
-def parameter_parts(shape: ModelShape) -> dict[str, int]:
-    """Parameters by part of the model; a part that the shape lacks is 0."""
+def parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
+    """Parameters by part of the model; a part that the shape, or the stage, lacks is 0."""
     hidden, vocabulary, layers = shape.hidden_size, shape.padded_vocab_size, shape.num_layers
+    is_first, is_last, tied = True, True, shape.tied_embeddings
+    if stage is not None:
+        layers, is_first, is_last = len(stage.layers), stage.is_first, stage.is_last
     learned = shape.position_embedding == "learned_absolute"
     of_norm = 2 if shape.normalization == "LayerNorm" else 1  # numbers per channel
     attention = (shape.qkv_width + shape.attention_width) * hidden
@@ -21,12 +25,12 @@ def parameter_parts(shape: ModelShape) -> dict[str, int]:
     attention += 2 * shape.qk_layernorm * of_norm * shape.kv_channels
     mlp = (shape.fc1_width + shape.ffn_hidden_size) * hidden + shape.linear_bias * (shape.fc1_width + hidden)
     return {
-        "word embedding": vocabulary * hidden,
-        "position embedding": shape.max_position_embeddings * hidden if learned else 0,
+        "word embedding": vocabulary * hidden if is_first or is_last and tied else 0,
+        "position embedding": shape.max_position_embeddings * hidden if learned and is_first else 0,
         "attention": layers * attention,
         "MLP": layers * mlp,
-        "norms": (2 * layers + 1) * of_norm * hidden,
-        "output": 0 if shape.tied_embeddings else vocabulary * hidden,
+        "norms": (2 * layers + is_last) * of_norm * hidden,
+        "output": vocabulary * hidden if is_last and not tied else 0,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.hardware import Processor, processor_of
-from megatron_lite.estimate.memory import predict_memory
+from megatron_lite.estimate.memory import find_heaviest_stage, predict_memory
 from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
 from megatron_lite.estimate.step_time import predict_time
 from megatron_lite.estimate.what_if import MARGIN, fit
@@ -54,7 +54,8 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
             failures.append(f"{what}: {type(error).__name__}: {error}; please report it")
             return None
 
-    memory = attempt("memory", predict_memory, plan, processor)
+    heaviest = attempt("memory", find_heaviest_stage, plan, processor) if plan.layout.pipeline > 1 else plan
+    memory = attempt("memory", predict_memory, heaviest, processor) if heaviest else None
     time = attempt("time", predict_time, plan, processor) if processor else None
     seen = Forecast(memory, time, room_bytes, sharing)
     way_out = ""

@@ -47,7 +47,7 @@ def per_parameter(category: str, name: str, each: int, number: int, ranks: int =
 
 def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     """With the buffers of gradients, the batch, and from the first step on what cuBLAS works in."""
-    number, optimizer, data = parameter_count(plan.rank_shape), plan.args.optimizer, plan.args.data
+    number, optimizer, data = parameter_count(plan.rank_shape, plan.stage), plan.args.optimizer, plan.args.data
     ranks = plan.sharding.ranks if plan.sharding else 1
     states = state_bytes(
         number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0, ranks
@@ -77,14 +77,16 @@ def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerR
 
     accumulates: this is not the step's first micro-batch.
     """
-    shared, layers, each = plan.sharding, plan.shape.num_layers, element_bytes(plan.precision)
+    shared, layers, each = plan.sharding, len(plan.stage.layers), element_bytes(plan.precision)
     assert shared is not None
     of_layer, reduced = layer_parameters(plan.rank_shape), FP32 if plan.fp32_gradients else each
-    ends, below = parameter_count(plan.rank_shape) - layers * of_layer, min(layer, layers)
+    ends, below = parameter_count(plan.rank_shape, plan.stage) - layers * of_layer, min(layer, layers)
     whole = ends + of_layer * (0 < layer <= layers if shared.gathers_twice else below)
     yield per_parameter("parameters", "gathered weights", each, whole)
     if accumulates and shared.gathers_twice:
-        yield per_parameter("gradients", "sums of gradients", FP32, parameter_count(plan.rank_shape), shared.ranks)
+        yield per_parameter(
+            "gradients", "sums of gradients", FP32, parameter_count(plan.rank_shape, plan.stage), shared.ranks
+        )
     elif accumulates:
         yield per_parameter("gradients", "sums of gradients", reduced, ends + of_layer * below)
     if layer < layers:
@@ -98,8 +100,8 @@ def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerR
 def list_reduced(plan: Plan) -> Iterator[LedgerRow]:
     """What is held when the last gradients, all but those of layers, are reduced."""
     assert plan.sharding is not None
-    number = parameter_count(plan.rank_shape)
-    ends = number - plan.shape.num_layers * layer_parameters(plan.rank_shape)
+    number = parameter_count(plan.rank_shape, plan.stage)
+    ends = number - len(plan.stage.layers) * layer_parameters(plan.rank_shape)
     each = FP32 if plan.fp32_gradients else element_bytes(plan.precision)
     yield per_parameter("communication", "gradients to be reduced", each, ends)
     yield per_parameter("gradients", "reduced gradients", FP32, number, plan.sharding.ranks)

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from megatron_lite.config import flops
 from megatron_lite.config.args import OptimizerArgs
 from megatron_lite.config.flops import step_flops
-from megatron_lite.config.plan import Plan
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.estimate.hardware import Processor, peak_tflops_of
 from megatron_lite.estimate.memory import count_keys, count_recomputed_layers
 from megatron_lite.estimate.params import parameter_count
@@ -28,7 +27,8 @@ from megatron_lite.estimate.state_memory import FP32, element_bytes
 from megatron_lite.model.kernel_choice import FUSED, predict_attention_kernel
 from megatron_lite.units import count
 
-COMPUTE, MEMORY, LINK = "compute", "memory", "link"
+COMPUTE, MEMORY, LINK, WAIT = "compute", "memory", "link", "wait"
+UPDATE = "gradients' norm, optimizer"
 # Times forward's work. FlashAttention's backward pass has five products, of which one repeats forward's, where forward
 # has two (Dao 2023, FlashAttention-2, algorithm 2); with scores that are kept it has four.
 FUSED_ATTENTION, STORED_SCORES = 3.5, 3
@@ -46,17 +46,32 @@ class Part:
 
 
 def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
-    """The shortest step of one rank of `plan` on `processor`, at the final global batch.
+    """The shortest step of one rank of `plan` on `processor`, at the final global batch; of a pipeline the slowest stage's.
 
     A row whose limit the table of processors does not hold is missing, and a note says so; peak_tflops is then 0.
     """
+    if plan.layout.pipeline == 1:
+        return _predict_stage_time(plan, processor)
+    plans = [resolve(plan.args, replace(plan.world, rank=rank), plan.vocab_size) for rank in plan.layout.list_stages()]
+    stages = [_predict_stage_time(one, processor) for one in plans]
+    slowest, passes = max(stages, key=lambda one: one.step_ms), plan.batch.final // plan.samples_per_pass
+    computing = [sum(row.ms for row in one.rows if row.bound != LINK and row.name != UPDATE) for one in stages]
+    own = computing[stages.index(slowest)]
+    formula = (
+        f"forward and backward of one of {passes} micro-batches on the other {len(stages) - 1} of {len(stages)} stages"
+    )
+    bubble = TimeRow("pipeline bubble", (sum(computing) - own) / passes, WAIT, formula)
+    return replace(slowest, rows=(*slowest.rows, bubble))
+
+
+def _predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
     plan = replace(plan, device="cuda")  # whatever the machine that plans
     peak, sequences = peak_tflops_of(processor, plan.precision), plan.batch.final // plan.layout.data
     rates = {COMPUTE: (peak or 0.0) * 1e12, MEMORY: (processor.memory_gb_s or 0.0) * 1e9}
     gradient_bytes = FP32 if plan.fp32_gradients else element_bytes(plan.precision)  # as it is reduced over ranks
     parts = [part for part in _list_parts(plan, sequences) if part.amount]
     ranks = plan.sharding.ranks if plan.sharding else 1
-    updated = -(-parameter_count(plan.rank_shape) // ranks)
+    updated = -(-parameter_count(plan.rank_shape, plan.stage) // ranks)
     parts.append(_update_weights(updated, plan.precision, gradient_bytes, plan.args.optimizer))
     rows, backward_ms = [], 0.0
     for part in parts:
@@ -67,11 +82,12 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
         limit = f"{rate / 1e12:g} TFLOP/s" if part.bound == COMPUTE else f"{rate / 1e9:,.0f} GB/s"
         rows.append(TimeRow(part.name, 1000 * part.amount / rate, part.bound, f"{part.formula} at {limit}"))
         backward_ms += 1000 * part.amount * part.in_backward / rate
+    sharing = plan.layout.tensor * plan.layout.context * plan.layout.pipeline  # ranks that share a sequence's work
     near = min(plan.world.local_size // plan.layout.tensor, plan.layout.replicas)  # data parallel ranks of a node
     route = _find_route(near, processor)
     if route:
         last_ms = backward_ms * plan.samples_per_pass / plan.batch.final  # of the last micro-batch's backward
-        rows.append(_reduce_gradients(plan.rank_shape, gradient_bytes, route, last_ms, is_shared=ranks > 1))
+        rows.append(_reduce_gradients(plan, gradient_bytes, route, last_ms))
     instead = " (--fp16 has one)" if plan.precision == "bf16" and not processor.bf16 else ""
     notes = [
         f"{processor.name}: no known {unknown}; not in the bound: {', '.join(names)}"
@@ -80,6 +96,8 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     ]
     if plan.layout.tensor * plan.layout.context > 1:
         notes.append("not in the bound: what tensor and context parallel ranks exchange within each layer")
+    if plan.layout.pipeline > 1:
+        notes.append("not in the bound: what stages of the pipeline exchange")
     if near > 1 and route is None:
         notes.append(f"{processor.name}: no known speed between GPUs; not in the bound: the gradients' all-reduce")
     if plan.world.size > plan.world.local_size:
@@ -91,8 +109,8 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
         gpu=processor.name,
         rows=tuple(rows),
         tokens=plan.batch.final * plan.shape.seq_length,
-        flops_causal=step_flops(plan.shape, sequences, causal=True) // (plan.layout.tensor * plan.layout.context),
-        flops_full=step_flops(plan.shape, sequences, causal=False) // (plan.layout.tensor * plan.layout.context),
+        flops_causal=step_flops(plan.shape, sequences, causal=True) // sharing,
+        flops_full=step_flops(plan.shape, sequences, causal=False) // sharing,
         peak_tflops=peak or 0.0,
         notes=tuple(notes),
     )
@@ -103,7 +121,7 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
 
 def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
     """Forward and backward of layers and loss, in the order of a step, and what is computed again."""
-    shape, layers, each, model = plan.rank_shape, plan.shape.num_layers, element_bytes(plan.precision), plan.args.model
+    shape, layers, each, model = plan.rank_shape, len(plan.stage.layers), element_bytes(plan.precision), plan.args.model
     tokens, hidden = sequences * shape.seq_length, shape.hidden_size
     stream = hidden // (
         plan.layout.tensor if plan.layout.sequence_parallel else 1
@@ -130,7 +148,8 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
     def move(name: str, elements: int, num_bytes: int, of_what: str, in_backward: float) -> Part:
         return Part(name, MEMORY, elements * num_bytes, f"{of_what} x {count(num_bytes)} bytes", in_backward)
 
-    products = flops.FORWARD_AND_BACKWARD * (layers * linear + flops.output_flops(shape, sequences))
+    output = flops.output_flops(shape, sequences) if plan.stage.is_last else 0
+    products = flops.FORWARD_AND_BACKWARD * (layers * linear + output)
     formula = f"6 x {count(tokens)} tokens x {count(products // (6 * tokens))} weights"
     yield Part("matrix products", COMPUTE, products, formula, 2 / 3)
     times = STORED_SCORES if stored else FUSED_ATTENTION
@@ -143,10 +162,11 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
     per_token = forward + each * (2 * 3 * stream + 2 * shape.fc1_width) + mask_bytes
     yield move("norms, activations, dropout", layers * tokens, per_token, of_tokens, 1 - forward / per_token)
     # forward reads the logits that the product has written; backward reads them again and writes their gradients
-    yield move("loss", tokens, 3 * each * shape.padded_vocab_size, f"{count(tokens)} tokens", 2 / 3)
+    if plan.stage.is_last:
+        yield move("loss", tokens, 3 * each * shape.padded_vocab_size, f"{count(tokens)} tokens", 2 / 3)
 
     # what is computed again takes time, but is no part of the FLOPs by which utilization is counted
-    again = count_recomputed_layers(model)
+    again = count_recomputed_layers(model, layers)
     attended = layers if stored and model.recompute_granularity == "selective" else again
     # torch.utils.checkpoint stops when it has what backward needs: fc2's result only if a dropout follows
     linear -= 0 if shape.hidden_dropout else 2 * tokens * shape.ffn_hidden_size * hidden
@@ -166,7 +186,7 @@ def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimi
     moments = 2 if optimizer.optimizer == "adam" else int(bool(optimizer.sgd_momentum))
     num_bytes = 2 * gradient_bytes + 2 * FP32 * (1 + moments) + (0 if precision == "fp32" else 2)
     formula = f"{count(parameters)} parameters x {count(num_bytes)} bytes"
-    return Part("gradients' norm, optimizer", MEMORY, parameters * num_bytes, formula, 0.0)
+    return Part(UPDATE, MEMORY, parameters * num_bytes, formula, 0.0)
 
 
 # --- how long ranks need at least to add up their gradients, and what of it backward cannot hide
@@ -198,20 +218,18 @@ def _find_route(ranks: int, processor: Processor) -> Route | None:
     return processor.pcie_gb_s, 2 * (groups - 1) / groups / joined, words
 
 
-def _reduce_gradients(
-    shape: ModelShape, gradient_bytes: int, route: Route, backward_ms: float, is_shared: bool
-) -> TimeRow:
+def _reduce_gradients(plan: Plan, gradient_bytes: int, route: Route, backward_ms: float) -> TimeRow:
     """What the last micro-batch's backward, `backward_ms` long at best, cannot hide of the all-reduce.
 
-    is_shared: each rank gets the sums of its share only, half of an all-reduce; forward hides the gathering at best.
+    Where ranks share out the model each gets the sums of its share only, half of an all-reduce; forward hides the gathering at best.
     The word embedding's gradient is complete only when backward ends (tied or not): nothing is left to hide its reduction.
     """
-    gb_s, share, way = route
+    (gb_s, share, way), shape, is_shared = route, plan.rank_shape, plan.sharding is not None
     name = "reduce-scatter" if is_shared else "all-reduce"
     if is_shared:
         share, way = share / 2, f"half of {way}"
-    num_bytes = gradient_bytes * parameter_count(shape)
-    last_bytes = gradient_bytes * shape.padded_vocab_size * shape.hidden_size
+    num_bytes = gradient_bytes * parameter_count(shape, plan.stage)
+    last_bytes = gradient_bytes * shape.padded_vocab_size * shape.hidden_size if plan.stage.is_first else 0
     whole, last = (some * share / gb_s / 1e6 for some in (num_bytes, last_bytes))
     in_all = f"{num_bytes / 1e9:.2f} GB of gradients, {way}: {whole:.2f} ms"
     if last >= whole - backward_ms:

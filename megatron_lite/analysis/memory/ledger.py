@@ -3,6 +3,8 @@
 from dataclasses import fields
 
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
+from megatron_lite.config.args import ParallelArgs
+from megatron_lite.config.layout import Layout, plan_stage
 from megatron_lite.config.shape import ModelShape, recomputed_layers
 from megatron_lite.estimate.memory import (
     activation_bytes,
@@ -20,7 +22,7 @@ def bytes_without_recomputation(plan: dict) -> int | None:
     """All categories added up, more than any moment holds, if every layer kept its activations; None for foreign plans."""
     try:
         model = plan["args"]["model"] | {"recompute_granularity": None}
-        formulas = _compute_formulas(plan | {"args": plan["args"] | {"model": model}})
+        formulas = _compute_formulas(plan | {"args": plan["args"] | {"model": model}}, None)
     except NOT_OURS:
         return None
     return sum(num_bytes for _, num_bytes in formulas.values())
@@ -29,21 +31,23 @@ def bytes_without_recomputation(plan: dict) -> int | None:
 def ledger(snapshot: Snapshot, plan: dict) -> tuple[LedgerRow, ...]:
     """Rows in the order of a report; () where the plan is not this trainer's, so that there is nothing to compare with."""
     try:
-        formulas = _compute_formulas(plan)
+        formulas = _compute_formulas(plan, snapshot.rank)
     except NOT_OURS:
         return ()
     measured = {held.category: held.requested_bytes for held in snapshot.highest}
     return tuple(LedgerRow(category, *formula, measured.get(category, 0)) for category, formula in formulas.items())
 
 
-def _compute_formulas(plan: dict) -> dict[str, tuple[str, int]]:
-    """{category: (the formula in words, bytes)}."""
+def _compute_formulas(plan: dict, rank: int | None) -> dict[str, tuple[str, int]]:
+    """{category: (the formula in words, bytes)}, of this rank or, if None, of the one that wrote the plan."""
     args, precision = plan["args"], plan["precision"]
     model, optimizer, batch = args["model"], args["optimizer"], args["training"]["micro_batch_size"]
     shape = ModelShape(**{field.name: plan["shape"][field.name] for field in fields(ModelShape)})
-    layout = {"tensor": 1, "context": 1, "sequence_parallel": False} | (plan.get("layout") or {})
-    ours = shape.split(layout["tensor"], layout["context"])
-    parameters, momentum = parameter_count(ours), optimizer["sgd_momentum"] > 0
+    layout = Layout(**(plan.get("layout") or {}))
+    layout = layout if rank is None else layout.locate(rank)
+    stage = plan_stage(ParallelArgs(**args["parallel"]), layout, shape.num_layers)
+    ours = shape.split(layout.tensor, layout.context)
+    parameters, momentum = parameter_count(ours, stage), optimizer["sgd_momentum"] > 0
     ranks = (plan.get("sharding") or {"ranks": 1})["ranks"]
     state = state_bytes(parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], momentum, ranks)
     if precision != "fp32" and not plan["fp32_gradients"] and ranks == 1:
@@ -55,7 +59,7 @@ def _compute_formulas(plan: dict) -> dict[str, tuple[str, int]]:
         # as Snapshot.highest counts them
         found[category] = (f"kept ones: {words}" if category == "gradients" else words), num_bytes
     recompute = (model[f"recompute_{name}"] for name in ("granularity", "method", "num_layers"))
-    recomputed = recomputed_layers(*recompute, shape.num_layers)
+    recomputed = recomputed_layers(*recompute, len(stage.layers))
     sizes = plan_micro_batch(
         shape,
         batch,
@@ -65,11 +69,13 @@ def _compute_formulas(plan: dict) -> dict[str, tuple[str, int]]:
         args["data"]["reset_attention_mask"],
         model["recompute_granularity"],
         plan["world"].get("threads", 1),
-        layout["tensor"],
-        layout["sequence_parallel"],
-        layout["context"],
+        layout.tensor,
+        layout.sequence_parallel,
+        layout.context,
     )
-    kept = f"{shape.num_layers - recomputed} layers"
+    micro_batches = plan["batch"]["final"] // (batch * layout.data)
+    waiting = stage.count_waiting(micro_batches)
+    kept = f"{f'{waiting} micro-batches x ' if waiting > 1 else ''}{len(stage.layers) - recomputed} layers"
     if recomputed:
         kept += f" and the inputs of {recomputed}, of which one is there again"
     element = element_bytes(precision)
@@ -77,7 +83,12 @@ def _compute_formulas(plan: dict) -> dict[str, tuple[str, int]]:
         f"{kept}, {sizes.attention} attention, micro-batch {batch} x {ours.seq_length} tokens, {element} bytes each"
     )
     words = f"{count(sizes.tokens)} tokens x {count(ours.padded_vocab_size)} words"
-    return found | {
-        "activations": (activations, activation_bytes(sizes, recomputed)),
-        "logits and loss": (f"{element} bytes x {words}, and what the loss works with", logits_bytes(sizes)),
-    }
+    found["activations"] = activations, activation_bytes(sizes, stage, micro_batches, recomputed)
+    return (
+        found
+        if not stage.is_last
+        else found
+        | {
+            "logits and loss": (f"{element} bytes x {words}, and what the loss works with", logits_bytes(sizes)),
+        }
+    )
