@@ -101,7 +101,7 @@ def test_recomputation_keeps_a_vector_per_token_and_layer():
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_rows_say_what_they_are_made_of(device):
-    plans = [plan_for(words, ranks, device) for words, ranks in GRID.values()]
+    plans = [plan_for(words, ranks, device) for words, ranks, *_ in GRID.values()]
     for moment in (moment for plan in plans for moment in predict_memory(plan).moments):
         assert moment.rows and {row.category for row in moment.rows} <= set(CATEGORIES)
         assert [row for row in moment.rows if value(row.formula) != row.num_bytes] == []

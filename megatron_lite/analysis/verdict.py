@@ -7,6 +7,7 @@ from statistics import fmean, pstdev
 from megatron_lite.analysis.contradictions import find_contradictions, missing_gpu_work
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.ranks.calls import POINT_TO_POINT
 from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.report import Verdict
 from megatron_lite.analysis.run.learning import measure_learning
@@ -156,8 +157,10 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
     for row in sorted(rows, key=lambda row: -time.rows[row])[:MAX_LOSSES]:
         _, verb, what = LOSSES[row]
         if row == "exposed_communication" and facts.ranks and facts.ranks.collectives:
-            first = facts.ranks.collectives[0]
+            # nobody waits for what it sends itself
+            first = next((one for one in facts.ranks.collectives if one.name != "send"), facts.ranks.collectives[0])
             what = "a collective of unknown kind" if first.name == OTHER else first.name
+            what = "another stage" if first.name in POINT_TO_POINT else what
             what += f" in {first.phase}" if first.phase else ""
         elif row == "sync" and time.syncs:
             what = f"{what} ({time.syncs[0].operator or time.syncs[0].call})"

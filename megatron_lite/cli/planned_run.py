@@ -15,7 +15,7 @@ from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.memory import find_heaviest_stage
+from megatron_lite.estimate.what_if import find_heaviest_stage
 
 GPT2_WORDS = 50_257  # Radford et al. 2019: 256 bytes, 50,000 merges, end of text
 ENDINGS = (".sh", ".bash", ".slurm", ".sbatch")

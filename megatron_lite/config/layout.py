@@ -101,6 +101,11 @@ class Layout:
         )
 
 
+def count_keys(length: int, context: int) -> int:
+    """Those that a query meets on average where scores are written down, of a context parallel rank that has so many positions."""
+    return length if context == 1 else (2 * context + 1) * length // 4
+
+
 def plan_layout(parallel: ParallelArgs, world: World) -> Layout:
     """Of ranks that the sizes divide."""
     tensor = parallel.tensor_model_parallel_size

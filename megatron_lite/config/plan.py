@@ -1,10 +1,10 @@
 """What will happen: every default filled in, every derived number computed. Frozen, and printed into run.json."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.layout import Layout, Sharding, Stage, plan_layout, plan_sharding, plan_stage
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.shape import ModelShape, recomputed_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
@@ -133,6 +133,13 @@ class Plan:
         """What this rank computes of `shape`."""
         return self.shape.split(self.layout.tensor, self.layout.context)
 
+    @property
+    def recomputed_layers(self) -> int:
+        """The first so many of this rank's layers forget their activations."""
+        m = self.args.model
+        flags = m.recompute_granularity, m.recompute_method, m.recompute_num_layers
+        return recomputed_layers(*flags, len(self.stage.layers))
+
     def micro_batches(self, consumed: int) -> int:
         """Micro-batches per rank in the step that starts after `consumed` samples."""
         return self.batch.size(consumed) // self.samples_per_pass
@@ -172,6 +179,12 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
         loader_workers=(2 if world.gpus else 0) if workers is None else workers,
     )
+
+
+def plan_stages(plan: Plan) -> list[Plan]:
+    """The plans of one rank of each stage of the pipeline."""
+    worlds = [replace(plan.world, rank=rank) for rank in plan.layout.list_stages()]
+    return [resolve(plan.args, world, plan.vocab_size) for world in worlds]
 
 
 def _build_shape(args: Args, vocab_size: int) -> ModelShape:

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from megatron_lite.config.args import ModelArgs
-from megatron_lite.config.layout import Stage
-from megatron_lite.config.plan import Plan, resolve
-from megatron_lite.config.shape import ModelShape, recomputed_layers
+from megatron_lite.config.layout import Stage, count_keys
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor, padded
 from megatron_lite.estimate.params import layer_parameters, parameter_count
 from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
@@ -46,17 +45,6 @@ LOGITS = "logits and loss"
 SENT = "hidden states on their way between stages"
 
 Held = Counter[str]  # bytes for each token, by row
-
-
-def count_recomputed_layers(model: ModelArgs, layers: int) -> int:
-    """The first so many of a stage's layers forget their activations."""
-    flags = model.recompute_granularity, model.recompute_method, model.recompute_num_layers
-    return recomputed_layers(*flags, layers)
-
-
-def count_keys(length: int, context: int) -> int:
-    """Those that a query meets on average where scores are written down, of a context parallel rank that has so many positions."""
-    return length if context == 1 else (2 * context + 1) * length // 4
 
 
 # --- what one micro-batch keeps from forward to backward
@@ -355,11 +343,10 @@ def _plan_batch(plan: Plan) -> MicroBatch:
 
 def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Moment]:
     """Forward and backward of the last micro-batch, which finds the gradients of those before it."""
-    shape, a, stage, layers = plan.rank_shape, plan.args, plan.stage, len(plan.stage.layers)
-    batch, micro_batches = _plan_batch(plan), plan.micro_batches(plan.train_samples)
-    recomputed, number = count_recomputed_layers(a.model, layers), parameter_count(shape, stage)
-    accumulates = micro_batches > 1
-    others = list(_list_waiting(batch, stage, micro_batches, recomputed))
+    shape, batch, stage, layers = plan.rank_shape, _plan_batch(plan), plan.stage, len(plan.stage.layers)
+    micro_batches = plan.micro_batches(plan.train_samples)
+    recomputed, number, accumulates = plan.recomputed_layers, parameter_count(shape, stage), micro_batches > 1
+    always = [*always, *_list_waiting(batch, stage, micro_batches, recomputed)]
 
     def make_gradients(parameters: int) -> LedgerRow:
         return per_parameter("gradients", "gradients", batch.element_bytes, parameters)
@@ -367,8 +354,8 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     def hold(layer: int) -> list[LedgerRow]:
         """What layers of the micro-batch and the others have no part in, while `layer` computes."""
         if plan.sharding is not None:
-            return [*always, *others, *list_gathered(plan, layer, accumulates)]
-        return [*always, *others, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
+            return [*always, *list_gathered(plan, layer, accumulates)]
+        return [*always, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
 
     # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
     # (on a GPU 16-bit ones wait to be added at once, see parallel/data_parallel.py)
@@ -383,9 +370,9 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     at_end = [*hold(layers + 1), *_list_kept(batch, layers, recomputed), *_list_rows(batch, _keep_ends(batch, stage))]
     loss, hidden = _list_loss(batch) if stage.is_last else [], Held({GRADIENTS: batch.whole_input_bytes})
     yield _sum_moment(Phase.FORWARD, "cross entropy" if stage.is_last else "last layer", [*at_end, *loss])
-    if stage.is_last and (batch.precision == "fp16" or batch.split):
-        yield _sum_moment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
     if stage.is_last:
+        if batch.precision == "fp16" or batch.split:
+            yield _sum_moment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
         rows = [*at_end, loss[0], *_list_rows(batch, hidden), make_gradients(matrix)]
         yield _sum_moment(Phase.BACKWARD, "output layer", rows)
     # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
@@ -414,12 +401,6 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
         yield _sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
     last = max([*_list_rows(batch, hidden), make_gradients(matrix if is_third else 0)], key=lambda row: row.num_bytes)
     yield _sum_moment(Phase.BACKWARD, "embedding", [*hold(0), make_gradients(added), last])
-
-
-def find_heaviest_stage(plan: Plan, processor: Processor | None = None) -> Plan:
-    """The plan of a rank that holds as much as any."""
-    plans = [resolve(plan.args, replace(plan.world, rank=rank), plan.vocab_size) for rank in plan.layout.list_stages()]
-    return max(plans, key=lambda one: predict_memory(one, processor).peak.num_bytes)
 
 
 def _sum_moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from megatron_lite.config import flops
 from megatron_lite.config.args import OptimizerArgs
 from megatron_lite.config.flops import step_flops
-from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.layout import count_keys
+from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.estimate.hardware import Processor, peak_tflops_of
-from megatron_lite.estimate.memory import count_keys, count_recomputed_layers
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.prediction import TimePrediction, TimeRow
 from megatron_lite.estimate.state_memory import FP32, element_bytes
@@ -52,8 +52,7 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     """
     if plan.layout.pipeline == 1:
         return _predict_stage_time(plan, processor)
-    plans = [resolve(plan.args, replace(plan.world, rank=rank), plan.vocab_size) for rank in plan.layout.list_stages()]
-    stages = [_predict_stage_time(one, processor) for one in plans]
+    stages = [_predict_stage_time(one, processor) for one in plan_stages(plan)]
     slowest, passes = max(stages, key=lambda one: one.step_ms), plan.batch.final // plan.samples_per_pass
     computing = [sum(row.ms for row in one.rows if row.bound != LINK and row.name != UPDATE) for one in stages]
     own = computing[stages.index(slowest)]
@@ -166,7 +165,7 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
         yield move("loss", tokens, 3 * each * shape.padded_vocab_size, f"{count(tokens)} tokens", 2 / 3)
 
     # what is computed again takes time, but is no part of the FLOPs by which utilization is counted
-    again = count_recomputed_layers(model, layers)
+    again = plan.recomputed_layers
     attended = layers if stored and model.recompute_granularity == "selective" else again
     # torch.utils.checkpoint stops when it has what backward needs: fc2's result only if a dropout follows
     linear -= 0 if shape.hidden_dropout else 2 * tokens * shape.ffn_hidden_size * hidden

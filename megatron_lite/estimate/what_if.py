@@ -7,7 +7,7 @@ from typing import Any
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import RULES_WITHOUT_FILES
 from megatron_lite.config.flags import Flag, build, list_flags
-from megatron_lite.config.plan import Plan, resolve
+from megatron_lite.config.plan import Plan, plan_stages, resolve
 from megatron_lite.config.rules.run import data_rules
 from megatron_lite.estimate.hardware import Processor
 from megatron_lite.estimate.memory import predict_memory
@@ -82,6 +82,11 @@ def variant_of(plan: Plan, processor: Processor | None = None, **changes: Any) -
             drop.append(flag.spelling)
     time = predict_time(changed, processor) if processor else None
     return Variant(changed, tuple(add), tuple(drop), predict_memory(changed, processor), time)
+
+
+def find_heaviest_stage(plan: Plan, processor: Processor | None = None) -> Plan:
+    """The plan of a rank that holds as much as any."""
+    return max(plan_stages(plan), key=lambda one: predict_memory(one, processor).peak.num_bytes)
 
 
 def full_recompute(layers: int, method: str) -> Changes:

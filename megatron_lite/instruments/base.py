@@ -26,6 +26,9 @@ class Instrument:
     def gradients_computed(self):
         """Within backward, on autograd's thread: this rank has its gradients, and waits for those of others from here on."""
 
+    def wait_for_stage(self, rank: int, what: str):
+        """The trainer begins to wait for another stage of the pipeline: 'the forward of micro-batch 3 from'. "": it no longer does."""
+
     def end(self, step: int):
         """After the step was logged."""
 
@@ -66,6 +69,10 @@ class Instruments:
     def gradients_computed(self):
         """This rank begins to wait for others' gradients."""
         self._each("gradients_computed")
+
+    def wait_for_stage(self, rank: int, what: str):
+        """This rank begins to wait for another stage, or, with no words, no longer does."""
+        self._each("wait_for_stage", rank, what)
 
     def _each(self, moment: str, *arguments):
         """Call `moment` of those who override it."""

@@ -14,6 +14,7 @@ from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.snapshot_format import check_snapshot_path
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
+from megatron_lite.parallel.flight_recorder import describe_hand_over
 from megatron_lite.parallel.layers import expected_compilations
 from megatron_lite.parallel.rank_store import RunPosition
 from megatron_lite.thresholds import MIN_BEFORE
@@ -30,6 +31,9 @@ class WhereaboutsKeeper(Instrument):
 
     def begin(self, step: int):
         self._where.step = step
+
+    def wait_for_stage(self, rank, what):
+        self._where.hand_over = describe_hand_over(rank, what) if what else None
 
     def begin_phase(self, name: str):
         self._where.enter(name)

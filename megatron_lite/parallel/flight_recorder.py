@@ -27,11 +27,15 @@ DTYPES = {  # torch's name and bytes of an element
 
 
 DEFAULT = "0"  # the group of all ranks
+STAGES = "stages"  # in its place: what stages of a pipeline hand each other, which gloo's recorder does not know
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective. `number` counts from 1 in its group, and is the same on all of the group's ranks."""
+    """One collective. `number` counts from 1 in its group, and is the same on all of the group's ranks.
+
+    Or a tensor that another stage of the pipeline sends or takes: `name` says what, `ranks` is that other rank.
+    """
 
     number: int
     name: str  # all_reduce, broadcast, ...
@@ -46,6 +50,8 @@ class Operation:
         return self.group, self.number, self.ranks
 
     def __str__(self) -> str:
+        if self.group == STAGES:
+            return f"{self.name} rank {self.ranks[0]}"
         among = f" of ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
         if self.dtype not in DTYPES or not self.elements:
             return f"{self.name} #{self.number}{among}"
@@ -101,6 +107,11 @@ class FlightRecorder:
             return json.loads(self._dump(entries, False)) if self._dump is not None else {}
         except (RuntimeError, ValueError):  # a report must not fail for want of a detail
             return {}
+
+
+def describe_hand_over(rank: int, what: str) -> Operation:
+    """'the forward of micro-batch 3 from' rank 1, for which another rank waits."""
+    return Operation(1, what, group=STAGES, ranks=(rank,))
 
 
 def find_ranks(group: str) -> tuple[int, ...]:

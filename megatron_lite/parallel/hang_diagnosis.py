@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
-from megatron_lite.parallel.flight_recorder import DEFAULT, Operation
+from megatron_lite.parallel.flight_recorder import DEFAULT, STAGES, Operation
 from megatron_lite.parallel.rank_store import RankStatus, RankStore
 from megatron_lite.process_state import memory_kills, process_state
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, write_atomically
@@ -153,16 +153,11 @@ def classify_rank(case: Case, rank: int) -> str | None:
 def _describe(case: Case, kind: str, ranks: list[int]) -> str:
     """The line on ranks of a kind; what is told of one of them is the first's."""
     named, more = ", ".join(map(str, ranks[:MAX_NAMED])), len(ranks) - MAX_NAMED
-    late, limit, mine = case.reason == LATE, duration(case.limit_s), case.posts[case.rank]
-    waited = f"; rank {case.rank} waited for it{f' {limit}' if late else ''} in {case.waited_in}, {mine.place}"
-    if case.reason == TERMINATED and case.operation is None:
-        waited = f"; rank {case.rank} was in {mine.place}"
-    members = case.operation.ranks if case.operation else ()
-    missed = "keeps others waiting, and through them" if members and ranks[0] not in members else "did not join"
+    waited, unjoined = _describe_waiting(case, ranks[0])
     words = {
         "who": f"rank{'s' if len(ranks) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}",
         "were": "they were" if len(ranks) > 1 else "it was",
-        "unjoined": f"{missed} {case.waited_in} of rank {case.rank}{f' within {limit}' if late else ''}",
+        "unjoined": unjoined,
         "killed": "",
         "trouble": "it died, is stopped, or its machine is cut off",
     }
@@ -181,6 +176,22 @@ def _describe(case: Case, kind: str, ranks: list[int]) -> str:
             "signal": "SIGTERM" if (post.left or "").startswith("SIGTERM") else "SIGINT",
         }
     return LINES[kind].format(case=case, post=post, waited=waited, AGAIN=AGAIN, **words)
+
+
+def _describe_waiting(case: Case, culprit: int) -> tuple[str, str]:
+    """(how the asking rank waited, as the end of a sentence; what the culprit did not do)."""
+    limit, mine, operation = duration(case.limit_s), case.posts[case.rank], case.operation
+    after, within, lasted = (f" {limit}", f" within {limit}", f", for {limit}") if case.reason == LATE else ("", "", "")
+    is_far = operation is not None and operation.ranks and culprit not in operation.ranks
+    if operation is not None and operation.group == STAGES:
+        whom = f"others waiting, and through them rank {case.rank}" if is_far else f"rank {case.rank} waiting"
+        unjoined = f"keeps {whom} for {operation}{lasted}"
+        return f"; rank {case.rank} waited{after} for {operation}, {mine.place}", unjoined
+    missed = "keeps others waiting, and through them" if is_far else "did not join"
+    unjoined = f"{missed} {case.waited_in} of rank {case.rank}{within}"
+    if case.reason == TERMINATED and operation is None:
+        return f"; rank {case.rank} was in {mine.place}", unjoined
+    return f"; rank {case.rank} waited for it{after} in {case.waited_in}, {mine.place}", unjoined
 
 
 def where(stack: list[str]) -> str:

@@ -17,10 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.config.args import ModelArgs
 from megatron_lite.config.machine import missing_compiler
 from megatron_lite.config.plan import Plan
-from megatron_lite.config.shape import recomputed_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import first_line
 
@@ -133,15 +131,12 @@ def _hash_processor() -> str:
 # --- recomputation
 
 
-def recompute_layers(args: ModelArgs, layers: nn.ModuleList) -> int:
-    """Make layers forget their activations, as the flags say; returns how many. With --recompute-granularity selective none:
-    core attention alone is recomputed, which the fused kernels do by themselves.
+def recompute_layers(plan: Plan, layers: nn.ModuleList):
+    """Make layers forget their activations, as the flags say. With --recompute-granularity selective none: core attention alone is
+    recomputed, which the fused kernels do by themselves.
     """
-    flags = (args.recompute_granularity, args.recompute_method, args.recompute_num_layers)
-    number = recomputed_layers(*flags, len(layers))
-    for layer in layers[:number]:
+    for layer in list(layers)[: plan.recomputed_layers]:
         layer.forward = recomputed(layer.forward)
-    return number
 
 
 def recomputed(function):

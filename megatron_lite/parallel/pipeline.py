@@ -7,7 +7,7 @@ directions are autograd functions, so that a stage trains as a whole model does,
 What a turn takes from another rank is asked for while the turn before computes. Letters: B sequences, T positions of this rank, H hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 
@@ -58,8 +58,11 @@ class Pipeline:
     def __init__(self, stage: Stage, onward: Link | None = None, back: Link | None = None, ends=None):
         """onward, back: of hidden states and of their gradients; None for a single stage. ends: the group of the first and the last
         stage, where both have a copy of the embedding."""
-        self.stage, self._onward, self._back, self.ends = stage, onward, back, ends
+        self.stage, self.onward, self.back, self.ends = stage, onward, back, ends
         self._arrived: list[Tensor] = []  # what the running turn takes
+        self.tell: Callable[[int, str], None] = lambda rank, what: (
+            None
+        )  # told whom this rank waits for, and "" when it goes on
 
     def take_turns(self, micro_batches: int, phase) -> Iterator[Turn]:
         """The turns of a training step, each when what it takes from another rank is there."""
@@ -74,8 +77,11 @@ class Pipeline:
             if turn is turns[0]:
                 self._ask(turn)
             if self._takes(turn):
+                link, what = (self.onward, "forward") if turn.is_forward else (self.back, "backward")
                 with phase(Phase.PIPELINE_WAIT):
-                    self._arrived.append((self._onward if turn.is_forward else self._back).take())
+                    self.tell(link.source, f"the {what} of micro-batch {turn.micro_batch + 1} from")
+                    self._arrived.append(link.take())
+                    self.tell(link.source, "")
             if after is not None:
                 self._ask(after)
             yield turn
@@ -85,7 +91,7 @@ class Pipeline:
 
     def _ask(self, turn: Turn):
         if self._takes(turn):
-            (self._onward if turn.is_forward else self._back).ask()
+            (self.onward if turn.is_forward else self.back).ask()
 
     def receive(self, *_) -> Tensor:
         """hidden_BTH of the running turn, instead of an embedding's."""
@@ -95,6 +101,12 @@ class Pipeline:
     def send(self, hidden_BTH: Tensor, _labels_BT) -> Tensor:
         """Hand hidden states on; returns a zero, whose backward is theirs."""
         return _Send.apply(hidden_BTH, self)
+
+    def hand_on(self, link: Link, tensor: Tensor):
+        """Send by a link, once what was sent before is received."""
+        self.tell(link.target, "an earlier tensor to arrive at")
+        link.send(tensor)
+        self.tell(link.target, "")
 
 
 class _Receive(torch.autograd.Function):
@@ -108,7 +120,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient_BTH: Tensor) -> tuple[None, None]:
-        ctx.pipeline._back.send(gradient_BTH)
+        ctx.pipeline.hand_on(ctx.pipeline.back, gradient_BTH)
         return None, None
 
 
@@ -118,7 +130,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_BTH: Tensor, pipeline: Pipeline) -> Tensor:
         ctx.pipeline = pipeline
-        pipeline._onward.send(hidden_BTH.detach())
+        pipeline.hand_on(pipeline.onward, hidden_BTH.detach())
         return torch.zeros((), dtype=torch.float32, device=hidden_BTH.device)
 
     @staticmethod

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from megatron_lite.marks import split_mark
-from megatron_lite.parallel.flight_recorder import DEFAULT
+from megatron_lite.parallel.flight_recorder import DEFAULT, Operation
 from megatron_lite.process_state import pid_space
 
 MAX_FRAMES = 40
@@ -32,6 +32,7 @@ class RunPosition:
     started_at: int | None = None  # the iteration that this run started from, once it is known
     phase: str | None = None
     since: float = field(default_factory=time.monotonic)
+    hand_over: Operation | None = None  # between stages of a pipeline, for which this rank waits
 
     def enter(self, phase: str | None):
         """A phase of the step begins; None: between phases."""

@@ -135,7 +135,7 @@ class Watchdog:
                 raise
             reason = LATE if re.search("timed out|timeout", str(error).lower()) else CLOSED
             # when one fails, gloo lets others fail with it: which one waited was noted before
-            operation = self._waiting or self._recorder.unfinished() or self._recorder.newest()
+            operation = self._waiting or self._find_unfinished() or self._recorder.newest()
             # a launcher that saw a rank die ends the others at once: this one does so by itself, after it has told why
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             mine = self._post()
@@ -215,14 +215,17 @@ class Watchdog:
 
     def _post(self, answers: bool = False, **more) -> RankStatus:
         if answers:
-            operation = self._recorder.unfinished()
+            operation = self._find_unfinished()
             more |= {"stack": read_stack(self._main), "waiting": operation and operation.awaited}
         return describe_rank(self.where, self._recorder.counts(), answers=answers, **more)
+
+    def _find_unfinished(self) -> Operation | None:
+        return self.where.hand_over or self._recorder.unfinished()
 
     def _terminated(self):
         """SIGTERM. A launcher sends it when a rank has died: the last moment to say which."""
         ends = signal.getsignal(signal.SIGTERM) == self._wait_for_the_end  # else --exit-signal-handler wants to save
-        mine, operation = self._post(), self._recorder.unfinished()
+        mine, operation = self._post(), self._find_unfinished()
         with contextlib.suppress(*STORE_ERRORS):
             if ends:
                 self._store.set_status(self._post(left="SIGTERM", blameless=True))

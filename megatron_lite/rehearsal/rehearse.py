@@ -291,7 +291,7 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
         split_layers(model, among)
     if groups.context is not None:
         share_out_positions(model, plan.layout, plan.shape.seq_length)
-    recompute_layers(a.model, model.decoder.layers)
+    recompute_layers(plan, model.decoder.layers)
     return model
 
 

@@ -51,6 +51,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     """
     device = device_of(plan)
     groups = make_groups(plan, device)
+    groups.pipeline.tell = instruments.wait_for_stage
     model = build_model(plan, device, groups)
     logger.info(f"  {describe_layout(plan)}")
     replica = replicate(plan, model, groups)
@@ -127,9 +128,9 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     logger.info(f"  {describe_compilation(plan)}")
     if plan.compiles_layers:
         compile_layers(plan, model.decoder.layers)
-    recomputing = recompute_layers(plan.args.model, model.decoder.layers)
-    if recomputing:
-        logger.info(f"  recomputing the activations of {recomputing} of {len(model.decoder.layers)} layers")
+    recompute_layers(plan, model.decoder.layers)
+    if plan.recomputed_layers:
+        logger.info(f"  recomputing the activations of {plan.recomputed_layers} of {len(model.decoder.layers)} layers")
     gc.collect()
     return model
 
