@@ -106,6 +106,7 @@ QUICK = [  # in the default tests
     ("fp16, sums in fp32", "zero3, 2"), ("fp32", "tp2"), ("fp32, llama", "tp2, sp"), ("bf16", "tp2, sp"),
     ("fp16, sums in fp32", "tp2"), ("fp32, recomputed", "tp2, sp"),
     ("fp32, masked ends", "cp2"), ("fp32, llama", "cp2"), ("fp32, explicit attention", "cp2"), ("bf16", "cp2"),
+    ("fp32, per token", "pp2"), ("fp32, llama", "pp2"), ("bf16", "pp2"), ("fp32, recomputed", "pp2"),
 ]  # fmt: skip
 
 
@@ -378,9 +379,10 @@ def test_ranks_drop_alike_what_all_hold_and_their_own_apart(tmp_path, sequence_p
     [
         f"{ZERO1} --bf16",
         f"{TP2} {SP}",
+        f"{PP2} --bf16",
         *(
             pytest.param(w, marks=pytest.mark.slow)
-            for w in (ZERO3, f"{ZERO3} --fp16", TP2, f"{TP2} --fp16", f"{TP2} {SP} --bf16")
+            for w in (ZERO3, f"{ZERO3} --fp16", TP2, f"{TP2} --fp16", f"{TP2} {SP} --bf16", PP2)
         ),
     ],
 )

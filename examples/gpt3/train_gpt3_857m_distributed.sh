@@ -14,7 +14,8 @@
 #
 # TRAINER FLAGS are appended to those below, and the last one of a name wins: -- --train-iters 500 --lr 1e-4
 # From the environment: GPUS_PER_NODE (counted), NUM_NODES (1), NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (a
-# free one), TP (1: ranks that split each layer), CP (1: ranks that share out each sequence), PYTHON, OMP_NUM_THREADS, NSYS (nsys, where it is not on the PATH); NSYS_BACKTRACES=1 adds stacks of CUDA
+# free one), TP (1: ranks that split each layer), CP (1: ranks that share out each sequence), PP (1: ranks with some of
+# the layers each), PYTHON, OMP_NUM_THREADS, NSYS (nsys, where it is not on the PATH); NSYS_BACKTRACES=1 adds stacks of CUDA
 # calls to --nsys, which slows training.
 # Exits with the trainer's code; 2 for a mistake in the arguments; 3 if training went well but left no report of --nsys.
 
@@ -172,9 +173,11 @@ NUM_NODES=${NUM_NODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 TP=${TP:-1}
 CP=${CP:-1}
+PP=${PP:-1}
 require_number GPUS_PER_NODE 1
 require_number TP 1
 require_number CP 1
+require_number PP 1
 require_number NUM_NODES 1
 require_number NODE_RANK 0
 choose_address
@@ -224,7 +227,7 @@ fi
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP"
     --context-parallel-size "$CP"
-    --pipeline-model-parallel-size 1
+    --pipeline-model-parallel-size "$PP"
 )
 if ((TP > 1)); then
     MODEL_PARALLEL_ARGS+=(--sequence-parallel)
