@@ -60,6 +60,8 @@ def optimizers_on_cpu(megatron_on_cpu, monkeypatch):  # noqa: F811
 def pretend(monkeypatch):
     """Megatron's optimizers ask for CUDA in three ways: scalars on it, its tensors' type names, and .cuda()."""
     kind = torch.Tensor.type
+    with torch.device("meta"):  # at its first use torch notes its constructors, which are not to be those below
+        torch.empty(0)
 
     def on_cpu(make):
         return lambda *given, device=None, **named: make(*given, device="cpu" if device == "cuda" else device, **named)

@@ -121,7 +121,9 @@ def test_bf16_behind_the_dashes_replaces_fp16(places, tmp_path):
     (tmp_path / "torchrun").chmod(0o755)
     (tmp_path / "python").write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    run = start(SCRIPT, *places, "--", "--bf16", "--lr", "1", PYTHON=f"{tmp_path}/python", GPUS_PER_NODE="4", TP="2", PP="2")
+    run = start(
+        SCRIPT, *places, "--", "--bf16", "--lr", "1", PYTHON=f"{tmp_path}/python", GPUS_PER_NODE="4", TP="2", PP="2"
+    )
     words = run.stdout.splitlines()
     assert run.returncode == 7  # what the launcher says is passed on
     assert "--fp16" not in words and words[-3:] == ["--bf16", "--lr", "1"]

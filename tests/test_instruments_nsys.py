@@ -22,7 +22,7 @@ from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange, PackageNvtx
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.phases import NOT_TRAINING, Phase
 
-PHASES = {phase.value for phase in Phase if phase not in NOT_TRAINING}
+PHASES = {phase.value for phase in Phase if phase not in (*NOT_TRAINING, Phase.PIPELINE_WAIT)}
 WINDOW = "--profile --profile-step-start 3 --profile-step-end 5"
 UNDER_NSYS, GPU = World(under_nsys=True), World(gpus=1, under_nsys=True)
 

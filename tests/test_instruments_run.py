@@ -11,7 +11,7 @@ from megatron_lite.phases import NOT_TRAINING, Phase
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 4"
 DETAILS = [f"--pytorch-profiler-collect-{what}" for what in ("shapes", "callstack", "memory", "chakra", "flops")]
-STEP_PHASES = {phase.value for phase in Phase if phase not in NOT_TRAINING}
+STEP_PHASES = {phase.value for phase in Phase if phase not in (*NOT_TRAINING, Phase.PIPELINE_WAIT)}
 MOMENTS = ("open", "begin", "begin_phase", "end_phase", "end", "close")
 
 

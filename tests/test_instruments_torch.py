@@ -38,7 +38,7 @@ from megatron_lite.parallel.layers import recomputed
 from megatron_lite.phases import NOT_TRAINING, Phase
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
-STEP_PHASES = [phase.value for phase in Phase if phase not in NOT_TRAINING]
+STEP_PHASES = [phase.value for phase in Phase if phase not in (*NOT_TRAINING, Phase.PIPELINE_WAIT)]
 FORWARD = [(bool(part), f"layers.{i}{part} forward") for i in (0, 1) for part in ("", ".self_attention", ".mlp")]
 UNDOING = r"(?!autograd::).*Backward0"
 BACKWARD = [(bool(part), f"layers.{i}{part} backward") for i in (1, 0) for part in ("", ".mlp", ".self_attention")]
