@@ -19,18 +19,21 @@ from test_model_megatron_parity import megatron_on_cpu, reference  # noqa: F401 
 from megatron_lite.checkpoint.find import open_megatron
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
 from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.data.batch import Batch
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
+from megatron_lite.train.step import TrainingStep
 
 distributed, enums = LazyModule("megatron.core.distributed"), LazyModule("megatron.core.enums")
 megatron_optimizer, scheduling = (
     LazyModule(f"megatron.core.{name}") for name in ("optimizer", "optimizer_param_scheduler")
 )
 parallel_state = LazyModule("megatron.core.parallel_state")
+schedules = LazyModule("megatron.core.pipeline_parallel.schedules")
 transformer_enums = LazyModule("megatron.core.transformer.enums")
 CPU = torch.device("cpu")
 SAMPLES = 4  # of a step
@@ -78,10 +81,10 @@ def pretend(monkeypatch):
 class Theirs:
     """A run of Megatron-Core: its model, its optimizer in its groups, its scheduler; saved as Megatron-LM does."""
 
-    def __init__(self, plan, shape, weights=None):
+    def __init__(self, plan, shape, weights=None, stage=None):
         o, p, schedule = plan.args.optimizer, plan.args.precision, plan.learning_rate
         self.plan, self.shape = plan, shape
-        self.model = reference(shape).to(DTYPES[plan.precision])
+        self.model = reference(shape, stage).to(DTYPES[plan.precision])
         if weights is not None:
             self.model.load_state_dict(weights, strict=False)
         self.model.ddp_config = distributed.DistributedDataParallelConfig()
@@ -128,6 +131,29 @@ class Theirs:
         self.optimizer.step()
         self.scheduler.step(SAMPLES)
         return loss.item()
+
+    def train_stage(self, batch) -> float | None:
+        """The same of a pipeline's stage, a sequence at a time; the last one's loss."""
+        length, sequences = self.shape.seq_length, iter(list(zip(*(whole.split(1) for whole in batch))))
+        blocked = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+
+        def forward(sequences, model):
+            tokens, labels = next(sequences)
+            losses = model(tokens, torch.arange(length).expand_as(tokens), blocked, labels=labels)
+            return losses, lambda losses: (losses.mean(), {"loss": losses.mean().item()})
+
+        self.optimizer.zero_grad()
+        found = schedules.forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward,
+            data_iterator=sequences,
+            model=[self.model],
+            num_microbatches=SAMPLES,
+            seq_length=length,
+            micro_batch_size=1,
+        )
+        self.optimizer.step()
+        self.scheduler.step(SAMPLES)
+        return sum(one["loss"] for one in found) / SAMPLES if found else None
 
     def save(self, path: Path, iteration: int) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +213,7 @@ class Theirs:
             bf16=a.precision.bf16,
             params_dtype=DTYPES[self.plan.precision],
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-            pipeline_model_parallel_size=1,
+            pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
             model_type=enums.ModelType.encoder_or_decoder,
             attention_backend=transformer_enums.AttnBackend.auto,
             path=Path("somewhere"),
@@ -467,47 +493,49 @@ def test_the_distributed_optimizers_buffers_are_read(precision, bucket_size, tmp
     assert same(read_all(file), theirs.flat())
 
 
-def train_in_parts(world, variant: str, folder: str):
-    """For on_ranks: Megatron trains in tensor parallel, saves after 3 steps, and writes the losses of 7 more."""
+def train_in_parts(world, variant: str, folder: str, in_stages: str = ""):
+    """For on_ranks: Megatron trains in tensor parallel, or in stages, saves after 3 steps, and writes the losses of 7 more."""
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.cuda, "current_device", lambda: "cpu")
     tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
     patch.setattr("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: tracker)
     pretend(patch)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world.size)
+    patch.setattr(torch.cuda, "synchronize", lambda: None)
+    sizes = {"pipeline_model_parallel_size" if in_stages else "tensor_model_parallel_size": world.size}
+    parallel_state.initialize_model_parallel(**sizes)
     torch.manual_seed(1)
-    shape = VARIANTS[variant]
-    theirs = Theirs(plan_for("fp32"), shape)
-    fed = batches(shape, 10)
+    shape, part = VARIANTS[variant], f"00_{world.rank:03d}" if in_stages else f"{world.rank:02d}"
+    theirs = Theirs(plan_for("fp32"), shape, stage=(world.rank, world.size) if in_stages else None)
+    fed, train = batches(shape, 10), theirs.train_stage if in_stages else theirs.train
     for batch in fed[:3]:
-        theirs.train(batch)
-    theirs.save(Path(folder) / f"mp_rank_{world.rank:02d}" / "model_optim_rng.pt", 3)
-    losses = [theirs.train(batch) for batch in fed[3:]]
-    if world.is_first:
+        train(batch)
+    theirs.save(Path(folder) / f"mp_rank_{part}" / "model_optim_rng.pt", 3)
+    losses = [train(batch) for batch in fed[3:]]
+    if world.is_last:
         (Path(folder) / "losses.json").write_text(json.dumps(losses))
 
 
 def go_on_in_parts(world, variant: str, folder: str, words: str):
     """For on_ranks: the same here, from what it saved; prints the losses."""
     shape, model_words = VARIANTS[variant], MODEL_WORDS[variant]
-    plan = plan_of(flags(TRAINING, model_words, TENSOR, words), world)
+    plan = plan_of(flags(TRAINING, model_words, words), world)
     assert dataclasses.replace(plan.shape, init_method_std=shape.init_method_std) == shape
     groups = make_groups(plan, CPU)
     replica = replicate(plan, build_model(plan, CPU, groups), groups)
     optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
     checkpoints = Checkpoints(plan, replica, optimizer, CPU)
     checkpoints._restore(Path(folder), False, Progress())
-    losses = []
+    losses, phase = [], lambda _: contextlib.nullcontext()
+    step = TrainingStep(plan, replica, optimizer, lambda batch: Batch(*batch, None, None, None))
+    step.make.device = CPU
     for batch in batches(shape, 10)[3:]:
-        loss = replica(*batch).mean()
-        loss.backward()
-        optimizer.step(replica.gradients(), SAMPLES, lambda _: contextlib.nullcontext())
-        replica.clear()
-        losses.append(loss.item())
+        result = step(zip(*(whole.split(plan.args.training.micro_batch_size) for whole in batch)), 0, phase)
+        losses.append(result.loss_sum.item() / max(result.tokens.item(), 1))
     print(json.dumps(losses))
 
 
 TENSOR = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64 --attention-backend unfused"
+STAGES = "--pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 128 --attention-backend unfused --micro-batch-size 1 --global-batch-size 4"
 MODEL_WORDS = {
     "untied": "--hidden-size 32 --ffn-hidden-size 96 --seq-length 12 --untie-embeddings-and-output-weights",
     "gqa_swiglu_rmsnorm": (
@@ -527,7 +555,20 @@ def test_a_tensor_parallel_run_goes_on_as_one_and_in_parts(variant, tmp_path):
     ours.load(open_megatron(tmp_path))
     losses = [ours.train(batch) for batch in batches(shape, 10)[3:]]
     assert losses == pytest.approx(theirs, abs=2e-6)
-    for words in ("", "--sequence-parallel"):
+    for words in (TENSOR, f"{TENSOR} --sequence-parallel"):
         outputs = on_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, variant, str(tmp_path), words)
         for output in outputs:
             assert json.loads(output.splitlines()[-1]) == pytest.approx(theirs, abs=2e-6)
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_as_one_and_in_stages(tmp_path):
+    on_ranks("test_checkpoint_megatron_core:train_in_parts", tmp_path, "untied", str(tmp_path), "in stages")
+    theirs = json.loads((tmp_path / "losses.json").read_text())
+    ours = Ours(plan_for("fp32"), VARIANTS["untied"])
+    ours.load(open_megatron(tmp_path))
+    losses = [ours.train(batch) for batch in batches(VARIANTS["untied"], 10)[3:]]
+    assert losses == pytest.approx(theirs, abs=2e-6)
+    outputs = on_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, "untied", str(tmp_path), STAGES)
+    print(theirs, outputs[-1].splitlines()[-1])
+    assert json.loads(outputs[-1].splitlines()[-1]) == pytest.approx(theirs, abs=2e-6)

@@ -41,8 +41,12 @@ def activation(shape):
     return {"activation_func": functions[shape.activation], "gated_linear_unit": shape.activation == "swiglu"}
 
 
-def reference(shape):
+def reference(shape, stage=None):
+    """stage: of a pipeline: (its number, their number)."""
+    number, stages = stage or (0, 1)
     config = transformer.TransformerConfig(
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32 if stages > 1 else None,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
@@ -76,6 +80,8 @@ def reference(shape):
         rotary_percent=shape.rotary_percent,
         rotary_base=shape.rotary_base,
         seq_len_interpolation_factor=shape.rotary_seq_len_interpolation_factor,
+        pre_process=number == 0,
+        post_process=number == stages - 1,
     )
 
 
