@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.parallel.flight_recorder import Operation
+from megatron_lite.config.layout import Layout
+from megatron_lite.parallel.flight_recorder import Operation, describe_hand_over
 from megatron_lite.parallel.hang_diagnosis import CLOSED, LATE, TERMINATED, Case, answered, find_cause, where
 from megatron_lite.parallel.rank_store import RankStatus
 
@@ -129,6 +130,33 @@ def test_who_waits_in_a_group_waits_for_its_members():
     begun = replace(WAITING, groups={"tensor": 7})
     found = find_cause(case([begun, other, last], reason=LATE, operation=operation))
     assert found.ranks == [] and "although all ranks had begun it" in found.line
+
+
+def test_what_a_stage_waits_for_is_told_with_the_other_ones_place():
+    layout = Layout(tensor=2, pipeline=2)
+    owed = describe_hand_over(2, "the backward of micro-batch 3 from")
+    waiting = replace(WAITING, phase="pipeline_wait")
+    asks = {"reason": LATE, "operation": owed, "layout": layout}
+    line = find_cause(case([waiting, READING, READING], **asks)).line
+    assert line.startswith(
+        "rank 2 (pp 1, tp 0) keeps rank 0 waiting for the backward of micro-batch 3 from rank 2, for 10m00s: since "
+    )
+    # rank 2 waits in turn for its neighbor, which reads data
+    second = replace(READING, groups={"tensor": 7}, waiting=("tensor", 7, [2, 3]))
+    third = replace(READING, groups={"tensor": 6})
+    line = find_cause(case([waiting, second, third], **asks)).line
+    through = (
+        "keeps others waiting, and through them rank 0 for the backward of micro-batch 3 from rank 2, for 10m00s: "
+    )
+    assert line.startswith(f"rank 3 (pp 1, tp 1) {through}")
+    line = find_cause(case([waiting, FAILED, waiting], operation=owed)).line
+    assert "rank 0 waited for the backward of micro-batch 3 from rank 2, iteration 1052, phase grad_sync" in line
+    assert [layout.describe_place(rank) for rank in range(4)] == [
+        "pp 0, tp 0",
+        "pp 0, tp 1",
+        "pp 1, tp 0",
+        "pp 1, tp 1",
+    ]
 
 
 def test_ranks_that_wait_in_a_circle_are_told_as_behind():

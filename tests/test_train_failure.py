@@ -103,6 +103,25 @@ def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
     assert behind["begun"] < asking["begun"] and behind["stack"][0].startswith("never_ends (")
 
 
+PIPELINE = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["loop", "stopped", "killed", "exception"])
+def test_a_rank_of_a_pipeline_is_named(tmp_path, how):
+    """Rank 1, with rank 0 in the first stage: ranks 2 and 3 wait for what both compute together."""
+    argv = [how, "5", *flags(f"--train-iters 1000000 --log-interval 1 {PIPELINE} --run-dir", tmp_path / "run")]
+    line = verdict_of(pretrain(argv, ranks=4, script=FAULTY))
+    what = (
+        r"the forward of micro-batch 1 from rank [01]|all_reduce #\d+ \(.*\) of ranks 0, 1|rank \d was in iteration 3"
+    )
+    assert line.startswith("error: rank 1 (pp 0, tp 1) ") and re.search(what, line), line
+    told = json.loads((tmp_path / "run" / "ranks.json").read_text())["ranks"]
+    assert {rank: post["place"] for rank, post in told.items()}.items() <= {
+        "0": "pp 0, tp 0", "1": "pp 0, tp 1", "2": "pp 1, tp 0", "3": "pp 1, tp 1"
+    }.items()  # fmt: skip
+
+
 @pytest.mark.slow
 def test_a_stopped_rank_is_named(tmp_path):
     ended = run_faulty("stopped", tmp_path / "run", limit_s=5)

@@ -86,6 +86,19 @@ class Layout:
             outer = pipeline_rank + self.pipeline * data_rank
         return tensor_rank + self.tensor * (context_rank + self.context * outer)
 
+    def describe_place(self, rank: int) -> str:
+        """'pp 1, tp 0': where this rank stands in each dimension that has several; "" where all ranks hold the same."""
+        if self.tensor * self.context * self.pipeline == 1:
+            return ""
+        one = self.locate(rank)
+        places = (
+            ("pp", self.pipeline, one.pipeline_rank),
+            ("dp", self.data, one.data_rank),
+            ("cp", self.context, one.context_rank),
+            ("tp", self.tensor, one.tensor_rank),
+        )
+        return ", ".join(f"{name} {place}" for name, size, place in places if size > 1)
+
     def list_stages(self) -> list[int]:
         """A rank of each stage."""
         return [self.find_rank(0, 0, 0, number) for number in range(self.pipeline)]

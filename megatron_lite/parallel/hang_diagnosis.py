@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
 from megatron_lite.parallel.flight_recorder import DEFAULT, STAGES, Operation
@@ -60,6 +61,7 @@ class Case:
     memory_kills: int = 0  # on this machine since the run began
     report: str | None = None  # the file with all posts
     detail: str | None = None  # what the transport said of a broken connection
+    layout: Layout = field(default_factory=Layout)
 
     @property
     def waited_in(self) -> str:
@@ -153,9 +155,11 @@ def classify_rank(case: Case, rank: int) -> str | None:
 def _describe(case: Case, kind: str, ranks: list[int]) -> str:
     """The line on ranks of a kind; what is told of one of them is the first's."""
     named, more = ", ".join(map(str, ranks[:MAX_NAMED])), len(ranks) - MAX_NAMED
+    place = case.layout.describe_place(ranks[0]) if len(ranks) == 1 else ""
+    place = place and f" ({place})"
     waited, unjoined = _describe_waiting(case, ranks[0])
     words = {
-        "who": f"rank{'s' if len(ranks) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}",
+        "who": f"rank{'s' if len(ranks) > 1 else ''} {named}{place}{f' and {more} more' if more > 0 else ''}",
         "were": "they were" if len(ranks) > 1 else "it was",
         "unjoined": unjoined,
         "killed": "",
@@ -212,8 +216,11 @@ class HangDiagnosis:
     ends_record: the process ends here, so that run.json's own writer will not come to it.
     """
 
-    def __init__(self, world: World, store: RankStore, limit_s: float, *, ends_record: bool):
+    def __init__(
+        self, world: World, store: RankStore, limit_s: float, *, ends_record: bool, layout: Layout | None = None
+    ):
         self.world, self.store, self.limit_s, self.ends_record = world, store, limit_s, ends_record
+        self.layout = layout or Layout()
         self.run_dir: Path | None = None
         self._kills = memory_kills()
 
@@ -274,13 +281,17 @@ class HangDiagnosis:
             memory_kills=kills - self._kills if kills is not None and self._kills is not None else 0,
             report=str(self.run_dir / RANKS_FILE) if self.run_dir else None,
             detail=detail,
+            layout=self.layout,
         )
 
     def _write_down(self, case: Case, found: Cause):
         """RUN/ranks.json: the verdict and every rank's last post, with stacks of those that answered; and the end in run.json."""
         last = self.world.size - 1
         gone = last in found.ranks and case.posts[last].left in (None, "SIGTERM")
-        ranks = {rank: dataclasses.asdict(post) for rank, post in sorted(case.posts.items())}
+        ranks = {
+            rank: {"place": self.layout.describe_place(rank)} | dataclasses.asdict(post)
+            for rank, post in sorted(case.posts.items())
+        }
         text = json.dumps({"verdict": found.line, "ranks": ranks}, indent=1)
         try:
             write_atomically(self.run_dir / RANKS_FILE, f"{text}\n")

@@ -48,7 +48,7 @@ def process_group(plan: Plan):
             own = store.clone()
             own.set_timeout(STORE_TIMEOUT)
             recorder = FlightRecorder(plan.backend)
-            watchdog = Watchdog(plan.world, own, recorder, limit.total_seconds(), backstop=nccl)
+            watchdog = Watchdog(plan.world, own, recorder, limit.total_seconds(), backstop=nccl, layout=plan.layout)
             watchdog.start()
             ends.callback(watchdog.stop)
         with watchdog.explain_failures():

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError, first_line
 from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
@@ -83,11 +84,20 @@ class Watchdog:
     Where the backend's failures do not reach Python (nccl), `backstop` makes this thread end the process at the limit.
     """
 
-    def __init__(self, world: World, store: dist.Store, recorder: FlightRecorder, limit_s: float, *, backstop: bool):
+    def __init__(
+        self,
+        world: World,
+        store: dist.Store,
+        recorder: FlightRecorder,
+        limit_s: float,
+        *,
+        backstop: bool,
+        layout: Layout | None = None,
+    ):
         self.where = RunPosition()
         self._world, self._recorder, self._limit_s, self._backstop = world, recorder, limit_s, backstop
         self._store = RankStore(store, world.rank, world.size)
-        self._diagnosis = HangDiagnosis(world, self._store, limit_s, ends_record=backstop)
+        self._diagnosis = HangDiagnosis(world, self._store, limit_s, ends_record=backstop, layout=layout)
         self._main = threading.get_ident()
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
