@@ -297,7 +297,7 @@ def measure(world, argv: str):
     tracker.start()
     model = build_model(plan, CPU, groups)
     sizes = [p.numel() for p in model.parameters()]
-    layer = sum(p.numel() for p in model.decoder.layers[0].parameters())
+    layer = sum(p.numel() for p in next(iter(model.decoder.layers)).parameters())
     replica = replicate(plan, model, groups)
     tracker.stop()
     built = analyze_snapshot(tracker.snapshot(), Path("build")).peak_bytes
