@@ -110,16 +110,18 @@ QUICK = [  # in the default tests
 ]  # fmt: skip
 
 
-def run_cases(folder: Path, cases: list[tuple[str, str]]) -> Path:
+def run_cases(folder: Path, cases: list[tuple[str, str]], words: str = "") -> Path:
     """Models on one rank, in folder alone, and in their layouts on several, in folders 2 and 4."""
     (folder / "alone").mkdir()
     with alone(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.chdir(folder / "alone")
         for name in {model for model, _ in cases}:
-            train(flags(TRAIN, MODELS[name][0]), Path(name))
+            train(flags(TRAIN, MODELS[name][0], words), Path(name))
     for ranks in {LAYOUTS[layout][1] for _, layout in cases}:
         argvs = {
-            f"{model}; {layout}": flags(TRAIN, MODELS[model][0], LAYOUTS[layout][0], "--eval-interval 3 --eval-iters 1")
+            f"{model}; {layout}": flags(
+                TRAIN, MODELS[model][0], LAYOUTS[layout][0], "--eval-interval 3 --eval-iters 1", words
+            )
             for model, layout in cases
             if LAYOUTS[layout][1] == ranks
         }
