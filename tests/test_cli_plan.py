@@ -164,7 +164,7 @@ def test_what_does_not_fit_gets_the_flags_that_do(capsys):
     assert "no micro-batch and no recomputation makes it fit: at least" in wide
     assert "it needs a smaller model or a GPU of 102.2 GiB, such as H200" in wide
     assert "--num-layers" not in wide, "another model is no advice"
-    assert "more GPUs help only if they split layers too" in wide
+    assert "more GPUs help only if they split the model too" in wide
     hopeless = flat(printed(capsys, "--gpu", "T4", *SEED, "--hidden-size", "16384"))
     assert "nor does a shorter sequence: it needs a smaller model, no GPU of the table is large enough" in hopeless
 

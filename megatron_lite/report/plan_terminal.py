@@ -265,7 +265,7 @@ def _build_fit_section(found: Fit) -> Section:
     if found.found is None:
         lines += [
             describe_fit(found),
-            "more GPUs help only if they split layers too: --tensor-model-parallel-size 2 or more",
+            "more GPUs help only if they split the model too: --tensor-model-parallel-size or --pipeline-model-parallel-size 2 or more",
         ]
     budget = f"{size(found.budget_bytes)} of {found.processor.memory_gib:g} GiB, {percent(found.margin)} left free"
     return Section("fit", f"Fit into one {found.processor.name}", budget, [Lines(lines)])

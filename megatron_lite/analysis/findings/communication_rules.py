@@ -15,7 +15,7 @@ from megatron_lite.analysis.findings.base import (
     rule,
     share,
 )
-from megatron_lite.analysis.findings.run_settings import argument, parameters, part, variables, whole
+from megatron_lite.analysis.findings.run_settings import argument, parameters, part, splits_model, variables, whole
 from megatron_lite.analysis.findings.step_measurements import (
     backward_ranges,
     communication_rows,
@@ -114,9 +114,7 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --ddp-bucket-size N (parameters): several millions.
     False alarm: small collectives of tensor or expert parallelism in other trainers' traces, which are not gradients.
     """
-    if (
-        whole(part(facts, "layout", "tensor")) or 1
-    ) > 1:  # those of split layers are as large as a micro-batch makes them
+    if splits_model(facts):  # hidden states are as large as a micro-batch makes them
         return None
     rows, number = communication_rows(one), parameters(facts)
     sizes = collective_bytes(one.trace, rows, whole(part(facts, "world", "size")))  # NaN for unknown

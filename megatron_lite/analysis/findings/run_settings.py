@@ -77,6 +77,11 @@ def micro_batches(facts: Facts) -> int | None:
     return batch // (size * ranks) if size and batch and ranks else None
 
 
+def splits_model(facts: Facts) -> bool:
+    """Whether ranks have parts of layers or some of them, and so exchange hidden states besides gradients."""
+    return max(whole(part(facts, "layout", dimension)) or 1 for dimension in ("tensor", "pipeline")) > 1
+
+
 def micro_batch_tokens(facts: Facts) -> int | None:
     """Of a rank."""
     size, length = whole(argument(facts, "micro_batch_size")), whole(part(facts, "shape", "seq_length"))

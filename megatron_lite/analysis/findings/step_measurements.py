@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.findings.run_settings import part, whole
+from megatron_lite.analysis.findings.run_settings import splits_model
 from megatron_lite.analysis.intervals import Cover, difference, union
 from megatron_lite.analysis.kernels.roles import is_communication
 from megatron_lite.analysis.run_facts import Facts, RankFacts
@@ -91,9 +91,9 @@ def compute_rows(one: RankFacts) -> np.ndarray:
 def reduction_rows(facts: Facts, one: RankFacts) -> np.ndarray:
     """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients.
 
-    None where ranks split layers: what they exchange within those is not told from gradients.
+    None where ranks split layers or have stages of a pipeline: what they exchange within those is not told from gradients.
     """
-    if (whole(part(facts, "layout", "tensor")) or 1) > 1:
+    if splits_model(facts):
         return np.empty(0, np.int64)
     return in_phases(one, communication_rows(one), BACKWARD, GRAD_SYNC)
 
