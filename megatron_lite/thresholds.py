@@ -19,8 +19,20 @@ WITHOUT_CORE = 0.10  # of a step, in which a rank that is ready has no core: fig
 SWITCHES_PER_CPU_SECOND = 100.0  # involuntary ones; a scheduler that shares a core switches every 3 to 6 ms
 
 
-def slowest_rank(times_ms: Sequence[float], step_ms: Sequence[float]) -> tuple[float, int] | None:
-    """(lag behind the median rank in ms, rank), if one rank is notably slower. Both by rank; None if one has NaN."""
+def slowest_rank(
+    times_ms: Sequence[float], step_ms: Sequence[float], stages: Sequence[int] = ()
+) -> tuple[float, int] | None:
+    """(lag behind the median rank in ms, rank), if one rank is notably slower. Both by rank; None if one has NaN.
+
+    stages: by rank, of a pipeline; a rank is compared with others of its stage, which have the same work.
+    """
+    if len(set(stages)) > 1:
+        found = []
+        for stage in set(stages):
+            ranks = [rank for rank, own in enumerate(stages) if own == stage]
+            slow = slowest_rank([times_ms[rank] for rank in ranks], [step_ms[rank] for rank in ranks])
+            found += [(slow[0], ranks[slow[1]])] if slow else []
+        return max(found, default=None)
     if len(times_ms) < 2 or any(map(isnan, (*times_ms, *step_ms))):
         return None
     usual, slowest = median_low(times_ms), max(times_ms)

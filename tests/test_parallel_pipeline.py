@@ -10,6 +10,7 @@ from launch import flags, on_ranks, plan_of
 from megatron_lite.config.layout import Layout, Stage, count_stage_layers, order_turns
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
+from megatron_lite.thresholds import slowest_rank
 
 PP2 = "--pipeline-model-parallel-size 2"
 
@@ -74,6 +75,14 @@ def test_layers_of_stages(words, counts):
     stages = [one.stage for one in plan_stages(plan)]
     assert [len(stage.layers) for stage in stages] == counts
     assert [layer for stage in stages for layer in stage.layers] == list(range(8))
+
+
+def test_a_rank_is_slow_beside_those_of_its_stage():
+    """The stage with the loss takes longer, and nobody is to blame."""
+    times, steps, stages = [10.0, 10.0, 20.0, 20.5], [100.0] * 4, [0, 0, 1, 1]
+    assert slowest_rank([10.0, 10.0, 10.0, 20.0], steps) == (10.0, 3)
+    assert slowest_rank(times, steps, stages) is None
+    assert slowest_rank([10.0, 14.0, 20.0, 20.0], steps, stages) == (4.0, 1)
 
 
 @pytest.mark.parametrize("data_is_outermost", [False, True])

@@ -105,7 +105,7 @@ class Log:
         self._unwritten: list[StepFigures] = []
         self._ahead, self._written_at = 0, time.monotonic()  # the last iteration written ahead of its console line
         self._peak_tflops = peak_tflops
-        self._anomalies = AnomalyWarnings()
+        self._anomalies = AnomalyWarnings([plan.layout.locate(rank).pipeline_rank for rank in range(plan.world.size)])
         self._time = IntervalTimer(timeline)
         self._start_interval()
 

@@ -3,9 +3,9 @@
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, median_low
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -145,9 +145,10 @@ def _plain(values: list[float], digits: int = 3) -> list[float | int | None] | N
 class AnomalyWarnings:
     """Says each thing when it begins, and again only if it has stopped in between."""
 
-    def __init__(self):
+    def __init__(self, stages: Sequence[int] = ()):
+        """stages: by rank, of a pipeline."""
         self._said: set[str] = set()
-        self._slow = SlowRanks()
+        self._slow = SlowRanks(stages)
         self._gpu, self._host = Growth("GPU memory"), Growth("host memory")
 
     def of(self, figures: RankFigures, disturbed: bool = False) -> Iterator[str]:
@@ -168,7 +169,8 @@ class AnomalyWarnings:
 class SlowRanks:
     """Which rank was notably slower in each phase, over the last intervals."""
 
-    def __init__(self):
+    def __init__(self, stages: Sequence[int] = ()):
+        self._stages = stages
         self._history: dict[str, deque[int | None]] = {name: deque(maxlen=SLOW_INTERVALS) for name in INDEPENDENT}
 
     def of(self, f: RankFigures) -> Iterator[tuple[str, str]]:
@@ -178,11 +180,12 @@ class SlowRanks:
         without_core = _without_core(f)
         for name in (name for name in INDEPENDENT if name in f.host_ms):
             times, history = f.own_ms(name), self._history[name]
-            found = slowest_rank(times, f.step_ms)
+            found = slowest_rank(times, f.step_ms, self._stages)
             found = None if found and is_by_chance(found[0], without_core) else found
             history.append(found and found[1])
             if found and len(history) >= MIN_INTERVALS and is_mostly(found[1], history):
-                rank, usual = found[1], median_low(times)
+                lag, rank = found
+                usual = times[rank] - lag
                 line = (
                     f"   rank {rank} is {100 * (times[rank] / usual - 1):.0f}% slower than the median rank in {name} "
                     f"({times[rank]:.1f} against {usual:.1f} ms per step, iterations {f.first}-{f.last}); "

@@ -202,7 +202,7 @@ def find_straggler(facts: Facts) -> Finding | None:
     found = ranks.straggler if ranks else None
     step_ms = max((row.step_ms for row in ranks.rows), default=0.0) if ranks else 0.0
     if found is None and run is not None and run.ranks is not None:
-        found, step_ms = find_straggler_by_medians(run.ranks), run.steady_step_ms or 0.0
+        found, step_ms = find_straggler_by_medians(run), run.steady_step_ms or 0.0
     if found is None or found.caused_wait_ms < MATTERS * step_ms:
         return None
     flags = ()  # what to record: what the traces that there are do not have

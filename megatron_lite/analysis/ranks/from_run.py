@@ -15,6 +15,7 @@ from megatron_lite.units import significant
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
 BUSY = "who is late is not said: ranks were not given their cores (busy-machine), and wait for each other by chance"
+OTHER_STAGES = "who is late is not said of traces: stages of a pipeline have different work"
 NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
 
 
@@ -28,7 +29,7 @@ def compare_ranks_of_run(run: Run) -> Ranks | None:
         RankRow(rank=rank, host="", step_ms=step_ms, data_wait_ms=None if math.isnan(waits[rank]) else waits[rank])
         for rank, step_ms in enumerate(ranks.step_ms)
     ]
-    straggler = find_straggler_by_medians(ranks)
+    straggler = find_straggler_by_medians(run)
     slowest = max(rows, key=lambda row: 0.0 if math.isnan(row.step_ms) else row.step_ms).rank
     return Ranks(
         world_size=run.world_size or len(rows),
@@ -43,15 +44,16 @@ def compare_ranks_of_run(run: Run) -> Ranks | None:
     )
 
 
-def find_straggler_by_medians(ranks: RankMedians) -> Straggler | None:
+def find_straggler_by_medians(run: Run) -> Straggler | None:
     """The rank whose own work takes clearly longer than the median rank's, in the phase where that costs most."""
-    if len(ranks.step_ms) < 2 or not _has_enough_steps(ranks):
+    ranks = run.ranks
+    if ranks is None or len(ranks.step_ms) < 2 or not _has_enough_steps(ranks):
         return None
     late = []
     for name in OWN:
-        found = slowest_rank(ranks.own_ms(name), ranks.step_ms)
+        found = slowest_rank(ranks.own_ms(name), ranks.step_ms, run.stages)
         lines = zip(np.asarray(ranks.intervals.own_ms(name)).tolist(), ranks.intervals.step_ms.tolist())
-        by_line = [slowest_rank(own_ms, step_ms) for own_ms, step_ms in lines]
+        by_line = [slowest_rank(own_ms, step_ms, run.stages) for own_ms, step_ms in lines]
         if found and is_mostly(found[1], [one and one[1] for one in by_line]):
             late.append((*found, name))
     if not late:
@@ -66,6 +68,8 @@ def find_straggler_by_medians(ranks: RankMedians) -> Straggler | None:
 def only_lasting(ranks: Ranks, run: Run) -> Ranks:
     """Traces' ranks without a straggler that the run's ordinary steps do not know: a profile is a moment, and disturbs."""
     late = ranks.straggler
+    if late is not None and len(set(run.stages)) > 1:
+        return replace(ranks, straggler=None, notes=(*ranks.notes, OTHER_STAGES))
     if late is not None and is_by_chance(late.caused_wait_ms, run.without_core):
         return replace(ranks, straggler=None, notes=(*ranks.notes, BUSY))
     if late is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lite.config.layout import Layout
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import rank_without_core
 
@@ -174,6 +175,17 @@ class Run(Steps):
     def status(self) -> str:
         """running, finished, interrupted, failed: ..., killed or lost: ..., or why it left early; "unknown" without run.json."""
         return str(self.record.get("status", "unknown"))
+
+    @property
+    def stages(self) -> list[int]:
+        """Of a pipeline, by rank; [] where there is none."""
+        layout = self.plan.get("layout")
+        if not isinstance(layout, dict) or layout.get("pipeline", 1) == 1:
+            return []
+        try:
+            return [Layout(**layout).locate(rank).pipeline_rank for rank in range(self.world_size or 0)]
+        except TypeError:  # of another version
+            return []
 
     @property
     def world_size(self) -> int | None:
