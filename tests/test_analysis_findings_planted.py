@@ -74,8 +74,8 @@ def sleeping_loader():
 def reduce_every_micro_batch():
     from megatron_lite.parallel.data_parallel import DataParallel
 
-    inner = DataParallel.micro_batch
-    DataParallel.micro_batch = lambda self, last: inner(self, True)
+    inner = DataParallel.backward
+    DataParallel.backward = lambda self, last: inner(self, True)
 
 
 def slow_rank():

@@ -19,7 +19,7 @@ def stages_of(number: int) -> list[Stage]:
     return [Stage(one, number, range(one, one + 1)) for one in range(number)]
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 8)))
+@pytest.mark.parametrize(("stages", "micro_batches"), list(itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 8))))
 def test_every_order_of_turns_comes_to_its_end(stages, micro_batches):
     """Each stage takes what its neighbors have sent, in the order in which they sent it; of each direction one tensor is on its way, and
     one may be there already."""

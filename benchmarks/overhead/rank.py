@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from benchmarks.overhead.parts import Stopwatch
 from megatron_lite import app, observers
+from megatron_lite.config.plan import Plan
 from megatron_lite.instruments import timeline as timeline_module
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.optim.optimizer import Update
+from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.phases import Phase
 from megatron_lite.train import run
 from megatron_lite.train.data_streams import DataStreams
@@ -35,13 +37,13 @@ WARM_UP = 20  # steps
 class NoModel:
     """Stands in for a DataParallel: losses that hang on one number, so that backward has something to do."""
 
-    def __init__(self, device: torch.device):
-        self.number = nn.Parameter(torch.ones(1, 1, device=device))
+    def __init__(self, plan: Plan, device: torch.device):
+        self.number, self.pipeline = nn.Parameter(torch.ones(1, 1, device=device)), Pipeline(plan.stage)
 
     def __call__(self, tokens_BT: Tensor, *_) -> Tensor:
         return self.number.expand(tokens_BT.shape)
 
-    def micro_batch(self, last: bool):
+    def backward(self, last: bool):
         return contextlib.nullcontext()
 
     def gradients(self) -> list[Tensor]:
@@ -67,7 +69,7 @@ class NoUpdate:
 
 def empty_step(plan, replica, optimizer, make, computed=None) -> TrainingStep:
     """In place of TrainingStep(...)."""
-    return TrainingStep(plan, NoModel(make.device), NoUpdate(make.device), make, computed)
+    return TrainingStep(plan, NoModel(plan, make.device), NoUpdate(make.device), make, computed)
 
 
 def same_batch(feed, progress):

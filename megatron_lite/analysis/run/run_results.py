@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.config.layout import Layout
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import rank_without_core
 
@@ -182,6 +181,8 @@ class Run(Steps):
         layout = self.plan.get("layout")
         if not isinstance(layout, dict) or layout.get("pipeline", 1) == 1:
             return []
+        from megatron_lite.config.layout import Layout  # runs of one stage do without
+
         try:
             return [Layout(**layout).locate(rank).pipeline_rank for rank in range(self.world_size or 0)]
         except TypeError:  # of another version
