@@ -19,6 +19,7 @@ from test_model_megatron_parity import megatron_on_cpu, reference  # noqa: F401 
 from megatron_lite.checkpoint.find import open_megatron
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
 from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.config.layout import take_part
 from megatron_lite.data.batch import Batch
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import replicate
@@ -82,19 +83,24 @@ class Theirs:
     """A run of Megatron-Core: its model, its optimizer in its groups, its scheduler; saved as Megatron-LM does."""
 
     def __init__(self, plan, shape, weights=None, stage=None):
-        o, p, schedule = plan.args.optimizer, plan.args.precision, plan.learning_rate
         self.plan, self.shape = plan, shape
         self.model = reference(shape, stage).to(DTYPES[plan.precision])
         if weights is not None:
             self.model.load_state_dict(weights, strict=False)
         self.model.ddp_config = distributed.DistributedDataParallelConfig()
+        self.make_optimizer(self.model)
+
+    def make_optimizer(self, module, **settings):
+        """settings: of its OptimizerConfig, beside those of the plan."""
+        o, p, schedule = self.plan.args.optimizer, self.plan.args.precision, self.plan.learning_rate
         self.optimizer = megatron_optimizer.get_megatron_optimizer(
             megatron_optimizer.OptimizerConfig(
                 **{name: getattr(o, name) for name in OPTIMIZER.split()},
                 **{name: getattr(p, name) for name in SCALE.split()},
-                params_dtype=DTYPES[plan.precision],
+                params_dtype=DTYPES[self.plan.precision],
+                **settings,
             ),
-            [self.model],
+            [module],
         )
         self.scheduler = scheduling.OptimizerParamScheduler(
             self.optimizer,
@@ -241,11 +247,10 @@ class Distributed(Theirs):
     """The same with --use-distributed-optimizer: flat buffers, in buckets with --overlap-grad-reduce."""
 
     def __init__(self, plan, shape, weights, bucket_size):
-        o, p = plan.args.optimizer, plan.args.precision
         self.plan, self.shape, self.bucket_size = plan, shape, bucket_size
         self.model = reference(shape).to(DTYPES[plan.precision])
         self.model.load_state_dict(weights, strict=False)
-        self.model.config.bf16 = p.bf16
+        self.model.config.bf16 = plan.args.precision.bf16
         self.wrapped = distributed.DistributedDataParallel(
             self.model.config,
             distributed.DistributedDataParallelConfig(
@@ -256,22 +261,21 @@ class Distributed(Theirs):
             ),
             self.model,
         )
-        self.optimizer = megatron_optimizer.get_megatron_optimizer(
-            megatron_optimizer.OptimizerConfig(
-                optimizer="adam",
-                lr=o.lr,
-                min_lr=o.min_lr,
-                weight_decay=o.weight_decay,
-                clip_grad=o.clip_grad,
-                bf16=p.bf16,
-                params_dtype=DTYPES[plan.precision],
-                use_distributed_optimizer=True,
-            ),
-            [self.wrapped],
-        )
-        self.scheduler = scheduling.OptimizerParamScheduler(
-            self.optimizer, 0.0, o.lr, o.min_lr, 8, 80, "cosine", 0.1, 0.1, 80, "constant"
-        )
+        self.make_optimizer(self.wrapped, use_distributed_optimizer=True)
+
+    def train(self, batch) -> float:
+        """One step; others have their own samples."""
+        tokens, labels = batch
+        length = self.shape.seq_length
+        blocked = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self.wrapped(tokens, torch.arange(length).expand_as(tokens), blocked, labels=labels).mean()
+        loss.backward()
+        self.wrapped.finish_grad_sync()
+        assert self.optimizer.step()[0]
+        self.scheduler.step(SAMPLES)
+        return loss.item()
 
     def step(self, gradients: dict):
         for name, parameter in self.model.named_parameters():
@@ -493,14 +497,18 @@ def test_the_distributed_optimizers_buffers_are_read(precision, bucket_size, tmp
     assert same(read_all(file), theirs.flat())
 
 
-def train_in_parts(world, variant: str, folder: str, in_stages: str = ""):
-    """For on_ranks: Megatron trains in tensor parallel, or in stages, saves after 3 steps, and writes the losses of 7 more."""
-    patch = pytest.MonkeyPatch()
+def pretend_on_ranks():
+    """As `pretend`, and what Megatron asks of CUDA where there are several ranks. The process ends with the test."""
+    pretend(patch := pytest.MonkeyPatch())
     patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    patch.setattr(torch.cuda, "synchronize", lambda: None)
     tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
     patch.setattr("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: tracker)
-    pretend(patch)
-    patch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def train_in_parts(world, variant: str, folder: str, in_stages: str = ""):
+    """For on_ranks: Megatron trains in tensor parallel, or in stages, saves after 3 steps, and writes the losses of 7 more."""
+    pretend_on_ranks()
     sizes = {"pipeline_model_parallel_size" if in_stages else "tensor_model_parallel_size": world.size}
     parallel_state.initialize_model_parallel(**sizes)
     torch.manual_seed(1)
@@ -572,3 +580,45 @@ def test_a_pipeline_goes_on_as_one_and_in_stages(tmp_path):
     outputs = on_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, "untied", str(tmp_path), STAGES)
     print(theirs, outputs[-1].splitlines()[-1])
     assert json.loads(outputs[-1].splitlines()[-1]) == pytest.approx(theirs, abs=2e-6)
+
+
+def share_out_the_optimizer(world, variant: str, its: str):
+    """For on_ranks: ten losses of Megatron's distributed optimizer, or ("") of ours, each rank on its half of the samples."""
+    shape, own = VARIANTS[variant], slice(2 * world.rank, 2 * world.rank + 2)
+    fed = [[whole[own] for whole in batch] for batch in batches(shape, 10)]
+    if its:
+        pretend_on_ranks()
+        parallel_state.initialize_model_parallel()
+        theirs = Distributed(plan_for("fp32"), shape, build(shape).state_dict(), None)
+        losses = [theirs.train(batch) for batch in fed]
+    else:
+        plan = plan_of(flags(TRAINING, MODEL_WORDS[variant], OF_ONE_MICRO_BATCH, "--use-distributed-optimizer"), world)
+        groups = make_groups(plan, CPU)
+        replica = replicate(plan, build_model(plan, CPU, groups), groups)
+        for name, parameter in zip(replica.names, replica.parameters):
+            take_part(parameter.detach(), build(shape).state_dict()[name], replica.parts[name])
+        optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
+        step = TrainingStep(plan, replica, optimizer, lambda batch: Batch(*batch, None, None, None))
+        step.make.device = CPU
+        results = [step(iter([batch]), 0, lambda _: contextlib.nullcontext()) for batch in fed]
+        losses = [(result.loss_sum / result.tokens).item() for result in results]
+    losses = torch.tensor(losses)
+    torch.distributed.all_reduce(losses)
+    print(json.dumps((losses / 2).tolist()))
+
+
+OF_ONE_MICRO_BATCH = (
+    "--make-vocab-size-divisible-by 128 --attention-backend unfused --micro-batch-size 2 --global-batch-size 4"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", MODEL_WORDS)
+def test_the_distributed_optimizer_is_ours(variant, tmp_path):
+    theirs, ours = (
+        on_ranks("test_checkpoint_megatron_core:share_out_the_optimizer", tmp_path, variant, its)[0]
+        for its in ("theirs", "")
+    )
+    theirs, ours = (json.loads(output.splitlines()[-1]) for output in (theirs, ours))
+    print(theirs, ours)
+    assert ours == pytest.approx(theirs, abs=2e-6)
