@@ -40,6 +40,7 @@ GROUPED = "--group-query-attention --num-query-groups 2 "
 ZERO1, ZERO3 = "--use-distributed-optimizer ", "--use-torch-fsdp2 "
 TP, SP, CP = "--tensor-model-parallel-size ", "--sequence-parallel ", "--context-parallel-size "
 PP = "--pipeline-model-parallel-size "
+CHUNKS = "--num-virtual-stages-per-pipeline-rank "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers "
 UNFUSED = "--attention-backend unfused "
@@ -122,6 +123,8 @@ GRID = {  # name: (flags, ranks), and which of them if not the first
     "medium, bf16, pp4": (MEDIUM + PP + "4 --bf16 --global-batch-size 32", 4),
     "medium, bf16, pp4, second stage": (MEDIUM + PP + "4 --bf16 --global-batch-size 32", 4, 1),
     "medium, llama, tp2, pp2": (MEDIUM + LLAMA + GROUPED + TP + "2 " + SP + PP + "2 --bf16 --global-batch-size 32", 4),
+    "857m script, pp2, chunks": (FEWER + PP + "2 " + CHUNKS + "3 --global-batch-size 32", 2),
+    "medium, bf16, pp2, chunks, last stage": (MEDIUM + PP + "2 " + CHUNKS + "2 --bf16 --global-batch-size 32", 2, 1),
     "bytes, recompute, pp2": (MEDIUM + BYTES + "--bf16 " + FULL + PP + "2 --global-batch-size 32", 2),
     "bytes, pp2, zero1, last stage": (MEDIUM + BYTES + "--bf16 " + ZERO1 + PP + "2 --global-batch-size 64", 4, 2),
     "short, fp16, pp2": (SHORT + "--fp16 " + PP + "2 --global-batch-size 8", 2),

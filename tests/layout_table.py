@@ -1,6 +1,6 @@
 """How far training on several ranks is from one rank: the largest differences of loss and gradient norm over 10 steps.
 
-python tests/layout_table.py [--models WORD ...] [--layouts WORD ...]    of names in test_parallel_layouts that hold one of the words
+python tests/layout_table.py [--models WORD ...] [--layouts WORD ...]    of names below that hold one of the words
 
 The first row is one rank beside itself with micro-batches of 4 sequences instead of 1, so in another order of sums.
 """
@@ -8,15 +8,101 @@ The first row is one rank beside itself with micro-batches of 4 sequences instea
 import argparse
 import contextlib
 import io
+import json
 import sys
 import tempfile
 from pathlib import Path
 
-from launch import alone, flags, steps, train
-from test_parallel_layouts import LAYOUTS, MODELS, TRAIN, run_cases
+import pytest
+from launch import alone, flags, on_ranks, steps, train
+
+ITERATIONS = 6
+TRAIN = (
+    f"--train-iters {ITERATIONS} --global-batch-size 8 --log-interval 1 --log-params-norm --log-num-zeros-in-grad "
+    "--make-vocab-size-divisible-by 32 --num-layers 4"
+)
+ZERO1, ZERO3 = "--use-distributed-optimizer", "--use-torch-fsdp2"
+CP2 = "--context-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+CHUNKS = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 "
+)
+SCALE = "--initial-loss-scale 4096"
+MODELS = {  # name: (flags, largest difference of a loss to one rank)
+    "fp32": ("", 2e-6),
+    "fp32, llama": (LLAMA, 2e-6),
+    "fp32, sgd": ("--optimizer sgd", 2e-6),
+    "fp32, decay that grows": (
+        "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.2", 2e-6
+    ),
+    "fp32, recomputed": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2e-6),
+    "fp32, per token": ("--calculate-per-token-loss", 2e-6),
+    "fp32, masked ends": ("--eod-mask-loss --reset-position-ids", 2e-6),
+    "fp32, compiled": ("--torch-compile layers --torch-compile-backend aot_eager", 2e-6),
+    "fp32, explicit attention": ("--attention-backend local --attention-softmax-in-fp32", 2e-6),
+    # a rank's own 16-bit gradients round otherwise than one rank's, as under DistributedDataParallel
+    "bf16": ("--bf16", 5e-4),
+    "bf16, llama": (LLAMA + "--bf16", 5e-4),
+    "fp16": (f"--fp16 {SCALE}", 5e-3),
+    "fp16, sums in fp32": (f"--fp16 {SCALE} --accumulate-allreduce-grads-in-fp32", 5e-4),
+}  # fmt: skip
+LAYOUTS = {  # name: (flags, ranks)
+    "ddp, 2": ("", 2),
+    "zero1, 2": (ZERO1, 2),
+    "zero3, 2": (ZERO3, 2),
+    "zero3, kept, 2": (f"{ZERO3} --torch-fsdp2-no-reshard-after-forward", 2),
+    "zero1, 4": (ZERO1, 4),
+    "zero3, 2 x 2": (f"{ZERO3} --num-distributed-optimizer-instances 2", 4),
+    "tp2": (TP2, 2),
+    "tp2, sp": (f"{TP2} {SP}", 2),
+    "tp2, sp, ddp": (f"{TP2} {SP}", 4),
+    "tp2, zero1": (f"{TP2} {ZERO1}", 4),
+    "tp2, sp, zero3": (f"{TP2} {SP} {ZERO3}", 4),
+    "cp2": (CP2, 2),
+    "cp4": ("--context-parallel-size 4", 4),
+    "cp2, ddp": (CP2, 4),
+    "cp2, zero3": (f"{CP2} {ZERO3}", 4),
+    "tp2, sp, cp2": (f"{TP2} {SP} {CP2}", 4),
+    "pp2": (PP2, 2),
+    "pp2, zero1": (f"{PP2} {ZERO1}", 4),
+    "pp2, ddp": (PP2, 4),
+    "pp2, ddp, neighbors": (f"{PP2} --use-tp-pp-dp-mapping", 4),
+    "tp2, sp, pp2": (f"{TP2} {SP} {PP2}", 4),
+    "tp2, pp2": (f"{TP2} {PP2}", 4),
+    "cp2, pp2": (f"{CP2} {PP2}", 4),
+    "pp4": ("--pipeline-model-parallel-size 4", 4),
+    "pp2, chunks": (CHUNKS, 2),
+    "pp2, chunks, ddp": (CHUNKS, 4),
+    "pp2, chunks, zero1": (f"{CHUNKS} {ZERO1}", 4),
+    "tp2, sp, pp2, chunks": (f"{TP2} {SP} {CHUNKS}", 4),
+    "tp4, sp": (f"--tensor-model-parallel-size 4 {SP}", 4),
+}
 
 STEPS = 10
 MANY = f"--train-iters {STEPS}"  # the last one of a name wins
+
+
+def run_cases(folder: Path, cases: list[tuple[str, str]], words: str = "") -> Path:
+    """Models on one rank, in folder alone, and in their layouts on several, in folders 2 and 4."""
+    (folder / "alone").mkdir()
+    with alone(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.chdir(folder / "alone")
+        for name in {model for model, _ in cases}:
+            train(flags(TRAIN, MODELS[name][0], words), Path(name))
+    for ranks in {LAYOUTS[layout][1] for _, layout in cases}:
+        argvs = {
+            f"{model}; {layout}": flags(
+                TRAIN, MODELS[model][0], LAYOUTS[layout][0], "--eval-interval 3 --eval-iters 1", words
+            )
+            for model, layout in cases
+            if LAYOUTS[layout][1] == ranks
+        }
+        (folder / f"{ranks}.json").write_text(json.dumps(argvs))
+        on_ranks("launch:train_all", folder / str(ranks), str(folder / f"{ranks}.json"), ranks=ranks)
+    return folder
 
 
 def largest(one: list[dict], other: list[dict], key: str) -> float:

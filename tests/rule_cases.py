@@ -63,6 +63,7 @@ TWO_LINES = {
         "--train-data-path tests/nothing: " + NOT_MADE,
     ],
 }
+PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 BY_WORLD = [  # changes, world, the flag with which the answer begins
     ("--context-parallel-size 3", FOUR_RANKS, "does not divide the number of ranks, 4; start a multiple of 3"),
     ("--context-parallel-size 4 --seq-length 20", FOUR_RANKS, "--seq-length 20 is not divisible by 8, its pieces"),
@@ -124,6 +125,31 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
         "--pipeline-model-parallel-size 4 --num-layers 6 --global-batch-size 8 --decoder-first-pipeline-num-layers 1",
         FOUR_RANKS,
         "size 4: --num-layers 6 without the 1 of --decoder-first-pipeline-num-layers cannot be shared out evenly; change",
+    ),
+    (
+        f"{PP2} --num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",
+        FOUR_RANKS,
+        "stage 2 and --num-virtual-stages-per-pipeline-rank 2 say the same; drop one",
+    ),
+    (
+        f"{PP2} --num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --decoder-first-pipeline-num-layers 2",
+        FOUR_RANKS,
+        "stage 2 and --decoder-first-pipeline-num-layers exclude each other; give --num-virtual-stages",
+    ),
+    (
+        f"{PP2} --num-layers 8 --num-layers-per-virtual-pipeline-stage 3",
+        FOUR_RANKS,
+        "stage 3: does not divide the 4 layers of each stage; change",
+    ),
+    (
+        f"{PP2} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 --decoder-first-pipeline-num-layers 3",
+        FOUR_RANKS,
+        "rank 2: does not divide the 3 and 5 layers of the stages; change",
+    ),
+    (
+        f"{PP2} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 12",
+        FOUR_RANKS,
+        "size 12: stages of several chunks take as many micro-batches at once as there are stages; give a multiple of 8.",
     ),
     (
         "--pipeline-model-parallel-size 2 --use-torch-fsdp2 --global-batch-size 8",

@@ -10,6 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 from launch import alone, checkpoint, flags, losses, on_ranks, plan_of, same, steps, train
+from layout_table import (
+    CHUNKS,
+    CP2,
+    ITERATIONS,
+    LAYOUTS,
+    LLAMA,
+    MODELS,
+    PP2,
+    SCALE,
+    SP,
+    TP2,
+    TRAIN,
+    ZERO1,
+    ZERO3,
+    run_cases,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,65 +45,6 @@ from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 CPU = torch.device("cpu")
-ITERATIONS = 6
-TRAIN = (
-    f"--train-iters {ITERATIONS} --global-batch-size 8 --log-interval 1 --log-params-norm --log-num-zeros-in-grad "
-    "--make-vocab-size-divisible-by 32 --num-layers 4"
-)
-ZERO1, ZERO3 = "--use-distributed-optimizer", "--use-torch-fsdp2"
-CP2 = "--context-parallel-size 2"
-PP2 = "--pipeline-model-parallel-size 2"
-TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
-LLAMA = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
-    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 "
-)
-SCALE = "--initial-loss-scale 4096"
-MODELS = {  # name: (flags, largest difference of a loss to one rank)
-    "fp32": ("", 2e-6),
-    "fp32, llama": (LLAMA, 2e-6),
-    "fp32, sgd": ("--optimizer sgd", 2e-6),
-    "fp32, decay that grows": (
-        "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.2", 2e-6
-    ),
-    "fp32, recomputed": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2e-6),
-    "fp32, per token": ("--calculate-per-token-loss", 2e-6),
-    "fp32, masked ends": ("--eod-mask-loss --reset-position-ids", 2e-6),
-    "fp32, compiled": ("--torch-compile layers --torch-compile-backend aot_eager", 2e-6),
-    "fp32, explicit attention": ("--attention-backend local --attention-softmax-in-fp32", 2e-6),
-    # a rank's own 16-bit gradients round otherwise than one rank's, as under DistributedDataParallel
-    "bf16": ("--bf16", 5e-4),
-    "bf16, llama": (LLAMA + "--bf16", 5e-4),
-    "fp16": (f"--fp16 {SCALE}", 5e-3),
-    "fp16, sums in fp32": (f"--fp16 {SCALE} --accumulate-allreduce-grads-in-fp32", 5e-4),
-}  # fmt: skip
-LAYOUTS = {  # name: (flags, ranks)
-    "ddp, 2": ("", 2),
-    "zero1, 2": (ZERO1, 2),
-    "zero3, 2": (ZERO3, 2),
-    "zero3, kept, 2": (f"{ZERO3} --torch-fsdp2-no-reshard-after-forward", 2),
-    "zero1, 4": (ZERO1, 4),
-    "zero3, 2 x 2": (f"{ZERO3} --num-distributed-optimizer-instances 2", 4),
-    "tp2": (TP2, 2),
-    "tp2, sp": (f"{TP2} {SP}", 2),
-    "tp2, sp, ddp": (f"{TP2} {SP}", 4),
-    "tp2, zero1": (f"{TP2} {ZERO1}", 4),
-    "tp2, sp, zero3": (f"{TP2} {SP} {ZERO3}", 4),
-    "cp2": (CP2, 2),
-    "cp4": ("--context-parallel-size 4", 4),
-    "cp2, ddp": (CP2, 4),
-    "cp2, zero3": (f"{CP2} {ZERO3}", 4),
-    "tp2, sp, cp2": (f"{TP2} {SP} {CP2}", 4),
-    "pp2": (PP2, 2),
-    "pp2, zero1": (f"{PP2} {ZERO1}", 4),
-    "pp2, ddp": (PP2, 4),
-    "pp2, ddp, neighbors": (f"{PP2} --use-tp-pp-dp-mapping", 4),
-    "tp2, sp, pp2": (f"{TP2} {SP} {PP2}", 4),
-    "tp2, pp2": (f"{TP2} {PP2}", 4),
-    "cp2, pp2": (f"{CP2} {PP2}", 4),
-    "pp4": ("--pipeline-model-parallel-size 4", 4),
-    "tp4, sp": (f"--tensor-model-parallel-size 4 {SP}", 4),
-}
 # each goes on from the one before; the last one's end is an uninterrupted run's
 RING = [
     "zero1, 2",
@@ -96,7 +53,7 @@ RING = [
     "tp4, sp",
     "pp4",
     "zero3, 2 x 2",
-    "pp2, zero1",
+    "pp2, chunks, zero1",
     "tp2, sp, zero3",
     "alone",
     "cp2, pp2",
@@ -107,27 +64,8 @@ QUICK = [  # in the default tests
     ("fp16, sums in fp32", "tp2"), ("fp32, recomputed", "tp2, sp"),
     ("fp32, masked ends", "cp2"), ("fp32, llama", "cp2"), ("fp32, explicit attention", "cp2"), ("bf16", "cp2"),
     ("fp32, per token", "pp2"), ("fp32, llama", "pp2"), ("bf16", "pp2"), ("fp32, recomputed", "pp2"),
+    ("fp32, recomputed", "pp2, chunks"), ("fp16, sums in fp32", "pp2, chunks"),
 ]  # fmt: skip
-
-
-def run_cases(folder: Path, cases: list[tuple[str, str]], words: str = "") -> Path:
-    """Models on one rank, in folder alone, and in their layouts on several, in folders 2 and 4."""
-    (folder / "alone").mkdir()
-    with alone(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        patch.chdir(folder / "alone")
-        for name in {model for model, _ in cases}:
-            train(flags(TRAIN, MODELS[name][0], words), Path(name))
-    for ranks in {LAYOUTS[layout][1] for _, layout in cases}:
-        argvs = {
-            f"{model}; {layout}": flags(
-                TRAIN, MODELS[model][0], LAYOUTS[layout][0], "--eval-interval 3 --eval-iters 1", words
-            )
-            for model, layout in cases
-            if LAYOUTS[layout][1] == ranks
-        }
-        (folder / f"{ranks}.json").write_text(json.dumps(argvs))
-        on_ranks("launch:train_all", folder / str(ranks), str(folder / f"{ranks}.json"), ranks=ranks)
-    return folder
 
 
 def check_case(folder: Path, model: str, layout: str):
@@ -249,13 +187,18 @@ def load_and_save(world, argv: str):
         *(
             pytest.param(words, layout, marks=pytest.mark.slow)
             for words in ("", "--ckpt-format torch")
-            for layout in (PP2, f"{TP2} {ZERO1}", f"{PP2} {TP2} {SP}", f"{PP2} {ZERO1}")
+            for layout in (PP2, f"{TP2} {ZERO1}", f"{PP2} {TP2} {SP}", CHUNKS, f"{PP2} {ZERO1}")
         ),
     ],
 )
 def test_what_is_loaded_and_saved_again_is_the_same(saved, tmp_path, words, layout):
     argv = flags(TRAIN, f"{LLAMA} --bf16", words, layout, "--load", saved, "--save", tmp_path / "again")
-    ranks = 4 if len([word for word in layout.split() if word.startswith("--") and word != SP]) > 1 else 2
+    ranks = (
+        4
+        if len([word for word in layout.split() if word.startswith("--") and word not in f"{SP} {CHUNKS.split()[2]}"])
+        > 1
+        else 2
+    )
     on_ranks("test_parallel_layouts:load_and_save", tmp_path, json.dumps(argv), ranks=ranks)
     first, again = checkpoint(saved, 2), checkpoint(tmp_path / "again", 2)
     names = [name for name in first if name != "record" and not name.startswith("random.")]
@@ -384,7 +327,7 @@ def test_ranks_drop_alike_what_all_hold_and_their_own_apart(tmp_path, sequence_p
         f"{PP2} --bf16",
         *(
             pytest.param(w, marks=pytest.mark.slow)
-            for w in (ZERO3, f"{ZERO3} --fp16", TP2, f"{TP2} --fp16", f"{TP2} {SP} --bf16", PP2)
+            for w in (ZERO3, f"{ZERO3} --fp16", TP2, f"{TP2} --fp16", f"{TP2} {SP} --bf16", PP2, f"{CHUNKS} --bf16")
         ),
     ],
 )

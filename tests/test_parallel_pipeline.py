@@ -2,12 +2,11 @@
 
 import itertools
 import json
-from collections import deque
 
 import pytest
 from launch import flags, on_ranks, plan_of
 
-from megatron_lite.config.layout import Layout, Stage, count_stage_layers, order_turns
+from megatron_lite.config.layout import Layout, Stage, Turn, count_stage_layers, order_turns
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
 from megatron_lite.thresholds import slowest_rank
@@ -15,44 +14,83 @@ from megatron_lite.thresholds import slowest_rank
 PP2 = "--pipeline-model-parallel-size 2"
 
 
-def stages_of(number: int) -> list[Stage]:
-    return [Stage(one, number, range(one, one + 1)) for one in range(number)]
+def stages_of(number: int, chunks: int = 1) -> list[Stage]:
+    return [
+        Stage(one, number, tuple(range(at, at + 1) for at in range(one, number * chunks, number)))
+        for one in range(number)
+    ]
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), list(itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 8))))
-def test_every_order_of_turns_comes_to_its_end(stages, micro_batches):
-    """Each stage takes what its neighbors have sent, in the order in which they sent it; of each direction one tensor is on its way, and
-    one may be there already."""
-    waiting = [deque(order_turns(stage, micro_batches)) for stage in stages_of(stages)]
-    onward, back = ([deque() for _ in range(stages + 1)] for _ in range(2))  # by the stage that receives
-    held, most = [0] * stages, [0] * stages
-    onward[0].extend(range(micro_batches))
-    moved = True
-    while moved:
-        moved = False
-        for number, turns in enumerate(waiting):
-            if not turns:
-                continue
-            turn = turns[0]
-            comes = onward[number] if turn.is_forward else back[number]
-            leaves = onward[number + 1] if turn.is_forward else back[number - 1] if number else deque()
-            if not turn.is_forward and number == stages - 1:
-                comes = deque([turn.micro_batch])
-            ends_here = turn.is_forward and number == stages - 1
-            if not comes or len(leaves) > 1 and not ends_here:
-                continue
-            assert comes.popleft() == turn.micro_batch
-            leaves.append(turn.micro_batch)
-            held[number] += 1 if turn.is_forward else -1
-            most[number] = max(most[number], held[number])
-            turns.popleft()
-            moved = True
-    assert not any(waiting) and held == [0] * stages
-    assert most == [stage.count_waiting(micro_batches) for stage in stages_of(stages)]
+class Exchange:
+    """What a stage does in its turns, as Pipeline does: it asks for what the next turn takes before it computes, and sends when what it
+    sent before has been asked for. Each step goes as far as it can."""
+
+    def __init__(self, stage: Stage, micro_batches: int, stages: list["Exchange"]):
+        self.stage, self.stages, self.turns = stage, stages, order_turns(stage, micro_batches)
+        self.sent, self.asked = {True: [], False: []}, {True: 0, False: 0}  # by direction: forward or not
+        self.taken = {True: 0, False: 0}
+        self.index, self.computed, self.held, self.most = 0, False, 0, 0
+
+    def step(self) -> bool:
+        """Whether it came further."""
+        if self.index == len(self.turns):
+            return False
+        turn = self.turns[self.index]
+        step = 1 if turn.is_forward else -1
+        if not self.computed:
+            if self.index == 0:
+                self.ask(0)
+            if self.takes(turn):
+                sent = self.stages[(self.stage.number - step) % len(self.stages)].sent[turn.is_forward]
+                if len(sent) == self.taken[turn.is_forward]:
+                    return False
+                moved = turn._replace(
+                    chunk=turn.chunk
+                    - step * (turn.is_forward and self.stage.is_first or not turn.is_forward and self.stage.is_last)
+                )
+                assert sent[self.taken[turn.is_forward]] == moved
+                self.taken[turn.is_forward] += 1
+            self.ask(self.index + 1)
+            self.held += step
+            self.most = max(self.most, self.held)
+            self.computed = True
+        if not (self.stage.ends(turn.chunk) if turn.is_forward else self.stage.starts(turn.chunk)):
+            receiver = self.stages[(self.stage.number + step) % len(self.stages)]
+            if receiver.asked[turn.is_forward] < len(self.sent[turn.is_forward]):
+                return False
+            self.sent[turn.is_forward].append(turn)
+        self.index, self.computed = self.index + 1, False
+        return True
+
+    def takes(self, turn: Turn) -> bool:
+        return not (self.stage.starts(turn.chunk) if turn.is_forward else self.stage.ends(turn.chunk))
+
+    def ask(self, index: int):
+        if index < len(self.turns) and self.takes(self.turns[index]):
+            self.asked[self.turns[index].is_forward] += 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "micro_batches"),
+    [
+        *itertools.product((1, 2, 3, 4, 7), (1,), (1, 2, 3, 8)),
+        *((stages, chunks, stages * groups) for stages in (2, 3, 4, 8) for chunks in (2, 3, 5) for groups in (1, 2, 5)),
+    ],
+)
+def test_every_order_of_turns_comes_to_its_end(stages, chunks, micro_batches):
+    """Each stage takes what others have sent, in the order in which they sent it."""
+    ranks: list[Exchange] = []
+    ranks += [Exchange(stage, micro_batches, ranks) for stage in stages_of(stages, chunks)]
+    while sum(one.step() for one in ranks):
+        pass
+    for one in ranks:
+        assert one.index == 2 * micro_batches * chunks and one.held == 0
+        assert one.most == one.stage.count_waiting(micro_batches)
+        assert len(set(one.turns)) == len(one.turns)
 
 
 def test_a_single_stage_takes_turns():
-    turns = order_turns(Stage(0, 1, range(4)), 2)
+    turns = order_turns(Stage(0, 1, (range(4),)), 2)
     assert [(turn.is_forward, turn.micro_batch) for turn in turns] == [(True, 0), (False, 0), (True, 1), (False, 1)]
 
 

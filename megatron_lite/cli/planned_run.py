@@ -75,9 +75,9 @@ def planned_run(words: list[str], gpus: int | None) -> PlannedRun:
     plan = resolve(line.args, world, vocab_size)
     if plan.layout.pipeline > 1:
         plan = find_heaviest_stage(plan)
-        layers = f"layers {plan.stage.layers.start + 1} to {plan.stage.layers.stop}"
+        layers = ", ".join(f"{chunk.start + 1} to {chunk.stop}" for chunk in plan.stage.chunks)
         notes.append(
-            f"memory is that of stage {plan.stage.number + 1} of {plan.stage.stages}, {layers}, which holds most."
+            f"memory is that of stage {plan.stage.number + 1} of {plan.stage.stages}, layers {layers}, which holds most."
         )
     return PlannedRun(plan, launch.flags, launch.environment, tuple(notes))
 

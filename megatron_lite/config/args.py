@@ -216,6 +216,12 @@ class ParallelArgs:
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "Layers of the last of them, if not as many as others.", "at least 1"
     )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "Layers of each chunk of a stage, interleaved with those of other stages.", "at least 1"
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "The same by the number of chunks of each stage.", "at least 1"
+    )
     use_tp_pp_dp_mapping: bool = flag(
         False, "Ranks of a pipeline are neighbors of each other, rather than those of data parallel ones."
     )

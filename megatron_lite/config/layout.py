@@ -145,11 +145,15 @@ def count_data_ranks(parallel: ParallelArgs, world: World) -> int:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of a pipeline has of the model: some layers; the embedding if it is first, final norm and loss if it is last."""
+    """What one rank of a pipeline has of the model: some layers; the embedding if it is first, final norm and loss if it is last.
+
+    Its layers are one piece, or several chunks that are interleaved with those of other stages: a micro-batch goes through the first
+    chunk of every stage, then through the second of every stage, and so on.
+    """
 
     number: int
     stages: int
-    layers: range
+    chunks: tuple[range, ...]  # as many layers each
 
     @property
     def is_first(self) -> bool:
@@ -159,9 +163,30 @@ class Stage:
     def is_last(self) -> bool:
         return self.number == self.stages - 1
 
+    @property
+    def layers(self) -> list[int]:
+        """Of all chunks, in order."""
+        return [layer for chunk in self.chunks for layer in chunk]
+
+    @property
+    def chunk_size(self) -> int:
+        """Layers of each chunk."""
+        return len(self.chunks[0])
+
+    def starts(self, chunk: int) -> bool:
+        """Whether this chunk has the embedding."""
+        return self.is_first and chunk == 0
+
+    def ends(self, chunk: int) -> bool:
+        """Whether this chunk has the loss."""
+        return self.is_last and chunk == len(self.chunks) - 1
+
     def count_waiting(self, micro_batches: int) -> int:
-        """Micro-batches whose activations it holds at most, between their forward and their backward."""
-        return min(self.stages - self.number, micro_batches)
+        """Forwards of a chunk whose activations it holds at most, until their backward."""
+        ahead = self.stages - 1 - self.number
+        if len(self.chunks) > 1:
+            ahead = 2 * ahead + (len(self.chunks) - 1) * self.stages
+        return min(ahead + 1, micro_batches * len(self.chunks))
 
 
 def count_stage_layers(parallel: ParallelArgs, num_layers: int) -> list[int]:
@@ -176,31 +201,53 @@ def count_stage_layers(parallel: ParallelArgs, num_layers: int) -> list[int]:
     return [each if first is None else first, *between, each if last is None else last]
 
 
+def count_chunks(parallel: ParallelArgs, num_layers: int) -> int:
+    """Of each stage; at least 1."""
+    p, stages = parallel, parallel.pipeline_model_parallel_size
+    if stages <= 1:
+        return 1
+    if p.num_layers_per_virtual_pipeline_stage is None:
+        return p.num_virtual_stages_per_pipeline_rank or 1
+    return max(num_layers // stages // p.num_layers_per_virtual_pipeline_stage, 1)
+
+
 def plan_stage(parallel: ParallelArgs, layout: Layout, num_layers: int) -> Stage:
     """Of the flags' numbers of layers, or equal ones."""
     counts, number = count_stage_layers(parallel, num_layers), layout.pipeline_rank
-    before = sum(counts[:number])
-    return Stage(number, layout.pipeline, range(before, before + counts[number]))
+    chunks = count_chunks(parallel, num_layers)
+    sizes = [count // chunks for count in counts]
+    starts = [chunk * sum(sizes) + sum(sizes[:number]) for chunk in range(chunks)]
+    return Stage(number, layout.pipeline, tuple(range(start, start + sizes[number]) for start in starts))
 
 
 class Turn(NamedTuple):
-    """Forward or backward of one micro-batch."""
+    """Forward or backward of one micro-batch through one chunk of a stage's layers."""
 
     is_forward: bool
     micro_batch: int
+    chunk: int = 0
 
 
 def order_turns(stage: Stage, micro_batches: int) -> list[Turn]:
-    """In which order a stage computes: 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    """In which order a stage computes: 1F1B, interleaved where it has several chunks (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2).
 
-    As many forwards as there are stages behind it, then one of either, then the remaining backwards: it holds the activations of few
-    micro-batches. A single stage goes forward and backward by turns.
+    Some forwards ahead (`Stage.count_waiting`), then one of either, then the remaining backwards: it holds the activations of few
+    micro-batches. A single stage goes forward and backward by turns. Of several chunks each has as many micro-batches as there are stages
+    before the next one's turn.
     """
-    ahead = min(stage.stages - 1 - stage.number, micro_batches)
-    turns = [Turn(True, number) for number in range(ahead)]
-    for number in range(ahead, micro_batches):
-        turns += [Turn(True, number), Turn(False, number - ahead)]
-    return turns + [Turn(False, number) for number in range(micro_batches - ahead, micro_batches)]
+    forwards = list_forwards(stage, micro_batches)
+    last = len(stage.chunks) - 1
+    backwards = [Turn(False, micro_batch, last - chunk) for _, micro_batch, chunk in forwards]
+    ahead = stage.count_waiting(micro_batches) - 1
+    paired = [turn for pair in zip(forwards[ahead:], backwards) for turn in pair]
+    return forwards[:ahead] + paired + backwards[len(forwards) - ahead :]
+
+
+def list_forwards(stage: Stage, micro_batches: int) -> list[Turn]:
+    """All forwards in their order, as an evaluation does them."""
+    groups = [range(start, min(start + stage.stages, micro_batches)) for start in range(0, micro_batches, stage.stages)]
+    return [Turn(True, number, chunk) for group in groups for chunk in range(len(stage.chunks)) for number in group]
 
 
 # --- which part of a tensor a rank holds

@@ -135,10 +135,10 @@ class Plan:
 
     @property
     def recomputed_layers(self) -> int:
-        """The first so many of this rank's layers forget their activations."""
+        """The first so many of each of this rank's chunks of layers forget their activations."""
         m = self.args.model
         flags = m.recompute_granularity, m.recompute_method, m.recompute_num_layers
-        return recomputed_layers(*flags, len(self.stage.layers))
+        return recomputed_layers(*flags, self.stage.chunk_size)
 
     def micro_batches(self, consumed: int) -> int:
         """Micro-batches per rank in the step that starts after `consumed` samples."""

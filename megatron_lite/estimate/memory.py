@@ -231,13 +231,13 @@ def _keep_ends(batch: MicroBatch, stage: Stage) -> Held:
 
 
 def _list_waiting(batch: MicroBatch, stage: Stage, micro_batches: int, recomputed: int) -> Iterator[LedgerRow]:
-    """What a stage holds of micro-batches besides the running one, and of what it sends and receives meanwhile."""
+    """What a stage holds of micro-batches besides the running one; the latest sent, the next asked for, and between chunks another."""
     if stage.stages == 1:
         return
     for _ in range(stage.count_waiting(micro_batches) - 1):
-        yield from _list_kept(batch, len(stage.layers), recomputed)
-        yield from _list_rows(batch, _keep_ends(batch, stage))
-    yield from _list_rows(batch, Held({SENT: 2 * batch.input_bytes}))  # the latest sent, the next asked for
+        yield from _list_kept(batch, stage.chunk_size, recomputed)
+        yield from _list_rows(batch, Held({MASKS: batch.mask_bytes if stage.is_first else 0}))
+    yield from _list_rows(batch, Held({SENT: (2 if len(stage.chunks) == 1 else 3) * batch.input_bytes}))
 
 
 def _list_rows(batch: MicroBatch, held: Held, times: int = 1) -> Iterator[LedgerRow]:
@@ -343,7 +343,7 @@ def _plan_batch(plan: Plan) -> MicroBatch:
 
 def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Moment]:
     """Forward and backward of the last micro-batch, which finds the gradients of those before it."""
-    shape, batch, stage, layers = plan.rank_shape, _plan_batch(plan), plan.stage, len(plan.stage.layers)
+    shape, batch, stage, layers = plan.rank_shape, _plan_batch(plan), plan.stage, plan.stage.chunk_size
     micro_batches = plan.micro_batches(plan.train_samples)
     recomputed, number, accumulates = plan.recomputed_layers, parameter_count(shape, stage), micro_batches > 1
     always = [*always, *_list_waiting(batch, stage, micro_batches, recomputed)]
@@ -427,7 +427,7 @@ def activation_bytes(batch: MicroBatch, stage: Stage, micro_batches: int, recomp
     (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its scores
     down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
     """
-    kept = sum(times * held.total() for held, times in _keep_layers(batch, len(stage.layers), recomputed))
+    kept = sum(times * held.total() for held, times in _keep_layers(batch, stage.chunk_size, recomputed))
     others, ends = (
         sum(row.num_bytes for row in _list_waiting(batch, stage, micro_batches, recomputed)),
         _keep_ends(batch, stage),

@@ -59,7 +59,9 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     formula = (
         f"forward and backward of one of {passes} micro-batches on the other {len(stages) - 1} of {len(stages)} stages"
     )
-    bubble = TimeRow("pipeline bubble", (sum(computing) - own) / passes, WAIT, formula)
+    chunks = len(plan.stage.chunks)
+    formula += f", of one of {chunks} chunks" if chunks > 1 else ""
+    bubble = TimeRow("pipeline bubble", (sum(computing) - own) / passes / chunks, WAIT, formula)
     return replace(slowest, rows=(*slowest.rows, bubble))
 
 
@@ -165,7 +167,7 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
         yield move("loss", tokens, 3 * each * shape.padded_vocab_size, f"{count(tokens)} tokens", 2 / 3)
 
     # what is computed again takes time, but is no part of the FLOPs by which utilization is counted
-    again = plan.recomputed_layers
+    again = plan.recomputed_layers * len(plan.stage.chunks)
     attended = layers if stored and model.recompute_granularity == "selective" else again
     # torch.utils.checkpoint stops when it has what backward needs: fc2's result only if a dropout follows
     linear -= 0 if shape.hidden_dropout else 2 * tokens * shape.ffn_hidden_size * hidden

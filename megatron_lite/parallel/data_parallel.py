@@ -36,27 +36,28 @@ class DataParallel(Replica):
             self.fp32 = Fp32Gradients(self.parameters, plan.layout.replicas, averaging, bundles)
         # fp32 gradients waiting beside their sums would be memory that no other moment of the step takes
         self._adds_at_once = on_gpu and self.fp32 is None and self.parameters[0].dtype != torch.float32
-        self.replica = model
-        if plan.layout.replicas > 1:
+        self.replicas = list(self.chunks)
+        self._alone = plan.layout.replicas == 1
+        if not self._alone:
             elements = plan.args.parallel.ddp_bucket_size
             bucket_mib = BUCKET_MIB if elements is None else elements * self.parameters[0].element_size() / MIB
-            self.replica = DistributedDataParallel(
-                model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib, process_group=averaging
-            )
-            if self.fp32 is not None:
-                self.replica.register_comm_hook(None, self.fp32.reduce_bucket)
+            options = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_mib, "process_group": averaging}
+            self.replicas = [DistributedDataParallel(chunk, **options) for chunk in self.chunks]
+            for replica in self.replicas if self.fp32 is not None else ():
+                replica.register_comm_hook(None, self.fp32.reduce_bucket)
 
     def __call__(self, *inputs) -> Tensor:
         """The model's forward. Which backward reduces gradients is told when it begins."""
-        with contextlib.nullcontext() if self.replica is self.model else self.replica.no_sync():
-            return self.replica(*inputs)
+        replica = self.replicas[self.pipeline.chunk]
+        with contextlib.nullcontext() if self._alone else replica.no_sync():
+            return replica(*inputs)
 
     @contextlib.contextmanager
     def backward(self, last: bool):
         """Around the backward of one micro-batch: only the last one's talks to other ranks."""
-        alone = self.replica is self.model
+        alone = self._alone
         if last and not alone:  # what forward does otherwise; torch's own pipelines do the same
-            self.replica.reducer.prepare_for_backward([])
+            self.replicas[self.pipeline.chunk].reducer.prepare_for_backward([])
         if self.fp32 is not None:
             self.fp32.reducing = last and not alone
         sums = []

@@ -135,8 +135,10 @@ def recompute_layers(plan: Plan, layers: nn.ModuleList):
     """Make layers forget their activations, as the flags say. With --recompute-granularity selective none: core attention alone is
     recomputed, which the fused kernels do by themselves.
     """
-    for layer in list(layers)[: plan.recomputed_layers]:
-        layer.forward = recomputed(layer.forward)
+    by_number = dict(layers.named_children())
+    for chunk in plan.stage.chunks:
+        for number in chunk[: plan.recomputed_layers]:
+            by_number[str(number)].forward = recomputed(by_number[str(number)].forward)
 
 
 def recomputed(function):

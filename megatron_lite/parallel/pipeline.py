@@ -1,34 +1,43 @@
 """A pipeline of ranks with some of the layers each, put on from outside a model that does not know.
 
-A stage's model takes the same batch as a whole one. Where there is no embedding, hidden states come from the stage before; where
+A stage's model takes the same batch as a whole one, and each of several chunks of its layers does. Where there is no embedding, hidden states come from the stage before; where
 there is no loss, they go to the next one, and a zero takes the losses' place. Its backward asks for the gradient of what was sent: both
 directions are autograd functions, so that a stage trains as a whole model does, in the order of `order_turns`.
 
 What a turn takes from another rank is asked for while the turn before computes. Letters: B sequences, T positions of this rank, H hidden.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.config.layout import Stage, Turn, order_turns
+from megatron_lite.config.layout import Stage, Turn, list_forwards, order_turns
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.parallel.process_group import operation_limit
 from megatron_lite.phases import Phase
 
 
-class Link:
-    """One direction between two stages: tensors of one form, in the order of micro-batches."""
+class Peer(NamedTuple):
+    """A rank to exchange with, and the group to do so in."""
 
-    def __init__(self, group: dist.ProcessGroup, source: int | None, target: int | None, make):
-        """source, target: ranks to receive from and to send to; None at an end of the pipeline. make(): room for a tensor."""
-        self.group, self.source, self.target, self._make = group, source, target, make
+    rank: int
+    group: dist.ProcessGroup
+
+
+class Link:
+    """One direction between stages: tensors of one form, in the order in which both sides compute."""
+
+    def __init__(self, source: Peer | None, target: Peer | None, make):
+        """source, target: to receive from and to send to; None at an end of the pipeline. make(): room for a tensor."""
+        self.source, self.target, self._make = source, target, make
         self._coming: list[tuple[Tensor, dist.Work]] = []
         self._leaving: tuple[Tensor, dist.Work] | None = None
 
@@ -36,7 +45,7 @@ class Link:
         """Begin to receive the next one; returns at once."""
         if self.source is not None:
             tensor = self._make()
-            self._coming.append((tensor, dist.irecv(tensor, self.source, self.group)))
+            self._coming.append((tensor, dist.irecv(tensor, *self.source)))
 
     def take(self) -> Tensor:
         """What was asked for first."""
@@ -49,7 +58,7 @@ class Link:
         if self._leaving is not None:
             self._leaving[1].wait()
         tensor = tensor.contiguous()
-        self._leaving = tensor, dist.isend(tensor, self.target, self.group)
+        self._leaving = tensor, dist.isend(tensor, *self.target)
 
 
 class Pipeline:
@@ -59,6 +68,7 @@ class Pipeline:
         """onward, back: of hidden states and of their gradients; None for a single stage. ends: the group of the first and the last
         stage, where both have a copy of the embedding."""
         self.stage, self.onward, self.back, self.ends = stage, onward, back, ends
+        self.chunk = 0  # of the running turn
         self._arrived: list[Tensor] = []  # what the running turn takes
         self.tell: Callable[[int, str], None] = lambda rank, what: (
             None
@@ -70,7 +80,7 @@ class Pipeline:
 
     def take_forwards(self, micro_batches: int) -> Iterator[Turn]:
         """The same of an evaluation."""
-        return self._attend_to([Turn(True, number) for number in range(micro_batches)], lambda phase: nullcontext())
+        return self._attend_to(list_forwards(self.stage, micro_batches), lambda phase: nullcontext())
 
     def _attend_to(self, turns: list[Turn], phase) -> Iterator[Turn]:
         for turn, after in zip(turns, [*turns[1:], None]):
@@ -79,15 +89,16 @@ class Pipeline:
             if self._takes(turn):
                 link, what = (self.onward, "forward") if turn.is_forward else (self.back, "backward")
                 with phase(Phase.PIPELINE_WAIT):
-                    self.tell(link.source, f"the {what} of micro-batch {turn.micro_batch + 1} from")
+                    self.tell(link.source.rank, f"the {what} of micro-batch {turn.micro_batch + 1} from")
                     self._arrived.append(link.take())
-                    self.tell(link.source, "")
+                    self.tell(link.source.rank, "")
             if after is not None:
                 self._ask(after)
+            self.chunk = turn.chunk
             yield turn
 
     def _takes(self, turn: Turn) -> bool:
-        return not (self.stage.is_first if turn.is_forward else self.stage.is_last)
+        return not (self.stage.starts(turn.chunk) if turn.is_forward else self.stage.ends(turn.chunk))
 
     def _ask(self, turn: Turn):
         if self._takes(turn):
@@ -104,9 +115,9 @@ class Pipeline:
 
     def hand_on(self, link: Link, tensor: Tensor):
         """Send by a link, once what was sent before is received."""
-        self.tell(link.target, "an earlier tensor to arrive at")
+        self.tell(link.target.rank, "an earlier tensor to arrive at")
         link.send(tensor)
-        self.tell(link.target, "")
+        self.tell(link.target.rank, "")
 
 
 class _Receive(torch.autograd.Function):
@@ -151,23 +162,35 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
         for tensor in range(layout.tensor)
     ]
     [mine] = [line for line in lines if plan.world.rank in line]
-    before = None if stage.is_first else mine[stage.number - 1]
-    after = None if stage.is_last else mine[stage.number + 1]
 
-    def make_groups(lines: list[list[int]], name: str):
+    def make_groups(lines: list[list[int]], name: str) -> dist.ProcessGroup:
         return dist.new_subgroups_by_enumeration(lines, timeout=operation_limit(plan), group_desc=name)[0]
 
     make = partial(torch.empty, _measure_hidden(plan), dtype=DTYPES[plan.precision], device=device)
+
+    def make_link(step: int, name: str) -> Link:
+        """To the stage `step` further on. Chunks go round: from the one end to the other."""
+        group, around = make_groups(lines, name), None
+        if len(stage.chunks) > 1:
+            around = make_groups(lines, f"{name}, from end to end")
+
+        def find_peer(number: int) -> Peer | None:
+            inside = 0 <= number < layout.pipeline
+            return Peer(mine[number % layout.pipeline], group if inside else around) if inside or around else None
+
+        return Link(find_peer(stage.number - step), find_peer(stage.number + step), make)
+
     # a group each: what two ranks send each other in one group has to be sent and received in one order
-    onward = Link(make_groups(lines, "pipeline"), before, after, make)
-    back = Link(make_groups(lines, "pipeline gradients"), after, before, make)
+    onward, back = make_link(1, "pipeline"), make_link(-1, "pipeline gradients")
     ends = make_groups([[line[0], line[-1]] for line in lines], "ends") if plan.shape.tied_embeddings else None
     # the first use of a connection may wait for the other side: here in an order that all come to
     for link in (onward, back):
         link.ask()
+        if stage.is_first and link.target is not None:
+            link.send(make())
         if link.source is not None:
             link.take()
-        if link.target is not None:
+        if not stage.is_first and link.target is not None:
             link.send(make())
     return Pipeline(stage, onward, back, ends)
 
@@ -184,19 +207,42 @@ def cut_model(model: nn.Module, pipeline: Pipeline):
     A tied embedding is the first's, and the last one's for the loss.
     """
     stage = pipeline.stage
-    if stage.stages == 1:
-        return
-    layers = nn.ModuleList()
-    for number in stage.layers:
-        layers.add_module(str(number), model.decoder.layers[number])
-    model.decoder.layers = layers
-    if not stage.is_first:
+    if stage.stages > 1:
+        _cut(model, pipeline, stage.layers, stage.is_first, stage.is_last)
+
+
+def cut_chunks(model: nn.Module, pipeline: Pipeline) -> list[nn.Module]:
+    """A model for each chunk of a stage's layers, which shares parameters with the stage's."""
+    stage, chunks = pipeline.stage, []
+    if len(stage.chunks) == 1:
+        return [model]
+    for number, layers in enumerate(stage.chunks):
+        chunk = _copy(model)
+        chunk.decoder = _copy(model.decoder)
+        _cut(chunk, pipeline, layers, stage.starts(number), stage.ends(number))
+        chunks.append(chunk)
+    return chunks
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """With the same parameters and parts, which can be taken from it."""
+    copied = copy.copy(module)
+    vars(copied).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
+    return copied
+
+
+def _cut(model: nn.Module, pipeline: Pipeline, layers: Iterable[int], is_first: bool, is_last: bool):
+    kept, numbered = nn.ModuleList(), dict(model.decoder.layers.named_children())
+    for number in layers:
+        kept.add_module(str(number), numbered[str(number)])
+    model.decoder.layers = kept
+    if not is_first:
         model.embed = pipeline.receive
-        if stage.is_last and model.output_layer is None:
+        if is_last and model.output_layer is None:
             model.embedding.position_embeddings = None
         else:
             model.embedding = None
-    if not stage.is_last:
+    if not is_last:
         model.finish = pipeline.send
         model.decoder.final_layernorm = nn.Identity()
         model.output_layer = None

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_lite.config.layout import COPIES, PIPELINE, ROWS, TENSOR, Part, count_stage_layers, find_part, is_split
 from megatron_lite.config.plan import Plan
-from megatron_lite.parallel.pipeline import Pipeline, add_ends, is_copy
+from megatron_lite.parallel.pipeline import Pipeline, add_ends, cut_chunks, is_copy
 from megatron_lite.parallel.process_group import operation_limit
 
 
@@ -44,7 +44,8 @@ def describe_layout(plan: Plan) -> str:
         words.append(f"each rank has 1/{layout.context} of every sequence")
     if layout.pipeline > 1:
         numbers = ", ".join(map(str, count_stage_layers(plan.args.parallel, plan.shape.num_layers)))
-        words.append(f"{layout.pipeline} stages have {numbers} layers")
+        chunks = len(plan.stage.chunks)
+        words.append(f"{layout.pipeline} stages have {numbers} layers{f' in {chunks} chunks' if chunks > 1 else ''}")
     if plan.sharding is None:
         whole = "its weights and moments" if layout.tensor * layout.pipeline > 1 else "all weights and moments"
         words.append(f"each rank keeps {whole}")
@@ -56,12 +57,16 @@ def describe_layout(plan: Plan) -> str:
 
 
 class Replica:
-    """A rank's model among others. `names` and `parameters` are this rank's, `parts` says of which it has not all."""
+    """A rank's model among others, which is called a chunk of its layers at a time where a pipeline has several.
+
+    `names` and `parameters` are this rank's, `parts` says of which it has not all.
+    """
 
     def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh | None, pipeline: Pipeline | None):
         self.model, layout, stage = model, plan.layout, plan.stage
         self.pipeline = pipeline or Pipeline(stage)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.chunks = cut_chunks(model, self.pipeline)
+        named = {name: p for chunk in self.chunks for name, p in chunk.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(named), list(named.values())
         self.parts = find_parts(plan, model)
         # ranks that hold the same parts, of which each writes some to a checkpoint

@@ -28,8 +28,9 @@ class ShardedDataParallel(Replica):
         """model: without memory, on the meta device. mesh: of `make_mesh`."""
         super().__init__(plan, model, mesh, pipeline)
         self._gathers_twice = plan.sharding.gathers_twice
-        _shard(plan, model, mesh)
-        self._sharded = list(model.parameters())
+        for chunk in self.chunks:
+            _shard(plan, chunk, mesh)
+        self._sharded = [p for chunk in self.chunks for p in chunk.parameters()]
         self.parameters = [nn.Parameter(p.to_local()) for p in self._sharded]
         on_cpu = plan.args.parallel.use_cpu_initialization
         own = {n: p.detach() for n, p in zip(self.names, self.parameters, strict=True)}
@@ -37,7 +38,7 @@ class ShardedDataParallel(Replica):
 
     def __call__(self, *inputs) -> Tensor:
         """The model's forward."""
-        return self.model(*inputs)
+        return self.chunks[self.pipeline.chunk](*inputs)
 
     @contextlib.contextmanager
     def backward(self, last: bool):
@@ -46,9 +47,10 @@ class ShardedDataParallel(Replica):
         ZeRO-1 adds up whole gradients, and reduces those of the last one; ZeRO-3 keeps none whole.
         """
         if not self._gathers_twice:
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_reshard_after_backward(last)
-            self.model.set_is_last_backward(last)  # else the forwards that a pipeline has done ahead are forgotten
+            chunk = self.chunks[self.pipeline.chunk]
+            chunk.set_requires_gradient_sync(last)
+            chunk.set_reshard_after_backward(last)
+            chunk.set_is_last_backward(last)  # else the forwards that a pipeline has done ahead are forgotten
         yield
 
     def gradients(self) -> list[Tensor]:

@@ -248,7 +248,9 @@ def prepare(plan: Plan, groups: Groups, losses: Callable[..., Tensor] | None = N
     optimizer = Optimizer(plan, replica.parameters, HOST, replica.sum_over_ranks, replica.counted)
     # The first micro-batch finds no gradients, those after it do; among several ranks the last lets go of its own copies
     # while it reduces. All between are alike.
-    different = min(plan.micro_batches(plan.train_samples), (2 if plan.world.size == 1 else 3) + plan.stage.stages - 1)
+    chunks, stages = len(plan.stage.chunks), plan.stage.stages
+    different = (2 if plan.world.size == 1 else 3) + stages - 1 if chunks == 1 else 3 * stages
+    different = min(plan.micro_batches(plan.train_samples), different)
     shortened = replace(plan, batch=BatchSchedule(plan.samples_per_pass * different))
     step = TrainingStep(shortened, replica, optimizer, BatchMaker(plan, HOST, END_OF_DOCUMENT))
 

@@ -130,7 +130,8 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
         compile_layers(plan, model.decoder.layers)
     recompute_layers(plan, model.decoder.layers)
     if plan.recomputed_layers:
-        logger.info(f"  recomputing the activations of {plan.recomputed_layers} of {len(model.decoder.layers)} layers")
+        number = plan.recomputed_layers * len(plan.stage.chunks)
+        logger.info(f"  recomputing the activations of {number} of {len(model.decoder.layers)} layers")
     gc.collect()
     return model
 

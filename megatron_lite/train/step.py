@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lite.config.layout import Turn
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.batch import Batch, ToDevice, make_batch
 from megatron_lite.marks import STEP, mark_memory
 from megatron_lite.optim.optimizer import Optimizer, Update
 from megatron_lite.parallel.data_parallel import DataParallel, call_when_computed
+from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.phases import Phase
 
 
@@ -59,6 +61,29 @@ def loss_and_tokens(model, batch: Batch) -> tuple[Tensor, Tensor]:
     return (losses_BT * batch.loss_mask_BT).sum(), batch.loss_mask_BT.sum()
 
 
+class MicroBatches:
+    """Batches as turns take them. Several chunks of a pipeline's stage need each: it is kept until the last has had it."""
+
+    def __init__(self, batches: Iterator[Tensor], make: BatchMaker, pipeline: Pipeline, phase):
+        self._batches, self._make, self._phase = batches, make, phase
+        self._last = len(pipeline.stage.chunks) - 1
+        self._kept: dict[int, Batch] = {}
+
+    def take(self, turn: Turn) -> Batch:
+        """Of the turn's micro-batch."""
+        if turn.chunk == 0:
+            self._kept[turn.micro_batch] = self._read()
+        return self._kept.pop(turn.micro_batch) if turn.chunk == self._last else self._kept[turn.micro_batch]
+
+    def _read(self) -> Batch:
+        with self._phase(Phase.DATA):
+            raw_BT1 = next(self._batches)
+        with self._phase(Phase.DATA_TO_DEVICE):
+            batch = self._make(raw_BT1)
+            del raw_BT1  # a loader's shared memory is unmapped here, not somewhere in the loop
+            return batch
+
+
 class TrainingStep:
     """Runs steps on the replica."""
 
@@ -71,33 +96,30 @@ class TrainingStep:
         """The step that starts after `consumed` samples. `phase` marks its parts."""
         number = self.plan.micro_batches(consumed)
         sums = torch.zeros(2, dtype=torch.float32, device=self.make.device)
-        objectives: list[Tensor] = []  # of micro-batches that are still to go backward
+        objectives: dict[tuple[int, int], Tensor] = {}  # by micro-batch and chunk: those that are still to go backward
+        feed = MicroBatches(batches, self.make, self.replica.pipeline, phase)
         for turn in self.replica.pipeline.take_turns(number, phase):
             if turn.is_forward:
-                sums += self._forward(batches, number, objectives, phase)
+                figures, objectives[turn[1:]] = self._forward(feed.take(turn), number, phase)
+                sums += figures
             else:
-                self._backward(objectives, turn.micro_batch == number - 1, phase)
+                self._backward(objectives, turn, turn.micro_batch == number - 1, phase)
         return self._update(sums, self.plan.batch.size(consumed), phase)
 
-    def _forward(self, batches: Iterator[Tensor], micro_batches: int, objectives: list[Tensor], phase) -> Tensor:
-        """Of the next micro-batch: its losses' sum and its tokens, two numbers on the device."""
-        with phase(Phase.DATA):
-            raw_BT1 = next(batches)
-        with phase(Phase.DATA_TO_DEVICE):
-            batch = self.make(raw_BT1)
-            del raw_BT1  # a loader's shared memory is unmapped here, not somewhere in the loop
+    def _forward(self, batch: Batch, micro_batches: int, phase) -> tuple[Tensor, Tensor]:
+        """Its losses' sum and its tokens, two numbers on the device; and what is to go backward."""
         with phase(Phase.FORWARD):
             loss_sum, tokens = loss_and_tokens(self.replica, batch)
             # gradients: the mean over micro-batches of each one's mean over tokens, as in Megatron
             divisor = tokens if batch.mean_tokens is None else batch.mean_tokens
-            objectives.append(loss_sum if self._per_token else loss_sum / divisor.clamp(min=1) / micro_batches)
-            return torch.stack((loss_sum.detach(), tokens))
+            objective = loss_sum if self._per_token else loss_sum / divisor.clamp(min=1) / micro_batches
+            return torch.stack((loss_sum.detach(), tokens)), objective
 
-    def _backward(self, objectives: list[Tensor], last: bool, phase):
-        """Of the oldest of the micro-batches that wait for it."""
+    def _backward(self, objectives: dict[tuple[int, int], Tensor], turn: Turn, last: bool, phase):
+        """last: of the step's micro-batches."""
         with self.replica.backward(last), phase(Phase.BACKWARD):
-            scaled = objectives.pop(0) * self.optimizer.loss_scale
-            if self._computed is not None and last:  # other micro-batches wait for nobody
+            scaled = objectives.pop(turn[1:]) * self.optimizer.loss_scale
+            if self._computed is not None and last and turn.chunk == 0:  # others wait for nobody
                 call_when_computed(scaled, self._computed)
             scaled.backward()
             del scaled  # autograd's graph goes here, not somewhere in the loop

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,20 +16,22 @@ from megatron_lite.phases import Phase
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.console import evaluation_lines
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.step import BatchMaker, loss_and_tokens
+from megatron_lite.train.step import BatchMaker, MicroBatches, loss_and_tokens
 
 
 @torch.no_grad()
 @mark_memory(EVALUATION)
 def evaluate(plan: Plan, replica: Replica, batches: Iterator[Tensor], make: BatchMaker) -> float:
     """Mean loss per token in nats over --eval-iters global batches and all ranks. Collective."""
-    model = replica.model
-    model.eval()
+    chunks, feed = replica.chunks, MicroBatches(batches, make, replica.pipeline, lambda phase: nullcontext())
+    for chunk in chunks:
+        chunk.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=make.device)
-    for _ in replica.pipeline.take_forwards(plan.args.watch.eval_iters * plan.batch.final // plan.samples_per_pass):
-        loss_sum, tokens = loss_and_tokens(model, make(next(batches)))
+    for turn in replica.pipeline.take_forwards(plan.args.watch.eval_iters * plan.batch.final // plan.samples_per_pass):
+        loss_sum, tokens = loss_and_tokens(chunks[turn.chunk], feed.take(turn))
         sums += torch.stack((loss_sum, tokens)).double()
-    model.train()
+    for chunk in chunks:
+        chunk.train()
     dist.all_reduce(sums)
     loss_sum, tokens = sums.tolist()
     return loss_sum / max(tokens, 1)

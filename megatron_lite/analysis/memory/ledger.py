@@ -59,7 +59,7 @@ def _compute_formulas(plan: dict, rank: int | None) -> dict[str, tuple[str, int]
         # as Snapshot.highest counts them
         found[category] = (f"kept ones: {words}" if category == "gradients" else words), num_bytes
     recompute = (model[f"recompute_{name}"] for name in ("granularity", "method", "num_layers"))
-    recomputed = recomputed_layers(*recompute, len(stage.layers))
+    recomputed = recomputed_layers(*recompute, stage.chunk_size)
     sizes = plan_micro_batch(
         shape,
         batch,
@@ -75,7 +75,7 @@ def _compute_formulas(plan: dict, rank: int | None) -> dict[str, tuple[str, int]
     )
     micro_batches = plan["batch"]["final"] // (batch * layout.data)
     waiting = stage.count_waiting(micro_batches)
-    kept = f"{f'{waiting} micro-batches x ' if waiting > 1 else ''}{len(stage.layers) - recomputed} layers"
+    kept = f"{f'{waiting} micro-batches x ' if waiting > 1 else ''}{stage.chunk_size - recomputed} layers"
     if recomputed:
         kept += f" and the inputs of {recomputed}, of which one is there again"
     element = element_bytes(precision)

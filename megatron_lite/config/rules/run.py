@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_lite.config.args import Args, DataArgs
 from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, split_shares, with_files_read
 from megatron_lite.config.flags import dashed
-from megatron_lite.config.layout import count_data_ranks, count_stage_layers
+from megatron_lite.config.layout import count_chunks, count_data_ranks, count_stage_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
@@ -100,6 +100,25 @@ def _pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     if sum(counts) != layers or min(counts) < 1:
         left = f" without the {sum(given.values())} of {' and '.join(given)}" if given else ""
         yield f"{name}: --num-layers {layers}{left} cannot be shared out evenly; change one of them."
+        return
+    of_layers, of_chunks = p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank
+    chunks, each = count_chunks(p, layers), f"--num-layers-per-virtual-pipeline-stage {of_layers}"
+    if of_layers is not None and of_chunks is not None:
+        yield f"{each} and --num-virtual-stages-per-pipeline-rank {of_chunks} say the same; drop one of them."
+    elif of_layers is not None and given:
+        yield f"{each} and {next(iter(given))} exclude each other; give --num-virtual-stages-per-pipeline-rank instead."
+    elif of_layers is not None and counts[0] != of_layers * chunks:
+        yield f"{each}: does not divide the {counts[0]} layers of each stage; change it."
+    elif any(count % chunks for count in counts):
+        numbers = " and ".join(map(str, sorted(set(counts))))
+        yield f"--num-virtual-stages-per-pipeline-rank {chunks}: does not divide the {numbers} layers of the stages; change it."
+    t, samples = args.training, args.training.micro_batch_size * count_data_ranks(p, world) * stages
+    batches = (t.global_batch_size or samples // stages, *t.rampup_batch_size[:2])
+    if chunks > 1 and samples > 0 and any(batch % samples and not batch % (samples // stages) for batch in batches):
+        yield (
+            f"--global-batch-size {batches[0]}: stages of several chunks take as many micro-batches at once as there are stages; give a "
+            f"multiple of {samples}{' for it and for --rampup-batch-size' if t.rampup_batch_size else ''}."
+        )
     if p.use_torch_fsdp2:
         yield (
             f"{name} and --use-torch-fsdp2 exclude each other, as in Megatron-LM: each micro-batch would gather the weights of a stage "
