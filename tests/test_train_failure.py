@@ -92,7 +92,7 @@ def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
     line = verdict_of(ended)
     assert re.match(
         f"error: rank 1 did not join {OPERATION} of rank 0 within 3.0s: since [34].[0-9]s in iteration 3, "
-        r"phase data, in never_ends \(.*faulty.py:\d+\) called by _forward \(.*train/step.py:\d+\), after",
+        r"phase data, in never_ends \(.*faulty.py:\d+\) called by _read \(.*train/step.py:\d+\), after",
         line,
     ), line
     assert line.removeprefix("error: ") in ended.err[ended.err.index(SUMMARY) :], "the launcher's summary tells it too"
