@@ -19,8 +19,20 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
 QUICKSTART = ROOT / "examples" / "gpt3" / "quickstart.sh"
 SOURCED = [ROOT / "examples" / "environment.sh", ROOT / "examples" / "nsight.sh"]
-SCRIPTS = [SCRIPT, QUICKSTART, *SOURCED, ROOT / "tests" / "run", ROOT / ".ci" / "run"]
-OURS = ("TP", "CP", "GPUS_PER_NODE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "STEPS", "OMP_NUM_THREADS")
+SLURM = ROOT / "examples" / "gpt3" / "slurm.sbatch"
+SCRIPTS = [SCRIPT, QUICKSTART, SLURM, *SOURCED, ROOT / "tests" / "run", ROOT / ".ci" / "run"]
+OURS = (
+    "TP",
+    "CP",
+    "PP",
+    "GPUS_PER_NODE",
+    "NUM_NODES",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "STEPS",
+    "OMP_NUM_THREADS",
+)
 TINY = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32",
     "--max-position-embeddings", "32", "--num-workers", "0",
