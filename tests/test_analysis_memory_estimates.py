@@ -21,7 +21,7 @@ SHAPE = ModelShape(
     num_layers=24, hidden_size=1024, num_attention_heads=16, num_query_groups=16, kv_channels=64, ffn_hidden_size=4096,
     seq_length=2048, max_position_embeddings=2048, padded_vocab_size=50304,
 )  # fmt: skip
-WHOLE = Stage(0, 1, range(SHAPE.num_layers))
+WHOLE = Stage(0, 1, (range(SHAPE.num_layers),))
 SBH = 2048 * 4 * 1024
 
 
