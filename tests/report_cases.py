@@ -27,7 +27,7 @@ from megatron_lite.analysis.memory.memory_results import (
     StepMemory,
     TraceMemory,
 )
-from megatron_lite.analysis.ranks.rank_results import CollectiveRow, RankRow, Ranks, Straggler
+from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.run_results import Run, Steps
 from megatron_lite.analysis.run_facts import Facts, RankFacts
@@ -126,10 +126,13 @@ def ranks_of(name="all_reduce") -> Ranks:
         RankRow(rank, f"node{rank}", 100.0, 60.0 + rank, 35.0, 20.0, 5.0 - rank, 1.5, 10.0, 0.5 * rank, 4.0 * rank)
         for rank in (0, 1)
     )
+    groups = (GroupRow("data", 12.0, 300.0 * 2**20, 35.0, 20.0, 1, 21.0),)
     collectives = (
-        CollectiveRow(name, "ring, LL128", "backward", 2, 12.0, 25 * 2**20, "BFloat16", 35.0, 15.0, 20.0, 20.0, 140.0),
+        CollectiveRow(
+            name, "data", "ring, LL128", "backward", 2, 12.0, 25 * 2**20, "BFloat16", 35.0, 15.0, 20.0, 20.0, 140.0
+        ),
     )
-    return Ranks(2, (0, 1), (), rows, collectives, Straggler(1, 4.0, 0.8, "compute", 3.5), True, 1, ())
+    return Ranks(2, (0, 1), (), rows, groups, collectives, Straggler(1, 4.0, 0.8, "compute", 3.5), True, 1, ())
 
 
 def snapshot(name="gpt.py:81 forward") -> Snapshot:

@@ -187,6 +187,66 @@ def test_gloo_spans_belong_where_they_were_called(tmp_path):
     assert (row.name, row.phase, row.per_step, row.num_bytes, row.bus_gb_s) == ("all_reduce", "backward", 1, None, None)
 
 
+MEGATRON = (("1", "TENSOR_MODEL_PARALLEL_GROUP", [[0, 1], [2, 3]]), ("2", "DATA_PARALLEL_GROUP", [[0, 2], [1, 3]]))
+
+
+def describe_groups(rank: int, backend: str, groups=MEGATRON) -> dict:
+    """A header's "distributedInfo" of 4 ranks: the default group, and of each of these the one that has the rank."""
+    rows = [{"pg_name": "0", "pg_desc": "default_pg", "pg_size": 4, "ranks": []}]
+    for name, description, members in groups:
+        [own] = [ranks for ranks in members if rank in ranks]
+        rows.append({"pg_name": name, "pg_desc": description, "pg_size": 2, "ranks": own})
+    return {"backend": backend, "rank": rank, "world_size": 4, "pg_config": rows}
+
+
+def test_communication_is_told_apart_by_group(tmp_path):
+    """Two tensor parallel pairs use one name for two groups; each is matched on its own ranks. What nothing hides adds up."""
+    made = []
+    for rank in range(4):
+        one = late_run(rank, 4, 0, 0, group="2", distributedInfo=describe_groups(rank, "nccl"))
+        for step in range(3):
+            begin = 1000 * step + 300 + 10 * (rank % 2)
+            one.collective(begin, 1000 * step + 340, 1000 * step + 50, group="1", group_size=2, elements=100)
+        made.append(one)
+    found = compare_ranks(seen(tmp_path, *made))
+    data, tensor = found.groups
+    assert (data.group, data.per_step, data.num_bytes) == ("data", 1, 4 * ELEMENTS)
+    assert (data.busy_ms, data.exposed_ms) == pytest.approx((0.040, 0.040))
+    assert (tensor.group, tensor.num_bytes, tensor.most_exposed_rank) == ("tensor", 400, 0)
+    assert (tensor.exposed_ms, tensor.most_exposed_ms) == pytest.approx((0.035, 0.040))
+    assert [(row.group, row.group_size) for row in found.collectives] == [("data", 4), ("tensor", 2)]
+    assert not [note for note in found.notes if "ranks 0, 1" in note]
+    waits = {row.rank: row.wait_ms for row in found.rows}
+    assert waits[0] == waits[2] == pytest.approx(0.010) and waits[1] == waits[3] == 0
+
+
+def test_gloo_groups_are_told_by_what_calls_them(tmp_path):
+    groups = (("1", "mesh_tensor", [[0, 1], [2, 3]]), ("2", "pipeline", [[0, 2], [1, 3]]))
+    made = []
+    for rank in range(4):
+        one = MadeTrace(rank, 4, device=None, distributedInfo=describe_groups(rank, "gloo", groups))
+        for index in range(3):
+            at = 1000.0 * index
+            one.step(10 + index, at, at + 995)
+            one.annotation("forward", at + 100, at + 600)
+            one.op("aten::mm", at + 100, at + 200)
+            one.op("_ColumnLinear", at + 200, at + 320)
+            one.op("c10d::allreduce_", at + 205, at + 210)
+            one.gloo(at + 210, at + 310, thread=GLOO)
+            one.op("_c10d_functional::wait_tensor", at + 212, at + 312)
+            one.annotation("gloo:send", at + 250, at + 700)  # under way beside what follows
+            one.op("aten::mm", at + 400, at + 500)
+            one.op("c10d::allreduce_", at + 800, at + 805)
+            one.gloo(at + 810, at + 830, thread=GLOO)
+        made.append(one)
+    found = compare_ranks(seen(tmp_path, *made))
+    assert [(row.group, row.per_step) for row in found.groups] == [("pipeline", 1), ("tensor", 1), ("", 1)]
+    assert [row.busy_ms for row in found.groups] == pytest.approx([0.45, 0.1, 0.02])
+    assert [row.exposed_ms for row in found.groups] == pytest.approx([0.45 - 0.1 - 0.06 - 0.01, 0.1, 0.02], abs=0.012)
+    phases = {(row.name, row.group): row.phase for row in found.collectives}
+    assert phases["all_reduce", "tensor"] == phases["send", "pipeline"] == "forward"
+
+
 def test_traces_without_rank_or_of_several_windows(tmp_path):
     made = four(tmp_path)
     nameless = [(replace(trace, rank=None), placing, replace(time, rank=None)) for trace, placing, time in made]

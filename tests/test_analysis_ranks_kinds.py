@@ -13,9 +13,14 @@ from megatron_lite.analysis.ranks.calls import (
     message_bytes,
 )
 from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, only_lasting
+from megatron_lite.analysis.ranks.process_groups import CALLER, find_dimension, guess_dimension, label_group
 from megatron_lite.analysis.ranks.rank_results import Straggler
 from megatron_lite.analysis.run.read import read_run
-from megatron_lite.analysis.trace.columns import Collective, Shapes
+from megatron_lite.analysis.trace.columns import Collective, ProcessGroup, Shapes
+from megatron_lite.config.layout import COPIES, PIPELINE, ROWS, TENSOR
+from megatron_lite.model.loss import _FusedLosses
+from megatron_lite.parallel.context_parallel import _GatherSequence
+from megatron_lite.parallel.tensor_parallel import _ColumnLinear, _SumOverRanks
 
 
 @pytest.mark.parametrize(
@@ -136,3 +141,50 @@ def test_a_straggler_of_a_profile_is_one_only_if_ordinary_steps_agree(tmp_path, 
     assert (found.straggler is not None, found.notes == ()) == (kept, kept)
     if not kept:
         assert found.notes[0].startswith("in the profiled steps the others wait 3.25 ms per step for rank 1; in")
+
+
+# --- what a process group is for
+
+
+@pytest.mark.parametrize(
+    ("description", "dimension"),
+    [
+        ("TENSOR_MODEL_PARALLEL_GROUP", "tensor"),
+        ("MODEL_PARALLEL_GROUP", "tensor and pipeline"),
+        ("DATA_PARALLEL_GROUP_WITH_CP", "context and data"),
+        ("EMBEDDING_GROUP", "pipeline"),
+        ("TENSOR_AND_DATA_PARALLEL_GROUP", "tensor and data"),
+        ("EXPERT_MODEL_PARALLEL_GROUP", "expert"),
+        ("mesh_tp", "tensor"),
+        ("mesh_dp_shard_cp", "context and data"),
+        ("mesh_fsdp", "data"),
+        ("pipeline gradients, from end to end", "pipeline"),
+        ("context", "context"),
+        ("mesh_rows", "data"),
+        ("default_pg", ""),
+        ("undefined", ""),
+    ],
+)
+def test_descriptions_name_a_dimension(description, dimension):
+    assert find_dimension(description) == dimension
+
+
+def test_groups_without_a_description_are_told_by_their_ranks():
+    labels = {
+        (): "",
+        (0, 1, 2, 3): "all ranks",
+        (2, 3): "2 adjacent ranks",
+        (0, 2): "2 ranks, 2 apart",
+        (0, 1, 3): "3 ranks",
+    }
+    assert {ranks: label_group(ProcessGroup("7", "undefined", ranks), 4) for ranks in labels} == labels
+
+
+def test_names_of_this_trainers_functions_and_groups_are_known():
+    """What it calls its autograd functions and process groups tells dimensions apart on gloo."""
+    functions = {_ColumnLinear: "tensor", _SumOverRanks: "tensor", _FusedLosses: "tensor", _GatherSequence: "context"}
+    for function, dimension in functions.items():
+        name = f"autograd::engine::evaluate_function: {function.__name__}Backward"
+        assert CALLER.search(name) and guess_dimension("all_reduce", name, "forward") == dimension
+    for name, dimension in ((COPIES, "data"), (ROWS, "data"), (TENSOR, "tensor"), (PIPELINE, "pipeline")):
+        assert find_dimension(f"mesh_{name}") == dimension

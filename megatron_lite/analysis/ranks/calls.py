@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -9,9 +10,10 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import NOTHING, Cover, Nesting, difference, union
 from megatron_lite.analysis.kernels.roles import is_communication, is_wait
+from megatron_lite.analysis.ranks.process_groups import CALLER, find_group, guess_dimension
 from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.time.time_results import Placing
-from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes, Trace
+from megatron_lite.analysis.trace.columns import Collective, Kind, ProcessGroup, Shapes, Trace
 
 # --- what a collective is, by the names that PyTorch, NCCL and gloo give it; how many bytes count for its bandwidth
 
@@ -107,7 +109,7 @@ def bus_bytes(kind: str, num_bytes: int, ranks: int) -> float:
 # --- the collectives of a trace
 
 MAX_SEQUENCE = 2**40
-HANDED_OVER = re.compile(r"c10d::(?!wait)\w+")
+HANDED_OVER = re.compile(r"c10d::(?!wait|send|recv)\w+")  # sends and receives have their spans in their own thread
 SPAN = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl|rccl):")
 
 
@@ -119,7 +121,7 @@ class What:
     algorithm: str
     num_bytes: int | None
     dtype: str
-    group: str  # "" if the trace does not say
+    group: ProcessGroup
     group_size: int | None
 
 
@@ -156,27 +158,32 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
         rows = trace.rows[Kind.ANNOTATION][trace.matching(SPAN.match)[trace.rows[Kind.ANNOTATION]]]
         # spans of a backend's own threads were handed over by operators: as many, in the same order
         operators = trace.rows[Kind.OP][trace.matching(HANDED_OVER.match)[trace.rows[Kind.OP]]]
-        operators = operators[~np.isin(events.thread[operators], events.thread[rows])]
-        called = operators if len(operators) == len(rows) else rows
+        handed = ~np.isin(events.thread[rows], events.thread[operators])
+        called = rows.copy()
+        if len(operators) == handed.sum():
+            called[handed] = operators
     # kernels that do not communicate; without a GPU the operators of threads that do not
     others = trace.rows[Kind.KERNEL if on_gpu else Kind.OP]
     others = others[~of_communication[others]]
     if not on_gpu:
         waits = trace.matching(lambda name: name.startswith(("c10d::", "record_param_comms")))
-        others = others[~waits[others] & ~np.isin(events.thread[others], events.thread[rows])]
+        others = others[~waits[others] & ~np.isin(events.thread[others], events.thread[rows[handed]])]
     compute = union(events.start_ns[others], events.end_ns[others]) if len(rows) else NOTHING
     if not on_gpu:  # whatever called what waits does nothing meanwhile
         compute = difference(compute, trace.cover(trace.rows[Kind.OP][trace.matching(is_wait)[trace.rows[Kind.OP]]]))
-    around, records = _find_descriptions(trace, called)
+    # on the host a span says itself what it is, and others that are under way lie around it
+    own = np.full(len(rows), -1), events.collective[rows]
+    around, records = _find_descriptions(trace, called) if on_gpu else own
     # the last entry is for -1, what has no record
     given = [-1 if one.sequence is None else one.sequence for one in trace.collectives] + [-1]
     sequences = np.array([one if 0 <= one < MAX_SEQUENCE else -1 for one in given], np.int64)
+    phases = tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called])
     return Calls(
-        whats=_describe_calls(trace, rows, around, records, world_size),
+        whats=_describe_calls(trace, rows, around, records, world_size, _find_places(trace, called, phases)),
         start_ns=events.start_ns[rows],
         end_ns=events.end_ns[rows],
         step=placing.step[called],
-        phase=tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called]),
+        phase=phases,
         sequence=sequences[records],
         compute=compute,
     )
@@ -184,7 +191,8 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
 
 def collective_bytes(trace: Trace, rows: np.ndarray, world_size: int | None) -> np.ndarray:
     """float64 [k]: of each of these collectives; NaN where the trace does not say."""
-    whats = _describe_calls(trace, rows, *_find_descriptions(trace, rows), world_size)
+    nowhere = [("", "")] * len(rows)
+    whats = _describe_calls(trace, rows, *_find_descriptions(trace, rows), world_size, nowhere)
     return np.array([np.nan if what.num_bytes is None else what.num_bytes for what in whats], float)
 
 
@@ -205,24 +213,45 @@ def _find_descriptions(trace: Trace, rows: np.ndarray) -> tuple[np.ndarray, np.n
     return around, np.where(events.collective[rows] >= 0, events.collective[rows], of_operator)
 
 
+def _find_places(trace: Trace, called: np.ndarray, phases: Sequence[str]) -> list[tuple[str, str]]:
+    """(name of the span of a layer around it, phase) of each call: what tells groups apart where no record does."""
+    if len(trace.groups) < 2:
+        return [("", "")] * len(called)
+    events = trace.events
+    spans = np.flatnonzero(trace.matching(CALLER.search) & np.isin(events.kind, (Kind.OP, Kind.ANNOTATION)))
+    nesting = Nesting(spans, events.start_ns[spans], events.end_ns[spans], events.thread[spans])
+    found = nesting.row_at(events.start_ns[called], events.thread[called]).tolist()
+    return [(trace.names[events.name[at]] if at >= 0 else "", phase) for at, phase in zip(found, phases)]
+
+
 def _describe_calls(
-    trace: Trace, rows: np.ndarray, around: np.ndarray, records: np.ndarray, world_size: int | None
+    trace: Trace,
+    rows: np.ndarray,
+    around: np.ndarray,
+    records: np.ndarray,
+    world_size: int | None,
+    places: list[tuple[str, str]],
 ) -> tuple[What, ...]:
-    """Each distinct combination of names, shapes and sizes is worked out once; the most telling name decides."""
+    """Each distinct combination of names, shapes, sizes and places is worked out once; the most telling name decides."""
     events, known, whats = trace.events, {}, []
     spans = np.where(around >= 0, events.name[around], -1)
     shapes = np.where(events.shapes[rows] >= 0, events.shapes[rows], np.where(around >= 0, events.shapes[around], -1))
-    for name, span, shape, at in zip(events.name[rows].tolist(), spans.tolist(), shapes.tolist(), records.tolist()):
+    groups = {group.name: group for group in trace.groups}
+    columns = (events.name[rows].tolist(), spans.tolist(), shapes.tolist(), records.tolist(), places)
+    for name, span, shape, at, place in zip(*columns):
         record = replace(trace.collectives[at], sequence=None) if at >= 0 else None
-        key = (name, span, shape, record)
+        key = (name, span, shape, record, place)
         if key not in known:
             names = [record.name] if record and record.name else []
             names += [trace.names[one] for one in (span, name) if one >= 0]
             kind = next((kind for kind in map(find_collective_kind, names) if kind != OTHER), OTHER)
-            group_size = record.group_size if record and (record.group_size or 0) > 0 else None
+            if record and record.group is not None:
+                group = groups.get(record.group) or ProcessGroup(record.group)
+            else:
+                group = find_group(trace.groups, guess_dimension(kind, *place))
+            group_size = record.group_size if record and (record.group_size or 0) > 0 else len(group.ranks) or None
             given = trace.shapes[shape] if shape >= 0 else None
             num_bytes, dtype = message_bytes(kind, record, given, group_size or world_size)
-            group = (record.group if record else None) or ""
             known[key] = What(kind, find_algorithm(trace.names[name]), num_bytes, dtype, group, group_size)
         whats.append(known[key])
     return tuple(whats)

@@ -36,6 +36,7 @@ def compare_ranks_of_run(run: Run) -> Ranks | None:
         present=tuple(row.rank for row in rows),
         missing=tuple(range(len(rows), run.world_size or 0)),
         rows=tuple(rows),
+        groups=(),
         collectives=(),
         straggler=straggler,
         clocks_aligned=None,

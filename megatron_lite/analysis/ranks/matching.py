@@ -1,15 +1,18 @@
 """Which collective of one rank is which of another: the k-th of a process group is the same on all its members."""
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from megatron_lite.analysis.ranks.calls import END_TOGETHER, POINT_TO_POINT, Calls
+from megatron_lite.analysis.trace.columns import ProcessGroup
 
 MAX_APART = 64  # collectives by which traces of two ranks may begin apart, beyond what they differ in number
+MAX_NAMED = 4
 MIN_ALIKE = 0.9  # share of pairs of the same kind and size; below it the order is no guide
 
 
@@ -30,16 +33,18 @@ def match(
     clock begins, None if unknown.
     """
     groups, notes = [], []
-    for name in dict.fromkeys(what.group for calls in ranks for what in calls.whats):
-        members = {}
-        for at, calls in enumerate(ranks):
-            rows = [i for i, what in enumerate(calls.whats) if what.group == name and what.kind not in POINT_TO_POINT]
-            if rows:
-                members[at] = np.array(rows, np.int64)
+    found: dict[ProcessGroup, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for at, calls in enumerate(ranks):
+        for i, what in enumerate(calls.whats):
+            if what.kind not in POINT_TO_POINT:
+                # ranks number their groups differently: known members tell which is which
+                found[replace(what.group, name="") if what.group.ranks else what.group][at].append(i)
+    for group, rows_of in found.items():
+        members = {at: np.array(rows, np.int64) for at, rows in rows_of.items()}
         if len(members) < 2:
             continue
         sizes = {ranks[at].whats[rows[0]].group_size for at, rows in members.items()}
-        label = f"process group {name!r}" if name else "collectives"
+        label = _describe(group)
         if any(size is not None and size < len(members) for size in sizes):
             why = "more ranks use the name than the group has members"
         else:
@@ -51,6 +56,15 @@ def match(
             why = "the ranks' traces hold different collectives"
         notes.append(f"{label}: {why}, so that starts are not compared")
     return groups, notes
+
+
+def _describe(group: ProcessGroup) -> str:
+    if group.ranks:
+        several = f" and {len(group.ranks) - MAX_NAMED} more" if len(group.ranks) > MAX_NAMED else ""
+        return f"collectives of ranks {', '.join(map(str, group.ranks[:MAX_NAMED]))}{several}"
+    if group.name:
+        return f"process group {group.name!r}"
+    return f"{group.description} parallel collectives" if group.description else "collectives"
 
 
 def _match_by_sequence(members: dict[int, np.ndarray], ranks: Sequence[Calls]) -> np.ndarray | None:
@@ -129,7 +143,6 @@ def _find_shift(one: tuple[Any, ...], other: tuple[Any, ...]) -> int | None:
 
 OFF_NS = 1_000_000  # a clock that is off by less is left as it is: collectives do not end closer than that everywhere
 NOISE = 3.0  # times the spread of its ends that a correction must be
-MAX_NAMED = 4
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,26 @@ OTHER = "other"  # the kind of a collective whose names no pattern knows
 
 
 @dataclass(frozen=True)
+class GroupRow:
+    """All that ranks exchange along one dimension of their layout."""
+
+    group: str  # "tensor", "data", "context and data", "8 adjacent ranks"; "" if the trace does not say
+    per_step: float  # calls; these are means over the ranks that take part
+    num_bytes: float | None  # per step; None if any call does not say
+    busy_ms: float  # while at least one call is under way, waiting included
+    exposed_ms: (
+        float  # of it, without compute beside; the groups' add up: what several have under way is the inner one's
+    )
+    most_exposed_rank: int | None
+    most_exposed_ms: float
+
+
+@dataclass(frozen=True)
 class CollectiveRow:
-    """All collectives of one kind and size in one phase."""
+    """All collectives of one kind and size in one phase and group."""
 
     name: str  # all_reduce
+    group: str  # as in GroupRow
     algorithm: str  # from the kernel's name: "ring, LL128"; "" if it does not say
     phase: str
     group_size: int | None
@@ -62,6 +78,7 @@ class Ranks:
     present: tuple[int, ...]
     missing: tuple[int, ...]
     rows: tuple[RankRow, ...]
+    groups: tuple[GroupRow, ...]  # most exposed first
     collectives: tuple[CollectiveRow, ...]  # most exposed first
     straggler: Straggler | None
     clocks_aligned: bool | None  # starts compared on one clock (ends of collectives coincide); None with one rank

@@ -1,5 +1,6 @@
 """All ranks of one run, beside each other."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import difference, intersection, joined, union
 from megatron_lite.analysis.ranks.calls import Calls, bus_bytes, collect_calls
 from megatron_lite.analysis.ranks.matching import Clocks, Group, align_clocks, match
-from megatron_lite.analysis.ranks.rank_results import CollectiveRow, RankRow, Ranks, Straggler
+from megatron_lite.analysis.ranks.process_groups import label_group
+from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.phases import Phase
@@ -71,8 +74,9 @@ def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]]) -> Ranks | No
         present=present,
         missing=tuple(sorted(set(range(world_size or 0)) - set(present))) if present else (),
         rows=tuple(rows),
+        groups=build_group_rows(one_each, calls, slots, steps, world_size),
         collectives=build_collective_rows(
-            list(zip(calls, slots, waits.transfer_ns)), steps, world_size if everyone else None
+            list(zip(calls, slots, waits.transfer_ns)), steps, world_size, world_size if everyone else None
         ),
         straggler=find_straggler(rows, [one.time for one in one_each], waits.caused_ms - waits.wait_ms),
         clocks_aligned=clocks.aligned,
@@ -172,8 +176,42 @@ MAX_SIZES = 32  # of one kind in one phase; more (an all-to-all of experts, say)
 MANY = -1
 
 
+def _count_last(group: str) -> tuple[bool, bool, str]:
+    """Order in which groups are charged with what several have under way: what layers wait for before what runs beside them."""
+    return "pipeline" in group, "data" in group, group
+
+
+def build_group_rows(
+    seen: Sequence[Seen], ranks: Sequence[Calls], slots: Sequence[np.ndarray], steps: int, world_size: int | None
+) -> tuple[GroupRow, ...]:
+    """Most exposed first. slots: by rank, the step of each call (-1: does not count) of `steps`."""
+    parts: dict[str, list[tuple[float, float, float, float, int]]] = defaultdict(list)
+    for at, (calls, slot) in enumerate(zip(ranks, slots)):
+        labels = {what: label_group(what.group, world_size) for what in set(calls.whats)}
+        of_group: dict[str, list[int]] = defaultdict(list)
+        for i in np.flatnonzero(slot >= 0).tolist():
+            of_group[labels[calls.whats[i]]].append(i)
+        taken, steady = calls.compute, [step for step in seen[at].placing.steps if step.steady]
+        within = union([step.start_ns for step in steady], [step.end_ns for step in steady])
+        for label in sorted(of_group, key=_count_last):
+            rows = of_group[label]
+            sizes = [calls.whats[i].num_bytes for i in rows]
+            num_bytes = sum(size if size is not None else math.nan for size in sizes)
+            busy = intersection(within, union(calls.start_ns[rows], calls.end_ns[rows]))
+            exposed_ms = difference(busy, taken).length / 1e6
+            taken = joined(taken, busy)
+            parts[label].append((len(rows), num_bytes, busy.length / 1e6, exposed_ms, at))
+    groups = []
+    for label, sums in parts.items():
+        number, num_bytes, busy_ms, exposed_ms = (float(np.mean(column)) / steps for column in list(zip(*sums))[:4])
+        most = max(sums, key=lambda one: one[3])
+        known = None if math.isnan(num_bytes) else num_bytes
+        groups.append(GroupRow(label, number, known, busy_ms, exposed_ms, seen[most[4]].time.rank, most[3] / steps))
+    return tuple(sorted(groups, key=lambda row: (-row.exposed_ms, -row.busy_ms)))
+
+
 def build_collective_rows(
-    ranks: Sequence[tuple[Calls, np.ndarray, np.ndarray]], steps: int, group_size: int | None
+    ranks: Sequence[tuple[Calls, np.ndarray, np.ndarray]], steps: int, world_size: int | None, group_size: int | None
 ) -> tuple[CollectiveRow, ...]:
     """Most exposed first; means over the ranks that take part.
 
@@ -182,15 +220,16 @@ def build_collective_rows(
     """
     parts = defaultdict(list)
     for calls, slot, transfer in ranks:
-        for key, sums in _sum_by_kind(calls, slot >= 0, transfer, group_size).items():
+        for key, sums in _sum_by_kind(calls, slot >= 0, transfer, world_size, group_size).items():
             parts[key].append(sums / steps)
     rows = []
-    for (kind, algorithm, phase, size, num_bytes, dtype), sums in parts.items():
+    for (kind, group, algorithm, phase, size, num_bytes, dtype), sums in parts.items():
         number, ns, exposed, transfer, unmatched, bus, all_bytes = np.mean(sums, axis=0).tolist()
         known = not unmatched
         rows.append(
             CollectiveRow(
                 name=kind,
+                group=group,
                 algorithm=algorithm,
                 phase=phase,
                 group_size=size,
@@ -207,7 +246,9 @@ def build_collective_rows(
     return tuple(sorted(rows, key=lambda row: (-row.exposed_ms, -row.kernel_ms)))
 
 
-def _sum_by_kind(calls: Calls, keep: np.ndarray, transfer: np.ndarray, group_size: int | None) -> dict[Any, Any]:
+def _sum_by_kind(
+    calls: Calls, keep: np.ndarray, transfer: np.ndarray, world_size: int | None, group_size: int | None
+) -> dict[Any, Any]:
     """(number, ns, exposed ns, transfer ns, not matched, bus bytes, bytes), added up by what rows tell apart."""
     kept = np.flatnonzero(keep)
     kinds: dict[Any, int] = {}
@@ -224,7 +265,8 @@ def _sum_by_kind(calls: Calls, keep: np.ndarray, transfer: np.ndarray, group_siz
         several = num_bytes is not None and sizes[what.kind, phase] > MAX_SIZES
         bus = bus_bytes(what.kind, num_bytes, ranks) if num_bytes and ranks else 0.0
         moved = [values[0] * bus, values[0] * (num_bytes or 0)]
-        key = (what.kind, what.algorithm, phase, ranks, MANY if several else num_bytes, what.dtype)
+        label = label_group(what.group, world_size)
+        key = (what.kind, label, what.algorithm, phase, ranks, MANY if several else num_bytes, what.dtype)
         sums[key] += np.array([*values, *moved])
     return sums
 

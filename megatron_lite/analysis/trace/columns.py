@@ -66,6 +66,15 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class ProcessGroup:
+    """Ranks that communicate with each other."""
+
+    name: str
+    description: str = ""  # "mesh_tp", "DATA_PARALLEL_GROUP", ...
+    ranks: tuple[int, ...] = ()  # () if unknown
+
+
+@dataclass(frozen=True)
 class Events:
     """n events ordered by start, the longer one first where starts are equal (so a parent stands before its children)."""
 
@@ -123,6 +132,7 @@ class Trace:
     damage: tuple[str, ...] = ()  # those of the notes that tell of missing events
     cut: bool = False  # the file, or what was read of it, ends before the record does
     without_gpu: bool = False  # the header says that there was none; False: nothing is said, or there was one
+    groups: tuple[ProcessGroup, ...] = ()  # all that the process is in; () if the file does not say
     facts: dict = field(default_factory=dict)  # header values worth showing: distributed backend, NCCL version, ...
 
     def name_of(self, event: int) -> str:

@@ -16,6 +16,7 @@ from megatron_lite.analysis.trace.columns import (
     Kind,
     MemoryEvents,
     Numbered,
+    ProcessGroup,
     Shapes,
     Trace,
     TraceError,
@@ -234,6 +235,7 @@ def _kind_of_categories(categories: Numbered) -> np.ndarray:
 _RANK_IN_NAME = re.compile(r"rank[_-]?\[?(\d{1,6})|\[(\d{1,6})\]", re.IGNORECASE)
 _FACTS = ("schemaVersion", "trace_id", "host_name", "cuda_runtime_version", "cuda_driver_version")
 _FACTS_OF_RANKS = ("backend", "nccl_version", "pg_count")
+_MAX_RANKS = 2**20
 _MAX_TEXT = 200  # characters of a header's value that are worth showing
 _UNIX_NS = 10**18  # larger times count from 1970 (2001 and later), by the clock of the machine
 
@@ -253,7 +255,26 @@ def read_header(header: dict, path: Path, first_ns: int) -> dict:
         "without_gpu": header.get("deviceProperties") == [],
         "facts": {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()},
         "base_ns": (base_ns or 0) + first_ns if has_clock else None,
+        "groups": _read_groups(ranks),
     }
+
+
+def _read_groups(distributed: dict) -> tuple[ProcessGroup, ...]:
+    """Of the header's "distributedInfo"; groups of all ranks may have an empty list of them."""
+    rows, world_size = distributed.get("pg_config"), _count(distributed.get("world_size")) or 0
+    groups = []
+    for row in rows if isinstance(rows, list) else ():
+        if not isinstance(row, dict):
+            continue
+        size, listed = _count(row.get("pg_size", row.get("group_size"))), row.get("ranks")
+        ranks = [_count(rank) for rank in listed] if isinstance(listed, list) else []
+        if size == world_size and not ranks and size <= _MAX_RANKS:
+            ranks = list(range(size))
+        known = tuple(rank for rank in ranks if rank is not None)
+        whole = known if len(known) == size else ()
+        name, description = (str(row.get(key) or "")[:_MAX_TEXT] for key in ("pg_name", "pg_desc"))
+        groups.append(ProcessGroup(name, description, whole))
+    return tuple(groups)
 
 
 def rank_in_name(name: str) -> int | None:

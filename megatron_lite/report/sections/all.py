@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.report.section import Block, Card, Hint, Lines, Section, Table, drop_empty_columns, limit_rows
@@ -130,6 +131,7 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
             bandwidth = significant(row.bus_gb_s) if row.bus_gb_s >= MIN_GB_S else f"<{MIN_GB_S}"
         body.append([
             row.name + (f" ({row.algorithm})" if row.algorithm and everything else ""),
+            row.group if len(ranks.groups) > 1 else "",
             row.phase,
             str(row.group_size or ""),
             calls(row.per_step),
@@ -137,9 +139,36 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
             *map(write, (row.kernel_ms, row.transfer_ms, row.wait_ms, row.exposed_ms)),
             bandwidth,
         ])  # fmt: skip
-    head = ["collective", "phase", "ranks", "calls", "each", "ms", "transfer", "waiting", "exposed", "bus GB/s"]
-    table = drop_empty_columns(Table(body, "llrrrrrrrr", head, hidden=hidden))
-    return Section("collectives", "Collectives", "ms per step, mean over ranks", [table])
+    head = [
+        "collective",
+        "group",
+        "phase",
+        "ranks",
+        "calls",
+        "each",
+        "ms",
+        "transfer",
+        "waiting",
+        "exposed",
+        "bus GB/s",
+    ]
+    table = drop_empty_columns(Table(body, "lllrrrrrrrr", head, hidden=hidden))
+    tables = [*_build_groups(ranks), table]
+    return Section("collectives", "Collectives", "ms per step, mean over ranks", tables)
+
+
+def _build_groups(ranks: Ranks) -> list[Table]:
+    """What each dimension of the layout costs; none where there is only one."""
+    if len(ranks.groups) < 2:
+        return []
+    write, body = partial(milliseconds, of=max(row.busy_ms for row in ranks.groups)), []
+    for row in ranks.groups:
+        most = "" if row.most_exposed_rank is None else f"{write(row.most_exposed_ms)} on rank {row.most_exposed_rank}"
+        moved = "" if row.num_bytes is None else size(row.num_bytes)
+        body.append(
+            [row.group or "not said", calls(row.per_step), moved, write(row.busy_ms), write(row.exposed_ms), most]
+        )
+    return [drop_empty_columns(Table(body, "lrrrrr", ["group", "calls", "bytes", "ms", "exposed", "most exposed"]))]
 
 
 # --- what the run folder says of the whole run, of which a trace shows a few steps

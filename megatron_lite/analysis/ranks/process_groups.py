@@ -1,0 +1,72 @@
+"""What a process group is for: tensor, context, data, pipeline or expert parallel. By its description, else by what calls it."""
+
+import itertools
+import re
+from collections.abc import Sequence
+
+from megatron_lite.analysis.trace.columns import ProcessGroup
+from megatron_lite.phases import Phase
+
+# Words of descriptions by PyTorch's device meshes, Megatron-LM, torchtitan, and this trainer
+_WORDS = {
+    "tensor": {"tensor", "tp"},
+    "context": {"context", "cp"},
+    "data": {"data", "dp", "fsdp", "hsdp", "ddp", "replicate", "shard", "copies", "rows"},
+    "pipeline": {"pipeline", "pp", "embedding", "ends"},
+    "expert": {"expert", "ep"},
+}
+_MODEL = {"model", "parallel", "group"}  # Megatron-LM's group of all ranks that together hold one model
+
+# A backend without descriptions: the function of the layer that communicates, in this trainer and in Megatron-LM
+_CALLERS = (
+    ("tensor", "_ColumnLinear|_SumOverRanks|_FusedLosses|ModelParallelRegion|SequenceParallelRegion|VocabParallel"),
+    ("tensor", "LinearWithGradAccumulationAndAsyncCommunication"),
+    ("context", "_GatherSequence"),
+    ("data", "FSDP::|DistributedDataParallel"),
+)
+CALLER = re.compile("|".join(f"(?:{pattern})" for _, pattern in _CALLERS))
+_OF_SHARDS = ("reduce_scatter", "all_gather")
+_OF_GRADIENTS: dict[str, tuple[str, ...]] = {
+    Phase.BACKWARD: (*_OF_SHARDS, "all_reduce"), Phase.GRAD_SYNC: _OF_SHARDS, Phase.OPTIMIZER_STEP: _OF_SHARDS
+}  # fmt: skip
+
+
+def find_dimension(description: str) -> str:
+    """'tensor' of "TENSOR_MODEL_PARALLEL_GROUP", 'context and data' of "mesh_dp_shard_cp"; "" if it does not say."""
+    words = set(re.findall("[a-z]+", description.lower()))
+    if words == _MODEL:
+        return "tensor and pipeline"
+    return " and ".join(dimension for dimension, known in _WORDS.items() if known & words)
+
+
+def guess_dimension(kind: str, caller: str, phase: str) -> str:
+    """Of a collective whose trace names no group: by its kind, the span of a layer around it, its phase; "" if unknown."""
+    if kind in ("send", "recv", "send_recv"):
+        return "pipeline"
+    for dimension, pattern in _CALLERS:
+        if re.search(pattern, caller):
+            return dimension
+    return "data" if kind in _OF_GRADIENTS.get(phase, ()) else ""
+
+
+def find_group(groups: Sequence[ProcessGroup], dimension: str) -> ProcessGroup:
+    """The one among a process' groups that a collective of this dimension uses; one without ranks if several may be."""
+    if len(groups) == 1:
+        return groups[0]
+    found = {group.ranks: group for group in groups if dimension and find_dimension(group.description) == dimension}
+    [group] = found.values() if len(found) == 1 else [ProcessGroup("", dimension)]
+    return group
+
+
+def label_group(group: ProcessGroup, world_size: int | None) -> str:
+    """For people: its dimension, else which ranks it has; "" if the trace does not say."""
+    ranks = group.ranks
+    if dimension := find_dimension(group.description):
+        return dimension
+    if len(ranks) > 1 and len(ranks) == world_size:
+        return "all ranks"
+    strides = {after - before for before, after in itertools.pairwise(ranks)}
+    if len(strides) != 1:
+        return f"{len(ranks)} ranks" if ranks else ""
+    [stride] = strides
+    return f"{len(ranks)} adjacent ranks" if stride == 1 else f"{len(ranks)} ranks, {stride} apart"
