@@ -6,6 +6,7 @@ import json
 import pytest
 from launch import flags, on_ranks, plan_of
 
+from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.layout import Layout, Stage, Turn, count_stage_layers, order_turns
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
@@ -149,3 +150,26 @@ def test_what_stages_exchange(tmp_path, tensor):
         if not tensor:
             embedding, norm = 2 * 128 * 64, 4
             assert sent["allreduce_"] == embedding + norm
+
+
+def test_traces_tell_communication_apart_by_group(tmp_path):
+    """4 micro-batches of 2 layers a rank: every layer gathers and sums twice in forward and again in backward."""
+    window = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 6 --profile-ranks -1"
+    runs = {
+        "stages": f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel",
+        "sequences": "--context-parallel-size 2 --use-distributed-optimizer",
+    }
+    common = "--num-layers 4 --global-batch-size 8 --micro-batch-size 2 --train-iters 6"
+    scenarios = {name: flags(common, words, window) for name, words in runs.items()}
+    (tmp_path / "scenarios.json").write_text(json.dumps(scenarios))
+    on_ranks("launch:train_all", tmp_path, str(tmp_path / "scenarios.json"), ranks=4)
+    for name, expected in (
+        # 2 layers of 4 micro-batches gather and sum twice each way; embedding, logits, loss besides. The rest: once per step
+        ("stages", {"tensor": 76, "pipeline": 8, "": 3}),
+        ("sequences", {"context": 4 * 2 * 2, "data": 5 + 5, "": 1}),
+    ):
+        ranks = analyze([tmp_path / name]).facts.ranks
+        assert {row.group: row.per_step for row in ranks.groups} == expected
+        exposed = sum(row.exposed_communication_ms for row in ranks.rows) / 4
+        assert 0 < sum(row.exposed_ms for row in ranks.groups) < 1.05 * exposed
+        assert all(row.phase in ("forward", "backward") for row in ranks.collectives if row.group)
