@@ -122,6 +122,11 @@ GRID = {  # name: (flags, ranks), and which of them if not the first
     "857m script, pp2, last stage": (FEWER + PP + "2 --global-batch-size 32", 2, 1),
     "medium, bf16, pp4": (MEDIUM + PP + "4 --bf16 --global-batch-size 32", 4),
     "medium, bf16, pp4, second stage": (MEDIUM + PP + "4 --bf16 --global-batch-size 32", 4, 1),
+    "medium, llama, tp4 of 2 query groups": (MEDIUM + LLAMA + GROUPED + TP + "4 --bf16", 4),
+    "medium, llama, one query group, tp2": (
+        MEDIUM + LLAMA + GROUPED + "--num-query-groups 1 --bf16 " + TP + "2 " + SP,
+        2,
+    ),
     "medium, llama, tp2, pp2": (MEDIUM + LLAMA + GROUPED + TP + "2 " + SP + PP + "2 --bf16 --global-batch-size 32", 4),
     "857m script, pp2, chunks": (FEWER + PP + "2 " + CHUNKS + "3 --global-batch-size 32", 2),
     "medium, bf16, pp2, chunks, last stage": (MEDIUM + PP + "2 " + CHUNKS + "2 --bf16 --global-batch-size 32", 2, 1),

@@ -34,6 +34,7 @@ SCALE = "--initial-loss-scale 4096"
 MODELS = {  # name: (flags, largest difference of a loss to one rank)
     "fp32": ("", 2e-6),
     "fp32, llama": (LLAMA, 2e-6),
+    "fp32, one query group": (LLAMA + "--num-query-groups 1 --add-qkv-bias", 2e-6),
     "fp32, sgd": ("--optimizer sgd", 2e-6),
     "fp32, decay that grows": (
         "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.2", 2e-6
@@ -116,7 +117,7 @@ def main():
     options = parser.parse_args()
     models = [name for name in MODELS if any(word in name for word in options.models)]
     layouts = [name for name in LAYOUTS if any(word in name for word in options.layouts)]
-    cases = [(m, n) for n in layouts for m in models if not (n == "tp4, sp" and "llama" in m)]  # it has 2 groups
+    cases = [(m, n) for n in layouts for m in models]
     print(f"{'layout':22}{'model':26}{'loss':>9}{'norm':>9}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

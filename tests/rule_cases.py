@@ -78,9 +78,19 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
         "size 3: does not divide the number of ranks, 4; start a multiple of 3",
     ),
     (
-        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2 --global-batch-size 8",
+        "--tensor-model-parallel-size 4 --num-attention-heads 6 --hidden-size 96 --group-query-attention --num-query-groups 6 --global-batch-size 8",
         FOUR_RANKS,
-        "size 4: does not divide --num-query-groups 2; change",
+        "size 4: does not divide --num-query-groups 6; change",
+    ),
+    (
+        "--tensor-model-parallel-size 4 --num-attention-heads 6 --hidden-size 96 --group-query-attention --num-query-groups 2 --global-batch-size 8",
+        FOUR_RANKS,
+        "size 4: does not divide --num-attention-heads 6; change",
+    ),
+    (
+        "--tensor-model-parallel-size 4 --kv-channels 1 --group-query-attention --num-query-groups 1 --global-batch-size 8",
+        FOUR_RANKS,
+        "size 4: 4 ranks cannot share a query group of heads of 1 channels; change",
     ),
     (
         "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 6 --global-batch-size 8",

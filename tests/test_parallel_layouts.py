@@ -45,6 +45,7 @@ from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 CPU = torch.device("cpu")
+ONE_GROUP = "--group-query-attention --num-query-groups 1"
 # each goes on from the one before; the last one's end is an uninterrupted run's
 RING = [
     "zero1, 2",
@@ -64,7 +65,7 @@ QUICK = [  # in the default tests
     ("fp16, sums in fp32", "tp2"), ("fp32, recomputed", "tp2, sp"),
     ("fp32, masked ends", "cp2"), ("fp32, llama", "cp2"), ("fp32, explicit attention", "cp2"), ("bf16", "cp2"),
     ("fp32, per token", "pp2"), ("fp32, llama", "pp2"), ("bf16", "pp2"), ("fp32, recomputed", "pp2"),
-    ("fp32, recomputed", "pp2, chunks"), ("fp16, sums in fp32", "pp2, chunks"),
+    ("fp32, one query group", "tp2"), ("fp32, recomputed", "pp2, chunks"), ("fp16, sums in fp32", "pp2, chunks"),
 ]  # fmt: skip
 
 
@@ -91,12 +92,7 @@ def test_all_ranks_are_one(runs, model, layout):
 @pytest.mark.slow
 def test_all_models_on_all_layouts_are_one_rank(tmp_path):
     on_four = ("fp32", "fp32, llama", "bf16", "fp16")
-    cases = [
-        (m, n)
-        for n, (_, ranks) in LAYOUTS.items()
-        for m in MODELS
-        if (ranks == 2 or m in on_four) and not (n == "tp4, sp" and "llama" in m)  # 2 groups
-    ]
+    cases = [(m, n) for n, (_, ranks) in LAYOUTS.items() for m in MODELS if ranks == 2 or m in on_four]
     run_cases(tmp_path, cases)
     for model, layout in cases:
         check_case(tmp_path, model, layout)
@@ -183,6 +179,7 @@ def load_and_save(world, argv: str):
         ("--ckpt-format torch", ZERO1),
         ("", f"{TP2} {SP}"),
         ("--ckpt-format torch", TP2),
+        pytest.param("", f"{SP} --tensor-model-parallel-size 4", marks=pytest.mark.slow),
         ("", PP2),
         *(
             pytest.param(words, layout, marks=pytest.mark.slow)
@@ -193,12 +190,8 @@ def load_and_save(world, argv: str):
 )
 def test_what_is_loaded_and_saved_again_is_the_same(saved, tmp_path, words, layout):
     argv = flags(TRAIN, f"{LLAMA} --bf16", words, layout, "--load", saved, "--save", tmp_path / "again")
-    ranks = (
-        4
-        if len([word for word in layout.split() if word.startswith("--") and word not in f"{SP} {CHUNKS.split()[2]}"])
-        > 1
-        else 2
-    )
+    splits = [word for word in layout.split() if word in f"{TP2} {PP2} {ZERO1} {ZERO3}"]
+    ranks = 4 if len([word for word in splits if word.startswith("--")]) > 1 or "4" in layout else 2
     on_ranks("test_parallel_layouts:load_and_save", tmp_path, json.dumps(argv), ranks=ranks)
     first, again = checkpoint(saved, 2), checkpoint(tmp_path / "again", 2)
     names = [name for name in first if name != "record" and not name.startswith("random.")]
@@ -327,7 +320,16 @@ def test_ranks_drop_alike_what_all_hold_and_their_own_apart(tmp_path, sequence_p
         f"{PP2} --bf16",
         *(
             pytest.param(w, marks=pytest.mark.slow)
-            for w in (ZERO3, f"{ZERO3} --fp16", TP2, f"{TP2} --fp16", f"{TP2} {SP} --bf16", PP2, f"{CHUNKS} --bf16")
+            for w in (
+                ZERO3,
+                f"{ZERO3} --fp16",
+                TP2,
+                f"{TP2} --fp16",
+                f"{TP2} {SP} --bf16",
+                PP2,
+                f"{CHUNKS} --bf16",
+                f"{TP2} {ONE_GROUP}",
+            )
         ),
     ],
 )

@@ -20,7 +20,7 @@ def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
 
 def linear_flops(shape: ModelShape, sequences: int) -> int:
     """Forward of one layer's four linear maps."""
-    projections = (shape.qkv_width + shape.attention_width) * shape.hidden_size
+    projections = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
     mlp = (shape.fc1_width + shape.ffn_hidden_size) * shape.hidden_size
     return 2 * sequences * shape.seq_length * (projections + mlp)
 

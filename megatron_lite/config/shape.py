@@ -34,6 +34,7 @@ class ModelShape:
     query_key_layer_scaling: bool = False
     softmax_in_fp32: bool = False
     init_method_std: float = 0.02
+    query_group_ranks: int = 1  # tensor parallel ranks that share a query group, each with a part of its QKV rows
 
     def split(self, ranks: int, context: int = 1) -> "ModelShape":
         """What one of so many tensor parallel ranks computes, its heads, its part of the MLP and of the vocabulary, of the positions that one
@@ -41,7 +42,8 @@ class ModelShape:
         return replace(
             self,
             num_attention_heads=self.num_attention_heads // ranks,
-            num_query_groups=self.num_query_groups // ranks,
+            num_query_groups=max(self.num_query_groups // ranks, 1),
+            query_group_ranks=max(ranks // self.num_query_groups, 1),
             ffn_hidden_size=self.ffn_hidden_size // ranks,
             padded_vocab_size=self.padded_vocab_size // ranks,
             seq_length=self.seq_length // context,
@@ -49,8 +51,16 @@ class ModelShape:
 
     @property
     def qkv_width(self) -> int:
-        """Rows of the QKV projection: all queries plus one key and one value per group."""
+        """Queries plus one key and one value per group."""
         return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+
+    @property
+    def qkv_rows(self) -> int:
+        """Of the QKV projection: qkv_width, but where ranks share a query group."""
+        return (
+            self.num_attention_heads * self.kv_channels
+            + 2 * self.num_query_groups * self.kv_channels // self.query_group_ranks
+        )
 
     @property
     def attention_width(self) -> int:

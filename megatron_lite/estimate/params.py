@@ -20,8 +20,8 @@ def parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, 
         layers, is_first, is_last = len(stage.layers), stage.is_first, stage.is_last
     learned = shape.position_embedding == "learned_absolute"
     of_norm = 2 if shape.normalization == "LayerNorm" else 1  # numbers per channel
-    attention = (shape.qkv_width + shape.attention_width) * hidden
-    attention += shape.qkv_bias * shape.qkv_width + shape.linear_bias * hidden
+    attention = (shape.qkv_rows + shape.attention_width) * hidden
+    attention += shape.qkv_bias * shape.qkv_rows + shape.linear_bias * hidden
     attention += 2 * shape.qk_layernorm * of_norm * shape.kv_channels
     mlp = (shape.fc1_width + shape.ffn_hidden_size) * hidden + shape.linear_bias * (shape.fc1_width + hidden)
     return {

@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
         self.kv_channels = shape.kv_channels
         self.dropout = shape.attention_dropout
         self.rotary_interleaved = shape.rotary_interleaved
-        self.linear_qkv = nn.Linear(shape.hidden_size, shape.qkv_width, bias=shape.qkv_bias)
+        self.linear_qkv = nn.Linear(shape.hidden_size, shape.qkv_rows, bias=shape.qkv_bias)
         self.linear_proj = nn.Linear(shape.attention_width, shape.hidden_size, bias=shape.linear_bias)
         self.q_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
         self.k_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None

@@ -10,7 +10,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.parallel.context_parallel import make_context_group
 from megatron_lite.parallel.pipeline import Pipeline, make_pipeline
 from megatron_lite.parallel.replica import make_mesh
-from megatron_lite.parallel.tensor_parallel import TensorGroup, find_tensor_group
+from megatron_lite.parallel.tensor_parallel import TensorGroup, make_tensor_group
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,4 @@ class Groups:
 def make_groups(plan: Plan, device: torch.device) -> Groups:
     """This rank's. Collective where there are others."""
     mesh = make_mesh(plan, device)
-    return Groups(mesh, find_tensor_group(plan.layout, mesh), make_context_group(plan), make_pipeline(plan, device))
+    return Groups(mesh, make_tensor_group(plan, mesh), make_context_group(plan), make_pipeline(plan, device))

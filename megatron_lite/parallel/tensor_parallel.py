@@ -9,6 +9,7 @@ dimensions, (B, T / ranks, H).
 Letters: B sequences, T positions, M = B * T, H hidden, W columns of this rank, V words of this rank.
 """
 
+import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_lite.config.layout import TENSOR, Layout
+from megatron_lite.config.layout import TENSOR
+from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.loss import Pieces, fused_token_losses
+from megatron_lite.parallel.process_group import operation_limit
 from megatron_lite.parallel.replica import find_group
 
 # the operations below torch.distributed's functions: they return at once, torch.compile knows them, and `wait_tensor` waits
@@ -39,6 +42,7 @@ class TensorGroup:
     ranks: int
     rank: int
     shares_tokens: bool  # sequence parallelism
+    query_group: dist.ProcessGroup | None = None  # of the ranks that share one query group; None: each has whole ones
 
     def gather(self, x_BTH: Tensor) -> Tensor:
         """All tokens, of which each rank has its share."""
@@ -64,12 +68,22 @@ class TensorGroup:
         return self.wait(self.begin_sum(x_BTH), x_BTH)
 
 
-def find_tensor_group(layout: Layout, mesh: DeviceMesh | None) -> TensorGroup | None:
-    """None where each rank computes whole layers."""
-    group = find_group(mesh, TENSOR)
+def make_tensor_group(plan: Plan, mesh: DeviceMesh | None) -> TensorGroup | None:
+    """This rank's, or None where each computes whole layers. Collective."""
+    group, layout, sharing = find_group(mesh, TENSOR), plan.layout, plan.rank_shape.query_group_ranks
     if group is None:
         return None
-    return TensorGroup(group, layout.tensor, layout.tensor_rank, layout.sequence_parallel)
+    query_group = None
+    if sharing > 1:
+        others = itertools.product(
+            range(0, layout.tensor, sharing), *map(range, (layout.context, layout.data, layout.pipeline))
+        )
+        together = [[layout.find_rank(first + index, *at) for index in range(sharing)] for first, *at in others]
+        limit = operation_limit(plan)
+        query_group = dist.new_subgroups_by_enumeration(together, timeout=limit, group_desc="tensor, of a query group")[
+            0
+        ]
+    return TensorGroup(group, layout.tensor, layout.tensor_rank, layout.sequence_parallel, query_group)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -108,11 +122,44 @@ class _SumOverRanks(torch.autograd.Function):
         return ctx.among.gather(gradient_BTH) if ctx.among.shares_tokens else gradient_BTH, None
 
 
+class _GatherQueryGroup(torch.autograd.Function):
+    """(B, T, W) of a query group's columns [queries, key, value], of which each of R ranks has a part -> this rank's queries, key and value.
+
+    Backward adds up what each rank's queries had of key and value.
+    """
+
+    @staticmethod
+    def forward(ctx, part_BTW: Tensor, group: dist.ProcessGroup, kv_channels: int) -> Tensor:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        gathered = collectives.all_gather_into_tensor(part_BTW.contiguous(), ranks, group.group_name)
+        whole = collectives.wait_tensor(gathered).view(ranks, *part_BTW.shape).movedim(0, -2).flatten(-2)
+        queries = whole.shape[-1] - 2 * kv_channels  # of all ranks
+        first, last = queries // ranks * rank, queries // ranks * (rank + 1)
+        ctx.group, ctx.ranks, ctx.queries, ctx.first, ctx.last = group, ranks, queries, first, last
+        return torch.cat((whole[..., first:last], whole[..., queries:]), dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient_BTW: Tensor):
+        own, key_and_value = gradient_BTW.tensor_split((ctx.last - ctx.first,), dim=-1)
+        of_others = gradient_BTW.new_zeros(*gradient_BTW.shape[:-1], ctx.queries)
+        whole = torch.cat((of_others, key_and_value), dim=-1)
+        whole[..., ctx.first : ctx.last] = own
+        parts = whole.unflatten(-1, (ctx.ranks, -1)).movedim(-2, 0).contiguous()
+        summed = collectives.reduce_scatter_tensor(parts.flatten(0, 1), "sum", ctx.ranks, ctx.group.group_name)
+        return collectives.wait_tensor(summed), None, None
+
+
 def split_layers(model: nn.Module, among: TensorGroup):
     """Have each linear layer and the embedding exchange with other ranks what they lack."""
     for layer in model.decoder.layers:
         for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
             linear.forward = partial(_apply_columns, linear, among)
+        if among.query_group is not None:
+            attention = layer.self_attention
+            attention.linear_qkv.forward = partial(
+                _apply_query_group, attention.linear_qkv, among, attention.kv_channels
+            )
         for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
             linear.forward = partial(_apply_rows, linear, among)
     if model.embedding is not None:
@@ -121,6 +168,10 @@ def split_layers(model: nn.Module, among: TensorGroup):
 
 def _apply_columns(linear: nn.Linear, among: TensorGroup, x_BTH: Tensor) -> Tensor:
     return _ColumnLinear.apply(x_BTH, linear.weight, linear.bias, among)
+
+
+def _apply_query_group(linear: nn.Linear, among: TensorGroup, kv_channels: int, x_BTH: Tensor) -> Tensor:
+    return _GatherQueryGroup.apply(_apply_columns(linear, among, x_BTH), among.query_group, kv_channels)
 
 
 def _apply_rows(linear: nn.Linear, among: TensorGroup, x_BTW: Tensor) -> Tensor:

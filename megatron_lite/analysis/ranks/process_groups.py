@@ -19,7 +19,10 @@ _MODEL = {"model", "parallel", "group"}  # Megatron-LM's group of all ranks that
 
 # A backend without descriptions: the function of the layer that communicates, in this trainer and in Megatron-LM
 _CALLERS = (
-    ("tensor", "_ColumnLinear|_SumOverRanks|_FusedLosses|ModelParallelRegion|SequenceParallelRegion|VocabParallel"),
+    (
+        "tensor",
+        "_ColumnLinear|_SumOverRanks|_GatherQueryGroup|_FusedLosses|ModelParallelRegion|SequenceParallelRegion|VocabParallel",
+    ),
     ("tensor", "LinearWithGradAccumulationAndAsyncCommunication"),
     ("context", "_GatherSequence"),
     ("data", "FSDP::|DistributedDataParallel"),

@@ -53,6 +53,12 @@ def _tensor_parallel(args: Args, world: World) -> Iterator[str]:
         return
     groups = m.num_query_groups if m.group_query_attention else m.num_attention_heads
     given = "num-query-groups" if m.group_query_attention else "num-attention-heads"
+    heads = m.num_attention_heads
+    if 0 < groups < size and size % groups == 0:  # ranks share them
+        given, groups, sharing = "num-attention-heads", heads, size // groups
+        width = m.kv_channels or m.hidden_size // max(heads, 1)
+        if 2 * width % sharing:
+            yield f"{name}: {sharing} ranks cannot share a query group of heads of {width} channels; change --num-query-groups."
     split = {
         given: groups,
         "ffn-hidden-size" if m.ffn_hidden_size else "hidden-size": m.ffn_hidden_size or m.hidden_size,
