@@ -550,6 +550,9 @@ MODEL_WORDS = {
         "--hidden-size 32 --ffn-hidden-size 96 --seq-length 12 --swiglu --normalization RMSNorm "
         "--group-query-attention --num-query-groups 2"
     ),
+    "one_query_group": (
+        "--hidden-size 32 --ffn-hidden-size 96 --seq-length 12 --group-query-attention --num-query-groups 1"
+    ),
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.layout import Layout, Sharding, Stage, plan_layout, plan_sharding, plan_stage
-from megatron_lite.config.shape import ModelShape, recomputed_layers
+from megatron_lite.config.shape import ModelShape, RankShape, recomputed_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
@@ -129,7 +129,7 @@ class Plan:
         return self.args.training.micro_batch_size * self.layout.data
 
     @property
-    def rank_shape(self) -> ModelShape:
+    def rank_shape(self) -> RankShape:
         """What this rank computes of `shape`."""
         return self.shape.split(self.layout.tensor, self.layout.context)
 

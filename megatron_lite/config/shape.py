@@ -1,6 +1,6 @@
 """What the model is, after every default has been filled in."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,19 @@ class ModelShape:
     query_key_layer_scaling: bool = False
     softmax_in_fp32: bool = False
     init_method_std: float = 0.02
-    query_group_ranks: int = 1  # tensor parallel ranks that share a query group, each with a part of its QKV rows
 
-    def split(self, ranks: int, context: int = 1) -> "ModelShape":
+    def split(self, ranks: int, context: int = 1) -> "RankShape":
         """What one of so many tensor parallel ranks computes, its heads, its part of the MLP and of the vocabulary, of the positions that one
         of so many context parallel ranks has."""
-        return replace(
-            self,
-            num_attention_heads=self.num_attention_heads // ranks,
-            num_query_groups=max(self.num_query_groups // ranks, 1),
-            query_group_ranks=max(ranks // self.num_query_groups, 1),
-            ffn_hidden_size=self.ffn_hidden_size // ranks,
-            padded_vocab_size=self.padded_vocab_size // ranks,
-            seq_length=self.seq_length // context,
-        )
+        own = {
+            "num_attention_heads": self.num_attention_heads // ranks,
+            "num_query_groups": max(self.num_query_groups // ranks, 1),
+            "query_group_ranks": max(ranks // self.num_query_groups, 1),
+            "ffn_hidden_size": self.ffn_hidden_size // ranks,
+            "padded_vocab_size": self.padded_vocab_size // ranks,
+            "seq_length": self.seq_length // context,
+        }
+        return RankShape(**(asdict(self) | own))
 
     @property
     def qkv_width(self) -> int:
@@ -56,11 +55,8 @@ class ModelShape:
 
     @property
     def qkv_rows(self) -> int:
-        """Of the QKV projection: qkv_width, but where ranks share a query group."""
-        return (
-            self.num_attention_heads * self.kv_channels
-            + 2 * self.num_query_groups * self.kv_channels // self.query_group_ranks
-        )
+        """Of the QKV projection."""
+        return self.qkv_width
 
     @property
     def attention_width(self) -> int:
@@ -71,6 +67,18 @@ class ModelShape:
     def fc1_width(self) -> int:
         """Rows of the MLP's first matrix; a gated MLP holds gate and value in one."""
         return self.ffn_hidden_size * (2 if self.activation == "swiglu" else 1)
+
+
+@dataclass(frozen=True)
+class RankShape(ModelShape):
+    """What one tensor parallel rank computes of a model."""
+
+    query_group_ranks: int = 1  # that share a query group: each has a part of the rows of its queries, key and value
+
+    @property
+    def qkv_rows(self) -> int:
+        keys_and_values = 2 * self.num_query_groups * self.kv_channels
+        return self.num_attention_heads * self.kv_channels + keys_and_values // self.query_group_ranks
 
 
 def recomputed_layers(granularity: str | None, method: str | None, number: int | None, num_layers: int) -> int:
