@@ -32,6 +32,7 @@ VARIANTS = {
     "rope_interpolated": replace(PLAIN, **ROPE, rotary_seq_len_interpolation_factor=4.0),
     "no_positions": replace(PLAIN, position_embedding="none"),
     "gqa_swiglu_rmsnorm": replace(PLAIN, num_query_groups=2, activation="swiglu", normalization="RMSNorm"),
+    "four_layers": replace(PLAIN, num_layers=4),
     "one_query_group": replace(PLAIN, num_query_groups=1),
     "qk_layernorm": replace(PLAIN, qk_layernorm=True),
     "qk_rmsnorm_rope": replace(PLAIN, **ROPE, qk_layernorm=True, normalization="RMSNorm", num_query_groups=1),

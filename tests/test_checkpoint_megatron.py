@@ -435,7 +435,8 @@ PARTS = "not 1 x 1 x 1; give the folder of all of its parts"
 REFUSED = {
     "tensor": (lambda state: setattr(state["args"], "tensor_model_parallel_size", 2), PARTS),
     "pipeline": (lambda state: setattr(state["args"], "pipeline_model_parallel_size", 2), PARTS),
-    "virtual": (lambda state: setattr(state["args"], "virtual_pipeline_model_parallel_size", 2), PARTS),
+    "virtual": (lambda state: setattr(state["args"], "virtual_pipeline_model_parallel_size", 2), "KeyError: 'model0'"),
+    "expert": (lambda state: setattr(state["args"], "expert_model_parallel_size", 2), PARTS),
     "argument": (lambda state: delattr(state["args"], "num_layers"), "'args.num_layers'"),
     "shape": (make_old, "has not the form of a checkpoint"),
     "memory": (

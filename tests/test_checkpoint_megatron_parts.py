@@ -1,6 +1,7 @@
 """Checkpoints of tensor- and pipeline-parallel runs of Megatron, read as one model."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -28,21 +29,39 @@ def share(name: str, tensor: torch.Tensor, rank: int, ranks: int, gated: bool) -
     return tensor
 
 
-def stage_names(names: list[str], stage: int, stages: int, tied: bool) -> dict[str, str]:
-    """{name in the stage: name in the whole}: two layers, one each if there are two stages."""
+def stage_names(names: list[str], stage: int, stages: int, tied: bool, chunks: int, layers: int) -> dict[str, str]:
+    """{name in the stage, whose layers count on over its chunks: name in the whole}."""
     if stages == 1:
         return {name: name for name in names}
+    each, last = layers // (stages * chunks), stages - 1
+    mine = [(chunk * stages + stage) * each + layer for chunk in range(chunks) for layer in range(each)]
+    held = {}
+    for name in names:
+        match = re.search(r"\.layers\.(\d+)\.", name)
+        if match and int(match[1]) in mine:
+            held[name.replace(match[0], f".layers.{mine.index(int(match[1]))}.")] = name
+        elif not match and stage in (0, last) and name.startswith("embedding.") == (stage == 0):
+            held[name] = name
+    return held | ({"output_layer.weight": "embedding.word_embeddings.weight"} if tied and stage == last else {})
 
-    def here(name):
+
+def in_chunks(model: dict[str, torch.Tensor], chunks: int) -> dict[str, dict]:
+    """What a stage's file has: "model", or "model0" and so on, in each of which layers count from 0."""
+    if chunks == 1:
+        return {"model": model}
+    found = {f"model{chunk}": {} for chunk in range(chunks)}
+    each = len({name.split(".")[2] for name in model if ".layers." in name}) // chunks
+    for name, weight in model.items():
+        chunk = 0 if name.startswith("embedding.") else chunks - 1
         if ".layers." in name:
-            return f".layers.{stage}." in name
-        return name.startswith("embedding.") == (stage == 0)
+            layer = name.split(".")[2]
+            chunk, within = divmod(int(layer), each)
+            name = name.replace(f".layers.{layer}.", f".layers.{within}.")
+        found[f"model{chunk}"][name] = weight
+    return found
 
-    held = {name.replace(f".layers.{stage}.", ".layers.0."): name for name in names if here(name)}
-    return held | ({"output_layer.weight": "embedding.word_embeddings.weight"} if tied and stage == 1 else {})
 
-
-def spread(folder: Path, precision: str, variant: str, ranks: int, stages: int):
+def spread(folder: Path, precision: str, variant: str, ranks: int, stages: int, chunks: int = 1):
     """(record, flat tensors) of a run whose file is cut into ranks x stages."""
     plan, record, tensors = trained(precision, variant=variant)
     whole = torch.load(written(folder / "whole.pt", record, tensors, plan), weights_only=False)
@@ -54,7 +73,7 @@ def spread(folder: Path, precision: str, variant: str, ranks: int, stages: int):
     masters = [master for group in outer.get("fp32_from_fp16_params", []) for master in group]
     for rank in range(ranks):
         for stage in range(stages):
-            held = stage_names(list(in_file), stage, stages, tied)
+            held = stage_names(list(in_file), stage, stages, tied, chunks, record.shape["num_layers"])
 
             def cut(name, tensor, rank=rank):
                 return share(name, tensor, rank, ranks, gated).clone() if tensor.ndim else tensor
@@ -70,7 +89,8 @@ def spread(folder: Path, precision: str, variant: str, ranks: int, stages: int):
                 group | {"params": list(numbers)}
                 for group, numbers in zip(inner["param_groups"], (range(matrices), range(matrices, len(order))))
             ]
-            part = whole | {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+            rest = {key: value for key, value in whole.items() if key != "model"}
+            part = rest | in_chunks(model, chunks) | {"optimizer": {"state": state, "param_groups": groups}}
             if masters:
                 flat = [cut(held[mine], masters[number[held[mine]]]) for mine in order]
                 part["optimizer"] = outer | {
@@ -79,6 +99,7 @@ def spread(folder: Path, precision: str, variant: str, ranks: int, stages: int):
                 }
             del part["megatron_lite"]
             part["args"].tensor_model_parallel_size, part["args"].pipeline_model_parallel_size = ranks, stages
+            part["args"].virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
             place = folder / (f"mp_rank_{rank:02d}_{stage:03d}" if stages > 1 else f"mp_rank_{rank:02d}")
             place.mkdir()
             torch.save(part, place / "model_optim_rng.pt")
@@ -93,6 +114,23 @@ def test_parts_make_the_whole(precision, variant, ranks, stages, tmp_path):
     assert file.without_optimizer is None
     assert same(read(file), tensors)
     assert file.record == dataclasses.replace(record, vocab_size=None, trainer="Megatron-LM", versions={})
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 2), (2, 2), (1, 1)])
+def test_interleaved_stages_make_the_whole(ranks, chunks, tmp_path):
+    record, tensors = spread(tmp_path, "bf16", "four_layers", ranks, 2, chunks)
+    file = open_megatron(tmp_path)
+    assert file.without_optimizer is None and file.record.shape == record.shape and same(read(file), tensors)
+
+
+def test_chunks_that_are_not_equal(tmp_path):
+    spread(tmp_path, "fp32", "four_layers", 1, 2, 2)
+    path = tmp_path / "mp_rank_00_001" / "model_optim_rng.pt"
+    part = torch.load(path, weights_only=False)
+    part["model1"] = {name: weight for name, weight in part["model1"].items() if ".layers." not in name}
+    torch.save(part, path)
+    with pytest.raises(CheckpointError, match="its stages have 2, 1 layers, not 2 equal chunks each"):
+        open_megatron(tmp_path)
 
 
 def test_a_whole_one_is_opened_as_itself(tmp_path):

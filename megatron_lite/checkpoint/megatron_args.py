@@ -70,9 +70,15 @@ class MegatronArgs:
 
     @property
     def splits(self) -> tuple[int, int, int]:
-        """Over how many files a model is spread: (tensor, pipeline, anything else) parallel."""
-        stages = self.given("virtual_pipeline_model_parallel_size", 1) * self.given("expert_model_parallel_size", 1)
-        return self.given("tensor_model_parallel_size", 1), self.given("pipeline_model_parallel_size", 1), stages
+        """Over how many files a model is spread: (tensor, pipeline, expert) parallel."""
+        kinds = ("tensor", "pipeline", "expert")
+        tensor, pipeline, expert = (self.given(f"{kind}_model_parallel_size", 1) for kind in kinds)
+        return tensor, pipeline, expert
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of a stage's layers, interleaved with those of other stages; each is a model of its own in the file."""
+        return int(self.given("virtual_pipeline_model_parallel_size", 1))
 
     def shape(self, padded_vocab_size: int) -> dict:
         """Fields of ModelShape. Raises KeyError for an argument that is missing."""

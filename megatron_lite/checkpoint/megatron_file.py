@@ -73,11 +73,11 @@ class MegatronFile(Stored):
         if args.splits != splits:
             found, expected = (" x ".join(map(str, numbers)) for numbers in (args.splits, splits))
             raise CheckpointError(
-                f"--load {self.path}: is of a model in {found} parts (tensor x pipeline x virtual or "
+                f"--load {self.path}: is of a model in {found} parts (tensor x pipeline x "
                 f"expert parallel), not {expected}; give the folder of all of its parts, or merge them "
                 "with Megatron-LM's tools/checkpoint/convert.py."
             )
-        weights, optimizer = megatron_names.read_names(state["model"]), {}
+        weights, optimizer, self.chunks = megatron_names.read_chunks(state, args.chunks), {}, args.chunks
         try:
             optimizer = self._read_optimizer(state, args, weights)
         except Unmapped as error:
@@ -180,18 +180,31 @@ class MegatronParts(MegatronFile):
         self.without_optimizer = reasons[0] if reasons else None
         self._gated = first.record.shape["activation"] == "swiglu"
         self._tensors: dict[str, list[Tensor]] = {}  # every rank's tensor by name
-        layers_before = 0
+        numbers = self._number_layers([row[0].names() for row in parts], first.chunks)
         for stage, row in enumerate(parts):
             for name in set.intersection(*(part.names() for part in row)):
                 is_copy = stage and first.record.shape["tied_embeddings"] and any(copy in name for copy in COPIES)
                 if not is_copy and (name.startswith("model.") or not reasons):
                     # each stage counts its layers from 0
-                    whole = OF_LAYER.sub(lambda match: f".layers.{int(match[1]) + layers_before}.", name)  # noqa: B023
+                    whole = OF_LAYER.sub(lambda match: f".layers.{numbers[stage][int(match[1])]}.", name)  # noqa: B023
                     self._tensors.setdefault(whole, [part.tensor(name) for part in row])
-            layers_before += len({match[0] for name in row[0].names() if (match := OF_LAYER.search(name))})
         shape = first.record.shape | {"padded_vocab_size": self.size_of(f"model.{EMBEDDING}")[0]}
         optimizer = None if reasons else first.record.optimizer
         self.record = dataclasses.replace(first.record, shape=shape, optimizer=optimizer)
+
+    def _number_layers(self, names: list[set[str]], chunks: int) -> list[list[int]]:
+        """Of each stage, the numbers of its layers in the whole model: stage after stage for each chunk. names: of their tensors."""
+        counts = [len({match[0] for name in own if (match := OF_LAYER.search(name))}) for own in names]
+        if any(count % chunks for count in counts):
+            layers = ", ".join(map(str, counts))
+            raise CheckpointError(
+                f"--load {self.path}: its stages have {layers} layers, not {chunks} equal chunks each; load another."
+            )
+        numbers: list[list[int]] = [[] for _ in counts]
+        for own, count in [*zip(numbers, counts)] * chunks:
+            first = sum(map(len, numbers))
+            own += range(first, first + count // chunks)
+        return numbers
 
     def size_of(self, name: str) -> tuple[int, ...]:
         return tuple(self._join(name, [piece.to("meta") for piece in self._tensors[name]]).shape)

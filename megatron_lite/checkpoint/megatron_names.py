@@ -53,6 +53,19 @@ def read_names(model: dict) -> dict[str, Tensor]:
     return weights
 
 
+def read_chunks(state: dict, chunks: int) -> dict[str, Tensor]:
+    """read_names of a file's "model", or of "model0", "model1", ... whose layers are counted on."""
+    if chunks == 1:
+        return read_names(state["model"])
+    weights: dict[str, Tensor] = {}
+    for chunk in range(chunks):
+        before = len({match[1] for name in weights if (match := LAYER.match(name))})
+        for name, weight in read_names(state[f"model{chunk}"]).items():
+            match = LAYER.match(name)
+            weights[f"decoder.layers.{int(match[1]) + before}.{match[2]}" if match else name] = weight
+    return weights
+
+
 def ours(name: str) -> str:
     """Our name for a file's; one that is not known stays as it is."""
     rest = name.removeprefix("language_model.")
