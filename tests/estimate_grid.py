@@ -41,6 +41,7 @@ ZERO1, ZERO3 = "--use-distributed-optimizer ", "--use-torch-fsdp2 "
 TP, SP, CP = "--tensor-model-parallel-size ", "--sequence-parallel ", "--context-parallel-size "
 PP = "--pipeline-model-parallel-size "
 CHUNKS = "--num-virtual-stages-per-pipeline-rank "
+BUBBLE = "--pipeline-schedule ZeroBubble "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers "
 UNFUSED = "--attention-backend unfused "
@@ -130,6 +131,18 @@ GRID = {  # name: (flags, ranks), and which of them if not the first
     "medium, llama, tp2, pp2": (MEDIUM + LLAMA + GROUPED + TP + "2 " + SP + PP + "2 --bf16 --global-batch-size 32", 4),
     "857m script, pp2, chunks": (FEWER + PP + "2 " + CHUNKS + "3 --global-batch-size 32", 2),
     "medium, bf16, pp2, chunks, last stage": (MEDIUM + PP + "2 " + CHUNKS + "2 --bf16 --global-batch-size 32", 2, 1),
+    "857m script, pp2, zero bubble": (FEWER + PP + "2 " + BUBBLE + "--global-batch-size 32", 2),
+    "medium, bf16, pp4, zero bubble, last stage": (MEDIUM + PP + "4 " + BUBBLE + "--bf16 --global-batch-size 64", 4, 3),
+    "medium, llama, tp2, pp2, zero bubble, last stage": (
+        MEDIUM + LLAMA + GROUPED + TP + "2 " + SP + PP + "2 " + BUBBLE + "--bf16 --global-batch-size 32",
+        4,
+        3,
+    ),
+    "bytes, recompute, pp2, zero bubble, last stage": (
+        MEDIUM + BYTES + "--bf16 " + FULL + PP + "2 " + BUBBLE + "--global-batch-size 32",
+        2,
+        1,
+    ),
     "bytes, recompute, pp2": (MEDIUM + BYTES + "--bf16 " + FULL + PP + "2 --global-batch-size 32", 2),
     "bytes, pp2, zero1, last stage": (MEDIUM + BYTES + "--bf16 " + ZERO1 + PP + "2 --global-batch-size 64", 4, 2),
     "short, fp16, pp2": (SHORT + "--fp16 " + PP + "2 --global-batch-size 8", 2),

@@ -137,6 +137,21 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
         "size 4: --num-layers 6 without the 1 of --decoder-first-pipeline-num-layers cannot be shared out evenly; change",
     ),
     (
+        f"{PP2} --num-layers 8 --pipeline-schedule ZeroBubble --use-distributed-optimizer",
+        FOUR_RANKS,
+        "ZeroBubble and --use-distributed-optimizer exclude each other",
+    ),
+    (
+        f"{PP2} --num-layers 8 --pipeline-schedule ZeroBubble --num-layers-per-virtual-pipeline-stage 2",
+        FOUR_RANKS,
+        "ZeroBubble and --num-layers-per-virtual-pipeline-stage exclude each other",
+    ),
+    (
+        f"{PP2} --num-layers 8 --pipeline-schedule ZeroBubble --torch-compile layers",
+        FOUR_RANKS,
+        "ZeroBubble and --torch-compile layers exclude each other",
+    ),
+    (
         f"{PP2} --num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",
         FOUR_RANKS,
         "stage 2 and --num-virtual-stages-per-pipeline-rank 2 say the same; drop one",

@@ -165,6 +165,7 @@ NOTES = read_table("""
 --recompute-granularity selective --recompute-modules core_attn | --recompute-modules core_attn has no effect here: it is so anyway.
 --te-rng-tracker | --te-rng-tracker has no effect here: random numbers are torch's own.
 --no-one-logger | --no-one-logger has no effect here: there is no such logger here
+--pipeline-schedule ZeroBubble | --pipeline-schedule has no effect without --pipeline-model-parallel-size above 1.
 --use-tp-pp-dp-mapping | --use-tp-pp-dp-mapping has no effect without --pipeline-model-parallel-size above 1.
 --decoder-first-pipeline-num-layers 1 | --decoder-first-pipeline-num-layers has no effect without --pipeline-model-parallel-size above 1.
 --batch-p2p-comm | --batch-p2p-comm has no effect here: stages of a pipeline always exchange

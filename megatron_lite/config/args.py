@@ -222,6 +222,9 @@ class ParallelArgs:
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, "The same by the number of chunks of each stage.", "at least 1"
     )
+    pipeline_schedule: str = flag(
+        "1F1B", "ZeroBubble: gradients of weights fill what stages would wait.", choices=("1F1B", "ZeroBubble")
+    )
     use_tp_pp_dp_mapping: bool = flag(
         False, "Ranks of a pipeline are neighbors of each other, rather than those of data parallel ones."
     )

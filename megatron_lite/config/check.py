@@ -62,7 +62,7 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     "--tensor-model-parallel-size above 1": ("sequence_parallel", lambda a: a.parallel.tensor_model_parallel_size > 1),
     "--pipeline-model-parallel-size above 1": (
         ("decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers use_tp_pp_dp_mapping "
-         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank"),
+         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_schedule"),
         lambda a: a.parallel.pipeline_model_parallel_size > 1,
     ),
     "--fp16 or --bf16": (

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_lite.config.args import ParallelArgs
@@ -11,6 +12,7 @@ from megatron_lite.config.world import World
 # Dimensions of the mesh of ranks: those that hold the same and average their gradients, those that share out weights, gradients
 # and moments by rows, those that split each layer
 # and those that have some of the layers each
+ZERO_BUBBLE = "ZeroBubble"  # --pipeline-schedule
 COPIES, ROWS, TENSOR, PIPELINE = "copies", "rows", "tensor", "pipeline"
 # of parameters that are split over tensor parallel ranks, the dimension
 SPLIT = {
@@ -154,6 +156,7 @@ class Stage:
     number: int
     stages: int
     chunks: tuple[range, ...]  # as many layers each
+    splits_backward: bool = False  # into gradients of inputs and of weights, which fill its waiting
 
     @property
     def is_first(self) -> bool:
@@ -180,6 +183,22 @@ class Stage:
     def ends(self, chunk: int) -> bool:
         """Whether this chunk has the loss."""
         return self.is_last and chunk == len(self.chunks) - 1
+
+    def count_held(self, micro_batches: int) -> tuple[int, int]:
+        """(micro-batches that wait for their backward, the running one among them; for their weights' gradients) when it holds most."""
+        if not self.splits_backward:
+            return self.count_waiting(micro_batches), 0
+        forward = backward = weights = 0
+        found = []
+        for turn in order_turns(self, micro_batches):
+            forward, backward, weights = (
+                forward + turn.is_forward,
+                backward + (not turn.is_forward and not turn.of_weights),
+                weights + turn.of_weights,
+            )
+            found.append((forward - weights, forward - backward))
+        held, waiting = max(found)
+        return waiting, held - waiting
 
     def count_waiting(self, micro_batches: int) -> int:
         """Forwards of a chunk whose activations it holds at most, until their backward."""
@@ -217,15 +236,17 @@ def plan_stage(parallel: ParallelArgs, layout: Layout, num_layers: int) -> Stage
     chunks = count_chunks(parallel, num_layers)
     sizes = [count // chunks for count in counts]
     starts = [chunk * sum(sizes) + sum(sizes[:number]) for chunk in range(chunks)]
-    return Stage(number, layout.pipeline, tuple(range(start, start + sizes[number]) for start in starts))
+    own = tuple(range(start, start + sizes[number]) for start in starts)
+    return Stage(number, layout.pipeline, own, parallel.pipeline_schedule == ZERO_BUBBLE and layout.pipeline > 1)
 
 
 class Turn(NamedTuple):
-    """Forward or backward of one micro-batch through one chunk of a stage's layers."""
+    """Forward or backward of one micro-batch through one chunk of a stage's layers. Where backward is split, `of_weights` is its second half."""
 
     is_forward: bool
     micro_batch: int
     chunk: int = 0
+    of_weights: bool = False
 
 
 def order_turns(stage: Stage, micro_batches: int) -> list[Turn]:
@@ -236,12 +257,72 @@ def order_turns(stage: Stage, micro_batches: int) -> list[Turn]:
     micro-batches. A single stage goes forward and backward by turns. Of several chunks each has as many micro-batches as there are stages
     before the next one's turn.
     """
+    if stage.splits_backward:
+        return _fill_bubbles(stage.stages, micro_batches)[stage.number]
     forwards = list_forwards(stage, micro_batches)
-    last = len(stage.chunks) - 1
-    backwards = [Turn(False, micro_batch, last - chunk) for _, micro_batch, chunk in forwards]
+    backwards = _list_backwards(stage, forwards)
     ahead = stage.count_waiting(micro_batches) - 1
     paired = [turn for pair in zip(forwards[ahead:], backwards) for turn in pair]
     return forwards[:ahead] + paired + backwards[len(forwards) - ahead :]
+
+
+def _list_backwards(stage: Stage, forwards: list[Turn]) -> list[Turn]:
+    return [Turn(False, turn.micro_batch, len(stage.chunks) - 1 - turn.chunk) for turn in forwards]
+
+
+@lru_cache(maxsize=4)
+def _fill_bubbles(stages: int, micro_batches: int) -> list[list[Turn]]:
+    """The turns of every stage, where gradients of weights fill the time in which one would wait (Qi et al. 2023, arXiv 2401.10241).
+
+    All stages are simulated with turns that take equally long: each does a backward if one can be done, else a forward, else the
+    weights of an earlier backward. It goes no further ahead than 1F1B does, and no stage holds more than 1F1B's first.
+    """
+    every = [Stage(number, stages, (range(0),)) for number in range(stages)]
+    forwards = list_forwards(every[0], micro_batches)
+    backwards = _list_backwards(every[0], forwards)
+    weights = [turn._replace(of_weights=True) for turn in backwards]
+    most_held = every[0].count_waiting(micro_batches)
+    done: list[set[Turn]] = [set() for _ in every]
+    orders: list[list[Turn]] = [[] for _ in every]
+    counts = [[0, 0, 0] for _ in every]  # of forwards, backwards, weights
+
+    def choose(stage: Stage) -> int | None:
+        """Of which of the three kinds the next turn is."""
+        forward, backward, weight = counts[stage.number]
+        if backward < len(forwards) and can_take(stage, backwards[backward]):
+            return 1
+        ahead, held = forward - backward, forward - weight
+        room = ahead < stage.count_waiting(micro_batches) and held < most_held
+        if forward < len(forwards) and room and can_take(stage, forwards[forward]):
+            return 0
+        return 2 if weight < backward else None
+
+    def can_take(stage: Stage, turn: Turn) -> bool:
+        """Whether what the turn takes is there."""
+        if not turn.is_forward and turn._replace(is_forward=True) not in done[stage.number]:
+            return False
+        source = find_source(stage, turn)
+        return source is None or source[1] in done[source[0]]
+
+    while any(weight < len(weights) for _, _, weight in counts):
+        chosen = [choose(stage) for stage in every]
+        for number, kind in enumerate(chosen):
+            if kind is not None:
+                turn = (forwards, backwards, weights)[kind][counts[number][kind]]
+                orders[number].append(turn)
+                done[number].add(turn)
+                counts[number][kind] += 1
+    return orders
+
+
+def find_source(stage: Stage, turn: Turn) -> tuple[int, Turn] | None:
+    """(stage, its turn) that gives what this turn takes; None if it takes nothing."""
+    if turn.of_weights or (stage.starts(turn.chunk) if turn.is_forward else stage.ends(turn.chunk)):
+        return None
+    step = 1 if turn.is_forward else -1
+    number = stage.number - step
+    goes_round = not 0 <= number < stage.stages
+    return number % stage.stages, turn._replace(chunk=turn.chunk - step * goes_round)
 
 
 def list_forwards(stage: Stage, micro_batches: int) -> list[Turn]:

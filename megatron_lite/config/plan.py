@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.layout import Layout, Sharding, Stage, plan_layout, plan_sharding, plan_stage
+from megatron_lite.config.layout import ZERO_BUBBLE, Layout, Sharding, Stage, plan_layout, plan_sharding, plan_stage
 from megatron_lite.config.shape import ModelShape, RankShape, recomputed_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
@@ -34,6 +34,8 @@ def choose_compilation(args: Args, world: World) -> Compilation:
     why = ""
     if not world.gpus:
         why = "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"
+    elif args.parallel.pipeline_schedule == ZERO_BUBBLE:
+        why = f"--pipeline-schedule {ZERO_BUBBLE} is given, and a compiled layer's backward is one piece"
     elif args.training.deterministic_mode:
         picked = "--deterministic-mode is given, and compiled kernels may be picked by timing them"
         why = f"{picked}; --torch-compile layers compiles all the same"

@@ -5,7 +5,7 @@ without data; tests hold the two side by side.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_lite.config.layout import Stage, count_keys
@@ -13,7 +13,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor, padded
 from megatron_lite.estimate.params import layer_parameters, parameter_count
-from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
+from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, sum_moment
 from megatron_lite.estimate.state_memory import (
     FP32,
     element_bytes,
@@ -41,6 +41,7 @@ NORMS, LINEAR_INPUTS, QKV = "inputs and statistics of norms", "inputs of linear 
 ATTENTION, SCORES, ROTARY = "results and statistics of attention", "attention scores", "tables and copies of rotation"
 MLP, MASKS, RECOMPUTED = "MLP's activation function", "dropout masks", "inputs of recomputed layers"
 GRADIENTS = "gradients of activations"
+DELAYED = "inputs and gradients of linear layers, for weights"
 LOGITS = "logits and loss"
 SENT = "hidden states on their way between stages"
 
@@ -230,13 +231,22 @@ def _keep_ends(batch: MicroBatch, stage: Stage) -> Held:
     return held
 
 
+def _keep_for_weights(batch: MicroBatch, stage: Stage) -> Held:
+    """What a layer's backward leaves where gradients of weights are computed later: what went into its products, and gradients of what came out."""
+    shape, each = batch.shape, batch.element_bytes
+    inner = shape.attention_width + shape.ffn_hidden_size + shape.qkv_width + shape.fc1_width
+    return Held({DELAYED: stage.splits_backward * (4 * batch.whole_input_bytes + each * inner)})
+
+
 def _list_waiting(batch: MicroBatch, stage: Stage, micro_batches: int, recomputed: int) -> Iterator[LedgerRow]:
     """What a stage holds of micro-batches besides the running one; the latest sent, the next asked for, and between chunks another."""
     if stage.stages == 1:
         return
-    for _ in range(stage.count_waiting(micro_batches) - 1):
+    waiting, delayed = stage.count_held(micro_batches)
+    for _ in range(waiting - 1):
         yield from _list_kept(batch, stage.chunk_size, recomputed)
         yield from _list_rows(batch, Held({MASKS: batch.mask_bytes if stage.is_first else 0}))
+    yield from _list_rows(batch, _keep_for_weights(batch, stage), delayed * stage.chunk_size)
     yield from _list_rows(batch, Held({SENT: (2 if len(stage.chunks) == 1 else 3) * batch.input_bytes}))
 
 
@@ -326,8 +336,8 @@ def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPred
     return MemoryPrediction(
         (
             *_list_micro_batch_moments(plan, always),
-            _sum_moment(Phase.CLIP_GRAD, "gradient norm", updating),
-            _sum_moment(Phase.OPTIMIZER_STEP, "update of the weights", [*updating, *decayed]),
+            sum_moment(Phase.CLIP_GRAD, "gradient norm", updating),
+            sum_moment(Phase.OPTIMIZER_STEP, "update of the weights", [*updating, *decayed]),
         )
     )
 
@@ -353,9 +363,10 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
 
     def hold(layer: int) -> list[LedgerRow]:
         """What layers of the micro-batch and the others have no part in, while `layer` computes."""
+        rows = [*always, *_list_rows(batch, _keep_for_weights(batch, stage), max(layers - layer, 0))]
         if plan.sharding is not None:
-            return [*always, *list_gathered(plan, layer, accumulates)]
-        return [*always, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
+            return [*rows, *list_gathered(plan, layer, accumulates)]
+        return [*rows, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
 
     # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
     # (on a GPU 16-bit ones wait to be added at once, see parallel/data_parallel.py)
@@ -369,18 +380,17 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     made = matrix if stage.is_last and (stay or tied) else 0  # a tied one waits for the embedding's
     at_end = [*hold(layers + 1), *_list_kept(batch, layers, recomputed), *_list_rows(batch, _keep_ends(batch, stage))]
     loss, hidden = _list_loss(batch) if stage.is_last else [], Held({GRADIENTS: batch.whole_input_bytes})
-    yield _sum_moment(Phase.FORWARD, "cross entropy" if stage.is_last else "last layer", [*at_end, *loss])
+    yield sum_moment(Phase.FORWARD, "cross entropy" if stage.is_last else "last layer", [*at_end, *loss])
     if stage.is_last:
         if batch.precision == "fp16" or batch.split:
-            yield _sum_moment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
+            yield sum_moment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
         rows = [*at_end, loss[0], *_list_rows(batch, hidden), make_gradients(matrix)]
-        yield _sum_moment(Phase.BACKWARD, "output layer", rows)
+        yield sum_moment(Phase.BACKWARD, "output layer", rows)
     # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
     neighbors = {layers - 1, 2} if shared else set()  # while gradients of one are reduced, or weights of one gathered
     for layer in sorted({layers, recomputed + 1, recomputed, 1, *neighbors} & {*range(1, layers + 1)}, reverse=True):
-        own = Held({MASKS: batch.mask_bytes})
-        if layer <= recomputed and batch.copies_of_norms[0]:
-            own[RECOMPUTED] += batch.input_bytes
+        again = layer <= recomputed and batch.copies_of_norms[0]
+        own = Held({MASKS: batch.mask_bytes, RECOMPUTED: again * batch.input_bytes})
         outside = [*hold(layer), *_list_kept(batch, layer - 1, min(layer - 1, recomputed))]
         above = of_layer * (layers - layer) if stay and not shared else 0
         moments = []
@@ -388,7 +398,7 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
             new = shape.hidden_size * shape.ffn_hidden_size if stay or operation == "linear_fc2" else 0
             new = of_layer if operation == "linear_qkv" else new
             rows = [*outside, *_list_rows(batch, own + held), make_gradients(made + above + new + waiting)]
-            moments.append(_sum_moment(Phase.BACKWARD, f"layer {layer}, {operation}", rows))
+            moments.append(sum_moment(Phase.BACKWARD, f"layer {layer}, {operation}", rows))
         yield max(moments, key=lambda moment: moment.num_bytes)
     if not stage.is_first:
         return
@@ -398,22 +408,9 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     if shared:
         added = number - layers * of_layer + (matrix if tied else 0)
         rows = [*always, *list_reduced(plan), make_gradients(matrix)]
-        yield _sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
+        yield sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
     last = max([*_list_rows(batch, hidden), make_gradients(matrix if is_third else 0)], key=lambda row: row.num_bytes)
-    yield _sum_moment(Phase.BACKWARD, "embedding", [*hold(0), make_gradients(added), last])
-
-
-def _sum_moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:
-    """One row for each name, largest first."""
-    merged: dict[str, LedgerRow] = {}
-    for row in rows:
-        before = merged.get(row.name)
-        if before and row.num_bytes:
-            formula = f"{before.formula} + {row.formula}"
-            merged[row.name] = replace(row, num_bytes=before.num_bytes + row.num_bytes, formula=formula)
-        elif row.num_bytes:
-            merged[row.name] = row
-    return Moment(phase.value, where, tuple(sorted(merged.values(), key=lambda row: -row.num_bytes)))
+    yield sum_moment(Phase.BACKWARD, "embedding", [*hold(0), make_gradients(added), last])
 
 
 # --- sums that stand beside a measured snapshot
@@ -428,10 +425,8 @@ def activation_bytes(batch: MicroBatch, stage: Stage, micro_batches: int, recomp
     down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
     """
     kept = sum(times * held.total() for held, times in _keep_layers(batch, stage.chunk_size, recomputed))
-    others, ends = (
-        sum(row.num_bytes for row in _list_waiting(batch, stage, micro_batches, recomputed)),
-        _keep_ends(batch, stage),
-    )
+    others = sum(row.num_bytes for row in _list_waiting(batch, stage, micro_batches, recomputed))
+    ends = _keep_ends(batch, stage)
     if not recomputed:
         return others + batch.tokens * (kept + ends.total())
     # of the last dropout computed again: its mask and its result

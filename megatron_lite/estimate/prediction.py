@@ -1,6 +1,9 @@
 """What is said about a run before it runs. Every number has the formula that it came from."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from megatron_lite.phases import Phase
 
 # What memory is called, predicted or measured, in the order of a report.
 # A weight's gradient is a gradient from where it is computed, also one that is added to another and
@@ -42,6 +45,19 @@ class Moment:
     def num_bytes(self) -> int:
         """What tensors hold together."""
         return sum(row.num_bytes for row in self.rows)
+
+
+def sum_moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:
+    """One row for each name, largest first."""
+    merged: dict[str, LedgerRow] = {}
+    for row in rows:
+        before = merged.get(row.name)
+        if before and row.num_bytes:
+            formula = f"{before.formula} + {row.formula}"
+            merged[row.name] = replace(row, num_bytes=before.num_bytes + row.num_bytes, formula=formula)
+        elif row.num_bytes:
+            merged[row.name] = row
+    return Moment(phase.value, where, tuple(sorted(merged.values(), key=lambda row: -row.num_bytes)))
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,10 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     )
     chunks = len(plan.stage.chunks)
     formula += f", of one of {chunks} chunks" if chunks > 1 else ""
-    bubble = TimeRow("pipeline bubble", (sum(computing) - own) / passes / chunks, WAIT, formula)
+    # forward, gradients of inputs and of weights take as long each at best, and weights fill what two of them would wait
+    filled = 3 if plan.stage.splits_backward else 1
+    formula += ", of which gradients of weights fill two thirds" if filled > 1 else ""
+    bubble = TimeRow("pipeline bubble", (sum(computing) - own) / passes / chunks / filled, WAIT, formula)
     return replace(slowest, rows=(*slowest.rows, bubble))
 
 

@@ -37,7 +37,10 @@ class DataParallel(Replica):
         # fp32 gradients waiting beside their sums would be memory that no other moment of the step takes
         self._adds_at_once = on_gpu and self.fp32 is None and self.parameters[0].dtype != torch.float32
         self.replicas = list(self.chunks)
-        self._alone = plan.layout.replicas == 1
+        # where backward is split, gradients are complete after the last one of weights, which is no part of any backward
+        self._averages_at_end = plan.stage.splits_backward and plan.layout.replicas > 1
+        self._averaging, self._ranks = averaging, plan.layout.replicas
+        self._alone = self._ranks == 1 or self._averages_at_end
         if not self._alone:
             elements = plan.args.parallel.ddp_bucket_size
             bucket_mib = BUCKET_MIB if elements is None else elements * self.parameters[0].element_size() / MIB
@@ -76,7 +79,23 @@ class DataParallel(Replica):
 
     def gradients(self) -> list[Tensor]:
         """One per parameter, averaged over ranks, after the last micro-batch's backward."""
-        return self._add_partial(self.fp32.gradients() if self.fp32 is not None else [p.grad for p in self.parameters])
+        gradients = self.fp32.gradients() if self.fp32 is not None else [p.grad for p in self.parameters]
+        if self._averages_at_end:
+            self._average(gradients)
+        return self._add_partial(gradients)
+
+    @torch.no_grad()
+    def _average(self, gradients: list[Tensor]):
+        """Over ranks, a bucket at a time."""
+        bucket: list[Tensor] = []
+        for gradient in gradients:
+            bucket.append(gradient)
+            if sum(one.nbytes for one in bucket) >= BUCKET_MIB * MIB or gradient is gradients[-1]:
+                flat = torch.cat([one.reshape(-1) for one in bucket]).div_(self._ranks)
+                dist.all_reduce(flat, group=self._averaging)
+                parts = flat.split([one.numel() for one in bucket])
+                torch._foreach_copy_(bucket, [part.view_as(one) for part, one in zip(parts, bucket)])
+                bucket = []
 
     def clear(self):
         """Forget all gradients."""

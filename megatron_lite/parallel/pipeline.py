@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.config.layout import Stage, Turn, list_forwards, order_turns
+from megatron_lite.config.layout import Stage, Turn, find_source, list_forwards, order_turns
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.parallel.process_group import operation_limit
+from megatron_lite.parallel.weight_gradients import WeightGradients
 from megatron_lite.phases import Phase
 
 
@@ -69,6 +70,7 @@ class Pipeline:
         stage, where both have a copy of the embedding."""
         self.stage, self.onward, self.back, self.ends = stage, onward, back, ends
         self.chunk = 0  # of the running turn
+        self.weights = WeightGradients() if stage.splits_backward else None
         self._arrived: list[Tensor] = []  # what the running turn takes
         self.tell: Callable[[int, str], None] = lambda rank, what: (
             None
@@ -86,7 +88,7 @@ class Pipeline:
         for turn, after in zip(turns, [*turns[1:], None]):
             if turn is turns[0]:
                 self._ask(turn)
-            if self._takes(turn):
+            if find_source(self.stage, turn):
                 link, what = (self.onward, "forward") if turn.is_forward else (self.back, "backward")
                 with phase(Phase.PIPELINE_WAIT):
                     self.tell(link.source.rank, f"the {what} of micro-batch {turn.micro_batch + 1} from")
@@ -95,13 +97,12 @@ class Pipeline:
             if after is not None:
                 self._ask(after)
             self.chunk = turn.chunk
+            if self.weights is not None and not turn.is_forward and not turn.of_weights:
+                self.weights.begin()
             yield turn
 
-    def _takes(self, turn: Turn) -> bool:
-        return not (self.stage.starts(turn.chunk) if turn.is_forward else self.stage.ends(turn.chunk))
-
     def _ask(self, turn: Turn):
-        if self._takes(turn):
+        if find_source(self.stage, turn):
             (self.onward if turn.is_forward else self.back).ask()
 
     def receive(self, *_) -> Tensor:

@@ -28,6 +28,7 @@ from megatron_lite.model.attention import Attend
 from megatron_lite.model.loss import Pieces, fused_token_losses
 from megatron_lite.parallel.process_group import operation_limit
 from megatron_lite.parallel.replica import find_group
+from megatron_lite.parallel.weight_gradients import Keep, WeightGradients, multiply
 
 # the operations below torch.distributed's functions: they return at once, torch.compile knows them, and `wait_tensor` waits
 collectives = torch.ops._c10d_functional
@@ -90,10 +91,18 @@ class _ColumnLinear(torch.autograd.Function):
     """This rank's columns of a product, (B, T, W), of all tokens. The gradient of the weight is computed while that of the input is summed."""
 
     @staticmethod
-    def forward(ctx, x_BTH: Tensor, weight_WH: Tensor, bias_W: Tensor | None, among: TensorGroup) -> Tensor:
+    def forward(
+        ctx,
+        x_BTH: Tensor,
+        weight_WH: Tensor,
+        bias_W: Tensor | None,
+        among: TensorGroup,
+        keep: Keep | None = None,
+    ) -> Tensor:
+        """keep: takes what the gradient of the weight is computed from."""
         whole_BTH = among.gather(x_BTH) if among.shares_tokens else x_BTH
         ctx.save_for_backward(whole_BTH, weight_WH)
-        ctx.among, ctx.has_bias = among, bias_W is not None
+        ctx.among, ctx.has_bias, ctx.keep = among, bias_W is not None, keep
         return F.linear(whole_BTH, weight_WH, bias_W)
 
     @staticmethod
@@ -102,10 +111,13 @@ class _ColumnLinear(torch.autograd.Function):
         whole_BTH, weight_WH = ctx.saved_tensors
         of_input_BTH = gradient_BTW @ weight_WH
         begun = ctx.among.begin_sum(of_input_BTH)
-        gradient_MW = gradient_BTW.flatten(0, 1)
-        of_weight = gradient_MW.t() @ whole_BTH.flatten(0, 1)
+        gradient_MW, of_weight = gradient_BTW.flatten(0, 1), None
+        if ctx.keep is None:
+            of_weight = gradient_MW.t() @ whole_BTH.flatten(0, 1)
+        else:
+            ctx.keep(whole_BTH, gradient_BTW)
         of_bias = gradient_MW.sum(0) if ctx.has_bias else None
-        return ctx.among.wait(begun, of_input_BTH), of_weight, of_bias, None
+        return ctx.among.wait(begun, of_input_BTH), of_weight, of_bias, None, None
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -150,33 +162,32 @@ class _GatherQueryGroup(torch.autograd.Function):
         return collectives.wait_tensor(summed), None, None
 
 
-def split_layers(model: nn.Module, among: TensorGroup):
-    """Have each linear layer and the embedding exchange with other ranks what they lack."""
+def split_layers(model: nn.Module, among: TensorGroup, later: WeightGradients | None = None):
+    """Have each linear layer and the embedding exchange with other ranks what they lack. later: takes gradients of the layers' weights."""
     for layer in model.decoder.layers:
         for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
-            linear.forward = partial(_apply_columns, linear, among)
+            linear.forward = partial(_apply_columns, linear, among, later)
         if among.query_group is not None:
-            attention = layer.self_attention
-            attention.linear_qkv.forward = partial(
-                _apply_query_group, attention.linear_qkv, among, attention.kv_channels
-            )
+            linear, width = layer.self_attention.linear_qkv, layer.self_attention.kv_channels
+            linear.forward = partial(_apply_query_group, linear.forward, among.query_group, width)
         for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
-            linear.forward = partial(_apply_rows, linear, among)
+            linear.forward = partial(_apply_rows, linear, among, later)
     if model.embedding is not None:
         model.embedding.forward = partial(_embed, model.embedding, among)
 
 
-def _apply_columns(linear: nn.Linear, among: TensorGroup, x_BTH: Tensor) -> Tensor:
-    return _ColumnLinear.apply(x_BTH, linear.weight, linear.bias, among)
+def _apply_columns(linear: nn.Linear, among: TensorGroup, later: WeightGradients | None, x_BTH: Tensor) -> Tensor:
+    weight_WH, keep = (linear.weight, None) if later is None else later.take_over(linear.weight)
+    return _ColumnLinear.apply(x_BTH, weight_WH, linear.bias, among, keep)
 
 
-def _apply_query_group(linear: nn.Linear, among: TensorGroup, kv_channels: int, x_BTH: Tensor) -> Tensor:
-    return _GatherQueryGroup.apply(_apply_columns(linear, among, x_BTH), among.query_group, kv_channels)
+def _apply_query_group(columns: Callable[[Tensor], Tensor], group, kv_channels: int, x_BTH: Tensor) -> Tensor:
+    return _GatherQueryGroup.apply(columns(x_BTH), group, kv_channels)
 
 
-def _apply_rows(linear: nn.Linear, among: TensorGroup, x_BTW: Tensor) -> Tensor:
+def _apply_rows(linear: nn.Linear, among: TensorGroup, later: WeightGradients | None, x_BTW: Tensor) -> Tensor:
     """The bias is added to the sum, once."""
-    sum_BTH = _SumOverRanks.apply(F.linear(x_BTW, linear.weight), among)
+    sum_BTH = _SumOverRanks.apply(multiply(x_BTW, linear.weight, None, later), among)
     return sum_BTH if linear.bias is None else sum_BTH + linear.bias
 
 

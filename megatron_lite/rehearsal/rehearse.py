@@ -43,6 +43,7 @@ from megatron_lite.parallel.groups import Groups, make_groups
 from megatron_lite.parallel.layers import recompute_layers
 from megatron_lite.parallel.pipeline import Pipeline, cut_model
 from megatron_lite.parallel.tensor_parallel import split_layers
+from megatron_lite.parallel.weight_gradients import delay_weights
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 from megatron_lite.rehearsal.tracker import RehearsalTracker
 from megatron_lite.train.choose_kernels import choose_eager_losses, choose_plan_attention
@@ -249,7 +250,9 @@ def prepare(plan: Plan, groups: Groups, losses: Callable[..., Tensor] | None = N
     # The first micro-batch finds no gradients, those after it do; among several ranks the last lets go of its own copies
     # while it reduces. All between are alike.
     chunks, stages = len(plan.stage.chunks), plan.stage.stages
-    different = (2 if plan.world.size == 1 else 3) + stages - 1 if chunks == 1 else 3 * stages
+    different = (2 if plan.world.size == 1 else 3) + stages - 1
+    if chunks > 1 or plan.stage.splits_backward:
+        different = 3 * stages
     different = min(plan.micro_batches(plan.train_samples), different)
     shortened = replace(plan, batch=BatchSchedule(plan.samples_per_pass * different))
     step = TrainingStep(shortened, replica, optimizer, BatchMaker(plan, HOST, END_OF_DOCUMENT))
@@ -290,7 +293,9 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
         if layer.mlp.activation is gelu_tanh:
             layer.mlp.activation = GeluInPieces.apply if in_pieces else partial(F.gelu, approximate="tanh")
     if among is not None:
-        split_layers(model, among)
+        split_layers(model, among, groups.pipeline.weights)
+    elif groups.pipeline.weights is not None:
+        delay_weights(model, groups.pipeline.weights)
     if groups.context is not None:
         share_out_positions(model, plan.layout, plan.shape.seq_length)
     recompute_layers(plan, model.decoder.layers)

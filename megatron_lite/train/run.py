@@ -21,6 +21,7 @@ from megatron_lite.parallel.pipeline import cut_model
 from megatron_lite.parallel.process_group import device_of
 from megatron_lite.parallel.replica import describe_layout, find_parts
 from megatron_lite.parallel.tensor_parallel import drop_own_heads, split_layers
+from megatron_lite.parallel.weight_gradients import delay_weights
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import (
     choose_losses,
@@ -119,8 +120,11 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
         dtype = DTYPES[plan.precision]
         initialize(dict(model.named_parameters()), plan.shape, parts, dtype)
         model.to(device=device, dtype=dtype)
+    later = groups.pipeline.weights if groups else None
     if among is not None:
-        split_layers(model, among)
+        split_layers(model, among, later)
+    elif later is not None:
+        delay_weights(model, later)
     if context is not None:
         share_out_positions(model, plan.layout, plan.shape.seq_length)
     number = sum(map(math.prod, list_parameters(plan.shape).values()))

@@ -100,8 +100,11 @@ class TrainingStep:
         feed = MicroBatches(batches, self.make, self.replica.pipeline, phase)
         for turn in self.replica.pipeline.take_turns(number, phase):
             if turn.is_forward:
-                figures, objectives[turn[1:]] = self._forward(feed.take(turn), number, phase)
+                figures, objectives[turn.micro_batch, turn.chunk] = self._forward(feed.take(turn), number, phase)
                 sums += figures
+            elif turn.of_weights:
+                with self.replica.backward(False), phase(Phase.BACKWARD):
+                    self.replica.pipeline.weights.add()
             else:
                 self._backward(objectives, turn, turn.micro_batch == number - 1, phase)
         return self._update(sums, self.plan.batch.size(consumed), phase)
@@ -118,7 +121,7 @@ class TrainingStep:
     def _backward(self, objectives: dict[tuple[int, int], Tensor], turn: Turn, last: bool, phase):
         """last: of the step's micro-batches."""
         with self.replica.backward(last), phase(Phase.BACKWARD):
-            scaled = objectives.pop(turn[1:]) * self.optimizer.loss_scale
+            scaled = objectives.pop((turn.micro_batch, turn.chunk)) * self.optimizer.loss_scale
             if self._computed is not None and last and turn.chunk == 0:  # others wait for nobody
                 call_when_computed(scaled, self._computed)
             scaled.backward()

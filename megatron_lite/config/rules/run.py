@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_lite.config.args import Args, DataArgs
 from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, split_shares, with_files_read
 from megatron_lite.config.flags import dashed
-from megatron_lite.config.layout import count_chunks, count_data_ranks, count_stage_layers
+from megatron_lite.config.layout import ZERO_BUBBLE, count_chunks, count_data_ranks, count_stage_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
@@ -125,6 +125,24 @@ def _pipeline_parallel(args: Args, world: World) -> Iterator[str]:
             f"--global-batch-size {batches[0]}: stages of several chunks take as many micro-batches at once as there are stages; give a "
             f"multiple of {samples}{' for it and for --rampup-batch-size' if t.rampup_batch_size else ''}."
         )
+    splits = {
+        "--use-distributed-optimizer": (
+            p.use_distributed_optimizer,
+            "gradients that are shared out are complete in backward only",
+        ),
+        "--torch-compile layers": (args.training.torch_compile == "layers", "a compiled layer's backward is one piece"),
+        "--num-virtual-stages-per-pipeline-rank": (
+            of_chunks,
+            "no order of both is known here in which no stage waits for ever",
+        ),
+        "--num-layers-per-virtual-pipeline-stage": (
+            of_layers,
+            "no order of both is known here in which no stage waits for ever",
+        ),
+    }
+    for flag, (is_given, why) in splits.items() if p.pipeline_schedule == ZERO_BUBBLE else ():
+        if is_given:
+            yield f"--pipeline-schedule {ZERO_BUBBLE} and {flag} exclude each other: {why}; drop one of them."
     if p.use_torch_fsdp2:
         yield (
             f"{name} and --use-torch-fsdp2 exclude each other, as in Megatron-LM: each micro-batch would gather the weights of a stage "
