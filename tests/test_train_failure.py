@@ -103,23 +103,32 @@ def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
     assert behind["begun"] < asking["begun"] and behind["stack"][0].startswith("never_ends (")
 
 
-PIPELINE = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+STAGES = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+SEQUENCES = "--context-parallel-size 2 --use-distributed-optimizer"
+OPERATIONS = (
+    r"the forward of micro-batch 1 from rank [01]|\w+ #\d+( \(.*\))?( of ranks 0, 1)?|rank \d was in iteration 3"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["loop", "stopped", "killed", "exception"])
-def test_a_rank_of_a_pipeline_is_named(tmp_path, how):
-    """Rank 1, with rank 0 in the first stage: ranks 2 and 3 wait for what both compute together."""
-    argv = [how, "5", *flags(f"--train-iters 1000000 --log-interval 1 {PIPELINE} --run-dir", tmp_path / "run")]
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    [
+        *((how, STAGES) for how in ("loop", "stopped", "killed", "exception")),
+        ("loop", SEQUENCES),
+        ("killed", SEQUENCES),
+    ],
+)
+def test_a_rank_of_any_group_is_named(tmp_path, how, layout):
+    """Rank 1, with its place and what the others wait for: of stages, ranks 2 and 3 wait for what ranks 0 and 1 compute together."""
+    argv = [how, "5", *flags(f"--train-iters 1000000 --log-interval 1 {layout} --run-dir", tmp_path / "run")]
     line = verdict_of(pretrain(argv, ranks=4, script=FAULTY))
-    what = (
-        r"the forward of micro-batch 1 from rank [01]|all_reduce #\d+ \(.*\) of ranks 0, 1|rank \d was in iteration 3"
-    )
-    assert line.startswith("error: rank 1 (pp 0, tp 1) ") and re.search(what, line), line
+    places = ["pp 0, tp 0", "pp 0, tp 1", "pp 1, tp 0", "pp 1, tp 1"]
+    if layout == SEQUENCES:
+        places = ["dp 0, cp 0", "dp 0, cp 1", "dp 1, cp 0", "dp 1, cp 1"]
+    assert line.startswith(f"error: rank 1 ({places[1]}) ") and re.search(OPERATIONS, line), line
     told = json.loads((tmp_path / "run" / "ranks.json").read_text())["ranks"]
-    assert {rank: post["place"] for rank, post in told.items()}.items() <= {
-        "0": "pp 0, tp 0", "1": "pp 0, tp 1", "2": "pp 1, tp 0", "3": "pp 1, tp 1"
-    }.items()  # fmt: skip
+    assert {int(rank): post["place"] for rank, post in told.items()}.items() <= dict(enumerate(places)).items()
 
 
 @pytest.mark.slow
