@@ -124,17 +124,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=["fp32", "bf16", "fp16"])
     parser.add_argument("--layouts", nargs="+", default=[""])
+    parser.add_argument("--flags", default="", help="further ones of the trainer, such as '--lr 1e-3'")
     options = parser.parse_args()
+    words = f"{MANY} {options.flags}"
     models = [name for name in MODELS if any(word in name for word in options.models)]
     layouts = [name for name in LAYOUTS if any(word in name for word in options.layouts)]
     cases = [(m, n) for n in layouts for m in models if go_together(m, n)]
     print(f"{'layout':31}{'model':26}{'loss':>9}{'norm':>9}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run_cases(folder, cases, MANY)
+        run_cases(folder, cases, words)
         with alone(), contextlib.redirect_stdout(io.StringIO()):
             for model in models:
-                train(flags(TRAIN, MODELS[model][0], MANY, "--micro-batch-size 4"), folder / "again" / model)
+                train(flags(TRAIN, MODELS[model][0], words, "--micro-batch-size 4"), folder / "again" / model)
         for model, layout in [*((model, "") for model in models), *cases]:
             one = steps(folder / "alone" / model)
             where = folder / str(LAYOUTS[layout][1]) / f"{model}; {layout}" if layout else folder / "again" / model
