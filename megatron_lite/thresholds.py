@@ -26,6 +26,8 @@ def slowest_rank(
 
     stages: by rank, of a pipeline; a rank is compared with others of its stage, which have the same work.
     """
+    if len(times_ms) < 2:  # () of a phase that no rank has
+        return None
     if len(set(stages)) > 1:
         found = []
         for stage in set(stages):

@@ -47,6 +47,17 @@ def prepared(write):
 on_gpu, on_cpu, recorded = prepared(gpu), prepared(cpu), prepared(run)
 
 
+def pipeline_run(micro_batches: int, waits_ms: list[float], **args):
+    """A run of a rank per stage, whose ordinary steps of 10 ms wait so long for other stages."""
+    stages = len(waits_ms)
+    layout = {"tensor": 1, "context": 1, "data": 1, "pipeline": stages, "pipeline_rank": stages - 1}
+    plan = {"layout": layout, "stage": {"number": stages - 1, "stages": stages, "chunks": ["range(0, 6)"]}}
+    lines = rank_lines([3.0] * stages)
+    for line in lines:
+        line["phases_ms"] = line["phases_ms"] | {"pipeline_wait": waits_ms}
+    return recorded(ranks=lines, world=stages, batch=4 * micro_batches, plan=plan, **args)
+
+
 @prepared
 def both(folder: Path, *parts):
     """Several things of one run, into one folder."""
@@ -350,6 +361,7 @@ CASES = {
     "small-buckets": (on_gpu(reduce="buckets"), on_gpu(reduce="tail")),
     "reduce-every-micro-batch": (on_gpu(micro_batches=4, reduce="every"), on_gpu(micro_batches=4)),
     "straggler": (ranks_late(1500), ranks_late(100)),
+    "pipeline-bubble": (pipeline_run(4, [4.0, 3.0, 3.0, 3.5]), pipeline_run(64, [4.0, 3.0, 3.0, 3.5])),
     "max-connections": (
         both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION)),
         both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION, tensor_model_parallel_size=2)),
@@ -432,6 +444,8 @@ MORE_TRIGGERS = [
     ("matmul-shapes", both(on_cpu(dims=ODD), recorded(device="cpu", shape=ODD_SHAPE))),
 ]
 MORE_NEAR_MISSES = [
+    ("pipeline-bubble", pipeline_run(4, [4.0, 0.1, 3.0, 3.5])),
+    ("pipeline-bubble", pipeline_run(16, [0.9, 0.9, 0.9, 0.9], pipeline_schedule="ZeroBubble")),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0]))),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0], **cores([None, None], [0, 0])))),
     ("straggler", recorded(ranks=BUSY)),  # 3.0 ms later, and 3.5 without a core
@@ -493,6 +507,7 @@ no-overlap | 1.2 | --ddp-bucket-size
 small-buckets | 0.96 |
 reduce-every-micro-batch | 1.5 |
 straggler | 1.5 | rank 1
+pipeline-bubble | 3.0 | --pipeline-schedule ZeroBubble
 max-connections | 0.8 | 2 ranks
 recompilation | 49 | iterations 9, 17, 25, 33
 first-step | 499.75 | 20,000.0 ms

@@ -203,6 +203,7 @@ def run(
     parameters=355_919_872,
     num_workers=2,
     compiled=False,
+    plan=None,
     **args,
 ) -> Path:
     """A run folder: run.json and steps.jsonl. `steps`: `ordinary_steps()` if not given. `ranks`: lines of all ranks."""
@@ -221,7 +222,8 @@ def run(
             "batch": {"final": batch, "start": 0},
             "compilation": {"layers": compiled, "why": ""},
             "loader_workers": num_workers,
-        },
+        }
+        | (plan or {}),
         "hardware": MACHINES[device] | (hardware or {}),
         "environment": environment or {},
     }

@@ -11,6 +11,7 @@ from megatron_lite.analysis.findings import (
     kernel_rules,
     machine_rules,
     memory_rules,
+    pipeline_rules,
     product_rules,
     update_rules,
 )
@@ -24,6 +25,7 @@ MODULES = (
     kernel_rules,
     update_rules,
     communication_rules,
+    pipeline_rules,
     machine_rules,
     memory_rules,
 )
