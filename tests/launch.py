@@ -277,6 +277,10 @@ def _run_rank(function: str, store: str, rank: str, size: str, *arguments: str):
     getattr(importlib.import_module(module), name)(world, *arguments)
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # as megatron_lite/app.py: a thread of gloo that lets go of a tensor while the interpreter ends aborts the process
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_all_ranks_are_one(runs, model, layout):
 
 @pytest.mark.slow
 def test_all_models_on_all_layouts_are_one_rank(tmp_path):
-    on_four = ("fp32", "fp32, llama", "bf16", "fp16")
+    on_four = ("fp32, llama", "fp16")  # untied and tied, and a scale
     pairs = itertools.product(LAYOUTS, MODELS)
     cases = [(m, n) for n, m in pairs if (LAYOUTS[n][1] == 2 or m in on_four) and go_together(m, n)]
     run_cases(tmp_path, cases)
