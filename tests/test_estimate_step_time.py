@@ -193,9 +193,9 @@ UNKNOWN = [  # flags, GPU, nodes, ranks of each, rows that are missing, the note
     ("", "Tesla V100-DGXS-32GB", 1, 1, PRODUCTS,
      f"V100 of a DGX Station: no known peak in fp32; not in the bound: {PRODUCTS}"),
     ("--fp16", "AMD Instinct MI250X", 1, 4, REDUCED,
-     "MI250X (one die): no known speed between GPUs; not in the bound: the gradients' all-reduce"),
-    ("--fp16", "NVIDIA H200", 4, 1, REDUCED,
-     "4 nodes: the network between them is not known; not in the bound: the gradients' way over it"),
+     "MI250X (one die): no known speed between GPUs; not in the bound: the gradients"),
+    ("--fp16", "NVIDIA L40S", 4, 1, REDUCED,
+     "4 nodes: no known network of L40S, --network N names it; not in the bound: the gradients"),
     ("--fp16 !--train-iters --train-samples 1000 --rampup-batch-size 4 2 100", "NVIDIA H200", 1, 1, "none",
      "--rampup-batch-size: the bound is for the final global batch of 8"),
 ]  # fmt: skip

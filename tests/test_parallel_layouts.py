@@ -29,8 +29,6 @@ from layout_table import (
     go_together,
     run_cases,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_lite.analysis.memory.read import analyze_snapshot, read_snapshot
 from megatron_lite.config.layout import Sharding, whole_part
@@ -42,6 +40,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.rehearsal.rehearse import rehearse
+from megatron_lite.rehearsal.tracker import CollectiveCounter
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model
@@ -215,23 +214,6 @@ def saved(tmp_path_factory):
 # --- what travels, and what is held
 
 
-class Traffic(TorchDispatchMode):
-    """Bytes of each kind of collective as this rank hands them in, or, of a gathering, gets them."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes, self.calls = Counter(), Counter()
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        if function.namespace in ("c10d", "_c10d_functional") and "wait" not in function.name():
-            result = function(*arguments, **(named or {}))
-            tensors = [leaf for leaf in tree_leaves((arguments, result)) if isinstance(leaf, torch.Tensor)]
-            self.bytes[function.overloadpacket.__name__] += max(tensor.nbytes for tensor in tensors)
-            self.calls[function.overloadpacket.__name__] += 1
-            return result
-        return function(*arguments, **(named or {}))
-
-
 def measure(world, argv: str):
     """For on_ranks: prints the most bytes held while the model is built, those of the optimizer's tensors, and what a second
     step sends."""
@@ -247,12 +229,16 @@ def measure(world, argv: str):
     optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
     step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, None))
     batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
-    for traffic in (Traffic(), Traffic()):
-        with traffic:
+    for sent in (CollectiveCounter(), CollectiveCounter()):
+        with sent:
             step(batches, 0, lambda phase: contextlib.nullcontext())
     states = sum(v.nbytes for state in optimizer.engine.state.values() for v in state.values() if v.ndim)
     weights = sum(p.nbytes for p in replica.parameters)
-    print(json.dumps([layer, sum(sizes), max(sizes), built, weights, states, traffic.bytes, traffic.calls]))
+    kinds, calls = Counter(), Counter()
+    for (_, kind, num_bytes), times in sent.calls.items():
+        kinds[kind] += times * num_bytes
+        calls[f"{kind} of {num_bytes}"] += times
+    print(json.dumps([layer, sum(sizes), max(sizes), built, weights, states, kinds, calls]))
 
 
 @pytest.mark.parametrize("layout", [ZERO1, ZERO3])
@@ -267,7 +253,7 @@ def test_bytes(tmp_path, layout):
         assert weights == 4 * number / 2 and states == 2 * weights
         again = 1 if layout == ZERO1 else 2
         gathered = 2 * number if layout == ZERO1 else 2 * (2 * number + 2 * 2 * layer)
-        assert sent == {"_reduce_scatter_base_": 4 * number * again, "_allgather_base_": gathered, "allreduce_": 4}
+        assert sent == {"reduce-scatter": 4 * number * again, "all-gather": gathered, "all-reduce": 4}
 
 
 @pytest.mark.parametrize("sequence_parallel", [SP, pytest.param("", marks=pytest.mark.slow)])
@@ -281,12 +267,13 @@ def test_what_split_layers_exchange(tmp_path, sequence_parallel):
         loss, norm, partial = 12 * 16 * micro_batches, 4, 0
         if sequence_parallel:
             each = (4 * layers + 2) * micro_batches
-            kinds = {"all_gather_into_tensor": each, "reduce_scatter_tensor": each}
+            kinds = {"all-gather": each, "reduce-scatter": each}
             partial = 2 * (layers * 6 + 2 + 16) * 64  # norms, biases after a sum, positions
         else:  # the embedding's and the loss's in one direction only
-            kinds = {"all_reduce_": (4 * layers + 2) * micro_batches}
-        assert {kind: calls[kind] for kind in kinds} == kinds
-        assert sent == {kind: times * hidden for kind, times in kinds.items()} | {"allreduce_": loss + norm + partial}
+            kinds = {"all-reduce": (4 * layers + 2) * micro_batches}
+        assert {kind: calls[f"{kind} of {hidden}"] for kind in kinds} == kinds
+        expected = Counter({kind: times * hidden for kind, times in kinds.items()})
+        assert sent == expected + Counter({"all-reduce": loss + norm + partial})
 
 
 def draw(world, argv: str):

@@ -15,6 +15,7 @@ from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.rehearsal.rehearse import prepare, rehearsal_of, walk, without_other_ranks
+from megatron_lite.rehearsal.tracker import CollectiveCounter
 from megatron_lite.units import GIB
 
 TESTS = Path(__file__).parent
@@ -42,7 +43,7 @@ def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
 
 def example(words: str = "", world: World = FOUR, losses=None):
     plan = plan_of(flags(EXAMPLE, words), world)
-    with without_other_ranks(plan) as groups:
+    with without_other_ranks(plan, CollectiveCounter()) as groups:
         return rehearsal_of(walk(lambda: prepare(plan, groups, losses), 2, plan.device))
 
 

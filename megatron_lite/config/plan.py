@@ -185,8 +185,27 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
 
 def plan_stages(plan: Plan) -> list[Plan]:
     """The plans of one rank of each stage of the pipeline."""
-    worlds = [replace(plan.world, rank=rank) for rank in plan.layout.list_stages()]
-    return [resolve(plan.args, world, plan.vocab_size) for world in worlds]
+    return [_place(plan, rank) for rank in plan.layout.list_stages()]
+
+
+def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
+    """(the plan of one rank of the earliest, how many) of the stages that have as many layers, and are equally first or last."""
+    found: dict[tuple[int, bool, bool], list[Plan]] = {}
+    for one in plan_stages(plan):
+        found.setdefault((len(one.stage.layers), one.stage.is_first, one.stage.is_last), []).append(one)
+    return [(alike[0], len(alike)) for alike in found.values()]
+
+
+def _place(plan: Plan, rank: int) -> Plan:
+    """The same run as this rank has it."""
+    layout = plan.layout.locate(rank)
+    return replace(
+        plan,
+        world=replace(plan.world, rank=rank),
+        layout=layout,
+        stage=plan_stage(plan.args.parallel, layout, plan.args.model.num_layers),
+        sharding=plan_sharding(plan.args.parallel, layout),
+    )
 
 
 def _build_shape(args: Args, vocab_size: int) -> ModelShape:

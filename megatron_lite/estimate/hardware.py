@@ -27,6 +27,9 @@ class Processor:
     linked_gpus: int = 16  # that the link joins at most, in a DGX-2 for one; a bridge joins 2
     mesh: bool = False  # the link is made of one to each other GPU, so that a pair has only its own
     sums_in_switch: bool = False  # NVLink's switches can add up what they pass on (NVLink SHARP)
+    network_gb_s: float | None = (
+        None  # to other nodes, one direction: what the maker's own system has for each of its GPUs
+    )
 
     @property
     def since_hopper(self) -> bool:

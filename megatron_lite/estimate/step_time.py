@@ -19,16 +19,33 @@ from megatron_lite.config import flops
 from megatron_lite.config.args import OptimizerArgs
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.layout import count_keys
-from megatron_lite.config.plan import Plan, plan_stages
+from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.estimate.hardware import Processor, peak_tflops_of
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.prediction import TimePrediction, TimeRow
 from megatron_lite.estimate.state_memory import FP32, element_bytes
+from megatron_lite.estimate.traffic import (
+    CONTEXT,
+    DATA,
+    GATHER,
+    PIPELINE,
+    REDUCE,
+    SEND,
+    TENSOR,
+    Exchange,
+    Members,
+    find_members,
+    find_route,
+    gradient_bytes,
+    list_exchanges,
+)
 from megatron_lite.model.kernel_choice import FUSED, predict_attention_kernel
 from megatron_lite.units import count
 
 COMPUTE, MEMORY, LINK, WAIT = "compute", "memory", "link", "wait"
 UPDATE = "gradients' norm, optimizer"
+TIED = "tied embedding's gradients"
+LAYER_GROUPS = {TENSOR: "tensor parallel exchange", CONTEXT: "context parallel exchange"}  # in each layer
 # Times forward's work. FlashAttention's backward pass has five products, of which one repeats forward's, where forward
 # has two (Dao 2023, FlashAttention-2, algorithm 2); with scores that are kept it has four.
 FUSED_ATTENTION, STORED_SCORES = 3.5, 3
@@ -52,63 +69,66 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     """
     if plan.layout.pipeline == 1:
         return _predict_stage_time(plan, processor)
-    stages = [_predict_stage_time(one, processor) for one in plan_stages(plan)]
-    slowest, passes = max(stages, key=lambda one: one.step_ms), plan.batch.final // plan.samples_per_pass
-    computing = [sum(row.ms for row in one.rows if row.bound != LINK and row.name != UPDATE) for one in stages]
-    own = computing[stages.index(slowest)]
-    formula = (
-        f"forward and backward of one of {passes} micro-batches on the other {len(stages) - 1} of {len(stages)} stages"
-    )
-    chunks = len(plan.stage.chunks)
+    kinds = list_stage_kinds(plan)
+    found = [(_predict_stage_time(one, processor), times) for one, times in kinds]
+    slowest = max((time for time, _ in found), key=lambda one: one.step_ms)
+    passes = plan.batch.final // plan.samples_per_pass
+    others = sum(_sum_micro_batches(time) * (times - (time is slowest)) for time, times in found)
+    stages, chunks = plan.layout.pipeline, len(plan.stage.chunks)
+    formula = f"forward and backward of one of {passes} micro-batches on the other {stages - 1} of {stages} stages"
     formula += f", of one of {chunks} chunks" if chunks > 1 else ""
     # forward, gradients of inputs and of weights take as long each at best, and weights fill what two of them would wait
     filled = 3 if plan.stage.splits_backward else 1
     formula += ", of which gradients of weights fill two thirds" if filled > 1 else ""
-    bubble = TimeRow("pipeline bubble", (sum(computing) - own) / passes / chunks / filled, WAIT, formula)
-    return replace(slowest, rows=(*slowest.rows, bubble))
+    bubble = TimeRow("pipeline bubble", others / passes / chunks / filled, WAIT, formula)
+    return replace(slowest, rows=(*slowest.rows, bubble, *_cross_stages(plan, processor)))
+
+
+def _sum_micro_batches(time: TimePrediction) -> float:
+    """Milliseconds of what a stage does for each micro-batch again."""
+    of_layers = LAYER_GROUPS.values()
+    return sum(row.ms for row in time.rows if row.name in of_layers or row.bound != LINK and row.name != UPDATE)
+
+
+def _cross_stages(plan: Plan, processor: Processor) -> Iterator[TimeRow]:
+    """The way of one micro-batch's hidden states to the last stage, and of gradients back: what nothing can hide."""
+    route = find_route(SEND, find_members(plan, PIPELINE), processor)
+    sent = next((one for one in list_exchanges(plan) if one.kind == SEND), None)
+    if route and sent:
+        hops = 2 * (plan.layout.pipeline - 1)
+        formula = f"{hops} x {sent.num_bytes / 1e6:,.1f} MB {route.words}"
+        yield TimeRow("way through the stages", hops * route.milliseconds(sent.num_bytes), LINK, formula)
 
 
 def _predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
     plan = replace(plan, device="cuda")  # whatever the machine that plans
     peak, sequences = peak_tflops_of(processor, plan.precision), plan.batch.final // plan.layout.data
     rates = {COMPUTE: (peak or 0.0) * 1e12, MEMORY: (processor.memory_gb_s or 0.0) * 1e9}
-    gradient_bytes = FP32 if plan.fp32_gradients else element_bytes(plan.precision)  # as it is reduced over ranks
     parts = [part for part in _list_parts(plan, sequences) if part.amount]
     ranks = plan.sharding.ranks if plan.sharding else 1
     updated = -(-parameter_count(plan.rank_shape, plan.stage) // ranks)
-    parts.append(_update_weights(updated, plan.precision, gradient_bytes, plan.args.optimizer))
-    rows, backward_ms = [], 0.0
+    parts.append(_update_weights(updated, plan.precision, gradient_bytes(plan), plan.args.optimizer))
+    rows, forward_ms, backward_ms = [], 0.0, 0.0
     for part in parts:
         rate = rates[part.bound]
-        if not rate:  # then there is no telling what backward hides
-            backward_ms = float("inf")
+        if not rate:  # then there is no telling what computation hides
+            forward_ms = backward_ms = float("inf")
             continue
         limit = f"{rate / 1e12:g} TFLOP/s" if part.bound == COMPUTE else f"{rate / 1e9:,.0f} GB/s"
         rows.append(TimeRow(part.name, 1000 * part.amount / rate, part.bound, f"{part.formula} at {limit}"))
         backward_ms += 1000 * part.amount * part.in_backward / rate
-    sharing = plan.layout.tensor * plan.layout.context * plan.layout.pipeline  # ranks that share a sequence's work
-    near = min(plan.world.local_size // plan.layout.tensor, plan.layout.replicas)  # data parallel ranks of a node
-    route = _find_route(near, processor)
-    if route:
-        last_ms = backward_ms * plan.samples_per_pass / plan.batch.final  # of the last micro-batch's backward
-        rows.append(_reduce_gradients(plan, gradient_bytes, route, last_ms))
+        forward_ms += 1000 * part.amount * (1 - part.in_backward) / rate * (part.name != UPDATE)
     instead = " (--fp16 has one)" if plan.precision == "bf16" and not processor.bf16 else ""
     notes = [
         f"{processor.name}: no known {unknown}; not in the bound: {', '.join(names)}"
         for bound, unknown in ((COMPUTE, f"peak in {plan.precision}{instead}"), (MEMORY, "memory bandwidth"))
         if not rates[bound] and (names := [part.name for part in parts if part.bound == bound])
     ]
-    if plan.layout.tensor * plan.layout.context > 1:
-        notes.append("not in the bound: what tensor and context parallel ranks exchange within each layer")
-    if plan.layout.pipeline > 1:
-        notes.append("not in the bound: what stages of the pipeline exchange")
-    if near > 1 and route is None:
-        notes.append(f"{processor.name}: no known speed between GPUs; not in the bound: the gradients' all-reduce")
-    if plan.world.size > plan.world.local_size:
-        nodes = f"{plan.world.size // plan.world.local_size} nodes: the network between them is not known"
-        notes.append(f"{nodes}; not in the bound: the gradients' way over it")
+    rows += _time_exchanges(plan, processor, rates[COMPUTE], forward_ms, backward_ms)
+    notes += _list_unknown_links(plan, processor)
     if plan.batch.start and plan.batch.start != plan.batch.final:
         notes.append(f"--rampup-batch-size: the bound is for the final global batch of {count(plan.batch.final)}")
+    sharing = plan.layout.tensor * plan.layout.context * plan.layout.pipeline  # ranks that share a sequence's work
     return TimePrediction(
         gpu=processor.name,
         rows=tuple(rows),
@@ -193,54 +213,86 @@ def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimi
     return Part(UPDATE, MEMORY, parameters * num_bytes, formula, 0.0)
 
 
-# --- how long ranks need at least to add up their gradients, and what of it backward cannot hide
-
-Route = tuple[float, float, str]
+# --- how long ranks need at least for what they exchange, and what of it computation cannot hide
 
 
-def _find_route(ranks: int, processor: Processor) -> Route | None:
-    """(GB/s of one GPU in one direction, share of the gradients' bytes that each GPU has to send, the way in words) between
-    the `ranks` of one node; None where the speed is not known, or there is only one.
+def _time_exchanges(
+    plan: Plan, processor: Processor, flop_s: float, forward_ms: float, backward_ms: float
+) -> Iterator[TimeRow]:
+    """A row for each group. Within a layer only the product that a rank computes meanwhile can hide an exchange."""
+    exchanges = list_exchanges(plan)
+    for group, name in LAYER_GROUPS.items():
+        ms, words, members = 0.0, [], find_members(plan, group)
+        for one in exchanges:
+            route = find_route(one.kind, members, processor) if one.group == group else None
+            if route and (flop_s or not one.hidden_flops):
+                hidden_ms = 1000 * one.hidden_flops / flop_s if one.hidden_flops else 0.0
+                ms += one.times * max(route.milliseconds(one.num_bytes) - hidden_ms, 0.0)
+                behind = f", each behind a product of {hidden_ms:.2f} ms" if hidden_ms else ""
+                words.append(f"{one.formula}, {route.words}{behind}")
+        if words:
+            yield TimeRow(name, ms, LINK, "; ".join(words))
+    yield from _time_state(plan, processor, exchanges, forward_ms, backward_ms)
+    for one in exchanges:
+        if one.group == PIPELINE and one.kind == REDUCE:
+            route = find_route(REDUCE, replace(find_members(plan, PIPELINE), ranks=2), processor)
+            if route:
+                yield TimeRow(TIED, route.milliseconds(one.num_bytes), LINK, f"{one.formula}, {route.words}")
 
-    Without the help of switches each of n GPUs sends at least 2(n-1)/n of the bytes (Patarasuk and Yuan 2009, Bandwidth
-    optimal all-reduce algorithms); to switches that add up it sends all of them once.
-    """
-    joined = processor.linked_gpus if processor.link_gb_s else 1
-    if ranks < 2:
-        return None
-    if processor.link_gb_s and ranks <= joined:
-        gb_s = processor.link_gb_s / 2 * ((ranks - 1) / (processor.linked_gpus - 1) if processor.mesh else 1)
-        over = f"over the link between GPUs at {gb_s:g} GB/s"
-        if processor.sums_in_switch:
-            return gb_s, 1.0, f"once {over}, whose switches add up"
-        return gb_s, 2 * (ranks - 1) / ranks, f"2 x {ranks - 1}/{ranks} {over}"
-    if processor.pcie_gb_s is None:
-        return None
-    groups = -(-ranks // joined)  # the GPUs that a bridge joins share the work of what leaves them
-    each = f"2 x {groups - 1}/{groups}{f'/{joined}' if joined > 1 else ''}"
-    words = f"{each} over PCIe at {processor.pcie_gb_s:g} GB/s"
-    return processor.pcie_gb_s, 2 * (groups - 1) / groups / joined, words
 
-
-def _reduce_gradients(plan: Plan, gradient_bytes: int, route: Route, backward_ms: float) -> TimeRow:
-    """What the last micro-batch's backward, `backward_ms` long at best, cannot hide of the all-reduce.
+def _time_state(
+    plan: Plan, processor: Processor, exchanges: list[Exchange], forward_ms: float, backward_ms: float
+) -> Iterator[TimeRow]:
+    """What data and context parallel ranks exchange of gradients and weights: for every micro-batch, or at the end of a step.
 
     Where ranks share out the model each gets the sums of its share only, half of an all-reduce; forward hides the gathering at best.
     The word embedding's gradient is complete only when backward ends (tied or not): nothing is left to hide its reduction.
     """
-    (gb_s, share, way), shape, is_shared = route, plan.rank_shape, plan.sharding is not None
-    name = "reduce-scatter" if is_shared else "all-reduce"
-    if is_shared:
-        share, way = share / 2, f"half of {way}"
-    num_bytes = gradient_bytes * parameter_count(shape, plan.stage)
-    last_bytes = gradient_bytes * shape.padded_vocab_size * shape.hidden_size if plan.stage.is_first else 0
-    whole, last = (some * share / gb_s / 1e6 for some in (num_bytes, last_bytes))
-    in_all = f"{num_bytes / 1e9:.2f} GB of gradients, {way}: {whole:.2f} ms"
-    if last >= whole - backward_ms:
+    members = find_members(plan, DATA)
+    gradients = next((one for one in exchanges if one.group == DATA and one.what == "gradients"), None)
+    route = find_route(gradients.kind, members, processor) if gradients else None
+    if gradients is None or route is None:
+        return
+    passes, shape = plan.batch.final // plan.samples_per_pass, plan.rank_shape
+    gathered = [one for one in exchanges if one.group == DATA and one.kind == GATHER]
+    gather = find_route(GATHER, members, processor)
+    if gather and plan.sharding and plan.sharding.gathers_twice:
+        ms = sum(one.times * gather.milliseconds(one.num_bytes) for one in gathered)
+        ms += (passes - 1) * route.milliseconds(gradients.num_bytes)
+        exposed = max(ms - forward_ms - backward_ms, 0.0)
+        formula = f"{'; '.join(one.formula for one in [*gathered, gradients])}: {ms:.2f} ms, forward and backward hide {min(forward_ms + backward_ms, ms):.2f}"
+        yield TimeRow("weights' gathering that nothing hides", exposed, LINK, formula)
+    elif gather and gathered:
+        ms = sum(gather.milliseconds(one.num_bytes) for one in gathered)
+        formula = f"{gathered[0].formula}, {gather.words}: {ms:.2f} ms; forward of one micro-batch takes {forward_ms / passes:.2f} ms at best"
+        exposed = max(ms - forward_ms / passes, 0.0)
+        if exposed:
+            yield TimeRow("weights' gathering that nothing hides", exposed, LINK, formula)
+    last_ms = backward_ms / passes  # of the last micro-batch's backward
+    last_bytes = gradient_bytes(plan) * shape.padded_vocab_size * shape.hidden_size if plan.stage.is_first else 0
+    whole, last = route.milliseconds(gradients.num_bytes), route.milliseconds(last_bytes)
+    in_all = f"{gradients.num_bytes / 1e9:.2f} GB of gradients, {route.words}: {whole:.2f} ms"
+    if last >= whole - last_ms:
         why = f"the word embedding's {last_bytes / 1e6:,.0f} MB are complete only when backward ends"
     else:
-        why = f"backward of one micro-batch takes {backward_ms:.2f} ms at best"
-    return TimeRow(f"{name} that nothing hides", max(last, whole - backward_ms), LINK, f"{in_all}; {why}")
+        why = f"backward of one micro-batch takes {last_ms:.2f} ms at best"
+    name = f"{gradients.kind} that nothing hides"
+    yield TimeRow(name, max(last, whole - last_ms), LINK, f"{in_all}; {why}")
+
+
+def _list_unknown_links(plan: Plan, processor: Processor) -> Iterator[str]:
+    """A line for each group whose exchange is not in the bound."""
+    kinds = dict.fromkeys((one.group, one.kind) for one in list_exchanges(plan))
+    unknown = dict.fromkeys(
+        group for group, kind in kinds if find_route(kind, find_members(plan, group), processor) is None
+    )
+    for group in unknown:
+        near, nodes = find_members(plan, group).near, find_members(plan, group).nodes
+        what = "the gradients" if group == DATA else f"what {group} parallel ranks exchange"
+        if nodes == 1 or near > 1 and find_route(SEND, Members(near, near), processor) is None:
+            yield f"{processor.name}: no known speed between GPUs; not in the bound: {what}"
+        else:
+            yield f"{nodes} nodes: no known network of {processor.name}, --network N names it; not in the bound: {what}"
 
 
 # --- how long training to a number of tokens takes, and how much arithmetic that is

@@ -45,7 +45,7 @@ from megatron_lite.parallel.pipeline import Pipeline, cut_model
 from megatron_lite.parallel.tensor_parallel import split_layers
 from megatron_lite.parallel.weight_gradients import delay_weights
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
-from megatron_lite.rehearsal.tracker import RehearsalTracker
+from megatron_lite.rehearsal.tracker import CollectiveCounter, RehearsalTracker
 from megatron_lite.train.choose_kernels import choose_eager_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.units import MIB
@@ -143,14 +143,15 @@ class BucketedReplica:
 
 
 @contextlib.contextmanager
-def without_other_ranks(plan: Plan) -> Iterator:
-    """While this lasts, what ranks exchange is there at once. Gives the groups of ranks.
+def without_other_ranks(plan: Plan, collectives: CollectiveCounter) -> Iterator:
+    """While this lasts, what ranks exchange is there at once. Gives the groups of ranks. `collectives` hears of sums that are no operations.
 
     fully_shard, split layers and stages of a pipeline run as they are, over torch's fake process group; for DistributedDataParallel there is a stand-in,
     which needs none.
     """
 
-    def answer(tensor: Tensor, *arguments, async_op: bool = False, **options):
+    def answer(tensor: Tensor, op=None, group: dist.ProcessGroup | None = None, async_op: bool = False):
+        collectives.add("all-reduce", group, tensor.numel() * tensor.itemsize)
         future = torch.futures.Future()
         future.set_result([tensor])
         return SimpleNamespace(get_future=lambda: future) if async_op else None
@@ -190,7 +191,9 @@ class Rehearsal:
     where: str  # "forward of step 1 in decoder.layers.3.mlp: aten.gelu.default from gelu_tanh (model/gpt.py:10)"
     categories: dict[str, int]  # at the peak, by prediction.CATEGORIES, largest first; adds up to the peak
     notes: tuple[str, ...]  # what is not in it, in words
-    snapshot: dict = field(repr=False)  # in the form of torch.cuda.memory._snapshot()
+    # (dimension of the group, kind, bytes of the whole tensor, times) in the last step, of as many micro-batches as were walked
+    collectives: tuple[tuple[str, str, int, int], ...] = ()
+    snapshot: dict = field(default_factory=dict, repr=False)  # in the form of torch.cuda.memory._snapshot()
 
 
 def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> Rehearsal:
@@ -207,18 +210,34 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
         notes.append(f"{outside}, outside of torch's allocator, is not counted, {inside}")
     if plan.compiles_layers:
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
-    with without_other_ranks(plan) as groups:
-        return rehearsal_of(walk(lambda: prepare(plan, groups), steps, plan.device, workspace), tuple(notes))
+    collectives = CollectiveCounter("tensor" if plan.layout.tensor == plan.world.size else "data")
+
+    with without_other_ranks(plan, collectives) as groups:
+        snapshot = walk(lambda: prepare(plan, groups), steps, plan.device, workspace, collectives)
+    return replace(
+        rehearsal_of(snapshot, tuple(notes)),
+        collectives=tuple(sorted((*one, times) for one, times in collectives.calls.items())),
+    )
 
 
-def walk(prepare: Callable[[], Callable], steps: int, device: str, workspace: int = CUBLAS_WORKSPACE) -> dict:
+def walk(
+    prepare: Callable[[], Callable],
+    steps: int,
+    device: str,
+    workspace: int = CUBLAS_WORKSPACE,
+    collectives: CollectiveCounter | None = None,
+) -> dict:
     """A snapshot in the form of torch.cuda.memory._snapshot() of `steps` training steps as on `device`, cuda or cpu.
 
     prepare() makes model and optimizer, and returns the step: step(phase), where `with phase(Phase.FORWARD):` marks its
-    parts. Both must take "cpu" for the device. workspace: bytes of each cuBLAS workspace, on cuda.
+    parts. Both must take "cpu" for the device. workspace: bytes of each cuBLAS workspace, on cuda. collectives: those of the last step
+    are counted there.
     """
     place = Place()
-    tracker, hooks = RehearsalTracker(place, MAX_EVENTS), ModuleHooks(place, in_backward=False)
+    tracker, hooks = (
+        RehearsalTracker(place, MAX_EVENTS, collectives or CollectiveCounter()),
+        ModuleHooks(place, in_backward=False),
+    )
     # operations that torch has no rule for fail; it would run them on real memory of the same size
     without_data = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     with kernels_of(device), without_data, InPlaceGradients(device):

@@ -1,0 +1,227 @@
+"""What ranks exchange in a step, group by group, and how long that takes at least over the links between them.
+
+What every GPU has to send or to receive at least, over the slower of the links on the way: those within a node, and the network
+between nodes. Collectives of a few numbers (the norm, the loss, counts) are left out: their time is the host's and the network's latency.
+
+Letters: M tokens of a micro-batch, H hidden, N parameters of a rank.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.hardware import Processor
+from megatron_lite.estimate.params import layer_parameters, parameter_count
+from megatron_lite.estimate.state_memory import FP32, element_bytes
+from megatron_lite.units import count
+
+TENSOR, CONTEXT, DATA, PIPELINE = "tensor", "context", "data", "pipeline"  # parallel ranks, as in the report
+GATHER, SCATTER, REDUCE, SEND = "all-gather", "reduce-scatter", "all-reduce", "send"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives of one rank in a step that are alike."""
+
+    group: str  # TENSOR | CONTEXT | DATA | PIPELINE
+    kind: str  # GATHER | SCATTER | REDUCE | SEND
+    what: str
+    num_bytes: int  # of the whole tensor: what a gathering gives, a reduce-scatter takes
+    times: int  # per step
+    hidden_flops: int = 0  # of the product that this rank computes meanwhile
+
+    @property
+    def formula(self) -> str:
+        return f"{count(self.times)} {self.kind}s of {self.num_bytes / 1e6:,.1f} MB ({self.what})"
+
+
+@dataclass(frozen=True)
+class Members:
+    """Of a group of ranks."""
+
+    ranks: int
+    near: int  # on one node
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.near)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The slowest part of the way that a collective's bytes take."""
+
+    gb_s: float  # of one GPU in one direction
+    share: float  # of the tensor's bytes that each GPU sends or receives
+    words: str
+
+    def milliseconds(self, num_bytes: float) -> float:
+        return num_bytes * self.share / self.gb_s / 1e6
+
+
+# --- which ranks are near each other
+
+
+def find_members(plan: Plan, group: str) -> Members:
+    """Of a rank's group; those of a node are the same for all ranks."""
+    layout, node = plan.layout, plan.world.local_size
+    model = layout.tensor * layout.context
+    outer = model * (layout.pipeline if layout.data_is_outermost else 1)
+    sharing = plan.sharding.ranks if plan.sharding else layout.replicas
+    context = math.gcd(layout.context, sharing)
+    dimensions = {  # (ranks, how far they are apart)
+        TENSOR: [(layout.tensor, 1)],
+        CONTEXT: [(layout.context, layout.tensor)],
+        DATA: [(context, layout.tensor), (sharing // context, outer)],
+        PIPELINE: [(layout.pipeline, model * (1 if layout.data_is_outermost else layout.data))],
+    }
+    sizes = dimensions[group]
+    near = math.prod(min(size, max(node // stride, 1)) for size, stride in sizes)
+    return Members(math.prod(size for size, _ in sizes), near)
+
+
+def find_route(kind: str, members: Members, processor: Processor) -> Route | None:
+    """None where the speed of a link on the way is not known, or there is no other rank.
+
+    Without the help of switches each of n GPUs sends at least 2(n-1)/n of the bytes for an all-reduce, half of that for a
+    reduce-scatter or an all-gather (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms); to switches that add up it
+    sends all of them once. Of GPUs of one node that take part in a group of several nodes, each brings its share over the network.
+    """
+    if members.ranks < 2:
+        return None
+    near = None if members.near < 2 else _find_route_in_node(kind, members.near, processor)
+    if members.nodes == 1 or (near is None and members.near > 1):
+        return near
+    if processor.network_gb_s is None:
+        return None
+    if kind == SEND:
+        return Route(processor.network_gb_s, 1.0, f"over the network at {processor.network_gb_s:g} GB/s")
+    times, nodes = (2 if kind == REDUCE else 1), members.nodes
+    share = times * (nodes - 1) / nodes / members.near
+    each = f"{'2 x ' if times > 1 else ''}{nodes - 1}/{nodes}{f'/{members.near}' if members.near > 1 else ''}"
+    far = Route(
+        processor.network_gb_s, share, f"{each} over the network between nodes at {processor.network_gb_s:g} GB/s"
+    )
+    return max(filter(None, (near, far)), key=lambda route: route.milliseconds(1))
+
+
+def _find_route_in_node(kind: str, ranks: int, processor: Processor) -> Route | None:
+    joined = processor.linked_gpus if processor.link_gb_s else 1
+    times = 2 if kind == REDUCE else 1
+    by_two = "2 x " if kind == REDUCE else ""
+    if processor.link_gb_s and ranks <= joined:
+        gb_s = processor.link_gb_s / 2 * ((ranks - 1) / (processor.linked_gpus - 1) if processor.mesh else 1)
+        over = f"over the link between GPUs at {gb_s:g} GB/s"
+        if kind == SEND:
+            return Route(gb_s, 1.0, over)
+        if kind == REDUCE and processor.sums_in_switch:
+            return Route(gb_s, 1.0, f"once {over}, whose switches add up")
+        return Route(gb_s, times * (ranks - 1) / ranks, f"{by_two}{ranks - 1}/{ranks} {over}")
+    if processor.pcie_gb_s is None:
+        return None
+    over = f"over PCIe at {processor.pcie_gb_s:g} GB/s"
+    if kind == SEND:
+        return Route(processor.pcie_gb_s, 1.0, over)
+    groups = -(-ranks // joined)  # the GPUs that a bridge joins share the work of what leaves them
+    each = f"{by_two}{groups - 1}/{groups}{f'/{joined}' if joined > 1 else ''}"
+    return Route(processor.pcie_gb_s, times * (groups - 1) / groups / joined, f"{each} {over}")
+
+
+# --- what travels
+
+
+def list_exchanges(plan: Plan) -> list[Exchange]:
+    """Of this plan's rank in a step of the final global batch, without those of a few numbers."""
+    layout = plan.layout
+    found: list[Exchange] = []
+    if layout.tensor > 1:
+        found += _split_layers(plan)
+    if layout.context > 1:
+        found += _gather_sequences(plan)
+    if layout.pipeline > 1:
+        found += _hand_on(plan)
+    if layout.replicas > 1:
+        found += _share_gradients(plan)
+    return [one for one in found if one.times and one.num_bytes]
+
+
+def _hidden_bytes(plan: Plan) -> int:
+    """Hidden states of a micro-batch, M x H."""
+    tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
+    return tokens * plan.shape.hidden_size * element_bytes(plan.precision)
+
+
+def _split_layers(plan: Plan) -> Iterator[Exchange]:
+    """Sums over tensor parallel ranks behind attention and MLP, and of gradients before them; where ranks share out the tokens,
+    these are gathered and scattered instead."""
+    shape, stage = plan.rank_shape, plan.stage
+    passes, layers = plan.batch.final // plan.samples_per_pass, len(stage.layers)
+    num_bytes, again = _hidden_bytes(plan), plan.recomputed_layers * len(stage.chunks)
+    tokens = plan.args.training.micro_batch_size * shape.seq_length
+
+    def flops_of(rows: int) -> int:
+        """A weight's gradient, computed while the input's is summed; not where it is computed later."""
+        return 0 if stage.splits_backward else 2 * tokens * plan.shape.hidden_size * rows
+
+    # torch.utils.checkpoint stops before the last sum of a layer unless a dropout follows
+    gathers = 2 * (layers + again) + stage.is_last
+    forward = 2 * layers + (1 + (shape.hidden_dropout > 0)) * again + stage.is_first
+    sums = SCATTER if plan.layout.sequence_parallel else REDUCE
+    if plan.layout.sequence_parallel:
+        yield Exchange(TENSOR, GATHER, "hidden states, forward", num_bytes, passes * gathers)
+        backward = 2 * layers + stage.is_first
+        yield Exchange(TENSOR, GATHER, "their gradients, backward", num_bytes, passes * backward)
+    yield Exchange(TENSOR, sums, "hidden states, forward", num_bytes, passes * forward)
+    for rows, times in ((shape.qkv_rows, layers), (shape.fc1_width, layers), (shape.padded_vocab_size, stage.is_last)):
+        yield Exchange(TENSOR, sums, "their gradients, backward", num_bytes, passes * times, flops_of(rows))
+    if shape.query_group_ranks > 1:
+        wide = tokens * shape.qkv_rows * shape.query_group_ranks * element_bytes(plan.precision)
+        yield Exchange(TENSOR, GATHER, "queries, keys and values of a group", wide, passes * (layers + again))
+        yield Exchange(TENSOR, SCATTER, "their gradients", wide, passes * layers)
+
+
+def _gather_sequences(plan: Plan) -> Iterator[Exchange]:
+    """Keys and values of whole sequences for attention, and their gradients back."""
+    shape, layers = plan.rank_shape, len(plan.stage.layers)
+    passes, again = plan.batch.final // plan.samples_per_pass, plan.recomputed_layers * len(plan.stage.chunks)
+    tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
+    num_bytes = 2 * tokens * shape.num_query_groups * shape.kv_channels * element_bytes(plan.precision)
+    yield Exchange(CONTEXT, GATHER, "keys and values", num_bytes, passes * (layers + again))
+    yield Exchange(CONTEXT, SCATTER, "their gradients", num_bytes, passes * layers)
+
+
+def _hand_on(plan: Plan) -> Iterator[Exchange]:
+    """Hidden states to the next stage, gradients to the one before, and the gradients of an embedding that both ends have."""
+    layout, stage, passes = plan.layout, plan.stage, plan.batch.final // plan.samples_per_pass
+    chunks, num_bytes = len(stage.chunks), _hidden_bytes(plan)
+    num_bytes //= layout.tensor if layout.sequence_parallel else 1
+    yield Exchange(PIPELINE, SEND, "hidden states", num_bytes, passes * (chunks - stage.is_last))
+    yield Exchange(PIPELINE, SEND, "their gradients", num_bytes, passes * (chunks - stage.is_first))
+    if plan.shape.tied_embeddings and (stage.is_first or stage.is_last):
+        matrix = plan.rank_shape.padded_vocab_size * plan.shape.hidden_size
+        ranks = plan.sharding.ranks if plan.sharding else 1
+        yield Exchange(
+            PIPELINE, REDUCE, "gradients of the tied embedding", matrix * gradient_bytes(plan, ranks > 1) // ranks, 1
+        )
+
+
+def gradient_bytes(plan: Plan, are_shares: bool = False) -> int:
+    """Of one, as it is reduced over ranks; shares of those that ranks share out are fp32."""
+    return FP32 if plan.fp32_gradients or are_shares else element_bytes(plan.precision)
+
+
+def _share_gradients(plan: Plan) -> Iterator[Exchange]:
+    """Of data and context parallel ranks: sums of gradients, and what they gather of weights that they share out."""
+    number, shared = parameter_count(plan.rank_shape, plan.stage), plan.sharding
+    if shared is None:
+        yield Exchange(DATA, REDUCE, "gradients", number * gradient_bytes(plan), 1)
+        return
+    passes = plan.batch.final // plan.samples_per_pass if shared.gathers_twice else 1
+    each, of_layers = element_bytes(plan.precision), layer_parameters(plan.rank_shape) * len(plan.stage.layers)
+    yield Exchange(DATA, GATHER, "weights", each * number, passes)
+    if shared.gathers_twice:
+        yield Exchange(DATA, GATHER, "weights of layers, backward", each * of_layers, passes)
+    yield Exchange(DATA, SCATTER, "gradients", number * gradient_bytes(plan), passes)
+    if shared.ranks < plan.layout.replicas:
+        yield Exchange(DATA, REDUCE, "shares of gradients, over instances", number * FP32 // shared.ranks, passes)
