@@ -4,11 +4,15 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_lite.cli.launcher import begins_command, split_at_trainer
 from megatron_lite.cli.parser import Parser, write_json
@@ -16,15 +20,17 @@ from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run
 from megatron_lite.config.environment import hints
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.machine import read_machine
+from megatron_lite.config.plan import Plan, list_stage_kinds, plan_stages
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, processor_called
 from megatron_lite.estimate.inference import InferencePrediction, predict_inference
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.params import parameter_parts
-from megatron_lite.estimate.step_time import duration_of, predict_time
+from megatron_lite.estimate.search import Search, search
+from megatron_lite.estimate.step_time import duration_of, predict_stage_time, predict_time
 from megatron_lite.estimate.what_if import MARGIN, fit, what_if
 from megatron_lite.live_line import LiveLine
-from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
+from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport, StageOutlook
 from megatron_lite.report.plan_terminal import plan_lines, verdicts
 from megatron_lite.report.text import get_style
 from megatron_lite.terminal import print_lines
@@ -34,6 +40,8 @@ MODULE = "megatron_lite.rehearsal.rehearse"
 MAX_UNASKED_S = 10  # of a walk that nobody asked for
 END = "--"
 SHELLS = ("bash", "sh")  # may stand before a script
+WALKS_AT_ONCE = 2
+SNAPSHOT = "predicted_{}.pickle"
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -57,9 +65,12 @@ def run(argv: list[str]):
             if not existed:
                 path.unlink()
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(options.snapshot or Path(folder) / "predicted.pickle")
             processors = _list_processors(options)
-            report = _report(options, words, found, walk_step(found, path, processors[0] if processors else None))
+            walked = walk_stages(found, Path(folder), processors[0] if processors else None)
+            report = _report(options, words, found, walked)
+            path = Path(folder) / SNAPSHOT.format(_find_highest(walked))
+            if options.snapshot:
+                path = Path(shutil.move(path, options.snapshot))
             # the memory section of the report on it: modules, source lines, layers, fragmentation
             section = memory_section(analyze([path]), options.all)
             more = ["", *section_lines(section, style)] if section else []
@@ -71,7 +82,7 @@ def run(argv: list[str]):
 
         more = [*more, *write_json(options.json, as_json(report))]
     print_lines([*plan_lines(report, style, options.why), *more])
-    if not (options.exact or options.inference) and can_walk_unasked(sys.stdout):
+    if not (options.exact or options.inference or options.search) and can_walk_unasked(sys.stdout):
         # the answer stands: where somebody looks on, the walk of the real step follows, if it takes seconds
         print_lines(check_lines(found, report))
 
@@ -113,9 +124,12 @@ def _parser() -> Parser:
     gpu_help = "H200, A100-40, 4090 ...: does it fit, and how fast at best; a column for each"
     add("--gpu", nargs="+", metavar="NAME", help=gpu_help)
     add("--gpus", type=int, metavar="N", help="GPUs of the whole job [what the script says, else 1]")
+    network = "Gbit/s of the network between nodes that each GPU has [that of NVIDIA's DGX with this GPU]"
+    add("--network", type=float, metavar="N", help=network)
     add("--tokens", type=float, metavar="N", help="to train on, such as 300e9 [the flags' own length]")
     add("--why", action="store_true", help="the formula behind each line")
     add("--fit", metavar="NAME", help="flags with which it fits into this GPU")
+    add("--search", action="store_true", help="all layouts on --gpus N GPUs: those that fit, fastest first, with flags")
     add("--margin", type=float, metavar="SHARE", help="of a GPU's memory that stays free [0.08]")
     add("--exact", action="store_true", help="walk the real model and step, without data; needs torch, takes seconds")
     add("--snapshot", metavar="FILE", help="with --exact: keep its snapshot, for pytorch.org/memory_viz")
@@ -123,7 +137,7 @@ def _parser() -> Parser:
     add("--batch", type=int, metavar="N", help="with --inference: sequences at a time [1]")
     add("--context", type=int, metavar="N", help="with --inference: tokens of each [--seq-length]")
     add("--env", action="store_true", help="what in flags and environment variables can cost something")
-    add("--all", action="store_true", help="with --exact: all rows of its tables")
+    add("--all", action="store_true", help="all rows of tables that are cut off")
     add("--json", metavar="FILE", help="all of it, for programs")
     return parser
 
@@ -141,13 +155,15 @@ def _check(options: argparse.Namespace, rest: list[str], ours: set[str]):
         if late:
             behind = "stands behind flags of the trainer; put the options of plan before them."
             raise UserError(f"megatron-lite plan {late}: {behind}")
-    for name in ("gpus", "tokens", "batch", "context"):
+    for name in ("gpus", "network", "tokens", "batch", "context"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < float("inf"):
             raise UserError(f"--{name} {value:g}: must be at least 1.")
     if options.margin is not None and not 0 <= options.margin < 1:
         raise UserError(f"--margin {options.margin:g}: must be at least 0 and below 1; 0.08 is usual.")
-    for name, needed in (("snapshot", "exact"), ("all", "exact"), ("batch", "inference"), ("context", "inference")):
+    if options.search and (len(options.gpu or []) != 1 or options.exact or options.inference or options.fit):
+        raise UserError("--search: needs one --gpu NAME, and neither --exact, --fit nor --inference; change that.")
+    for name, needed in (("snapshot", "exact"), ("batch", "inference"), ("context", "inference")):
         if getattr(options, name) and not getattr(options, needed):
             raise UserError(f"--{name}: means something with --{needed} only; add that, or leave it out.")
 
@@ -158,10 +174,17 @@ def _check(options: argparse.Namespace, rest: list[str], ours: set[str]):
 def _list_processors(options: argparse.Namespace) -> list[Processor]:
     """Those named; the one to fit into counts as named."""
     names = [*(options.gpu or []), *([options.fit] if options.fit else [])]
-    return list({one.name: one for one in map(processor_called, names)}.values())
+    found = list({one.name: one for one in map(processor_called, names)}.values())
+    if options.network:
+        found = [dataclasses.replace(one, network_gb_s=options.network / 8) for one in found]
+    return found
 
 
-def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, exact: Exact | None = None) -> PlanReport:
+def _report(
+    options: argparse.Namespace, words: list[str], found: PlannedRun, walked: Mapping[int, Exact] = MappingProxyType({})
+) -> PlanReport:
+    """walked: by the first stage of those that are alike."""
+    exact = walked[_find_highest(walked)] if walked else None
     plan, shape, ranks = found.plan, found.plan.shape, found.plan.world.size
     processors, margin = _list_processors(options), MARGIN if options.margin is None else options.margin
     tokens = None if options.tokens is None else int(options.tokens)
@@ -195,11 +218,34 @@ def _report(options: argparse.Namespace, words: list[str], found: PlannedRun, ex
         outlooks=outlooks,
         variants=what_if(plan, first),
         fit=fit(plan, processor_called(options.fit), margin) if options.fit else None,
+        search=_search(plan, first, margin) if options.search and first else None,
         inference=infer(),
         exact=exact,
+        stages=_list_stages(plan, first, walked) if plan.layout.pipeline > 1 and not options.inference else (),
         hints=hints(plan, found.environment, machine) if options.env else None,
         notes=found.notes,
+        everything=options.all,
     )
+
+
+def _search(plan: Plan, processor: Processor, margin: float) -> Search:
+    line = LiveLine()
+    try:
+        return search(plan, processor, margin, lambda done, of: line.draw(f"layouts: {done} of {of}"))
+    finally:
+        line.wipe()
+
+
+def _list_stages(plan: Plan, processor: Processor | None, walked: Mapping[int, Exact]) -> list[StageOutlook]:
+    return [
+        StageOutlook(
+            one,
+            predict_memory(one, processor),
+            predict_stage_time(one, processor) if processor else None,
+            walked.get(one.stage.number),
+        )
+        for one in plan_stages(plan)
+    ]
 
 
 # --- --exact, and the check of an estimate: a process that has torch walks the real model and step without data
@@ -235,6 +281,24 @@ def walk_step(
     figures = json.loads(walk.stdout.splitlines()[-1])
     known = {field.name: figures[field.name] for field in dataclasses.fields(Exact) if field.name in figures}
     return Exact(seconds=time.monotonic() - started, **known)
+
+
+def walk_stages(run: PlannedRun, folder: Path, processor: Processor | None) -> dict[int, Exact]:
+    """Of one rank of each kind of stage, by the stage's number, which the snapshot in `folder` bears, too."""
+    plans = [plan for plan, _ in list_stage_kinds(run.plan)] if run.plan.layout.pipeline > 1 else [run.plan]
+
+    def walk(plan: Plan) -> Exact:
+        path = folder / SNAPSHOT.format(plan.stage.number)
+        return walk_step(dataclasses.replace(run, plan=plan), path, processor)
+
+    if len(plans) == 1:
+        return {plans[0].stage.number: walk(plans[0])}
+    with ThreadPoolExecutor(WALKS_AT_ONCE) as pool:
+        return {plan.stage.number: exact for plan, exact in zip(plans, pool.map(walk, plans))}
+
+
+def _find_highest(walked: Mapping[int, Exact]) -> int:
+    return max(walked, key=lambda number: walked[number].allocated_peak_bytes)
 
 
 def can_walk_unasked(stream) -> bool:

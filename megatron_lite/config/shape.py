@@ -1,6 +1,7 @@
 """What the model is, after every default has been filled in."""
 
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,7 @@ class ModelShape:
     def split(self, ranks: int, context: int = 1) -> "RankShape":
         """What one of so many tensor parallel ranks computes, its heads, its part of the MLP and of the vocabulary, of the positions that one
         of so many context parallel ranks has."""
-        own = {
-            "num_attention_heads": self.num_attention_heads // ranks,
-            "num_query_groups": max(self.num_query_groups // ranks, 1),
-            "query_group_ranks": max(ranks // self.num_query_groups, 1),
-            "ffn_hidden_size": self.ffn_hidden_size // ranks,
-            "padded_vocab_size": self.padded_vocab_size // ranks,
-            "seq_length": self.seq_length // context,
-        }
-        return RankShape(**(asdict(self) | own))
+        return _split(self, ranks, context)
 
     @property
     def qkv_width(self) -> int:
@@ -79,6 +72,19 @@ class RankShape(ModelShape):
     def qkv_rows(self) -> int:
         keys_and_values = 2 * self.num_query_groups * self.kv_channels
         return self.num_attention_heads * self.kv_channels + keys_and_values // self.query_group_ranks
+
+
+@lru_cache(maxsize=64)
+def _split(shape: ModelShape, ranks: int, context: int) -> RankShape:
+    own = {
+        "num_attention_heads": shape.num_attention_heads // ranks,
+        "num_query_groups": max(shape.num_query_groups // ranks, 1),
+        "query_group_ranks": max(ranks // shape.num_query_groups, 1),
+        "ffn_hidden_size": shape.ffn_hidden_size // ranks,
+        "padded_vocab_size": shape.padded_vocab_size // ranks,
+        "seq_length": shape.seq_length // context,
+    }
+    return RankShape(**(asdict(shape) | own))
 
 
 def recomputed_layers(granularity: str | None, method: str | None, number: int | None, num_layers: int) -> int:

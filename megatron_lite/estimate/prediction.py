@@ -1,7 +1,7 @@
 """What is said about a run before it runs. Every number has the formula that it came from."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_lite.phases import Phase
 
@@ -49,15 +49,15 @@ class Moment:
 
 def sum_moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:
     """One row for each name, largest first."""
-    merged: dict[str, LedgerRow] = {}
+    alike: dict[str, list[LedgerRow]] = {}
     for row in rows:
-        before = merged.get(row.name)
-        if before and row.num_bytes:
-            formula = f"{before.formula} + {row.formula}"
-            merged[row.name] = replace(row, num_bytes=before.num_bytes + row.num_bytes, formula=formula)
-        elif row.num_bytes:
-            merged[row.name] = row
-    return Moment(phase.value, where, tuple(sorted(merged.values(), key=lambda row: -row.num_bytes)))
+        if row.num_bytes:
+            alike.setdefault(row.name, []).append(row)
+    merged = [
+        LedgerRow(of[0].category, name, sum(row.num_bytes for row in of), " + ".join(row.formula for row in of))
+        for name, of in alike.items()
+    ]
+    return Moment(phase.value, where, tuple(sorted(merged, key=lambda row: -row.num_bytes)))
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from megatron_lite.units import count
 
 COMPUTE, MEMORY, LINK, WAIT = "compute", "memory", "link", "wait"
 UPDATE = "gradients' norm, optimizer"
+BUBBLE = "pipeline bubble"
 TIED = "tied embedding's gradients"
 LAYER_GROUPS = {TENSOR: "tensor parallel exchange", CONTEXT: "context parallel exchange"}  # in each layer
 # Times forward's work. FlashAttention's backward pass has five products, of which one repeats forward's, where forward
@@ -68,9 +69,9 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     A row whose limit the table of processors does not hold is missing, and a note says so; peak_tflops is then 0.
     """
     if plan.layout.pipeline == 1:
-        return _predict_stage_time(plan, processor)
+        return predict_stage_time(plan, processor)
     kinds = list_stage_kinds(plan)
-    found = [(_predict_stage_time(one, processor), times) for one, times in kinds]
+    found = [(predict_stage_time(one, processor), times) for one, times in kinds]
     slowest = max((time for time, _ in found), key=lambda one: one.step_ms)
     passes = plan.batch.final // plan.samples_per_pass
     others = sum(_sum_micro_batches(time) * (times - (time is slowest)) for time, times in found)
@@ -80,7 +81,7 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     # forward, gradients of inputs and of weights take as long each at best, and weights fill what two of them would wait
     filled = 3 if plan.stage.splits_backward else 1
     formula += ", of which gradients of weights fill two thirds" if filled > 1 else ""
-    bubble = TimeRow("pipeline bubble", others / passes / chunks / filled, WAIT, formula)
+    bubble = TimeRow(BUBBLE, others / passes / chunks / filled, WAIT, formula)
     return replace(slowest, rows=(*slowest.rows, bubble, *_cross_stages(plan, processor)))
 
 
@@ -100,7 +101,8 @@ def _cross_stages(plan: Plan, processor: Processor) -> Iterator[TimeRow]:
         yield TimeRow("way through the stages", hops * route.milliseconds(sent.num_bytes), LINK, formula)
 
 
-def _predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
+def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
+    """The same of a stage by itself, which never waits for another."""
     plan = replace(plan, device="cuda")  # whatever the machine that plans
     peak, sequences = peak_tflops_of(processor, plan.precision), plan.batch.final // plan.layout.data
     rates = {COMPUTE: (peak or 0.0) * 1e12, MEMORY: (processor.memory_gb_s or 0.0) * 1e9}

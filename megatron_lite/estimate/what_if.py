@@ -1,6 +1,7 @@
 """The same run with other flags: what it would need, how fast it could be, and the flags with which it fits into a GPU."""
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,12 @@ def full_recompute(layers: int, method: str) -> Changes:
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
+def find_fewest_recomputed(layers: int, fits: Callable[[int], bool]) -> int:
+    """The fewest recomputed layers with which it `fits`: each more keeps less, so halving finds them."""
+    numbers = range(1, layers)
+    return numbers.start + bisect_left(numbers, True, key=fits)
+
+
 def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
     """Changes of one thing each, without those that change nothing or that the trainer refuses."""
     m, micro_batch = plan.args.model, plan.args.training.micro_batch_size
@@ -160,12 +167,10 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     modes = [mode | shared for mode in modes]
     mode = next((mode for mode in modes if change_to_fit(sizes[-1], mode)), None)
     if mode and mode.get("recompute_method") == "block":
-        # each more recomputed layer keeps less: halving finds the fewest that are enough
-        numbers = range(1, layers)
-        fitting = bisect_left(
-            numbers, True, key=lambda n: change_to_fit(sizes[-1], full_recompute(n, "block") | shared) is not None
+        number = find_fewest_recomputed(
+            layers, lambda n: change_to_fit(sizes[-1], full_recompute(n, "block") | shared) is not None
         )
-        mode = full_recompute(numbers[fitting], "block") | shared
+        mode = full_recompute(number, "block") | shared
     found = next(filter(None, (change_to_fit(size, mode) for size in sizes)), None) if mode is not None else None
     if found:
         return Fit(processor, budget, margin, given, found)

@@ -7,6 +7,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.hardware import Processor
 from megatron_lite.estimate.inference import InferencePrediction
 from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
+from megatron_lite.estimate.search import Search
 from megatron_lite.estimate.step_time import Duration
 from megatron_lite.estimate.what_if import MARGIN, Fit, Variant
 from megatron_lite.units import GIB
@@ -43,6 +44,18 @@ class Exact:
     categories: dict[str, int]
     notes: Sequence[str]
     seconds: float
+    # (dimension of the group, kind, bytes of the whole tensor, times), of the walked step
+    collectives: Sequence[tuple[str, str, int, int]] = ()
+
+
+@dataclass(frozen=True)
+class StageOutlook:
+    """What one rank of a pipeline's stage holds and does."""
+
+    plan: Plan
+    memory: MemoryPrediction
+    time: TimePrediction | None  # of its own work; None without a GPU
+    exact: Exact | None = None  # of the first stage of those that are alike
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,9 @@ class PlanReport:
     variants: Sequence[Variant] = ()  # what if; on the first GPU
     fit: Fit | None = None
     inference: InferencePrediction | None = None  # without a GPU
-    exact: Exact | None = None
+    exact: Exact | None = None  # of the rank that holds most
+    stages: Sequence[StageOutlook] = ()  # of a pipeline
+    search: Search | None = None  # then nothing else is shown
     hints: Sequence[str] | None = None  # None: not asked for
     notes: Sequence[str] = ()  # what was assumed
+    everything: bool = False  # all rows of tables are shown

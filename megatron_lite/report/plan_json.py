@@ -4,7 +4,8 @@ from typing import Any
 
 from megatron_lite.estimate.what_if import Fit, Variant
 from megatron_lite.report.json_file import plain
-from megatron_lite.report.plan_figures import PLAN_SCHEMA, PlanReport
+from megatron_lite.report.plan_figures import PLAN_SCHEMA, PlanReport, StageOutlook
+from megatron_lite.report.plan_search import search_as_json
 from megatron_lite.report.plan_terminal import verdicts
 
 
@@ -40,7 +41,18 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "fit": _fit_as_json(report.fit),
         "inference": plain(report.inference),
         "exact": plain(report.exact),
+        "search": search_as_json(report.search),
+        "stages": [_stage_as_json(one) for one in report.stages],
         "hints": plain(report.hints),
+    }  # fmt: skip
+
+
+def _stage_as_json(one: StageOutlook) -> dict[str, Any]:
+    peak, time = one.memory.peak, one.time
+    return {
+        "stage": one.plan.stage.number, "rank": one.plan.world.rank, "layers": one.plan.stage.layers,
+        "peak_bytes": peak.num_bytes, "phase": peak.phase, "where": peak.where, "rows": plain(peak.rows),
+        "time": plain(time), "exact": plain(one.exact),
     }  # fmt: skip
 
 

@@ -5,10 +5,21 @@ from collections.abc import Iterator
 
 from megatron_lite.estimate.hardware import PROCESSORS
 from megatron_lite.estimate.inference import InferencePrediction
+from megatron_lite.estimate.prediction import MemoryPrediction
 from megatron_lite.estimate.step_time import Duration
 from megatron_lite.estimate.what_if import Fit
-from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
-from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, section_lines
+from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport, StageOutlook
+from megatron_lite.report.plan_search import build_search_sections, judge_search
+from megatron_lite.report.section import (
+    Block,
+    Lines,
+    Section,
+    Table,
+    build_share_table,
+    drop_empty_columns,
+    limit_rows,
+    section_lines,
+)
 from megatron_lite.report.text import Style, flops, heading, milliseconds, percent, share, wrapped
 from megatron_lite.units import GIB, count, duration, short_count, size
 
@@ -29,6 +40,8 @@ def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]
 
 def verdicts(report: PlanReport) -> list[str]:
     """A sentence for each GPU that was named; without any the peak, and how to learn more."""
+    if report.search:
+        return judge_search(report.search)
     found, exact, peak = report.inference, report.exact, report.memory.peak
     if found:
         at = 0 if report.plan.precision == "fp32" else 1  # WEIGHT_BITS: weights of the training's precision
@@ -119,16 +132,28 @@ def _describe_span(found: Duration) -> str:
 ALL_LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EQUAL = 0.0005  # of a figure: formula and walk are called equal
 SMALL = 0.005  # of the peak: rows of less stand together
+MAX_STAGES, MAX_COLLECTIVES = 12, 12  # rows
+STATES, ACTIVATIONS, LOSS, OTHER = "state", "activations", "logits", "other"
+KINDS = (STATES, ACTIVATIONS, LOSS)
+KIND_OF = {name: STATES for name in ("parameters", "gradients", "master weights", "moments")}
+KIND_OF |= {"activations": ACTIVATIONS, "logits and loss": LOSS}
 
 
 def build_plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     """In the order of a reader's questions: of training or of inference. `why`: the formula of every line."""
+    if report.search:
+        yield from build_search_sections(report.search, report.everything)
+        return
     if report.inference:
         yield build_inference_section(report, report.inference, why)
     else:
         yield from _build_memory_sections(report, why)
+    if report.stages:
+        yield build_stages_section(report)
     if report.exact:
         yield build_exact_section(report, report.exact)
+        if report.exact.collectives:
+            yield _build_collectives_section(report.exact, report.everything)
     if report.outlooks and not report.inference:
         yield build_time_section(report, why)
     if not report.inference:
@@ -168,6 +193,79 @@ def _build_memory_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     rows = [(moment.phase, moment.where, size(moment.num_bytes)) for moment in moments]
     shares = [share(moment.num_bytes, peak.num_bytes) for moment in moments]
     yield Section("moments", "Memory through a step", "estimate for one GPU", [Table(rows, "llr", shares=shares)])
+
+
+def build_stages_section(report: PlanReport) -> Section:
+    """What one rank of each stage holds when it holds most, the heaviest first, and why it is."""
+    stages = sorted(report.stages, key=lambda one: -one.memory.peak.num_bytes)
+    shown, hidden = limit_rows(stages, MAX_STAGES, report.everything)
+    rows = []
+    for one in shown:
+        stage, kinds = one.plan.stage, _sum_kinds(one.memory)
+        layers = ", ".join(f"{chunk.start + 1}-{chunk.stop}" for chunk in stage.chunks)
+        waiting, _ = stage.count_held(one.plan.micro_batches(one.plan.train_samples))
+        exact = size(one.exact.allocated_peak_bytes) if one.exact else ""
+        own = f"{milliseconds(one.time.step_ms)} ms" if one.time and one.time.peak_tflops else ""
+        held = [size(kinds[kind]) if kinds[kind] else "" for kind in KINDS]
+        rows.append([f"{stage.number + 1}", layers, size(one.memory.peak.num_bytes), exact, *held, count(waiting), own])
+    head = ["stage", "layers", "peak", "exact", *KINDS, "in flight", "work at best"]
+    table = drop_empty_columns(Table(rows, "rl" + "r" * (len(head) - 2), head, hidden=hidden))
+    meaning = "state: weights, moments, gradients; in flight: micro-batches whose activations wait for backward"
+    lines = [_say_why_heaviest(stages), meaning]
+    return Section(
+        "stages", "Memory by stage", "estimate for one GPU of each, at its peak", [table, Lines(lines, quiet=True)]
+    )
+
+
+def _sum_kinds(memory: MemoryPrediction) -> Counter[str]:
+    """Bytes at the peak: of weights and what belongs to them, of activations, of the loss."""
+    found = Counter[str]()
+    for row in memory.peak.rows:
+        found[KIND_OF.get(row.category, OTHER)] += row.num_bytes
+    return found
+
+
+def _say_why_heaviest(stages: list[StageOutlook]) -> str:
+    """Against the stage that holds least."""
+    most, least = stages[0], stages[-1]
+    more = _sum_kinds(most.memory)
+    more.subtract(_sum_kinds(least.memory))
+    reasons = []
+    for kind, num_bytes in more.most_common():
+        if num_bytes < SMALL * most.memory.peak.num_bytes:
+            continue
+        why = ""
+        if kind == ACTIVATIONS:
+            held = [
+                one.plan.stage.count_held(one.plan.micro_batches(one.plan.train_samples))[0] for one in (most, least)
+            ]
+            why = f" ({held[0]} micro-batches in flight, not {held[1]})" if held[0] != held[1] else ""
+        elif kind == STATES:
+            why = _name_ends(most, least)
+        reasons.append(f"{size(num_bytes)} more {kind}{why}")
+    numbers = f"stage {most.plan.stage.number + 1} holds more than stage {least.plan.stage.number + 1}"
+    return f"{numbers}: {', '.join(reasons)}" if reasons else "all stages hold about as much"
+
+
+def _name_ends(most: StageOutlook, least: StageOutlook) -> str:
+    """Which matrices and how many layers the one has and the other has not."""
+    one, other = most.plan.stage, least.plan.stage
+    words = ["the embedding"] * (one.is_first > other.is_first) + ["the output layer"] * (one.is_last > other.is_last)
+    further = len(one.layers) - len(other.layers)
+    words += [f"{further} more layer{'s' if further > 1 else ''}"] * (further > 0)
+    return f" ({' and '.join(words)})" if words else ""
+
+
+def _build_collectives_section(found: Exact, everything: bool) -> Section:
+    """What the rank exchanged in the walked step, most bytes first."""
+    calls = sorted(found.collectives, key=lambda call: -call[2] * call[3])
+    shown, hidden = limit_rows(calls, MAX_COLLECTIVES, everything)
+    rows = [(group, kind, count(times), size(each), size(each * times)) for group, kind, each, times in shown]
+    table = Table(rows, "llrrr", ["ranks", "", "times", "bytes each", "together"], hidden=hidden)
+    note = "whole tensors: what an all-gather gives, what a reduce-scatter takes; of the micro-batches that were walked"
+    return Section(
+        "collectives", "Exchanged in a step", "by the rank that holds most", [table, Lines([note], quiet=True)]
+    )
 
 
 def build_exact_section(report: PlanReport, found: Exact) -> Section:

@@ -1,0 +1,180 @@
+"""All layouts of a run on so many GPUs: which fit into one kind of GPU, and how fast each can be at best."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from megatron_lite.config.plan import Plan, list_stage_kinds
+from megatron_lite.estimate.hardware import Processor
+from megatron_lite.estimate.memory import predict_memory
+from megatron_lite.estimate.what_if import (
+    NO_RECOMPUTE,
+    SHARE_STATE,
+    SHARE_WEIGHTS,
+    Changes,
+    Variant,
+    find_fewest_recomputed,
+    full_recompute,
+    variant_of,
+)
+from megatron_lite.units import GIB
+
+MAX_CHUNKS = 4  # of each stage
+MIN_CHUNK = 1024  # positions, of which a context parallel rank has two chunks: with less, attention's kernels have too little to do
+KEPT_WHOLE: Changes = {"use_distributed_optimizer": False, "use_torch_fsdp2": False}
+EQUAL_STAGES: Changes = {
+    "num_layers_per_virtual_pipeline_stage": None, "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout of the run with one micro-batch and one way of recomputation."""
+
+    variant: Variant  # its memory is that of the stage that holds most
+    changes: Changes
+
+    @property
+    def plan(self) -> Plan:
+        return self.variant.plan
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.variant.peak_bytes
+
+    @property
+    def step_ms(self) -> float:
+        return self.variant.time.step_ms if self.variant.time else math.inf
+
+    def sum_rows(self, *names: str) -> float:
+        """Milliseconds of the rows of these names."""
+        return sum(row.ms for row in self.variant.time.rows if row.name in names) if self.variant.time else 0.0
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found, on one kind of GPU."""
+
+    processor: Processor
+    budget_bytes: int  # the GPU's memory without the margin
+    margin: float
+    tried: int
+    fitting: tuple[Candidate, ...]  # fastest first
+    least: Candidate | None  # of all that were tried, by memory
+
+    @property
+    def best_of_layouts(self) -> list[Candidate]:
+        """The fastest of each layout."""
+        found: dict[tuple[int, ...], Candidate] = {}
+        for one in self.fitting:
+            found.setdefault(get_sizes(one.plan), one)
+        return list(found.values())
+
+    @property
+    def front(self) -> list[Candidate]:
+        """Those of which none other is as fast with less memory, fastest first."""
+        found: list[Candidate] = []
+        for one in self.fitting:
+            if not found or one.peak_bytes < found[-1].peak_bytes:
+                found.append(one)
+        return found
+
+
+def get_sizes(plan: Plan) -> tuple[int, ...]:
+    """Of a layout: tensor, context, pipeline and data parallel ranks."""
+    layout = plan.layout
+    return layout.tensor, layout.context, layout.pipeline, layout.data
+
+
+def search(
+    plan: Plan, processor: Processor, margin: float, tell: Callable[[int, int], None] = lambda done, of: None
+) -> Search:
+    """All that divide. The global batch stays. tell: hears how many layouts of how many are done."""
+    plan = replace(plan, world=replace(plan.world, rank=0))
+    budget = int((processor.memory_gib or 0) * GIB * (1 - margin))
+    tried, fitting, least = 0, [], None
+    layouts = list(_list_layouts(plan))
+    for number, layout in enumerate(layouts):
+        tell(number, len(layouts))
+        for micro_batch in _list_micro_batches(plan, layout):
+            candidates = list(_try(plan, processor, layout | {"micro_batch_size": micro_batch}, budget))
+            tried += len(candidates)
+            least = min(filter(None, [least, *candidates]), key=lambda one: one.peak_bytes, default=None)
+            if not candidates or candidates[-1].peak_bytes > budget:
+                break  # nor does a larger micro-batch
+            fitting.append(candidates[-1])
+    fitting += filter(None, [_refine(plan, processor, one, budget) for one in fitting])
+    fitting.sort(key=lambda one: (one.step_ms, one.peak_bytes))
+    return Search(processor, budget, margin, tried, tuple(fitting), least)
+
+
+def _list_layouts(plan: Plan) -> Iterator[Changes]:
+    """Sizes whose product divides the number of ranks; the trainer's rules sort out the others."""
+    world, model = plan.world.size, plan.args.model
+    for tensor in _list_divisors(math.gcd(world, model.num_attention_heads)):
+        for context in _list_divisors(world // tensor):
+            if context > 1 and (model.seq_length % (2 * context) or model.seq_length // (2 * context) < MIN_CHUNK):
+                continue
+            for pipeline in _list_divisors(world // tensor // context):
+                if model.num_layers % pipeline:
+                    continue
+                sizes: Changes = {
+                    "tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1,
+                    "context_parallel_size": context, "pipeline_model_parallel_size": pipeline,
+                }  # fmt: skip
+                replicas = world // tensor // pipeline
+                shared = [SHARE_STATE, SHARE_WEIGHTS] if replicas > 1 else [KEPT_WHOLE]
+                for sharing in shared:
+                    for chunks in range(1, MAX_CHUNKS + 1 if pipeline > 1 else 2):
+                        if model.num_layers % (pipeline * chunks) == 0:
+                            several = chunks if chunks > 1 else None
+                            yield EQUAL_STAGES | sizes | sharing | {"num_virtual_stages_per_pipeline_rank": several}
+
+
+def _list_divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _list_micro_batches(plan: Plan, layout: Changes) -> Iterator[int]:
+    """Doubled as long as they divide a data parallel rank's share of the global batch."""
+    model = math.prod(layout[name] for name in layout if name.endswith("_parallel_size"))
+    share, size = plan.batch.final // (plan.world.size // model), 1
+    while share and share % size == 0:
+        yield size
+        size *= 2
+
+
+def _try(plan: Plan, processor: Processor, changes: Changes, budget: int) -> Iterator[Candidate]:
+    """Without recomputation, and if that does not fit, with all of it; nothing where the trainer refuses the layout."""
+    for mode in (NO_RECOMPUTE, full_recompute(1, "uniform")):
+        found = _predict(plan, processor, changes | mode)
+        if found is None:
+            return
+        yield found
+        if found.peak_bytes <= budget:
+            return
+
+
+def _predict(plan: Plan, processor: Processor, changes: Changes) -> Candidate | None:
+    variant = variant_of(plan, processor, **changes)
+    if variant is None:
+        return None
+    if variant.plan.layout.pipeline > 1:
+        later = [predict_memory(one, processor) for one, _ in list_stage_kinds(variant.plan)[1:]]
+        variant = replace(variant, memory=max(variant.memory, *later, key=lambda memory: memory.peak.num_bytes))
+    return Candidate(variant, changes)
+
+
+def _refine(plan: Plan, processor: Processor, candidate: Candidate, budget: int) -> Candidate | None:
+    """The same with as few recomputed layers of each chunk as fit; None if that is all of them, or none."""
+    if candidate.changes["recompute_granularity"] is None:
+        return None
+
+    def fits(number: int) -> Candidate | None:
+        one = _predict(plan, processor, candidate.changes | full_recompute(number, "block"))
+        return one if one and one.peak_bytes <= budget else None
+
+    layers = candidate.plan.stage.chunk_size
+    number = find_fewest_recomputed(layers, lambda number: fits(number) is not None)
+    return fits(number) if number < layers else None

@@ -1,0 +1,142 @@
+"""The layouts that `megatron-lite plan --search` found, as sections: a verdict with flags to paste, the fastest ones, time against memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.estimate.search import Candidate, Search, get_sizes
+from megatron_lite.estimate.step_time import BUBBLE, LAYER_GROUPS
+from megatron_lite.estimate.traffic import CONTEXT, DATA, PIPELINE, TENSOR, find_members
+from megatron_lite.report.section import Lines, Section, Table, drop_empty_columns, limit_rows
+from megatron_lite.report.text import milliseconds, percent, share
+from megatron_lite.units import count, size
+
+MAX_ROWS = 10
+HEAD = [
+    "tp", "cp", "pp", "dp", "chunks", "state", "batch", "recompute", "peak", "at best", "tensor", "context", "bubble",
+]  # fmt: skip
+
+
+def judge_search(found: Search) -> list[str]:
+    """The fastest layout that fits, why, and its flags."""
+    room = f"{size(found.budget_bytes)} of one {found.processor.name}, {percent(found.margin)} left free"
+    if not found.fitting:
+        if found.least is None:
+            return ["no layout divides this model and these GPUs"]
+        needed = f"{size(found.least.peak_bytes)} with {found.least.variant.words or 'the flags as they are'}"
+        return [
+            f"none of {count(found.tried)} layouts fits into {room}: the least is {needed}; take more GPUs or larger ones"
+        ]
+    best = found.fitting[0]
+    assert best.variant.time is not None  # a search is of a GPU
+    speed = f"{milliseconds(best.step_ms)} ms per step, {count(best.variant.time.tokens_per_s)} tokens/s"
+    layout = f"{name_layout(best.plan)}, micro-batch {best.plan.args.training.micro_batch_size}"
+    fastest = f"fastest that fits: {layout}: peak {size(best.peak_bytes)} of {room}; at best {speed}"
+    return [fastest, f"flags: {best.variant.words or 'as they are'}"]
+
+
+def name_layout(plan: Plan) -> str:
+    """'TP 2, PP 4, DP 8'."""
+    names = ("TP", "CP", "PP", "DP")
+    return ", ".join(f"{name} {number}" for name, number in zip(names, get_sizes(plan)) if number > 1) or "one GPU"
+
+
+def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
+    """Nothing where nothing fits."""
+    if not found.fitting:
+        return
+    layouts = found.best_of_layouts
+    shown, hidden = limit_rows(layouts, MAX_ROWS, everything)
+    table = drop_empty_columns(Table([_list_cells(one) for one in shown], "rrrrrlrlrrrrr", HEAD, hidden=hidden))
+    of = f"{len(layouts)} layouts fit, {count(found.tried)} variants tried"
+    caveat = (
+        "bounds, as in Time of a step at best: real steps take longer, small products and many messages most of all; "
+        "tensor, context, bubble: their share of the step; the same global batch for all"
+    )
+    reasons = [*_give_reasons(shown[0]), *_compare(layouts), caveat]
+    yield Section("layouts", "Fastest of each layout", of, [table, Lines(reasons, quiet=True)])
+    front, hidden = limit_rows(found.front, MAX_ROWS, everything)
+    table = drop_empty_columns(Table([_list_cells(one) for one in front], "rrrrrlrlrrrrr", HEAD, hidden=hidden))
+    of = "those of which none other is as fast with less memory"
+    yield Section("front", "Time against memory", of, [table])
+
+
+def _list_cells(one: Candidate) -> list[str]:
+    plan, step_ms = one.plan, one.step_ms
+    chunks, shared, model = len(plan.stage.chunks), plan.sharding, plan.args.model
+    kept = "" if shared is None else f"ZeRO-{3 if shared.gathers_twice else 1}"
+    again = {None: "", "selective": "selective"}.get(model.recompute_granularity)
+    if again is None:
+        again = (
+            "all layers"
+            if plan.recomputed_layers == plan.stage.chunk_size
+            else f"{plan.recomputed_layers} of {plan.stage.chunk_size}"
+        )
+    shares = [one.sum_rows(LAYER_GROUPS[TENSOR]), one.sum_rows(LAYER_GROUPS[CONTEXT]), one.sum_rows(BUBBLE)]
+    return [
+        *(str(number) if number > 1 else "" for number in get_sizes(plan)), str(chunks) if chunks > 1 else "", kept,
+        str(plan.args.training.micro_batch_size), again, size(one.peak_bytes), f"{milliseconds(step_ms)} ms",
+        *(percent(share(ms, step_ms)) if ms else "" for ms in shares),
+    ]  # fmt: skip
+
+
+def _give_reasons(one: Candidate) -> Iterator[str]:
+    """What each dimension of a layout costs, and over which links."""
+    plan, layout = one.plan, one.plan.layout
+    passes = plan.batch.final // plan.samples_per_pass
+    if layout.tensor > 1:
+        yield f"TP {layout.tensor}: {_place(plan, TENSOR)}; {_cost(one, LAYER_GROUPS[TENSOR])} for what layers exchange"
+    if layout.context > 1:
+        yield f"CP {layout.context}: {_place(plan, CONTEXT)}; {_cost(one, LAYER_GROUPS[CONTEXT])} for keys and values"
+    if layout.pipeline > 1:
+        chunks = len(plan.stage.chunks)
+        times = f", {chunks} chunks each" if chunks > 1 else ""
+        yield f"PP {layout.pipeline}: a bubble of {_cost(one, BUBBLE)} with {passes} micro-batches{times}; {_place(plan, PIPELINE)}"
+    if plan.sharding:
+        state = "state" if not plan.sharding.gathers_twice else "weights and state"
+        yield f"{state} shared out by {plan.sharding.ranks} ranks; {_place(plan, DATA)}"
+
+
+def _place(plan: Plan, group: str) -> str:
+    members = find_members(plan, group)
+    if members.nodes == 1:
+        return "its traffic stays within a node"
+    return f"its traffic goes over the network between {members.nodes} nodes"
+
+
+def _cost(one: Candidate, *names: str) -> str:
+    return percent(share(one.sum_rows(*names), one.step_ms))
+
+
+def _compare(layouts: list[Candidate]) -> Iterator[str]:
+    """What makes the second slower."""
+    if len(layouts) < 2 or not (layouts[0].variant.time and layouts[1].variant.time):
+        return
+    first, second = ({row.name: row.ms for row in one.variant.time.rows} for one in layouts[:2])  # type: ignore[union-attr]
+    more = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {**first, **second}}
+    name = max(more, key=lambda name: more[name])
+    slower = layouts[1].step_ms - layouts[0].step_ms
+    if more[name] > 0:
+        what = f"{name} takes {milliseconds(more[name])} ms more"
+        yield f"{name_layout(layouts[1].plan)} takes {milliseconds(slower)} ms longer: its {what}"
+
+
+def search_as_json(found: Search | None) -> dict[str, Any] | None:
+    """For programs: the fastest of each layout, and the front."""
+    if found is None:
+        return None
+    return {
+        "gpu": found.processor.name, "budget_bytes": found.budget_bytes, "margin": found.margin, "tried": found.tried,
+        "fitting": len(found.fitting), "layouts": [_candidate_as_json(one) for one in found.best_of_layouts],
+        "front": [_candidate_as_json(one) for one in found.front],
+    }  # fmt: skip
+
+
+def _candidate_as_json(one: Candidate) -> dict[str, Any]:
+    time = one.variant.time
+    return {
+        **dict(zip(("tensor", "context", "pipeline", "data"), get_sizes(one.plan))),
+        "micro_batch_size": one.plan.args.training.micro_batch_size, "add": list(one.variant.add),
+        "drop": list(one.variant.drop), "peak_bytes": one.peak_bytes, "step_ms": one.step_ms,
+        "rows": {row.name: row.ms for row in time.rows} if time else {},
+    }  # fmt: skip

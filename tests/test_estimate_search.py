@@ -1,0 +1,136 @@
+"""plan --search: nothing that fits is missed, what it names is what the flags give, and what it says."""
+
+import itertools
+import json
+
+import pytest
+from command_lines import argv, plan
+
+from megatron_lite.cli.main import main
+from megatron_lite.cli.planned_run import planned_run
+from megatron_lite.config.plan import plan_stages
+from megatron_lite.config.world import World
+from megatron_lite.errors import ConfigError
+from megatron_lite.estimate.hardware import processor_called
+from megatron_lite.estimate.memory import predict_memory
+from megatron_lite.estimate.search import get_sizes, search
+from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.units import GIB
+
+GPU = processor_called("A100-40")
+MODEL = (
+    "--num-layers 24 --hidden-size 3072 --num-attention-heads 24 --seq-length 4096 --max-position-embeddings 4096 "
+    "--micro-batch-size 1 --global-batch-size 32 --bf16 --hidden-dropout 0 --attention-dropout 0"
+)
+EIGHT = World(size=8, local_size=8, gpus=8)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(plan(MODEL, EIGHT, 50257), GPU, 0.08)
+
+
+def measure(flags: str):
+    """(peak of the stage that holds most, time) of a command line; None where the trainer refuses it."""
+    try:
+        one = plan(f"{MODEL} {flags}", EIGHT, 50257)
+    except ConfigError:
+        return None
+    return max(predict_memory(stage, GPU).peak.num_bytes for stage in plan_stages(one)), predict_time(one, GPU).step_ms
+
+
+def test_nothing_faster_is_missed(found):
+    """All flags by hand, without recomputation."""
+    times = []
+    for tensor, context, pipeline, chunks, micro in itertools.product(
+        (1, 2, 4, 8), (1, 2), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2, 4, 8)
+    ):
+        flags = f"--tensor-model-parallel-size {tensor} --context-parallel-size {context} --pipeline-model-parallel-size {pipeline}"
+        flags += f" --micro-batch-size {micro}" + " --sequence-parallel" * (tensor > 1)
+        flags += f" --num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
+        for sharing in ("", " --use-distributed-optimizer", " --use-torch-fsdp2"):
+            one = measure(flags + sharing)
+            if one and one[0] <= found.budget_bytes:
+                times.append(one[1])
+    assert len(times) > 20 and found.fitting[0].step_ms <= min(times) * (1 + 1e-9)
+    assert min(one.step_ms for one in found.fitting if not one.plan.recomputed_layers) == pytest.approx(min(times))
+
+
+def test_what_is_listed_fits_and_is_what_its_flags_give(found):
+    assert found.budget_bytes == int(GPU.memory_gib * GIB * 0.92) and len(found.fitting) <= found.tried * 2
+    assert [one.step_ms for one in found.fitting] == sorted(one.step_ms for one in found.fitting)
+    layouts = [get_sizes(one.plan) for one in found.best_of_layouts]
+    assert len(set(layouts)) == len(layouts) > 5
+    for one in [*found.best_of_layouts[:8], *found.front]:
+        assert not one.variant.drop
+        assert (one.peak_bytes, pytest.approx(one.step_ms)) == measure(" ".join(one.variant.add))
+        assert one.peak_bytes <= found.budget_bytes
+
+
+def test_nothing_beats_the_front(found):
+    for one in found.front:
+        assert not any(o.step_ms < one.step_ms and o.peak_bytes <= one.peak_bytes for o in found.fitting)
+    assert found.front[0] == found.fitting[0] and len(found.front) > 2
+
+
+def run(capsys, *words: str) -> str:
+    given = [*argv(MODEL), "--vocab-size", "50256"]
+    code = main(["plan", *words, *given])
+    told = capsys.readouterr()
+    return told.out if code == 0 else told.err
+
+
+def test_the_command(capsys, tmp_path):
+    path = tmp_path / "found.json"
+    shown = run(capsys, "--search", "--gpu", "A100-40", "--gpus", "8", "--json", str(path))
+    search = json.loads(path.read_text())["search"]
+    best = search["layouts"][0]
+    assert all(flag in " ".join(shown.split()) for flag in best["add"])
+    assert (
+        "Fastest of each layout" in shown
+        and "Time against memory" in shown
+        and "its traffic stays within a node" in shown
+    )
+    assert f"at best {best['step_ms']:,.1f} ms" in " ".join(shown.split())
+    assert best["peak_bytes"] <= search["budget_bytes"] and search["fitting"] > len(search["layouts"]) > 3
+    assert "Memory at the peak" not in shown
+
+
+def test_where_nothing_fits_the_least_is_named(capsys):
+    shown = " ".join(run(capsys, "--search", "--gpu", "T4", "--gpus", "1").split())
+    assert "none of 2 layouts fits into 13.34 GiB of one T4, 8% left free: the least is" in shown
+    assert "--recompute-granularity full" in shown and "Fastest of each layout" not in shown
+
+
+@pytest.mark.parametrize(
+    "words", [["--search"], ["--search", "--gpu", "T4", "H100"], ["--search", "--gpu", "T4", "--exact"]]
+)
+def test_what_does_not_go_with_a_search_is_one_line(capsys, words):
+    shown = run(capsys, *words)
+    assert shown == "error: --search: needs one --gpu NAME, and neither --exact, --fit nor --inference; change that.\n"
+
+
+def test_the_network_decides_between_nodes(capsys, tmp_path):
+    words = [*argv(f"{MODEL} --use-distributed-optimizer"), "--vocab-size", "50256"]
+
+    def exposed_ms(*network: str) -> float:
+        path = tmp_path / "plan.json"
+        assert main(["plan", "--gpu", "A100-40", "--gpus", "16", *network, "--json", str(path), *words]) == 0
+        rows = json.loads(path.read_text())["gpus"][0]["time"]["rows"]
+        return next(row["ms"] for row in rows if row["name"] == "reduce-scatter that nothing hides")
+
+    capsys.readouterr()
+    assert exposed_ms("--network", "1") > exposed_ms("--network", "200") == exposed_ms()
+
+
+def test_a_pipelines_stages_are_listed_heaviest_first(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    words = [*argv(MODEL), "--pipeline-model-parallel-size", "4", "--vocab-size", "50256"]
+    assert main(["plan", "--gpu", "A100-40", "--gpus", "4", "--json", str(path), *words]) == 0
+    shown = capsys.readouterr().out
+    assert "Memory by stage" in shown and "4 micro-batches in flight, not 2" in shown and "(the embedding)" in shown
+    stages = json.loads(path.read_text())["stages"]
+    assert [one["stage"] for one in stages] == [0, 1, 2, 3] and stages[0]["peak_bytes"] > stages[3]["peak_bytes"]
+    [table] = [part for part in shown.split("\n\n") if part.startswith("Memory by stage")]
+    assert table.splitlines()[2].split()[0] == "1"
+    assert planned_run([*words, "--seed", "2"], 4).plan.stage.number == 0
