@@ -267,7 +267,8 @@ def test_what_split_layers_exchange(tmp_path, sequence_parallel):
         loss, norm, partial = 12 * 16 * micro_batches, 4, 0
         if sequence_parallel:
             each = (4 * layers + 2) * micro_batches
-            kinds = {"all-gather": each, "reduce-scatter": each}
+            # what columns were computed from is gathered again for their weights
+            kinds = {"all-gather": each + (2 * layers + 1) * micro_batches, "reduce-scatter": each}
             partial = 2 * (layers * 6 + 2 + 16) * 64  # norms, biases after a sum, positions
         else:  # the embedding's and the loss's in one direction only
             kinds = {"all-reduce": (4 * layers + 2) * micro_batches}

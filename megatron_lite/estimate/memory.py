@@ -143,7 +143,7 @@ def _keep_until_scores(batch: MicroBatch) -> Held:
     keys, heads = shape.num_query_groups * shape.kv_channels, shape.num_attention_heads
     rotates, fused = shape.position_embedding == "rope", batch.attention == FUSED
     reordered = rotates or shape.qk_layernorm  # queries and keys are results of their own
-    held = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.whole_input_bytes})
+    held = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
     held[ATTENTION] += each * wide + FP32 * heads * fused
     # which of q, k, v the kernel copies: what is shared by heads, and, where a product takes sequences and heads as one
     # dimension, what has tokens between them
@@ -213,7 +213,7 @@ def _keep_layer(batch: MicroBatch) -> Held:
     shape, held = batch.shape, _keep_until_scores(batch)
     inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn_hidden_size
     held[SCORES] += 0 if batch.recomputes_attention else sum(_size_scores(batch)[1])
-    held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.whole_input_bytes})
+    held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
     held.update({MLP: batch.element_bytes * inner, MASKS: 2 * batch.mask_bytes})
     return held
 
@@ -227,7 +227,7 @@ def _keep_ends(batch: MicroBatch, stage: Stage) -> Held:
     """The embedding's dropout, and the last norm up to the output layer's input."""
     held = Held({MASKS: batch.mask_bytes if stage.is_first else 0})
     if stage.is_last:
-        held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.whole_input_bytes})
+        held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
     return held
 
 
@@ -279,8 +279,11 @@ def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
         widths[shape.activation] = stream + (2 if shape.activation == "swiglu" else 3) * inner
     for operation, width in widths.items():
         yield operation, kept + Held({GRADIENTS: each * width})
-    kept = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.whole_input_bytes})
-    yield "linear_qkv", kept + Held({GRADIENTS: each * (hidden + stream + gathered // batch.shares + shape.qkv_width)})
+    kept = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
+    yield (
+        "linear_qkv",
+        kept + Held({GRADIENTS: each * (hidden + stream + gathered + gathered // batch.shares + shape.qkv_width)}),
+    )
     kept = _keep_until_scores(replace(batch, recomputes_attention=False))
     probabilities, scores = _size_scores(batch)
     if not scores:

@@ -174,6 +174,9 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
         yield Exchange(TENSOR, GATHER, "their gradients, backward", num_bytes, passes * backward)
     yield Exchange(TENSOR, sums, "hidden states, forward", num_bytes, passes * forward)
     for rows, times in ((shape.qkv_rows, layers), (shape.fc1_width, layers), (shape.padded_vocab_size, stage.is_last)):
+        if plan.layout.sequence_parallel:  # while the input's gradient is computed
+            product = 2 * tokens * plan.shape.hidden_size * rows
+            yield Exchange(TENSOR, GATHER, "hidden states, again", num_bytes, passes * times, product)
         yield Exchange(TENSOR, sums, "their gradients, backward", num_bytes, passes * times, flops_of(rows))
     if shape.query_group_ranks > 1:
         wide = tokens * shape.qkv_rows * shape.query_group_ranks * element_bytes(plan.precision)

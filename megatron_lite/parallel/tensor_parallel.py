@@ -47,9 +47,16 @@ class TensorGroup:
 
     def gather(self, x_BTH: Tensor) -> Tensor:
         """All tokens, of which each rank has its share."""
-        batch, length, width = x_BTH.shape
-        x_MH = collectives.all_gather_into_tensor(x_BTH.contiguous().flatten(0, 1), self.ranks, self.group.group_name)
-        return collectives.wait_tensor(x_MH).view(batch, length * self.ranks, width)
+        return self.wait_gathered(self.begin_gather(x_BTH), x_BTH)
+
+    def begin_gather(self, x_BTH: Tensor) -> Tensor:
+        """The same, not there before `wait_gathered`."""
+        return collectives.all_gather_into_tensor(x_BTH.contiguous().flatten(0, 1), self.ranks, self.group.group_name)
+
+    def wait_gathered(self, begun: Tensor, like: Tensor) -> Tensor:
+        """What begin_gather began, in the form of `like`, which was gathered."""
+        batch, length, width = like.shape
+        return collectives.wait_tensor(begun).view(batch, length * self.ranks, width)
 
     def begin_sum(self, x_BTH: Tensor) -> Tensor:
         """The sum over ranks, of this rank's share of the tokens if they are shared out. Not there before `wait`; x_BTH may become it."""
@@ -88,7 +95,10 @@ def make_tensor_group(plan: Plan, mesh: DeviceMesh | None) -> TensorGroup | None
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """This rank's columns of a product, (B, T, W), of all tokens. The gradient of the weight is computed while that of the input is summed."""
+    """This rank's columns of a product, (B, T, W), of all tokens. The gradient of the weight is computed while that of the input is summed.
+
+    Of tokens that ranks share out, each keeps its own for backward, and gathers them again while it computes the input's gradient.
+    """
 
     @staticmethod
     def forward(
@@ -101,15 +111,17 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         """keep: takes what the gradient of the weight is computed from."""
         whole_BTH = among.gather(x_BTH) if among.shares_tokens else x_BTH
-        ctx.save_for_backward(whole_BTH, weight_WH)
+        ctx.save_for_backward(x_BTH, weight_WH)
         ctx.among, ctx.has_bias, ctx.keep = among, bias_W is not None, keep
         return F.linear(whole_BTH, weight_WH, bias_W)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient_BTW: Tensor):
-        whole_BTH, weight_WH = ctx.saved_tensors
+        x_BTH, weight_WH = ctx.saved_tensors
+        gathered = ctx.among.begin_gather(x_BTH) if ctx.among.shares_tokens else None
         of_input_BTH = gradient_BTW @ weight_WH
+        whole_BTH = x_BTH if gathered is None else ctx.among.wait_gathered(gathered, x_BTH)
         begun = ctx.among.begin_sum(of_input_BTH)
         gradient_MW, of_weight = gradient_BTW.flatten(0, 1), None
         if ctx.keep is None:
